@@ -1,0 +1,1 @@
+"""Wiring and command line: the only package that may import every other."""

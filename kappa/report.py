@@ -1,0 +1,129 @@
+"""What a worker tells the cluster: who it is (once), and what it measured (all the time).
+
+An `Announcement` travels with Ray Serve's routing statistics, a `WorkerReport` on the worker's own
+stream beside the KV events. Both are plain data that turn into dictionaries, so that workers and
+routers share the words and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from kappa.step import StepModel
+from kappa.types import NodeProfile
+
+PROTOCOL = 1
+
+
+def _known(cls: type, data: Mapping[str, Any], what: str) -> dict[str, Any]:
+    names = {f.name for f in fields(cls)}
+    unknown = sorted(set(data) - names)
+    if unknown:
+        raise ValueError(f"{what}: unknown keys {unknown}; this side speaks protocol {PROTOCOL}")
+    return dict(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A worker's identity, hardware and limits; constant for the life of the worker.
+
+    worker: the replica's unique id. node: its profile (measured, catalogue or paced). step: the
+    constants of an engine step. kv_bytes_per_token: M of the model it serves, or emulates.
+    load_s = load_fixed_s + tokens * kv_bytes_per_token / node.h2d_bytes_per_s. fingerprint: hash of
+    everything two workers must share for their KV blocks to mean the same.
+    """
+
+    worker: str
+    model: str
+    node: NodeProfile
+    step: StepModel
+    kv_bytes_per_token: float
+    emulated_model: str
+    fingerprint: str
+    block_tokens: int
+    device_blocks: int
+    host_blocks: int
+    max_batch_tokens: int
+    max_context_tokens: int
+    events_endpoint: str
+    snapshot_endpoint: str
+    profile_error: str = ""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    protocol: int = PROTOCOL
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready copy."""
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {
+            **data,
+            "node": self.node.to_dict(),
+            "step": self.step.to_dict(),
+            "measured": dict(self.measured),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Announcement:
+        """Rebuild from `to_dict`; ValueError names an unknown key or another protocol."""
+        if data.get("protocol", PROTOCOL) != PROTOCOL:
+            raise ValueError(
+                f"worker {data.get('worker')} speaks protocol {data.get('protocol')}, "
+                f"this router {PROTOCOL}: run one version of kappa-serve"
+            )
+        known = _known(cls, data, "announcement")
+        known["node"] = NodeProfile.from_dict(known["node"])
+        known["step"] = StepModel.from_dict(known["step"])
+        return cls(**known)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The engine admitted a request: its prompt's tokens by source, for good."""
+
+    request_id: str
+    device_tokens: int
+    host_tokens: int
+    new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What a worker measured since its last report, and its totals since it started.
+
+    Seconds are real (dilated on a paced node). `*_total` never fall within one worker's life;
+    `admitted` and `prefilled` list requests of this report only. `load_backlog_tokens`: tokens
+    of loads admitted and not yet landed.
+    """
+
+    worker: str
+    time_s: float
+    steps_total: int = 0
+    step_seconds_total: float = 0.0
+    step_tokens_total: int = 0
+    overruns_total: int = 0
+    load_tokens_total: int = 0
+    load_bytes_total: int = 0
+    load_seconds_total: float = 0.0
+    store_tokens_total: int = 0
+    store_bytes_total: int = 0
+    store_seconds_total: float = 0.0
+    store_wait_seconds_total: float = 0.0
+    running: int = 0
+    h2d_bytes_per_s: float = 0.0
+    stats_lost_total: int = 0
+    event_gaps_total: int = 0
+    admitted: tuple[Admission, ...] = ()
+    prefilled: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready copy."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> WorkerReport:
+        """Rebuild from `to_dict`; ValueError names an unknown key."""
+        known = _known(cls, data, "report")
+        known["admitted"] = tuple(Admission(**a) for a in known.get("admitted", ()))
+        known["prefilled"] = tuple(known.get("prefilled", ()))
+        return cls(**known)

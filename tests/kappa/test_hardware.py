@@ -1,0 +1,71 @@
+"""The catalogue is dense, one-way and sourced; profiles load from files with clear errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kappa.hardware import CATALOGUE, DEMO_NODES, node_profile
+from kappa.model import kappa_crit
+from kappa.shapes import model_shape
+
+
+def test_catalogue_has_the_nodes_we_promise() -> None:
+    assert set(CATALOGUE) == {
+        "a100-pcie4", "h100-pcie5", "h200-pcie5", "b200-pcie5", "gh200-c2c", "gb200-c2c",
+        "unified-hbm", *DEMO_NODES,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_node_is_sourced_and_plausible(name: str) -> None:
+    node = CATALOGUE[name]
+    assert node.name == name
+    assert node.reference
+    assert node.source == "catalogue"
+    assert node.h2d_bytes_per_s <= node.hbm_bytes_per_s
+    # Dense FP16, not the sparse peaks of paper 001's Table 2.
+    assert node.flops_per_s <= 2500e12
+    assert node.hbm_bytes >= 80e9
+
+
+def test_demo_nodes_differ_in_the_link_alone() -> None:
+    pcie, c2c = (node_profile(name) for name in DEMO_NODES)
+    assert (pcie.flops_per_s, pcie.hbm_bytes_per_s) == (c2c.flops_per_s, c2c.hbm_bytes_per_s)
+    shape = model_shape("llama-3.1-8b")
+    assert kappa_crit(shape, pcie) == pytest.approx(16.8, abs=0.1)
+    assert kappa_crit(shape, c2c) == pytest.approx(115, abs=0.5)
+
+
+def test_c2c_counts_one_direction() -> None:
+    assert CATALOGUE["gh200-c2c"].h2d_bytes_per_s == 450e9
+    assert CATALOGUE["gb200-c2c"].link_group
+
+
+def test_profile_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(CATALOGUE["h200-pcie5"].to_dict()), encoding="utf-8")
+    assert node_profile(path) == CATALOGUE["h200-pcie5"]
+
+
+def test_unknown_name_suggests_a_near_one() -> None:
+    with pytest.raises(ValueError, match=r"Did you mean 'h100-pcie5'\?.*a100-pcie4"):
+        node_profile("h100-pcie")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("{", "not JSON"), ("[]", "JSON object"), ('{"name": "x"}', "lacks gpu")],
+)
+def test_bad_files_are_named(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"bad\.json: .*{complaint}"):
+        node_profile(path)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"absent\.json: cannot read"):
+        node_profile(tmp_path / "absent.json")

@@ -1,0 +1,108 @@
+"""The law's commands: JSON with exactly the promised keys, tables for people, errors that help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from deploy.commands import law
+from kappa.hardware import node_profile
+from kappa.shapes import model_shape
+from kappa.types import TokenCounts
+
+EXPLAIN_KEYS = {
+    "kappa", "kappa_crit", "kappa_eff", "bound", "ttft_s", "load_s", "compute_s", "plan",
+}  # fmt: skip
+REQUEST = ["explain", "--model", "llama-3.1-8b", "--cached", "60000", "--new", "50"]
+
+app = typer.Typer()
+app.command()(law.tables)
+app.command()(law.explain)
+app.command()(law.roofline)
+
+
+def _run(*args: str) -> str:
+    result = CliRunner().invoke(app, list(args))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def _json(*args: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(_run(*args, "--json"))
+    return data
+
+
+def test_tables_json_contract() -> None:
+    data = _json("tables")
+    assert set(data) == {"table2", "table3", "cases"}
+    assert all(set(row) == {"gpu", "pcie", "paper", "ours"} for row in data["table2"])
+    keys = {"model", "gpu", "paper", "paper_formula", "corrected"}
+    assert all(set(row) == keys for row in data["table3"])
+    assert all(set(row) == {"name", "paper", "ours"} for row in data["cases"])
+    assert (len(data["table2"]), len(data["table3"])) == (6, 15)
+
+
+def test_tables_for_people_name_the_slips() -> None:
+    output = _run("tables")
+    for text in ("Table 2", "Table 3", "DeepSeek-V3", "1.42", "(lost)"):
+        assert text in output
+
+
+def test_explain_one_node_json() -> None:
+    data = _json(*REQUEST, "--node", "pcie")
+    assert set(data) == EXPLAIN_KEYS
+    assert data["kappa"] == 1200
+    assert data["bound"] == "memory"
+    assert data["plan"] == "load"
+    assert data["ttft_s"] == pytest.approx(data["load_s"] + data["compute_s"])
+
+
+def test_explain_several_nodes_json() -> None:
+    data = _json(*REQUEST, "--node", "pcie", "--node", "c2c")
+    assert [row["node"] for row in data["nodes"]] == ["pcie", "c2c"]
+    assert all(set(row) == EXPLAIN_KEYS | {"node"} for row in data["nodes"])
+    assert data["nodes"][1]["ttft_s"] < data["nodes"][0]["ttft_s"]
+
+
+def test_explain_defaults_to_the_demo_pair_and_names_the_quicker() -> None:
+    output = _run(*REQUEST)
+    assert "Least idle TTFT: c2c" in output
+
+
+def test_explain_prints_null_where_no_ratio_is_memory_bound() -> None:
+    counts = TokenCounts(device_tokens=0, cached_tokens=10, new_tokens=8000)
+    answer = law.explain_request(counts, model_shape("llama-3.1-8b"), node_profile("c2c"))
+    assert answer["kappa_eff"] is None
+    args = ("explain", "--model", "llama-3.1-8b", "--node", "c2c", "--cached", "10")
+    assert "never" in _run(*args, "--new", "8000")
+    assert _json(*args, "--new", "8000")["kappa_eff"] is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "hint"),
+    [("--model", "llama-3.1-8c", "llama-3.1-8b"), ("--node", "pci", "pcie")],
+)
+def test_a_wrong_name_is_a_usage_error_with_a_hint(flag: str, value: str, hint: str) -> None:
+    result = CliRunner().invoke(app, [*REQUEST, flag, value])
+    assert result.exit_code == 2
+    assert "Did you mean" in result.output
+    assert hint in result.output
+
+
+def test_roofline_writes_a_png(tmp_path: Path) -> None:
+    out = tmp_path / "roofline.png"
+    assert _json("roofline", "--out", str(out)) == {
+        "out": str(out),
+        "models": ["qwen3-235b-a22b", "deepseek-v3"],
+    }
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_roofline_refuses_a_missing_folder(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["roofline", "--out", str(tmp_path / "no" / "x.png")])
+    assert result.exit_code == 2

@@ -1,0 +1,206 @@
+"""The KV event stream: sequence bookkeeping, and vLLM's payloads decoded."""
+
+from collections import Counter
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.kv_events import BlocksRemoved, BlocksStored, TierCleared
+from router.kv_stream import StreamCursor, decode_batch, sent_at
+from router.prefix_hash import PrefixHasher, salt_of, secret_from_seed
+from router.prefix_index import Match, PrefixIndex
+
+
+def batch(*events, ts=1.5):
+    return msgspec.msgpack.encode([ts, list(events), 0])
+
+
+def stored(hashes=(11, 12), parent=None, size=2, medium="GPU", **more):
+    tokens = more.pop("token_ids", list(range(len(hashes) * size)))
+    return {
+        "type": "BlockStored",
+        "block_hashes": list(hashes),
+        "parent_block_hash": parent,
+        "token_ids": tokens,
+        "block_size": size,
+        "lora_id": None,
+        "medium": medium,
+        "lora_name": None,
+    } | more
+
+
+def removed(*hashes, medium="GPU", **more):
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": medium} | more
+
+
+def one(event):
+    (decoded,) = decode_batch(batch(event), "w")
+    return decoded
+
+
+def test_cursor_tells_order_loss_and_repeats():
+    cursor = StreamCursor()
+    assert [cursor.advance(seq) for seq in (0, 1, 1, 0, 3, 2, 3)] == [
+        "ok", "ok", "duplicate", "duplicate", "gap", "ok", "ok",
+    ]  # fmt: skip
+    assert cursor.expected == 4
+    assert StreamCursor().advance(5) == "gap"
+    cursor.resume(9)
+    assert cursor.advance(9) == "ok"
+    with pytest.raises(ValueError, match="got -1"):
+        cursor.advance(-1)
+
+
+@given(st.lists(st.integers(0, 8), max_size=40))
+def test_cursor_accepts_each_number_once_in_order(numbers):
+    cursor = StreamCursor()
+    accepted = [n for n in numbers if cursor.advance(n) == "ok"]
+    assert accepted == list(range(len(accepted)))
+
+
+def test_cursor_sees_a_restart_by_the_clock():
+    cursor = StreamCursor()
+    for seq in range(3):
+        assert cursor.advance(seq, sent_s=100.0 + seq) == "ok"
+    assert cursor.advance(1, sent_s=101.0) == "duplicate"
+    assert cursor.advance(0, sent_s=200.0) == "gap"
+    cursor.resume(0)
+    assert cursor.advance(0, sent_s=200.0) == "ok"
+
+
+def test_media_become_tiers():
+    event = one(stored(size=3, parent=b"p"))
+    assert isinstance(event, BlocksStored)
+    assert (event.worker, event.tier, event.engine_hashes) == ("w", "device", (11, 12))
+    assert (event.parent_engine_hash, event.block_tokens, event.salt) == (b"p", 3, None)
+    assert np.array_equal(event.token_ids, range(6))
+    assert one(stored(medium="CPU")).tier == "host"
+    assert one(removed(1, b"x")) == BlocksRemoved("w", "device", (1, b"x"))
+    assert one(removed(1, medium="CPU")) == BlocksRemoved("w", "host", (1,))
+
+
+def test_salts_are_told_by_the_first_block():
+    assert one(stored()).salt == 0
+    assert one(stored(extra_keys=[["t1"], None])).salt == salt_of("t1")
+    assert one(stored(parent=9, extra_keys=[None, None])).salt is None
+    assert one(stored(medium="CPU")).salt is None
+    lora = stored(lora_name="a", extra_keys=[["a", "t1"], ["a"]])
+    assert one(lora).salt == salt_of("t1", "a")
+    assert one(stored(lora_name="a", extra_keys=[["a"], ["a"]])).salt == salt_of(None, "a")
+
+
+def test_clearing_covers_both_tiers_unless_told():
+    cleared = batch({"type": "AllBlocksCleared"})
+    assert decode_batch(cleared, "w") == [TierCleared("w", None)]
+    assert decode_batch(cleared, "w", cleared_tier="device") == [TierCleared("w", "device")]
+
+
+def test_what_is_not_for_the_index_is_counted():
+    skipped = Counter()
+    events = [
+        {"type": "BlockMoved", "to": 3},
+        stored(medium="STORAGE"),
+        stored(medium=None),
+        removed(1, medium="CPU", locality="REMOTE"),
+        stored(group_idx=1),
+        stored(token_ids=[1, 2]),
+        stored(extra_keys=[[["image", 0]], None]),
+        removed(1, group_idx=0, locality="LOCAL", unheard_of=1),
+    ]
+    assert decode_batch(batch(*events), "w", skipped) == [BlocksRemoved("w", "device", (1,))]
+    assert skipped == {
+        "type:BlockMoved": 1,
+        "medium:STORAGE": 1,
+        "medium:None": 1,
+        "remote": 1,
+        "other_group": 1,
+        "sparse": 1,
+        "multimodal": 1,
+    }
+
+
+def test_blocks_before_an_image_stay():
+    event = one(stored(hashes=(1, 2, 3), extra_keys=[["t"], [["image", 1]], None]))
+    assert event.engine_hashes == (1,)
+    assert len(event.token_ids) == 2 and event.salt == salt_of("t")
+
+
+def test_named_only_host_blocks_pass():
+    event = one(stored(hashes=(7,), size=0, medium="CPU", token_ids=[]))
+    assert (event.engine_hashes, len(event.token_ids)) == ((7,), 0)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xff\x00",
+        msgspec.msgpack.encode({"ts": 1}),
+        msgspec.msgpack.encode([1.0, 3]),
+        batch({"block_hashes": []}),
+        batch({"type": "BlockStored", "block_hashes": [1]}),
+        batch(stored(token_ids=["a"] * 4)),
+        batch(stored(token_ids=[2**63] * 4)),
+    ],
+)
+def test_malformed_payloads_name_the_worker(payload):
+    with pytest.raises(ValueError, match=r"malformed KV event.* from worker w3: ."):
+        decode_batch(payload, "w3")
+
+
+def test_the_batch_tells_its_time():
+    assert sent_at(batch(ts=12.25), "w") == 12.25
+    with pytest.raises(ValueError, match="worker w3"):
+        sent_at(b"", "w3")
+
+
+@pytest.mark.vllm
+def test_decodes_what_vllm_encodes():
+    """Names relied on: KVEventBatch, BlockStored, BlockRemoved, AllBlocksCleared, MEDIUM_*."""
+    kv_events = pytest.importorskip("vllm.distributed.kv_events")
+    hasher = PrefixHasher(4, secret_from_seed("tests"))
+    index, tokens = PrefixIndex(hasher, 100), list(range(100, 112))
+
+    def make(medium, keys, hashes=(2**64 - 1, b"\x00" * 32, 3), parent=None, ids=tokens):
+        return kv_events.BlockStored(
+            block_hashes=list(hashes),
+            parent_block_hash=parent,
+            token_ids=ids,
+            block_size=4,
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            extra_keys=keys,
+            group_idx=0,
+            kv_cache_spec_kind="full_attention" if medium == "CPU" else None,
+        )
+
+    def send(*events):
+        sent = kv_events.KVEventBatch(ts=1.5, events=list(events), data_parallel_rank=0)
+        payload, skipped = msgspec.msgpack.Encoder().encode(sent), Counter()
+        for event in decode_batch(payload, "w", skipped):
+            index.handle(event)
+        assert not skipped
+
+    def ask(salt):
+        return index.match(hasher.prefix_hashes(tokens, salt_of(salt)), "w")
+
+    device, host = kv_events.MEDIUM_GPU, kv_events.MEDIUM_CPU
+    send(
+        make(device, [("tenant",), None], hashes=(2**64 - 1, b"\x00" * 32), ids=tokens[:8]),
+        make(device, [None], hashes=(3,), parent=b"\x00" * 32, ids=tokens[8:]),
+    )
+    assert (ask("tenant"), ask(None)) == (Match(3, 0), Match(0, 0))
+    send(make(host, None))
+    send(kv_events.BlockRemoved(block_hashes=[3, b"\x00" * 32], medium=device, group_idx=0))
+    assert (ask("tenant"), ask(None)) == (Match(1, 2), Match(0, 0))
+    send(kv_events.BlockRemoved(block_hashes=[3], medium=host, group_idx=0))
+    assert ask("tenant") == Match(1, 1)
+    send(kv_events.AllBlocksCleared())
+    assert ask("tenant") == Match(0, 0)
+    unsalted = make(device, None)
+    send(unsalted)
+    assert (ask("tenant"), ask(None)) == (Match(0, 0), Match(3, 0))

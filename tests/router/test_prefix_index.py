@@ -1,0 +1,338 @@
+"""The prefix index against a model that scans token prefixes one by one."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.kv_events import (
+    BlocksRemoved,
+    BlocksStored,
+    TierCleared,
+    WorkerGone,
+    WorkerReset,
+)
+from router.prefix_hash import PrefixHasher, salt_of, secret_from_seed
+from router.prefix_index import Match, PrefixIndex
+
+SIZE = 2
+HASHER = PrefixHasher(SIZE, secret_from_seed("tests"))
+DEPTH = 12
+SALTS = (0, salt_of("tenant"))
+
+
+def name(tokens, salt=0):
+    """The engine's hash of a prefix: any function of all that is in it."""
+    return repr((tuple(tokens), salt)).encode()
+
+
+def stored(tokens, worker="w", tier="device", start=0, salt=0, told="auto", parent="auto"):
+    """An event for blocks [start, end) of a sequence, as an engine would send it."""
+    ends = range((start + 1) * SIZE, len(tokens) + 1, SIZE)
+    if told == "auto":
+        told = salt if tier == "device" and start == 0 else None
+    if parent == "auto":
+        parent = name(tokens[: start * SIZE], salt) if start else None
+    hashes = tuple(name(tokens[:end], salt) for end in ends)
+    return BlocksStored(worker, tier, hashes, parent, tuple(tokens[start * SIZE :]), SIZE, told)
+
+
+def removed(*prefixes, worker="w", tier="device", salt=0):
+    return BlocksRemoved(worker, tier, tuple(name(p, salt) for p in prefixes))
+
+
+def ask(index, tokens, worker="w", salt=0):
+    return index.match(HASHER.prefix_hashes(tokens, salt), worker)
+
+
+class Model:
+    """What one worker holds, by token prefix; every question is a linear scan."""
+
+    def __init__(self):
+        self.known, self.device, self.host = set(), {}, set()
+
+    def store(self, tokens, tier, start, salt):
+        blind = tier == "host"
+        placed = start == 0 and not blind
+        if start:
+            placed = (tokens[: start * SIZE], salt) in self.known
+        for end in range((start + 1) * SIZE, len(tokens) + 1, SIZE):
+            key = (tokens[:end], salt)
+            placed = placed or key in self.known
+            if not placed:
+                continue
+            self.known.add(key)
+            if tier == "device":
+                self.device[key] = self.device.get(key, 0) + 1
+            else:
+                self.host.add(key)
+
+    def remove(self, key, tier):
+        if tier == "host":
+            self.host.discard(key)
+        elif self.device.get(key):
+            self.device[key] -= 1
+
+    def clear(self, tier):
+        if tier != "host":
+            self.device.clear()
+        if tier != "device":
+            self.host.clear()
+        if tier is None:
+            self.known.clear()
+
+    def match(self, tokens, salt):
+        keys = [(tokens[:end], salt) for end in range(SIZE, len(tokens) + 1, SIZE)]
+        device = 0
+        while device < len(keys) and self.device.get(keys[device]):
+            device += 1
+        host = device
+        while host < len(keys) and keys[host] in self.host:
+            host += 1
+        return Match(device, host - device)
+
+
+# Sequences that branch early, midway and late: few blocks, so that operations meet, and long
+# enough for a binary search to land beyond a hole.
+TRUNK = tuple(range(DEPTH * SIZE))
+SEQUENCES = [TRUNK] + [
+    TRUNK[: at * SIZE] + tuple(100 * at + t for t in range((DEPTH - at) * SIZE))
+    for at in (1, 1 + DEPTH // 2, DEPTH - 2)
+]
+LENGTHS = st.integers(1, DEPTH)
+PATHS = st.builds(lambda whole, n: whole[: n * SIZE], st.sampled_from(SEQUENCES), LENGTHS)
+WORKERS = st.sampled_from(["a", "b"])
+TIERS = st.sampled_from(["device", "host"])
+OPS = st.one_of(
+    st.tuples(
+        st.just("store"), WORKERS, TIERS, PATHS, st.integers(0, DEPTH - 1), st.sampled_from(SALTS)
+    ),
+    st.tuples(st.just("remove"), WORKERS, TIERS, PATHS, st.just(0), st.sampled_from(SALTS)),
+    st.tuples(st.just("strip"), WORKERS, TIERS, PATHS, st.just(0), st.sampled_from(SALTS)),
+    st.tuples(
+        st.sampled_from(["clear", "reset", "gone"]),
+        WORKERS,
+        st.sampled_from(["device", "host", None]),
+        st.just(()),
+        st.just(0),
+        st.just(0),
+    ),
+)
+# Clears are rare in life; mostly stores and removals reach deeper states.
+PRESENCE = OPS.filter(lambda op: op[0] in ("store", "remove"))
+MOVE = st.one_of(PRESENCE, PRESENCE, PRESENCE, OPS)
+# Left to itself a list strategy draws about five moves, too few to dig holes and fill them.
+HISTORY = st.integers(0, 80).flatmap(lambda n: st.lists(MOVE, min_size=n, max_size=n))
+HASHES = {(q, salt): HASHER.prefix_hashes(q, salt) for q in SEQUENCES for salt in SALTS}
+
+
+def apply(index, models, op):
+    kind, worker, tier, path, start, salt = op
+    model = models.setdefault(worker, Model())
+    if kind == "store":
+        start = min(start, len(path) // SIZE - 1)
+        index.handle(stored(path, worker, tier, start, salt))
+        model.store(path, tier, start, salt)
+    elif kind in ("remove", "strip"):
+        ends = [len(path)] if kind == "remove" else range(SIZE, len(path) + 1, SIZE)
+        index.handle(removed(*(path[:end] for end in ends), worker=worker, tier=tier, salt=salt))
+        for end in ends:
+            model.remove((path[:end], salt), tier)
+    elif kind == "clear":
+        index.handle(TierCleared(worker, tier))
+        model.clear(tier)
+    else:
+        index.handle(WorkerReset(worker) if kind == "reset" else WorkerGone(worker))
+        model.clear(None)
+
+
+@given(HISTORY)
+@settings(max_examples=150, deadline=None)
+def test_equals_a_linear_scan_after_any_history(history):
+    index, models = PrefixIndex(HASHER, 100_000), {}
+    for op in history:
+        apply(index, models, op)
+        for (tokens, salt), hashes in HASHES.items():
+            answers = index.match_all(hashes)
+            for worker, model in models.items():
+                expected = model.match(tokens, salt)
+                assert index.match(hashes, worker) == expected
+                assert answers.get(worker, Match(0, 0)) == expected
+
+
+@given(HISTORY, st.integers(1, 40))
+@settings(max_examples=150, deadline=None)
+def test_a_small_index_knows_less_but_nothing_untrue(history, bound):
+    index, truth = PrefixIndex(HASHER, bound), {}
+    for op in history:
+        apply(index, truth, op)
+        assert index.size_blocks() <= bound
+        assert index.stats()["unheld"] <= bound // 8
+        for (tokens, salt), hashes in HASHES.items():
+            for worker, model in truth.items():
+                device, host = index.match(hashes, worker)
+                for block in range(device + host):
+                    key = (tokens[: (block + 1) * SIZE], salt)
+                    assert model.device.get(key) if block < device else key in model.host
+
+
+A, B, C, D = (1, 2), (3, 4), (5, 6), (7, 8)
+
+
+def test_host_run_starts_where_the_device_run_ends():
+    index = PrefixIndex(HASHER, 100)
+    index.handle(stored(A + B + C + D))
+    index.handle(stored(A + B + C + D, tier="host"))
+    assert ask(index, A + B + C + D) == Match(4, 0)
+    index.handle(removed(A + B + C, A + B + C + D))
+    assert ask(index, A + B + C + D) == Match(2, 2)
+    index.handle(removed(A, tier="host"))
+    assert ask(index, A + B + C + D) == Match(2, 2)
+    index.handle(removed(A))
+    assert ask(index, A + B + C + D) == Match(0, 0)
+
+
+def test_a_hole_hides_what_follows_until_it_is_filled():
+    index = PrefixIndex(HASHER, 100)
+    index.handle(stored(A + B + C))
+    index.handle(removed(A + B))
+    assert ask(index, A + B + C) == Match(1, 0)
+    index.handle(stored(A + B, start=1))
+    assert ask(index, A + B + C) == Match(3, 0)
+
+
+def test_two_device_copies_need_two_removals_host_needs_one():
+    index = PrefixIndex(HASHER, 100)
+    for tier in ("device", "host"):
+        index.handle(stored(A, tier="device"))
+        index.handle(stored(A, tier=tier))
+    index.handle(removed(A))
+    index.handle(removed(A))
+    assert ask(index, A) == Match(1, 0)
+    index.handle(removed(A))
+    assert ask(index, A) == Match(0, 1)
+    index.handle(stored(A, tier="host"))
+    index.handle(removed(A, tier="host"))
+    assert ask(index, A) == Match(0, 0)
+
+
+def test_tenants_with_one_prompt_stay_apart_in_host():
+    index, salt = PrefixIndex(HASHER, 100), salt_of("tenant")
+    index.handle(stored(A + B, salt=salt))
+    index.handle(stored(A + B, tier="host", salt=salt))
+    index.handle(removed(A, A + B, salt=salt))
+    assert ask(index, A + B, salt=salt) == Match(0, 2)
+    assert ask(index, A + B) == Match(0, 0)
+
+
+def test_a_host_block_of_unknown_salt_is_counted_not_guessed():
+    index = PrefixIndex(HASHER, 100)
+    index.handle(stored(A + B, tier="host"))
+    assert ask(index, A + B) == Match(0, 0)
+    assert index.stats()["unjoined"] == 2
+    index.handle(stored(A + B, tier="host", told=0))
+    assert ask(index, A + B) == Match(0, 2)
+
+
+def test_host_extends_only_when_allowed():
+    for allowed in (True, False):
+        index = PrefixIndex(HASHER, 100, host_extends=allowed)
+        index.handle(stored(A))
+        index.handle(stored(A + B, tier="host"))
+        index.handle(stored(A + B + C, tier="host", start=2))
+        assert ask(index, A + B + C) == Match(1, 2 if allowed else 0)
+
+
+def test_blocks_named_without_tokens_join_by_name():
+    index = PrefixIndex(HASHER, 100)
+    index.handle(stored(A + B))
+    names = (name(A), name(A + B), name(C))
+    index.handle(BlocksStored("w", "host", names, None, (), 0, None))
+    index.handle(removed(A, A + B))
+    assert ask(index, A + B) == Match(0, 2)
+    assert index.stats()["unjoined"] == 1
+
+
+def test_orphans_are_counted_and_do_not_answer():
+    index = PrefixIndex(HASHER, 100)
+    index.handle(stored(A + B + C, start=1))
+    assert index.stats()["orphans"] == 2
+    assert ask(index, A + B + C) == Match(0, 0)
+    assert index.size_blocks() == 0
+
+
+def test_reset_forgets_and_gone_unlists():
+    index = PrefixIndex(HASHER, 100)
+    for worker in ("a", "b"):
+        index.handle(stored(A + B, worker))
+    index.handle(WorkerReset("a"))
+    index.handle(WorkerGone("b"))
+    assert index.workers() == ("a",)
+    assert index.match_all(HASHER.prefix_hashes(A + B)) == {"a": Match(0, 0)}
+    assert index.size_blocks() == 0
+    index.handle(removed(A, worker="b"))
+    assert index.workers() == ("a",)
+
+
+def test_a_second_name_for_one_block_is_ignored():
+    index = PrefixIndex(HASHER, 100)
+    index.handle(stored(A))
+    index.handle(BlocksStored("w", "device", (1,), None, A, SIZE, 0))
+    index.handle(BlocksRemoved("w", "device", (1,)))
+    assert ask(index, A) == Match(1, 0)
+    assert index.stats()["ambiguous"] == index.stats()["unknown_removals"] == 1
+
+
+def test_least_recently_used_leaves_go_first():
+    index = PrefixIndex(HASHER, 4)
+    index.handle(stored(A + B))
+    index.handle(stored(C))
+    index.handle(stored(D))
+    assert ask(index, A + B) == Match(2, 0)
+    index.handle(stored((9, 9)))
+    assert (ask(index, A + B), ask(index, C)) == (Match(2, 0), Match(0, 0))
+    index.handle(stored((8, 8)))
+    assert (ask(index, A + B), ask(index, D)) == (Match(2, 0), Match(0, 0))
+    assert index.stats()["evicted"] == 2
+
+
+def test_a_run_longer_than_the_bound_keeps_its_head():
+    index = PrefixIndex(HASHER, 3)
+    index.handle(stored(A + B + C + D + A))
+    assert ask(index, A + B + C + D + A) == Match(3, 0)
+    assert index.stats()["refused"] == 2
+
+
+def test_what_no_tier_holds_goes_before_what_is_held():
+    index = PrefixIndex(HASHER, 8)
+    index.handle(stored(A + B + C))
+    index.handle(removed(A + B + C))
+    assert index.stats()["unheld"] == 1
+    for i in range(6):
+        index.handle(stored((100 + i, 0)))
+    assert ask(index, A + B) == Match(2, 0)
+    assert index.stats()["unheld"] == 0 and index.size_blocks() == 8
+
+
+def test_long_chains_toggle_without_recursion():
+    index, tokens = PrefixIndex(HASHER, 50_000), np.arange(2 * 20_000)
+    index.handle(BlocksStored("w", "device", tuple(range(20_000)), None, tokens, SIZE, 0))
+    hashes = HASHER.prefix_hashes(tokens)
+    index.handle(BlocksRemoved("w", "device", (0,)))
+    assert index.match(hashes, "w") == Match(0, 0)
+    index.handle(BlocksStored("w", "host", (0,), None, (), 0, None))
+    assert index.match(hashes, "w") == Match(0, 1)
+    index.handle(BlocksStored("w", "device", (0,), None, tokens[:2], SIZE, 0))
+    assert index.match(hashes, "w") == Match(20_000, 0)
+
+
+def test_another_block_size_is_refused_whole():
+    index = PrefixIndex(HASHER, 100)
+    event = BlocksStored("w7", "device", (1,), None, (1, 2, 3, 4), 4, 0)
+    with pytest.raises(ValueError, match=r"w7 stores blocks of 4 tokens.*blocks of 2"):
+        index.handle(event)
+    with pytest.raises(ValueError, match="w7 stored 2 blocks of 2 tokens but sent 3"):
+        index.handle(BlocksStored("w7", "device", (1, 2), None, (1, 2, 3), 2, 0))
+    assert index.size_blocks() == 0
+    with pytest.raises(ValueError, match="max_blocks"):
+        PrefixIndex(HASHER, 0)

@@ -1,0 +1,139 @@
+"""vLLM workers that measure every engine step, and on a paced node make it last.
+
+`MeteredCPUWorker` is vLLM's CPU worker plus a report per step on the stats channel: how long,
+how many tokens, which prompts were finished. With a pace in the engine's `additional_config` it
+also runs the real step and then sleeps until the step has lasted as long as it would on the
+named node, in dilated time; a step that cannot keep its pace is reported as an overrun. Chosen by
+`worker_cls="workers.metered_worker.MeteredCPUWorker"`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from kappa.step import StepModel
+from workers.connector import kappa_request_id
+from workers.host_tier import CURRENT as HOST_TIERS
+from workers.stats_channel import StatsSender
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+# An engine with nothing to compute but loads in flight would poll as fast as it can.
+_LOAD_POLL_S = 0.01
+# Steps closer together than this are one busy period: their overhead is part of the pace.
+_BACK_TO_BACK_S = 0.02
+
+
+class StepMeter:
+    """Follows requests over steps: what each step computes, and which prompts it finishes."""
+
+    def __init__(self) -> None:
+        self._prompt_tokens: dict[str, int] = {}
+        self._request_ids: dict[str, str] = {}
+
+    def work(self, scheduled: SchedulerOutput) -> tuple[list[tuple[int, int]], list[str]]:
+        """Return [(new tokens, context tokens before them)] and the finished prompts' ids."""
+        work: list[tuple[int, int]] = []
+        prefilled: list[str] = []
+        tokens = scheduled.num_scheduled_tokens
+        for new in scheduled.scheduled_new_reqs:
+            self._prompt_tokens[new.req_id] = len(new.prompt_token_ids or ())
+            self._request_ids[new.req_id] = kappa_request_id(new.sampling_params)
+            self._add(new.req_id, tokens[new.req_id], new.num_computed_tokens, work, prefilled)
+        cached = scheduled.scheduled_cached_reqs
+        for req_id, context in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            self._add(req_id, tokens[req_id], context, work, prefilled)
+        for req_id in scheduled.finished_req_ids:
+            self._prompt_tokens.pop(req_id, None)
+            self._request_ids.pop(req_id, None)
+        return work, prefilled
+
+    def _add(
+        self,
+        req_id: str,
+        new: int,
+        context: int,
+        work: list[tuple[int, int]],
+        prefilled: list[str],
+    ) -> None:
+        work.append((new, context))
+        prompt_tokens = self._prompt_tokens.get(req_id, 0)
+        if context < prompt_tokens <= context + new:
+            prefilled.append(self._request_ids.get(req_id, ""))
+
+
+class MeteredCPUWorker(CPUWorker):
+    """vLLM's CPU worker with a report per step and, on a paced node, a pace."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.vllm_config.additional_config
+        pace = config.get("kappa_pace")
+        self._kappa_step_model = StepModel.from_dict(pace) if pace else None
+        self._kappa_stats = StatsSender(config.get("kappa_stats", ""))
+        self._kappa_meter = StepMeter()
+        self._kappa_step: dict[str, Any] | None = None
+        self._kappa_last_end_s = 0.0
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Run the real step; the report and the pace follow once its tokens are sampled."""
+        self._kappa_begin(scheduler_output)
+        output = super().execute_model(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            for tier in HOST_TIERS:
+                tier.wait_for_load(_LOAD_POLL_S)
+        elif output is not None:
+            self._kappa_end()
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample as vLLM does, then finish the step's pace and report it."""
+        output = super().sample_tokens(grammar_output)
+        self._kappa_end()
+        return output
+
+    def kappa_profile(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Measure this process' memory bandwidth and FLOP/s (`workers.profiler.measure`)."""
+        from workers.profiler import measure
+
+        return measure(request)
+
+    def _kappa_begin(self, scheduler_output: SchedulerOutput) -> None:
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            self._kappa_meter.work(scheduler_output)
+            return
+        work, prefilled = self._kappa_meter.work(scheduler_output)
+        start_s = time.monotonic()
+        if self._kappa_step_model and start_s - self._kappa_last_end_s < _BACK_TO_BACK_S:
+            start_s = self._kappa_last_end_s
+        self._kappa_step = {
+            "kind": "step",
+            "tokens": scheduler_output.total_num_scheduled_tokens,
+            "running": len(work),
+            "prefilled": [request_id for request_id in prefilled if request_id],
+            "start_s": start_s,
+            "pace_s": self._kappa_step_model.real_s(work) if self._kappa_step_model else 0.0,
+        }
+
+    def _kappa_end(self) -> None:
+        step, self._kappa_step = self._kappa_step, None
+        if step is None:
+            return
+        start_s = step.pop("start_s")
+        real_s = time.monotonic() - start_s
+        remaining_s = step["pace_s"] - real_s
+        if remaining_s > 0:
+            time.sleep(remaining_s)
+        end_s = time.monotonic()
+        self._kappa_last_end_s = start_s + step["pace_s"] if remaining_s > 0 else end_s
+        step.update(
+            took_s=end_s - start_s,
+            real_s=real_s,
+            overrun=bool(step["pace_s"] and remaining_s < 0),
+            t_s=time.time(),
+        )
+        self._kappa_stats.send(step)

@@ -1,0 +1,117 @@
+"""A worker's copy of what its engine has announced: the KV blocks of each tier.
+
+Kept so that a router that joins late, or lost a message, gets the state with a sequence number
+instead of a replay of history. It speaks vLLM's own event structures, so a snapshot is decoded by
+the same code as a live event. Pure apart from those structures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+)
+
+Hash = int | bytes
+_decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(slots=True)
+class _Block:
+    parent: Hash | None
+    token_ids: list[int]
+    extra_keys: tuple[Any, ...] | None
+    media: set[str]
+
+
+class KvMirror:
+    """Blocks by engine hash, each with its parent, its tokens and the media that hold it."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[Hash, _Block] = {}
+        self._block_size = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def apply(self, payload: bytes) -> None:
+        """Apply one event batch as vLLM published it (msgpack)."""
+        for event in _decode(payload).events:
+            if isinstance(event, BlockStored):
+                self._store(event)
+            elif isinstance(event, BlockRemoved):
+                self._remove(event)
+            elif isinstance(event, AllBlocksCleared):
+                self._blocks.clear()
+
+    def clear(self) -> None:
+        """Forget everything (after a lost message nothing here can be trusted)."""
+        self._blocks.clear()
+
+    def snapshot(self) -> list[bytes]:
+        """Event batches that rebuild this state from nothing, parents before children."""
+        events = [
+            BlockStored(
+                block_hashes=[block_hash],
+                parent_block_hash=block.parent,
+                token_ids=block.token_ids,
+                block_size=self._block_size,
+                lora_id=None,
+                medium=medium,
+                lora_name=None,
+                extra_keys=[block.extra_keys],
+            )
+            for block_hash, block in self._in_order()
+            for medium in sorted(block.media, reverse=True)
+        ]
+        return [
+            _encode(KVEventBatch(ts=0.0, events=events[i : i + 512]))  # type: ignore[arg-type]
+            for i in range(0, len(events), 512)
+        ]
+
+    def _store(self, event: BlockStored) -> None:
+        size = event.block_size
+        self._block_size = size
+        medium = event.medium or "GPU"
+        parent = event.parent_block_hash
+        for i, block_hash in enumerate(event.block_hashes):
+            block = self._blocks.get(block_hash)
+            if block is None:
+                token_ids = event.token_ids[i * size : (i + 1) * size]
+                if len(token_ids) < size:
+                    # Without its tokens a block cannot be matched to a prompt: not worth a row.
+                    parent = block_hash
+                    continue
+                extra = event.extra_keys[i] if event.extra_keys else None
+                block = self._blocks[block_hash] = _Block(parent, token_ids, extra, set())
+            block.media.add(medium)
+            parent = block_hash
+
+    def _remove(self, event: BlockRemoved) -> None:
+        for block_hash in event.block_hashes:
+            block = self._blocks.get(block_hash)
+            if block is None:
+                continue
+            block.media.discard(event.medium or "GPU")
+            if not block.media:
+                del self._blocks[block_hash]
+
+    def _in_order(self) -> list[tuple[Hash, _Block]]:
+        done: set[Hash] = set()
+        ordered: list[tuple[Hash, _Block]] = []
+        for start in self._blocks:
+            chain: list[Hash] = []
+            current: Hash | None = start
+            while current is not None and current in self._blocks and current not in done:
+                chain.append(current)
+                done.add(current)
+                current = self._blocks[current].parent
+            ordered.extend((h, self._blocks[h]) for h in reversed(chain))
+        return ordered

@@ -1,0 +1,218 @@
+"""A replica's outgoing stream: its engine's KV events and its own measurements, numbered as one.
+
+One thread reads the engine's event publisher and the stats channel, keeps the mirror and the
+totals, and publishes. A reader that sees a gap, or comes late, asks the snapshot endpoint and gets
+the state with the sequence number it belongs to. Frames: `[kind, seq u64 BE, payload]`, kind one of
+`kv` (vLLM's own msgpack batch), `report` (msgpack of `WorkerReport`), `reset` (forget all blocks).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import msgspec
+import structlog
+import zmq
+
+from kappa.report import Admission, WorkerReport
+from workers.mirror import KvMirror
+
+log = structlog.get_logger(__name__)
+
+KV, REPORT, RESET = b"kv", b"report", b"reset"
+_REPORT_EVERY_S = 0.25
+_POLL_MS = 100
+_HIGH_WATER_MESSAGES = 100_000
+_BANDWIDTH_WEIGHT = 0.2
+
+
+class ReportTotals:
+    """Adds the engine processes' measurements up into `WorkerReport`s."""
+
+    def __init__(self, worker: str) -> None:
+        self._report = WorkerReport(worker=worker, time_s=0.0)
+        self._admitted: list[Admission] = []
+        self._prefilled: list[str] = []
+
+    @property
+    def urgent(self) -> bool:
+        """Whether something waits that changes a prediction now."""
+        return bool(self._admitted or self._prefilled)
+
+    def add(self, message: dict[str, object]) -> None:
+        """Add one measurement from the stats channel; an unknown kind is ignored."""
+        handler = getattr(self, f"_add_{message.get('kind')}", None)
+        if handler is not None:
+            handler(message)
+
+    def lost(self, events: int) -> None:
+        """Note that the engine's event stream had a gap."""
+        self._report = replace(
+            self._report, event_gaps_total=self._report.event_gaps_total + events
+        )
+
+    def take(self, now_s: float) -> WorkerReport:
+        """The report so far; its per-report lists start anew."""
+        report = replace(
+            self._report,
+            time_s=now_s,
+            admitted=tuple(self._admitted),
+            prefilled=tuple(self._prefilled),
+        )
+        self._admitted, self._prefilled = [], []
+        return report
+
+    def _add_step(self, m: dict[str, object]) -> None:
+        r = self._report
+        self._report = replace(
+            r,
+            steps_total=r.steps_total + 1,
+            step_seconds_total=r.step_seconds_total + _number(m["took_s"]),
+            step_tokens_total=r.step_tokens_total + int(_number(m["tokens"])),
+            overruns_total=r.overruns_total + bool(m["overrun"]),
+            running=int(_number(m["running"])),
+        )
+        prefilled = m["prefilled"]
+        assert isinstance(prefilled, list)
+        self._prefilled.extend(str(request_id) for request_id in prefilled)
+
+    def _add_admit(self, m: dict[str, object]) -> None:
+        self._admitted.append(
+            Admission(
+                request_id=str(m["request_id"]),
+                device_tokens=int(_number(m["device_tokens"])),
+                host_tokens=int(_number(m["host_tokens"])),
+                new_tokens=int(_number(m["new_tokens"])),
+            )
+        )
+
+    def _add_load(self, m: dict[str, object]) -> None:
+        r, took_s, moved = self._report, _number(m["took_s"]), int(_number(m["bytes"]))
+        speed = moved / took_s if took_s > 0 else r.h2d_bytes_per_s
+        old = r.h2d_bytes_per_s or speed
+        self._report = replace(
+            r,
+            load_tokens_total=r.load_tokens_total + int(_number(m["tokens"])),
+            load_bytes_total=r.load_bytes_total + moved,
+            load_seconds_total=r.load_seconds_total + took_s,
+            h2d_bytes_per_s=old + _BANDWIDTH_WEIGHT * (speed - old),
+        )
+
+    def _add_store(self, m: dict[str, object]) -> None:
+        r = self._report
+        self._report = replace(
+            r,
+            store_tokens_total=r.store_tokens_total + int(_number(m["tokens"])),
+            store_bytes_total=r.store_bytes_total + int(_number(m["bytes"])),
+            store_seconds_total=r.store_seconds_total + _number(m["took_s"]),
+        )
+
+    def _add_wait(self, m: dict[str, object]) -> None:
+        r = self._report
+        waited_s = r.store_wait_seconds_total + _number(m["took_s"])
+        self._report = replace(r, store_wait_seconds_total=waited_s)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, int | float):
+        return value
+    raise ValueError(f"a measurement of {value!r} is not a number")
+
+
+class ReportStream:
+    """Owns the replica's sockets and the thread that serves them."""
+
+    def __init__(self, worker: str, host: str, stats_endpoint: str, kv_endpoint: str) -> None:
+        """Bind the public endpoints on `host` (free ports) and the private ones as given."""
+        self._worker = worker
+        self._context = zmq.Context()
+        self._stats = self._context.socket(zmq.PULL)
+        self._stats.bind(stats_endpoint)
+        self._kv = self._context.socket(zmq.SUB)
+        self._kv.setsockopt(zmq.SUBSCRIBE, b"")
+        self._kv.setsockopt(zmq.RCVHWM, _HIGH_WATER_MESSAGES)
+        self._kv.connect(kv_endpoint)
+        self._out = self._context.socket(zmq.PUB)
+        self._out.setsockopt(zmq.SNDHWM, _HIGH_WATER_MESSAGES)
+        self.events_endpoint = f"tcp://{host}:{self._out.bind_to_random_port(f'tcp://{host}')}"
+        self._snapshots = self._context.socket(zmq.ROUTER)
+        port = self._snapshots.bind_to_random_port(f"tcp://{host}")
+        self.snapshot_endpoint = f"tcp://{host}:{port}"
+        self._mirror = KvMirror()
+        self.totals = ReportTotals(worker)
+        self._seq = 0
+        self._kv_seq = -1
+        self._last_report_s = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kappa-report", daemon=True)
+
+    def start(self) -> None:
+        """Start serving."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread and close the sockets."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._kv, self._stats, self._snapshots):
+            poller.register(socket, zmq.POLLIN)
+        while not self._stop.is_set():
+            try:
+                ready = dict(poller.poll(_POLL_MS))
+                if self._kv in ready:
+                    self._read_kv()
+                if self._stats in ready:
+                    self._read_stats()
+                if self._snapshots in ready:
+                    self._answer_snapshot()
+                self._publish_report()
+            except zmq.ContextTerminated:
+                return
+            except Exception:
+                log.exception("report_stream_error", worker=self._worker)
+
+    def _publish(self, kind: bytes, payload: bytes) -> None:
+        self._seq += 1
+        self._out.send_multipart([kind, self._seq.to_bytes(8, "big"), payload])
+
+    def _read_kv(self) -> None:
+        while True:
+            try:
+                _, seq_bytes, payload = self._kv.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            seq = int.from_bytes(seq_bytes, "big")
+            if self._kv_seq >= 0 and seq != self._kv_seq + 1:
+                log.warning("engine_event_gap", worker=self._worker, expected=self._kv_seq + 1)
+                self._mirror.clear()
+                self.totals.lost(1)
+                self._publish(RESET, b"")
+            self._kv_seq = seq
+            self._mirror.apply(payload)
+            self._publish(KV, payload)
+
+    def _read_stats(self) -> None:
+        while True:
+            try:
+                self.totals.add(msgspec.msgpack.decode(self._stats.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return
+
+    def _publish_report(self) -> None:
+        now_s = time.time()
+        if self.totals.urgent or now_s - self._last_report_s >= _REPORT_EVERY_S:
+            self._last_report_s = now_s
+            report = self.totals.take(now_s)
+            self._publish(REPORT, msgspec.msgpack.encode(report.to_dict()))
+
+    def _answer_snapshot(self) -> None:
+        identity, *_ = self._snapshots.recv_multipart(zmq.NOBLOCK)
+        seq = self._seq.to_bytes(8, "big")
+        self._snapshots.send_multipart([identity, b"", seq, *self._mirror.snapshot()])

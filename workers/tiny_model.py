@@ -1,0 +1,244 @@
+"""A complete Llama checkpoint of half a million parameters, made from a seed.
+
+Tests and the demo need a model that every engine loads, and must fetch nothing. The weights are
+random but scaled so that attention looks at the whole context: an engine that hands back the
+wrong KV gives other tokens. Only numpy, tokenizers and safetensors are used, so the files are the
+same on every machine, byte for byte.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+BPE_TOKENS = 4096
+SPECIAL_TOKENS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|end|>")
+FINGERPRINT_FILE = "kappa_fingerprint.json"
+
+# Raise this whenever the same arguments would give other files.
+_VERSION = 1
+
+# head_dim 32 is the smallest that vLLM's CPU attention takes; two query heads on one KV head keep
+# grouped-query attention covered.
+_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 32768,
+}
+
+# Rendering messages[:k] gives a prefix of rendering messages[:k+1], in text and in tokens: every
+# message is one self-contained run that ends in a special token, and nothing looks ahead. Parts of
+# a content list are joined as vLLM joins them.
+CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- if tools -%}
+{{- '<|system|>Tools:' -}}
+{%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- set role = 'system' if message.role == 'developer' else message.role -%}
+{%- if role not in ('system', 'user', 'assistant', 'tool') -%}
+{{- raise_exception('unknown role: ' + role) -}}
+{%- endif -%}
+{{- '<|' + role + '|>' -}}
+{%- if message.content is string -%}
+{{- message.content -}}
+{%- elif message.content -%}
+{{- message.content | map(attribute='text') | join('\\n') -}}
+{%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+{{- '\\n{"name": ' + (call.function.name | tojson) + ', "arguments": ' -}}
+{%- if call.function.arguments is string -%}
+{{- call.function.arguments -}}
+{%- else -%}
+{{- call.function.arguments | tojson -}}
+{%- endif -%}
+{{- '}' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+def make_tiny_model(directory: str | Path, corpus: Iterable[str], seed: int = 0) -> Path:
+    """Make the checkpoint and its tokenizer in ``directory``, unless the same one is there.
+
+    The directory appears complete or not at all, also when several processes make it at once.
+
+    Args:
+        directory: where to put it; replaced if it holds another tiny model.
+        corpus: texts on which the tokenizer is trained, to 4096 tokens or as many as they hold.
+        seed: of the weights.
+
+    Returns:
+        The directory, absolute: a local path for ``from_pretrained`` and for vLLM.
+
+    Raises:
+        FileExistsError: if the directory holds something that was not made here.
+    """
+    target = Path(directory).absolute()
+    texts = list(corpus)
+    fingerprint = _fingerprint(texts, seed)
+    if _is_made(target, fingerprint):
+        return target
+    if target.exists() and any(target.iterdir()) and not (target / FINGERPRINT_FILE).exists():
+        raise FileExistsError(f"{target} is not empty and holds no tiny model; not replacing it")
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+        made = Path(scratch) / "model"
+        made.mkdir()
+        vocab_size = _write_tokenizer(made, texts)
+        _write_weights(made, vocab_size, seed)
+        _write_configs(made, vocab_size)
+        _write_json(made / FINGERPRINT_FILE, fingerprint)
+        _move_into_place(made, target, Path(scratch) / "old", fingerprint)
+    return target
+
+
+def _fingerprint(texts: list[str], seed: int) -> dict[str, object]:
+    digest = hashlib.sha256()
+    for text in texts:
+        encoded = text.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    template = hashlib.sha256(CHAT_TEMPLATE.encode()).hexdigest()
+    return {
+        "version": _VERSION,
+        "seed": seed,
+        "shape": _SHAPE,
+        "bpe_tokens": BPE_TOKENS,
+        "corpus_sha256": digest.hexdigest(),
+        "chat_template_sha256": template,
+    }
+
+
+def _is_made(target: Path, fingerprint: dict[str, object]) -> bool:
+    try:
+        found = json.loads((target / FINGERPRINT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(found == fingerprint)
+
+
+def _move_into_place(made: Path, target: Path, old: Path, fingerprint: dict[str, object]) -> None:
+    try:
+        if target.exists():
+            os.rename(target, old)
+        os.rename(made, target)
+    except OSError:
+        # Another process was faster: its model is as good as ours, if it is the same one.
+        if not _is_made(target, fingerprint):
+            raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _write_tokenizer(directory: Path, texts: list[str]) -> int:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=BPE_TOKENS + len(SPECIAL_TOKENS),
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    bos, bos_id = SPECIAL_TOKENS[0], tokenizer.token_to_id(SPECIAL_TOKENS[0])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, bos_id)]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "pad_token": "</s>",
+            "additional_special_tokens": list(SPECIAL_TOKENS[2:]),
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": _SHAPE["max_position_embeddings"],
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+    return int(tokenizer.get_vocab_size())
+
+
+def _write_weights(directory: Path, vocab_size: int, seed: int) -> None:
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(seed)
+
+    def normal(rows: int, columns: int) -> np.ndarray:
+        # 1/sqrt(fan-in) keeps every activation near one, and so the attention scores apart.
+        values = rng.standard_normal((rows, columns), dtype=np.float32)
+        return values / np.float32(columns**0.5)
+
+    hidden, inner = _SHAPE["hidden_size"], _SHAPE["intermediate_size"]
+    queries = _SHAPE["num_attention_heads"] * _SHAPE["head_dim"]
+    keys = _SHAPE["num_key_value_heads"] * _SHAPE["head_dim"]
+    tensors = {"model.embed_tokens.weight": normal(vocab_size, hidden)}
+    for layer in range(_SHAPE["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        tensors |= {
+            f"{prefix}.input_layernorm.weight": np.ones(hidden, np.float32),
+            f"{prefix}.self_attn.q_proj.weight": normal(queries, hidden),
+            f"{prefix}.self_attn.k_proj.weight": normal(keys, hidden),
+            f"{prefix}.self_attn.v_proj.weight": normal(keys, hidden),
+            f"{prefix}.self_attn.o_proj.weight": normal(hidden, queries),
+            f"{prefix}.post_attention_layernorm.weight": np.ones(hidden, np.float32),
+            f"{prefix}.mlp.gate_proj.weight": normal(inner, hidden),
+            f"{prefix}.mlp.up_proj.weight": normal(inner, hidden),
+            f"{prefix}.mlp.down_proj.weight": normal(hidden, inner),
+        }
+    tensors["model.norm.weight"] = np.ones(hidden, np.float32)
+    tensors["lm_head.weight"] = normal(vocab_size, hidden)
+    path = directory / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    # safetensors gives it to its owner alone; another user's container must read it too.
+    path.chmod(0o644)
+
+
+def _write_configs(directory: Path, vocab_size: int) -> None:
+    bos, eos, end = (SPECIAL_TOKENS.index(token) for token in ("<s>", "</s>", "<|end|>"))
+    _write_json(
+        directory / "config.json",
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **_SHAPE,
+            "vocab_size": vocab_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "dtype": "float32",
+            "bos_token_id": bos,
+            "eos_token_id": eos,
+            "pad_token_id": eos,
+        },
+    )
+    _write_json(
+        directory / "generation_config.json",
+        {"bos_token_id": bos, "eos_token_id": [eos, end], "pad_token_id": eos},
+    )
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,124 @@
+"""The arguments that make a vLLM engine one of our workers. Pure translation.
+
+Given a node and the endpoints of its replica, `engine_kwargs` returns what Ray Serve LLM passes
+to vLLM: our worker class, the host tier, the event publisher, and on a paced node the pace of both
+resources. Every vLLM option that we set is named here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from kappa.model import kv_bytes_per_token
+from kappa.step import StepModel, step_model
+from kappa.types import ModelShape, NodeProfile
+
+# vLLM on a CPU: no thread binding and one thread per engine, so that engines share the cores;
+# short queue spins (workers.vllm_plugin); float32, since bf16 fails on short prompts there.
+CPU_ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "KAPPA_QUEUE_SPIN_S": "0.0005",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Sizes of one engine: tokens per block, KV blocks on the device, bytes in the host tier."""
+
+    max_context_tokens: int
+    block_tokens: int
+    device_blocks: int
+    host_bytes: int
+    max_batch_tokens: int
+    max_sequences: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a paced node needs to know: the model it emulates and the node it is paced as."""
+
+    shape: ModelShape
+    node: NodeProfile
+
+    @property
+    def step(self) -> StepModel:
+        """Seconds per engine step."""
+        return step_model(self.shape, self.node)
+
+    @property
+    def link(self) -> dict[str, float]:
+        """Real seconds per token on the link, for `workers.host_tier.LinkPace`."""
+        kv_bytes, node = kv_bytes_per_token(self.shape), self.node
+        store_bytes_per_s = node.d2h_bytes_per_s or node.h2d_bytes_per_s
+        return {
+            "token_s": node.dilation * kv_bytes / node.h2d_bytes_per_s,
+            "store_token_s": node.dilation * kv_bytes / store_bytes_per_s,
+            "fixed_s": node.dilation * node.load_fixed_s,
+        }
+
+
+def engine_kwargs(
+    limits: EngineLimits, stats_endpoint: str, kv_endpoint: str, pace: Pace | None
+) -> dict[str, Any]:
+    """vLLM's engine arguments for one replica."""
+    additional: dict[str, Any] = {"kappa_stats": stats_endpoint}
+    tier: dict[str, Any] = {
+        "spec_name": "HostTierSpec",
+        "spec_module_path": "workers.host_tier",
+        "cpu_bytes_to_use": limits.host_bytes,
+        "self_describing_kv_events": True,
+        "offload_prompt_only": False,
+        "kappa_stats": stats_endpoint,
+    }
+    if pace is not None:
+        additional["kappa_pace"] = pace.step.to_dict()
+        tier["kappa_pace"] = pace.link
+    arguments: dict[str, Any] = {
+        "dtype": limits.dtype,
+        "max_model_len": limits.max_context_tokens,
+        "block_size": limits.block_tokens,
+        "num_gpu_blocks_override": limits.device_blocks,
+        "max_num_batched_tokens": limits.max_batch_tokens,
+        "max_num_seqs": limits.max_sequences,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "worker_cls": "workers.metered_worker.MeteredCPUWorker",
+        "additional_config": additional,
+        "kv_events_config": {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": kv_endpoint,
+            "topic": "kv",
+        },
+    }
+    if limits.host_bytes:
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "HostTierConnector",
+            "kv_connector_module_path": "workers.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": tier,
+        }
+    return arguments
+
+
+def fingerprint(
+    model_source: str, chat_template: str, limits: EngineLimits, shape_name: str
+) -> str:
+    """Hash of what two workers must share for their KV blocks to mean the same."""
+    parts = {
+        "model": model_source,
+        "template": chat_template,
+        "dtype": limits.dtype,
+        "block_tokens": limits.block_tokens,
+        "shape": shape_name,
+        "hash": "vllm-0.29",
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,149 @@
+"""Recorded chat sessions: several turns each, where every turn's input extends the one before.
+
+Agent traces are the case the router exists for: nearly all of a turn's tokens were seen in the
+turn before. The readers here keep order and pauses, so that the simulator and the load test can
+replay them. Formats are JSON lines, plain or gzipped.
+"""
+
+import gzip
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+# What the mini-SWE harness says to the model after each reply: the result of its command, or a
+# complaint that there was not exactly one command.
+_HARNESS_MESSAGE = re.compile(
+    r"\n\n(?=<returncode>|Please always provide EXACTLY ONE action in triple backticks)"
+)
+
+
+class WorkloadError(ValueError):
+    """A workload file that cannot be used. The message names the file, the line and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a session: its input as serialised by the source, and the recorded reply.
+
+    ``t_s`` is seconds since the session started.
+    """
+
+    t_s: float
+    input_text: str
+    output_text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The turns of one conversation, in order of time."""
+
+    id: str
+    turns: tuple[Turn, ...]
+
+
+def demo_sessions_path() -> Path:
+    """Path of the sessions that ship with this package (``workload/data/README.md``)."""
+    return Path(__file__).parent / "data" / "miniswe_slice.jsonl.gz"
+
+
+def read_sessions(path: str | Path) -> list[Session]:
+    """Read sessions from JSON lines of ``session, t_s, input, output``; ``.gz`` is read as is.
+
+    Lines of different sessions may be mixed; within one session ``t_s`` must not go back.
+    Sessions come in the order of their first line.
+
+    Raises:
+        WorkloadError: if the file is absent, damaged or breaks these rules.
+    """
+    path = Path(path)
+    turns: dict[str, list[Turn]] = {}
+    for number, line in _numbered_lines(path):
+        if not line.strip():
+            continue
+        try:
+            session, turn = _parse(line)
+            earlier = turns.setdefault(session, [])
+            if earlier and turn.t_s < earlier[-1].t_s:
+                raise ValueError(f"t_s {turn.t_s} is before the previous turn's {earlier[-1].t_s}")
+        except ValueError as error:
+            raise WorkloadError(f"{path}:{number}: {error}") from error
+        earlier.append(turn)
+    if not turns:
+        raise WorkloadError(f"{path}: holds no sessions")
+    return [Session(id=session, turns=tuple(group)) for session, group in turns.items()]
+
+
+def as_messages(turn: Turn, replies: Sequence[str] = ()) -> list[dict[str, str]]:
+    """Split a turn's input into OpenAI chat messages.
+
+    A mini-SWE input carries no role markers: it is the task followed by everything the harness
+    said, joined by blank lines, without the model's replies. Each part becomes a ``user`` message.
+    The split depends only on the text before it, so the messages of turn k+1 begin with those of
+    turn k. An input of another format is one ``user`` message.
+
+    Args:
+        turn: the turn to split.
+        replies: what the assistant said after the first, second, … part (the recorded outputs of
+            the earlier turns, or a live model's). They are placed in between, which gives a chat
+            with alternating roles for the models that insist on one. Those beyond the last part
+            but one are ignored.
+    """
+    parts = _HARNESS_MESSAGE.split(turn.input_text)
+    messages: list[dict[str, str]] = []
+    for index, part in enumerate(parts):
+        messages.append({"role": "user", "content": part})
+        if index < min(len(replies), len(parts) - 1):
+            messages.append({"role": "assistant", "content": replies[index]})
+    return messages
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    number = 0
+    try:
+        with _open_text(path) as lines:
+            for line in lines:
+                number += 1
+                yield number, line
+    except UnicodeDecodeError as error:
+        raise WorkloadError(f"{path}:{number + 1}: not UTF-8 ({error.reason})") from error
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        where = f"{path}:{number + 1}" if number else str(path)
+        raise WorkloadError(f"{where}: {reason}") from error
+
+
+def _open_text(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def _parse(line: str) -> tuple[str, Turn]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg}, column {error.colno})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"expected an object, found {type(record).__name__}")
+    texts: list[str] = []
+    for field in ("session", "input", "output"):
+        value = record.get(field)
+        if not isinstance(value, str):
+            raise ValueError(f"field {field!r} must be a string, found {_found(record, field)}")
+        texts.append(value)
+    t_s = record.get("t_s")
+    if isinstance(t_s, bool) or not isinstance(t_s, int | float) or not math.isfinite(t_s):
+        raise ValueError(f"field 't_s' must be a finite number, found {_found(record, 't_s')}")
+    if t_s < 0:
+        raise ValueError(f"field 't_s' must not be negative, found {t_s}")
+    session, input_text, output_text = texts
+    return session, Turn(t_s=float(t_s), input_text=input_text, output_text=output_text)
+
+
+def _found(record: dict[str, object], field: str) -> str:
+    return repr(record[field])[:40] if field in record else "nothing"
