@@ -10,7 +10,7 @@ the paper leaves out.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from kappa.model import attention_flops, kv_bytes_per_token, weight_read_bytes
@@ -52,6 +52,10 @@ class StepModel:
     def real_s(self, work: Iterable[tuple[int, int]]) -> float:
         """Real seconds of one step: `step_s` times the dilation."""
         return self.step_s(work) * self.dilation
+
+    def scaled(self, factor: float) -> StepModel:
+        """The same node, `factor` times as slow."""
+        return replace(self, dilation=self.dilation * factor) if factor != 1.0 else self
 
     def to_dict(self) -> dict[str, float]:
         """A JSON-ready copy of the constants."""

@@ -65,7 +65,7 @@ class PrefixHasher:
     """Hashes every full-block prefix of a token sequence.
 
     Two different prefixes collide with probability about 2^-59 or less for a random secret; an
-    index of 10 million blocks queried with 1,000-block prompts sees a false match about once in
+    index of 10 million blocks asked about 1,000-block prompts sees a false match about once in
     10^8 queries. The odds hold only while tenants do not know the secret: keep it out of logs,
     metrics and responses, and do not hand out hashes either.
 

@@ -1,0 +1,93 @@
+"""Every metric's name, kind, labels and meaning: the only place where a metric is named.
+
+Names begin with `kappa_`, carry their unit, and never hold a colon. `docs/metrics.md` and the
+dashboards are made from this list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_MICROSECONDS = (50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 10e-3, 50e-3)
+_RATIOS = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
+_ERRORS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. Counters are exposed with `_total` appended."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+DECISIONS = Metric(
+    "kappa_decisions", "counter", "routing decisions", ("node", "policy", "reason", "bound")
+)
+REQUESTS = Metric("kappa_requests", "counter", "requests by HTTP status", ("status",))
+RATIO = Metric(
+    "kappa_request_ratio", "histogram", "cached-to-new ratio on the chosen node", ("node",), _RATIOS
+)
+CRITICAL_RATIO = Metric("kappa_critical_ratio", "gauge", "critical ratio of a node", ("node",))
+PREDICTED_TTFT = Metric(
+    "kappa_predicted_ttft_seconds", "histogram", "predicted time to first token", ("node",), _SECONDS
+)
+TTFT = Metric("kappa_ttft_seconds", "histogram", "real time to first token", ("node",), _SECONDS)
+TTFT_ERROR = Metric(
+    "kappa_ttft_error_ratio",
+    "histogram",
+    "absolute error of the predicted time to first token, as a share of the real one",
+    ("node", "kind"),
+    _ERRORS,
+)
+DECISION_SECONDS = Metric(
+    "kappa_decision_seconds", "histogram", "time taken by one decision", (), _MICROSECONDS
+)
+TOKENIZE_SECONDS = Metric(
+    "kappa_tokenize_seconds", "histogram", "time to render and tokenize one prompt", (), _SECONDS
+)
+RESERVATIONS = Metric("kappa_reservations", "gauge", "requests in flight", ("node",))
+LINK_BACKLOG = Metric("kappa_link_backlog_seconds", "gauge", "queued loads", ("node",))
+GPU_BACKLOG = Metric("kappa_gpu_backlog_seconds", "gauge", "queued prompts", ("node",))
+INDEX_BLOCKS = Metric("kappa_index_blocks", "gauge", "entries of the prefix index")
+INDEX_LOSSES = Metric(
+    "kappa_index_losses",
+    "counter",
+    "blocks that the prefix index could not place, by why",
+    ("why",),
+)
+STREAM_GAPS = Metric("kappa_stream_gaps", "counter", "gaps in a worker's event stream", ("node",))
+PROMPT_TOKENS = Metric(
+    "kappa_prompt_tokens", "counter", "prompt tokens by where they came from", ("node", "source")
+)
+OUTPUT_TOKENS = Metric("kappa_output_tokens", "counter", "tokens generated", ("node",))
+STEPS = Metric("kappa_engine_steps", "counter", "engine steps", ("node", "paced"))
+OVERRUNS = Metric(
+    "kappa_paced_overruns", "counter", "steps of a paced node that took longer than their pace",
+    ("node",),
+)  # fmt: skip
+LOAD_BYTES = Metric("kappa_load_bytes", "counter", "bytes moved host to device", ("node",))
+STORE_BYTES = Metric("kappa_store_bytes", "counter", "bytes moved device to host", ("node",))
+LOAD_BANDWIDTH = Metric(
+    "kappa_load_bytes_per_second", "gauge", "measured host-to-device bandwidth", ("node",)
+)
+LINK_SCALE = Metric(
+    "kappa_calibration_link_ratio", "gauge", "measured over announced seconds of loads", ("node",)
+)
+COMPUTE_SCALE = Metric(
+    "kappa_calibration_compute_ratio", "gauge", "measured over announced compute", ("node",)
+)
+OVERHEAD = Metric(
+    "kappa_calibration_overhead_seconds", "gauge", "what a request costs besides the engine",
+    ("node",),
+)  # fmt: skip
+WORKERS = Metric("kappa_workers", "gauge", "workers known, by whether they are paced", ("paced",))
+
+ALL: tuple[Metric, ...] = tuple(v for v in list(globals().values()) if isinstance(v, Metric))

@@ -1,0 +1,72 @@
+"""Ray Serve's side of routing: obeys the ingress' choice, or decides alone as a drop-in.
+
+With our ingress every request carries a pin (the header `x-kappa-pin`), chosen over all workers;
+this class finds that replica. Without a pin (a plain Ray Serve LLM app that named
+`router.ray_router.KappaRouter` as its `request_router_class`) it asks `router.standalone`, which
+routes by what it sent where. The only file that knows Ray's router interface; no arithmetic here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from router.board import BOARD
+from router.standalone import StandaloneRouter
+
+PIN_HEADER = "x-kappa-pin"
+
+
+class KappaRouter(RequestRouter):
+    """`request_router_kwargs` (all optional): `node`, `model`, `policy` for the drop-in use."""
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Called by Ray with the configured keyword arguments; ValueError on an unknown one."""
+        self._kappa_alone = StandaloneRouter(**kwargs)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Replicas came, went, or announced something: post it for the ingress."""
+        super().update_replicas(replicas)
+        BOARD.post(
+            str(self._deployment_id),
+            {r.replica_id.unique_id: (r.routing_stats or {}).get("kappa", {}) for r in replicas},
+        )
+        self._kappa_alone.workers([r.replica_id.unique_id for r in replicas])
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """A replica died: the ingress must not wait for Ray's next health check to know."""
+        super().on_replica_actor_died(replica_id)
+        BOARD.remove(str(self._deployment_id), replica_id.unique_id)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Ranks of one replica each, since Ray reorders within a rank by queue length."""
+        by_id = {r.replica_id.unique_id: r for r in candidate_replicas}
+        pin = _pin(pending_request)
+        if pin in by_id:
+            return [[by_id[pin]]]
+        if pending_request is None or pin:
+            return [candidate_replicas]
+        ranked = self._kappa_alone.rank(
+            list(by_id), pending_request.args, pending_request.metadata.internal_request_id
+        )
+        return [[by_id[worker]] for worker in ranked]
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """A request ended: its reservation goes."""
+        super().on_request_completed(replica_id, internal_request_id)
+        self._kappa_alone.done(internal_request_id)
+
+
+def _pin(pending_request: PendingRequest | None) -> str:
+    if pending_request is None:
+        return ""
+    for argument in pending_request.args[1:2]:
+        headers = getattr(argument, "headers", None)
+        if headers:
+            return str(headers.get(PIN_HEADER, ""))
+    return ""
