@@ -37,7 +37,11 @@ RATIO = Metric(
 )
 CRITICAL_RATIO = Metric("kappa_critical_ratio", "gauge", "critical ratio of a node", ("node",))
 PREDICTED_TTFT = Metric(
-    "kappa_predicted_ttft_seconds", "histogram", "predicted time to first token", ("node",), _SECONDS
+    "kappa_predicted_ttft_seconds",
+    "histogram",
+    "predicted time to first token",
+    ("node",),
+    _SECONDS,
 )
 TTFT = Metric("kappa_ttft_seconds", "histogram", "real time to first token", ("node",), _SECONDS)
 TTFT_ERROR = Metric(

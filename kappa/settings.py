@@ -8,6 +8,7 @@ Environment variables read by the project are listed here and nowhere else:
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,8 +65,6 @@ class NodeSettings(_Section):
 
     def node(self, dilation: float) -> NodeProfile:
         """The profile to pace by, in dilated time."""
-        from dataclasses import replace
-
         profile = node_profile(self.profile)
         return replace(profile, name=self.name, source="paced", dilation=dilation)
 
@@ -76,7 +75,7 @@ class EngineSettings(_Section):
     max_context_tokens: int = Field(16384, ge=64)
     block_tokens: int = Field(32, ge=16)
     device_blocks: int = Field(768, ge=8, description="KV blocks in the device cache")
-    host_bytes: int = Field(256 << 20, ge=0, description="host tier; zero switches it off")
+    host_bytes: int = Field(64 << 20, ge=0, description="host tier; zero switches it off")
     max_batch_tokens: int = Field(1024, ge=64, description="token budget of one step")
     max_sequences: int = Field(64, ge=1)
     dtype: str = "float32"

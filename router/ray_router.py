@@ -4,6 +4,9 @@ With our ingress every request carries a pin (the header `x-kappa-pin`), chosen 
 this class finds that replica. Without a pin (a plain Ray Serve LLM app that named
 `router.ray_router.KappaRouter` as its `request_router_class`) it asks `router.standalone`, which
 routes by what it sent where. The only file that knows Ray's router interface; no arithmetic here.
+
+Ray pickles this class by value, with the globals that it names; other modules are named, not
+pickled, so the board stays one per process.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from router.board import BOARD
-from router.standalone import StandaloneRouter
+import router.board
+import router.standalone
 
 PIN_HEADER = "x-kappa-pin"
 
@@ -23,12 +26,12 @@ class KappaRouter(RequestRouter):
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Called by Ray with the configured keyword arguments; ValueError on an unknown one."""
-        self._kappa_alone = StandaloneRouter(**kwargs)
+        self._kappa_alone = router.standalone.StandaloneRouter(**kwargs)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Replicas came, went, or announced something: post it for the ingress."""
         super().update_replicas(replicas)
-        BOARD.post(
+        router.board.BOARD.post(
             str(self._deployment_id),
             {r.replica_id.unique_id: (r.routing_stats or {}).get("kappa", {}) for r in replicas},
         )
@@ -37,7 +40,7 @@ class KappaRouter(RequestRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A replica died: the ingress must not wait for Ray's next health check to know."""
         super().on_replica_actor_died(replica_id)
-        BOARD.remove(str(self._deployment_id), replica_id.unique_id)
+        router.board.BOARD.remove(str(self._deployment_id), replica_id.unique_id)
 
     async def choose_replicas(
         self,

@@ -19,6 +19,7 @@ _KEPT_SAMPLES = 64
 _BOUND = 4.0
 _MAX_OVERHEAD_S = 2.0
 _KEEP = 0.9
+_DWARFS = 20.0
 
 
 @dataclass(slots=True)
@@ -38,14 +39,19 @@ class Calibration:
     _computes: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_SAMPLES))
 
     def outcome(self, compute_s: float, load_s: float, actual_s: float) -> None:
-        """Learn from a request that met no queue: predicted parts, and its real TTFT."""
-        rest_s = actual_s - load_s - compute_s
-        if compute_s > 4 * max(self.overhead_s, abs(rest_s) / 8, 1e-6):
+        """Learn from a request that met no queue: predicted parts, and its real TTFT.
+
+        Only a prompt whose compute dwarfs the overhead teaches the compute scale; before the
+        overhead is known, and for all other prompts, what is left over is overhead.
+        """
+        known = len(self._overheads) >= _MIN_SAMPLES
+        if known and compute_s > _DWARFS * self.overhead_s:
             ratio = (actual_s - load_s - self.overhead_s) / (compute_s / self.compute_scale)
             self._computes.append(min(max(ratio, 1 / _BOUND), _BOUND))
             if len(self._computes) >= _MIN_SAMPLES:
                 self.compute_scale = statistics.median(self._computes)
             return
+        rest_s = actual_s - load_s - compute_s
         self._overheads.append(min(max(rest_s, 0.0), _MAX_OVERHEAD_S))
         if len(self._overheads) >= _MIN_SAMPLES:
             self.overhead_s = statistics.median(self._overheads)

@@ -43,6 +43,7 @@ class WorkerPlan:
 
     nodes: one profile per rank; a `paced` one is paced, any other is a prior until measured.
     served: the shape of the model that runs; emulated: the shape that paced nodes act as.
+    stream_host: address for the report stream; empty: this machine's address in Ray's cluster.
     """
 
     nodes: tuple[NodeProfile, ...]
@@ -51,6 +52,7 @@ class WorkerPlan:
     limits: EngineLimits
     chat_template: str
     cache_dir: str
+    stream_host: str
 
 
 class KappaServer(LLMServer):
@@ -70,9 +72,8 @@ class KappaServer(LLMServer):
         llm_config.update_engine_kwargs(
             **engine_kwargs(plan.limits, stats_endpoint, kv_endpoint, pace)
         )
-        self._stream = ReportStream(
-            self._worker, ray.util.get_node_ip_address(), stats_endpoint, kv_endpoint
-        )
+        host = plan.stream_host or ray.util.get_node_ip_address()
+        self._stream = ReportStream(self._worker, host, stats_endpoint, kv_endpoint)
         self._stream.start()
         self._announcement: dict[str, Any] = {}
         await super().__init__(llm_config)

@@ -187,7 +187,7 @@ class HostTierWorker(OffloadingWorker):
     ) -> None:
         """Allocate `blocks` host blocks shaped like the device's; one chunk is one block."""
         device = [t.tensor for t in kv_caches.tensors]
-        host = [torch.zeros((blocks, t.shape[1]), dtype=torch.int8) for t in device]
+        host = [torch.empty((blocks, t.shape[1]), dtype=torch.int8) for t in device]
         self._report_lock = threading.Lock()
         self._stats = stats
         self._load = Link("load", host, device, tokens_per_block, pace.load_s, self._report)

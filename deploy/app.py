@@ -1,0 +1,274 @@
+"""Where everything is wired: settings in, a running Ray Serve application out.
+
+The only module that imports all packages. `Cluster` starts Ray (on loopback, with its own
+temporary folder), deploys workers and ingress, waits until a real request has been answered, and
+stops all of it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kappa.hardware import node_profile
+from kappa.settings import ClusterSettings, home
+from kappa.shapes import shape_from_config
+from kappa.types import ModelShape, NodeProfile
+from workers.tiny_model import make_tiny_model
+from workload.sessions import demo_sessions_path, read_sessions
+
+Progress = Callable[[str], None]
+
+_WARM_TIMEOUT_S = 180.0
+_REPLICA_CPUS = 1
+_APP = "kappa"
+
+
+class StartError(RuntimeError):
+    """The cluster could not be started; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model on disk or by name: where it is, its shape and its chat template."""
+
+    source: str
+    shape: ModelShape
+    chat_template: str
+
+
+def prepare_model(settings: ClusterSettings) -> Model:
+    """Find the configured model, or make the tiny one (once; cached under `KAPPA_HOME`)."""
+    source = settings.model.source
+    if source is None:
+        turns = (turn for s in read_sessions(demo_sessions_path()) for turn in s.turns)
+        corpus = (text for turn in turns for text in (turn.input_text, turn.output_text))
+        folder = home() / "models" / f"tiny-{settings.model.seed}"
+        source = str(make_tiny_model(folder, corpus, seed=settings.model.seed))
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(source).to_dict()
+        template = AutoTokenizer.from_pretrained(source).chat_template or ""
+    except (OSError, ValueError) as error:
+        raise StartError(f"model.source {source!r} cannot be loaded: {error}") from None
+    dtype = settings.engine.dtype
+    shape = shape_from_config(config, name=settings.model.id, kv_dtype=dtype, weight_dtype=dtype)
+    return Model(source, shape, str(template))
+
+
+def worker_nodes(settings: ClusterSettings) -> tuple[NodeProfile, ...]:
+    """One profile per worker, in rank order: paced ones in dilated time, others as priors."""
+    return tuple(
+        node.node(settings.dilation)
+        if node.paced
+        else _prior(node_profile(node.profile), node.name)
+        for node in settings.nodes
+    )
+
+
+def _prior(profile: NodeProfile, name: str) -> NodeProfile:
+    return replace(profile, name=name, source="catalogue")
+
+
+def build_app(settings: ClusterSettings, model: Model) -> Any:
+    """The Serve application: `KappaServer` replicas behind a `KappaIngress`."""
+    from ray import serve
+    from ray.serve.llm import LLMConfig, build_llm_deployment
+
+    from router.ingress import IngressSettings, make_ingress
+    from workers.deployment import KappaServer, WorkerPlan
+    from workers.vllm_engine import CPU_ENV, EngineLimits
+
+    e, r = settings.engine, settings.router
+    limits = EngineLimits(
+        e.max_context_tokens, e.block_tokens, e.device_blocks, e.host_bytes,
+        e.max_batch_tokens, e.max_sequences, e.dtype,
+    )  # fmt: skip
+    plan = WorkerPlan(
+        nodes=worker_nodes(settings),
+        served=model.shape,
+        emulated=settings.model.emulated_shape,
+        limits=limits,
+        chat_template=model.chat_template,
+        cache_dir=str(home()),
+        # A cluster that we start is on one machine: nothing of ours listens beyond loopback.
+        stream_host="127.0.0.1",
+    )
+    config = LLMConfig(
+        model_loading_config={"model_id": settings.model.id, "model_source": model.source},
+        engine_kwargs={"enable_prompt_tokens_details": True, **e.extra},
+        accelerator_config={"kind": "cpu"},
+        placement_group_config={"bundles": [{"CPU": _REPLICA_CPUS}]},
+        deployment_config={
+            "num_replicas": len(settings.nodes),
+            "max_ongoing_requests": 4 * r.max_queue,
+            "max_constructor_retry_count": 2,
+            "health_check_period_s": 2,
+            "health_check_timeout_s": 10,
+            "graceful_shutdown_timeout_s": 5,
+            "request_router_config": {
+                "request_router_class": "router.ray_router.KappaRouter",
+                "request_routing_stats_period_s": 1,
+                "request_routing_stats_timeout_s": 10,
+            },
+            "ray_actor_options": {"num_cpus": _REPLICA_CPUS},
+        },
+        callback_config={"callback_class": "workers.no_download.NoDownload"},
+        runtime_env={"env_vars": {**CPU_ENV, "HF_HUB_OFFLINE": _offline(settings)}},
+        log_engine_metrics=False,
+    )
+    workers = build_llm_deployment(config, bind_kwargs={"plan": plan}, deployment_cls=KappaServer)
+    ingress = serve.deployment(
+        make_ingress(r.max_body_bytes),
+        name="KappaIngress",
+        num_replicas=1,
+        max_ongoing_requests=4 * r.max_queue,
+        health_check_period_s=5,
+        graceful_shutdown_timeout_s=5,
+        ray_actor_options={"num_cpus": 0},
+    )
+    from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
+
+    return ingress.bind(
+        llm_deployments={settings.model.id: workers},
+        model_cards={settings.model.id: to_model_metadata(settings.model.id, config)},
+        kappa=IngressSettings(
+            tokenizer_source=model.source,
+            policy=r.policy,
+            index_blocks=r.index_blocks,
+            max_queue=r.max_queue,
+            stale_after_s=r.stale_after_s,
+            calibrate=r.calibrate,
+            request_timeout_s=r.request_timeout_s,
+            secret=secrets.token_hex(16),
+        ),
+    )
+
+
+def _offline(settings: ClusterSettings) -> str:
+    source = settings.model.source
+    return "0" if source is not None and not Path(source).exists() else "1"
+
+
+class Cluster:
+    """A running cluster; use as a context manager."""
+
+    def __init__(self, settings: ClusterSettings, progress: Progress = lambda _: None) -> None:
+        self.settings = settings
+        self._progress = progress
+        self.url = ""
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        _quiet(self.settings.log_level)
+        self._progress("preparing the model")
+        model = prepare_model(self.settings)
+        self._progress("starting Ray")
+        import ray
+        from ray import serve
+
+        ray.init(
+            num_cpus=max(os.cpu_count() or 1, 2 * len(self.settings.nodes) + 2),
+            include_dashboard=False,
+            configure_logging=True,
+            logging_level=self.settings.log_level,
+            log_to_driver=self.settings.log_level in ("DEBUG", "INFO"),
+            object_store_memory=256 << 20,
+        )
+        http = self.settings.http
+        port = http.port or _free_port(http.host)
+        _check_port(http.host, port)
+        serve.start(http_options={"host": http.host, "port": port})
+        self._progress(f"starting {len(self.settings.nodes)} engines")
+        try:
+            serve.run(build_app(self.settings, model), name=_APP, route_prefix="/")
+        except RuntimeError as error:
+            raise StartError(
+                f"the engines did not start: {error}. Their logs are in /tmp/ray/session_latest/"
+                "logs; run with --log-level INFO to see them here"
+            ) from None
+        self.url = f"http://{http.host}:{port}"
+        self._progress("warming up")
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Wait for all workers, then send one request to each: first ones are slow."""
+        deadline = time.monotonic() + _WARM_TIMEOUT_S
+        wanted = len(self.settings.nodes)
+        with httpx.Client(base_url=self.url, timeout=60.0) as client:
+            while time.monotonic() < deadline:
+                try:
+                    if client.get("/ready").json()["workers"] >= wanted:
+                        break
+                except (httpx.HTTPError, ValueError, KeyError):
+                    pass
+                time.sleep(0.5)
+            else:
+                raise StartError(f"not all of {wanted} workers reported within {_WARM_TIMEOUT_S} s")
+            for stream in (False, True):
+                for i in range(wanted):
+                    body = {
+                        "model": self.settings.model.id,
+                        "messages": [{"role": "user", "content": f"warm up {i} {stream}"}],
+                        "max_tokens": 2,
+                        "stream": stream,
+                    }
+                    client.post("/v1/chat/completions", json=body).raise_for_status()
+
+    def stop(self) -> None:
+        """Stop serving and Ray; safe to call twice."""
+        import ray
+        from ray import serve
+
+        if ray.is_initialized():
+            try:
+                serve.shutdown()
+            finally:
+                ray.shutdown()
+
+
+def _quiet(level: str) -> None:
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", level)
+    logging.getLogger("ray").setLevel(level)
+    logging.getLogger("ray.serve").setLevel(level)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartError(
+                f"cannot listen on {host}:{port}: {error.strerror}. Stop what listens there, or "
+                "choose another port with --port (0 picks a free one)"
+            ) from None

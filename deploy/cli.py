@@ -1,0 +1,19 @@
+"""The command line `kappa`: one typer application, one file per group of commands."""
+
+from __future__ import annotations
+
+import typer
+
+from deploy.commands import law, serve
+
+app = typer.Typer(
+    name="kappa",
+    help="LLM serving on unlike nodes: each request goes where its bytes and FLOPs are cheapest.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(serve.serve)
+app.command()(law.tables)
+app.command()(law.explain)
+app.command()(law.roofline)

@@ -1,0 +1,147 @@
+"""`kappa serve`: bring the cluster up, say what is there, stay until Ctrl-C, leave nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kappa.settings import ClusterSettings, SettingsError, load_settings
+
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", help="Cluster file (YAML); default: the demo.")
+]
+Policy = Annotated[
+    str | None, typer.Option(help="threshold, ttft or least_backlog; default: as configured.")
+]
+Port = Annotated[int | None, typer.Option(min=0, max=65535, help="HTTP port; 0: a free one.")]
+Unpaced = Annotated[
+    bool, typer.Option("--unpaced", help="Real speed of this machine instead of paced nodes.")
+]
+LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")]
+
+
+def serve(
+    config: Config = None,
+    policy: Policy = None,
+    port: Port = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    unpaced: Unpaced = False,
+    log_level: LogLevel = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object when ready, then stay.")
+    ] = False,
+) -> None:
+    """Serve a model on a cluster started here, until Ctrl-C."""
+    settings = settings_or_exit(config, policy, port, host, unpaced, log_level)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set() if not stop.is_set() else sys.exit(130))
+    with running(settings) as cluster:
+        print_ready(cluster.url, settings, json_output)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        while not stop.wait(0.5):
+            pass
+        Console(stderr=True).print("stopping …")
+
+
+def settings_or_exit(
+    config: Path | None = None,
+    policy: str | None = None,
+    port: int | None = None,
+    host: str | None = None,
+    unpaced: bool = False,
+    log_level: str | None = None,
+) -> ClusterSettings:
+    """Settings from file and options; on a fault prints it and exits with 2."""
+    try:
+        settings = load_settings(config)
+        changes: dict[str, Any] = {}
+        if policy is not None:
+            changes["router"] = {**settings.router.model_dump(), "policy": policy}
+        http = {k: v for k, v in (("port", port), ("host", host)) if v is not None}
+        if http:
+            changes["http"] = {**settings.http.model_dump(), **http}
+        if log_level is not None:
+            changes["log_level"] = log_level
+        if changes:
+            settings = load_settings(config, **changes)
+    except SettingsError as error:
+        Console(stderr=True).print(f"[red]{error}[/red]", highlight=False)
+        raise typer.Exit(2) from None
+    return settings.unpaced() if unpaced else settings
+
+
+def running(settings: ClusterSettings) -> Any:
+    """A cluster as a context manager, with progress on stderr; start errors exit with 1."""
+    from contextlib import contextmanager
+
+    from deploy.app import Cluster, StartError
+
+    console = Console(stderr=True)
+
+    @contextmanager
+    def manager() -> Any:
+        start = time.monotonic()
+        cluster = Cluster(
+            settings,
+            lambda what: console.print(f"[dim]{time.monotonic() - start:5.1f} s  {what}[/dim]"),
+        )
+        try:
+            with cluster:
+                console.print(f"[dim]{time.monotonic() - start:5.1f} s  ready[/dim]")
+                yield cluster
+        except StartError as error:
+            console.print(f"[red]{error}[/red]", highlight=False)
+            raise typer.Exit(1) from None
+
+    return manager()
+
+
+def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
+    """URL, model, nodes and a curl line; or all of it as JSON."""
+    rows = httpx.get(f"{url}/v1/nodes", timeout=30.0).json()["nodes"]
+    if json_output:
+        print(json.dumps({"url": url, "model": settings.model.id, "nodes": rows}), flush=True)
+        return
+    console = Console()
+    table = Table(title=f"{settings.model.id} at {url}/v1", title_justify="left")
+    for column in ("node", "link", "GB/s", "TFLOP/s", "κ_crit", "speed"):
+        table.add_column(column, justify="left" if column in ("node", "link", "speed") else "right")
+    for row in rows:
+        profile = row["profile"]
+        speed = (
+            f"paced: {row['emulated_model']}, 1 s takes {profile['dilation']:g}"
+            if row["paced"]
+            else profile["source"]
+        )
+        table.add_row(
+            row["node"],
+            profile["link_name"],
+            f"{profile['h2d_bytes_per_s'] / 1e9:.3g}",
+            f"{profile['flops_per_s'] / 1e12:.3g}",
+            f"{row['kappa_crit']:.3g}",
+            speed,
+        )
+    console.print(table)
+    console.print(f"policy {settings.router.policy}; try:", highlight=False)
+    body = {
+        "model": settings.model.id,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 8,
+    }
+    print(
+        f"curl -i {url}/v1/chat/completions -H 'content-type: application/json' "
+        f"-d '{json.dumps(body)}'\nCtrl-C stops the cluster.",
+        flush=True,
+    )

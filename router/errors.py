@@ -1,0 +1,138 @@
+"""Errors in the shape that OpenAI clients understand, and the checks that raise them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+MAX_CHOICES = 128
+
+
+class ApiError(Exception):
+    """An answer other than success: HTTP status, message, OpenAI's type, code and parameter."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind = status, message, kind
+        self.code, self.param, self.retry_after_s = code, param, retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def headers(self) -> dict[str, str]:
+        """`Retry-After` in whole seconds, at least one, where it makes sense."""
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+def unknown_model(model: str, known: list[str]) -> ApiError:
+    """404."""
+    return ApiError(
+        404,
+        f"The model {model!r} does not exist; this cluster serves {', '.join(known)}.",
+        code="model_not_found",
+        param="model",
+    )
+
+
+def body_too_large(limit_bytes: int) -> ApiError:
+    """413."""
+    return ApiError(
+        413, f"The request body is larger than the limit of {limit_bytes} bytes.",
+        code="body_too_large",
+    )  # fmt: skip
+
+
+def context_too_long(prompt_tokens: int, max_tokens: int, limit_tokens: int) -> ApiError:
+    """400 with both numbers."""
+    wanted = f"{prompt_tokens} in the prompt"
+    if max_tokens > 0:
+        wanted += f" and {max_tokens} to generate"
+    return ApiError(
+        400,
+        f"This model's context is {limit_tokens} tokens, the request needs "
+        f"{prompt_tokens + max(max_tokens, 1)} ({wanted}).",
+        code="context_length_exceeded",
+        param="messages",
+    )
+
+
+def no_worker(reason: str, retry_after_s: float) -> ApiError:
+    """503."""
+    return ApiError(
+        503, f"No healthy worker: {reason}", kind="server_error", code="no_worker",
+        retry_after_s=retry_after_s,
+    )  # fmt: skip
+
+
+def queue_full(limit: int, retry_after_s: float) -> ApiError:
+    """429."""
+    return ApiError(
+        429,
+        f"The cluster has {limit} requests in flight, its limit; try again later.",
+        kind="rate_limit_error",
+        code="queue_full",
+        retry_after_s=retry_after_s,
+    )
+
+
+def engine_failed() -> ApiError:
+    """500: the engine failed; details are in the log under the request id."""
+    return ApiError(500, "The engine failed on this request.", kind="server_error", code="engine")
+
+
+def from_engine(error: Any) -> ApiError:
+    """An engine's `ErrorResponse` as ours."""
+    info = getattr(error, "error", error)
+    status = int(getattr(info, "code", 500) or 500)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return ApiError(status, str(getattr(info, "message", info)), kind=kind)
+
+
+def validation_error(faults: list[Mapping[str, Any]]) -> ApiError:
+    """400 from a schema's faults: where and why, without repeating the client's text."""
+    fault: Mapping[str, Any] = faults[0] if faults else {"msg": "invalid request"}
+    where = ".".join(str(part) for part in fault.get("loc", ()) if part != "body") or "body"
+    if fault.get("type") == "json_invalid":
+        why = str(fault.get("ctx", {}).get("error", "not JSON"))
+        return ApiError(400, f"The request body is not valid JSON: {why}.", code="invalid_json")
+    return ApiError(400, f"{where}: {fault.get('msg')}.", code="invalid_value", param=where)
+
+
+def check_body(body: Any) -> None:
+    """Refuse what a schema lets through: empty messages, counts out of range.
+
+    Raises:
+        ApiError: 400, naming the parameter.
+    """
+    messages = getattr(body, "messages", None)
+    if messages is not None and len(messages) == 0:
+        raise ApiError(400, "messages: give at least one message.", param="messages",
+                       code="invalid_value")  # fmt: skip
+    n = getattr(body, "n", 1)
+    if n is not None and not 1 <= n <= MAX_CHOICES:
+        raise ApiError(400, f"n: is {n}; give 1 to {MAX_CHOICES}.", param="n", code="invalid_value")
+    for name in ("max_tokens", "max_completion_tokens"):
+        value = getattr(body, name, None)
+        if value is not None and value < 1:
+            raise ApiError(400, f"{name}: is {value}; give 1 or more.", param=name,
+                           code="invalid_value")  # fmt: skip

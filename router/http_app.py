@@ -1,0 +1,127 @@
+"""The FastAPI application around the ingress: body limit, errors in OpenAI's shape, one log line.
+
+Plain ASGI middleware: it must not buffer streams. Made once per ingress replica.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.errors import ApiError, body_too_large, validation_error
+
+log = structlog.get_logger(__name__)
+
+
+class _BodyLimit:
+    """Refuses bodies over the limit, declared or not, before they are parsed."""
+
+    def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
+        self._app, self._limit_bytes = app, limit_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        declared = headers.get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > self._limit_bytes:
+            await self._refuse(scope, receive, send)
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._limit_bytes:
+                await self._refuse(scope, receive, send)
+                return
+        sent = False
+
+        async def replay() -> Message:
+            nonlocal sent
+            if not sent:
+                sent = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            return await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await error_response(Request(scope), body_too_large(self._limit_bytes))(
+            scope, receive, send
+        )
+
+
+class _RequestId:
+    """Gives every request an id: Ray Serve's own if it sent one, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = {name.lower(): value for name, value in scope["headers"]}
+            given = headers.get(b"x-request-id", b"").decode("latin-1")
+            scope.setdefault("state", {})
+            scope["state"]["request_id"] = given or uuid.uuid4().hex
+            scope["state"]["started_s"] = time.monotonic()
+        await self._app(scope, receive, send)
+
+
+def request_id_of(request: Request) -> str:
+    """The request's id."""
+    return str(request.scope.get("state", {}).get("request_id", ""))
+
+
+def error_response(request: Request, error: ApiError) -> Response:
+    """Log an error once and turn it into a response."""
+    log.warning(
+        "request_refused" if error.status < 500 else "request_failed",
+        request_id=request_id_of(request),
+        path=request.url.path,
+        status=error.status,
+        code=error.code,
+        # A validation message may quote the request; codes and parameters do not.
+        param=error.param,
+    )
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+
+
+def make_app(max_body_bytes: int) -> FastAPI:
+    """An application with our middleware and error handlers, and no routes yet."""
+    app = FastAPI(title="kappa-serve", docs_url=None, redoc_url=None)
+
+    async def on_api_error(request: Request, error: Any) -> Response:
+        return error_response(request, error)
+
+    async def on_invalid(request: Request, error: Any) -> Response:
+        return error_response(request, validation_error(error.errors()))
+
+    async def on_http_error(request: Request, error: Any) -> Response:
+        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+        return error_response(request, ApiError(error.status_code, str(error.detail), kind=kind))
+
+    async def on_anything(request: Request, error: Any) -> Response:
+        log.exception("request_crashed", request_id=request_id_of(request), exc_info=error)
+        return error_response(
+            request, ApiError(500, "Internal error.", kind="server_error", code="internal")
+        )
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_anything)
+    app.add_middleware(_BodyLimit, limit_bytes=max_body_bytes)
+    app.add_middleware(_RequestId)
+    return app

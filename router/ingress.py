@@ -1,0 +1,424 @@
+"""The HTTP face: Ray Serve LLM's OpenAI ingress, with one decision per request taken here.
+
+Chat and completions go: check, tokenize (off the loop), decide and reserve, pin, deliver, stream,
+release. Ray's own ingress does model look-up and delivery; what is ours is everything between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError
+from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
+from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from kappa import metrics as m
+from router.core import Decision, NoWorkerError, RouterConfig, RouteRequest
+from router.errors import (
+    ApiError,
+    check_body,
+    context_too_long,
+    engine_failed,
+    from_engine,
+    no_worker,
+    queue_full,
+    unknown_model,
+    validation_error,
+)
+from router.http_app import make_app, request_id_of
+from router.live import LiveRouter
+from router.policy import policy_named
+from router.prefix_hash import salt_of, secret_from_seed
+from router.ray_router import PIN_HEADER
+from router.rendering import PromptRenderer
+
+log = structlog.get_logger(__name__)
+
+# Ours to set; and one of vLLM's that would make an engine announce blocks it never removes.
+_RESERVED_XARGS = ("kappa_", "kv_cache_report_mode")
+REQUEST_ID_XARG = "kappa_request_id"
+_TOKENIZER_THREADS = 2
+_DEAD_WORKER = (RayActorError, BackPressureError)
+
+
+@dataclass(frozen=True, slots=True)
+class IngressSettings:
+    """What the ingress is told when it is deployed."""
+
+    tokenizer_source: str
+    policy: str
+    index_blocks: int
+    max_queue: int
+    stale_after_s: float
+    calibrate: bool
+    request_timeout_s: float
+    secret: str
+
+
+class KappaIngress(OpenAiIngress):
+    """OpenAI endpoints, `GET /v1/nodes`, `POST /v1/route`, `GET /v1/decisions`, `GET /metrics`."""
+
+    def __init__(
+        self,
+        llm_deployments: dict[str, Any],
+        model_cards: dict[str, Any],
+        *,
+        kappa: IngressSettings,
+    ) -> None:
+        super().__init__(llm_deployments, model_cards)
+        self._settings = kappa
+        self._live_router: LiveRouter | None = None
+        self._renderer = PromptRenderer(kappa.tokenizer_source)
+        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._follow: asyncio.Task[None] | None = None
+
+    # -- endpoints ----------------------------------------------------------------------------
+
+    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+        """OpenAI chat completions, streamed or not."""
+        return await self._serve(body, "chat", request)
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        """OpenAI completions, streamed or not."""
+        return await self._serve(body, "completions", request)
+
+    async def model_data(self, model: str) -> Any:
+        """One model's card, or 404."""
+        self._known_model(model)
+        return await super().model_data(model)
+
+    async def nodes(self) -> Response:
+        """Every worker with its profile, backlogs and critical ratio."""
+        return JSONResponse({"nodes": self._live().nodes()})
+
+    async def route(self, request: Request) -> Response:
+        """What would be decided for a chat or completion body; nothing is run or reserved."""
+        body = await _parse_body(request)
+        check_body(body)
+        self._known_model(body.model)
+        tokens = await self._tokenize(body)
+        live = self._live()
+        routed = RouteRequest(request_id_of(request), tokens, _max_tokens(body), _salt(body))
+        try:
+            decision = live.router.explain(routed, time.time())
+        except NoWorkerError as error:
+            raise no_worker(str(error), live.retry_after_s()) from None
+        return JSONResponse(explanation(decision))
+
+    async def decisions(self, request: Request, limit: int = 100) -> Response:
+        """The last decisions with their outcomes, newest last."""
+        records = list(self._live().records.values())[-max(limit, 0) :] if limit else []
+        return JSONResponse({"decisions": [record.to_dict() for record in records]})
+
+    async def metrics(self) -> Response:
+        """Prometheus metrics."""
+        live = self._live()
+        live.refresh_gauges()
+        return Response(live.metrics.exposition(), media_type="text/plain; version=0.0.4")
+
+    async def ready(self) -> Response:
+        """200 once a worker can be chosen, else 503."""
+        count = len(self._live().router.state.workers)
+        return JSONResponse({"workers": count}, status_code=200 if count else 503)
+
+    # -- one request --------------------------------------------------------------------------
+
+    async def _serve(self, body: Any, method: str, request: Request) -> Response:
+        live = self._live()
+        try:
+            response = await self._checked(live, body, method, request)
+        except ApiError as error:
+            live.metrics.inc(m.REQUESTS, str(error.status))
+            raise
+        live.metrics.inc(m.REQUESTS, str(response.status_code))
+        return response
+
+    async def _checked(
+        self, live: LiveRouter, body: Any, method: str, request: Request
+    ) -> Response:
+        self._known_model(body.model)
+        check_body(body)
+        if live.router.reservations >= self._settings.max_queue:
+            raise queue_full(self._settings.max_queue, live.retry_after_s())
+        tokens = await self._tokenize(body)
+        self._check_context(live, body, tokens)
+        request_id = request_id_of(request)
+        routed = RouteRequest(request_id, tokens, _max_tokens(body), _salt(body))
+        _mark(body, request_id)
+        return await self._deliver(live, routed, body, method, request)
+
+    async def _deliver(
+        self, live: LiveRouter, routed: RouteRequest, body: Any, method: str, request: Request
+    ) -> Response:
+        """Decide and send; once more elsewhere if the worker dies before its first token."""
+        last: BaseException | None = None
+        for attempt in range(2):
+            try:
+                decision = live.route(routed)
+            except NoWorkerError as error:
+                raise no_worker(str(error), live.retry_after_s()) from last
+            try:
+                return await self._send(live, decision, body, method, request)
+            except _DEAD_WORKER as error:
+                live.release(routed.request_id, "worker_died")
+                log.warning(
+                    "worker_failed", request_id=routed.request_id, worker=decision.worker,
+                    attempt=attempt,
+                )  # fmt: skip
+                last = error
+                routed = RouteRequest(
+                    routed.request_id, routed.token_ids, routed.max_tokens, routed.salt,
+                    routed.exclude | {decision.worker},
+                )  # fmt: skip
+        raise no_worker("two workers failed on this request", live.retry_after_s()) from last
+
+    async def _send(
+        self, live: LiveRouter, decision: Decision, body: Any, method: str, request: Request
+    ) -> Response:
+        request_id = decision.request_id
+        stream = self._get_response(
+            body=body, call_method=method, raw_request=_pinned(request, decision.worker)
+        )
+        end = "error"
+        try:
+            async with asyncio.timeout(self._settings.request_timeout_s):
+                first = await anext(stream)
+            item = first[0] if isinstance(first, list) and first else first
+            if hasattr(item, "error"):
+                raise from_engine(item)
+            headers = decision_headers(decision)
+            if hasattr(item, "model_dump"):
+                live.first_token(request_id)
+                content = item.model_dump()
+                live.tokens(request_id, (content.get("usage") or {}).get("completion_tokens", 0))
+                end = "done"
+                return JSONResponse(content, headers=headers)
+            live.first_token(request_id)
+            end = ""
+            return StreamingResponse(
+                self._relay(live, request_id, first, stream),
+                media_type="text/event-stream",
+                headers=headers,
+            )
+        except (ApiError, *_DEAD_WORKER):
+            raise
+        except asyncio.CancelledError:
+            end = "client_gone"
+            raise
+        except TimeoutError:
+            raise ApiError(
+                504, f"No token within {self._settings.request_timeout_s:g} s.",
+                kind="server_error", code="timeout",
+            ) from None  # fmt: skip
+        except Exception as error:
+            log.exception("engine_error", request_id=request_id, exc_info=error)
+            raise engine_failed() from None
+        finally:
+            if end:
+                live.release(request_id, end)
+                await stream.aclose()
+
+    async def _relay(
+        self, live: LiveRouter, request_id: str, first: Any, stream: AsyncGenerator[Any, None]
+    ) -> AsyncGenerator[str, None]:
+        end = "client_gone"
+        try:
+            packet = _packet(first)
+            live.tokens(request_id, _tokens_in(packet))
+            yield packet
+            async for item in stream:
+                packet = _packet(item)
+                live.tokens(request_id, _tokens_in(packet))
+                yield packet
+            if not packet.rstrip().endswith("[DONE]"):
+                yield "data: [DONE]\n\n"
+            end = "done"
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception as error:
+            # The status has gone out; an event in OpenAI's shape is the only way left to tell.
+            end = "error"
+            log.warning("stream_broken", request_id=request_id, error=type(error).__name__)
+            yield f"data: {json.dumps(engine_failed().body())}\n\n"
+        finally:
+            live.release(request_id, end)
+            await stream.aclose()
+
+    # -- parts --------------------------------------------------------------------------------
+
+    def _live(self) -> LiveRouter:
+        if self._live_router is None:
+            s = self._settings
+            self._live_router = LiveRouter(
+                RouterConfig(
+                    policy=policy_named(s.policy),
+                    secret=secret_from_seed(s.secret),
+                    index_blocks=s.index_blocks,
+                    stale_after_s=s.stale_after_s,
+                    calibrate=s.calibrate,
+                )
+            )
+            self._follow = asyncio.get_running_loop().create_task(self._wake_router())
+        return self._live_router
+
+    async def _wake_router(self) -> None:
+        """Ray makes a handle's router at its first call; until then nobody posts announcements."""
+        for handle in self._default_serve_handles.values():
+            try:
+                await asyncio.wait_for(handle.llm_config.remote(), 120.0)
+            except Exception as error:
+                log.warning("workers_not_reached", error=repr(error))
+
+    def _known_model(self, model: str | None) -> None:
+        known = list(self._default_serve_handles)
+        if model is not None and model not in known:
+            raise unknown_model(str(model), known)
+
+    def _check_context(self, live: LiveRouter, body: Any, tokens: np.ndarray | None) -> None:
+        limits = [s.announcement.max_context_tokens for s in live.router.state.workers.values()]
+        if tokens is None or not limits:
+            return
+        wanted = max(_max_tokens(body), 0)
+        if len(tokens) + max(wanted, 1) > max(limits):
+            raise context_too_long(len(tokens), wanted, max(limits))
+
+    async def _tokenize(self, body: Any) -> np.ndarray | None:
+        start_s = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        try:
+            tokens = await loop.run_in_executor(self._threads, self._renderer.render, body)
+        except Exception as error:
+            # The engine renders too and will say what is wrong; routing only knows less.
+            log.info("not_tokenized", error=type(error).__name__)
+            return None
+        self._live().metrics.observe(m.TOKENIZE_SECONDS, value=time.perf_counter() - start_s)
+        return tokens
+
+
+def make_ingress(max_body_bytes: int) -> type:
+    """The ingress class with its routes, ready for `serve.deployment`."""
+    app: FastAPI = make_app(max_body_bytes)
+    routes = {
+        "models": lambda a: a.get("/v1/models"),
+        "model_data": lambda a: a.get("/v1/models/{model:path}"),
+        "chat": lambda a: a.post("/v1/chat/completions"),
+        "completions": lambda a: a.post("/v1/completions"),
+        "nodes": lambda a: a.get("/v1/nodes"),
+        "route": lambda a: a.post("/v1/route"),
+        "decisions": lambda a: a.get("/v1/decisions"),
+        "metrics": lambda a: a.get("/metrics"),
+        "ready": lambda a: a.get("/ready"),
+    }
+    ingress: type = make_fastapi_ingress(KappaIngress, endpoint_map=routes, app=app)
+    return ingress
+
+
+def decision_headers(decision: Decision) -> dict[str, str]:
+    """What a response says of its routing; Ray Serve adds `x-request-id` itself."""
+    chosen = decision.chosen
+    return {
+        "x-kappa-node": chosen.node.name,
+        "x-kappa-paced": "true" if chosen.node.source == "paced" else "false",
+        "x-kappa-ratio": f"{chosen.counts.ratio:.2f}",
+        "x-kappa-crit": f"{chosen.kappa_crit:.2f}",
+        "x-kappa-reason": decision.reason,
+        "x-kappa-predicted-ttft-ms": f"{1e3 * chosen.ttft_s:.1f}",
+    }
+
+
+def explanation(decision: Decision) -> dict[str, Any]:
+    """A decision with all its candidates, JSON-ready."""
+    return {
+        "request_id": decision.request_id,
+        "prompt_tokens": decision.prompt_tokens,
+        "policy": decision.policy,
+        "reason": decision.reason,
+        "node": decision.chosen.node.name,
+        "informed": decision.informed,
+        "candidates": [
+            {
+                "node": c.node.name,
+                "worker": c.worker,
+                "paced": c.node.source == "paced",
+                "device_tokens": c.counts.device_tokens,
+                "cached_tokens": c.counts.cached_tokens,
+                "new_tokens": c.counts.new_tokens,
+                "ratio": c.counts.ratio,
+                "kappa_crit": c.kappa_crit,
+                "bound": c.bound,
+                "queue_s": c.queue_s,
+                "load_s": c.load_s,
+                "compute_s": c.compute_s,
+                "ttft_s": c.ttft_s,
+                "harm_s": c.harm_s,
+                "in_flight": c.in_flight,
+            }
+            for c in decision.candidates
+        ],
+    }
+
+
+async def _parse_body(request: Request) -> Any:
+    try:
+        data = json.loads(await request.body())
+    except ValueError as error:
+        raise ApiError(
+            400, f"The request body is not valid JSON: {error}.", code="invalid_json"
+        ) from None
+    if not isinstance(data, Mapping):
+        raise ApiError(400, "The request body is not a JSON object.", code="invalid_value")
+    schema = ChatCompletionRequest if "messages" in data else CompletionRequest
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        raise validation_error(list(error.errors())) from None
+
+
+def _max_tokens(body: Any) -> int:
+    """The client's bound on generated tokens, 0 if it gave none."""
+    value = getattr(body, "max_completion_tokens", None) or getattr(body, "max_tokens", None)
+    return int(value or 0)
+
+
+def _salt(body: Any) -> int:
+    return salt_of(getattr(body, "cache_salt", None))
+
+
+def _mark(body: Any, request_id: str) -> None:
+    """Put our id where the engine's processes find it; drop what a client may not set."""
+    given = {
+        key: value
+        for key, value in (body.vllm_xargs or {}).items()
+        if not key.startswith(_RESERVED_XARGS)
+    }
+    body.vllm_xargs = {**given, REQUEST_ID_XARG: request_id}
+
+
+def _pinned(request: Request, worker: str) -> Request:
+    headers = [(k, v) for k, v in request.scope["headers"] if k.lower() != PIN_HEADER.encode()]
+    headers.append((PIN_HEADER.encode(), worker.encode()))
+    return Request({**request.scope, "headers": headers})
+
+
+def _packet(item: Any) -> str:
+    """One or several stream items as server-sent events."""
+    items = item if isinstance(item, list) else [item]
+    return "".join(i if isinstance(i, str) else f"data: {i.model_dump_json()}\n\n" for i in items)
+
+
+def _tokens_in(packet: str) -> int:
+    """Output tokens in a packet: its events, less the role, the usage and the end marker."""
+    events = packet.count("data: {")
+    return max(events - packet.count('"role":"assistant"') - packet.count('"choices":[]'), 0)
