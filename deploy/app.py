@@ -236,13 +236,15 @@ class Cluster:
                     client.post("/v1/chat/completions", json=body).raise_for_status()
 
     def stop(self) -> None:
-        """Stop serving and Ray; safe to call twice."""
+        """Stop serving and Ray; safe to call twice. A Ctrl-C meanwhile skips the polite part."""
         import ray
         from ray import serve
 
         if ray.is_initialized():
             try:
                 serve.shutdown()
+            except KeyboardInterrupt:
+                pass
             finally:
                 ray.shutdown()
 

@@ -28,7 +28,6 @@ from kappa.model import kv_bytes_per_token
 from kappa.report import Announcement
 from kappa.step import step_model
 from kappa.types import ModelShape, NodeProfile
-from workers.parent_watch import watch_children
 from workers.report_stream import ReportStream
 from workers.vllm_engine import EngineLimits, Pace, engine_kwargs, fingerprint
 
@@ -77,7 +76,6 @@ class KappaServer(LLMServer):
         self._stream.start()
         self._announcement: dict[str, Any] = {}
         await super().__init__(llm_config)
-        watch_children()
         measured, error = await self._measure()
         self._announcement = self._announce(measured, error).to_dict()
         log.info("worker_ready", worker=self._worker, node=self._node.name, paced=paced)

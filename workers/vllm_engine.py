@@ -24,6 +24,7 @@ CPU_ENV = {
     "OMP_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "KAPPA_QUEUE_SPIN_S": "0.0005",
+    "KAPPA_DIE_WITH_PARENT": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
 

@@ -1,23 +1,47 @@
 """Loaded by vLLM in each of its processes (entry point `vllm.general_plugins`).
 
-One job: on machines with few cores, vLLM's shared-memory queues must not spin. Their readers
-busy-wait for a second after every message before they sleep; on a paced or a two-core node that
-is a whole core burnt per engine. `KAPPA_QUEUE_SPIN_S` shortens it; unset leaves vLLM alone.
+Two jobs, each asked for by an environment variable that a replica's runtime environment sets:
+
+* `KAPPA_QUEUE_SPIN_S`: vLLM's shared-memory queues busy-wait for a second after every message
+  before they sleep; on a paced node, or one with few cores, that burns a core per engine.
+* `KAPPA_DIE_WITH_PARENT`: engine processes outlive a killed parent for minutes; here the kernel
+  ends them with it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 
 SPIN_ENV = "KAPPA_QUEUE_SPIN_S"
+REAP_ENV = "KAPPA_DIE_WITH_PARENT"
+_PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
-    """Apply `KAPPA_QUEUE_SPIN_S` to the queues that this process will make."""
+    """Do what the environment asks for in this process."""
+    if os.environ.get(REAP_ENV):
+        die_with_parent()
     spin = os.environ.get(SPIN_ENV)
-    if not spin:
+    if spin:
+        shorten_queue_spin(float(spin))
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies (Linux; elsewhere nothing)."""
+    if sys.platform != "linux":
         return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before we asked
+
+
+def shorten_queue_spin(seconds: float) -> None:
+    """Let queues made from now on in this process spin for `seconds` only."""
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     *others, _ = SpinCondition.__init__.__defaults__ or (None,)
-    SpinCondition.__init__.__defaults__ = (*others, float(spin))
+    SpinCondition.__init__.__defaults__ = (*others, seconds)

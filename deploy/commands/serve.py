@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,16 +41,20 @@ def serve(
 ) -> None:
     """Serve a model on a cluster started here, until Ctrl-C."""
     settings = settings_or_exit(config, policy, port, host, unpaced, log_level)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set() if not stop.is_set() else sys.exit(130))
-    with running(settings) as cluster:
-        print_ready(cluster.url, settings, json_output)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
-        while not stop.wait(0.5):
-            pass
-        Console(stderr=True).print("stopping …")
+    signal.signal(signal.SIGTERM, _interrupt)
+    is_ready = False
+    try:
+        with running(settings) as cluster:
+            print_ready(cluster.url, settings, json_output)
+            is_ready = True
+            while True:
+                signal.pause()
+    except KeyboardInterrupt:
+        raise typer.Exit(0 if is_ready else 130) from None
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def settings_or_exit(
@@ -100,7 +102,10 @@ def running(settings: ClusterSettings) -> Any:
         try:
             with cluster:
                 console.print(f"[dim]{time.monotonic() - start:5.1f} s  ready[/dim]")
-                yield cluster
+                try:
+                    yield cluster
+                finally:
+                    console.print("[dim]stopping …[/dim]")
         except StartError as error:
             console.print(f"[red]{error}[/red]", highlight=False)
             raise typer.Exit(1) from None
