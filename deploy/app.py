@@ -149,6 +149,7 @@ def build_app(settings: ClusterSettings, model: Model) -> Any:
             max_queue=r.max_queue,
             stale_after_s=r.stale_after_s,
             calibrate=r.calibrate,
+            calibrate_requests=r.calibrate_requests,
             request_timeout_s=r.request_timeout_s,
             secret=secrets.token_hex(16),
         ),
@@ -196,9 +197,12 @@ class Cluster:
             object_store_memory=256 << 20,
         )
         http = self.settings.http
-        port = http.port or _free_port(http.host)
+        port = http.port or free_port(http.host)
         _check_port(http.host, port)
-        serve.start(http_options={"host": http.host, "port": port})
+        serve.start(
+            http_options={"host": http.host, "port": port},
+            logging_config={"log_level": self.settings.log_level, "enable_access_log": False},
+        )
         self._progress(f"starting {len(self.settings.nodes)} engines")
         try:
             serve.run(build_app(self.settings, model), name=_APP, route_prefix="/")
@@ -253,11 +257,13 @@ def _quiet(level: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", level)
+    logging.getLogger("httpx").setLevel(level)
     logging.getLogger("ray").setLevel(level)
     logging.getLogger("ray.serve").setLevel(level)
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
+    """A TCP port on `host` that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

@@ -8,7 +8,7 @@ routers share the words and nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from kappa.step import StepModel
@@ -22,6 +22,13 @@ def _known(cls: type, data: Mapping[str, Any], what: str) -> dict[str, Any]:
     unknown = sorted(set(data) - names)
     if unknown:
         raise ValueError(f"{what}: unknown keys {unknown}; this side speaks protocol {PROTOCOL}")
+    missing = [
+        f.name
+        for f in fields(cls)
+        if f.name not in data and f.default is MISSING and f.default_factory is MISSING
+    ]
+    if missing:
+        raise ValueError(f"{what}: lacks {missing}; this side speaks protocol {PROTOCOL}")
     return dict(data)
 
 
@@ -65,7 +72,7 @@ class Announcement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Announcement:
-        """Rebuild from `to_dict`; ValueError names an unknown key or another protocol."""
+        """Rebuild from `to_dict`; ValueError names a wrong or missing key, or another protocol."""
         if data.get("protocol", PROTOCOL) != PROTOCOL:
             raise ValueError(
                 f"worker {data.get('worker')} speaks protocol {data.get('protocol')}, "
@@ -122,8 +129,10 @@ class WorkerReport:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> WorkerReport:
-        """Rebuild from `to_dict`; ValueError names an unknown key."""
+        """Rebuild from `to_dict`; ValueError names an unknown or missing key."""
         known = _known(cls, data, "report")
-        known["admitted"] = tuple(Admission(**a) for a in known.get("admitted", ()))
+        known["admitted"] = tuple(
+            Admission(**_known(Admission, a, "admission")) for a in known.get("admitted", ())
+        )
         known["prefilled"] = tuple(known.get("prefilled", ()))
         return cls(**known)

@@ -101,6 +101,9 @@ class RouterSettings(_Section):
     max_queue: int = Field(256, ge=1, description="requests in flight before 429")
     stale_after_s: float = Field(10.0, gt=0, description="a silent worker is not chosen after this")
     calibrate: bool = True
+    calibrate_requests: int | None = Field(
+        None, ge=0, description="learn from so many outcomes, then freeze; none: for ever"
+    )
     request_timeout_s: float = Field(600.0, gt=0)
 
 

@@ -9,6 +9,7 @@ the paper leaves out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -37,8 +38,13 @@ class StepModel:
         """Refuse constants that cannot be seconds."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if value < 0 or (field.name == "dilation" and value <= 0):
-                raise ValueError(f"StepModel.{field.name} is {value}; it must be positive")
+            if not (math.isfinite(value) and value >= 0) or (
+                field.name == "dilation" and not value
+            ):
+                least = "above zero" if field.name == "dilation" else "zero or more"
+                raise ValueError(
+                    f"StepModel.{field.name} is {value}: give a finite number, {least}"
+                )
 
     def step_s(self, work: Iterable[tuple[int, int]]) -> float:
         """Undilated seconds of one step over [(new tokens, context tokens before them)]."""

@@ -19,31 +19,30 @@ class Board:
     """Announcements by deployment and replica id; an empty announcement means not ready yet."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Held while listeners run, so that each hears all posts in their order.
+        self._lock = threading.RLock()
         self._posts: dict[str, Announcements] = {}
         self._listeners: list[Listener] = []
 
     def post(self, deployment: str, announcements: Announcements) -> None:
-        """Replace what is known of a deployment's replicas; listeners run in this thread."""
+        """Replace what is known of a deployment's replicas; listeners run here: none may wait."""
         with self._lock:
             self._posts[deployment] = dict(announcements)
-            listeners = list(self._listeners)
-        for listener in listeners:
-            listener(deployment, dict(announcements))
+            for listener in list(self._listeners):
+                listener(deployment, dict(announcements))
 
     def remove(self, deployment: str, replica: str) -> None:
         """A replica died; others stay."""
         with self._lock:
             posted = {k: v for k, v in self._posts.get(deployment, {}).items() if k != replica}
-        self.post(deployment, posted)
+            self.post(deployment, posted)
 
     def listen(self, listener: Listener) -> None:
         """Call `listener` now for all that is known, and at every post from now on."""
         with self._lock:
             self._listeners.append(listener)
-            posts = {k: dict(v) for k, v in self._posts.items()}
-        for deployment, announcements in posts.items():
-            listener(deployment, announcements)
+            for deployment, announcements in self._posts.items():
+                listener(deployment, dict(announcements))
 
 
 BOARD = Board()

@@ -7,7 +7,7 @@ simulator and the replay of a recorded log do exactly the same. Pure: each call 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -96,6 +96,7 @@ class RouterConfig:
     index_blocks: int = 1_000_000
     stale_after_s: float = 10.0
     calibrate: bool = True
+    calibrate_requests: int | None = None
 
 
 @dataclass(slots=True)
@@ -124,6 +125,7 @@ class Router:
         self._fingerprint = ""
         self._flights: dict[str, _Flight] = {}
         self._outputs = _Outputs()
+        self._outcomes = 0
 
     # -- what happens -------------------------------------------------------------------------
 
@@ -156,10 +158,11 @@ class Router:
         return lost
 
     def blocks(self, events: Iterable[KVEvent]) -> None:
-        """KV blocks were stored or removed somewhere."""
+        """KV blocks were stored or removed somewhere; of a worker that is gone, too late to say."""
         if self.index is not None:
             for event in events:
-                self.index.handle(event)
+                if event.worker in self.state.workers:
+                    self.index.handle(event)
 
     def report(self, report: WorkerReport, now_s: float) -> None:
         """A worker measured something."""
@@ -171,6 +174,10 @@ class Router:
         if flight is None or flight.first_token:
             return None
         flight.first_token = True
+        self._outcomes += 1
+        limit = self.config.calibrate_requests
+        if limit is not None and self._outcomes > limit:
+            self.state.calibrate = False
         ttft_s = now_s - flight.routed_s
         chosen = flight.decision.chosen
         worker = self.state.workers.get(chosen.worker)
@@ -217,6 +224,8 @@ class Router:
         """
         decision = self.explain(request, now_s)
         chosen = decision.chosen
+        # Asked again under the same id: the earlier answer was not taken.
+        self.release(request.request_id, now_s, complete=False)
         state = self.state.workers[chosen.worker]
         job = self._job(request, chosen.counts, state, now_s)
         state.shadow.submit(job, now_s)
@@ -238,9 +247,12 @@ class Router:
             if worker not in request.exclude and now_s - state.seen_s <= self.config.stale_after_s
         )
         if not candidates:
+            known = self.state.workers.keys()
+            excluded = len(known & request.exclude)
             raise NoWorkerError(
-                f"no worker is ready ({len(self.state.workers)} known, none heard from in the "
-                f"last {self.config.stale_after_s:g} s)"
+                f"no worker is ready ({len(known)} known, {excluded} excluded, "
+                f"{len(known) - excluded} not heard from in the last "
+                f"{self.config.stale_after_s:g} s)"
             )
         policy = self.config.policy if informed else LeastBacklog()
         choice = policy.choose(candidates)
@@ -256,7 +268,7 @@ class Router:
 
     def _counts(self, request: RouteRequest, match: Match) -> TokenCounts:
         assert self.hasher is not None
-        total = len(request.token_ids) if request.token_ids is not None else 1
+        total = max(len(request.token_ids), 1) if request.token_ids is not None else 1
         size = self.hasher.block_tokens
         # An engine computes at least the last token, so a full hit gives its last block back.
         usable = (total - 1) // size
@@ -300,19 +312,20 @@ class Router:
             load_s=load_s,
             compute_s=compute_s,
             ttft_s=ttft_s,
-            harm_s=shadow.decode_delay_s(min(counts.new_tokens, speed.budget_tokens), context),
+            harm_s=shadow.decode_delay_s(counts.new_tokens, context),
             backlog_s=max(link_s, gpu_s),
             in_flight=len(shadow),
         )
 
 
-def _prefill_s(budget: int, new: int, context: int, real_s: object) -> float:
+def _prefill_s(
+    budget: int, new: int, context: int, real_s: Callable[[list[tuple[int, int]]], float]
+) -> float:
     """Real seconds to prefill `new` tokens alone, in steps of at most `budget`."""
-    assert callable(real_s)
     total_s = 0.0
     while new > 0:
         chunk = min(new, budget)
-        total_s += float(real_s([(chunk, context)]))
+        total_s += real_s([(chunk, context)])
         new -= chunk
         context += chunk
     return total_s

@@ -19,6 +19,7 @@ import structlog
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from ray.exceptions import RayActorError
+from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.exceptions import BackPressureError
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
@@ -50,6 +51,7 @@ log = structlog.get_logger(__name__)
 _RESERVED_XARGS = ("kappa_", "kv_cache_report_mode")
 REQUEST_ID_XARG = "kappa_request_id"
 _TOKENIZER_THREADS = 2
+_PROFILE_TIMEOUT_S = 90.0
 _DEAD_WORKER = (RayActorError, BackPressureError)
 
 
@@ -63,6 +65,7 @@ class IngressSettings:
     max_queue: int
     stale_after_s: float
     calibrate: bool
+    calibrate_requests: int | None
     request_timeout_s: float
     secret: str
 
@@ -102,6 +105,17 @@ class KappaIngress(OpenAiIngress):
     async def nodes(self) -> Response:
         """Every worker with its profile, backlogs and critical ratio."""
         return JSONResponse({"nodes": self._live().nodes()})
+
+    async def profile(self) -> Response:
+        """Measure every worker's machine anew, one after the other, and show the nodes."""
+        (handle,) = self._default_serve_handles.values()
+        for worker in list(self._live().router.state.workers):
+            pin = RawRequestInfo(headers={PIN_HEADER: worker})
+            try:
+                await asyncio.wait_for(handle.profile.remote(None, pin), _PROFILE_TIMEOUT_S)
+            except (TimeoutError, *_DEAD_WORKER):
+                raise no_worker(f"worker {worker} could not be measured", 10.0) from None
+        return await self.nodes()
 
     async def route(self, request: Request) -> Response:
         """What would be decided for a chat or completion body; nothing is run or reserved."""
@@ -268,6 +282,7 @@ class KappaIngress(OpenAiIngress):
                     index_blocks=s.index_blocks,
                     stale_after_s=s.stale_after_s,
                     calibrate=s.calibrate,
+                    calibrate_requests=s.calibrate_requests,
                 )
             )
             self._follow = asyncio.get_running_loop().create_task(self._wake_router())
@@ -316,6 +331,7 @@ def make_ingress(max_body_bytes: int) -> type:
         "chat": lambda a: a.post("/v1/chat/completions"),
         "completions": lambda a: a.post("/v1/completions"),
         "nodes": lambda a: a.get("/v1/nodes"),
+        "profile": lambda a: a.post("/v1/nodes/profile"),
         "route": lambda a: a.post("/v1/route"),
         "decisions": lambda a: a.get("/v1/decisions"),
         "metrics": lambda a: a.get("/metrics"),

@@ -11,7 +11,7 @@ Policies see nothing else, so the same ones run live and simulated. They are sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,14 +78,15 @@ class Threshold:
         """Pick by link or by price; ties by backlog."""
         holder = max(candidates, key=lambda c: (c.counts.cached_tokens, -c.backlog_s))
         if holder.bound == MEMORY:
-            index = _least(
-                candidates, lambda c: (-c.node.h2d_bytes_per_s, c.backlog_s, c.in_flight)
-            )
+            index = _least(candidates, lambda c: (-_speed(c), c.backlog_s, c.in_flight))
             return Choice(index, "memory_bound_fast_link")
+        # A price is no price unless all have one.
+        priced = all(c.node.cost_per_hour > 0 for c in candidates)
+        price = _price if priced else _no_price
         index = _least(
             candidates,
             # With equal prices the slower link computes as well: keep the fast one free.
-            lambda c: (_price(c), c.backlog_s, c.in_flight, c.node.h2d_bytes_per_s),
+            lambda c: (price(c), c.backlog_s, c.in_flight, _speed(c)),
         )
         return Choice(index, "compute_bound_cheap_compute")
 
@@ -110,8 +111,9 @@ class LeastTtft:
             "less_compute": rival.compute_s - best.compute_s,
             "less_harm": rival.harm_s - best.harm_s,
         }
-        reason, gain_s = max(gains.items(), key=lambda item: item[1])
-        return Choice(index, reason if gain_s > 1e-9 else "tie")
+        reason = max(gains, key=lambda name: gains[name])
+        lead_s = rival.ttft_s + rival.harm_s - best.ttft_s - best.harm_s
+        return Choice(index, reason if lead_s > 1e-9 else "tie")
 
 
 class LeastBacklog:
@@ -134,15 +136,17 @@ def policy_named(name: str) -> Policy:
 
 
 def _price(candidate: Candidate) -> float:
-    """Cost of a FLOP; nodes without a price cost the same."""
-    node = candidate.node
-    return node.cost_per_hour / node.flops_per_s
+    """Cost of a FLOP."""
+    return candidate.node.cost_per_hour / candidate.node.flops_per_s
+
+
+def _no_price(candidate: Candidate) -> float:
+    return 0.0
 
 
 def _speed(candidate: Candidate) -> float:
     return candidate.node.h2d_bytes_per_s
 
 
-def _least(candidates: Sequence[Candidate], key: object) -> int:
-    assert callable(key)
+def _least(candidates: Sequence[Candidate], key: Callable[[Candidate], tuple[float, ...]]) -> int:
     return min(range(len(candidates)), key=lambda i: key(candidates[i]))

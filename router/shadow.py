@@ -11,7 +11,6 @@ Pure: every method takes the time; the clock is real seconds (dilated on a paced
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from kappa.step import StepModel
@@ -20,6 +19,7 @@ from kappa.step import StepModel
 _MAX_STEPS = 2_000
 _MANY = 1_000_000
 _NEVER = float("inf")
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,14 @@ class EngineSpeed:
         return self.load_fixed_s + tokens * self.load_token_s if tokens > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Job:
     """One request as the forecast sees it.
 
     context_tokens: tokens in the cache before the next new one (device and host hits).
     new_tokens: prompt tokens still to compute. output_tokens: what it is expected to decode.
+    The rest is the forecast's own: queued_s is when it was admitted, its load put on the link,
+    loaded_s when that lands; prefilled_tokens are what it has computed of the prompt.
     """
 
     request_id: str
@@ -51,8 +53,10 @@ class Job:
     context_tokens: int
     new_tokens: int
     output_tokens: int
+    queued_s: float = 0.0
     loaded_s: float | None = None
     admitted: bool = False
+    prefilled_tokens: int = 0
     decoded_tokens: int = 0
 
     @property
@@ -97,29 +101,28 @@ class Shadow:
     def submit(self, job: Job, now_s: float) -> None:
         """A request was sent to the engine."""
         self.advance(now_s)
-        self._jobs[job.request_id] = job
+        self._jobs[job.request_id] = replace(job)
 
     def correct(self, request_id: str, device: int, host: int, new: int, now_s: float) -> None:
-        """The engine said what it really took; a load it did not need is taken off the link."""
+        """The engine admitted it, and said what it really took; other loads move up or back."""
         self.advance(now_s)
         job = self._jobs.get(request_id)
         if job is None or job.decoding:
             return
-        if host == job.host_tokens and device + host == job.context_tokens:
+        # An engine computes at least a prompt's last token.
+        new = max(new, 1)
+        if not job.admitted:
+            job.host_tokens, job.context_tokens, job.new_tokens = host, device + host, new
+            self._queue(job, now_s)
             return
-        change_s = self.speed.load_s(host) - self.speed.load_s(job.host_tokens)
-        loaded_s = job.loaded_s
-        if loaded_s is not None:
-            loaded_s += change_s
-            self._link_free_s += change_s
-        self._jobs[request_id] = replace(
-            job,
-            host_tokens=host,
-            context_tokens=device + host,
-            new_tokens=new,
-            loaded_s=loaded_s,
-            admitted=True,
-        )
+        if host == job.host_tokens and device + host == job.context_tokens - job.prefilled_tokens:
+            return
+        if host != job.host_tokens:
+            self._reload(job, host)
+        landed = job.loaded_s is not None and job.loaded_s <= now_s
+        job.prefilled_tokens = min(job.prefilled_tokens, new - 1) if landed else 0
+        job.context_tokens = device + host + job.prefilled_tokens
+        job.new_tokens = new - job.prefilled_tokens
 
     def prefilled(self, request_id: str, now_s: float) -> None:
         """Its first token has come, whatever the forecast thought."""
@@ -127,15 +130,20 @@ class Shadow:
         job = self._jobs.get(request_id)
         if job is None or job.decoding:
             return
-        self._jobs[request_id] = replace(
-            job,
-            context_tokens=job.context_tokens + job.new_tokens,
-            new_tokens=0,
-            admitted=True,
-            loaded_s=min(job.loaded_s, now_s) if job.loaded_s is not None else now_s,
-        )
-        # The step that made this token ended just now, so the next one starts here.
-        self._now_s = now_s
+        if self._now_s < now_s:
+            # The step that made this token ended just now, and with it what else it computed.
+            _, done = self._schedule()
+            if done.pop(request_id, 0):
+                self._compute(done)
+            self._now_s = now_s
+        if job.loaded_s is None:
+            job.queued_s = job.loaded_s = now_s
+        elif job.loaded_s > now_s:
+            self._land(job, now_s)
+        job.context_tokens += job.new_tokens
+        job.prefilled_tokens += job.new_tokens
+        job.new_tokens = 0
+        job.admitted = True
 
     def finish(self, request_id: str, now_s: float) -> None:
         """The request left the engine."""
@@ -146,13 +154,16 @@ class Shadow:
         """When the first token of `job` would come if it were sent now (same clock as `now_s`)."""
         self.advance(now_s)
         ahead = Shadow(self.speed)
-        ahead._jobs = {**self._jobs, job.request_id: job}
+        ahead._jobs = {known.request_id: replace(known) for known in self._jobs.values()}
+        ahead._jobs.pop(job.request_id, None)
+        mine = ahead._jobs[job.request_id] = replace(job)
         ahead._now_s, ahead._link_free_s = self._now_s, self._link_free_s
         ahead._guess_ends = True
         for _ in range(_MAX_STEPS):
-            if ahead._jobs[job.request_id].decoding or not ahead._step(_NEVER):
+            if mine.decoding or not ahead._step(_NEVER):
                 break
-        return ahead._now_s
+        # Cut off, or nothing to wait for: late, but never before it was asked.
+        return max(ahead._now_s, now_s)
 
     def backlog_s(self, now_s: float) -> tuple[float, float]:
         """Seconds of queued work on (link, gpu), prompts only."""
@@ -170,12 +181,23 @@ class Shadow:
 
     def decode_delay_s(self, new_tokens: int, context_tokens: int) -> float:
         """Seconds by which prefilling this prompt would hold up those that decode, in total."""
-        decoding = [(1, job.context_tokens) for job in self._jobs.values() if job.decoding]
-        if not decoding:
-            return 0.0
-        step = self.speed.step
-        added_s = step.real_s([*decoding, (new_tokens, context_tokens)]) - step.real_s(decoding)
-        return added_s * len(decoding)
+        jobs = [job for job in self._jobs.values() if job.decoding]
+        left = sorted(
+            (max(job.output_tokens - job.decoded_tokens, 1) for job in jobs), reverse=True
+        )
+        decoding = [(1, job.context_tokens) for job in jobs]
+        step, total_s = self.speed.step, 0.0
+        alone_s = step.real_s(decoding)
+        chunk = max(self.speed.budget_tokens - len(decoding), 1)
+        # Every step with a part of the prompt in it delays a token of those that still decode.
+        for i in range(left[0] if left else 0):
+            if new_tokens <= 0:
+                break
+            tokens = min(new_tokens, chunk)
+            added_s = step.real_s([*decoding, (tokens, context_tokens)]) - alone_s
+            total_s += added_s * sum(tokens_left > i for tokens_left in left)
+            new_tokens, context_tokens = new_tokens - tokens, context_tokens + tokens
+        return total_s
 
     def advance(self, now_s: float) -> None:
         """Bring the forecast to `now_s`: finish the steps that will have ended by then."""
@@ -198,13 +220,12 @@ class Shadow:
         if self._now_s + duration_s > until_s:
             return False
         if all(self._jobs[request_id].decoding for request_id in done):
-            steps = self._equal_steps(until_s, duration_s)
-            self._now_s += steps * duration_s
-            self._decode(done, steps)
+            steps, leap_s = self._leap(work, duration_s, until_s)
+            self._now_s += leap_s
+            self._compute(done, steps)
             return True
         self._now_s += duration_s
-        self._decode([r for r in done if self._jobs[r].decoding], 1)
-        self._prefill(done)
+        self._compute(done)
         return True
 
     def _skip_to_next_event(self, until_s: float) -> bool:
@@ -220,56 +241,110 @@ class Shadow:
         self._now_s = min(later)
         return True
 
-    def _equal_steps(self, until_s: float, duration_s: float) -> int:
-        """How many decode-only steps pass before something else can happen."""
+    def _leap(
+        self, work: list[tuple[int, int]], first_s: float, until_s: float
+    ) -> tuple[int, float]:
+        """How many decode-only steps pass before something else can happen, and their seconds."""
+        jobs = self._jobs.values()
         pending = [
             at_s
-            for job in self._jobs.values()
+            for job in jobs
             if not job.decoding
-            for at_s in (job.arrival_s, job.loaded_s)
+            for at_s in (job.loaded_s if job.admitted else job.arrival_s,)
             if at_s is not None and at_s > self._now_s
         ]
-        horizon_s = min([until_s, *pending])
-        # A step in progress ends after the event: the event waits for the boundary.
-        steps = math.ceil((horizon_s - self._now_s) / duration_s) if horizon_s < _NEVER else _MANY
-        if horizon_s == until_s:
-            steps = int((horizon_s - self._now_s) / duration_s)
+        steps = _MANY
         if self._guess_ends:
-            left = [j.output_tokens - j.decoded_tokens for j in self._jobs.values() if j.decoding]
-            steps = min(steps, *left)
-        return max(steps, 1)
+            steps = min(j.output_tokens - j.decoded_tokens for j in jobs if j.decoding)
+        growth_s = self._later_step_s(work, 1) - first_s
+        if pending:
+            # The event waits for the end of the step that it falls into.
+            until_event = _steps_in(min(pending) - self._now_s, first_s, growth_s)
+            steps = min(steps, math.ceil(until_event - _ROUNDING))
+        if until_s < _NEVER:
+            steps = min(steps, int(_steps_in(until_s - self._now_s, first_s, growth_s)))
+        # Contexts grow by a token per step, and durations evenly with them, until reading them
+        # overtakes computing.
+        while steps > 1:
+            last_s = first_s + (steps - 1) * growth_s
+            if math.isclose(self._later_step_s(work, steps - 1), last_s, rel_tol=1e-9):
+                break
+            steps //= 2
+        steps = max(steps, 1)
+        return steps, steps * first_s + 0.5 * steps * (steps - 1) * growth_s
+
+    def _later_step_s(self, work: list[tuple[int, int]], steps: int) -> float:
+        return self.speed.step.real_s([(new, context + steps) for new, context in work])
 
     def _admit(self) -> None:
         """Give room and a place on the link to those that have arrived, in order."""
-        held = sum(job.footprint_tokens for job in self._jobs.values() if job.admitted)
-        for request_id, job in self._jobs.items():
-            if job.admitted:
+        held = -1
+        for job in self._jobs.values():
+            if job.admitted or job.arrival_s > self._now_s:
                 continue
-            if job.arrival_s > self._now_s:
-                continue
+            if held < 0:
+                held = sum(
+                    j.context_tokens + j.new_tokens for j in self._jobs.values() if j.admitted
+                )
             if held and held + job.footprint_tokens > self.speed.capacity_tokens:
                 break
             held += job.footprint_tokens
-            loaded_s = self._now_s
-            if job.host_tokens > 0:
-                start_s = max(self._now_s, self._link_free_s)
-                loaded_s = self._link_free_s = start_s + self.speed.load_s(job.host_tokens)
-            self._jobs[request_id] = replace(job, admitted=True, loaded_s=loaded_s)
+            self._queue(job, self._now_s)
+
+    def _queue(self, job: Job, at_s: float) -> None:
+        """Admit a job: its load, if it has one, goes to the end of the link's queue."""
+        job.admitted, job.queued_s, job.loaded_s = True, at_s, at_s
+        if job.host_tokens > 0:
+            start_s = max(at_s, self._link_free_s)
+            job.loaded_s = self._link_free_s = start_s + self.speed.load_s(job.host_tokens)
+
+    def _reload(self, job: Job, host_tokens: int) -> None:
+        """An admitted job's load is of another size."""
+        assert job.loaded_s is not None
+        if job.host_tokens <= 0:
+            job.host_tokens = host_tokens
+            self._queue(job, job.queued_s)
+            return
+        start_s = max(job.loaded_s - self.speed.load_s(job.host_tokens), job.queued_s)
+        job.host_tokens = host_tokens
+        self._land(job, start_s + self.speed.load_s(host_tokens))
+        if host_tokens <= 0:
+            job.loaded_s = job.queued_s
+
+    def _land(self, job: Job, at_s: float) -> None:
+        """A load lands at another time than was thought: those behind it on the link follow."""
+        was_s, job.loaded_s = job.loaded_s, at_s
+        assert was_s is not None
+        others = [
+            (other.loaded_s, other)
+            for other in self._jobs.values()
+            if other is not job and other.host_tokens > 0 and other.loaded_s is not None
+        ]
+        free_s = at_s
+        for landed_s, other in sorted(others, key=lambda item: item[0]):
+            if landed_s > was_s:
+                landed_s = max(free_s, other.queued_s) + self.speed.load_s(other.host_tokens)
+                other.loaded_s = landed_s
+            free_s = max(free_s, landed_s)
+        self._link_free_s = free_s
 
     def _schedule(self) -> tuple[list[tuple[int, int]], dict[str, int]]:
         """Fill one step: decoding requests first, then prompts in order, within the budget."""
         budget = self.speed.budget_tokens
         work: list[tuple[int, int]] = []
         done: dict[str, int] = {}
+        prompts = []
         for job in self._jobs.values():
-            if job.decoding and budget > 0:
+            if job.new_tokens > 0:
+                prompts.append(job)
+            elif budget > 0:
                 work.append((1, job.context_tokens))
                 done[job.request_id] = 1
                 budget -= 1
-        for job in self._jobs.values():
+        for job in prompts:
             if budget <= 0:
                 break
-            if job.decoding or not job.admitted or not self._runnable(job, self._now_s):
+            if job.loaded_s is None or job.loaded_s > self._now_s:
                 continue
             tokens = min(job.new_tokens, budget)
             work.append((tokens, job.context_tokens))
@@ -277,24 +352,23 @@ class Shadow:
             budget -= tokens
         return work, done
 
-    def _decode(self, request_ids: Iterable[str], steps: int) -> None:
-        for request_id in list(request_ids):
-            job = self._jobs[request_id]
-            if self._guess_ends and job.decoded_tokens + steps >= job.output_tokens:
-                del self._jobs[request_id]
-                continue
-            self._jobs[request_id] = replace(
-                job,
-                context_tokens=job.context_tokens + steps,
-                decoded_tokens=job.decoded_tokens + steps,
-            )
-
-    def _prefill(self, done: dict[str, int]) -> None:
+    def _compute(self, done: dict[str, int], steps: int = 1) -> None:
+        """A step computed this many tokens of each; `steps` alike if all of them decode."""
         for request_id, tokens in done.items():
-            job = self._jobs.get(request_id)
-            if job is not None and not job.decoding:
-                self._jobs[request_id] = replace(
-                    job,
-                    context_tokens=job.context_tokens + tokens,
-                    new_tokens=job.new_tokens - tokens,
-                )
+            job = self._jobs[request_id]
+            if job.new_tokens > 0:
+                job.context_tokens += tokens
+                job.prefilled_tokens += tokens
+                job.new_tokens -= tokens
+                continue
+            job.context_tokens += steps
+            job.decoded_tokens += steps
+            if self._guess_ends and job.decoded_tokens >= job.output_tokens:
+                del self._jobs[request_id]
+
+
+def _steps_in(seconds: float, first_s: float, growth_s: float) -> float:
+    """How many steps, the first `first_s` long and each `growth_s` longer, fit into `seconds`."""
+    level_s = first_s - 0.5 * growth_s
+    divisor_s = level_s + math.sqrt(level_s * level_s + 2 * growth_s * seconds)
+    return min(2 * seconds / divisor_s, _MANY) if divisor_s > 0 else _MANY

@@ -68,7 +68,8 @@ class StandaloneRouter:
             now_s = time.time()
             self._expire(now_s)
             prompt = _prompt_bytes(args)
-            request = RouteRequest(request_id, prompt, max_tokens=0)
+            others_known = frozenset(self._router.state.workers) - set(names)
+            request = RouteRequest(request_id, prompt, max_tokens=0, exclude=others_known)
             try:
                 decision = self._router.route(request, now_s)
             except NoWorkerError:
@@ -140,4 +141,4 @@ def _prompt_bytes(args: Sequence[Any]) -> np.ndarray | None:
         if not isinstance(prompt, str):
             return None
         text = prompt
-    return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+    return np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(np.int64)

@@ -34,6 +34,7 @@ class Calibration:
     link_scale: float = 1.0
     compute_scale: float = 1.0
     _overheads: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_SAMPLES))
+    _link_samples: int = 0
     _link_measured_s: float = 0.0
     _link_announced_s: float = 0.0
     _computes: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_SAMPLES))
@@ -60,7 +61,8 @@ class Calibration:
         """Learn the link from some loads: their seconds as measured, and as announced."""
         self._link_measured_s = _KEEP * self._link_measured_s + measured_s
         self._link_announced_s = _KEEP * self._link_announced_s + announced_s
-        if self._link_announced_s > 0:
+        self._link_samples += 1
+        if self._link_announced_s > 0 and self._link_samples >= _MIN_SAMPLES:
             scale = self._link_measured_s / self._link_announced_s
             self.link_scale = min(max(scale, 1 / _BOUND), _BOUND)
 
@@ -92,6 +94,10 @@ def engine_speed(said: Announcement, calibration: Calibration) -> EngineSpeed:
     )
 
 
+def _speeds(said: Announcement) -> tuple[object, ...]:
+    return said.node, said.step, said.kv_bytes_per_token
+
+
 class ClusterState:
     """All workers of one model."""
 
@@ -103,6 +109,9 @@ class ClusterState:
         """A worker announced itself, or again (after measuring anew)."""
         known = self.workers.get(announcement.worker)
         if known is not None:
+            if _speeds(known.announcement) != _speeds(announcement):
+                # What was learnt corrects the old figures; the overhead has nothing of them.
+                known.calibration = Calibration(overhead_s=known.calibration.overhead_s)
             known.announcement, known.seen_s = announcement, now_s
             known.shadow.speed = engine_speed(announcement, known.calibration)
             return
@@ -139,7 +148,8 @@ class ClusterState:
     @staticmethod
     def _learn_link(state: WorkerState, before: WorkerReport, now: WorkerReport) -> None:
         tokens = now.load_tokens_total - before.load_tokens_total
-        if tokens > 0:
-            measured_s = now.load_seconds_total - before.load_seconds_total
+        measured_s = now.load_seconds_total - before.load_seconds_total
+        # Totals that fell belong to a worker that started anew.
+        if tokens > 0 and measured_s > 0 and now.steps_total >= before.steps_total:
             state.calibration.link(measured_s, tokens * load_token_s(state.announcement))
             state.shadow.speed = engine_speed(state.announcement, state.calibration)

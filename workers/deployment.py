@@ -84,11 +84,16 @@ class KappaServer(LLMServer):
         """Ray Serve's statistics with this worker's announcement added."""
         return {**await super().record_routing_stats(), "kappa": self._announcement}
 
-    async def profile(self) -> dict[str, Any]:
-        """Measure again, now, and announce the result; what `kappa profile` prints."""
+    async def profile(self, _body: None = None, _pin: Any = None) -> dict[str, Any]:
+        """Measure again, now, and announce the result; the arguments only carry the pin."""
         measured, error = await self._measure(cached=False)
         self._announcement = self._announce(measured, error).to_dict()
         return self._announcement
+
+    async def _start_engine(self) -> None:
+        # As Ray's, without its usage report: that starts one more actor of some 400 MB.
+        assert self.engine is not None
+        await self.engine.start()
 
     def _batch_output_stream(
         self, generator: AsyncGenerator[Any, None]

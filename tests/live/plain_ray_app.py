@@ -1,0 +1,57 @@
+"""A plain Ray Serve LLM application with one line of ours: the `request_router_class`.
+
+Run by test_drop_in.py in a process of its own, and shown in docs/drop-in.md. Prints its URL when it
+is ready and stops when its standard input closes.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import ray
+from ray import serve
+from ray.serve.llm import LLMConfig, build_openai_app
+
+from deploy.app import free_port, prepare_model
+from kappa.settings import load_settings
+from workers.vllm_engine import CPU_ENV
+
+
+def main() -> None:
+    model = prepare_model(load_settings())
+    port = free_port("127.0.0.1")
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    serve.start(
+        http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "ERROR"}
+    )
+    config = LLMConfig(
+        model_loading_config={"model_id": "plain", "model_source": model.source},
+        engine_kwargs={
+            "dtype": "float32",
+            "max_model_len": 4096,
+            "block_size": 32,
+            "num_gpu_blocks_override": 512,
+            "enforce_eager": True,
+            "enable_prompt_tokens_details": True,
+        },
+        accelerator_config={"kind": "cpu"},
+        placement_group_config={"bundles": [{"CPU": 1}]},
+        deployment_config={
+            "num_replicas": 2,
+            "max_ongoing_requests": 64,
+            "request_router_config": {
+                "request_router_class": "router.ray_router.KappaRouter",
+            },
+        },
+        runtime_env={"env_vars": {**CPU_ENV, "HF_HUB_OFFLINE": "1"}},
+        log_engine_metrics=False,
+    )
+    serve.run(build_openai_app({"llm_configs": [config]}))
+    print(f"http://127.0.0.1:{port}", flush=True)
+    sys.stdin.read()
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
