@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from deploy.commands import law, profile, serve
+from deploy.commands import bench, law, profile, serve
 
 app = typer.Typer(
     name="kappa",
@@ -18,3 +18,4 @@ app.command()(profile.profile)
 app.command()(law.tables)
 app.command()(law.explain)
 app.command()(law.roofline)
+app.add_typer(bench.app, name="bench")

@@ -95,3 +95,20 @@ OVERHEAD = Metric(
 WORKERS = Metric("kappa_workers", "gauge", "workers known, by whether they are paced", ("paced",))
 
 ALL: tuple[Metric, ...] = tuple(v for v in list(globals().values()) if isinstance(v, Metric))
+
+
+def document() -> str:
+    """`docs/metrics.md`: every metric with kind, labels and meaning."""
+    rows = [
+        f"| `{m.name}{'_total' if m.kind == 'counter' else ''}` | {m.kind} "
+        f"| {', '.join(m.labels) or '–'} | {m.meaning} |"
+        for m in ALL
+    ]
+    head = (
+        "# Metrics\n\n"
+        "`GET /metrics` on the ingress, in Prometheus' text form. Made from `kappa/metrics.py` by\n"
+        "`.venv/bin/python -c \"from kappa import metrics; print(metrics.document(), end='')\"`;\n"
+        "a test keeps the two equal. Seconds of a paced node are real ones, dilated.\n\n"
+        "| name | kind | labels | meaning |\n|---|---|---|---|\n"
+    )
+    return head + "\n".join(rows) + "\n"

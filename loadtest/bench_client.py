@@ -1,4 +1,4 @@
-"""The HTTP side of `kappa bench predict`: plays traffic against an endpoint and watches its nodes."""
+"""The HTTP side of `kappa bench predict`: plays traffic at an endpoint and watches its nodes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _WINDOW_S = 20.0
 _WATCH_EVERY_S = 2.0
 _TELL_EVERY_S = 15.0
 _MAX_IN_FLIGHT = 14
+# Decisions fetched while a phase runs: few, since the ingress that makes them is being measured.
+_RECENT = 64
 _WARM_UP_TOKENS = (40, 700, 60, 900, 100, 800)
 
 
@@ -104,7 +106,7 @@ class Player:
     async def _finish(self) -> Phase:
         while self._tasks:
             await asyncio.gather(*self._tasks)
-        self._phase.outcomes = await self._outcomes(4 * len(self._phase.client_ttft_s) + 100)
+        self._phase.outcomes = await self._outcomes(len(self._phase.client_ttft_s) + _RECENT)
         return self._phase
 
     def _enough(self, requests: int, per_class: int) -> bool:
@@ -167,6 +169,7 @@ class Player:
     async def _watch(self, governor: Governor) -> None:
         """Keep the governor and the counts up to date; say now and then how far it is."""
         seen = [await self.nodes()]
+        kinds: dict[str, str] = {}
         keep = round(_WINDOW_S / _WATCH_EVERY_S)
         start_s = told_s = time.monotonic()
         while True:
@@ -174,12 +177,13 @@ class Player:
             try:
                 seen.append(await self.nodes())
                 load = usage(seen[0], seen[-1]).load
-                outcomes = await self._outcomes(2000)
+                recent = await self._outcomes(_RECENT)
             except (httpx.HTTPError, ValueError):
                 continue
             del seen[:-keep]
             governor.observe(load)
-            self._counted = Counter(o.kind for o in outcomes)
+            kinds.update((o.request_id, o.kind) for o in recent)
+            self._counted = Counter(kinds.values())
             now_s = time.monotonic()
             if now_s - told_s >= _TELL_EVERY_S:
                 told_s = now_s

@@ -177,7 +177,7 @@ def class_rows(measured: Sequence[Outcome], baseline: Mapping[str, float]) -> li
                 "baseline_median_abs_err": theirs,
                 "median_bias": quantile([o.predicted_s / o.actual_s - 1 for o in group], 0.5),
                 "median_ttft_s": quantile([o.actual_s for o in group], 0.5),
-                "miscounted_share": sum(o.miscounted for o in group) / len(group) if group else None,
+                "miscounted": sum(o.miscounted for o in group),
                 "goal_met": is_met,
             }
         )

@@ -26,7 +26,7 @@ _BURST = (4, 6)
 _DOCUMENTS = 18
 _MAX_TOKENS = (4, 8)
 # Ids below the first are special; the tiny model's vocabulary is larger than the last.
-_TOKEN_IDS = (100, 2900)
+_TOKEN_IDS = range(100, 2900)
 # Which act feeds which class; a revisit is no use before there are documents to come back to.
 ACT_OF_CLASS = {"device": "agent", "load": "revisit", "compute": "ask", "queue": "burst"}
 _EACH = 0.25
@@ -140,7 +140,7 @@ class Traffic:
         return Ask(prompt, self._random.randint(*_MAX_TOKENS), wait_s)
 
     def _tokens(self, count: int) -> tuple[int, ...]:
-        return tuple(self._random.randint(*_TOKEN_IDS) for _ in range(count))
+        return tuple(self._random.choices(_TOKEN_IDS, k=count))
 
 
 class Governor:

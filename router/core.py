@@ -140,10 +140,16 @@ class Router:
             if self.hasher is None or self.hasher.block_tokens != announcement.block_tokens:
                 self.hasher = PrefixHasher(announcement.block_tokens, self.config.secret)
                 self.index = PrefixIndex(self.hasher, self.config.index_blocks)
+        pool_block_tokens = self.hasher.block_tokens if self.hasher is not None else 0
         if announcement.fingerprint != self._fingerprint:
             raise MismatchError(
                 f"worker {announcement.worker} has fingerprint {announcement.fingerprint}, the "
                 f"pool {self._fingerprint}: model, dtype, block size or chat template differ"
+            )
+        if announcement.block_tokens != pool_block_tokens:
+            raise MismatchError(
+                f"worker {announcement.worker} has blocks of {announcement.block_tokens} tokens, "
+                f"the pool of {pool_block_tokens}: give the pool one block size"
             )
         self.state.join(announcement, now_s)
 

@@ -99,7 +99,7 @@ def test_an_outcome_changes_the_forecast_unless_calibration_is_off():
         for _ in range(10):
             state.outcome("w", 0.001, 0.0, 0.002)
         for _ in range(10):
-            state.outcome("w", 1.0, 0.0, 2.001)
+            state.outcome("w", worker.calibration.compute_scale, 0.0, 2.001)
         scale = 2.0 if calibrate else 1.0
         assert worker.shadow.speed.step.dilation == pytest.approx(scale, rel=0.01)
     state.outcome("nobody", 1.0, 1.0, 1.0)

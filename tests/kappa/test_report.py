@@ -1,0 +1,90 @@
+"""What workers tell survives the wire, and what is malformed is named, never a stray KeyError."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from kappa.hardware import node_profile
+from kappa.report import PROTOCOL, Admission, Announcement, WorkerReport
+from kappa.shapes import model_shape
+from kappa.step import step_model
+
+NODE = replace(node_profile("h100-pcie5"), source="paced", dilation=30.0)
+SAID = Announcement(
+    worker="w", model="m", node=NODE, step=step_model(model_shape("llama-3.1-8b"), NODE),
+    kv_bytes_per_token=131072.0, emulated_model="llama-3.1-8b", fingerprint="f", block_tokens=16,
+    device_blocks=100, host_blocks=10, max_batch_tokens=512, max_context_tokens=4096,
+    events_endpoint="tcp://a", snapshot_endpoint="tcp://b", measured={"h2d": [1, 2]},
+)  # fmt: skip
+REPORT = WorkerReport(
+    "w", 1.5, steps_total=3, load_seconds_total=0.25, load_tokens_total=64,
+    admitted=(Admission("r", 1, 2, 3), Admission("s", 0, 0, 9)), prefilled=("r", "q"),
+)  # fmt: skip
+
+WIRES = [
+    lambda data: data,
+    lambda data: json.loads(json.dumps(data)),
+    lambda data: msgspec.msgpack.decode(msgspec.msgpack.encode(data)),
+]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_both_survive_the_wire(wire):
+    assert Announcement.from_dict(wire(SAID.to_dict())) == SAID
+    assert WorkerReport.from_dict(wire(REPORT.to_dict())) == REPORT
+    assert WorkerReport.from_dict({"worker": "w", "time_s": 1.0}) == WorkerReport("w", 1.0)
+
+
+def test_a_copy_shares_nothing_that_can_change():
+    data = SAID.to_dict()
+    data["measured"]["more"] = 1
+    data["node"]["name"] = "other"
+    assert "more" not in SAID.measured
+    assert SAID.node.name == NODE.name
+
+
+def test_reading_leaves_the_data_alone():
+    data = SAID.to_dict()
+    Announcement.from_dict(data)
+    assert isinstance(data["node"], dict)
+
+
+def test_another_protocol_is_refused_by_name():
+    data = {**SAID.to_dict(), "protocol": PROTOCOL + 1, "unheard_of": 1}
+    with pytest.raises(ValueError, match=r"worker w speaks protocol 2, this router 1"):
+        Announcement.from_dict(data)
+
+
+def without(data, name):
+    return {key: value for key, value in data.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("read", "data", "complaint"),
+    [
+        (Announcement, {**SAID.to_dict(), "colour": 1}, r"announcement: unknown keys \['colour'\]"),
+        (Announcement, without(SAID.to_dict(), "node"), r"announcement: lacks \['node'\]"),
+        (Announcement, {}, r"announcement: lacks \['worker', 'model'"),
+        (WorkerReport, {**REPORT.to_dict(), "colour": 1}, r"report: unknown keys \['colour'\]"),
+        (WorkerReport, {"worker": "w"}, r"report: lacks \['time_s'\]"),
+        (
+            WorkerReport,
+            {"worker": "w", "time_s": 1.0, "admitted": [{"request_id": "r", "colour": 1}]},
+            r"admission: unknown keys \['colour'\]",
+        ),
+        (
+            WorkerReport,
+            {"worker": "w", "time_s": 1.0, "admitted": [{"request_id": "r"}]},
+            r"admission: lacks \['device_tokens'",
+        ),
+        (Announcement, {**SAID.to_dict(), "step": {"token_s": 1.0}}, "StepModel"),
+        (Announcement, {**SAID.to_dict(), "node": {"name": "n"}}, "NodeProfile lacks 'gpu'"),
+    ],
+)
+def test_what_is_malformed_is_named(read, data, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        read.from_dict(data)

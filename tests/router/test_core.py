@@ -1,0 +1,415 @@
+"""The router as a whole: what it reserves, gives back, prices and refuses."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kappa.hardware import node_profile
+from kappa.report import Admission, Announcement, WorkerReport
+from kappa.shapes import model_shape
+from kappa.step import step_model
+from router.core import (
+    MismatchError,
+    NoWorkerError,
+    Router,
+    RouterConfig,
+    RouteRequest,
+    without_candidates,
+)
+from router.kv_events import BlocksStored, WorkerReset
+from router.policy import policy_named
+
+SIZE = 16
+SHAPE = model_shape("llama-3.1-8b")
+
+
+def announcement(worker, node="h100-pcie5", **changes):
+    profile = node_profile(node)
+    said = Announcement(
+        worker=worker, model="m", node=profile, step=step_model(SHAPE, profile),
+        kv_bytes_per_token=131072.0, emulated_model="", fingerprint="f", block_tokens=SIZE,
+        device_blocks=2001, host_blocks=0, max_batch_tokens=512, max_context_tokens=30_000,
+        events_endpoint="", snapshot_endpoint="",
+    )  # fmt: skip
+    return replace(said, **changes)
+
+
+def router(*workers, policy="ttft", **options):
+    made = Router(RouterConfig(policy=policy_named(policy), secret=7, **options))
+    for worker in workers or ("a", "b"):
+        made.join(announcement(worker), 0.0)
+    return made
+
+
+def prompt(tokens, seed=0):
+    return np.random.default_rng(seed).integers(0, 1000, tokens)
+
+
+def ask(name="r", tokens=100, seed=0, **options):
+    token_ids = None if tokens is None else prompt(tokens, seed)
+    return RouteRequest(name, token_ids, max_tokens=50, **options)
+
+
+def stored(worker, token_ids, tier="device"):
+    blocks = len(token_ids) // SIZE
+    names = tuple(
+        f"{worker}{token_ids[: (i + 1) * SIZE].tobytes()!r}".encode() for i in range(blocks)
+    )
+    return BlocksStored(worker, tier, names, None, token_ids[: blocks * SIZE], SIZE, 0)
+
+
+def priced(decision, worker):
+    return next(c for c in decision.candidates if c.worker == worker)
+
+
+# -- workers ------------------------------------------------------------------------------------
+
+
+def test_the_first_worker_sets_what_the_pool_serves():
+    made = router("a")
+    with pytest.raises(MismatchError, match=r"worker b has fingerprint g, the pool f"):
+        made.join(announcement("b", fingerprint="g"), 0.0)
+    assert list(made.state.workers) == ["a"]
+    made.leave("a")
+    made.join(announcement("b", fingerprint="g", block_tokens=32), 0.0)
+    assert made.hasher.block_tokens == 32
+
+
+def test_a_worker_with_other_blocks_is_refused_whatever_its_fingerprint():
+    with pytest.raises(MismatchError, match="32"):
+        router("a").join(announcement("b", block_tokens=32), 0.0)
+
+
+def test_a_worker_that_leaves_takes_reservations_and_blocks_along():
+    made = router("a", "b")
+    made.blocks([stored("a", prompt(160)), stored("b", prompt(160))])
+    for i in range(6):
+        made.route(ask(f"r{i}", seed=i), 1.0)
+    on_a = made.in_flight_on("a")
+    lost = made.leave("a")
+    assert 0 < len(lost) == on_a
+    assert made.reservations == 6 - on_a == made.in_flight_on("b")
+    assert made.index.workers() == ("b",)
+    assert made.leave("a") == []
+    assert not made.release(lost[0], 2.0)
+    assert made.first_token(lost[0], 2.0) is None
+
+
+def test_blocks_of_a_worker_that_is_gone_are_not_kept():
+    made = router("a", "b")
+    made.leave("a")
+    made.blocks([WorkerReset("a"), stored("a", prompt(160))])
+    assert made.index.size_blocks() == 0
+    assert made.index.workers() == ()
+
+
+# -- reservations -------------------------------------------------------------------------------
+
+
+def test_a_reservation_is_released_once():
+    made = router("a")
+    assert made.route(ask(), 1.0).worker == "a"
+    assert made.reservations == made.in_flight_on("a") == len(made.state.workers["a"].shadow) == 1
+    assert made.release("r", 2.0)
+    assert not made.release("r", 2.0)
+    assert made.reservations == len(made.state.workers["a"].shadow) == 0
+
+
+def test_an_id_that_is_routed_again_holds_one_reservation():
+    made = router("a", "b")
+    first = made.route(ask(), 1.0)
+    second = made.route(ask(exclude=frozenset({first.worker})), 1.0)
+    assert second.worker != first.worker
+    assert made.reservations == 1
+    assert len(made.state.workers[first.worker].shadow) == 0
+
+
+def test_the_first_token_is_counted_once():
+    made = router("a")
+    made.route(ask(), 1.0)
+    assert made.first_token("r", 1.5) == pytest.approx(0.5)
+    assert made.first_token("r", 1.6) is None
+    assert made.first_token("unknown", 1.6) is None
+    assert made.state.workers["a"].shadow.decoding == 1
+
+
+def test_output_lengths_are_learnt_from_complete_streams_only():
+    made = router("a")
+    for name, count, complete in (("x", 7, True), ("y", 900, False), ("z", 0, True)):
+        made.route(ask(name), 1.0)
+        made.tokens(name, count)
+        made.release(name, 2.0, complete=complete)
+    made.tokens("gone", 5)
+    assert made._outputs.lengths == [7]
+    assert made._outputs.guess(0) == 7
+    assert made._outputs.guess(3) == 3
+
+
+def test_only_a_request_that_met_nobody_teaches():
+    made = router("a")
+    calibration = made.state.workers["a"].calibration
+    for i in range(12):
+        made.route(ask(f"r{i}", seed=i), 1.0 + i)
+        made.route(ask(f"s{i}", seed=100 + i), 1.0 + i)
+        made.first_token(f"r{i}", 1.1 + i)
+        made.first_token(f"s{i}", 1.9 + i)
+        made.release(f"r{i}", 1.95 + i)
+        made.release(f"s{i}", 1.95 + i)
+    assert calibration.overhead_s == pytest.approx(0.1, abs=0.02)
+
+
+# -- prices -------------------------------------------------------------------------------------
+
+
+def test_an_idle_worker_is_priced_by_load_and_compute():
+    made = router("a")
+    made.blocks([stored("a", prompt(160)), stored("a", prompt(320), tier="host")])
+    chosen = made.explain(ask(tokens=400), 1.0).chosen
+    counts = chosen.counts
+    assert (counts.device_tokens, counts.cached_tokens, counts.new_tokens) == (160, 160, 80)
+    assert chosen.load_s == pytest.approx(160 * 131072 / 63e9)
+    said = announcement("a")
+    assert chosen.compute_s == pytest.approx(said.step.real_s([(80, 320)]))
+    assert chosen.ttft_s == pytest.approx(chosen.load_s + chosen.compute_s, abs=1e-6)
+    assert chosen.queue_s == pytest.approx(0.0, abs=1e-6)
+    assert (chosen.harm_s, chosen.backlog_s, chosen.in_flight) == (0.0, 0.0, 0)
+    assert chosen.kappa_crit == pytest.approx(2 * SHAPE.params_active * 63e9 / (989e12 * 131072))
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 32, 100, 160])
+def test_at_least_one_token_is_left_to_compute(tokens, tier):
+    made = router("a")
+    made.blocks([stored("a", prompt(160)), stored("a", prompt(160), tier=tier)])
+    made.blocks([stored("a", prompt(64))])
+    counts = made.explain(ask(tokens=tokens), 1.0).chosen.counts
+    assert counts.total_tokens == tokens
+    assert 1 <= counts.new_tokens <= SIZE
+
+
+def test_an_empty_prompt_is_priced_as_one_token():
+    assert router("a").explain(ask(tokens=0), 1.0).chosen.counts.new_tokens == 1
+
+
+def test_the_worker_that_holds_the_prompt_is_chosen():
+    made = router("a", "b")
+    made.blocks([stored("b", prompt(1600))])
+    decision = made.route(ask(tokens=1700), 1.0)
+    assert (decision.worker, decision.reason) == ("b", "less_compute")
+    assert decision.kind == "device"
+    assert without_candidates(decision).candidates == ()
+
+
+def test_a_salt_sets_prompts_apart():
+    made = router("a")
+    made.blocks([stored("a", prompt(160))])
+    assert made.explain(ask(tokens=170, salt=5), 1.0).chosen.counts.device_tokens == 0
+
+
+def test_a_busy_worker_is_avoided():
+    made = router("a", "b")
+    first = made.route(ask("x", tokens=5000), 1.0)
+    second = made.route(ask("y", tokens=5000, seed=1), 1.0)
+    assert first.worker != second.worker
+    assert second.reason == "shorter_queue"
+
+
+def test_the_prediction_includes_the_overhead():
+    made = router("a")
+    before_s = made.explain(ask(), 1.0).chosen.ttft_s
+    made.state.workers["a"].calibration.overhead_s = 0.4
+    after = made.explain(ask(), 1.0).chosen
+    assert after.ttft_s == pytest.approx(before_s + 0.4)
+    assert after.queue_s == pytest.approx(0.0, abs=1e-6)
+
+
+def test_explaining_reserves_nothing_and_changes_no_prediction():
+    asked, quiet = router("a", "b"), router("a", "b")
+    for i in range(8):
+        at_s = 1.0 + 0.003 * i
+        for made in (asked, quiet):
+            made.route(ask(f"r{i}", tokens=3000, seed=i), at_s)
+        for k in range(5):
+            asked.explain(ask("other", tokens=500 * k + 1, seed=99), at_s + 0.0005 * k)
+        assert asked.reservations == quiet.reservations == i + 1
+    for worker, state in asked.state.workers.items():
+        assert len(state.shadow) == asked.in_flight_on(worker) == quiet.in_flight_on(worker)
+    ours, theirs = (m.explain(ask("x", seed=50), 1.05) for m in (asked, quiet))
+    assert [c.ttft_s for c in ours.candidates] == pytest.approx(
+        [c.ttft_s for c in theirs.candidates], abs=1e-9
+    )
+
+
+# -- who may be chosen --------------------------------------------------------------------------
+
+
+def test_an_excluded_worker_is_not_chosen():
+    assert router("a", "b").route(ask(exclude=frozenset({"a"})), 1.0).worker == "b"
+
+
+def test_a_silent_worker_is_not_chosen_until_it_speaks():
+    made = router("a", "b", stale_after_s=10.0)
+    made.report(WorkerReport("b", 5.0), 5.0)
+    assert [c.worker for c in made.explain(ask(), 12.0).candidates] == ["b"]
+    made.report(WorkerReport("a", 12.0), 12.0)
+    assert len(made.explain(ask(), 12.0).candidates) == 2
+
+
+def test_no_worker_says_how_many_are_known_excluded_and_silent():
+    with pytest.raises(NoWorkerError, match=r"0 known"):
+        Router(RouterConfig(policy=policy_named("ttft"), secret=1)).route(ask(), 1.0)
+    made = router("a", "b", "c")
+    made.report(WorkerReport("c", 40.0), 40.0)
+    with pytest.raises(NoWorkerError, match=r"3 known, 1 excluded, 2 not heard from .* 10 s"):
+        made.route(ask(exclude=frozenset({"c"})), 45.0)
+    assert made.reservations == 0
+
+
+@pytest.mark.parametrize("policy", ["ttft", "threshold"])
+def test_without_tokens_it_fails_open_to_the_least_backlog(policy):
+    made = router("a", "b", policy=policy)
+    busy = made.route(ask("x", tokens=9000), 1.0).worker
+    decision = made.route(ask("y", tokens=None), 1.0)
+    assert decision.worker != busy
+    assert (decision.reason, decision.policy) == ("uninformed_least_backlog", "least_backlog")
+    assert not decision.informed and decision.prompt_tokens == 0
+    made.first_token("y", 1.5)
+    assert not made.state.workers[decision.worker].calibration._overheads
+    assert made.release("y", 2.0)
+
+
+def test_an_admission_corrects_what_others_are_told():
+    made = router("a")
+    made.route(ask("x", tokens=20_000), 1.0)
+    before_s = made.explain(ask("y", seed=1), 1.01).chosen.queue_s
+    admitted = (Admission("x", 19_984, 0, 16),)
+    made.report(WorkerReport("a", 1.01, admitted=admitted), 1.01)
+    assert made.explain(ask("y", seed=1), 1.01).chosen.queue_s < before_s / 5
+
+
+# -- whatever happens ---------------------------------------------------------------------------
+
+
+class Reservations(RuleBasedStateMachine):
+    """Requests in flight are those routed, less those released or lost, on each worker."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = router("a", "b", stale_after_s=1e9)
+        self.now_s = 1.0
+        self.flying: dict[str, str] = {}
+        self.count = 0
+
+    def tick(self, seconds):
+        self.now_s += seconds
+
+    @precondition(lambda self: self.made.state.workers)
+    @rule(tokens=st.integers(0, 900), seed=st.integers(0, 3), known=st.booleans())
+    def route(self, tokens, seed, known):
+        name = f"r{self.count}"
+        self.count += 1
+        decision = self.made.route(ask(name, tokens if known else None, seed), self.now_s)
+        self.flying[name] = decision.worker
+        for candidate in decision.candidates:
+            counts = candidate.counts
+            assert counts.device_tokens + counts.cached_tokens <= max(tokens - 1, 0)
+            assert counts.new_tokens >= 1
+            assert candidate.ttft_s > 0
+            assert min(candidate.queue_s, candidate.harm_s, candidate.backlog_s) >= 0
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data())
+    def route_again(self, data):
+        name = data.draw(st.sampled_from(sorted(self.flying)))
+        self.flying[name] = self.made.route(ask(name, 50), self.now_s).worker
+
+    @rule(seconds=st.floats(0, 1))
+    def wait(self, seconds):
+        self.tick(seconds)
+
+    @rule(worker=st.sampled_from("abc"))
+    def join(self, worker):
+        self.made.join(announcement(worker, "gh200-c2c" if worker == "c" else "h100-pcie5"), 1.0)
+
+    @rule(worker=st.sampled_from("abc"))
+    def leave(self, worker):
+        lost = self.made.leave(worker)
+        assert sorted(lost) == sorted(r for r, at in self.flying.items() if at == worker)
+        for name in lost:
+            del self.flying[name]
+
+    @rule(worker=st.sampled_from("abc"), tokens=st.integers(0, 900), seed=st.integers(0, 3),
+          tier=st.sampled_from(["device", "host"]))  # fmt: skip
+    def store(self, worker, tokens, seed, tier):
+        self.made.blocks([stored(worker, prompt(tokens, seed), tier)])
+
+    @rule(data=st.data(), device=st.integers(0, 500), host=st.integers(0, 500))
+    def hear(self, data, device, host):
+        name = data.draw(st.sampled_from([*sorted(self.flying), "unknown"]))
+        worker = self.flying.get(name, "a")
+        admitted = (Admission(name, device, host, 9),)
+        prefilled = data.draw(st.sampled_from([(), (name,)]))
+        report = WorkerReport(worker, self.now_s, admitted=admitted, prefilled=prefilled)
+        self.made.report(report, self.now_s)
+
+    @rule(data=st.data())
+    def first_token(self, data):
+        name = data.draw(st.sampled_from([*sorted(self.flying), "unknown"]))
+        self.made.first_token(name, self.now_s)
+
+    @rule(data=st.data(), complete=st.booleans())
+    def release(self, data, complete):
+        name = data.draw(st.sampled_from([*sorted(self.flying), "unknown"]))
+        released = self.made.release(name, self.now_s, complete=complete)
+        assert released == (self.flying.pop(name, None) is not None)
+
+    @invariant()
+    def all_is_accounted_for(self):
+        assert self.made.reservations == len(self.flying)
+        for worker, state in self.made.state.workers.items():
+            here = sum(at == worker for at in self.flying.values())
+            assert len(state.shadow) == self.made.in_flight_on(worker) == here
+
+
+TestReservations = Reservations.TestCase
+TestReservations.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def run_of_events(seed):
+    """Decisions of a fresh router over a seeded run of everything that can happen."""
+    rng, made, decisions, flying = random.Random(seed), router("a", "b", "c"), [], []
+    now_s = 1.0
+    for i in range(150):
+        now_s += rng.uniform(0, 0.05)
+        what = rng.random()
+        if what < 0.5 or not flying:
+            request = ask(f"r{i}", rng.choice([None, 80, 700, 3000]), rng.randrange(5))
+            decisions.append(made.route(request, now_s))
+            flying.append(f"r{i}")
+            if request.token_ids is not None:
+                tier = rng.choice(["device", "host"])
+                made.blocks([stored(decisions[-1].worker, request.token_ids, tier)])
+        elif what < 0.7:
+            made.first_token(rng.choice(flying), now_s)
+        elif what < 0.8:
+            admitted = (Admission(rng.choice(flying), 0, rng.randrange(200), 50),)
+            made.report(WorkerReport(rng.choice("abc"), now_s, admitted=admitted), now_s)
+        elif what < 0.97:
+            made.release(flying.pop(rng.randrange(len(flying))), now_s)
+        else:
+            lost = made.leave("c")
+            flying = [name for name in flying if name not in lost]
+            made.join(announcement("c"), now_s)
+    return decisions
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_same_events_give_the_same_decisions(seed):
+    assert run_of_events(seed) == run_of_events(seed)
