@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from deploy.commands import bench, law, profile, serve
+from deploy.commands import bench, demo, law, profile, serve
 
 app = typer.Typer(
     name="kappa",
@@ -14,6 +14,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(serve.serve)
+app.command()(demo.demo)
 app.command()(profile.profile)
 app.command()(law.tables)
 app.command()(law.explain)

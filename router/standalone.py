@@ -57,9 +57,9 @@ class StandaloneRouter:
         names = set(names)
         with self._lock:
             known = set(self._router.state.workers)
-            for worker in names - known:
+            for worker in sorted(names - known):
                 self._router.join(self._announcement(worker), time.time())
-            for worker in known - names:
+            for worker in sorted(known - names):
                 self._router.leave(worker)
 
     def rank(self, names: Sequence[str], args: Sequence[Any], request_id: str) -> list[str]:

@@ -82,7 +82,7 @@ def without(data, name):
             r"admission: lacks \['device_tokens'",
         ),
         (Announcement, {**SAID.to_dict(), "step": {"token_s": 1.0}}, "StepModel"),
-        (Announcement, {**SAID.to_dict(), "node": {"name": "n"}}, "NodeProfile lacks 'gpu'"),
+        (Announcement, {**SAID.to_dict(), "node": {"name": "n"}}, "NodeProfile lacks gpu"),
     ],
 )
 def test_what_is_malformed_is_named(read, data, complaint):

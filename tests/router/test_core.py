@@ -153,7 +153,7 @@ def test_output_lengths_are_learnt_from_complete_streams_only():
 
 
 def test_only_a_request_that_met_nobody_teaches():
-    made = router("a")
+    made = router("a", stale_after_s=100.0)
     calibration = made.state.workers["a"].calibration
     for i in range(12):
         made.route(ask(f"r{i}", seed=i), 1.0 + i)

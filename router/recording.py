@@ -1,0 +1,194 @@
+"""The router's log: every call with its time, as JSON lines, and the way back.
+
+What a live router was told and asked is written as it happens; replayed through a fresh `Router`
+the same calls give the same decisions. That is how a routing bug is taken home, and how the tests
+hold live and simulated wiring together. Pure: it makes and reads dictionaries, files are others'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from kappa.report import Announcement, WorkerReport
+from router.core import Decision, NoWorkerError, Router, RouteRequest
+from router.kv_events import (
+    BlocksRemoved,
+    BlocksStored,
+    KVEvent,
+    TierCleared,
+    WorkerGone,
+    WorkerReset,
+)
+
+Entry = dict[str, Any]
+
+_EVENTS: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (BlocksStored, BlocksRemoved, TierCleared, WorkerReset, WorkerGone)
+}
+
+
+class RecordedRouter(Router):
+    """A `Router` that hands each call, as a JSON-ready entry, to `write` before it obeys."""
+
+    def __init__(self, config: Any, write: Callable[[Entry], None]) -> None:
+        super().__init__(config)
+        self._write = write
+
+    def join(self, announcement: Announcement, now_s: float) -> None:
+        """As `Router.join`, written."""
+        self._write({"call": "join", "now_s": now_s, "announcement": announcement.to_dict()})
+        super().join(announcement, now_s)
+
+    def leave(self, worker: str) -> list[str]:
+        """As `Router.leave`, written."""
+        self._write({"call": "leave", "worker": worker})
+        return super().leave(worker)
+
+    def blocks(self, events: Iterable[KVEvent]) -> None:
+        """As `Router.blocks`, written."""
+        events = list(events)
+        self._write({"call": "blocks", "events": [_event_out(event) for event in events]})
+        super().blocks(events)
+
+    def report(self, report: WorkerReport, now_s: float) -> None:
+        """As `Router.report`, written."""
+        self._write({"call": "report", "now_s": now_s, "report": report.to_dict()})
+        super().report(report, now_s)
+
+    def first_token(self, request_id: str, now_s: float) -> float | None:
+        """As `Router.first_token`, written."""
+        self._write({"call": "first_token", "now_s": now_s, "request_id": request_id})
+        return super().first_token(request_id, now_s)
+
+    def tokens(self, request_id: str, count: int) -> None:
+        """As `Router.tokens`, written."""
+        self._write({"call": "tokens", "request_id": request_id, "count": count})
+        super().tokens(request_id, count)
+
+    def release(self, request_id: str, now_s: float, *, complete: bool = True) -> bool:
+        """As `Router.release`, written."""
+        entry = {"call": "release", "now_s": now_s, "request_id": request_id}
+        self._write({**entry, "complete": complete})
+        return super().release(request_id, now_s, complete=complete)
+
+    def route(self, request: RouteRequest, now_s: float) -> Decision:
+        """As `Router.route`, written with what it decided (no worker: an empty outcome)."""
+        entry = {"call": "route", "now_s": now_s, "request": _request_out(request)}
+        try:
+            decision = super().route(request, now_s)
+        except NoWorkerError:
+            self._write({**entry, "decided": {}})
+            raise
+        self._write({**entry, "decided": decided(decision)})
+        return decision
+
+    def backlog_s(self, worker: str, now_s: float) -> tuple[float, float]:
+        """As `Router.backlog_s`, written, since asking moves the forecast's clock."""
+        self._write({"call": "backlog_s", "now_s": now_s, "worker": worker})
+        return super().backlog_s(worker, now_s)
+
+
+def decided(decision: Decision) -> dict[str, Any]:
+    """What two equal decisions have in common."""
+    chosen = decision.chosen
+    return {
+        "worker": chosen.worker,
+        "reason": decision.reason,
+        "counts": asdict(chosen.counts),
+        "ttft_s": chosen.ttft_s,
+        "others": {c.worker: c.ttft_s for c in decision.candidates},
+    }
+
+
+def replay(entries: Iterable[Mapping[str, Any]], router: Router) -> list[tuple[Any, Any]]:
+    """Feed a log to a fresh router; returns (decided then, decided now) for every `route`."""
+    pairs: list[tuple[Any, Any]] = []
+    for entry in entries:
+        answer = _apply(entry, router)
+        if entry["call"] == "route":
+            pairs.append((entry["decided"], answer))
+    return pairs
+
+
+def _apply(entry: Mapping[str, Any], router: Router) -> Any:
+    match entry["call"]:
+        case "join":
+            router.join(Announcement.from_dict(entry["announcement"]), entry["now_s"])
+        case "leave":
+            router.leave(entry["worker"])
+        case "blocks":
+            router.blocks([_event_in(event) for event in entry["events"]])
+        case "report":
+            router.report(WorkerReport.from_dict(entry["report"]), entry["now_s"])
+        case "first_token":
+            router.first_token(entry["request_id"], entry["now_s"])
+        case "tokens":
+            router.tokens(entry["request_id"], entry["count"])
+        case "release":
+            router.release(entry["request_id"], entry["now_s"], complete=entry["complete"])
+        case "backlog_s":
+            router.backlog_s(entry["worker"], entry["now_s"])
+        case "route":
+            try:
+                return decided(router.route(_request_in(entry["request"]), entry["now_s"]))
+            except NoWorkerError:
+                return {}
+        case other:
+            raise ValueError(f"unknown call {other!r} in a router log")
+    return None
+
+
+def _request_out(request: RouteRequest) -> Entry:
+    tokens = request.token_ids
+    return {
+        "request_id": request.request_id,
+        "token_ids": None if tokens is None else [int(t) for t in tokens],
+        "max_tokens": request.max_tokens,
+        "salt": request.salt,
+        "exclude": sorted(request.exclude),
+    }
+
+
+def _request_in(data: Mapping[str, Any]) -> RouteRequest:
+    tokens = data["token_ids"]
+    return RouteRequest(
+        data["request_id"],
+        None if tokens is None else np.asarray(tokens, dtype=np.int64),
+        data["max_tokens"],
+        data["salt"],
+        frozenset(data["exclude"]),
+    )
+
+
+def _event_out(event: KVEvent) -> Entry:
+    fields = {name: getattr(event, name) for name in event.__dataclass_fields__}
+    if isinstance(event, BlocksStored):
+        fields["token_ids"] = [int(t) for t in event.token_ids]
+        fields["parent_engine_hash"] = _hash_out(event.parent_engine_hash)
+    if isinstance(event, BlocksStored | BlocksRemoved):
+        fields["engine_hashes"] = [_hash_out(h) for h in event.engine_hashes]
+    return {"type": type(event).__name__, **fields}
+
+
+def _event_in(data: Mapping[str, Any]) -> KVEvent:
+    fields = {key: value for key, value in data.items() if key != "type"}
+    if "token_ids" in fields:
+        fields["token_ids"] = np.asarray(fields["token_ids"], dtype=np.int64)
+        fields["parent_engine_hash"] = _hash_in(fields["parent_engine_hash"])
+    if "engine_hashes" in fields:
+        fields["engine_hashes"] = tuple(_hash_in(h) for h in fields["engine_hashes"])
+    event: KVEvent = _EVENTS[data["type"]](**fields)
+    return event
+
+
+def _hash_out(value: int | bytes | None) -> Any:
+    return {"hex": value.hex()} if isinstance(value, bytes) else value
+
+
+def _hash_in(value: Any) -> Any:
+    return bytes.fromhex(value["hex"]) if isinstance(value, dict) else value
