@@ -152,6 +152,7 @@ def build_app(settings: ClusterSettings, model: Model) -> Any:
             calibrate_requests=r.calibrate_requests,
             request_timeout_s=r.request_timeout_s,
             secret=secrets.token_hex(16),
+            record=r.record,
         ),
     )
 

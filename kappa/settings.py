@@ -105,6 +105,9 @@ class RouterSettings(_Section):
         None, ge=0, description="learn from so many outcomes, then freeze; none: for ever"
     )
     request_timeout_s: float = Field(600.0, gt=0)
+    record: str | None = Field(
+        None, description="file for the router's log (JSON lines, holds token ids); none: off"
+    )
 
 
 class HttpSettings(_Section):

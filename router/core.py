@@ -228,7 +228,7 @@ class Router:
         Raises:
             NoWorkerError: none is known, heard from lately, and not excluded.
         """
-        decision = self.explain(request, now_s)
+        decision = self._decide(request, now_s)
         chosen = decision.chosen
         # Asked again under the same id: the earlier answer was not taken.
         self.release(request.request_id, now_s, complete=False)
@@ -240,6 +240,16 @@ class Router:
 
     def explain(self, request: RouteRequest, now_s: float) -> Decision:
         """What `route` would decide, without reserving anything."""
+        return self._decide(request, now_s)
+
+    def backlogs_s(self, now_s: float) -> dict[str, tuple[float, float]]:
+        """Seconds of queued work on each worker's (link, gpu)."""
+        return {w: state.shadow.backlog_s(now_s) for w, state in self.state.workers.items()}
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._flights
+
+    def _decide(self, request: RouteRequest, now_s: float) -> Decision:
         informed = request.token_ids is not None and self.hasher is not None
         matches: Mapping[str, Match] = {}
         prompt_tokens = 0

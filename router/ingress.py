@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class IngressSettings:
     calibrate_requests: int | None
     request_timeout_s: float
     secret: str
+    record: str | None
 
 
 class KappaIngress(OpenAiIngress):
@@ -169,6 +171,9 @@ class KappaIngress(OpenAiIngress):
         tokens = await self._tokenize(body)
         self._check_context(live, body, tokens)
         request_id = request_id_of(request)
+        if request_id in live.router:
+            # A client may send one id twice at a time; a reservation must not be shared.
+            request_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
         routed = RouteRequest(request_id, tokens, _max_tokens(body), _salt(body))
         _mark(body, request_id)
         return await self._deliver(live, routed, body, method, request)
@@ -283,7 +288,8 @@ class KappaIngress(OpenAiIngress):
                     stale_after_s=s.stale_after_s,
                     calibrate=s.calibrate,
                     calibrate_requests=s.calibrate_requests,
-                )
+                ),
+                record=s.record,
             )
             self._follow = asyncio.get_running_loop().create_task(self._wake_router())
         return self._live_router

@@ -8,9 +8,10 @@ Every decision and its outcome is counted and kept in a short memory (`GET /v1/d
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,12 @@ from router.board import BOARD, Announcements
 from router.core import Decision, MismatchError, Router, RouterConfig, RouteRequest
 from router.feed import WorkerFeed
 from router.metrics import RouterMetrics
+from router.recording import RecordedRouter
 
 log = structlog.get_logger(__name__)
 
 _MEMORY = 4096
+_NO_WORKER_RETRY_S = 5.0
 
 
 @dataclass(slots=True)
@@ -77,13 +80,14 @@ class Record:
 class LiveRouter:
     """What the ingress talks to."""
 
-    def __init__(self, config: RouterConfig) -> None:
-        """Make it on the event loop that it will live on."""
+    def __init__(self, config: RouterConfig, record: str | None = None) -> None:
+        """Make it on the event loop that it will live on; `record` names a file for its log."""
         self.metrics = RouterMetrics()
-        self.router = Router(config)
+        self.router = RecordedRouter(config, _writer(record)) if record else Router(config)
         self.records: OrderedDict[str, Record] = OrderedDict()
         self._feeds: dict[str, WorkerFeed] = {}
         self._said: dict[str, Mapping[str, Any]] = {}
+        self._deployments: dict[str, str] = {}
         self._refused: set[str] = set()
         self._loop = asyncio.get_running_loop()
         self._closing: set[asyncio.Task[None]] = set()
@@ -135,22 +139,23 @@ class LiveRouter:
 
     def retry_after_s(self) -> float:
         """When it makes sense to come back: the least backlog of any worker."""
-        now_s = time.time()
-        backlogs = [max(s.shadow.backlog_s(now_s)) for s in self.router.state.workers.values()]
-        return min(backlogs, default=5.0)
+        backlogs = self.router.backlogs_s(time.time())
+        return min((max(pair) for pair in backlogs.values()), default=_NO_WORKER_RETRY_S)
 
     # -- workers ------------------------------------------------------------------------------
 
     def _heard(self, deployment: str, posted: Announcements) -> None:
         """Called on Ray's thread."""
-        self._loop.call_soon_threadsafe(self._posted, posted)
+        self._loop.call_soon_threadsafe(self._posted, deployment, posted)
 
-    def _posted(self, posted: Announcements) -> None:
+    def _posted(self, deployment: str, posted: Announcements) -> None:
         for worker, data in posted.items():
             if data and self._said.get(worker) != data:
+                self._deployments[worker] = deployment
                 self._join(worker, data)
         for worker in [w for w in self._said if w not in posted]:
-            self._leave(worker)
+            if self._deployments.get(worker) == deployment:
+                self._leave(worker)
 
     def _join(self, worker: str, data: Mapping[str, Any]) -> None:
         try:
@@ -230,13 +235,13 @@ class LiveRouter:
 
     def refresh_gauges(self) -> None:
         """Bring the gauges up to date, before they are scraped."""
-        now_s = time.time()
+        backlogs = self.router.backlogs_s(time.time())
         paced = {"true": 0, "false": 0}
         for worker, state in self.router.state.workers.items():
             said, calibration = state.announcement, state.calibration
             node = said.node.name
             paced["true" if said.node.source == "paced" else "false"] += 1
-            link_s, gpu_s = state.shadow.backlog_s(now_s)
+            link_s, gpu_s = backlogs[worker]
             self.metrics.set(m.LINK_BACKLOG, node, to=link_s)
             self.metrics.set(m.GPU_BACKLOG, node, to=gpu_s)
             self.metrics.set(m.RESERVATIONS, node, to=self.router.in_flight_on(worker))
@@ -254,10 +259,11 @@ class LiveRouter:
     def nodes(self) -> list[dict[str, Any]]:
         """Every worker: profile, measurements, backlogs, critical ratio, paced or not."""
         now_s = time.time()
+        backlogs = self.router.backlogs_s(now_s)
         rows = []
         for worker, state in self.router.state.workers.items():
             said, report = state.announcement, state.report
-            link_s, gpu_s = state.shadow.backlog_s(now_s)
+            link_s, gpu_s = backlogs[worker]
             rows.append(
                 {
                     "worker": worker,
@@ -282,6 +288,11 @@ class LiveRouter:
                 }
             )
         return rows
+
+
+def _writer(path: str) -> Callable[[dict[str, Any]], None]:
+    file = open(path, "a", buffering=1)  # noqa: SIM115  # lives as long as the process
+    return lambda entry: print(json.dumps(entry), file=file)
 
 
 def critical_ratio(said: Announcement) -> float:

@@ -7,6 +7,7 @@ hold live and simulated wiring together. Pure: it makes and reads dictionaries, 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -27,8 +28,7 @@ from router.kv_events import (
 Entry = dict[str, Any]
 
 _EVENTS: dict[str, type] = {
-    cls.__name__: cls
-    for cls in (BlocksStored, BlocksRemoved, TierCleared, WorkerReset, WorkerGone)
+    cls.__name__: cls for cls in (BlocksStored, BlocksRemoved, TierCleared, WorkerReset, WorkerGone)
 }
 
 
@@ -87,10 +87,15 @@ class RecordedRouter(Router):
         self._write({**entry, "decided": decided(decision)})
         return decision
 
-    def backlog_s(self, worker: str, now_s: float) -> tuple[float, float]:
-        """As `Router.backlog_s`, written, since asking moves the forecast's clock."""
-        self._write({"call": "backlog_s", "now_s": now_s, "worker": worker})
-        return super().backlog_s(worker, now_s)
+    def explain(self, request: RouteRequest, now_s: float) -> Decision:
+        """As `Router.explain`, written: looking a prefix up keeps it in the index."""
+        self._write({"call": "explain", "now_s": now_s, "request": _request_out(request)})
+        return super().explain(request, now_s)
+
+    def backlogs_s(self, now_s: float) -> dict[str, tuple[float, float]]:
+        """As `Router.backlogs_s`, written: asking moves the forecasts' clocks."""
+        self._write({"call": "backlogs_s", "now_s": now_s})
+        return super().backlogs_s(now_s)
 
 
 def decided(decision: Decision) -> dict[str, Any]:
@@ -131,8 +136,11 @@ def _apply(entry: Mapping[str, Any], router: Router) -> Any:
             router.tokens(entry["request_id"], entry["count"])
         case "release":
             router.release(entry["request_id"], entry["now_s"], complete=entry["complete"])
-        case "backlog_s":
-            router.backlog_s(entry["worker"], entry["now_s"])
+        case "backlogs_s":
+            router.backlogs_s(entry["now_s"])
+        case "explain":
+            with contextlib.suppress(NoWorkerError):
+                router.explain(_request_in(entry["request"]), entry["now_s"])
         case "route":
             try:
                 return decided(router.route(_request_in(entry["request"]), entry["now_s"]))
