@@ -23,6 +23,9 @@ _TELL_EVERY_S = 15.0
 _MAX_IN_FLIGHT = 14
 # Decisions fetched while a phase runs: few, since the ingress that makes them is being measured.
 _RECENT = 64
+_READING = 4
+_DOCUMENTS = 18
+_WARM_UP_DOCUMENTS = 6
 _WARM_UP_TOKENS = (40, 700, 60, 900, 100, 800)
 
 
@@ -48,20 +51,37 @@ class Player:
         self._in_flight = 0
         self._counted: Counter[str] = Counter()
 
-    async def warm_up(self, traffic: Traffic, requests: int, gap_s: float) -> Phase:
+    async def warm_up(self, traffic: Traffic, requests: int, governor: Governor) -> Phase:
         """Calibrate: pairs on idle nodes first, then every kind of act, `requests` in all."""
         phase = self._begin()
         for tokens in _WARM_UP_TOKENS * 2:
             await self._play(traffic.pair(tokens))
+        await self._read_documents(traffic, _WARM_UP_DOCUMENTS)
         names = ("revisit", "ask", "agent", "burst")
         sent = 0
-        while len(phase.client_ttft_s) + self._in_flight < requests:
-            self._spawn(traffic.act(names[sent % len(names)]))
+        while len(phase.client_ttft_s) + len(self._tasks) < requests:
+            act = traffic.act(names[sent % len(names)])
+            self._spawn(act)
             sent += 1
-            await asyncio.sleep(gap_s)
-            while self._in_flight >= _MAX_IN_FLIGHT:
-                await asyncio.sleep(0.05)
+            await self._pause(governor.gap_s(act))
         return await self._finish()
+
+    async def prepare(self, traffic: Traffic) -> Phase:
+        """Have the documents read that `measure` will come back to."""
+        self._begin()
+        await self._read_documents(traffic, _DOCUMENTS)
+        return await self._finish()
+
+    async def _read_documents(self, traffic: Traffic, count: int) -> None:
+        for act in traffic.first_visits(count):
+            while len(self._tasks) >= _READING:
+                await asyncio.sleep(0.05)
+            self._spawn(act)
+
+    async def _pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        while self._in_flight >= _MAX_IN_FLIGHT:
+            await asyncio.sleep(0.02)
 
     async def measure(
         self,
@@ -80,10 +100,9 @@ class Player:
         watcher = asyncio.create_task(self._watch(governor))
         try:
             while time.monotonic() - start_s < limit_s and not self._enough(requests, per_class):
-                self._spawn(traffic.next_act(self._counted, per_class))
-                await asyncio.sleep(random.expovariate(1 / governor.gap_s))
-                while self._in_flight >= _MAX_IN_FLIGHT:
-                    await asyncio.sleep(0.02)
+                act = traffic.next_act(self._counted, per_class)
+                self._spawn(act)
+                await self._pause(random.expovariate(1 / governor.gap_s(act)))
         finally:
             watcher.cancel()
         # Before the last requests drain: an emptying cluster is not under load.

@@ -23,11 +23,12 @@ _DOCUMENT_TOKENS = (3000, 5000)
 _QUESTION_TOKENS = (30, 90)
 _AGENT_TURNS = 5
 _BURST = (4, 6)
-_DOCUMENTS = 18
 _MAX_TOKENS = (4, 8)
+# Reading Llama-3.1-8B's weights takes an H100 as long as computing this many tokens.
+_STEP_TOKENS = 120
 # Ids below the first are special; the tiny model's vocabulary is larger than the last.
 _TOKEN_IDS = range(100, 2900)
-# Which act feeds which class; a revisit is no use before there are documents to come back to.
+# Which act feeds which class.
 ACT_OF_CLASS = {"device": "agent", "load": "revisit", "compute": "ask", "queue": "burst"}
 _EACH = 0.25
 
@@ -62,7 +63,13 @@ class Ask:
 
     prompt: tuple[int, ...]
     max_tokens: int
+    new_tokens: int
     wait_s: float = 0.0
+
+    @property
+    def cost_tokens(self) -> int:
+        """GPU work in tokens: those to compute, and a read of the weights per token to decode."""
+        return max(self.new_tokens, _STEP_TOKENS) + (self.max_tokens - 1) * _STEP_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,11 @@ class Act:
     name: str
     asks: tuple[Ask, ...]
     chained: bool = True
+
+    @property
+    def cost_tokens(self) -> int:
+        """GPU work of all its requests, in tokens."""
+        return sum(ask.cost_tokens for ask in self.asks)
 
 
 class Traffic:
@@ -95,6 +107,14 @@ class Traffic:
         act: Act = getattr(self, f"_{name}")()
         return act
 
+    def first_visits(self, count: int) -> list[Act]:
+        """First questions on `count` new documents, which `revisit` will come back to."""
+        least, most = _DOCUMENT_TOKENS
+        lengths = [n for n in self._shapes.prefixes if n >= least] or [least, most]
+        new = [self._tokens(self._random.choice(lengths)) for _ in range(count)]
+        self._documents.extend(new)
+        return [self._question(document, len(document)) for document in new]
+
     def pair(self, tokens: int) -> Act:
         """Two fresh prompts of this length at once, so that two idle nodes get one each."""
         asks = (self._fresh(tokens), self._fresh(tokens))
@@ -109,24 +129,24 @@ class Traffic:
 
     def _agent(self) -> Act:
         prompt = self._tokens(self._random.choice(self._shapes.prefixes))
-        asks = [self._request(prompt)]
+        asks = [self._request(prompt, len(prompt))]
         for _ in range(_AGENT_TURNS):
-            prompt = (*prompt, *self._tokens(self._random.choice(self._shapes.growths)))
-            asks.append(self._request(prompt, wait_s=self._random.uniform(0.1, 0.6)))
+            grown = self._random.choice(self._shapes.growths)
+            prompt = (*prompt, *self._tokens(grown))
+            asks.append(self._request(prompt, grown, self._random.uniform(0.1, 0.6)))
         return Act("agent", tuple(asks))
 
     def _revisit(self) -> Act:
-        """A question on the document that was asked about longest ago; first on new ones."""
-        if len(self._documents) < _DOCUMENTS:
-            least, most = _DOCUMENT_TOKENS
-            long = [n for n in self._shapes.prefixes if n >= least] or [least, most]
-            self._documents.append(self._tokens(self._random.choice(long)))
-            document = self._documents[-1]
-        else:
-            document = self._documents[self._visits % _DOCUMENTS]
-            self._visits += 1
+        """A question on the document that was asked about longest ago."""
+        if not self._documents:
+            raise ValueError("no documents to come back to: play `first_visits` before")
+        document = self._documents[self._visits % len(self._documents)]
+        self._visits += 1
+        return self._question(document, 0)
+
+    def _question(self, document: tuple[int, ...], unread: int) -> Act:
         question = self._tokens(self._random.randint(*_QUESTION_TOKENS))
-        return Act("revisit", (self._request((*document, *question)),))
+        return Act("revisit", (self._request((*document, *question), unread + len(question)),))
 
     def _length(self) -> int:
         """Log-uniform over the bounds of new tokens: short prompts are as common as long ones."""
@@ -134,22 +154,31 @@ class Traffic:
         return round(math.exp(self._random.uniform(low, high)))
 
     def _fresh(self, tokens: int) -> Ask:
-        return self._request(self._tokens(tokens))
+        return self._request(self._tokens(tokens), tokens)
 
-    def _request(self, prompt: tuple[int, ...], wait_s: float = 0.0) -> Ask:
-        return Ask(prompt, self._random.randint(*_MAX_TOKENS), wait_s)
+    def _request(self, prompt: tuple[int, ...], new_tokens: int, wait_s: float = 0.0) -> Ask:
+        return Ask(prompt, self._random.randint(*_MAX_TOKENS), new_tokens, wait_s)
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self._random.choices(_TOKEN_IDS, k=count))
 
 
 class Governor:
-    """Stretches the gaps between acts so that the nodes' load stays near a target."""
+    """Sets the gaps between acts so that the nodes' load stays near a target.
 
-    def __init__(self, target: float, gap_s: float) -> None:
-        self._target, self.gap_s = target, gap_s
+    An act's gap follows its cost; the seconds that a token costs follow the load, slowly.
+    """
+
+    def __init__(self, target: float, nodes: int, token_s: float) -> None:
+        """`token_s` is a first guess of the real seconds that a token costs a node."""
+        self._target, self._nodes, self._guess_s = target, nodes, token_s
+        self.token_s = token_s
+
+    def gap_s(self, act: Act) -> float:
+        """Mean seconds from this act to the next."""
+        return act.cost_tokens * self.token_s / (self._target * self._nodes)
 
     def observe(self, load: float) -> None:
-        """The load over the last few seconds; the gap follows, by at most a fifth at a time."""
-        factor = math.exp((load - self._target) / self._target)
-        self.gap_s = min(max(self.gap_s * min(max(factor, 0.8), 1.2), 0.02), 20.0)
+        """The load over the last few seconds; at most a twentieth at a time, a factor 2 in all."""
+        factor = min(max(load / self._target, 0.95), 1.05)
+        self.token_s = min(max(self.token_s * factor, self._guess_s / 2), self._guess_s * 2)
