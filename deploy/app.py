@@ -189,6 +189,7 @@ class Cluster:
         import ray
         from ray import serve
 
+        _quiet_ray(self.settings.log_level)
         ray.init(
             num_cpus=max(os.cpu_count() or 1, 2 * len(self.settings.nodes) + 2),
             include_dashboard=False,
@@ -255,12 +256,21 @@ class Cluster:
 
 
 def _quiet(level: str) -> None:
+    """Before Ray and vLLM are imported."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", level)
     logging.getLogger("httpx").setLevel(level)
-    logging.getLogger("ray").setLevel(level)
-    logging.getLogger("ray.serve").setLevel(level)
+
+
+def _quiet_ray(level: str) -> None:
+    """After Ray Serve is imported, which sets its own levels."""
+    for name in ("ray", "ray.serve", "ray._private.authentication"):
+        logging.getLogger(name).setLevel(level)
+    if level == "WARNING":
+        # Says at every start that token authentication is on, as it should be.
+        name = "ray._private.authentication.authentication_token_setup"
+        logging.getLogger(name).setLevel("ERROR")
 
 
 def free_port(host: str) -> int:

@@ -78,6 +78,8 @@ class Shadow:
         self._jobs: dict[str, Job] = {}
         self._now_s = 0.0
         self._link_free_s = 0.0
+        # A busy engine asks for landed loads as a step starts, and schedules them after it.
+        self._polled_s = 0.0
         # A forecast lets streams end after the tokens they are expected to make; the live state
         # keeps them until their end is heard of.
         self._guess_ends = False
@@ -135,7 +137,7 @@ class Shadow:
             _, done = self._schedule()
             if done.pop(request_id, 0):
                 self._compute(done)
-            self._now_s = now_s
+            self._polled_s, self._now_s = self._now_s, now_s
         if job.loaded_s is None:
             job.queued_s = job.loaded_s = now_s
         elif job.loaded_s > now_s:
@@ -158,6 +160,7 @@ class Shadow:
         ahead._jobs.pop(job.request_id, None)
         mine = ahead._jobs[job.request_id] = replace(job)
         ahead._now_s, ahead._link_free_s = self._now_s, self._link_free_s
+        ahead._polled_s = self._polled_s
         ahead._guess_ends = True
         for _ in range(_MAX_STEPS):
             if mine.decoding or not ahead._step(_NEVER):
@@ -205,7 +208,7 @@ class Shadow:
             if not self._jobs or not self._step(now_s):
                 break
         if not any(self._runnable(job, self._now_s) for job in self._jobs.values()):
-            self._now_s = max(self._now_s, now_s)
+            self._now_s = self._polled_s = max(self._now_s, now_s)
 
     def _runnable(self, job: Job, at_s: float) -> bool:
         return job.decoding or (job.loaded_s is not None and job.loaded_s <= at_s)
@@ -220,16 +223,24 @@ class Shadow:
         if self._now_s + duration_s > until_s:
             return False
         if all(self._jobs[request_id].decoding for request_id in done):
-            steps, leap_s = self._leap(work, duration_s, until_s)
+            steps, leap_s, last_s = self._leap(work, duration_s, until_s)
             self._now_s += leap_s
+            self._polled_s = self._now_s - last_s
             self._compute(done, steps)
             return True
+        self._polled_s = self._now_s
         self._now_s += duration_s
         self._compute(done)
         return True
 
     def _skip_to_next_event(self, until_s: float) -> bool:
-        """Nothing to compute: go to the next arrival or the next load that lands."""
+        """Nothing to compute: go to the next arrival or the next load that lands.
+
+        An idle engine asks for landed loads all the time, so they are seen at once.
+        """
+        if any(self._unseen(job) for job in self._jobs.values()):
+            self._polled_s = self._now_s
+            return True
         events = [
             job.arrival_s if not job.admitted else job.loaded_s
             for job in self._jobs.values()
@@ -238,29 +249,44 @@ class Shadow:
         later = [at_s for at_s in events if at_s is not None and at_s > self._now_s]
         if not later or min(later) > until_s:
             return False
-        self._now_s = min(later)
+        self._now_s = self._polled_s = min(later)
         return True
+
+    def _known(self, job: Job) -> bool:
+        """Whether the engine knows that the job can run: there was no load, or it has landed."""
+        assert job.loaded_s is not None
+        seen_s = self._polled_s if job.host_tokens > 0 else self._now_s
+        return job.loaded_s <= seen_s
+
+    def _unseen(self, job: Job) -> bool:
+        """Its load has landed, and the engine does not know yet."""
+        return (
+            not job.decoding
+            and job.host_tokens > 0
+            and job.loaded_s is not None
+            and self._polled_s < job.loaded_s <= self._now_s
+        )
 
     def _leap(
         self, work: list[tuple[int, int]], first_s: float, until_s: float
-    ) -> tuple[int, float]:
-        """How many decode-only steps pass before something else can happen, and their seconds."""
+    ) -> tuple[int, float, float]:
+        """Decode-only steps until something else happens: how many, their seconds, the last's."""
         jobs = self._jobs.values()
-        pending = [
-            at_s
-            for job in jobs
-            if not job.decoding
-            for at_s in (job.loaded_s if job.admitted else job.arrival_s,)
-            if at_s is not None and at_s > self._now_s
-        ]
-        steps = _MANY
+        waiting = [job for job in jobs if not job.decoding]
+        arrivals = [job.arrival_s for job in waiting if not job.admitted]
+        landings = [j.loaded_s for j in waiting if j.host_tokens > 0 and j.loaded_s is not None]
+        steps = 1 if any(self._unseen(job) for job in waiting) else _MANY
         if self._guess_ends:
-            steps = min(j.output_tokens - j.decoded_tokens for j in jobs if j.decoding)
+            ends = (j.output_tokens - j.decoded_tokens for j in jobs if j.decoding)
+            steps = min(steps, *ends)
         growth_s = self._later_step_s(work, 1) - first_s
-        if pending:
-            # The event waits for the end of the step that it falls into.
-            until_event = _steps_in(min(pending) - self._now_s, first_s, growth_s)
-            steps = min(steps, math.ceil(until_event - _ROUNDING))
+        # An event waits for the end of the step that it falls into; a landing is seen as the next
+        # step starts, and waits for the end of that one too.
+        for events, more in ((arrivals, 0), (landings, 1)):
+            later = [at_s for at_s in events if at_s > self._now_s]
+            if later:
+                until_event = _steps_in(min(later) - self._now_s, first_s, growth_s)
+                steps = min(steps, math.ceil(until_event - _ROUNDING) + more)
         if until_s < _NEVER:
             steps = min(steps, int(_steps_in(until_s - self._now_s, first_s, growth_s)))
         # Contexts grow by a token per step, and durations evenly with them, until reading them
@@ -271,7 +297,8 @@ class Shadow:
                 break
             steps //= 2
         steps = max(steps, 1)
-        return steps, steps * first_s + 0.5 * steps * (steps - 1) * growth_s
+        total_s = steps * first_s + 0.5 * steps * (steps - 1) * growth_s
+        return steps, total_s, first_s + (steps - 1) * growth_s
 
     def _later_step_s(self, work: list[tuple[int, int]], steps: int) -> float:
         return self.speed.step.real_s([(new, context + steps) for new, context in work])
@@ -344,7 +371,7 @@ class Shadow:
         for job in prompts:
             if budget <= 0:
                 break
-            if job.loaded_s is None or job.loaded_s > self._now_s:
+            if job.loaded_s is None or not self._known(job):
                 continue
             tokens = min(job.new_tokens, budget)
             work.append((tokens, job.context_tokens))

@@ -1,0 +1,168 @@
+"""One real cluster for all live tests: `kappa serve` in a process of its own, stopped politely.
+
+Its settings are small where a test must reach a limit (device cache, queue, body), and its paced
+nodes fast, so that the tests are. The numbers here are the ones that the tests use.
+"""
+
+import json
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+_START_S = 300.0
+_STOP_S = 60.0
+_POLL_S = 0.2
+_IDLE_S = 60.0
+
+CONFIG = """
+dilation: 10
+engine:
+  device_blocks: 200
+  max_context_tokens: 6144
+router:
+  max_queue: 40
+  max_body_bytes: 131072
+"""
+
+
+class Live:
+    """A running cluster, and questions to ask it."""
+
+    max_queue = 40
+    max_body_bytes = 131072
+    max_context_tokens = 6144
+
+    def __init__(self, ready):
+        self.url, self.model, self.nodes_at_start = ready["url"], ready["model"], ready["nodes"]
+        self.http = httpx.Client(base_url=self.url, timeout=120.0)
+        self.openai = openai.OpenAI(**self.client_options())
+        self.decisions_at_start = self.decisions()
+
+    def client_options(self):
+        return {
+            "base_url": f"{self.url}/v1",
+            "api_key": "none",
+            "max_retries": 0,
+            "timeout": 120.0,
+        }
+
+    def nodes(self):
+        return self.http.get("/v1/nodes").json()["nodes"]
+
+    def decisions(self, limit=4096):
+        return self.http.get("/v1/decisions", params={"limit": limit}).json()["decisions"]
+
+    def decision(self, request_id):
+        """The record of a request, once its engine has reported its admission."""
+
+        def found():
+            records = [r for r in self.decisions() if r["request_id"] == request_id]
+            return records and records[0]["actual"]["new_tokens"] is not None and records[0]
+
+        return self.until(found, f"no admission of {request_id} was reported")
+
+    def metric(self, name, **labels):
+        """Sum of a metric's samples that carry `labels`."""
+        text = self.http.get("/metrics").text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def until(self, question, complaint, patience_s=_IDLE_S):
+        """Ask until the answer is true; return it."""
+        deadline = time.monotonic() + patience_s
+        while not (answer := question()):
+            assert time.monotonic() < deadline, complaint
+            time.sleep(_POLL_S)
+        return answer
+
+    def wait_idle(self):
+        """Return when no request is reserved any more."""
+        self.until(lambda: self.metric("kappa_reservations") == 0, "a reservation leaked")
+
+
+def pytest_collection_modifyitems(items):
+    """Every test that uses the cluster is a live one."""
+    for item in items:
+        if "live" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.live)
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cluster")
+    config, errors = folder / "cluster.yaml", folder / "stderr.txt"
+    config.write_text(CONFIG)
+    kappa = Path(sys.executable).with_name("kappa")
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, kappa, "serve", "--json", "--port", "0", "--config", config],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            # A test run in the background ignores SIGINT, and so would its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+    survivors = []
+    try:
+        yield Live(_ready(process, errors))
+    finally:
+        survivors = _stop(process)
+    assert not survivors, f"these outlived the cluster: {survivors}\n{errors.read_text()[-4000:]}"
+    assert process.returncode == 0, errors.read_text()[-4000:]
+
+
+@pytest.fixture
+def idle(live):
+    """The cluster, with nothing in flight before and nothing left reserved after the test."""
+    live.wait_idle()
+    yield live
+    live.wait_idle()
+
+
+def _ready(process, errors):
+    deadline = time.monotonic() + _START_S
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while time.monotonic() < deadline and process.poll() is None:
+            if selector.select(timeout=1.0):
+                line = process.stdout.readline()
+                if line.startswith("{"):
+                    return json.loads(line)
+    raise AssertionError(
+        f"the cluster did not start (exit code {process.poll()}):\n{errors.read_text()[-4000:]}"
+    )
+
+
+def _stop(process):
+    """Stop politely, then surely; return what had to be killed."""
+    family = []
+    if process.poll() is None:
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    _, alive = psutil.wait_procs(family, timeout=10.0)
+    survivors = []
+    for child in alive:
+        try:
+            survivors.append(f"{child.pid} {' '.join(child.cmdline())[:120]}")
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+    return survivors

@@ -1,0 +1,167 @@
+"""What a client gets wrong is told in OpenAI's shape, and costs the cluster nothing."""
+
+import json
+
+import httpx
+import openai
+import pytest
+
+pytestmark = pytest.mark.live
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def check(answer, status, code):
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and error["message"]
+    assert error["type"]
+    assert error["code"] == code
+    return error
+
+
+def post(live, body, path="/v1/chat/completions"):
+    return live.http.post(path, json={"model": live.model} | body)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/route"])
+def test_an_unknown_model_is_404(idle, path):
+    error = check(post(idle, {"model": "gpt-x", "messages": HELLO}, path), 404, "model_not_found")
+    assert error["param"] == "model" and idle.model in error["message"]
+
+
+def test_the_official_client_raises_its_own_exceptions(idle):
+    with pytest.raises(openai.NotFoundError):
+        idle.openai.chat.completions.create(model="gpt-x", messages=HELLO)
+    with pytest.raises(openai.BadRequestError):
+        idle.openai.chat.completions.create(model=idle.model, messages=[])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/route"])
+@pytest.mark.parametrize("text", ["", "{", '{"model": }', "\x00", '{"a": "\\ud800'])
+def test_malformed_json_is_400(idle, path, text):
+    answer = idle.http.post(
+        path, content=text.encode(), headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] in ("invalid_json", "invalid_value")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/route"])
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"text"'])
+def test_json_that_is_no_object_is_400(idle, path, text):
+    answer = idle.http.post(
+        path, content=text.encode(), headers={"content-type": "application/json"}
+    )
+    check(answer, 400, "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": "Hello"}, "messages"),
+        ({"messages": 7}, "messages"),
+        ({}, "messages"),
+        ({"messages": HELLO, "temperature": "hot"}, "temperature"),
+        ({"messages": HELLO, "max_tokens": "many"}, "max_tokens"),
+        ({"messages": HELLO, "stream": "perhaps"}, "stream"),
+        ({"messages": []}, "messages"),
+        ({"messages": HELLO, "n": 0}, "n"),
+        ({"messages": HELLO, "n": 129}, "n"),
+        ({"messages": HELLO, "n": 10**9}, "n"),
+        ({"messages": HELLO, "max_tokens": 0}, "max_tokens"),
+        ({"messages": HELLO, "max_tokens": -1}, "max_tokens"),
+        ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ],
+)
+def test_wrong_chat_fields_are_400_and_named(idle, body, param):
+    error = check(post(idle, body), 400, "invalid_value")
+    assert error["param"].split(".")[0] == param
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": HELLO, "top_p": 7},
+        {"messages": HELLO, "temperature": -1},
+        {"messages": [{"role": "wizard", "content": "Hello"}]},
+        {"messages": HELLO, "stream_options": {"include_usage": True}},
+        {"messages": HELLO, "logprobs": True, "top_logprobs": 10_000},
+    ],
+)
+def test_what_only_the_engine_knows_to_be_wrong_is_400_too(idle, body):
+    answer = post(idle, body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_streams_are_refused_with_a_status_not_inside_the_stream(idle):
+    answer = post(idle, {"messages": HELLO, "stream": True, "top_p": 7})
+    assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"), [([], "empty list"), ([-1, 5], "negative id"), ([10**9], "unknown id")]
+)
+def test_prompts_that_are_no_tokens_are_400(idle, prompt, why):
+    answer = post(idle, {"prompt": prompt, "max_tokens": 1}, "/v1/completions")
+    assert answer.status_code == 400, f"{why}: {answer.text}"
+
+
+def test_a_prompt_beyond_the_context_is_400_with_both_numbers(idle):
+    limit = idle.max_context_tokens
+    body = {"prompt": [5] * limit, "max_tokens": 3}
+    error = check(post(idle, body, "/v1/completions"), 400, "context_length_exceeded")
+    assert str(limit) in error["message"] and str(limit + 3) in error["message"]
+    body = {"messages": [{"role": "user", "content": "word " * limit}]}
+    error = check(post(idle, body), 400, "context_length_exceeded")
+    assert str(limit) in error["message"]
+
+
+def test_a_body_over_the_limit_is_413_declared_or_chunked(idle):
+    size = idle.max_body_bytes + 1
+    text = json.dumps({"model": idle.model, "messages": HELLO, "user": "x" * size}).encode()
+    check(idle.http.post("/v1/chat/completions", content=text), 413, "body_too_large")
+    pieces = (text[i : i + 4096] for i in range(0, len(text), 4096))
+    check(idle.http.post("/v1/chat/completions", content=pieces), 413, "body_too_large")
+
+
+def test_a_body_just_under_the_limit_is_read(idle):
+    body = {"model": idle.model, "messages": HELLO, "max_tokens": 1}
+    padding = idle.max_body_bytes - len(json.dumps(body | {"user": ""}).encode())
+    text = json.dumps(body | {"user": "x" * padding}).encode()
+    assert len(text) == idle.max_body_bytes
+    answer = idle.http.post(
+        "/v1/chat/completions", content=text, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 200, answer.text
+
+
+def test_unknown_paths_and_methods_are_told_in_the_same_shape(idle):
+    for answer, status in (
+        (idle.http.get("/v1/nothing"), 404),
+        (idle.http.get("/v1/chat/completions"), 405),
+        (idle.http.post("/v1/models"), 405),
+    ):
+        check(answer, status, None)
+
+
+def test_a_client_cannot_choose_its_worker_or_fake_our_marks(idle):
+    body = {
+        "model": idle.model,
+        "messages": HELLO,
+        "max_tokens": 1,
+        "vllm_xargs": {"kappa_request_id": "forged", "kv_cache_report_mode": "all"},
+    }
+    answer = httpx.post(
+        f"{idle.url}/v1/chat/completions",
+        json=body,
+        headers={"x-kappa-pin": "nobody"},
+        timeout=120.0,
+    )
+    assert answer.status_code == 200, answer.text
+    record = idle.decision(answer.headers["x-request-id"])
+    assert record["actual"]["new_tokens"] is not None
+    assert all(r["request_id"] != "forged" for r in idle.decisions())

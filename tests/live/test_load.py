@@ -1,0 +1,110 @@
+"""Many at once, more than allowed, and clients that walk away."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+pytestmark = pytest.mark.live
+
+_LONG = 4000
+_DEMO_S = 240.0
+
+
+def body(live, text, **options):
+    return {
+        "model": live.model,
+        "messages": [{"role": "user", "content": text}],
+        "ignore_eos": True,
+    } | options
+
+
+async def test_a_burst_of_streams_completes_on_both_nodes(idle):
+    async with openai.AsyncOpenAI(**idle.client_options()) as client:
+
+        async def one(number):
+            raw = await client.chat.completions.with_raw_response.create(
+                model=idle.model,
+                messages=[{"role": "user", "content": f"Burst {number}. " * (5 + 10 * number)}],
+                max_tokens=6,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            chunks = [chunk async for chunk in raw.parse()]
+            return raw.headers["x-kappa-node"], chunks[-1].choices[0].finish_reason
+
+        answers = await asyncio.gather(*(one(number) for number in range(30)))
+    assert {reason for _, reason in answers} == {"length"}
+    assert {node for node, _ in answers} == {row["node"] for row in idle.nodes()}
+
+
+async def test_more_than_the_queue_holds_is_429_with_a_time_to_come_back(idle):
+    extra = 20
+    async with httpx.AsyncClient(base_url=idle.url, timeout=120.0) as client:
+        answers = await asyncio.gather(
+            *(
+                client.post("/v1/chat/completions", json=body(idle, f"Queue {i}", max_tokens=30))
+                for i in range(idle.max_queue + extra)
+            )
+        )
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) == {200, 429}
+    # Some may end before the last arrive; none may be let in above the limit.
+    assert statuses.count(429) >= 1
+    for answer in answers:
+        if answer.status_code == 429:
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["code"] == "queue_full"
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "waiting"])
+def test_a_client_that_leaves_frees_its_reservation_and_its_engine(idle, stream):
+    request = body(idle, f"Leaving early {stream}", max_tokens=_LONG, stream=stream)
+    steps = idle.metric("kappa_engine_steps_total")
+    with httpx.Client(base_url=idle.url, timeout=120.0) as client:
+        if stream:
+            with client.stream("POST", "/v1/chat/completions", json=request) as answer:
+                lines = answer.iter_lines()
+                assert next(lines).startswith("data: ")
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/chat/completions", json=request, timeout=2.0)
+    idle.wait_idle()
+    record = idle.decisions(limit=1)[0]
+    assert record["end"] == "client_gone"
+
+    def quiet():
+        before = idle.metric("kappa_engine_steps_total")
+        time.sleep(1.0)
+        return idle.metric("kappa_engine_steps_total") == before
+
+    # The answer would have taken thousands of steps.
+    idle.until(quiet, "the engine went on without its client")
+    assert idle.metric("kappa_engine_steps_total") - steps < _LONG
+
+
+def test_the_demo_shows_the_host_tier_and_both_nodes(idle):
+    kappa = Path(sys.executable).with_name("kappa")
+    done = subprocess.run(
+        [sys.executable, kappa, "demo", "--url", idle.url, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=_DEMO_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["faults"] == []
+    totals = shown["totals"]
+    assert totals["paced"] is True
+    assert totals["requests"] == len(shown["requests"]) == 48
+    assert totals["failed"] == 0
+    assert totals["host_tokens"] > 0
+    assert set(totals["requests_per_node"]) == {row["node"] for row in idle.nodes()}
