@@ -86,7 +86,8 @@ def build_app(settings: ClusterSettings, model: Model) -> Any:
     from ray.serve.llm import LLMConfig, build_llm_deployment
 
     from router.ingress import IngressSettings, make_ingress
-    from workers.deployment import KappaServer, WorkerPlan
+    from workers.deployment import KappaServer
+    from workers.identity import WorkerPlan
     from workers.vllm_engine import CPU_ENV, EngineLimits
 
     e, r = settings.engine, settings.router
@@ -99,6 +100,7 @@ def build_app(settings: ClusterSettings, model: Model) -> Any:
         served=model.shape,
         emulated=settings.model.emulated_shape,
         limits=limits,
+        model_source=model.source,
         chat_template=model.chat_template,
         cache_dir=str(home()),
         # A cluster that we start is on one machine: nothing of ours listens beyond loopback.

@@ -118,6 +118,7 @@ class Shadow:
             self._queue(job, now_s)
             return
         if host == job.host_tokens and device + host == job.context_tokens - job.prefilled_tokens:
+            self._load_from(job, now_s)
             return
         if host != job.host_tokens:
             self._reload(job, host)
@@ -304,19 +305,29 @@ class Shadow:
         return self.speed.step.real_s([(new, context + steps) for new, context in work])
 
     def _admit(self) -> None:
-        """Give room and a place on the link to those that have arrived, in order."""
-        held = -1
+        """Give room and a place on the link to those that have arrived, in order.
+
+        An engine looks at those that wait only while its step has tokens to spare: behind a long
+        prompt not even a load begins.
+        """
+        waiting = [
+            job for job in self._jobs.values() if not job.admitted and job.arrival_s <= self._now_s
+        ]
+        if not waiting:
+            return
+        held, budget = 0, self.speed.budget_tokens
         for job in self._jobs.values():
-            if job.admitted or job.arrival_s > self._now_s:
-                continue
-            if held < 0:
-                held = sum(
-                    j.context_tokens + j.new_tokens for j in self._jobs.values() if j.admitted
-                )
-            if held and held + job.footprint_tokens > self.speed.capacity_tokens:
+            if job.admitted:
+                held += job.footprint_tokens
+                if job.decoding or self._known(job):
+                    budget -= max(job.new_tokens, 1)
+        for job in waiting:
+            if budget <= 0 or (held and held + job.footprint_tokens > self.speed.capacity_tokens):
                 break
             held += job.footprint_tokens
             self._queue(job, self._now_s)
+            if job.host_tokens <= 0:
+                budget -= job.new_tokens
 
     def _queue(self, job: Job, at_s: float) -> None:
         """Admit a job: its load, if it has one, goes to the end of the link's queue."""
@@ -324,6 +335,20 @@ class Shadow:
         if job.host_tokens > 0:
             start_s = max(at_s, self._link_free_s)
             job.loaded_s = self._link_free_s = start_s + self.speed.load_s(job.host_tokens)
+
+    def _load_from(self, job: Job, now_s: float) -> None:
+        """Its load was put on the link only now, which may be later than was thought."""
+        if job.host_tokens <= 0 or job.prefilled_tokens > 0 or job.loaded_s is None:
+            return
+        before = [
+            other.loaded_s
+            for other in self._jobs.values()
+            if other.host_tokens > 0
+            and other.loaded_s is not None
+            and other.loaded_s < job.loaded_s
+        ]
+        job.queued_s = now_s
+        self._land(job, max([now_s, *before]) + self.speed.load_s(job.host_tokens))
 
     def _reload(self, job: Job, host_tokens: int) -> None:
         """An admitted job's load is of another size."""
@@ -368,6 +393,8 @@ class Shadow:
                 work.append((1, job.context_tokens))
                 done[job.request_id] = 1
                 budget -= 1
+        # A prompt that has begun goes on before another begins.
+        prompts.sort(key=lambda job: job.prefilled_tokens == 0)
         for job in prompts:
             if budget <= 0:
                 break

@@ -12,9 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +22,13 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from kappa.model import kv_bytes_per_token
-from kappa.report import Announcement
-from kappa.step import step_model
-from kappa.types import ModelShape, NodeProfile
+from workers.identity import WorkerPlan, announce
 from workers.report_stream import ReportStream
-from workers.vllm_engine import EngineLimits, Pace, engine_kwargs, fingerprint
+from workers.vllm_engine import Pace, engine_kwargs
 
 log = structlog.get_logger(__name__)
 
 _PROFILE_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlan:
-    """What a replica must know before its engine starts.
-
-    nodes: one profile per rank; a `paced` one is paced, any other is a prior until measured.
-    served: the shape of the model that runs; emulated: the shape that paced nodes act as.
-    stream_host: address for the report stream; empty: this machine's address in Ray's cluster.
-    """
-
-    nodes: tuple[NodeProfile, ...]
-    served: ModelShape
-    emulated: ModelShape
-    limits: EngineLimits
-    chat_template: str
-    cache_dir: str
-    stream_host: str
 
 
 class KappaServer(LLMServer):
@@ -63,11 +40,12 @@ class KappaServer(LLMServer):
         context = serve.get_replica_context()
         self._plan = plan
         self._worker = context.replica_id.unique_id
-        self._node = plan.nodes[context.rank.rank % len(plan.nodes)]
-        sockets = Path(tempfile.mkdtemp(prefix="kappa-"))
-        stats_endpoint, kv_endpoint = f"ipc://{sockets}/stats", f"ipc://{sockets}/kv"
-        paced = self._node.source == "paced"
-        pace = Pace(plan.emulated, self._node) if paced else None
+        self._rank = context.rank.rank
+        node = plan.node(self._rank)
+        # Abstract Unix sockets: they vanish with the processes, no file is left behind.
+        sockets = f"ipc://@kappa-{os.getpid()}-{self._worker}"
+        stats_endpoint, kv_endpoint = f"{sockets}-stats", f"{sockets}-kv"
+        pace = Pace(plan.emulated, node) if node.source == "paced" else None
         llm_config.update_engine_kwargs(
             **engine_kwargs(plan.limits, stats_endpoint, kv_endpoint, pace)
         )
@@ -77,8 +55,8 @@ class KappaServer(LLMServer):
         self._announcement: dict[str, Any] = {}
         await super().__init__(llm_config)
         measured, error = await self._measure()
-        self._announcement = self._announce(measured, error).to_dict()
-        log.info("worker_ready", worker=self._worker, node=self._node.name, paced=paced)
+        self._announcement = self._announce(measured, error)
+        log.info("worker_ready", worker=self._worker, node=node.name, paced=node.source == "paced")
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Ray Serve's statistics with this worker's announcement added."""
@@ -87,7 +65,7 @@ class KappaServer(LLMServer):
     async def profile(self, _body: None = None, _pin: Any = None) -> dict[str, Any]:
         """Measure again, now, and announce the result; the arguments only carry the pin."""
         measured, error = await self._measure(cached=False)
-        self._announcement = self._announce(measured, error).to_dict()
+        self._announcement = self._announce(measured, error)
         return self._announcement
 
     async def _start_engine(self) -> None:
@@ -107,21 +85,14 @@ class KappaServer(LLMServer):
         if cached and path.exists():
             with contextlib.suppress(OSError, ValueError):
                 return json.loads(path.read_text()), ""
-        request = {
-            "sizes_bytes": [1 << 20, 1 << 23, 1 << 26],
-            "block_bytes": int(kv_bytes_per_token(self._plan.served))
-            * self._plan.limits.block_tokens,
-            "hidden": self._plan.served.hidden,
-            "intermediate": 4 * self._plan.served.hidden,
-            "dtype": self._plan.limits.dtype,
-        }
         try:
             results = await asyncio.wait_for(
-                self.collective_rpc("kappa_profile", args=(request,)), _PROFILE_TIMEOUT_S
+                self.collective_rpc("kappa_profile", args=(self._plan.profile_request(),)),
+                _PROFILE_TIMEOUT_S,
             )
             measured: dict[str, Any] = results[0]
         except Exception as error:
-            log.warning("profile_failed", node=self._node.name, error=repr(error))
+            log.warning("profile_failed", worker=self._worker, error=repr(error))
             return {}, f"profile failed, serving with the catalogue's figures: {error!r}"
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,46 +106,11 @@ class KappaServer(LLMServer):
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]
         return Path(self._plan.cache_dir) / "profiles" / f"{digest}.json"
 
-    def _announce(self, measured: dict[str, Any], error: str) -> Announcement:
-        plan, node = self._plan, self._node
-        paced = node.source == "paced"
-        shape = plan.emulated if paced else plan.served
-        if measured and not paced:
-            node = replace(
-                node,
-                source="measured",
-                gpu=measured["device"],
-                link_name="memcpy" if measured["device"] == "cpu" else node.link_name,
-                h2d_bytes_per_s=measured["h2d_bytes_per_s"],
-                d2h_bytes_per_s=measured["d2h_bytes_per_s"],
-                hbm_bytes_per_s=measured["hbm_bytes_per_s"],
-                flops_per_s=measured["flops_per_s"],
-            )
-        limits = plan.limits
-        block_bytes = kv_bytes_per_token(plan.served) * limits.block_tokens
-        return Announcement(
-            worker=self._worker,
-            model=self._llm_config.model_id,
-            node=node,
-            step=step_model(shape, node),
-            kv_bytes_per_token=kv_bytes_per_token(shape),
-            emulated_model=shape.name if paced else "",
-            fingerprint=fingerprint(
-                str(self._llm_config.model_loading_config.model_source),
-                plan.chat_template,
-                limits,
-                plan.served.name,
-            ),
-            block_tokens=limits.block_tokens,
-            device_blocks=limits.device_blocks,
-            host_blocks=int(limits.host_bytes / block_bytes),
-            max_batch_tokens=limits.max_batch_tokens,
-            max_context_tokens=limits.max_context_tokens,
-            events_endpoint=self._stream.events_endpoint,
-            snapshot_endpoint=self._stream.snapshot_endpoint,
-            profile_error=error,
-            measured=measured,
-        )
+    def _announce(self, measured: dict[str, Any], error: str) -> dict[str, Any]:
+        endpoints = self._stream.events_endpoint, self._stream.snapshot_endpoint
+        model = self._llm_config.model_id
+        said = announce(self._plan, self._rank, self._worker, model, endpoints, measured, error)
+        return said.to_dict()
 
 
 async def _first_at_once(

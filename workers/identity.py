@@ -1,0 +1,104 @@
+"""Who a worker is: the announcement made from its plan, its node and what was measured. Pure.
+
+A measured node takes the measured figures; a paced one keeps the profile it is paced by and shows
+the machine's figures beside it; one whose profile failed keeps the catalogue's and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kappa.model import kv_bytes_per_token
+from kappa.report import Announcement
+from kappa.step import step_model
+from kappa.types import ModelShape, NodeProfile
+from workers.vllm_engine import EngineLimits, fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """What a replica must know before its engine starts.
+
+    nodes: one profile per rank; a `paced` one is paced, any other is a prior until measured.
+    served: the shape of the model that runs; emulated: the shape that paced nodes act as.
+    stream_host: address for the report stream; empty: this machine's address in Ray's cluster.
+    """
+
+    nodes: tuple[NodeProfile, ...]
+    served: ModelShape
+    emulated: ModelShape
+    limits: EngineLimits
+    model_source: str
+    chat_template: str
+    cache_dir: str
+    stream_host: str
+
+    def node(self, rank: int) -> NodeProfile:
+        """The node of the replica with this rank."""
+        return self.nodes[rank % len(self.nodes)]
+
+    @property
+    def block_bytes(self) -> float:
+        """Bytes of one KV block of the model that runs."""
+        return kv_bytes_per_token(self.served) * self.limits.block_tokens
+
+    def profile_request(self) -> dict[str, Any]:
+        """What `workers.profiler.measure` is asked for."""
+        return {
+            "sizes_bytes": [1 << 20, 1 << 23, 1 << 26],
+            "block_bytes": int(self.block_bytes),
+            "hidden": self.served.hidden,
+            "intermediate": 4 * self.served.hidden,
+            "dtype": self.limits.dtype,
+        }
+
+
+def measured_node(node: NodeProfile, measured: Mapping[str, Any]) -> NodeProfile:
+    """`node` with the measured figures; paced and unmeasured nodes stay as they are."""
+    if node.source == "paced" or not measured:
+        return node
+    return replace(
+        node,
+        source="measured",
+        gpu=measured["device"],
+        link_name="memcpy" if measured["device"] == "cpu" else node.link_name,
+        h2d_bytes_per_s=measured["h2d_bytes_per_s"],
+        d2h_bytes_per_s=measured["d2h_bytes_per_s"],
+        hbm_bytes_per_s=measured["hbm_bytes_per_s"],
+        flops_per_s=measured["flops_per_s"],
+    )
+
+
+def announce(
+    plan: WorkerPlan,
+    rank: int,
+    worker: str,
+    model: str,
+    endpoints: tuple[str, str],
+    measured: Mapping[str, Any],
+    error: str,
+) -> Announcement:
+    """The announcement of one replica; `endpoints` are those of events and snapshots."""
+    node = measured_node(plan.node(rank), measured)
+    paced = node.source == "paced"
+    shape, limits = plan.emulated if paced else plan.served, plan.limits
+    return Announcement(
+        worker=worker,
+        model=model,
+        node=node,
+        step=step_model(shape, node),
+        kv_bytes_per_token=kv_bytes_per_token(shape),
+        emulated_model=shape.name if paced else "",
+        fingerprint=fingerprint(plan.model_source, plan.chat_template, limits, plan.served.name),
+        block_tokens=limits.block_tokens,
+        device_blocks=limits.device_blocks,
+        host_blocks=int(limits.host_bytes / plan.block_bytes),
+        max_batch_tokens=limits.max_batch_tokens,
+        max_context_tokens=limits.max_context_tokens,
+        events_endpoint=endpoints[0],
+        snapshot_endpoint=endpoints[1],
+        profile_error=error,
+        measured=measured,
+    )
