@@ -13,6 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,9 @@ def _offline(settings: ClusterSettings) -> str:
 class Cluster:
     """A running cluster; use as a context manager."""
 
+    engines_beside = 0
+    """Engines that a subclass starts next to ours; Ray is told of CPUs for them."""
+
     def __init__(self, settings: ClusterSettings, progress: Progress = lambda _: None) -> None:
         self.settings = settings
         self._progress = progress
@@ -192,8 +196,9 @@ class Cluster:
         from ray import serve
 
         _quiet_ray(self.settings.log_level)
+        engines = len(self.settings.nodes) + self.engines_beside
         ray.init(
-            num_cpus=max(os.cpu_count() or 1, 2 * len(self.settings.nodes) + 2),
+            num_cpus=max(os.cpu_count() or 1, 2 * engines + 2),
             include_dashboard=False,
             configure_logging=True,
             logging_level=self.settings.log_level,
@@ -233,15 +238,19 @@ class Cluster:
                 time.sleep(0.5)
             else:
                 raise StartError(f"not all of {wanted} workers reported within {_WARM_TIMEOUT_S} s")
-            for stream in (False, True):
-                for i in range(wanted):
-                    body = {
-                        "model": self.settings.model.id,
-                        "messages": [{"role": "user", "content": f"warm up {i} {stream}"}],
-                        "max_tokens": 2,
-                        "stream": stream,
-                    }
-                    client.post("/v1/chat/completions", json=body).raise_for_status()
+            # All at once: each one's reservation sends the next to another worker.
+            with ThreadPoolExecutor(wanted) as pool:
+                for stream in (False, True):
+                    list(pool.map(lambda i, s=stream: self._ask(client, i, s), range(wanted)))
+
+    def _ask(self, client: httpx.Client, number: int, stream: bool) -> None:
+        body = {
+            "model": self.settings.model.id,
+            "messages": [{"role": "user", "content": f"warm up {number} {stream}"}],
+            "max_tokens": 2,
+            "stream": stream,
+        }
+        client.post("/v1/chat/completions", json=body).raise_for_status()
 
     def stop(self) -> None:
         """Stop serving and Ray; safe to call twice. A Ctrl-C meanwhile skips the polite part."""

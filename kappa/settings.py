@@ -72,9 +72,9 @@ class NodeSettings(_Section):
 class EngineSettings(_Section):
     """vLLM's limits; the device cache is small so that sessions spill to the host tier."""
 
-    max_context_tokens: int = Field(16384, ge=64)
+    max_context_tokens: int = Field(8192, ge=64)
     block_tokens: int = Field(32, ge=16)
-    device_blocks: int = Field(768, ge=8, description="KV blocks in the device cache")
+    device_blocks: int = Field(264, ge=8, description="KV blocks in the device cache")
     host_bytes: int = Field(64 << 20, ge=0, description="host tier; zero switches it off")
     max_batch_tokens: int = Field(1024, ge=64, description="token budget of one step")
     max_sequences: int = Field(64, ge=1)
@@ -158,9 +158,11 @@ def load_settings(path: str | Path | None = None, **overrides: Any) -> ClusterSe
     if path is not None:
         where = str(path)
         try:
-            data = yaml.safe_load(Path(path).read_text()) or {}
+            data = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         except OSError as error:
             raise SettingsError(f"{where}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise SettingsError(f"{where}: is not UTF-8 text: {error.reason}") from None
         except yaml.YAMLError as error:
             raise SettingsError(f"{where}: is not YAML: {error}") from None
         if not isinstance(data, dict):

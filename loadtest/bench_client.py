@@ -24,7 +24,7 @@ _MAX_IN_FLIGHT = 14
 # Decisions fetched while a phase runs: few, since the ingress that makes them is being measured.
 _RECENT = 64
 _READING = 4
-_DOCUMENTS = 18
+_DOCUMENTS = 24
 _WARM_UP_DOCUMENTS = 6
 _WARM_UP_TOKENS = (40, 700, 60, 900, 100, 800)
 

@@ -209,7 +209,7 @@ def usage(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
     for row in after:
         old, new = earlier.get(row["worker"]), row["totals"]
         elapsed_s = new["time_s"] - old["time_s"] if old and new else 0.0
-        if elapsed_s <= 0:
+        if elapsed_s <= 0 or not old:
             raise ValueError(f"node {row['node']} has no two reports to compare")
         gpu[row["node"]] = (new["step_seconds_total"] - old["step_seconds_total"]) / elapsed_s
         link.append((new["load_seconds_total"] - old["load_seconds_total"]) / elapsed_s)

@@ -22,6 +22,8 @@ _PREFIX_TOKENS = (1400, 5000)
 _DOCUMENT_TOKENS = (3000, 5000)
 _QUESTION_TOKENS = (30, 90)
 _AGENT_TURNS = 5
+_REVISITS = 3
+_THINK_S = (0.1, 0.6)
 _BURST = (4, 6)
 _MAX_TOKENS = (4, 8)
 # Reading Llama-3.1-8B's weights takes an H100 as long as computing this many tokens.
@@ -113,7 +115,7 @@ class Traffic:
         lengths = [n for n in self._shapes.prefixes if n >= least] or [least, most]
         new = [self._tokens(self._random.choice(lengths)) for _ in range(count)]
         self._documents.extend(new)
-        return [self._question(document, len(document)) for document in new]
+        return [Act("visit", (self._question(document, len(document)),)) for document in new]
 
     def pair(self, tokens: int) -> Act:
         """Two fresh prompts of this length at once, so that two idle nodes get one each."""
@@ -133,20 +135,23 @@ class Traffic:
         for _ in range(_AGENT_TURNS):
             grown = self._random.choice(self._shapes.growths)
             prompt = (*prompt, *self._tokens(grown))
-            asks.append(self._request(prompt, grown, self._random.uniform(0.1, 0.6)))
+            asks.append(self._request(prompt, grown, self._random.uniform(*_THINK_S)))
         return Act("agent", tuple(asks))
 
     def _revisit(self) -> Act:
-        """A question on the document that was asked about longest ago."""
+        """Questions on the documents that were asked about longest ago, one after the other."""
         if not self._documents:
             raise ValueError("no documents to come back to: play `first_visits` before")
-        document = self._documents[self._visits % len(self._documents)]
-        self._visits += 1
-        return self._question(document, 0)
+        asks = []
+        for _ in range(_REVISITS):
+            document = self._documents[self._visits % len(self._documents)]
+            self._visits += 1
+            asks.append(self._question(document, 0, self._random.uniform(*_THINK_S)))
+        return Act("revisit", tuple(asks))
 
-    def _question(self, document: tuple[int, ...], unread: int) -> Act:
+    def _question(self, document: tuple[int, ...], unread: int, wait_s: float = 0.0) -> Ask:
         question = self._tokens(self._random.randint(*_QUESTION_TOKENS))
-        return Act("revisit", (self._request((*document, *question), unread + len(question)),))
+        return self._request((*document, *question), unread + len(question), wait_s)
 
     def _length(self) -> int:
         """Log-uniform over the bounds of new tokens: short prompts are as common as long ones."""

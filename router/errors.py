@@ -118,6 +118,15 @@ def validation_error(faults: list[Mapping[str, Any]]) -> ApiError:
     return ApiError(400, f"{where}: {fault.get('msg')}.", code="invalid_value", param=where)
 
 
+def unreadable_body(error: Exception) -> ApiError:
+    """400 from a schema that raised something of its own instead of listing faults."""
+    param = getattr(error, "parameter", None)
+    return ApiError(
+        400, f"The request body is not valid: {error}", code="invalid_value",
+        param=str(param) if param else None,
+    )  # fmt: skip
+
+
 def check_body(body: Any) -> None:
     """Refuse what a schema lets through: empty messages, counts out of range.
 

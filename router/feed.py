@@ -91,17 +91,26 @@ class WorkerFeed:
         while True:
             try:
                 seq, batches = await asyncio.wait_for(self._snapshot(), _SNAPSHOT_TIMEOUT_S)
+                events = self._rebuilt(batches)
                 break
-            except TimeoutError:
+            except (TimeoutError, ValueError) as error:
                 pause_s = _RETRY_S[min(attempt, len(_RETRY_S) - 1)]
-                log.warning("worker_snapshot_late", worker=self._said.worker, attempt=attempt)
+                log.warning(
+                    "worker_snapshot_failed",
+                    worker=self._said.worker,
+                    attempt=attempt,
+                    error=repr(error),
+                )
                 attempt += 1
                 await asyncio.sleep(pause_s)
+        self._on_blocks(events)
+        self._cursor.resume(seq + 1)
+
+    def _rebuilt(self, batches: list[bytes]) -> list[KVEvent]:
         events: list[KVEvent] = [WorkerReset(self._said.worker)]
         for batch in batches:
             events.extend(decode_batch(batch, self._said.worker, self.skipped))
-        self._on_blocks(events)
-        self._cursor.resume(seq + 1)
+        return events
 
     async def _snapshot(self) -> tuple[int, list[bytes]]:
         socket = self._context.socket(zmq.DEALER)

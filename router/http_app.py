@@ -16,9 +16,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.errors import ApiError, body_too_large, validation_error
+from router.errors import ApiError, body_too_large, unreadable_body, validation_error
 
 log = structlog.get_logger(__name__)
+
+_BODY_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 class _BodyLimit:
@@ -84,6 +86,16 @@ def request_id_of(request: Request) -> str:
     return str(request.scope.get("state", {}).get("request_id", ""))
 
 
+def body_accepted(request: Request) -> None:
+    """Note that a request got past its schema: what fails from now on is not the client's fault."""
+    request.scope.setdefault("state", {})["body_accepted"] = True
+
+
+def _schema_crashed(request: Request) -> bool:
+    state = request.scope.get("state", {})
+    return request.url.path in _BODY_PATHS and not state.get("body_accepted")
+
+
 def error_response(request: Request, error: ApiError) -> Response:
     """Log an error once and turn it into a response."""
     log.warning(
@@ -113,6 +125,8 @@ def make_app(max_body_bytes: int) -> FastAPI:
         return error_response(request, ApiError(error.status_code, str(error.detail), kind=kind))
 
     async def on_anything(request: Request, error: Any) -> Response:
+        if _schema_crashed(request):
+            return error_response(request, unreadable_body(error))
         log.exception("request_crashed", request_id=request_id_of(request), exc_info=error)
         return error_response(
             request, ApiError(500, "Internal error.", kind="server_error", code="internal")

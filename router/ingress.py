@@ -37,9 +37,10 @@ from router.errors import (
     no_worker,
     queue_full,
     unknown_model,
+    unreadable_body,
     validation_error,
 )
-from router.http_app import make_app, request_id_of
+from router.http_app import body_accepted, make_app, request_id_of
 from router.live import LiveRouter
 from router.policy import policy_named
 from router.prefix_hash import salt_of, secret_from_seed
@@ -152,6 +153,7 @@ class KappaIngress(OpenAiIngress):
     # -- one request --------------------------------------------------------------------------
 
     async def _serve(self, body: Any, method: str, request: Request) -> Response:
+        body_accepted(request)
         live = self._live()
         try:
             response = await self._checked(live, body, method, request)
@@ -176,6 +178,9 @@ class KappaIngress(OpenAiIngress):
             request_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
         routed = RouteRequest(request_id, tokens, _max_tokens(body), _salt(body))
         _mark(body, request_id)
+        # Others were let in while this one was tokenized; from here to the decision nobody waits.
+        if live.router.reservations >= self._settings.max_queue:
+            raise queue_full(self._settings.max_queue, live.retry_after_s())
         return await self._deliver(live, routed, body, method, request)
 
     async def _deliver(
@@ -406,6 +411,8 @@ async def _parse_body(request: Request) -> Any:
         return schema.model_validate(data)
     except ValidationError as error:
         raise validation_error(list(error.errors())) from None
+    except Exception as error:
+        raise unreadable_body(error) from None
 
 
 def _max_tokens(body: Any) -> int:

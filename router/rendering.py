@@ -8,10 +8,16 @@ work: call it off the event loop.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
+
+# A template that looks into a list of content parts gets the list from vLLM, any other one string.
+_LOOKS_INTO_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[^%]*content")
+# What vLLM passes on of a message; a template sees nothing else.
+_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "task")
 
 
 class PromptRenderer:
@@ -21,6 +27,9 @@ class PromptRenderer:
         """Load the tokenizer of `source` (folder or Hugging Face name)."""
         self._tokenizer: Any = AutoTokenizer.from_pretrained(source)
         self._template = chat_template
+        template = str(chat_template or self._tokenizer.chat_template or "")
+        self._takes_parts = bool(_LOOKS_INTO_PARTS.search(template))
+        self._takes_developers = "developer" in template
 
     def render(self, body: Any) -> np.ndarray | None:
         """Token ids of a chat or completion body; None where they are not certain."""
@@ -40,11 +49,16 @@ class PromptRenderer:
         return None
 
     def _chat(self, body: Any) -> list[int] | None:
-        messages = [_plain(message) for message in body.messages]
+        if getattr(body, "truncate_prompt_tokens", None) is not None:
+            return None
+        messages = [self._plain(message) for message in body.messages]
         if any(message is None for message in messages):
             return None
         tools = [tool.model_dump() for tool in body.tools] if getattr(body, "tools", None) else None
         extra = dict(getattr(body, "chat_template_kwargs", None) or {})
+        effort = getattr(body, "reasoning_effort", None)
+        if effort is not None:
+            extra = {"enable_thinking": effort != "none", **extra, "reasoning_effort": effort}
         text = self._tokenizer.apply_chat_template(
             messages,
             tools=tools,
@@ -59,26 +73,45 @@ class PromptRenderer:
         ids: list[int] = self._tokenizer(text, add_special_tokens=add)["input_ids"]
         return ids
 
-
-def _plain(message: Any) -> dict[str, Any] | None:
-    """A message as the template sees it: text content as a string, arguments as objects."""
-    plain = dict(message) if isinstance(message, dict) else message.model_dump(exclude_none=True)
-    content = plain.get("content")
-    if content is not None and not isinstance(content, str):
-        parts = list(content)
-        texts = [part if isinstance(part, str) else part.get("text") for part in parts]
-        kinds = {part.get("type", "text") for part in parts if not isinstance(part, str)}
-        if kinds - {"text"} or any(text is None for text in texts):
+    def _plain(self, message: Any) -> dict[str, Any] | None:
+        """A message as the template sees it: content as a string, arguments as objects."""
+        given = dict(message) if isinstance(message, dict) else message.model_dump()
+        plain = {key: given[key] for key in _KEYS if given.get(key) is not None}
+        content = given.get("content")
+        if self._takes_parts and isinstance(content, list | tuple) and len(content) > 1:
             return None
-        plain["content"] = "\n".join(texts)
-    if plain.get("tool_calls"):
-        plain["tool_calls"] = [_call(call) for call in plain["tool_calls"]]
-    return plain
+        if plain.get("role") == "developer" and not self._takes_developers:
+            return None
+        plain["content"] = _text(content)
+        if plain["content"] is None:
+            return None
+        if "reasoning" in plain:
+            plain["reasoning_content"] = plain["reasoning"]
+        calls = plain.pop("tool_calls", None)
+        if calls:
+            plain["tool_calls"] = [_call(call) for call in calls]
+        return plain
+
+
+def _text(content: Any) -> str | None:
+    """Content as vLLM joins it; None if it holds more than text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [{"type": "text", "text": p} if isinstance(p, str) else p for p in content]
+    if any(p.get("type", "text") != "text" or p.get("text") is None for p in parts):
+        return None
+    return "\n".join(p["text"] for p in parts if p["text"])
 
 
 def _call(call: Any) -> dict[str, Any]:
     call = dict(call) if isinstance(call, dict) else call.model_dump()
     function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        function["arguments"] = json.loads(function["arguments"] or "{}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            arguments = {}
+    # As vLLM: what is no object counts as an empty one.
+    function["arguments"] = arguments if isinstance(arguments, dict) else {}
     return {**call, "function": function}

@@ -29,6 +29,8 @@ from workers.vllm_engine import Pace, engine_kwargs
 log = structlog.get_logger(__name__)
 
 _PROFILE_TIMEOUT_S = 60.0
+# A chat's first item only names the role; its first token is in the second.
+_AT_ONCE = 2
 
 
 class KappaServer(LLMServer):
@@ -77,7 +79,7 @@ class KappaServer(LLMServer):
         self, generator: AsyncGenerator[Any, None]
     ) -> AsyncGenerator[list[Any], None]:
         # Ray holds the first token back until its batching interval is over; time to first token
-        # is what this project is about, so the first item goes out at once.
+        # is what this project is about, so the first items go out at once.
         return _first_at_once(generator, super()._batch_output_stream)
 
     async def _measure(self, *, cached: bool = True) -> tuple[dict[str, Any], str]:
@@ -116,10 +118,13 @@ class KappaServer(LLMServer):
 async def _first_at_once(
     generator: AsyncGenerator[Any, None], batched: Any
 ) -> AsyncGenerator[list[Any], None]:
+    sent = 0
     try:
-        async for first in generator:
-            yield [first]
-            break
+        async for item in generator:
+            yield [item]
+            sent += 1
+            if sent == _AT_ONCE:
+                break
         async for items in batched(generator):
             yield items
     finally:

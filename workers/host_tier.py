@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import structlog
 import torch
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
@@ -30,6 +31,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from workers.stats_channel import StatsSender
+
+log = structlog.get_logger(__name__)
 
 _POLL_S = 0.2
 
@@ -146,8 +149,14 @@ class Link:
         start_s = max(job.submitted_s, self._free_at_s)
         src_ids, dst_ids = torch.from_numpy(job.src_ids), torch.from_numpy(job.dst_ids)
         copy_start_s = time.monotonic()
-        for src, dst in zip(self._src, self._dst, strict=True):
-            dst.index_copy_(0, dst_ids, src.index_select(0, src_ids))
+        try:
+            for src, dst in zip(self._src, self._dst, strict=True):
+                dst.index_copy_(0, dst_ids, src.index_select(0, src_ids))
+        except (IndexError, RuntimeError):
+            # A dead thread would leave the engine waiting for ever; vLLM fails loudly on this.
+            log.exception("transfer_failed", direction=self._name, job_id=job.job_id)
+            self._finish(TransferResult(job.job_id, False))
+            return
         copy_s = time.monotonic() - copy_start_s
         tokens = len(job.src_ids) * self._tokens_per_block
         pace_s = self._pace_s(tokens)
@@ -157,10 +166,7 @@ class Link:
         end_s = time.monotonic()
         self._free_at_s = start_s + pace_s if pace_s and remaining_s > 0 else end_s
         moved_bytes = len(job.src_ids) * self._block_bytes
-        with self._changed:
-            self._unfinished.discard(job.job_id)
-            self._done.append(TransferResult(job.job_id, True, moved_bytes, end_s - start_s))
-            self._changed.notify_all()
+        self._finish(TransferResult(job.job_id, True, moved_bytes, end_s - start_s))
         self._report(
             {
                 "kind": self._name,
@@ -172,6 +178,12 @@ class Link:
                 "pace_s": pace_s,
             }
         )
+
+    def _finish(self, result: TransferResult) -> None:
+        with self._changed:
+            self._unfinished.discard(result.job_id)
+            self._done.append(result)
+            self._changed.notify_all()
 
 
 class HostTierWorker(OffloadingWorker):

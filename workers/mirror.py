@@ -3,6 +3,9 @@
 Kept so that a router that joins late, or lost a message, gets the state with a sequence number
 instead of a replay of history. It speaks vLLM's own event structures, so a snapshot is decoded by
 the same code as a live event. Pure apart from those structures.
+
+Counting is the index's: a device may hold one hash in several blocks and announces each; other
+media hold a hash at most once.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from vllm.distributed.kv_events import (
 )
 
 Hash = int | bytes
+_DEVICE = "GPU"
 _decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -29,6 +33,11 @@ class _Block:
     token_ids: list[int]
     extra_keys: tuple[Any, ...] | None
     media: set[str]
+    device_copies: int = 0
+
+    @property
+    def held(self) -> bool:
+        return bool(self.media or self.device_copies)
 
 
 class KvMirror:
@@ -57,29 +66,35 @@ class KvMirror:
 
     def snapshot(self) -> list[bytes]:
         """Event batches that rebuild this state from nothing, parents before children."""
-        events = [
-            BlockStored(
-                block_hashes=[block_hash],
-                parent_block_hash=block.parent,
-                token_ids=block.token_ids,
-                block_size=self._block_size,
-                lora_id=None,
-                medium=medium,
-                lora_name=None,
-                extra_keys=[block.extra_keys],
-            )
-            for block_hash, block in self._in_order()
-            for medium in sorted(block.media, reverse=True)
-        ]
+        events: list[BlockStored | BlockRemoved] = []
+        for block_hash, block in self._in_order():
+            # Only a device event tells a block's salt, so what the device has lost is told as
+            # stored there and removed again.
+            events += [self._stored(block_hash, block, _DEVICE)] * max(block.device_copies, 1)
+            events += [self._stored(block_hash, block, medium) for medium in sorted(block.media)]
+            if not block.device_copies:
+                events.append(BlockRemoved(block_hashes=[block_hash], medium=_DEVICE))
         return [
             _encode(KVEventBatch(ts=0.0, events=events[i : i + 512]))  # type: ignore[arg-type]
             for i in range(0, len(events), 512)
         ]
 
+    def _stored(self, block_hash: Hash, block: _Block, medium: str) -> BlockStored:
+        return BlockStored(
+            block_hashes=[block_hash],
+            parent_block_hash=block.parent,
+            token_ids=block.token_ids,
+            block_size=self._block_size,
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            extra_keys=[block.extra_keys],
+        )
+
     def _store(self, event: BlockStored) -> None:
         size = event.block_size
         self._block_size = size
-        medium = event.medium or "GPU"
+        medium = event.medium or _DEVICE
         parent = event.parent_block_hash
         for i, block_hash in enumerate(event.block_hashes):
             block = self._blocks.get(block_hash)
@@ -91,7 +106,10 @@ class KvMirror:
                     continue
                 extra = event.extra_keys[i] if event.extra_keys else None
                 block = self._blocks[block_hash] = _Block(parent, token_ids, extra, set())
-            block.media.add(medium)
+            if medium == _DEVICE:
+                block.device_copies += 1
+            else:
+                block.media.add(medium)
             parent = block_hash
 
     def _remove(self, event: BlockRemoved) -> None:
@@ -99,8 +117,11 @@ class KvMirror:
             block = self._blocks.get(block_hash)
             if block is None:
                 continue
-            block.media.discard(event.medium or "GPU")
-            if not block.media:
+            if (event.medium or _DEVICE) == _DEVICE:
+                block.device_copies = max(block.device_copies - 1, 0)
+            else:
+                block.media.discard(event.medium)
+            if not block.held:
                 del self._blocks[block_hash]
 
     def _in_order(self) -> list[tuple[Hash, _Block]]:

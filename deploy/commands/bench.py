@@ -22,6 +22,7 @@ from rich.table import Table
 from deploy.commands.serve import running, settings_or_exit
 from kappa.settings import ClusterSettings
 from loadtest import bench_predict as predict_law
+from loadtest import bench_serve as serve_law
 from loadtest.bench_client import Phase, Player
 from loadtest.bench_traffic import Governor, Traffic, shapes_of
 from workload.sessions import demo_sessions_path, read_sessions
@@ -62,13 +63,20 @@ def predict(
     records: Annotated[
         Path | None, typer.Option(help="Write every decision and outcome here, as JSON lines.")
     ] = None,
+    router_log: Annotated[
+        Path | None, typer.Option(help="Write the router's log here (to replay predictions).")
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Predicted against actual TTFT by class, beside a running median."""
     settings = settings_or_exit(port=0)
     if dilation is not None:
         settings = settings.model_copy(update={"dilation": dilation})
-    router = settings.router.model_copy(update={"calibrate_requests": calibrate})
+    changes = {
+        "calibrate_requests": calibrate,
+        "record": str(router_log.resolve()) if router_log else None,
+    }
+    router = settings.router.model_copy(update=changes)
     settings = settings.model_copy(update={"router": router})
 
     def measured(where: str) -> tuple[Phase, Phase]:
@@ -157,6 +165,82 @@ def _predict_result(warm_up: Phase, phase: Phase, calibrate: int) -> dict[str, A
         "machine": machine(),
         "command": command(),
     }
+
+
+@app.command()
+def serve(
+    requests: Annotated[int, typer.Option(min=1, help="Requests per round, at least.")] = 24,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds per system and point.")] = 6,
+    concurrency: Annotated[str, typer.Option(help="Clients at once, several by comma.")] = "1,8,32",
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 1,
+    json_output: Json = False,
+) -> None:
+    """Streamed chats: our ingress and worker against stock Ray Serve LLM on the same engine."""
+    try:
+        concurrencies = [int(part) for part in concurrency.split(",")]
+    except ValueError:
+        raise typer.BadParameter("give numbers with commas", param_hint="--concurrency") from None
+    if min(concurrencies) < 1:
+        raise typer.BadParameter("give numbers from 1", param_hint="--concurrency")
+    # Imports half the system: only when it is wanted.
+    from deploy.bench_cluster import SYSTEMS, BenchCluster, one_node
+
+    settings = one_node(settings_or_exit(port=0))
+    with running(settings, BenchCluster) as cluster:
+        urls = {
+            name: f"{cluster.url}{prefix}/v1/chat/completions" for name, prefix in SYSTEMS.items()
+        }
+        played = asyncio.run(
+            serve_law.play(
+                urls, settings.model.id, concurrencies, requests, rounds, seed, _progress()
+            )
+        )
+    result = {
+        **serve_law.summarize(played, "kappa"),
+        "paced": False,
+        "machine": machine(),
+        "command": command(),
+    }
+    if json_output:
+        print(json.dumps(result))
+    else:
+        _print_serve(result)
+
+
+def _print_serve(result: dict[str, Any]) -> None:
+    table = Table(title="Streamed chats, unpaced, one replica each; ms at the client")
+    columns = (
+        "prompt",
+        "clients",
+        "system",
+        "TTFT p50",
+        "p99",
+        "spread",
+        "first event p50",
+        "req/s",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("prompt", "system") else "right")
+    for row in result["rows"]:
+        table.add_row(
+            row["prompt"],
+            str(row["concurrency"]),
+            row["system"],
+            f"{1e3 * row['ttft_s']['p50']:.0f}",
+            f"{1e3 * row['ttft_s']['p99']:.0f}",
+            f"{100 * row['ttft_s']['spread']:.0f} %",
+            f"{1e3 * row['first_event_s']['p50']:.0f}",
+            f"{row['rps']['median']:.1f}",
+        )
+    console = Console()
+    console.print(table)
+    for r in result["ratio_p50"]:
+        console.print(
+            f"{r['prompt']}, {r['concurrency']} clients: ours / {r['against']}: "
+            f"TTFT {r['ttft']:.2f}, requests/s {r['rps']:.2f}",
+            highlight=False,
+        )
+    console.print(f"{result['command']}  on {result['machine']}", highlight=False)
 
 
 def _print_predict(result: dict[str, Any]) -> None:

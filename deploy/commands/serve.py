@@ -84,8 +84,11 @@ def settings_or_exit(
     return settings.unpaced() if unpaced else settings
 
 
-def running(settings: ClusterSettings) -> Any:
-    """A cluster as a context manager, with progress on stderr; start errors exit with 1."""
+def running(settings: ClusterSettings, cluster_type: type | None = None) -> Any:
+    """A cluster as a context manager, with progress on stderr; start errors exit with 1.
+
+    `cluster_type` is `deploy.app.Cluster` or a subclass of it.
+    """
     from contextlib import contextmanager
 
     from deploy.app import Cluster, StartError
@@ -95,7 +98,7 @@ def running(settings: ClusterSettings) -> Any:
     @contextmanager
     def manager() -> Any:
         start = time.monotonic()
-        cluster = Cluster(
+        cluster = (cluster_type or Cluster)(
             settings,
             lambda what: console.print(f"[dim]{time.monotonic() - start:5.1f} s  {what}[/dim]"),
         )

@@ -49,14 +49,14 @@ async def test_more_than_the_queue_holds_is_429_with_a_time_to_come_back(idle):
     async with httpx.AsyncClient(base_url=idle.url, timeout=120.0) as client:
         answers = await asyncio.gather(
             *(
-                client.post("/v1/chat/completions", json=body(idle, f"Queue {i}", max_tokens=30))
+                client.post("/v1/chat/completions", json=body(idle, f"Queue {i}", max_tokens=100))
                 for i in range(idle.max_queue + extra)
             )
         )
     statuses = [answer.status_code for answer in answers]
     assert set(statuses) == {200, 429}
-    # Some may end before the last arrive; none may be let in above the limit.
-    assert statuses.count(429) >= 1
+    # A hundred steps take seconds: all have arrived before the first of them has ended.
+    assert statuses.count(200) == idle.max_queue
     for answer in answers:
         if answer.status_code == 429:
             assert int(answer.headers["retry-after"]) >= 1

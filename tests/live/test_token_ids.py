@@ -57,7 +57,12 @@ def content(rng):
 
 
 def call(rng, number):
-    arguments = json.dumps({"q": rng.choice(TEXTS), "n": number}, ensure_ascii=rng.random() < 0.5)
+    if rng.random() < 0.1:
+        arguments = rng.choice(("", "{broken", "[1, 2]", "null"))
+    else:
+        arguments = json.dumps(
+            {"q": rng.choice(TEXTS), "n": number}, ensure_ascii=rng.random() < 0.5
+        )
     return {
         "id": f"call_{number}",
         "type": "function",
@@ -93,11 +98,11 @@ def chat_body(rng):
     return body
 
 
-def completion_body(rng):
+def completion_body(rng, vocabulary=3000):
     prompts = (
         "".join(rng.choices([t for t in TEXTS if t], k=2)),
-        [rng.randrange(4000) for _ in range(rng.randint(1, 80))],
-        [[rng.randrange(4000) for _ in range(8)]],
+        [rng.randrange(vocabulary) for _ in range(rng.randint(1, 80))],
+        [[rng.randrange(vocabulary) for _ in range(8)]],
     )
     body = {"prompt": rng.choice(prompts)}
     if rng.random() < 0.3:

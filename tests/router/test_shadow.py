@@ -54,6 +54,7 @@ class Request:
     new: int
     output: int
     admitted: bool = False
+    begun: bool = False
     loaded_s: float = math.inf
     decoded: int = 0
 
@@ -76,20 +77,7 @@ class Engine:
         return self.first_token_s[name]
 
     def iterate(self) -> None:
-        self.admit()
-        budget, work, parts = self.speed.budget_tokens, [], []
-        for r in self.requests:
-            if r.new == 0 and budget:
-                work.append((1, r.context))
-                parts.append((r, 0))
-                budget -= 1
-        for r in self.requests:
-            seen_s = self.polled_s if r.host else self.now_s
-            if r.new and r.loaded_s <= seen_s and budget:
-                tokens = min(r.new, budget)
-                work.append((tokens, r.context))
-                parts.append((r, tokens))
-                budget -= tokens
+        work, parts = self.schedule()
         if not work:
             times = [r.loaded_s if r.admitted else r.arrival_s for r in self.requests]
             if not any(r.host and self.polled_s < r.loaded_s <= self.now_s for r in self.requests):
@@ -100,7 +88,7 @@ class Engine:
         self.now_s += self.speed.step.real_s(work)
         for r, tokens in parts:
             if tokens:
-                r.context, r.new = r.context + tokens, r.new - tokens
+                r.begun, r.context, r.new = True, r.context + tokens, r.new - tokens
                 if not r.new:
                     self.first_token_s[r.name] = self.now_s
                 continue
@@ -109,18 +97,41 @@ class Engine:
             if self.now_s > self.asked_s and r.decoded >= r.output:
                 self.requests.remove(r)
 
-    def admit(self) -> None:
+    def schedule(self):
+        """As vLLM does: who runs, then whose load has landed, then who waits, while tokens last."""
+        left, work, parts = self.speed.budget_tokens, [], []
+        begun = [r for r in self.requests if r.new and r.begun]
+        landed = [r for r in self.requests if r.new and r.admitted and not r.begun]
+        for r in [r for r in self.requests if not r.new]:
+            if left:
+                work.append((1, r.context))
+                parts.append((r, 0))
+                left -= 1
+        for r in begun + [r for r in landed if r.loaded_s <= self.polled_s]:
+            if left:
+                left -= self.give(r, left, work, parts)
         held = sum(r.context + r.new for r in self.requests if r.admitted)
         for r in self.requests:
             if r.admitted or r.arrival_s > self.now_s:
                 continue
-            if held and held + r.context + r.new > self.speed.capacity_tokens:
-                return
+            full = held and held + r.context + r.new > self.speed.capacity_tokens
+            if not left or full:
+                break
             held += r.context + r.new
-            r.admitted, r.loaded_s = True, self.now_s
+            r.admitted = True
             if r.host:
                 seconds = self.speed.load_fixed_s + r.host * self.speed.load_token_s
                 r.loaded_s = self.link_free_s = max(self.now_s, self.link_free_s) + seconds
+            else:
+                left -= self.give(r, left, work, parts)
+        return work, parts
+
+    @staticmethod
+    def give(r, left, work, parts):
+        tokens = min(r.new, left)
+        work.append((tokens, r.context))
+        parts.append((r, tokens))
+        return tokens
 
 
 def scenario(rng):
@@ -336,12 +347,37 @@ def test_a_larger_load_than_thought_moves_back_those_behind_it():
 
 def test_a_load_nobody_expected_goes_to_the_end_of_the_link():
     shadow = Shadow(SPEED)
-    shadow.submit(job("a", 0.0, new=1000), 0.0)
     shadow.submit(job("b", 0.0, host=500), 0.0)
+    shadow.submit(job("a", 0.0, new=1000), 0.0)
     shadow.correct("a", 0, 600, 400, 0.1)
     expected = SPEED.load_s(500) + SPEED.load_s(600)
     assert inside(shadow)["a"].loaded_s == pytest.approx(expected)
     assert shadow.backlog_s(0.1)[0] == pytest.approx(expected - 0.1)
+
+
+def test_behind_a_long_prompt_not_even_a_load_begins():
+    shadow = Shadow(SPEED)
+    shadow.submit(job("long", 0.0, new=3 * SPEED.budget_tokens), 0.0)
+    asked = job("asked", 0.0, host=100, new=1)
+    prompt = prompt_s(SPEED, 3 * SPEED.budget_tokens, 0)
+    # Decoding `long` and the load begin together; the load is seen one step after it landed.
+    assert shadow.first_token_s(asked, 0.0) > prompt + SPEED.load_s(100)
+
+
+def test_a_prompt_that_has_begun_goes_on_before_an_earlier_one_whose_load_was_slow():
+    shadow = Shadow(SPEED)
+    shadow.submit(job("slow", 0.0, host=600, new=60), 0.0)
+    long = job("long", 0.0, new=4 * SPEED.budget_tokens)
+    alone = prompt_s(SPEED, 4 * SPEED.budget_tokens, 0)
+    assert shadow.first_token_s(long, 0.0) == pytest.approx(alone)
+
+
+def test_a_load_that_starts_late_lands_late():
+    shadow = Shadow(SPEED)
+    shadow.submit(job("a", 0.0, host=500), 0.0)
+    shadow.advance(0.1)
+    shadow.correct("a", 0, 500, 10, 0.3)
+    assert inside(shadow)["a"].loaded_s == pytest.approx(0.3 + SPEED.load_s(500))
 
 
 def test_an_admission_heard_of_before_the_forecast_expected_it_still_runs():

@@ -1,0 +1,227 @@
+"""`kappa demo` against a stand-in for a cluster, over real HTTP: output and exit codes."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from typer.testing import CliRunner
+
+from deploy.cli import app as cli
+from deploy.commands.demo import chat_sessions, shortcomings, summary, title
+from loadtest.sessions import ChatSession, ChatTurn, ClusterError, Outcome, node_rows, replay
+from workload.sessions import Session, Turn, demo_sessions_path, read_sessions
+
+_PATIENCE_S = 30.0
+
+
+class StandIn:
+    """Answers like a cluster; the test says how it misbehaves."""
+
+    def __init__(self):
+        self.nodes, self.host_tokens, self.refuse, self.silent = ["pcie", "c2c"], 640, "", False
+        self.asked, self.running, self.most_running, self.records = [], {}, 0, []
+        self.app = FastAPI()
+        self.app.get("/v1/models")(self.models)
+        self.app.get("/v1/nodes")(self.node_rows)
+        self.app.get("/v1/decisions")(self.decisions)
+        self.app.post("/v1/chat/completions")(self.chat)
+
+    async def models(self):
+        return {"object": "list", "data": [{"id": "m", "object": "model", "created": 0,
+                                            "owned_by": "us"}]}  # fmt: skip
+
+    async def node_rows(self):
+        steps = 10 * len(self.asked)
+        rows = [
+            {"node": name, "paced": True, "emulated_model": "llama-3.1-8b",
+             "profile": {"link_name": "a link", "dilation": 30.0},
+             "totals": {"steps_total": steps, "overruns_total": len(self.asked)}}
+            for name in ("pcie", "c2c")
+        ]  # fmt: skip
+        return {"nodes": rows}
+
+    async def decisions(self, limit: int = 100):
+        return {"decisions": self.records[-limit:]}
+
+    async def chat(self, request: Request):
+        body = await request.json()
+        number = len(self.asked)
+        self.asked.append(body)
+        session = body["messages"][0]["content"]
+        assert session not in self.running, "a session's turns overlap"
+        if self.refuse and self.refuse in str(body["messages"]):
+            return JSONResponse(
+                {"error": {"message": "no", "type": "server_error", "param": None, "code": "x"}},
+                503,
+            )
+        self.running[session] = True
+        self.most_running = max(self.most_running, len(self.running))
+        node, request_id = self.nodes[number % len(self.nodes)], f"id-{number}"
+        split = {"device_tokens": 32, "cached_tokens": self.host_tokens, "new_tokens": 10}
+        self.records.append(
+            {"request_id": request_id, "kappa_crit": 16.8, "bound": "memory", "reason": "tie",
+             "ratio": 64.0, "predicted": split, "actual": split}
+        )  # fmt: skip
+
+        async def events():
+            await asyncio.sleep(0.02)
+            chunk = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+            first = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+            word = {"index": 0, "delta": {"content": "word"}, "finish_reason": "length"}
+            for choice in [first] if self.silent else [first, word]:
+                yield f"data: {json.dumps(chunk | {'choices': [choice]})}\n\n"
+            self.running.pop(session)
+            yield "data: [DONE]\n\n"
+
+        headers = {
+            "x-request-id": request_id, "x-kappa-node": node, "x-kappa-paced": "true",
+            "x-kappa-predicted-ttft-ms": "25.0",
+        }  # fmt: skip
+        return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+
+@pytest.fixture
+def cluster():
+    stand_in = StandIn()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        stand_in.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = uvicorn.Server(uvicorn.Config(stand_in.app, log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        deadline = time.monotonic() + _PATIENCE_S
+        while not server.started:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield stand_in
+        server.should_exit = True
+        thread.join(_PATIENCE_S)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """No pauses between turns."""
+    monkeypatch.setattr("deploy.commands.demo._LONGEST_PAUSE_S", 0.0)
+
+
+def demo(cluster, *options):
+    return CliRunner().invoke(cli, ["demo", "--url", cluster.url, *options])
+
+
+def test_a_good_run_exits_with_zero_and_says_paced(cluster, short):
+    done = demo(cluster, "--sessions", "3")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert "PACED" in lines[0] and "30 s" in lines[0]
+    assert sum("memory" in line and " 640 " in line for line in lines) == 18
+    assert "Totals (paced)" in done.stdout
+    assert cluster.most_running == 3, "sessions run at once"
+
+
+def test_json_is_one_object_with_totals_and_requests(cluster, short):
+    done = demo(cluster, "--sessions", "2", "--max-tokens", "5", "--json")
+    assert done.exit_code == 0, done.output
+    shown = json.loads(done.stdout)
+    totals = shown["totals"]
+    assert totals["requests"] == len(shown["requests"]) == 12
+    assert (totals["host_tokens"], totals["new_tokens"]) == (12 * 640, 120)
+    assert totals["memory_bound_share"] == totals["split_as_predicted_share"] == 1.0
+    assert totals["overrun_share"] == pytest.approx(0.1)
+    assert totals["paced"] is True and shown["faults"] == []
+    assert {body["max_tokens"] for body in cluster.asked} == {5}
+    assert all(row["ttft_s"] > 0 for row in shown["requests"])
+
+
+def test_an_idle_node_fails_the_demo(cluster, short):
+    cluster.nodes = ["c2c"]
+    done = demo(cluster, "--sessions", "1")
+    assert done.exit_code == 1
+    assert "no request went to pcie" in done.stderr
+
+
+def test_an_unused_host_tier_fails_the_demo(cluster, short):
+    cluster.host_tokens = 0
+    done = demo(cluster, "--sessions", "2", "--json")
+    assert done.exit_code == 1
+    assert "engine.device_blocks" in done.stderr
+    assert len(json.loads(done.stdout)["faults"]) == 1
+
+
+def test_a_refused_request_fails_the_demo_and_ends_its_session(cluster, short):
+    first = read_sessions(demo_sessions_path())[0]
+    cluster.refuse = first.turns[1].output_text[:60]  # said from its third turn on
+    done = demo(cluster, "--sessions", "2")
+    assert done.exit_code == 1
+    assert "turn 3 failed: HTTP 503" in done.stderr
+    assert "turn 4" not in done.stderr
+
+
+def test_a_stream_without_tokens_is_a_failure(cluster, short):
+    cluster.silent = True
+    done = demo(cluster, "--sessions", "1")
+    assert done.exit_code == 1
+    assert "without a token" in done.stderr
+
+
+def test_nobody_at_the_url_is_told(short):
+    done = CliRunner().invoke(cli, ["demo", "--url", "http://127.0.0.1:9"])
+    assert done.exit_code == 1
+    assert "http://127.0.0.1:9" in done.stderr
+
+
+def test_settings_of_a_cluster_that_is_not_started_are_refused():
+    done = CliRunner().invoke(cli, ["demo", "--url", "http://x", "--policy", "ttft"])
+    assert done.exit_code == 2
+
+
+def test_each_turn_extends_the_one_before_and_copies_differ():
+    recorded = read_sessions(demo_sessions_path())
+    chats = chat_sessions(recorded, len(recorded) + 2)
+    assert len({chat.name for chat in chats}) == len(chats)
+    assert len({chat.turns[0].messages for chat in map(_frozen, chats)}) == len(chats)
+    for chat in chats:
+        for before, after in zip(chat.turns, chat.turns[1:], strict=False):
+            assert after.messages[: len(before.messages)] == before.messages
+            roles = [m["role"] for m in after.messages if m["role"] != "system"]
+            assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
+
+
+def _frozen(chat):
+    turns = tuple(
+        ChatTurn(tuple(json.dumps(m) for m in turn.messages), turn.pause_s) for turn in chat.turns
+    )
+    return ChatSession(chat.name, turns)
+
+
+def test_pauses_are_the_recorded_ones_up_to_a_bound():
+    turns = (Turn(0.0, "a", "b"), Turn(0.25, "a", "b"), Turn(90.0, "a", "b"))
+    (chat,) = chat_sessions([Session("name", turns)], 1)
+    assert [turn.pause_s for turn in chat.turns] == [0.0, 0.25, 1.0]
+
+
+def test_totals_of_nothing_are_empty_not_an_error():
+    rows = [{"node": "a", "paced": False, "totals": None}]
+    failed = [Outcome("s", 1, error="gone")]
+    totals = summary(failed, rows, rows)
+    assert (totals["failed"], totals["host_tokens"], totals["overrun_share"]) == (1, 0, None)
+    assert totals["ttft_error_median"] is None
+    assert len(shortcomings(failed, ["a"], totals)) == 3
+
+
+def test_real_speed_is_said_too():
+    row = {"node": "a", "paced": False, "profile": {"link_name": "memcpy"}}
+    assert "PACED" not in title([row]) and "speed of this machine" in title([row])
+
+
+async def test_a_cluster_that_does_not_answer_is_one_clear_error():
+    with pytest.raises(ClusterError, match=r"127\.0\.0\.1:9"):
+        await node_rows("http://127.0.0.1:9")
+    with pytest.raises(ClusterError, match=r"127\.0\.0\.1:9"):
+        await replay("http://127.0.0.1:9", [], 1)

@@ -1,0 +1,149 @@
+"""Settings: the demo by default, and every fault told with its file and key."""
+
+from pathlib import Path
+
+import pytest
+
+from kappa.settings import ClusterSettings, SettingsError, home, load_settings
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text):
+        path = tmp_path / "cluster.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def fault(path, **overrides):
+    with pytest.raises(SettingsError) as caught:
+        load_settings(path, **overrides)
+    return str(caught.value)
+
+
+def test_the_defaults_are_two_unlike_paced_nodes():
+    settings = load_settings()
+    assert [node.name for node in settings.nodes] == ["pcie", "c2c"]
+    assert all(node.paced for node in settings.nodes)
+    assert settings.router.policy == "ttft"
+    assert settings.http.host == "127.0.0.1"
+    assert settings == ClusterSettings()
+
+
+def test_the_default_device_cache_is_smaller_than_the_demo_sessions():
+    engine = load_settings().engine
+    # The sessions that ship end at 27 thousand tokens in all, spread over two nodes.
+    assert 2 * engine.device_blocks * engine.block_tokens < 27_000
+    assert engine.max_context_tokens >= 6_000, "the longest of them must fit"
+
+
+def test_a_file_changes_what_it_names_and_nothing_else(written):
+    path = written("dilation: 5\nrouter:\n  policy: threshold\n")
+    settings = load_settings(path)
+    assert (settings.dilation, settings.router.policy) == (5, "threshold")
+    assert settings.router.max_queue == ClusterSettings().router.max_queue
+    assert settings.engine == ClusterSettings().engine
+
+
+def test_overrides_win_over_the_file(written):
+    assert load_settings(written("dilation: 5\n"), dilation=7.0).dilation == 7.0
+
+
+def test_an_empty_file_is_the_demo(written):
+    assert load_settings(written("")) == ClusterSettings()
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "says"),
+    [
+        ("dilatoin: 3", "dilatoin", "not permitted"),
+        ("dilation: 0.5", "dilation", "greater than or equal to 1"),
+        ("dilation: fast", "dilation", "number"),
+        ("log_level: LOUD", "log_level", "DEBUG"),
+        ("model: {id: ''}", "model.id", "at least 1"),
+        ("model: {seed: -1}", "model.seed", "greater than or equal to 0"),
+        ("model: {emulate: gpt-9}", "model.emulate", "gpt-9"),
+        ("model: {name: x}", "model.name", "not permitted"),
+        ("nodes: []", "nodes", "at least one node"),
+        ("nodes: [{name: a, profile: warp}]", "nodes.0.profile", "warp"),
+        ("nodes: [{name: a, profile: missing.json}]", "nodes.0.profile", "missing.json"),
+        ("nodes: [{profile: pcie}]", "nodes.0.name", "required"),
+        (
+            "nodes: [{name: a, profile: pcie}, {name: a, profile: c2c}]",
+            "nodes",
+            "names must differ",
+        ),
+        ("engine: {device_blocks: 4}", "engine.device_blocks", "greater than or equal to 8"),
+        (
+            "engine: {device_blocks: 8, max_context_tokens: 4096}",
+            "engine",
+            "device_blocks * block_tokens",
+        ),
+        ("engine: {host_bytes: -1}", "engine.host_bytes", "greater than or equal to 0"),
+        ("engine: {block_tokens: 8}", "engine.block_tokens", "greater than or equal to 16"),
+        ("router: {policy: magic}", "router.policy", "threshold"),
+        ("router: {max_queue: 0}", "router.max_queue", "greater than or equal to 1"),
+        ("router: {stale_after_s: 0}", "router.stale_after_s", "greater than 0"),
+        ("router: {max_body_bytes: 10}", "router.max_body_bytes", "1024"),
+        ("http: {port: 70000}", "http.port", "65535"),
+    ],
+)
+def test_each_fault_is_told_with_file_key_and_reason(written, text, key, says):
+    path = written(text)
+    message = fault(path)
+    assert str(path) in message
+    line = next(line for line in message.splitlines() if line.startswith(f"  {key}: "))
+    assert says in line
+
+
+def test_all_faults_are_told_at_once(written):
+    message = fault(written("dilation: 0\nhttp: {port: -1}\nextra: 1\n"))
+    assert "3 fault(s)" in message
+    assert all(f"  {key}:" in message for key in ("dilation", "http.port", "extra"))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    path = tmp_path / "none.yaml"
+    assert fault(path) == f"{path}: cannot be read: No such file or directory"
+
+
+def test_a_file_that_is_not_yaml_is_named(written):
+    path = written("engine: [1, 2\n")
+    assert fault(path).startswith(f"{path}: is not YAML")
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"\xff\xfe\x00binary")
+    assert str(path) in fault(path)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "7\n", "text\n"])
+def test_a_file_that_is_no_mapping_is_named(written, text):
+    path = written(text)
+    assert "expected a mapping" in fault(path) and str(path) in fault(path)
+
+
+def test_faults_in_overrides_name_the_defaults():
+    assert "built-in defaults" in fault(None, dilation=-1.0)
+
+
+def test_unpaced_changes_the_nodes_only():
+    settings = load_settings()
+    unpaced = settings.unpaced()
+    assert not any(node.paced for node in unpaced.nodes)
+    assert unpaced.model_copy(update={"nodes": settings.nodes}) == settings
+
+
+def test_a_paced_node_carries_its_name_and_the_dilation():
+    node = load_settings().nodes[1].node(12.0)
+    assert (node.name, node.source, node.dilation) == ("c2c", "paced", 12.0)
+
+
+def test_home_follows_its_variable(monkeypatch):
+    monkeypatch.setenv("KAPPA_HOME", "/somewhere")
+    assert home() == Path("/somewhere")
+    monkeypatch.delenv("KAPPA_HOME")
+    assert home() == Path.home() / ".cache" / "kappa-serve"

@@ -1,0 +1,239 @@
+"""The live router between a real worker stream and the board, without Ray."""
+
+import asyncio
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+import router.live
+from kappa.hardware import node_profile
+from kappa.report import Announcement
+from kappa.step import StepModel
+from router.board import Board
+from router.core import NoWorkerError, RouterConfig, RouteRequest
+from router.live import LiveRouter
+from router.policy import policy_named
+from workers.report_stream import ReportStream
+from workers.stats_channel import StatsSender
+
+pytestmark = pytest.mark.vllm
+
+_PATIENCE_S = 30.0
+SIZE = 16
+
+
+class Worker:
+    """A replica's report stream with the engine's ends in the test's hands."""
+
+    def __init__(self, name, folder):
+        self.name, self.context = name, zmq.Context()
+        kv = f"ipc://{folder}/{name}-kv"
+        self.kv = self.context.socket(zmq.PUB)
+        self.kv.bind(kv)
+        self.stream = ReportStream(name, "127.0.0.1", f"ipc://{folder}/{name}-stats", kv)
+        self.stats = StatsSender(f"ipc://{folder}/{name}-stats")
+        self.stream.start()
+
+    def announcement(self, **changes):
+        node = replace(node_profile("pcie"), name=f"node-{self.name}", source="paced")
+        said = Announcement(
+            worker=self.name, model="m", node=node, step=StepModel(1e-5, 0.0, 1e-3, 0.0),
+            kv_bytes_per_token=1e5, emulated_model="llama-3.1-8b", fingerprint="f",
+            block_tokens=SIZE, device_blocks=100, host_blocks=100, max_batch_tokens=512,
+            max_context_tokens=1024, events_endpoint=self.stream.events_endpoint,
+            snapshot_endpoint=self.stream.snapshot_endpoint,
+        )  # fmt: skip
+        return replace(said, **changes).to_dict()
+
+    def admit(self, request_id, device, host, new):
+        self.stats.send({"kind": "admit", "request_id": request_id, "device_tokens": device,
+                         "host_tokens": host, "new_tokens": new, "t_s": 0.0})  # fmt: skip
+
+    def step(self, *prefilled):
+        self.stats.send({"kind": "step", "tokens": 1, "running": 1, "prefilled": list(prefilled),
+                         "pace_s": 0.1, "took_s": 0.1, "real_s": 0.1, "overrun": True,
+                         "t_s": 0.0})  # fmt: skip
+
+    def close(self):
+        self.stream.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def worker(tmp_path):
+    made = []
+
+    def make(name="w"):
+        made.append(Worker(name, tmp_path))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+async def scene(monkeypatch):
+    board = Board()
+    monkeypatch.setattr(router.live, "BOARD", board)
+    live = LiveRouter(RouterConfig(policy=policy_named("ttft"), secret=12345))
+    yield live, board
+    board.post("d", {})
+    await until(lambda: not live.router.state.workers and not live._closing)
+
+
+async def until(question):
+    async with asyncio.timeout(_PATIENCE_S):
+        while not (answer := question()):
+            await asyncio.sleep(0.01)
+    return answer
+
+
+def ask(request_id="r", tokens=100):
+    return RouteRequest(request_id, np.arange(tokens), max_tokens=4)
+
+
+def sample(live, text):
+    lines = live.metrics.exposition().decode().splitlines()
+    return next((float(line.split()[-1]) for line in lines if line.startswith(text)), None)
+
+
+async def joined(live, board, *workers, **changes):
+    board.post("d", {w.name: w.announcement(**changes) for w in workers})
+    await until(lambda: len(live.router.state.workers) == len(workers))
+
+
+async def test_without_workers_nothing_is_chosen_and_a_time_is_told(scene):
+    live, _ = scene
+    with pytest.raises(NoWorkerError, match="0 known"):
+        live.route(ask())
+    assert live.retry_after_s() > 0
+    assert live.records == {} and live.router.reservations == 0
+
+
+async def test_an_unready_replica_is_no_worker_yet(scene, worker):
+    live, board = scene
+    board.post("d", {"w": {}})
+    await asyncio.sleep(0)
+    assert live.router.state.workers == {}
+    await joined(live, board, worker())
+    assert live.route(ask()).worker == "w"
+
+
+async def test_a_request_is_followed_from_decision_to_end(scene, worker):
+    live, board = scene
+    w = worker()
+    await joined(live, board, w)
+    decision = live.route(ask())
+    assert decision.informed and live.router.in_flight_on("w") == 1
+    w.admit("r", device=0, host=32, new=68)
+    w.step("r")
+    record = live.records["r"]
+    await until(lambda: record.admitted and record.ttft_s is not None)
+    live.first_token("r")  # the stream notices later than the report: no second time
+    live.tokens("r", 3)
+    live.release("r", "done")
+    live.release("r", "client_gone")  # only the first end counts
+    told = record.to_dict()
+    assert told["actual"] == {
+        "device_tokens": 0, "cached_tokens": 32, "new_tokens": 68, "ttft_s": record.ttft_s,
+    }  # fmt: skip
+    assert (told["end"], told["node"], told["paced"]) == ("done", "node-w", True)
+    assert live.router.reservations == 0
+    assert sample(live, 'kappa_prompt_tokens_total{node="node-w",source="host"}') == 32
+    assert sample(live, 'kappa_output_tokens_total{node="node-w"}') == 3
+    assert sample(live, 'kappa_ttft_seconds_count{node="node-w"}') == 1
+    assert sample(live, 'kappa_paced_overruns_total{node="node-w"}') == 1
+
+
+async def test_engine_events_reach_the_index(scene, worker):
+    live, board = scene
+    w = worker()
+    await joined(live, board, w)
+    event = {
+        "type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None,
+        "token_ids": list(range(2 * SIZE)), "block_size": SIZE, "lora_id": None, "medium": "GPU",
+        "lora_name": None,
+    }  # fmt: skip
+    seq = 0
+
+    def matched():
+        nonlocal seq
+        # A publisher drops what nobody has subscribed to yet: publish until it was heard.
+        payload = msgspec.msgpack.encode([0.0, [event], 0])
+        w.kv.send_multipart([b"kv", seq.to_bytes(8, "big"), payload])
+        seq += 1
+        return live.router.explain(ask(), w_seen()).chosen.counts.device_tokens
+
+    def w_seen():
+        return live.router.state.workers["w"].seen_s
+
+    assert await until(matched) == 2 * SIZE
+
+
+async def test_a_worker_that_goes_takes_its_reservations_along(scene, worker):
+    live, board = scene
+    first, second = worker("a"), worker("b")
+    await joined(live, board, first, second)
+    gone = live.route(ask("r")).worker
+    stays = ({"a", "b"} - {gone}).pop()
+    live.refresh_gauges()
+    board.remove("d", gone)
+    await until(lambda: len(live.router.state.workers) == 1)
+    assert live.records["r"].end == "worker_died"
+    assert live.router.reservations == 0
+    live.release("r", "error")
+    assert live.records["r"].end == "worker_died"
+    assert live.route(ask("s")).worker == stays
+    assert sample(live, f'kappa_reservations{{node="node-{gone}"}}') is None
+
+
+async def test_another_deployments_replicas_are_not_ours_to_drop(scene, worker):
+    live, board = scene
+    await joined(live, board, worker())
+    board.post("other", {})
+    await asyncio.sleep(0.05)
+    assert set(live.router.state.workers) == {"w"}
+
+
+async def test_a_worker_of_another_model_is_refused_once(scene, worker):
+    live, board = scene
+    a, b = worker("a"), worker("b")
+    await joined(live, board, a)
+    board.post("d", {"a": a.announcement(), "b": b.announcement(fingerprint="other")})
+    await until(lambda: "b" in live._refused)
+    assert set(live.router.state.workers) == {"a"}
+
+
+@pytest.mark.parametrize("spoilt", [{"protocol": 99}, {"unheard_of": 1}])
+async def test_an_announcement_that_cannot_be_read_is_refused(scene, worker, spoilt):
+    live, board = scene
+    board.post("d", {"w": worker().announcement() | spoilt})
+    await until(lambda: "w" in live._refused)
+    assert live.router.state.workers == {}
+
+
+async def test_nodes_tell_what_is_known(scene, worker):
+    live, board = scene
+    w = worker()
+    await joined(live, board, w, profile_error="no GPU", measured={"h2d_bytes_per_s": 5.0})
+    w.step()
+    await until(lambda: live.nodes()[0]["totals"] and live.nodes()[0]["totals"]["steps_total"])
+    (row,) = live.nodes()
+    assert (row["node"], row["paced"], row["profile_error"]) == ("node-w", True, "no GPU")
+    assert row["kappa_crit"] == pytest.approx(1e-5 * 55e9 / 1e5)
+    assert row["measured"] == {"h2d_bytes_per_s": 5.0}
+    assert row["totals"]["overruns_total"] == 1
+
+
+async def test_memory_of_decisions_is_bounded(scene, worker, monkeypatch):
+    monkeypatch.setattr(router.live, "_MEMORY", 3)
+    live, board = scene
+    await joined(live, board, worker())
+    for i in range(5):
+        live.route(ask(f"r{i}"))
+        live.release(f"r{i}", "done")
+    assert list(live.records) == ["r2", "r3", "r4"]

@@ -1,0 +1,274 @@
+"""Every name of vLLM and Ray that is private, or not promised, and that our adapters rely on.
+
+When an upgrade breaks one, the test that fails says which adapter to look at.
+"""
+
+import dataclasses
+import inspect
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray]
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def source_of(cls):
+    """Source of a class and of what it inherits."""
+    own = [base for base in cls.__mro__ if base.__module__.split(".")[0] in ("ray", "vllm")]
+    return "".join(inspect.getsource(base) for base in own)
+
+
+def fields(cls):
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+# -- workers.vllm_plugin ------------------------------------------------------------------------
+
+
+def test_spin_condition_ends_with_its_busy_loop_default():
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    assert parameters(SpinCondition.__init__)[-1] == "busy_loop_s"
+    assert SpinCondition.__init__.__defaults__ is not None
+
+
+# -- workers.connector --------------------------------------------------------------------------
+
+
+def test_the_offloading_connector_has_the_methods_that_we_extend():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector as Connector,
+    )
+
+    assert parameters(Connector.__init__) == ["self", "vllm_config", "role", "kv_cache_config"]
+    assert parameters(Connector.get_num_new_matched_tokens)[1:] == [
+        "request", "num_computed_tokens",
+    ]  # fmt: skip
+    assert parameters(Connector.update_state_after_alloc)[1:] == [
+        "request", "blocks", "num_external_tokens",
+    ]  # fmt: skip
+    assert parameters(Connector.request_finished)[1:] == ["request", "block_ids"]
+    assert parameters(Connector.request_finished_all_groups)[1:] == ["request", "block_ids"]
+
+
+def test_connector_roles_and_requests_have_what_we_read():
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+    from vllm.v1.request import Request
+
+    assert KVConnectorRole.SCHEDULER != KVConnectorRole.WORKER
+    source = inspect.getsource(Request.__init__)
+    assert all(f"self.{name}" in source for name in ("num_prompt_tokens", "sampling_params"))
+    assert SamplingParams(extra_args={"a": 1}).extra_args == {"a": 1}
+
+
+def test_the_ingress_mark_reaches_sampling_params():
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    assert "vllm_xargs" in ChatCompletionRequest.model_fields
+    assert "extra_args" in inspect.getsource(ChatCompletionRequest.to_sampling_params)
+
+
+# -- workers.host_tier --------------------------------------------------------------------------
+
+
+def test_the_cpu_spec_tells_sizes_and_takes_our_worker():
+    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+    source = inspect.getsource(CPUOffloadingSpec) + inspect.getsource(OffloadingSpec)
+    for name in ("extra_config", "num_blocks", "blocks_per_chunk", "tokens_per_block"):
+        assert f"self.{name}" in source, name
+    assert parameters(CPUOffloadingSpec.get_worker) == ["self", "kv_caches"]
+
+
+def test_the_offloading_worker_asks_for_no_more_than_we_have():
+    from vllm.v1.kv_offload.base import OffloadingWorker
+
+    from workers.host_tier import HostTierWorker
+
+    assert OffloadingWorker.__abstractmethods__ <= set(vars(HostTierWorker))
+    for name in ("submit_store", "submit_load"):
+        theirs, ours = getattr(OffloadingWorker, name), getattr(HostTierWorker, name)
+        assert parameters(ours) == parameters(theirs)
+
+
+def test_transfer_types_have_the_fields_that_we_use():
+    from vllm.v1.kv_offload import base
+
+    assert fields(base.CanonicalKVCacheTensor) >= {"tensor", "page_size_bytes"}
+    assert fields(base.CanonicalKVCaches) >= {"tensors"}
+    assert list(base.TransferResult.__annotations__) == [
+        "job_id", "success", "transfer_size", "transfer_time",
+    ]  # fmt: skip
+    assert parameters(base.BlockIDsLoadStoreSpec.__init__) == ["self", "block_ids"]
+
+
+# -- workers.metered_worker ---------------------------------------------------------------------
+
+
+def test_the_cpu_worker_runs_and_samples_in_two_calls():
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    assert parameters(CPUWorker.execute_model) == ["self", "scheduler_output"]
+    assert parameters(CPUWorker.sample_tokens) == ["self", "grammar_output"]
+
+
+def test_the_scheduler_output_tells_each_requests_tokens():
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched import output
+
+    assert fields(output.SchedulerOutput) >= {
+        "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens",
+        "total_num_scheduled_tokens", "finished_req_ids",
+    }  # fmt: skip
+    assert fields(output.NewRequestData) >= {
+        "req_id", "prompt_token_ids", "sampling_params", "num_computed_tokens",
+    }  # fmt: skip
+    assert fields(output.CachedRequestData) >= {"req_ids", "num_computed_tokens"}
+    assert "additional_config" in VllmConfig.__annotations__
+
+
+# -- workers.mirror, workers.vllm_engine --------------------------------------------------------
+
+
+def test_kv_events_have_the_fields_that_mirror_and_decoder_know():
+    from vllm.distributed import kv_events
+
+    assert kv_events.BlockStored.__struct_fields__[:7] == (
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+        "lora_name",
+    )  # fmt: skip
+    assert "extra_keys" in kv_events.BlockStored.__struct_fields__
+    assert kv_events.BlockRemoved.__struct_fields__[:2] == ("block_hashes", "medium")
+    assert kv_events.KVEventBatch.__struct_fields__[:2] == ("ts", "events")
+
+
+def test_every_engine_argument_that_we_set_exists():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from kappa.hardware import node_profile
+    from kappa.shapes import model_shape
+    from workers.vllm_engine import EngineLimits, Pace, engine_kwargs
+
+    limits = EngineLimits(4096, 32, 200, 1 << 20, 1024, 8, "float32")
+    pace = Pace(model_shape("llama-3.1-8b"), node_profile("pcie"))
+    given = engine_kwargs(limits, "ipc://a", "ipc://b", pace)
+    assert set(given) <= fields(AsyncEngineArgs)
+
+
+def test_the_classes_that_we_name_as_text_exist():
+    import importlib
+
+    for path in (
+        "workers.metered_worker.MeteredCPUWorker", "workers.connector.HostTierConnector",
+        "workers.host_tier.HostTierSpec", "workers.no_download.NoDownload",
+        "router.ray_router.KappaRouter",
+    ):  # fmt: skip
+        module, name = path.rsplit(".", 1)
+        assert inspect.isclass(getattr(importlib.import_module(module), name))
+
+
+def test_environment_variables_of_vllm_that_we_set_are_known_to_it():
+    import vllm.envs
+
+    from workers.vllm_engine import CPU_ENV
+
+    ours = {name for name in CPU_ENV if name.startswith("VLLM_")}
+    assert ours <= set(vllm.envs.environment_variables)
+
+
+# -- workers.deployment, workers.no_download ----------------------------------------------------
+
+
+def test_the_llm_server_has_the_methods_that_we_override():
+    from ray.serve.llm.deployment import LLMServer
+
+    assert parameters(LLMServer._batch_output_stream) == ["self", "generator"]
+    assert parameters(LLMServer._start_engine) == ["self"]
+    assert parameters(LLMServer.record_routing_stats) == ["self"]
+    assert parameters(LLMServer.collective_rpc)[:4] == ["self", "method", "timeout", "args"]
+    assert inspect.iscoroutinefunction(LLMServer.__init__)
+    source = source_of(LLMServer)
+    assert "self._llm_config" in source and "self.engine" in source
+
+
+def test_the_llm_config_takes_engine_arguments_late_and_callbacks():
+    from ray.serve.llm import LLMConfig
+
+    assert callable(LLMConfig.update_engine_kwargs)
+    for name in ("callback_config", "placement_group_config", "accelerator_config",
+                 "log_engine_metrics", "runtime_env", "deployment_config"):  # fmt: skip
+        assert name in LLMConfig.model_fields
+
+
+def test_the_replica_context_tells_id_and_rank():
+    from ray.serve.context import ReplicaContext
+
+    assert fields(ReplicaContext) >= {"replica_id", "rank"}
+
+
+def test_a_callback_can_switch_the_download_off():
+    from ray.llm._internal.common.callbacks.base import CallbackBase, CallbackCtx
+
+    assert CallbackCtx().run_init_node is True
+    assert parameters(CallbackBase.on_before_node_init) == ["self"]
+
+
+# -- router.ray_router --------------------------------------------------------------------------
+
+
+def test_the_request_router_has_the_methods_that_we_override():
+    from ray.serve.request_router import RequestRouter
+
+    assert parameters(RequestRouter.update_replicas)[:2] == ["self", "replicas"]
+    assert parameters(RequestRouter.on_replica_actor_died)[:2] == ["self", "replica_id"]
+    assert parameters(RequestRouter.choose_replicas)[:3] == [
+        "self", "candidate_replicas", "pending_request",
+    ]  # fmt: skip
+    assert parameters(RequestRouter.on_request_completed) == [
+        "self", "replica_id", "internal_request_id",
+    ]  # fmt: skip
+    assert "kwargs" in parameters(RequestRouter.initialize_state)
+    assert "self._deployment_id" in inspect.getsource(RequestRouter.__init__)
+
+
+def test_replicas_and_requests_tell_what_the_router_reads():
+    from ray.serve._private.common import ReplicaID, RequestMetadata
+    from ray.serve.request_router import PendingRequest, RunningReplica
+
+    assert isinstance(RunningReplica.routing_stats, property)
+    assert isinstance(RunningReplica.replica_id, property)
+    assert "unique_id" in fields(ReplicaID)
+    assert fields(PendingRequest) >= {"args", "metadata"}
+    assert "internal_request_id" in fields(RequestMetadata)
+
+
+# -- router.ingress, deploy.app -----------------------------------------------------------------
+
+
+def test_the_openai_ingress_delivers_the_way_we_call_it():
+    from ray.llm._internal.serve.core.protocol import RawRequestInfo
+    from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
+
+    signature = inspect.signature(OpenAiIngress._get_response)
+    assert list(signature.parameters) == ["self", "body", "call_method", "raw_request"]
+    assert all(
+        p.kind is inspect.Parameter.KEYWORD_ONLY
+        for name, p in signature.parameters.items()
+        if name != "self"
+    )
+    assert "self._default_serve_handles" in source_of(OpenAiIngress)
+    assert {"endpoint_map", "app"} <= set(parameters(make_fastapi_ingress))
+    assert "headers" in parameters(RawRequestInfo)
+
+
+def test_the_deployment_builder_takes_our_class_and_arguments():
+    from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
+    from ray.serve.llm import build_llm_deployment
+
+    assert {"bind_kwargs", "deployment_cls"} <= set(parameters(build_llm_deployment))
+    assert parameters(to_model_metadata)[:2] == ["model_id", "model_config"]

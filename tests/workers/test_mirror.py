@@ -1,0 +1,177 @@
+"""A snapshot of the mirror gives a router the same index as the events it stands for."""
+
+import random
+
+import msgspec
+import pytest
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+from router.kv_stream import decode_batch
+from router.prefix_hash import PrefixHasher, salt_of, secret_from_seed
+from router.prefix_index import PrefixIndex
+from workers.mirror import KvMirror
+
+pytestmark = pytest.mark.vllm
+
+SIZE = 4
+HASHER = PrefixHasher(SIZE, secret_from_seed("mirror"))
+SALTS = (None, "tenant-a")
+
+
+def key(tokens, salt):
+    return hash((tuple(tokens), salt)) & (2**63 - 1)
+
+
+def stored(tokens, start=0, medium="GPU", salt=None):
+    """Blocks [start, end) of a prefix, as vLLM announces them."""
+    ends = range((start + 1) * SIZE, len(tokens) + 1, SIZE)
+    extra = [(salt,) if salt and end == SIZE else None for end in ends]
+    return BlockStored(
+        block_hashes=[key(tokens[:end], salt) for end in ends],
+        parent_block_hash=key(tokens[: start * SIZE], salt) if start else None,
+        token_ids=list(tokens[start * SIZE :]),
+        block_size=SIZE,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+        extra_keys=extra if any(extra) else None,
+    )
+
+
+def removed(*prefixes, medium="GPU", salt=None):
+    return BlockRemoved(block_hashes=[key(p, salt) for p in prefixes], medium=medium)
+
+
+def payload(*events):
+    return msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=list(events)))
+
+
+class Pair:
+    """A mirror and the index that heard every event live."""
+
+    def __init__(self):
+        self.mirror, self.live = KvMirror(), PrefixIndex(HASHER, 10_000)
+
+    def tell(self, *events):
+        self.mirror.apply(payload(*events))
+        self._hear(self.live, payload(*events))
+
+    @staticmethod
+    def _hear(index, message):
+        for event in decode_batch(message, "w"):
+            index.handle(event)
+
+    def rebuilt(self):
+        index = PrefixIndex(HASHER, 10_000)
+        for message in self.mirror.snapshot():
+            self._hear(index, message)
+        return index
+
+
+def match(index, tokens, salt=None):
+    return index.match(HASHER.prefix_hashes(tokens, salt_of(salt) if salt else 0), "w")
+
+
+LONG = list(range(5 * SIZE))
+
+
+def test_device_and_host_blocks_are_rebuilt():
+    pair = Pair()
+    pair.tell(stored(LONG), stored(LONG, medium="CPU"))
+    pair.tell(removed(LONG, LONG[: 4 * SIZE]))
+    assert match(pair.rebuilt(), LONG) == match(pair.live, LONG) == (3, 2)
+
+
+def test_prefixes_that_only_the_host_holds_are_rebuilt():
+    pair = Pair()
+    pair.tell(stored(LONG), stored(LONG, medium="CPU"))
+    pair.tell(removed(*(LONG[:end] for end in range(SIZE, len(LONG) + 1, SIZE))))
+    assert match(pair.rebuilt(), LONG) == match(pair.live, LONG) == (0, 5)
+
+
+def test_a_block_held_twice_on_the_device_survives_one_removal():
+    pair = Pair()
+    pair.tell(stored(LONG[:SIZE]), stored(LONG[:SIZE]))
+    assert match(pair.rebuilt(), LONG) == (1, 0)
+    late = pair.rebuilt()
+    pair.tell(removed(LONG[:SIZE]))
+    assert match(pair.rebuilt(), LONG) == match(pair.live, LONG) == (1, 0)
+    # A router that came in between hears the same removal.
+    for event in decode_batch(payload(removed(LONG[:SIZE])), "w"):
+        late.handle(event)
+    assert match(late, LONG) == (1, 0)
+
+
+def test_salts_keep_tenants_apart_in_a_snapshot():
+    pair = Pair()
+    pair.tell(stored(LONG, salt="tenant-a"), stored(LONG, medium="CPU", salt="tenant-a"))
+    pair.tell(removed(*(LONG[:e] for e in range(SIZE, 21, SIZE)), salt="tenant-a"))
+    index = pair.rebuilt()
+    assert match(index, LONG, "tenant-a") == (0, 5)
+    assert match(index, LONG) == match(index, LONG, "tenant-b") == (0, 0)
+
+
+def test_clearing_forgets_everything():
+    pair = Pair()
+    pair.tell(stored(LONG))
+    pair.tell(AllBlocksCleared())
+    assert len(pair.mirror) == 0 and pair.mirror.snapshot() == []
+    pair.tell(stored(LONG))
+    pair.mirror.clear()
+    assert pair.mirror.snapshot() == []
+
+
+def test_a_block_without_tokens_is_no_row_and_does_not_break_its_children():
+    pair = Pair()
+    named = stored(LONG)
+    named.token_ids = []
+    pair.tell(named)
+    assert len(pair.mirror) == 0
+
+
+def test_large_states_come_in_batches_parents_first():
+    pair = Pair()
+    tokens = list(range(700 * SIZE))
+    # Children announced before their parents, as after a partial loss.
+    pair.tell(stored(tokens[: 300 * SIZE]))
+    pair.tell(stored(tokens, start=300))
+    assert len(pair.mirror.snapshot()) == 2
+    assert match(pair.rebuilt(), tokens) == (700, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_history_gives_the_live_index(seed):
+    rng = random.Random(seed)
+    pair = Pair()
+    prompts = [[rng.randrange(3) for _ in range(SIZE * rng.randint(1, 6))] for _ in range(12)]
+    held = {"GPU": {}, "CPU": {}}  # medium -> (prefix, salt) -> copies
+    for _ in range(150):
+        tokens, salt = rng.choice(prompts), rng.choice(SALTS)
+        medium = rng.choice(("GPU", "CPU"))
+        ends = range(SIZE, len(tokens) + 1, SIZE)
+        prefixes = [(tuple(tokens[:end]), salt) for end in ends]
+        here = held[medium]
+        if rng.random() < 0.6:
+            if medium == "CPU" and not all(held["GPU"].get(p) for p in prefixes):
+                continue  # an engine offloads what its device holds
+            start = next((i for i, p in enumerate(prefixes) if not here.get(p)), None)
+            if rng.random() < 0.2 and medium == "GPU":
+                start = 0  # computed twice at once: a second copy of each block
+            if start is None:
+                continue
+            pair.tell(stored(tokens, start, medium, salt))
+            for prefix in prefixes[start:]:
+                here[prefix] = 1 if medium == "CPU" else here.get(prefix, 0) + 1
+        else:
+            victims = [p for p in here if here[p]]
+            if victims:
+                # The last of a chain leaves first, as in vLLM's eviction order.
+                prefix, owner = max(
+                    rng.sample(victims, min(4, len(victims))), key=lambda p: len(p[0])
+                )
+                pair.tell(removed(prefix, medium=medium, salt=owner))
+                here[prefix, owner] -= 1
+    rebuilt = pair.rebuilt()
+    for tokens in prompts:
+        for salt in SALTS:
+            assert match(rebuilt, tokens, salt) == match(pair.live, tokens, salt)

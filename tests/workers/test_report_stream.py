@@ -1,0 +1,190 @@
+"""A replica's stream over real sockets: events and measurements in, one numbered stream out."""
+
+import msgspec
+import pytest
+import zmq
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+from kappa.report import Admission, WorkerReport
+from workers.report_stream import ReportStream, ReportTotals
+from workers.stats_channel import StatsSender
+
+pytestmark = pytest.mark.vllm
+
+_PATIENCE_MS = 20_000
+
+
+def step(**changes):
+    return {
+        "kind": "step", "tokens": 10, "running": 2, "prefilled": [], "pace_s": 0.2,
+        "took_s": 0.25, "real_s": 0.1, "overrun": False, "t_s": 1.0,
+    } | changes  # fmt: skip
+
+
+def test_totals_add_up_and_lists_start_anew():
+    totals = ReportTotals("w")
+    assert not totals.urgent
+    totals.add(step(prefilled=["a"]))
+    totals.add(step(overrun=True, running=3))
+    totals.add({"kind": "admit", "request_id": "a", "device_tokens": 1, "host_tokens": 2,
+                "new_tokens": 3, "t_s": 1.0})  # fmt: skip
+    totals.add({"kind": "store", "tokens": 5, "bytes": 500, "took_s": 0.5})
+    totals.add({"kind": "wait", "took_s": 0.125})
+    totals.lost(2)
+    assert totals.urgent
+    report = totals.take(9.0)
+    assert report == WorkerReport(
+        worker="w", time_s=9.0, steps_total=2, step_seconds_total=0.5, step_tokens_total=20,
+        overruns_total=1, store_tokens_total=5, store_bytes_total=500, store_seconds_total=0.5,
+        store_wait_seconds_total=0.125, running=3, event_gaps_total=2,
+        admitted=(Admission("a", 1, 2, 3),), prefilled=("a",),
+    )  # fmt: skip
+    assert not totals.urgent
+    again = totals.take(10.0)
+    assert (again.admitted, again.prefilled, again.steps_total) == ((), (), 2)
+
+
+def test_bandwidth_is_smoothed_over_loads():
+    totals = ReportTotals("w")
+    load = {"kind": "load", "tokens": 4, "bytes": 100, "took_s": 1.0}
+    totals.add(load)
+    assert totals.take(0.0).h2d_bytes_per_s == 100
+    totals.add(load | {"bytes": 200})
+    report = totals.take(0.0)
+    assert report.h2d_bytes_per_s == pytest.approx(120)
+    assert (report.load_tokens_total, report.load_bytes_total) == (8, 300)
+    totals.add(load | {"took_s": 0.0})  # too short to time: the speed stays
+    assert totals.take(0.0).h2d_bytes_per_s == pytest.approx(120)
+
+
+def test_unknown_kinds_are_ignored_and_nonsense_is_not():
+    totals = ReportTotals("w")
+    totals.add({"kind": "weather"})
+    totals.add({})
+    with pytest.raises(ValueError, match="not a number"):
+        totals.add({"kind": "wait", "took_s": "long"})
+
+
+class Engine:
+    """The engine's side of a replica's sockets."""
+
+    def __init__(self, folder):
+        self.context = zmq.Context()
+        self.kv_endpoint, self.stats_endpoint = f"ipc://{folder}/kv", f"ipc://{folder}/stats"
+        self.kv = self.context.socket(zmq.XPUB)
+        self.kv.bind(self.kv_endpoint)
+        self.stream = ReportStream("w", "127.0.0.1", self.stats_endpoint, self.kv_endpoint)
+        self.stats = StatsSender(self.stats_endpoint)
+        self.reader = self._socket(zmq.SUB)
+        self.reader.setsockopt(zmq.SUBSCRIBE, b"")
+        self.reader.connect(self.stream.events_endpoint)
+        self.seen = -1
+        self.stream.start()
+        self.kv.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
+        assert self.kv.recv() == b"\x01"  # the stream has subscribed
+
+    def _socket(self, kind):
+        socket = self.context.socket(kind)
+        socket.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
+        return socket
+
+    def publish(self, seq, first_token=0):
+        event = BlockStored(
+            block_hashes=[100 + seq], parent_block_hash=None, token_ids=[first_token, 1],
+            block_size=2, lora_id=None, medium="GPU", lora_name=None,
+        )  # fmt: skip
+        payload = msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=[event]))
+        self.kv.send_multipart([b"kv", seq.to_bytes(8, "big"), payload])
+        return payload
+
+    def next(self, kind, accept=lambda _: True):
+        """The next message of a kind; numbers must rise by one from the first that was seen."""
+        while True:
+            what, seq, payload = self.reader.recv_multipart()
+            number = int.from_bytes(seq, "big")
+            assert self.seen in (-1, number - 1)
+            self.seen = number
+            if what == kind and accept(payload):
+                return payload
+
+    def snapshot(self):
+        asker = self._socket(zmq.DEALER)
+        asker.connect(self.stream.snapshot_endpoint)
+        asker.send_multipart([b"", b"snapshot"])
+        empty, seq, *batches = asker.recv_multipart()
+        assert empty == b""
+        return int.from_bytes(seq, "big"), batches
+
+    def close(self):
+        self.stream.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def engine(tmp_path):
+    made = Engine(tmp_path)
+    made.next(b"report")  # the reader has subscribed too: reports come by themselves
+    yield made
+    made.close()
+
+
+def test_engine_events_pass_through_unchanged_and_numbered(engine):
+    sent = [engine.publish(seq) for seq in range(3)]
+    assert [engine.next(b"kv") for _ in sent] == sent
+
+
+def test_a_snapshot_holds_what_was_published_up_to_its_number(engine):
+    engine.publish(0)
+    engine.next(b"kv")
+    number_of_event = engine.seen
+    seq, batches = engine.snapshot()
+    assert seq >= number_of_event
+    (batch,) = (msgspec.msgpack.decode(b, type=KVEventBatch) for b in batches)
+    assert [event.block_hashes for event in batch.events] == [[100]]
+
+
+def test_a_gap_in_the_engines_events_resets_readers_and_the_snapshot(engine):
+    engine.publish(0)
+    engine.publish(2)
+    engine.next(b"kv")
+    engine.next(b"reset")
+    engine.next(b"kv")
+    _, batches = engine.snapshot()
+    events = [e for b in batches for e in msgspec.msgpack.decode(b, type=KVEventBatch).events]
+    assert [event.block_hashes for event in events] == [[102]]
+    report = msgspec.msgpack.decode(
+        engine.next(b"report", lambda p: msgspec.msgpack.decode(p)["event_gaps_total"])
+    )
+    assert report["event_gaps_total"] == 1
+
+
+def test_measurements_come_out_as_reports(engine):
+    engine.stats.send(step(prefilled=["r"]))
+    payload = engine.next(b"report", lambda p: msgspec.msgpack.decode(p)["prefilled"])
+    report = WorkerReport.from_dict(msgspec.msgpack.decode(payload))
+    assert (report.worker, report.prefilled, report.steps_total) == ("w", ("r",), 1)
+
+
+def test_nonsense_from_the_engine_does_not_stop_the_stream(engine):
+    engine.stats.send({"kind": "wait", "took_s": "long"})
+    engine.kv.send_multipart([b"kv", (0).to_bytes(8, "big"), b"\xc1"])
+    engine.stats.send(step(prefilled=["after"]))
+    engine.next(b"report", lambda p: msgspec.msgpack.decode(p)["prefilled"] == ["after"])
+    engine.publish(1)
+    engine.next(b"kv")
+
+
+def test_a_sender_without_a_reader_drops_and_counts(tmp_path):
+    sender = StatsSender(f"ipc://{tmp_path}/nobody")
+    for _ in range(10_050):
+        sender.send({"kind": "wait"})
+    assert sender.dropped > 0
+    silent = StatsSender("")
+    silent.send({"kind": "wait"})
+    assert silent.dropped == 0
+
+
+def test_closing_ends_the_thread(tmp_path):
+    engine = Engine(tmp_path)
+    engine.close()
+    assert not engine.stream._thread.is_alive()
