@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.errors import ApiError, body_too_large, unreadable_body, validation_error
@@ -79,6 +80,27 @@ class _RequestId:
             scope["state"]["request_id"] = given or uuid.uuid4().hex
             scope["state"]["started_s"] = time.monotonic()
         await self._app(scope, receive, send)
+
+
+class EndedStream(StreamingResponse):
+    """A stream with something to do at its end, also if its client left before it began.
+
+    Starlette drops the iterator of such a client without starting it, so the iterator's own
+    `finally` would not run.
+    """
+
+    def __init__(
+        self, content: AsyncIterator[str], end: Callable[[], Awaitable[None]], **options: Any
+    ) -> None:
+        super().__init__(content, **options)
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream; whatever happens, call `end` then."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._end()
 
 
 def request_id_of(request: Request) -> str:

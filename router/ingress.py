@@ -24,7 +24,7 @@ from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.exceptions import BackPressureError
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from kappa import metrics as m
 from router.core import Decision, NoWorkerError, RouterConfig, RouteRequest
@@ -40,7 +40,7 @@ from router.errors import (
     unreadable_body,
     validation_error,
 )
-from router.http_app import body_accepted, make_app, request_id_of
+from router.http_app import EndedStream, body_accepted, make_app, request_id_of
 from router.live import LiveRouter
 from router.policy import policy_named
 from router.prefix_hash import salt_of, secret_from_seed
@@ -231,8 +231,14 @@ class KappaIngress(OpenAiIngress):
                 return JSONResponse(content, headers=headers)
             live.first_token(request_id)
             end = ""
-            return StreamingResponse(
+
+            async def ended() -> None:
+                live.release(request_id, "client_gone")
+                await stream.aclose()
+
+            return EndedStream(
                 self._relay(live, request_id, first, stream),
+                ended,
                 media_type="text/event-stream",
                 headers=headers,
             )

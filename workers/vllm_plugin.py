@@ -14,10 +14,14 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from typing import Any
 
 SPIN_ENV = "KAPPA_QUEUE_SPIN_S"
 REAP_ENV = "KAPPA_DIE_WITH_PARENT"
 _PR_SET_PDEATHSIG = 1
+_NAP_SHARE = 0.2
+_LONGEST_NAP_MS = 100
 
 
 def register() -> None:
@@ -45,3 +49,13 @@ def shorten_queue_spin(seconds: float) -> None:
 
     *others, _ = SpinCondition.__init__.__defaults__ or (None,)
     SpinCondition.__init__.__defaults__ = (*others, seconds)
+    wait = SpinCondition.wait
+
+    def wait_in_short_naps(self: Any, timeout_ms: int | None = None) -> None:
+        # vLLM's writers drop a wake-up now and then, and its readers then sleep for 5 s; a second
+        # of spinning hides that. The longer nothing came, the longer the naps between looks.
+        idle_ms = 1000.0 * (time.monotonic() - self.last_read)
+        nap_ms = max(1, min(_LONGEST_NAP_MS, int(_NAP_SHARE * idle_ms)))
+        wait(self, nap_ms if timeout_ms is None else min(timeout_ms, nap_ms))
+
+    SpinCondition.wait = wait_in_short_naps

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -57,6 +58,8 @@ def demo(
 def show(url: str, chats: Sequence[ChatSession], max_tokens: int, json_output: bool) -> None:
     """Replay, print, and exit with 1 if the demo did not show what it is for."""
     console = Console(soft_wrap=True)
+    # Ray and vLLM, once imported, have it log every request.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         before = asyncio.run(node_rows(url))
         if not json_output:

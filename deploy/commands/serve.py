@@ -45,6 +45,8 @@ def serve(
     is_ready = False
     try:
         with running(settings) as cluster:
+            # Ray has put its own handler there, which dumps the stack and exits.
+            signal.signal(signal.SIGTERM, _interrupt)
             print_ready(cluster.url, settings, json_output)
             is_ready = True
             while True:

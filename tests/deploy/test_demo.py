@@ -55,7 +55,7 @@ class StandIn:
         self.asked.append(body)
         session = body["messages"][0]["content"]
         assert session not in self.running, "a session's turns overlap"
-        if self.refuse and self.refuse in str(body["messages"]):
+        if self.refuse and any(self.refuse in m["content"] for m in body["messages"]):
             return JSONResponse(
                 {"error": {"message": "no", "type": "server_error", "param": None, "code": "x"}},
                 503,

@@ -94,10 +94,14 @@ class Live:
 
 
 def pytest_collection_modifyitems(items):
-    """Every test that uses the cluster is a live one."""
-    for item in items:
-        if "live" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.live)
+    """Tests that use the cluster are live ones, and last: others start clusters of their own."""
+
+    def uses_it(item):
+        return "live" in getattr(item, "fixturenames", ())
+
+    for item in filter(uses_it, items):
+        item.add_marker(pytest.mark.live)
+    items.sort(key=uses_it)
 
 
 @pytest.fixture(scope="session")

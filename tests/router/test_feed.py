@@ -141,8 +141,12 @@ async def test_a_reset_from_the_worker_is_passed_on(scene):
     assert await heard.next(3) == ["reset", (1,), "reset"]
 
 
-async def test_a_silent_worker_is_asked_again_until_it_answers(scene, monkeypatch):
+@pytest.fixture
+def impatient(monkeypatch):
     monkeypatch.setattr(router.feed, "_SNAPSHOT_TIMEOUT_S", 0.05)
+
+
+async def test_a_silent_worker_is_asked_again_until_it_answers(impatient, scene, monkeypatch):
     worker, heard, _ = scene
     for _ in range(3):
         await worker.asked()  # and says nothing

@@ -43,6 +43,26 @@ def test_queues_spin_as_long_as_asked():
     assert in_a_process(SPIN, KAPPA_QUEUE_SPIN_S="0.0005") == "0.0005"
 
 
+NAP = """
+import time, zmq
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from workers.vllm_plugin import register
+register()
+queue = SpinCondition(is_reader=True, context=zmq.Context(), notify_address="inproc://nobody")
+waits = []
+for idle_s in (0.05, 60.0):
+    queue.last_read = time.monotonic() - idle_s
+    start = time.monotonic()
+    queue.wait(timeout_ms=5000)
+    waits.append(time.monotonic() - start)
+print(waits[0] < 0.1 and waits[1] < 1.0)
+"""
+
+
+def test_a_lost_wake_up_costs_no_more_than_a_nap():
+    assert in_a_process(NAP, KAPPA_QUEUE_SPIN_S="0.0005") == "True"
+
+
 def test_without_the_variable_queues_are_left_alone():
     assert in_a_process(SPIN, KAPPA_QUEUE_SPIN_S="") == "1"
 
