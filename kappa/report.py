@@ -116,9 +116,7 @@ class WorkerReport:
     store_bytes_total: int = 0
     store_seconds_total: float = 0.0
     store_wait_seconds_total: float = 0.0
-    running: int = 0
     h2d_bytes_per_s: float = 0.0
-    stats_lost_total: int = 0
     event_gaps_total: int = 0
     admitted: tuple[Admission, ...] = ()
     prefilled: tuple[str, ...] = ()

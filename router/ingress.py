@@ -42,16 +42,23 @@ from router.errors import (
 )
 from router.http_app import EndedStream, body_accepted, make_app, request_id_of
 from router.live import LiveRouter
+from router.messages import (
+    as_events,
+    decision_headers,
+    explanation,
+    mark,
+    max_tokens_of,
+    pinned,
+    salt_of_body,
+    tokens_in,
+)
 from router.policy import policy_named
-from router.prefix_hash import salt_of, secret_from_seed
+from router.prefix_hash import secret_from_seed
 from router.ray_router import PIN_HEADER
 from router.rendering import PromptRenderer
 
 log = structlog.get_logger(__name__)
 
-# Ours to set; and one of vLLM's that would make an engine announce blocks it never removes.
-_RESERVED_XARGS = ("kappa_", "kv_cache_report_mode")
-REQUEST_ID_XARG = "kappa_request_id"
 _TOKENIZER_THREADS = 2
 _PROFILE_TIMEOUT_S = 90.0
 _DEAD_WORKER = (RayActorError, BackPressureError)
@@ -127,7 +134,9 @@ class KappaIngress(OpenAiIngress):
         self._known_model(body.model)
         tokens = await self._tokenize(body)
         live = self._live()
-        routed = RouteRequest(request_id_of(request), tokens, _max_tokens(body), _salt(body))
+        routed = RouteRequest(
+            request_id_of(request), tokens, max_tokens_of(body), salt_of_body(body)
+        )
         try:
             decision = live.router.explain(routed, time.time())
         except NoWorkerError as error:
@@ -176,8 +185,8 @@ class KappaIngress(OpenAiIngress):
         if request_id in live.router:
             # A client may send one id twice at a time; a reservation must not be shared.
             request_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
-        routed = RouteRequest(request_id, tokens, _max_tokens(body), _salt(body))
-        _mark(body, request_id)
+        routed = RouteRequest(request_id, tokens, max_tokens_of(body), salt_of_body(body))
+        mark(body, request_id)
         # Others were let in while this one was tokenized; from here to the decision nobody waits.
         if live.router.reservations >= self._settings.max_queue:
             raise queue_full(self._settings.max_queue, live.retry_after_s())
@@ -213,7 +222,7 @@ class KappaIngress(OpenAiIngress):
     ) -> Response:
         request_id = decision.request_id
         stream = self._get_response(
-            body=body, call_method=method, raw_request=_pinned(request, decision.worker)
+            body=body, call_method=method, raw_request=pinned(request, decision.worker)
         )
         end = "error"
         try:
@@ -265,12 +274,12 @@ class KappaIngress(OpenAiIngress):
     ) -> AsyncGenerator[str, None]:
         end = "client_gone"
         try:
-            packet = _packet(first)
-            live.tokens(request_id, _tokens_in(packet))
+            packet = as_events(first)
+            live.tokens(request_id, tokens_in(packet))
             yield packet
             async for item in stream:
-                packet = _packet(item)
-                live.tokens(request_id, _tokens_in(packet))
+                packet = as_events(item)
+                live.tokens(request_id, tokens_in(packet))
                 yield packet
             if not packet.rstrip().endswith("[DONE]"):
                 yield "data: [DONE]\n\n"
@@ -322,7 +331,7 @@ class KappaIngress(OpenAiIngress):
         limits = [s.announcement.max_context_tokens for s in live.router.state.workers.values()]
         if tokens is None or not limits:
             return
-        wanted = max(_max_tokens(body), 0)
+        wanted = max(max_tokens_of(body), 0)
         if len(tokens) + max(wanted, 1) > max(limits):
             raise context_too_long(len(tokens), wanted, max(limits))
 
@@ -358,51 +367,6 @@ def make_ingress(max_body_bytes: int) -> type:
     return ingress
 
 
-def decision_headers(decision: Decision) -> dict[str, str]:
-    """What a response says of its routing; Ray Serve adds `x-request-id` itself."""
-    chosen = decision.chosen
-    return {
-        "x-kappa-node": chosen.node.name,
-        "x-kappa-paced": "true" if chosen.node.source == "paced" else "false",
-        "x-kappa-ratio": f"{chosen.counts.ratio:.2f}",
-        "x-kappa-crit": f"{chosen.kappa_crit:.2f}",
-        "x-kappa-reason": decision.reason,
-        "x-kappa-predicted-ttft-ms": f"{1e3 * chosen.ttft_s:.1f}",
-    }
-
-
-def explanation(decision: Decision) -> dict[str, Any]:
-    """A decision with all its candidates, JSON-ready."""
-    return {
-        "request_id": decision.request_id,
-        "prompt_tokens": decision.prompt_tokens,
-        "policy": decision.policy,
-        "reason": decision.reason,
-        "node": decision.chosen.node.name,
-        "informed": decision.informed,
-        "candidates": [
-            {
-                "node": c.node.name,
-                "worker": c.worker,
-                "paced": c.node.source == "paced",
-                "device_tokens": c.counts.device_tokens,
-                "cached_tokens": c.counts.cached_tokens,
-                "new_tokens": c.counts.new_tokens,
-                "ratio": c.counts.ratio,
-                "kappa_crit": c.kappa_crit,
-                "bound": c.bound,
-                "queue_s": c.queue_s,
-                "load_s": c.load_s,
-                "compute_s": c.compute_s,
-                "ttft_s": c.ttft_s,
-                "harm_s": c.harm_s,
-                "in_flight": c.in_flight,
-            }
-            for c in decision.candidates
-        ],
-    }
-
-
 async def _parse_body(request: Request) -> Any:
     try:
         data = json.loads(await request.body())
@@ -419,41 +383,3 @@ async def _parse_body(request: Request) -> Any:
         raise validation_error(list(error.errors())) from None
     except Exception as error:
         raise unreadable_body(error) from None
-
-
-def _max_tokens(body: Any) -> int:
-    """The client's bound on generated tokens, 0 if it gave none."""
-    value = getattr(body, "max_completion_tokens", None) or getattr(body, "max_tokens", None)
-    return int(value or 0)
-
-
-def _salt(body: Any) -> int:
-    return salt_of(getattr(body, "cache_salt", None))
-
-
-def _mark(body: Any, request_id: str) -> None:
-    """Put our id where the engine's processes find it; drop what a client may not set."""
-    given = {
-        key: value
-        for key, value in (body.vllm_xargs or {}).items()
-        if not key.startswith(_RESERVED_XARGS)
-    }
-    body.vllm_xargs = {**given, REQUEST_ID_XARG: request_id}
-
-
-def _pinned(request: Request, worker: str) -> Request:
-    headers = [(k, v) for k, v in request.scope["headers"] if k.lower() != PIN_HEADER.encode()]
-    headers.append((PIN_HEADER.encode(), worker.encode()))
-    return Request({**request.scope, "headers": headers})
-
-
-def _packet(item: Any) -> str:
-    """One or several stream items as server-sent events."""
-    items = item if isinstance(item, list) else [item]
-    return "".join(i if isinstance(i, str) else f"data: {i.model_dump_json()}\n\n" for i in items)
-
-
-def _tokens_in(packet: str) -> int:
-    """Output tokens in a packet: its events, less the role, the usage and the end marker."""
-    events = packet.count("data: {")
-    return max(events - packet.count('"role":"assistant"') - packet.count('"choices":[]'), 0)

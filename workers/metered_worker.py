@@ -113,7 +113,6 @@ class MeteredCPUWorker(CPUWorker):
         self._kappa_step = {
             "kind": "step",
             "tokens": scheduler_output.total_num_scheduled_tokens,
-            "running": len(work),
             "prefilled": [request_id for request_id in prefilled if request_id],
             "start_s": start_s,
             "pace_s": self._kappa_step_model.real_s(work) if self._kappa_step_model else 0.0,

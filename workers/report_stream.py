@@ -72,7 +72,6 @@ class ReportTotals:
             step_seconds_total=r.step_seconds_total + _number(m["took_s"]),
             step_tokens_total=r.step_tokens_total + int(_number(m["tokens"])),
             overruns_total=r.overruns_total + bool(m["overrun"]),
-            running=int(_number(m["running"])),
         )
         prefilled = m["prefilled"]
         assert isinstance(prefilled, list)
@@ -190,13 +189,21 @@ class ReportStream:
                 return
             seq = int.from_bytes(seq_bytes, "big")
             if self._kv_seq >= 0 and seq != self._kv_seq + 1:
-                log.warning("engine_event_gap", worker=self._worker, expected=self._kv_seq + 1)
-                self._mirror.clear()
-                self.totals.lost(1)
-                self._publish(RESET, b"")
+                self._forget("gap", seq)
             self._kv_seq = seq
-            self._mirror.apply(payload)
+            try:
+                self._mirror.apply(payload)
+            except msgspec.DecodeError:
+                self._forget("unreadable", seq)
+                continue
             self._publish(KV, payload)
+
+    def _forget(self, why: str, seq: int) -> None:
+        """The engine's events are incomplete: what is known of its blocks is void."""
+        log.warning("engine_events_lost", worker=self._worker, why=why, seq=seq)
+        self._mirror.clear()
+        self.totals.lost(1)
+        self._publish(RESET, b"")
 
     def _read_stats(self) -> None:
         while True:

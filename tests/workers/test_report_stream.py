@@ -25,7 +25,7 @@ def test_totals_add_up_and_lists_start_anew():
     totals = ReportTotals("w")
     assert not totals.urgent
     totals.add(step(prefilled=["a"]))
-    totals.add(step(overrun=True, running=3))
+    totals.add(step(overrun=True))
     totals.add({"kind": "admit", "request_id": "a", "device_tokens": 1, "host_tokens": 2,
                 "new_tokens": 3, "t_s": 1.0})  # fmt: skip
     totals.add({"kind": "store", "tokens": 5, "bytes": 500, "took_s": 0.5})
@@ -36,7 +36,7 @@ def test_totals_add_up_and_lists_start_anew():
     assert report == WorkerReport(
         worker="w", time_s=9.0, steps_total=2, step_seconds_total=0.5, step_tokens_total=20,
         overruns_total=1, store_tokens_total=5, store_bytes_total=500, store_seconds_total=0.5,
-        store_wait_seconds_total=0.125, running=3, event_gaps_total=2,
+        store_wait_seconds_total=0.125, event_gaps_total=2,
         admitted=(Admission("a", 1, 2, 3),), prefilled=("a",),
     )  # fmt: skip
     assert not totals.urgent
@@ -188,3 +188,13 @@ def test_closing_ends_the_thread(tmp_path):
     engine = Engine(tmp_path)
     engine.close()
     assert not engine.stream._thread.is_alive()
+
+
+def test_an_unreadable_engine_event_voids_what_is_known(engine):
+    engine.publish(0)
+    engine.next(b"kv")
+    engine.kv.send_multipart([b"kv", (1).to_bytes(8, "big"), b"not msgpack at all"])
+    engine.next(b"reset")
+    assert engine.snapshot()[1] == []
+    payload = engine.publish(2)
+    assert engine.next(b"kv") == payload
