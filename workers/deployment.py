@@ -29,8 +29,7 @@ from workers.vllm_engine import Pace, engine_kwargs
 log = structlog.get_logger(__name__)
 
 _PROFILE_TIMEOUT_S = 60.0
-# A chat's first item only names the role; its first token is in the second.
-_AT_ONCE = 2
+_ROLE = '"role":"assistant"'
 
 
 class KappaServer(LLMServer):
@@ -118,13 +117,16 @@ class KappaServer(LLMServer):
 async def _first_at_once(
     generator: AsyncGenerator[Any, None], batched: Any
 ) -> AsyncGenerator[list[Any], None]:
-    sent = 0
+    """Yield up to the first token without waiting for more, then as `batched` does."""
+    first: list[Any] = []
     try:
         async for item in generator:
-            yield [item]
-            sent += 1
-            if sent == _AT_ONCE:
+            first.append(item)
+            # A chat's first item only names the role; the token follows at once.
+            if not (isinstance(item, str) and _ROLE in item):
                 break
+        if first:
+            yield first
         async for items in batched(generator):
             yield items
     finally:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-_START_S = 300.0
+_START_S = 480.0
 _STOP_S = 60.0
 _POLL_S = 0.2
 _IDLE_S = 60.0

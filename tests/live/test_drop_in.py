@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.live
 
-_START_S = 240.0
+_START_S = 480.0
 _STOP_S = 60.0
 _SUBJECTS = ("rivers", "engines", "poems", "harbours", "proofs", "orchards")
 
