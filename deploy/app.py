@@ -271,7 +271,8 @@ def _quiet(level: str) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", level)
-    logging.getLogger("httpx").setLevel(level)
+    for name in ("httpx", "httpx2"):
+        logging.getLogger(name).setLevel(level)
 
 
 def _quiet_ray(level: str) -> None:

@@ -59,7 +59,8 @@ def show(url: str, chats: Sequence[ChatSession], max_tokens: int, json_output: b
     """Replay, print, and exit with 1 if the demo did not show what it is for."""
     console = Console(soft_wrap=True)
     # Ray and vLLM, once imported, have it log every request.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for name in ("httpx", "httpx2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         before = asyncio.run(node_rows(url))
         if not json_output:
