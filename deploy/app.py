@@ -7,12 +7,14 @@ stops all of it again.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -257,7 +259,9 @@ class Cluster:
         import ray
         from ray import serve
 
-        if ray.is_initialized():
+        if not ray.is_initialized():
+            return
+        with _unheard(self.settings.log_level):
             try:
                 serve.shutdown()
             except KeyboardInterrupt:
@@ -283,6 +287,19 @@ def _quiet_ray(level: str) -> None:
         # Says at every start that token authentication is on, as it should be.
         name = "ray._private.authentication.authentication_token_setup"
         logging.getLogger(name).setLevel("ERROR")
+
+
+@contextlib.contextmanager
+def _unheard(level: str) -> Iterator[None]:
+    """Ray reports, on standard output, that the controller which we stop has stopped."""
+    if level in ("DEBUG", "INFO"):
+        yield
+        return
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        yield
 
 
 def free_port(host: str) -> int:

@@ -32,7 +32,7 @@ _STEP_TOKENS = 120
 _TOKEN_IDS = range(100, 2900)
 # Which act feeds which class.
 ACT_OF_CLASS = {"device": "agent", "load": "revisit", "compute": "ask", "queue": "burst"}
-_EACH = 0.25
+_EACH = 0.1
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ engine:
 router:
   max_queue: 40
   max_body_bytes: 131072
+  record: {record}
 """
 
 
@@ -41,7 +42,8 @@ class Live:
     max_body_bytes = 131072
     max_context_tokens = 6144
 
-    def __init__(self, ready):
+    def __init__(self, ready, router_log):
+        self.router_log = router_log
         self.url, self.model, self.nodes_at_start = ready["url"], ready["model"], ready["nodes"]
         self.http = httpx.Client(base_url=self.url, timeout=120.0)
         self.openai = openai.OpenAI(**self.client_options())
@@ -108,7 +110,8 @@ def pytest_collection_modifyitems(items):
 def live(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
     config, errors = folder / "cluster.yaml", folder / "stderr.txt"
-    config.write_text(CONFIG)
+    record = folder / "router.jsonl"
+    config.write_text(CONFIG.format(record=record))
     kappa = Path(sys.executable).with_name("kappa")
     with errors.open("w") as stderr:
         process = subprocess.Popen(
@@ -121,7 +124,7 @@ def live(tmp_path_factory):
         )
     survivors = []
     try:
-        yield Live(_ready(process, errors))
+        yield Live(_ready(process, errors), record)
     finally:
         survivors = _stop(process)
     assert not survivors, f"these outlived the cluster: {survivors}\n{errors.read_text()[-4000:]}"

@@ -1,0 +1,57 @@
+"""The running router's log replays to its decisions; its nodes can be measured while they serve."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from router.core import Router, RouterConfig
+from router.policy import policy_named
+from router.recording import replay
+
+
+def entries(path):
+    """The whole lines of a log that is still being written."""
+    *lines, _ = path.read_text().split("\n")
+    return [json.loads(line) for line in lines]
+
+
+def test_the_live_log_replays_to_identical_decisions(idle):
+    for number in range(6):
+        idle.openai.chat.completions.create(
+            model=idle.model,
+            messages=[{"role": "user", "content": f"{number % 3} " + "replay this prompt " * 60}],
+            max_tokens=2,
+        )
+    log = entries(idle.router_log)
+    assert {"join", "blocks", "report", "route", "release"} <= {entry["call"] for entry in log}
+    # The live router's secret is its own: hashes differ, what they say does not.
+    router = Router(RouterConfig(policy=policy_named("ttft"), secret=1))
+    pairs = replay(log, router)
+    assert len(pairs) >= 6
+    assert any(then["counts"]["device_tokens"] for then, _ in pairs)
+    for then, now in pairs:
+        assert now == then
+
+
+def test_profiling_on_demand_measures_each_worker_and_keeps_its_pace(idle):
+    before = {row["node"]: row["profile"] for row in idle.nodes()}
+    answer = idle.http.post("/v1/nodes/profile")
+    answer.raise_for_status()
+    for row in answer.json()["nodes"]:
+        measured = row["measured"]
+        assert row["profile"] == before[row["node"]], "a paced node keeps what it is paced by"
+        assert row["profile_error"] is None
+        assert measured["h2d_bytes_per_s"] > 1e6
+        assert measured["flops_per_s"] > 1e6
+        sizes = [point["bytes"] for point in measured["h2d"]]
+        assert sizes == sorted(sizes) and len(sizes) >= 3
+        assert all(point["spread"] >= 0 for point in measured["gemm"])
+
+
+@pytest.mark.parametrize("path", ["/v1/nodes", "/v1/decisions", "/metrics", "/ready"])
+def test_what_is_shown_is_never_routed(idle, path):
+    decided = len(idle.decisions())
+    idle.http.get(path).raise_for_status()
+    assert len(idle.decisions()) == decided
