@@ -15,11 +15,11 @@ import numpy as np
 
 from kappa.report import Announcement, WorkerReport
 from kappa.types import TokenCounts
+from router.jobs import Job
 from router.kv_events import KVEvent, WorkerGone
 from router.policy import Candidate, LeastBacklog, Policy
 from router.prefix_hash import PrefixHasher
 from router.prefix_index import Match, PrefixIndex
-from router.shadow import Job
 from router.state import ClusterState, WorkerState, load_token_s
 
 _OUTPUTS_KEPT = 256

@@ -11,63 +11,15 @@ Pure: every method takes the time; the clock is real seconds (dilated on a paced
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from kappa.step import StepModel
+from router.jobs import EngineSpeed, Job
 
 # A forecast that would take longer than this many steps is cut off: it is "very late" anyway.
 _MAX_STEPS = 2_000
 _MANY = 1_000_000
 _NEVER = float("inf")
 _ROUNDING = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpeed:
-    """What the forecast needs of a worker: steps, link, budget and room, in real seconds."""
-
-    step: StepModel
-    load_token_s: float
-    load_fixed_s: float
-    budget_tokens: int
-    capacity_tokens: int
-
-    def load_s(self, tokens: int) -> float:
-        """Real seconds of link time for `tokens` tokens; none costs nothing."""
-        return self.load_fixed_s + tokens * self.load_token_s if tokens > 0 else 0.0
-
-
-@dataclass(slots=True)
-class Job:
-    """One request as the forecast sees it.
-
-    context_tokens: tokens in the cache before the next new one (device and host hits).
-    new_tokens: prompt tokens still to compute. output_tokens: what it is expected to decode.
-    The rest is the forecast's own: queued_s is when it was admitted, its load put on the link,
-    loaded_s when that lands; prefilled_tokens are what it has computed of the prompt.
-    """
-
-    request_id: str
-    arrival_s: float
-    host_tokens: int
-    context_tokens: int
-    new_tokens: int
-    output_tokens: int
-    queued_s: float = 0.0
-    loaded_s: float | None = None
-    admitted: bool = False
-    prefilled_tokens: int = 0
-    decoded_tokens: int = 0
-
-    @property
-    def footprint_tokens(self) -> int:
-        """Cache room it holds once admitted."""
-        return self.context_tokens + self.new_tokens
-
-    @property
-    def decoding(self) -> bool:
-        """Whether its prompt is done."""
-        return self.new_tokens <= 0
 
 
 class Shadow:

@@ -12,7 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kappa.report import Announcement, WorkerReport
-from router.shadow import EngineSpeed, Shadow
+from router.jobs import EngineSpeed
+from router.shadow import Shadow
 
 _MIN_SAMPLES = 5
 _KEPT_SAMPLES = 64

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kappa.step import StepModel
-from router.shadow import EngineSpeed, Job, Shadow
+from router.jobs import EngineSpeed, Job
+from router.shadow import Shadow
 
 STEP = StepModel(token_s=0.01, pair_s=1e-5, weights_s=0.05, context_token_s=1e-5, fixed_s=0.002)
 SPEED = EngineSpeed(STEP, 0.001, 0.01, budget_tokens=64, capacity_tokens=10_000)

@@ -9,7 +9,7 @@ import pytest
 from kappa.hardware import node_profile
 from kappa.report import Admission, Announcement, WorkerReport
 from kappa.step import StepModel
-from router.shadow import Job
+from router.jobs import Job
 from router.state import Calibration, ClusterState, engine_speed, load_token_s
 
 KV_BYTES = 131072.0
