@@ -86,37 +86,46 @@ def _prior(profile: NodeProfile, name: str) -> NodeProfile:
 def build_app(settings: ClusterSettings, model: Model) -> Any:
     """The Serve application: `KappaServer` replicas behind a `KappaIngress`."""
     from ray import serve
-    from ray.serve.llm import LLMConfig, build_llm_deployment
+    from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
+    from ray.serve.llm import build_llm_deployment
 
-    from router.ingress import IngressSettings, make_ingress
+    from router.ingress import make_ingress
     from workers.deployment import KappaServer
-    from workers.identity import WorkerPlan
-    from workers.vllm_engine import CPU_ENV, EngineLimits
 
-    e, r = settings.engine, settings.router
-    limits = EngineLimits(
-        e.max_context_tokens, e.block_tokens, e.device_blocks, e.host_bytes,
-        e.max_batch_tokens, e.max_sequences, e.dtype,
-    )  # fmt: skip
-    plan = WorkerPlan(
-        nodes=worker_nodes(settings),
-        served=model.shape,
-        emulated=settings.model.emulated_shape,
-        limits=limits,
-        model_source=model.source,
-        chat_template=model.chat_template,
-        cache_dir=str(home()),
-        # A cluster that we start is on one machine: nothing of ours listens beyond loopback.
-        stream_host="127.0.0.1",
+    model_id, limits = settings.model.id, settings.router
+    config = _llm_config(settings, model)
+    plan = _worker_plan(settings, model)
+    workers = build_llm_deployment(config, bind_kwargs={"plan": plan}, deployment_cls=KappaServer)
+    ingress = serve.deployment(
+        make_ingress(limits.max_body_bytes),
+        name="KappaIngress",
+        num_replicas=1,
+        max_ongoing_requests=4 * limits.max_queue,
+        health_check_period_s=5,
+        graceful_shutdown_timeout_s=5,
+        ray_actor_options={"num_cpus": 0},
     )
-    config = LLMConfig(
+    return ingress.bind(
+        llm_deployments={model_id: workers},
+        model_cards={model_id: to_model_metadata(model_id, config)},
+        kappa=_ingress_settings(settings, model),
+    )
+
+
+def _llm_config(settings: ClusterSettings, model: Model) -> Any:
+    """Ray Serve LLM's configuration of the workers' deployment."""
+    from ray.serve.llm import LLMConfig
+
+    from workers.vllm_engine import CPU_ENV
+
+    return LLMConfig(
         model_loading_config={"model_id": settings.model.id, "model_source": model.source},
-        engine_kwargs={"enable_prompt_tokens_details": True, **e.extra},
+        engine_kwargs={"enable_prompt_tokens_details": True, **settings.engine.extra},
         accelerator_config={"kind": "cpu"},
         placement_group_config={"bundles": [{"CPU": _REPLICA_CPUS}]},
         deployment_config={
             "num_replicas": len(settings.nodes),
-            "max_ongoing_requests": 4 * r.max_queue,
+            "max_ongoing_requests": 4 * settings.router.max_queue,
             "max_constructor_retry_count": 2,
             "health_check_period_s": 2,
             "health_check_timeout_s": 10,
@@ -132,33 +141,46 @@ def build_app(settings: ClusterSettings, model: Model) -> Any:
         runtime_env={"env_vars": {**CPU_ENV, "HF_HUB_OFFLINE": _offline(settings)}},
         log_engine_metrics=False,
     )
-    workers = build_llm_deployment(config, bind_kwargs={"plan": plan}, deployment_cls=KappaServer)
-    ingress = serve.deployment(
-        make_ingress(r.max_body_bytes),
-        name="KappaIngress",
-        num_replicas=1,
-        max_ongoing_requests=4 * r.max_queue,
-        health_check_period_s=5,
-        graceful_shutdown_timeout_s=5,
-        ray_actor_options={"num_cpus": 0},
-    )
-    from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
 
-    return ingress.bind(
-        llm_deployments={settings.model.id: workers},
-        model_cards={settings.model.id: to_model_metadata(settings.model.id, config)},
-        kappa=IngressSettings(
-            tokenizer_source=model.source,
-            policy=r.policy,
-            index_blocks=r.index_blocks,
-            max_queue=r.max_queue,
-            stale_after_s=r.stale_after_s,
-            calibrate=r.calibrate,
-            calibrate_requests=r.calibrate_requests,
-            request_timeout_s=r.request_timeout_s,
-            secret=secrets.token_hex(16),
-            record=r.record,
+
+def _worker_plan(settings: ClusterSettings, model: Model) -> Any:
+    """What each replica must know before its engine starts."""
+    from workers.identity import WorkerPlan
+    from workers.vllm_engine import EngineLimits
+
+    e = settings.engine
+    return WorkerPlan(
+        nodes=worker_nodes(settings),
+        served=model.shape,
+        emulated=settings.model.emulated_shape,
+        limits=EngineLimits(
+            e.max_context_tokens, e.block_tokens, e.device_blocks, e.host_bytes,
+            e.max_batch_tokens, e.max_sequences, e.dtype,
         ),
+        model_source=model.source,
+        chat_template=model.chat_template,
+        cache_dir=str(home()),
+        # A cluster that we start is on one machine: nothing of ours listens beyond loopback.
+        stream_host="127.0.0.1",
+    )  # fmt: skip
+
+
+def _ingress_settings(settings: ClusterSettings, model: Model) -> Any:
+    """What the ingress is told; the secret of its hashes is new at every start."""
+    from router.ingress import IngressSettings
+
+    r = settings.router
+    return IngressSettings(
+        tokenizer_source=model.source,
+        policy=r.policy,
+        index_blocks=r.index_blocks,
+        max_queue=r.max_queue,
+        stale_after_s=r.stale_after_s,
+        calibrate=r.calibrate,
+        calibrate_requests=r.calibrate_requests,
+        request_timeout_s=r.request_timeout_s,
+        secret=secrets.token_hex(16),
+        record=r.record,
     )
 
 
@@ -217,7 +239,7 @@ class Cluster:
         self._progress(f"starting {len(self.settings.nodes)} engines")
         try:
             serve.run(build_app(self.settings, model), name=_APP, route_prefix="/")
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise StartError(
                 f"the engines did not start: {error}. Their logs are in /tmp/ray/session_latest/"
                 "logs; run with --log-level INFO to see them here"
