@@ -32,6 +32,8 @@ from workload.sessions import demo_sessions_path, read_sessions
 Progress = Callable[[str], None]
 
 _WARM_TIMEOUT_S = 180.0
+# One more than the router's calibration needs before it believes its samples.
+_WARM_ROUNDS = 7
 _REPLICA_CPUS = 1
 _APP = "kappa"
 
@@ -249,7 +251,11 @@ class Cluster:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Wait for all workers, then send one request to each: first ones are slow."""
+        """Wait for all workers, then send each some requests.
+
+        The first ones are slow, and from the next the router learns what a request costs besides
+        the engine.
+        """
         deadline = time.monotonic() + _WARM_TIMEOUT_S
         wanted = len(self.settings.nodes)
         with httpx.Client(base_url=self.url, timeout=60.0) as client:
@@ -262,17 +268,17 @@ class Cluster:
                 time.sleep(0.5)
             else:
                 raise StartError(f"not all of {wanted} workers reported within {_WARM_TIMEOUT_S} s")
-            # All at once: each one's reservation sends the next to another worker.
+            # A round at once: each one's reservation sends the next to another worker.
             with ThreadPoolExecutor(wanted) as pool:
-                for stream in (False, True):
-                    list(pool.map(lambda i, s=stream: self._ask(client, i, s), range(wanted)))
+                for turn in range(_WARM_ROUNDS):
+                    list(pool.map(lambda i, t=turn: self._ask(client, i, t), range(wanted)))
 
-    def _ask(self, client: httpx.Client, number: int, stream: bool) -> None:
+    def _ask(self, client: httpx.Client, number: int, turn: int) -> None:
         body = {
             "model": self.settings.model.id,
-            "messages": [{"role": "user", "content": f"warm up {number} {stream}"}],
+            "messages": [{"role": "user", "content": f"warm up {number} {turn}"}],
             "max_tokens": 2,
-            "stream": stream,
+            "stream": turn > 0,
         }
         client.post("/v1/chat/completions", json=body).raise_for_status()
 
