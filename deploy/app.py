@@ -215,6 +215,9 @@ class Cluster:
 
     def _start(self) -> None:
         _quiet(self.settings.log_level)
+        http = self.settings.http
+        if http.port:
+            _check_port(http.host, http.port)  # before seconds are spent on what cannot be reached
         self._progress("preparing the model")
         model = prepare_model(self.settings)
         self._progress("starting Ray")
@@ -231,9 +234,7 @@ class Cluster:
             log_to_driver=self.settings.log_level in ("DEBUG", "INFO"),
             object_store_memory=256 << 20,
         )
-        http = self.settings.http
         port = http.port or free_port(http.host)
-        _check_port(http.host, port)
         serve.start(
             http_options={"host": http.host, "port": port},
             logging_config={"log_level": self.settings.log_level, "enable_access_log": False},

@@ -16,6 +16,13 @@ from kappa.types import NodeProfile
 
 PROTOCOL = 1
 
+# Kinds of message on a worker's stream: the engine's own event batch, a `WorkerReport`, and
+# "forget all blocks".
+KV, REPORT, RESET = b"kv", b"report", b"reset"
+
+# Under this key the ingress' request id travels through vLLM, in `SamplingParams.extra_args`.
+REQUEST_ID_KEY = "kappa_request_id"
+
 
 def _known(cls: type, data: Mapping[str, Any], what: str) -> dict[str, Any]:
     names = {f.name for f in fields(cls)}
@@ -59,6 +66,11 @@ class Announcement:
     profile_error: str = ""
     measured: Mapping[str, Any] = field(default_factory=dict)
     protocol: int = PROTOCOL
+
+    @property
+    def kappa_crit(self) -> float:
+        """κ_crit: seconds to compute a new token over seconds to load a cached one."""
+        return self.step.token_s * self.node.h2d_bytes_per_s / self.kv_bytes_per_token
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready copy."""

@@ -20,7 +20,7 @@ from router.kv_events import KVEvent, WorkerGone
 from router.policy import Candidate, LeastBacklog, Policy
 from router.prefix_hash import PrefixHasher
 from router.prefix_index import Match, PrefixIndex
-from router.state import ClusterState, WorkerState, load_token_s
+from router.state import ClusterState, WorkerState
 
 _OUTPUTS_KEPT = 256
 _DEFAULT_OUTPUT_TOKENS = 128
@@ -104,14 +104,16 @@ class _Outputs:
     """Recent output lengths, to guess when a stream ends."""
 
     lengths: list[int] = field(default_factory=list)
+    typical: int = _DEFAULT_OUTPUT_TOKENS
 
     def add(self, tokens: int) -> None:
         self.lengths.append(tokens)
         del self.lengths[:-_OUTPUTS_KEPT]
+        # Here, once per request that ends, not at each guess, once per worker and decision.
+        self.typical = int(median(self.lengths))
 
     def guess(self, max_tokens: int) -> int:
-        typical = int(median(self.lengths)) if self.lengths else _DEFAULT_OUTPUT_TOKENS
-        return max(1, min(typical, max_tokens) if max_tokens > 0 else typical)
+        return max(1, min(self.typical, max_tokens) if max_tokens > 0 else self.typical)
 
 
 class Router:
@@ -323,7 +325,7 @@ class Router:
             worker=worker,
             node=said.node,
             counts=counts,
-            kappa_crit=said.step.token_s * said.node.dilation / load_token_s(said),
+            kappa_crit=said.kappa_crit,
             queue_s=max(ttft_s - load_s - compute_s - state.calibration.overhead_s, 0.0),
             load_s=load_s,
             compute_s=compute_s,

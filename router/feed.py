@@ -17,7 +17,7 @@ import structlog
 import zmq
 import zmq.asyncio
 
-from kappa.report import Announcement, WorkerReport
+from kappa.report import KV, REPORT, RESET, Announcement, WorkerReport
 from router.kv_events import KVEvent, WorkerReset
 from router.kv_stream import StreamCursor, decode_batch
 
@@ -79,11 +79,11 @@ class WorkerFeed:
             log.warning("worker_message_unreadable", worker=self._said.worker, error=str(error))
 
     def _dispatch(self, kind: bytes, payload: bytes) -> None:
-        if kind == b"kv":
+        if kind == KV:
             self._on_blocks(decode_batch(payload, self._said.worker, self.skipped))
-        elif kind == b"report":
+        elif kind == REPORT:
             self._on_report(WorkerReport.from_dict(msgspec.msgpack.decode(payload)))
-        elif kind == b"reset":
+        elif kind == RESET:
             self._on_blocks([WorkerReset(self._said.worker)])
 
     async def _resync(self) -> None:

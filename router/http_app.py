@@ -5,7 +5,6 @@ Plain ASGI middleware: it must not buffer streams. Made once per ingress replica
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -78,7 +77,6 @@ class _RequestId:
             given = headers.get(b"x-request-id", b"").decode("latin-1")
             scope.setdefault("state", {})
             scope["state"]["request_id"] = given or uuid.uuid4().hex
-            scope["state"]["started_s"] = time.monotonic()
         await self._app(scope, receive, send)
 
 

@@ -20,7 +20,14 @@ import structlog
 from kappa import metrics as m
 from kappa.report import Admission, Announcement, WorkerReport
 from router.board import BOARD, Announcements
-from router.core import Decision, MismatchError, Router, RouterConfig, RouteRequest
+from router.core import (
+    Decision,
+    MismatchError,
+    Router,
+    RouterConfig,
+    RouteRequest,
+    without_candidates,
+)
 from router.feed import WorkerFeed
 from router.metrics import RouterMetrics
 from router.recording import RecordedRouter
@@ -104,7 +111,9 @@ class LiveRouter:
         self.metrics.inc(m.DECISIONS, node, decision.policy, decision.reason, chosen.bound)
         self.metrics.observe(m.RATIO, node, value=chosen.counts.ratio)
         self.metrics.observe(m.PREDICTED_TTFT, node, value=chosen.ttft_s)
-        self.records[request.request_id] = Record(decision, time.time(), self._load())
+        self.records[request.request_id] = Record(
+            without_candidates(decision), time.time(), self._load()
+        )
         while len(self.records) > _MEMORY:
             self.records.popitem(last=False)
         return decision
@@ -245,7 +254,7 @@ class LiveRouter:
             self.metrics.set(m.LINK_BACKLOG, node, to=link_s)
             self.metrics.set(m.GPU_BACKLOG, node, to=gpu_s)
             self.metrics.set(m.RESERVATIONS, node, to=self.router.in_flight_on(worker))
-            self.metrics.set(m.CRITICAL_RATIO, node, to=critical_ratio(said))
+            self.metrics.set(m.CRITICAL_RATIO, node, to=said.kappa_crit)
             self.metrics.set(m.LINK_SCALE, node, to=calibration.link_scale)
             self.metrics.set(m.COMPUTE_SCALE, node, to=calibration.compute_scale)
             self.metrics.set(m.OVERHEAD, node, to=calibration.overhead_s)
@@ -273,7 +282,7 @@ class LiveRouter:
                     "profile": said.node.to_dict(),
                     "profile_error": said.profile_error or None,
                     "measured": dict(said.measured),
-                    "kappa_crit": critical_ratio(said),
+                    "kappa_crit": said.kappa_crit,
                     "in_flight": self.router.in_flight_on(worker),
                     "link_backlog_s": link_s,
                     "gpu_backlog_s": gpu_s,
@@ -293,11 +302,6 @@ class LiveRouter:
 def _writer(path: str) -> Callable[[dict[str, Any]], None]:
     file = open(path, "a", buffering=1)  # noqa: SIM115  # lives as long as the process
     return lambda entry: print(json.dumps(entry), file=file)
-
-
-def critical_ratio(said: Announcement) -> float:
-    """κ_crit of a worker: seconds to compute a new token over seconds to load a cached one."""
-    return said.step.token_s * said.node.h2d_bytes_per_s / said.kv_bytes_per_token
 
 
 def _log_line(record: Record) -> dict[str, Any]:

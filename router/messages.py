@@ -6,13 +6,13 @@ from typing import Any
 
 from fastapi import Request
 
+from kappa.report import REQUEST_ID_KEY
 from router.core import Decision
 from router.prefix_hash import salt_of
 from router.ray_router import PIN_HEADER
 
 # Ours to set; and one of vLLM's that would make an engine announce blocks it never removes.
 _RESERVED_XARGS = ("kappa_", "kv_cache_report_mode")
-REQUEST_ID_XARG = "kappa_request_id"
 
 
 def decision_headers(decision: Decision) -> dict[str, str]:
@@ -78,7 +78,7 @@ def mark(body: Any, request_id: str) -> None:
         for key, value in (body.vllm_xargs or {}).items()
         if not key.startswith(_RESERVED_XARGS)
     }
-    body.vllm_xargs = {**given, REQUEST_ID_XARG: request_id}
+    body.vllm_xargs = {**given, REQUEST_ID_KEY: request_id}
 
 
 def pinned(request: Request, worker: str) -> Request:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from kappa.report import REQUEST_ID_KEY
 from workers.stats_channel import StatsSender
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
-
-REQUEST_ID_KEY = "kappa_request_id"
 
 
 def kappa_request_id(sampling_params: Any) -> str:

@@ -204,7 +204,6 @@ class HostTierWorker(OffloadingWorker):
         self._stats = stats
         self._load = Link("load", host, device, tokens_per_block, pace.load_s, self._report)
         self._store = Link("store", device, host, tokens_per_block, pace.store_s, self._report)
-        self._loads_submitted = 0
         CURRENT.append(self)
 
     def submit_store(

@@ -16,12 +16,11 @@ import msgspec
 import structlog
 import zmq
 
-from kappa.report import Admission, WorkerReport
+from kappa.report import KV, REPORT, RESET, Admission, WorkerReport
 from workers.mirror import KvMirror
 
 log = structlog.get_logger(__name__)
 
-KV, REPORT, RESET = b"kv", b"report", b"reset"
 _REPORT_EVERY_S = 0.25
 _POLL_MS = 100
 _HIGH_WATER_MESSAGES = 100_000
