@@ -46,7 +46,8 @@ class Announcement:
     worker: the replica's unique id. node: its profile (measured, catalogue or paced). step: the
     constants of an engine step. kv_bytes_per_token: M of the model it serves, or emulates.
     load_s = load_fixed_s + tokens * kv_bytes_per_token / node.h2d_bytes_per_s. fingerprint: hash of
-    everything two workers must share for their KV blocks to mean the same.
+    everything two workers must share for their KV blocks to mean the same. net_bytes_per_s: how
+    fast it can fetch blocks from a peer's host tier; 0 when it cannot.
     """
 
     worker: str
@@ -64,6 +65,7 @@ class Announcement:
     events_endpoint: str
     snapshot_endpoint: str
     profile_error: str = ""
+    net_bytes_per_s: float = 0.0
     measured: Mapping[str, Any] = field(default_factory=dict)
     protocol: int = PROTOCOL
 
@@ -111,14 +113,15 @@ class WorkerReport:
     """What a worker measured since its last report, and its totals since it started.
 
     Seconds are real (dilated on a paced node). `*_total` never fall within one worker's life;
-    `admitted` and `prefilled` list requests of this report only. `load_backlog_tokens`: tokens
-    of loads admitted and not yet landed.
+    `admitted` and `prefilled` list requests of this report only. `step_predicted_seconds_total`:
+    what the announced step model says that the same steps should have taken (0: it did not say).
     """
 
     worker: str
     time_s: float
     steps_total: int = 0
     step_seconds_total: float = 0.0
+    step_predicted_seconds_total: float = 0.0
     step_tokens_total: int = 0
     overruns_total: int = 0
     load_tokens_total: int = 0

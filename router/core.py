@@ -7,20 +7,22 @@ simulator and the replay of a recorded log do exactly the same. Pure: each call 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kappa.report import Announcement, WorkerReport
-from kappa.types import TokenCounts
+from kappa.types import NodeProfile
 from router.jobs import Job
 from router.kv_events import KVEvent, WorkerGone
-from router.policy import Candidate, LeastBacklog, Policy
-from router.prefix_hash import PrefixHasher
+from router.offers import Candidate, Offers
+from router.policy import Fetch, LeastBacklog, Policy
+from router.prefix_hash import PrefixHasher, UInt64s
 from router.prefix_index import Match, PrefixIndex
-from router.state import ClusterState, WorkerState
+from router.state import ClusterState
 
 _OUTPUTS_KEPT = 256
 _DEFAULT_OUTPUT_TOKENS = 128
@@ -40,31 +42,60 @@ class RouteRequest:
 
     token_ids: the prompt (None when it could not be tokenized: routing then fails open);
     salt: isolation of the tenant's cache; exclude: workers that must not be chosen.
+    prefix_hashes, prompt_tokens: instead of token_ids, from callers that have hashes already.
+    session: what the client calls its conversation, for policies that stick to it.
     """
 
     request_id: str
-    token_ids: np.ndarray | None
-    max_tokens: int
+    token_ids: np.ndarray | None = None
+    max_tokens: int = 0
     salt: int = 0
     exclude: frozenset[str] = frozenset()
+    prefix_hashes: UInt64s | None = None
+    prompt_tokens: int = 0
+    session: str = ""
+
+    @property
+    def informed(self) -> bool:
+        """Whether anything is known of the prompt."""
+        return self.token_ids is not None or self.prefix_hashes is not None
+
+    @property
+    def tokens(self) -> int:
+        """Length of the prompt; an engine computes at least one token."""
+        if self.token_ids is not None:
+            return max(len(self.token_ids), 1)
+        return max(self.prompt_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes, why, and what is expected of it; seconds are real ones."""
+    """Where a request goes, why, and what is expected of it; seconds are real ones.
+
+    offers: what all workers were priced at (None in logs); fetch: what to bring there first.
+    """
 
     request_id: str
     chosen: Candidate
     reason: str
     policy: str
-    candidates: tuple[Candidate, ...]
     prompt_tokens: int
     informed: bool
+    offers: Offers | None = field(default=None, compare=False, repr=False)
+    profiles: tuple[NodeProfile, ...] = field(default=(), compare=False, repr=False)
+    fetch: Fetch | None = None
 
     @property
     def worker(self) -> str:
         """The chosen worker."""
         return self.chosen.worker
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every worker that could have been chosen, priced; none in a log."""
+        if self.offers is None:
+            return ()
+        return tuple(self.offers.candidate(i, profile) for i, profile in enumerate(self.profiles))
 
     @property
     def kind(self) -> str:
@@ -89,7 +120,11 @@ class _Flight:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """index_blocks bounds the prefix index; stale_after_s a worker's silence."""
+    """index_blocks bounds the prefix index; stale_after_s a worker's silence.
+
+    forecast_workers: pools of at most so many workers are forecast step by step for every
+    decision; in larger ones queues are arithmetic (`router.fleet`), which costs microseconds.
+    """
 
     policy: Policy
     secret: int
@@ -97,6 +132,7 @@ class RouterConfig:
     stale_after_s: float = 10.0
     calibrate: bool = True
     calibrate_requests: int | None = None
+    forecast_workers: int = 4
 
 
 @dataclass(slots=True)
@@ -158,6 +194,7 @@ class Router:
     def leave(self, worker: str) -> list[str]:
         """A worker is gone; returns the requests that were in flight there."""
         self.state.leave(worker)
+        self.config.policy.left(worker)
         if self.index is not None:
             self.index.handle(WorkerGone(worker))
         lost = [r for r, flight in self._flights.items() if flight.decision.worker == worker]
@@ -190,7 +227,7 @@ class Router:
         chosen = flight.decision.chosen
         worker = self.state.workers.get(chosen.worker)
         if worker is not None:
-            worker.shadow.prefilled(request_id, now_s)
+            self.state.prefilled(request_id, worker, now_s)
             if flight.decision.informed and chosen.in_flight == 0:
                 self.state.outcome(chosen.worker, chosen.compute_s, chosen.load_s, ttft_s)
         return ttft_s
@@ -206,9 +243,7 @@ class Router:
         flight = self._flights.pop(request_id, None)
         if flight is None:
             return False
-        worker = self.state.workers.get(flight.decision.worker)
-        if worker is not None:
-            worker.shadow.finish(request_id, now_s)
+        self.state.finish(request_id, flight.decision.worker, now_s)
         if complete and flight.output_tokens:
             self._outputs.add(flight.output_tokens)
         return True
@@ -230,125 +265,130 @@ class Router:
         Raises:
             NoWorkerError: none is known, heard from lately, and not excluded.
         """
-        decision = self._decide(request, now_s)
-        chosen = decision.chosen
         # Asked again under the same id: the earlier answer was not taken.
         self.release(request.request_id, now_s, complete=False)
-        state = self.state.workers[chosen.worker]
-        job = self._job(request, chosen.counts, state, now_s)
-        state.shadow.submit(job, now_s)
-        self._flights[request.request_id] = _Flight(decision, now_s)
+        decision, index = self._decide(request, now_s)
+        offers = decision.offers
+        assert offers is not None
+        self.state.fleet.reserve(request.request_id, offers, index)
+        if decision.informed:
+            self.config.policy.routed(offers, index)
+        if self._forecasting:
+            shadow = self.state.workers[decision.worker].shadow
+            shadow.submit(self._job(request.request_id, offers, index), now_s)
+        self._flights[request.request_id] = _Flight(without_candidates(decision), now_s)
         return decision
 
     def explain(self, request: RouteRequest, now_s: float) -> Decision:
         """What `route` would decide, without reserving anything."""
-        return self._decide(request, now_s)
+        return self._decide(request, now_s)[0]
 
     def backlogs_s(self, now_s: float) -> dict[str, tuple[float, float]]:
         """Seconds of queued work on each worker's (link, gpu)."""
-        return {w: state.shadow.backlog_s(now_s) for w, state in self.state.workers.items()}
+        if self._forecasting:
+            return {w: state.shadow.backlog_s(now_s) for w, state in self.state.workers.items()}
+        return {w: self.state.fleet.backlog_s(w, now_s) for w in self.state.workers}
+
+    @property
+    def _forecasting(self) -> bool:
+        return len(self.state.workers) <= self.config.forecast_workers
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._flights
 
-    def _decide(self, request: RouteRequest, now_s: float) -> Decision:
-        informed = request.token_ids is not None and self.hasher is not None
-        matches: Mapping[str, Match] = {}
-        prompt_tokens = 0
-        if request.token_ids is not None and self.hasher is not None and self.index is not None:
-            prompt_tokens = len(request.token_ids)
-            hashes = self.hasher.prefix_hashes(request.token_ids, request.salt)
-            matches = self.index.match_all(hashes)
-        candidates = tuple(
-            self._price(worker, state, request, matches.get(worker, Match(0, 0)), now_s)
-            for worker, state in self.state.workers.items()
-            if worker not in request.exclude and now_s - state.seen_s <= self.config.stale_after_s
-        )
-        if not candidates:
-            known = self.state.workers.keys()
-            excluded = len(known & request.exclude)
-            raise NoWorkerError(
-                f"no worker is ready ({len(known)} known, {excluded} excluded, "
-                f"{len(known) - excluded} not heard from in the last "
-                f"{self.config.stale_after_s:g} s)"
-            )
-        policy = self.config.policy if informed else LeastBacklog()
-        choice = policy.choose(candidates)
-        return Decision(
+    def _decide(self, request: RouteRequest, now_s: float) -> tuple[Decision, int]:
+        fleet = self.state.fleet
+        slots = fleet.ready(now_s, self.config.stale_after_s, request.exclude)
+        if not len(slots):
+            raise self._no_worker(request)
+        offers = self._offers(request, slots, now_s)
+        if self._forecasting:
+            self._forecast(offers)
+        policy = self.config.policy if request.informed else _FAIL_OPEN
+        choice = policy.choose(offers)
+        profiles = fleet.profiles(slots)
+        decision = Decision(
             request_id=request.request_id,
-            chosen=candidates[choice.index],
-            reason=choice.reason if informed else "uninformed_least_backlog",
+            chosen=offers.candidate(choice.index, profiles[choice.index]),
+            reason=choice.reason if request.informed else "uninformed_least_backlog",
             policy=policy.name,
-            candidates=candidates,
-            prompt_tokens=prompt_tokens,
-            informed=informed,
+            prompt_tokens=request.tokens if request.informed else 0,
+            informed=request.informed,
+            offers=offers,
+            profiles=profiles,
+            fetch=choice.fetch,
         )
+        return decision, choice.index
 
-    def _counts(self, request: RouteRequest, match: Match) -> TokenCounts:
-        assert self.hasher is not None
-        total = max(len(request.token_ids), 1) if request.token_ids is not None else 1
-        size = self.hasher.block_tokens
+    def _offers(self, request: RouteRequest, slots: NDArray[np.intp], now_s: float) -> Offers:
+        """The request priced on `slots`, by what the index says each of them holds."""
+        assert self.hasher is not None and self.index is not None
+        hashes = request.prefix_hashes
+        if request.token_ids is not None:
+            hashes = self.hasher.prefix_hashes(request.token_ids, request.salt)
+        matches: Mapping[str, Match] = {}
+        if hashes is not None and len(hashes):
+            matches = self.index.match_all(hashes)
+        size, total = self.hasher.block_tokens, request.tokens
         # An engine computes at least the last token, so a full hit gives its last block back.
         usable = (total - 1) // size
-        device = min(match.device_blocks, usable) * size
-        host = min(match.host_blocks, usable - device // size) * size
-        return TokenCounts(device, host, total - device - host)
-
-    def _job(
-        self, request: RouteRequest, counts: TokenCounts, state: WorkerState, now_s: float
-    ) -> Job:
-        # Half of what a request costs besides the engine is spent before it reaches it.
-        arrival_s = now_s + state.calibration.overhead_s / 2
-        return Job(
-            request_id=request.request_id,
-            arrival_s=arrival_s,
-            host_tokens=counts.cached_tokens,
-            context_tokens=counts.device_tokens + counts.cached_tokens,
-            new_tokens=counts.new_tokens,
+        device, cached = np.zeros(len(slots)), np.zeros(len(slots))
+        for worker, match in matches.items():
+            row = self.state.fleet.place(worker, slots)
+            if row >= 0:
+                device_blocks = min(match.device_blocks, usable)
+                device[row] = device_blocks * size
+                cached[row] = min(match.host_blocks, usable - device_blocks) * size
+        return self.state.fleet.price(
+            slots,
+            now_s,
+            prompt_tokens=total,
+            device_tokens=device,
+            cached_tokens=cached,
             output_tokens=self._outputs.guess(request.max_tokens),
+            block_tokens=size,
+            prefix_hashes=hashes,
+            session=request.session,
         )
 
-    def _price(
-        self, worker: str, state: WorkerState, request: RouteRequest, match: Match, now_s: float
-    ) -> Candidate:
-        counts = self._counts(request, match)
-        shadow, said = state.shadow, state.announcement
-        job = self._job(request, counts, state, now_s)
-        context = counts.device_tokens + counts.cached_tokens
-        ready_s = shadow.first_token_s(job, now_s) + state.calibration.overhead_s / 2
-        ttft_s = ready_s - now_s
-        speed = shadow.speed
-        load_s = speed.load_s(counts.cached_tokens)
-        compute_s = _prefill_s(speed.budget_tokens, counts.new_tokens, context, speed.step.real_s)
-        link_s, gpu_s = shadow.backlog_s(now_s)
-        return Candidate(
-            worker=worker,
-            node=said.node,
-            counts=counts,
-            kappa_crit=said.kappa_crit,
-            queue_s=max(ttft_s - load_s - compute_s - state.calibration.overhead_s, 0.0),
-            load_s=load_s,
-            compute_s=compute_s,
-            ttft_s=ttft_s,
-            harm_s=shadow.decode_delay_s(counts.new_tokens, context),
-            backlog_s=max(link_s, gpu_s),
-            in_flight=len(shadow),
+    def _forecast(self, offers: Offers) -> None:
+        """Replace the arithmetic of queues by each engine's forecast."""
+        now_s = offers.now_s
+        for row, worker in enumerate(offers.workers):
+            shadow = self.state.workers[worker].shadow
+            job = self._job("", offers, row)
+            ready_s = shadow.first_token_s(job, now_s) + float(offers.fixed_s[row]) / 2
+            offers.ttft_s[row] = ready_s - now_s
+            offers.harm_s[row] = shadow.decode_delay_s(job.new_tokens, job.context_tokens)
+            link_s, gpu_s = shadow.backlog_s(now_s)
+            offers.link_backlog_s[row], offers.gpu_backlog_s[row] = link_s, gpu_s
+
+    def _job(self, request_id: str, offers: Offers, row: int) -> Job:
+        # Half of what a request costs besides the engine is spent before it reaches it.
+        arrival_s = offers.now_s + float(offers.fixed_s[row]) / 2
+        cached = int(offers.cached_tokens[row])
+        return Job(
+            request_id=request_id,
+            arrival_s=arrival_s,
+            host_tokens=cached,
+            context_tokens=int(offers.device_tokens[row]) + cached,
+            new_tokens=int(offers.new_tokens[row]),
+            output_tokens=offers.expected_output_tokens,
+        )
+
+    def _no_worker(self, request: RouteRequest) -> NoWorkerError:
+        known = self.state.workers.keys()
+        excluded = len(known & request.exclude)
+        return NoWorkerError(
+            f"no worker is ready ({len(known)} known, {excluded} excluded, "
+            f"{len(known) - excluded} not heard from in the last "
+            f"{self.config.stale_after_s:g} s)"
         )
 
 
-def _prefill_s(
-    budget: int, new: int, context: int, real_s: Callable[[list[tuple[int, int]]], float]
-) -> float:
-    """Real seconds to prefill `new` tokens alone, in steps of at most `budget`."""
-    total_s = 0.0
-    while new > 0:
-        chunk = min(new, budget)
-        total_s += real_s([(chunk, context)])
-        new -= chunk
-        context += chunk
-    return total_s
+_FAIL_OPEN = LeastBacklog()
 
 
 def without_candidates(decision: Decision) -> Decision:
     """A copy that keeps only the choice, for logs."""
-    return replace(decision, candidates=())
+    return replace(decision, offers=None, profiles=())

@@ -1,71 +1,70 @@
-"""Which worker should serve a request. Each policy ranks candidates and says why.
+"""Which worker should serve a request. Each policy looks at `Offers` and says whom, and why.
 
-A candidate is one worker with everything a policy may look at, priced in seconds for this request.
-Policies see nothing else, so the same ones run live and simulated. They are stateless.
-
+* `priced` (default): least predicted TTFT, plus what the choice takes from others: `router.prices`.
+* `ttft`: least predicted time to first token, plus the delay it puts on those that decode there.
 * `threshold`: paper 001 §7.3 as printed. It looks at the request's ratio and at links, not at where
   the cache is, nor at the queue (except to break ties): kept as explanation and baseline.
-* `ttft`: least predicted time to first token, plus the delay it puts on those that decode there.
 * `least_backlog`: least queued work; what is left when nothing is known of the request.
+
+What others do is in `router.baselines`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kappa.types import NodeProfile, TokenCounts
+import numpy as np
 
-MEMORY, COMPUTE = "memory", "compute"
+from router.offers import Floats, Offers
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One worker, priced for one request; seconds are real ones.
+class Fetch:
+    """Bring `tokens` leading tokens from a peer's host tier before loading."""
 
-    queue_s: from now until its own load or prompt could start; ttft_s: prediction until the first
-    token, all included; harm_s: total delay of those that decode there; backlog_s: queued work on
-    the busier of link and gpu.
-    """
-
-    worker: str
-    node: NodeProfile
-    counts: TokenCounts
-    kappa_crit: float
-    queue_s: float
-    load_s: float
-    compute_s: float
-    ttft_s: float
-    harm_s: float
-    backlog_s: float
-    in_flight: int
-
-    @property
-    def bound(self) -> str:
-        """`memory` if the request's ratio here is at or above the node's critical ratio."""
-        return MEMORY if self.counts.ratio >= self.kappa_crit else COMPUTE
+    source_worker: str
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A policy's answer: index into the candidates, and one word of reason."""
+    """A policy's answer: index into the offers, and one word of reason."""
 
     index: int
     reason: str
+    fetch: Fetch | None = None
 
 
 class Policy(Protocol):
-    """Ranks candidates."""
+    """Picks a worker; may remember what it was told."""
 
     name: str
 
-    def choose(self, candidates: Sequence[Candidate]) -> Choice:
-        """Pick one of `candidates` (at least one)."""
+    def choose(self, offers: Offers) -> Choice:
+        """Pick one of `offers` (at least one)."""
+        ...
+
+    def routed(self, offers: Offers, index: int) -> None:
+        """The request went to row `index`."""
+        ...
+
+    def left(self, worker: str) -> None:
+        """A worker is gone."""
         ...
 
 
-class Threshold:
+class Stateless:
+    """What policies without a memory share."""
+
+    def routed(self, offers: Offers, index: int) -> None:
+        """Nothing to remember."""
+
+    def left(self, worker: str) -> None:
+        """Nothing to forget."""
+
+
+class Threshold(Stateless):
     """Paper 001 §7.3: memory-bound requests to the fastest link, others to the cheapest compute.
 
     The request's ratio is the one at the worker that holds most of its prompt in the host tier,
@@ -74,79 +73,93 @@ class Threshold:
 
     name = "threshold"
 
-    def choose(self, candidates: Sequence[Candidate]) -> Choice:
+    def choose(self, offers: Offers) -> Choice:
         """Pick by link or by price; ties by backlog."""
-        holder = max(candidates, key=lambda c: (c.counts.cached_tokens, -c.backlog_s))
-        if holder.bound == MEMORY:
-            index = _least(candidates, lambda c: (-_speed(c), c.backlog_s, c.in_flight))
-            return Choice(index, "memory_bound_fast_link")
+        backlog_s, speed = offers.backlog_s, offers.h2d_bytes_per_s
+        holder = least(-offers.cached_tokens, backlog_s)
+        ratio = offers.cached_tokens[holder] / max(offers.new_tokens[holder], 1.0)
+        if ratio >= offers.kappa_crit[holder]:
+            return Choice(least(-speed, backlog_s, offers.in_flight), "memory_bound_fast_link")
         # A price is no price unless all have one.
-        priced = all(c.node.cost_per_hour > 0 for c in candidates)
-        price = _price if priced else _no_price
-        index = _least(
-            candidates,
-            # With equal prices the slower link computes as well: keep the fast one free.
-            lambda c: (price(c), c.backlog_s, c.in_flight, _speed(c)),
-        )
+        priced = bool((offers.cost_per_hour > 0).all())
+        price = offers.cost_per_hour / offers.flops_per_s if priced else np.zeros(len(offers))
+        # With equal prices the slower link computes as well: keep the fast one free.
+        index = least(price, backlog_s, offers.in_flight, speed)
         return Choice(index, "compute_bound_cheap_compute")
 
 
-class LeastTtft:
+class LeastTtft(Stateless):
     """Least predicted TTFT plus harm; the reason is what set the winner apart."""
 
     name = "ttft"
 
-    def choose(self, candidates: Sequence[Candidate]) -> Choice:
+    def choose(self, offers: Offers) -> Choice:
         """Pick the least sum; ties by requests in flight."""
-        index = _least(candidates, lambda c: (c.ttft_s + c.harm_s, c.in_flight, -_speed(c)))
-        if len(candidates) == 1:
-            return Choice(index, "only_worker")
-        best = candidates[index]
-        rival = min(
-            (c for i, c in enumerate(candidates) if i != index), key=lambda c: c.ttft_s + c.harm_s
-        )
-        gains = {
-            "shorter_queue": rival.queue_s - best.queue_s,
-            "faster_load": rival.load_s - best.load_s,
-            "less_compute": rival.compute_s - best.compute_s,
-            "less_harm": rival.harm_s - best.harm_s,
-        }
-        reason = max(gains, key=lambda name: gains[name])
-        lead_s = rival.ttft_s + rival.harm_s - best.ttft_s - best.harm_s
-        return Choice(index, reason if lead_s > 1e-9 else "tie")
+        score = offers.ttft_s + offers.harm_s
+        index = least(score, offers.in_flight, -offers.h2d_bytes_per_s)
+        return Choice(index, reason(offers, score, index))
 
 
-class LeastBacklog:
+class LeastBacklog(Stateless):
     """Least queued work, then fewest in flight."""
 
     name = "least_backlog"
 
-    def choose(self, candidates: Sequence[Candidate]) -> Choice:
+    def choose(self, offers: Offers) -> Choice:
         """Pick the least loaded."""
-        index = _least(candidates, lambda c: (c.backlog_s, c.in_flight, -_speed(c)))
+        index = least(offers.backlog_s, offers.in_flight, -offers.h2d_bytes_per_s)
         return Choice(index, "least_backlog")
 
 
-def policy_named(name: str) -> Policy:
-    """The policy called `name`; ValueError lists those that exist."""
-    policies: dict[str, Policy] = {p.name: p for p in (Threshold(), LeastTtft(), LeastBacklog())}
-    if name not in policies:
-        raise ValueError(f"unknown policy {name!r}: choose one of {sorted(policies)}")
-    return policies[name]
+def reason(offers: Offers, score: Floats, index: int) -> str:
+    """What set row `index` apart from the second best by `score`."""
+    if len(offers) == 1:
+        return "only_worker"
+    others = score.copy()
+    others[index] = np.inf
+    rival = int(others.argmin())
+    if others[rival] - score[index] <= 1e-9:
+        return "tie"
+    queue_s = offers.ttft_s - offers.load_s - offers.compute_s - offers.fixed_s
+    gains = {
+        "shorter_queue": queue_s[rival] - queue_s[index],
+        "faster_load": offers.load_s[rival] - offers.load_s[index],
+        "less_compute": offers.compute_s[rival] - offers.compute_s[index],
+        "less_harm": offers.harm_s[rival] - offers.harm_s[index],
+    }
+    return max(gains, key=lambda name: gains[name])
 
 
-def _price(candidate: Candidate) -> float:
-    """Cost of a FLOP."""
-    return candidate.node.cost_per_hour / candidate.node.flops_per_s
+def least(score: Floats, *ties: Floats) -> int:
+    """Index of the least score; equal ones by the least of each of `ties` in turn, then first."""
+    index = int(score.argmin())
+    rows = np.flatnonzero(score == score[index])
+    for tie in ties:
+        if len(rows) == 1:
+            break
+        among = tie[rows]
+        rows = rows[among == among.min()]
+    return int(rows[0])
 
 
-def _no_price(candidate: Candidate) -> float:
-    return 0.0
+def policy_named(spec: str, seed: int = 0) -> Policy:
+    """The policy called `spec`, fresh; `name:key=value,...` sets a baseline's parameters.
 
+    Raises:
+        ValueError: lists those that exist, or the parameters that the named one takes.
+    """
+    # Here, not above: these are built from what this file defines.
+    from router.prices import Priced
 
-def _speed(candidate: Candidate) -> float:
-    return candidate.node.h2d_bytes_per_s
+    ours: dict[str, type[Priced | LeastTtft | Threshold | LeastBacklog]] = {
+        cls.name: cls for cls in (Priced, LeastTtft, Threshold, LeastBacklog)
+    }
+    if spec in ours:
+        return ours[spec]()
+    from router.baselines import BASELINES, baseline_named
 
-
-def _least(candidates: Sequence[Candidate], key: Callable[[Candidate], tuple[float, ...]]) -> int:
-    return min(range(len(candidates)), key=lambda i: key(candidates[i]))
+    made = baseline_named(spec, seed)
+    if made is None:
+        known = sorted([*ours, *BASELINES])
+        raise ValueError(f"unknown policy {spec!r}: choose one of {known}")
+    return made

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kappa.report import Announcement, WorkerReport
+from router.fleet import Fleet
 from router.jobs import EngineSpeed
 from router.shadow import Shadow
 
@@ -21,6 +22,23 @@ _BOUND = 4.0
 _MAX_OVERHEAD_S = 2.0
 _KEEP = 0.9
 _DWARFS = 20.0
+
+
+@dataclass(slots=True)
+class _Scale:
+    """Measured over announced seconds, of late; 1 until there are enough samples."""
+
+    samples: int = 0
+    _measured_s: float = 0.0
+    _announced_s: float = 0.0
+
+    def learn(self, measured_s: float, announced_s: float) -> float:
+        self._measured_s = _KEEP * self._measured_s + measured_s
+        self._announced_s = _KEEP * self._announced_s + announced_s
+        self.samples += 1
+        if self.samples < _MIN_SAMPLES or self._announced_s <= 0:
+            return 1.0
+        return min(max(self._measured_s / self._announced_s, 1 / _BOUND), _BOUND)
 
 
 @dataclass(slots=True)
@@ -35,10 +53,9 @@ class Calibration:
     link_scale: float = 1.0
     compute_scale: float = 1.0
     _overheads: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_SAMPLES))
-    _link_samples: int = 0
-    _link_measured_s: float = 0.0
-    _link_announced_s: float = 0.0
+    _link: _Scale = field(default_factory=_Scale)
     _computes: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_SAMPLES))
+    _steps: _Scale = field(default_factory=_Scale)
 
     def outcome(self, compute_s: float, load_s: float, actual_s: float) -> None:
         """Learn from a request that met no queue: predicted parts, and its real TTFT.
@@ -46,7 +63,7 @@ class Calibration:
         Only a prompt whose compute dwarfs the overhead teaches the compute scale; before the
         overhead is known, and for all other prompts, what is left over is overhead.
         """
-        known = len(self._overheads) >= _MIN_SAMPLES
+        known = len(self._overheads) >= _MIN_SAMPLES and not self._steps.samples
         if known and compute_s > _DWARFS * self.overhead_s:
             ratio = (actual_s - load_s - self.overhead_s) / (compute_s / self.compute_scale)
             self._computes.append(min(max(ratio, 1 / _BOUND), _BOUND))
@@ -60,12 +77,11 @@ class Calibration:
 
     def link(self, measured_s: float, announced_s: float) -> None:
         """Learn the link from some loads: their seconds as measured, and as announced."""
-        self._link_measured_s = _KEEP * self._link_measured_s + measured_s
-        self._link_announced_s = _KEEP * self._link_announced_s + announced_s
-        self._link_samples += 1
-        if self._link_announced_s > 0 and self._link_samples >= _MIN_SAMPLES:
-            scale = self._link_measured_s / self._link_announced_s
-            self.link_scale = min(max(scale, 1 / _BOUND), _BOUND)
+        self.link_scale = self._link.learn(measured_s, announced_s)
+
+    def steps(self, measured_s: float, announced_s: float) -> None:
+        """Learn the gpu from some steps: better than from outcomes, which are then left alone."""
+        self.compute_scale = self._steps.learn(measured_s, announced_s)
 
 
 @dataclass(slots=True)
@@ -104,27 +120,28 @@ class ClusterState:
 
     def __init__(self, *, calibrate: bool = True) -> None:
         self.workers: dict[str, WorkerState] = {}
+        self.fleet = Fleet()
         self.calibrate = calibrate
 
     def join(self, announcement: Announcement, now_s: float) -> None:
         """A worker announced itself, or again (after measuring anew)."""
+        self.fleet.join(announcement, now_s)
         known = self.workers.get(announcement.worker)
-        if known is not None:
-            if _speeds(known.announcement) != _speeds(announcement):
-                # What was learnt corrects the old figures; the overhead has nothing of them.
-                known.calibration = Calibration(overhead_s=known.calibration.overhead_s)
-            known.announcement, known.seen_s = announcement, now_s
-            known.shadow.speed = engine_speed(announcement, known.calibration)
-            return
-        calibration = Calibration()
-        shadow = Shadow(engine_speed(announcement, calibration))
-        self.workers[announcement.worker] = WorkerState(
-            announcement, shadow, calibration, seen_s=now_s
-        )
+        if known is None:
+            calibration = Calibration()
+            shadow = Shadow(engine_speed(announcement, calibration))
+            known = WorkerState(announcement, shadow, calibration)
+            self.workers[announcement.worker] = known
+        elif _speeds(known.announcement) != _speeds(announcement):
+            # What was learnt corrects the old figures; the overhead has nothing of them.
+            known.calibration = Calibration(overhead_s=known.calibration.overhead_s)
+        known.announcement, known.seen_s = announcement, now_s
+        self._calibrated(known)
 
     def leave(self, worker: str) -> None:
         """A worker is gone, with all that was reserved there."""
         self.workers.pop(worker, None)
+        self.fleet.leave(worker)
 
     def report(self, report: WorkerReport, now_s: float) -> None:
         """A worker measured something."""
@@ -132,25 +149,53 @@ class ClusterState:
         if state is None:
             return
         if self.calibrate and state.report is not None:
-            self._learn_link(state, state.report, report)
+            self._learn(state, state.report, report)
         state.report, state.seen_s = report, now_s
+        self.fleet.seen(report.worker, now_s)
         for a in report.admitted:
             state.shadow.correct(a.request_id, a.device_tokens, a.host_tokens, a.new_tokens, now_s)
+            self.fleet.correct(a.request_id, a.host_tokens, a.new_tokens)
         for request_id in report.prefilled:
-            state.shadow.prefilled(request_id, now_s)
+            self.prefilled(request_id, state, now_s)
+
+    def prefilled(self, request_id: str, state: WorkerState, now_s: float) -> None:
+        """A request's prompt is done on its worker."""
+        state.shadow.prefilled(request_id, now_s)
+        self.fleet.prefilled(request_id, now_s)
+
+    def finish(self, request_id: str, worker: str, now_s: float) -> None:
+        """A request ended."""
+        state = self.workers.get(worker)
+        if state is not None:
+            state.shadow.finish(request_id, now_s)
+        self.fleet.release(request_id, now_s)
 
     def outcome(self, worker: str, compute_s: float, load_s: float, actual_s: float) -> None:
         """A request that had met no queue got its first token."""
         state = self.workers.get(worker)
         if state is not None and self.calibrate:
             state.calibration.outcome(compute_s, load_s, actual_s)
-            state.shadow.speed = engine_speed(state.announcement, state.calibration)
+            self._calibrated(state)
 
-    @staticmethod
-    def _learn_link(state: WorkerState, before: WorkerReport, now: WorkerReport) -> None:
+    def _learn(self, state: WorkerState, before: WorkerReport, now: WorkerReport) -> None:
+        # Totals that fell belong to a worker that started anew.
+        if now.steps_total < before.steps_total:
+            return
         tokens = now.load_tokens_total - before.load_tokens_total
         measured_s = now.load_seconds_total - before.load_seconds_total
-        # Totals that fell belong to a worker that started anew.
-        if tokens > 0 and measured_s > 0 and now.steps_total >= before.steps_total:
+        predicted_s = now.step_predicted_seconds_total - before.step_predicted_seconds_total
+        steps_s = now.step_seconds_total - before.step_seconds_total
+        learnt = False
+        if tokens > 0 and measured_s > 0:
             state.calibration.link(measured_s, tokens * load_token_s(state.announcement))
-            state.shadow.speed = engine_speed(state.announcement, state.calibration)
+            learnt = True
+        if predicted_s > 0 and steps_s > 0:
+            state.calibration.steps(steps_s, predicted_s)
+            learnt = True
+        if learnt:
+            self._calibrated(state)
+
+    def _calibrated(self, state: WorkerState) -> None:
+        said, learnt = state.announcement, state.calibration
+        state.shadow.speed = engine_speed(said, learnt)
+        self.fleet.calibrate(said, learnt.link_scale, learnt.compute_scale, learnt.overhead_s)

@@ -224,7 +224,8 @@ def test_a_busy_worker_is_avoided():
 def test_the_prediction_includes_the_overhead():
     made = router("a")
     before_s = made.explain(ask(), 1.0).chosen.ttft_s
-    made.state.workers["a"].calibration.overhead_s = 0.4
+    for _ in range(5):
+        made.state.outcome("a", 0.0, 0.0, 0.4)
     after = made.explain(ask(), 1.0).chosen
     assert after.ttft_s == pytest.approx(before_s + 0.4)
     assert after.queue_s == pytest.approx(0.0, abs=1e-6)

@@ -1,54 +1,50 @@
-"""Each policy on candidates made by hand: whom it picks and what it says."""
+"""Each policy on offers made by hand: whom it picks and what it says."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import numpy as np
 import pytest
 
 from kappa.types import NodeProfile, TokenCounts
-from router.policy import COMPUTE, MEMORY, Candidate, policy_named
+from router.offers import COMPUTE, MEMORY, Candidate
+from router.policy import policy_named
+from tests.router.offering import offers
 
-THRESHOLD, TTFT, BACKLOG = (policy_named(n) for n in ("threshold", "ttft", "least_backlog"))
+THRESHOLD, TTFT, BACKLOG, PRICED = (
+    policy_named(n) for n in ("threshold", "ttft", "least_backlog", "priced")
+)
 
 
 def node(link=63e9, flops=1e15, cost=0.0):
-    return NodeProfile("n", "gpu", "link", link, flops, 3e12, cost_per_hour=cost)
+    return {"h2d_bytes_per_s": link, "flops_per_s": flops, "cost_per_hour": cost}
 
 
-def candidate(hardware=None, cached=0, new=100, kappa_crit=30.0, **parts):
-    seconds = dict.fromkeys(
-        ("queue_s", "load_s", "compute_s", "ttft_s", "harm_s", "backlog_s", "in_flight"), 0
-    )
-    return Candidate(
-        worker="w",
-        node=hardware or node(),
-        counts=TokenCounts(0, cached, new),
-        kappa_crit=kappa_crit,
-        **{**seconds, **parts},
-    )
+def candidate(hardware=None, **parts):
+    return {**(hardware or node()), "new_tokens": 100.0, "kappa_crit": 30.0, **parts}
 
 
 SLOW, FAST = node(link=63e9), node(link=450e9)
 
 
 def pick(policy, *candidates):
-    choice = policy.choose(candidates)
+    choice = policy.choose(offers(*candidates))
     return choice.index, choice.reason
 
 
 @pytest.mark.parametrize(("cached", "bound"), [(2999, COMPUTE), (3000, MEMORY), (0, COMPUTE)])
 def test_a_request_is_memory_bound_from_the_critical_ratio_up(cached, bound):
-    assert candidate(cached=cached).bound == bound
+    profile = NodeProfile("n", "gpu", "link", 63e9, 1e15, 3e12)
+    counts = TokenCounts(0, cached, 100)
+    assert Candidate("w", profile, counts, 30.0, 0, 0, 0, 0, 0, 0, 0).bound == bound
 
 
 def test_threshold_sends_memory_bound_requests_to_the_fastest_link():
-    slow, fast = candidate(SLOW, cached=9000), candidate(FAST, backlog_s=99.0)
+    slow, fast = candidate(SLOW, cached_tokens=9000), candidate(FAST, gpu_backlog_s=99.0)
     assert pick(THRESHOLD, slow, fast) == (1, "memory_bound_fast_link")
 
 
 def test_threshold_sends_compute_bound_requests_to_the_cheapest_compute():
-    dear, cheap = candidate(node(FAST.h2d_bytes_per_s, cost=9)), candidate(node(cost=2))
+    dear, cheap = candidate(node(FAST["h2d_bytes_per_s"], cost=9)), candidate(node(cost=2))
     assert pick(THRESHOLD, dear, cheap) == (1, "compute_bound_cheap_compute")
     twice_as_fast = candidate(node(flops=2e15, cost=3))
     assert pick(THRESHOLD, cheap, twice_as_fast)[0] == 1
@@ -56,18 +52,18 @@ def test_threshold_sends_compute_bound_requests_to_the_cheapest_compute():
 
 def test_threshold_asks_the_worker_that_holds_most_what_the_request_is():
     # Memory-bound on the fast node, which holds little; compute-bound where most of it is.
-    little = candidate(FAST, cached=500, kappa_crit=1.0)
-    most = candidate(SLOW, cached=2000, kappa_crit=50.0)
+    little = candidate(FAST, cached_tokens=500, kappa_crit=1.0)
+    most = candidate(SLOW, cached_tokens=2000, kappa_crit=50.0)
     assert pick(THRESHOLD, little, most)[1] == "compute_bound_cheap_compute"
-    assert pick(THRESHOLD, little, replace(most, kappa_crit=20.0))[1] == "memory_bound_fast_link"
+    assert pick(THRESHOLD, little, {**most, "kappa_crit": 20.0})[1] == "memory_bound_fast_link"
 
 
 @pytest.mark.parametrize("cached", [0, 9000])
 def test_threshold_breaks_ties_by_backlog_then_by_requests(cached):
-    busy = candidate(cached=cached, backlog_s=2.0)
-    idle = candidate(cached=cached, backlog_s=1.0, in_flight=5)
+    busy = candidate(cached_tokens=cached, gpu_backlog_s=2.0)
+    idle = candidate(cached_tokens=cached, gpu_backlog_s=1.0, in_flight=5)
     assert pick(THRESHOLD, busy, idle)[0] == 1
-    assert pick(THRESHOLD, idle, replace(idle, in_flight=4))[0] == 1
+    assert pick(THRESHOLD, idle, {**idle, "in_flight": 4})[0] == 1
 
 
 def test_threshold_keeps_the_fast_link_free_when_nothing_else_differs():
@@ -76,35 +72,35 @@ def test_threshold_keeps_the_fast_link_free_when_nothing_else_differs():
 
 def test_a_missing_price_is_not_a_price_of_zero():
     priced = candidate(node(cost=2.0))
-    unpriced = candidate(node(), backlog_s=5.0)
+    unpriced = candidate(node(), gpu_backlog_s=5.0)
     assert pick(THRESHOLD, unpriced, priced)[0] == 1
 
 
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
-        ("queue_s", "shorter_queue"),
+        ("ttft_s", "shorter_queue"),
         ("load_s", "faster_load"),
         ("compute_s", "less_compute"),
     ],
 )
 def test_ttft_takes_the_least_and_names_what_set_it_apart(part, reason):
-    rest = {"queue_s": 1.0, "load_s": 1.0, "compute_s": 1.0}
-    worse = candidate(**{**rest, part: 5.0}, ttft_s=7.0)
-    better = candidate(**rest, ttft_s=3.0)
+    rest = {"load_s": 1.0, "compute_s": 1.0, "ttft_s": 3.0}
+    worse = candidate(**{**rest, "ttft_s": 7.0, part: {"ttft_s": 7.0}.get(part, 5.0)})
+    better = candidate(**rest)
     assert pick(TTFT, worse, better) == (1, reason)
     assert pick(TTFT, better, worse) == (0, reason)
 
 
 def test_ttft_counts_the_harm_to_others():
-    selfish, kind = candidate(ttft_s=1.0, harm_s=5.0), candidate(ttft_s=2.0, queue_s=1.0)
+    selfish, kind = candidate(ttft_s=1.0, harm_s=5.0), candidate(ttft_s=2.0)
     assert pick(TTFT, selfish, kind) == (1, "less_harm")
 
 
 def test_ttft_is_compared_with_the_second_best():
     best = candidate(ttft_s=2.0, load_s=1.0, compute_s=1.0)
     second = candidate(ttft_s=3.0, load_s=2.0, compute_s=1.0)
-    far = candidate(ttft_s=90.0, load_s=1.0, compute_s=1.0, queue_s=88.0)
+    far = candidate(ttft_s=90.0, load_s=1.0, compute_s=1.0)
     assert pick(TTFT, far, second, best) == (2, "faster_load")
 
 
@@ -121,14 +117,14 @@ def test_a_tie_of_sums_is_a_tie_whatever_the_parts():
 
 
 def test_least_backlog_looks_at_nothing_else():
-    quick = candidate(FAST, ttft_s=0.1, backlog_s=2.0)
-    assert pick(BACKLOG, quick, candidate(ttft_s=9.0, backlog_s=1.0)) == (1, "least_backlog")
-    assert pick(BACKLOG, replace(quick, in_flight=3), quick)[0] == 1
+    quick = candidate(FAST, ttft_s=0.1, gpu_backlog_s=2.0)
+    assert pick(BACKLOG, quick, candidate(ttft_s=9.0, gpu_backlog_s=1.0)) == (1, "least_backlog")
+    assert pick(BACKLOG, {**quick, "in_flight": 3}, quick)[0] == 1
 
 
 @pytest.mark.parametrize("policy", [THRESHOLD, TTFT, BACKLOG])
 def test_a_single_worker_is_chosen_with_a_reason(policy):
-    index, reason = pick(policy, candidate(cached=50, ttft_s=1.0))
+    index, reason = pick(policy, candidate(cached_tokens=50, ttft_s=1.0))
     assert index == 0 and reason
     assert policy is not TTFT or reason == "only_worker"
 
@@ -136,3 +132,26 @@ def test_a_single_worker_is_chosen_with_a_reason(policy):
 def test_an_unknown_policy_is_told_the_known_ones():
     with pytest.raises(ValueError, match=r"'fastest'.*least_backlog.*threshold.*ttft"):
         policy_named("fastest")
+
+
+def test_priced_pays_for_a_queue_that_others_wait_in():
+    # The same TTFT either way: the load is put where nobody else needs the link.
+    busy = candidate(ttft_s=1.0, load_s=0.5, link_backlog_s=2.0)
+    calm = candidate(ttft_s=1.0, load_s=0.5)
+    assert pick(PRICED, busy, calm)[0] == 1
+
+
+def test_priced_pays_for_recent_use_where_there_is_no_queue_now():
+    used = candidate(ttft_s=1.0, compute_s=0.5, gpu_use=0.9)
+    calm = candidate(ttft_s=1.2, compute_s=0.5, gpu_use=0.1)
+    assert pick(TTFT, used, calm)[0] == 0
+    assert pick(PRICED, used, calm)[0] == 1
+
+
+def test_priced_is_ttft_on_an_idle_cluster():
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        rows = [
+            candidate(ttft_s=t, load_s=t / 3, compute_s=t / 2) for t in rng.uniform(0.1, 2.0, 5)
+        ]
+        assert pick(PRICED, *rows)[0] == pick(TTFT, *rows)[0]

@@ -1,0 +1,235 @@
+"""What `kappa bench validate` sends: recorded traces, scaled down to a small cluster. Pure.
+
+Tokens, outputs and pauses of a trace shrink by one factor, so that ratios of cached to new tokens
+stay; sessions are cut to their first turns. Prompts become token ids: a block of the trace is
+always the same tokens, so prompts share exactly the prefixes that the trace shares. Each answer is
+forced to one repeated token, so that a later turn can carry it in its prompt. The block ids of a
+`Script` are hashes of these very tokens: what the simulator is told is what the cluster is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workload.shapes import SessionShape, TurnShape, Workload
+
+UInt64s = NDArray[np.uint64]
+
+FORCED_TOKEN = 99
+"""What every answer consists of; below the ids that prompts are made of."""
+
+# Ids below the first are special; the tiny model's vocabulary is larger than the last.
+_TOKEN_IDS = range(100, 3600)
+_MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How a trace is made small.
+
+    tokens: factor of prompts, answers and pauses; turns: of each session, at most; pause_s: a
+    pause lasts at most so long, in emulated seconds, after scaling.
+    """
+
+    tokens: float
+    turns: int
+    pause_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no traffic."""
+        if not 0 < self.tokens <= 1:
+            raise ValueError(f"Scaling.tokens is {self.tokens}: give a factor above 0, at most 1")
+        if self.turns < 1:
+            raise ValueError(f"Scaling.turns is {self.turns}: a session needs at least one")
+
+
+SCALINGS: Mapping[str, Scaling] = {
+    "narrativeqa": Scaling(tokens=1 / 16, turns=6),
+    "miniswe": Scaling(tokens=1 / 6, turns=8),
+    "sharegpt": Scaling(tokens=1 / 4, turns=5),
+}
+"""How each trace is scaled by default."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ask:
+    """One request: sent `after_s` (real seconds) after the answer before it, or the start."""
+
+    after_s: float
+    prompt: NDArray[np.int64]
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Script:
+    """One session of a run: its requests in order, the first at `start_s` (real seconds)."""
+
+    session: str
+    start_s: float
+    asks: tuple[Ask, ...]
+
+    def shape(self, block_tokens: int) -> SessionShape:
+        """The same session for a simulator, in real seconds; ids are hashes of the tokens."""
+        turns = []
+        for ask in self.asks:
+            answer = np.full(ask.output_tokens, FORCED_TOKEN, dtype=np.int64)
+            kept = prefix_ids(np.concatenate([ask.prompt, answer]), block_tokens)
+            blocks = kept[: len(ask.prompt) // block_tokens]
+            turns.append(
+                TurnShape(ask.after_s, len(ask.prompt), ask.output_tokens, blocks, kept)
+            )
+        return SessionShape(self.session, tuple(turns))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """A scaled turn: lengths, and an id for each block that the prompt and its answer fill."""
+
+    after_s: float
+    input_tokens: int
+    output_tokens: int
+    kept: UInt64s
+    tail: int
+
+
+def prefix_ids(tokens: NDArray[np.int64], block_tokens: int) -> UInt64s:
+    """Ids of the full blocks of `tokens`, each a hash of everything up to its end."""
+    ids = np.empty(len(tokens) // block_tokens, dtype=np.uint64)
+    state = hashlib.blake2b(digest_size=8)
+    for i in range(len(ids)):
+        state.update(tokens[i * block_tokens : (i + 1) * block_tokens].tobytes())
+        ids[i] = int.from_bytes(state.copy().digest())
+    return ids
+
+
+def scripts(
+    workload: Workload,
+    scaling: Scaling,
+    *,
+    sessions_per_s: float,
+    window_s: float,
+    dilation: float,
+    block_tokens: int,
+    max_context_tokens: int,
+    rng: np.random.Generator,
+    salt: int,
+) -> tuple[Script, ...]:
+    """The sessions of one run: Poisson arrivals over `window_s` real seconds.
+
+    `rng` sets sessions and arrivals; `salt` sets the tokens: runs with other salts share none.
+    """
+    starts = list(_arrivals(sessions_per_s, window_s, rng))
+    order = rng.permutation(len(workload.sessions))
+    made = []
+    for number, start_s in enumerate(starts):
+        copy, place = divmod(number, len(order))
+        shape = workload.sessions[order[place]]
+        turns = list(_scaled(shape, workload.block_tokens, scaling, block_tokens, max_context_tokens))
+        asks = _asks(turns, block_tokens, dilation, _seed(salt, copy))
+        if asks:
+            made.append(Script(f"{shape.id}#{copy}", start_s, asks))
+    return tuple(made)
+
+
+def _arrivals(rate_per_s: float, window_s: float, rng: np.random.Generator) -> Iterator[float]:
+    at_s = float(rng.exponential(1 / rate_per_s))
+    while at_s < window_s:
+        yield at_s
+        at_s += float(rng.exponential(1 / rate_per_s))
+
+
+def _scaled(
+    shape: SessionShape,
+    trace_block_tokens: int,
+    scaling: Scaling,
+    block_tokens: int,
+    max_context_tokens: int,
+) -> Iterator[_Turn]:
+    """Turns of a session in fewer tokens; it ends before one that would not fit."""
+    for number, turn in enumerate(shape.turns[: scaling.turns]):
+        input_tokens = max(math.ceil(turn.input_tokens * scaling.tokens), 1)
+        total = math.ceil((turn.input_tokens + turn.output_tokens) * scaling.tokens)
+        output_tokens = max(total - input_tokens, 1)
+        if input_tokens + output_tokens > max_context_tokens:
+            return
+        own = _seed(*shape.id.encode(), number)
+        blocks = -(-(input_tokens + output_tokens) // block_tokens)
+        ends = np.ceil(np.arange(1, blocks + 1) * (block_tokens / scaling.tokens))
+        sources = np.ceil(ends / trace_block_tokens).astype(np.int64) - 1
+        known = sources < len(turn.kept_blocks)
+        ids = _mix(np.arange(blocks, dtype=np.uint64) + np.uint64(own))
+        ids[known] = turn.kept_blocks[sources[known]]
+        # Small trace blocks may lie in one block of ours, and long ones span several.
+        ids = _mix(ids ^ _mix(np.arange(blocks, dtype=np.uint64)))
+        pause_s = min(turn.after_s * scaling.tokens, scaling.pause_s)
+        yield _Turn(pause_s if number else 0.0, input_tokens, output_tokens, ids, own)
+
+
+def _asks(
+    turns: Sequence[_Turn], block_tokens: int, dilation: float, salt: int
+) -> tuple[Ask, ...]:
+    """Token ids of a session's prompts; what an answer filled keeps its forced tokens."""
+    answered: dict[int, NDArray[np.int64]] = {}
+    asks = []
+    for turn in turns:
+        tokens = _tokens(turn.kept, block_tokens, salt)
+        for i, block in enumerate(turn.kept):
+            known = answered.get(int(block))
+            if known is not None:
+                tokens[i] = known
+        flat = tokens.reshape(-1)
+        prompt = flat[: turn.input_tokens].copy()
+        flat[turn.input_tokens : turn.input_tokens + turn.output_tokens] = FORCED_TOKEN
+        for i in range(turn.input_tokens // block_tokens, len(turn.kept)):
+            answered.setdefault(int(turn.kept[i]), tokens[i].copy())
+        asks.append(Ask(turn.after_s * dilation, prompt, turn.output_tokens))
+    return tuple(asks)
+
+
+def _tokens(ids: UInt64s, block_tokens: int, salt: int) -> NDArray[np.int64]:
+    """Tokens of blocks, shape (blocks, block_tokens): a function of id and salt."""
+    places = np.arange(1, block_tokens + 1, dtype=np.uint64) * _GOLDEN
+    mixed = _mix(_mix(ids ^ np.uint64(salt))[:, None] + places[None, :])
+    span = np.uint64(len(_TOKEN_IDS))
+    return (mixed % span).astype(np.int64) + _TOKEN_IDS.start
+
+
+def _seed(*parts: int) -> int:
+    data = ",".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
+
+
+def _mix(values: UInt64s) -> UInt64s:
+    mixed = (values ^ (values >> np.uint64(30))) * _MIX_A
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_B
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def shared_tokens(scripts: Sequence[Script], block_tokens: int) -> tuple[int, int]:
+    """Prompt tokens in all, and those of them held already in an endless cache of blocks."""
+    total = held = 0
+    seen: set[int] = set()
+    for script in scripts:
+        for turn in script.shape(block_tokens).turns:
+            total += turn.input_tokens
+            usable = (turn.input_tokens - 1) // block_tokens
+            for block in turn.blocks[:usable]:
+                if int(block) not in seen:
+                    break
+                held += block_tokens
+            seen.update(map(int, turn.kept_blocks))
+    return total, held
+
+
+def pauses_ordered(script: Script) -> bool:
+    """Whether no pause is negative and prompts of a session never shrink by mistake."""
+    return all(b.after_s >= 0 for _, b in pairwise(script.asks))

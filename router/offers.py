@@ -1,0 +1,123 @@
+"""What a policy looks at: one request, priced on every ready worker, as arrays over the workers.
+
+`router.fleet` makes it, policies read it, and the decision keeps the chosen row as a `Candidate`.
+Policies see nothing else, so the same ones run live and simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kappa.types import NodeProfile, TokenCounts
+from router.prefix_hash import UInt64s
+
+MEMORY, COMPUTE = "memory", "compute"
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(slots=True, eq=False)
+class Offers:
+    """One request on n workers; every array has shape (n,), seconds are real ones.
+
+    slots: the workers' columns, stable for life. load_s, compute_s: its own link and gpu seconds;
+    work_s: the gpu seconds that it adds to a busy engine (no weight read, no fixed step cost);
+    fixed_s: overhead besides the engine. link_backlog_s, gpu_backlog_s: queued ahead of it.
+    harm_s: total delay of those that decode there. decode_s: gpu seconds its decode will add.
+    link_use, gpu_use: seconds of work received per second lately (over 1: more than it can do).
+    resident_tokens: context of all in flight; capacity_tokens: what VRAM holds.
+    ttft_s: predicted time to first token, a forecast where there is one.
+    """
+
+    now_s: float
+    workers: list[str]
+    slots: NDArray[np.intp]
+    prompt_tokens: int
+    block_tokens: int
+    prefix_hashes: UInt64s
+    session: str
+    expected_output_tokens: int
+    device_tokens: Floats
+    cached_tokens: Floats
+    new_tokens: Floats
+    load_s: Floats
+    work_s: Floats
+    compute_s: Floats
+    fixed_s: Floats
+    link_backlog_s: Floats
+    gpu_backlog_s: Floats
+    harm_s: Floats
+    decode_s: Floats
+    link_use: Floats
+    gpu_use: Floats
+    in_flight: Floats
+    waiting: Floats
+    queued_tokens: Floats
+    resident_tokens: Floats
+    capacity_tokens: Floats
+    h2d_bytes_per_s: Floats
+    flops_per_s: Floats
+    cost_per_hour: Floats
+    kappa_crit: Floats
+    net_tokens_per_s: Floats
+    ttft_s: Floats
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def backlog_s(self) -> Floats:
+        """Queued work on the busier of link and gpu."""
+        return np.maximum(self.link_backlog_s, self.gpu_backlog_s)
+
+    def candidate(self, index: int, node: NodeProfile) -> Candidate:
+        """Row `index`, as plain numbers."""
+        load_s, compute_s = float(self.load_s[index]), float(self.compute_s[index])
+        ttft_s, fixed_s = float(self.ttft_s[index]), float(self.fixed_s[index])
+        return Candidate(
+            worker=self.workers[index],
+            node=node,
+            counts=TokenCounts(
+                int(self.device_tokens[index]),
+                int(self.cached_tokens[index]),
+                int(self.new_tokens[index]),
+            ),
+            kappa_crit=float(self.kappa_crit[index]),
+            queue_s=max(ttft_s - load_s - compute_s - fixed_s, 0.0),
+            load_s=load_s,
+            compute_s=compute_s,
+            ttft_s=ttft_s,
+            harm_s=float(self.harm_s[index]),
+            backlog_s=float(max(self.link_backlog_s[index], self.gpu_backlog_s[index])),
+            in_flight=int(self.in_flight[index]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One worker, priced for one request; seconds are real ones.
+
+    queue_s: from now until its own load or prompt could start; ttft_s: prediction until the first
+    token, all included; harm_s: total delay of those that decode there; backlog_s: queued work on
+    the busier of link and gpu.
+    """
+
+    worker: str
+    node: NodeProfile
+    counts: TokenCounts
+    kappa_crit: float
+    queue_s: float
+    load_s: float
+    compute_s: float
+    ttft_s: float
+    harm_s: float
+    backlog_s: float
+    in_flight: int
+
+    @property
+    def bound(self) -> str:
+        """`memory` if the request's ratio here is at or above the node's critical ratio."""
+        return MEMORY if self.counts.ratio >= self.kappa_crit else COMPUTE
