@@ -183,6 +183,8 @@ def _ingress_settings(settings: ClusterSettings, model: Model) -> Any:
         request_timeout_s=r.request_timeout_s,
         secret=secrets.token_hex(16),
         record=r.record,
+        forecast_workers=r.forecast_workers,
+        admission=r.admission,
     )
 
 

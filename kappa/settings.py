@@ -19,7 +19,7 @@ from kappa.hardware import node_profile
 from kappa.shapes import model_shape
 from kappa.types import ModelShape, NodeProfile
 
-PolicyName = Literal["threshold", "ttft", "least_backlog"]
+PolicyName = Literal["priced", "threshold", "ttft", "least_backlog"]
 
 
 class SettingsError(ValueError):
@@ -103,6 +103,12 @@ class RouterSettings(_Section):
     calibrate: bool = True
     calibrate_requests: int | None = Field(
         None, ge=0, description="learn from so many outcomes, then freeze; none: for ever"
+    )
+    forecast_workers: int = Field(
+        4, ge=0, description="pools up to this size are forecast step by step, larger ones not"
+    )
+    admission: bool = Field(
+        False, description="refuse (503) what is predicted to miss its TTFT objective"
     )
     request_timeout_s: float = Field(600.0, gt=0)
     record: str | None = Field(

@@ -13,7 +13,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,13 +34,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class Scaling:
     """How a trace is made small.
 
-    tokens: factor of prompts, answers and pauses; turns: of each session, at most; pause_s: a
-    pause lasts at most so long, in emulated seconds, after scaling.
+    tokens: factor of prompts, answers and pauses; turns: of each session, at most; pause_s: the
+    longest pause after scaling, in emulated seconds; output_tokens: the shortest answer.
     """
 
     tokens: float
     turns: int
-    pause_s: float = math.inf
+    pause_s: float = 0.4
+    output_tokens: int = 4
 
     def __post_init__(self) -> None:
         """Refuse what makes no traffic."""
@@ -83,9 +83,7 @@ class Script:
             answer = np.full(ask.output_tokens, FORCED_TOKEN, dtype=np.int64)
             kept = prefix_ids(np.concatenate([ask.prompt, answer]), block_tokens)
             blocks = kept[: len(ask.prompt) // block_tokens]
-            turns.append(
-                TurnShape(ask.after_s, len(ask.prompt), ask.output_tokens, blocks, kept)
-            )
+            turns.append(TurnShape(ask.after_s, len(ask.prompt), ask.output_tokens, blocks, kept))
         return SessionShape(self.session, tuple(turns))
 
 
@@ -132,7 +130,9 @@ def scripts(
     for number, start_s in enumerate(starts):
         copy, place = divmod(number, len(order))
         shape = workload.sessions[order[place]]
-        turns = list(_scaled(shape, workload.block_tokens, scaling, block_tokens, max_context_tokens))
+        turns = list(
+            _scaled(shape, workload.block_tokens, scaling, block_tokens, max_context_tokens)
+        )
         asks = _asks(turns, block_tokens, dilation, _seed(salt, copy))
         if asks:
             made.append(Script(f"{shape.id}#{copy}", start_s, asks))
@@ -157,7 +157,7 @@ def _scaled(
     for number, turn in enumerate(shape.turns[: scaling.turns]):
         input_tokens = max(math.ceil(turn.input_tokens * scaling.tokens), 1)
         total = math.ceil((turn.input_tokens + turn.output_tokens) * scaling.tokens)
-        output_tokens = max(total - input_tokens, 1)
+        output_tokens = max(total - input_tokens, scaling.output_tokens)
         if input_tokens + output_tokens > max_context_tokens:
             return
         own = _seed(*shape.id.encode(), number)
@@ -173,9 +173,7 @@ def _scaled(
         yield _Turn(pause_s if number else 0.0, input_tokens, output_tokens, ids, own)
 
 
-def _asks(
-    turns: Sequence[_Turn], block_tokens: int, dilation: float, salt: int
-) -> tuple[Ask, ...]:
+def _asks(turns: Sequence[_Turn], block_tokens: int, dilation: float, salt: int) -> tuple[Ask, ...]:
     """Token ids of a session's prompts; what an answer filled keeps its forced tokens."""
     answered: dict[int, NDArray[np.int64]] = {}
     asks = []
@@ -228,8 +226,3 @@ def shared_tokens(scripts: Sequence[Script], block_tokens: int) -> tuple[int, in
                 held += block_tokens
             seen.update(map(int, turn.kept_blocks))
     return total, held
-
-
-def pauses_ordered(script: Script) -> bool:
-    """Whether no pause is negative and prompts of a session never shrink by mistake."""
-    return all(b.after_s >= 0 for _, b in pairwise(script.asks))

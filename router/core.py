@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kappa.report import Announcement, WorkerReport
 from kappa.types import NodeProfile
+from router.admission import Admission
 from router.jobs import Job
 from router.kv_events import KVEvent, WorkerGone
 from router.offers import Candidate, Offers
@@ -30,6 +31,14 @@ _DEFAULT_OUTPUT_TOKENS = 128
 
 class NoWorkerError(Exception):
     """No worker can take the request now."""
+
+
+class OverloadedError(NoWorkerError):
+    """Every worker would start the request too late; `retry_after_s` is when to come again."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class MismatchError(ValueError):
@@ -124,6 +133,7 @@ class RouterConfig:
 
     forecast_workers: pools of at most so many workers are forecast step by step for every
     decision; in larger ones queues are arithmetic (`router.fleet`), which costs microseconds.
+    admission: whom to refuse; none: nobody.
     """
 
     policy: Policy
@@ -133,6 +143,7 @@ class RouterConfig:
     calibrate: bool = True
     calibrate_requests: int | None = None
     forecast_workers: int = 4
+    admission: Admission | None = None
 
 
 @dataclass(slots=True)
@@ -264,12 +275,15 @@ class Router:
 
         Raises:
             NoWorkerError: none is known, heard from lately, and not excluded.
+            OverloadedError: it would start too late anywhere (never for one that is tried again).
         """
         # Asked again under the same id: the earlier answer was not taken.
         self.release(request.request_id, now_s, complete=False)
         decision, index = self._decide(request, now_s)
         offers = decision.offers
         assert offers is not None
+        if self.config.admission is not None and request.informed and not request.exclude:
+            self._admit(self.config.admission, offers, index)
         self.state.fleet.reserve(request.request_id, offers, index)
         if decision.informed:
             self.config.policy.routed(offers, index)
@@ -319,6 +333,16 @@ class Router:
             fetch=choice.fetch,
         )
         return decision, choice.index
+
+    def _admit(self, admission: Admission, offers: Offers, index: int) -> None:
+        excess_s = admission.excess_s(self.state.fleet, offers, index)
+        if excess_s > 0:
+            ttft_s = float(offers.ttft_s[index])
+            raise OverloadedError(
+                f"the cluster is full: the request would start in {ttft_s:.1f} s, "
+                f"{excess_s:.1f} s too late",
+                excess_s,
+            )
 
     def _offers(self, request: RouteRequest, slots: NDArray[np.intp], now_s: float) -> Offers:
         """The request priced on `slots`, by what the index says each of them holds."""

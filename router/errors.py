@@ -84,6 +84,14 @@ def no_worker(reason: str, retry_after_s: float) -> ApiError:
     )  # fmt: skip
 
 
+def overloaded(reason: str, retry_after_s: float) -> ApiError:
+    """503: refused, because it would have been served too late."""
+    return ApiError(
+        503, f"Refused: {reason}; try again later.", kind="server_error", code="overloaded",
+        retry_after_s=retry_after_s,
+    )  # fmt: skip
+
+
 def queue_full(limit: int, retry_after_s: float) -> ApiError:
     """429."""
     return ApiError(

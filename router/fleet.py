@@ -27,7 +27,8 @@ _BUDGET, _CAPACITY, _CRIT, _LINK_RATE, _FLOPS, _COST, _OVERHEAD, _SEEN, _NET = r
 # … and what it has to do.
 _LINK_OUT, _LINK_FREE, _GPU_OUT, _GPU_SINCE, _GPU_HEAD, _IN_FLIGHT, _WAITING = range(16, 23)
 _QUEUED, _RESIDENT, _DECODING, _DECODE_CONTEXT, _LINK_USE, _GPU_USE, _USE_AT = range(23, 30)
-_ROWS = 30
+_DILATION = 30
+_ROWS = 31
 
 USE_WINDOW_S = 20.0
 
@@ -96,6 +97,7 @@ class Fleet:
         cells[_COST, slot] = said.node.cost_per_hour
         cells[_LOAD_FIXED, slot] = said.node.load_fixed_s * said.node.dilation
         cells[_NET, slot] = said.net_bytes_per_s / (said.kv_bytes_per_token * said.node.dilation)
+        cells[_DILATION, slot] = said.node.dilation
         cells[_SEEN, slot] = now_s
         self.calibrate(said, 1.0, 1.0, 0.0)
 
@@ -320,6 +322,24 @@ class Fleet:
             net_tokens_per_s=cells[_NET],
             ttft_s=fixed_s + np.maximum(link_s + load_s, gpu_s) + compute_s,
         )
+
+    def idle_ttft_s(
+        self, slots: NDArray[np.intp], prompt_tokens: int, held_tokens: float
+    ) -> Floats:
+        """TTFT on idle workers that hold `held_tokens` of the prompt in their host tiers."""
+        cells = self._cells[:, slots]
+        new = prompt_tokens - held_tokens
+        steps = np.ceil(new / cells[_BUDGET])
+        work_s = new * cells[_TOKEN] + new * (held_tokens + 0.5 * new) * cells[_PAIR]
+        read_s = steps * (cells[_WEIGHTS] + prompt_tokens * cells[_CONTEXT])
+        compute_s = np.maximum(work_s, read_s) + steps * cells[_STEP]
+        load_s = held_tokens * cells[_LOAD_TOKEN] + (held_tokens > 0) * cells[_LOAD_FIXED]
+        idle_s: Floats = cells[_OVERHEAD] + load_s + compute_s
+        return idle_s
+
+    def dilation(self, slots: NDArray[np.intp]) -> Floats:
+        """Real seconds per emulated second of each worker."""
+        return self._cells[_DILATION, slots]
 
     def place(self, worker: str, slots: NDArray[np.intp]) -> int:
         """Position of a worker among `slots`, or -1."""

@@ -27,7 +27,14 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from starlette.responses import JSONResponse, Response
 
 from kappa import metrics as m
-from router.core import Decision, NoWorkerError, RouterConfig, RouteRequest
+from router.admission import Admission
+from router.core import (
+    Decision,
+    NoWorkerError,
+    OverloadedError,
+    RouterConfig,
+    RouteRequest,
+)
 from router.errors import (
     ApiError,
     check_body,
@@ -35,6 +42,7 @@ from router.errors import (
     engine_failed,
     from_engine,
     no_worker,
+    overloaded,
     queue_full,
     unknown_model,
     unreadable_body,
@@ -78,6 +86,8 @@ class IngressSettings:
     request_timeout_s: float
     secret: str
     record: str | None
+    forecast_workers: int = 4
+    admission: bool = False
 
 
 class KappaIngress(OpenAiIngress):
@@ -200,6 +210,8 @@ class KappaIngress(OpenAiIngress):
         for attempt in range(2):
             try:
                 decision = live.route(routed)
+            except OverloadedError as error:
+                raise overloaded(str(error), error.retry_after_s) from last
             except NoWorkerError as error:
                 raise no_worker(str(error), live.retry_after_s()) from last
             try:
@@ -308,6 +320,8 @@ class KappaIngress(OpenAiIngress):
                     stale_after_s=s.stale_after_s,
                     calibrate=s.calibrate,
                     calibrate_requests=s.calibrate_requests,
+                    forecast_workers=s.forecast_workers,
+                    admission=Admission() if s.admission else None,
                 ),
                 record=s.record,
             )

@@ -191,19 +191,15 @@ def capacity_of(
         raise ValueError("the cluster has no nodes: give at least one")
     costs = np.stack([request_costs(turns, node, shape, max_seqs) for node in nodes], axis=1)
     supply = np.array([_supply(node, shape) for node in nodes])
-    memory = float(
-        sum(node.count * node.host_bytes for node in nodes)
-        + supply[:, RESOURCES.index("device")].sum()
-    )
+    host_bytes = sum(node.count * node.host_bytes for node in nodes)
+    memory_bytes = float(host_bytes + supply[:, RESOURCES.index("device")].sum())
     token_bytes = kv_bytes_per_token(shape)
     held = np.zeros((len(turns), len(OPTIONS)))
     held[:, (0, 2)] = (turns.held_token_s * token_bytes)[:, None]
 
     label = _clusters(turns, clusters)
     weight = np.bincount(label) / len(turns)
-    program = _Program(
-        weight, _means(costs, label), _means(held, label), supply, max(memory_bytes, 1.0)
-    )
+    program = _Program(weight, _means(costs, label), _means(held, label), supply, memory_bytes)
     flow_rps, prices, memory_price = program.solve()
     lp_rps = float(flow_rps.sum())
     # Weak duality at the level of single requests: prices . supply / mean cheapest cost.

@@ -69,6 +69,7 @@ class ReportTotals:
             r,
             steps_total=r.steps_total + 1,
             step_seconds_total=r.step_seconds_total + _number(m["took_s"]),
+            step_predicted_seconds_total=r.step_predicted_seconds_total + _number(m["pace_s"]),
             step_tokens_total=r.step_tokens_total + int(_number(m["tokens"])),
             overruns_total=r.overruns_total + bool(m["overrun"]),
         )

@@ -5,25 +5,19 @@ turn before. The readers here keep order and pauses, so that the simulator and t
 replay them. Formats are JSON lines, plain or gzipped.
 """
 
-import gzip
-import json
-import math
 import re
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+
+from workload.errors import WorkloadError as WorkloadError
+from workload.lines import json_object, number_field, numbered_lines, text_field
 
 # What the mini-SWE harness says to the model after each reply: the result of its command, or a
 # complaint that there was not exactly one command.
 _HARNESS_MESSAGE = re.compile(
     r"\n\n(?=<returncode>|Please always provide EXACTLY ONE action in triple backticks)"
 )
-
-
-class WorkloadError(ValueError):
-    """A workload file that cannot be used. The message names the file, the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +56,7 @@ def read_sessions(path: str | Path) -> list[Session]:
     """
     path = Path(path)
     turns: dict[str, list[Turn]] = {}
-    for number, line in _numbered_lines(path):
+    for number, line in numbered_lines(path):
         if not line.strip():
             continue
         try:
@@ -102,48 +96,10 @@ def as_messages(turn: Turn, replies: Sequence[str] = ()) -> list[dict[str, str]]
     return messages
 
 
-def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    number = 0
-    try:
-        with _open_text(path) as lines:
-            for line in lines:
-                number += 1
-                yield number, line
-    except UnicodeDecodeError as error:
-        raise WorkloadError(f"{path}:{number + 1}: not UTF-8 ({error.reason})") from error
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        where = f"{path}:{number + 1}" if number else str(path)
-        raise WorkloadError(f"{where}: {reason}") from error
-
-
-def _open_text(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
-
-
 def _parse(line: str) -> tuple[str, Turn]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg}, column {error.colno})") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"expected an object, found {type(record).__name__}")
-    texts: list[str] = []
-    for field in ("session", "input", "output"):
-        value = record.get(field)
-        if not isinstance(value, str):
-            raise ValueError(f"field {field!r} must be a string, found {_found(record, field)}")
-        texts.append(value)
-    t_s = record.get("t_s")
-    if isinstance(t_s, bool) or not isinstance(t_s, int | float) or not math.isfinite(t_s):
-        raise ValueError(f"field 't_s' must be a finite number, found {_found(record, 't_s')}")
-    if t_s < 0:
-        raise ValueError(f"field 't_s' must not be negative, found {t_s}")
-    session, input_text, output_text = texts
-    return session, Turn(t_s=float(t_s), input_text=input_text, output_text=output_text)
-
-
-def _found(record: dict[str, object], field: str) -> str:
-    return repr(record[field])[:40] if field in record else "nothing"
+    record = json_object(line)
+    session, input_text, output_text = (
+        text_field(record, field) for field in ("session", "input", "output")
+    )
+    t_s = number_field(record, "t_s")
+    return session, Turn(t_s=t_s, input_text=input_text, output_text=output_text)

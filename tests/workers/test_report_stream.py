@@ -34,7 +34,8 @@ def test_totals_add_up_and_lists_start_anew():
     assert totals.urgent
     report = totals.take(9.0)
     assert report == WorkerReport(
-        worker="w", time_s=9.0, steps_total=2, step_seconds_total=0.5, step_tokens_total=20,
+        worker="w", time_s=9.0, steps_total=2, step_seconds_total=0.5,
+        step_predicted_seconds_total=0.4, step_tokens_total=20,
         overruns_total=1, store_tokens_total=5, store_bytes_total=500, store_seconds_total=0.5,
         store_wait_seconds_total=0.125, event_gaps_total=2,
         admitted=(Admission("a", 1, 2, 3),), prefilled=("a",),

@@ -1,0 +1,107 @@
+"""AIBrix's prefix-cache routing."""
+
+from __future__ import annotations
+
+
+import numpy as np
+
+from router.baselines.base import Baseline, at_least, random_least
+from router.baselines.history import RouteHistory
+from router.baselines.run_tree import longest_of_each
+from router.offers import Floats, Offers
+from router.policy import Choice
+
+_SLACK = 1.1
+
+
+class Aibrix(Baseline):
+    """Longest prefix among pods that are not too busy. Reimplemented.
+
+    Gate: if max > imbalance_factor · (mean + 1) requests and max − min ≥ imbalance_gap, only the
+    pods with the fewest requests may match. Then by whole percents of the prompt matched, most
+    first; equal ones by requests, then at random: the first with requests ≤ mean + sigmas · σ (of
+    the sample). Nobody: a random one of those with the fewest requests.
+
+    The original hashes blocks of 4 characters and keeps 200,000 of them for 20 minutes, least
+    recently used first; here they are blocks of tokens, kept as long as they fit (max_blocks), the
+    end of a prefix going before its start.
+    """
+
+    name = "aibrix"
+    source = (
+        "vllm-project/aibrix: pkg/plugins/gateway/algorithms/prefix_cache.go and "
+        "pkg/utils/prefixcacheindexer/hash.go (commit 01de8a5)"
+    )
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        sigmas: float = 1.0,
+        imbalance_factor: float = 2.0,
+        imbalance_gap: float = 8.0,
+        max_blocks: float = 200_000.0,
+    ) -> None:
+        super().__init__(seed)
+        at_least("sigmas", sigmas, 0)
+        at_least("imbalance_factor", imbalance_factor, 0)
+        at_least("imbalance_gap", imbalance_gap, 0)
+        at_least("max_blocks", max_blocks, 1)
+        self._sigmas = sigmas
+        self._factor = imbalance_factor
+        self._gap = imbalance_gap
+        self._max_blocks = max_blocks
+        self._blocks = 0
+        self._history = RouteHistory()
+
+    def choose(self, offers: Offers) -> Choice:
+        """The longest match with few enough requests, else the fewest requests."""
+        requests = offers.in_flight
+        mean = float(requests.mean())
+        index = self._matched(offers, mean)
+        if index is not None:
+            return Choice(index, "prefix_match")
+        return Choice(random_least(self.rng, requests), "fewest_requests")
+
+    def routed(self, offers: Offers, index: int) -> None:
+        """Insert the prompt for its pod."""
+        history = self._history
+        before = sum(history.tree.sizes)
+        history.routed(offers, index)
+        # An upper bound (a block that two pods have counts twice), exact again after trimming.
+        self._blocks += sum(history.tree.sizes) - before
+        if self._blocks > _SLACK * self._max_blocks:
+            self._blocks = history.trim_all(self._max_blocks)
+
+    def left(self, worker: str) -> None:
+        """Forget what it was sent."""
+        self._history.left(worker)
+
+    def _matched(self, offers: Offers, mean: float) -> int | None:
+        requests = offers.in_flight
+        path = self._history.match(offers)
+        total = len(offers.prefix_hashes)
+        by_percent: dict[int, list[int]] = {}
+        roster = self._history.roster
+        for workers, blocks in longest_of_each(path, self._allowed(requests, mean)):
+            by_percent.setdefault(blocks * 100 // total, []).extend(roster.rows(workers))
+        if not by_percent:
+            return None
+        sigma = float(np.std(requests, ddof=1)) if len(requests) > 1 else 0.0
+        limit = mean + self._sigmas * sigma
+        for percent in sorted(by_percent, reverse=True):
+            rows = by_percent[percent]
+            fewest = min(float(requests[row]) for row in rows)
+            if fewest <= limit:
+                best = [row for row in rows if requests[row] == fewest]
+                return best[0] if len(best) == 1 else self.rng.choice(best)
+        return None
+
+    def _allowed(self, requests: Floats, mean: float) -> int:
+        """The pods that may match: all, or behind the gate those with the fewest requests."""
+        roster = self._history.roster
+        most, least = float(requests.max()), float(requests.min())
+        if most <= self._factor * (mean + 1.0) or most - least < self._gap:
+            return roster.mask
+        fewest = np.flatnonzero(requests == least).tolist()
+        return sum(1 << roster.bits[row] for row in fewest)

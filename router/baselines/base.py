@@ -1,0 +1,67 @@
+"""What the reimplemented policies share: a seeded generator and two ways to break ties."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+
+from router.offers import Floats, Offers
+from router.policy import Choice
+
+
+class Baseline:
+    """A policy of somebody else. Parameters of a subclass are keyword-only, with defaults.
+
+    Attributes:
+        source: one line: what it reimplements, and where that is written.
+    """
+
+    name = ""
+    source = ""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = Random(seed)
+
+    def choose(self, offers: Offers) -> Choice:
+        """Pick one of `offers` (at least one)."""
+        raise NotImplementedError
+
+    def routed(self, offers: Offers, index: int) -> None:
+        """Remember where a request went; nothing to remember unless a subclass says so."""
+
+    def left(self, worker: str) -> None:
+        """A worker is gone; nothing to forget unless a subclass says so."""
+
+
+def two_random(rng: Random, count: int) -> tuple[int, int]:
+    """Two different rows in random order, or the only one twice."""
+    if count == 1:
+        return 0, 0
+    first, second = rng.randrange(count), rng.randrange(count - 1)
+    return first, second + (second >= first)
+
+
+def power_of_two(rng: Random, queue: Floats) -> int:
+    """The less loaded of two random rows; the one drawn first if they are level."""
+    first, second = two_random(rng, len(queue))
+    return second if queue[second] < queue[first] else first
+
+
+def first_least(rows: Sequence[int], queue: Floats) -> int:
+    """The first of `rows` whose queue is shortest."""
+    return rows[0] if len(rows) == 1 else rows[int(queue[list(rows)].argmin())]
+
+
+def random_least(rng: Random, cost: Floats) -> int:
+    """A random one of the rows with the least cost."""
+    rows = np.flatnonzero(cost == cost.min())
+    return int(rows[0] if len(rows) == 1 else rows[rng.randrange(len(rows))])
+
+
+def at_least(name: str, value: float, low: float) -> None:
+    """ValueError unless `value` is a number and not below `low`."""
+    if math.isnan(value) or value < low:
+        raise ValueError(f"{name} must be at least {low:g}, got {value:g}")

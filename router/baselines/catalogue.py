@@ -1,0 +1,96 @@
+"""All reimplemented policies by name, and how `name:key=value,...` becomes one."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+from router.baselines.aibrix import Aibrix
+from router.baselines.base import Baseline
+from router.baselines.dynamo import Dynamo
+from router.baselines.llm_d import LlmD
+from router.baselines.production_stack import ProductionStack
+from router.baselines.ray_prefix import RayPrefix
+from router.baselines.ring import ConsistentHash
+from router.baselines.sglang import SglangCacheAware
+from router.baselines.simple import PowerOfTwo, RoundRobin, Sticky
+from router.policy import Policy
+
+Value = float | int | str
+
+_CLASSES: tuple[type[Baseline], ...] = (
+    RoundRobin,
+    PowerOfTwo,
+    Sticky,
+    ConsistentHash,
+    RayPrefix,
+    SglangCacheAware,
+    Dynamo,
+    LlmD,
+    Aibrix,
+    ProductionStack,
+)
+
+BASELINES: dict[str, tuple[type[Baseline], str]] = {cls.name: (cls, cls.source) for cls in _CLASSES}
+"""Name to class and source line."""
+
+
+def baseline_named(spec: str, seed: int) -> Policy | None:
+    """The baseline of `name` or `name:key=value,...`, its name the whole spec; None if unknown.
+
+    Raises:
+        ValueError: a parameter is unknown, twice there, malformed or out of range.
+    """
+    name, colon, text = spec.partition(":")
+    if name not in BASELINES:
+        return None
+    cls, _ = BASELINES[name]
+    given = _parsed(spec, text, parameters(name)) if colon else {}
+    try:
+        made = cls(seed, **given)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"policy {spec!r}: {error}") from None
+    made.name = spec
+    return made
+
+
+def parameters(name: str) -> dict[str, Value]:
+    """Parameters of a baseline with their defaults."""
+    signature = inspect.signature(BASELINES[name][0].__init__)
+    return {
+        key: parameter.default
+        for key, parameter in signature.parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def _parsed(spec: str, text: str, known: dict[str, Value]) -> dict[str, Value]:
+    given: dict[str, Value] = {}
+    takes = ", ".join(f"{key}={value}" for key, value in known.items()) or "none"
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not value:
+            raise ValueError(
+                f"policy {spec!r}: {part!r} is not key=value; parameters and defaults: {takes}"
+            )
+        if key not in known:
+            raise ValueError(
+                f"policy {spec!r}: no parameter {key!r}; parameters and defaults: {takes}"
+            )
+        if key in given:
+            raise ValueError(f"policy {spec!r}: {key!r} is given twice")
+        given[key] = _value(spec, key, value, known[key])
+    return given
+
+
+def _value(spec: str, key: str, text: str, default: Value) -> Value:
+    if isinstance(default, str):
+        return text
+    try:
+        number = int(text) if isinstance(default, int) else float(text)
+    except ValueError:
+        number = math.nan
+    if math.isnan(number):
+        kind = "a whole number" if isinstance(default, int) else "a number"
+        raise ValueError(f"policy {spec!r}: {key} must be {kind}, got {text!r}")
+    return number

@@ -1,0 +1,186 @@
+"""NVIDIA Dynamo's KV router: one cost in blocks, lowest wins."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+
+import numpy as np
+
+from router.baselines.base import Baseline, at_least, random_least
+from router.baselines.run_tree import Roster, Run, RunTree, longest_of_each
+from router.offers import Floats, Offers
+from router.policy import Choice
+from router.prefix_hash import UInt64s
+
+
+class Dynamo(Baseline):
+    """Dynamo's cost with a constant credit for the host tier. Reimplemented.
+
+        credit = device_credit · decay · device blocks + host_credit · host blocks
+        decay  = 1 / (1 + credit_decay · excess prefill blocks / request blocks)
+        cost   = overlap_weight · max(0, raw prefill blocks − credit) + decode blocks
+                 + request_weight · active requests
+
+    Raw prefill blocks: prompts not yet prefilled there (new tokens only) and the whole prompt of
+    this one. Excess: above the least such queue. Decode blocks: different blocks of the requests
+    active there, plus those of this one that they do not have. Temperature 0: the least cost,
+    ties at random; above it a softmax over costs divided by their range and the temperature.
+
+    The names in the original: overlap_score_credit, overlap_score_credit_decay,
+    host_cache_hit_weight, prefill_load_scale (formerly kv_overlap_score_weight),
+    decode_active_request_weight, router_temperature.
+
+    A policy is told where requests go, not when they end, so which of a worker's requests are the
+    active ones is a guess: as many as are in flight there, the latest routed. The original's disk
+    and shared tiers, output blocks (off by default) and taints are left out.
+    """
+
+    name = "dynamo"
+    source = (
+        "lib/kv-router/src/scheduling/selector/default.rs and mod.rs (ai-dynamo 1.6.1; "
+        "commit 07a6c9c)"
+    )
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        host_credit: float = 0.75,
+        device_credit: float = 1.0,
+        credit_decay: float = 0.0,
+        overlap_weight: float = 1.0,
+        request_weight: float = 0.0,
+        temperature: float = 0.0,
+    ) -> None:
+        super().__init__(seed)
+        for name, value in (
+            ("host_credit", host_credit),
+            ("device_credit", device_credit),
+            ("credit_decay", credit_decay),
+            ("overlap_weight", overlap_weight),
+            ("request_weight", request_weight),
+            ("temperature", temperature),
+        ):
+            at_least(name, value, 0)
+        self._host_credit = host_credit
+        self._device_credit = device_credit
+        self._credit_decay = credit_decay
+        self._overlap_weight = overlap_weight
+        self._request_weight = request_weight
+        self._temperature = temperature
+        self._active = ActiveBlocks()
+
+    def choose(self, offers: Offers) -> Choice:
+        """The least cost, or a draw by temperature."""
+        cost = self.cost(offers)
+        if self._temperature == 0:
+            return Choice(random_least(self.rng, cost), "least_cost")
+        return Choice(self._drawn(cost), "drawn_by_cost")
+
+    def cost(self, offers: Offers) -> Floats:
+        """Cost of each worker, in blocks."""
+        block = offers.block_tokens
+        credit = self._device_credit * offers.device_tokens
+        if self._credit_decay:
+            queued = offers.queued_tokens
+            request_blocks = max(math.ceil(offers.prompt_tokens / block), 1)
+            excess = (queued - queued.min()) / (block * request_blocks)
+            credit = credit / (1.0 + self._credit_decay * excess)
+        credit = credit + self._host_credit * offers.cached_tokens
+        raw = offers.queued_tokens + offers.prompt_tokens
+        cost = self._overlap_weight * np.maximum(raw - credit, 0.0) / block
+        cost += self._active.decode_blocks(offers)
+        if self._request_weight:
+            cost += self._request_weight * offers.in_flight
+        return cost
+
+    def routed(self, offers: Offers, index: int) -> None:
+        """Its prompt's blocks are active on its worker from now on."""
+        self._active.add(offers, index)
+
+    def left(self, worker: str) -> None:
+        """Nothing is active there any more."""
+        self._active.left(worker)
+
+    def _drawn(self, cost: Floats) -> int:
+        span = float(cost.max() - cost.min())
+        if span == 0:
+            return self.rng.randrange(len(cost))
+        weights = np.exp((cost.min() - cost) / (span * self._temperature))
+        return self.rng.choices(range(len(cost)), weights.tolist())[0]
+
+
+class ActiveBlocks:
+    """Blocks of the requests in flight on each worker; what several share counts once.
+
+    The marks of the tree count the active requests that have the run.
+    """
+
+    def __init__(self) -> None:
+        self._tree = RunTree()
+        self._roster = Roster()
+        self._sent: defaultdict[int, deque[UInt64s]] = defaultdict(deque)
+        self._counts: Floats = np.zeros(8)
+        self._blocks: Floats = np.zeros(8)
+
+    def decode_blocks(self, offers: Offers) -> Floats:
+        """For each worker: different active blocks if this request went there."""
+        roster, total = self._roster, len(offers.prefix_hashes)
+        roster.read(offers)
+        self._settle(offers)
+        blocks = self._blocks[roster.columns] + total
+        for workers, shared in longest_of_each(self._tree.walk(offers.prefix_hashes), roster.mask):
+            if workers:
+                blocks[roster.rows(workers)] -= shared
+        return blocks
+
+    def add(self, offers: Offers, index: int) -> None:
+        """A request is active on row `index`."""
+        self._roster.read(offers)
+        self._make_room()
+        bit, hashes, depth = self._roster.bits[index], offers.prefix_hashes, 0
+        run: Run | None = None
+        for run, depth in self._tree.walk(hashes):
+            if depth < run.end:
+                run = self._tree.split(run, depth)
+            self._tree.mark(run, bit, run.marks.get(bit, 0) + 1)
+        if depth < len(hashes):
+            self._tree.mark(self._tree.append(run, hashes, depth, first=bit), bit, 1)
+        self._sent[bit].append(hashes)
+        self._counts[bit] += 1
+        self._blocks[bit] = self._tree.size(bit)
+
+    def left(self, worker: str) -> None:
+        """A worker is gone."""
+        bit = self._roster.left(worker)
+        if bit is not None and bit in self._sent:
+            self._tree.forget(bit)
+            del self._sent[bit]
+            self._counts[bit] = self._blocks[bit] = 0.0
+
+    def _settle(self, offers: Offers) -> None:
+        """Let go the oldest where more is remembered than is in flight."""
+        self._make_room()
+        over = self._counts[self._roster.columns] > offers.in_flight
+        if not over.any():
+            return
+        for row in np.flatnonzero(over).tolist():
+            bit = self._roster.bits[row]
+            while self._counts[bit] > offers.in_flight[row]:
+                self._remove(bit, self._sent[bit].popleft())
+            self._blocks[bit] = self._tree.size(bit)
+
+    def _remove(self, bit: int, hashes: UInt64s) -> None:
+        self._counts[bit] -= 1
+        for run, _ in self._tree.walk(hashes):
+            count = run.marks[bit] - 1
+            if count:
+                run.marks[bit] = count
+            else:
+                self._tree.unmark(run, bit)
+
+    def _make_room(self) -> None:
+        while len(self._counts) <= max(self._roster.bits):
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])

@@ -1,0 +1,84 @@
+"""vLLM production-stack's prefixaware and loadaware routing."""
+
+from __future__ import annotations
+
+from router.baselines.base import Baseline, at_least, random_least
+from router.baselines.history import RouteHistory
+from router.baselines.ring import HashRing, hash_of
+from router.offers import Offers
+from router.policy import Choice
+
+_VARIANTS = ("prefixaware", "loadaware")
+_VIRTUAL_NODES = 100
+
+
+class ProductionStack(Baseline):
+    """Where the longest prefix was sent, or cache benefit against load. Reimplemented.
+
+    prefixaware: a trie of what was routed where; from the root on only endpoints that were sent
+    every piece stay; a random one of those that stay longest (of all, if none was sent the first
+    piece). No eviction, no load. The original's pieces are 128 characters, ours token blocks.
+
+    loadaware: score = held tokens / prompt tokens − beta · (requests − mean) / max(1, mean), highest
+    wins, ties to the first. Held tokens are the index's (the original asks LMCache's controller).
+    Nobody holds anything: hash ring on the session, or without one the fewest requests in flight
+    (the original: lowest request rate).
+    """
+
+    name = "production_stack"
+    source = (
+        "vllm-project/production-stack: src/vllm_router/routers/routing_logic.py and "
+        "prefix/hashtrie.py (commit 008a23b); loadaware: pull request 1035"
+    )
+
+    def __init__(self, seed: int = 0, *, variant: str = "prefixaware", beta: float = 1.0) -> None:
+        super().__init__(seed)
+        if variant not in _VARIANTS:
+            raise ValueError(f"variant must be one of {', '.join(_VARIANTS)}, got {variant!r}")
+        at_least("beta", beta, 0)
+        self._beta = beta
+        self._load_aware = variant == "loadaware"
+        self._history = RouteHistory()
+        self._ring = HashRing(_VIRTUAL_NODES)
+
+    def choose(self, offers: Offers) -> Choice:
+        """By the variant asked for."""
+        return self._by_load(offers) if self._load_aware else self._by_prefix(offers)
+
+    def routed(self, offers: Offers, index: int) -> None:
+        """Insert the prompt for its endpoint."""
+        if not self._load_aware:
+            self._history.routed(offers, index)
+
+    def left(self, worker: str) -> None:
+        """Forget what it was sent."""
+        self._history.left(worker)
+        self._ring.left(worker)
+
+    def _by_prefix(self, offers: Offers) -> Choice:
+        path = self._history.match(offers)
+        roster = self._history.roster
+        staying = roster.mask
+        for run, _ in path:
+            sent = run.mask & staying
+            if not sent:
+                break
+            staying = sent
+        if staying == roster.mask:
+            return Choice(self.rng.randrange(len(offers)), "any")
+        return Choice(self.rng.choice(roster.rows(staying)), "prefix_match")
+
+    def _by_load(self, offers: Offers) -> Choice:
+        held = offers.device_tokens + offers.cached_tokens
+        if not held.any():
+            return self._by_session(offers)
+        load = offers.in_flight
+        mean = float(load.mean())
+        penalty = self._beta * (load - mean) / max(1.0, mean)
+        return Choice(int((held / max(offers.prompt_tokens, 1) - penalty).argmax()), "best_score")
+
+    def _by_session(self, offers: Offers) -> Choice:
+        if not offers.session:
+            return Choice(random_least(self.rng, offers.in_flight), "nothing_held")
+        self._ring.read(offers.workers)
+        return Choice(next(self._ring.clockwise(hash_of(offers.session))), "nothing_held")

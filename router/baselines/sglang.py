@@ -1,0 +1,77 @@
+"""SGLang gateway's cache_aware policy."""
+
+from __future__ import annotations
+
+from router.baselines.base import Baseline, at_least
+from router.baselines.history import RouteHistory
+from router.offers import Offers
+from router.policy import Choice
+
+_SLACK = 1.1
+
+
+class SglangCacheAware(Baseline):
+    """Longest prefix in a tree of the request history, unless the load is lopsided. Reimplemented.
+
+    Imbalanced if max − min load > balance_abs and max > balance_rel · min: the shortest queue. Else
+    the longest prefix that anybody was sent: if it is more than cache_threshold of the prompt, the
+    worker that was sent its last piece first; otherwise the shortest queue. Level queues: the first
+    worker (this is why the original sends a lone stream to one worker). A matched worker that is
+    not on offer: the first worker.
+
+    The original's tree is of characters, this one of token blocks. A worker's leaves are evicted,
+    least recent first, above max_tree_tokens (original: 2^26 characters every 60 s; here 2^24
+    tokens, as soon as a tenth above).
+    """
+
+    name = "sglang_cache_aware"
+    source = (
+        "sgl-model-gateway/src/policies/cache_aware.rs and tree.rs; defaults: router_args.py "
+        "(sglang-router 0.3.2)"
+    )
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        cache_threshold: float = 0.3,
+        balance_abs: float = 64.0,
+        balance_rel: float = 1.5,
+        max_tree_tokens: float = 2.0**24,
+    ) -> None:
+        super().__init__(seed)
+        at_least("cache_threshold", cache_threshold, 0)
+        at_least("balance_abs", balance_abs, 0)
+        at_least("balance_rel", balance_rel, 0)
+        at_least("max_tree_tokens", max_tree_tokens, 1)
+        self._cache_threshold = cache_threshold
+        self._balance_abs = balance_abs
+        self._balance_rel = balance_rel
+        self._max_tree_tokens = max_tree_tokens
+        self._history = RouteHistory()
+
+    def choose(self, offers: Offers) -> Choice:
+        """Balance, then affinity, then the shortest queue."""
+        load = offers.in_flight
+        least, most = float(load.min()), float(load.max())
+        if most - least > self._balance_abs and most > self._balance_rel * least:
+            return Choice(int(load.argmin()), "imbalanced")
+        path = self._history.match(offers)
+        if path:
+            run, blocks = path[-1]
+            if blocks * offers.block_tokens > self._cache_threshold * offers.prompt_tokens:
+                first = run.first if run.first in run.marks else next(iter(run.marks))
+                row = self._history.roster.row(first)
+                return Choice(row or 0, "prefix_match" if row is not None else "match_not_on_offer")
+        return Choice(int(load.argmin()), "shortest_queue")
+
+    def routed(self, offers: Offers, index: int) -> None:
+        """Insert the prompt for its worker."""
+        bit = self._history.routed(offers, index)
+        most = self._max_tree_tokens / offers.block_tokens
+        if self._history.size(bit) > _SLACK * most:
+            self._history.trim(bit, most)
+
+    def left(self, worker: str) -> None:
+        """Forget what it was sent."""
+        self._history.left(worker)

@@ -1,0 +1,206 @@
+"""A KV cache of one tier as a prefix tree of runs, evicted least recently used first.
+
+Block ids are chained over the prefix, so two prompts that agree on one id agree on all before it.
+Blocks that are always used together are kept as one run (a slice of an id array), which makes every
+operation cost a few steps per run instead of one per block. A run in use is pinned, with all before
+it; unpinned runs wait for eviction in the order of their last use, tails before heads, as in vLLM:
+its blocks return to the free list in reverse order when a request ends.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.uint64]
+
+
+class Run:
+    """Blocks `ids[start:stop]`; `start` is also the number of blocks before it in the prefix."""
+
+    __slots__ = ("children", "ids", "parent", "pins", "start", "stop")
+
+    def __init__(self, ids: Ids, start: int, stop: int, parent: Run | None, pins: int) -> None:
+        self.ids = ids
+        self.start = start
+        self.stop = stop
+        self.parent = parent
+        self.pins = pins
+        self.children = 0
+
+
+def common_blocks(a: Ids, b: Ids, low: int, high: int) -> int:
+    """How many leading blocks `a` and `b` share, known to be between `low` and `high`."""
+    if a is b:
+        return high
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if a.item(middle - 1) == b.item(middle - 1):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class PrefixCache:
+    """Blocks held in one tier. `blocks` counts them, `pinned` those that may not be evicted."""
+
+    __slots__ = ("_idle", "_runs", "blocks", "pinned")
+
+    def __init__(self) -> None:
+        self._runs: dict[int, Run] = {}
+        self._idle: OrderedDict[Run, None] = OrderedDict()
+        self.blocks = 0
+        self.pinned = 0
+
+    @property
+    def evictable(self) -> int:
+        """Blocks that `evict` could free."""
+        return self.blocks - self.pinned
+
+    def match(
+        self, ids: Ids, limit: int, run: Run | None = None, start: int = 0
+    ) -> tuple[Run | None, int]:
+        """Longest held prefix of `ids[:limit]`: its last run, touched or not to the end, and length.
+
+        `run` and `start`, if given, are a match already known to go on from.
+        """
+        runs, at, last = self._runs, start, run
+        while at < limit:
+            found = runs.get(ids.item(at))
+            if found is None:
+                break
+            end = found.stop
+            if end > limit:
+                end = limit
+            other = found.ids
+            if other is not ids and other.item(end - 1) != ids.item(end - 1):
+                end = common_blocks(other, ids, at + 1, end - 1)
+            last, at = found, end
+            if end < found.stop:
+                break
+        return last, at
+
+    def unpinned(self, run: Run | None, length: int) -> int:
+        """Blocks of the prefix of `length` ending in `run` that no one has pinned."""
+        while run is not None and not run.pins:
+            run = run.parent
+        if run is None:
+            return length
+        return max(length - run.stop, 0)
+
+    def pin(self, run: Run | None, length: int, upto: Run | None = None) -> Run | None:
+        """Pin the first `length` blocks of a match that ends in `run`, down to (without) `upto`.
+
+        Returns the run that ends at `length`: the handle for `unpin`.
+        """
+        if run is None:
+            return None
+        if length < run.stop:
+            run = self._split(run, length)
+        at: Run | None = run
+        idle = self._idle
+        while at is not None and at is not upto:
+            if not at.pins:
+                del idle[at]
+                self.pinned += at.stop - at.start
+            at.pins += 1
+            at = at.parent
+        return run
+
+    def unpin(self, run: Run | None) -> None:
+        """Give back what `pin` or `extend` returned; it counts as used just now."""
+        idle = self._idle
+        while run is not None:
+            run.pins -= 1
+            if not run.pins:
+                idle[run] = None
+                self.pinned -= run.stop - run.start
+            run = run.parent
+
+    def touch(self, run: Run | None, length: int) -> None:
+        """Count a match as used just now."""
+        if run is None:
+            return
+        if length < run.stop and not run.pins:
+            run = self._split(run, length)
+        idle = self._idle
+        at: Run | None = run
+        while at is not None:
+            if not at.pins:
+                idle.move_to_end(at)
+            at = at.parent
+
+    def extend(self, run: Run | None, ids: Ids, stop: int) -> Run:
+        """Add blocks after a pinned prefix that ends in `run`, up to `stop`, pinned as it is.
+
+        None of them may be held yet. Returns the new handle of the whole prefix.
+        """
+        start = run.stop if run is not None else 0
+        added = stop - start
+        self.blocks += added
+        self.pinned += added
+        if run is not None:
+            if run.pins == 1 and not run.children and run.start < start:
+                # Nobody else's: it just grows. The new ids begin with the old ones.
+                run.ids = ids
+                run.stop = stop
+                return run
+            run.children += 1
+        new = Run(ids, start, stop, run, 1)
+        self._runs[ids.item(start)] = new
+        return new
+
+    def add(self, ids: Ids, stop: int) -> int:
+        """Hold the first `stop` blocks, as used just now, unpinned; returns how many were missing.
+
+        The caller has made room.
+        """
+        run, length = self.match(ids, stop)
+        pinned = self.pin(run, length)
+        if length < stop:
+            pinned = self.extend(pinned, ids, stop)
+        self.unpin(pinned)
+        return stop - length
+
+    def evict(self, blocks: int) -> list[Ids]:
+        """Drop at least `blocks` blocks if so many are evictable; returns the ids dropped."""
+        dropped: list[Ids] = []
+        idle, runs = self._idle, self._runs
+        while blocks > 0 and idle:
+            run = next(iter(idle))
+            length = run.stop - run.start
+            if length > blocks:
+                dropped.append(run.ids[run.stop - blocks : run.stop])
+                run.stop -= blocks
+                self.blocks -= blocks
+                break
+            dropped.append(run.ids[run.start : run.stop])
+            del idle[run]
+            del runs[run.ids.item(run.start)]
+            if run.parent is not None:
+                run.parent.children -= 1
+            self.blocks -= length
+            blocks -= length
+        return dropped
+
+    def clear(self) -> None:
+        """Forget everything, pins included."""
+        self._runs.clear()
+        self._idle.clear()
+        self.blocks = self.pinned = 0
+
+    def _split(self, run: Run, length: int) -> Run:
+        """Cut a run in two at `length`; `run` stays the tail, the new head is returned."""
+        head = Run(run.ids, run.start, length, run.parent, run.pins)
+        head.children = 1
+        self._runs[run.ids.item(run.start)] = head
+        run.start = length
+        run.parent = head
+        self._runs[run.ids.item(length)] = run
+        if not run.pins:
+            # Used as its tail was, and to be evicted after it: both go to the end by whoever asked.
+            self._idle[head] = None
+        return head

@@ -1,0 +1,39 @@
+"""The event loop: what happens next, and when.
+
+Events at one time happen in the order in which they were scheduled, so a seeded run is exact. A
+scheduled event is never removed: whoever scheduled it checks on arrival that it still holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+
+class Loop:
+    """Simulated time and the events ahead; `now_s` is the time of the event being handled."""
+
+    __slots__ = ("_heap", "_order", "now_s")
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._order = 0
+
+    def at(self, time_s: float, handler: Callable[[Any], None], argument: Any = None) -> None:
+        """Call `handler(argument)` at `time_s`, which must not lie in the past."""
+        self._order += 1
+        heappush(self._heap, (time_s, self._order, handler, argument))
+
+    def run(self) -> None:
+        """Handle events until none is left."""
+        heap = self._heap
+        while heap:
+            self.now_s, _, handler, argument = heappop(heap)
+            handler(argument)
+
+    @property
+    def pending(self) -> int:
+        """Events not yet handled, those that no longer hold included."""
+        return len(self._heap)

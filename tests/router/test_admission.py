@@ -1,0 +1,74 @@
+"""Who is refused: those that would start too late, and nobody else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kappa.hardware import node_profile
+from router.admission import Admission
+from router.core import NoWorkerError, OverloadedError, Router, RouterConfig
+from router.policy import policy_named
+from tests.router.test_core import announcement, ask
+
+
+def router(admission, *workers):
+    made = Router(RouterConfig(policy=policy_named("ttft"), secret=7, admission=admission))
+    for worker in workers or ("a", "b"):
+        made.join(announcement(worker), 0.0)
+    return made
+
+
+def flood(made, limit=200):
+    """Send long prompts at once until one is refused; returns how many were let in."""
+    for i in range(limit):
+        try:
+            made.route(ask(f"r{i}", tokens=20_000, seed=i), 1.0)
+        except OverloadedError as error:
+            return i, error
+    return limit, None
+
+
+def test_without_admission_everybody_is_let_in():
+    assert flood(router(None), limit=60) == (60, None)
+
+
+def test_a_queue_longer_than_the_objective_is_refused_with_a_time_to_come_back():
+    count, error = flood(router(Admission()))
+    # Two nodes, five times the idle TTFT each: at most five on each; VRAM holds fewer at once.
+    assert 4 <= count <= 10
+    assert error.retry_after_s > 0 and "too late" in str(error)
+    assert isinstance(error, NoWorkerError)
+
+
+def test_a_refusal_reserves_nothing():
+    made = router(Admission())
+    count, _ = flood(made)
+    assert made.reservations == count
+
+
+def test_the_floor_lets_short_prompts_in_whatever_their_multiple():
+    strict = Admission(floor_s=0.0, factor=1.5)
+    assert flood(router(strict))[0] < flood(router(Admission(floor_s=10.0, factor=1.5)))[0]
+
+
+def test_one_that_was_let_in_and_lost_its_worker_is_not_refused():
+    made = router(Admission())
+    flood(made)
+    made.route(ask("again", tokens=20_000, seed=1, exclude=frozenset({"a"})), 1.0)
+
+
+def test_an_uninformed_request_is_not_judged():
+    made = router(Admission())
+    flood(made)
+    assert made.route(ask("blind", tokens=None), 1.0).reason == "uninformed_least_backlog"
+
+
+@pytest.mark.parametrize("dilation", [1.0, 30.0])
+def test_the_floor_is_in_dilated_time(dilation):
+    made = Router(RouterConfig(policy=policy_named("ttft"), secret=7))
+    node = replace(node_profile("h100-pcie5"), source="paced", dilation=dilation)
+    made.join(replace(announcement("a"), node=node), 0.0)
+    offers = made.explain(ask(), 1.0).offers
+    assert Admission(factor=0.0).limit_s(made.state.fleet, offers) == 0.5 * dilation

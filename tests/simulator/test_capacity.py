@@ -1,0 +1,224 @@
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from kappa.hardware import node_profile
+from kappa.model import kv_bytes_per_token
+from kappa.shapes import model_shape
+from kappa.step import step_model
+from kappa.types import NodeProfile
+from simulator.capacity import Capacity, capacity, capacity_of, capacity_rps, request_costs
+from simulator.reuse import Turns, turns_of
+from workload.shapes import SessionShape, TurnShape, Workload
+
+BLOCK = 16
+SHAPE = model_shape("llama-3.1-8b")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    profile: NodeProfile
+    host_bytes: float = 512e9
+    count: int = 1
+
+
+FAST = Nodes(node_profile("gh200-c2c"))
+SLOW = Nodes(node_profile("a100-pcie4"))
+
+
+def turn(rng, prefix, tokens, output=1, after_s=0.0):
+    """A turn whose prompt starts with the blocks `prefix`."""
+
+    def fresh(n):
+        return rng.integers(1, 2**63, n, dtype=np.uint64)
+
+    blocks = np.concatenate([prefix, fresh(tokens // BLOCK)])[: tokens // BLOCK]
+    kept = np.concatenate([blocks, fresh((tokens + output) // BLOCK - len(blocks))])
+    return TurnShape(after_s, tokens, output, blocks, kept)
+
+
+def workload(*sessions):
+    named = tuple(SessionShape(str(i), tuple(turns)) for i, turns in enumerate(sessions))
+    return Workload("made up", BLOCK, named, "none")
+
+
+NOTHING = np.zeros(0, np.uint64)
+
+
+def fresh_prompts(tokens=16_000, output=1, count=20):
+    rng = np.random.default_rng(1)
+    return workload(*[[turn(rng, NOTHING, tokens, output)] for _ in range(count)])
+
+
+def documents(questions=10, tokens=64_000, count=20):
+    rng = np.random.default_rng(2)
+    sessions = []
+    for _ in range(count):
+        document = rng.integers(1, 2**63, tokens // BLOCK, dtype=np.uint64)
+        sessions += [[turn(rng, document, tokens + 48)] for _ in range(questions)]
+    return workload(*sessions)
+
+
+def turns(cached, new, output=1.0, held_s=0.0):
+    shape = np.broadcast_shapes(np.shape(cached), np.shape(new), np.shape(held_s), (1,))
+    cached, new, output, held_s = (
+        np.broadcast_to(np.asarray(x, float), shape) for x in (cached, new, output, held_s)
+    )
+    return Turns(cached, new, output, cached * held_s, len(cached))
+
+
+def test_fresh_prompts_are_bound_by_compute_alone():
+    step = step_model(SHAPE, FAST.profile)
+    prefill_s = 16_000 * step.token_s + 0.5 * 16_000**2 * step.pair_s
+    assert capacity_rps(fresh_prompts(), [FAST], SHAPE) == pytest.approx(1 / prefill_s)
+
+
+def test_cached_prompts_are_bound_by_the_link():
+    loads = turns(cached=20_000, new=1, held_s=0.0)
+    # With no time to hold anything the device would serve all; a long wait leaves the link.
+    held = replace(loads, held_token_s=loads.cached_tokens * 1e6)
+    roomy = replace(SLOW, host_bytes=1e18)
+    load_s = 20_000 * kv_bytes_per_token(SHAPE) / SLOW.profile.h2d_bytes_per_s
+    bound = capacity_of(held, [roomy], SHAPE)
+    by_link = bound.flow_rps[0, 0, 0] * load_s
+    assert by_link == pytest.approx(1.0)
+    assert bound.rps > capacity_of(turns(cached=0, new=20_001), [roomy], SHAPE).rps
+
+
+def test_a_device_hit_needs_no_link_but_room():
+    quick = capacity_of(turns(cached=20_000, new=1, held_s=0.0), [SLOW], SHAPE)
+    slow = capacity_of(turns(cached=20_000, new=1, held_s=1e6), [SLOW], SHAPE)
+    assert quick.flow_rps[:, :, 2].sum() == pytest.approx(quick.lp_rps)
+    assert quick.rps > 2 * slow.rps
+
+
+def test_memory_that_cannot_hold_prefixes_leaves_recomputing():
+    tight = replace(SLOW, host_bytes=0.0)
+    never = capacity_of(turns(cached=20_000, new=1, held_s=1e9), [tight], SHAPE)
+    anew = capacity_of(turns(cached=0, new=20_001), [tight], SHAPE)
+    assert never.rps == pytest.approx(anew.rps, rel=1e-3)
+
+
+def test_twice_the_nodes_serve_twice_the_requests():
+    mixed = [FAST, SLOW]
+    doubled = [replace(node, count=2) for node in mixed]
+    work = documents()
+    # The prefixes' holding time shrinks as the rate grows, so a little more than twice.
+    once, twice = (capacity_rps(work, nodes, SHAPE) for nodes in (mixed, doubled))
+    assert twice == pytest.approx(2 * once, rel=0.05)
+
+
+def test_a_mixed_cluster_is_worth_at_least_its_parts():
+    """Comparative advantage: together they divide the work better than each its half."""
+    rng = np.random.default_rng(3)
+    mix = turns(cached=rng.uniform(0, 60_000, 500), new=rng.uniform(10, 9_000, 500), held_s=1e4)
+    parts = sum(capacity_of(mix, [node], SHAPE).rps for node in (FAST, SLOW))
+    assert capacity_of(mix, [FAST, SLOW], SHAPE).rps > 1.02 * parts
+
+
+def test_the_bound_is_above_the_clustered_plan_and_close_to_it():
+    rng = np.random.default_rng(4)
+    mix = turns(
+        cached=rng.pareto(1.5, 3_000) * 4_000,
+        new=rng.pareto(1.5, 3_000) * 300 + 1,
+        output=rng.integers(1, 400, 3_000),
+        held_s=rng.exponential(600, 3_000),
+    )
+    coarse = capacity_of(mix, [FAST, SLOW], SHAPE, clusters=1)
+    fine = capacity_of(mix, [FAST, SLOW], SHAPE, clusters=60)
+    assert coarse.lp_rps <= coarse.rps * (1 + 1e-9)
+    assert fine.lp_rps <= coarse.rps * (1 + 1e-9)
+    assert coarse.lp_rps <= fine.rps * (1 + 1e-9)
+    assert fine.rps - fine.lp_rps < 0.1 * fine.rps
+
+
+def test_the_bound_holds_for_every_assignment_that_can_be_tried():
+    """Two nodes and five requests: no split of their repetition uses less of the worst resource."""
+    rng = np.random.default_rng(5)
+    mix = turns(cached=rng.uniform(0, 50_000, 5), new=rng.uniform(1, 5_000, 5), held_s=1e7)
+    roomy = [replace(node, host_bytes=1e18) for node in (FAST, SLOW)]
+    bound = capacity_of(mix, roomy, SHAPE).rps
+    costs = np.stack([request_costs(mix, node, SHAPE) for node in roomy], axis=1)[..., :3]
+    best = math.inf
+    for code in range(4**5):
+        use = np.zeros((2, 3))
+        for request in range(5):
+            node, option = divmod(code // 4**request % 4, 2)
+            use[node] += costs[request, node, option]
+        best = min(best, use.max())
+    assert 5 / best <= bound * (1 + 1e-9)
+
+
+def test_decoding_takes_compute_and_reads():
+    silent = capacity_rps(fresh_prompts(tokens=512, output=1), [FAST], SHAPE)
+    chatty = capacity_rps(fresh_prompts(tokens=512, output=512), [FAST], SHAPE)
+    assert chatty < 0.55 * silent
+
+
+def test_few_sequences_per_step_make_decoding_dearer():
+    work = fresh_prompts(tokens=512, output=512)
+    free = capacity(work, [FAST], SHAPE)
+    crowded = capacity(work, [FAST], SHAPE, max_seqs=8)
+    step_s = step_model(SHAPE, FAST.profile).weights_s
+    assert crowded.rps < free.rps
+    assert crowded.rps <= 8 / (511 * step_s)
+
+
+def test_reuse_is_found_across_turns_and_sessions_but_not_across_copies():
+    rng = np.random.default_rng(6)
+    first = turn(rng, NOTHING, 160, output=16)
+    second = turn(rng, first.kept_blocks, 320, after_s=30.0)
+    found = turns_of(workload([first, second], [first]).sessions, BLOCK, rate_rps=1.0)
+    assert found.cached_tokens.tolist() == [0, 176, 159]  # the last token is always computed
+    assert found.new_tokens.tolist() == [160, 144, 1]
+    # The prompt was used when the other session started, 1.5 s in.
+    assert found.held_token_s[2] == pytest.approx(1.5 * 159)
+    assert found.held_token_s[1] == pytest.approx((28.5 * 160 + 30 * 16), rel=1e-6)
+
+    once = capacity(documents(questions=1), [FAST], SHAPE, requests=40)
+    assert once.cached_tokens.max() == 0
+
+
+def test_a_longer_horizon_finds_the_reuse_of_its_copies_only():
+    work = documents(questions=10, count=4)
+    one, many = (capacity_rps(work, [FAST], SHAPE, requests=n) for n in (40, 400))
+    assert many == pytest.approx(one, rel=0.05)
+
+
+def test_long_prompts_are_sampled_and_their_cached_part_rounded_up(monkeypatch):
+    sessions = documents(questions=4, tokens=16_000, count=4).sessions
+    exact = turns_of(sessions, BLOCK, 1.0)
+    monkeypatch.setattr("simulator.reuse._MAX_VISITS", 2_000)
+    rough = turns_of(sessions, BLOCK, 1.0)
+    assert np.all(rough.cached_tokens >= exact.cached_tokens)
+    assert np.all(rough.cached_tokens - exact.cached_tokens <= 20 * BLOCK)
+
+
+def test_same_input_gives_the_same_bits():
+    assert capacity_rps(documents(), [FAST, SLOW], SHAPE) == capacity_rps(
+        documents(), [FAST, SLOW], SHAPE
+    )
+
+
+def test_the_summary_names_nodes_and_what_they_spend():
+    bound = capacity(documents(), [FAST, SLOW], SHAPE)
+    assert isinstance(bound, Capacity)
+    rows = bound.summary()["nodes"]
+    assert [row["node"] for row in rows] == ["gh200-c2c", "a100-pcie4"]
+    assert sum(row["rps"] for row in rows) == pytest.approx(bound.lp_rps)
+    assert max(row["use"]["compute"] for row in rows) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "work", "message"),
+    [
+        ([], fresh_prompts(), "no nodes"),
+        ([FAST], workload(), "no sessions"),
+        ([Nodes(replace(FAST.profile, hbm_bytes=10e9))], fresh_prompts(), "gh200-c2c.*smaller"),
+    ],
+)
+def test_what_cannot_be_bounded_is_refused(nodes, work, message):
+    with pytest.raises(ValueError, match=message):
+        capacity(work, nodes, SHAPE)

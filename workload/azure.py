@@ -1,0 +1,88 @@
+"""Azure LLM inference traces: lengths of independent requests, with nothing known to be shared.
+
+CSV of `TIMESTAMP,ContextTokens,GeneratedTokens`. Every row is a session of one turn with a prompt
+of its own. The times are not kept: arrivals come from `workload.arrivals`.
+Source: Azure/AzurePublicDataset (Splitwise, ISCA 2024).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from workload.block_ids import key_of, stream_ids
+from workload.errors import WorkloadError
+from workload.lines import numbered_lines
+from workload.shapes import SessionShape, Workload, require_block_tokens, turn_of
+
+BLOCK_TOKENS = 512
+COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+SOURCE = "Azure LLM inference trace 2023 (conversation), Microsoft Azure (Splitwise), CC-BY-4.0"
+
+
+def read_azure(path: str | Path, *, block_tokens: int = BLOCK_TOKENS) -> Workload:
+    """Read an Azure trace; `.gz` is read as is.
+
+    Raises:
+        WorkloadError: if the file is absent, damaged, or breaks the format.
+    """
+    require_block_tokens(block_tokens)
+    path = Path(path)
+    lengths = list(_lengths(path))
+    blocks = [(prompt + max(output, 1)) // block_tokens for prompt, output in lengths]
+    ids = stream_ids(key_of("azure"), 0, sum(blocks))
+    sessions: list[SessionShape] = []
+    first = 0
+    for number, ((prompt, output), count) in enumerate(zip(lengths, blocks, strict=True)):
+        turn = turn_of(0.0, prompt, output, ids[first : first + count], block_tokens)
+        sessions.append(SessionShape(id=f"azure-{number}", turns=(turn,)))
+        first += count
+    return Workload("azure", block_tokens, tuple(sessions), SOURCE)
+
+
+def _lengths(path: Path) -> Iterator[tuple[int, int]]:
+    """(prompt, output) tokens of each row."""
+    rows = csv.reader(line for _, line in numbered_lines(path))
+    header = next(rows, None)
+    if header is None:
+        raise WorkloadError(f"{path}: is empty")
+    if header != COLUMNS:
+        missing = [name for name in COLUMNS if name not in header]
+        unknown = [name for name in header if name not in COLUMNS]
+        raise WorkloadError(
+            f"{path}:1: expected columns {COLUMNS}, found {header}"
+            f" (missing {missing}, unknown {unknown})"
+        )
+    empty = True
+    for row in rows:
+        if not row:
+            continue
+        try:
+            yield _parse(row)
+        except ValueError as error:
+            raise WorkloadError(f"{path}:{rows.line_num}: {error}") from error
+        empty = False
+    if empty:
+        raise WorkloadError(f"{path}: holds no requests")
+
+
+def _parse(row: list[str]) -> tuple[int, int]:
+    if len(row) != len(COLUMNS):
+        raise ValueError(f"expected {len(COLUMNS)} values, found {len(row)}")
+    try:
+        datetime.fromisoformat(row[0])
+    except ValueError:
+        raise ValueError(f"TIMESTAMP must be a date and time, found {row[0]!r}") from None
+    return _tokens(row[1], COLUMNS[1], 1), _tokens(row[2], COLUMNS[2], 0)
+
+
+def _tokens(text: str, column: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(f"{column} must be an integer, found {text!r}") from None
+    if value < least:
+        raise ValueError(f"{column} must be at least {least}, found {value}")
+    return value

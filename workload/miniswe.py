@@ -1,0 +1,193 @@
+"""mini-SWE agent sessions: tens of turns, each of which sees nearly all of the one before.
+
+A Parquet table of `session`, `t_s`, `input_length`, `output_length`, `cached_C`, `new_N` (lengths
+in Llama-2 tokens; C is what an unlimited cache of 16-token prompt blocks held), or the recorded
+texts themselves. A prompt extends the one before it; the recorded replies are no part of it. The
+recorded gap between two turns is taken for the pause, though it also holds the time of the first
+one's answer. Source: LMCache/lmcache-agent-trace.
+"""
+
+from __future__ import annotations
+
+import os.path
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from workload.block_ids import key_of, stream_ids
+from workload.errors import WorkloadError
+from workload.sessions import Session, read_sessions
+from workload.shapes import (
+    BlockIds,
+    SessionShape,
+    TurnShape,
+    Workload,
+    require_block_tokens,
+    turn_of,
+)
+from workload.tables import read_table
+
+BLOCK_TOKENS = 64
+SOURCE = "mini-SWE agent traces, LMCache/lmcache-agent-trace, Apache-2.0"
+
+_COLUMNS: dict[str, type] = {
+    "session": str,
+    "t_s": float,
+    "input_length": int,
+    "output_length": int,
+    "cached_C": int,
+    "new_N": int,
+}
+_CACHE_BLOCK_TOKENS = 16  # of the cache that `cached_C` was computed with
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One request. cached_tokens: how much of its prompt had been seen before."""
+
+    session: str
+    t_s: float
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class _Prompts:
+    """Block ids of the prompts so far, to be found by those that repeat them."""
+
+    last: dict[str, BlockIds]  # session -> its latest prompt
+    of_length: dict[int, BlockIds]  # prompt length in whole cache blocks -> the latest such prompt
+
+    def ids(self, row: _Row, number: int, stop: int, block_tokens: int) -> BlockIds:
+        """Ids of the row's prompt and output, and note its prompt.
+
+        What was cached came from the session's previous prompt, or else from another session's
+        prompt of just that length, which this one repeats. The rest is new.
+        """
+        shared = row.cached_tokens // block_tokens
+        before = self.last.get(row.session, np.empty(0, dtype=np.uint64))
+        if len(before) < shared:
+            before = self.of_length.get(row.cached_tokens // _CACHE_BLOCK_TOKENS, before)
+        before = before[:shared]
+        key = key_of("miniswe", row.session, number)
+        ids: BlockIds = np.concatenate([before, stream_ids(key, len(before), stop)])
+        prompt = ids[: row.input_tokens // block_tokens]
+        self.last[row.session] = prompt
+        self.of_length[row.input_tokens // _CACHE_BLOCK_TOKENS] = prompt
+        return ids
+
+
+def read_miniswe(path: str | Path, *, block_tokens: int = BLOCK_TOKENS) -> Workload:
+    """Read the table of lengths.
+
+    Raises:
+        WorkloadError: if the file is absent, damaged, or breaks the format.
+    """
+    require_block_tokens(block_tokens)
+    path = Path(path)
+    table = read_table(path, _COLUMNS)
+    rows: list[_Row] = []
+    latest_s: dict[str, float] = {}
+    for number, fields in enumerate(table.iter_rows(), start=1):
+        row = _Row(*fields[:5])
+        try:
+            _check(row, fields[5], latest_s.get(row.session, 0.0))
+        except ValueError as error:
+            raise WorkloadError(f"{path}: row {number}: {error}") from error
+        latest_s[row.session] = row.t_s
+        rows.append(row)
+    return _workload(rows, block_tokens)
+
+
+def _check(row: _Row, new_tokens: int, before_s: float) -> None:
+    if row.input_tokens < 1:
+        raise ValueError(f"column 'input_length' must be at least 1, found {row.input_tokens}")
+    if row.cached_tokens + new_tokens != row.input_tokens:
+        raise ValueError(
+            f"columns 'cached_C' {row.cached_tokens} and 'new_N' {new_tokens} do not add up to "
+            f"'input_length' {row.input_tokens}"
+        )
+    if row.t_s < before_s:
+        raise ValueError(f"column 't_s' {row.t_s} is before the previous turn's {before_s}")
+
+
+def read_miniswe_texts(
+    path: str | Path, count_tokens: Callable[[str], int], *, block_tokens: int = BLOCK_TOKENS
+) -> Workload:
+    """Read recorded sessions (`workload.sessions`), measuring their texts with `count_tokens`.
+
+    Raises:
+        WorkloadError: if the file is absent, damaged, or breaks the format.
+    """
+    require_block_tokens(block_tokens)
+    return shapes_of(read_sessions(path), count_tokens, block_tokens=block_tokens)
+
+
+def shapes_of(
+    sessions: list[Session], count_tokens: Callable[[str], int], *, block_tokens: int = BLOCK_TOKENS
+) -> Workload:
+    """Shapes of recorded sessions: lengths by `count_tokens`, sharing by common beginnings."""
+    prompts = _Texts([], [], count_tokens, block_tokens)
+    shapes: list[SessionShape] = []
+    for session in sessions:
+        turns: list[TurnShape] = []
+        before_s = session.turns[0].t_s
+        for number, turn in enumerate(session.turns):
+            input_tokens = max(count_tokens(turn.input_text), 1)
+            output_tokens = max(count_tokens(turn.output_text), 1)
+            known = prompts.shared_ids(turn.input_text)[: input_tokens // block_tokens]
+            stop = (input_tokens + output_tokens) // block_tokens
+            own = stream_ids(key_of("recorded", session.id, number), len(known), stop)
+            ids: BlockIds = np.concatenate([known, own])
+            turns.append(
+                turn_of(turn.t_s - before_s, input_tokens, output_tokens, ids, block_tokens)
+            )
+            prompts.add(turn.input_text, turns[-1].blocks)
+            before_s = turn.t_s
+        shapes.append(SessionShape(id=session.id, turns=tuple(turns)))
+    return Workload("miniswe", block_tokens, tuple(shapes), SOURCE)
+
+
+@dataclass(slots=True, eq=False)
+class _Texts:
+    """Prompts in alphabetical order: the longest common beginning is always with a neighbour."""
+
+    texts: list[str]
+    ids: list[BlockIds]
+    count_tokens: Callable[[str], int]
+    block_tokens: int
+
+    def shared_ids(self, text: str) -> BlockIds:
+        """Ids of the full blocks that `text` has in common with an earlier prompt."""
+        place = bisect_left(self.texts, text)
+        best, ids = "", np.empty(0, dtype=np.uint64)
+        for neighbour in range(max(place - 1, 0), min(place + 1, len(self.texts))):
+            common = os.path.commonprefix([self.texts[neighbour], text])
+            if len(common) > len(best):
+                best, ids = common, self.ids[neighbour]
+        return ids[: self.count_tokens(best) // self.block_tokens] if best else ids
+
+    def add(self, text: str, ids: BlockIds) -> None:
+        """Note a prompt."""
+        place = bisect_left(self.texts, text)
+        self.texts.insert(place, text)
+        self.ids.insert(place, ids)
+
+
+def _workload(rows: list[_Row], block_tokens: int) -> Workload:
+    prompts = _Prompts({}, {})
+    turns: dict[str, list[TurnShape]] = {}
+    latest_s: dict[str, float] = {}
+    for row in rows:
+        group = turns.setdefault(row.session, [])
+        stop = (row.input_tokens + max(row.output_tokens, 1)) // block_tokens
+        ids = prompts.ids(row, len(group), stop, block_tokens)
+        after_s = row.t_s - latest_s.get(row.session, row.t_s)
+        group.append(turn_of(after_s, row.input_tokens, row.output_tokens, ids, block_tokens))
+        latest_s[row.session] = row.t_s
+    sessions = tuple(SessionShape(id=name, turns=tuple(group)) for name, group in turns.items())
+    return Workload("miniswe", block_tokens, sessions, SOURCE)

@@ -1,0 +1,160 @@
+"""NarrativeQA: readers who put many questions to one long document.
+
+JSON lines of `document_id`, `doc_est_tokens`, `question_tokens` and either `answers` (texts, of
+which only the length counts) or `output_tokens`. A session is one reader of one document. Every
+prompt is the whole document and one question: what is shared is the document, not the talk.
+The source has no times; the pauses are drawn. Source: google-deepmind/narrativeqa.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from workload.block_ids import key_of, stream_ids
+from workload.errors import WorkloadError
+from workload.lines import Record, count_field, found, json_object, numbered_lines, text_field
+from workload.shapes import (
+    BlockIds,
+    SessionShape,
+    TurnShape,
+    Workload,
+    require_block_tokens,
+    turn_of,
+)
+
+BLOCK_TOKENS = 256
+MAX_CONTEXT_TOKENS = 128 * 1024
+SOURCE = "NarrativeQA lengths, google-deepmind/narrativeqa, Apache-2.0"
+
+# Assumptions, since the source has only texts: mean pause of a reader between an answer and the
+# next question, Llama-2 tokens in a word of an answer, and the shortest answer a model gives.
+MEAN_THINK_S = 20.0
+TOKENS_PER_WORD = 1.3
+LEAST_OUTPUT_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    document: str
+    document_tokens: int
+    tokens: int
+    output_tokens: int
+
+
+def read_narrativeqa(
+    path: str | Path,
+    *,
+    block_tokens: int = BLOCK_TOKENS,
+    max_context_tokens: int = MAX_CONTEXT_TOKENS,
+    readers: int = 1,
+    seed: int = 0,
+) -> Workload:
+    """Read questions with the lengths of their documents; `.gz` is read as is.
+
+    Args:
+        path: the questions.
+        block_tokens: tokens a block.
+        max_context_tokens: longest prompt and answer together; longer documents lose their end,
+            and `notes` counts them.
+        readers: sessions a document; its questions are dealt out among them.
+        seed: of the pauses, exponential with mean `MEAN_THINK_S`.
+
+    Raises:
+        WorkloadError: if the file is absent, damaged, or breaks the format.
+    """
+    require_block_tokens(block_tokens)
+    if readers < 1:
+        raise ValueError(f"readers is {readers}: give at least 1")
+    path = Path(path)
+    rng = np.random.default_rng(seed)
+    sessions: list[SessionShape] = []
+    cut = 0
+    documents = _read(path)
+    for name, questions in documents.items():
+        longest = max(question.tokens + question.output_tokens for question in questions)
+        room = max_context_tokens - longest
+        if room < 1:
+            raise WorkloadError(
+                f"{path}: a question on document {name} takes {longest} tokens with its answer, "
+                f"and max_context_tokens is {max_context_tokens}: raise it"
+            )
+        tokens = min(questions[0].document_tokens, room)
+        cut += tokens < questions[0].document_tokens
+        for reader in range(min(readers, len(questions))):
+            own = questions[reader::readers]
+            think_s = rng.exponential(MEAN_THINK_S, len(own))
+            think_s[0] = 0.0
+            turns = _turns(f"{name}/{reader}", tokens, own, think_s.tolist(), block_tokens)
+            sessions.append(SessionShape(id=f"{name}/{reader}", turns=turns))
+    notes = (f"{cut} of {len(documents)} documents cut to {max_context_tokens} tokens",)
+    return Workload("narrativeqa", block_tokens, tuple(sessions), SOURCE, notes if cut else ())
+
+
+def _turns(
+    session: str,
+    document_tokens: int,
+    questions: list[_Question],
+    think_s: list[float],
+    block_tokens: int,
+) -> tuple[TurnShape, ...]:
+    shared = stream_ids(
+        key_of("narrativeqa", questions[0].document), 0, document_tokens // block_tokens
+    )
+    turns: list[TurnShape] = []
+    for number, (question, after_s) in enumerate(zip(questions, think_s, strict=True)):
+        prompt = document_tokens + question.tokens
+        stop = (prompt + question.output_tokens) // block_tokens
+        own = stream_ids(key_of("narrativeqa", session, number), len(shared), stop)
+        ids: BlockIds = np.concatenate([shared, own])
+        turns.append(turn_of(after_s, prompt, question.output_tokens, ids, block_tokens))
+    return tuple(turns)
+
+
+def _read(path: Path) -> dict[str, list[_Question]]:
+    documents: dict[str, list[_Question]] = {}
+    for number, line in numbered_lines(path):
+        if not line.strip():
+            continue
+        try:
+            question = _parse(json_object(line))
+            group = documents.setdefault(question.document, [])
+            if group and group[0].document_tokens != question.document_tokens:
+                raise ValueError(
+                    f"document {question.document} has {question.document_tokens} tokens here "
+                    f"and {group[0].document_tokens} in an earlier line"
+                )
+        except ValueError as error:
+            raise WorkloadError(f"{path}:{number}: {error}") from error
+        group.append(question)
+    if not documents:
+        raise WorkloadError(f"{path}: holds no questions")
+    return documents
+
+
+def _parse(record: Record) -> _Question:
+    return _Question(
+        document=text_field(record, "document_id"),
+        document_tokens=count_field(record, "doc_est_tokens", least=1),
+        tokens=count_field(record, "question_tokens", least=1),
+        output_tokens=_output_tokens(record),
+    )
+
+
+def _output_tokens(record: Record) -> int:
+    if "output_tokens" in record:
+        return count_field(record, "output_tokens", least=1)
+    answers = record.get("answers")
+    if (
+        not isinstance(answers, list)
+        or not answers
+        or not all(isinstance(answer, str) for answer in answers)
+    ):
+        raise ValueError(
+            f"field 'answers' must be a list of strings, found {found(record, 'answers')}"
+        )
+    words = sum(len(answer.split()) for answer in answers) / len(answers)
+    return max(math.ceil(words * TOKENS_PER_WORD), LEAST_OUTPUT_TOKENS)

@@ -1,0 +1,92 @@
+"""Shapes of sessions: lengths, pauses and shared prefixes, without any text.
+
+Routing and scheduling need no more of a request than how long it is, what it shares and when it
+may come. Every reader of this package gives a `Workload`; the simulator and the load test replay
+it. Block ids stand for whole prefixes: two prompts have the same k-th id exactly if their first
+k blocks are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+BlockIds = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnShape:
+    """One request.
+
+    after_s: pause between the predecessor's last token and this request; 0 for a first turn.
+    input_tokens: the whole prompt. blocks: ids of the prompt's full blocks. kept_blocks: the same
+    for prompt and output together, which is what an engine holds afterwards; begins with `blocks`.
+    """
+
+    after_s: float
+    input_tokens: int
+    output_tokens: int
+    blocks: BlockIds
+    kept_blocks: BlockIds
+
+    def __post_init__(self) -> None:
+        """Refuse a turn that no engine could serve."""
+        if not (math.isfinite(self.after_s) and self.after_s >= 0):
+            raise ValueError(f"after_s is {self.after_s}: give finite seconds, zero or more")
+        if self.input_tokens < 1 or self.output_tokens < 1:
+            raise ValueError(
+                f"a turn of {self.input_tokens} input and {self.output_tokens} output tokens: "
+                "both must be at least 1"
+            )
+        if len(self.kept_blocks) < len(self.blocks):
+            raise ValueError("kept_blocks must begin with blocks")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionShape:
+    """The turns of one conversation, reader or agent; a turn waits for its predecessor."""
+
+    id: str
+    turns: tuple[TurnShape, ...]
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """Sessions that share a block size.
+
+    block_tokens: tokens a block. source: attribution. notes: what the reader had to cut or leave
+    out, in words.
+    """
+
+    name: str
+    block_tokens: int
+    sessions: tuple[SessionShape, ...]
+    source: str
+    notes: tuple[str, ...] = ()
+
+
+def turn_of(
+    after_s: float, input_tokens: int, output_tokens: int, ids: BlockIds, block_tokens: int
+) -> TurnShape:
+    """A turn from the ids of its prompt and output, which may run on beyond them.
+
+    An output of no tokens counts as one: an engine always makes one.
+    """
+    output_tokens = max(output_tokens, 1)
+    return TurnShape(
+        after_s=after_s,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        blocks=ids[: input_tokens // block_tokens],
+        kept_blocks=ids[: (input_tokens + output_tokens) // block_tokens],
+    )
+
+
+def require_block_tokens(block_tokens: int) -> None:
+    """Refuse a block size that is no size."""
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens is {block_tokens}: give at least 1")
