@@ -121,7 +121,8 @@ class Decision:
 
 @dataclass(slots=True)
 class _Flight:
-    decision: Decision
+    chosen: Candidate
+    informed: bool
     routed_s: float
     first_token: bool = False
     output_tokens: int = 0
@@ -208,7 +209,7 @@ class Router:
         self.config.policy.left(worker)
         if self.index is not None:
             self.index.handle(WorkerGone(worker))
-        lost = [r for r, flight in self._flights.items() if flight.decision.worker == worker]
+        lost = [r for r, flight in self._flights.items() if flight.chosen.worker == worker]
         for request_id in lost:
             del self._flights[request_id]
         return lost
@@ -235,11 +236,11 @@ class Router:
         if limit is not None and self._outcomes > limit:
             self.state.calibrate = False
         ttft_s = now_s - flight.routed_s
-        chosen = flight.decision.chosen
+        chosen = flight.chosen
         worker = self.state.workers.get(chosen.worker)
         if worker is not None:
             self.state.prefilled(request_id, worker, now_s)
-            if flight.decision.informed and chosen.in_flight == 0:
+            if flight.informed and chosen.in_flight == 0:
                 self.state.outcome(chosen.worker, chosen.compute_s, chosen.load_s, ttft_s)
         return ttft_s
 
@@ -254,7 +255,7 @@ class Router:
         flight = self._flights.pop(request_id, None)
         if flight is None:
             return False
-        self.state.finish(request_id, flight.decision.worker, now_s)
+        self.state.finish(request_id, flight.chosen.worker, now_s)
         if complete and flight.output_tokens:
             self._outputs.add(flight.output_tokens)
         return True
@@ -268,7 +269,7 @@ class Router:
 
     def in_flight_on(self, worker: str) -> int:
         """Requests in flight on one worker."""
-        return sum(flight.decision.worker == worker for flight in self._flights.values())
+        return sum(flight.chosen.worker == worker for flight in self._flights.values())
 
     def route(self, request: RouteRequest, now_s: float) -> Decision:
         """Choose a worker and reserve it.
@@ -290,7 +291,7 @@ class Router:
         if self._forecasting:
             shadow = self.state.workers[decision.worker].shadow
             shadow.submit(self._job(request.request_id, offers, index), now_s)
-        self._flights[request.request_id] = _Flight(without_candidates(decision), now_s)
+        self._flights[request.request_id] = _Flight(decision.chosen, decision.informed, now_s)
         return decision
 
     def explain(self, request: RouteRequest, now_s: float) -> Decision:

@@ -27,8 +27,8 @@ _BUDGET, _CAPACITY, _CRIT, _LINK_RATE, _FLOPS, _COST, _OVERHEAD, _SEEN, _NET = r
 # … and what it has to do.
 _LINK_OUT, _LINK_FREE, _GPU_OUT, _GPU_SINCE, _GPU_HEAD, _IN_FLIGHT, _WAITING = range(16, 23)
 _QUEUED, _RESIDENT, _DECODING, _DECODE_CONTEXT, _LINK_USE, _GPU_USE, _USE_AT = range(23, 30)
-_DILATION = 30
-_ROWS = 31
+_DILATION, _LOADS, _PREFILLS = 30, 31, 32
+_ROWS = 33
 
 USE_WINDOW_S = 20.0
 
@@ -171,8 +171,9 @@ class Fleet:
         fade = math.exp((cells[_USE_AT, slot] - now_s) / self.window_s)
         cells[_USE_AT, slot] = now_s
         cells[_LINK_USE, slot] = cells[_LINK_USE, slot] * fade + link_s / self.window_s
-        used_s = gpu_s + float(offers.decode_s[index])
-        cells[_GPU_USE, slot] = cells[_GPU_USE, slot] * fade + used_s / self.window_s
+        cells[_GPU_USE, slot] = cells[_GPU_USE, slot] * fade + gpu_s / self.window_s
+        cells[_LOADS, slot] = cells[_LOADS, slot] * fade + (link_s > 0) / self.window_s
+        cells[_PREFILLS, slot] = cells[_PREFILLS, slot] * fade + 1 / self.window_s
 
     def correct(self, request_id: str, host_tokens: int, new_tokens: int) -> None:
         """The engine admitted a request, with these tokens instead of the expected ones."""
@@ -310,6 +311,8 @@ class Fleet:
             decode_s=output_tokens * (cells[_TOKEN] + prompt_tokens * cells[_CONTEXT]),
             link_use=cells[_LINK_USE] * fade,
             gpu_use=cells[_GPU_USE] * fade,
+            loads_per_s=cells[_LOADS] * fade,
+            prefills_per_s=cells[_PREFILLS] * fade,
             in_flight=cells[_IN_FLIGHT],
             waiting=cells[_WAITING],
             queued_tokens=cells[_QUEUED],

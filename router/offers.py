@@ -27,7 +27,8 @@ class Offers:
     work_s: the gpu seconds that it adds to a busy engine (no weight read, no fixed step cost);
     fixed_s: overhead besides the engine. link_backlog_s, gpu_backlog_s: queued ahead of it.
     harm_s: total delay of those that decode there. decode_s: gpu seconds its decode will add.
-    link_use, gpu_use: seconds of work received per second lately (over 1: more than it can do).
+    link_use, gpu_use: seconds of work received per second lately (over 1: more than it can do),
+    by loads_per_s and prefills_per_s requests a second.
     resident_tokens: context of all in flight; capacity_tokens: what VRAM holds.
     ttft_s: predicted time to first token, a forecast where there is one.
     """
@@ -53,6 +54,8 @@ class Offers:
     decode_s: Floats
     link_use: Floats
     gpu_use: Floats
+    loads_per_s: Floats
+    prefills_per_s: Floats
     in_flight: Floats
     waiting: Floats
     queued_tokens: Floats

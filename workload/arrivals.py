@@ -7,10 +7,18 @@ requests: production clients that come in bursts and change their rates from win
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
+
+from workload.servegen import ClientRate, RateDay, read_rates
 
 ArrivalProcess = Callable[[float, np.random.Generator], Iterator[float]]
+
+# Seconds that `servegen` gives to a window which lasted 600 s: runs last minutes, not a day, and
+# ten times the speed lets them see the swings. An assumption.
+REPLAY_WINDOW_S = 60.0
 
 _DRAWS = 1024  # gaps drawn at a time: numpy is slow one by one
 
@@ -30,6 +38,68 @@ def _poisson(rate_rps: float, rng: np.random.Generator) -> Iterator[float]:
         times_s = now_s + np.cumsum(rng.exponential(1.0 / rate_rps, _DRAWS))
         yield from times_s.tolist()
         now_s = float(times_s[-1])
+
+
+def shipped_rates() -> RateDay:
+    """The day of client rates that ships with this package (`workload/data/README.md`)."""
+    return read_rates(Path(__file__).parent / "data" / "servegen_day_rates.parquet")
+
+
+def servegen(
+    rate_rps: float,
+    rng: np.random.Generator,
+    *,
+    rates: RateDay | None = None,
+    window_s: float = REPLAY_WINDOW_S,
+) -> Iterator[float]:
+    """Arrival times of many clients, each bursty and unsteady in its own way, for ever.
+
+    The day starts at a random window and repeats. Every client's rate is scaled by one number, so
+    that the mean over a whole day is `rate_rps`; over less than a day it is what that part of the
+    day was. Each client gets as many arrivals in a window as its rate says, with gaps of the
+    fitted shape, beginning at a random point of their cycle.
+
+    Args:
+        rate_rps: mean arrivals a second over the whole day.
+        rng: for this stream alone.
+        rates: whose rates to use; those that ship with the package if None.
+        window_s: seconds that a window of the source lasts here. A run of R seconds that should
+            see a whole day, and so the exact mean, wants R / len(rates.windows).
+    """
+    require_rate(rate_rps)
+    if not (np.isfinite(window_s) and window_s > 0):
+        raise ValueError(f"window_s is {window_s}: give seconds, above zero")
+    return _servegen(rate_rps, rng, rates or shipped_rates(), window_s)
+
+
+def _servegen(
+    rate_rps: float, rng: np.random.Generator, rates: RateDay, window_s: float
+) -> Iterator[float]:
+    expected = rate_rps / rates.mean_rps * window_s  # arrivals a window, per recorded rps
+    index = int(rng.integers(len(rates.windows)))
+    start_s = 0.0
+    while True:
+        clients = rates.windows[index]
+        places = [_places(client, client.rate_rps * expected, rng) for client in clients]
+        if places:
+            yield from (start_s + window_s * np.sort(np.concatenate(places))).tolist()
+        index = (index + 1) % len(rates.windows)
+        start_s += window_s
+
+
+def _places(client: ClientRate, expected: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Where in a window, from 0 to 1, a client's requests fall: `expected` of them on average."""
+    count = int(expected + rng.random())
+    if client.pattern == "Gamma":
+        gaps = rng.standard_gamma(client.shape, count)
+    else:
+        gaps = rng.weibull(client.shape, count)
+    total = gaps.sum()
+    if not (np.isfinite(total) and total > 0):  # the smallest shapes leave the range of a float
+        return rng.random(count)
+    # On a circle, turned at random: otherwise the bursts of all clients would meet at the edges.
+    places: NDArray[np.float64] = (np.cumsum(gaps) / total + rng.random()) % 1.0
+    return places
 
 
 def require_rate(rate_rps: float) -> None:

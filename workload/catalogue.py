@@ -15,6 +15,7 @@ from workload.miniswe import read_miniswe
 from workload.mooncake import read_mooncake
 from workload.narrativeqa import read_narrativeqa
 from workload.shapes import Workload
+from workload.sharegpt import read_sharegpt_table
 
 _DATA = Path(__file__).parent / "data"
 
@@ -22,6 +23,7 @@ _BUILT_IN: dict[str, Callable[[], Workload]] = {
     "narrativeqa": lambda: read_narrativeqa(_DATA / "narrativeqa_lengths.jsonl.gz"),
     "mooncake": lambda: read_mooncake(_DATA / "mooncake_conversation.jsonl.gz"),
     "miniswe": lambda: read_miniswe(_DATA / "miniswe_lengths.parquet"),
+    "sharegpt": lambda: read_sharegpt_table(_DATA / "sharegpt_turns.parquet"),
     "azure": lambda: read_azure(_DATA / "azure2023_conv.csv.gz"),
 }
 
@@ -36,4 +38,4 @@ def workload_named(name_or_path: str) -> Workload:
 
 def arrivals_for(workload_name: str) -> arrivals.ArrivalProcess:
     """How sessions of a built-in workload arrive."""
-    return arrivals.poisson
+    return arrivals.servegen if workload_name == "azure" else arrivals.poisson

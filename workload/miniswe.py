@@ -9,7 +9,6 @@ one's answer. Source: LMCache/lmcache-agent-trace.
 
 from __future__ import annotations
 
-import os.path
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -164,18 +163,30 @@ class _Texts:
     def shared_ids(self, text: str) -> BlockIds:
         """Ids of the full blocks that `text` has in common with an earlier prompt."""
         place = bisect_left(self.texts, text)
-        best, ids = "", np.empty(0, dtype=np.uint64)
+        best, ids = 0, np.empty(0, dtype=np.uint64)
         for neighbour in range(max(place - 1, 0), min(place + 1, len(self.texts))):
-            common = os.path.commonprefix([self.texts[neighbour], text])
-            if len(common) > len(best):
+            common = _common_length(self.texts[neighbour], text)
+            if common > best:
                 best, ids = common, self.ids[neighbour]
-        return ids[: self.count_tokens(best) // self.block_tokens] if best else ids
+        return ids[: self.count_tokens(text[:best]) // self.block_tokens] if best else ids
 
     def add(self, text: str, ids: BlockIds) -> None:
         """Note a prompt."""
         place = bisect_left(self.texts, text)
         self.texts.insert(place, text)
         self.ids.insert(place, ids)
+
+
+def _common_length(one: str, other: str) -> int:
+    """How many characters two texts have in common from the start."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def _workload(rows: list[_Row], block_tokens: int) -> Workload:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 
 import numpy as np
 
 from router.baselines.base import Baseline, at_least, random_least
 from router.baselines.history import RouteHistory
-from router.baselines.run_tree import longest_of_each
+from router.baselines.run_tree import Run, longest_of_each
 from router.offers import Floats, Offers
 from router.policy import Choice
-
-_SLACK = 1.1
 
 
 class Aibrix(Baseline):
@@ -51,8 +50,8 @@ class Aibrix(Baseline):
         self._factor = imbalance_factor
         self._gap = imbalance_gap
         self._max_blocks = max_blocks
-        self._blocks = 0
         self._history = RouteHistory()
+        self._recent: OrderedDict[Run, None] = OrderedDict()
 
     def choose(self, offers: Offers) -> Choice:
         """The longest match with few enough requests, else the fewest requests."""
@@ -65,17 +64,20 @@ class Aibrix(Baseline):
 
     def routed(self, offers: Offers, index: int) -> None:
         """Insert the prompt for its pod."""
-        history = self._history
-        before = sum(history.tree.sizes)
-        history.routed(offers, index)
-        # An upper bound (a block that two pods have counts twice), exact again after trimming.
-        self._blocks += sum(history.tree.sizes) - before
-        if self._blocks > _SLACK * self._max_blocks:
-            self._blocks = history.trim_all(self._max_blocks)
+        # Deepest first, so that a prefix is always more recent than what follows it.
+        for run in reversed(self._history.routed(offers, index)):
+            self._recent[run] = None
+            self._recent.move_to_end(run)
+        tree = self._history.tree
+        while tree.blocks > self._max_blocks:
+            run, _ = self._recent.popitem(last=False)
+            for bit in list(run.marks):
+                tree.unmark(run, bit)
 
     def left(self, worker: str) -> None:
         """Forget what it was sent."""
         self._history.left(worker)
+        self._recent = OrderedDict((run, None) for run in self._recent if run.marks)
 
     def _matched(self, offers: Offers, mean: float) -> int | None:
         requests = offers.in_flight

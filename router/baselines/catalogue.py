@@ -47,7 +47,7 @@ def baseline_named(spec: str, seed: int) -> Policy | None:
     cls, _ = BASELINES[name]
     given = _parsed(spec, text, parameters(name)) if colon else {}
     try:
-        made = cls(seed, **given)  # type: ignore[arg-type]
+        made = cls(seed, **given)
     except ValueError as error:
         raise ValueError(f"policy {spec!r}: {error}") from None
     made.name = spec

@@ -140,13 +140,12 @@ class ActiveBlocks:
         self._roster.read(offers)
         self._make_room()
         bit, hashes, depth = self._roster.bits[index], offers.prefix_hashes, 0
-        run: Run | None = None
+        last: Run | None = None
         for run, depth in self._tree.walk(hashes):
-            if depth < run.end:
-                run = self._tree.split(run, depth)
-            self._tree.mark(run, bit, run.marks.get(bit, 0) + 1)
+            last = run if depth == run.end else self._tree.split(run, depth)
+            self._tree.mark(last, bit, last.marks.get(bit, 0) + 1)
         if depth < len(hashes):
-            self._tree.mark(self._tree.append(run, hashes, depth, first=bit), bit, 1)
+            self._tree.mark(self._tree.append(last, hashes, depth, first=bit), bit, 1)
         self._sent[bit].append(hashes)
         self._counts[bit] += 1
         self._blocks[bit] = self._tree.size(bit)

@@ -23,25 +23,32 @@ class RouteHistory:
         self.roster.read(offers)
         return self.tree.walk(offers.prefix_hashes)
 
-    def routed(self, offers: Offers, index: int) -> int:
-        """The request's prefix was sent to row `index`; returns that worker's number."""
+    def routed(self, offers: Offers, index: int) -> list[Run]:
+        """The request's prefix was sent to row `index`; returns its runs from the root on."""
         tree, hashes = self.tree, offers.prefix_hashes
         self.roster.read(offers)
         self._tick += 1
         bit, depth = self.roster.bits[index], 0
-        run: Run | None = None
-        for run, depth in tree.walk(hashes):
-            if depth < run.end:
-                run = tree.split(run, depth)
-            tree.mark(run, bit, self._tick)
+        runs: list[Run] = []
+        for run, matched in tree.walk(hashes):
+            runs.append(run if matched == run.end else tree.split(run, matched))
+            tree.mark(runs[-1], bit, self._tick)
+            depth = matched
         if depth == len(hashes):
-            return bit
-        if run is not None and not run.children and run.mask == 1 << bit:
-            # The next turn of a conversation with one worker: one longer run, not one more.
-            tree.unmark(run, bit)
-            run, depth = run.parent, run.start
-        tree.mark(tree.append(run, hashes, depth, first=bit), bit, self._tick)
-        return bit
+            return runs
+        last = runs[-1] if runs else None
+        if last is not None and not last.children and last.mask == 1 << bit:
+            # The next turn of a conversation with one worker: a longer run, not one more.
+            tree.extend(last, hashes)
+            return runs
+        runs.append(tree.append(last, hashes, depth, first=bit))
+        tree.mark(runs[-1], bit, self._tick)
+        return runs
+
+    def bit(self, offers: Offers, index: int) -> int:
+        """Number of the worker of row `index`."""
+        self.roster.read(offers)
+        return self.roster.bits[index]
 
     def size(self, bit: int) -> int:
         """Blocks sent to a worker and not evicted, shared prefixes once."""
@@ -58,24 +65,6 @@ class RouteHistory:
             if tree.size(bit) <= blocks:
                 break
             tree.unmark(run, bit)
-
-    def trim_all(self, blocks: float) -> int:
-        """Evict the least recent leaves, all workers' marks on them, until `blocks` are left.
-
-        Returns:
-            Blocks left, one that several workers were sent counting once.
-        """
-        runs = sorted(
-            self.tree.runs.values(), key=lambda run: (max(run.marks.values()), -run.start)
-        )
-        left = sum(len(run.hashes) for run in runs)
-        for run in runs:
-            if left <= blocks:
-                break
-            left -= len(run.hashes)
-            for bit in list(run.marks):
-                self.tree.unmark(run, bit)
-        return left
 
     def left(self, worker: str) -> None:
         """A worker is gone, and what was sent there with it."""

@@ -65,10 +65,10 @@ class LlmD(Baseline):
         tokens = max(len(offers.prefix_hashes) * offers.block_tokens, 1)
         held = offers.device_tokens + self._host_weight * offers.cached_tokens
         prefix = np.minimum(held / tokens, 1.0)
-        kv = 1.0 - np.minimum(offers.resident_tokens / offers.capacity_tokens, 1.0)
+        kv = 1.0 - np.minimum(offers.resident_tokens / np.maximum(offers.capacity_tokens, 1.0), 1.0)
         waiting = offers.waiting
         most, least = waiting.max(), waiting.min()
-        score = self._prefix_weight * prefix + self._kv_weight * kv
-        if most > least:
-            score += self._queue_weight * (most - waiting) / (most - least)
+        score: Floats = self._prefix_weight * prefix + self._kv_weight * kv
+        queue = (most - waiting) / (most - least) if most > least else np.ones(len(offers))
+        score += self._queue_weight * queue
         return score

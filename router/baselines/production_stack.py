@@ -19,10 +19,10 @@ class ProductionStack(Baseline):
     every piece stay; a random one of those that stay longest (of all, if none was sent the first
     piece). No eviction, no load. The original's pieces are 128 characters, ours token blocks.
 
-    loadaware: score = held tokens / prompt tokens − beta · (requests − mean) / max(1, mean), highest
-    wins, ties to the first. Held tokens are the index's (the original asks LMCache's controller).
-    Nobody holds anything: hash ring on the session, or without one the fewest requests in flight
-    (the original: lowest request rate).
+    loadaware: score = held tokens / prompt tokens − beta · (requests − mean) / max(1, mean); the
+    highest wins, ties to the first. Held tokens are the index's (the original asks LMCache's
+    controller). Nobody holds anything: hash ring on the session, or without one the fewest requests
+    in flight (the original: lowest request rate).
     """
 
     name = "production_stack"

@@ -55,13 +55,13 @@ class RayPrefix(Baseline):
             return Choice(power_of_two(self.rng, queue), "imbalanced")
         path = self._history.match(offers)
         roster = self._history.roster
-        holders, blocks = 0, 0
+        holders, blocks = roster.mask, 0
         for run, matched in path:
             sent = run.mask & roster.mask
             if not sent:
                 break
             holders, blocks = sent, matched
-        if blocks and blocks * offers.block_tokens >= self._match_rate * offers.prompt_tokens:
+        if blocks * offers.block_tokens >= self._match_rate * offers.prompt_tokens:
             return Choice(first_least(roster.rows(holders), queue), "prefix_match")
         sizes = [self._history.size(bit) for bit in roster.bits]
         smallest = min(sizes)
@@ -70,7 +70,8 @@ class RayPrefix(Baseline):
 
     def routed(self, offers: Offers, index: int) -> None:
         """Insert the prompt for its replica."""
-        bit = self._history.routed(offers, index)
+        self._history.routed(offers, index)
+        bit = self._history.bit(offers, index)
         most = self._eviction_tokens / offers.block_tokens
         if self._history.size(bit) > most:
             self._history.trim(bit, _EVICTION_TARGET * most)

@@ -45,11 +45,12 @@ Path = list[tuple[Run, int]]
 
 
 class RunTree:
-    """The runs, and for each worker (bit) how many blocks it has marks on."""
+    """The runs, and for each worker (bit) how many blocks it has marks on. blocks: in all runs."""
 
     def __init__(self) -> None:
         self.runs: dict[int, Run] = {}
-        self.sizes: list[int] = []
+        self.blocks = 0
+        self._sizes: list[int] = []
 
     def walk(self, hashes: UInt64s) -> Path:
         """The known runs along a request; only the last may be matched in part."""
@@ -67,7 +68,7 @@ class RunTree:
 
     def size(self, bit: int) -> int:
         """Blocks marked for a worker."""
-        return self.sizes[bit] if bit < len(self.sizes) else 0
+        return self._sizes[bit] if bit < len(self._sizes) else 0
 
     def forget(self, bit: int) -> None:
         """Take all marks of a worker away."""
@@ -85,8 +86,9 @@ class RunTree:
         """Take a worker's mark off a run; a run without marks goes."""
         del run.marks[bit]
         run.mask &= ~(1 << bit)
-        self.sizes[bit] -= len(run.hashes)
+        self._sizes[bit] -= len(run.hashes)
         if not run.marks:
+            self.blocks -= len(run.hashes)
             del self.runs[run.hashes.item(0)]
             if run.parent is not None:
                 run.parent.children -= 1
@@ -105,14 +107,23 @@ class RunTree:
         """A new run of the blocks from `depth` on, without marks yet."""
         run = Run(depth, hashes[depth:].copy(), parent, first)
         self.runs[run.hashes.item(0)] = run
+        self.blocks += len(run.hashes)
         if parent is not None:
             parent.children += 1
         return run
 
+    def extend(self, run: Run, hashes: UInt64s) -> None:
+        """A run without children grows to the end of a request that begins with it."""
+        more = len(hashes) - run.end
+        run.hashes = hashes[run.start :].copy()
+        self.blocks += more
+        for bit in run.marks:
+            self._sizes[bit] += more
+
     def _grow(self, bit: int, blocks: int) -> None:
-        while len(self.sizes) <= bit:
-            self.sizes.append(0)
-        self.sizes[bit] += blocks
+        while len(self._sizes) <= bit:
+            self._sizes.append(0)
+        self._sizes[bit] += blocks
 
 
 def _agreement(run: UInt64s, hashes: UInt64s, depth: int) -> int:

@@ -67,7 +67,8 @@ class SglangCacheAware(Baseline):
 
     def routed(self, offers: Offers, index: int) -> None:
         """Insert the prompt for its worker."""
-        bit = self._history.routed(offers, index)
+        self._history.routed(offers, index)
+        bit = self._history.bit(offers, index)
         most = self._max_tree_tokens / offers.block_tokens
         if self._history.size(bit) > _SLACK * most:
             self._history.trim(bit, most)

@@ -136,14 +136,14 @@ def test_an_unknown_policy_is_told_the_known_ones():
 
 def test_priced_pays_for_a_queue_that_others_wait_in():
     # The same TTFT either way: the load is put where nobody else needs the link.
-    busy = candidate(ttft_s=1.0, load_s=0.5, link_backlog_s=2.0)
+    busy = candidate(ttft_s=1.0, load_s=0.5, link_backlog_s=2.0, loads_per_s=2.0)
     calm = candidate(ttft_s=1.0, load_s=0.5)
     assert pick(PRICED, busy, calm)[0] == 1
 
 
 def test_priced_pays_for_recent_use_where_there_is_no_queue_now():
-    used = candidate(ttft_s=1.0, compute_s=0.5, gpu_use=0.9)
-    calm = candidate(ttft_s=1.2, compute_s=0.5, gpu_use=0.1)
+    used = candidate(ttft_s=1.0, work_s=0.5, gpu_use=0.9, prefills_per_s=2.0)
+    calm = candidate(ttft_s=1.2, work_s=0.5, gpu_use=0.1, prefills_per_s=0.2)
     assert pick(TTFT, used, calm)[0] == 0
     assert pick(PRICED, used, calm)[0] == 1
 

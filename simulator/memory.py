@@ -1,0 +1,192 @@
+"""A node's blocks: device and host tiers, and what each request holds of them.
+
+The scheduler's `Memory`. A request's blocks are reserved when it is admitted; until its tokens are
+computed or loaded they are private, then others can find them (on the device at once, in the host
+tier when the store has landed). Blocks of a prefix that two requests brought in are counted once.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from scheduler.core import Quote, Work
+from simulator.cache import Ids, PrefixCache
+from simulator.job import Job
+
+
+class CacheListener(Protocol):
+    """Told of every change of what a node holds."""
+
+    def hold(self, node: int, tier: str, ids: Ids) -> None:
+        """These blocks are there now, in prefix order."""
+        ...
+
+    def drop(self, node: int, tier: str, ids: list[Ids]) -> None:
+        """These runs of blocks are no longer there."""
+        ...
+
+
+class NodeMemory:
+    """Device and host caches of one node.
+
+    `private` counts device blocks that requests hold and nobody else can find; `waited_for` are the
+    requests whose loads are on their way.
+    """
+
+    __slots__ = (
+        "block_tokens", "device", "device_blocks", "host", "host_blocks", "listener", "node",
+        "private", "version", "waited_for",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        node: int,
+        block_tokens: int,
+        device_blocks: int,
+        host_blocks: int,
+        listener: CacheListener | None,
+    ) -> None:
+        self.node = node
+        self.block_tokens = block_tokens
+        self.device_blocks = device_blocks
+        self.host_blocks = host_blocks
+        self.listener = listener
+        self.device = PrefixCache()
+        self.host = PrefixCache()
+        self.private = 0
+        self.version = 0
+        self.waited_for: dict[Job, tuple[int, int]] = {}
+
+    @property
+    def held(self) -> int:
+        """Device blocks that running and loading requests hold."""
+        return self.private + self.device.pinned
+
+    # -- the scheduler's view -----------------------------------------------------------------
+
+    def available(self) -> int:
+        """Device blocks unused or evictable."""
+        return self.device_blocks - self.private - self.device.pinned
+
+    def quote(self, work: Work) -> Quote | None:
+        """What admitting it takes; None while another request loads blocks that it needs.
+
+        At least one token of a prompt is computed, so a full hit gives its last block back.
+        """
+        assert isinstance(work, Job)
+        size, ids, total = self.block_tokens, work.ids, work.total_tokens
+        usable = (total - 1) // size
+        run, found = self.device.match(ids, usable)
+        blocks = -(-total // size) - found
+        if run is not None and not run.pins:
+            blocks += self.device.unpinned(run, found)
+        _, in_host = self.host.match(ids, usable)
+        if in_host <= found:
+            return Quote(blocks, found * size, 0)
+        if self.waited_for:
+            first = ids.item(found)
+            for other, (start, stop) in self.waited_for.items():
+                if start <= found < stop and other.ids.item(found) == first:
+                    return None
+        return Quote(blocks, found * size, (in_host - found) * size)
+
+    def take(self, work: Work, quote: Quote) -> None:
+        """Reserve a request's blocks and pin what it found."""
+        assert isinstance(work, Job)
+        size, ids = self.block_tokens, work.ids
+        found = quote.device_tokens // size
+        run, found = self.device.match(ids, found)
+        work.path = self.device.pin(run, found)
+        work.hashed = found
+        work.private = -(-work.total_tokens // size) - found
+        self._make_room(work.private)
+        self.private += work.private
+        stop = found + quote.host_tokens // size
+        source, length = self.host.match(ids, stop)
+        if quote.host_tokens:
+            work.host_path = self.host.pin(source, length)
+            self.waited_for[work] = (found, stop)
+        else:
+            self.host.touch(source, length)
+        work.stored = stop
+        if work.device_tokens < 0:
+            work.device_tokens = quote.device_tokens
+            work.cached_tokens = quote.host_tokens
+
+    # -- what happens to a request ------------------------------------------------------------
+
+    def landed(self, job: Job) -> None:
+        """Its host blocks are on the device now."""
+        _, stop = self.waited_for.pop(job)
+        self.host.unpin(job.host_path)
+        job.host_path = None
+        self.computed(job, stop)
+
+    def computed(self, job: Job, stop: int) -> None:
+        """Its first `stop` blocks are on the device: others can find them from now on."""
+        device, ids, hashed = self.device, job.ids, job.hashed
+        if stop <= hashed:
+            return
+        run, at = device.match(ids, stop, job.path, hashed)
+        if at > hashed:
+            job.path = device.pin(run, at, job.path)
+        if at < stop:
+            job.path = device.extend(job.path, ids, stop)
+            if self.listener is not None:
+                self.listener.hold(self.node, "device", ids[at:stop])
+        job.hashed = stop
+        job.private -= stop - hashed
+        self.private -= stop - hashed
+        self.version += 1
+
+    def grow(self, job: Job) -> bool:
+        """One more block for a decoding request; False if there is none."""
+        if self.available() < 1:
+            return False
+        self._make_room(1)
+        job.private += 1
+        self.private += 1
+        return True
+
+    def release(self, job: Job) -> None:
+        """It is done, or preempted: its own blocks are free, the findable ones stay as cache."""
+        self.private -= job.private
+        job.private = 0
+        self.device.unpin(job.path)
+        job.path = None
+        job.hashed = 0
+        self.version += 1
+
+    # -- the host tier ------------------------------------------------------------------------
+
+    def missing_in_host(self, ids: Ids, stop: int) -> int:
+        """How many of the first `stop` blocks a write-through would have to store."""
+        return stop - self.host.match(ids, stop)[1]
+
+    def put_in_host(self, ids: Ids, stop: int) -> int:
+        """Hold the first `stop` blocks in the host tier, as far as there is room; how many are new.
+
+        Runs being loaded are not evicted for it.
+        """
+        host = self.host
+        run, length = host.match(ids, stop)
+        path = host.pin(run, length)
+        room = self.host_blocks - host.blocks
+        if room < stop - length:
+            dropped = host.evict(stop - length - room)
+            if dropped and self.listener is not None:
+                self.listener.drop(self.node, "host", dropped)
+            stop = min(stop, length + self.host_blocks - host.blocks)
+        if stop > length:
+            path = host.extend(path, ids, stop)
+            if self.listener is not None:
+                self.listener.hold(self.node, "host", ids[length:stop])
+        host.unpin(path)
+        return max(stop - length, 0)
+
+    def _make_room(self, blocks: int) -> None:
+        short = blocks - (self.device_blocks - self.private - self.device.blocks)
+        if short > 0:
+            dropped = self.device.evict(short)
+            if dropped and self.listener is not None:
+                self.listener.drop(self.node, "device", dropped)

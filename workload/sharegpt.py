@@ -1,0 +1,178 @@
+"""ShareGPT conversations: each prompt is the whole talk so far, the model's answers included.
+
+Either the table of turns (`conv_id`, `split_offset_msgs`, `turn`, `cached_C`, `new_N`, `out`,
+`cached_C_unsplit_est`; lengths in Llama-2 tokens), or a file in the layout of
+ShareGPT_V3_unfiltered_cleaned_split.json, which holds the texts and may not be redistributed.
+Conversations share nothing with one another. The source has no times; the pauses are drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workload.block_ids import key_of, stream_ids
+from workload.errors import WorkloadError
+from workload.lines import found, text_field, whole_text
+from workload.shapes import SessionShape, TurnShape, Workload, require_block_tokens, turn_of
+from workload.tables import read_table
+
+BLOCK_TOKENS = 64
+SOURCE = "ShareGPT lengths, derived from a sample of ShareGPT_V3_unfiltered_cleaned_split"
+
+# An assumption, since the source has only texts: mean pause between an answer and the next query.
+MEAN_THINK_S = 15.0
+
+_COLUMNS: dict[str, type] = {
+    "conv_id": str,
+    "split_offset_msgs": int,
+    "turn": int,
+    "cached_C": int,
+    "new_N": int,
+    "out": int,
+    "cached_C_unsplit_est": int,
+}
+_ANSWERERS = ("gpt", "chatgpt", "bing", "bard")
+_SPEAKERS = ("human", "user", "system", *_ANSWERERS)
+
+_Lengths = list[tuple[int, int]]  # (prompt, output) tokens of each turn
+
+
+def read_sharegpt_table(
+    path: str | Path,
+    *,
+    block_tokens: int = BLOCK_TOKENS,
+    whole_history: bool = False,
+    seed: int = 0,
+) -> Workload:
+    """Read the table of turns.
+
+    Args:
+        path: the Parquet file.
+        block_tokens: tokens a block.
+        whole_history: put the estimated history before the cut in front. The source cuts
+            conversations into pieces of about 2,000 tokens.
+        seed: of the pauses, exponential with mean `MEAN_THINK_S`.
+
+    Raises:
+        WorkloadError: if the file is absent, damaged, or breaks the format.
+    """
+    require_block_tokens(block_tokens)
+    path = Path(path)
+    conversations: dict[str, _Lengths] = {}
+    next_turn: dict[str, int] = {}
+    rows = read_table(path, _COLUMNS).iter_rows()
+    for number, (name, _, turn, cached, new, output, uncut) in enumerate(rows, start=1):
+        lengths = conversations.setdefault(name, [])
+        prompt = (uncut if whole_history else cached) + new
+        try:
+            _check(turn, next_turn.get(name, 0), cached + new, prompt, lengths)
+        except ValueError as error:
+            raise WorkloadError(f"{path}: row {number}: {error}") from error
+        next_turn[name] = turn + 1
+        lengths.append((prompt, output))
+    return Workload(
+        "sharegpt", block_tokens, _sessions(conversations.items(), block_tokens, seed), SOURCE
+    )
+
+
+def _check(turn: int, expected: int, in_piece: int, prompt: int, before: _Lengths) -> None:
+    if turn != expected:
+        raise ValueError(f"column 'turn' must be {expected} for this conversation, found {turn}")
+    if in_piece < 1:
+        raise ValueError("columns 'cached_C' and 'new_N' are both 0: an empty prompt")
+    if before and prompt < sum(before[-1]):
+        raise ValueError(
+            f"columns 'cached_C' and 'new_N' make a prompt of {prompt} tokens, but the turn "
+            f"before left {sum(before[-1])}"
+        )
+
+
+def read_sharegpt_texts(
+    path: str | Path,
+    count_tokens: Callable[[str], int],
+    *,
+    block_tokens: int = BLOCK_TOKENS,
+    seed: int = 0,
+) -> Workload:
+    """Read a list of `{id, conversations: [{from, value}]}`, measured with `count_tokens`.
+
+    A turn is every answer that something precedes; its prompt is all that was said before, with no
+    chat template. Conversations without a turn are left out, and `notes` counts them.
+
+    Raises:
+        WorkloadError: if the file is absent, damaged, or breaks the format.
+    """
+    require_block_tokens(block_tokens)
+    path = Path(path)
+    items = _json_list(path)
+    conversations: list[tuple[str, _Lengths]] = []
+    for number, item in enumerate(items):
+        try:
+            name, lengths = _measured(item, count_tokens)
+        except ValueError as error:
+            raise WorkloadError(f"{path}: conversation {number + 1}: {error}") from error
+        if lengths:
+            conversations.append((f"{name}/{number}", lengths))
+    if not conversations:
+        raise WorkloadError(f"{path}: holds no conversation with an answer")
+    left_out = len(items) - len(conversations)
+    notes = (f"{left_out} of {len(items)} conversations left out: no answer to anything",)
+    sessions = _sessions(conversations, block_tokens, seed)
+    return Workload("sharegpt", block_tokens, sessions, SOURCE, notes if left_out else ())
+
+
+def _json_list(path: Path) -> list[Any]:
+    try:
+        items = json.loads(whole_text(path))
+    except json.JSONDecodeError as error:
+        raise WorkloadError(
+            f"{path}:{error.lineno}: not JSON ({error.msg}, column {error.colno})"
+        ) from error
+    if not isinstance(items, list):
+        raise WorkloadError(f"{path}: expected a list, found {type(items).__name__}")
+    return items
+
+
+def _measured(item: object, count_tokens: Callable[[str], int]) -> tuple[str, _Lengths]:
+    if not isinstance(item, dict):
+        raise ValueError(f"expected an object, found {type(item).__name__}")
+    messages = item.get("conversations")
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise ValueError(
+            f"field 'conversations' must be a list of objects, found {found(item, 'conversations')}"
+        )
+    lengths: _Lengths = []
+    context = 0
+    for message in messages:
+        speaker = text_field(message, "from")
+        if speaker not in _SPEAKERS:
+            raise ValueError(f"field 'from' must be one of {_SPEAKERS}, found {speaker!r}")
+        tokens = count_tokens(text_field(message, "value"))
+        if speaker in _ANSWERERS and context:
+            lengths.append((context, tokens))
+        context += tokens
+    return text_field(item, "id"), lengths
+
+
+def _sessions(
+    conversations: Iterable[tuple[str, _Lengths]], block_tokens: int, seed: int
+) -> tuple[SessionShape, ...]:
+    rng = np.random.default_rng(seed)
+    sessions: list[SessionShape] = []
+    for name, lengths in conversations:
+        think_s = rng.exponential(MEAN_THINK_S, len(lengths))
+        think_s[0] = 0.0
+        # One text: every prompt, and what an engine keeps of it, is a beginning of it.
+        stop = max(prompt + max(output, 1) for prompt, output in lengths) // block_tokens
+        ids = stream_ids(key_of("sharegpt", name), 0, stop)
+        turns: list[TurnShape] = [
+            turn_of(after_s, prompt, output, ids, block_tokens)
+            for (prompt, output), after_s in zip(lengths, think_s.tolist(), strict=True)
+        ]
+        sessions.append(SessionShape(id=name, turns=tuple(turns)))
+    return tuple(sessions)
