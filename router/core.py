@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -134,7 +135,8 @@ class RouterConfig:
 
     forecast_workers: pools of at most so many workers are forecast step by step for every
     decision; in larger ones queues are arithmetic (`router.fleet`), which costs microseconds.
-    admission: whom to refuse; none: nobody.
+    admission: whom to refuse; none: nobody. fetch: workers can bring blocks from each other's host
+    tiers (simulated only: no engine of ours does it yet).
     """
 
     policy: Policy
@@ -145,6 +147,7 @@ class RouterConfig:
     calibrate_requests: int | None = None
     forecast_workers: int = 4
     admission: Admission | None = None
+    fetch: bool = False
 
 
 @dataclass(slots=True)
@@ -321,6 +324,8 @@ class Router:
             self._forecast(offers)
         policy = self.config.policy if request.informed else _FAIL_OPEN
         choice = policy.choose(offers)
+        if choice.fetch is not None and offers.fetching is not None:
+            offers = offers.fetching
         profiles = fleet.profiles(slots)
         decision = Decision(
             request_id=request.request_id,
@@ -358,23 +363,32 @@ class Router:
         # An engine computes at least the last token, so a full hit gives its last block back.
         usable = (total - 1) // size
         device, cached = np.zeros(len(slots)), np.zeros(len(slots))
+        held, holder = 0, ""
         for worker, match in matches.items():
             row = self.state.fleet.place(worker, slots)
             if row >= 0:
                 device_blocks = min(match.device_blocks, usable)
-                device[row] = device_blocks * size
-                cached[row] = min(match.host_blocks, usable - device_blocks) * size
-        return self.state.fleet.price(
+                host_blocks = min(match.host_blocks, usable - device_blocks)
+                device[row], cached[row] = device_blocks * size, host_blocks * size
+                if device_blocks + host_blocks > held:
+                    held, holder = device_blocks + host_blocks, worker
+        price = partial(
+            self.state.fleet.price,
             slots,
             now_s,
             prompt_tokens=total,
             device_tokens=device,
-            cached_tokens=cached,
             output_tokens=self._outputs.guess(request.max_tokens),
             block_tokens=size,
             prefix_hashes=hashes,
             session=request.session,
         )
+        offers = price(cached_tokens=cached)
+        if self.config.fetch and held:
+            everywhere = held * size - device
+            offers.fetching = price(cached_tokens=everywhere, fetch_tokens=everywhere - cached)
+            offers.fetch_from = holder
+        return offers
 
     def _forecast(self, offers: Offers) -> None:
         """Replace the arithmetic of queues by each engine's forecast."""

@@ -27,8 +27,8 @@ _BUDGET, _CAPACITY, _CRIT, _LINK_RATE, _FLOPS, _COST, _OVERHEAD, _SEEN, _NET = r
 # … and what it has to do.
 _LINK_OUT, _LINK_FREE, _GPU_OUT, _GPU_SINCE, _GPU_HEAD, _IN_FLIGHT, _WAITING = range(16, 23)
 _QUEUED, _RESIDENT, _DECODING, _DECODE_CONTEXT, _LINK_USE, _GPU_USE, _USE_AT = range(23, 30)
-_DILATION, _LOADS, _PREFILLS = 30, 31, 32
-_ROWS = 33
+_DILATION, _LOADS, _PREFILLS, _NET_FREE = range(30, 34)
+_ROWS = 34
 
 USE_WINDOW_S = 20.0
 
@@ -163,6 +163,9 @@ class Fleet:
         queue[request_id] = gpu_s
         cells[_LINK_OUT, slot] += link_s
         cells[_LINK_FREE, slot] = max(cells[_LINK_FREE, slot], now_s) + link_s
+        if offers.fetch_s is not None:
+            fetch_s = float(offers.fetch_s[index])
+            cells[_NET_FREE, slot] = max(cells[_NET_FREE, slot], now_s) + fetch_s
         cells[_GPU_OUT, slot] += gpu_s
         cells[_IN_FLIGHT, slot] += 1
         cells[_WAITING, slot] += 1
@@ -271,8 +274,13 @@ class Fleet:
         block_tokens: int = 1,
         prefix_hashes: UInt64s | None = None,
         session: str = "",
+        fetch_tokens: Floats | None = None,
     ) -> Offers:
-        """A request on each of `slots` (`device_tokens`, `cached_tokens`: arrays over them)."""
+        """A request on each of `slots`, as arrays over them.
+
+        device_tokens, cached_tokens: leading tokens in each tier; fetch_tokens: how many of the
+        cached ones have to come from a peer first.
+        """
         cells = self._cells[:, slots]  # A copy: what was priced must not change afterwards.
         context = device_tokens + cached_tokens
         new = prompt_tokens - context
@@ -287,6 +295,9 @@ class Fleet:
         link_s = np.minimum(np.maximum(cells[_LINK_FREE] - now_s, 0.0), cells[_LINK_OUT])
         done_s = np.minimum(np.maximum(now_s - cells[_GPU_SINCE], 0.0), cells[_GPU_HEAD])
         gpu_s = np.maximum(cells[_GPU_OUT] - done_s, 0.0)
+        net_s = np.maximum(cells[_NET_FREE] - now_s, 0.0)
+        fetch_s = None if fetch_tokens is None else _over(fetch_tokens, cells[_NET])
+        start_s = link_s if fetch_s is None else np.maximum(link_s, net_s + fetch_s)
         fade = np.exp((cells[_USE_AT] - now_s) / self.window_s)
         fixed_s = cells[_OVERHEAD]
         return Offers(
@@ -322,8 +333,9 @@ class Fleet:
             flops_per_s=cells[_FLOPS],
             cost_per_hour=cells[_COST],
             kappa_crit=cells[_CRIT],
-            net_tokens_per_s=cells[_NET],
-            ttft_s=fixed_s + np.maximum(link_s + load_s, gpu_s) + compute_s,
+            fetch_s=fetch_s,
+            net_backlog_s=net_s,
+            ttft_s=fixed_s + np.maximum(start_s + load_s, gpu_s) + compute_s,
         )
 
     def idle_ttft_s(
@@ -359,3 +371,10 @@ class Fleet:
 
 
 _NO_HASHES: UInt64s = np.empty(0, dtype=np.uint64)
+
+
+def _over(tokens: Floats, tokens_per_s: Floats) -> Floats:
+    """Seconds for `tokens`; for ever where there is no network, none where there are no tokens."""
+    seconds = np.where(tokens > 0, np.inf, 0.0)
+    np.divide(tokens, tokens_per_s, out=seconds, where=(tokens > 0) & (tokens_per_s > 0))
+    return seconds

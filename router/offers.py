@@ -29,6 +29,9 @@ class Offers:
     harm_s: total delay of those that decode there. decode_s: gpu seconds its decode will add.
     link_use, gpu_use: seconds of work received per second lately (over 1: more than it can do),
     by loads_per_s and prefills_per_s requests a second.
+    fetch_s: seconds on the network to bring what it lacks from a peer's host tier (None: nothing
+    is brought). fetching: the same request if every worker first fetched what the peer `fetch_from`
+    holds; none where nobody can or nothing is to be had.
     resident_tokens: context of all in flight; capacity_tokens: what VRAM holds.
     ttft_s: predicted time to first token, a forecast where there is one.
     """
@@ -65,8 +68,11 @@ class Offers:
     flops_per_s: Floats
     cost_per_hour: Floats
     kappa_crit: Floats
-    net_tokens_per_s: Floats
+    fetch_s: Floats | None
+    net_backlog_s: Floats
     ttft_s: Floats
+    fetching: Offers | None = None
+    fetch_from: str = ""
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from router.offers import Floats, Offers
-from router.policy import Choice, Stateless, least, reason
+from router.policy import Choice, Fetch, Stateless, least, reason
 
 # A busy period is not longer than what recent use can tell of.
 _FULL = 0.95
@@ -29,6 +29,14 @@ class Priced(Stateless):
         """Pick the least sum; ties by requests in flight."""
         score = offers.ttft_s + toll_s(offers)
         index = least(score, offers.in_flight, -offers.h2d_bytes_per_s)
+        fetching = offers.fetching
+        if fetching is not None:
+            fetched = fetching.ttft_s + toll_s(fetching)
+            best = int(fetched.argmin())
+            tokens = fetching.cached_tokens[best] - offers.cached_tokens[best]
+            if tokens > 0 and fetched[best] < score[index]:
+                fetch = Fetch(offers.fetch_from, int(tokens))
+                return Choice(best, "peer_fetch", fetch)
         return Choice(index, reason(offers, score, index))
 
 

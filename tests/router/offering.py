@@ -23,11 +23,20 @@ def offers(*workers, prefix_hashes=(), **scalars):
     known = {f.name for f in fields(Offers)}
     for worker in workers:
         assert set(worker) <= known, set(worker) - known
-    parts = known - {"workers", "slots", "prefix_hashes", *_SCALARS}
+    parts = known - {
+        "workers",
+        "slots",
+        "prefix_hashes",
+        "fetching",
+        "fetch_from",
+        "fetch_s",
+        *_SCALARS,
+    }
     return Offers(
         workers=[f"w{i}" for i in range(len(workers))],
         slots=np.arange(len(workers)),
         prefix_hashes=np.array(prefix_hashes, dtype=np.uint64),
+        fetch_s=None,
         **{**_SCALARS, **scalars},
         **{
             part: np.array([float(w.get(part, _PLAIN.get(part, 0.0))) for w in workers])

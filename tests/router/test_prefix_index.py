@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.block_forest import HOST, NO_BLOCK
 from router.kv_events import BlocksRemoved, BlocksStored, TierCleared, WorkerGone, WorkerReset
 from router.prefix_hash import PrefixHasher, salt_of, secret_from_seed
 from router.prefix_index import Match, PrefixIndex
@@ -138,22 +137,23 @@ def apply(index, models, op):
         model.clear(None)
 
 
-def check_links(index):
-    """Sibling lists and eviction queues agree with the rows' parents and presence."""
-    forest = index._forest
-    rows = {slot for slot, owner in enumerate(forest._owner) if owner is not None}
-    assert len(rows) == forest.size
-    leaves = set()
-    for row in rows:
-        below, before, at = [], NO_BLOCK, forest._child[row]
-        while at != NO_BLOCK:
-            assert forest._prev[at] == before
-            below.append(at)
-            before, at = at, forest._next[at]
-        assert sorted(below) == [other for other in sorted(rows) if forest._parent[other] == row]
-        leaves |= set() if below else {row}
-    held = {row for row in leaves if forest._refs[row] or forest._flags[row] & HOST}
-    assert (set(forest._leaves), set(forest._unheld)) == (held, leaves - held)
+def check_rows(index):
+    """Sets count their blocks, tables and columns name the same rows, and no row is lost."""
+    table = index._table
+    rows = np.flatnonzero(table.keys)
+    assert len(rows) == len(table) == len(table._rows)
+    assert sorted(table._rows.values[table._rows.values > 0]) == sorted(rows)
+    assert [table.row_of(int(key)) for key in table.keys[rows]] == rows.tolist()
+    assert table.rows_of(table.keys[rows]).tolist() == rows.tolist()
+    assert np.bincount(table.holders[rows], minlength=len(table.sets.blocks)).tolist() == (
+        table.sets.blocks
+    )
+    assert not set(table._free.tolist()) & set(rows.tolist())
+    assert index._named == sum(len(worker.names) for worker in index._workers.values())
+    for worker in index._workers.values():
+        named = worker.names.values[worker.names.values > 0]
+        assert set(named.tolist()) <= set(rows.tolist()) and len(named) == len(worker.names)
+        assert set(worker.copies) <= set(named.tolist())
 
 
 @given(HISTORY)
@@ -168,6 +168,8 @@ def test_equals_a_linear_scan_after_any_history(history):
                 expected = model.match(tokens, salt)
                 assert index.match(hashes, worker) == expected
                 assert answers.get(worker, Match(0, 0)) == expected
+            assert Match(0, 0) not in answers.values()
+    check_rows(index)
 
 
 @given(HISTORY, st.integers(1, 60))
@@ -184,7 +186,7 @@ def test_a_small_index_knows_less_but_nothing_untrue(history, bound):
                 for block in range(device + host):
                     key = (tokens[: (block + 1) * SIZE], salt)
                     assert model.device.get(key) if block < device else key in model.host
-    check_links(index)
+    check_rows(index)
 
 
 A, B, C, D = (1, 2), (3, 4), (5, 6), (7, 8)
@@ -279,7 +281,7 @@ def test_reset_forgets_and_gone_unlists():
     index.handle(WorkerReset("a"))
     index.handle(WorkerGone("b"))
     assert index.workers() == ("a",)
-    assert index.match_all(HASHER.prefix_hashes(A + B)) == {"a": Match(0, 0)}
+    assert index.match_all(HASHER.prefix_hashes(A + B)) == {}
     assert index.size_blocks() == 0
     index.handle(removed(A, worker="b"))
     assert index.workers() == ("a",)

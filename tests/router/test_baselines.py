@@ -1,0 +1,519 @@
+from collections import Counter
+from dataclasses import fields
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+
+from router.baselines.catalogue import BASELINES, baseline_named, parameters
+from router.baselines.dynamo import Dynamo
+from router.baselines.llm_d import LlmD
+from router.offers import Offers
+
+BLOCK = 16
+EVERY = [
+    *BASELINES,
+    "consistent_hash:c=1.25",
+    "ray_prefix:imbalanced_threshold=2,eviction_tokens=320",
+    "sglang_cache_aware:balance_abs=2,max_tree_tokens=320",
+    "dynamo:temperature=0.5,credit_decay=1,request_weight=2",
+    "aibrix:imbalance_gap=2,max_blocks=20",
+    "production_stack:variant=loadaware",
+]
+
+
+def chain(labels: str) -> np.ndarray:
+    """Prefix-chained ids, one block a letter."""
+    prefixes = (labels[: i + 1].encode() for i in range(len(labels)))
+    return np.array(
+        [int.from_bytes(blake2b(p, digest_size=8).digest()) for p in prefixes], dtype=np.uint64
+    )
+
+
+def offer(in_flight, prompt="", session="", workers=None, **arrays) -> Offers:
+    """A prompt of one block a letter on as many workers as there are queues."""
+    count = len(in_flight)
+    values = {field.name: np.zeros(count) for field in fields(Offers)}
+    values |= {
+        "workers": workers or [f"w{i}" for i in range(count)],
+        "slots": np.arange(count),
+        "block_tokens": BLOCK,
+        "prompt_tokens": BLOCK * len(prompt),
+        "prefix_hashes": chain(prompt),
+        "session": session,
+        "in_flight": np.array(in_flight, dtype=float),
+        "capacity_tokens": np.full(count, 1000.0),
+    }
+    values |= {name: np.array(value, dtype=float) for name, value in arrays.items()}
+    return Offers(**values)
+
+
+def made(spec, seed=0):
+    policy = baseline_named(spec, seed)
+    assert policy is not None
+    return policy
+
+
+def route(policy, offers, row=None):
+    """Choose (or be told) and remember; returns the row."""
+    index = policy.choose(offers).index if row is None else row
+    policy.routed(offers, index)
+    return index
+
+
+def picks(policy, offers, times=200):
+    return Counter(policy.choose(offers).index for _ in range(times))
+
+
+# -- all of them ------------------------------------------------------------------------------
+
+
+def stream(count, workers, seed=5):
+    """Offers of a small mixed workload, on queues and caches drawn at random."""
+    rng = np.random.default_rng(seed)
+    size = len(workers)
+    for i in range(count):
+        prompt = "abcdefgh"[rng.integers(8)] * int(rng.integers(1, 9)) + "xyz"[: rng.integers(4)]
+        yield offer(
+            rng.integers(0, 6, size),
+            prompt,
+            session=f"s{rng.integers(9)}" if i % 3 else "",
+            workers=workers,
+            waiting=rng.integers(0, 3, size),
+            queued_tokens=rng.integers(0, 200, size),
+            device_tokens=rng.integers(0, 2, size) * BLOCK,
+            resident_tokens=rng.integers(0, 900, size),
+        )
+
+
+@pytest.mark.parametrize("spec", EVERY)
+def test_a_seeded_run_is_repeatable(spec):
+    def run(seed):
+        policy = made(spec, seed)
+        return [route(policy, o) for o in stream(150, ["a", "b", "c", "d"])]
+
+    assert run(3) == run(3)
+    assert set(run(3)) <= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("spec", EVERY)
+def test_workers_come_and_go(spec):
+    policy = made(spec, 0)
+    fleets = [["a", "b", "c"], ["b", "c"], ["b", "c", "d"], ["d"], ["d", "a"]]
+    known: set[str] = set()
+    for fleet in fleets:
+        for worker in sorted(known - set(fleet)):
+            policy.left(worker)
+        known = set(fleet)
+        for offers in stream(40, fleet):
+            choice = policy.choose(offers)
+            assert 0 <= choice.index < len(fleet)
+            assert choice.reason and " " not in choice.reason
+            policy.routed(offers, choice.index)
+    policy.left("never-there")
+
+
+@pytest.mark.parametrize("spec", EVERY)
+def test_a_prompt_shorter_than_a_block_is_placed(spec):
+    policy = made(spec, 0)
+    for _ in range(5):
+        assert route(policy, offer([1, 0, 2])) in (0, 1, 2)
+
+
+@pytest.mark.parametrize("spec", EVERY)
+def test_the_offers_are_left_as_they_were(spec):
+    policy = made(spec, 0)
+    for offers in stream(30, ["a", "b", "c"]):
+        before = {f.name: np.copy(getattr(offers, f.name)) for f in fields(Offers)}
+        route(policy, offers)
+        after = {f.name: getattr(offers, f.name) for f in fields(Offers)}
+        assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+# -- round robin, power of two, sticky, consistent hash ------------------------------------------
+
+
+def test_round_robin_takes_turns():
+    policy = made("round_robin")
+    assert [policy.choose(offer([9, 0, 0])).index for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_power_of_two_never_takes_the_longest_queue_and_tries_all_pairs():
+    counts = picks(made("power_of_two"), offer([0, 1, 2]), 600)
+    # Two of the three pairs hold worker 0, one holds only 1 and 2.
+    assert counts[2] == 0
+    assert counts[0] / 600 == pytest.approx(2 / 3, abs=0.06)
+
+
+def test_power_of_two_splits_level_queues_evenly():
+    counts = picks(made("power_of_two"), offer([4, 4]), 600)
+    assert counts[0] / 600 == pytest.approx(1 / 2, abs=0.07)
+    assert made("power_of_two").choose(offer([4])).index == 0
+
+
+def test_sticky_goes_to_the_longest_prefix_however_busy():
+    policy = made("sticky")
+    held = {"device_tokens": [0, 16, 0], "cached_tokens": [16, 32, 0]}
+    assert policy.choose(offer([0, 99, 0], "abcd", **held)).index == 1
+    level = {"cached_tokens": [32, 32, 16]}
+    assert policy.choose(offer([5, 4, 0], "abcd", **level)).index == 1
+    assert policy.choose(offer([5, 4, 3], "abcd")).index == 2
+
+
+def test_a_session_keeps_its_place_on_the_ring():
+    policy = made("consistent_hash")
+    names = [f"w{i}" for i in range(8)]
+    sessions = [f"s{i}" for i in range(400)]
+
+    def owners(workers):
+        queue = [0] * len(workers)
+        return {
+            s: workers[policy.choose(offer(queue, session=s, workers=workers)).index]
+            for s in sessions
+        }
+
+    before = owners(names)
+    assert owners(names[::-1]) == before
+    assert min(Counter(before.values()).values()) > 400 / 8 / 2.5
+    policy.left("w3")
+    after = owners([name for name in names if name != "w3"])
+    moved = [s for s in sessions if after[s] != before[s]]
+    assert set(moved) == {s for s in sessions if before[s] == "w3"}
+    assert owners(names) == before
+
+
+def test_without_a_session_any_worker_serves():
+    counts = picks(made("consistent_hash"), offer([0, 0, 0]), 300)
+    assert min(counts[row] for row in range(3)) > 50
+
+
+def test_bounded_loads_pass_a_full_owner_on():
+    policy = made("consistent_hash:c=1.25")
+    owner = policy.choose(offer([0, 0, 0, 0], session="s")).index
+    # ceil(1.25 · (4 + 1) / 4) = 2 at most.
+    queue = [1, 1, 1, 1]
+    assert policy.choose(offer(queue, session="s")).index == owner
+    queue = [0, 0, 0, 0]
+    queue[owner] = 4
+    choice = policy.choose(offer(queue, session="s"))
+    assert choice.index != owner
+    assert choice.reason == "owner_full"
+    assert policy.choose(offer(queue, session="s")).index == choice.index
+
+
+# -- Ray ------------------------------------------------------------------------------------------
+
+
+def test_ray_follows_the_longest_prefix_whatever_the_queue():
+    policy = made("ray_prefix")
+    route(policy, offer([0, 0, 0], "aaaa"), row=1)
+    route(policy, offer([0, 0, 0], "aaaabbbb"), row=2)
+    choice = policy.choose(offer([0, 0, 50], "aaaabbbbcc"))
+    assert (choice.index, choice.reason) == (2, "prefix_match")
+    # Both were sent the first half of this one: the lower queue.
+    assert policy.choose(offer([0, 3, 50], "aaaacccc")).index == 1
+    # A match within a run counts for whoever was sent the run.
+    assert policy.choose(offer([0, 3, 50], "aaaabb")).index == 2
+
+
+def test_ray_sends_strangers_to_the_smallest_tree():
+    policy = made("ray_prefix")
+    route(policy, offer([0, 0, 0], "aaaa"), row=0)
+    route(policy, offer([0, 0, 0], "bb"), row=1)
+    route(policy, offer([0, 0, 0], "ccc"), row=2)
+    choice = policy.choose(offer([0, 9, 0], "dddd"))
+    assert (choice.index, choice.reason) == (1, "smallest_tree")
+    route(policy, offer([0, 0, 0], "bbb"), row=1)
+    assert policy.choose(offer([0, 9, 0], "dddd")).index == 2
+
+
+def test_ray_needs_a_tenth_of_the_prompt():
+    policy = made("ray_prefix")
+    route(policy, offer([0, 0], "a"), row=0)
+    assert policy.choose(offer([0, 0], "a" + "b" * 9)).reason == "prefix_match"
+    assert policy.choose(offer([0, 0], "a" + "b" * 10)).reason == "smallest_tree"
+
+
+def test_ray_balances_only_if_told_to():
+    policy = made("ray_prefix:imbalanced_threshold=3")
+    route(policy, offer([0, 0], "aaaa"), row=0)
+    assert policy.choose(offer([3, 0], "aaaa")).index == 0
+    choice = policy.choose(offer([4, 0], "aaaa"))
+    assert (choice.index, choice.reason) == (1, "imbalanced")
+
+
+def test_ray_evicts_only_if_told_to():
+    for spec, kept in (("ray_prefix", True), ("ray_prefix:eviction_tokens=160", False)):
+        policy = made(spec)
+        route(policy, offer([0, 0], "abcdef"), row=0)
+        route(policy, offer([0, 0], "uvwxyz"), row=0)
+        assert (policy.choose(offer([9, 0], "abcdef")).reason == "prefix_match") == kept
+        assert policy.choose(offer([9, 0], "uvwxyz")).reason == "prefix_match"
+
+
+# -- SGLang ---------------------------------------------------------------------------------------
+
+
+def test_sglang_needs_more_than_the_threshold():
+    policy = made("sglang_cache_aware")
+    route(policy, offer([0, 0], "abc"), row=1)
+    assert policy.choose(offer([0, 5], "abc1234567")).reason == "shortest_queue"
+    choice = policy.choose(offer([0, 5], "abc123456"))
+    assert (choice.index, choice.reason) == (1, "prefix_match")
+
+
+def test_sglang_is_imbalanced_only_if_both_tests_say_so():
+    policy = made("sglang_cache_aware")
+    route(policy, offer([0, 0], "abc"), row=1)
+    assert policy.choose(offer([0, 64], "abc")).index == 1
+    assert policy.choose(offer([0, 65], "abc")).reason == "imbalanced"
+    assert policy.choose(offer([130, 195], "abc")).index == 1
+    assert policy.choose(offer([130, 196], "abc")).index == 0
+
+
+def test_sglang_prefers_the_first_worker_that_was_sent_the_last_piece():
+    policy = made("sglang_cache_aware")
+    route(policy, offer([0, 0, 0], "abcd"), row=2)
+    route(policy, offer([0, 0, 0], "abcd"), row=0)
+    assert policy.choose(offer([0, 0, 9], "abcd")).index == 2
+    policy.left("w2")
+    workers = ["w0", "w1"]
+    assert policy.choose(offer([9, 0], "abcd", workers=workers)).index == 0
+
+
+def test_sglang_sends_a_lone_stream_of_strangers_to_the_first_worker():
+    policy = made("sglang_cache_aware")
+    assert [route(policy, offer([0, 0], prompt * 3)) for prompt in "abcdef"] == [0] * 6
+
+
+def test_sglang_falls_back_to_the_first_worker_if_the_match_is_not_on_offer():
+    policy = made("sglang_cache_aware")
+    route(policy, offer([0, 0, 0], "abcd"), row=1)
+    choice = policy.choose(offer([5, 0], "abcd", workers=["w0", "w2"]))
+    assert (choice.index, choice.reason) == (0, "match_not_on_offer")
+
+
+def test_sglang_bounds_its_tree():
+    policy = made("sglang_cache_aware:max_tree_tokens=160")
+    route(policy, offer([0, 0], "abcdefgh"), row=1)
+    route(policy, offer([0, 0], "stuvwxyz"), row=1)
+    assert policy.choose(offer([0, 0], "abcdefgh")).reason == "shortest_queue"
+    assert policy.choose(offer([0, 0], "stuvwxyz")).reason == "prefix_match"
+
+
+# -- Dynamo ---------------------------------------------------------------------------------------
+
+
+def test_dynamo_cost_by_hand():
+    # Blocks: prompt 8; queued 0, 2, 4; device 4, 0, 0; host 2, 4, 0; nothing active.
+    arrays = {
+        "queued_tokens": [0, 32, 64],
+        "device_tokens": [64, 0, 0],
+        "cached_tokens": [32, 64, 0],
+    }
+    offers = offer([1, 2, 3], "abcdefgh", **arrays)
+    assert Dynamo().cost(offers).tolist() == [8 - 5.5 + 8, 10 - 3 + 8, 12 + 8]
+    tuned = Dynamo(host_credit=0.5, device_credit=2.0, overlap_weight=3.0, request_weight=1.0)
+    assert tuned.cost(offers).tolist() == [0 + 8 + 1, 3 * 8 + 8 + 2, 3 * 12 + 8 + 3]
+
+
+def test_dynamo_fades_the_device_credit_with_the_queue():
+    arrays = {"queued_tokens": [128, 0], "device_tokens": [64, 0]}
+    offers = offer([0, 0], "abcdefgh", **arrays)
+    # Excess of 8 blocks over a request of 8: credit 4 / (1 + 1 · 1).
+    assert Dynamo(credit_decay=1.0).cost(offers).tolist() == [16 - 2 + 8, 8 + 8]
+
+
+def test_dynamo_counts_what_active_requests_share_once():
+    policy = Dynamo()
+    route(policy, offer([0, 0], "abcdef"), row=0)
+    offers = offer([1, 0], "abcdxy")
+    # Worker 0: 6 blocks active, 2 more; worker 1: all 6.
+    assert policy.cost(offers).tolist() == [6 + 8, 6 + 6]
+    ended = offer([0, 0], "abcdxy")
+    assert policy.cost(ended).tolist() == [12, 12]
+
+
+def test_dynamo_breaks_ties_at_random_and_draws_by_temperature():
+    assert min(picks(Dynamo(seed=1), offer([0, 0, 0], "ab")).values()) > 40
+    offers = offer([0, 0], "abcd", queued_tokens=[0, 64])
+    assert picks(Dynamo(seed=1), offers) == {0: 200}
+    # exp(0) : exp(-1 / 1), whatever the costs' range.
+    counts = picks(Dynamo(seed=1, temperature=1.0), offers, 2000)
+    assert counts[0] / 2000 == pytest.approx(1 / (1 + np.exp(-1)), abs=0.03)
+    assert len(picks(Dynamo(seed=1, temperature=1.0), offer([0, 0], "ab"))) == 2
+
+
+# -- llm-d ----------------------------------------------------------------------------------------
+
+
+def test_llm_d_score_by_hand():
+    offers = offer(
+        [0, 0, 0],
+        "abcdefgh",
+        device_tokens=[64, 0, 0],
+        cached_tokens=[0, 128, 0],
+        resident_tokens=[500, 250, 2000],
+        waiting=[4, 2, 0],
+    )
+    expected = [2 * 0.5 + 0.5 + 0, 2 * 0.8 + 0.75 + 0.5, 0 + 0 + 1]
+    assert LlmD().score(offers).tolist() == pytest.approx(expected)
+    tuned = LlmD(prefix_weight=1, kv_weight=0, queue_weight=0, host_weight=0.25)
+    assert tuned.score(offers).tolist() == pytest.approx([0.5, 0.25, 0])
+
+
+def test_llm_d_takes_turns_among_equals():
+    policy = LlmD()
+    offers = offer([0, 0, 0], "ab", waiting=[1, 1, 5])
+    assert [policy.choose(offers).index for _ in range(4)] == [0, 1, 0, 1]
+    level = offer([0, 0], "ab", waiting=[3, 3], resident_tokens=[10, 0])
+    assert policy.choose(level).index == 1
+    assert policy.score(level).tolist() == pytest.approx([1.99, 2.0])
+
+
+# -- AIBrix ---------------------------------------------------------------------------------------
+
+
+def test_aibrix_takes_the_longest_match_that_is_not_too_busy():
+    policy = made("aibrix")
+    route(policy, offer([0] * 4, "abcdefgh"), row=0)
+    route(policy, offer([0] * 4, "abcd"), row=1)
+    # mean 2.25, sample sigma 0.5: worker 0 may have up to 2.75 requests.
+    assert policy.choose(offer([2, 3, 2, 2], "abcdefgh")).index == 0
+    # mean 1.25, sigma 0.5: the best match has 2 requests, the next 1.
+    choice = policy.choose(offer([2, 1, 1, 1], "abcdefgh"))
+    assert (choice.index, choice.reason) == (1, "prefix_match")
+    wide = made("aibrix:sigmas=3")
+    route(wide, offer([0] * 4, "abcdefgh"), row=0)
+    assert wide.choose(offer([2, 1, 1, 1], "abcdefgh")).index == 0
+
+
+def test_aibrix_takes_equal_matches_by_requests():
+    policy = made("aibrix")
+    for row in (0, 1, 2):
+        route(policy, offer([0] * 4, "abcd"), row=row)
+    assert policy.choose(offer([3, 2, 3, 0], "abcd")).index == 1
+    assert set(picks(policy, offer([2, 2, 3, 9], "abcd"))) == {0, 1}
+
+
+def test_aibrix_without_a_match_takes_the_fewest_requests():
+    policy = made("aibrix")
+    assert set(picks(policy, offer([1, 0, 0], "abcd"))) == {1, 2}
+
+
+def test_aibrix_gate_leaves_only_the_idlest_to_match():
+    policy = made("aibrix:sigmas=9")
+    route(policy, offer([0] * 4, "abcd"), row=0)
+    # max 8 > 2 · (2 + 1), gap 8: worker 0 may not match.
+    choice = policy.choose(offer([8, 0, 0, 0], "abcd"))
+    assert choice.index != 0
+    assert choice.reason == "fewest_requests"
+    assert policy.choose(offer([7, 0, 0, 0], "abcd")).index == 0
+    route(policy, offer([0] * 4, "ab"), row=2)
+    choice = policy.choose(offer([8, 0, 0, 0], "abcd"))
+    assert (choice.index, choice.reason) == (2, "prefix_match")
+
+
+def test_aibrix_bounds_its_blocks():
+    policy = made("aibrix:max_blocks=10")
+    route(policy, offer([0, 0], "abcdef"), row=0)
+    route(policy, offer([0, 0], "uvwxyz"), row=1)
+    assert policy.choose(offer([0, 0], "abcdef")).reason == "fewest_requests"
+    assert policy.choose(offer([0, 0], "uvwxyz")).reason == "prefix_match"
+
+
+# -- production-stack -----------------------------------------------------------------------------
+
+
+def test_production_stack_picks_at_random_among_the_longest_matches():
+    policy = made("production_stack")
+    route(policy, offer([0] * 4, "abcd"), row=1)
+    route(policy, offer([0] * 4, "abcdef"), row=3)
+    assert set(picks(policy, offer([0] * 4, "abcdxx"))) == {1, 3}
+    assert set(picks(policy, offer([0, 0, 0, 99], "abcdefgh"))) == {3}
+    assert set(picks(policy, offer([0] * 4, "zz"))) == {0, 1, 2, 3}
+
+
+def test_production_stack_load_aware_score_by_hand():
+    # Loads 4, 1, 1: mean 2, penalties beta · (1, −0.5, −0.5).
+    held = {"device_tokens": [16, 0, 0], "cached_tokens": [48, 0, 0]}
+    offers = offer([4, 1, 1], "abcd", **held)
+    assert made("production_stack:variant=loadaware").choose(offers).index == 1
+    assert made("production_stack:variant=loadaware,beta=0.6").choose(offers).index == 0
+    # Below one request on average the divisor stays 1.
+    quiet = offer([1, 0, 0, 0], "abcd", cached_tokens=[64, 0, 0, 0])
+    assert made("production_stack:variant=loadaware,beta=0.9").choose(quiet).index == 0
+
+
+def test_production_stack_load_aware_without_any_cache():
+    policy = made("production_stack:variant=loadaware")
+    assert policy.choose(offer([3, 0, 3], "abcd")).index == 1
+    owners = {policy.choose(offer([0, 5, 9], "abcd", session="s")).index for _ in range(20)}
+    assert len(owners) == 1
+
+
+# -- leaving --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "stranger"),
+    [
+        ("ray_prefix", "smallest_tree"),
+        ("sglang_cache_aware", "shortest_queue"),
+        ("aibrix", "fewest_requests"),
+        ("production_stack", "any"),
+    ],
+)
+def test_what_a_worker_was_sent_is_forgotten_with_it(spec, stranger):
+    policy = made(spec)
+    route(policy, offer([0, 0], "abcd"), row=1)
+    assert policy.choose(offer([0, 0], "abcd")).reason == "prefix_match"
+    policy.left("w1")
+    # Back with the same name, but empty.
+    assert policy.choose(offer([0, 0], "abcd")).reason == stranger
+
+
+# -- by name --------------------------------------------------------------------------------------
+
+
+def test_every_baseline_says_where_it_comes_from():
+    for name, (cls, source) in BASELINES.items():
+        assert cls.name == name
+        assert source
+        assert "Reimplemented" in (cls.__doc__ or "") or name == "sticky"
+
+
+def test_a_spec_sets_parameters_and_is_the_name():
+    policy = made("dynamo:host_credit=0.5, overlap_weight=2")
+    assert policy.name == "dynamo:host_credit=0.5, overlap_weight=2"
+    offers = offer([0], "abcd", cached_tokens=[32])
+    assert policy.cost(offers).tolist() == [2 * (4 - 1) + 4]
+    assert parameters("dynamo")["host_credit"] == 0.75
+    assert made("dynamo").name == "dynamo"
+
+
+def test_an_unknown_name_is_nobody():
+    assert baseline_named("nobody", 0) is None
+    assert baseline_named("nobody:c=1", 0) is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("dynamo:host=1", "no parameter 'host'; .*host_credit=0.75"),
+        ("round_robin:c=1", "no parameter 'c'; parameters and defaults: none"),
+        ("dynamo:", "is not key=value; .*temperature=0.0"),
+        ("dynamo:host_credit", "is not key=value"),
+        ("dynamo:host_credit=", "is not key=value"),
+        ("dynamo:host_credit=1,host_credit=1", "given twice"),
+        ("dynamo:host_credit=lots", "host_credit must be a number, got 'lots'"),
+        ("dynamo:host_credit=nan", "host_credit must be a number"),
+        ("dynamo:host_credit=-1", "'dynamo:host_credit=-1': host_credit must be at least 0"),
+        ("consistent_hash:virtual_nodes=1.5", "virtual_nodes must be a whole number"),
+        ("consistent_hash:c=0.5", "c must be at least 1"),
+        ("production_stack:variant=kv", "one of prefixaware, loadaware, got 'kv'"),
+    ],
+)
+def test_a_bad_spec_says_what_is_wrong(spec, says):
+    with pytest.raises(ValueError, match=says):
+        baseline_named(spec, 0)
