@@ -313,6 +313,7 @@ class Fleet:
             cached_tokens=cached_tokens,
             new_tokens=new,
             load_s=load_s,
+            reload_s=prompt_tokens * cells[_LOAD_TOKEN] + cells[_LOAD_FIXED],
             work_s=work_s,
             compute_s=compute_s,
             fixed_s=fixed_s,

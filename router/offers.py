@@ -24,6 +24,7 @@ class Offers:
     """One request on n workers; every array has shape (n,), seconds are real ones.
 
     slots: the workers' columns, stable for life. load_s, compute_s: its own link and gpu seconds;
+    reload_s: link seconds to bring the whole prompt back, which is what a follow-up will load;
     work_s: the gpu seconds that it adds to a busy engine (no weight read, no fixed step cost);
     fixed_s: overhead besides the engine. link_backlog_s, gpu_backlog_s: queued ahead of it.
     harm_s: total delay of those that decode there. decode_s: gpu seconds its decode will add.
@@ -48,6 +49,7 @@ class Offers:
     cached_tokens: Floats
     new_tokens: Floats
     load_s: Floats
+    reload_s: Floats
     work_s: Floats
     compute_s: Floats
     fixed_s: Floats
