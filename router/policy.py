@@ -156,7 +156,7 @@ def policy_named(spec: str, seed: int = 0) -> Policy:
     }
     if spec in ours:
         return ours[spec]()
-    from router.baselines import BASELINES, baseline_named
+    from router.baselines.catalogue import BASELINES, baseline_named
 
     made = baseline_named(spec, seed)
     if made is None:

@@ -8,9 +8,9 @@ s; in a queue with load rho and r arrivals a second these are r (Q + s) / (1 - r
 (Haviv and Ritov, externalities in the M/G/1 queue). So its price is s r (Q + s) / (1 - rho): per
 node and resource, in seconds of others' waiting, without a constant to tune.
 
-KV stays where it was made, so the choice also decides what follow-ups will cost: each of those still
-expected (`router.reuse`) will load the prompt back from the best of the nodes that hold it, the
-chosen one now among them, and pay the price of that link.
+KV stays where it was made, so the choice also decides what follow-ups will cost: each of those
+still expected (`router.reuse`) will load the prompt back from the best of the nodes that hold it,
+the chosen one now among them, and pay the price of that link.
 """
 
 from __future__ import annotations

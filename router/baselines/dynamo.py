@@ -22,18 +22,20 @@ class Dynamo(Baseline):
         cost   = overlap_weight · max(0, raw prefill blocks − credit) + decode blocks
                  + request_weight · active requests
 
-    Raw prefill blocks: prompts not yet prefilled there (new tokens only) and the whole prompt of
-    this one. Excess: above the least such queue. Decode blocks: different blocks of the requests
-    active there, plus those of this one that they do not have. Temperature 0: the least cost,
-    ties at random; above it a softmax over costs divided by their range and the temperature.
+    Raw prefill blocks: the whole prompt of this request and, of those not yet prefilled there, what
+    device and host_credit · host tokens left over. Excess: above the least such queue. Decode
+    blocks: different full blocks of the prompts active there, plus those of this one that they do
+    not have. Temperature 0: the least cost, ties at random; above it a softmax over costs divided
+    by their range and the temperature.
 
     The names in the original: overlap_score_credit, overlap_score_credit_decay,
     host_cache_hit_weight, prefill_load_scale (formerly kv_overlap_score_weight),
     decode_active_request_weight, router_temperature.
 
-    A policy is told where requests go, not when they end, so which of a worker's requests are the
-    active ones is a guess: as many as are in flight there, the latest routed. The original's disk
-    and shared tiers, output blocks (off by default) and taints are left out.
+    A policy is told where requests go, not what becomes of them, so which of a worker's requests
+    are active and which wait for their prefill is a guess: the latest routed, as many as there are
+    in flight and waiting. The original's disk and shared tiers, output blocks (off by default) and
+    taints are left out.
     """
 
     name = "dynamo"
@@ -70,6 +72,7 @@ class Dynamo(Baseline):
         self._request_weight = request_weight
         self._temperature = temperature
         self._active = ActiveBlocks()
+        self._prefills = PrefillQueues()
 
     def choose(self, offers: Offers) -> Choice:
         """The least cost, or a draw by temperature."""
@@ -82,13 +85,13 @@ class Dynamo(Baseline):
         """Cost of each worker, in blocks."""
         block = offers.block_tokens
         credit = self._device_credit * offers.device_tokens
+        queued = self._prefills.tokens(offers)
         if self._credit_decay:
-            queued = offers.queued_tokens
             request_blocks = max(math.ceil(offers.prompt_tokens / block), 1)
             excess = (queued - queued.min()) / (block * request_blocks)
             credit = credit / (1.0 + self._credit_decay * excess)
         credit = credit + self._host_credit * offers.cached_tokens
-        raw = offers.queued_tokens + offers.prompt_tokens
+        raw = queued + offers.prompt_tokens
         cost = self._overlap_weight * np.maximum(raw - credit, 0.0) / block
         cost += self._active.decode_blocks(offers)
         if self._request_weight:
@@ -96,12 +99,15 @@ class Dynamo(Baseline):
         return cost
 
     def routed(self, offers: Offers, index: int) -> None:
-        """Its prompt's blocks are active on its worker from now on."""
+        """Its blocks are active on its worker from now on, and its prefill queues there."""
         self._active.add(offers, index)
+        held = offers.device_tokens[index] + self._host_credit * offers.cached_tokens[index]
+        self._prefills.add(offers, index, max(offers.prompt_tokens - float(held), 0.0))
 
     def left(self, worker: str) -> None:
         """Nothing is active there any more."""
         self._active.left(worker)
+        self._prefills.left(worker)
 
     def _drawn(self, cost: Floats) -> int:
         span = float(cost.max() - cost.min())
@@ -109,6 +115,46 @@ class Dynamo(Baseline):
             return self.rng.randrange(len(cost))
         weights = np.exp((cost.min() - cost) / (span * self._temperature))
         return self.rng.choices(range(len(cost)), weights.tolist())[0]
+
+
+class PrefillQueues:
+    """Tokens to prefill that were sent to each worker, of the latest as many as wait there."""
+
+    def __init__(self) -> None:
+        self._roster = Roster()
+        self._sent: defaultdict[int, deque[float]] = defaultdict(deque)
+        self._counts: Floats = np.zeros(8)
+        self._tokens: Floats = np.zeros(8)
+
+    def tokens(self, offers: Offers) -> Floats:
+        """Queued tokens of each worker."""
+        roster = self._roster
+        roster.read(offers)
+        self._counts, self._tokens = roomy(roster, self._counts), roomy(roster, self._tokens)
+        for row in np.flatnonzero(self._counts[roster.columns] > offers.waiting).tolist():
+            bit = roster.bits[row]
+            sent = self._sent[bit]
+            while len(sent) > offers.waiting[row]:
+                sent.popleft()
+            self._counts[bit], self._tokens[bit] = len(sent), sum(sent)
+        return self._tokens[roster.columns]
+
+    def add(self, offers: Offers, index: int, tokens: float) -> None:
+        """A prompt was sent to row `index`, and this much of it is to be computed."""
+        roster = self._roster
+        roster.read(offers)
+        self._counts, self._tokens = roomy(roster, self._counts), roomy(roster, self._tokens)
+        bit = roster.bits[index]
+        self._sent[bit].append(tokens)
+        self._counts[bit] += 1
+        self._tokens[bit] += tokens
+
+    def left(self, worker: str) -> None:
+        """A worker is gone."""
+        bit = self._roster.left(worker)
+        if bit is not None and bit in self._sent:
+            del self._sent[bit]
+            self._counts[bit] = self._tokens[bit] = 0.0
 
 
 class ActiveBlocks:
@@ -138,7 +184,8 @@ class ActiveBlocks:
     def add(self, offers: Offers, index: int) -> None:
         """A request is active on row `index`."""
         self._roster.read(offers)
-        self._make_room()
+        self._counts = roomy(self._roster, self._counts)
+        self._blocks = roomy(self._roster, self._blocks)
         bit, hashes, depth = self._roster.bits[index], offers.prefix_hashes, 0
         last: Run | None = None
         for run, depth in self._tree.walk(hashes):
@@ -160,7 +207,8 @@ class ActiveBlocks:
 
     def _settle(self, offers: Offers) -> None:
         """Let go the oldest where more is remembered than is in flight."""
-        self._make_room()
+        self._counts = roomy(self._roster, self._counts)
+        self._blocks = roomy(self._roster, self._blocks)
         over = self._counts[self._roster.columns] > offers.in_flight
         if not over.any():
             return
@@ -179,7 +227,8 @@ class ActiveBlocks:
             else:
                 self._tree.unmark(run, bit)
 
-    def _make_room(self) -> None:
-        while len(self._counts) <= max(self._roster.bits):
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-            self._blocks = np.concatenate([self._blocks, np.zeros_like(self._blocks)])
+
+def roomy(roster: Roster, cells: Floats) -> Floats:
+    """`cells`, with zeros added until every worker on offer has one."""
+    short = roster.highest + 1 - len(cells)
+    return np.concatenate([cells, np.zeros(short + len(cells))]) if short > 0 else cells

@@ -172,9 +172,10 @@ class Roster:
         self.bits: list[int] = []
         self.columns = np.empty(0, dtype=np.intp)
         self.mask = 0
+        self.highest = -1
 
     def read(self, offers: Offers) -> None:
-        """Take over the offers' workers; `bits`, `columns` and `mask` are theirs, in order."""
+        """Take over the offers' workers; `bits`, `columns`, `mask`, `highest` are theirs."""
         if offers.workers == self._names:
             return
         self._names = list(offers.workers)
@@ -182,6 +183,7 @@ class Roster:
         self.columns = np.array(self.bits, dtype=np.intp)
         self._rows = {bit: row for row, bit in enumerate(self.bits)}
         self.mask = sum(1 << bit for bit in self.bits)
+        self.highest = max(self.bits)
 
     def rows(self, workers: int) -> list[int]:
         """Rows of a set of workers, all of them in the offers read last."""

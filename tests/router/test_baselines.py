@@ -80,7 +80,6 @@ def stream(count, workers, seed=5):
             session=f"s{rng.integers(9)}" if i % 3 else "",
             workers=workers,
             waiting=rng.integers(0, 3, size),
-            queued_tokens=rng.integers(0, 200, size),
             device_tokens=rng.integers(0, 2, size) * BLOCK,
             resident_tokens=rng.integers(0, 900, size),
         )
@@ -305,23 +304,34 @@ def test_sglang_bounds_its_tree():
 
 
 def test_dynamo_cost_by_hand():
-    # Blocks: prompt 8; queued 0, 2, 4; device 4, 0, 0; host 2, 4, 0; nothing active.
-    arrays = {
-        "queued_tokens": [0, 32, 64],
-        "device_tokens": [64, 0, 0],
-        "cached_tokens": [32, 64, 0],
-    }
+    # Blocks: prompt 8; device 4, 0, 0; host 2, 4, 0; nothing queued or active.
+    arrays = {"device_tokens": [64, 0, 0], "cached_tokens": [32, 64, 0]}
     offers = offer([1, 2, 3], "abcdefgh", **arrays)
-    assert Dynamo().cost(offers).tolist() == [8 - 5.5 + 8, 10 - 3 + 8, 12 + 8]
+    assert Dynamo().cost(offers).tolist() == [8 - 5.5 + 8, 8 - 3 + 8, 8 + 8]
     tuned = Dynamo(host_credit=0.5, device_credit=2.0, overlap_weight=3.0, request_weight=1.0)
-    assert tuned.cost(offers).tolist() == [0 + 8 + 1, 3 * 8 + 8 + 2, 3 * 12 + 8 + 3]
+    assert tuned.cost(offers).tolist() == [0 + 8 + 1, 3 * 6 + 8 + 2, 3 * 8 + 8 + 3]
+
+
+def test_dynamo_queues_what_the_caches_leave_and_host_blocks_in_part():
+    policy = Dynamo()
+    held = {"device_tokens": [16, 0], "cached_tokens": [32, 0]}
+    route(policy, offer([0, 0], "stuvwx", **held), row=0)
+    route(policy, offer([1, 0], "mn", waiting=[1, 0]), row=0)
+    # Queued at worker 0: 6 - 1 - 0.75 · 2 = 3.5 blocks, then 2; active there: 8.
+    waiting = offer([2, 0], "ab", waiting=[2, 0])
+    assert policy.cost(waiting).tolist() == [5.5 + 2 + 8 + 2, 2 + 2]
+    one_prefilled = offer([2, 0], "ab", waiting=[1, 0])
+    assert policy.cost(one_prefilled).tolist() == [2 + 2 + 8 + 2, 2 + 2]
+    one_ended = offer([1, 0], "ab", waiting=[0, 0])
+    assert policy.cost(one_ended).tolist() == [2 + 2 + 2, 2 + 2]
 
 
 def test_dynamo_fades_the_device_credit_with_the_queue():
-    arrays = {"queued_tokens": [128, 0], "device_tokens": [64, 0]}
-    offers = offer([0, 0], "abcdefgh", **arrays)
+    policy = Dynamo(credit_decay=1.0)
+    route(policy, offer([0, 0], "stuvwxyz"), row=0)
+    offers = offer([1, 0], "abcdefgh", waiting=[1, 0], device_tokens=[64, 0])
     # Excess of 8 blocks over a request of 8: credit 4 / (1 + 1 · 1).
-    assert Dynamo(credit_decay=1.0).cost(offers).tolist() == [16 - 2 + 8, 8 + 8]
+    assert policy.cost(offers).tolist() == [16 - 2 + 8 + 8, 8 + 8]
 
 
 def test_dynamo_counts_what_active_requests_share_once():
@@ -336,7 +346,7 @@ def test_dynamo_counts_what_active_requests_share_once():
 
 def test_dynamo_breaks_ties_at_random_and_draws_by_temperature():
     assert min(picks(Dynamo(seed=1), offer([0, 0, 0], "ab")).values()) > 40
-    offers = offer([0, 0], "abcd", queued_tokens=[0, 64])
+    offers = offer([0, 0], "abcd", cached_tokens=[16, 0])
     assert picks(Dynamo(seed=1), offers) == {0: 200}
     # exp(0) : exp(-1 / 1), whatever the costs' range.
     counts = picks(Dynamo(seed=1, temperature=1.0), offers, 2000)

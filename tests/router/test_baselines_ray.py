@@ -1,0 +1,50 @@
+"""The reimplemented prefix affinity decides as Ray's own tree says, if a letter is a block."""
+
+from dataclasses import fields
+from hashlib import blake2b
+from random import Random
+
+import numpy as np
+import pytest
+
+from router.baselines.ray_prefix import RayPrefix
+from router.offers import Offers
+
+pytestmark = pytest.mark.ray
+WORKERS = [f"w{i}" for i in range(5)]
+
+
+def offer(in_flight, prompt) -> Offers:
+    prefixes = [prompt[: i + 1].encode() for i in range(len(prompt))]
+    ids = [int.from_bytes(blake2b(p, digest_size=8).digest()) for p in prefixes]
+    values = {field.name: np.zeros(len(WORKERS)) for field in fields(Offers)}
+    values |= {
+        "workers": WORKERS,
+        "slots": np.arange(len(WORKERS)),
+        "block_tokens": 16,
+        "prompt_tokens": 16 * len(prompt),
+        "prefix_hashes": np.array(ids, dtype=np.uint64),
+        "in_flight": np.array(in_flight, dtype=float),
+    }
+    return Offers(**values)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_decisions_equal_those_of_rays_prefix_tree(seed):
+    package = "ray.llm._internal.serve.routing_policies.prefix_aware"
+    tree = pytest.importorskip(f"{package}.prefix_tree").PrefixTree()
+    tree.add_tenants(WORKERS, 0.0)
+    rng, policy = Random(seed), RayPrefix()
+    for step in range(120):
+        letters = "abc" if rng.random() < 0.3 else "aaaab"
+        prompt = "".join(rng.choice(letters) for _ in range(rng.randrange(1, 30)))
+        queue = [rng.randrange(4) for _ in WORKERS]
+        matched, candidates = tree.prefix_match(prompt, WORKERS)
+        if len(matched) / len(prompt) < 0.1:
+            candidates = tree.get_smallest_tenants()
+        expected = min(candidates, key=lambda worker: queue[WORKERS.index(worker)])
+        offers = offer(queue, prompt)
+        index = policy.choose(offers).index
+        assert WORKERS[index] == expected
+        policy.routed(offers, index)
+        tree.insert(prompt, expected, float(step + 1))
