@@ -15,7 +15,7 @@ from pathlib import Path
 from workload.block_ids import key_of, stream_ids
 from workload.errors import WorkloadError
 from workload.lines import numbered_lines
-from workload.shapes import SessionShape, Workload, require_block_tokens, turn_of
+from workload.shapes import SessionShape, Workload, require_block_tokens, require_tokens, turn_of
 
 BLOCK_TOKENS = 512
 COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
@@ -44,28 +44,41 @@ def read_azure(path: str | Path, *, block_tokens: int = BLOCK_TOKENS) -> Workloa
 
 def _lengths(path: Path) -> Iterator[tuple[int, int]]:
     """(prompt, output) tokens of each row."""
-    rows = csv.reader(line for _, line in numbered_lines(path))
+    rows = _numbered_rows(path)
     header = next(rows, None)
     if header is None:
         raise WorkloadError(f"{path}: is empty")
-    if header != COLUMNS:
-        missing = [name for name in COLUMNS if name not in header]
-        unknown = [name for name in header if name not in COLUMNS]
-        raise WorkloadError(
-            f"{path}:1: expected columns {COLUMNS}, found {header}"
-            f" (missing {missing}, unknown {unknown})"
-        )
+    _require_columns(path, header[1])
     empty = True
-    for row in rows:
+    for number, row in rows:
         if not row:
             continue
         try:
             yield _parse(row)
         except ValueError as error:
-            raise WorkloadError(f"{path}:{rows.line_num}: {error}") from error
+            raise WorkloadError(f"{path}:{number}: {error}") from error
         empty = False
     if empty:
         raise WorkloadError(f"{path}: holds no requests")
+
+
+def _numbered_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    rows = csv.reader(line for _, line in numbered_lines(path))
+    try:
+        for row in rows:
+            yield rows.line_num, row
+    except csv.Error as error:
+        raise WorkloadError(f"{path}:{rows.line_num}: not CSV ({error})") from error
+
+
+def _require_columns(path: Path, header: list[str]) -> None:
+    if header != COLUMNS:
+        missing = [name for name in COLUMNS if name not in header]
+        unknown = [name for name in header if name not in COLUMNS]
+        raise WorkloadError(
+            f"{path}:1: missing columns {missing}, unknown columns {unknown}; expected {COLUMNS} "
+            "in this order"
+        )
 
 
 def _parse(row: list[str]) -> tuple[int, int]:
@@ -83,6 +96,4 @@ def _tokens(text: str, column: str, least: int) -> int:
         value = int(text)
     except ValueError:
         raise ValueError(f"{column} must be an integer, found {text!r}") from None
-    if value < least:
-        raise ValueError(f"{column} must be at least {least}, found {value}")
-    return value
+    return require_tokens(column, value, least)

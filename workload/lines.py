@@ -9,10 +9,12 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from workload.errors import WorkloadError
+from workload.shapes import require_tokens
 
 Record = dict[str, Any]
 
@@ -48,6 +50,8 @@ def json_object(line: str) -> Record:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg}, column {error.colno})") from error
+    except RecursionError:
+        raise ValueError("not JSON of any known format (nested too deep)") from None
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, found {type(record).__name__}")
     return record
@@ -61,24 +65,26 @@ def text_field(record: Record, field: str) -> str:
     return value
 
 
-def count_field(record: Record, field: str, least: int = 0) -> int:
-    """The integer in a field, at least `least`; ValueError otherwise."""
+def tokens_field(record: Record, field: str, least: int = 0) -> int:
+    """The length in tokens in a field, at least `least`; ValueError otherwise."""
     value = record.get(field)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"field {field!r} must be an integer, found {found(record, field)}")
-    if value < least:
-        raise ValueError(f"field {field!r} must be at least {least}, found {value}")
-    return value
+    return require_tokens(f"field {field!r}", value, least)
 
 
 def number_field(record: Record, field: str) -> float:
     """The finite number, zero or more, in a field; ValueError otherwise."""
     value = record.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    number = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an integer of hundreds of digits
+            number = float(value)
+    if not math.isfinite(number):
         raise ValueError(f"field {field!r} must be a finite number, found {found(record, field)}")
-    if value < 0:
+    if number < 0:
         raise ValueError(f"field {field!r} must not be negative, found {value}")
-    return float(value)
+    return number
 
 
 def found(record: Record, field: str) -> str:

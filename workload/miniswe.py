@@ -25,6 +25,7 @@ from workload.shapes import (
     TurnShape,
     Workload,
     require_block_tokens,
+    require_tokens,
     turn_of,
 )
 from workload.tables import read_table
@@ -103,8 +104,8 @@ def read_miniswe(path: str | Path, *, block_tokens: int = BLOCK_TOKENS) -> Workl
 
 
 def _check(row: _Row, new_tokens: int, before_s: float) -> None:
-    if row.input_tokens < 1:
-        raise ValueError(f"column 'input_length' must be at least 1, found {row.input_tokens}")
+    require_tokens("column 'input_length'", row.input_tokens, least=1)
+    require_tokens("column 'output_length'", row.output_tokens)
     if row.cached_tokens + new_tokens != row.input_tokens:
         raise ValueError(
             f"columns 'cached_C' {row.cached_tokens} and 'new_N' {new_tokens} do not add up to "

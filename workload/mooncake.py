@@ -17,7 +17,7 @@ import numpy as np
 
 from workload.block_ids import key_of, recorded_ids, stream_ids
 from workload.errors import WorkloadError
-from workload.lines import count_field, found, json_object, number_field, numbered_lines
+from workload.lines import found, json_object, number_field, numbered_lines, tokens_field
 from workload.shapes import BlockIds, SessionShape, TurnShape, Workload
 
 BLOCK_TOKENS = 512
@@ -31,6 +31,7 @@ _COMMON_REQUESTS = 100
 
 @dataclass(slots=True, eq=False)
 class _Request:
+    index: int
     line: int
     t_ms: float
     input_tokens: int
@@ -56,8 +57,10 @@ def read_mooncake(path: str | Path) -> Workload:
     requests = _read(path)
     _require_chained(path, requests)
     chains = _link(requests)
+    kept = _kept_ids(requests)
     sessions = tuple(
-        SessionShape(id=f"mooncake-{chain[0]}", turns=_turns(requests, chain)) for chain in chains
+        SessionShape(id=f"mooncake-{chain[0]}", turns=_turns(requests, chain, kept))
+        for chain in chains
     )
     return Workload("mooncake", BLOCK_TOKENS, sessions, SOURCE)
 
@@ -69,7 +72,7 @@ def _read(path: Path) -> list[_Request]:
         if not line.strip():
             continue
         try:
-            request = _parse(number, line)
+            request = _parse(len(requests), number, line)
             if request.t_ms < before_ms:
                 raise ValueError(f"timestamp {request.t_ms} is before the line above's {before_ms}")
         except ValueError as error:
@@ -81,27 +84,25 @@ def _read(path: Path) -> list[_Request]:
     return requests
 
 
-def _parse(number: int, line: str) -> _Request:
+def _parse(index: int, number: int, line: str) -> _Request:
     record = json_object(line)
     t_ms = number_field(record, "timestamp")
-    input_tokens = count_field(record, "input_length", least=1)
-    output_tokens = count_field(record, "output_length")
+    input_tokens = tokens_field(record, "input_length", least=1)
+    output_tokens = tokens_field(record, "output_length")
     numbers = record.get("hash_ids")
     if not isinstance(numbers, list) or not all(type(item) is int for item in numbers):
-        raise ValueError(f"field 'hash_ids' must be a list of integers, found {_what(record)}")
-    if numbers and min(numbers) < 0:
-        raise ValueError(f"field 'hash_ids' must not hold negative numbers, found {min(numbers)}")
+        raise ValueError(
+            f"field 'hash_ids' must be a list of integers, found {found(record, 'hash_ids')}"
+        )
+    if numbers and not (min(numbers) >= 0 and max(numbers) < 1 << 63):
+        raise ValueError("field 'hash_ids' must hold numbers from 0 to 2**63 - 1")
     blocks = -(-input_tokens // BLOCK_TOKENS)
     if len(numbers) != blocks:
         raise ValueError(
             f"field 'hash_ids' has {len(numbers)} numbers, but {input_tokens} tokens are "
             f"{blocks} blocks of {BLOCK_TOKENS}"
         )
-    return _Request(number, t_ms, input_tokens, output_tokens, numbers)
-
-
-def _what(record: dict[str, object]) -> str:
-    return found(record, "hash_ids")
+    return _Request(index, number, t_ms, input_tokens, output_tokens, numbers)
 
 
 def _require_chained(path: Path, requests: list[_Request]) -> None:
@@ -128,19 +129,19 @@ def _link(requests: list[_Request]) -> list[list[int]]:
     ends_with: dict[int, list[int]] = {}  # last full block -> requests, in order of time
     session_of: list[int] = []
     chains: list[list[int]] = []
-    for index, request in enumerate(requests):
+    for request in requests:
         full = request.numbers[: request.full]
         earlier = _latest_extended(requests, request, full, ends_with)
         if earlier < 0:
             session_of.append(len(chains))
-            chains.append([index])
+            chains.append([request.index])
         else:
             session_of.append(session_of[earlier])
-            chains[session_of[earlier]].append(index)
+            chains[session_of[earlier]].append(request.index)
             if requests[earlier].follower < 0:
-                requests[earlier].follower = index
+                requests[earlier].follower = request.index
         if full and uses[full[-1]] <= _COMMON_REQUESTS:
-            ends_with.setdefault(full[-1], []).append(index)
+            ends_with.setdefault(full[-1], []).append(request.index)
     return chains
 
 
@@ -158,35 +159,46 @@ def _latest_extended(
     return latest
 
 
-def _turns(requests: list[_Request], chain: list[int]) -> tuple[TurnShape, ...]:
+def _turns(
+    requests: list[_Request], chain: list[int], kept: list[BlockIds]
+) -> tuple[TurnShape, ...]:
     turns: list[TurnShape] = []
     before_ms = requests[chain[0]].t_ms
     for index in chain:
         request = requests[index]
-        kept = _kept_ids(requests, index)
         turns.append(
             TurnShape(
                 after_s=(request.t_ms - before_ms) / 1e3,
                 input_tokens=request.input_tokens,
                 output_tokens=max(request.output_tokens, 1),
-                blocks=kept[: request.full],
-                kept_blocks=kept,
+                blocks=kept[index][: request.full],
+                kept_blocks=kept[index],
             )
         )
         before_ms = request.t_ms
     return tuple(turns)
 
 
-def _kept_ids(requests: list[_Request], index: int) -> BlockIds:
-    """Ids of the full blocks of a request's prompt and output."""
-    request = requests[index]
-    stop = (request.input_tokens + max(request.output_tokens, 1)) // BLOCK_TOKENS
-    known = request.numbers[: request.full]
-    if request.follower >= 0:
-        follower = requests[request.follower]
-        known = follower.numbers[: min(follower.full, stop)]
-    ids = recorded_ids(np.array(known, dtype=np.uint64))
-    if len(known) < stop:
-        own = stream_ids(key_of("mooncake output", index), len(known), stop)
-        ids = np.concatenate([ids, own])
-    return ids
+def _kept_ids(requests: list[_Request]) -> list[BlockIds]:
+    """Ids of the full blocks of each request's prompt and output."""
+    numbers = [number for request in requests for number in request.numbers]
+    ids = recorded_ids(np.array(numbers, dtype=np.uint64))
+    ends = np.cumsum([len(request.numbers) for request in requests]).tolist()
+    stops = [
+        (request.input_tokens + max(request.output_tokens, 1)) // BLOCK_TOKENS
+        for request in requests
+    ]
+    known: list[BlockIds] = []
+    for request, stop in zip(requests, stops, strict=True):
+        told_by = request if request.follower < 0 else requests[request.follower]
+        first = ends[told_by.index] - len(told_by.numbers)
+        known.append(ids[first : first + min(told_by.full, stop)])
+    # What nobody continued is text of its own: consecutive pieces of one stream.
+    missing = [stop - len(part) for stop, part in zip(stops, known, strict=True)]
+    own = stream_ids(key_of("mooncake outputs"), 0, sum(missing))
+    kept: list[BlockIds] = []
+    first = 0
+    for part, count in zip(known, missing, strict=True):
+        kept.append(np.concatenate([part, own[first : first + count]]) if count else part)
+        first += count
+    return kept

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 BlockIds = NDArray[np.uint64]
 
+# Longer than any context: a larger number is a wrong unit or a damaged file.
+MOST_TOKENS = 1 << 24
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnShape:
@@ -84,6 +87,15 @@ def turn_of(
         blocks=ids[: input_tokens // block_tokens],
         kept_blocks=ids[: (input_tokens + output_tokens) // block_tokens],
     )
+
+
+def require_tokens(what: str, tokens: int, least: int = 0) -> int:
+    """The number given, if it can be a length in tokens; ValueError otherwise."""
+    if tokens < least:
+        raise ValueError(f"{what} must be at least {least}, found {tokens}")
+    if tokens > MOST_TOKENS:
+        raise ValueError(f"{what} must be at most {MOST_TOKENS}, found {tokens}")
+    return tokens
 
 
 def require_block_tokens(block_tokens: int) -> None:

@@ -18,7 +18,14 @@ import numpy as np
 from workload.block_ids import key_of, stream_ids
 from workload.errors import WorkloadError
 from workload.lines import found, text_field, whole_text
-from workload.shapes import SessionShape, TurnShape, Workload, require_block_tokens, turn_of
+from workload.shapes import (
+    SessionShape,
+    TurnShape,
+    Workload,
+    require_block_tokens,
+    require_tokens,
+    turn_of,
+)
 from workload.tables import read_table
 
 BLOCK_TOKENS = 64
@@ -70,7 +77,7 @@ def read_sharegpt_table(
         lengths = conversations.setdefault(name, [])
         prompt = (uncut if whole_history else cached) + new
         try:
-            _check(turn, next_turn.get(name, 0), cached + new, prompt, lengths)
+            _check(turn, next_turn.get(name, 0), cached + new, prompt, output, lengths)
         except ValueError as error:
             raise WorkloadError(f"{path}: row {number}: {error}") from error
         next_turn[name] = turn + 1
@@ -80,11 +87,14 @@ def read_sharegpt_table(
     )
 
 
-def _check(turn: int, expected: int, in_piece: int, prompt: int, before: _Lengths) -> None:
+def _check(
+    turn: int, expected: int, in_piece: int, prompt: int, output: int, before: _Lengths
+) -> None:
     if turn != expected:
         raise ValueError(f"column 'turn' must be {expected} for this conversation, found {turn}")
-    if in_piece < 1:
-        raise ValueError("columns 'cached_C' and 'new_N' are both 0: an empty prompt")
+    require_tokens("the prompt, columns 'cached_C' and 'new_N' together,", in_piece, least=1)
+    require_tokens("the prompt with its history", prompt)
+    require_tokens("column 'out'", output)
     if before and prompt < sum(before[-1]):
         raise ValueError(
             f"columns 'cached_C' and 'new_N' make a prompt of {prompt} tokens, but the turn "
@@ -109,7 +119,7 @@ def read_sharegpt_texts(
     """
     require_block_tokens(block_tokens)
     path = Path(path)
-    items = _json_list(path)
+    items = _items(path)
     conversations: list[tuple[str, _Lengths]] = []
     for number, item in enumerate(items):
         try:
@@ -126,13 +136,15 @@ def read_sharegpt_texts(
     return Workload("sharegpt", block_tokens, sessions, SOURCE, notes if left_out else ())
 
 
-def _json_list(path: Path) -> list[Any]:
+def _items(path: Path) -> list[Any]:
     try:
         items = json.loads(whole_text(path))
     except json.JSONDecodeError as error:
         raise WorkloadError(
             f"{path}:{error.lineno}: not JSON ({error.msg}, column {error.colno})"
         ) from error
+    except RecursionError:
+        raise WorkloadError(f"{path}: not JSON of this format (nested too deep)") from None
     if not isinstance(items, list):
         raise WorkloadError(f"{path}: expected a list, found {type(items).__name__}")
     return items

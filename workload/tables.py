@@ -37,8 +37,8 @@ def open_table(path: Path) -> pl.DataFrame:
     """Read a Parquet file with whatever columns it has."""
     try:
         return pl.read_parquet(path)
-    except (OSError, pl.exceptions.PolarsError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    except (OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise WorkloadError(f"{path}: not a readable Parquet file ({reason})") from error
 
 

@@ -1,0 +1,107 @@
+"""Streams of arrival times: rate, burstiness, seeds."""
+
+from itertools import islice, takewhile
+
+import numpy as np
+import pytest
+
+from workload.arrivals import poisson, servegen, shipped_rates
+from workload.servegen import ClientRate, RateDay
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def within(stream, seconds):
+    return np.array(list(takewhile(lambda time_s: time_s < seconds, stream)))
+
+
+def dispersion(times_s):
+    """Variance over mean of counts a second: 1 for a Poisson process."""
+    counts = np.bincount(times_s.astype(int))
+    return counts.var() / counts.mean()
+
+
+@pytest.mark.parametrize("process", [poisson, servegen])
+def test_times_never_go_back_and_are_fixed_by_the_seed(process):
+    times_s = list(islice(process(5.0, rng(1)), 5000))
+
+    assert times_s == sorted(times_s)
+    assert times_s[0] >= 0
+    assert all(type(time_s) is float for time_s in times_s[:3])
+    assert times_s == list(islice(process(5.0, rng(1)), 5000))
+    assert times_s != list(islice(process(5.0, rng(2)), 5000))
+
+
+def test_poisson_has_its_rate_and_no_bursts():
+    times_s = within(poisson(20.0, rng()), 2000)
+
+    assert len(times_s) / 2000 == pytest.approx(20, rel=0.02)
+    assert dispersion(times_s) == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.parametrize("rate_rps", [0.5, 5.0, 200.0])
+def test_a_whole_day_of_servegen_has_the_mean_rate(rate_rps):
+    day_s = 1440.0
+    windows = len(shipped_rates().windows)
+    times_s = within(servegen(rate_rps, rng(), window_s=day_s / windows), day_s)
+
+    assert len(times_s) / day_s == pytest.approx(rate_rps, rel=0.05)
+
+
+def test_servegen_swings_with_the_day_and_comes_in_bursts():
+    day = shipped_rates()
+    times_s = within(servegen(50.0, rng()), 60.0 * len(day.windows))
+    per_window = np.bincount((times_s / 60).astype(int)) / 60
+
+    recorded = np.array([sum(client.rate_rps for client in window) for window in day.windows])
+    expected = np.sort(50.0 * recorded / recorded.mean())
+    assert np.sort(per_window) == pytest.approx(expected, rel=0.1)
+    assert dispersion(times_s) > 3
+
+
+def test_seeds_see_different_parts_of_the_day():
+    rates = {len(within(servegen(50.0, rng(seed)), 300)) for seed in range(10)}
+
+    assert max(rates) > 1.2 * min(rates)
+
+
+def test_bursts_do_not_gather_at_the_edges_of_windows():
+    client = ClientRate(rate_rps=1.0, pattern="Weibull", shape=0.2)
+    day = RateDay(windows=((client,) * 40,))
+    times_s = within(servegen(40.0, rng(), rates=day, window_s=10.0), 5000)
+    place = times_s % 10.0
+
+    assert np.histogram(place, bins=10, range=(0, 10))[0] == pytest.approx(
+        len(times_s) / 10, rel=0.1
+    )
+
+
+def test_a_smaller_shape_makes_more_bursts():
+    def gamma(shape):
+        day = RateDay(windows=((ClientRate(1.0, "Gamma", shape),),))
+        return dispersion(within(servegen(20.0, rng(), rates=day, window_s=600.0), 6000))
+
+    assert gamma(0.05) > 2 * gamma(0.5) > 2 * gamma(20.0)
+
+
+def test_the_smallest_shapes_and_idle_windows_do_no_harm():
+    tiny = ClientRate(rate_rps=1.0, pattern="Gamma", shape=1e-6)
+    day = RateDay(windows=((tiny,), ()))
+    times_s = within(servegen(10.0, rng(), rates=day, window_s=5.0), 1000)
+
+    assert np.isfinite(times_s).all()
+    assert len(times_s) == pytest.approx(10_000, rel=0.02)
+
+
+@pytest.mark.parametrize("rate_rps", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("process", [poisson, servegen])
+def test_a_rate_that_is_none_is_refused_at_once(process, rate_rps):
+    with pytest.raises(ValueError, match="rate_rps"):
+        process(rate_rps, rng())
+
+
+def test_a_window_of_no_length_is_refused():
+    with pytest.raises(ValueError, match="window_s"):
+        servegen(1.0, rng(), window_s=0.0)

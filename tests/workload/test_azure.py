@@ -1,0 +1,80 @@
+"""Azure traces: independent requests."""
+
+import gzip
+
+import pytest
+
+from workload.azure import read_azure
+from workload.errors import WorkloadError
+
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+ROW = "2023-11-16 18:15:46.6805900,374,44\r\n"
+
+
+def written(tmp_path, text):
+    path = tmp_path / "trace.csv"
+    path.write_text(text, newline="")
+    return path
+
+
+def test_every_row_is_a_session_that_shares_nothing(tmp_path):
+    path = written(tmp_path, HEADER + ROW + ROW + "2023-11-16 18:15:47,1000,100\r\n")
+    workload = read_azure(path, block_tokens=100)
+
+    turns = [turn for session in workload.sessions for turn in session.turns]
+    assert [(turn.input_tokens, turn.output_tokens) for turn in turns] == [
+        (374, 44),
+        (374, 44),
+        (1000, 100),
+    ]
+    assert [len(turn.blocks) for turn in turns] == [3, 3, 10]
+    kept = [block for turn in turns for block in turn.kept_blocks.tolist()]
+    assert len(kept) == len(set(kept)) == 4 + 4 + 11
+    assert len({session.id for session in workload.sessions}) == 3
+    assert read_azure(path).block_tokens == 512
+
+
+def test_gzipped_traces_read_alike(tmp_path):
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(gzip.compress((HEADER + ROW).encode()))
+
+    assert read_azure(path).sessions[0].turns[0].input_tokens == 374
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("2023-11-16 18:15:46,374", "expected 3 values, found 2"),
+        ("2023-11-16 18:15:46,374,44,1", "expected 3 values, found 4"),
+        ("yesterday,374,44", "TIMESTAMP must be a date and time, found 'yesterday'"),
+        ("2023-11-16 18:15:46,many,44", "ContextTokens must be an integer, found 'many'"),
+        ("2023-11-16 18:15:46,0,44", "ContextTokens must be at least 1, found 0"),
+        ("2023-11-16 18:15:46,374,-1", "GeneratedTokens must be at least 0, found -1"),
+        ("2023-11-16 18:15:46,374,9999999999", "GeneratedTokens must be at most"),
+        ('"' + "x" * 200_000, "not CSV"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(tmp_path, row, reason):
+    path = written(tmp_path, HEADER + ROW + row + "\r\n")
+    with pytest.raises(WorkloadError) as error:
+        read_azure(path)
+    assert str(error.value).startswith(f"{path}:3: ")
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is empty"),
+        (HEADER, "holds no requests"),
+        ("TIMESTAMP,ContextTokens\n", ":1: missing columns ['GeneratedTokens'], unknown col"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens,Extra\n", "unknown columns ['Extra']"),
+        ("ContextTokens,TIMESTAMP,GeneratedTokens\n", "in this order"),
+    ],
+)
+def test_other_tables_are_refused(tmp_path, text, reason):
+    path = written(tmp_path, text)
+    with pytest.raises(WorkloadError) as error:
+        read_azure(path)
+    assert str(error.value).startswith(f"{path}:")
+    assert reason in str(error.value)

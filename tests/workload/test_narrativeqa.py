@@ -1,0 +1,156 @@
+"""NarrativeQA: many questions on one long document."""
+
+import json
+
+import polars as pl
+import pytest
+
+from workload.errors import WorkloadError
+from workload.narrativeqa import MEAN_THINK_S, read_narrativeqa
+
+
+def line(document="d", tokens=1000, question=20, **more):
+    record = {"document_id": document, "doc_est_tokens": tokens, "question_tokens": question}
+    return json.dumps({**record, **({"output_tokens": 9} | more)}) + "\n"
+
+
+def written(tmp_path, *lines):
+    path = tmp_path / "qaps.jsonl"
+    path.write_text("".join(lines))
+    return path
+
+
+def documents(tmp_path, **est_tokens):
+    path = tmp_path / "documents.parquet"
+    rows = [
+        {
+            "document_id": name,
+            "set": "test",
+            "kind": "movie",
+            "story_word_count": 1,
+            "story_file_size": 1,
+            "wiki_title": "",
+            "wiki_url": "",
+            "est_tokens": tokens,
+        }
+        for name, tokens in est_tokens.items()
+    ]
+    pl.DataFrame(rows).write_parquet(path)
+    return path
+
+
+def test_questions_share_their_document_and_nothing_else(tmp_path):
+    path = written(tmp_path, line(), line("e"), line(question=300), line(question=700))
+    workload = read_narrativeqa(path, block_tokens=100)
+
+    assert [len(session.turns) for session in workload.sessions] == [3, 1]
+    turns = workload.sessions[0].turns
+    assert [turn.input_tokens for turn in turns] == [1020, 1300, 1700]
+    assert [len(turn.blocks) for turn in turns] == [10, 13, 17]
+    assert [len(turn.kept_blocks) for turn in turns] == [10, 13, 17]
+    shared = turns[0].blocks.tolist()
+    assert turns[1].blocks[:10].tolist() == turns[2].blocks[:10].tolist() == shared
+    assert not set(turns[1].blocks[10:].tolist()) & set(turns[2].blocks[10:].tolist())
+    assert not set(workload.sessions[1].turns[0].blocks.tolist()) & set(shared)
+    assert read_narrativeqa(path).block_tokens == 256
+
+
+def test_the_length_of_answers_counts_and_not_their_text(tmp_path):
+    def output_of(*answers):
+        record = json.loads(line())
+        del record["output_tokens"]
+        path = written(tmp_path, json.dumps({**record, "answers": answers}))
+        return read_narrativeqa(path).sessions[0].turns[0].output_tokens
+
+    assert output_of("one two three four", "one two three four five six") == 7  # 1.3 times 5
+    assert output_of("yes", "no") == 4
+    assert output_of("", "") == 4
+
+
+def test_long_documents_are_cut_and_counted(tmp_path):
+    path = written(tmp_path, line(tokens=5000), line(tokens=5000, question=91), line("e", 900))
+    workload = read_narrativeqa(path, max_context_tokens=1000)
+
+    assert [turn.input_tokens for turn in workload.sessions[0].turns] == [920, 991]
+    assert workload.sessions[1].turns[0].input_tokens == 920
+    assert workload.notes == ("1 of 2 documents cut to 1000 tokens",)
+    assert read_narrativeqa(path).notes == ()
+
+
+def test_a_table_of_documents_gives_the_lengths(tmp_path):
+    path = written(tmp_path, line(tokens=5), line("e", tokens=5))
+    workload = read_narrativeqa(path, documents(tmp_path, d=700, e=800, f=900))
+
+    assert [s.turns[0].input_tokens for s in workload.sessions] == [720, 820]
+    assert workload.notes == ("1 of 3 documents have no question",)
+    with pytest.raises(WorkloadError, match=r"qaps.jsonl:2: document e is not in the table"):
+        read_narrativeqa(path, documents(tmp_path, d=700))
+    with pytest.raises(WorkloadError, match=r"documents.parquet: row 2: column 'est_tokens'"):
+        read_narrativeqa(path, documents(tmp_path, d=700, e=0))
+
+
+def test_several_readers_share_a_document_and_divide_its_questions(tmp_path):
+    path = written(tmp_path, *(line(question=20 + k) for k in range(5)), line("e"))
+    workload = read_narrativeqa(path, readers=2)
+
+    assert [s.id for s in workload.sessions] == ["d/0", "d/1", "e/0"]
+    assert [[t.input_tokens - 1020 for t in s.turns] for s in workload.sessions] == [
+        [0, 2, 4],
+        [1, 3],
+        [0],
+    ]
+    one, other = (session.turns[0] for session in workload.sessions[:2])
+    assert one.blocks.tolist() == other.blocks.tolist()
+
+
+def test_pauses_are_drawn_from_the_seed(tmp_path):
+    path = written(tmp_path, *(line(f"d{k % 40}") for k in range(1000)))
+
+    def pauses(seed):
+        workload = read_narrativeqa(path, seed=seed)
+        assert all(session.turns[0].after_s == 0 for session in workload.sessions)
+        return [t.after_s for session in workload.sessions for t in session.turns[1:]]
+
+    assert pauses(1) == pauses(1) != pauses(2)
+    assert sum(pauses(1)) / 960 == pytest.approx(MEAN_THINK_S, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ("no", "not JSON"),
+        ("[]", "expected an object, found list"),
+        (line(document=5), "field 'document_id' must be a string, found 5"),
+        (line("e", tokens=0), "field 'doc_est_tokens' must be at least 1, found 0"),
+        (line("e", tokens="x"), "field 'doc_est_tokens' must be an integer, found 'x'"),
+        (line(question=-3), "field 'question_tokens' must be at least 1, found -3"),
+        (line(output_tokens=0), "field 'output_tokens' must be at least 1, found 0"),
+        (line(tokens=999), "document d has 999 tokens here and 1000 in an earlier line"),
+        (
+            '{"document_id": "d", "doc_est_tokens": 1000, "question_tokens": 1}',
+            "field 'answers' must be a list of strings, found nothing",
+        ),
+        (
+            '{"document_id": "d", "doc_est_tokens": 1000, "question_tokens": 1, "answers": [1]}',
+            "field 'answers' must be a list of strings, found [1]",
+        ),
+    ],
+)
+def test_a_bad_line_is_named_with_its_reason(tmp_path, bad, reason):
+    path = written(tmp_path, line(), bad)
+    with pytest.raises(WorkloadError) as error:
+        read_narrativeqa(path)
+    assert str(error.value).startswith(f"{path}:2: ")
+    assert reason in str(error.value)
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    path = written(tmp_path, line(question=500))
+    with pytest.raises(WorkloadError, match=r"takes 509 tokens with its answer.*raise it"):
+        read_narrativeqa(path, max_context_tokens=509)
+    with pytest.raises(ValueError, match="readers is 0"):
+        read_narrativeqa(path, readers=0)
+    with pytest.raises(ValueError, match="block_tokens is 0"):
+        read_narrativeqa(path, block_tokens=0)
+    with pytest.raises(WorkloadError, match="holds no questions"):
+        read_narrativeqa(written(tmp_path, "\n"))

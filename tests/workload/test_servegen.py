@@ -1,0 +1,63 @@
+"""Reading ServeGen's client rates."""
+
+import polars as pl
+import pytest
+
+from workload.arrivals import shipped_rates
+from workload.errors import WorkloadError
+from workload.servegen import ClientRate, read_rates
+
+ROW = {
+    "client": 0,
+    "window_s": 600,
+    "rate_rps": 2.0,
+    "cv": 1.5,
+    "pattern": "Gamma",
+    "arg1": 0.4,
+    "arg2": 1.25,
+}
+
+
+def written(tmp_path, *changes):
+    path = tmp_path / "rates.parquet"
+    pl.DataFrame([{**ROW, **change} for change in changes]).write_parquet(path)
+    return path
+
+
+def test_windows_come_in_order_with_the_idle_ones(tmp_path):
+    day = read_rates(written(tmp_path, {"window_s": 1800, "pattern": "Weibull"}, {}, {"client": 1}))
+
+    gamma = ClientRate(2.0, "Gamma", 0.4)
+    assert day.windows == ((gamma, gamma), (), (ClientRate(2.0, "Weibull", 0.4),))
+    assert day.mean_rps == 2.0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"window_s": 601}, "row 2: column 'window_s' must be a multiple of 600, found 601"),
+        ({"pattern": "Pareto"}, "row 2: column 'pattern' must be one of"),
+        ({"arg1": 0.0}, "row 2: column 'arg1' must be above zero"),
+        ({"rate_rps": -1.0}, "row 2: column 'rate_rps' must not be negative, found -1.0"),
+        ({"cv": None}, "row 2: column 'cv' holds nothing"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, change, reason):
+    path = written(tmp_path, {}, change)
+    with pytest.raises(WorkloadError) as error:
+        read_rates(path)
+    assert str(path) in str(error.value)
+    assert reason in str(error.value)
+
+
+def test_rates_of_nothing_are_refused(tmp_path):
+    with pytest.raises(WorkloadError, match="every rate in column 'rate_rps' is zero"):
+        read_rates(written(tmp_path, {"rate_rps": 0.0}))
+
+
+def test_the_shipped_day_is_whole():
+    day = shipped_rates()
+
+    assert len(day.windows) == 144
+    assert all(day.windows)
+    assert day.mean_rps == pytest.approx(1220.1, abs=0.1)

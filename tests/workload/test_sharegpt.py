@@ -1,0 +1,150 @@
+"""ShareGPT: the table of turns, and the layout with the texts."""
+
+import json
+
+import polars as pl
+import pytest
+
+from workload.errors import WorkloadError
+from workload.sharegpt import MEAN_THINK_S, read_sharegpt_table, read_sharegpt_texts
+
+
+def row(name="a", turn=0, cached=0, new=100, out=50, uncut=None):
+    return {
+        "conv_id": name,
+        "split_offset_msgs": 0,
+        "turn": turn,
+        "cached_C": cached,
+        "new_N": new,
+        "out": out,
+        "cached_C_unsplit_est": cached if uncut is None else uncut,
+    }
+
+
+def table(tmp_path, *rows):
+    path = tmp_path / "turns.parquet"
+    pl.DataFrame(list(rows)).write_parquet(path)
+    return path
+
+
+def texts(tmp_path, content):
+    path = tmp_path / "sharegpt.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def talk(name, *messages):
+    return {"id": name, "conversations": [{"from": f, "value": v} for f, v in messages]}
+
+
+def lengths(workload):
+    return {s.id: [(t.input_tokens, t.output_tokens) for t in s.turns] for s in workload.sessions}
+
+
+def test_each_prompt_begins_with_all_that_was_kept_of_the_one_before(tmp_path):
+    path = table(
+        tmp_path,
+        row("a", 0, 0, 100, 50),
+        row("b", 0, 30, 100, 0),
+        row("a", 1, 150, 70, 40),
+        row("b", 1, 130, 0, 7),
+    )
+    workload = read_sharegpt_table(path, block_tokens=20)
+
+    assert lengths(workload) == {"a": [(100, 50), (220, 40)], "b": [(130, 1), (130, 7)]}
+    first, second = workload.sessions[0].turns
+    assert first.kept_blocks.tolist() == second.blocks[:7].tolist()
+    assert len(second.blocks) == 11
+    assert len(second.kept_blocks) == 13
+    other = workload.sessions[1].turns[1].kept_blocks.tolist()
+    assert not set(other) & set(second.kept_blocks.tolist())
+    assert read_sharegpt_table(path).block_tokens == 64
+
+
+def test_the_history_before_the_cut_can_be_put_in_front(tmp_path):
+    path = table(tmp_path, row(cached=30, uncut=1000), row(turn=1, cached=180, uncut=1150))
+
+    assert lengths(read_sharegpt_table(path)) == {"a": [(130, 50), (280, 50)]}
+    whole = read_sharegpt_table(path, whole_history=True)
+    assert lengths(whole) == {"a": [(1100, 50), (1250, 50)]}
+
+
+def test_pauses_are_drawn_from_the_seed(tmp_path):
+    rows = [row(f"c{k}", turn, 150 * turn) for k in range(300) for turn in range(4)]
+    path = table(tmp_path, *rows)
+
+    def pauses(seed):
+        workload = read_sharegpt_table(path, seed=seed)
+        assert all(session.turns[0].after_s == 0 for session in workload.sessions)
+        return [t.after_s for session in workload.sessions for t in session.turns[1:]]
+
+    assert pauses(1) == pauses(1) != pauses(2)
+    assert sum(pauses(1)) / 900 == pytest.approx(MEAN_THINK_S, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        (row(turn=2, cached=150), "column 'turn' must be 1 for this conversation, found 2"),
+        (row("b", turn=1), "column 'turn' must be 0"),
+        (row("b", new=0), "must be at least 1, found 0"),
+        (row("b", out=-1), "column 'out' must not be negative"),
+        (row("b", new=10**9), "must be at most"),
+        (row("b", out=10**9), "column 'out' must be at most"),
+        (row(turn=1, cached=20), "make a prompt of 120 tokens, but the turn before left 150"),
+        ({**row("b"), "conv_id": None}, "column 'conv_id' holds nothing"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, second, reason):
+    path = table(tmp_path, row(), second)
+    with pytest.raises(WorkloadError) as error:
+        read_sharegpt_table(path)
+    assert str(error.value).startswith(f"{path}: row 2: ")
+    assert reason in str(error.value)
+
+
+def test_texts_are_measured_and_accumulate(tmp_path):
+    path = texts(
+        tmp_path,
+        [
+            talk("a", ("human", "12345"), ("gpt", "123"), ("human", "1"), ("gpt", "")),
+            talk("b", ("gpt", "12"), ("human", "1"), ("gpt", "1234")),
+            talk("a", ("system", "123"), ("user", "1"), ("chatgpt", "12")),
+            talk("only a greeting", ("gpt", "hello")),
+            talk("empty"),
+        ],
+    )
+    workload = read_sharegpt_texts(path, len, block_tokens=2)
+
+    assert lengths(workload) == {
+        "a/0": [(5, 3), (9, 1)],
+        "b/1": [(3, 4)],
+        "a/2": [(4, 2)],
+    }
+    assert workload.notes == ("2 of 5 conversations left out: no answer to anything",)
+    first, second = workload.sessions[0].turns
+    assert first.kept_blocks.tolist() == second.blocks.tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('[\n{"id": 1,\n oops}]', ":3: not JSON"),
+        ("[" * 200_000, "nested too deep"),
+        ({"id": "a"}, "expected a list, found dict"),
+        ([], "holds no conversation with an answer"),
+        ([talk("a", ("gpt", "x"))], "holds no conversation with an answer"),
+        ([7], "conversation 1: expected an object, found int"),
+        ([{"id": "a"}], "field 'conversations' must be a list of objects, found nothing"),
+        ([{"id": "a", "conversations": ["x"]}], "field 'conversations' must be a list of obj"),
+        ([talk(7, ("human", "x"))], "field 'id' must be a string, found 7"),
+        ([talk("a", ("human", 5))], "field 'value' must be a string, found 5"),
+        ([talk("a", ("nobody", "x"))], "field 'from' must be one of"),
+    ],
+)
+def test_other_files_of_texts_are_refused(tmp_path, content, reason):
+    path = texts(tmp_path, content)
+    with pytest.raises(WorkloadError) as error:
+        read_sharegpt_texts(path, len)
+    assert str(error.value).startswith(f"{path}:")
+    assert reason in str(error.value)
