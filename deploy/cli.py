@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from deploy.commands import bench, demo, law, profile, serve
+from deploy.commands import bench, bench_routing, demo, law, profile, serve
 
 app = typer.Typer(
     name="kappa",
@@ -19,4 +19,5 @@ app.command()(profile.profile)
 app.command()(law.tables)
 app.command()(law.explain)
 app.command()(law.roofline)
+bench.app.command()(bench_routing.routing)
 app.add_typer(bench.app, name="bench")

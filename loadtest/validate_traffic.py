@@ -40,7 +40,7 @@ class Scaling:
 
     tokens: float
     turns: int
-    pause_s: float = 0.4
+    pause_s: float = 0.1
     output_tokens: int = 4
 
     def __post_init__(self) -> None:
@@ -52,9 +52,9 @@ class Scaling:
 
 
 SCALINGS: Mapping[str, Scaling] = {
-    "narrativeqa": Scaling(tokens=1 / 16, turns=6),
-    "miniswe": Scaling(tokens=1 / 6, turns=8),
-    "sharegpt": Scaling(tokens=1 / 4, turns=5),
+    "narrativeqa": Scaling(tokens=1 / 16, turns=5),
+    "miniswe": Scaling(tokens=1 / 6, turns=6),
+    "sharegpt": Scaling(tokens=1 / 8, turns=4),
 }
 """How each trace is scaled by default."""
 

@@ -11,6 +11,7 @@ sequences of about 2,000 tokens, which a tenant could send without knowing the b
 """
 
 import hashlib
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,8 +23,12 @@ Tokens = NDArray[np.integer] | Sequence[int]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_SALT_FACTOR = 0xD6E8FEB86659FD93
+_HALF = np.uint64(32)
+_PIECE_TOKENS = 16_384
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
+_UNMIX_A, _UNMIX_B = pow(int(_MIX_A), -1, 1 << 64), pow(int(_MIX_B), -1, 1 << 64)
 
 
 class Running(NamedTuple):
@@ -77,7 +82,7 @@ class PrefixHasher:
         ValueError: block_tokens below 1 or a secret outside [0, 2^64).
     """
 
-    __slots__ = ("_key", "_seed", "_token_key", "_weights", "block_tokens")
+    __slots__ = ("_depths", "_key", "_seed", "_token_key", "_weights", "block_tokens")
 
     def __init__(self, block_tokens: int, secret: int) -> None:
         if block_tokens < 1:
@@ -88,6 +93,7 @@ class PrefixHasher:
         keys = _mix(np.array([secret, secret ^ _GOLDEN, ~secret & _MASK], dtype=np.uint64))
         self._token_key, self._key, self._seed = keys[0], int(keys[1]), keys[2]
         self._weights: UInt64s = np.empty(0, dtype=np.uint64)
+        self._depths: UInt64s = np.empty(0, dtype=np.uint64)
 
     def prefix_hashes(self, token_ids: Tokens, salt: int = 0) -> UInt64s:
         """Hashes of all full-block prefixes, shape (len(token_ids) // block_tokens,).
@@ -110,30 +116,51 @@ class PrefixHasher:
             ValueError: token_ids is not one-dimensional or not integers.
         """
         size = self.block_tokens
-        tokens = _as_uint64(token_ids)
+        tokens = _as_integers(token_ids)
         blocks = len(tokens) // size
+        sums: UInt64s = np.empty(blocks, dtype=np.uint64)
         if not blocks:
-            return np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.uint64)
+            return sums, sums.copy()
         start, count = parent.blocks * size, blocks * size
         if len(self._weights) < start + count:
             self._grow(start + count)
-        mixed = np.bitwise_xor(tokens[:count], self._token_key)
-        # One multiply-and-fold: without it, tokens that differ in a high bit only would leave
-        # the low bits of every product equal and shorten the effective hash.
-        mixed *= _MIX_A
-        mixed ^= mixed >> np.uint64(32)
         weights = self._weights[start : start + count].reshape(blocks, size)
-        sums = np.einsum("ij,ij->i", mixed.reshape(blocks, size), weights)
+        # In pieces that stay in the processor's caches; scratch of this call's own, since calls
+        # may come from several threads.
+        step = max(1, _PIECE_TOKENS // size)
+        scratch = np.empty((2, min(step, blocks) * size), dtype=np.uint64)
+        for first in range(0, blocks, step):
+            last = min(first + step, blocks)
+            mixed, high = scratch[:, : (last - first) * size]
+            piece = tokens[first * size : last * size]
+            np.bitwise_xor(piece, self._token_key, out=mixed, dtype=np.uint64, casting="unsafe")
+            # One multiply-and-fold: without it, tokens that differ in a high bit only would leave
+            # the low bits of every product equal and shorten the effective hash.
+            mixed *= _MIX_A
+            np.right_shift(mixed, _HALF, out=high)
+            mixed ^= high
+            np.vecdot(mixed.reshape(-1, size), weights[first:last], out=sums[first:last])
         # On slices: numpy warns about scalars that wrap, and wrapping is meant.
         sums[:1] += np.array([parent.raw_sum], dtype=np.uint64)
         np.cumsum(sums, out=sums)
         return self._finalise(sums, parent.blocks, salt), sums
 
+    def running(self, prefix_hash: int, blocks: int, salt: int = 0) -> Running:
+        """The state behind a prefix hash of so many blocks: the finaliser can be undone."""
+        mixed = _unmix(_unmix(prefix_hash) ^ ((self._key + salt * _SALT_FACTOR) & _MASK))
+        return Running((mixed - blocks * _GOLDEN) & _MASK, blocks)
+
     def _finalise(self, sums: UInt64s, blocks_before: int, salt: int) -> UInt64s:
-        depth = np.arange(blocks_before + 1, blocks_before + len(sums) + 1, dtype=np.uint64)
-        depth *= np.uint64(_GOLDEN)
-        key = np.uint64((self._key + salt * 0xD6E8FEB86659FD93) & _MASK)
-        return _mix(_mix(sums + depth) ^ key)
+        last = blocks_before + len(sums)
+        if len(self._depths) < last:
+            self._depths = np.arange(1, 2 * last + 1, dtype=np.uint64)
+            self._depths *= np.uint64(_GOLDEN)
+        mixed = sums + self._depths[blocks_before:last]
+        scratch = np.empty_like(mixed)
+        _mix_in_place(mixed, scratch)
+        mixed ^= np.uint64((self._key + salt * _SALT_FACTOR) & _MASK)
+        _mix_in_place(mixed, scratch)
+        return mixed
 
     def _grow(self, needed: int) -> None:
         length = max(4096, 1 << (needed - 1).bit_length())
@@ -145,21 +172,44 @@ class PrefixHasher:
 
 def _mix(values: UInt64s) -> UInt64s:
     """A bijective 64-bit scramble (xor-shift and multiply, three rounds)."""
-    mixed = values ^ (values >> np.uint64(30))
-    mixed *= _MIX_A
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= _MIX_B
-    mixed ^= mixed >> np.uint64(31)
+    mixed = values.copy()
+    _mix_in_place(mixed, np.empty_like(mixed))
     return mixed
 
 
-def _as_uint64(token_ids: Tokens) -> UInt64s:
-    array = np.asarray(token_ids)
-    if array.size == 0 and array.ndim == 1:
+def _mix_in_place(values: UInt64s, scratch: UInt64s) -> None:
+    np.right_shift(values, np.uint64(30), out=scratch)
+    values ^= scratch
+    values *= _MIX_A
+    np.right_shift(values, np.uint64(27), out=scratch)
+    values ^= scratch
+    values *= _MIX_B
+    np.right_shift(values, np.uint64(31), out=scratch)
+    values ^= scratch
+
+
+def _unmix(value: int) -> int:
+    """What `_mix` made a value of."""
+    value ^= value >> 31 ^ value >> 62
+    value = value * _UNMIX_B & _MASK
+    value ^= value >> 27 ^ value >> 54
+    value = value * _UNMIX_A & _MASK
+    return value ^ value >> 30 ^ value >> 60
+
+
+def _as_integers(token_ids: Tokens) -> NDArray[np.integer]:
+    if isinstance(token_ids, list | tuple):
+        try:
+            # Four times as fast as numpy's own conversion, which looks at every item's type first.
+            return np.frombuffer(array("Q", token_ids), dtype=np.uint64)
+        except (TypeError, OverflowError):
+            pass
+    ids = np.asarray(token_ids)
+    if ids.ndim == 1 and ids.size == 0:
         return np.empty(0, dtype=np.uint64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"token ids must be a one-dimensional run of integers, got shape {array.shape} "
-            f"of {array.dtype}"
-        )
-    return array.astype(np.uint64, copy=False)
+    if ids.ndim == 1 and ids.dtype.kind in "iu":
+        # The same bits, so that no conversion is needed.
+        return ids.view(np.uint64) if ids.dtype == np.int64 else ids
+    raise ValueError(
+        f"token ids must be a one-dimensional run of integers, got shape {ids.shape} of {ids.dtype}"
+    )

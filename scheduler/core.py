@@ -123,7 +123,7 @@ class Scheduler:
         return len(waiting) <= self._window
 
     def loaded(self, work: Work) -> None:
-        """Its host blocks are on the device: it goes first, and so do those that waited for them."""
+        """Its host blocks are on the device: it goes first, as do those that waited for them."""
         self.loading.discard(work)
         self.ready.append(work)
         if self._delayed:

@@ -63,7 +63,7 @@ class PrefixCache:
     def match(
         self, ids: Ids, limit: int, run: Run | None = None, start: int = 0
     ) -> tuple[Run | None, int]:
-        """Longest held prefix of `ids[:limit]`: its last run, touched or not to the end, and length.
+        """Longest held prefix of `ids[:limit]`: the run it ends in, perhaps inside, and its length.
 
         `run` and `start`, if given, are a match already known to go on from.
         """

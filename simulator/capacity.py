@@ -4,23 +4,24 @@ A load is a fraction of this rate, so it has to owe nothing to any policy. Reque
 nodes and over three ways to have their cached prefix there: *load* it over the link, *recompute*
 it on the gpu, or find it on the *device*. Per node, the seconds that a request takes of
 
-    link     bytes loaded / B,
+    link     bytes loaded / B, and the fixed cost of a load,
     compute  GEMMs and attention of prefill and decode,
-    read     KV reads of prefill and decode (and a step's weights, shared by `max_seqs` sequences),
+    read     KV reads of prefill and decode, and its share of a step's weights,
 
 may not exceed one per second; `compute` and `read` are bounded apart because a step lasts the
-longer of the two. Byte-seconds of device memory (reused bytes x time since their last use, and a
-request's own KV while it decodes) may not exceed the node's KV memory, and reused bytes x time
-since their last use may not exceed all memory of the cluster.
+longer of the two. Both include a step's fixed cost, shared by as many sequences as a step holds.
+Byte-seconds of device memory (reused bytes x time since their last use, and a request's own KV
+while it decodes) may not exceed the node's KV memory, and reused bytes x time since their last use
+may not exceed all memory of the cluster.
 
 What is relaxed, each of which can only raise the bound: queueing and integrality (a fluid); every
 prefix is wherever it is wanted, at no transfer between nodes; caches know the future; a prefix
-that is first wanted twice at once is computed once; steps batch perfectly and read the weights for
-free but for the `max_seqs` limit; stores to the host tier, fixed costs of loads, noise, failures,
-and links shared by a group of nodes cost nothing. Plans that hold any *prefix* on the device, load
-any stretch after it, and compute the rest are covered: they cost no less than the mixture of the
-three that has the same bytes, because attention pairs are concave in the tokens held. A plan that
-recomputes the front and loads what follows is not.
+that is first wanted twice at once is computed once; steps batch perfectly, up to the limit of
+sequences alone; stores to the host tier, noise, failures, preemption, and links shared by a group
+of nodes cost nothing. Plans that hold any *prefix* on the device, load any stretch after it, and
+compute the rest are covered: they cost no less than the mixture of the three that has the same
+bytes, because attention pairs are concave in the tokens held. A plan that recomputes the front and
+loads what follows is not. Sessions start evenly; think times alone part their turns.
 
 The program is solved over clusters of like requests; its prices then bound the program over all
 single requests by duality (any prices do), and that certified bound is the capacity.
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -52,24 +53,46 @@ RESOURCES = ("link", "compute", "read", "device")
 OPTIONS = ("load", "recompute", "device")
 """Where a request's cached prefix comes from."""
 
+MAX_SEQS = 256.0
+"""Sequences in one step, as the engines default to."""
+
 _ROUNDS = 3
+_REFINEMENTS = 4
+_CLARITIES = 6
 _TOLERANCE = 1e-3
 
 
-class NodeClass(Protocol):
-    """Some like nodes of a cluster."""
+class Spec(Protocol):
+    """What the bound needs of a node: its true profile, and its host memory for KV, in bytes."""
 
     @property
     def profile(self) -> NodeProfile:
-        """One node's true rates."""
+        """Rates, and device memory."""
+        ...
 
     @property
     def host_bytes(self) -> float:
-        """Host memory for KV of one node."""
+        """Host memory for KV."""
+        ...
 
-    @property
-    def count(self) -> int:
-        """How many there are."""
+
+@dataclass(frozen=True, slots=True)
+class NodeClass:
+    """`count` like nodes, by the name of the first."""
+
+    profile: NodeProfile
+    host_bytes: float
+    count: int
+
+
+def node_classes(nodes: Iterable[Spec]) -> list[NodeClass]:
+    """Nodes that differ by name only, counted together."""
+    alike: dict[tuple[NodeProfile, float], list[NodeProfile]] = {}
+    for node in nodes:
+        profile = node.profile
+        anonymous = replace(profile, name="", link_group="")
+        alike.setdefault((anonymous, node.host_bytes), []).append(profile)
+    return [NodeClass(some[0], key[1], len(some)) for key, some in alike.items()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,11 +103,13 @@ class Capacity:
     reaches, at most `rps`; flow_rps[cluster, node class, option]: its plan; use[node class,
     resource]: share of each resource that the plan takes; prices[node class, resource]: requests
     per second that one more unit would add; memory_price: the same for a byte of all memory.
+    nodes: the first of each class of like nodes, and counts, how many it has.
     """
 
     rps: float
     lp_rps: float
     nodes: tuple[str, ...]
+    counts: tuple[int, ...]
     shares: Floats
     cached_tokens: Floats
     new_tokens: Floats
@@ -104,6 +129,7 @@ class Capacity:
             "nodes": [
                 {
                     "node": name,
+                    "count": self.counts[i],
                     "rps": float(option_rps[i].sum()),
                     "options": dict(zip(OPTIONS, option_rps[i].tolist(), strict=True)),
                     "use": dict(zip(RESOURCES, self.use[i].tolist(), strict=True)),
@@ -115,54 +141,57 @@ class Capacity:
 
 def capacity_rps(
     workload: Workload,
-    nodes: Sequence[NodeClass],
+    nodes: Sequence[Spec],
     shape: ModelShape,
     *,
+    warm: bool = False,
     requests: int = 25_000,
     seed: int = 0,
-    max_seqs: float = math.inf,
+    max_seqs: float = MAX_SEQS,
 ) -> float:
     """The bound on requests/s alone; see `capacity`."""
-    return capacity(workload, nodes, shape, requests=requests, seed=seed, max_seqs=max_seqs).rps
+    return capacity(
+        workload, nodes, shape, warm=warm, requests=requests, seed=seed, max_seqs=max_seqs
+    ).rps
 
 
 def capacity(
     workload: Workload,
-    nodes: Sequence[NodeClass],
+    nodes: Sequence[Spec],
     shape: ModelShape,
     *,
+    warm: bool = False,
     requests: int = 25_000,
     seed: int = 0,
-    max_seqs: float = math.inf,
-    clusters: int = 60,
+    max_seqs: float = MAX_SEQS,
 ) -> Capacity:
     """The bound for the first `requests` turns of the expanded workload.
 
     Args:
         workload: the session shapes.
-        nodes: the cluster, like nodes grouped.
+        nodes: the cluster.
         shape: the model they serve.
+        warm: whether the documents that sessions are about are in the caches beforehand.
         requests: turns to count; a run of that many finds that much reuse.
         seed: order of the sessions.
         max_seqs: sequences that one step can hold.
-        clusters: most groups of like requests in the program.
 
     Raises:
         ValueError: no nodes, an empty workload, or a model that leaves a node no KV memory.
     """
-    sessions = _first_sessions(expand(workload, seed), requests)
-    if not sessions:
+    if not workload.sessions:
         raise ValueError(f"workload {workload.name!r} has no sessions: give one that has")
+    sessions = _first_sessions(expand(workload, seed), requests)
+    classes = node_classes(nodes)
     # The rate sets how long prefixes shared by sessions must be held: the faster, the shorter.
     # From an endless rate down, every round is a bound; the rounds shrink to a fixed point.
-    rate_rps = math.inf
     found = None
     for _ in range(_ROUNDS):
-        turns = turns_of(sessions, workload.block_tokens, rate_rps)
-        found = capacity_of(turns, nodes, shape, max_seqs=max_seqs, clusters=clusters)
+        rate_rps = found.rps if found else math.inf
+        turns = turns_of(sessions, workload.block_tokens, rate_rps, warm=warm)
+        found = capacity_of(turns, classes, shape, max_seqs=max_seqs)
         if found.rps >= rate_rps * (1 - _TOLERANCE):
             break
-        rate_rps = found.rps
     assert found is not None
     return found
 
@@ -183,8 +212,8 @@ def capacity_of(
     nodes: Sequence[NodeClass],
     shape: ModelShape,
     *,
-    max_seqs: float = math.inf,
-    clusters: int = 60,
+    max_seqs: float = MAX_SEQS,
+    refinements: int = _REFINEMENTS,
 ) -> Capacity:
     """The bound for requests like `turns`, whose holding times are given."""
     if not nodes:
@@ -193,39 +222,45 @@ def capacity_of(
     supply = np.array([_supply(node, shape) for node in nodes])
     host_bytes = sum(node.count * node.host_bytes for node in nodes)
     memory_bytes = float(host_bytes + supply[:, RESOURCES.index("device")].sum())
-    token_bytes = kv_bytes_per_token(shape)
     held = np.zeros((len(turns), len(OPTIONS)))
-    held[:, (0, 2)] = (turns.held_token_s * token_bytes)[:, None]
+    held[:, (0, 2)] = (turns.held_token_s * kv_bytes_per_token(shape))[:, None]
 
-    label = _clusters(turns, clusters)
-    weight = np.bincount(label) / len(turns)
-    program = _Program(weight, _means(costs, label), _means(held, label), supply, memory_bytes)
-    flow_rps, prices, memory_price = program.solve()
-    lp_rps = float(flow_rps.sum())
-    # Weak duality at the level of single requests: prices . supply / mean cheapest cost.
-    cheapest = (np.einsum("rgok,gk->rgo", costs, prices) + memory_price * held[:, None, :]).min(
-        axis=(1, 2)
-    )
-    worth = float((prices * supply).sum() + memory_price * program.memory)
-    # The clustered plan is one for single requests too, so rounding must not undercut it.
-    rps = max(worth / float(cheapest.mean()), lp_rps)
+    label = _by_size(turns)
+    bound_rps = math.inf
+    best = None
+    for _ in range(1 + refinements):
+        plan = _solve(costs, held, label, supply, memory_bytes)
+        # Weak duality over single requests: what all supply is worth / a mean request's least cost.
+        worth = float((plan.prices * supply).sum() + plan.memory_price * memory_bytes)
+        priced = np.einsum("rgok,gk->rgo", costs, plan.prices)
+        priced = (priced + plan.memory_price * held[:, None, :]).reshape(len(turns), -1)
+        bound_rps = min(bound_rps, worth / float(priced.min(axis=1).mean()))
+        if best is None or plan.rps > best[0].rps:
+            best = (plan, label)
+        if best[0].rps > (1 - _TOLERANCE) * bound_rps:
+            break
+        label = _by_choice(priced)
+    assert best is not None
+    plan, label = best
     return Capacity(
-        rps=rps,
-        lp_rps=lp_rps,
+        # The plan is one for single requests too: rounding must not let the bound undercut it.
+        rps=max(bound_rps, plan.rps),
+        lp_rps=plan.rps,
         nodes=tuple(node.profile.name for node in nodes),
-        shares=weight,
+        counts=tuple(node.count for node in nodes),
+        shares=np.bincount(label) / len(turns),
         cached_tokens=_means(turns.cached_tokens, label),
         new_tokens=_means(turns.new_tokens, label),
         output_tokens=_means(turns.output_tokens, label),
-        flow_rps=flow_rps,
-        use=np.einsum("cgo,cgok->gk", flow_rps, program.costs) / supply,
-        prices=prices,
-        memory_price=memory_price,
+        flow_rps=plan.flow_rps,
+        use=np.einsum("cgo,cgok->gk", plan.flow_rps, _means(costs, label)) / supply,
+        prices=plan.prices,
+        memory_price=plan.memory_price,
     )
 
 
 def request_costs(
-    turns: Turns, node: NodeClass, shape: ModelShape, max_seqs: float = math.inf
+    turns: Turns, node: NodeClass, shape: ModelShape, max_seqs: float = MAX_SEQS
 ) -> Floats:
     """What each request takes of one node, [request, option, resource], at the very least."""
     step = step_model(shape, node.profile)
@@ -235,21 +270,21 @@ def request_costs(
     # The prefill gives the first token; every other one is a token of a step.
     decoded = np.maximum(turns.output_tokens - 1.0, 0.0)
     pairs = decoded * (prompt + 0.5 * (decoded + 1.0))
-    step_s = step.weights_s + step.fixed_s
-    decode_s = decoded * step.token_s + pairs * step.pair_s
+    fixed_s = decoded / max_seqs * step.fixed_s
+    decode_s = decoded * step.token_s + pairs * step.pair_s + fixed_s
     prefill_s = new * step.token_s + new * (cached + 0.5 * new) * step.pair_s
     anew_s = prompt * step.token_s + 0.5 * prompt * prompt * step.pair_s
+    load_s = node.profile.load_fixed_s + cached * token_bytes / node.profile.h2d_bytes_per_s
+    read_s = (prompt + pairs) * step.context_token_s + decoded / max_seqs * step.weights_s
 
     costs = np.zeros((len(turns), len(OPTIONS), len(RESOURCES)))
-    costs[:, 0, 0] = cached * token_bytes / node.profile.h2d_bytes_per_s
+    costs[:, 0, 0] = np.where(cached > 0, load_s, 0.0)
     costs[:, (0, 2), 1] = (prefill_s + decode_s)[:, None]
     costs[:, 1, 1] = anew_s + decode_s
-    costs[:, :, 2] = ((prompt + pairs) * step.context_token_s + decoded * step_s / max_seqs)[
-        :, None
-    ]
+    costs[:, :, 2] = (read_s + fixed_s)[:, None]
     # Blocks that nobody else holds, for as many steps as there are tokens to decode.
     own_bytes = token_bytes * (new + 0.5 * decoded)
-    costs[:, :, 3] = (own_bytes * decoded * step_s)[:, None]
+    costs[:, :, 3] = (own_bytes * decoded * (step.weights_s + step.fixed_s))[:, None]
     costs[:, 2, 3] += turns.held_token_s * token_bytes
     costs[:, :, :3] *= step.dilation
     return costs
@@ -257,26 +292,40 @@ def request_costs(
 
 def _supply(node: NodeClass, shape: ModelShape) -> tuple[float, float, float, float]:
     profile = node.profile
-    weights = shape.params_total * shape.weight_dtype_bytes
-    kv_bytes = profile.hbm_bytes - weights
+    weights_bytes = shape.params_total * shape.weight_dtype_bytes
+    kv_bytes = profile.hbm_bytes - weights_bytes
     if kv_bytes <= 0:
         raise ValueError(
-            f"node {profile.name!r} has {profile.hbm_bytes / 1e9:.0f} GB and the weights of "
-            f"{shape.name} take {weights / 1e9:.0f} GB: choose a smaller model or larger nodes"
+            f"node {profile.name!r} has {profile.hbm_bytes / 1e9:.0f} GB, and {shape.name} weighs "
+            f"{weights_bytes / 1e9:.0f} GB: choose a smaller model or larger nodes"
         )
     return (node.count, node.count, node.count, node.count * kv_bytes)
 
 
-def _clusters(turns: Turns, most: int) -> NDArray[np.int64]:
-    """Groups of like requests: quantiles of new, then cached, then output tokens."""
-    per_axis = (max(1, most // 12), 4, 3) if most >= 12 else (most, 1, 1)
+def _by_size(turns: Turns) -> NDArray[np.int64]:
+    """At most 60 clusters: quantiles of cached, new and output tokens."""
     label = np.zeros(len(turns), np.int64)
-    for values, buckets in zip(
-        (turns.cached_tokens, turns.new_tokens, turns.output_tokens), per_axis, strict=True
-    ):
-        edges = np.unique(np.quantile(values, np.linspace(0, 1, buckets + 1)[1:-1]))
-        label = label * (len(edges) + 1) + np.searchsorted(edges, values, side="left")
+    for values, buckets in (
+        (turns.cached_tokens, 5), (turns.new_tokens, 4), (turns.output_tokens, 3),
+    ):  # fmt: skip
+        label = label * buckets + _quantile(values, buckets)
     return np.unique(label, return_inverse=True)[1].astype(np.int64)
+
+
+def _by_choice(priced: Floats) -> NDArray[np.int64]:
+    """Clusters by the node and option that prices tell each to take, and by how clearly."""
+    ranked = np.sort(priced, axis=1)[:, :2]
+    clearly = ranked[:, -1] - ranked[:, 0]
+    label = priced.argmin(axis=1) * _CLARITIES
+    for choice in np.unique(label):
+        mine = label == choice
+        label[mine] += _quantile(clearly[mine], _CLARITIES)
+    return np.unique(label, return_inverse=True)[1].astype(np.int64)
+
+
+def _quantile(values: Floats, buckets: int) -> NDArray[np.int64]:
+    edges = np.unique(np.quantile(values, np.linspace(0, 1, buckets + 1)[1:-1]))
+    return np.searchsorted(edges, values, side="left").astype(np.int64)
 
 
 def _means(values: Floats, label: NDArray[np.int64]) -> Floats:
@@ -287,41 +336,47 @@ def _means(values: Floats, label: NDArray[np.int64]) -> Floats:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Program:
-    """Most requests/s over clusters: variables are flows [cluster, node class, option], and λ."""
+class _Plan:
+    """Flows [cluster, node class, option], their sum, and the price of each unit of supply."""
 
-    weight: Floats
-    costs: Floats
-    held: Floats
-    supply: Floats
-    memory: float
+    rps: float
+    flow_rps: Floats
+    prices: Floats
+    memory_price: float
 
-    def solve(self) -> tuple[Floats, Floats, float]:
-        """Flows, prices of each resource, and the price of all memory.
 
-        Rows are scaled to their supply, so that seconds and bytes meet the solver alike.
-        """
-        clusters, nodes, options, resources = self.costs.shape
-        flows = clusters * nodes * options
-        use = np.zeros((nodes, resources, clusters, nodes, options))
-        for g in range(nodes):
-            use[g, :, :, g, :] = (
-                np.moveaxis(self.costs[:, g], -1, 0) / self.supply[g][:, None, None]
-            )
-        held = np.broadcast_to(self.held[:, None, :], (clusters, nodes, options)) / self.memory
-        rows = np.vstack([use.reshape(nodes * resources, flows), held.reshape(1, flows)])
-        totals = np.repeat(np.eye(clusters), nodes * options, axis=1)
-        result = linprog(
-            c=np.append(np.zeros(flows), -1.0),
-            A_ub=np.hstack([rows, np.zeros((len(rows), 1))]),
-            b_ub=np.ones(len(rows)),
-            A_eq=np.hstack([totals, -self.weight[:, None]]),
-            b_eq=np.zeros(clusters),
-            method="highs",
-        )
-        if result.status != 0:
-            raise ValueError(f"no capacity for this cluster and workload: {result.message}")
-        duals = np.maximum(-result.ineqlin.marginals, 0.0)
-        prices = duals[:-1].reshape(nodes, resources) / self.supply
-        flow_rps = result.x[:-1].reshape(clusters, nodes, options)
-        return flow_rps, prices, float(duals[-1] / self.memory)
+def _solve(
+    costs: Floats, held: Floats, label: NDArray[np.int64], supply: Floats, memory_bytes: float
+) -> _Plan:
+    """Most requests/s with each cluster's requests alike. Variables: the flows, and their sum.
+
+    Rows are scaled to their supply, so that seconds and bytes meet the solver alike.
+    """
+    mean_costs, mean_held = _means(costs, label), _means(held, label)
+    clusters, nodes, options, resources = mean_costs.shape
+    flows = clusters * nodes * options
+    use = np.zeros((nodes, resources, clusters, nodes, options))
+    for g in range(nodes):
+        use[g, :, :, g, :] = np.moveaxis(mean_costs[:, g] / supply[g], -1, 0)
+    memory = np.broadcast_to(mean_held[:, None, :], (clusters, nodes, options)) / memory_bytes
+    rows = np.vstack([use.reshape(nodes * resources, flows), memory.reshape(1, flows)])
+    totals = np.repeat(np.eye(clusters), nodes * options, axis=1)
+    shares = np.bincount(label) / len(label)
+    result = linprog(
+        c=np.append(np.zeros(flows), -1.0),
+        A_ub=np.hstack([rows, np.zeros((len(rows), 1))]),
+        b_ub=np.ones(len(rows)),
+        A_eq=np.hstack([totals, -shares[:, None]]),
+        b_eq=np.zeros(clusters),
+        method="highs",
+    )
+    if result.status != 0:
+        raise ValueError(f"no capacity for this cluster and workload: {result.message}")
+    duals = np.maximum(-result.ineqlin.marginals, 0.0)
+    flow_rps = result.x[:-1].reshape(clusters, nodes, options)
+    return _Plan(
+        rps=float(result.x[-1]),
+        flow_rps=flow_rps,
+        prices=duals[:-1].reshape(nodes, resources) / supply,
+        memory_price=float(duals[-1] / memory_bytes),
+    )

@@ -56,14 +56,14 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class KVRoom:
     """Blocks of KV that a node holds on the device and in its host tier, for one model."""
 
     device_blocks: int
     host_blocks: int
 
 
-def capacity(node: NodeSpec, shape: ModelShape, block_tokens: int) -> Capacity:
+def kv_room(node: NodeSpec, shape: ModelShape, block_tokens: int) -> KVRoom:
     """What the node holds: 90% of HBM less the weights, and its host memory, in whole blocks.
 
     Raises:
@@ -78,7 +78,7 @@ def capacity(node: NodeSpec, shape: ModelShape, block_tokens: int) -> Capacity:
             f"{_USABLE_HBM * node.profile.hbm_bytes / 1e9:.1f} GB usable: give it a smaller model, "
             "or the node more memory"
         )
-    return Capacity(int(free // block_bytes), int(node.host_bytes // block_bytes))
+    return KVRoom(int(free // block_bytes), int(node.host_bytes // block_bytes))
 
 
 def _node(
@@ -257,4 +257,4 @@ def check(cluster: Cluster, shape: ModelShape, block_tokens: int) -> None:
             raise ClusterError(f"node {node.name}: the name is there twice in {cluster.name}")
         names.add(node.name)
         _check_spec(node, f"node {node.name}")
-        capacity(node, shape, block_tokens)
+        kv_room(node, shape, block_tokens)

@@ -21,7 +21,13 @@ class Job(Work):
     )  # fmt: skip
 
     def __init__(
-        self, key: int, prompt_tokens: int, output_tokens: int, ids: Ids, kept: int, arrival_s: float
+        self,
+        key: int,
+        prompt_tokens: int,
+        output_tokens: int,
+        ids: Ids,
+        kept: int,
+        arrival_s: float,
     ) -> None:
         super().__init__(prompt_tokens, arrival_s)
         self.key = key

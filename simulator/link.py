@@ -28,7 +28,7 @@ class Link:
         load_block_s: seconds a block takes to the device; store_block_s: to the host.
         fixed_s: seconds a transfer costs besides.
         loaded: called with a job and its load's seconds when it has landed.
-        stored: called with the ids and how many of them are in the host tier from now on.
+        stored: called with ids, start and stop when the blocks between have been copied.
     """
 
     __slots__ = (
@@ -47,7 +47,7 @@ class Link:
         store_block_s: float,
         fixed_s: float,
         loaded: Callable[[Job, float], None],
-        stored: Callable[[Ids, int], None],
+        stored: Callable[[Ids, int, int], None],
     ) -> None:
         self._loop = loop
         self._noise = noise
@@ -57,10 +57,10 @@ class Link:
         self._loaded = loaded
         self._stored = stored
         self._loads: deque[tuple[Job, int]] = deque()
-        # Ids, how many of them, seconds left, blocks.
-        self._stores: deque[tuple[Ids, int, float, int]] = deque()
+        # Ids, from which to which, seconds left.
+        self._stores: deque[tuple[Ids, int, int, float]] = deque()
         self._busy_job: tuple[Job, int] | None = None
-        self._busy_store: tuple[Ids, int, float, int] | None = None
+        self._busy_store: tuple[Ids, int, int, float] | None = None
         self._start_s = self._end_s = 0.0
         self._credit_s = 0.0
         self._queued_store_s = 0.0
@@ -79,16 +79,17 @@ class Link:
                 self._give_way()
             self._next()
 
-    def store(self, ids: Ids, stop: int, blocks: int) -> None:
-        """Copy `blocks` blocks, up to the `stop`-th, to the host tier when there is time."""
-        seconds = self._fixed_s + blocks * self._store_block_s
+    def store(self, ids: Ids, start: int, stop: int) -> bool:
+        """Copy `ids[start:stop]` to the host tier when there is time; False if it is dropped."""
+        seconds = self._fixed_s + (stop - start) * self._store_block_s
         if self._queued_store_s + seconds > STORE_BACKLOG_S and self._stores:
-            self.stores_dropped += blocks
-            return
+            self.stores_dropped += stop - start
+            return False
         self._queued_store_s += seconds
-        self._stores.append((ids, stop, seconds, blocks))
+        self._stores.append((ids, start, stop, seconds))
         if self._busy_job is None and self._busy_store is None:
             self._next()
+        return True
 
     def reset(self) -> None:
         """The node died: nothing is under way any more."""
@@ -100,13 +101,13 @@ class Link:
 
     def _next(self) -> None:
         now_s = self._loop.now_s
-        if self._loads and not (self._stores and self._stores[0][2] <= self._credit_s):
+        if self._loads and not (self._stores and self._stores[0][3] <= self._credit_s):
             self._busy_job = self._loads.popleft()
             seconds = self._fixed_s + self._busy_job[1] * self._load_block_s
             seconds *= self._noise.factor() * self.slow
         elif self._stores:
             self._busy_store = self._stores.popleft()
-            seconds = self._busy_store[2] * self._noise.factor() * self.slow
+            seconds = self._busy_store[3] * self._noise.factor() * self.slow
         else:
             self._credit_s = 0.0
             return
@@ -116,13 +117,13 @@ class Link:
 
     def _give_way(self) -> None:
         assert self._busy_store is not None
-        ids, stop, seconds, blocks = self._busy_store
+        ids, start, stop, seconds = self._busy_store
         passed_s = self._loop.now_s - self._start_s
         left = max(1.0 - passed_s / (self._end_s - self._start_s), 0.0)
         self.busy_s += passed_s
         self.store_s += passed_s
         self._queued_store_s -= seconds * (1.0 - left)
-        self._stores.appendleft((ids, stop, seconds * left, blocks))
+        self._stores.appendleft((ids, start, stop, seconds * left))
         self._busy_store = None
 
     def _end(self, version: int) -> None:
@@ -141,11 +142,11 @@ class Link:
             self._loaded(job, seconds)
             return
         assert self._busy_store is not None
-        ids, stop, planned_s, blocks = self._busy_store
+        ids, start, stop, planned_s = self._busy_store
         self._busy_store = None
         self._queued_store_s -= planned_s
         self._credit_s = max(self._credit_s - seconds, 0.0)
         self.store_s += seconds
-        self.store_blocks += blocks
+        self.store_blocks += stop - start
         self._next()
-        self._stored(ids, stop)
+        self._stored(ids, start, stop)

@@ -108,7 +108,7 @@ class NodeMemory:
             self.waited_for[work] = (found, stop)
         else:
             self.host.touch(source, length)
-        work.stored = stop
+        work.stored = length
         if work.device_tokens < 0:
             work.device_tokens = quote.device_tokens
             work.cached_tokens = quote.host_tokens
@@ -158,10 +158,6 @@ class NodeMemory:
         self.version += 1
 
     # -- the host tier ------------------------------------------------------------------------
-
-    def missing_in_host(self, ids: Ids, stop: int) -> int:
-        """How many of the first `stop` blocks a write-through would have to store."""
-        return stop - self.host.match(ids, stop)[1]
 
     def put_in_host(self, ids: Ids, stop: int) -> int:
         """Hold the first `stop` blocks in the host tier, as far as there is room; how many are new.

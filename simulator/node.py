@@ -104,6 +104,7 @@ class Node:
             fixed_s=model.load_fixed_s, loaded=self._loaded, stored=self._stored,
         )  # fmt: skip
         self._version = 0
+        self._told = (0, 0, 0)
         self._reset()
 
     def _reset(self) -> None:
@@ -111,9 +112,7 @@ class Node:
         self.memory = NodeMemory(
             self.index, model.block_tokens, model.device_blocks, model.host_blocks, self._listener
         )
-        self.scheduler = Scheduler(
-            self.memory, model.rule, model.budget_tokens, model.max_running
-        )
+        self.scheduler = Scheduler(self.memory, model.rule, model.budget_tokens, model.max_running)
         self.jobs: dict[Job, None] = {}
         self._decoding = 0
         self._context = 0
@@ -162,6 +161,14 @@ class Node:
         if self._stretch is not None:
             self._poke()
 
+    def changed(self) -> bool:
+        """Whether there is anything to report since this was last asked."""
+        done = (self.totals.steps, self.link.load_blocks, self.link.store_blocks)
+        if done == self._told:
+            return False
+        self._told = done
+        return True
+
     def close(self) -> None:
         """The run is over: complete the totals."""
         self._account_held()
@@ -193,6 +200,8 @@ class Node:
         if self._grow and self._grow[0][0] <= self._count:
             admit = self._grow_upto(self._count)
         scheduler = self.scheduler
+        if scheduler.waiting:
+            self._account_held()
         step = scheduler.step(self._loop.now_s, self._decoding, admit)
         if step.admitted:
             self._start_admitted(step)
@@ -204,7 +213,6 @@ class Node:
             self._account_held()
 
     def _start_admitted(self, step: Step) -> None:
-        self._account_held()
         size = self.model.block_tokens
         for work, quote in step.admitted:
             assert isinstance(work, Job)
@@ -412,18 +420,25 @@ class Node:
     # -- transfers ----------------------------------------------------------------------------
 
     def _store(self, job: Job, blocks: int) -> None:
-        job.stored = blocks
-        missing = self.memory.missing_in_host(job.ids, blocks)
-        if missing:
-            self.link.store(job.ids, blocks, missing)
+        """Write through what the host tier lacks of its first `blocks` blocks."""
+        start = max(job.stored, self.memory.host.match(job.ids, blocks)[1])
+        if start >= blocks or self.link.store(job.ids, start, blocks):
+            job.stored = blocks
 
     def _loaded(self, job: Job, seconds: float) -> None:
+        if self._stretch is not None and self._grow:
+            # The iterations so far have taken their blocks before this load's are found.
+            passed_s = self._loop.now_s - self._start_s
+            self._grow_upto(self._count + self._stretch.steps(passed_s / self._stretch_factor))
         self.memory.landed(job)
         self.scheduler.loaded(job)
         self._poke()
 
-    def _stored(self, ids: Ids, stop: int) -> None:
-        self.memory.put_in_host(ids, stop)
+    def _stored(self, ids: Ids, start: int, stop: int) -> None:
+        memory = self.memory
+        # Useless without what comes before it, which may have been evicted meanwhile.
+        if memory.host.match(ids, start)[1] == start:
+            memory.put_in_host(ids, stop)
 
     # -- accounts -----------------------------------------------------------------------------
 

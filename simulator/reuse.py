@@ -37,12 +37,15 @@ class Turns:
         return len(self.cached_tokens)
 
 
-def turns_of(sessions: Sequence[SessionShape], block_tokens: int, rate_rps: float) -> Turns:
+def turns_of(
+    sessions: Sequence[SessionShape], block_tokens: int, rate_rps: float, *, warm: bool = False
+) -> Turns:
     """What an endless cache would hold of each turn, were sessions to start at an even rate.
 
     Turns follow one another by think time alone. `rate_rps` counts turns; at infinity prefixes
-    shared by sessions need never be held. Very long prompts are sampled every few blocks, and the
-    cached part is then rounded up.
+    shared by sessions need never be held. `warm` puts the documents that sessions are about into
+    the cache beforehand, where they cost nothing to hold until their first use. Very long prompts
+    are sampled every few blocks, and the cached part is then rounded up.
     """
     turns = [turn for session in sessions for turn in session.turns]
     lengths = np.array([len(turn.blocks) for turn in turns], np.int64)
@@ -56,6 +59,11 @@ def turns_of(sessions: Sequence[SessionShape], block_tokens: int, rate_rps: floa
     first_new = lengths.copy()
     unseen = np.isinf(since_s)
     np.minimum.at(first_new, owner[unseen], place[unseen])
+    if warm:
+        firsts = np.cumsum([0, *(len(session.turns) for session in sessions[:-1])])
+        documents = np.array([document_blocks(session) for session in sessions])
+        first_new[firsts] = np.maximum(first_new[firsts], documents)
+    since_s[unseen] = 0.0
     input_tokens = np.array([turn.input_tokens for turn in turns], np.float64)
     # At least the last token is computed, however much is held.
     cached = np.minimum(first_new * block_tokens, input_tokens - 1.0).clip(min=0.0)
@@ -107,10 +115,28 @@ def _since_last_use(
     made = np.concatenate(kept) if kept else np.zeros(0, np.uint64)
     maker = np.repeat(np.arange(len(kept)), [len(k) for k in kept])
     all_ids = np.concatenate([ids, made])
-    all_at = at_s[np.concatenate([owner, maker])]
-    order = np.lexsort((all_at, all_ids))
+    turn = np.concatenate([owner, maker])
+    all_at = at_s[turn]
+    order = np.lexsort((turn, all_at, all_ids))
     since = np.full(len(order), math.inf)
     same = all_ids[order][1:] == all_ids[order][:-1]
     sorted_at = all_at[order]
     since[order[1:]] = np.where(same, sorted_at[1:] - sorted_at[:-1], math.inf)
     return since[: len(ids)]
+
+
+def document_blocks(session: SessionShape) -> int:
+    """Leading blocks of a first turn that the second shares without going on from it."""
+    if len(session.turns) < 2:
+        return 0
+    first, second = session.turns[:2]
+    shared = _common(first.blocks, second.blocks)
+    if shared >= len(first.blocks) or _common(first.kept_blocks, second.blocks) > shared:
+        return 0
+    return shared
+
+
+def _common(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> int:
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(a[:length] != b[:length])
+    return int(differ[0]) if len(differ) else length

@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from deploy.commands import bench_router
 from deploy.commands.serve import running, settings_or_exit
 from kappa.settings import ClusterSettings
 from loadtest import bench_predict as predict_law
@@ -28,6 +29,7 @@ from loadtest.bench_traffic import Governor, Traffic, shapes_of
 from workload.sessions import demo_sessions_path, read_sessions
 
 app = typer.Typer(help="Measure the running system.", no_args_is_help=True)
+app.command()(bench_router.router)
 
 _WARM_UP_SEED = 1_000_003
 _TARGET_LOAD = 0.72

@@ -140,8 +140,10 @@ def _ways(venv: Path, peer: Peer) -> Iterator[tuple[str, list[list[str]]]]:
     if uv:
         install = [uv, "pip", "install", "--quiet", "--python", python, *wanted]
         yield "uv", [[uv, "venv", "--quiet", "--python", sys.executable, str(venv)], install]
-    install = [python, "-m", "pip", "install", "--quiet", "--retries", "1", *wanted]
-    yield "pip", [[sys.executable, "-m", "venv", str(venv)], install]
+    # Our own pip, told of the other interpreter: a pip of its own would cost seconds to unpack.
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    install = [*pip, "install", "--quiet", "--retries", "1", *wanted]
+    yield "pip", [[sys.executable, "-m", "venv", "--without-pip", str(venv)], install]
 
 
 def _failure(command: list[str]) -> str:

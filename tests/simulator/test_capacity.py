@@ -1,5 +1,5 @@
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +8,14 @@ from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
 from kappa.step import step_model
-from kappa.types import NodeProfile
-from simulator.capacity import Capacity, capacity, capacity_of, capacity_rps, request_costs
+from simulator.capacity import (
+    NodeClass,
+    capacity,
+    capacity_of,
+    capacity_rps,
+    node_classes,
+    request_costs,
+)
 from simulator.reuse import Turns, turns_of
 from workload.shapes import SessionShape, TurnShape, Workload
 
@@ -17,15 +23,10 @@ BLOCK = 16
 SHAPE = model_shape("llama-3.1-8b")
 
 
-@dataclass(frozen=True)
-class Nodes:
-    profile: NodeProfile
-    host_bytes: float = 512e9
-    count: int = 1
-
-
-FAST = Nodes(node_profile("gh200-c2c"))
-SLOW = Nodes(node_profile("a100-pcie4"))
+FAST = NodeClass(node_profile("gh200-c2c"), host_bytes=512e9, count=1)
+SLOW = NodeClass(node_profile("a100-pcie4"), host_bytes=512e9, count=1)
+TINY = replace(FAST, profile=replace(FAST.profile, hbm_bytes=10e9))
+FEW = 200  # requests to count
 
 
 def turn(rng, prefix, tokens, output=1, after_s=0.0):
@@ -72,7 +73,8 @@ def turns(cached, new, output=1.0, held_s=0.0):
 def test_fresh_prompts_are_bound_by_compute_alone():
     step = step_model(SHAPE, FAST.profile)
     prefill_s = 16_000 * step.token_s + 0.5 * 16_000**2 * step.pair_s
-    assert capacity_rps(fresh_prompts(), [FAST], SHAPE) == pytest.approx(1 / prefill_s)
+    bound = capacity_rps(fresh_prompts(), [FAST], SHAPE, requests=FEW)
+    assert bound == pytest.approx(1 / prefill_s)
 
 
 def test_cached_prompts_are_bound_by_the_link():
@@ -102,20 +104,30 @@ def test_memory_that_cannot_hold_prefixes_leaves_recomputing():
 
 
 def test_twice_the_nodes_serve_twice_the_requests():
-    mixed = [FAST, SLOW]
-    doubled = [replace(node, count=2) for node in mixed]
-    work = documents()
-    # The prefixes' holding time shrinks as the rate grows, so a little more than twice.
-    once, twice = (capacity_rps(work, nodes, SHAPE) for nodes in (mixed, doubled))
+    # The prefixes' holding time shrinks as the rate grows, so perhaps a little more than twice.
+    once, twice = (
+        capacity_rps(documents(), 4 * [FAST, SLOW] * count, SHAPE, requests=FEW) for count in (1, 2)
+    )
     assert twice == pytest.approx(2 * once, rel=0.05)
 
 
-def test_a_mixed_cluster_is_worth_at_least_its_parts():
-    """Comparative advantage: together they divide the work better than each its half."""
+def test_like_nodes_are_counted_together_whatever_their_names():
+    named = [
+        replace(node, profile=replace(node.profile, name=f"{i}"))
+        for i, node in enumerate((FAST, SLOW, FAST))
+    ]
+    found = [(c.profile.name, c.count) for c in node_classes(named)]
+    assert found == [("0", 2), ("1", 1)]
+
+
+def test_unlike_nodes_are_worth_more_than_each_alone():
+    """Comparative advantage: they divide the work, loads to the fast link, computing to both."""
     rng = np.random.default_rng(3)
-    mix = turns(cached=rng.uniform(0, 60_000, 500), new=rng.uniform(10, 9_000, 500), held_s=1e4)
-    parts = sum(capacity_of(mix, [node], SHAPE).rps for node in (FAST, SLOW))
-    assert capacity_of(mix, [FAST, SLOW], SHAPE).rps > 1.02 * parts
+    cached = np.where(rng.random(500) < 0.8, 60_000.0, 0.0)
+    mix = turns(cached=cached, new=np.where(cached > 0, 16.0, 9_000.0), held_s=1e5)
+    roomy = [replace(node, host_bytes=1e18) for node in (FAST, SLOW)]
+    parts = sum(capacity_of(mix, [node], SHAPE).rps for node in roomy)
+    assert capacity_of(mix, roomy, SHAPE).rps > 1.1 * parts
 
 
 def test_the_bound_is_above_the_clustered_plan_and_close_to_it():
@@ -126,12 +138,13 @@ def test_the_bound_is_above_the_clustered_plan_and_close_to_it():
         output=rng.integers(1, 400, 3_000),
         held_s=rng.exponential(600, 3_000),
     )
-    coarse = capacity_of(mix, [FAST, SLOW], SHAPE, clusters=1)
-    fine = capacity_of(mix, [FAST, SLOW], SHAPE, clusters=60)
+    coarse = capacity_of(mix, [FAST, SLOW], SHAPE, refinements=0)
+    fine = capacity_of(mix, [FAST, SLOW], SHAPE)
     assert coarse.lp_rps <= coarse.rps * (1 + 1e-9)
     assert fine.lp_rps <= coarse.rps * (1 + 1e-9)
     assert coarse.lp_rps <= fine.rps * (1 + 1e-9)
-    assert fine.rps - fine.lp_rps < 0.1 * fine.rps
+    assert fine.rps - fine.lp_rps < 0.05 * fine.rps
+    assert fine.rps <= coarse.rps
 
 
 def test_the_bound_holds_for_every_assignment_that_can_be_tried():
@@ -152,15 +165,17 @@ def test_the_bound_holds_for_every_assignment_that_can_be_tried():
 
 
 def test_decoding_takes_compute_and_reads():
-    silent = capacity_rps(fresh_prompts(tokens=512, output=1), [FAST], SHAPE)
-    chatty = capacity_rps(fresh_prompts(tokens=512, output=512), [FAST], SHAPE)
+    silent, chatty = (
+        capacity_rps(fresh_prompts(tokens=512, output=n), [FAST], SHAPE, requests=FEW)
+        for n in (1, 512)
+    )
     assert chatty < 0.55 * silent
 
 
 def test_few_sequences_per_step_make_decoding_dearer():
     work = fresh_prompts(tokens=512, output=512)
-    free = capacity(work, [FAST], SHAPE)
-    crowded = capacity(work, [FAST], SHAPE, max_seqs=8)
+    free = capacity(work, [FAST], SHAPE, requests=FEW)
+    crowded = capacity(work, [FAST], SHAPE, requests=FEW, max_seqs=8)
     step_s = step_model(SHAPE, FAST.profile).weights_s
     assert crowded.rps < free.rps
     assert crowded.rps <= 8 / (511 * step_s)
@@ -173,12 +188,24 @@ def test_reuse_is_found_across_turns_and_sessions_but_not_across_copies():
     found = turns_of(workload([first, second], [first]).sessions, BLOCK, rate_rps=1.0)
     assert found.cached_tokens.tolist() == [0, 176, 159]  # the last token is always computed
     assert found.new_tokens.tolist() == [160, 144, 1]
-    # The prompt was used when the other session started, 1.5 s in.
+    # The two sessions start 1.5 s apart, and the second uses what the first one left.
     assert found.held_token_s[2] == pytest.approx(1.5 * 159)
-    assert found.held_token_s[1] == pytest.approx((28.5 * 160 + 30 * 16), rel=1e-6)
+    assert found.held_token_s[1] == pytest.approx(28.5 * 176, rel=1e-6)
 
-    once = capacity(documents(questions=1), [FAST], SHAPE, requests=40)
-    assert once.cached_tokens.max() == 0
+    twice = capacity(documents(questions=1, count=20), [FAST], SHAPE, requests=40)
+    assert twice.cached_tokens.max() == 0
+
+
+def test_warm_caches_hold_the_documents_of_sessions_but_not_their_histories():
+    rng = np.random.default_rng(7)
+    document = rng.integers(1, 2**63, 100, dtype=np.uint64)
+    reading = [turn(rng, document, 1_700), turn(rng, document, 1_750)]
+    chat = [turn(rng, NOTHING, 160, output=16)]
+    chat.append(turn(rng, chat[0].kept_blocks, 320))
+    sessions = workload(reading, chat).sessions
+    cold, warm = (turns_of(sessions, BLOCK, 1.0, warm=w).cached_tokens for w in (False, True))
+    assert cold.tolist() == [0, 1_600, 0, 176]
+    assert warm.tolist() == [1_600, 1_600, 0, 176]
 
 
 def test_a_longer_horizon_finds_the_reuse_of_its_copies_only():
@@ -197,14 +224,12 @@ def test_long_prompts_are_sampled_and_their_cached_part_rounded_up(monkeypatch):
 
 
 def test_same_input_gives_the_same_bits():
-    assert capacity_rps(documents(), [FAST, SLOW], SHAPE) == capacity_rps(
-        documents(), [FAST, SLOW], SHAPE
-    )
+    first, second = (capacity_rps(documents(), [FAST, SLOW], SHAPE, requests=FEW) for _ in range(2))
+    assert first == second
 
 
 def test_the_summary_names_nodes_and_what_they_spend():
-    bound = capacity(documents(), [FAST, SLOW], SHAPE)
-    assert isinstance(bound, Capacity)
+    bound = capacity(documents(), [FAST, SLOW], SHAPE, requests=FEW)
     rows = bound.summary()["nodes"]
     assert [row["node"] for row in rows] == ["gh200-c2c", "a100-pcie4"]
     assert sum(row["rps"] for row in rows) == pytest.approx(bound.lp_rps)
@@ -216,7 +241,11 @@ def test_the_summary_names_nodes_and_what_they_spend():
     [
         ([], fresh_prompts(), "no nodes"),
         ([FAST], workload(), "no sessions"),
-        ([Nodes(replace(FAST.profile, hbm_bytes=10e9))], fresh_prompts(), "gh200-c2c.*smaller"),
+        (
+            [replace(FAST, profile=replace(FAST.profile, hbm_bytes=10e9))],
+            fresh_prompts(),
+            "gh200-c2c.*smaller",
+        ),
     ],
 )
 def test_what_cannot_be_bounded_is_refused(nodes, work, message):

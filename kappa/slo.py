@@ -1,0 +1,100 @@
+"""The service objective, the same live and simulated.
+
+A request meets it if its first token comes within 0.5 s (times the dilation) or five times its idle
+TTFT, whichever is longer, and its later tokens within three times the idle time per token. Idle
+figures are those of the pool's median node with nothing else to do and the request's reusable
+prefix in the host tier. A rejected request misses. Figures are vectors over requests, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kappa.step import StepModel
+
+Floats = NDArray[np.float64]
+
+TTFT_FLOOR_S = 0.5
+TTFT_IDLE_FACTOR = 5.0
+TPOT_IDLE_FACTOR = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class IdleSpeed:
+    """What a node needs for a request that it serves alone, in seconds of its own time."""
+
+    step: StepModel
+    load_token_s: float
+    load_fixed_s: float
+    budget_tokens: int = 8192
+
+
+def idle_ttft_s(speed: IdleSpeed, cached_tokens: ArrayLike, new_tokens: ArrayLike) -> Floats:
+    """Real seconds to the first token: the load, then the prompt in steps of the token budget."""
+    cached = np.asarray(cached_tokens, dtype=np.float64)
+    left = np.maximum(np.asarray(new_tokens, dtype=np.float64), 1.0)
+    step = speed.step
+    total: Floats = np.where(cached > 0, speed.load_fixed_s + cached * speed.load_token_s, 0.0)
+    total = total + np.zeros_like(left)
+    context = cached + np.zeros_like(left)
+    while np.any(left > 0):
+        chunk = np.minimum(left, speed.budget_tokens)
+        compute = chunk * step.token_s + chunk * (context + 0.5 * chunk) * step.pair_s
+        read = step.weights_s + (context + chunk) * step.context_token_s
+        total += np.where(left > 0, np.maximum(compute, read) + step.fixed_s, 0.0)
+        context += chunk
+        left = left - chunk
+    return total * step.dilation
+
+
+def idle_tpot_s(speed: IdleSpeed, prompt_tokens: ArrayLike, output_tokens: ArrayLike) -> Floats:
+    """Real seconds per later token, at the mean context of the output."""
+    step = speed.step
+    context = np.asarray(prompt_tokens, dtype=np.float64)
+    context = context + np.asarray(output_tokens, dtype=np.float64) / 2
+    compute = step.token_s + context * step.pair_s
+    read = step.weights_s + context * step.context_token_s
+    idle: Floats = (np.maximum(compute, read) + step.fixed_s) * step.dilation
+    return idle
+
+
+def median_node(by_node: Sequence[Floats], counts: Sequence[int] | None = None) -> Floats:
+    """The figure of the median node: the least that half of the nodes reach.
+
+    by_node: one vector over requests for each node, or kind of node, of which there are `counts`.
+    """
+    values = np.stack([np.atleast_1d(row) for row in by_node])
+    weights = np.asarray([1] * len(by_node) if counts is None else counts)
+    order = np.argsort(values, axis=0, kind="stable")
+    reached = np.cumsum(weights[order], axis=0)
+    first = np.argmax(2 * reached >= weights.sum(), axis=0)
+    picked = np.take_along_axis(order, first[None, :], axis=0)
+    median: Floats = np.take_along_axis(values, picked, axis=0)[0]
+    return median
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Limits:
+    """What each request may take: seconds to the first token, and seconds per later token."""
+
+    ttft_s: Floats
+    tpot_s: Floats
+
+    def met(self, ttft_s: ArrayLike, tpot_s: ArrayLike) -> NDArray[np.bool_]:
+        """Which requests meet both; NaN for a TTFT is a rejection, for a TPOT a single token."""
+        ttft, tpot = np.asarray(ttft_s, dtype=np.float64), np.asarray(tpot_s, dtype=np.float64)
+        met: Any = (ttft <= self.ttft_s) & (np.isnan(tpot) | (tpot <= self.tpot_s))
+        return np.asarray(met, dtype=np.bool_)
+
+
+def limits(idle_ttft: Floats, idle_tpot: Floats, dilation: float = 1.0) -> Limits:
+    """The objective of requests with these idle figures, in real seconds."""
+    return Limits(
+        ttft_s=np.maximum(TTFT_FLOOR_S * dilation, TTFT_IDLE_FACTOR * idle_ttft),
+        tpot_s=TPOT_IDLE_FACTOR * idle_tpot,
+    )

@@ -1,0 +1,248 @@
+"""Who decides where a request goes: the live router's core, or a plan made beforehand.
+
+The simulator tells a dispatcher what a router hears in a live cluster, and asks it for decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kappa.report import Admission, Announcement, WorkerReport
+from router.core import NoWorkerError, Router, RouteRequest
+from simulator.cache import Ids
+from simulator.job import Job
+from simulator.node import Node
+from workload.shapes import TurnShape
+
+
+class Route(NamedTuple):
+    """The node chosen, and leading tokens to fetch first from another's host tier, if any."""
+
+    node: int
+    fetch_from: int = -1
+    fetch_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """Blocks to bring from one node's host tier into another's in the background."""
+
+    ids: Ids
+    source: int
+    target: int
+
+
+class Dispatcher(Protocol):
+    """What the simulation needs of whoever decides; `listens` to caches, jobs and reports if so."""
+
+    listens: bool
+    decision_s: list[float]
+
+    def choose(self, key: int, turn: TurnShape, session: str, now_s: float) -> Route | None:
+        """Where request `key` goes; None: nowhere, it is refused."""
+        ...
+
+    def hold(self, node: int, tier: str, ids: Ids) -> None:
+        """A node holds these blocks now."""
+        ...
+
+    def drop(self, node: int, tier: str, ids: list[Ids]) -> None:
+        """A node holds these blocks no more."""
+        ...
+
+    def admitted(self, node: int, job: Job) -> None:
+        """An engine admitted a request."""
+        ...
+
+    def first_token(self, job: Job, now_s: float) -> None:
+        """A request's first token came."""
+        ...
+
+    def finished(self, job: Job, now_s: float) -> None:
+        """A request ended."""
+        ...
+
+    def lost(self, node: int) -> None:
+        """A node is gone, and with it what it had."""
+        ...
+
+    def back(self, node: int, now_s: float) -> None:
+        """It is back, empty."""
+        ...
+
+    def report(self, node: Node, now_s: float) -> None:
+        """A node reports what it measured."""
+        ...
+
+    def copies(self, now_s: float) -> list[Copy]:
+        """What should be copied in the background now."""
+        ...
+
+
+class PlanDispatch:
+    """Sends request k to `assignment[k]`; hears nothing."""
+
+    listens = False
+
+    def __init__(self, assignment: Sequence[int]) -> None:
+        self.decision_s: list[float] = []
+        self._nodes = [int(node) for node in assignment]
+
+    def choose(self, key: int, turn: TurnShape, session: str, now_s: float) -> Route | None:
+        """As planned."""
+        return Route(self._nodes[key])
+
+    def hold(self, node: int, tier: str, ids: Ids) -> None:
+        """Not listening."""
+
+    def drop(self, node: int, tier: str, ids: list[Ids]) -> None:
+        """Not listening."""
+
+    def admitted(self, node: int, job: Job) -> None:
+        """Not listening."""
+
+    def first_token(self, job: Job, now_s: float) -> None:
+        """Not listening."""
+
+    def finished(self, job: Job, now_s: float) -> None:
+        """Not listening."""
+
+    def lost(self, node: int) -> None:
+        """Not listening."""
+
+    def back(self, node: int, now_s: float) -> None:
+        """Not listening."""
+
+    def report(self, node: Node, now_s: float) -> None:
+        """Not listening."""
+
+    def copies(self, now_s: float) -> list[Copy]:
+        """None."""
+        return []
+
+
+class RouterDispatch:
+    """The live router's core.
+
+    Args:
+        router: fresh.
+        announcements: of each node, as the router is to believe it.
+        timer: seconds of real time, to measure decisions by; None: they are not measured.
+    """
+
+    listens = True
+
+    def __init__(
+        self,
+        router: Router,
+        announcements: Sequence[Announcement],
+        timer: Callable[[], float] | None = None,
+    ) -> None:
+        self.decision_s: list[float] = []
+        self._router = router
+        self._announcements = announcements
+        self._timer = timer
+        self._index = {said.worker: i for i, said in enumerate(announcements)}
+        self._admissions: list[list[Admission]] = [[] for _ in announcements]
+        self._replicate = getattr(router, "replicate", None)
+        for said in announcements:
+            router.join(said, 0.0)
+        assert router.index is not None
+
+    def choose(self, key: int, turn: TurnShape, session: str, now_s: float) -> Route | None:
+        """Ask the router."""
+        request = RouteRequest(
+            str(key),
+            prefix_hashes=turn.blocks,
+            prompt_tokens=turn.input_tokens,
+            session=session,
+        )
+        timer = self._timer
+        try:
+            if timer is None:
+                decision = self._router.route(request, now_s)
+            else:
+                start_s = timer()
+                decision = self._router.route(request, now_s)
+                self.decision_s.append(timer() - start_s)
+        except NoWorkerError:
+            return None
+        node = self._index[decision.worker]
+        fetch = decision.fetch
+        if fetch is None:
+            return Route(node)
+        return Route(node, self._index[fetch.source_worker], fetch.tokens)
+
+    def hold(self, node: int, tier: str, ids: Ids) -> None:
+        """Into the prefix index."""
+        index = self._router.index
+        if index is not None:
+            index.hold(self._announcements[node].worker, tier, ids)  # type: ignore[arg-type]
+
+    def drop(self, node: int, tier: str, ids: list[Ids]) -> None:
+        """Out of the prefix index."""
+        index = self._router.index
+        if index is not None:
+            gone = ids[0] if len(ids) == 1 else np.concatenate(ids)
+            index.drop(self._announcements[node].worker, tier, gone)  # type: ignore[arg-type]
+
+    def admitted(self, node: int, job: Job) -> None:
+        """Goes with the next report."""
+        total, device, host = job.total_tokens, job.device_tokens, job.cached_tokens
+        self._admissions[node].append(
+            Admission(str(job.key), device, host, max(total - device - host, 1))
+        )
+
+    def first_token(self, job: Job, now_s: float) -> None:
+        """To the router."""
+        self._router.first_token(str(job.key), now_s)
+
+    def finished(self, job: Job, now_s: float) -> None:
+        """To the router: the tokens it made, and that it is over."""
+        name = str(job.key)
+        self._router.tokens(name, job.output_tokens)
+        self._router.release(name, now_s)
+
+    def lost(self, node: int) -> None:
+        """To the router."""
+        self._admissions[node].clear()
+        self._router.leave(self._announcements[node].worker)
+
+    def back(self, node: int, now_s: float) -> None:
+        """To the router."""
+        self._router.join(self._announcements[node], now_s)
+
+    def report(self, node: Node, now_s: float) -> None:
+        """To the router."""
+        totals, link, tokens = node.totals, node.link, node.model.block_tokens
+        admissions = tuple(self._admissions[node.index])
+        self._admissions[node.index].clear()
+        self._router.report(
+            WorkerReport(
+                worker=self._announcements[node.index].worker,
+                time_s=now_s,
+                steps_total=totals.steps,
+                step_seconds_total=totals.step_s,
+                step_predicted_seconds_total=totals.step_predicted_s,
+                step_tokens_total=totals.step_tokens,
+                load_tokens_total=link.load_blocks * tokens,
+                load_seconds_total=link.load_s,
+                store_tokens_total=link.store_blocks * tokens,
+                store_seconds_total=link.store_s,
+                admitted=admissions,
+            ),
+            now_s,
+        )
+
+    def copies(self, now_s: float) -> list[Copy]:
+        """What the router wants replicated."""
+        if self._replicate is None:
+            return []
+        return [
+            Copy(r.hashes, self._index[r.source_worker], self._index[r.target_worker])
+            for r in self._replicate(now_s)
+        ]

@@ -1,0 +1,223 @@
+"""What came out of a run: a record of every request, and the figures of the whole.
+
+Measures leave out the first fifth of the requests. Rates and costs refer to the window from the
+first measured request's arrival to the last one's. A cluster is paid for, and draws power, whether
+busy or not: at idle 30% of a node's full power, the rest in proportion to its gpu's busy share
+(assumed). Tokens in costs are those generated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kappa.slo import Limits
+
+IDLE_POWER_SHARE = 0.3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Records:
+    """One entry per request of the traffic; seconds, NaN where there is nothing.
+
+    node: -1 where rejected. device, cached and new tokens: where its prompt came from on its node.
+    kappa: cached over new. session: number of its session. met: within the SLO.
+    """
+
+    arrival_s: NDArray[np.float64]
+    ttft_s: NDArray[np.float64]
+    tpot_s: NDArray[np.float64]
+    e2e_s: NDArray[np.float64]
+    node: NDArray[np.int64]
+    kappa: NDArray[np.float64]
+    device_tokens: NDArray[np.int64]
+    cached_tokens: NDArray[np.int64]
+    new_tokens: NDArray[np.int64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    session: NDArray[np.int64]
+    measured: NDArray[np.bool_]
+    met: NDArray[np.bool_]
+    idle_ttft_s: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """What one node did over the whole run, with its price and power."""
+
+    name: str
+    cost_per_hour: float
+    watts: float
+    gpu_busy_s: float
+    link_busy_s: float
+    network_busy_s: float
+    held_share: float
+    fill: float
+    fill_steps: int
+    max_wait_s: float
+    max_skips: int
+    preemptions: int
+    stores_dropped_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """A finished run."""
+
+    policy: str
+    scheduler: str
+    trace: str
+    cluster: str
+    load: float | None
+    capacity_rps: float | None
+    rate_rps: float
+    seed: int
+    end_s: float
+    retried: int
+    records: Records
+    limits: Limits
+    nodes: tuple[NodeRecord, ...]
+    tenants: tuple[str, ...]
+    decision_s: NDArray[np.float64]
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the run, ready for JSON; None where there is nothing to measure."""
+        r = self.records
+        picked = r.measured
+        done = picked & ~np.isnan(r.e2e_s)
+        window_s = self._window_s()
+        output = float(r.output_tokens[done].sum())
+        fill_steps = sum(node.fill_steps for node in self.nodes)
+        return {
+            "policy": self.policy,
+            "scheduler": self.scheduler,
+            "trace": self.trace,
+            "cluster": self.cluster,
+            "load": self.load,
+            "capacity_rps": self.capacity_rps,
+            "rate_rps": self.rate_rps,
+            "seed": self.seed,
+            "requests": int(picked.sum()),
+            "completed": int(done.sum()),
+            "rejected": int((picked & np.isnan(r.e2e_s)).sum()),
+            "ttft_s": spread(r.ttft_s[done]),
+            "tpot_s": spread(r.tpot_s[done]),
+            "e2e_s": spread(r.e2e_s[done]),
+            "goodput_rps": float(r.met[picked].sum()) / window_s,
+            "slo": self._slo(picked, done),
+            "cost_per_mtok": self._cost(window_s) / output * 1e6 if output else None,
+            "energy_j_per_tok": self._energy_j(window_s) / output if output else None,
+            "decision_us": _decision(self.decision_s),
+            "budget_fill": sum(n.fill for n in self.nodes) / fill_steps if fill_steps else None,
+            "vram_fill": _mean([node.held_share for node in self.nodes]),
+            "max_wait_s": max(node.max_wait_s for node in self.nodes),
+            "max_skips": max(node.max_skips for node in self.nodes),
+            "jain": self._jain(done),
+            "retried": self.retried,
+            "preemptions": sum(node.preemptions for node in self.nodes),
+            "nodes": [self._node(i) for i in range(len(self.nodes))],
+        }
+
+    def _window_s(self) -> float:
+        arrivals = self.records.arrival_s[self.records.measured]
+        window_s = float(arrivals.max() - arrivals.min()) if len(arrivals) else 0.0
+        return window_s or max(self.end_s, 1e-9)
+
+    def _slo(self, picked: NDArray[np.bool_], done: NDArray[np.bool_]) -> dict[str, Any]:
+        r, limits = self.records, self.limits
+        total = max(int(picked.sum()), 1)
+        ttft = int((r.ttft_s[done] <= limits.ttft_s[done]).sum())
+        tpot = int((~(r.tpot_s[done] > limits.tpot_s[done])).sum())
+        return {
+            "met": float(r.met[picked].sum()) / total,
+            "ttft_met": ttft / total,
+            "tpot_met": tpot / total,
+            "ttft_limit_s_p50": _quantile(limits.ttft_s[picked], 0.5),
+            "tpot_limit_s_p50": _quantile(limits.tpot_s[picked], 0.5),
+        }
+
+    def _cost(self, window_s: float) -> float:
+        return sum(node.cost_per_hour for node in self.nodes) * window_s / 3600.0
+
+    def _energy_j(self, window_s: float) -> float:
+        """Over the window, at each node's mean busy share of the run."""
+        run_s = max(self.end_s, 1e-9)
+        return sum(
+            node.watts
+            * (IDLE_POWER_SHARE + (1 - IDLE_POWER_SHARE) * min(node.gpu_busy_s / run_s, 1.0))
+            * window_s
+            for node in self.nodes
+        )
+
+    def _jain(self, done: NDArray[np.bool_]) -> float | None:
+        """Jain's index over tenants (sessions where there are none) of how near to idle they ran.
+
+        1: everybody was slowed down alike; 1/n: one of n got everything.
+        """
+        r = self.records
+        if not done.any():
+            return None
+        speed = r.idle_ttft_s[done] / np.maximum(r.ttft_s[done], 1e-9)
+        sessions = r.session[done]
+        owners = sessions
+        if any(self.tenants):
+            numbers = {name: i for i, name in enumerate(dict.fromkeys(self.tenants))}
+            owners = np.array([numbers[name] for name in self.tenants])[sessions]
+        _, place = np.unique(owners, return_inverse=True)
+        mean = np.bincount(place, weights=speed) / np.bincount(place)
+        return float(mean.sum() ** 2 / (len(mean) * (mean**2).sum()))
+
+    def _node(self, index: int) -> dict[str, Any]:
+        r, node = self.records, self.nodes[index]
+        mine = r.node == index
+        run_s = max(self.end_s, 1e-9)
+        return {
+            "name": node.name,
+            "requests": int(mine.sum()),
+            "gpu_busy": node.gpu_busy_s / run_s,
+            "link_busy": node.link_busy_s / run_s,
+            "network_busy": node.network_busy_s / run_s,
+            "vram_fill": node.held_share,
+            "device_tokens": int(r.device_tokens[mine].sum()),
+            "cached_tokens": int(r.cached_tokens[mine].sum()),
+            "new_tokens": int(r.new_tokens[mine].sum()),
+            "kappa_p50": _quantile(r.kappa[mine & ~np.isnan(r.kappa)], 0.5),
+            "preemptions": node.preemptions,
+            "stores_dropped_tokens": node.stores_dropped_tokens,
+        }
+
+
+def spread(values: NDArray[np.float64]) -> dict[str, float | None]:
+    """Mean and quantiles; None where there are no values."""
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return {"mean": None, "p50": None, "p90": None, "p99": None}
+    p50, p90, p99 = np.quantile(values, (0.5, 0.9, 0.99)).tolist()
+    return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
+
+
+def _decision(seconds: NDArray[np.float64]) -> dict[str, float | None]:
+    return {
+        "p50": _scaled(_quantile(seconds, 0.5), 1e6),
+        "p99": _scaled(_quantile(seconds, 0.99), 1e6),
+    }
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _quantile(values: NDArray[np.float64], q: float) -> float | None:
+    if not len(values):
+        return None
+    found = float(np.quantile(values, q))
+    return found if math.isfinite(found) else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,284 @@
+"""The play itself: requests arrive, are sent to nodes, end, and bring on the next turn.
+
+Every request ends exactly once, completed or rejected; if something would be left waiting for ever,
+the run raises instead. A request whose node dies is sent once more; lost twice, it is rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import nan
+
+import numpy as np
+
+from simulator.clusters import Cluster
+from simulator.dispatch import Copy, Dispatcher, Route
+from simulator.faults import Failure, Faults
+from simulator.job import Job
+from simulator.loop import Loop
+from simulator.network import Network
+from simulator.node import Node, NodeModel
+from simulator.noise import Noise
+from simulator.traffic import Traffic
+
+
+class SimulationError(RuntimeError):
+    """The simulated system got stuck: a fault of its rules, not of its input."""
+
+
+class Play:
+    """One run in the making. What is recorded of request k stands at place k of its lists."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        models: Sequence[NodeModel],
+        traffic: Traffic,
+        dispatcher: Dispatcher,
+        faults: Faults,
+        seed: int,
+        kv_bytes_per_token: float,
+        report_period_s: float,
+    ) -> None:
+        self.traffic = traffic
+        self.dispatcher = dispatcher
+        self.network = Network([node.network_bytes_per_s for node in cluster.nodes])
+        self._loop = Loop()
+        self._faults = faults
+        self._seed = seed
+        self._block_bytes = kv_bytes_per_token * traffic.workload.block_tokens
+        self._period_s = report_period_s
+        total = traffic.requests
+        self.arrival_s = [nan] * total
+        self.ttft_s = [nan] * total
+        self.tpot_s = [nan] * total
+        self.e2e_s = [nan] * total
+        self.node = [-1] * total
+        self.device_tokens = [0] * total
+        self.cached_tokens = [0] * total
+        self.new_tokens = [0] * total
+        self.retried = 0
+        self.end_s = 0.0
+        self._left = total
+        self._jobs: dict[int, Job] = {}
+        self._again: set[int] = set()
+        self._fetching: list[dict[Job, None]] = [{} for _ in cluster.nodes]
+        self._session_of = np.repeat(
+            np.arange(len(traffic.turns)), [len(turns) for turns in traffic.turns]
+        ).tolist()
+        self.nodes = self._make_nodes(models)
+        self._most = max(model.device_blocks * model.block_tokens for model in models)
+
+    def _make_nodes(self, models: Sequence[NodeModel]) -> list[Node]:
+        listens, sigma = self.dispatcher.listens, self._faults.noise_sigma
+        nodes: list[Node] = []
+        for index, model in enumerate(models):
+            seeds = np.random.SeedSequence((self._seed, 3, index)).spawn(2)
+            nodes.append(
+                Node(
+                    index,
+                    model,
+                    self._loop,
+                    Noise(np.random.default_rng(seeds[0]), sigma),
+                    Noise(np.random.default_rng(seeds[1]), sigma),
+                    self.dispatcher if listens else None,
+                    admitted=self._admitted if listens else None,
+                    first_token=self._first_token,
+                    finished=self._finished,
+                )
+            )
+        return nodes
+
+    def run(self) -> None:
+        """Play everything to its end.
+
+        Raises:
+            SimulationError: requests are left and nothing will ever happen to them.
+        """
+        loop, traffic = self._loop, self.traffic
+        self._warm_up()
+        for start_s, first in zip(traffic.first_s, traffic.base, strict=True):
+            loop.at(start_s, self._arrive, first)
+        for straggler in self._faults.stragglers:
+            loop.at(straggler.start_s, self._slow, (straggler.node, straggler.factor))
+            loop.at(straggler.end_s, self._slow, (straggler.node, 1.0))
+        for failure in self._faults.failures:
+            loop.at(failure.at_s, self._fail, failure)
+        if self.dispatcher.listens:
+            loop.at(self._period_s, self._report)
+        loop.run()
+        for node in self.nodes:
+            node.close()
+        if self._left:
+            raise SimulationError(
+                f"{self._left} of {traffic.requests} requests never ended, the first is "
+                f"{next(iter(self._jobs), '?')}"
+            )
+
+    def _warm_up(self) -> None:
+        """Put the warm prefixes into host tiers, each on a node drawn by host capacity."""
+        warm = self.traffic.warm
+        if not warm:
+            return
+        sizes = np.array([node.model.host_blocks for node in self.nodes], dtype=np.float64)
+        if not sizes.sum():
+            return
+        rng = np.random.default_rng((self._seed, 4))
+        drawn = rng.choice(len(sizes), size=len(warm), p=sizes / sizes.sum()).tolist()
+        home: dict[int, int] = {}
+        for ids, node in zip(warm, drawn, strict=True):
+            if len(ids):
+                # One home for all that begin alike: a reader's history lies with the document.
+                self.nodes[home.setdefault(ids.item(0), node)].memory.put_in_host(ids, len(ids))
+
+    # -- a request's life ---------------------------------------------------------------------
+
+    def _arrive(self, key: int) -> None:
+        now_s = self._loop.now_s
+        self.arrival_s[key] = now_s
+        self._send(key)
+
+    def _send(self, key: int) -> None:
+        traffic, now_s = self.traffic, self._loop.now_s
+        session = self._session_of[key]
+        turn = traffic.turns[session][key - traffic.base[session]]
+        route: Route | None = None
+        if turn.input_tokens + turn.output_tokens <= self._most:
+            route = self.dispatcher.choose(key, turn, traffic.ids[session], now_s)
+        job = Job(
+            key, turn.input_tokens, turn.output_tokens, turn.kept_blocks, len(turn.kept_blocks),
+            now_s,
+        )  # fmt: skip
+        if route is None:
+            self._reject(key)
+            return
+        self.node[key] = route.node
+        node = self.nodes[route.node]
+        if not node.alive or not node.fits(turn.input_tokens, turn.output_tokens):
+            self.dispatcher.finished(job, now_s)
+            self._reject(key)
+            return
+        self._jobs[key] = job
+        if route.fetch_tokens:
+            self._fetch(job, route)
+        else:
+            node.submit(job)
+
+    def _reject(self, key: int) -> None:
+        self.node[key] = -1
+        self.ttft_s[key] = nan
+        self._end(key)
+
+    def _end(self, key: int) -> None:
+        """It is over: the session's next turn comes after its pause."""
+        now_s = self._loop.now_s
+        self._left -= 1
+        self.end_s = now_s
+        session, following = self._session_of[key], key + 1
+        turns, base = self.traffic.turns[session], self.traffic.base[session]
+        if following - base < len(turns):
+            self._loop.at(now_s + turns[following - base].after_s, self._arrive, following)
+
+    def _admitted(self, job: Job) -> None:
+        self.dispatcher.admitted(self.node[job.key], job)
+
+    def _first_token(self, job: Job) -> None:
+        now_s, key = self._loop.now_s, job.key
+        if key not in self._again or np.isnan(self.ttft_s[key]):
+            self.ttft_s[key] = now_s - self.arrival_s[key]
+        self.dispatcher.first_token(job, now_s)
+
+    def _finished(self, job: Job) -> None:
+        now_s, key = self._loop.now_s, job.key
+        del self._jobs[key]
+        if job.output_tokens > 1:
+            self.tpot_s[key] = (now_s - job.first_s) / (job.output_tokens - 1)
+        self.e2e_s[key] = now_s - self.arrival_s[key]
+        self.device_tokens[key] = job.device_tokens
+        self.cached_tokens[key] = job.cached_tokens
+        self.new_tokens[key] = job.prompt_tokens - job.device_tokens - job.cached_tokens
+        self.dispatcher.finished(job, now_s)
+        self._end(key)
+
+    # -- transfers between nodes --------------------------------------------------------------
+
+    def _fetch(self, job: Job, route: Route) -> None:
+        """Bring leading blocks from a peer's host tier first, as far as the peer has them."""
+        node, source = self.nodes[route.node], self.nodes[route.fetch_from]
+        size = node.model.block_tokens
+        stop = min(route.fetch_tokens // size, (job.prompt_tokens - 1) // size)
+        stop = source.memory.host.match(job.ids, stop)[1]
+        missing = stop - max(
+            node.memory.host.match(job.ids, stop)[1], node.memory.device.match(job.ids, stop)[1]
+        )
+        if missing <= 0 or route.node == route.fetch_from:
+            node.submit(job)
+            return
+        end_s = self.network.transfer(
+            route.fetch_from, route.node, missing * self._block_bytes, self._loop.now_s
+        )
+        self._fetching[route.node][job] = None
+        self._loop.at(end_s, self._fetched, (job, route.node, stop))
+
+    def _fetched(self, what: tuple[Job, int, int]) -> None:
+        job, node, stop = what
+        if job in self._fetching[node]:
+            del self._fetching[node][job]
+            self.nodes[node].memory.put_in_host(job.ids, stop)
+            self.nodes[node].submit(job)
+
+    def _copy(self, copy: Copy) -> None:
+        source, target = self.nodes[copy.source], self.nodes[copy.target]
+        if not (source.alive and target.alive) or source is target:
+            return
+        stop = source.memory.host.match(copy.ids, len(copy.ids))[1]
+        missing = stop - target.memory.host.match(copy.ids, stop)[1]
+        if missing > 0:
+            end_s = self.network.transfer(
+                copy.source, copy.target, missing * self._block_bytes, self._loop.now_s
+            )
+            self._loop.at(end_s, self._copied, (copy, stop))
+
+    def _copied(self, what: tuple[Copy, int]) -> None:
+        copy, stop = what
+        if self.nodes[copy.target].alive:
+            self.nodes[copy.target].memory.put_in_host(copy.ids, stop)
+
+    # -- reports and faults -------------------------------------------------------------------
+
+    def _report(self, _: None) -> None:
+        """Nodes that did something report; then whatever the router wants copied is under way."""
+        now_s = self._loop.now_s
+        for node in self.nodes:
+            if node.alive and node.changed():
+                self.dispatcher.report(node, now_s)
+        for copy in self.dispatcher.copies(now_s):
+            self._copy(copy)
+        # With nothing else ahead the run is stuck, and `run` says so.
+        if self._left and self._loop.pending:
+            self._loop.at(now_s + self._period_s, self._report)
+
+    def _slow(self, what: tuple[int, float]) -> None:
+        node, factor = what
+        self.nodes[node].set_slow(factor)
+
+    def _fail(self, failure: Failure) -> None:
+        node = self.nodes[failure.node]
+        if not node.alive:
+            return
+        lost = [*self._fetching[failure.node], *node.fail()]
+        self._fetching[failure.node].clear()
+        self.dispatcher.lost(failure.node)
+        self._loop.at(self._loop.now_s + failure.down_s, self._recover, failure.node)
+        for job in lost:
+            del self._jobs[job.key]
+            if job.key in self._again:
+                self._reject(job.key)
+                continue
+            self._again.add(job.key)
+            self.retried += 1
+            self._send(job.key)
+
+    def _recover(self, index: int) -> None:
+        self.nodes[index].recover()
+        self.dispatcher.back(index, self._loop.now_s)

@@ -1,0 +1,319 @@
+"""One simulated run: a cluster, a workload, a policy; in seconds of simulated time.
+
+`simulate` is the entry. It builds the nodes with their true constants, announces them to the router
+as it is to believe them, plays the traffic, and returns an `Outcome`. It is pure and seeded: the
+same configuration gives the same outcome to the last bit, decision times apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kappa.model import kv_bytes_per_token
+from kappa.report import Announcement
+from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s, limits, median_node
+from kappa.step import step_model
+from kappa.types import ModelShape
+from router.admission import Admission
+from router.core import Router, RouterConfig
+from router.policy import Policy, policy_named
+from scheduler.core import FCFS, SCHEDULERS
+from simulator.clusters import Cluster, NodeSpec, check, kv_room
+from simulator.dispatch import Dispatcher, PlanDispatch, RouterDispatch
+from simulator.faults import Faults, announced
+from simulator.node import Node, NodeModel
+from simulator.outcome import NodeRecord, Outcome, Records
+from simulator.play import Play
+from simulator.traffic import Traffic, build_traffic
+from workload.catalogue import arrivals_for
+from workload.shapes import Workload
+
+BUDGET_TOKENS = 8192
+MAX_RUNNING = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationConfig:
+    """What to simulate.
+
+    policy: as `router.policy.policy_named` takes it. load: fraction of the capacity bound, or
+    rate_rps: requests a second; one of them. capacity_rps: the bound, if it is known already.
+    warm: host tiers hold documents and histories at the start. faults: what goes wrong.
+    admission: whom the router refuses; none: nobody.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    shape: ModelShape
+    policy: str = "ttft"
+    scheduler: str = FCFS
+    load: float | None = None
+    rate_rps: float | None = None
+    capacity_rps: float | None = None
+    requests: int = 25_000
+    seed: int = 0
+    warm: bool = True
+    faults: Faults = field(default_factory=Faults)
+    admission: Admission | None = None
+    budget_tokens: int = BUDGET_TOKENS
+    max_running: int = MAX_RUNNING
+    report_period_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run, before any work.
+
+        Raises:
+            ValueError: says what to give instead. ClusterError: names the node.
+        """
+        if (self.load is None) == (self.rate_rps is None):
+            raise ValueError("give either load, a fraction of capacity, or rate_rps")
+        for name in ("load", "rate_rps", "report_period_s"):
+            value = getattr(self, name)
+            if value is not None and not (np.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value}: give a finite number above zero")
+        for name in ("requests", "budget_tokens", "max_running"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give 1 or more")
+        if self.scheduler not in SCHEDULERS:
+            raise ValueError(
+                f"unknown scheduler {self.scheduler!r}: choose one of {', '.join(SCHEDULERS)}"
+            )
+        check(self.cluster, self.shape, self.workload.block_tokens)
+
+
+def simulate(
+    config: SimulationConfig,
+    *,
+    traffic: Traffic | None = None,
+    assignment: Sequence[int] | None = None,
+    policy: Policy | None = None,
+    timer: Callable[[], float] | None = None,
+) -> Outcome:
+    """Run `config` to its end.
+
+    Args:
+        config: what to simulate.
+        traffic: from `traffic_of`, where several runs share it.
+        assignment: node of each request of the traffic, instead of the router's choice.
+        policy: a fresh policy to use instead of the one named.
+        timer: real seconds, to measure the router's decisions by.
+
+    Raises:
+        SimulationError: requests were left that nothing would ever serve.
+    """
+    config, traffic = _with_traffic(config, traffic)
+    models = node_models(config)
+    dispatcher: Dispatcher
+    name = config.policy
+    if assignment is not None:
+        if len(assignment) != traffic.requests:
+            raise ValueError(
+                f"the plan has {len(assignment)} entries for {traffic.requests} requests"
+            )
+        dispatcher, name = PlanDispatch(assignment), "plan"
+    else:
+        chosen = policy or policy_named(config.policy, seed=config.seed)
+        name = chosen.name if policy is not None else config.policy
+        dispatcher = RouterDispatch(
+            _router(config, chosen, models), _announcements(config, models), timer
+        )
+    play = Play(config.cluster, models, traffic, dispatcher, config.faults, config.seed,
+                kv_bytes_per_token(config.shape), config.report_period_s)  # fmt: skip
+    play.run()
+    return _outcome(config, name, traffic, play)
+
+
+def traffic_of(config: SimulationConfig) -> Traffic:
+    """The requests of a run; the same for all policies, schedulers and faults."""
+    return _with_traffic(config, None)[1]
+
+
+def _with_traffic(
+    config: SimulationConfig, traffic: Traffic | None
+) -> tuple[SimulationConfig, Traffic]:
+    if traffic is not None:
+        return config, traffic
+    rate_rps = config.rate_rps
+    if rate_rps is None:
+        assert config.load is not None
+        rate_rps = config.load * capacity_of(config)
+    speeds = [idle_speed(node, config.shape, config.budget_tokens) for node in config.cluster.nodes]
+    typical = sorted(speeds, key=lambda s: s.step.token_s)[(len(speeds) - 1) // 2]
+    traffic = build_traffic(
+        config.workload,
+        arrivals_for(config.workload.name),
+        typical,
+        rate_rps=rate_rps,
+        requests=config.requests,
+        seed=config.seed,
+        warm=config.warm,
+    )
+    return config, traffic
+
+
+def capacity_of(config: SimulationConfig) -> float:
+    """The bound on the rate of requests that the cluster can sustain, requests/s."""
+    if config.capacity_rps is not None:
+        return config.capacity_rps
+    from simulator.capacity import capacity_rps
+
+    return capacity_rps(
+        config.workload, config.cluster.nodes, config.shape, warm=config.warm
+    )
+
+
+def idle_speed(node: NodeSpec, shape: ModelShape, budget_tokens: int = BUDGET_TOKENS) -> IdleSpeed:
+    """A node's true speed for a request that it serves alone."""
+    profile = node.profile
+    return IdleSpeed(
+        step_model(shape, profile),
+        kv_bytes_per_token(shape) / profile.h2d_bytes_per_s,
+        profile.load_fixed_s,
+        budget_tokens,
+    )
+
+
+def node_models(config: SimulationConfig) -> list[NodeModel]:
+    """The constants of each node."""
+    size = config.workload.block_tokens
+    block_bytes = kv_bytes_per_token(config.shape) * size
+    models: list[NodeModel] = []
+    for index, node in enumerate(config.cluster.nodes):
+        profile, holds = node.profile, kv_room(node, config.shape, size)
+        step = step_model(config.shape, profile)
+        models.append(
+            NodeModel(
+                step=step,
+                announced_step=announced(index, profile, step, config.faults.misprofiles)[1],
+                block_tokens=size,
+                device_blocks=holds.device_blocks,
+                host_blocks=holds.host_blocks,
+                load_block_s=block_bytes / profile.h2d_bytes_per_s,
+                store_block_s=block_bytes / profile.store_bytes_per_s,
+                load_fixed_s=profile.load_fixed_s,
+                budget_tokens=config.budget_tokens,
+                max_running=config.max_running,
+                rule=config.scheduler,
+            )
+        )
+    return models
+
+
+def _router(config: SimulationConfig, policy: Policy, models: Sequence[NodeModel]) -> Router:
+    blocks = sum(model.device_blocks + model.host_blocks for model in models)
+    return Router(
+        RouterConfig(
+            policy=policy,
+            secret=1,
+            index_blocks=blocks,
+            stale_after_s=float("inf"),
+            forecast_workers=0,
+            admission=config.admission,
+        )
+    )
+
+
+def _announcements(config: SimulationConfig, models: Sequence[NodeModel]) -> list[Announcement]:
+    said: list[Announcement] = []
+    for index, (node, model) in enumerate(zip(config.cluster.nodes, models, strict=True)):
+        profile, step = announced(index, node.profile, model.step, config.faults.misprofiles)
+        said.append(
+            Announcement(
+                worker=node.name,
+                model=config.shape.name,
+                node=profile,
+                step=step,
+                kv_bytes_per_token=kv_bytes_per_token(config.shape),
+                emulated_model="",
+                fingerprint=config.shape.name,
+                block_tokens=model.block_tokens,
+                device_blocks=model.device_blocks,
+                host_blocks=model.host_blocks,
+                max_batch_tokens=model.budget_tokens,
+                max_context_tokens=model.device_blocks * model.block_tokens,
+                events_endpoint="",
+                snapshot_endpoint="",
+            )
+        )
+    return said
+
+
+def _outcome(config: SimulationConfig, policy: str, traffic: Traffic, play: Play) -> Outcome:
+    prompts, outputs = traffic.prompt_tokens, traffic.output_tokens
+    kinds: dict[IdleSpeed, int] = {}
+    for node in config.cluster.nodes:
+        speed = idle_speed(node, config.shape, config.budget_tokens)
+        kinds[speed] = kinds.get(speed, 0) + 1
+    counts = list(kinds.values())
+    new = prompts - traffic.reuse_tokens
+    idle = median_node([idle_ttft_s(s, traffic.reuse_tokens, new) for s in kinds], counts)
+    tpot = median_node([idle_tpot_s(s, prompts, outputs) for s in kinds], counts)
+    allowed = limits(idle, tpot)
+    sessions = np.repeat(np.arange(len(traffic.turns)), [len(turns) for turns in traffic.turns])
+    ttft_s, tpot_s = np.array(play.ttft_s), np.array(play.tpot_s)
+    cached, new_tokens = np.array(play.cached_tokens), np.array(play.new_tokens)
+    nodes = np.array(play.node, dtype=np.int64)
+    e2e_s = np.array(play.e2e_s)
+    records = Records(
+        arrival_s=np.array(play.arrival_s),
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        e2e_s=e2e_s,
+        node=nodes,
+        kappa=np.where(nodes >= 0, cached / np.maximum(new_tokens, 1), np.nan),
+        device_tokens=np.array(play.device_tokens, dtype=np.int64),
+        cached_tokens=cached.astype(np.int64),
+        new_tokens=new_tokens.astype(np.int64),
+        prompt_tokens=prompts,
+        output_tokens=outputs,
+        session=sessions,
+        measured=traffic.measured,
+        met=allowed.met(np.where(np.isnan(e2e_s), np.nan, ttft_s), tpot_s),
+        idle_ttft_s=idle,
+    )
+    return Outcome(
+        policy=policy,
+        scheduler=config.scheduler,
+        trace=config.workload.name,
+        cluster=config.cluster.name,
+        load=config.load,
+        capacity_rps=config.capacity_rps or _capacity_used(config, traffic),
+        rate_rps=traffic.rate_rps,
+        seed=config.seed,
+        end_s=play.end_s,
+        retried=play.retried,
+        records=records,
+        limits=allowed,
+        nodes=tuple(
+            _node_record(spec, node, play.network.busy_s[node.index], play.end_s)
+            for spec, node in zip(config.cluster.nodes, play.nodes, strict=True)
+        ),
+        tenants=tuple(traffic.tenants),
+        decision_s=np.array(play.dispatcher.decision_s),
+    )
+
+
+def _capacity_used(config: SimulationConfig, traffic: Traffic) -> float | None:
+    return traffic.rate_rps / config.load if config.load is not None else None
+
+
+def _node_record(spec: NodeSpec, node: Node, network_s: float, end_s: float) -> NodeRecord:
+    totals, model = node.totals, node.model
+    return NodeRecord(
+        name=spec.name,
+        cost_per_hour=spec.profile.cost_per_hour,
+        watts=spec.watts,
+        gpu_busy_s=totals.busy_s,
+        link_busy_s=node.link.busy_s,
+        network_busy_s=network_s,
+        held_share=totals.held_block_s / (model.device_blocks * end_s) if end_s else 0.0,
+        fill=totals.fill,
+        fill_steps=totals.fill_steps,
+        max_wait_s=totals.max_wait_s,
+        max_skips=totals.max_skips,
+        preemptions=totals.preemptions,
+        stores_dropped_tokens=node.link.stores_dropped * model.block_tokens,
+    )

@@ -1,0 +1,295 @@
+"""Which requests are sent, and when: the same for every policy under comparison.
+
+Sessions arrive at a given rate and run closed-loop: a turn waits for its predecessor's last token
+and its pause. Which requests belong to a run is fixed beforehand, by a schedule in which nobody
+queues: the first so many by that schedule. A run starts in the middle of things: sessions that
+began before it and are not over come in with the turns that they have left.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s
+from simulator.cache import Ids, common_blocks
+from workload.arrivals import ArrivalProcess
+from workload.expansion import expand
+from workload.shapes import SessionShape, TurnShape, Workload
+
+_EARLY_SHARE = 5  # the first fifth of the requests is not measured
+
+
+@dataclass(slots=True, eq=False)
+class Traffic:
+    """The requests of a run, numbered session by session, turn by turn.
+
+    first_s: when each session's first request comes; turns: its requests; base: the number of the
+    first; ids, tenants: its names. turns_done: turns it had before the run.
+    Per request: planned_s, when it would come if nobody queued; measured; reuse_tokens, leading
+    tokens that an earlier request of the run (or the warm caches) left behind somewhere.
+    warm: prefixes that host tiers hold at the start, least recently used first.
+    """
+
+    workload: Workload
+    rate_rps: float
+    first_s: list[float] = field(default_factory=list)
+    turns: list[tuple[TurnShape, ...]] = field(default_factory=list)
+    base: list[int] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    tenants: list[str] = field(default_factory=list)
+    warm: list[Ids] = field(default_factory=list)
+    planned_s: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    measured: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    reuse_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    prompt_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    output_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    @property
+    def requests(self) -> int:
+        """How many requests there are."""
+        return len(self.planned_s)
+
+
+@dataclass(slots=True, eq=False)
+class _Facts:
+    """What all copies of a session have in common.
+
+    starts_s: of each turn since the session's first, if nobody queues; ends_s its last token's end.
+    reuse_blocks: longest prefix of each turn that one of its predecessors left. shared_blocks:
+    leading blocks of the first turn that other sessions use too. document_blocks: leading blocks
+    that the second turn shares with the first without continuing it.
+    """
+
+    starts_s: list[float]
+    end_s: float
+    reuse_blocks: list[int]
+    shared_blocks: int
+    document_blocks: int
+
+
+def build_traffic(
+    workload: Workload,
+    arrivals: ArrivalProcess,
+    speed: IdleSpeed,
+    *,
+    rate_rps: float,
+    requests: int,
+    seed: int,
+    warm: bool = True,
+) -> Traffic:
+    """The requests of one run.
+
+    Args:
+        workload: the shapes of its sessions.
+        arrivals: how they come.
+        speed: of a typical node, for the schedule in which nobody queues.
+        rate_rps: requests a second; sessions come at this over their mean number of turns.
+        requests: how many to send.
+        seed: of everything random in it.
+        warm: whether caches hold documents and histories at the start.
+    """
+    if requests < 1:
+        raise ValueError(f"requests is {requests}: give 1 or more")
+    if not rate_rps > 0:
+        raise ValueError(f"the rate is {rate_rps} requests/s: give one above zero")
+    facts = _facts(workload, speed)
+    turns_mean = sum(len(s.turns) for s in workload.sessions) / len(workload.sessions)
+    session_rate = rate_rps / turns_mean
+    rng = np.random.default_rng((seed, 1))
+    longest_s = max(f.end_s for f in facts.values())
+    before_s = np.sort(rng.uniform(-longest_s, 0.0, rng.poisson(session_rate * longest_s)))
+    starts = _starts(before_s.tolist(), arrivals(session_rate, np.random.default_rng((seed, 2))))
+    return _collect(Traffic(workload, rate_rps), facts, starts, requests, seed, warm)
+
+
+def _starts(before: list[float], after: Iterator[float]) -> Iterator[float]:
+    yield from before
+    yield from after
+
+
+def _collect(
+    traffic: Traffic,
+    facts: dict[str, _Facts],
+    starts: Iterator[float],
+    requests: int,
+    seed: int,
+    warm: bool,
+) -> Traffic:
+    """Take sessions until the planned times of `requests` requests are known for good."""
+    found: list[tuple[SessionShape, _Facts, float, int]] = []
+    planned: list[list[float]] = []
+    ahead: list[float] = []
+    settled = 0
+    for session, start_s in zip(expand(traffic.workload, seed), starts, strict=False):
+        known = facts[_base_id(session.id)]
+        if start_s + known.end_s <= 0 or start_s + known.starts_s[-1] < 0:
+            continue
+        while ahead and ahead[0] <= start_s:
+            heapq.heappop(ahead)
+            settled += 1
+        if settled >= requests:
+            break
+        times = [start_s + at for at in known.starts_s]
+        done = sum(at < 0 for at in times)
+        found.append((session, known, start_s, done))
+        planned.append(times[done:])
+        for at in times[done:]:
+            heapq.heappush(ahead, at)
+    every = np.fromiter((at for times in planned for at in times), dtype=np.float64)
+    order = np.argsort(every, kind="stable")[:requests]
+    chosen = np.zeros(len(every), dtype=np.bool_)
+    chosen[order] = True
+    _fill(traffic, found, planned, chosen, warm)
+    rank = np.empty(traffic.requests, dtype=np.int64)
+    rank[np.argsort(traffic.planned_s, kind="stable")] = np.arange(traffic.requests)
+    traffic.measured = rank >= traffic.requests // _EARLY_SHARE
+    return traffic
+
+
+def _fill(
+    traffic: Traffic,
+    found: list[tuple[SessionShape, _Facts, float, int]],
+    planned: list[list[float]],
+    chosen: NDArray[np.bool_],
+    warm: bool,
+) -> None:
+    size = traffic.workload.block_tokens
+    seen: set[int] = set()
+    histories: list[Ids] = []
+    documents: list[Ids] = []
+    times: list[float] = []
+    reuse: list[int] = []
+    prompts: list[int] = []
+    outputs: list[int] = []
+    at = 0
+    for (session, known, _, done), planned_s in zip(found, planned, strict=True):
+        mine = int(chosen[at : at + len(planned_s)].sum())
+        at += len(planned_s)
+        if not mine:
+            continue
+        # Planned times rise within a session, so the chosen ones are its next turns.
+        turns = session.turns[done : done + mine]
+        first = turns[0].blocks
+        held = known.shared_blocks if not done else 0
+        held = _seen_blocks(seen, first, held)
+        if warm and done:
+            history = _history(session, done)
+            histories.append(history)
+            held = max(held, common_blocks(history, first, 0, min(len(history), len(first))))
+        elif warm and known.document_blocks:
+            documents.append(first[: known.document_blocks])
+            held = max(held, known.document_blocks)
+        seen.update(first[: known.shared_blocks].tolist())
+        traffic.base.append(len(times))
+        traffic.first_s.append(planned_s[0])
+        traffic.turns.append(turns)
+        traffic.ids.append(session.id)
+        traffic.tenants.append(session.tenant)
+        times += planned_s[:mine]
+        for number, turn in enumerate(turns):
+            blocks = held
+            if number and (not done or warm):
+                blocks = known.reuse_blocks[done + number]
+            elif number:
+                blocks = _longest(turns[:number], turn)
+            usable = (turn.input_tokens - 1) // size
+            reuse.append(min(blocks, usable) * size)
+            prompts.append(turn.input_tokens)
+            outputs.append(turn.output_tokens)
+    # Sessions that come later were used longest ago; those under way most recently.
+    traffic.warm = [*reversed(documents), *histories]
+    traffic.planned_s = np.array(times)
+    traffic.reuse_tokens = np.array(reuse, dtype=np.int64)
+    traffic.prompt_tokens = np.array(prompts, dtype=np.int64)
+    traffic.output_tokens = np.array(outputs, dtype=np.int64)
+
+
+def _seen_blocks(seen: set[int], ids: Ids, stop: int) -> int:
+    """Leading blocks of `ids[:stop]` that were seen; ids are chained, so bisection finds them."""
+    low = 0
+    while low < stop:
+        middle = (low + stop + 1) >> 1
+        if ids.item(middle - 1) in seen:
+            low = middle
+        else:
+            stop = middle - 1
+    return low
+
+
+def _longest(earlier: tuple[TurnShape, ...], turn: TurnShape) -> int:
+    return max(_common(before.kept_blocks, turn.blocks) for before in earlier)
+
+
+def _common(a: Ids, b: Ids) -> int:
+    return common_blocks(a, b, 0, min(len(a), len(b)))
+
+
+def _history(session: SessionShape, done: int) -> Ids:
+    """What the turns before the next one left of its prefix; the last turn's blocks if nothing."""
+    following = session.turns[done].blocks
+    best = max(session.turns[:done], key=lambda turn: _common(turn.kept_blocks, following))
+    return best.kept_blocks
+
+
+def _base_id(session_id: str) -> str:
+    return session_id.rpartition("~")[0] or session_id
+
+
+def _facts(workload: Workload, speed: IdleSpeed) -> dict[str, _Facts]:
+    uses = _uses(workload)
+    facts: dict[str, _Facts] = {}
+    for session in workload.sessions:
+        reuse = [0] * len(session.turns)
+        for number in range(1, len(session.turns)):
+            reuse[number] = _longest(session.turns[:number], session.turns[number])
+        first = session.turns[0]
+        shared = sum(1 for _ in _while_shared(first.blocks, uses))
+        document = 0
+        if len(session.turns) > 1:
+            document = _common(first.blocks, session.turns[1].blocks)
+            if reuse[1] > document or document >= len(first.blocks):
+                document = 0
+        starts, end_s = _schedule(session, reuse, workload.block_tokens, speed)
+        facts[session.id] = _Facts(starts, end_s, reuse, shared, document)
+    return facts
+
+
+def _while_shared(ids: Ids, uses: dict[int, int]) -> Iterator[int]:
+    for block in ids.tolist():
+        if uses.get(block, 0) < 2:
+            return
+        yield block
+
+
+def _uses(workload: Workload) -> dict[int, int]:
+    """In how many sessions each block occurs that occurs in several."""
+    own = [
+        np.unique(np.concatenate([turn.kept_blocks for turn in session.turns]))
+        for session in workload.sessions
+    ]
+    blocks, counts = np.unique(np.concatenate(own), return_counts=True)
+    several = counts > 1
+    return dict(zip(blocks[several].tolist(), counts[several].tolist(), strict=True))
+
+
+def _schedule(
+    session: SessionShape, reuse: list[int], block_tokens: int, speed: IdleSpeed
+) -> tuple[list[float], float]:
+    """When each turn would start if nobody queued, and when the last one would end."""
+    prompts = np.array([turn.input_tokens for turn in session.turns])
+    outputs = np.array([turn.output_tokens for turn in session.turns])
+    cached = np.minimum(np.array(reuse) * block_tokens, prompts - 1)
+    service = idle_ttft_s(speed, cached, prompts - cached)
+    service = service + (outputs - 1) * idle_tpot_s(speed, prompts, outputs)
+    starts: list[float] = []
+    now_s = 0.0
+    for turn, service_s in zip(session.turns, service.tolist(), strict=True):
+        now_s += turn.after_s
+        starts.append(now_s)
+        now_s += service_s
+    return starts, now_s

@@ -1,0 +1,56 @@
+"""Decode-only stretches in closed form against the sum over single steps."""
+
+import random
+
+import pytest
+
+from kappa.step import StepModel
+from simulator.decode import Stretch
+
+
+def random_step(rng):
+    return StepModel(
+        token_s=rng.choice([0.0, 10 ** rng.uniform(-6, -3)]),
+        pair_s=rng.choice([0.0, 10 ** rng.uniform(-10, -6)]),
+        weights_s=10 ** rng.uniform(-4, -1),
+        context_token_s=rng.choice([0.0, 10 ** rng.uniform(-9, -6)]),
+        fixed_s=10 ** rng.uniform(-4, -2),
+    )
+
+
+def one_by_one(step, requests, context, count):
+    total_s = []
+    now_s = 0.0
+    for _ in range(count):
+        # Requests of one length each: only the sums enter.
+        now_s += step.step_s([(1, 0)] * (requests - 1) + [(1, context)])
+        total_s.append(now_s)
+        context += requests
+    return total_s
+
+
+def test_a_thousand_stretches_equal_their_steps():
+    rng = random.Random(1)
+    for _ in range(1000):
+        step, requests = random_step(rng), rng.randint(1, 40)
+        context, count = rng.randint(1, 200_000), rng.randint(1, 60)
+        stretch = Stretch(step, requests, context)
+        ends_s = one_by_one(step, requests, context, count)
+        for steps, end_s in enumerate(ends_s, 1):
+            assert stretch.seconds(steps) == pytest.approx(end_s, rel=1e-9)
+        for steps, end_s in enumerate(ends_s, 1):
+            assert stretch.steps(end_s * (1 + 1e-7)) == steps
+            assert stretch.steps(end_s * (1 - 1e-7)) == steps - 1
+
+
+def test_the_longer_of_two_lines_may_change_once_on_the_way():
+    step = StepModel(token_s=1e-3, pair_s=1e-6, weights_s=2e-3, context_token_s=1e-9)
+    stretch = Stretch(step, 1, 0)
+    slow = [step.step_s([(1, context)]) for context in range(3000)]
+    assert slow[0] == pytest.approx(2e-3) and slow[-1] > 3e-3
+    assert stretch.seconds(3000) == pytest.approx(sum(slow))
+    assert stretch.steps(sum(slow[:1500]) + 1e-6) == 1500
+
+
+def test_no_time_has_no_steps():
+    assert Stretch(StepModel(1e-3, 0, 1e-3, 0), 1, 1).steps(0.0) == 0
