@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from deploy.commands import bench, bench_routing, demo, law, profile, serve
+from deploy.commands import bench, bench_regret, bench_routing, demo, law, profile, serve, simulate
 
 app = typer.Typer(
     name="kappa",
@@ -19,5 +19,7 @@ app.command()(profile.profile)
 app.command()(law.tables)
 app.command()(law.explain)
 app.command()(law.roofline)
+app.command()(simulate.simulate)
 bench.app.command()(bench_routing.routing)
+bench.app.command()(bench_regret.regret)
 app.add_typer(bench.app, name="bench")

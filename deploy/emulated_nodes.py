@@ -92,6 +92,7 @@ class EmulatedNode:
             admitted=self._on_admitted, first_token=self._on_first, finished=self._on_finished,
         )  # fmt: skip
         self._served = 0
+        self._found = {"prompt_tokens": 0, "device_tokens": 0, "host_tokens": 0}
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -133,6 +134,9 @@ class EmulatedNode:
 
     def _on_finished(self, job: Job) -> None:
         ticket = self._tickets.pop(job)
+        self._found["prompt_tokens"] += job.prompt_tokens
+        self._found["device_tokens"] += job.device_tokens
+        self._found["host_tokens"] += job.cached_tokens
         ticket.first.set()
         ticket.done.set()
 
@@ -191,6 +195,11 @@ class EmulatedNode:
         )
         self._admitted, self._prefilled = [], []
         self._reports.send_multipart([REPORT, msgspec.msgpack.encode(report.to_dict())])
+
+    def totals(self) -> dict[str, float]:
+        """What it did since the start, in emulated seconds and tokens."""
+        busy_s, link_s = self.node.totals.busy_s, self.node.link.busy_s
+        return {"busy_s": busy_s, "link_busy_s": link_s, **self._found}
 
     def announcement(self) -> Announcement:
         """What the node says of itself: the truth, with its dilation."""
@@ -361,11 +370,9 @@ async def serve() -> None:
 
     async def totals(message: dict[str, Any]) -> dict[str, Any]:
         return {
-            "nodes": {
-                n.name: {"busy_s": n.node.totals.busy_s, "link_busy_s": n.node.link.busy_s,
-                         "served": n._served} for n in nodes
-            }
-        }  # fmt: skip
+            "nodes": {node.name: node.totals() for node in nodes},
+            "late_ms": 1e3 * float(np.quantile(loop.late_s, 0.99)) if loop.late_s else 0.0,
+        }
 
     await serve_lines(reader, totals)
     for task in tasks:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable
 from heapq import heappop
 from typing import Any
 
 from simulator.loop import Loop
+
+_LATE_KEPT = 200_000
 
 
 class PacedLoop(Loop):
@@ -17,11 +20,13 @@ class PacedLoop(Loop):
 
     An event is handled at its own simulated time, however late the process wakes up, so the
     physics stays exact; only the news of it are late. `dilation`: wall seconds per simulated one.
+    late_s: by how many wall seconds, for the latest events.
     """
 
     def __init__(self, dilation: float) -> None:
         super().__init__()
         self.dilation = dilation
+        self.late_s: deque[float] = deque(maxlen=_LATE_KEPT)
         self._origin_s = time.monotonic()
         self._sooner = asyncio.Event()
 
@@ -35,6 +40,7 @@ class PacedLoop(Loop):
         wall_s = (time.monotonic() - self._origin_s) / self.dilation
         while self._heap and self._heap[0][0] <= wall_s:
             self.now_s, _, handler, argument = heappop(self._heap)
+            self.late_s.append(time.monotonic() - self._origin_s - self.now_s * self.dilation)
             handler(argument)
         self.now_s = max(self.now_s, wall_s)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,11 @@ def _run_missing(
     meter.skip(len(runs) - len(missing))
     if not missing:
         return
+    if jobs == 1:
+        for run in missing:
+            store.add(run, simulated(run, settings, _records_path(run, store.directory)))
+            meter.step(run)
+        return
     # More threads than cores would only hinder each other. Children inherit the environment.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -322,9 +328,9 @@ def _run_missing(
         try:
             while True:
                 # Little is submitted ahead, so that an interrupt leaves little to wait for.
-                while len(under_way) < jobs + 1 and (run := next(queue, None)) is not None:
-                    records = _records_path(run, store.directory)
-                    under_way[pool.submit(simulated, run, settings, records)] = run
+                for ahead in islice(queue, jobs + 1 - len(under_way)):
+                    records = _records_path(ahead, store.directory)
+                    under_way[pool.submit(simulated, ahead, settings, records)] = ahead
                 if not under_way:
                     return
                 for future in wait(under_way, return_when=FIRST_COMPLETED).done:
@@ -401,7 +407,9 @@ def faults_of(cell: Cell, config: SimulationConfig, seed: int) -> Faults:
     """What goes wrong in a cell: noise always, and what its name says."""
     nodes = len(config.cluster.nodes)
     if cell.faults == "misprofile":
-        wrong = misprofiled_third(nodes, RESOURCES, _MISPROFILE_FACTOR, seed)
+        # Small clusters have few wrong nodes: let seeds take turns in what is wrong first.
+        resources = RESOURCES[::-1] if seed % 2 == 0 else RESOURCES
+        wrong = misprofiled_third(nodes, resources, _MISPROFILE_FACTOR, seed)
         return Faults(misprofiles=wrong)
     if cell.faults == "failure":
         assert config.load is not None and config.capacity_rps is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,8 @@ from simulator.play import Play
 from simulator.traffic import Traffic
 from workload.shapes import Workload
 
+# A paced step or load lasts what it should; what varies lies outside the engine.
+_STEADY = Faults(noise_sigma=0.0)
 # A worker reports admissions and totals this often, in real seconds.
 _REPORT_PERIOD_S = 0.25
 # The sessions of a window that take this many windows saturate the cluster.
@@ -176,30 +179,43 @@ def saturation_sessions_per_s(
     `make` gives the sessions that arrive over `window_s` at a rate. The rate is doubled until they
     take half as long again as the window; by then the nodes are busy all the time.
     """
-    rate, policy = 0.25, "ttft"
+    rate = 0.25
     while True:
         scripts = make(rate)
         if scripts:
-            end_s = simulate(scripts, mirror, overhead, policy).end_s
+            end_s = simulate(scripts, mirror, overhead, "ttft", forecast=False).end_s
             if end_s > _SATURATED * window_s:
                 return len(scripts) / end_s
         rate *= 2
 
 
 def simulate(
-    scripts: Sequence[Script], mirror: Mirror, overhead: Overhead, policy: str, seed: int = 0
+    scripts: Sequence[Script],
+    mirror: Mirror,
+    overhead: Overhead,
+    policy: str,
+    seed: int = 0,
+    *,
+    forecast: bool = True,
 ) -> Simulated:
-    """Play `scripts` on the mirrored nodes under `policy`; arrivals jitter as idle requests did."""
+    """Play `scripts` on the mirrored nodes under `policy`; arrivals jitter as idle requests did.
+
+    `forecast`: the router forecasts step by step, as the live one of so few workers does; without,
+    queues are arithmetic, which is faster.
+    """
     traffic = _traffic(scripts, mirror, overhead, np.random.default_rng((seed, 17)))
     models = [_model(mirror, i) for i in range(len(mirror.profiles))]
     specs = tuple(NodeSpec(profile, 0.0) for profile in mirror.profiles)
     config = RouterConfig(
-        policy=policy_named(policy, seed=seed), secret=1, stale_after_s=float("inf")
+        policy=policy_named(policy, seed=seed),
+        secret=1,
+        stale_after_s=float("inf"),
+        forecast_workers=len(mirror.profiles) if forecast else 0,
     )
     router = _ToldLengths(config, traffic.output_tokens.tolist())
     said = [_announcement(mirror, i) for i in range(len(mirror.profiles))]
     play = Play(
-        Cluster("mirror", specs), models, traffic, RouterDispatch(router, said), Faults(), seed,
+        Cluster("mirror", specs), models, traffic, RouterDispatch(router, said), _STEADY, seed,
         mirror.kv_bytes_per_token, _REPORT_PERIOD_S,
     )  # fmt: skip
     play.run()
@@ -303,3 +319,82 @@ def _simulated(
         session=tuple(session[i] for i in order),
         turn=np.array(turn)[order],
     )
+
+
+QUANTILES = (0.5, 0.9)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cell:
+    """One trace at one load under one policy: TTFTs of each real and each simulated run."""
+
+    trace: str
+    load: float
+    policy: str
+    real_s: tuple[np.ndarray, ...]
+    sim_s: tuple[np.ndarray, ...]
+
+    def real(self, quantile: float) -> list[float]:
+        """The quantile in each real run."""
+        return [float(np.quantile(run, quantile)) for run in self.real_s]
+
+    def sim(self, quantile: float) -> list[float]:
+        """The quantile in each simulated run."""
+        return [float(np.quantile(run, quantile)) for run in self.sim_s]
+
+
+def compared(cell: Cell) -> list[dict[str, Any]]:
+    """Rows of a cell: medians over runs; the error relative to the real one; spread over runs.
+
+    spread: largest less smallest of the real runs, over their median; sim_spread: the same of the
+    simulated ones.
+    """
+    rows = []
+    for quantile in QUANTILES:
+        real, sim = cell.real(quantile), cell.sim(quantile)
+        real_s, sim_s = statistics.median(real), statistics.median(sim)
+        rows.append(
+            {
+                "trace": cell.trace,
+                "load": cell.load,
+                "policy": cell.policy,
+                "quantile": quantile,
+                "real_s": real_s,
+                "sim_s": sim_s,
+                "err": (sim_s - real_s) / real_s,
+                "spread": (max(real) - min(real)) / real_s,
+                "sim_spread": (max(sim) - min(sim)) / sim_s,
+                "requests": len(cell.real_s[0]),
+            }
+        )
+    return rows
+
+
+def ranking(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Each pair of policies at one trace, load and quantile: does the simulator order them alike?
+
+    agrees is None where the runs of one real policy overlap with those of the other: then the real
+    stack itself does not tell which is better.
+    """
+    pairs = []
+    for i, a in enumerate(cells):
+        for b in cells[i + 1 :]:
+            if (a.trace, a.load) != (b.trace, b.load):
+                continue
+            for quantile in QUANTILES:
+                real_a, real_b = a.real(quantile), b.real(quantile)
+                decided = max(real_a) < min(real_b) or max(real_b) < min(real_a)
+                real = statistics.median(real_a) < statistics.median(real_b)
+                sim = statistics.median(a.sim(quantile)) < statistics.median(b.sim(quantile))
+                pairs.append(
+                    {
+                        "trace": a.trace,
+                        "load": a.load,
+                        "quantile": quantile,
+                        "policies": [a.policy, b.policy],
+                        "real_better": a.policy if real else b.policy,
+                        "sim_better": a.policy if sim else b.policy,
+                        "agrees": real == sim if decided else None,
+                    }
+                )
+    return pairs

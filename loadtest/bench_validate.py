@@ -9,22 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
+from numpy.typing import NDArray
 
 from loadtest.bench_predict import usage
 from loadtest.validate_traffic import FORCED_TOKEN, Ask, Script
-
-Progress = Callable[[str], None]
 
 _TIMEOUT_S = 300.0
 _LEAD_S = 0.3
 # Reports of the last steps, and with them admissions, follow a moment later.
 _SETTLE_S = 1.2
-_DRAINED_EVERY_S = 0.2
 _MORE_DECISIONS = 64
 
 
@@ -72,6 +71,10 @@ class Played:
     busy_share: float = 0.0
     overrun_share: float = 0.0
 
+    def ttfts_s(self) -> NDArray[np.float64]:
+        """TTFTs of the requests that were answered."""
+        return np.array([answer.ttft_s for answer in self.answers if not answer.error])
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready copy."""
         return asdict(self)
@@ -112,10 +115,6 @@ class Replayer:
         played.answers.sort(key=lambda answer: answer.sent_s)
         await self._add_decisions(played, start_s)
         return played
-
-    async def idle(self, script: Script) -> Played:
-        """Send one session's requests to an idle cluster, one after the other."""
-        return await self.play([script])
 
     async def nodes(self) -> list[dict[str, Any]]:
         """Every worker, as `GET /v1/nodes` tells it."""

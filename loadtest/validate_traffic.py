@@ -26,6 +26,9 @@ FORCED_TOKEN = 99
 
 # Ids below the first are special; the tiny model's vocabulary is larger than the last.
 _TOKEN_IDS = range(100, 3600)
+_IDLE_TOKENS = (40, 300, 1000, 40, 300, 2000) * 5
+_IDLE_PAUSE_S = 0.2
+_IDLE_OUTPUT_TOKENS = 2
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -35,13 +38,16 @@ class Scaling:
     """How a trace is made small.
 
     tokens: factor of prompts, answers and pauses; turns: of each session, at most; pause_s: the
-    longest pause after scaling, in emulated seconds; output_tokens: the shortest answer.
+    longest pause after scaling, in emulated seconds; least_output_tokens, most_output_tokens: what
+    answers are held between, so that a run is short (later prompts carry the uncut answer's
+    tokens all the same).
     """
 
     tokens: float
     turns: int
     pause_s: float = 0.1
-    output_tokens: int = 4
+    least_output_tokens: int = 4
+    most_output_tokens: int = 8
 
     def __post_init__(self) -> None:
         """Refuse what makes no traffic."""
@@ -49,12 +55,17 @@ class Scaling:
             raise ValueError(f"Scaling.tokens is {self.tokens}: give a factor above 0, at most 1")
         if self.turns < 1:
             raise ValueError(f"Scaling.turns is {self.turns}: a session needs at least one")
+        if not 1 <= self.least_output_tokens <= self.most_output_tokens:
+            raise ValueError(
+                f"Scaling.most_output_tokens is {self.most_output_tokens} and the least "
+                f"{self.least_output_tokens}: give at least 1, and most not below least"
+            )
 
 
 SCALINGS: Mapping[str, Scaling] = {
-    "narrativeqa": Scaling(tokens=1 / 16, turns=5),
-    "miniswe": Scaling(tokens=1 / 6, turns=6),
-    "sharegpt": Scaling(tokens=1 / 8, turns=4),
+    "narrativeqa": Scaling(tokens=1 / 32, turns=5),
+    "miniswe": Scaling(tokens=1 / 3, turns=6),
+    "sharegpt": Scaling(tokens=1.0, turns=4),
 }
 """How each trace is scaled by default."""
 
@@ -120,11 +131,11 @@ def scripts(
     rng: np.random.Generator,
     salt: int,
 ) -> tuple[Script, ...]:
-    """The sessions of one run: Poisson arrivals over `window_s` real seconds.
+    """The sessions of one run, which arrive at random over `window_s` real seconds.
 
     `rng` sets sessions and arrivals; `salt` sets the tokens: runs with other salts share none.
     """
-    starts = list(_arrivals(sessions_per_s, window_s, rng))
+    starts = _arrivals(sessions_per_s, window_s, rng)
     order = rng.permutation(len(workload.sessions))
     made = []
     for number, start_s in enumerate(starts):
@@ -139,11 +150,25 @@ def scripts(
     return tuple(made)
 
 
-def _arrivals(rate_per_s: float, window_s: float, rng: np.random.Generator) -> Iterator[float]:
-    at_s = float(rng.exponential(1 / rate_per_s))
-    while at_s < window_s:
-        yield at_s
-        at_s += float(rng.exponential(1 / rate_per_s))
+def salt_of(*parts: object) -> int:
+    """A salt that belongs to `parts` alone: runs of different names share no tokens."""
+    return _seed(*repr(parts).encode())
+
+
+def idle_script(rng: np.random.Generator) -> Script:
+    """Fresh prompts of several lengths, one after the other: what a request costs when idle."""
+    asks = tuple(
+        Ask(_IDLE_PAUSE_S, rng.choice(np.array(_TOKEN_IDS), tokens), _IDLE_OUTPUT_TOKENS)
+        for tokens in _IDLE_TOKENS
+    )
+    return Script("idle", 0.0, asks)
+
+
+def _arrivals(rate_per_s: float, window_s: float, rng: np.random.Generator) -> list[float]:
+    """Times of a Poisson process, given that it has as many as it has on average."""
+    count = max(round(rate_per_s * window_s), 1)
+    times: list[float] = np.sort(rng.uniform(0.0, window_s, count)).tolist()
+    return times
 
 
 def _scaled(
@@ -157,7 +182,8 @@ def _scaled(
     for number, turn in enumerate(shape.turns[: scaling.turns]):
         input_tokens = max(math.ceil(turn.input_tokens * scaling.tokens), 1)
         total = math.ceil((turn.input_tokens + turn.output_tokens) * scaling.tokens)
-        output_tokens = max(total - input_tokens, scaling.output_tokens)
+        output_tokens = max(total - input_tokens, scaling.least_output_tokens)
+        output_tokens = min(output_tokens, scaling.most_output_tokens)
         if input_tokens + output_tokens > max_context_tokens:
             return
         own = _seed(*shape.id.encode(), number)

@@ -97,7 +97,7 @@ class BlockTable:
 
     def salt(self, row: int) -> int:
         """Salt of the sequence a row is in."""
-        return self._salts[self._salt[row]]
+        return self._salts[int(self._salt[row])]
 
     # ---- change
 

@@ -135,8 +135,7 @@ class RouterConfig:
 
     forecast_workers: pools of at most so many workers are forecast step by step for every
     decision; in larger ones queues are arithmetic (`router.fleet`), which costs microseconds.
-    admission: whom to refuse; none: nobody. fetch: workers can bring blocks from each other's host
-    tiers (simulated only: no engine of ours does it yet).
+    admission: whom to refuse; none: nobody.
     """
 
     policy: Policy
@@ -147,7 +146,6 @@ class RouterConfig:
     calibrate_requests: int | None = None
     forecast_workers: int = 4
     admission: Admission | None = None
-    fetch: bool = False
 
 
 @dataclass(slots=True)
@@ -384,7 +382,7 @@ class Router:
             session=request.session,
         )
         offers = price(cached_tokens=cached)
-        if self.config.fetch and held:
+        if getattr(self.config.policy, "fetches", False) and held:
             everywhere = held * size - device
             offers.fetching = price(cached_tokens=everywhere, fetch_tokens=everywhere - cached)
             offers.fetch_from = holder

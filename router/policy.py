@@ -1,6 +1,7 @@
 """Which worker should serve a request. Each policy looks at `Offers` and says whom, and why.
 
-* `priced` (default): least predicted TTFT, plus what the choice takes from others: `router.prices`.
+* `priced`: least predicted TTFT, plus what the choice takes from others: `router.prices`;
+  `priced_fetch` may also bring KV from a peer's host tier first (simulated only).
 * `ttft`: least predicted time to first token, plus the delay it puts on those that decode there.
 * `threshold`: paper 001 §7.3 as printed. It looks at the request's ratio and at links, not at where
   the cache is, nor at the queue (except to break ties): kept as explanation and baseline.
@@ -11,7 +12,9 @@ What others do is in `router.baselines`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -37,9 +40,10 @@ class Choice:
 
 
 class Policy(Protocol):
-    """Picks a worker; may remember what it was told."""
+    """Picks a worker; may remember what it was told. fetches: it may bring KV from a peer first."""
 
     name: str
+    fetches: bool
 
     def choose(self, offers: Offers) -> Choice:
         """Pick one of `offers` (at least one)."""
@@ -56,6 +60,8 @@ class Policy(Protocol):
 
 class Stateless:
     """What policies without a memory share."""
+
+    fetches = False
 
     def routed(self, offers: Offers, index: int) -> None:
         """Nothing to remember."""
@@ -151,8 +157,12 @@ def policy_named(spec: str, seed: int = 0) -> Policy:
     # Here, not above: these are built from what this file defines.
     from router.prices import Priced
 
-    ours: dict[str, type[Priced | LeastTtft | Threshold | LeastBacklog]] = {
-        cls.name: cls for cls in (Priced, LeastTtft, Threshold, LeastBacklog)
+    ours: dict[str, Callable[[], Policy]] = {
+        "priced": Priced,
+        "priced_fetch": partial(Priced, fetches=True),
+        "ttft": LeastTtft,
+        "threshold": Threshold,
+        "least_backlog": LeastBacklog,
     }
     if spec in ours:
         return ours[spec]()

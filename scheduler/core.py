@@ -113,6 +113,7 @@ class Scheduler:
         self.preemptions = 0
         self._fill = 0.0
         self._fill_steps = 0
+        self._wanting = False
 
     # -- events -------------------------------------------------------------------------------
 
@@ -173,14 +174,15 @@ class Scheduler:
             budget -= self._run(step, self.ready.popleft(), budget)
         if self.waiting and admit:
             budget = self._admit(step, budget, now_s)
-        if step.chunks or self.waiting:
+        self._wanting = bool(step.chunks or self.waiting)
+        if self._wanting:
             self._fill += (self.budget_tokens - budget) / self.budget_tokens
             self._fill_steps += 1
         return step
 
     def repeat(self, steps: int, decoding: int) -> None:
         """The last step's decoding went on alone for `steps` more iterations."""
-        if self.waiting:
+        if self._wanting:
             self._fill += steps * decoding / self.budget_tokens
             self._fill_steps += steps
 

@@ -42,8 +42,10 @@ class Dispatcher(Protocol):
     listens: bool
     decision_s: list[float]
 
-    def choose(self, key: int, turn: TurnShape, session: str, now_s: float) -> Route | None:
-        """Where request `key` goes; None: nowhere, it is refused."""
+    def choose(
+        self, key: int, turn: TurnShape, session: str, now_s: float, lost_on: int = -1
+    ) -> Route | None:
+        """Where request `key` goes; None: nowhere, it is refused. `lost_on`: where it was lost."""
         ...
 
     def hold(self, node: int, tier: str, ids: Ids) -> None:
@@ -92,7 +94,9 @@ class PlanDispatch:
         self.decision_s: list[float] = []
         self._nodes = [int(node) for node in assignment]
 
-    def choose(self, key: int, turn: TurnShape, session: str, now_s: float) -> Route | None:
+    def choose(
+        self, key: int, turn: TurnShape, session: str, now_s: float, lost_on: int = -1
+    ) -> Route | None:
         """As planned."""
         return Route(self._nodes[key])
 
@@ -153,10 +157,14 @@ class RouterDispatch:
             router.join(said, 0.0)
         assert router.index is not None
 
-    def choose(self, key: int, turn: TurnShape, session: str, now_s: float) -> Route | None:
+    def choose(
+        self, key: int, turn: TurnShape, session: str, now_s: float, lost_on: int = -1
+    ) -> Route | None:
         """Ask the router."""
         request = RouteRequest(
             str(key),
+            # Which also says that it is sent again, and not to be refused.
+            exclude=frozenset((self._announcements[lost_on].worker,) if lost_on >= 0 else ()),
             prefix_hashes=turn.blocks,
             prompt_tokens=turn.input_tokens,
             session=session,

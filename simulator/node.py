@@ -208,7 +208,8 @@ class Node:
         if step.chunks:
             self._start_step(step)
         elif self._decoding:
-            self._start_stretch()
+            # After a preemption the next iteration may admit again.
+            self._start_stretch(_FOREVER if admit else 1)
         else:
             self._account_held()
 
@@ -272,10 +273,10 @@ class Node:
         self._end_finished()
         self._plan()
 
-    def _start_stretch(self) -> None:
+    def _start_stretch(self, most: int) -> None:
         model, n = self.model, self._decoding
         self._stretch = Stretch(model.step, n, self._context)
-        self._stretch_steps = self._stretch_limit()
+        self._stretch_steps = min(self._stretch_limit(), most)
         self._stretch_factor = self._noise.factor() * self.slow
         self._cut = False
         now_s = self._loop.now_s

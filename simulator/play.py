@@ -138,13 +138,13 @@ class Play:
         self.arrival_s[key] = now_s
         self._send(key)
 
-    def _send(self, key: int) -> None:
+    def _send(self, key: int, lost_on: int = -1) -> None:
         traffic, now_s = self.traffic, self._loop.now_s
         session = self._session_of[key]
         turn = traffic.turns[session][key - traffic.base[session]]
         route: Route | None = None
         if turn.input_tokens + turn.output_tokens <= self._most:
-            route = self.dispatcher.choose(key, turn, traffic.ids[session], now_s)
+            route = self.dispatcher.choose(key, turn, traffic.ids[session], now_s, lost_on)
         job = Job(
             key, turn.input_tokens, turn.output_tokens, turn.kept_blocks, len(turn.kept_blocks),
             now_s,
@@ -277,7 +277,7 @@ class Play:
                 continue
             self._again.add(job.key)
             self.retried += 1
-            self._send(job.key)
+            self._send(job.key, failure.node)
 
     def _recover(self, index: int) -> None:
         self.nodes[index].recover()

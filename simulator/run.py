@@ -8,7 +8,8 @@ same configuration gives the same outcome to the last bit, decision times apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -82,6 +83,10 @@ class SimulationConfig:
                 f"unknown scheduler {self.scheduler!r}: choose one of {', '.join(SCHEDULERS)}"
             )
         check(self.cluster, self.shape, self.workload.block_tokens)
+
+    def replaced(self, **changes: Any) -> SimulationConfig:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
 
 
 def simulate(
@@ -160,9 +165,7 @@ def capacity_of(config: SimulationConfig) -> float:
         return config.capacity_rps
     from simulator.capacity import capacity_rps
 
-    return capacity_rps(
-        config.workload, config.cluster.nodes, config.shape, warm=config.warm
-    )
+    return capacity_rps(config.workload, config.cluster.nodes, config.shape, warm=config.warm)
 
 
 def idle_speed(node: NodeSpec, shape: ModelShape, budget_tokens: int = BUDGET_TOKENS) -> IdleSpeed:
@@ -236,6 +239,7 @@ def _announcements(config: SimulationConfig, models: Sequence[NodeModel]) -> lis
                 max_context_tokens=model.device_blocks * model.block_tokens,
                 events_endpoint="",
                 snapshot_endpoint="",
+                net_bytes_per_s=node.network_bytes_per_s,
             )
         )
     return said

@@ -9,8 +9,9 @@ began before it and are not over come in with the turns that they have left.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,12 @@ from numpy.typing import NDArray
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s
 from simulator.cache import Ids, common_blocks
 from workload.arrivals import ArrivalProcess
+from workload.block_ids import salt_of
 from workload.expansion import expand
 from workload.shapes import SessionShape, TurnShape, Workload
+
+# Copies of a workload from this number on are for sessions that began before the run.
+_COPIES_BEFORE = 1 << 40
 
 _EARLY_SHARE = 5  # the first fifth of the requests is not measured
 
@@ -101,23 +106,52 @@ def build_traffic(
     turns_mean = sum(len(s.turns) for s in workload.sessions) / len(workload.sessions)
     session_rate = rate_rps / turns_mean
     rng = np.random.default_rng((seed, 1))
-    longest_s = max(f.end_s for f in facts.values())
-    before_s = np.sort(rng.uniform(-longest_s, 0.0, rng.poisson(session_rate * longest_s)))
-    starts = _starts(before_s.tolist(), arrivals(session_rate, np.random.default_rng((seed, 2))))
-    return _collect(Traffic(workload, rate_rps), facts, starts, requests, seed, warm)
+    under_way = _under_way(workload, facts, session_rate, rng)
+    later = zip(
+        arrivals(session_rate, np.random.default_rng((seed, 2))),
+        expand(workload, seed),
+        strict=False,
+    )
+    return _collect(Traffic(workload, rate_rps), facts, chain(under_way, later), requests, warm)
 
 
-def _starts(before: list[float], after: Iterator[float]) -> Iterator[float]:
-    yield from before
-    yield from after
+def _under_way(
+    workload: Workload, facts: dict[str, _Facts], session_rate: float, rng: np.random.Generator
+) -> list[tuple[float, SessionShape]]:
+    """Sessions that began before time 0 and are not over, with when they began.
+
+    In a stationary stream their number is Poisson with mean rate times mean duration, long ones
+    are met in proportion to their duration, and each anywhere in its course.
+    """
+    ends_s = np.array([facts[session.id].end_s for session in workload.sessions])
+    count = rng.poisson(session_rate * ends_s.mean())
+    if not count:
+        return []
+    drawn = rng.choice(len(ends_s), size=count, p=ends_s / ends_s.sum())
+    starts_s = -ends_s[drawn] * rng.uniform(size=count)
+    copies = [0] * len(ends_s)
+    found: list[tuple[float, SessionShape]] = []
+    for start_s, index in zip(starts_s.tolist(), drawn.tolist(), strict=True):
+        found.append((start_s, _copy(workload.sessions[index], _COPIES_BEFORE + copies[index])))
+        copies[index] += 1
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _copy(session: SessionShape, copy: int) -> SessionShape:
+    """The session with the block ids of copy `copy` of its workload."""
+    salt = salt_of(copy)
+    turns: list[TurnShape] = []
+    for turn in session.turns:
+        kept = turn.kept_blocks ^ salt
+        turns.append(replace(turn, blocks=kept[: len(turn.blocks)], kept_blocks=kept))
+    return SessionShape(f"{session.id}~{copy}", tuple(turns), session.tenant)
 
 
 def _collect(
     traffic: Traffic,
     facts: dict[str, _Facts],
-    starts: Iterator[float],
+    sessions: Iterable[tuple[float, SessionShape]],
     requests: int,
-    seed: int,
     warm: bool,
 ) -> Traffic:
     """Take sessions until the planned times of `requests` requests are known for good."""
@@ -125,9 +159,9 @@ def _collect(
     planned: list[list[float]] = []
     ahead: list[float] = []
     settled = 0
-    for session, start_s in zip(expand(traffic.workload, seed), starts, strict=False):
-        known = facts[_base_id(session.id)]
-        if start_s + known.end_s <= 0 or start_s + known.starts_s[-1] < 0:
+    for start_s, session in sessions:
+        known = facts.get(session.id) or facts[_base_id(session.id)]
+        if start_s + known.starts_s[-1] < 0:
             continue
         while ahead and ahead[0] <= start_s:
             heapq.heappop(ahead)
@@ -237,7 +271,7 @@ def _history(session: SessionShape, done: int) -> Ids:
 
 
 def _base_id(session_id: str) -> str:
-    return session_id.rpartition("~")[0] or session_id
+    return session_id.rpartition("~")[0]
 
 
 def _facts(workload: Workload, speed: IdleSpeed) -> dict[str, _Facts]:

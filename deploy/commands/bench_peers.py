@@ -45,11 +45,11 @@ def peers(
     ),
     cluster: Annotated[str, typer.Option(help="Cluster: a built-in name or a file.")] = "small",
     model: Annotated[str, typer.Option(help="Model to emulate.")] = "llama-3.1-8b",
-    load: Annotated[float, typer.Option(min=0.05, help="Load, as a share of capacity.")] = 0.8,
-    seconds: Annotated[float, typer.Option(min=5, help="Emulated seconds a run.")] = 90.0,
+    load: Annotated[float, typer.Option(min=0.05, help="Load, as a share of capacity.")] = 0.6,
+    seconds: Annotated[float, typer.Option(min=5, help="Emulated seconds a run.")] = 45.0,
     repeats: Annotated[int, typer.Option(min=1, help="Runs per router, a seed each.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the first repeat.")] = 1,
-    dilation: Annotated[float, typer.Option(min=1, help="Wall seconds per emulated one.")] = 1.0,
+    dilation: Annotated[float, typer.Option(min=1, help="Wall seconds per emulated one.")] = 2.0,
     noise: Annotated[float, typer.Option(min=0, help="Sigma of step and transfer times.")] = 0.1,
     turns: Annotated[int, typer.Option(min=1, help="Most turns a session.")] = 12,
     pause: Annotated[float, typer.Option(min=0, help="Share of every pause that is kept.")] = 0.1,
@@ -102,6 +102,7 @@ def peers(
         "noise": noise,
         "policy": policy,
         "longest_tokens": max(longest_tokens(found) for found in traffic.values()),
+        "late_ms": max((r["late_ms"] for row in rows for r in row["repeats"]), default=0.0),
         "machine": machine(),
         "command": command(),
     }
@@ -154,18 +155,19 @@ async def _compared(
             if router.name in failed:
                 continue
             try:
-                outcomes, names = await _run(router, found, setting, seed)
+                outcomes, totals = await _run(router, found, setting, seed)
             except (PeerError, SidecarError) as error:
                 failed[router.name] = str(error)
                 say(f"{router.name}: not run: {error}")
                 continue
-            row = repeat_row(measured(outcomes, setting.warm_share * setting.seconds), names)
-            repeats[router.name].append({"seed": seed, **row})
+            sent = measured(outcomes, setting.warm_share * setting.seconds)
+            row = {"seed": seed, "late_ms": totals["late_ms"], **repeat_row(sent, totals["nodes"])}
+            repeats[router.name].append(row)
             ttft = row.get("ttft_s", {})
             say(
                 f"repeat {number + 1}/{len(traffic)} {router.name}: {row['completed']}"
                 f"/{row['requests']} requests, TTFT p50 {ttft.get('p50', float('nan')):.3f} s, "
-                f"p99 {ttft.get('p99', float('nan')):.3f} s"
+                f"p99 {ttft.get('p99', float('nan')):.3f} s; nodes late {row['late_ms']:.0f} ms"
             )
     rows = [
         {"router": r.name, "version": r.version, "what": r.what, **router_row(repeats[r.name])}
@@ -177,7 +179,7 @@ async def _compared(
 
 async def _run(
     router: Router, found: Sequence[Arrival], setting: Setting, seed: int
-) -> tuple[list[Outcome], list[str]]:
+) -> tuple[list[Outcome], dict[str, Any]]:
     """One router, one seed: fresh nodes, a fresh router, all requests; both gone afterwards."""
     hello = {
         "cluster": setting.cluster, "model": setting.model, "dilation": setting.dilation,
@@ -195,7 +197,7 @@ async def _run(
             async with httpx.AsyncClient(timeout=REQUEST_S, limits=limits) as client:
                 player = Player(client, target, setting.dilation)
                 await player.play(found, setting.seconds, setting.drain_s)
-            return player.outcomes, nodes.names
+            return player.outcomes, await sidecar.ask({"op": "totals"})
         finally:
             await before.close()
     finally:
@@ -238,7 +240,8 @@ def _print(result: dict[str, Any]) -> None:
         console.print(f"not run: {lost['router']}: {lost['why']}", highlight=False)
     console.print(
         f"{result['cut']}. {result['seconds']:g} s a run, the first {result['dropped_s']:g} s "
-        f"dropped; noise {result['noise']:g}; capacity {result['capacity_rps']:.2f} requests/s",
+        f"dropped; noise {result['noise']:g}; capacity {result['capacity_rps']:.2f} requests/s; "
+        f"nodes late by {result['late_ms']:.0f} ms of wall time at most (p99 of a run)",
         highlight=False,
     )
     console.print(f"{result['command']}  on {result['machine']}", highlight=False)

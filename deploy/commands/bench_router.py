@@ -1,8 +1,8 @@
 """`kappa bench router`: how long one decision takes, part by part, beside the real peers.
 
-The router is the one that serves, in this process, in a state such as a busy cluster has: a full index
-fed by KV events, several requests in flight on every node, prompts of which a
-part is held here and there. Tokenization is excluded, for the peers as well.
+The router is the one that serves, in this process, in a state such as a busy cluster has: an index
+fed by KV events up to its bound, several requests in flight on every node, prompts of which a part
+is held here and there. Tokenization is excluded, for the peers as well.
 """
 
 from __future__ import annotations
@@ -290,15 +290,17 @@ def _print(result: dict[str, Any]) -> None:
     console.print(table)
     if result["peers"]:
         peers = Table(title="The peers, in process; µs")
-        for column in ("peer", "tokens", "workers", "index", "p50", "p99", "what"):
-            left = column in ("peer", "index", "what")
+        for column in ("peer", "tokens", "workers", "index", "p50", "p99"):
+            left = column in ("peer", "index")
             peers.add_column(column, justify="left" if left else "right")
         for row in result["peers"]:
             peers.add_row(
                 f"{row['peer']} {row['version']}", f"{row['tokens']:,}", str(row["workers"]),
-                row["index"], f"{row['us']['p50']:.0f}", f"{row['us']['p99']:.0f}", row["what"],
+                row["index"], f"{row['us']['p50']:.0f}", f"{row['us']['p99']:.0f}",
             )  # fmt: skip
         console.print(peers)
+        for peer, what in {row["peer"]: row["what"] for row in result["peers"]}.items():
+            console.print(f"{peer}: {what}", highlight=False)
     console.print(
         f"index: {result['index_bytes_per_block']:.1f} bytes a block at most",
         highlight=False,

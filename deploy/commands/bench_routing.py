@@ -76,7 +76,7 @@ def routing(
                 misprofile=misprofile, failures=failures, admission=admission,
             )  # fmt: skip
             settings = grid.Settings(requests, model, scheduler)
-            names = _policies(policies)
+            names = policy_names(policies)
             grid.check(cells, names, settings)
             rows = grid.run_grid(
                 cells, names, seeds, grid.Store(out, settings), settings,
@@ -138,7 +138,8 @@ def _run_of(key: str, policy: str) -> tuple[str, ...]:
     return (kind, cell, policy, seed)
 
 
-def _policies(text: str | None) -> tuple[str, ...]:
+def policy_names(text: str | None) -> tuple[str, ...]:
+    """The policies of a command line; all of them if it names none."""
     if text is None:
         return grid.default_policies()
     separator = ";" if ";" in text else ","

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loadtest.bench_predict import quantile
@@ -16,8 +16,13 @@ def measured(outcomes: Sequence[Outcome], from_s: float) -> list[Outcome]:
     return [outcome for outcome in outcomes if outcome.start_s >= from_s]
 
 
-def repeat_row(outcomes: Sequence[Outcome], nodes: Sequence[str]) -> dict[str, Any]:
+def repeat_row(
+    outcomes: Sequence[Outcome], totals: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
     """One repeat, of measured requests; seconds are emulated ones.
+
+    totals: what each node did in the whole run, warm-up included: tokens of the prompts and where
+    they were found.
 
     A request that was still under way at the end has waited at least until then, but its figure is
     not known: it is counted as unfinished and makes the quantiles too kind.
@@ -28,8 +33,13 @@ def repeat_row(outcomes: Sequence[Outcome], nodes: Sequence[str]) -> dict[str, A
         "requests": len(outcomes),
         "completed": len(good),
         "failed": dict(Counter(_kind(o.error) for o in outcomes if o.error)),
-        "node_share": {node: shares[node] / max(len(good), 1) for node in nodes},
+        "node_share": {node: shares[node] / max(len(good), 1) for node in totals},
         "in_flight": _in_flight(outcomes),
+        "found": {
+            tier: sum(node[f"{tier}_tokens"] for node in totals.values())
+            / max(sum(node["prompt_tokens"] for node in totals.values()), 1)
+            for tier in ("device", "host")
+        },
     }
     if good:
         ttft_s, e2e_s = [o.ttft_s for o in good], [o.e2e_s for o in good]
@@ -57,6 +67,9 @@ def router_row(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
             key: spread([r["ttft_s"][key] for r in whole]) for key in ("mean", "p50", "p99")
         }
         row["e2e_s"] = {key: spread([r["e2e_s"][key] for r in whole]) for key in ("mean", "p50")}
+        row["found"] = {
+            tier: statistics.median(r["found"][tier] for r in whole) for tier in ("device", "host")
+        }
         row["in_flight"] = spread([r["in_flight"] for r in whole])
         row["node_share"] = {
             node: statistics.median(r["node_share"][node] for r in whole)

@@ -7,7 +7,7 @@ import pytest
 
 from kappa.types import NodeProfile, TokenCounts
 from router.offers import COMPUTE, MEMORY, Candidate
-from router.policy import policy_named
+from router.policy import Fetch, policy_named
 from tests.router.offering import offers
 
 THRESHOLD, TTFT, BACKLOG, PRICED = (
@@ -134,24 +134,53 @@ def test_an_unknown_policy_is_told_the_known_ones():
         policy_named("fastest")
 
 
-def test_priced_pays_for_a_queue_that_others_wait_in():
-    # The same TTFT either way: the load is put where nobody else needs the link.
-    busy = candidate(ttft_s=1.0, load_s=0.5, link_backlog_s=2.0, loads_per_s=2.0)
-    calm = candidate(ttft_s=1.0, load_s=0.5)
-    assert pick(PRICED, busy, calm)[0] == 1
+def busy(**parts):
+    return candidate(prefills_per_s=1.0, gpu_use=0.5, **parts)
 
 
-def test_priced_pays_for_recent_use_where_there_is_no_queue_now():
-    used = candidate(ttft_s=1.0, work_s=0.5, gpu_use=0.9, prefills_per_s=2.0)
-    calm = candidate(ttft_s=1.2, work_s=0.5, gpu_use=0.1, prefills_per_s=0.2)
-    assert pick(TTFT, used, calm)[0] == 0
-    assert pick(PRICED, used, calm)[0] == 1
+def test_priced_waits_for_its_cache_where_ttft_recomputes():
+    holder = busy(ttft_s=4.0, new_tokens=100, work_s=0.01)
+    other = busy(ttft_s=3.0, new_tokens=50_000, work_s=3.0)
+    assert pick(TTFT, holder, other)[0] == 1
+    assert pick(PRICED, holder, other)[0] == 0
 
 
-def test_priced_is_ttft_on_an_idle_cluster():
+def test_priced_recomputes_when_the_wait_costs_more_than_the_waste():
+    holder = busy(ttft_s=90.0, new_tokens=100, work_s=0.01)
+    other = busy(ttft_s=3.0, new_tokens=50_000, work_s=3.0)
+    assert pick(PRICED, holder, other)[0] == 1
+
+
+def test_priced_charges_nothing_for_work_that_must_be_done_anyway():
     rng = np.random.default_rng(3)
     for _ in range(50):
         rows = [
-            candidate(ttft_s=t, load_s=t / 3, compute_s=t / 2) for t in rng.uniform(0.1, 2.0, 5)
+            busy(ttft_s=t, new_tokens=5000, work_s=t / 2, gpu_backlog_s=t / 3)
+            for t in rng.uniform(0.1, 2.0, 5)
         ]
         assert pick(PRICED, *rows)[0] == pick(TTFT, *rows)[0]
+
+
+def test_the_price_of_waste_rises_with_load():
+    holder = {"ttft_s": 4.0, "new_tokens": 100, "work_s": 0.01}
+    other = {"ttft_s": 3.0, "new_tokens": 50_000, "work_s": 0.8}
+
+    def at(use, rate):
+        rows = [candidate(**row, gpu_use=use, prefills_per_s=rate) for row in (holder, other)]
+        return pick(PRICED, *rows)[0]
+
+    assert at(0.1, 0.2) == 1
+    assert at(0.9, 2.0) == 0
+
+
+def test_priced_fetches_from_a_peer_when_that_is_cheaper_than_waiting_or_computing():
+    holder = busy(ttft_s=5.0, new_tokens=100, cached_tokens=50_000)
+    other = busy(ttft_s=6.0, new_tokens=50_100, work_s=4.0)
+    asked = offers(holder, other)
+    asked.fetching = offers(
+        busy(ttft_s=5.0, new_tokens=100, cached_tokens=50_000),
+        busy(ttft_s=0.5, new_tokens=100, cached_tokens=50_000),
+    )
+    asked.fetching.fetch_s, asked.fetch_from = np.array([0.0, 0.3]), "w0"
+    choice = policy_named("priced_fetch").choose(asked)
+    assert (choice.index, choice.reason, choice.fetch) == (1, "peer_fetch", Fetch("w0", 50_000))

@@ -29,6 +29,27 @@ def test_hashes_depend_on_the_prefix_only(tokens, other, size, salt):
         assert (one[k] == two[k]) == same
 
 
+@given(TOKENS, st.integers(1, 5), st.integers(0, 2**64 - 1))
+@settings(max_examples=100, deadline=None)
+def test_a_hash_tells_the_state_behind_it(tokens, size, salt):
+    hasher = PrefixHasher(size, SECRET)
+    hashes, sums = hasher.extend(ROOT, tokens, salt)
+    for block, (own, raw_sum) in enumerate(zip(hashes.tolist(), sums.tolist(), strict=True), 1):
+        assert hasher.running(own, block, salt) == Running(raw_sum, block)
+
+
+def test_long_prompts_are_hashed_in_pieces_that_fit_together():
+    tokens = np.random.default_rng(0).integers(0, 150_000, 50_000)
+    for size in (16, 512, 30_000):
+        hasher, reference = PrefixHasher(size, SECRET), PrefixHasher(size, SECRET)
+        parent, pieces = ROOT, []
+        for first in range(0, len(tokens) - size + 1, size):
+            own, sums = reference.extend(parent, tokens[first : first + size])
+            parent = Running(int(sums[0]), parent.blocks + 1)
+            pieces += own.tolist()
+        assert hasher.prefix_hashes(tokens).tolist() == pieces
+
+
 @given(TOKENS, st.integers(1, 5), st.integers(0, 20), st.integers(0, 2**64 - 1))
 @settings(max_examples=200, deadline=None)
 def test_extending_equals_hashing_from_the_start(tokens, size, cut, salt):
@@ -47,6 +68,9 @@ def test_input_forms_agree():
     for dtype in (np.int32, np.int64, np.uint16, np.uint64):
         assert hasher.prefix_hashes(np.arange(40, dtype=dtype)).tolist() == expected
     assert hasher.prefix_hashes(tuple(range(40))).tolist() == expected
+    assert hasher.prefix_hashes(np.arange(80)[::2] // 2).tolist() == expected
+    negative = [-1, 5, 2**40, 7]
+    assert hasher.prefix_hashes(negative).tolist() == hasher.prefix_hashes(np.array(negative))
 
 
 def test_growing_the_weights_changes_nothing():

@@ -1,0 +1,197 @@
+"""`kappa simulate`: a workload on a simulated cluster, decided by the live router and scheduler.
+
+Prints what came of it, for people or as one JSON object. Durations are simulated seconds; only
+`decision_us` is measured on this machine. `--nodes` takes more nodes of the cluster's mix: a
+thousand nodes and a million requests is `--trace mooncake --nodes 1000 --requests 1000000`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kappa.shapes import model_shape
+from router.admission import Admission
+from router.policy import policy_named
+from scheduler.core import SCHEDULERS
+from simulator.clusters import cluster_named, scaled
+from simulator.faults import (
+    RESOURCES,
+    Faults,
+    Resource,
+    drawn_failures,
+    drawn_stragglers,
+    misprofiled_third,
+)
+from simulator.run import SimulationConfig, capacity_of, traffic_of
+from simulator.run import simulate as run
+from simulator.traffic import Traffic
+from workload.catalogue import workload_named
+
+MISPROFILES: dict[str, tuple[Resource, ...]] = {
+    "none": (), "link": ("link",), "compute": ("compute",), "both": RESOURCES,
+}  # fmt: skip
+_MISPROFILE_FACTOR = 3.0
+_STRAGGLER_FACTOR = 3.0
+_DOWN_S = 60.0
+
+
+def simulate(
+    cluster: Annotated[
+        str, typer.Option(help="mixed, small, uniform, or a YAML or JSON file of nodes.")
+    ] = "mixed",
+    trace: Annotated[str, typer.Option(help="A built-in workload or a trace file.")] = (
+        "narrativeqa"
+    ),
+    model: Annotated[str, typer.Option(help="Built-in name or config.json.")] = "llama-3.1-8b",
+    policy: Annotated[str, typer.Option(help="Who decides; name:key=value,… for some.")] = "priced",
+    scheduler: Annotated[str, typer.Option(help="In every node: fcfs or pack.")] = "fcfs",
+    load: Annotated[
+        float | None, typer.Option(help="Fraction of the capacity bound; 0.8 if no rate is given.")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests a second, instead of load.")] = None,
+    requests: Annotated[int, typer.Option(help="Requests to send; the first fifth warms up.")] = (
+        25_000
+    ),
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    warm: Annotated[
+        bool, typer.Option("--warm/--cold", help="Documents and histories in host tiers at first.")
+    ] = True,
+    misprofile: Annotated[
+        str, typer.Option(help="A third of the nodes announces 3x wrong: none, link, compute, both")
+    ] = "none",
+    failures: Annotated[int, typer.Option(min=0, help="Nodes that die, and return after 60 s.")] = (
+        0
+    ),
+    stragglers: Annotated[int, typer.Option(min=0, help="Nodes 3x slow for a fifth of it.")] = 0,
+    noise: Annotated[float, typer.Option(min=0.0, help="Sigma of the log of durations.")] = 0.03,
+    admission: Annotated[
+        bool, typer.Option("--admission", help="Refuse what would start too late.")
+    ] = False,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="As many nodes of the cluster's mix.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Play a workload on a simulated cluster and measure it."""
+    try:
+        known("scheduler", scheduler, SCHEDULERS)
+        known("misprofile", misprofile, MISPROFILES)
+        policy_named(policy, seed=seed)
+        where = cluster_named(cluster)
+        if nodes is not None:
+            where = scaled(where, nodes)
+        config = SimulationConfig(
+            cluster=where,
+            workload=workload_named(trace),
+            shape=model_shape(model),
+            policy=policy,
+            scheduler=scheduler,
+            load=0.8 if load is None and rate is None else load,
+            rate_rps=rate,
+            requests=requests,
+            seed=seed,
+            warm=warm,
+            admission=Admission() if admission else None,
+        )
+        if config.load is not None:
+            config = config.replaced(capacity_rps=capacity_of(config))
+        traffic = traffic_of(config)
+        faults = faults_of(config, traffic, misprofile, failures, stragglers, noise)
+        summary = run(
+            config.replaced(faults=faults), traffic=traffic, timer=time.perf_counter
+        ).summary()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if json_output:
+        typer.echo(json.dumps(summary, allow_nan=False))
+    else:
+        _print(summary)
+
+
+def known(what: str, name: str, names: Any) -> None:
+    """Refuse a name that is not there, with the one that was probably meant.
+
+    Raises:
+        ValueError: lists the names.
+    """
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown {what} {name!r}.{hint} Known: {', '.join(names)}")
+
+
+def faults_of(
+    config: SimulationConfig,
+    traffic: Traffic,
+    misprofile: str,
+    failures: int,
+    stragglers: int,
+    noise: float,
+) -> Faults:
+    """What goes wrong, drawn for this cluster and the length of this traffic."""
+    count, seed = len(config.cluster.nodes), config.seed
+    horizon_s = float(traffic.planned_s.max())
+    resources = MISPROFILES[misprofile]
+    return Faults(
+        noise_sigma=noise,
+        misprofiles=(
+            misprofiled_third(count, resources, _MISPROFILE_FACTOR, seed) if resources else ()
+        ),
+        failures=drawn_failures(count, failures, horizon_s, _DOWN_S, seed),
+        stragglers=drawn_stragglers(count, stragglers, horizon_s, _STRAGGLER_FACTOR, seed),
+    )
+
+
+def _print(summary: dict[str, Any]) -> None:
+    console = Console()
+    load = "" if summary["load"] is None else f", load {summary['load']:g}"
+    console.print(
+        f"{summary['trace']} on {summary['cluster']}: {summary['policy']}, "
+        f"{summary['scheduler']}, {summary['rate_rps']:.4g} requests/s{load}, "
+        f"seed {summary['seed']}"
+    )
+    console.print(
+        f"{summary['completed']:,} of {summary['requests']:,} measured requests completed, "
+        f"{summary['rejected']:,} rejected; {summary['slo']['met']:.1%} within the SLO, "
+        f"goodput {summary['goodput_rps']:.4g} requests/s"
+    )
+    times = Table("", "mean", "p50", "p90", "p99")
+    for key in ("ttft_s", "tpot_s", "e2e_s"):
+        times.add_row(key.removesuffix("_s").upper(), *(_seconds(v) for v in summary[key].values()))
+    console.print(times)
+    figures = Table("figure", "value")
+    for key in (
+        "cost_per_mtok", "energy_j_per_tok", "budget_fill", "vram_fill", "max_wait_s",
+        "max_skips", "jain",
+    ):  # fmt: skip
+        figures.add_row(key, _number(summary[key]))
+    decision = summary["decision_us"]
+    figures.add_row("decision_us p50, p99", f"{_number(decision['p50'])}, "
+                    f"{_number(decision['p99'])} (on this machine)")  # fmt: skip
+    console.print(figures)
+    shares = Table(
+        "node", "requests", "gpu busy", "link busy", "device", "cached", "new tokens", "κ"
+    )
+    for node in summary["nodes"]:
+        shares.add_row(
+            node["name"], f"{node['requests']:,}", f"{node['gpu_busy']:.0%}",
+            f"{node['link_busy']:.0%}", f"{node['device_tokens']:,}", f"{node['cached_tokens']:,}",
+            f"{node['new_tokens']:,}", _number(node["kappa_p50"]),
+        )  # fmt: skip
+    console.print(shares)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value * 1e3:,.1f} ms" if value < 10 else f"{value:,.1f} s"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:,.4g}"

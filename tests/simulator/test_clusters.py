@@ -1,0 +1,104 @@
+"""Clusters by name and from files, and those that are refused."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from simulator.clusters import (
+    KINDS,
+    Cluster,
+    ClusterError,
+    check,
+    cluster_named,
+    kv_room,
+    numbered,
+    scaled,
+)
+
+
+def kinds(cluster):
+    return dict(Counter(node.profile.gpu for node in cluster.nodes))
+
+
+def test_the_built_in_clusters_are_what_they_are_said_to_be():
+    assert kinds(cluster_named("mixed")) == {"GH200": 4, "H100": 8, "A100": 8}
+    assert kinds(cluster_named("small")) == {"GH200": 1, "H100": 3}
+    assert kinds(cluster_named("UNIFORM")) == {"H100": 16}
+
+
+def test_names_are_unique_and_a_scaled_cluster_keeps_the_mix(shape):
+    large = scaled(cluster_named("mixed"), 1000)
+    assert kinds(large) == {"GH200": 200, "H100": 400, "A100": 400}
+    check(large, shape, 512)
+
+
+def test_kv_room_is_what_the_weights_leave(shape):
+    room = kv_room(KINDS["h100"], shape, 16)
+    free = 0.9 * 80e9 - shape.params_total * 2
+    assert room.device_blocks == int(free // (16 * 131_072))
+    assert room.host_blocks == int(256e9 // (16 * 131_072))
+
+
+@pytest.mark.parametrize("ending", ["yaml", "json"])
+def test_a_file_names_kinds_or_gives_figures(tmp_path, ending):
+    rows = [
+        {"kind": "h100", "count": 2},
+        {"kind": "a100", "name": "old", "h2d_bytes_per_s": 12e9, "host_bytes": 64e9},
+        {"name": "own", "gpu": "X", "link_name": "L", "h2d_bytes_per_s": 1e9, "flops_per_s": 1e14,
+         "hbm_bytes_per_s": 1e12, "hbm_bytes": 48e9, "host_bytes": 1e11, "watts": 300},
+    ]  # fmt: skip
+    path = tmp_path / f"mine.{ending}"
+    path.write_text(json.dumps({"nodes": rows} if ending == "yaml" else rows))
+    cluster = cluster_named(str(path))
+    assert [n.name for n in cluster.nodes] == ["h100-0", "h100-1", "old-0", "own-0"]
+    assert cluster.nodes[2].profile.h2d_bytes_per_s == 12e9
+    assert (cluster.nodes[2].host_bytes, cluster.nodes[3].watts) == (64e9, 300)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "no nodes"),
+        ("nodes: {}", "no nodes"),
+        ("{", "neither YAML nor JSON"),
+        ("- h100", "node 1: expected a mapping"),
+        ("- {kind: h1000}", "Did you mean 'h100'"),
+        ("- {kind: h100, count: 0}", "count is 0"),
+        ("- {kind: h100, h2d_bytes_per_s: 0}", r"node 1 \(h100\).*h2d_bytes_per_s is 0"),
+        ("- {kind: h100, name: slow, flops_per_s: -1}", r"node 1 \(slow\).*flops_per_s"),
+        ("- {kind: h100, flops_per_s: fast}", "give a number"),
+        ("- {kind: h100, host_bytes: -1}", "host_bytes is -1"),
+        ("- {kind: h100, host_bytes: [1]}", "give a number"),
+        ("- {kind: h100, bandwidth: 1}", "no key 'bandwidth'"),
+        ("- {name: own, host_bytes: 1}", "flops_per_s"),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_node_and_the_reason(tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ClusterError, match=message) as error:
+        cluster_named(str(path))
+    assert str(path) in str(error.value)
+
+
+def test_a_missing_file_and_an_unknown_name_are_told():
+    with pytest.raises(ClusterError, match="cannot read"):
+        cluster_named("/nowhere/cluster.yaml")
+    with pytest.raises(ClusterError, match="Did you mean 'uniform'"):
+        cluster_named("unifrom")
+
+
+def test_impossible_clusters_are_refused_by_name(shape):
+    one = numbered(KINDS["h100"], 1)
+    with pytest.raises(ClusterError, match="has no nodes"):
+        check(Cluster("none", ()), shape, 16)
+    with pytest.raises(ClusterError, match="node h100-0: the name is there twice"):
+        check(Cluster("twins", (*one, *one)), shape, 16)
+    tiny = replace(one[0], profile=replace(one[0].profile, name="tiny", hbm_bytes=10e9))
+    with pytest.raises(ClusterError, match="node tiny"):
+        check(Cluster("tiny", (tiny,)), shape, 16)
+    mute = replace(one[0], network_bytes_per_s=0.0)
+    with pytest.raises(ClusterError, match="node h100-0: network_bytes_per_s is 0"):
+        check(Cluster("mute", (mute,)), shape, 16)
