@@ -16,7 +16,7 @@ from workload.errors import WorkloadError
 from workload.lines import json_object, numbered_lines
 from workload.miniswe import read_miniswe, read_miniswe_texts
 from workload.mooncake import read_mooncake
-from workload.narrativeqa import read_narrativeqa
+from workload.narrativeqa import READERS, read_narrativeqa
 from workload.shapes import Workload
 from workload.sharegpt import read_sharegpt_table, read_sharegpt_texts
 from workload.tables import open_table
@@ -29,7 +29,9 @@ CHARACTERS_PER_TOKEN = 3.07
 _DATA = Path(__file__).parent / "data"
 
 _BUILT_IN: dict[str, Callable[[], Workload]] = {
-    "narrativeqa": lambda: read_narrativeqa(_DATA / "narrativeqa_lengths.jsonl.gz"),
+    "narrativeqa": lambda: read_narrativeqa(
+        _DATA / "narrativeqa_lengths.jsonl.gz", readers=READERS
+    ),
     "mooncake": lambda: read_mooncake(_DATA / "mooncake_conversation.jsonl.gz"),
     "sharegpt": lambda: read_sharegpt_table(_DATA / "sharegpt_turns.parquet"),
     "miniswe": lambda: read_miniswe(_DATA / "miniswe_lengths.parquet"),

@@ -33,8 +33,10 @@ MAX_CONTEXT_TOKENS = 128 * 1024
 SOURCE = "NarrativeQA lengths, google-deepmind/narrativeqa, Apache-2.0"
 
 # Assumptions, since the source has only texts: mean pause of a reader between an answer and the
-# next question, Llama-2 tokens in a word of an answer, and the shortest answer a model gives.
+# next question, how many read one document, Llama-2 tokens in a word of an answer, and the shortest
+# answer a model gives.
 MEAN_THINK_S = 20.0
+READERS = 4
 TOKENS_PER_WORD = 1.3
 LEAST_OUTPUT_TOKENS = 4
 
@@ -76,7 +78,7 @@ def read_narrativeqa(
         block_tokens: tokens a block.
         max_context_tokens: longest prompt and answer together; longer documents lose their end,
             and `notes` counts them.
-        readers: sessions a document; its questions are dealt out among them.
+        readers: sessions a document; each asks all its questions, beginning with another one.
         seed: of the pauses, exponential with mean `MEAN_THINK_S`.
 
     Raises:
@@ -93,8 +95,9 @@ def read_narrativeqa(
     for name, questions in groups.items():
         tokens = _fitting_tokens(Path(path), questions, max_context_tokens)
         cut += tokens < questions[0].document_tokens
-        for reader in range(min(readers, len(questions))):
-            own = questions[reader::readers]
+        for reader in range(readers):
+            first = reader * len(questions) // readers
+            own = questions[first:] + questions[:first]
             think_s = rng.exponential(MEAN_THINK_S, len(own))
             think_s[0] = 0.0
             turns = _turns(f"{name}/{reader}", tokens, own, think_s.tolist(), block_tokens)

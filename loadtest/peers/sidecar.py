@@ -70,7 +70,7 @@ class Sidecar:
                 raise self._failed(str(self.ready["error"]))
         except BaseException as error:
             failure = self._failed(f"it was not ready within {timeout_s:g} s")
-            await self.close()
+            await self.close(grace_s=0.0)
             if isinstance(error, TimeoutError):
                 raise failure from None
             raise
@@ -108,12 +108,12 @@ class Sidecar:
         """Say something that wants no answer."""
         self._write(message)
 
-    async def close(self) -> None:
-        """End it and all it started; again is harmless."""
+    async def close(self, grace_s: float = _END_S) -> None:
+        """End it and all it started, by force after `grace_s`; again is harmless."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _END_S)
+            await asyncio.wait_for(self._process.wait(), grace_s)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()

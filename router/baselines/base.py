@@ -21,6 +21,7 @@ class Baseline:
 
     name = ""
     source = ""
+    fetches = False
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = Random(seed)

@@ -89,14 +89,15 @@ def test_a_table_of_documents_gives_the_lengths(tmp_path):
         read_narrativeqa(path, documents(tmp_path, d=700, e=0))
 
 
-def test_several_readers_share_a_document_and_divide_its_questions(tmp_path):
+def test_several_readers_share_a_document_and_ask_all_its_questions(tmp_path):
     path = written(tmp_path, *(line(question=20 + k) for k in range(5)), line("e"))
     workload = read_narrativeqa(path, readers=2)
 
-    assert [s.id for s in workload.sessions] == ["d/0", "d/1", "e/0"]
+    assert [s.id for s in workload.sessions] == ["d/0", "d/1", "e/0", "e/1"]
     assert [[t.input_tokens - 1020 for t in s.turns] for s in workload.sessions] == [
-        [0, 2, 4],
-        [1, 3],
+        [0, 1, 2, 3, 4],
+        [2, 3, 4, 0, 1],
+        [0],
         [0],
     ]
     one, other = (session.turns[0] for session in workload.sessions[:2])

@@ -1,0 +1,76 @@
+"""`kappa simulate` from the outside: one object, the same each time; bad input exits with 2."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy.cli import app
+
+SMALL = ["simulate", "--cluster", "small", "--trace", "sharegpt", "--rate", "20", "--policy",
+         "ttft", "--requests", "150"]  # fmt: skip
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [*arguments], env={"COLUMNS": "200"})
+
+
+def test_one_object_with_the_figures_and_the_same_each_time():
+    one, again = invoke(*SMALL, "--json"), invoke(*SMALL, "--json")
+    assert one.exit_code == 0, one.stderr
+    first, second = json.loads(one.stdout), json.loads(again.stdout)
+    assert first["decision_us"].pop("p50") > 0 and second.pop("decision_us")
+    first.pop("decision_us")
+    assert first == second
+    assert (first["policy"], first["scheduler"]) == ("ttft", "fcfs")
+    assert (first["trace"], first["cluster"]) == ("sharegpt", "small")
+    assert first["requests"] == first["completed"] + first["rejected"] == 120
+    assert len(first["nodes"]) == 4
+
+
+def test_for_people_it_prints_tables():
+    done = invoke(*SMALL, "--scheduler", "pack", "--cold", "--failures", "1", "--stragglers", "1",
+                  "--misprofile", "both", "--admission")  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert "TTFT" in done.stdout and "gh200-0" in done.stdout and "goodput" in done.stdout
+
+
+def test_more_nodes_of_the_same_mix():
+    done = invoke(*SMALL, "--nodes", "9", "--json")
+    assert len(json.loads(done.stdout)["nodes"]) == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cluster", "mixd"], ["'mixed'", "uniform"]),
+        (["--trace", "narative"], ["narative", "narrativeqa"]),
+        (["--policy", "magic"], ["magic", "ttft"]),
+        (["--scheduler", "pak"], ["'pack'", "fcfs"]),
+        (["--misprofile", "lnk"], ["'link'", "compute"]),
+        (["--model", "llama-9"], ["llama-9", "llama-3.1-8b"]),
+        (["--model", "llama-3.1-405b"], ["node gh200-0", "811.7 GB"]),
+        (["--load", "0.5"], ["either load"]),
+        (["--requests", "0"], ["requests is 0"]),
+        (["--rate", "-1"], ["rate_rps is -1"]),
+        (["--failures", "4"], ["leave at least one"]),
+    ],
+)
+def test_bad_input_exits_with_two_and_says_what_to_do(arguments, words):
+    done = invoke(*SMALL, *arguments, "--json")
+    assert done.exit_code == 2
+    assert all(word in done.stderr for word in words), done.stderr
+    assert not done.stdout
+
+
+def test_a_bad_cluster_file_and_a_truncated_trace_are_named(tmp_path):
+    cluster = tmp_path / "slow.yaml"
+    cluster.write_text("- {kind: h100, name: dead, h2d_bytes_per_s: 0}\n")
+    done = invoke(*SMALL, "--cluster", str(cluster))
+    assert done.exit_code == 2
+    assert "dead" in done.stderr and "h2d_bytes_per_s" in done.stderr
+    trace = tmp_path / "cut.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1')
+    done = invoke(*SMALL, "--trace", str(trace), "--json")
+    assert done.exit_code == 2 and "cut.jsonl:1" in done.stderr.replace("\n", "")
+    assert not done.stdout

@@ -1,0 +1,149 @@
+"""What the play tells its dispatcher, and what moves between nodes."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from kappa.model import kv_bytes_per_token
+from simulator.dispatch import Copy, PlanDispatch, Route
+from simulator.faults import Failure, Faults
+from simulator.play import Play, SimulationError
+from simulator.run import SimulationConfig, node_models, traffic_of
+
+
+@pytest.fixture
+def config(trio, documents, shape):
+    return SimulationConfig(
+        cluster=trio, workload=documents, shape=shape, rate_rps=8.0, requests=250
+    )
+
+
+def play_of(config, traffic, dispatcher, faults=None):
+    return Play(
+        config.cluster, node_models(config), traffic, dispatcher, faults or Faults(), config.seed,
+        kv_bytes_per_token(config.shape), config.report_period_s,
+    )  # fmt: skip
+
+
+class Witness(PlanDispatch):
+    """Keeps book of every block, and refuses what does not add up."""
+
+    listens = True
+
+    def __init__(self, assignment):
+        super().__init__(assignment)
+        self.held = defaultdict(set)
+        self.counts = defaultdict(int)
+
+    def hold(self, node, tier, ids):
+        blocks = set(ids.tolist())
+        assert blocks and not blocks & self.held[node, tier]
+        self.held[node, tier] |= blocks
+
+    def drop(self, node, tier, ids):
+        for gone in ids:
+            assert set(gone.tolist()) <= self.held[node, tier]
+            self.held[node, tier] -= set(gone.tolist())
+
+    def lost(self, node):
+        self.held[node, "device"].clear()
+        self.held[node, "host"].clear()
+
+    def first_token(self, job, now_s):
+        self.counts["first", job.key] += 1
+
+    def finished(self, job, now_s):
+        self.counts["finished", job.key] += 1
+
+    def report(self, node, now_s):
+        self.counts["report", node.index] += 1
+
+
+@pytest.mark.parametrize("failures", [(), (Failure(0, 10.0, 5.0),)])
+def test_whoever_listens_knows_every_block_of_every_node(config, failures):
+    traffic = traffic_of(config)
+    plan = np.random.default_rng(0).integers(0, 3, traffic.requests)
+    witness = Witness(plan)
+    play = play_of(config, traffic, witness, Faults(failures=failures))
+    play.run()
+    for node in play.nodes:
+        for tier, cache in (("device", node.memory.device), ("host", node.memory.host)):
+            held = witness.held[node.index, tier]
+            assert len(held) == cache.blocks
+            for turns in traffic.turns:
+                ids = turns[-1].kept_blocks
+                found = cache.match(ids, len(ids))[1]
+                assert set(ids[:found].tolist()) <= held
+        assert witness.counts["report", node.index] > 3
+    if not failures:
+        assert all(witness.counts["first", key] == 1 for key in range(traffic.requests))
+        assert all(witness.counts["finished", key] == 1 for key in range(traffic.requests))
+
+
+class Fetching(PlanDispatch):
+    """Everything runs on node 0 and takes its document from where it lies."""
+
+    def choose(self, key, turn, session, now_s, lost_on=-1):
+        homes = [node.memory.host.match(turn.blocks, len(turn.blocks))[1] for node in self.nodes]
+        source = int(np.argmax(homes))
+        return Route(0, source, homes[source] * 64)
+
+
+def test_a_document_is_fetched_from_a_peers_host_tier_once(config):
+    traffic = traffic_of(config)
+    local = play_of(config, traffic, PlanDispatch([0] * traffic.requests))
+    local.run()
+    dispatcher = Fetching([])
+    fetched = play_of(config, traffic, dispatcher)
+    dispatcher.nodes = fetched.nodes
+    fetched.run()
+    assert sum(fetched.new_tokens) < sum(local.new_tokens)
+    assert fetched.network.busy_s[0] > 0 and local.network.busy_s == [0.0] * 3
+    elsewhere = sum(fetched.network.busy_s[1:])
+    assert elsewhere == pytest.approx(fetched.network.busy_s[0])
+
+
+class Copying(PlanDispatch):
+    """Copies one prefix to node 2 as soon as it can."""
+
+    listens = True
+
+    def __init__(self, assignment, copy):
+        super().__init__(assignment)
+        self.wanted = [copy]
+
+    def copies(self, now_s):
+        asked, self.wanted = self.wanted, []
+        return asked
+
+
+def test_a_hot_prefix_is_copied_in_the_background(config):
+    traffic = traffic_of(config)
+    probe = play_of(config, traffic, PlanDispatch([0] * traffic.requests))
+    probe._warm_up()
+    hot = traffic.warm[-1]
+    source = next(n.index for n in probe.nodes if n.memory.host.match(hot, len(hot))[1])
+    target = (source + 1) % 3
+    dispatcher = Copying([source] * traffic.requests, Copy(hot, source, target))
+    play = play_of(config, traffic, dispatcher)
+    play.run()
+    assert play.network.busy_s[target] > 0
+    assert play.nodes[target].memory.host.match(hot, len(hot))[1] > 0
+
+
+class Silent(PlanDispatch):
+    """Sends requests to a node that never serves them."""
+
+    def choose(self, key, turn, session, now_s, lost_on=-1):
+        self.nodes[0].scheduler.max_running = 0
+        return Route(0)
+
+
+def test_a_stuck_run_raises_instead_of_waiting_for_ever(config):
+    traffic = traffic_of(config)
+    dispatcher = Silent([])
+    play = play_of(config, traffic, dispatcher)
+    dispatcher.nodes = play.nodes
+    with pytest.raises(SimulationError, match="never ended"):
+        play.run()

@@ -1,0 +1,118 @@
+"""The requests of a run: how many, how fast, from the middle of things, and what they can reuse."""
+
+import numpy as np
+import pytest
+
+from kappa.slo import IdleSpeed
+from kappa.step import StepModel
+from simulator.traffic import build_traffic
+from workload.arrivals import poisson
+from workload.shapes import Workload
+
+SPEED = IdleSpeed(StepModel(1e-5, 1e-10, 5e-3, 1e-8, 1e-3), 1e-6, 1e-3)
+
+
+def build(workload, **changes):
+    options = {"rate_rps": 10.0, "requests": 2000, "seed": 0, "warm": True, **changes}
+    return build_traffic(workload, poisson, SPEED, **options)
+
+
+def under_way(traffic):
+    """Sessions that began before the run: their copies are numbered far beyond the others'."""
+    copies = [name.partition("~")[2] for name in traffic.ids]
+    return [i for i, copy in enumerate(copies) if copy and int(copy) > 1 << 30]
+
+
+def per_request(traffic):
+    return [turn for turns in traffic.turns for turn in turns]
+
+
+def test_there_are_as_many_requests_as_asked_for_and_four_fifths_are_measured(chats):
+    traffic = build(chats)
+    assert traffic.requests == 2000 == len(per_request(traffic))
+    assert traffic.measured.sum() == 1600
+    assert traffic.planned_s[traffic.measured].min() >= traffic.planned_s[~traffic.measured].max()
+    assert [t.input_tokens for t in per_request(traffic)] == traffic.prompt_tokens.tolist()
+
+
+@pytest.mark.parametrize("which", ["chats", "documents"])
+def test_the_rate_is_steady_from_the_start(which, request):
+    workload = request.getfixturevalue(which)
+    counts = []
+    for seed in range(8):
+        traffic = build(workload, seed=seed)
+        quarters = np.linspace(0, traffic.planned_s.max(), 5)
+        counts.append(np.histogram(traffic.planned_s, quarters)[0])
+        assert traffic.planned_s.min() >= 0
+        assert 2000 / traffic.planned_s.max() == pytest.approx(10.0, rel=0.25)
+    mean = np.mean(counts, axis=0)
+    assert mean == pytest.approx(np.full(4, 500), rel=0.12)
+
+
+def test_sessions_under_way_come_with_the_turns_they_have_left(chats):
+    traffic = build(chats)
+    whole = {s.id: len(s.turns) for s in chats.sessions}
+    began = under_way(traffic)
+    assert began
+    assert any(len(traffic.turns[i]) < whole[traffic.ids[i].rpartition("~")[0]] for i in began)
+    for index in began:
+        assert traffic.turns[index][0].input_tokens > 300 or traffic.first_s[index] < 60
+
+
+def test_the_same_seed_gives_the_same_requests_and_another_others(chats):
+    one, again, other = build(chats), build(chats), build(chats, seed=1)
+    assert one.planned_s.tolist() == again.planned_s.tolist()
+    assert one.ids == again.ids != other.ids
+
+
+def test_more_load_means_more_sessions_not_shorter_pauses(chats):
+    slow, fast = build(chats), build(chats, rate_rps=40.0)
+    assert fast.planned_s.max() < slow.planned_s.max() / 3
+    pauses = {turn.after_s for turns in fast.turns for turn in turns[1:]}
+    assert pauses == {3.0}
+
+
+def test_what_can_be_reused_follows_the_shapes(documents, chats):
+    talk = build(chats, warm=False)
+    turns = [(turns, base) for turns, base in zip(talk.turns, talk.base, strict=True)]
+    for own, base in turns:
+        for number in range(1, len(own)):
+            kept = len(own[number - 1].kept_blocks) * 64
+            assert talk.reuse_tokens[base + number] == kept
+        assert talk.reuse_tokens[base] == 0
+    reading = build(documents, warm=False)
+    first = np.array(reading.base)
+    later = np.setdiff1d(np.arange(reading.requests), first)
+    assert (reading.reuse_tokens[first] == 0).all()
+    assert (reading.prompt_tokens[later] - reading.reuse_tokens[later] == 100).all()
+
+
+def test_warm_caches_hold_documents_and_histories_but_no_chat_that_has_not_begun(documents, chats):
+    reading = build(documents)
+    assert (reading.prompt_tokens - reading.reuse_tokens == 100).all()
+    assert len(reading.warm) == len(reading.turns)
+    talk = build(chats)
+    assert 0 < len(talk.warm) <= len(under_way(talk))
+
+
+def test_what_another_session_began_with_counts_as_reusable(chats):
+    shared = np.arange(7, dtype=np.uint64)
+    sessions = []
+    for session in chats.sessions[:10]:
+        turn = session.turns[0]
+        kept = np.concatenate([shared[:2], turn.kept_blocks[2:]])
+        sessions.append(
+            type(session)(
+                session.id,
+                (type(turn)(0.0, turn.input_tokens, turn.output_tokens, kept[: len(turn.blocks)],
+                            kept),),
+            )
+        )  # fmt: skip
+    traffic = build(Workload("shared", 64, tuple(sessions), "made up"), requests=10, rate_rps=0.1)
+    assert set(traffic.reuse_tokens.tolist()) == {0, 128}
+
+
+@pytest.mark.parametrize(("changes", "message"), [({"requests": 0}, "0"), ({"rate_rps": 0}, "0")])
+def test_nothing_to_send_is_refused(chats, changes, message):
+    with pytest.raises(ValueError, match=message):
+        build(chats, **changes)
