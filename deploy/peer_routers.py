@@ -84,11 +84,18 @@ async def _ours(nodes: Nodes, setting: Setting, seed: int) -> Started:
     return sidecar, Asked(sidecar, nodes.urls)
 
 
-async def _dynamo(nodes: Nodes, setting: Setting, seed: int) -> Started:
-    start = script_command(peer_python(DYNAMO), "dynamo_router.py")
-    hello = {"nodes": nodes.rows, "block_tokens": setting.block_tokens}
-    sidecar = await Sidecar.started("dynamo", start, hello, START_S)
-    return sidecar, Asked(sidecar, nodes.urls)
+def _dynamo(settings: dict[str, str]) -> Callable[[Nodes, Setting, int], Awaitable[Started]]:
+    async def start(nodes: Nodes, setting: Setting, seed: int) -> Started:
+        script = script_command(peer_python(DYNAMO), "dynamo_router.py")
+        hello = {
+            "nodes": nodes.rows,
+            "block_tokens": setting.block_tokens,
+            "settings": settings,
+        }
+        sidecar = await Sidecar.started("dynamo", script, hello, START_S)
+        return sidecar, Asked(sidecar, nodes.urls)
+
+    return start
 
 
 def _ray(kind: str) -> Callable[[Nodes, Setting, int], Awaitable[Started]]:
@@ -149,7 +156,11 @@ def routers() -> dict[str, Router]:
     in_process = "Ray's own class and defaults, no cluster: exact queue lengths, no actor calls"
     found = (
         Router(OURS, version("kappa-serve"), "router.core, fed by KV events and reports", _ours),
-        Router("dynamo", DYNAMO.version, "SelectionService and its defaults, KV events", _dynamo),
+        Router("dynamo", DYNAMO.version, "SelectionService and its defaults, KV events", _dynamo({})),
+        Router(
+            "dynamo-prefill", DYNAMO.version, "SelectionService, prefill_load_scale 8 instead of 1",
+            _dynamo({"DYN_ROUTER_PREFILL_LOAD_SCALE": "8"}),
+        ),
         Router("sglang", sglang, "cache_aware and its defaults, a proxy", _sglang(())),
         Router(
             "sglang-balanced", sglang, "cache_aware, balance_abs_threshold 4 instead of 64",

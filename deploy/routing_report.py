@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -342,7 +343,7 @@ def _words(cell: CellKey) -> str:
 
 def _family(family: Family, load: str = "") -> str:
     cluster, trace, warm, faults, admission = family
-    text = f"{cluster} {trace}{load} {'warm' if warm else 'cold'}"
+    text = f"{Path(cluster).name} {Path(trace).name}{load} {'warm' if warm else 'cold'}"
     text += f" {faults}" if faults != "none" else ""
     return text + (" admission" if admission else "")
 

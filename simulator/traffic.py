@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -143,7 +143,11 @@ def _copy(session: SessionShape, copy: int) -> SessionShape:
     turns: list[TurnShape] = []
     for turn in session.turns:
         kept = turn.kept_blocks ^ salt
-        turns.append(replace(turn, blocks=kept[: len(turn.blocks)], kept_blocks=kept))
+        turns.append(
+            TurnShape(
+                turn.after_s, turn.input_tokens, turn.output_tokens, kept[: len(turn.blocks)], kept
+            )
+        )
     return SessionShape(f"{session.id}~{copy}", tuple(turns), session.tenant)
 
 

@@ -36,7 +36,7 @@ def regret(
     requests: Annotated[int, typer.Option(min=10, help="Requests of an instance.")] = 1000,
     evaluations: Annotated[
         int, typer.Option(min=1, help="Budget of the search: instances played.")
-    ] = 3000,
+    ] = 2000,
     seconds: Annotated[
         float | None,
         typer.Option(min=1, help="The search also ends after this; then it is not repeatable."),

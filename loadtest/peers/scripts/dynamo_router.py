@@ -1,7 +1,7 @@
 """Routes with Dynamo's `SelectionService`, in its own environment, for `kappa bench peers`.
 
 First line of stdin: {"nodes": [{"name", "url", "events_endpoint", "device_blocks",
-"max_batch_tokens"}], "block_tokens"}. Then {"op": "route"}, answered with the node's name, and
+"max_batch_tokens"}], "block_tokens", "settings": environment that sets it}. Then {"op": "route"}, answered with the node's name, and
 "first" (the first token came) and "done". Blocks become known by the nodes' own KV events.
 """
 
@@ -27,6 +27,7 @@ class Selector:
     def __init__(self, hello):
         self.nodes = hello["nodes"]
         self.block_tokens = hello["block_tokens"]
+        os.environ.update(hello["settings"])
         self.service = SelectionService()
 
     async def register(self):
