@@ -156,7 +156,7 @@ def routers() -> dict[str, Router]:
     in_process = "Ray's own class and defaults, no cluster: exact queue lengths, no actor calls"
     found = (
         Router(OURS, version("kappa-serve"), "router.core, fed by KV events and reports", _ours),
-        Router("dynamo", DYNAMO.version, "SelectionService and its defaults, KV events", _dynamo({})),
+        Router("dynamo", DYNAMO.version, "SelectionService and its defaults", _dynamo({})),
         Router(
             "dynamo-prefill", DYNAMO.version, "SelectionService, prefill_load_scale 8 instead of 1",
             _dynamo({"DYN_ROUTER_PREFILL_LOAD_SCALE": "8"}),

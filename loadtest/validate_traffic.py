@@ -155,6 +155,19 @@ def salt_of(*parts: object) -> int:
     return _seed(*repr(parts).encode())
 
 
+def digest(scripts: Sequence[Script]) -> str:
+    """What two runs must agree on to be runs of the same requests: times, lengths and answers."""
+    told = [
+        (
+            s.session,
+            round(s.start_s, 6),
+            [(round(a.after_s, 6), len(a.prompt), a.output_tokens) for a in s.asks],
+        )
+        for s in scripts
+    ]
+    return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
+
+
 def idle_script(rng: np.random.Generator) -> Script:
     """Fresh prompts of several lengths, one after the other: what a request costs when idle."""
     asks = tuple(

@@ -7,7 +7,7 @@ simulator and the replay of a recorded log do exactly the same. Pure: each call 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -23,7 +23,7 @@ from router.kv_events import KVEvent, WorkerGone
 from router.offers import Candidate, Offers
 from router.policy import Fetch, LeastBacklog, Policy
 from router.prefix_hash import PrefixHasher, UInt64s
-from router.prefix_index import Match, PrefixIndex
+from router.prefix_index import PrefixIndex
 from router.state import ClusterState
 
 _OUTPUTS_KEPT = 256
@@ -354,22 +354,20 @@ class Router:
         hashes = request.prefix_hashes
         if request.token_ids is not None:
             hashes = self.hasher.prefix_hashes(request.token_ids, request.salt)
-        matches: Mapping[str, Match] = {}
-        if hashes is not None and len(hashes):
-            matches = self.index.match_all(hashes)
         size, total = self.hasher.block_tokens, request.tokens
-        # An engine computes at least the last token, so a full hit gives its last block back.
-        usable = (total - 1) // size
         device, cached = np.zeros(len(slots)), np.zeros(len(slots))
         held, holder = 0, ""
-        for worker, match in matches.items():
-            row = self.state.fleet.place(worker, slots)
-            if row >= 0:
-                device_blocks = min(match.device_blocks, usable)
-                host_blocks = min(match.host_blocks, usable - device_blocks)
-                device[row], cached[row] = device_blocks * size, host_blocks * size
-                if device_blocks + host_blocks > held:
-                    held, holder = device_blocks + host_blocks, worker
+        if hashes is not None and len(hashes):
+            # An engine computes at least the last token: a full hit gives its last block back.
+            usable = (total - 1) // size
+            for worker, match in self.index.match_all(hashes).items():
+                row = self.state.fleet.place(worker, slots)
+                if row >= 0:
+                    device_blocks = min(match.device_blocks, usable)
+                    host_blocks = min(match.host_blocks, usable - device_blocks)
+                    device[row], cached[row] = device_blocks * size, host_blocks * size
+                    if device_blocks + host_blocks > held:
+                        held, holder = device_blocks + host_blocks, worker
         price = partial(
             self.state.fleet.price,
             slots,

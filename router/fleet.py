@@ -26,9 +26,9 @@ _LOAD_TOKEN, _LOAD_FIXED, _TOKEN, _PAIR, _WEIGHTS, _CONTEXT, _STEP = range(7)
 _BUDGET, _CAPACITY, _CRIT, _LINK_RATE, _FLOPS, _COST, _OVERHEAD, _SEEN, _NET = range(7, 16)
 # … and what it has to do.
 _LINK_OUT, _LINK_FREE, _GPU_OUT, _GPU_SINCE, _GPU_HEAD, _IN_FLIGHT, _WAITING = range(16, 23)
-_QUEUED, _RESIDENT, _DECODING, _DECODE_CONTEXT, _LINK_USE, _GPU_USE, _USE_AT = range(23, 30)
-_DILATION, _LOADS, _PREFILLS, _NET_FREE = range(30, 34)
-_ROWS = 34
+_QUEUED, _RESIDENT, _DECODING, _DECODE_CONTEXT, _GPU_USE, _USE_AT = range(23, 29)
+_DILATION, _LOADS, _PREFILLS, _NET_FREE = range(29, 33)
+_ROWS = 33
 
 USE_WINDOW_S = 20.0
 
@@ -57,7 +57,7 @@ class Fleet:
         self._free: list[int] = []
         self._cells: Floats = np.zeros((_ROWS, 8))
         self._active: NDArray[np.intp] = np.empty(0, dtype=np.intp)
-        self._place: NDArray[np.intp] = np.empty(0, dtype=np.intp)
+        self._place: list[int] = []
         self._names: list[str] = []
         self._flights: dict[str, Reservation] = {}
         self._queues: list[OrderedDict[str, float]] = []
@@ -145,8 +145,9 @@ class Fleet:
         self._active = np.array(sorted(self._slots.values()), dtype=np.intp)
         self._names = [self.workers[slot] for slot in self._active]
         self._known = tuple(self._nodes[name] for name in self._names)
-        self._place = np.full(len(self.workers), -1, dtype=np.intp)
-        self._place[self._active] = np.arange(len(self._active))
+        self._place = [-1] * len(self.workers)
+        for place, slot in enumerate(self._active.tolist()):
+            self._place[slot] = place
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -173,7 +174,6 @@ class Fleet:
         cells[_RESIDENT, slot] += offers.prompt_tokens
         fade = math.exp((cells[_USE_AT, slot] - now_s) / self.window_s)
         cells[_USE_AT, slot] = now_s
-        cells[_LINK_USE, slot] = cells[_LINK_USE, slot] * fade + link_s / self.window_s
         cells[_GPU_USE, slot] = cells[_GPU_USE, slot] * fade + gpu_s / self.window_s
         cells[_LOADS, slot] = cells[_LOADS, slot] * fade + (link_s > 0) / self.window_s
         cells[_PREFILLS, slot] = cells[_PREFILLS, slot] * fade + 1 / self.window_s
@@ -313,7 +313,6 @@ class Fleet:
             cached_tokens=cached_tokens,
             new_tokens=new,
             load_s=load_s,
-            reload_s=prompt_tokens * cells[_LOAD_TOKEN] + cells[_LOAD_FIXED],
             work_s=work_s,
             compute_s=compute_s,
             fixed_s=fixed_s,
@@ -321,7 +320,6 @@ class Fleet:
             gpu_backlog_s=gpu_s,
             harm_s=decoding * np.maximum(compute_s - steps * read_s, 0.0),
             decode_s=output_tokens * (cells[_TOKEN] + prompt_tokens * cells[_CONTEXT]),
-            link_use=cells[_LINK_USE] * fade,
             gpu_use=cells[_GPU_USE] * fade,
             loads_per_s=cells[_LOADS] * fade,
             prefills_per_s=cells[_PREFILLS] * fade,
@@ -363,7 +361,7 @@ class Fleet:
         if slot is None:
             return -1
         if len(slots) == len(self._active):
-            return int(self._place[slot])
+            return self._place[slot]
         found = np.flatnonzero(slots == slot)
         return int(found[0]) if len(found) else -1
 

@@ -24,12 +24,11 @@ class Offers:
     """One request on n workers; every array has shape (n,), seconds are real ones.
 
     slots: the workers' columns, stable for life. load_s, compute_s: its own link and gpu seconds;
-    reload_s: link seconds to bring the whole prompt back, which is what a follow-up will load;
     work_s: the gpu seconds that it adds to a busy engine (no weight read, no fixed step cost);
     fixed_s: overhead besides the engine. link_backlog_s, gpu_backlog_s: queued ahead of it.
     harm_s: total delay of those that decode there. decode_s: gpu seconds its decode will add.
-    link_use, gpu_use: seconds of work received per second lately (over 1: more than it can do),
-    by loads_per_s and prefills_per_s requests a second.
+    gpu_use: seconds of prefill received per second lately (over 1: more than it can do);
+    loads_per_s, prefills_per_s: requests a second.
     fetch_s: seconds on the network to bring what it lacks from a peer's host tier (None: nothing
     is brought). fetching: the same request if every worker first fetched what the peer `fetch_from`
     holds; none where nobody can or nothing is to be had.
@@ -49,7 +48,6 @@ class Offers:
     cached_tokens: Floats
     new_tokens: Floats
     load_s: Floats
-    reload_s: Floats
     work_s: Floats
     compute_s: Floats
     fixed_s: Floats
@@ -57,7 +55,6 @@ class Offers:
     gpu_backlog_s: Floats
     harm_s: Floats
     decode_s: Floats
-    link_use: Floats
     gpu_use: Floats
     loads_per_s: Floats
     prefills_per_s: Floats

@@ -126,23 +126,28 @@ def reason(offers: Offers, score: Floats, index: int) -> str:
     rival = int(others.argmin())
     if others[rival] - score[index] <= 1e-9:
         return "tie"
-    queue_s = offers.ttft_s - offers.load_s - offers.compute_s - offers.fixed_s
-    gains = {
-        "shorter_queue": queue_s[rival] - queue_s[index],
-        "faster_load": offers.load_s[rival] - offers.load_s[index],
-        "less_compute": offers.compute_s[rival] - offers.compute_s[index],
-        "less_harm": offers.harm_s[rival] - offers.harm_s[index],
-    }
-    return max(gains, key=lambda name: gains[name])
+    best, second = _parts(offers, index), _parts(offers, rival)
+    gains = [theirs - ours for ours, theirs in zip(best, second, strict=True)]
+    return _REASONS[gains.index(max(gains))]
+
+
+_REASONS = ("shorter_queue", "faster_load", "less_compute", "less_harm")
+
+
+def _parts(offers: Offers, row: int) -> tuple[float, float, float, float]:
+    load_s, compute_s = offers.load_s.item(row), offers.compute_s.item(row)
+    queue_s = offers.ttft_s.item(row) - load_s - compute_s - offers.fixed_s.item(row)
+    return queue_s, load_s, compute_s, offers.harm_s.item(row)
 
 
 def least(score: Floats, *ties: Floats) -> int:
     """Index of the least score; equal ones by the least of each of `ties` in turn, then first."""
     index = int(score.argmin())
-    rows = np.flatnonzero(score == score[index])
+    equal = score == score[index]
+    if np.count_nonzero(equal) == 1:
+        return index
+    rows = np.flatnonzero(equal)
     for tie in ties:
-        if len(rows) == 1:
-            break
         among = tie[rows]
         rows = rows[among == among.min()]
     return int(rows[0])

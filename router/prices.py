@@ -9,6 +9,9 @@ load rho and r arrivals a second these are r (Q + s) / (1 - rho) on average (Hav
 externalities in the M/G/1 queue). So s wasted seconds cost s r (Q + s) / (1 - rho): seconds of
 others' waiting, which rise with load by themselves, and no constant to tune.
 
+Decoding is shared work too: each token that a request will generate makes a step longer for all
+that are in flight beside it, so its decode costs its own seconds times their number.
+
 r, Q and rho are means over the fleet. A node's own figures mislead where sessions wait for their
 answers before they ask again: a jammed node gets few requests, and would look cheap for it.
 """
@@ -33,12 +36,12 @@ class Priced:
 
     def choose(self, offers: Offers) -> Choice:
         """Pick the least sum; ties by requests in flight."""
-        score = offers.ttft_s + toll_s(offers, float(offers.new_tokens.min()))
+        score = offers.ttft_s + toll_s(offers, float(offers.new_tokens.min())) + crowd_s(offers)
         index = least(score, offers.in_flight, -offers.h2d_bytes_per_s)
         fetching = offers.fetching
         if fetching is None:
             return Choice(index, reason(offers, score, index))
-        fetched = fetching.ttft_s + fetch_toll_s(fetching)
+        fetched = fetching.ttft_s + fetch_toll_s(fetching) + crowd_s(fetching)
         best = int(fetched.argmin())
         tokens = fetching.cached_tokens[best] - offers.cached_tokens[best]
         if tokens > 0 and fetched[best] < score[index]:
@@ -54,11 +57,16 @@ class Priced:
 
 def toll_s(offers: Offers, needed_tokens: float) -> Floats:
     """Seconds of others' waiting for computing more than `needed_tokens` on each worker."""
-    wasted_tokens = offers.new_tokens - needed_tokens
-    wasted_s = wasted_tokens * offers.work_s / np.maximum(offers.new_tokens, 1.0)
-    use = min(float(offers.gpu_use.mean()), _FULL)
-    arrivals_per_s, queue_s = offers.prefills_per_s.mean(), offers.gpu_backlog_s.mean()
-    cost_s: Floats = wasted_s * arrivals_per_s * (queue_s + wasted_s) / (1 - use)
+    wasted_s = (1 - needed_tokens / offers.new_tokens) * offers.work_s
+    use = min(_mean(offers.gpu_use), _FULL)
+    price = _mean(offers.prefills_per_s) / (1 - use)
+    cost_s: Floats = wasted_s * (wasted_s + _mean(offers.gpu_backlog_s)) * price
+    return cost_s
+
+
+def crowd_s(offers: Offers) -> Floats:
+    """Seconds by which a request's decode delays those in flight beside it."""
+    cost_s: Floats = offers.in_flight * offers.decode_s
     return cost_s
 
 
@@ -66,5 +74,10 @@ def fetch_toll_s(offers: Offers) -> Floats:
     """Waiting that fetching and loading add to those who fetch and load after it, in seconds."""
     assert offers.fetch_s is not None
     moved_s = offers.fetch_s
-    cost_s: Floats = moved_s * offers.loads_per_s.mean() * (offers.net_backlog_s + moved_s)
+    cost_s: Floats = moved_s * _mean(offers.loads_per_s) * (offers.net_backlog_s + moved_s)
     return cost_s
+
+
+def _mean(values: Floats) -> float:
+    # A fifth of what `ndarray.mean` takes for as few values as there are workers.
+    return float(np.add.reduce(values)) / len(values)

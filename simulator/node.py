@@ -127,6 +127,9 @@ class Node:
         self._start_s = 0.0
         self._cut = False
         self._held_since_s = self._loop.now_s
+        # Loads that landed during this iteration, and those that it asked for and found landed.
+        self._landed: list[Job] = []
+        self._polled: list[Job] = []
         self._version += 1
 
     # -- from outside -------------------------------------------------------------------------
@@ -195,7 +198,14 @@ class Node:
             self._loop.at(end_s, self._end_stretch, self._version)
 
     def _plan(self) -> None:
-        """The engine is between iterations: what next?"""
+        """The engine is between iterations: what next? An idle one polls until it knows all."""
+        self._hear_of_loads()
+        self._plan_next()
+        while self._polled and self._step is None and self._stretch is None:
+            self._hear_of_loads()
+            self._plan_next()
+
+    def _plan_next(self) -> None:
         admit = True
         if self._grow and self._grow[0][0] <= self._count:
             admit = self._grow_upto(self._count)
@@ -286,7 +296,9 @@ class Node:
         self._loop.at(now_s + seconds, self._end_stretch, self._version)
 
     def _stretch_limit(self) -> int:
-        """Steps until a request ends or, where memory is short, until one needs a block."""
+        """Steps until a request ends, a load is known or, where memory is short, one needs a block."""
+        if self._polled:
+            return 1
         finish = self._finish
         while finish[0][2].finish_at != finish[0][0]:
             heappop(finish)
@@ -427,13 +439,20 @@ class Node:
             job.stored = blocks
 
     def _loaded(self, job: Job, seconds: float) -> None:
-        if self._stretch is not None and self._grow:
-            # The iterations so far have taken their blocks before this load's are found.
-            passed_s = self._loop.now_s - self._start_s
-            self._grow_upto(self._count + self._stretch.steps(passed_s / self._stretch_factor))
-        self.memory.landed(job)
-        self.scheduler.loaded(job)
+        """A load has landed; a busy engine asks for it as its next iteration starts."""
+        self._landed.append(job)
         self._poke()
+
+    def _hear_of_loads(self) -> None:
+        """Between iterations: what was asked for as the last one started is known now.
+
+        vLLM's connector polls its transfers while an iteration runs, and the scheduler hears of
+        them with that iteration's output: what lands during one iteration runs after the next.
+        """
+        for job in self._polled:
+            self.memory.landed(job)
+            self.scheduler.loaded(job)
+        self._polled, self._landed = self._landed, []
 
     def _stored(self, ids: Ids, start: int, stop: int) -> None:
         memory = self.memory

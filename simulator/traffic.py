@@ -9,9 +9,9 @@ began before it and are not over come in with the turns that they have left.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +67,7 @@ class _Facts:
     starts_s: of each turn since the session's first, if nobody queues; ends_s its last token's end.
     reuse_blocks: longest prefix of each turn that one of its predecessors left. shared_blocks:
     leading blocks of the first turn that other sessions use too. document_blocks: leading blocks
-    that the second turn shares with the first without continuing it.
+    that all turns share.
     """
 
     starts_s: list[float]
@@ -287,14 +287,33 @@ def _facts(workload: Workload, speed: IdleSpeed) -> dict[str, _Facts]:
             reuse[number] = _longest(session.turns[:number], session.turns[number])
         first = session.turns[0]
         shared = sum(1 for _ in _while_shared(first.blocks, uses))
-        document = 0
-        if len(session.turns) > 1:
-            document = _common(first.blocks, session.turns[1].blocks)
-            if reuse[1] > document or document >= len(first.blocks):
-                document = 0
+        document = document_blocks(session, reuse)
         starts, end_s = _schedule(session, reuse, workload.block_tokens, speed)
         facts[session.id] = _Facts(starts, end_s, reuse, shared, document)
     return facts
+
+
+def document_blocks(session: SessionShape, reuse: Sequence[int] | None = None) -> int:
+    """Leading blocks of a text that all turns are about; 0 in a talk.
+
+    Turns about a text share that and nothing else (`reuse`: longest prefix of each turn that a
+    predecessor left, if known). A talk's turns go on from one another; where blocks are too long to
+    show it, every prompt is longer than the one before and its answer.
+    """
+    turns = session.turns
+    grows = all(
+        later.input_tokens >= earlier.input_tokens + earlier.output_tokens
+        for earlier, later in pairwise(turns)
+    )
+    if grows:
+        return 0
+    document = _common(turns[0].blocks, turns[1].blocks)
+    shared = (
+        reuse[1:]
+        if reuse is not None
+        else [_longest(turns[:number], turn) for number, turn in enumerate(turns) if number]
+    )
+    return document if all(blocks == document for blocks in shared) else 0
 
 
 def _while_shared(ids: Ids, uses: dict[int, int]) -> Iterator[int]:

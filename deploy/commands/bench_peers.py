@@ -117,7 +117,7 @@ def _prepared(
 ) -> tuple[Workload, float]:
     """The workload, cut, and the cluster's capacity for it in requests per second."""
     # scipy, polars and the like: only when they are wanted.
-    from deploy.emulated_nodes import scaled_memory
+    from deploy.emulated_node import scaled_memory
     from kappa.shapes import model_shape
     from simulator.capacity import capacity_rps
     from simulator.clusters import check, cluster_named

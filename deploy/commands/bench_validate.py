@@ -34,7 +34,7 @@ from deploy.validation import (
 from kappa.model import kv_bytes_per_token
 from kappa.settings import ClusterSettings
 from loadtest.bench_validate import Played, Replayer, client
-from loadtest.validate_traffic import SCALINGS, Script, idle_script, salt_of, scripts
+from loadtest.validate_traffic import SCALINGS, Script, digest, idle_script, salt_of, scripts
 from workload.catalogue import workload_named
 
 _LIVE_POLICIES = ("priced", "ttft", "threshold", "least_backlog")
@@ -63,6 +63,7 @@ class Bench:
     rates: dict[CellKey, float] = field(default_factory=dict)
     idle: list[Played] = field(default_factory=list)
     played: dict[tuple[str, str, float, int], Played] = field(default_factory=dict)
+    _digests: dict[tuple[str, float, float], str] = field(default_factory=dict)
 
     def key(self) -> dict[str, Any]:
         """What two records must agree on to belong together."""
@@ -86,7 +87,13 @@ class Bench:
                     self.idle.append(played)
                     continue
                 trace, load = str(record["trace"]), float(record["load"])
-                self.rates[trace, load] = float(record["sessions_per_s"])
+                rate = float(record["sessions_per_s"])
+                if trace not in self.traces or load not in self.loads:
+                    continue
+                if self.digest(trace, load, rate) != record["digest"]:
+                    # The trace, its reader or its scaling is another by now.
+                    continue
+                self.rates[trace, load] = rate
                 self.played[str(record["policy"]), trace, load, int(record["run"])] = played
             except (ValueError, KeyError, TypeError) as error:
                 raise typer.BadParameter(
@@ -128,6 +135,14 @@ class Bench:
             salt=salt,
         )
         return list(made)
+
+    def digest(self, trace: str, load: float, sessions_per_s: float) -> str:
+        """What tells the requests of a cell from those of an earlier version of its trace."""
+        known = self._digests.get((trace, load, sessions_per_s))
+        if known is None:
+            known = digest(self.scripts(trace, sessions_per_s, self.window_s, 0))
+            self._digests[trace, load, sessions_per_s] = known
+        return known
 
     def find_rates(self, mirror: Mirror) -> None:
         """Sessions per second of each cell, from the simulated saturation of its trace."""
@@ -207,7 +222,8 @@ async def _play(bench: Bench, policy: str, url: str) -> None:
             bench.keep(
                 {
                     "kind": "run", "policy": policy, "trace": trace, "load": load, "run": run,
-                    "sessions_per_s": rate, "played": played.to_dict(),
+                    "sessions_per_s": rate, "digest": bench.digest(trace, load, rate),
+                    "played": played.to_dict(),
                 }
             )  # fmt: skip
             failed = sum(bool(a.error) for a in played.answers)

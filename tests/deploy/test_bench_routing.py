@@ -13,12 +13,13 @@ from deploy.cli import app
 from deploy.routing_plots import draw_all, draw_regret
 from deploy.source_closure import source_closure
 
+DIRECTORY = tempfile.TemporaryDirectory()
 SETTINGS = grid.Settings(requests=60)
 
 
 def tiny_trace():
-    """A trace of forty requests; its name is the same wherever the tests run."""
-    path = Path(tempfile.gettempdir()) / "kappa_test_tiny.csv"
+    """A trace of forty requests."""
+    path = Path(DIRECTORY.name) / "tiny.csv"
     rng = np.random.default_rng(0)
     lines = [
         f"2023-11-16 18:{i // 60:02d}:{i % 60:02d}.0000000,{n},{m}"
@@ -220,7 +221,7 @@ def test_faults_are_compared_with_the_same_policy_without():
 def test_tables_are_markdown(tmp_path):
     rows, _ = run(tmp_path, ("priced", "round_robin", grid.TUNED), seeds=2)
     text = report.markdown(rows, "priced", grid.OURS)
-    assert "| small kappa_test_tiny.csv 0.5 warm |" in text and "dynamo_tuned is dynamo" in text
+    assert "| small tiny.csv 0.5 warm |" in text and "dynamo_tuned is dynamo" in text
     for line in text.splitlines():
         assert not line.startswith("|") or line.endswith("|")
 
@@ -229,7 +230,7 @@ def test_pictures_are_drawn_from_the_records(tmp_path):
     run(tmp_path, ("priced", "round_robin"))
     drawn = draw_all(tmp_path)
     assert [path.name for path in drawn] == [
-        f"{kind}_small_kappa_test_tiny.csv_0.5_warm.png" for kind in ("ttft", "kappa")
+        f"{kind}_small_tiny.csv_0.5_warm.png" for kind in ("ttft", "kappa")
     ]  # fmt: skip
     drawn.append(draw_regret([{"policy": "a", "regret": 1.3}], tmp_path / "r.png", "regret"))
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)

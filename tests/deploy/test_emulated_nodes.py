@@ -10,7 +10,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from deploy.emulated_nodes import scaled_memory
+from deploy.emulated_node import scaled_memory
 from kappa.shapes import model_shape
 from loadtest.peers.play import Asked, Player, Proxy
 from loadtest.peers.sidecar import Sidecar, SidecarError

@@ -327,7 +327,10 @@ def test_finished_runs_are_not_done_again(tmp_path):
     path = tmp_path / "runs.jsonl"
     before = bench(path)
     run = {"kind": "run", "policy": "ttft", "trace": "narrativeqa", "load": 0.8, "run": 0}
-    before.keep({**run, "sessions_per_s": 1.5, "played": Played().to_dict()})
+    run |= {"sessions_per_s": 1.5, "digest": before.digest("narrativeqa", 0.8, 1.5)}
+    before.keep({**run, "played": Played().to_dict()})
+    # Of the same name, but other requests: the trace was another then.
+    before.keep({**run, "run": 1, "digest": "other", "played": Played().to_dict()})
     before.keep({"kind": "idle", "policy": "ttft", "played": Played().to_dict()})
     after = bench(path)
     after.load_records()

@@ -100,16 +100,16 @@ def test_what_was_priced_does_not_change_when_it_is_reserved():
 
 def test_use_fades_and_follows_the_work_received():
     made = fleet("h100-pcie5")
-    load_s = 0.0
+    work_s = 0.0
     for i in range(400):
         now_s = i * 0.1
         offers = ask(made, now_s, tokens=4000, cached=3000)
-        load_s = float(offers.load_s[0])
+        work_s = float(offers.work_s[0])
         made.reserve(f"r{i}", offers, 0)
         made.prefilled(f"r{i}", now_s)
         made.release(f"r{i}", now_s)
-    assert ask(made, 40.0).link_use[0] == pytest.approx(load_s / 0.1, rel=0.15)
-    assert ask(made, 400.0).link_use[0] < 1e-6
+    assert ask(made, 40.0).gpu_use[0] == pytest.approx(work_s / 0.1, rel=0.15)
+    assert ask(made, 400.0).gpu_use[0] < 1e-6
 
 
 def test_an_admission_corrects_what_was_reserved():

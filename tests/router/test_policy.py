@@ -173,6 +173,13 @@ def test_the_price_of_waste_rises_with_load():
     assert at(0.9, 2.0) == 0
 
 
+def test_priced_pays_for_those_it_decodes_beside():
+    crowded = candidate(ttft_s=1.0, in_flight=20, decode_s=0.1)
+    calm = candidate(ttft_s=2.0, in_flight=2, decode_s=0.1)
+    assert pick(TTFT, crowded, calm)[0] == 0
+    assert pick(PRICED, crowded, calm)[0] == 1
+
+
 def test_priced_fetches_from_a_peer_when_that_is_cheaper_than_waiting_or_computing():
     holder = busy(ttft_s=5.0, new_tokens=100, cached_tokens=50_000)
     other = busy(ttft_s=6.0, new_tokens=50_100, work_s=4.0)

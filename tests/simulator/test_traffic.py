@@ -5,9 +5,9 @@ import pytest
 
 from kappa.slo import IdleSpeed
 from kappa.step import StepModel
-from simulator.traffic import build_traffic
+from simulator.traffic import build_traffic, document_blocks
 from workload.arrivals import poisson
-from workload.shapes import Workload
+from workload.shapes import SessionShape, TurnShape, Workload
 
 SPEED = IdleSpeed(StepModel(1e-5, 1e-10, 5e-3, 1e-8, 1e-3), 1e-6, 1e-3)
 
@@ -116,3 +116,13 @@ def test_what_another_session_began_with_counts_as_reusable(chats):
 def test_nothing_to_send_is_refused(chats, changes, message):
     with pytest.raises(ValueError, match=message):
         build(chats, **changes)
+
+
+def test_a_text_is_told_from_a_talk_however_short_the_questions(documents, chats):
+    assert [document_blocks(s) for s in documents.sessions] == [100 + 40 * i for i in range(12)]
+    assert not any(document_blocks(s) for s in chats.sessions)
+    text = chats.sessions[0].turns[0].blocks[:4]
+    short = [TurnShape(0.0, 256 + n % 3, 5, text, text) for n in range(4)]
+    assert document_blocks(SessionShape("short questions", tuple(short))) == 4
+    growing = [TurnShape(0.0, 256 + 6 * n, 5, text, text) for n in range(4)]
+    assert document_blocks(SessionShape("short talk", tuple(growing))) == 0

@@ -1,8 +1,9 @@
 """Routes with Dynamo's `SelectionService`, in its own environment, for `kappa bench peers`.
 
 First line of stdin: {"nodes": [{"name", "url", "events_endpoint", "device_blocks",
-"max_batch_tokens"}], "block_tokens", "settings": environment that sets it}. Then {"op": "route"}, answered with the node's name, and
-"first" (the first token came) and "done". Blocks become known by the nodes' own KV events.
+"max_batch_tokens"}], "block_tokens", "settings": the service's environment}. Then {"op": "route"},
+answered with the node's name, and "first" (the first token came) and "done". Blocks become known by
+the nodes' own KV events.
 """
 
 import os
