@@ -24,7 +24,8 @@ from loadtest.peers.wire import block_tokens
 from simulator.cache import Ids
 from simulator.clusters import NodeSpec, kv_room
 from simulator.job import Job
-from simulator.node import Node, NodeModel
+from simulator.node import Node
+from simulator.node_model import NodeModel
 from simulator.noise import Noise
 
 BUDGET_TOKENS = 8192

@@ -1,4 +1,4 @@
-"""Decode-only iterations in closed form: how long many take, and how many have passed.
+"""How long iterations last: one of any kind, and many decode-only ones in closed form.
 
 While the same requests decode, each step computes a token for each of them and their contexts grow
 by one: compute time and read time are lines in the step's number, the step lasts the longer of
@@ -10,6 +10,13 @@ from __future__ import annotations
 import math
 
 from kappa.step import StepModel
+
+
+def step_s(step: StepModel, tokens: int, pairs: float, reads: int) -> float:
+    """`StepModel.step_s` from the sums over a batch: new tokens, pairs, tokens read."""
+    compute_s = tokens * step.token_s + pairs * step.pair_s
+    read_s = step.weights_s + reads * step.context_token_s
+    return (compute_s if compute_s > read_s else read_s) + step.fixed_s
 
 
 class Stretch:

@@ -9,57 +9,19 @@ notice it. Everything happens at the loop's time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from heapq import heappop, heappush
 
-from kappa.step import StepModel
 from scheduler.core import Scheduler, Step
 from simulator.cache import Ids
-from simulator.decode import Stretch
+from simulator.decode import Stretch, step_s
+from simulator.decoding import Decoding
 from simulator.job import Job
 from simulator.link import Link
 from simulator.loop import Loop
 from simulator.memory import CacheListener, NodeMemory
+from simulator.node_model import NodeModel, NodeTotals
 from simulator.noise import Noise
 
 _FOREVER = 1 << 60
-
-
-@dataclass(frozen=True, slots=True)
-class NodeModel:
-    """The true constants of a node, and the step constants that its announcement claims.
-
-    load_block_s, store_block_s: link seconds a block; load_fixed_s: of each transfer besides.
-    """
-
-    step: StepModel
-    announced_step: StepModel
-    block_tokens: int
-    device_blocks: int
-    host_blocks: int
-    load_block_s: float
-    store_block_s: float
-    load_fixed_s: float
-    budget_tokens: int = 8192
-    max_running: int = 256
-    rule: str = "fcfs"
-
-
-@dataclass(slots=True)
-class NodeTotals:
-    """What a node did since the start; survives its failures."""
-
-    steps: int = 0
-    step_s: float = 0.0
-    step_predicted_s: float = 0.0
-    step_tokens: int = 0
-    held_block_s: float = 0.0
-    busy_s: float = 0.0
-    fill: float = 0.0
-    fill_steps: int = 0
-    max_wait_s: float = 0.0
-    max_skips: int = 0
-    preemptions: int = 0
 
 
 class Node:
@@ -104,7 +66,6 @@ class Node:
             fixed_s=model.load_fixed_s, loaded=self._loaded, stored=self._stored,
         )  # fmt: skip
         self._version = 0
-        self._told = (0, 0, 0)
         self._reset()
 
     def _reset(self) -> None:
@@ -114,12 +75,7 @@ class Node:
         )
         self.scheduler = Scheduler(self.memory, model.rule, model.budget_tokens, model.max_running)
         self.jobs: dict[Job, None] = {}
-        self._decoding = 0
-        self._context = 0
-        self._count = 0
-        self._order = 0
-        self._finish: list[tuple[int, int, Job]] = []
-        self._grow: list[tuple[int, int, Job]] = []
+        self._decoding = Decoding(model.block_tokens)
         self._step: Step | None = None
         self._stretch: Stretch | None = None
         self._stretch_steps = 0
@@ -148,7 +104,7 @@ class Node:
     def fail(self) -> list[Job]:
         """The node dies: all it held is gone; returns the requests it had."""
         lost = list(self.jobs)
-        self._account_scheduler()
+        self.totals.add_scheduler(self.scheduler)
         self.link.reset()
         self._reset()
         self.alive = False
@@ -164,18 +120,10 @@ class Node:
         if self._stretch is not None:
             self._poke()
 
-    def changed(self) -> bool:
-        """Whether there is anything to report since this was last asked."""
-        done = (self.totals.steps, self.link.load_blocks, self.link.store_blocks)
-        if done == self._told:
-            return False
-        self._told = done
-        return True
-
     def close(self) -> None:
         """The run is over: complete the totals."""
         self._account_held()
-        self._account_scheduler()
+        self.totals.add_scheduler(self.scheduler)
 
     # -- iterations ---------------------------------------------------------------------------
 
@@ -206,18 +154,16 @@ class Node:
             self._plan_next()
 
     def _plan_next(self) -> None:
-        admit = True
-        if self._grow and self._grow[0][0] <= self._count:
-            admit = self._grow_upto(self._count)
+        admit = self._grow_upto(self._decoding.count)
         scheduler = self.scheduler
         if scheduler.waiting:
             self._account_held()
-        step = scheduler.step(self._loop.now_s, self._decoding, admit)
+        step = scheduler.step(self._loop.now_s, self._decoding.requests, admit)
         if step.admitted:
             self._start_admitted(step)
         if step.chunks:
             self._start_step(step)
-        elif self._decoding:
+        elif self._decoding.requests:
             # After a preemption the next iteration may admit again.
             self._start_stretch(_FOREVER if admit else 1)
         else:
@@ -233,22 +179,23 @@ class Node:
                 self._admitted(work)
 
     def _start_step(self, step: Step) -> None:
-        n, model = self._decoding, self.model
-        pairs = self._context + 0.5 * n
-        tokens, reads = n, self._context + n
+        n, context_tokens, model = (
+            self._decoding.requests,
+            self._decoding.context_tokens,
+            self.model,
+        )
+        pairs = context_tokens + 0.5 * n
+        tokens, reads = n, context_tokens + n
         for _, new, context in step.chunks:
             tokens += new
             pairs += new * (context + 0.5 * new)
             reads += context + new
-        nominal_s = _step_s(model.step, tokens, pairs, reads)
+        nominal_s = step_s(model.step, tokens, pairs, reads)
         seconds = nominal_s * self._noise.factor() * self.slow
-        totals = self.totals
-        totals.steps += 1
-        totals.step_tokens += tokens
-        totals.step_s += seconds
-        totals.step_predicted_s += (
-            nominal_s if self._honest else _step_s(model.announced_step, tokens, pairs, reads)
-        )
+        predicted_s = nominal_s
+        if not self._honest:
+            predicted_s = step_s(model.announced_step, tokens, pairs, reads)
+        self.totals.add_steps(1, tokens, seconds, predicted_s)
         self._step = step
         now_s = self._loop.now_s
         self._start_s = now_s
@@ -263,9 +210,8 @@ class Node:
         self._step = None
         totals = self.totals
         totals.busy_s += self._loop.now_s - self._start_s
-        if self._decoding:
-            self._count += 1
-            self._context += self._decoding
+        if self._decoding.requests:
+            self._decoding.advance(1)
         size, memory = self.model.block_tokens, self.memory
         for work, new, context in step.chunks:
             assert isinstance(work, Job)
@@ -284,8 +230,8 @@ class Node:
         self._plan()
 
     def _start_stretch(self, most: int) -> None:
-        model, n = self.model, self._decoding
-        self._stretch = Stretch(model.step, n, self._context)
+        decoding = self._decoding
+        self._stretch = Stretch(self.model.step, decoding.requests, decoding.context_tokens)
         self._stretch_steps = min(self._stretch_limit(), most)
         self._stretch_factor = self._noise.factor() * self.slow
         self._cut = False
@@ -296,45 +242,27 @@ class Node:
         self._loop.at(now_s + seconds, self._end_stretch, self._version)
 
     def _stretch_limit(self) -> int:
-        """Steps until a request ends, a load is known or, where memory is short, one needs a block."""
-        if self._polled:
-            return 1
-        finish = self._finish
-        while finish[0][2].finish_at != finish[0][0]:
-            heappop(finish)
-        steps = finish[0][0] - self._count
-        grow = self._grow
-        while grow and grow[0][2].grow_at != grow[0][0]:
-            heappop(grow)
-        if not grow or grow[0][0] >= self._count + steps:
-            return steps
-        most = self._decoding * (steps // self.model.block_tokens + 1)
-        if most <= self.memory.available():
-            return steps
-        return max(grow[0][0] - self._count, 1)
+        """Iterations until something has to be looked at: a load, an end, a want of blocks."""
+        return 1 if self._polled else self._decoding.steps_ahead(self.memory.available())
 
     def _end_stretch(self, version: int) -> None:
         if version != self._version:
             return
-        stretch, steps, n = self._stretch, self._stretch_steps, self._decoding
+        stretch, steps, decoding = self._stretch, self._stretch_steps, self._decoding
+        n = decoding.requests
         assert stretch is not None
         self._stretch = None
         nominal_s = stretch.seconds(steps)
+        predicted_s = nominal_s
+        if not self._honest:
+            believed = Stretch(self.model.announced_step, n, decoding.context_tokens)
+            predicted_s = believed.seconds(steps)
         totals = self.totals
-        totals.steps += steps
-        totals.step_tokens += steps * n
-        totals.step_s += nominal_s * self._stretch_factor
-        totals.step_predicted_s += (
-            nominal_s
-            if self._honest
-            else Stretch(self.model.announced_step, n, self._context).seconds(steps)
-        )
+        totals.add_steps(steps, steps * n, nominal_s * self._stretch_factor, predicted_s)
         totals.busy_s += self._loop.now_s - self._start_s
         self.scheduler.repeat(steps - 1, n)
-        self._count += steps
-        self._context += steps * n
-        if self._grow and self._grow[0][0] < self._count:
-            self._grow_upto(self._count - 1)
+        decoding.advance(steps)
+        self._grow_upto(decoding.count - 1)
         self._end_finished()
         self._plan()
 
@@ -351,33 +279,11 @@ class Node:
         if left <= 0:
             self._end_job(job)
             return
-        self._order += 1
-        count, context = self._count, job.total_tokens
-        job.joined_at = count
-        job.finish_at = count + left
-        heappush(self._finish, (job.finish_at, self._order, job))
-        grow_in = -context % self.model.block_tokens
-        if grow_in < left:
-            job.grow_at = count + grow_in
-            heappush(self._grow, (job.grow_at, self._order, job))
-        self._decoding += 1
-        self._context += context
+        self._decoding.join(job, left)
 
     def _end_finished(self) -> None:
-        finish, count = self._finish, self._count
-        while finish and finish[0][0] <= count:
-            at, _, job = heappop(finish)
-            if job.finish_at == at:
-                self._leave(job)
-                self._end_job(job)
-
-    def _leave(self, job: Job) -> None:
-        """It decodes no more."""
-        steps = self._count - job.joined_at
-        job.generated += steps
-        self._decoding -= 1
-        self._context -= job.total_tokens + steps
-        job.finish_at = job.grow_at = -1
+        while (job := self._decoding.next_finished()) is not None:
+            self._end_job(job)
 
     def _end_job(self, job: Job) -> None:
         self._account_held()
@@ -398,37 +304,25 @@ class Node:
 
         Returns False if requests had to be preempted for it.
         """
-        grow, size = self._grow, self.model.block_tokens
+        decoding, memory = self._decoding, self.memory
         calm = True
-        while grow and grow[0][0] <= count:
-            at, order, job = heappop(grow)
-            if job.grow_at != at:
-                continue
-            while not self.memory.grow(job):
-                calm = False
-                victim = self._preempt()
-                if victim is job:
-                    break
-            if job.grow_at != at:
-                continue
-            following = at + size
-            if following < job.finish_at:
-                job.grow_at = following
-                heappush(grow, (following, order, job))
+        while (job := decoding.next_growing(count)) is not None:
+            if memory.grow(job):
+                decoding.grown(job)
             else:
-                job.grow_at = -1
+                calm = False
+                self._preempt()
         return calm
 
-    def _preempt(self) -> Job:
+    def _preempt(self) -> None:
         self._account_held()
         victim = self.scheduler.preempt(self._loop.now_s)
         assert isinstance(victim, Job)
         if victim.finish_at >= 0:
-            self._leave(victim)
+            self._decoding.leave(victim)
             # It has to be computed again up to its latest token, which then gives the next.
             victim.total_tokens = victim.prompt_tokens + victim.generated
         self.memory.release(victim)
-        return victim
 
     # -- transfers ----------------------------------------------------------------------------
 
@@ -467,19 +361,3 @@ class Node:
         now_s = self._loop.now_s
         self.totals.held_block_s += self.memory.held * (now_s - self._held_since_s)
         self._held_since_s = now_s
-
-    def _account_scheduler(self) -> None:
-        scheduler, totals = self.scheduler, self.totals
-        fill, steps = scheduler.budget_fill
-        totals.fill += fill
-        totals.fill_steps += steps
-        totals.max_wait_s = max(totals.max_wait_s, scheduler.max_wait_s)
-        totals.max_skips = max(totals.max_skips, scheduler.max_skips)
-        totals.preemptions += scheduler.preemptions
-
-
-def _step_s(step: StepModel, tokens: int, pairs: float, reads: int) -> float:
-    """`StepModel.step_s` from the sums over a batch: new tokens, pairs, tokens read."""
-    compute_s = tokens * step.token_s + pairs * step.pair_s
-    read_s = step.weights_s + reads * step.context_token_s
-    return (compute_s if compute_s > read_s else read_s) + step.fixed_s

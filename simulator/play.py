@@ -17,7 +17,8 @@ from simulator.faults import Failure, Faults
 from simulator.job import Job
 from simulator.loop import Loop
 from simulator.network import Network
-from simulator.node import Node, NodeModel
+from simulator.node import Node
+from simulator.node_model import NodeModel
 from simulator.noise import Noise
 from simulator.traffic import Traffic
 
@@ -62,6 +63,7 @@ class Play:
         self._left = total
         self._jobs: dict[int, Job] = {}
         self._again: set[int] = set()
+        self._told = [(0, 0, 0)] * len(models)
         self._fetching: list[dict[Job, None]] = [{} for _ in cluster.nodes]
         self._session_of = np.repeat(
             np.arange(len(traffic.turns)), [len(turns) for turns in traffic.turns]
@@ -250,7 +252,9 @@ class Play:
         """Nodes that did something report; then whatever the router wants copied is under way."""
         now_s = self._loop.now_s
         for node in self.nodes:
-            if node.alive and node.changed():
+            done = (node.totals.steps, node.link.load_blocks, node.link.store_blocks)
+            if node.alive and done != self._told[node.index]:
+                self._told[node.index] = done
                 self.dispatcher.report(node, now_s)
         for copy in self.dispatcher.copies(now_s):
             self._copy(copy)

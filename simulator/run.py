@@ -25,7 +25,8 @@ from scheduler.core import FCFS, SCHEDULERS
 from simulator.clusters import Cluster, NodeSpec, check, kv_room
 from simulator.dispatch import Dispatcher, PlanDispatch, RouterDispatch
 from simulator.faults import Faults, announced
-from simulator.node import Node, NodeModel
+from simulator.node import Node
+from simulator.node_model import NodeModel
 from simulator.outcome import NodeRecord, Outcome, Records
 from simulator.play import Play
 from simulator.traffic import Traffic, build_traffic

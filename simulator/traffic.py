@@ -9,15 +9,16 @@ began before it and are not over come in with the turns that they have left.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s
+from kappa.slo import IdleSpeed
 from simulator.cache import Ids, common_blocks
+from simulator.session_facts import Facts, longest_left, session_facts, shared_prefix
 from workload.arrivals import ArrivalProcess
 from workload.block_ids import salt_of
 from workload.expansion import expand
@@ -60,23 +61,6 @@ class Traffic:
         return len(self.planned_s)
 
 
-@dataclass(slots=True, eq=False)
-class _Facts:
-    """What all copies of a session have in common.
-
-    starts_s: of each turn since the session's first, if nobody queues; ends_s its last token's end.
-    reuse_blocks: longest prefix of each turn that one of its predecessors left. shared_blocks:
-    leading blocks of the first turn that other sessions use too. document_blocks: leading blocks
-    that all turns share.
-    """
-
-    starts_s: list[float]
-    end_s: float
-    reuse_blocks: list[int]
-    shared_blocks: int
-    document_blocks: int
-
-
 def build_traffic(
     workload: Workload,
     arrivals: ArrivalProcess,
@@ -102,7 +86,7 @@ def build_traffic(
         raise ValueError(f"requests is {requests}: give 1 or more")
     if not rate_rps > 0:
         raise ValueError(f"the rate is {rate_rps} requests/s: give one above zero")
-    facts = _facts(workload, speed)
+    facts = session_facts(workload, speed)
     turns_mean = sum(len(s.turns) for s in workload.sessions) / len(workload.sessions)
     session_rate = rate_rps / turns_mean
     rng = np.random.default_rng((seed, 1))
@@ -116,7 +100,7 @@ def build_traffic(
 
 
 def _under_way(
-    workload: Workload, facts: dict[str, _Facts], session_rate: float, rng: np.random.Generator
+    workload: Workload, facts: dict[str, Facts], session_rate: float, rng: np.random.Generator
 ) -> list[tuple[float, SessionShape]]:
     """Sessions that began before time 0 and are not over, with when they began.
 
@@ -153,13 +137,13 @@ def _copy(session: SessionShape, copy: int) -> SessionShape:
 
 def _collect(
     traffic: Traffic,
-    facts: dict[str, _Facts],
+    facts: dict[str, Facts],
     sessions: Iterable[tuple[float, SessionShape]],
     requests: int,
     warm: bool,
 ) -> Traffic:
     """Take sessions until the planned times of `requests` requests are known for good."""
-    found: list[tuple[SessionShape, _Facts, float, int]] = []
+    found: list[tuple[SessionShape, Facts, float, int]] = []
     planned: list[list[float]] = []
     ahead: list[float] = []
     settled = 0
@@ -191,7 +175,7 @@ def _collect(
 
 def _fill(
     traffic: Traffic,
-    found: list[tuple[SessionShape, _Facts, float, int]],
+    found: list[tuple[SessionShape, Facts, float, int]],
     planned: list[list[float]],
     chosen: NDArray[np.bool_],
     warm: bool,
@@ -234,7 +218,7 @@ def _fill(
             if number and (not done or warm):
                 blocks = known.reuse_blocks[done + number]
             elif number:
-                blocks = _longest(turns[:number], turn)
+                blocks = longest_left(turns[:number], turn)
             usable = (turn.input_tokens - 1) // size
             reuse.append(min(blocks, usable) * size)
             prompts.append(turn.input_tokens)
@@ -259,94 +243,12 @@ def _seen_blocks(seen: set[int], ids: Ids, stop: int) -> int:
     return low
 
 
-def _longest(earlier: tuple[TurnShape, ...], turn: TurnShape) -> int:
-    return max(_common(before.kept_blocks, turn.blocks) for before in earlier)
-
-
-def _common(a: Ids, b: Ids) -> int:
-    return common_blocks(a, b, 0, min(len(a), len(b)))
-
-
 def _history(session: SessionShape, done: int) -> Ids:
     """What the turns before the next one left of its prefix; the last turn's blocks if nothing."""
     following = session.turns[done].blocks
-    best = max(session.turns[:done], key=lambda turn: _common(turn.kept_blocks, following))
+    best = max(session.turns[:done], key=lambda turn: shared_prefix(turn.kept_blocks, following))
     return best.kept_blocks
 
 
 def _base_id(session_id: str) -> str:
     return session_id.rpartition("~")[0]
-
-
-def _facts(workload: Workload, speed: IdleSpeed) -> dict[str, _Facts]:
-    uses = _uses(workload)
-    facts: dict[str, _Facts] = {}
-    for session in workload.sessions:
-        reuse = [0] * len(session.turns)
-        for number in range(1, len(session.turns)):
-            reuse[number] = _longest(session.turns[:number], session.turns[number])
-        first = session.turns[0]
-        shared = sum(1 for _ in _while_shared(first.blocks, uses))
-        document = document_blocks(session, reuse)
-        starts, end_s = _schedule(session, reuse, workload.block_tokens, speed)
-        facts[session.id] = _Facts(starts, end_s, reuse, shared, document)
-    return facts
-
-
-def document_blocks(session: SessionShape, reuse: Sequence[int] | None = None) -> int:
-    """Leading blocks of a text that all turns are about; 0 in a talk.
-
-    Turns about a text share that and nothing else (`reuse`: longest prefix of each turn that a
-    predecessor left, if known). A talk's turns go on from one another; where blocks are too long to
-    show it, every prompt is longer than the one before and its answer.
-    """
-    turns = session.turns
-    grows = all(
-        later.input_tokens >= earlier.input_tokens + earlier.output_tokens
-        for earlier, later in pairwise(turns)
-    )
-    if grows:
-        return 0
-    document = _common(turns[0].blocks, turns[1].blocks)
-    shared = (
-        reuse[1:]
-        if reuse is not None
-        else [_longest(turns[:number], turn) for number, turn in enumerate(turns) if number]
-    )
-    return document if all(blocks == document for blocks in shared) else 0
-
-
-def _while_shared(ids: Ids, uses: dict[int, int]) -> Iterator[int]:
-    for block in ids.tolist():
-        if uses.get(block, 0) < 2:
-            return
-        yield block
-
-
-def _uses(workload: Workload) -> dict[int, int]:
-    """In how many sessions each block occurs that occurs in several."""
-    own = [
-        np.unique(np.concatenate([turn.kept_blocks for turn in session.turns]))
-        for session in workload.sessions
-    ]
-    blocks, counts = np.unique(np.concatenate(own), return_counts=True)
-    several = counts > 1
-    return dict(zip(blocks[several].tolist(), counts[several].tolist(), strict=True))
-
-
-def _schedule(
-    session: SessionShape, reuse: list[int], block_tokens: int, speed: IdleSpeed
-) -> tuple[list[float], float]:
-    """When each turn would start if nobody queued, and when the last one would end."""
-    prompts = np.array([turn.input_tokens for turn in session.turns])
-    outputs = np.array([turn.output_tokens for turn in session.turns])
-    cached = np.minimum(np.array(reuse) * block_tokens, prompts - 1)
-    service = idle_ttft_s(speed, cached, prompts - cached)
-    service = service + (outputs - 1) * idle_tpot_s(speed, prompts, outputs)
-    starts: list[float] = []
-    now_s = 0.0
-    for turn, service_s in zip(session.turns, service.tolist(), strict=True):
-        now_s += turn.after_s
-        starts.append(now_s)
-        now_s += service_s
-    return starts, now_s

@@ -414,3 +414,52 @@ def run_of_events(seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_same_events_give_the_same_decisions(seed):
     assert run_of_events(seed) == run_of_events(seed)
+
+
+# -- peers' caches and hashes from outside ---------------------------------------------------------
+
+
+def fetching(net_bytes_per_s):
+    made = Router(RouterConfig(policy=policy_named("priced_fetch"), secret=7, forecast_workers=0))
+    for worker in ("a", "b"):
+        made.join(announcement(worker, net_bytes_per_s=net_bytes_per_s), 0.0)
+    made.blocks([stored("a", prompt(20_000), tier="device")])
+    made.index.hold("a", "host", made.hasher.prefix_hashes(prompt(20_000)))
+    for i in range(6):
+        made.route(ask(f"busy{i}", tokens=25_000, seed=50 + i, exclude=frozenset({"b"})), 1.0)
+    return made
+
+
+def test_a_prefix_is_fetched_from_a_busy_peer():
+    decision = fetching(25e9).route(ask(tokens=20_000), 1.0)
+    assert (decision.worker, decision.reason) == ("b", "peer_fetch")
+    assert decision.fetch.source_worker == "a" and decision.fetch.tokens > 19_000
+    assert decision.chosen.counts.cached_tokens == decision.fetch.tokens
+
+
+def test_nothing_is_fetched_without_a_network_or_by_a_policy_that_does_not():
+    assert fetching(0.0).route(ask(tokens=20_000), 1.0).fetch is None
+    made = fetching(25e9)
+    made.config = replace(made.config, policy=policy_named("priced"))
+    assert made.route(ask(tokens=20_000), 1.0).fetch is None
+
+
+def test_hashes_from_outside_are_as_good_as_token_ids():
+    made = router("a", "b", forecast_workers=0)
+    hashes = made.hasher.prefix_hashes(prompt(1600))
+    made.index.hold("b", "host", hashes[:50])
+    request = RouteRequest("r", prefix_hashes=hashes, prompt_tokens=1600, max_tokens=5)
+    chosen = made.route(request, 1.0).chosen
+    assert (chosen.worker, chosen.counts.cached_tokens, chosen.counts.new_tokens) == ("b", 800, 800)
+
+
+def test_a_large_pool_is_priced_without_forecasts():
+    small = router(*"abcd")
+    large = router(*"abcde")
+    for made in (small, large):
+        made.route(ask("x", tokens=5000), 1.0)
+    assert sum(len(s.shadow) for s in small.state.workers.values()) == 1
+    assert sum(len(s.shadow) for s in large.state.workers.values()) == 0
+    link_s, gpu_s = large.backlogs_s(1.0)[large.route(ask("y", tokens=5000), 1.0).worker]
+    assert (link_s, gpu_s) == (0.0, 0.0)
+    assert max(gpu for _, gpu in large.backlogs_s(1.0).values()) > 0

@@ -16,6 +16,7 @@ import router.live
 from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.step import StepModel
+from router.admission import Admission
 from router.board import Board
 from router.http_app import make_app
 from router.ingress import PIN_HEADER, IngressSettings, KappaIngress
@@ -130,6 +131,17 @@ async def test_without_workers_it_is_503_with_a_time_to_come_back(serve):
     _, live, app = await serve(words, workers=())
     answer = await post(app)
     assert (answer.status_code, code(answer)) == (503, "no_worker")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert live.router.reservations == 0
+
+
+async def test_with_admission_what_would_start_too_late_is_refused(serve):
+    _, live, app = await serve(words, admission=True)
+    assert (await post(app, stream=True)).status_code == 200
+    strict = Admission(floor_s=0.0, factor=0.0)
+    live.router.config = replace(live.router.config, admission=strict)
+    answer = await post(app)
+    assert (answer.status_code, code(answer)) == (503, "overloaded")
     assert int(answer.headers["retry-after"]) >= 1
     assert live.router.reservations == 0
 

@@ -187,3 +187,46 @@ def test_a_worker_that_left_takes_its_forecast_with_it():
     state.leave("w")
     state.join(announcement(), 2.0)
     assert len(state.workers["w"].shadow) == 0
+
+
+def steps(state, reports, scale):
+    """Reports of steps that lasted `scale` times as long as the announced model says."""
+    for i in range(reports):
+        report = WorkerReport(
+            "w", float(i), steps_total=10 * i, step_seconds_total=scale * i,
+            step_predicted_seconds_total=float(i),
+        )  # fmt: skip
+        state.report(report, float(i))
+
+
+@pytest.mark.parametrize(("real", "learnt"), [(3.0, 3.0), (0.5, 0.5), (100.0, 4.0), (0.01, 0.25)])
+def test_the_gpu_is_learnt_from_steps_within_bounds(real, learnt):
+    state, worker = cluster()
+    steps(state, 8, real)
+    assert worker.calibration.compute_scale == pytest.approx(learnt)
+    assert worker.shadow.speed.step.real_s([(9, 9)]) == pytest.approx(
+        learnt * STEP.real_s([(9, 9)])
+    )
+
+
+def test_what_is_learnt_reaches_the_fleet():
+    state, _ = cluster()
+    before_s = state.fleet.idle_ttft_s(state.fleet.ready(0.0, 1e9, frozenset()), 1000, 500)[0]
+    steps(state, 8, 2.0)
+    loads(state, 8, scale=2.0, steps=100)
+    after_s = state.fleet.idle_ttft_s(state.fleet.ready(0.0, 1e9, frozenset()), 1000, 500)[0]
+    assert after_s == pytest.approx(2 * before_s)
+
+
+def test_too_few_steps_teach_nothing():
+    state, worker = cluster()
+    steps(state, 4, 3.0)
+    assert worker.calibration.compute_scale == 1.0
+
+
+def test_once_steps_are_reported_outcomes_leave_the_compute_scale_alone():
+    state, worker = cluster()
+    steps(state, 8, 2.0)
+    for _ in range(20):
+        state.outcome("w", 10.0, 0.0, 90.0)
+    assert worker.calibration.compute_scale == pytest.approx(2.0)

@@ -8,7 +8,8 @@ import pytest
 from kappa.step import StepModel
 from simulator.job import Job
 from simulator.loop import Loop
-from simulator.node import Node, NodeModel
+from simulator.node import Node
+from simulator.node_model import NodeModel
 from simulator.noise import Noise
 
 STEP = StepModel(token_s=1e-4, pair_s=1e-8, weights_s=5e-3, context_token_s=1e-7, fixed_s=1e-3)

@@ -5,7 +5,8 @@ import pytest
 
 from kappa.slo import IdleSpeed
 from kappa.step import StepModel
-from simulator.traffic import build_traffic, document_blocks
+from simulator.session_facts import document_blocks
+from simulator.traffic import build_traffic
 from workload.arrivals import poisson
 from workload.shapes import SessionShape, TurnShape, Workload
 

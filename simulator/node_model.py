@@ -1,0 +1,61 @@
+"""What a simulated node is made of, and what it has done: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kappa.step import StepModel
+from scheduler.core import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class NodeModel:
+    """The true constants of a node, and the step constants that its announcement claims.
+
+    load_block_s, store_block_s: link seconds a block; load_fixed_s: of each transfer besides.
+    """
+
+    step: StepModel
+    announced_step: StepModel
+    block_tokens: int
+    device_blocks: int
+    host_blocks: int
+    load_block_s: float
+    store_block_s: float
+    load_fixed_s: float
+    budget_tokens: int = 8192
+    max_running: int = 256
+    rule: str = "fcfs"
+
+
+@dataclass(slots=True)
+class NodeTotals:
+    """What a node did since the start; survives its failures."""
+
+    steps: int = 0
+    step_s: float = 0.0
+    step_predicted_s: float = 0.0
+    step_tokens: int = 0
+    held_block_s: float = 0.0
+    busy_s: float = 0.0
+    fill: float = 0.0
+    fill_steps: int = 0
+    max_wait_s: float = 0.0
+    max_skips: int = 0
+    preemptions: int = 0
+
+    def add_steps(self, steps: int, tokens: int, seconds: float, predicted_s: float) -> None:
+        """So many iterations took so long; predicted: by the announced constants."""
+        self.steps += steps
+        self.step_tokens += tokens
+        self.step_s += seconds
+        self.step_predicted_s += predicted_s
+
+    def add_scheduler(self, scheduler: Scheduler) -> None:
+        """What a scheduler counted in its life."""
+        fill, steps = scheduler.budget_fill
+        self.fill += fill
+        self.fill_steps += steps
+        self.max_wait_s = max(self.max_wait_s, scheduler.max_wait_s)
+        self.max_skips = max(self.max_skips, scheduler.max_skips)
+        self.preemptions += scheduler.preemptions
