@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from deploy.commands import bench, bench_regret, bench_routing, demo, law, profile, serve, simulate
+from deploy.commands import (
+    bench,
+    bench_regret,
+    bench_routing,
+    bench_validate,
+    demo,
+    law,
+    profile,
+    serve,
+    simulate,
+)
 
 app = typer.Typer(
     name="kappa",
@@ -22,4 +32,5 @@ app.command()(law.roofline)
 app.command()(simulate.simulate)
 bench.app.command()(bench_routing.routing)
 bench.app.command()(bench_regret.regret)
+bench.app.command()(bench_validate.validate)
 app.add_typer(bench.app, name="bench")
