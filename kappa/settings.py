@@ -95,7 +95,7 @@ class EngineSettings(_Section):
 class RouterSettings(_Section):
     """How requests are routed, and the limits of the ingress."""
 
-    policy: PolicyName = "ttft"
+    policy: PolicyName = "priced"
     index_blocks: int = Field(1_000_000, ge=1, description="bound of the prefix index")
     max_body_bytes: int = Field(4 << 20, ge=1024)
     max_queue: int = Field(256, ge=1, description="requests in flight before 429")

@@ -27,7 +27,7 @@ def test_the_defaults_are_two_unlike_paced_nodes():
     settings = load_settings()
     assert [node.name for node in settings.nodes] == ["pcie", "c2c"]
     assert all(node.paced for node in settings.nodes)
-    assert settings.router.policy == "ttft"
+    assert settings.router.policy == "priced"
     assert settings.http.host == "127.0.0.1"
     assert settings == ClusterSettings()
 
