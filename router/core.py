@@ -176,6 +176,7 @@ class Router:
         self._fingerprint = ""
         self._flights: dict[str, _Flight] = {}
         self._outputs = _Outputs()
+        self._columns: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
         self._outcomes = 0
 
     # -- what happens -------------------------------------------------------------------------
@@ -203,6 +204,16 @@ class Router:
                 f"the pool of {pool_block_tokens}: give the pool one block size"
             )
         self.state.join(announcement, now_s)
+        self._place(announcement.worker)
+
+    def _place(self, worker: str) -> None:
+        """Remember where the index answers for a worker's column of the fleet."""
+        assert self.index is not None
+        slot = self.state.fleet.slot(worker)
+        if slot >= len(self._columns):
+            more = np.zeros(slot + 1 - len(self._columns), dtype=np.intp)
+            self._columns = np.concatenate([self._columns, more])
+        self._columns[slot] = self.index.column(worker)
 
     def leave(self, worker: str) -> list[str]:
         """A worker is gone; returns the requests that were in flight there."""
@@ -356,18 +367,14 @@ class Router:
             hashes = self.hasher.prefix_hashes(request.token_ids, request.salt)
         size, total = self.hasher.block_tokens, request.tokens
         device, cached = np.zeros(len(slots)), np.zeros(len(slots))
-        held, holder = 0, ""
         if hashes is not None and len(hashes):
             # An engine computes at least the last token: a full hit gives its last block back.
             usable = (total - 1) // size
-            for worker, match in self.index.match_all(hashes).items():
-                row = self.state.fleet.place(worker, slots)
-                if row >= 0:
-                    device_blocks = min(match.device_blocks, usable)
-                    host_blocks = min(match.host_blocks, usable - device_blocks)
-                    device[row], cached[row] = device_blocks * size, host_blocks * size
-                    if device_blocks + host_blocks > held:
-                        held, holder = device_blocks + host_blocks, worker
+            columns = self._columns[slots]
+            on_device, in_host = self.index.match_columns(hashes)
+            blocks = np.minimum(on_device[columns], usable)
+            device = blocks * float(size)
+            cached = np.minimum(in_host[columns], usable - blocks) * float(size)
         price = partial(
             self.state.fleet.price,
             slots,
@@ -380,10 +387,13 @@ class Router:
             session=request.session,
         )
         offers = price(cached_tokens=cached)
-        if getattr(self.config.policy, "fetches", False) and held:
-            everywhere = held * size - device
-            offers.fetching = price(cached_tokens=everywhere, fetch_tokens=everywhere - cached)
-            offers.fetch_from = holder
+        if getattr(self.config.policy, "fetches", False):
+            held = device + cached
+            holder = int(held.argmax())
+            if held[holder]:
+                everywhere = held[holder] - device
+                offers.fetching = price(cached_tokens=everywhere, fetch_tokens=everywhere - cached)
+                offers.fetch_from = offers.workers[holder]
         return offers
 
     def _forecast(self, offers: Offers) -> None:

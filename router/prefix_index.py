@@ -143,9 +143,8 @@ class PrefixIndex:
         return blocks[0], blocks[1]
 
     def column(self, worker: str) -> int:
-        """Where `match_columns` answers for a worker, as long as it is known; -1 if it is not."""
-        record = self._workers.get(worker)
-        return -1 if record is None else record.bit
+        """Where `match_columns` answers for a worker, from now until it is gone."""
+        return self._worker(worker).bit
 
     def workers(self) -> tuple[str, ...]:
         """Workers heard from and not gone, oldest first."""

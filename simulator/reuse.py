@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.session_facts import document_blocks
 from workload.shapes import SessionShape
 
 Floats = NDArray[np.float64]
@@ -123,20 +124,3 @@ def _since_last_use(
     sorted_at = all_at[order]
     since[order[1:]] = np.where(same, sorted_at[1:] - sorted_at[:-1], math.inf)
     return since[: len(ids)]
-
-
-def document_blocks(session: SessionShape) -> int:
-    """Leading blocks of a first turn that the second shares without going on from it."""
-    if len(session.turns) < 2:
-        return 0
-    first, second = session.turns[:2]
-    shared = _common(first.blocks, second.blocks)
-    if shared >= len(first.blocks) or _common(first.kept_blocks, second.blocks) > shared:
-        return 0
-    return shared
-
-
-def _common(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> int:
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if len(differ) else length

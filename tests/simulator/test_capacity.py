@@ -199,7 +199,7 @@ def test_reuse_is_found_across_turns_and_sessions_but_not_across_copies():
 def test_warm_caches_hold_the_documents_of_sessions_but_not_their_histories():
     rng = np.random.default_rng(7)
     document = rng.integers(1, 2**63, 100, dtype=np.uint64)
-    reading = [turn(rng, document, 1_700), turn(rng, document, 1_750)]
+    reading = [turn(rng, document, 1_750), turn(rng, document, 1_700)]
     chat = [turn(rng, NOTHING, 160, output=16)]
     chat.append(turn(rng, chat[0].kept_blocks, 320))
     sessions = workload(reading, chat).sessions
