@@ -157,12 +157,16 @@ async def serve() -> None:
             "late_ms": 1e3 * float(np.quantile(loop.late_s, 0.99)) if loop.late_s else 0.0,
         }
 
-    await serve_lines(reader, totals)
-    for task in tasks:
-        task.cancel()
+    lines = asyncio.create_task(serve_lines(reader, totals))
+    ended, _ = await asyncio.wait([lines, *tasks], return_when=asyncio.FIRST_COMPLETED)
     for server, _, _ in servers:
         server.should_exit = True
-    await asyncio.gather(*serving, *tasks, return_exceptions=True)
+    for task in (lines, *tasks):
+        task.cancel()
+    await asyncio.gather(*serving, lines, *tasks, return_exceptions=True)
+    for task in ended:
+        # A node that breaks must break the run: its requests would only look slow.
+        task.result()
 
 
 async def _report(nodes: list[EmulatedNode]) -> None:

@@ -29,6 +29,7 @@ class PacedLoop(Loop):
         self.late_s: deque[float] = deque(maxlen=_LATE_KEPT)
         self._origin_s = time.monotonic()
         self._sooner = asyncio.Event()
+        self._broken: Exception | None = None
 
     def at(self, time_s: float, handler: Callable[[Any], None], argument: Any = None) -> None:
         """Schedule; a time just passed is taken as now."""
@@ -36,12 +37,23 @@ class PacedLoop(Loop):
         self._sooner.set()
 
     def catch_up(self) -> None:
-        """Handle all that is due and make it now: to be called before anything comes in."""
+        """Handle all that is due and make it now: to be called before anything comes in.
+
+        Raises:
+            RuntimeError: an event's handler failed before; nothing can be trusted after that.
+        """
+        if self._broken is not None:
+            raise RuntimeError("an emulated node broke") from self._broken
         wall_s = (time.monotonic() - self._origin_s) / self.dilation
         while self._heap and self._heap[0][0] <= wall_s:
             self.now_s, _, handler, argument = heappop(self._heap)
             self.late_s.append(time.monotonic() - self._origin_s - self.now_s * self.dilation)
-            handler(argument)
+            try:
+                handler(argument)
+            except Exception as error:
+                self._broken = error
+                self._sooner.set()
+                raise
         self.now_s = max(self.now_s, wall_s)
 
     async def drive(self) -> None:

@@ -392,8 +392,11 @@ class Router:
             holder = int(held.argmax())
             if held[holder]:
                 everywhere = held[holder] - device
-                offers.fetching = price(cached_tokens=everywhere, fetch_tokens=everywhere - cached)
-                offers.fetch_from = offers.workers[holder]
+                offers.fetching = price(
+                    cached_tokens=everywhere,
+                    fetch_tokens=everywhere - cached,
+                    fetch_from=offers.workers[holder],
+                )
         return offers
 
     def _forecast(self, offers: Offers) -> None:

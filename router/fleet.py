@@ -165,8 +165,9 @@ class Fleet:
         cells[_LINK_OUT, slot] += link_s
         cells[_LINK_FREE, slot] = max(cells[_LINK_FREE, slot], now_s) + link_s
         if offers.fetch_s is not None:
-            fetch_s = float(offers.fetch_s[index])
-            cells[_NET_FREE, slot] = max(cells[_NET_FREE, slot], now_s) + fetch_s
+            ends = [slot, self._slots[offers.fetch_from]]
+            free_s = max(float(cells[_NET_FREE, ends].max()), now_s)
+            cells[_NET_FREE, ends] = free_s + float(offers.fetch_s[index])
         cells[_GPU_OUT, slot] += gpu_s
         cells[_IN_FLIGHT, slot] += 1
         cells[_WAITING, slot] += 1
@@ -275,11 +276,13 @@ class Fleet:
         prefix_hashes: UInt64s | None = None,
         session: str = "",
         fetch_tokens: Floats | None = None,
+        fetch_from: str = "",
     ) -> Offers:
         """A request on each of `slots`, as arrays over them.
 
         device_tokens, cached_tokens: leading tokens in each tier; fetch_tokens: how many of the
-        cached ones have to come from a peer first.
+        cached ones have to come from the worker `fetch_from` first. A transfer occupies the network
+        cards of both ends.
         """
         cells = self._cells[:, slots]  # A copy: what was priced must not change afterwards.
         context = device_tokens + cached_tokens
@@ -295,8 +298,11 @@ class Fleet:
         link_s = np.minimum(np.maximum(cells[_LINK_FREE] - now_s, 0.0), cells[_LINK_OUT])
         done_s = np.minimum(np.maximum(now_s - cells[_GPU_SINCE], 0.0), cells[_GPU_HEAD])
         gpu_s = np.maximum(cells[_GPU_OUT] - done_s, 0.0)
-        net_s = np.maximum(cells[_NET_FREE] - now_s, 0.0)
-        fetch_s = None if fetch_tokens is None else _over(fetch_tokens, cells[_NET])
+        net_free_s, fetch_s = cells[_NET_FREE], None
+        if fetch_tokens is not None:
+            fetch_s = _over(fetch_tokens, cells[_NET])
+            net_free_s = np.maximum(net_free_s, self._cells[_NET_FREE, self._slots[fetch_from]])
+        net_s = np.maximum(net_free_s - now_s, 0.0)
         start_s = link_s if fetch_s is None else np.maximum(link_s, net_s + fetch_s)
         fade = np.exp((cells[_USE_AT] - now_s) / self.window_s)
         fixed_s = cells[_OVERHEAD]
@@ -333,6 +339,7 @@ class Fleet:
             cost_per_hour=cells[_COST],
             kappa_crit=cells[_CRIT],
             fetch_s=fetch_s,
+            fetch_from=fetch_from,
             net_backlog_s=net_s,
             ttft_s=fixed_s + np.maximum(start_s + load_s, gpu_s) + compute_s,
         )

@@ -30,8 +30,9 @@ class Offers:
     gpu_use: seconds of prefill received per second lately (over 1: more than it can do);
     loads_per_s, prefills_per_s: requests a second.
     fetch_s: seconds on the network to bring what it lacks from a peer's host tier (None: nothing
-    is brought). fetching: the same request if every worker first fetched what the peer `fetch_from`
-    holds; none where nobody can or nothing is to be had.
+    is brought), net_backlog_s queued ahead of it on the cards of both ends. fetching: the same
+    request if every worker first fetched what its peer `fetch_from` holds; none where nobody can
+    or nothing is to be had.
     resident_tokens: context of all in flight; capacity_tokens: what VRAM holds.
     ttft_s: predicted time to first token, a forecast where there is one.
     """

@@ -45,7 +45,7 @@ class Priced:
         best = int(fetched.argmin())
         tokens = fetching.cached_tokens[best] - offers.cached_tokens[best]
         if tokens > 0 and fetched[best] < score[index]:
-            return Choice(best, "peer_fetch", Fetch(offers.fetch_from, int(tokens)))
+            return Choice(best, "peer_fetch", Fetch(fetching.fetch_from, int(tokens)))
         return Choice(index, reason(offers, score, index))
 
     def routed(self, offers: Offers, index: int) -> None:

@@ -45,7 +45,7 @@ def peers(
     ),
     cluster: Annotated[str, typer.Option(help="Cluster: a built-in name or a file.")] = "small",
     model: Annotated[str, typer.Option(help="Model to emulate.")] = "llama-3.1-8b",
-    load: Annotated[float, typer.Option(min=0.05, help="Load, as a share of capacity.")] = 0.6,
+    load: Annotated[float, typer.Option(min=0.05, help="Load, as a share of capacity.")] = 0.35,
     seconds: Annotated[float, typer.Option(min=5, help="Emulated seconds a run.")] = 45.0,
     repeats: Annotated[int, typer.Option(min=1, help="Runs per router, a seed each.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the first repeat.")] = 1,

@@ -48,3 +48,12 @@ async def test_what_comes_in_finds_all_that_was_due_done():
     loop.at(0.002, seen.append, "too late is now")
     loop.catch_up()
     assert len(seen) == 2
+
+
+async def test_a_handler_that_fails_ends_the_loop_for_good():
+    loop = PacedLoop(1.0)
+    loop.at(0.0, lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.catch_up()
+    with pytest.raises(RuntimeError, match="broke"):
+        await asyncio.wait_for(loop.drive(), 10.0)

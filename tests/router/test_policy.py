@@ -188,6 +188,6 @@ def test_priced_fetches_from_a_peer_when_that_is_cheaper_than_waiting_or_computi
         busy(ttft_s=5.0, new_tokens=100, cached_tokens=50_000),
         busy(ttft_s=0.5, new_tokens=100, cached_tokens=50_000),
     )
-    asked.fetching.fetch_s, asked.fetch_from = np.array([0.0, 0.3]), "w0"
+    asked.fetching.fetch_s, asked.fetching.fetch_from = np.array([0.0, 0.3]), "w0"
     choice = policy_named("priced_fetch").choose(asked)
     assert (choice.index, choice.reason, choice.fetch) == (1, "peer_fetch", Fetch("w0", 50_000))
