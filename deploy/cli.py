@@ -6,6 +6,7 @@ import typer
 
 from deploy.commands import (
     bench,
+    bench_peers,
     bench_regret,
     bench_routing,
     bench_validate,
@@ -32,5 +33,6 @@ app.command()(law.roofline)
 app.command()(simulate.simulate)
 bench.app.command()(bench_routing.routing)
 bench.app.command()(bench_regret.regret)
+bench.app.command()(bench_peers.peers)
 bench.app.command()(bench_validate.validate)
 app.add_typer(bench.app, name="bench")

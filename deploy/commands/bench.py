@@ -185,7 +185,7 @@ def serve(
     if min(concurrencies) < 1:
         raise typer.BadParameter("give numbers from 1", param_hint="--concurrency")
     # Imports half the system: only when it is wanted.
-    from deploy.bench_cluster import SYSTEMS, BenchCluster, one_node
+    from deploy.bench.cluster import SYSTEMS, BenchCluster, one_node
 
     settings = one_node(settings_or_exit(port=0))
     with running(settings, BenchCluster) as cluster:

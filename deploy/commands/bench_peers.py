@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from deploy.bench.peer_routers import OURS, REQUEST_S, START_S, Nodes, Router, Setting, routers
 from deploy.commands.bench import Json, command, machine
-from deploy.peer_routers import OURS, REQUEST_S, START_S, Nodes, Router, Setting, routers
 from loadtest.peers.play import Outcome, Player
 from loadtest.peers.sidecar import Sidecar, SidecarError
 from loadtest.peers.table import against, measured, repeat_row, router_row
@@ -117,7 +117,7 @@ def _prepared(
 ) -> tuple[Workload, float]:
     """The workload, cut, and the cluster's capacity for it in requests per second."""
     # scipy, polars and the like: only when they are wanted.
-    from deploy.emulated_node import scaled_memory
+    from deploy.bench.emulated_node import scaled_memory
     from kappa.shapes import model_shape
     from simulator.capacity import capacity_rps
     from simulator.clusters import check, cluster_named
@@ -186,7 +186,7 @@ async def _run(
         "noise": setting.noise, "seed": seed, "block_tokens": setting.block_tokens,
         "scale": setting.scale,
     }  # fmt: skip
-    serve = [sys.executable, "-m", "deploy.emulated_nodes"]
+    serve = [sys.executable, "-m", "deploy.bench.emulated_nodes"]
     sidecar = await Sidecar.started("emulated nodes", serve, hello, START_S)
     try:
         nodes = Nodes(sidecar, sidecar.ready["nodes"])

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy import routing_grid as grid
+from deploy.bench import routing_grid as grid
 from deploy.commands.bench import Json, command, machine
 from deploy.commands.bench_routing import policy_names
 from kappa.shapes import model_shape
@@ -147,7 +147,7 @@ def _table(result: dict[str, Any]) -> Table:
 
 
 def _draw(result: dict[str, Any], directory: Path) -> Path:
-    from deploy.routing_plots import draw_regret
+    from deploy.bench.routing_plots import draw_regret
 
     plan = result["clairvoyant"]["beats_all"]
     key = "regret_plan" if plan else "regret_bound"

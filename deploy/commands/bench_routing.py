@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from deploy import routing_grid as grid
-from deploy import routing_report as report
+from deploy.bench import routing_grid as grid
+from deploy.bench import routing_report as report
 from deploy.commands.bench import Json, command, machine
 
 _CLUSTERS = ("mixed", "small", "uniform")
@@ -90,7 +90,7 @@ def routing(
         typer.echo(f"stopped; the same command goes on from {out / 'rows.jsonl'}", err=True)
         raise typer.Exit(130) from None
     if plots:
-        from deploy.routing_plots import draw_all
+        from deploy.bench.routing_plots import draw_all
 
         for path in draw_all(out):
             typer.echo(f"drew {path}", err=True)

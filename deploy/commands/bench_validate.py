@@ -19,8 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.commands.serve import running, settings_or_exit
-from deploy.validation import (
+from deploy.bench.validation import (
     Cell,
     Mirror,
     Overhead,
@@ -31,6 +30,7 @@ from deploy.validation import (
     saturation_sessions_per_s,
     simulate,
 )
+from deploy.commands.serve import running, settings_or_exit
 from kappa.model import kv_bytes_per_token
 from kappa.settings import ClusterSettings
 from loadtest.bench_validate import Played, Replayer, client

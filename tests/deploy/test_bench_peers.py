@@ -6,8 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from deploy.bench.peer_routers import OURS, routers
 from deploy.commands.bench_peers import EMULATED, peers
-from deploy.peer_routers import OURS, routers
 from loadtest.peers.venvs import peers_dir
 
 

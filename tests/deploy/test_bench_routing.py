@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from deploy import routing_grid as grid
-from deploy import routing_report as report
+from deploy.bench import routing_grid as grid
+from deploy.bench import routing_report as report
+from deploy.bench.routing_plots import draw_all, draw_regret
+from deploy.bench.source_closure import source_closure
 from deploy.cli import app
-from deploy.routing_plots import draw_all, draw_regret
-from deploy.source_closure import source_closure
 
 DIRECTORY = tempfile.TemporaryDirectory()
 SETTINGS = grid.Settings(requests=60)

@@ -10,7 +10,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from deploy.emulated_node import scaled_memory
+from deploy.bench.emulated_node import scaled_memory
 from kappa.shapes import model_shape
 from loadtest.peers.play import Asked, Player, Proxy
 from loadtest.peers.sidecar import Sidecar, SidecarError
@@ -29,7 +29,7 @@ HELLO = {
     "block_tokens": BLOCK,
     "scale": 4,
 }
-SERVE = [sys.executable, "-m", "deploy.emulated_nodes"]
+SERVE = [sys.executable, "-m", "deploy.bench.emulated_nodes"]
 START_S = 60.0
 
 
@@ -123,7 +123,7 @@ async def test_what_does_not_exist_is_an_error_before_anything_is_served(wrong):
 async def test_our_router_sends_a_prefix_back_to_where_it_is(nodes, client):
     rows = nodes.ready["nodes"]
     hello = {"nodes": rows, "block_tokens": BLOCK, "policy": "ttft", "seed": 1}
-    ours = [sys.executable, "-m", "deploy.emulated_router"]
+    ours = [sys.executable, "-m", "deploy.bench.emulated_router"]
     router = await Sidecar.started("ours", ours, hello, START_S)
     blocks = list(range(100, 180))
     asked = {"op": "route", "session": "s", "blocks": blocks, "output_tokens": 3,
@@ -147,7 +147,7 @@ async def test_our_router_sends_a_prefix_back_to_where_it_is(nodes, client):
 async def test_an_unknown_policy_is_an_error(nodes):
     hello = {"nodes": nodes.ready["nodes"], "block_tokens": BLOCK, "policy": "luck", "seed": 1}
     with pytest.raises(SidecarError, match="luck"):
-        ours = [sys.executable, "-m", "deploy.emulated_router"]
+        ours = [sys.executable, "-m", "deploy.bench.emulated_router"]
         await Sidecar.started("ours", ours, hello, START_S)
 
 
@@ -202,7 +202,7 @@ def test_memory_shrinks_with_the_prompts_so_that_blocks_stay_as_many(scale):
         assert part.host_blocks == whole.host_blocks
 
 
-@pytest.mark.parametrize("module", ["deploy.emulated_nodes", "deploy.emulated_router"])
+@pytest.mark.parametrize("module", ["deploy.bench.emulated_nodes", "deploy.bench.emulated_router"])
 async def test_without_a_bench_there_is_no_helper(nodes, module):
     """Standard input ends with the bench, however the bench ends; then they end by themselves."""
     ours = {"nodes": nodes.ready["nodes"], "block_tokens": BLOCK, "policy": "ttft", "seed": 1}

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from deploy.paced_loop import PacedLoop
+from deploy.bench.paced_loop import PacedLoop
 
 
 async def drained(loop):

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import typer
 
-from deploy.commands.bench_validate import Bench
-from deploy.validation import (
+from deploy.bench.validation import (
     Cell,
     Overhead,
     compared,
@@ -23,6 +22,7 @@ from deploy.validation import (
     saturation_sessions_per_s,
     simulate,
 )
+from deploy.commands.bench_validate import Bench
 from kappa.settings import ClusterSettings
 from loadtest.bench_validate import Answered, Played, Replayer
 from loadtest.validate_traffic import (

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from deploy.source_closure import source_closure
+from deploy.bench.source_closure import source_closure
 from kappa.shapes import model_shape
 from router.admission import Admission
 from router.baselines.catalogue import BASELINES, parameters

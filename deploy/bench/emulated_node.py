@@ -1,7 +1,7 @@
 """One emulated node: the simulator's engine on the wall clock, and what it tells the world.
 
-It publishes KV events as vLLM does and reports as our workers do; `deploy.emulated_nodes` puts an
-OpenAI endpoint before it. Nothing here computes tokens.
+It publishes KV events as vLLM does and reports as our workers do; `deploy.bench.emulated_nodes`
+puts an OpenAI endpoint before it. Nothing here computes tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from deploy.paced_loop import PacedLoop
+from deploy.bench.paced_loop import PacedLoop
 from kappa.model import kv_bytes_per_token
 from kappa.report import KV, REPORT, Admission, Announcement, WorkerReport
 from kappa.step import step_model

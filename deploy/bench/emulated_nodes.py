@@ -24,8 +24,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from deploy.emulated_node import BUDGET_TOKENS, EmulatedNode, Ticket, scaled_memory
-from deploy.paced_loop import PacedLoop
+from deploy.bench.emulated_node import BUDGET_TOKENS, EmulatedNode, Ticket, scaled_memory
+from deploy.bench.paced_loop import PacedLoop
 from kappa.shapes import model_shape
 from loadtest.peers.wire import (
     NODE_HEADER,

@@ -79,7 +79,7 @@ async def _ours(nodes: Nodes, setting: Setting, seed: int) -> Started:
         "policy": setting.policy,
         "seed": seed,
     }
-    ours = [sys.executable, "-m", "deploy.emulated_router"]
+    ours = [sys.executable, "-m", "deploy.bench.emulated_router"]
     sidecar = await Sidecar.started(OURS, ours, hello, START_S)
     return sidecar, Asked(sidecar, nodes.urls)
 
