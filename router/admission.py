@@ -18,22 +18,39 @@ from router.offers import Offers
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Lets in what is predicted to start within max(floor_s, factor x its idle TTFT).
+    """Lets in what is predicted to start, and then to go on, within its objective.
 
-    The idle TTFT is the median over the workers of loading what the best holder has and computing
-    the rest. The defaults are the objective itself.
+    TTFT within max(floor_s, ttft_factor x idle), TPOT within tpot_factor x idle. The idle TTFT is
+    the median over the workers of loading what the best holder has and computing the rest. The
+    defaults are the objective itself.
     """
 
     floor_s: float = 0.5
-    factor: float = 5.0
+    ttft_factor: float = 5.0
+    tpot_factor: float = 3.0
 
-    def limit_s(self, fleet: Fleet, offers: Offers) -> float:
+    def ttft_limit_s(self, fleet: Fleet, offers: Offers) -> float:
         """Latest predicted TTFT that is let in, in real seconds."""
         held = float((offers.device_tokens + offers.cached_tokens).max())
         idle_s = fleet.idle_ttft_s(offers.slots, offers.prompt_tokens, held)
         floor_s = self.floor_s * float(np.median(fleet.dilation(offers.slots)))
-        return max(floor_s, self.factor * float(np.median(idle_s)))
+        return max(floor_s, self.ttft_factor * float(np.median(idle_s)))
 
-    def excess_s(self, fleet: Fleet, offers: Offers, index: int) -> float:
-        """By how much row `index` would start too late; zero or less is in time."""
-        return float(offers.ttft_s[index]) - self.limit_s(fleet, offers)
+    def tpot_limit_s(self, fleet: Fleet, offers: Offers) -> float:
+        """Longest predicted time per output token that is let in, in real seconds."""
+        idle_s = fleet.idle_tpot_s(offers.slots, offers.prompt_tokens)
+        return self.tpot_factor * float(np.median(idle_s))
+
+    def refusal(self, fleet: Fleet, offers: Offers, index: int) -> tuple[str, float] | None:
+        """Why row `index` is refused, and seconds until it may be tried again; None if it is not.
+
+        One that only decodes too slowly may try again when a typical request has ended.
+        """
+        late_s = float(offers.ttft_s[index]) - self.ttft_limit_s(fleet, offers)
+        if late_s > 0:
+            return f"it would start {late_s:.1f} s too late", late_s
+        slow_s = float(offers.tpot_s[index]) - self.tpot_limit_s(fleet, offers)
+        if slow_s > 0:
+            wait_s = offers.expected_output_tokens * float(offers.tpot_s[index])
+            return f"each token would take {1e3 * slow_s:.0f} ms too long", wait_s
+        return None

@@ -35,7 +35,7 @@ class NoWorkerError(Exception):
 
 
 class OverloadedError(NoWorkerError):
-    """Every worker would start the request too late; `retry_after_s` is when to come again."""
+    """The request would miss its objective; `retry_after_s` is when to come again."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -288,7 +288,7 @@ class Router:
 
         Raises:
             NoWorkerError: none is known, heard from lately, and not excluded.
-            OverloadedError: it would start too late anywhere (never for one that is tried again).
+            OverloadedError: it would miss its objective (never for one that is tried again).
         """
         # Asked again under the same id: the earlier answer was not taken.
         self.release(request.request_id, now_s, complete=False)
@@ -350,14 +350,10 @@ class Router:
         return decision, choice.index
 
     def _admit(self, admission: Admission, offers: Offers, index: int) -> None:
-        excess_s = admission.excess_s(self.state.fleet, offers, index)
-        if excess_s > 0:
-            ttft_s = float(offers.ttft_s[index])
-            raise OverloadedError(
-                f"the cluster is full: the request would start in {ttft_s:.1f} s, "
-                f"{excess_s:.1f} s too late",
-                excess_s,
-            )
+        refusal = admission.refusal(self.state.fleet, offers, index)
+        if refusal is not None:
+            why, retry_after_s = refusal
+            raise OverloadedError(f"the cluster is full: {why}", retry_after_s)
 
     def _offers(self, request: RouteRequest, slots: NDArray[np.intp], now_s: float) -> Offers:
         """The request priced on `slots`, by what the index says each of them holds."""

@@ -31,6 +31,7 @@ _DILATION, _LOADS, _PREFILLS, _NET_FREE = range(29, 33)
 _ROWS = 33
 
 USE_WINDOW_S = 20.0
+_MOST_USE = 0.95
 
 
 @dataclass(slots=True)
@@ -305,7 +306,9 @@ class Fleet:
         net_s = np.maximum(net_free_s - now_s, 0.0)
         start_s = link_s if fetch_s is None else np.maximum(link_s, net_s + fetch_s)
         fade = np.exp((cells[_USE_AT] - now_s) / self.window_s)
-        fixed_s = cells[_OVERHEAD]
+        fixed_s, gpu_use = cells[_OVERHEAD], cells[_GPU_USE] * fade
+        beside_tokens = prompt_tokens + cells[_RESIDENT]
+        step_s = cells[_WEIGHTS] + beside_tokens * cells[_CONTEXT] + cells[_STEP]
         return Offers(
             now_s=now_s,
             workers=self._names if len(slots) == len(self._names) else self._named(slots),
@@ -326,7 +329,7 @@ class Fleet:
             gpu_backlog_s=gpu_s,
             harm_s=decoding * np.maximum(compute_s - steps * read_s, 0.0),
             decode_s=output_tokens * (cells[_TOKEN] + prompt_tokens * cells[_CONTEXT]),
-            gpu_use=cells[_GPU_USE] * fade,
+            gpu_use=gpu_use,
             loads_per_s=cells[_LOADS] * fade,
             prefills_per_s=cells[_PREFILLS] * fade,
             in_flight=cells[_IN_FLIGHT],
@@ -342,6 +345,7 @@ class Fleet:
             fetch_from=fetch_from,
             net_backlog_s=net_s,
             ttft_s=fixed_s + np.maximum(start_s + load_s, gpu_s) + compute_s,
+            tpot_s=step_s / (1 - np.minimum(gpu_use, _MOST_USE)),
         )
 
     def idle_ttft_s(
@@ -357,6 +361,12 @@ class Fleet:
         load_s = held_tokens * cells[_LOAD_TOKEN] + (held_tokens > 0) * cells[_LOAD_FIXED]
         idle_s: Floats = cells[_OVERHEAD] + load_s + compute_s
         return idle_s
+
+    def idle_tpot_s(self, slots: NDArray[np.intp], prompt_tokens: int) -> Floats:
+        """Time per output token on idle workers."""
+        cells = self._cells[:, slots]
+        step_s: Floats = cells[_WEIGHTS] + prompt_tokens * cells[_CONTEXT] + cells[_STEP]
+        return step_s
 
     def dilation(self, slots: NDArray[np.intp]) -> Floats:
         """Real seconds per emulated second of each worker."""

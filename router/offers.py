@@ -34,7 +34,8 @@ class Offers:
     request if every worker first fetched what its peer `fetch_from` holds; none where nobody can
     or nothing is to be had.
     resident_tokens: context of all in flight; capacity_tokens: what VRAM holds.
-    ttft_s: predicted time to first token, a forecast where there is one.
+    ttft_s: predicted time to first token, a forecast where there is one. tpot_s: time per output
+    token once all in flight there decode beside it, stretched by the prefills of late.
     """
 
     now_s: float
@@ -71,6 +72,7 @@ class Offers:
     fetch_s: Floats | None
     net_backlog_s: Floats
     ttft_s: Floats
+    tpot_s: Floats
     fetching: Offers | None = None
     fetch_from: str = ""
 

