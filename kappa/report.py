@@ -20,6 +20,9 @@ PROTOCOL = 1
 # "forget all blocks".
 KV, REPORT, RESET = b"kv", b"report", b"reset"
 
+# A step that computes so many tokens waits for FLOPs and not for memory, on any node we know.
+COMPUTE_STEP_TOKENS = 512
+
 # Under this key the ingress' request id travels through vLLM, in `SamplingParams.extra_args`.
 REQUEST_ID_KEY = "kappa_request_id"
 
@@ -113,15 +116,17 @@ class WorkerReport:
     """What a worker measured since its last report, and its totals since it started.
 
     Seconds are real (dilated on a paced node). `*_total` never fall within one worker's life;
-    `admitted` and `prefilled` list requests of this report only. `step_predicted_seconds_total`:
-    what the announced step model says that the same steps should have taken (0: it did not say).
+    `admitted` and `prefilled` list requests of this report only. `compute_step_*`: only
+    steps of at least `COMPUTE_STEP_TOKENS` tokens, as measured and as the announced step model says
+    that they should have lasted (0: it did not say). Others wait for memory and teach no FLOP rate.
     """
 
     worker: str
     time_s: float
     steps_total: int = 0
     step_seconds_total: float = 0.0
-    step_predicted_seconds_total: float = 0.0
+    compute_step_seconds_total: float = 0.0
+    compute_step_predicted_seconds_total: float = 0.0
     step_tokens_total: int = 0
     overruns_total: int = 0
     load_tokens_total: int = 0

@@ -105,13 +105,13 @@ class Fleet:
     def calibrate(
         self, said: Announcement, link_scale: float, compute_scale: float, overhead_s: float
     ) -> None:
-        """The announced speeds, corrected."""
+        """The announced speeds, corrected; compute_scale is that of FLOPs, memory has none."""
         slot, step, cells = self._slots[said.worker], said.step, self._cells
-        stretch = step.dilation * compute_scale
+        stretch, flops_stretch = step.dilation, step.dilation * compute_scale
         load_token_s = said.node.dilation * said.kv_bytes_per_token / said.node.h2d_bytes_per_s
         cells[_LOAD_TOKEN, slot] = load_token_s * link_scale
-        cells[_TOKEN, slot] = step.token_s * stretch
-        cells[_PAIR, slot] = step.pair_s * stretch
+        cells[_TOKEN, slot] = step.token_s * flops_stretch
+        cells[_PAIR, slot] = step.pair_s * flops_stretch
         cells[_WEIGHTS, slot] = step.weights_s * stretch
         cells[_CONTEXT, slot] = step.context_token_s * stretch
         cells[_STEP, slot] = step.fixed_s * stretch

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kappa.report import Announcement, WorkerReport
 from router.fleet import Fleet
@@ -103,7 +103,11 @@ def load_token_s(said: Announcement) -> float:
 def engine_speed(said: Announcement, calibration: Calibration) -> EngineSpeed:
     """What a shadow needs: the announced speeds, calibrated."""
     return EngineSpeed(
-        step=said.step.scaled(calibration.compute_scale),
+        step=replace(
+            said.step,
+            token_s=said.step.token_s * calibration.compute_scale,
+            pair_s=said.step.pair_s * calibration.compute_scale,
+        ),
         load_token_s=load_token_s(said) * calibration.link_scale,
         load_fixed_s=said.node.load_fixed_s * said.node.dilation,
         budget_tokens=said.max_batch_tokens,
@@ -183,8 +187,10 @@ class ClusterState:
             return
         tokens = now.load_tokens_total - before.load_tokens_total
         measured_s = now.load_seconds_total - before.load_seconds_total
-        predicted_s = now.step_predicted_seconds_total - before.step_predicted_seconds_total
-        steps_s = now.step_seconds_total - before.step_seconds_total
+        predicted_s = (
+            now.compute_step_predicted_seconds_total - before.compute_step_predicted_seconds_total
+        )
+        steps_s = now.compute_step_seconds_total - before.compute_step_seconds_total
         learnt = False
         if tokens > 0 and measured_s > 0:
             state.calibration.link(measured_s, tokens * load_token_s(state.announcement))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kappa.report import COMPUTE_STEP_TOKENS
 from kappa.step import StepModel
 from scheduler.core import Scheduler
 
@@ -34,7 +35,8 @@ class NodeTotals:
 
     steps: int = 0
     step_s: float = 0.0
-    step_predicted_s: float = 0.0
+    compute_step_s: float = 0.0
+    compute_step_predicted_s: float = 0.0
     step_tokens: int = 0
     held_block_s: float = 0.0
     busy_s: float = 0.0
@@ -49,7 +51,9 @@ class NodeTotals:
         self.steps += steps
         self.step_tokens += tokens
         self.step_s += seconds
-        self.step_predicted_s += predicted_s
+        if tokens >= steps * COMPUTE_STEP_TOKENS:
+            self.compute_step_s += seconds
+            self.compute_step_predicted_s += predicted_s
 
     def add_scheduler(self, scheduler: Scheduler) -> None:
         """What a scheduler counted in its life."""

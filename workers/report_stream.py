@@ -16,7 +16,7 @@ import msgspec
 import structlog
 import zmq
 
-from kappa.report import KV, REPORT, RESET, Admission, WorkerReport
+from kappa.report import COMPUTE_STEP_TOKENS, KV, REPORT, RESET, Admission, WorkerReport
 from workers.mirror import KvMirror
 
 log = structlog.get_logger(__name__)
@@ -69,10 +69,18 @@ class ReportTotals:
             r,
             steps_total=r.steps_total + 1,
             step_seconds_total=r.step_seconds_total + _number(m["took_s"]),
-            step_predicted_seconds_total=r.step_predicted_seconds_total + _number(m["pace_s"]),
             step_tokens_total=r.step_tokens_total + int(_number(m["tokens"])),
             overruns_total=r.overruns_total + bool(m["overrun"]),
         )
+        if _number(m["tokens"]) >= COMPUTE_STEP_TOKENS:
+            r = self._report
+            self._report = replace(
+                r,
+                compute_step_seconds_total=r.compute_step_seconds_total + _number(m["took_s"]),
+                compute_step_predicted_seconds_total=(
+                    r.compute_step_predicted_seconds_total + _number(m["pace_s"])
+                ),
+            )
         prefilled = m["prefilled"]
         assert isinstance(prefilled, list)
         self._prefilled.extend(str(request_id) for request_id in prefilled)

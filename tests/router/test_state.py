@@ -55,7 +55,7 @@ def test_the_announced_speeds_are_what_a_forecast_starts_from():
 def test_a_calibration_scales_compute_and_link():
     speed = engine_speed(announcement(), Calibration(link_scale=2.0, compute_scale=3.0))
     assert speed.load_token_s == pytest.approx(2 * load_token_s(announcement()))
-    assert speed.step.real_s([(9, 9)]) == pytest.approx(3 * STEP.real_s([(9, 9)]))
+    assert speed.step.real_s([(9000, 9)]) == pytest.approx(3 * STEP.real_s([(9000, 9)]))
 
 
 # -- overhead and compute -----------------------------------------------------------------------
@@ -101,7 +101,11 @@ def test_an_outcome_changes_the_forecast_unless_calibration_is_off():
         for _ in range(10):
             state.outcome("w", worker.calibration.compute_scale, 0.0, 2.001)
         scale = 2.0 if calibrate else 1.0
-        assert worker.shadow.speed.step.dilation == pytest.approx(scale, rel=0.01)
+        learnt = worker.shadow.speed.step
+        assert learnt.token_s == pytest.approx(scale * STEP.token_s, rel=0.01)
+        assert learnt.pair_s == pytest.approx(scale * STEP.pair_s, rel=0.01)
+        # FLOPs are learnt, reading memory is not.
+        assert (learnt.weights_s, learnt.context_token_s) == (STEP.weights_s, STEP.context_token_s)
     state.outcome("nobody", 1.0, 1.0, 1.0)
 
 
@@ -193,8 +197,8 @@ def steps(state, reports, scale):
     """Reports of steps that lasted `scale` times as long as the announced model says."""
     for i in range(reports):
         report = WorkerReport(
-            "w", float(i), steps_total=10 * i, step_seconds_total=scale * i,
-            step_predicted_seconds_total=float(i),
+            "w", float(i), steps_total=10 * i, compute_step_seconds_total=scale * i,
+            compute_step_predicted_seconds_total=float(i), step_seconds_total=50.0 * i,
         )  # fmt: skip
         state.report(report, float(i))
 
@@ -204,8 +208,8 @@ def test_the_gpu_is_learnt_from_steps_within_bounds(real, learnt):
     state, worker = cluster()
     steps(state, 8, real)
     assert worker.calibration.compute_scale == pytest.approx(learnt)
-    assert worker.shadow.speed.step.real_s([(9, 9)]) == pytest.approx(
-        learnt * STEP.real_s([(9, 9)])
+    assert worker.shadow.speed.step.real_s([(9000, 9)]) == pytest.approx(
+        learnt * STEP.real_s([(9000, 9)])
     )
 
 

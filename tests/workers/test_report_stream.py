@@ -5,7 +5,7 @@ import pytest
 import zmq
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
-from kappa.report import Admission, WorkerReport
+from kappa.report import COMPUTE_STEP_TOKENS, Admission, WorkerReport
 from workers.report_stream import ReportStream, ReportTotals
 from workers.stats_channel import StatsSender
 
@@ -35,7 +35,7 @@ def test_totals_add_up_and_lists_start_anew():
     report = totals.take(9.0)
     assert report == WorkerReport(
         worker="w", time_s=9.0, steps_total=2, step_seconds_total=0.5,
-        step_predicted_seconds_total=0.4, step_tokens_total=20,
+        step_tokens_total=20,
         overruns_total=1, store_tokens_total=5, store_bytes_total=500, store_seconds_total=0.5,
         store_wait_seconds_total=0.125, event_gaps_total=2,
         admitted=(Admission("a", 1, 2, 3),), prefilled=("a",),
@@ -43,6 +43,16 @@ def test_totals_add_up_and_lists_start_anew():
     assert not totals.urgent
     again = totals.take(10.0)
     assert (again.admitted, again.prefilled, again.steps_total) == ((), (), 2)
+
+
+def test_only_steps_of_many_tokens_tell_of_the_flop_rate():
+    totals = ReportTotals("w")
+    totals.add(step(tokens=COMPUTE_STEP_TOKENS - 1))
+    totals.add(step(tokens=COMPUTE_STEP_TOKENS))
+    report = totals.take(0.0)
+    assert report.step_seconds_total == 0.5
+    assert report.compute_step_seconds_total == 0.25
+    assert report.compute_step_predicted_seconds_total == 0.2
 
 
 def test_bandwidth_is_smoothed_over_loads():
