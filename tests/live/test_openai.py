@@ -102,7 +102,7 @@ def test_the_same_prompt_goes_where_its_blocks_are(idle):
     usable = (usage.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert usage.prompt_tokens_details.cached_tokens == usable > 0
     record = idle.decision(again.headers["x-request-id"])
-    assert record["policy"] == "ttft"
+    assert record["policy"] == "priced"
     assert record["actual"]["device_tokens"] == usable == record["predicted"]["device_tokens"]
     assert again.parse().choices == first.parse().choices or (
         again.parse().choices[0].message.content == first.parse().choices[0].message.content

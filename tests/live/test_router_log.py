@@ -27,7 +27,7 @@ def test_the_live_log_replays_to_identical_decisions(idle):
     log = entries(idle.router_log)
     assert {"join", "blocks", "report", "route", "release"} <= {entry["call"] for entry in log}
     # The live router's secret is its own: hashes differ, what they say does not.
-    router = Router(RouterConfig(policy=policy_named("ttft"), secret=1))
+    router = Router(RouterConfig(policy=policy_named("priced"), secret=1))
     pairs = replay(log, router)
     assert len(pairs) >= 6
     assert any(then["counts"]["device_tokens"] for then, _ in pairs)
