@@ -383,7 +383,7 @@ class Router:
             session=request.session,
         )
         offers = price(cached_tokens=cached)
-        if getattr(self.config.policy, "fetches", False):
+        if self.config.policy.fetches:
             held = device + cached
             holder = int(held.argmax())
             if held[holder]:

@@ -46,6 +46,11 @@ class Reservation:
     prefilled: bool = False
 
 
+def load_token_s(said: Announcement) -> float:
+    """Real seconds to load one token, as announced."""
+    return said.node.dilation * said.kv_bytes_per_token / said.node.h2d_bytes_per_s
+
+
 class Fleet:
     """The matrix, and the requests reserved on it. `window_s`: how far back recent use looks."""
 
@@ -108,8 +113,7 @@ class Fleet:
         """The announced speeds, corrected; compute_scale is that of FLOPs, memory has none."""
         slot, step, cells = self._slots[said.worker], said.step, self._cells
         stretch, flops_stretch = step.dilation, step.dilation * compute_scale
-        load_token_s = said.node.dilation * said.kv_bytes_per_token / said.node.h2d_bytes_per_s
-        cells[_LOAD_TOKEN, slot] = load_token_s * link_scale
+        cells[_LOAD_TOKEN, slot] = load_token_s(said) * link_scale
         cells[_TOKEN, slot] = step.token_s * flops_stretch
         cells[_PAIR, slot] = step.pair_s * flops_stretch
         cells[_WEIGHTS, slot] = step.weights_s * stretch

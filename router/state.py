@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from kappa.report import Announcement, WorkerReport
-from router.fleet import Fleet
+from router.fleet import Fleet, load_token_s
 from router.jobs import EngineSpeed
 from router.shadow import Shadow
 
@@ -93,11 +93,6 @@ class WorkerState:
     calibration: Calibration
     report: WorkerReport | None = None
     seen_s: float = 0.0
-
-
-def load_token_s(said: Announcement) -> float:
-    """Real seconds to load one token, as announced."""
-    return said.node.dilation * said.kv_bytes_per_token / said.node.h2d_bytes_per_s
 
 
 def engine_speed(said: Announcement, calibration: Calibration) -> EngineSpeed:

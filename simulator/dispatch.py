@@ -13,6 +13,7 @@ import numpy as np
 
 from kappa.report import Admission, Announcement, WorkerReport
 from router.core import NoWorkerError, Router, RouteRequest
+from router.kv_events import Tier
 from simulator.cache import Ids
 from simulator.job import Job
 from simulator.node import Node
@@ -48,11 +49,11 @@ class Dispatcher(Protocol):
         """Where request `key` goes; None: nowhere, it is refused. `lost_on`: where it was lost."""
         ...
 
-    def hold(self, node: int, tier: str, ids: Ids) -> None:
+    def hold(self, node: int, tier: Tier, ids: Ids) -> None:
         """A node holds these blocks now."""
         ...
 
-    def drop(self, node: int, tier: str, ids: list[Ids]) -> None:
+    def drop(self, node: int, tier: Tier, ids: list[Ids]) -> None:
         """A node holds these blocks no more."""
         ...
 
@@ -100,10 +101,10 @@ class PlanDispatch:
         """As planned."""
         return Route(self._nodes[key])
 
-    def hold(self, node: int, tier: str, ids: Ids) -> None:
+    def hold(self, node: int, tier: Tier, ids: Ids) -> None:
         """Not listening."""
 
-    def drop(self, node: int, tier: str, ids: list[Ids]) -> None:
+    def drop(self, node: int, tier: Tier, ids: list[Ids]) -> None:
         """Not listening."""
 
     def admitted(self, node: int, job: Job) -> None:
@@ -185,18 +186,18 @@ class RouterDispatch:
             return Route(node)
         return Route(node, self._index[fetch.source_worker], fetch.tokens)
 
-    def hold(self, node: int, tier: str, ids: Ids) -> None:
+    def hold(self, node: int, tier: Tier, ids: Ids) -> None:
         """Into the prefix index."""
         index = self._router.index
         if index is not None:
-            index.hold(self._announcements[node].worker, tier, ids)  # type: ignore[arg-type]
+            index.hold(self._announcements[node].worker, tier, ids)
 
-    def drop(self, node: int, tier: str, ids: list[Ids]) -> None:
+    def drop(self, node: int, tier: Tier, ids: list[Ids]) -> None:
         """Out of the prefix index."""
         index = self._router.index
         if index is not None:
             gone = ids[0] if len(ids) == 1 else np.concatenate(ids)
-            index.drop(self._announcements[node].worker, tier, gone)  # type: ignore[arg-type]
+            index.drop(self._announcements[node].worker, tier, gone)
 
     def admitted(self, node: int, job: Job) -> None:
         """Goes with the next report."""

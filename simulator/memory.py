@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from router.kv_events import Tier
 from scheduler.core import Quote, Work
 from simulator.cache import Ids, PrefixCache
 from simulator.job import Job
@@ -17,11 +18,11 @@ from simulator.job import Job
 class CacheListener(Protocol):
     """Told of every change of what a node holds."""
 
-    def hold(self, node: int, tier: str, ids: Ids) -> None:
+    def hold(self, node: int, tier: Tier, ids: Ids) -> None:
         """These blocks are there now, in prefix order."""
         ...
 
-    def drop(self, node: int, tier: str, ids: list[Ids]) -> None:
+    def drop(self, node: int, tier: Tier, ids: list[Ids]) -> None:
         """These runs of blocks are no longer there."""
         ...
 
