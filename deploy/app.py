@@ -99,7 +99,7 @@ def build_app(settings: ClusterSettings, model: Model) -> Any:
     plan = _worker_plan(settings, model)
     workers = build_llm_deployment(config, bind_kwargs={"plan": plan}, deployment_cls=KappaServer)
     ingress = serve.deployment(
-        make_ingress(limits.max_body_bytes),
+        make_ingress(limits.max_body_bytes, _tenants(settings)),
         name="KappaIngress",
         num_replicas=1,
         max_ongoing_requests=4 * limits.max_queue,
@@ -164,6 +164,27 @@ def _worker_plan(settings: ClusterSettings, model: Model) -> Any:
         cache_dir=str(home()),
         # A cluster that we start is on one machine: nothing of ours listens beyond loopback.
         stream_host="127.0.0.1",
+        scheduler=_engine_scheduler(settings),
+    )  # fmt: skip
+
+
+def _engine_scheduler(settings: ClusterSettings) -> Any:
+    """What every engine schedules by."""
+    from workers.vllm_engine import EngineScheduler
+
+    s = settings.scheduler
+    return EngineScheduler(
+        rule=s.name,
+        config={
+            "weights": dict(settings.tenants.weights), "max_skips": s.max_skips,
+            "due_after_s": s.due_after_s, "window": s.window, "slack_s": s.slack_s,
+            "credit": s.credit, "reserve": s.reserve,
+        },
+        link={
+            "duplex": s.duplex, "order": s.link_order, "store_backlog_s": s.store_backlog_s,
+        },
+        # Replicas have working folders of their own.
+        log=str(Path(s.log).absolute()) if s.log else None,
     )  # fmt: skip
 
 
@@ -185,7 +206,29 @@ def _ingress_settings(settings: ClusterSettings, model: Model) -> Any:
         record=r.record,
         forecast_workers=r.forecast_workers,
         admission=r.admission,
+        tenants=_tenants(settings),
     )
+
+
+def _tenants(settings: ClusterSettings) -> Any:
+    """The tenants' table; of their keys it holds digests only."""
+    from router.tenants import Tenants
+
+    t = settings.tenants
+    return Tenants.of(
+        {key.get_secret_value(): name for key, name in t.by_key.items()},
+        t.weights,
+        t.default_name,
+        refuse=t.unknown == "refuse",
+    )
+
+
+def own_headers(settings: ClusterSettings) -> dict[str, str]:
+    """What our own requests must send where those without a key are refused: some tenant's."""
+    if settings.tenants.unknown != "refuse":
+        return {}
+    key = next(iter(settings.tenants.by_key))
+    return {"authorization": f"Bearer {key.get_secret_value()}"}
 
 
 def _offline(settings: ClusterSettings) -> str:
@@ -261,7 +304,8 @@ class Cluster:
         """
         deadline = time.monotonic() + _WARM_TIMEOUT_S
         wanted = len(self.settings.nodes)
-        with httpx.Client(base_url=self.url, timeout=60.0) as client:
+        headers = own_headers(self.settings)
+        with httpx.Client(base_url=self.url, timeout=60.0, headers=headers) as client:
             while time.monotonic() < deadline:
                 try:
                     if client.get("/ready").json()["workers"] >= wanted:

@@ -6,9 +6,11 @@ import typer
 
 from deploy.commands import (
     bench,
+    bench_packing,
     bench_peers,
     bench_regret,
     bench_routing,
+    bench_scheduler,
     bench_validate,
     demo,
     law,
@@ -32,7 +34,9 @@ app.command()(law.explain)
 app.command()(law.roofline)
 app.command()(simulate.simulate)
 bench.app.command()(bench_routing.routing)
+bench.app.command()(bench_scheduler.scheduler)
 bench.app.command()(bench_regret.regret)
 bench.app.command()(bench_peers.peers)
+bench.app.command()(bench_packing.packing)
 bench.app.command()(bench_validate.validate)
 app.add_typer(bench.app, name="bench")

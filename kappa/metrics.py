@@ -73,6 +73,7 @@ PROMPT_TOKENS = Metric(
 )
 OUTPUT_TOKENS = Metric("kappa_output_tokens", "counter", "tokens generated", ("node",))
 STEPS = Metric("kappa_engine_steps", "counter", "engine steps", ("node", "paced"))
+STEP_TOKENS = Metric("kappa_engine_step_tokens", "counter", "tokens that they computed", ("node",))
 OVERRUNS = Metric(
     "kappa_paced_overruns", "counter", "steps of a paced node that took longer than their pace",
     ("node",),
@@ -92,6 +93,44 @@ OVERHEAD = Metric(
     "kappa_calibration_overhead_seconds", "gauge", "what a request costs besides the engine",
     ("node",),
 )  # fmt: skip
+TENANT_REQUESTS = Metric(
+    "kappa_tenant_requests", "counter",
+    "requests by tenant and outcome: answered, or the error's code", ("tenant", "outcome"),
+)  # fmt: skip
+TENANT_CHARGE = Metric(
+    "kappa_tenant_charge_seconds", "counter",
+    "seconds of the whole resource (vram, gpu, link) that workers charged a tenant",
+    ("tenant", "resource"),
+)  # fmt: skip
+ENGINE_REQUESTS = Metric(
+    "kappa_engine_requests", "gauge", "requests in an engine's last iteration, by state",
+    ("node", "state"),
+)  # fmt: skip
+ITERATIONS = Metric(
+    "kappa_scheduler_iterations", "counter", "iterations of the engine's scheduler", ("node",)
+)
+QUEUED_ITERATIONS = Metric(
+    "kappa_scheduler_queued_iterations", "counter", "iterations with requests that wait", ("node",)
+)
+FILL = Metric(
+    "kappa_scheduler_fill", "counter",
+    "share of budget and of vram in use, summed over iterations with requests that wait",
+    ("node", "resource"),
+)  # fmt: skip
+PASSED = Metric(
+    "kappa_scheduler_passed", "counter", "waiting requests looked at and left, by reason",
+    ("node", "reason"),
+)  # fmt: skip
+RULE_ERRORS = Metric(
+    "kappa_scheduler_rule_errors", "counter", "iterations in which the scheduling rule failed",
+    ("node",),
+)  # fmt: skip
+PREEMPTIONS = Metric(
+    "kappa_scheduler_preemptions", "counter", "running requests that lost their blocks", ("node",)
+)
+STORES_DROPPED = Metric(
+    "kappa_stores_dropped", "counter", "stores to the host tier that were given up", ("node",)
+)
 WORKERS = Metric("kappa_workers", "gauge", "workers known, by whether they are paced", ("paced",))
 
 ALL: tuple[Metric, ...] = tuple(v for v in list(globals().values()) if isinstance(v, Metric))

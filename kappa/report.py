@@ -7,9 +7,10 @@ routers share the words and nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from kappa.step import StepModel
 from kappa.types import NodeProfile
@@ -23,8 +24,19 @@ KV, REPORT, RESET = b"kv", b"report", b"reset"
 # A step that computes so many tokens waits for FLOPs and not for memory, on any node we know.
 COMPUTE_STEP_TOKENS = 512
 
-# Under this key the ingress' request id travels through vLLM, in `SamplingParams.extra_args`.
+# Under these keys the ingress' words to the engine travel in vLLM's `SamplingParams.extra_args`:
+# its request id; the tenant and its weight; how many of the prompt's tokens it expects to find on
+# the device and in the host tier; JSON of what other workers charged ({tenant: [vram_s, gpu_s,
+# link_s]}, cumulative).
 REQUEST_ID_KEY = "kappa_request_id"
+TENANT_KEY = "kappa_tenant"
+WEIGHT_KEY = "kappa_weight"
+DEVICE_TOKENS_KEY = "kappa_device_tokens"
+HOST_TOKENS_KEY = "kappa_host_tokens"
+CHARGES_KEY = "kappa_charges"
+
+# Charges are kept of so many tenants, here and in whatever adds them up.
+MAX_TENANTS = 1024
 
 
 def _known(cls: type, data: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -111,6 +123,43 @@ class Admission:
     new_tokens: int
 
 
+class Charge(NamedTuple):
+    """What was used of one worker, in seconds of the whole resource.
+
+    vram_s: share of all blocks held, times seconds; gpu_s: share of an iteration's tokens, times
+    its seconds; link_s: seconds of loading.
+    """
+
+    vram_s: float = 0.0
+    gpu_s: float = 0.0
+    link_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantCharge:
+    """What one tenant used of the reporting worker since that started; see `Charge`."""
+
+    tenant: str
+    vram_s: float
+    gpu_s: float
+    link_s: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tenant, str):
+            raise ValueError(f"charge: tenant is {self.tenant!r}; give its name")
+        for name in Charge._fields:
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+                raise ValueError(
+                    f"charge: {name} of {self.tenant!r} is {value!r}; give seconds, at least 0"
+                )
+
+    @property
+    def charge(self) -> Charge:
+        """Its seconds alone."""
+        return Charge(self.vram_s, self.gpu_s, self.link_s)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
     """What a worker measured since its last report, and its totals since it started.
@@ -119,6 +168,13 @@ class WorkerReport:
     `admitted` and `prefilled` list requests of this report only. `compute_step_*`: only
     steps of at least `COMPUTE_STEP_TOKENS` tokens, as measured and as the announced step model says
     that they should have lasted (0: it did not say). Others wait for memory and teach no FLOP rate.
+    host_spare_blocks: of the host tier, unused or held only as copies of what a peer has.
+
+    Of the engine's scheduler: `iterations_total` counts iterations, `queued_iterations_total` those
+    with a non-empty queue; over the latter `budget_fill_sum` and `vram_fill_sum` add up the share
+    of the token budget and of the blocks in use. `passed_total`: how often a waiting request was
+    looked at and left, by reason. `waiting`, `loading`, `running`: requests, in the last iteration.
+    `charges`: cumulative, at least of the tenants whose charge changed since the last report.
     """
 
     worker: str
@@ -138,8 +194,21 @@ class WorkerReport:
     store_wait_seconds_total: float = 0.0
     h2d_bytes_per_s: float = 0.0
     event_gaps_total: int = 0
+    host_spare_blocks: int = 0
+    iterations_total: int = 0
+    queued_iterations_total: int = 0
+    budget_fill_sum: float = 0.0
+    vram_fill_sum: float = 0.0
+    passed_total: Mapping[str, int] = field(default_factory=dict)
+    rule_errors_total: int = 0
+    preemptions_total: int = 0
+    stores_dropped_total: int = 0
+    waiting: int = 0
+    loading: int = 0
+    running: int = 0
     admitted: tuple[Admission, ...] = ()
     prefilled: tuple[str, ...] = ()
+    charges: tuple[TenantCharge, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready copy."""
@@ -153,4 +222,8 @@ class WorkerReport:
             Admission(**_known(Admission, a, "admission")) for a in known.get("admitted", ())
         )
         known["prefilled"] = tuple(known.get("prefilled", ()))
+        known["passed_total"] = dict(known.get("passed_total", {}))
+        known["charges"] = tuple(
+            TenantCharge(**_known(TenantCharge, c, "charge")) for c in known.get("charges", ())
+        )
         return cls(**known)

@@ -10,16 +10,31 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from kappa.hardware import node_profile
+from kappa.report import MAX_TENANTS
 from kappa.shapes import model_shape
 from kappa.types import ModelShape, NodeProfile
 
 PolicyName = Literal["priced", "threshold", "ttft", "least_backlog"]
+SchedulerName = Literal[
+    "fair", "fcfs", "priority", "vtc", "dlpm", "hrrn", "cap1", "greedy", "stock"
+]  # fmt: skip
+
+TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class SettingsError(ValueError):
@@ -116,6 +131,102 @@ class RouterSettings(_Section):
     )
 
 
+class SchedulerSettings(_Section):
+    """How each worker's engine chooses what runs next (`scheduler.config.FairConfig`)."""
+
+    name: SchedulerName = Field("fair", description="the rule; stock: vLLM's own scheduler")
+    max_skips: int = Field(64, ge=0, description="a request that others passed so often is due")
+    due_after_s: Finite = Field(30.0, ge=0, description="a request that waited so long is due")
+    window: int = Field(256, ge=1, le=65_536, description="waiting requests looked at each time")
+    slack_s: Finite = Field(0.25, ge=0, description="service a tenant may be ahead of others")
+    credit: Finite = Field(0.1, ge=0, description="service that a second of waiting is worth")
+    reserve: bool = Field(True, description="set blocks aside for a request that is due")
+    log: str | None = Field(None, description="file for JSON lines, one per iteration; none: off")
+    store_backlog_s: Finite = Field(
+        10.0, ge=0, description="stores to the host tier that would wait longer are dropped"
+    )
+    duplex: Literal["full", "half"] = Field("full", description="half: loads and stores share")
+    link_order: Literal["loads_first", "fifo"] = "loads_first"
+
+    @field_validator("log")
+    @classmethod
+    def _log_named(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("is empty: name a file, or leave it out for no log")
+        return value
+
+
+class TenantSettings(_Section):
+    """Who may ask and with what share. Without keys everyone is the default tenant.
+
+    by_key: secret key -> tenant; a tenant may have several. keys_file: the same as a YAML file of
+    its own (`key: tenant`, one per line), so that the settings hold no secret. weights: shares.
+    """
+
+    by_key: dict[SecretStr, TenantName] = Field(default_factory=dict)
+    keys_file: str | None = None
+    weights: dict[TenantName, Annotated[Finite, Field(gt=0)]] = Field(default_factory=dict)
+    unknown: Literal["default", "refuse"] = Field(
+        "default", description="requests without a known key: the default tenant's, or 401"
+    )
+    default_name: TenantName = "default"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_the_file(cls, data: Any) -> Any:
+        path = data.get("keys_file") if isinstance(data, dict) else None
+        by_key = data.get("by_key") or {} if path is not None else {}
+        if not (isinstance(path, str) and isinstance(by_key, dict)):
+            return data
+        more = _read_keys(path)
+        if any(by_key[key] != more[key] for key in by_key.keys() & more.keys()):
+            raise ValueError(f"by_key and {path} give one key to two tenants: drop it from one")
+        return {**data, "by_key": {**by_key, **more}}
+
+    @field_validator("by_key")
+    @classmethod
+    def _keys_can_be_sent(cls, value: dict[SecretStr, str]) -> dict[SecretStr, str]:
+        for key, tenant in value.items():
+            text = key.get_secret_value()
+            if not (text and text.isascii() and text.isprintable() and " " not in text):
+                raise ValueError(
+                    f"a key of {tenant!r} is empty, or not plain ASCII without spaces: clients "
+                    "could not send it as 'Authorization: Bearer KEY'"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _names_known(self) -> TenantSettings:
+        known = {*self.by_key.values(), self.default_name}
+        if len(known) > MAX_TENANTS:
+            raise ValueError(f"{len(known)} tenants: at most {MAX_TENANTS} are kept apart")
+        strangers = sorted(set(self.weights) - known)
+        if strangers:
+            raise ValueError(
+                f"weights names {strangers}, who have no key; known are {sorted(known)[:20]}"
+            )
+        if self.unknown == "refuse" and not self.by_key:
+            raise ValueError("unknown: refuse needs keys: give by_key or keys_file")
+        return self
+
+    def weight(self, tenant: str) -> float:
+        """A tenant's share, 1 unless told otherwise."""
+        return self.weights.get(tenant, 1.0)
+
+
+def _read_keys(path: str) -> dict[str, Any]:
+    """A file of keys; what is wrong with it is told without its text."""
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"keys_file {path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError):
+        raise ValueError(f"keys_file {path}: is not YAML; write 'key: tenant' lines") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"keys_file {path}: is no mapping; write 'key: tenant' lines")
+    return data
+
+
 class HttpSettings(_Section):
     """Where the endpoint listens."""
 
@@ -134,6 +245,8 @@ class ClusterSettings(_Section):
     dilation: float = Field(30.0, ge=1, description="real seconds per emulated one, paced nodes")
     engine: EngineSettings = EngineSettings()
     router: RouterSettings = RouterSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    tenants: TenantSettings = TenantSettings()
     http: HttpSettings = HttpSettings()
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 
@@ -170,7 +283,7 @@ def load_settings(path: str | Path | None = None, **overrides: Any) -> ClusterSe
         except UnicodeDecodeError as error:
             raise SettingsError(f"{where}: is not UTF-8 text: {error.reason}") from None
         except yaml.YAMLError as error:
-            raise SettingsError(f"{where}: is not YAML: {error}") from None
+            raise SettingsError(f"{where}: is not YAML: {_without_text(error)}") from None
         if not isinstance(data, dict):
             raise SettingsError(
                 f"{where}: expected a mapping of settings, found {type(data).__name__}"
@@ -179,10 +292,23 @@ def load_settings(path: str | Path | None = None, **overrides: Any) -> ClusterSe
         return ClusterSettings.model_validate({**data, **overrides})
     except ValidationError as error:
         faults = "\n".join(
-            f"  {'.'.join(str(part) for part in fault['loc']) or '(file)'}: {fault['msg']}"
-            for fault in error.errors()
+            f"  {'.'.join(_shown(fault['loc'])) or '(file)'}: {fault['msg']}"
+            for fault in error.errors(include_input=False, include_url=False)
         )
         raise SettingsError(f"{where}: {error.error_count()} fault(s)\n{faults}") from None
+
+
+def _shown(loc: tuple[int | str, ...]) -> list[str]:
+    """Where a fault is, without the secret key that is part of the way there."""
+    parts = [str(part) for part in loc]
+    return ["(key)" if i and parts[i - 1] == "by_key" else part for i, part in enumerate(parts)]
+
+
+def _without_text(error: yaml.YAMLError) -> str:
+    """Where and why, without the line itself, which may hold a key."""
+    mark = getattr(error, "problem_mark", None)
+    why = getattr(error, "problem", None) or "unreadable"
+    return f"{why}, line {mark.line + 1} column {mark.column + 1}" if mark else str(why)
 
 
 def home() -> Path:

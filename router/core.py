@@ -21,9 +21,10 @@ from router.admission import Admission
 from router.jobs import Job
 from router.kv_events import KVEvent, WorkerGone
 from router.offers import Candidate, Offers
-from router.policy import Fetch, LeastBacklog, Policy
+from router.policy import Fetch, LeastBacklog, Policy, least
 from router.prefix_hash import PrefixHasher, UInt64s
 from router.prefix_index import PrefixIndex
+from router.replication import Replica, ReplicationRule, Replicator
 from router.state import ClusterState
 
 _OUTPUTS_KEPT = 256
@@ -135,7 +136,8 @@ class RouterConfig:
 
     forecast_workers: pools of at most so many workers are forecast step by step for every
     decision; in larger ones queues are arithmetic (`router.fleet`), which costs microseconds.
-    admission: whom to refuse; none: nobody.
+    admission: whom to refuse; none: nobody. replication: when to copy hot prefixes, for policies
+    that want it.
     """
 
     policy: Policy
@@ -146,6 +148,7 @@ class RouterConfig:
     calibrate_requests: int | None = None
     forecast_workers: int = 4
     admission: Admission | None = None
+    replication: ReplicationRule = field(default_factory=ReplicationRule)
 
 
 @dataclass(slots=True)
@@ -178,6 +181,7 @@ class Router:
         self._outputs = _Outputs()
         self._columns: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
         self._outcomes = 0
+        self._replicator = Replicator(config.replication)
 
     # -- what happens -------------------------------------------------------------------------
 
@@ -236,6 +240,9 @@ class Router:
     def report(self, report: WorkerReport, now_s: float) -> None:
         """A worker measured something."""
         self.state.report(report, now_s)
+        if self.hasher is not None and report.worker in self.state.workers:
+            spare_tokens = report.host_spare_blocks * self.hasher.block_tokens
+            self.state.fleet.spare(report.worker, spare_tokens)
 
     def first_token(self, request_id: str, now_s: float) -> float | None:
         """A request's first token came; returns its TTFT, or None if it is not in flight."""
@@ -297,6 +304,8 @@ class Router:
         assert offers is not None
         if self.config.admission is not None and request.informed and not request.exclude:
             self._admit(self.config.admission, offers, index)
+        if self.config.policy.replicates:
+            self._replicator.routed(offers, index)
         self.state.fleet.reserve(request.request_id, offers, index)
         if decision.informed:
             self.config.policy.routed(offers, index)
@@ -305,6 +314,18 @@ class Router:
             shadow.submit(self._job(request.request_id, offers, index), now_s)
         self._flights[request.request_id] = _Flight(decision.chosen, decision.informed, now_s)
         return decision
+
+    def replicate(self, now_s: float) -> list[Replica]:
+        """Hot prefixes to copy now, to fast links with room; none unless the policy wants it."""
+        if not self.config.policy.replicates or self.index is None or self.hasher is None:
+            return []
+        fleet = self.state.fleet
+        slots = fleet.ready(now_s, self.config.stale_after_s, frozenset())
+        if not len(slots):
+            return []
+        return self._replicator.replicas(
+            fleet, self.index, slots, self._columns[slots], self.hasher.block_tokens, now_s
+        )
 
     def explain(self, request: RouteRequest, now_s: float) -> Decision:
         """What `route` would decide, without reserving anything."""
@@ -385,7 +406,7 @@ class Router:
         offers = price(cached_tokens=cached)
         if self.config.policy.fetches:
             held = device + cached
-            holder = int(held.argmax())
+            holder = least(-held, offers.net_backlog_s)
             if held[holder]:
                 everywhere = held[holder] - device
                 offers.fetching = price(

@@ -38,10 +38,24 @@ class ApiError(Exception):
         }
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After` in whole seconds, at least one, where it makes sense."""
-        if self.retry_after_s is None:
-            return {}
-        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+        """`Retry-After` in whole seconds, at least one, and how to authenticate, where it helps."""
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+def invalid_api_key(*, given: bool) -> ApiError:
+    """401; the key itself is not repeated."""
+    return ApiError(
+        401,
+        "The API key is not known here."
+        if given
+        else "No API key was sent; send 'Authorization: Bearer KEY'.",
+        code="invalid_api_key",
+    )
 
 
 def unknown_model(model: str, known: list[str]) -> ApiError:
@@ -73,6 +87,20 @@ def context_too_long(prompt_tokens: int, max_tokens: int, limit_tokens: int) -> 
         f"{prompt_tokens + max(max_tokens, 1)} ({wanted}).",
         code="context_length_exceeded",
         param="messages",
+    )
+
+
+def footprint_too_large(
+    prompt_tokens: int, max_tokens: int, blocks: int, device_blocks: int
+) -> ApiError:
+    """400 with both numbers: no worker's device could ever hold the request's KV cache."""
+    return ApiError(
+        400,
+        f"The request's KV cache takes {blocks} blocks ({prompt_tokens} tokens in the prompt and "
+        f"{max(max_tokens, 1)} to generate), the largest device cache here has {device_blocks}: "
+        "shorten the prompt or lower max_tokens.",
+        code="footprint_too_large",
+        param="max_tokens" if max_tokens > 0 else "messages",
     )
 
 

@@ -90,7 +90,9 @@ class WorkerFeed:
         attempt = 0
         while True:
             try:
-                seq, batches = await asyncio.wait_for(self._snapshot(), _SNAPSHOT_TIMEOUT_S)
+                # Not wait_for: Python 3.11's swallows a cancellation that meets the answer.
+                async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
+                    seq, batches = await self._snapshot()
                 events = self._rebuilt(batches)
                 break
             except (TimeoutError, ValueError) as error:

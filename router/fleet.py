@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.report import Announcement
+from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
 from kappa.types import NodeProfile
 from router.offers import Floats, Offers
 from router.prefix_hash import UInt64s
@@ -27,8 +28,8 @@ _BUDGET, _CAPACITY, _CRIT, _LINK_RATE, _FLOPS, _COST, _OVERHEAD, _SEEN, _NET = r
 # … and what it has to do.
 _LINK_OUT, _LINK_FREE, _GPU_OUT, _GPU_SINCE, _GPU_HEAD, _IN_FLIGHT, _WAITING = range(16, 23)
 _QUEUED, _RESIDENT, _DECODING, _DECODE_CONTEXT, _GPU_USE, _USE_AT = range(23, 29)
-_DILATION, _LOADS, _PREFILLS, _NET_FREE = range(29, 33)
-_ROWS = 33
+_DILATION, _LOADS, _PREFILLS, _NET_FREE, _SPARE, _PROMISED, _HOST = range(29, 36)
+_ROWS = 36
 
 USE_WINDOW_S = 20.0
 _MOST_USE = 0.95
@@ -43,7 +44,25 @@ class Reservation:
     gpu_s: float
     new_tokens: int
     context_tokens: int
+    fetch_tokens: float = 0.0
     prefilled: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rooms:
+    """Workers as targets of copies, as arrays; seconds are real ones.
+
+    spare_tokens: room in the host tier beside what is promised; host_tokens: all of it; backlog_s:
+    queued work on the busier of link and gpu; net_backlog_s: queued on the network card.
+    """
+
+    spare_tokens: Floats
+    host_tokens: Floats
+    backlog_s: Floats
+    h2d_bytes_per_s: Floats
+    load_token_s: Floats
+    net_tokens_per_s: Floats
+    net_backlog_s: Floats
 
 
 def load_token_s(said: Announcement) -> float:
@@ -97,6 +116,7 @@ class Fleet:
         cells = self._cells
         cells[_BUDGET, slot] = said.max_batch_tokens
         cells[_CAPACITY, slot] = (said.device_blocks - 1) * said.block_tokens
+        cells[_HOST, slot] = said.host_blocks * said.block_tokens
         cells[_CRIT, slot] = said.kappa_crit
         cells[_LINK_RATE, slot] = said.node.h2d_bytes_per_s
         cells[_FLOPS, slot] = said.node.flops_per_s
@@ -124,6 +144,17 @@ class Fleet:
     def seen(self, worker: str, now_s: float) -> None:
         """A worker gave a sign of life."""
         self._cells[_SEEN, self._slots[worker]] = now_s
+
+    def spare(self, worker: str, tokens: float) -> None:
+        """A worker's host tier has room for so many tokens that a peer holds too."""
+        self._cells[_SPARE, self._slots[worker]] = tokens
+
+    def promise(self, worker: str, tokens: float) -> None:
+        """So many more tokens (or fewer) are to come into a worker's host tier."""
+        slot = self._slots.get(worker)
+        if slot is not None:
+            promised = self._cells[_PROMISED, slot] + tokens
+            self._cells[_PROMISED, slot] = max(promised, 0.0)
 
     def leave(self, worker: str) -> None:
         """A worker is gone, with all that was reserved there."""
@@ -169,10 +200,11 @@ class Fleet:
         queue[request_id] = gpu_s
         cells[_LINK_OUT, slot] += link_s
         cells[_LINK_FREE, slot] = max(cells[_LINK_FREE, slot], now_s) + link_s
-        if offers.fetch_s is not None:
-            ends = [slot, self._slots[offers.fetch_from]]
-            free_s = max(float(cells[_NET_FREE, ends].max()), now_s)
-            cells[_NET_FREE, ends] = free_s + float(offers.fetch_s[index])
+        if offers.fetch_s is not None and offers.fetch_tokens is not None:
+            flight.fetch_tokens = float(offers.fetch_tokens[index])
+            cells[_PROMISED, slot] += flight.fetch_tokens
+            ends = np.array([slot, self._slots[offers.fetch_from]])
+            self.transfer(ends, float(offers.fetch_s[index]), now_s)
         cells[_GPU_OUT, slot] += gpu_s
         cells[_IN_FLIGHT, slot] += 1
         cells[_WAITING, slot] += 1
@@ -236,6 +268,7 @@ class Fleet:
         cells[_GPU_OUT, slot] -= flight.gpu_s
         cells[_WAITING, slot] -= 1
         cells[_QUEUED, slot] -= flight.new_tokens
+        cells[_PROMISED, slot] = max(cells[_PROMISED, slot] - flight.fetch_tokens, 0.0)
         if first:
             cells[_GPU_SINCE, slot] = now_s
             cells[_GPU_HEAD, slot] = next(iter(queue.values())) if queue else 0.0
@@ -287,7 +320,8 @@ class Fleet:
 
         device_tokens, cached_tokens: leading tokens in each tier; fetch_tokens: how many of the
         cached ones have to come from the worker `fetch_from` first. A transfer occupies the network
-        cards of both ends.
+        cards of both ends, and takes for ever where the host tier has no spare room for it beside
+        what was promised to others.
         """
         cells = self._cells[:, slots]  # A copy: what was priced must not change afterwards.
         context = device_tokens + cached_tokens
@@ -306,6 +340,7 @@ class Fleet:
         net_free_s, fetch_s = cells[_NET_FREE], None
         if fetch_tokens is not None:
             fetch_s = _over(fetch_tokens, cells[_NET])
+            fetch_s[fetch_tokens > cells[_SPARE] - cells[_PROMISED]] = np.inf
             net_free_s = np.maximum(net_free_s, self._cells[_NET_FREE, self._slots[fetch_from]])
         net_s = np.maximum(net_free_s - now_s, 0.0)
         start_s = link_s if fetch_s is None else np.maximum(link_s, net_s + fetch_s)
@@ -313,6 +348,12 @@ class Fleet:
         fixed_s, gpu_use = cells[_OVERHEAD], cells[_GPU_USE] * fade
         beside_tokens = prompt_tokens + cells[_RESIDENT]
         step_s = cells[_WEIGHTS] + beside_tokens * cells[_CONTEXT] + cells[_STEP]
+        alone_s = cells[_WEIGHTS] + prompt_tokens * cells[_CONTEXT] + cells[_STEP]
+        # A step of decoding is under way: half of it is waited for; a load is heard of one later.
+        under_way_s = np.maximum(beside_s, cells[_WEIGHTS] + decode_context * cells[_CONTEXT])
+        under_way_s = (under_way_s + cells[_STEP]) * (decoding > 0)
+        idle_s = fixed_s + load_s + np.maximum(work_s, alone_s)
+        weighing = _weighing_tokens(idle_s, alone_s, cells[_DILATION], output_tokens)
         return Offers(
             now_s=now_s,
             workers=self._names if len(slots) == len(self._names) else self._named(slots),
@@ -326,13 +367,14 @@ class Fleet:
             cached_tokens=cached_tokens,
             new_tokens=new,
             load_s=load_s,
+            load_token_s=cells[_LOAD_TOKEN],
             work_s=work_s,
             compute_s=compute_s,
             fixed_s=fixed_s,
             link_backlog_s=link_s,
             gpu_backlog_s=gpu_s,
             harm_s=decoding * np.maximum(compute_s - steps * read_s, 0.0),
-            decode_s=output_tokens * (cells[_TOKEN] + prompt_tokens * cells[_CONTEXT]),
+            decode_s=weighing * (cells[_TOKEN] + prompt_tokens * cells[_CONTEXT]),
             gpu_use=gpu_use,
             loads_per_s=cells[_LOADS] * fade,
             prefills_per_s=cells[_PREFILLS] * fade,
@@ -346,9 +388,13 @@ class Fleet:
             cost_per_hour=cells[_COST],
             kappa_crit=cells[_CRIT],
             fetch_s=fetch_s,
+            fetch_tokens=fetch_tokens,
             fetch_from=fetch_from,
             net_backlog_s=net_s,
-            ttft_s=fixed_s + np.maximum(start_s + load_s, gpu_s) + compute_s,
+            ttft_s=fixed_s
+            + np.maximum(start_s + load_s, gpu_s)
+            + compute_s
+            + under_way_s * np.where(cached_tokens > 0, 1.5, 0.5),
             tpot_s=step_s / (1 - np.minimum(gpu_use, _MOST_USE)),
         )
 
@@ -372,9 +418,30 @@ class Fleet:
         step_s: Floats = cells[_WEIGHTS] + prompt_tokens * cells[_CONTEXT] + cells[_STEP]
         return step_s
 
+    def rooms(self, slots: NDArray[np.intp], now_s: float) -> Rooms:
+        """What is to be known of workers as targets of copies."""
+        cells = self._cells[:, slots]
+        link_s = np.minimum(np.maximum(cells[_LINK_FREE] - now_s, 0.0), cells[_LINK_OUT])
+        done_s = np.minimum(np.maximum(now_s - cells[_GPU_SINCE], 0.0), cells[_GPU_HEAD])
+        return Rooms(
+            spare_tokens=cells[_SPARE] - cells[_PROMISED],
+            host_tokens=cells[_HOST],
+            backlog_s=np.maximum(link_s, cells[_GPU_OUT] - done_s),
+            h2d_bytes_per_s=cells[_LINK_RATE],
+            load_token_s=cells[_LOAD_TOKEN],
+            net_tokens_per_s=cells[_NET],
+            net_backlog_s=np.maximum(cells[_NET_FREE] - now_s, 0.0),
+        )
+
+    def transfer(self, ends: NDArray[np.intp], seconds: float, now_s: float) -> None:
+        """A transfer is queued on the network cards of two workers."""
+        free_s = max(float(self._cells[_NET_FREE, ends].max()), now_s)
+        self._cells[_NET_FREE, ends] = free_s + seconds
+
     def dilation(self, slots: NDArray[np.intp]) -> Floats:
         """Real seconds per emulated second of each worker."""
-        return self._cells[_DILATION, slots]
+        dilations: Floats = self._cells[_DILATION, slots]
+        return dilations
 
     def place(self, worker: str, slots: NDArray[np.intp]) -> int:
         """Position of a worker among `slots`, or -1."""
@@ -398,3 +465,16 @@ def _over(tokens: Floats, tokens_per_s: Floats) -> Floats:
     seconds = np.where(tokens > 0, np.inf, 0.0)
     np.divide(tokens, tokens_per_s, out=seconds, where=(tokens > 0) & (tokens_per_s > 0))
     return seconds
+
+
+def _weighing_tokens(
+    idle_ttft_s: Floats, idle_tpot_s: Floats, dilation: Floats, output_tokens: int
+) -> float:
+    """Delayed tokens that weigh as much as one first token delayed as long.
+
+    By the service objective, TTFT over TPOT (`kappa.slo`), of the best and the middle worker; but
+    never more than there will be.
+    """
+    ttft_s = max(TTFT_FLOOR_S * float(dilation.max()), TTFT_IDLE_FACTOR * float(idle_ttft_s.min()))
+    tpot_s = TPOT_IDLE_FACTOR * float(np.sort(idle_tpot_s)[len(idle_tpot_s) // 2])
+    return min(ttft_s / tpot_s, float(output_tokens)) if tpot_s > 0 else float(output_tokens)

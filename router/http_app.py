@@ -1,4 +1,4 @@
-"""The FastAPI application around the ingress: body limit, errors in OpenAI's shape, one log line.
+"""The FastAPI application around the ingress: keys, body limit, errors in OpenAI's shape, logs.
 
 Plain ASGI middleware: it must not buffer streams. Made once per ingress replica.
 """
@@ -16,11 +16,20 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.errors import ApiError, body_too_large, unreadable_body, validation_error
+from router.errors import (
+    ApiError,
+    body_too_large,
+    invalid_api_key,
+    unreadable_body,
+    validation_error,
+)
+from router.tenants import Tenant, Tenants, keys_sent
 
 log = structlog.get_logger(__name__)
 
 _BODY_PATHS = ("/v1/chat/completions", "/v1/completions")
+# What probes and scrapers ask, who have no key.
+_OPEN_PATHS = ("/health", "/ready", "/metrics")
 
 
 class _BodyLimit:
@@ -65,6 +74,27 @@ class _BodyLimit:
         )
 
 
+class _Authentication:
+    """Finds each request's tenant by its key; without one that is known it may be turned away."""
+
+    def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
+        self._app, self._tenants = app, tenants
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+            keys = keys_sent(headers.get(b"authorization", ""), headers.get(b"x-api-key", ""))
+            tenant = self._tenants.find(keys)
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if tenant is None and path not in _OPEN_PATHS:
+                scope["app"].state.keys_refused += 1
+                refusal = error_response(Request(scope), invalid_api_key(given=bool(keys)))
+                await refusal(scope, receive, send)
+                return
+            scope.setdefault("state", {})["tenant"] = tenant or self._tenants.default
+        await self._app(scope, receive, send)
+
+
 class _RequestId:
     """Gives every request an id: Ray Serve's own if it sent one, else a new one."""
 
@@ -106,6 +136,12 @@ def request_id_of(request: Request) -> str:
     return str(request.scope.get("state", {}).get("request_id", ""))
 
 
+def tenant_of(request: Request) -> Tenant:
+    """Whose request it is."""
+    tenant: Tenant = request.scope.get("state", {}).get("tenant") or Tenant()
+    return tenant
+
+
 def body_accepted(request: Request) -> None:
     """Note that a request got past its schema: what fails from now on is not the client's fault."""
     request.scope.setdefault("state", {})["body_accepted"] = True
@@ -121,6 +157,7 @@ def error_response(request: Request, error: ApiError) -> Response:
     log.warning(
         "request_refused" if error.status < 500 else "request_failed",
         request_id=request_id_of(request),
+        tenant=tenant_of(request).name if error.status != 401 else None,
         path=request.url.path,
         status=error.status,
         code=error.code,
@@ -130,9 +167,13 @@ def error_response(request: Request, error: ApiError) -> Response:
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
 
 
-def make_app(max_body_bytes: int) -> FastAPI:
-    """An application with our middleware and error handlers, and no routes yet."""
+def make_app(max_body_bytes: int, tenants: Tenants | None = None) -> FastAPI:
+    """An application with our middleware and error handlers, and no routes yet.
+
+    `app.state.keys_refused` counts requests that were turned away for want of a known key.
+    """
     app = FastAPI(title="kappa-serve", docs_url=None, redoc_url=None)
+    app.state.keys_refused = 0
 
     async def on_api_error(request: Request, error: Any) -> Response:
         return error_response(request, error)
@@ -157,5 +198,6 @@ def make_app(max_body_bytes: int) -> FastAPI:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_anything)
     app.add_middleware(_BodyLimit, limit_bytes=max_body_bytes)
+    app.add_middleware(_Authentication, tenants=tenants or Tenants())
     app.add_middleware(_RequestId)
     return app

@@ -1,7 +1,8 @@
 """The HTTP face: Ray Serve LLM's OpenAI ingress, with one decision per request taken here.
 
-Chat and completions go: check, tokenize (off the loop), decide and reserve, pin, deliver, stream,
-release. Ray's own ingress does model look-up and delivery; what is ours is everything between.
+Chat and completions go: check, tokenize (off the loop), decide and reserve, mark, pin, deliver,
+stream, release. Ray's own ingress does model look-up and delivery; what is ours is everything
+between.
 """
 
 from __future__ import annotations
@@ -10,15 +11,14 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import structlog
 from fastapi import FastAPI, Request
-from pydantic import ValidationError
 from ray.exceptions import RayActorError
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.exceptions import BackPressureError
@@ -38,24 +38,24 @@ from router.core import (
 from router.errors import (
     ApiError,
     check_body,
-    context_too_long,
     engine_failed,
     from_engine,
     no_worker,
     overloaded,
     queue_full,
     unknown_model,
-    unreadable_body,
-    validation_error,
 )
-from router.http_app import EndedStream, body_accepted, make_app, request_id_of
+from router.footprint import unfit_workers
+from router.http_app import EndedStream, body_accepted, make_app, request_id_of, tenant_of
 from router.live import LiveRouter
 from router.messages import (
     as_events,
     decision_headers,
+    engine_marks,
     explanation,
     mark,
     max_tokens_of,
+    parse_body,
     pinned,
     salt_of_body,
     tokens_in,
@@ -64,6 +64,7 @@ from router.policy import policy_named
 from router.prefix_hash import secret_from_seed
 from router.ray_router import PIN_HEADER
 from router.rendering import PromptRenderer
+from router.tenants import Tenants
 
 log = structlog.get_logger(__name__)
 
@@ -88,10 +89,12 @@ class IngressSettings:
     record: str | None
     forecast_workers: int = 4
     admission: bool = False
+    tenants: Tenants = field(default_factory=Tenants)
 
 
 class KappaIngress(OpenAiIngress):
-    """OpenAI endpoints, `GET /v1/nodes`, `POST /v1/route`, `GET /v1/decisions`, `GET /metrics`."""
+    """OpenAI endpoints, `GET /v1/nodes`, `GET /v1/tenants`, `POST /v1/route`,
+    `GET /v1/decisions`, `GET /metrics`."""
 
     def __init__(
         self,
@@ -126,6 +129,10 @@ class KappaIngress(OpenAiIngress):
         """Every worker with its profile, backlogs and critical ratio."""
         return JSONResponse({"nodes": self._live().nodes()})
 
+    async def tenants(self) -> Response:
+        """Every tenant with its weight, what it was charged, and its share of all charges."""
+        return JSONResponse({"tenants": self._live().tenants(self._settings.tenants)})
+
     async def profile(self) -> Response:
         """Measure every worker's machine anew, one after the other, and show the nodes."""
         (handle,) = self._default_serve_handles.values()
@@ -139,7 +146,7 @@ class KappaIngress(OpenAiIngress):
 
     async def route(self, request: Request) -> Response:
         """What would be decided for a chat or completion body; nothing is run or reserved."""
-        body = await _parse_body(request)
+        body = await parse_body(request)
         check_body(body)
         self._known_model(body.model)
         tokens = await self._tokenize(body)
@@ -158,10 +165,12 @@ class KappaIngress(OpenAiIngress):
         records = list(self._live().records.values())[-max(limit, 0) :] if limit else []
         return JSONResponse({"decisions": [record.to_dict() for record in records]})
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
         """Prometheus metrics."""
         live = self._live()
         live.refresh_gauges()
+        refused = request.app.state.keys_refused
+        live.metrics.total(m.TENANT_REQUESTS, "unknown", "invalid_api_key", to=refused)
         return Response(live.metrics.exposition(), media_type="text/plain; version=0.0.4")
 
     async def ready(self) -> Response:
@@ -173,13 +182,13 @@ class KappaIngress(OpenAiIngress):
 
     async def _serve(self, body: Any, method: str, request: Request) -> Response:
         body_accepted(request)
-        live = self._live()
+        live, tenant = self._live(), tenant_of(request).name
         try:
             response = await self._checked(live, body, method, request)
         except ApiError as error:
-            live.metrics.inc(m.REQUESTS, str(error.status))
+            live.answered(tenant, error.status, error.code)
             raise
-        live.metrics.inc(m.REQUESTS, str(response.status_code))
+        live.answered(tenant, response.status_code)
         return response
 
     async def _checked(
@@ -190,13 +199,14 @@ class KappaIngress(OpenAiIngress):
         if live.router.reservations >= self._settings.max_queue:
             raise queue_full(self._settings.max_queue, live.retry_after_s())
         tokens = await self._tokenize(body)
-        self._check_context(live, body, tokens)
+        unfit = self._unfit(live, body, tokens)
         request_id = request_id_of(request)
         if request_id in live.router:
             # A client may send one id twice at a time; a reservation must not be shared.
             request_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
-        routed = RouteRequest(request_id, tokens, max_tokens_of(body), salt_of_body(body))
-        mark(body, request_id)
+        routed = RouteRequest(
+            request_id, tokens, max_tokens_of(body), salt_of_body(body), exclude=unfit
+        )
         # Others were let in while this one was tokenized; from here to the decision nobody waits.
         if live.router.reservations >= self._settings.max_queue:
             raise queue_full(self._settings.max_queue, live.retry_after_s())
@@ -207,26 +217,25 @@ class KappaIngress(OpenAiIngress):
     ) -> Response:
         """Decide and send; once more elsewhere if the worker dies before its first token."""
         last: BaseException | None = None
+        tenant = tenant_of(request)
         for attempt in range(2):
             try:
-                decision = live.route(routed)
+                decision = live.route(routed, tenant.name)
             except OverloadedError as error:
                 raise overloaded(str(error), error.retry_after_s) from last
             except NoWorkerError as error:
                 raise no_worker(str(error), live.retry_after_s()) from last
+            mark(body, engine_marks(decision, tenant, live.charges.elsewhere(decision.worker)))
             try:
                 return await self._send(live, decision, body, method, request)
             except _DEAD_WORKER as error:
                 live.release(routed.request_id, "worker_died")
                 log.warning(
-                    "worker_failed", request_id=routed.request_id, worker=decision.worker,
-                    attempt=attempt,
+                    "worker_failed", request_id=routed.request_id, tenant=tenant.name,
+                    worker=decision.worker, attempt=attempt,
                 )  # fmt: skip
                 last = error
-                routed = RouteRequest(
-                    routed.request_id, routed.token_ids, routed.max_tokens, routed.salt,
-                    routed.exclude | {decision.worker},
-                )  # fmt: skip
+                routed = replace(routed, exclude=routed.exclude | {decision.worker})
         raise no_worker("two workers failed on this request", live.retry_after_s()) from last
 
     async def _send(
@@ -341,13 +350,11 @@ class KappaIngress(OpenAiIngress):
         if model is not None and model not in known:
             raise unknown_model(str(model), known)
 
-    def _check_context(self, live: LiveRouter, body: Any, tokens: np.ndarray | None) -> None:
-        limits = [s.announcement.max_context_tokens for s in live.router.state.workers.values()]
-        if tokens is None or not limits:
-            return
-        wanted = max(max_tokens_of(body), 0)
-        if len(tokens) + max(wanted, 1) > max(limits):
-            raise context_too_long(len(tokens), wanted, max(limits))
+    def _unfit(self, live: LiveRouter, body: Any, tokens: np.ndarray | None) -> frozenset[str]:
+        if tokens is None:
+            return frozenset()
+        workers = (state.announcement for state in live.router.state.workers.values())
+        return unfit_workers(workers, len(tokens), max_tokens_of(body))
 
     async def _tokenize(self, body: Any) -> np.ndarray | None:
         start_s = time.perf_counter()
@@ -362,15 +369,16 @@ class KappaIngress(OpenAiIngress):
         return tokens
 
 
-def make_ingress(max_body_bytes: int) -> type:
+def make_ingress(max_body_bytes: int, tenants: Tenants | None = None) -> type:
     """The ingress class with its routes, ready for `serve.deployment`."""
-    app: FastAPI = make_app(max_body_bytes)
+    app: FastAPI = make_app(max_body_bytes, tenants)
     routes = {
         "models": lambda a: a.get("/v1/models"),
         "model_data": lambda a: a.get("/v1/models/{model:path}"),
         "chat": lambda a: a.post("/v1/chat/completions"),
         "completions": lambda a: a.post("/v1/completions"),
         "nodes": lambda a: a.get("/v1/nodes"),
+        "tenants": lambda a: a.get("/v1/tenants"),
         "profile": lambda a: a.post("/v1/nodes/profile"),
         "route": lambda a: a.post("/v1/route"),
         "decisions": lambda a: a.get("/v1/decisions"),
@@ -379,21 +387,3 @@ def make_ingress(max_body_bytes: int) -> type:
     }
     ingress: type = make_fastapi_ingress(KappaIngress, endpoint_map=routes, app=app)
     return ingress
-
-
-async def _parse_body(request: Request) -> Any:
-    try:
-        data = json.loads(await request.body())
-    except ValueError as error:
-        raise ApiError(
-            400, f"The request body is not valid JSON: {error}.", code="invalid_json"
-        ) from None
-    if not isinstance(data, Mapping):
-        raise ApiError(400, "The request body is not a JSON object.", code="invalid_value")
-    schema = ChatCompletionRequest if "messages" in data else CompletionRequest
-    try:
-        return schema.model_validate(data)
-    except ValidationError as error:
-        raise validation_error(list(error.errors())) from None
-    except Exception as error:
-        raise unreadable_body(error) from None

@@ -20,6 +20,7 @@ import structlog
 from kappa import metrics as m
 from kappa.report import Admission, Announcement, WorkerReport
 from router.board import BOARD, Announcements
+from router.charges import Charges
 from router.core import (
     Decision,
     MismatchError,
@@ -29,8 +30,9 @@ from router.core import (
     without_candidates,
 )
 from router.feed import WorkerFeed
-from router.metrics import RouterMetrics
+from router.metrics import ENGINE_STATES, RouterMetrics
 from router.recording import RecordedRouter
+from router.tenants import Tenants, shares
 
 log = structlog.get_logger(__name__)
 
@@ -45,6 +47,7 @@ class Record:
     decision: Decision
     time_s: float
     load: float
+    tenant: str = ""
     ttft_s: float | None = None
     admitted: Admission | None = None
     end: str = ""
@@ -56,6 +59,7 @@ class Record:
         return {
             "request_id": decision.request_id,
             "time_s": self.time_s,
+            "tenant": self.tenant,
             "node": chosen.node.name,
             "paced": chosen.node.source == "paced",
             "policy": decision.policy,
@@ -91,6 +95,7 @@ class LiveRouter:
         """Make it on the event loop that it will live on; `record` names a file for its log."""
         self.metrics = RouterMetrics()
         self.router = RecordedRouter(config, _writer(record)) if record else Router(config)
+        self.charges = Charges()
         self.records: OrderedDict[str, Record] = OrderedDict()
         self._feeds: dict[str, WorkerFeed] = {}
         self._said: dict[str, Mapping[str, Any]] = {}
@@ -102,7 +107,7 @@ class LiveRouter:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def route(self, request: RouteRequest) -> Decision:
+    def route(self, request: RouteRequest, tenant: str = "") -> Decision:
         """Decide, reserve, count; raises `NoWorkerError`."""
         start_s = time.perf_counter()
         decision = self.router.route(request, time.time())
@@ -112,7 +117,7 @@ class LiveRouter:
         self.metrics.observe(m.RATIO, node, value=chosen.counts.ratio)
         self.metrics.observe(m.PREDICTED_TTFT, node, value=chosen.ttft_s)
         self.records[request.request_id] = Record(
-            without_candidates(decision), time.time(), self._load()
+            without_candidates(decision), time.time(), self._load(), tenant
         )
         while len(self.records) > _MEMORY:
             self.records.popitem(last=False)
@@ -145,6 +150,12 @@ class LiveRouter:
             if record is not None:
                 record.end = end
                 log.info("request_done", **_log_line(record))
+
+    def answered(self, tenant: str, status: int, code: str | None = None) -> None:
+        """A request of `tenant` was answered, with an error of that code if there is one."""
+        self.metrics.inc(m.REQUESTS, str(status))
+        outcome = "answered" if status < 400 else code or "error"
+        self.metrics.inc(m.TENANT_REQUESTS, self.metrics.tenant(tenant), outcome)
 
     def retry_after_s(self) -> float:
         """When it makes sense to come back: the least backlog of any worker."""
@@ -193,6 +204,7 @@ class LiveRouter:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         lost = self.router.leave(worker)
+        self.charges.left(worker)
         for request_id in lost:
             if request_id in self.records:
                 self.records[request_id].end = "worker_died"
@@ -200,6 +212,8 @@ class LiveRouter:
             node = announced["node"]["name"]
             for gauge in (m.RESERVATIONS, m.LINK_BACKLOG, m.GPU_BACKLOG, m.CRITICAL_RATIO):
                 self.metrics.forget(gauge, node)
+            for engine_state in ENGINE_STATES:
+                self.metrics.forget(m.ENGINE_REQUESTS, node, engine_state)
         log.warning("worker_left", worker=worker, requests_lost=len(lost))
 
     def _gap(self, worker: str) -> None:
@@ -216,16 +230,17 @@ class LiveRouter:
             self._admitted(node, admission)
         for request_id in report.prefilled:
             self.first_token(request_id)
-        paced = "true" if state.announcement.node.source == "paced" else "false"
-        totals = (
-            (m.STEPS, (node, paced), report.steps_total),
-            (m.OVERRUNS, (node,), report.overruns_total),
-            (m.LOAD_BYTES, (node,), report.load_bytes_total),
-            (m.STORE_BYTES, (node,), report.store_bytes_total),
+        self.metrics.reported(report, node, paced=state.announcement.node.source == "paced")
+        self._charged(report)
+
+    def _charged(self, report: WorkerReport) -> None:
+        gained = self.charges.report(
+            report.worker, report.charges, report.time_s, report.steps_total
         )
-        for metric, labels, value in totals:
-            self.metrics.total(metric, *labels, to=value, source=report.worker)
-        self.metrics.set(m.LOAD_BANDWIDTH, node, to=report.h2d_bytes_per_s)
+        for tenant, charge in gained.items():
+            label = self.metrics.tenant(tenant)
+            for resource, seconds in zip(("vram", "gpu", "link"), charge, strict=True):
+                self.metrics.inc(m.TENANT_CHARGE, label, resource, by=seconds)
 
     def _admitted(self, node: str, admission: Admission) -> None:
         record = self.records.get(admission.request_id)
@@ -264,6 +279,10 @@ class LiveRouter:
         self.metrics.set(m.INDEX_BLOCKS, to=stats.get("blocks", 0))
         for why in ("orphans", "unjoined", "refused", "evicted", "ambiguous"):
             self.metrics.total(m.INDEX_LOSSES, why, to=stats.get(why, 0))
+
+    def tenants(self, known: Tenants) -> list[dict[str, Any]]:
+        """Every tenant: weight, charges, its share of all that was charged."""
+        return shares(known, self.charges.totals())
 
     def nodes(self) -> list[dict[str, Any]]:
         """Every worker: profile, measurements, backlogs, critical ratio, paced or not."""
@@ -308,6 +327,7 @@ def _log_line(record: Record) -> dict[str, Any]:
     chosen = record.decision.chosen
     return {
         "request_id": record.decision.request_id,
+        "tenant": record.tenant,
         "node": chosen.node.name,
         "paced": chosen.node.source == "paced",
         "reason": record.decision.reason,

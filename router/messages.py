@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
+from pydantic import ValidationError
+from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
-from kappa.report import REQUEST_ID_KEY
+from kappa.report import (
+    CHARGES_KEY,
+    DEVICE_TOKENS_KEY,
+    HOST_TOKENS_KEY,
+    REQUEST_ID_KEY,
+    TENANT_KEY,
+    WEIGHT_KEY,
+    Charge,
+)
 from router.core import Decision
+from router.errors import ApiError, unreadable_body, validation_error
 from router.prefix_hash import salt_of
 from router.ray_router import PIN_HEADER
+from router.tenants import Tenant
 
 # Ours to set; and one of vLLM's that would make an engine announce blocks it never removes.
 _RESERVED_XARGS = ("kappa_", "kv_cache_report_mode")
+# For the ingress alone: no worker needs a client's key, or may log one.
+_KEY_HEADERS = (b"authorization", b"x-api-key")
+
+
+async def parse_body(request: Request) -> Any:
+    """A chat or completion body by its own look; ApiError 400 if it is neither."""
+    try:
+        data = json.loads(await request.body())
+    except ValueError as error:
+        raise ApiError(
+            400, f"The request body is not valid JSON: {error}.", code="invalid_json"
+        ) from None
+    if not isinstance(data, Mapping):
+        raise ApiError(400, "The request body is not a JSON object.", code="invalid_value")
+    schema = ChatCompletionRequest if "messages" in data else CompletionRequest
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        raise validation_error(list(error.errors())) from None
+    except Exception as error:
+        raise unreadable_body(error) from None
 
 
 def decision_headers(decision: Decision) -> dict[str, str]:
@@ -71,19 +106,40 @@ def salt_of_body(body: Any) -> int:
     return salt_of(getattr(body, "cache_salt", None))
 
 
-def mark(body: Any, request_id: str) -> None:
-    """Put our id where the engine's processes find it; drop what a client may not set."""
+def engine_marks(
+    decision: Decision, tenant: Tenant, elsewhere: Mapping[str, Charge]
+) -> dict[str, str | int | float]:
+    """What the engine's scheduler is told of a request: whose it is, what of its prompt the chosen
+    worker should hold, and what others than that worker charged, to the millisecond."""
+    marks: dict[str, str | int | float] = {
+        REQUEST_ID_KEY: decision.request_id,
+        TENANT_KEY: tenant.name,
+        WEIGHT_KEY: tenant.weight,
+    }
+    if decision.informed:
+        counts = decision.chosen.counts
+        marks[DEVICE_TOKENS_KEY] = int(counts.device_tokens)
+        marks[HOST_TOKENS_KEY] = int(counts.cached_tokens)
+    if elsewhere:
+        rounded = {name: [round(s, 3) for s in charge] for name, charge in elsewhere.items()}
+        marks[CHARGES_KEY] = json.dumps(rounded, separators=(",", ":"))
+    return marks
+
+
+def mark(body: Any, marks: Mapping[str, str | int | float]) -> None:
+    """Put our words where the engine's processes find them; drop what a client may not set."""
     given = {
         key: value
         for key, value in (body.vllm_xargs or {}).items()
         if not key.startswith(_RESERVED_XARGS)
     }
-    body.vllm_xargs = {**given, REQUEST_ID_KEY: request_id}
+    body.vllm_xargs = {**given, **marks}
 
 
 def pinned(request: Request, worker: str) -> Request:
-    """The request with the router's pin, instead of any that the client sent."""
-    headers = [(k, v) for k, v in request.scope["headers"] if k.lower() != PIN_HEADER.encode()]
+    """The request with the router's pin, instead of any that the client sent, and no key."""
+    dropped = (PIN_HEADER.encode(), *_KEY_HEADERS)
+    headers = [(k, v) for k, v in request.scope["headers"] if k.lower() not in dropped]
     headers.append((PIN_HEADER.encode(), worker.encode()))
     return Request({**request.scope, "headers": headers})
 

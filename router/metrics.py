@@ -6,8 +6,14 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kappa import metrics as names
+from kappa import metrics as m
 from kappa.metrics import Metric
+from kappa.report import WorkerReport
+
+# So many tenants have labels of their own; all further ones share one.
+_TENANT_LABELS = 256
+
+ENGINE_STATES = ("waiting", "loading", "running")
 
 _CLASSES: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
@@ -17,8 +23,9 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._collectors = {m.name: self._make(m) for m in names.ALL}
+        self._collectors = {metric.name: self._make(metric) for metric in m.ALL}
         self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._tenants: set[str] = set()
 
     def inc(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
         """Add to a counter."""
@@ -41,11 +48,40 @@ class RouterMetrics:
         if gained:
             self._child(metric, labels).inc(gained)
 
+    def reported(self, report: WorkerReport, node: str, *, paced: bool) -> None:
+        """Take over a worker's totals and gauges."""
+        totals: list[tuple[Metric, tuple[str, ...], float]] = [
+            (m.STEPS, (node, "true" if paced else "false"), report.steps_total),
+            (m.STEP_TOKENS, (node,), report.step_tokens_total),
+            (m.OVERRUNS, (node,), report.overruns_total),
+            (m.LOAD_BYTES, (node,), report.load_bytes_total),
+            (m.STORE_BYTES, (node,), report.store_bytes_total),
+            (m.ITERATIONS, (node,), report.iterations_total),
+            (m.QUEUED_ITERATIONS, (node,), report.queued_iterations_total),
+            (m.FILL, (node, "budget"), report.budget_fill_sum),
+            (m.FILL, (node, "vram"), report.vram_fill_sum),
+            (m.RULE_ERRORS, (node,), report.rule_errors_total),
+            (m.PREEMPTIONS, (node,), report.preemptions_total),
+            (m.STORES_DROPPED, (node,), report.stores_dropped_total),
+            *((m.PASSED, (node, why), count) for why, count in report.passed_total.items()),
+        ]
+        for metric, labels, value in totals:
+            self.total(metric, *labels, to=value, source=report.worker)
+        self.set(m.LOAD_BANDWIDTH, node, to=report.h2d_bytes_per_s)
+        for state in ENGINE_STATES:
+            self.set(m.ENGINE_REQUESTS, node, state, to=getattr(report, state))
+
     def forget(self, metric: Metric, *labels: str) -> None:
         """Drop one labelled gauge, of a node that is gone."""
         collector = self._collectors[metric.name]
         if metric.labels and tuple(labels) in collector._metrics:
             collector.remove(*labels)
+
+    def tenant(self, name: str) -> str:
+        """The label of a tenant: its name, or `other` once there are too many."""
+        if len(self._tenants) < _TENANT_LABELS:
+            self._tenants.add(name)
+        return name if name in self._tenants else "other"
 
     def exposition(self) -> bytes:
         """The Prometheus text format."""

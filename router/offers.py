@@ -24,15 +24,17 @@ class Offers:
     """One request on n workers; every array has shape (n,), seconds are real ones.
 
     slots: the workers' columns, stable for life. load_s, compute_s: its own link and gpu seconds;
+    load_token_s: link seconds a token;
     work_s: the gpu seconds that it adds to a busy engine (no weight read, no fixed step cost);
     fixed_s: overhead besides the engine. link_backlog_s, gpu_backlog_s: queued ahead of it.
-    harm_s: total delay of those that decode there. decode_s: gpu seconds its decode will add.
+    harm_s: total delay of those that decode there. decode_s: what its decode will add to the steps
+    of each that is in flight beside it, over as many tokens as weigh like one first token.
     gpu_use: seconds of prefill received per second lately (over 1: more than it can do);
     loads_per_s, prefills_per_s: requests a second.
-    fetch_s: seconds on the network to bring what it lacks from a peer's host tier (None: nothing
-    is brought), net_backlog_s queued ahead of it on the cards of both ends. fetching: the same
-    request if every worker first fetched what its peer `fetch_from` holds; none where nobody can
-    or nothing is to be had.
+    fetch_s: seconds on the network to bring `fetch_tokens`, what it lacks, from a peer (None:
+    nothing is brought; for ever where there is no room), net_backlog_s queued ahead of it on the
+    cards of both ends. fetching: the same request if every worker first fetched what its peer
+    `fetch_from` holds; none where nobody can or nothing is to be had.
     resident_tokens: context of all in flight; capacity_tokens: what VRAM holds.
     ttft_s: predicted time to first token, a forecast where there is one. tpot_s: time per output
     token once all in flight there decode beside it, stretched by the prefills of late.
@@ -50,6 +52,7 @@ class Offers:
     cached_tokens: Floats
     new_tokens: Floats
     load_s: Floats
+    load_token_s: Floats
     work_s: Floats
     compute_s: Floats
     fixed_s: Floats
@@ -75,6 +78,7 @@ class Offers:
     tpot_s: Floats
     fetching: Offers | None = None
     fetch_from: str = ""
+    fetch_tokens: Floats | None = None
 
     def __len__(self) -> int:
         return len(self.slots)

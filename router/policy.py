@@ -1,7 +1,9 @@
 """Which worker should serve a request. Each policy looks at `Offers` and says whom, and why.
 
 * `priced`: least predicted TTFT, plus what the choice takes from others: `router.prices`;
-  `priced_fetch` may also bring KV from a peer's host tier first (simulated only).
+  `priced_fetch` may also bring KV from a peer first, and `priced_copy` has hot prefixes copied
+  ahead of demand as well (both simulated only); `priced_place` charges the first request of a
+  prefix for the loads of those that will come back for it: `router.placement`.
 * `ttft`: least predicted time to first token, plus the delay it puts on those that decode there.
 * `threshold`: paper 001 §7.3 as printed. It looks at the request's ratio and at links, not at where
   the cache is, nor at the queue (except to break ties): kept as explanation and baseline.
@@ -24,7 +26,7 @@ from router.offers import Floats, Offers
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring `tokens` leading tokens from a peer's host tier before loading."""
+    """Bring `tokens` leading tokens from a peer before loading."""
 
     source_worker: str
     tokens: int
@@ -40,10 +42,14 @@ class Choice:
 
 
 class Policy(Protocol):
-    """Picks a worker; may remember what it was told. fetches: it may bring KV from a peer first."""
+    """Picks a worker; may remember what it was told.
+
+    fetches: it may bring KV from a peer first; replicates: hot prefixes are copied for it.
+    """
 
     name: str
     fetches: bool
+    replicates: bool
 
     def choose(self, offers: Offers) -> Choice:
         """Pick one of `offers` (at least one)."""
@@ -62,6 +68,7 @@ class Stateless:
     """What policies without a memory share."""
 
     fetches = False
+    replicates = False
 
     def routed(self, offers: Offers, index: int) -> None:
         """Nothing to remember."""
@@ -164,7 +171,9 @@ def policy_named(spec: str, seed: int = 0) -> Policy:
 
     ours: dict[str, Callable[[], Policy]] = {
         "priced": Priced,
-        "priced_fetch": partial(Priced, fetches=True),
+        "priced_fetch": partial(Priced, "priced_fetch", fetches=True),
+        "priced_copy": partial(Priced, "priced_copy", fetches=True, replicates=True),
+        "priced_place": partial(Priced, "priced_place", places=True),
         "ttft": LeastTtft,
         "threshold": Threshold,
         "least_backlog": LeastBacklog,

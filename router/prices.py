@@ -10,7 +10,9 @@ externalities in the M/G/1 queue). So s wasted seconds cost s r (Q + s) / (1 - r
 others' waiting, which rise with load by themselves, and no constant to tune.
 
 Decoding is shared work too: each token that a request will generate makes a step longer for all
-that are in flight beside it, so its decode costs its own seconds times their number.
+that are in flight beside it. But a late token is no late first token: delays are weighed by what
+the service objective allows of either, so a decode counts as so many of its tokens as the TTFT
+objective is longer than the TPOT objective.
 
 r, Q and rho are means over the fleet. A node's own figures mislead where sessions wait for their
 answers before they ask again: a jammed node gets few requests, and would look cheap for it.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from router.offers import Floats, Offers
+from router.placement import FutureLoads, is_first
 from router.policy import Choice, Fetch, least, reason
 
 # A busy period is not longer than what recent use can tell of.
@@ -28,20 +31,39 @@ _FULL = 0.95
 
 
 class Priced:
-    """Predicted TTFT, plus the price of wasted work. fetches: KV may come from a peer first."""
+    """Predicted TTFT, plus the price of wasted work.
 
-    def __init__(self, *, fetches: bool = False) -> None:
-        self.name = "priced_fetch" if fetches else "priced"
+    fetches: KV may come from a peer first; replicates: hot prefixes are copied ahead of demand;
+    places: the first request of a prefix pays for the loads of its follow-ups.
+    """
+
+    def __init__(
+        self,
+        name: str = "priced",
+        *,
+        fetches: bool = False,
+        replicates: bool = False,
+        places: bool = False,
+    ) -> None:
+        self.name = name
+        self._future = FutureLoads() if places else None
         self.fetches = fetches
+        self.replicates = replicates
 
     def choose(self, offers: Offers) -> Choice:
         """Pick the least sum; ties by requests in flight."""
         score = offers.ttft_s + toll_s(offers, float(offers.new_tokens.min())) + crowd_s(offers)
+        if self._future is not None and is_first(offers):
+            score += self._future.cost_s(offers)
         index = least(score, offers.in_flight, -offers.h2d_bytes_per_s)
         fetching = offers.fetching
-        if fetching is None:
+        if fetching is None or fetching.fetch_s is None:
             return Choice(index, reason(offers, score, index))
-        fetched = fetching.ttft_s + fetch_toll_s(fetching) + crowd_s(fetching)
+        # It must gain the request itself more than the transfer takes of two cards: what is only
+        # to spread those that decode, or saves little, fills the nodes that others fetch to.
+        sooner = fetching.ttft_s + fetching.fetch_s < offers.ttft_s[index]
+        cost_s = fetching.ttft_s + fetch_toll_s(fetching) + crowd_s(fetching)
+        fetched = np.where(sooner, cost_s, np.inf)
         best = int(fetched.argmin())
         tokens = fetching.cached_tokens[best] - offers.cached_tokens[best]
         if tokens > 0 and fetched[best] < score[index]:
@@ -49,7 +71,9 @@ class Priced:
         return Choice(index, reason(offers, score, index))
 
     def routed(self, offers: Offers, index: int) -> None:
-        """Nothing to remember: what is needed is in the offers."""
+        """Nothing to remember, what is needed is in the offers, but for what follow-ups do."""
+        if self._future is not None:
+            self._future.routed(offers, index)
 
     def left(self, worker: str) -> None:
         """Nothing is kept by worker."""
@@ -73,7 +97,8 @@ def crowd_s(offers: Offers) -> Floats:
 def fetch_toll_s(offers: Offers) -> Floats:
     """Waiting that fetching and loading add to those who fetch and load after it, in seconds."""
     assert offers.fetch_s is not None
-    moved_s = offers.fetch_s
+    # Where it would take for ever, its own TTFT says so.
+    moved_s = np.where(np.isfinite(offers.fetch_s), offers.fetch_s, 0.0)
     cost_s: Floats = moved_s * _mean(offers.loads_per_s) * (offers.net_backlog_s + moved_s)
     return cost_s
 

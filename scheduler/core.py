@@ -1,258 +1,377 @@
-"""What an engine computes next: events in, one iteration's work out.
+"""The fair rule: fill the iteration within VRAM and link, starve nobody. Events in, plans out.
 
-Two rules. All changes of a request's place (waiting, loading, ready, running) happen in this file.
-And it knows neither engine nor simulator: memory is asked through `Memory`, time is an argument.
+An iteration has three scarce things: tokens of its budget, blocks, and the link's time. Stock
+engines count the first only and stop at the first request whose blocks do not fit, so a long cached
+context holds up whatever stands behind it. Here:
 
-`fcfs` is stock vLLM: running requests first, then the waiting ones in order of arrival, each
-charged its new tokens against the step's budget, stopping at the first whose blocks do not fit.
-`pack` goes on past one that does not fit and takes those behind it that do, within a window, and
-counts how often each was passed. Blocks are taken when a request is admitted, its loads included.
+- Loads start just in time (`scheduler.link`), so what waits for the link holds no blocks.
+- What can be computed at once is packed (`scheduler.packing`).
+- Requests of high ratio (more of VRAM than of the budget) may hold no more than their class' part
+  of what both classes want, while both wait.
+- Tenants go in the order of the service they had less the credit that waiting earns
+  (`scheduler.credits`); within a tenant, first come, first served.
+- A request passed over too often, or waiting too long, is due: it goes first in its turn, and if it
+  does not fit, blocks are set aside for it (`scheduler.memory`); whoever has them is first of all.
+
+Guarantees and their assumptions: docs/adr/0006. Called by the engine's adapter and the simulator.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heapreplace
+from itertools import chain
+from math import inf
+from typing import NamedTuple
 
-FCFS, PACK = "fcfs", "pack"
-SCHEDULERS = (FCFS, PACK)
-_PACK_WINDOW = 64
+from kappa.report import Charge
+from scheduler.config import FairConfig, LinkRates
+from scheduler.credits import Accounts
+from scheduler.link import JustInTime
+from scheduler.memory import Ledger
+from scheduler.queue import TenantQueue
+from scheduler.turn import AHEAD, FAR_AHEAD, IN_TURN, Candidate, Seen, Turn
+from scheduler.work import BUDGET, CAP, LINK, PENDING, SLOTS, Plan, Room, Work
 
-
-class Work:
-    """One request inside an engine.
-
-    total_tokens: what must be in the cache before it decodes: its prompt and, after a preemption,
-    what it had generated. computed_tokens: how much of that is there, scheduled work included.
-    skips: how often a later request was admitted before it.
-    """
-
-    __slots__ = ("arrival_s", "computed_tokens", "skips", "total_tokens")
-
-    def __init__(self, total_tokens: int, arrival_s: float) -> None:
-        self.total_tokens = total_tokens
-        self.arrival_s = arrival_s
-        self.computed_tokens = 0
-        self.skips = 0
+_NEWEST = 0.05
+# How much further to look for a load to start, when the rest of the iteration is full.
+_LOOK_FURTHER = 16
 
 
-class Quote(NamedTuple):
-    """What admitting a request would take now.
+class _Stuck(NamedTuple):
+    """Nothing that waits fits, and why; holds until an event or one of these changes.
 
-    blocks: of those available (unused or evictable), hits that were evictable included.
-    device_tokens: found on the device; host_tokens: to be loaded behind them.
-    """
-
-    blocks: int
-    device_tokens: int
-    host_tokens: int
-
-
-class Memory(Protocol):
-    """Blocks on the device, as a scheduler sees them.
-
-    version: rises whenever something may fit that did not before.
+    budget_tokens: of the iteration, where it matters (the cap depends on it).
     """
 
     version: int
+    available: int
+    budget_tokens: int | None
+    for_link: bool
+    due_s: float
+    passed: dict[str, int]
 
-    def quote(self, work: Work) -> Quote | None:
-        """What admitting `work` takes; None while blocks that it needs are being loaded."""
-        ...
-
-    def available(self) -> int:
-        """Blocks unused or evictable."""
-        ...
-
-    def take(self, work: Work, quote: Quote) -> None:
-        """Reserve what was quoted."""
-        ...
+    def lasts(self, room: Room, now_s: float, link: JustInTime) -> bool:
+        """Whether looking again would find the same."""
+        memory = room.memory
+        same = (
+            memory.version == self.version
+            and memory.available() == self.available
+            and self.budget_tokens in (None, room.budget_tokens)
+        )
+        return same and now_s < self.due_s and not (self.for_link and link.open(now_s))
 
 
-class Step:
-    """One iteration's work besides one token for each decoding request.
+class Fair:
+    """The default rule of every worker (`scheduler.work.Rule`).
 
-    chunks: (request, new tokens, context tokens before them). prefilled: those of them whose
-    prompt is complete with it. loads: admitted now, to be loaded first (tokens in the quote).
-    admitted: all admitted now, with their quotes.
+    Args:
+        config: its numbers.
+        link: what a load takes, if known.
     """
 
-    __slots__ = ("admitted", "chunks", "loads", "prefilled")
+    name = "fair"
 
-    def __init__(self) -> None:
-        self.chunks: list[tuple[Work, int, int]] = []
-        self.prefilled: list[Work] = []
-        self.loads: list[Work] = []
-        self.admitted: list[tuple[Work, Quote]] = []
-
-
-class Scheduler:
-    """Plans iterations within a token budget, a number of running requests, and memory."""
-
-    def __init__(
-        self, memory: Memory, rule: str = FCFS, budget_tokens: int = 8192, max_running: int = 256
-    ) -> None:
-        if rule not in SCHEDULERS:
-            raise ValueError(f"unknown scheduler {rule!r}: choose one of {', '.join(SCHEDULERS)}")
-        self.memory = memory
-        self.rule = rule
-        self.budget_tokens = budget_tokens
-        self.max_running = max_running
-        self.waiting: deque[Work] = deque()
-        self.running: dict[Work, None] = {}
-        self.prefilling: list[Work] = []
-        self.ready: deque[Work] = deque()
-        self.loading: set[Work] = set()
-        self._delayed: list[Work] = []
-        self._window = 1 if rule == FCFS else _PACK_WINDOW
-        # Memory's version when nothing in the window fitted, and how many had been looked at.
-        self._blocked_version = -1
-        self._looked_at = 0
-        self.max_wait_s = 0.0
+    def __init__(self, config: FairConfig, link: LinkRates | None = None) -> None:
+        self.config = config
         self.max_skips = 0
-        self.preemptions = 0
-        self._fill = 0.0
-        self._fill_steps = 0
-        self._wanting = False
+        self.max_wait_s = 0.0
+        self._accounts = Accounts(config.weights, config.default_weight)
+        self._ledger = Ledger()
+        self._link = JustInTime(link)
+        self._queues: dict[str, TenantQueue] = {}
+        self._waiting = 0
+        self._seq = 0
+        self._output_tokens = float(config.expected_output_tokens)
+        self._admitted_s: dict[Work, float] = {}
+        self._capacity_blocks = 1
+        self._stuck: _Stuck | None = None
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return self._waiting
 
     # -- events -------------------------------------------------------------------------------
 
-    def add(self, work: Work) -> bool:
-        """A request arrived; whether the next step may have something for it."""
-        waiting = self.waiting
-        waiting.append(work)
-        return len(waiting) <= self._window
+    def add(self, work: Work, now_s: float) -> bool:
+        """A request arrived; of another tenant than those who wait, it may be first in turn."""
+        work.seq = self._seq
+        self._seq += 1
+        self._stuck = None
+        self._accounts.settle(now_s, self._capacity_blocks)
+        self._enqueued(work)
+        self._queue(work.tenant).append(work)
+        return self._waiting <= self.config.window or len(self._queues) > 1
 
-    def loaded(self, work: Work) -> None:
-        """Its host blocks are on the device: it goes first, as do those that waited for them."""
-        self.loading.discard(work)
-        self.ready.append(work)
-        if self._delayed:
-            self.waiting.extendleft(reversed(self._delayed))
-            self._delayed.clear()
-            self._blocked_version = -1
+    def returned(self, work: Work, now_s: float) -> None:
+        """The engine did not admit it after all."""
+        self._release(work, now_s, over=False)
+        self._link.forget(work, now_s)
+        self._enqueued(work)
+        self._queue(work.tenant).put_back(work)
 
-    def finish(self, work: Work) -> None:
-        """It is done, and its blocks are released by whoever holds them."""
-        del self.running[work]
+    def preempted(self, work: Work, now_s: float) -> None:
+        """It lost its blocks."""
+        self._release(work, now_s, over=False)
+        self._link.forget(work, now_s)
+        self._enqueued(work)
+        self._queue(work.tenant).restore(work)
 
-    def abort(self, work: Work) -> None:
-        """Its client left: forget it wherever it is."""
-        self.running.pop(work, None)
-        self.loading.discard(work)
-        for queue in (self.waiting, self.prefilling, self.ready, self._delayed):
-            if work in queue:
-                queue.remove(work)
-        self._blocked_version = -1
+    def landed(self, work: Work, now_s: float) -> None:
+        """Its load is there."""
+        self._stuck = None
+        self._accounts.loaded(work.tenant, self._link.landed(work, now_s))
 
-    def preempt(self, now_s: float) -> Work | None:
-        """Out of blocks: the latest admitted gives up its own and is first to be recomputed."""
-        if not self.running:
-            return None
-        work, _ = self.running.popitem()
-        if work in self.prefilling:
-            self.prefilling.remove(work)
-        work.computed_tokens = 0
-        work.arrival_s = now_s  # it waits anew
-        self.waiting.appendleft(work)
-        self.preemptions += 1
-        self._blocked_version = -1
-        return work
+    def finished(self, work: Work, output_tokens: int, now_s: float) -> None:
+        """It is over."""
+        self._release(work, now_s)
+        # Of a load that was broken off, nobody knows how far it came.
+        self._accounts.loaded(work.tenant, self._link.forget(work, now_s))
+        if output_tokens > 0:
+            self._output_tokens += _NEWEST * (output_tokens - self._output_tokens)
+
+    def aborted(self, work: Work, now_s: float) -> None:
+        """Its client left while it waited."""
+        self._stuck = None
+        self._accounts.settle(now_s, self._capacity_blocks)
+        self._dequeue(work)
+        if self._ledger.reserved_for is work:
+            self._ledger.unreserve()
+
+    def ran(
+        self, seconds: float, tokens: Mapping[str, int], now_s: float, iterations: int = 1
+    ) -> None:
+        """Iterations ended."""
+        self._accounts.settle(now_s, self._capacity_blocks)
+        self._accounts.computed(seconds, tokens)
+        self._charge(self._ledger.grow())
+        self._link.ran(seconds / max(iterations, 1))
+
+    def heard(
+        self, elsewhere: Mapping[str, Charge], weights: Mapping[str, float], now_s: float
+    ) -> None:
+        """What other workers charged each tenant, so far."""
+        self._stuck = None
+        self._accounts.settle(now_s, self._capacity_blocks)
+        self._accounts.heard(elsewhere, weights)
+
+    def charges(self) -> dict[str, Charge]:
+        """What this engine has charged each tenant, so far."""
+        return self._accounts.charges()
+
+    def victim(self, running: Sequence[Work]) -> Work:
+        """The latest admitted of the tenant that had most."""
+        served = {work.tenant: 0.0 for work in running}
+        for tenant in served:
+            served[tenant] = self._accounts.service_s(tenant)
+        most = max(served.values())
+        return next(work for work in reversed(running) if served[work.tenant] == most)
 
     # -- the next iteration -------------------------------------------------------------------
 
-    def step(self, now_s: float, decoding: int, admit: bool = True) -> Step:
-        """Plan an iteration in which `decoding` requests take a token each.
-
-        admit: False after a preemption, when nobody new may take the blocks just freed.
-        """
-        step = Step()
-        budget = self.budget_tokens - decoding
-        if self.prefilling:
-            budget = self._continue(step, budget)
-        while self.ready and budget > 0 and len(self.running) < self.max_running:
-            budget -= self._run(step, self.ready.popleft(), budget)
-        if self.waiting and admit:
-            budget = self._admit(step, budget, now_s)
-        self._wanting = bool(step.chunks or self.waiting)
-        if self._wanting:
-            self._fill += (self.budget_tokens - budget) / self.budget_tokens
-            self._fill_steps += 1
-        return step
-
-    def repeat(self, steps: int, decoding: int) -> None:
-        """The last step's decoding went on alone for `steps` more iterations."""
-        if self._wanting:
-            self._fill += steps * decoding / self.budget_tokens
-            self._fill_steps += steps
-
-    @property
-    def budget_fill(self) -> tuple[float, int]:
-        """Sum of the shares of the budget used, and steps counted: those with work at hand."""
-        return self._fill, self._fill_steps
-
-    def _continue(self, step: Step, budget: int) -> int:
-        for work in self.prefilling:
-            if budget <= 0:
+    def plan(self, room: Room, now_s: float) -> Plan:
+        """Admit for the coming iteration."""
+        plan = Plan()
+        self._capacity_blocks = room.memory.capacity_blocks
+        self._accounts.settle(now_s, self._capacity_blocks)
+        if not self._waiting:
+            return plan
+        if self._stuck is not None and self._stuck.lasts(room, now_s, self._link):
+            plan.passed, plan.reserved = self._stuck.passed, self._ledger.reserved_for
+            return plan
+        candidates = self._look(room, now_s, plan)
+        turn = Turn(
+            self._ledger, self._link, room, now_s, candidates, self.config.reserve,
+            lambda candidate: self._admit(candidate, room, plan, now_s),
+        )  # fmt: skip
+        if candidates and candidates[0].work is self._ledger.reserved_for:
+            turn.due(candidates[0])
+        for tier in sorted({candidate.tier for candidate in candidates}):
+            if tier == FAR_AHEAD and turn.leave_to_those_in_turn(candidates):
                 break
-            budget -= self._chunk(step, work, budget)
-        if step.prefilled:
-            self.prefilling = [w for w in self.prefilling if w.computed_tokens < w.total_tokens]
-        return budget
+            for candidate in candidates:
+                if candidate.due and candidate.tier == tier and candidate.waits:
+                    turn.due(candidate)
+            waiting = [c for c in candidates if c.tier == tier and c.waits]
+            turn.loads([c for c in waiting if c.quote.host_tokens])
+            turn.computes([c for c in waiting if not c.quote.host_tokens])
+        turn.stage(candidates)
+        plan.reserved = self._ledger.reserved_for
+        self._count(candidates, plan)
+        self._stuck = None if plan.admitted else self._stuck_by(candidates, room, plan)
+        return plan
 
-    def _run(self, step: Step, work: Work, budget: int) -> int:
-        self.running[work] = None
-        tokens = self._chunk(step, work, budget)
-        if work.computed_tokens < work.total_tokens:
-            self.prefilling.append(work)
-        return tokens
+    def _look(self, room: Room, now_s: float, plan: Plan) -> list[Candidate]:
+        """Waiting requests in the order of their turn, each with what it would take.
 
-    def _chunk(self, step: Step, work: Work, budget: int) -> int:
-        context = work.computed_tokens
-        tokens = min(work.total_tokens - context, budget)
-        step.chunks.append((work, tokens, context))
-        work.computed_tokens = context + tokens
-        if work.computed_tokens == work.total_tokens:
-            step.prefilled.append(work)
-        return tokens
-
-    def _admit(self, step: Step, budget: int, now_s: float) -> int:
-        memory, waiting, window = self.memory, self.waiting, self._window
-        if self._blocked_version == memory.version:
-            if self._looked_at >= min(len(waiting), window):
-                return budget
-            at = self._looked_at
-        else:
-            at = 0
-        while at < window and at < len(waiting) and budget > 0:
-            if len(self.running) >= self.max_running:
-                return budget
-            work = waiting[at]
+        The one with the reservation comes first. As far as the window goes; or until those seen
+        fill the iteration by themselves.
+        """
+        memory, ledger = room.memory, self._ledger
+        size, expected = memory.block_tokens, int(self._output_tokens)
+        max_skips, due_since_s = self.config.max_skips, now_s - self.config.due_after_s
+        blocks_per_token = memory.capacity_blocks / max(room.budget_tokens, 1)
+        reserved = ledger.reserved_for
+        seen = Seen(ledger, room)
+        more = _LOOK_FURTHER if self._link.open(now_s) else 0
+        candidates: list[Candidate] = []
+        turns: Iterator[tuple[Work, int]] = self._order(now_s)
+        if reserved is not None:
+            turns = chain(((reserved, IN_TURN),), turns)
+        for number, (work, tier) in enumerate(turns):
+            if work is reserved and number:
+                continue
             quote = memory.quote(work)
             if quote is None:
-                del waiting[at]
-                self._delayed.append(work)
+                plan.passed[PENDING] = plan.passed.get(PENDING, 0) + 1
                 continue
-            if quote.blocks > memory.available():
-                at += 1
-                continue
-            memory.take(work, quote)
-            self._passed(at)
-            del waiting[at]
-            self.max_wait_s = max(self.max_wait_s, now_s - work.arrival_s)
-            step.admitted.append((work, quote))
-            work.computed_tokens = quote.device_tokens + quote.host_tokens
-            if quote.host_tokens:
-                self.loading.add(work)
-                step.loads.append(work)
+            total = work.total_tokens
+            prompt_blocks = -(-total // size)
+            reserve = -(-(total + min(work.max_tokens, expected)) // size) - prompt_blocks
+            if work is reserved:
+                reserve = ledger.promised(prompt_blocks, reserve)
+            due = work.skips > max_skips or work.arrival_s <= due_since_s
+            candidate = Candidate(work, quote, prompt_blocks, reserve, blocks_per_token, tier, due)
+            candidates.append(candidate)
+            if seen.full:
+                more -= 1
+                if more < 0:
+                    break
             else:
-                budget -= self._run(step, work, budget)
-        if at:
-            self._blocked_version, self._looked_at = memory.version, at
-        return budget
+                seen.add(candidate, work is reserved)
+        if any(candidate.tier == FAR_AHEAD for candidate in candidates):
+            # Others had so much more that the first in turn is owed its blocks.
+            first = candidates[1 if candidates[0].work is reserved else 0]
+            first.due = first.due or first.tier == IN_TURN
+        return candidates
 
-    def _passed(self, ahead: int) -> None:
-        for index in range(ahead):
-            work = self.waiting[index]
-            work.skips += 1
+    def _stuck_by(self, candidates: list[Candidate], room: Room, plan: Plan) -> _Stuck | None:
+        """Nothing was admitted: why that stays so for a while, if it does."""
+        reasons = {candidate.why for candidate in candidates}
+        if not candidates or reasons & {BUDGET, SLOTS}:
+            return None
+        after_s = self.config.due_after_s
+        due_s = min((c.work.arrival_s + after_s for c in candidates if not c.due), default=inf)
+        memory, budget = room.memory, room.budget_tokens
+        if budget <= 0 or room.slots <= 0:
+            return None
+        return _Stuck(
+            memory.version, memory.available(), budget if CAP in reasons else None,
+            LINK in reasons, due_s, plan.passed,
+        )  # fmt: skip
+
+    def _order(self, now_s: float) -> Iterator[tuple[Work, int]]:
+        """Waiting requests in turn, with their tier: whose turn it is, who is ahead, or far ahead.
+
+        A tenant's key is its service, less the credit that the first in its queue has earned (until
+        that is due), plus what those before this one in its queue will cost. Far ahead is a tenant
+        whose key exceeds the least by more than the slack and the most that waiting can earn.
+        """
+        left = self.config.window
+        if len(self._queues) == 1:
+            for work in next(iter(self._queues.values())):
+                if not left:
+                    return
+                left -= 1
+                yield work, IN_TURN
+            return
+        heads: list[tuple[float, int, str, Work, Iterator[Work]]] = []
+        for tenant, queue in self._queues.items():
+            waiting = iter(queue)
+            work = next(waiting)
+            heads.append((self._key(work, now_s), work.seq, tenant, work, waiting))
+        heapify(heads)
+        limit = heads[0][0] + self.config.slack_s
+        far = limit + self.config.credit * self.config.due_after_s
+        far_ahead = {tenant for key, _, tenant, _, _ in heads if key > far}
+        while heads and left:
+            key, _, tenant, work, waiting = heads[0]
+            left -= 1
+            tier = FAR_AHEAD if tenant in far_ahead else IN_TURN if key <= limit else AHEAD
+            yield work, tier
+            following = next(waiting, None)
+            if following is None:
+                heappop(heads)
+            else:
+                key += self._accounts.mean_s(tenant)
+                heapreplace(heads, (key, following.seq, tenant, following, waiting))
+
+    def _key(self, work: Work, now_s: float) -> float:
+        credit_s = self.config.credit * self._accounts.weight(work.tenant)
+        # Bounded, or a tenant that floods the queue would gain by how long its own requests wait.
+        waited_s = min(max(now_s - work.arrival_s, 0.0), self.config.due_after_s)
+        return self._accounts.service_s(work.tenant) - credit_s * waited_s
+
+    def _count(self, candidates: list[Candidate], plan: Plan) -> None:
+        """Who was passed over, why, and by how many behind them that took what they lacked."""
+        behind = loads_behind = 0
+        for candidate in reversed(candidates):
+            why, work = candidate.why, candidate.work
+            if not why:
+                behind += 1
+                loads_behind += bool(candidate.quote.host_tokens)
+                continue
+            plan.passed[why] = plan.passed.get(why, 0) + 1
+            work.skips += loads_behind if why == LINK else behind
             self.max_skips = max(self.max_skips, work.skips)
+
+    # -- bookkeeping --------------------------------------------------------------------------
+
+    def _admit(self, candidate: Candidate, room: Room, plan: Plan, now_s: float) -> bool:
+        work, found = candidate.work, candidate.quote
+        if found.shared_key and any(
+            q.host_tokens and q.shared_key == found.shared_key for _, q in plan.admitted
+        ):
+            # What it needs may be on its way since a moment ago.
+            again = room.memory.quote(work)
+            if again is None:
+                candidate.why = PENDING
+                return False
+            found = again
+        quote = room.memory.take(work, found)
+        if quote is None:
+            return False
+        self._dequeue(work)
+        blocks = candidate.footprint - candidate.reserve
+        changes = self._ledger.admit(work, quote, blocks, candidate.reserve, candidate.high)
+        self._charge(changes)
+        if quote.host_tokens:
+            self._link.start(work, quote.host_tokens, now_s)
+        self.max_wait_s = max(self.max_wait_s, now_s - work.arrival_s)
+        self._admitted_s[work] = now_s
+        plan.admitted.append((work, quote))
+        return True
+
+    def _release(self, work: Work, now_s: float, over: bool = True) -> None:
+        self._stuck = None
+        self._accounts.settle(now_s, self._capacity_blocks)
+        if work not in self._ledger:
+            return
+        changes = self._ledger.release(work)
+        share = -changes[work][1]
+        held_s = now_s - self._admitted_s.pop(work, now_s)
+        self._charge(changes)
+        if over:
+            self._accounts.cost(work.tenant, share * held_s / self._capacity_blocks)
+
+    def _charge(self, changes: dict[Work, tuple[str, float]]) -> None:
+        for tenant, blocks in changes.values():
+            self._accounts.hold(tenant, blocks)
+
+    def _queue(self, tenant: str) -> TenantQueue:
+        queue = self._queues.get(tenant)
+        if queue is None:
+            queue = self._queues[tenant] = TenantQueue()
+        return queue
+
+    def _dequeue(self, work: Work) -> None:
+        queue = self._queues[work.tenant]
+        queue.remove(work)
+        if not queue:
+            del self._queues[work.tenant]
+        self._accounts.left(work.tenant)
+        self._waiting -= 1
+
+    def _enqueued(self, work: Work) -> None:
+        self._accounts.came(work.tenant)
+        self._waiting += 1

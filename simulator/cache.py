@@ -5,6 +5,9 @@ Blocks that are always used together are kept as one run (a slice of an id array
 operation cost a few steps per run instead of one per block. A run in use is pinned, with all before
 it; unpinned runs wait for eviction in the order of their last use, tails before heads, as in vLLM:
 its blocks return to the free list in reverse order when a request ends.
+
+Copies of what another node holds too are evicted before anything else, so that they never push out
+the only copy of something.
 """
 
 from __future__ import annotations
@@ -18,16 +21,22 @@ Ids = NDArray[np.uint64]
 
 
 class Run:
-    """Blocks `ids[start:stop]`; `start` is also the number of blocks before it in the prefix."""
+    """Blocks `ids[start:stop]`; `start` is also the number of blocks before it in the prefix.
 
-    __slots__ = ("children", "ids", "parent", "pins", "start", "stop")
+    copy: another node holds them too, or did when they came; so is then all that follows them.
+    """
 
-    def __init__(self, ids: Ids, start: int, stop: int, parent: Run | None, pins: int) -> None:
+    __slots__ = ("children", "copy", "ids", "parent", "pins", "start", "stop")
+
+    def __init__(
+        self, ids: Ids, start: int, stop: int, parent: Run | None, pins: int, copy: bool = False
+    ) -> None:
         self.ids = ids
         self.start = start
         self.stop = stop
         self.parent = parent
         self.pins = pins
+        self.copy = copy
         self.children = 0
 
 
@@ -45,15 +54,20 @@ def common_blocks(a: Ids, b: Ids, low: int, high: int) -> int:
 
 
 class PrefixCache:
-    """Blocks held in one tier. `blocks` counts them, `pinned` those that may not be evicted."""
+    """Blocks held in one tier. `blocks` counts them, `pinned` those that may not be evicted.
 
-    __slots__ = ("_idle", "_runs", "blocks", "pinned")
+    `spare` counts the copies that may: evicting them loses nothing.
+    """
+
+    __slots__ = ("_copies", "_idle", "_runs", "blocks", "pinned", "spare")
 
     def __init__(self) -> None:
         self._runs: dict[int, Run] = {}
         self._idle: OrderedDict[Run, None] = OrderedDict()
+        self._copies: OrderedDict[Run, None] = OrderedDict()
         self.blocks = 0
         self.pinned = 0
+        self.spare = 0
 
     @property
     def evictable(self) -> int:
@@ -104,7 +118,11 @@ class PrefixCache:
         idle = self._idle
         while at is not None and at is not upto:
             if not at.pins:
-                del idle[at]
+                if at.copy:
+                    del self._copies[at]
+                    self.spare -= at.stop - at.start
+                else:
+                    del idle[at]
                 self.pinned += at.stop - at.start
             at.pins += 1
             at = at.parent
@@ -116,7 +134,11 @@ class PrefixCache:
         while run is not None:
             run.pins -= 1
             if not run.pins:
-                idle[run] = None
+                if run.copy:
+                    self._copies[run] = None
+                    self.spare += run.stop - run.start
+                else:
+                    idle[run] = None
                 self.pinned -= run.stop - run.start
             run = run.parent
 
@@ -130,26 +152,30 @@ class PrefixCache:
         at: Run | None = run
         while at is not None:
             if not at.pins:
-                idle.move_to_end(at)
+                (self._copies if at.copy else idle).move_to_end(at)
             at = at.parent
 
-    def extend(self, run: Run | None, ids: Ids, stop: int) -> Run:
+    def extend(self, run: Run | None, ids: Ids, stop: int, copy: bool = False) -> Run:
         """Add blocks after a pinned prefix that ends in `run`, up to `stop`, pinned as it is.
 
-        None of them may be held yet. Returns the new handle of the whole prefix.
+        None of them may be held yet. Returns the new handle of the whole prefix. `copy`: another
+        node holds them too. What follows a copy is treated as one: no block may outlast those
+        before it.
         """
         start = run.stop if run is not None else 0
         added = stop - start
         self.blocks += added
         self.pinned += added
         if run is not None:
-            if run.pins == 1 and not run.children and run.start < start:
+            copy = copy or run.copy
+            same = run.copy == copy
+            if run.pins == 1 and not run.children and run.start < start and same:
                 # Nobody else's: it just grows. The new ids begin with the old ones.
                 run.ids = ids
                 run.stop = stop
                 return run
             run.children += 1
-        new = Run(ids, start, stop, run, 1)
+        new = Run(ids, start, stop, run, 1, copy)
         self._runs[ids.item(start)] = new
         return new
 
@@ -168,21 +194,23 @@ class PrefixCache:
     def evict(self, blocks: int) -> list[Ids]:
         """Drop at least `blocks` blocks if so many are evictable; returns the ids dropped."""
         dropped: list[Ids] = []
-        idle, runs = self._idle, self._runs
-        while blocks > 0 and idle:
-            run = next(iter(idle))
+        runs = self._runs
+        while blocks > 0 and (self._copies or self._idle):
+            queue = self._copies or self._idle
+            run = next(iter(queue))
             length = run.stop - run.start
+            gone = min(length, blocks)
+            dropped.append(run.ids[run.stop - gone : run.stop])
+            self.blocks -= gone
+            if run.copy:
+                self.spare -= gone
             if length > blocks:
-                dropped.append(run.ids[run.stop - blocks : run.stop])
                 run.stop -= blocks
-                self.blocks -= blocks
                 break
-            dropped.append(run.ids[run.start : run.stop])
-            del idle[run]
+            del queue[run]
             del runs[run.ids.item(run.start)]
             if run.parent is not None:
                 run.parent.children -= 1
-            self.blocks -= length
             blocks -= length
         return dropped
 
@@ -190,11 +218,12 @@ class PrefixCache:
         """Forget everything, pins included."""
         self._runs.clear()
         self._idle.clear()
-        self.blocks = self.pinned = 0
+        self._copies.clear()
+        self.blocks = self.pinned = self.spare = 0
 
     def _split(self, run: Run, length: int) -> Run:
         """Cut a run in two at `length`; `run` stays the tail, the new head is returned."""
-        head = Run(run.ids, run.start, length, run.parent, run.pins)
+        head = Run(run.ids, run.start, length, run.parent, run.pins, run.copy)
         head.children = 1
         self._runs[run.ids.item(run.start)] = head
         run.start = length
@@ -202,5 +231,5 @@ class PrefixCache:
         self._runs[run.ids.item(length)] = run
         if not run.pins:
             # Used as its tail was, and to be evicted after it: both go to the end by whoever asked.
-            self._idle[head] = None
+            (self._copies if run.copy else self._idle)[head] = None
         return head

@@ -21,7 +21,7 @@ from workload.shapes import TurnShape
 
 
 class Route(NamedTuple):
-    """The node chosen, and leading tokens to fetch first from another's host tier, if any."""
+    """The node chosen, and leading tokens to fetch first from another node, if any."""
 
     node: int
     fetch_from: int = -1
@@ -243,6 +243,7 @@ class RouterDispatch:
                 load_seconds_total=link.load_s,
                 store_tokens_total=link.store_blocks * tokens,
                 store_seconds_total=link.store_s,
+                host_spare_blocks=node.memory.spare_host_blocks,
                 admitted=admissions,
             ),
             now_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.core import Work
+from scheduler.work import Work
 from simulator.cache import Ids, Run
 
 
@@ -10,8 +10,9 @@ class Job(Work):
     """A request sent to a node; a retried request is a new job.
 
     key: the request's number in the traffic. prompt_tokens, output_tokens: its lengths. ids: its
-    blocks, prompt and output; kept: how many of them an engine holds at the end. The rest is the
-    node's: hashed blocks are in the device cache, private ones are held but not (yet) findable.
+    blocks, prompt and output; kept: how many of them an engine holds at the end. max_tokens: bound
+    on its answer that its client gave, which is all that a rule may know. The rest is the node's:
+    hashed blocks are in the device cache, private ones are held but not (yet) findable.
     """
 
     __slots__ = (
@@ -28,8 +29,12 @@ class Job(Work):
         ids: Ids,
         kept: int,
         arrival_s: float,
+        max_tokens: int | None = None,
+        tenant: str = "",
+        priority: int = 0,
     ) -> None:
-        super().__init__(prompt_tokens, arrival_s)
+        bound = output_tokens if max_tokens is None else max_tokens
+        super().__init__(prompt_tokens, arrival_s, bound, tenant, priority)
         self.key = key
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from router.kv_events import Tier
-from scheduler.core import Quote, Work
-from simulator.cache import Ids, PrefixCache
+from scheduler.work import Quote, Work
+from simulator.cache import Ids, PrefixCache, Run
 from simulator.job import Job
 
 
@@ -65,6 +65,11 @@ class NodeMemory:
 
     # -- the scheduler's view -----------------------------------------------------------------
 
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks on the device."""
+        return self.device_blocks
+
     def available(self) -> int:
         """Device blocks unused or evictable."""
         return self.device_blocks - self.private - self.device.pinned
@@ -78,20 +83,23 @@ class NodeMemory:
         size, ids, total = self.block_tokens, work.ids, work.total_tokens
         usable = (total - 1) // size
         run, found = self.device.match(ids, usable)
-        blocks = -(-total // size) - found
+        blocks, shared = -(-total // size) - found, found
         if run is not None and not run.pins:
-            blocks += self.device.unpinned(run, found)
+            idle = self.device.unpinned(run, found)
+            blocks += idle
+            shared -= idle
+        key = ids.item(0) if len(ids) else 0
         _, in_host = self.host.match(ids, usable)
         if in_host <= found:
-            return Quote(blocks, found * size, 0)
+            return Quote(blocks, found * size, 0, shared, key)
         if self.waited_for:
             first = ids.item(found)
             for other, (start, stop) in self.waited_for.items():
                 if start <= found < stop and other.ids.item(found) == first:
                     return None
-        return Quote(blocks, found * size, (in_host - found) * size)
+        return Quote(blocks, found * size, (in_host - found) * size, shared, key)
 
-    def take(self, work: Work, quote: Quote) -> None:
+    def take(self, work: Work, quote: Quote) -> Quote:
         """Reserve a request's blocks and pin what it found."""
         assert isinstance(work, Job)
         size, ids = self.block_tokens, work.ids
@@ -113,6 +121,7 @@ class NodeMemory:
         if work.device_tokens < 0:
             work.device_tokens = quote.device_tokens
             work.cached_tokens = quote.host_tokens
+        return quote
 
     # -- what happens to a request ------------------------------------------------------------
 
@@ -165,6 +174,44 @@ class NodeMemory:
 
         Runs being loaded are not evicted for it.
         """
+        path, stop, length = self._into_host(ids, stop)
+        self.host.unpin(path)
+        return max(stop - length, 0)
+
+    @property
+    def spare_host_blocks(self) -> int:
+        """Host blocks unused, or held only as copies of what a peer has: room for more copies."""
+        return self.host_blocks - self.host.blocks + self.host.spare
+
+    def hold_fetched(self, ids: Ids, stop: int) -> Run | None:
+        """Hold what a request fetched; pinned until its handle goes to `let_go`.
+
+        It is evicted before what is only here.
+        """
+        return self._into_host(ids, stop, copy=True)[0]
+
+    def hold_replica(self, ids: Ids, stop: int) -> int:
+        """Hold a copy nobody waits for, as far as there is spare room; how many blocks are new."""
+        run, length = self.host.match(ids, stop)
+        # Pinned, or making room for the rest might evict it.
+        path = self.host.pin(run, length)
+        kept = min(stop, length + self.spare_host_blocks)
+        if kept > length:
+            self.host.unpin(self._into_host(ids, kept, copy=True)[0])
+        self.host.unpin(path)
+        return max(kept - length, 0)
+
+    def hold_copy(self, ids: Ids, stop: int) -> Run | None:
+        """Pin the copy, if it is one, that the host tier has of a prefix of `ids[:stop]`."""
+        run, length = self.host.match(ids, stop)
+        return self.host.pin(run, length) if run is not None and run.copy else None
+
+    def let_go(self, path: Run | None) -> None:
+        """Give back what `hold_fetched` or `hold_copy` returned."""
+        self.host.unpin(path)
+
+    def _into_host(self, ids: Ids, stop: int, copy: bool = False) -> tuple[Run | None, int, int]:
+        """Pinned in the host tier as far as there is room: the handle, where it ends and began."""
         host = self.host
         run, length = host.match(ids, stop)
         path = host.pin(run, length)
@@ -175,11 +222,10 @@ class NodeMemory:
                 self.listener.drop(self.node, "host", dropped)
             stop = min(stop, length + self.host_blocks - host.blocks)
         if stop > length:
-            path = host.extend(path, ids, stop)
+            path = host.extend(path, ids, stop, copy)
             if self.listener is not None:
                 self.listener.hold(self.node, "host", ids[length:stop])
-        host.unpin(path)
-        return max(stop - length, 0)
+        return path, stop, length
 
     def _make_room(self, blocks: int) -> None:
         short = blocks - (self.device_blocks - self.private - self.device.blocks)

@@ -1,21 +1,23 @@
 """A simulated node: one engine on its gpu, its link, its caches.
 
-Iterations are planned by `scheduler.core` and last what the node's true step constants say, times
-noise. While requests only decode, the iterations between two events are one stretch in closed form;
-an arrival or a landed load cuts it at the end of the iteration under way, as a real engine would
-notice it. Everything happens at the loop's time.
+Iterations are planned by `scheduler.batching` and last what the node's true step constants say,
+times noise. While requests only decode, the iterations between two events are one stretch in closed
+form; an arrival or a landed load cuts it at the end of the iteration under way, as a real engine
+would notice it. Under a rule that may change its mind with time, iterations are planned one by one
+while somebody waits. Everything happens at the loop's time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from scheduler.core import Scheduler, Step
+from scheduler.batching import Batcher, Step
+from scheduler.catalogue import rule_named
 from simulator.cache import Ids
 from simulator.decode import Stretch, step_s
 from simulator.decoding import Decoding
 from simulator.job import Job
-from simulator.link import Link
+from simulator.link import link_class
 from simulator.loop import Loop
 from simulator.memory import CacheListener, NodeMemory
 from simulator.node_model import NodeModel, NodeTotals
@@ -61,9 +63,10 @@ class Node:
         self._first_token = first_token
         self._finished = finished
         self._honest = model.step == model.announced_step
-        self.link = Link(
+        self.link = link_class(model.duplex)(
             loop, link_noise, load_block_s=model.load_block_s, store_block_s=model.store_block_s,
             fixed_s=model.load_fixed_s, loaded=self._loaded, stored=self._stored,
+            order=model.link_order,
         )  # fmt: skip
         self._version = 0
         self._reset()
@@ -73,7 +76,10 @@ class Node:
         self.memory = NodeMemory(
             self.index, model.block_tokens, model.device_blocks, model.host_blocks, self._listener
         )
-        self.scheduler = Scheduler(self.memory, model.rule, model.budget_tokens, model.max_running)
+        rule = rule_named(model.rule, model.fair, model.link_rates)
+        self.scheduler = Batcher(self.memory, rule, model.budget_tokens, model.max_running)
+        # Whether the rule may admit with time what it did not before, though nothing happened.
+        self._timed: bool = getattr(rule, "timed", True)
         self.jobs: dict[Job, None] = {}
         self._decoding = Decoding(model.block_tokens)
         self._step: Step | None = None
@@ -98,7 +104,10 @@ class Node:
     def submit(self, job: Job) -> None:
         """A request arrives; it must fit."""
         self.jobs[job] = None
-        if self.scheduler.add(job):
+        # As engines bound an answer by the context they can hold.
+        room = self.model.device_blocks * self.model.block_tokens - job.prompt_tokens
+        job.max_tokens = min(job.max_tokens, room)
+        if self.scheduler.add(job, self._loop.now_s):
             self._poke()
 
     def fail(self) -> list[Job]:
@@ -156,7 +165,7 @@ class Node:
     def _plan_next(self) -> None:
         admit = self._grow_upto(self._decoding.count)
         scheduler = self.scheduler
-        if scheduler.waiting:
+        if scheduler.queued:
             self._account_held()
         step = scheduler.step(self._loop.now_s, self._decoding.requests, admit)
         if step.admitted:
@@ -196,6 +205,7 @@ class Node:
         if not self._honest:
             predicted_s = step_s(model.announced_step, tokens, pairs, reads)
         self.totals.add_steps(1, tokens, seconds, predicted_s)
+        self._count_queued(1, tokens)
         self._step = step
         now_s = self._loop.now_s
         self._start_s = now_s
@@ -210,6 +220,7 @@ class Node:
         self._step = None
         totals = self.totals
         totals.busy_s += self._loop.now_s - self._start_s
+        self.scheduler.ran(self._loop.now_s - self._start_s, 1, self._loop.now_s)
         if self._decoding.requests:
             self._decoding.advance(1)
         size, memory = self.model.block_tokens, self.memory
@@ -243,7 +254,9 @@ class Node:
 
     def _stretch_limit(self) -> int:
         """Iterations until something has to be looked at: a load, an end, a want of blocks."""
-        return 1 if self._polled else self._decoding.steps_ahead(self.memory.available())
+        if self._polled or (self._timed and self.scheduler.queued):
+            return 1
+        return self._decoding.steps_ahead(self.memory.available())
 
     def _end_stretch(self, version: int) -> None:
         if version != self._version:
@@ -259,8 +272,10 @@ class Node:
             predicted_s = believed.seconds(steps)
         totals = self.totals
         totals.add_steps(steps, steps * n, nominal_s * self._stretch_factor, predicted_s)
+        self._count_queued(steps, steps * n)
         totals.busy_s += self._loop.now_s - self._start_s
         self.scheduler.repeat(steps - 1, n)
+        self.scheduler.ran(self._loop.now_s - self._start_s, steps, self._loop.now_s)
         decoding.advance(steps)
         self._grow_upto(decoding.count - 1)
         self._end_finished()
@@ -295,7 +310,7 @@ class Node:
         if kept > job.stored:
             self._store(job, kept)
         self.memory.release(job)
-        self.scheduler.finish(job)
+        self.scheduler.finish(job, job.output_tokens, self._loop.now_s)
         del self.jobs[job]
         self._finished(job)
 
@@ -345,7 +360,7 @@ class Node:
         """
         for job in self._polled:
             self.memory.landed(job)
-            self.scheduler.loaded(job)
+            self.scheduler.landed(job, self._loop.now_s)
         self._polled, self._landed = self._landed, []
 
     def _stored(self, ids: Ids, start: int, stop: int) -> None:
@@ -355,6 +370,13 @@ class Node:
             memory.put_in_host(ids, stop)
 
     # -- accounts -----------------------------------------------------------------------------
+
+    def _count_queued(self, steps: int, tokens: int) -> None:
+        if self.scheduler.was_queued:
+            totals = self.totals
+            totals.queued_steps += steps
+            totals.queued_tokens += tokens
+            totals.queued_blocks += steps * self.memory.held
 
     def _account_held(self) -> None:
         """Integrate the blocks held over time; called before they change."""

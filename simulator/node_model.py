@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kappa.report import COMPUTE_STEP_TOKENS
 from kappa.step import StepModel
-from scheduler.core import Scheduler
+from scheduler.batching import Batcher
+from scheduler.config import FairConfig, LinkRates
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,8 @@ class NodeModel:
     """The true constants of a node, and the step constants that its announcement claims.
 
     load_block_s, store_block_s: link seconds a block; load_fixed_s: of each transfer besides.
+    rule: by name, as `scheduler.catalogue` has it; fair: its settings and the tenants' weights.
+    link_order, duplex: as `simulator.link` has them.
     """
 
     step: StepModel
@@ -27,11 +30,23 @@ class NodeModel:
     budget_tokens: int = 8192
     max_running: int = 256
     rule: str = "fcfs"
+    fair: FairConfig = field(default_factory=FairConfig)
+    link_order: str = "loads_first"
+    duplex: str = "half"
+
+    @property
+    def link_rates(self) -> LinkRates:
+        """What the node's rule is told of its link."""
+        return LinkRates(self.load_block_s / self.block_tokens, self.load_fixed_s)
 
 
 @dataclass(slots=True)
 class NodeTotals:
-    """What a node did since the start; survives its failures."""
+    """What a node did since the start; survives its failures.
+
+    queued_steps: iterations before which somebody waited, with the tokens that they computed and
+    the blocks that were held. fill, fill_steps: of the budget, over those with work at hand.
+    """
 
     steps: int = 0
     step_s: float = 0.0
@@ -40,6 +55,9 @@ class NodeTotals:
     step_tokens: int = 0
     held_block_s: float = 0.0
     busy_s: float = 0.0
+    queued_steps: int = 0
+    queued_tokens: int = 0
+    queued_blocks: int = 0
     fill: float = 0.0
     fill_steps: int = 0
     max_wait_s: float = 0.0
@@ -55,11 +73,11 @@ class NodeTotals:
             self.compute_step_s += seconds
             self.compute_step_predicted_s += predicted_s
 
-    def add_scheduler(self, scheduler: Scheduler) -> None:
-        """What a scheduler counted in its life."""
+    def add_scheduler(self, scheduler: Batcher) -> None:
+        """What a scheduler and its rule counted in their life."""
         fill, steps = scheduler.budget_fill
         self.fill += fill
         self.fill_steps += steps
-        self.max_wait_s = max(self.max_wait_s, scheduler.max_wait_s)
-        self.max_skips = max(self.max_skips, scheduler.max_skips)
+        self.max_wait_s = max(self.max_wait_s, scheduler.rule.max_wait_s)
+        self.max_skips = max(self.max_skips, scheduler.rule.max_skips)
         self.preemptions += scheduler.preemptions

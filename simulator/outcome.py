@@ -48,7 +48,11 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """What one node did over the whole run, with its price and power."""
+    """What one node did over the whole run, with its price and power.
+
+    fill, fill_steps: of the budget, over iterations with work at hand. queued_tokens, queued_steps:
+    tokens of the iterations before which requests waited.
+    """
 
     name: str
     cost_per_hour: float
@@ -59,6 +63,8 @@ class NodeRecord:
     held_share: float
     fill: float
     fill_steps: int
+    queued_tokens: int
+    queued_steps: int
     max_wait_s: float
     max_skips: int
     preemptions: int
@@ -93,6 +99,8 @@ class Outcome:
         window_s = self._window_s()
         output = float(r.output_tokens[done].sum())
         fill_steps = sum(node.fill_steps for node in self.nodes)
+        queued_steps = sum(node.queued_steps for node in self.nodes)
+        queued_tokens = sum(node.queued_tokens for node in self.nodes)
         return {
             "policy": self.policy,
             "scheduler": self.scheduler,
@@ -114,6 +122,7 @@ class Outcome:
             "energy_j_per_tok": self._energy_j(window_s) / output if output else None,
             "decision_us": _decision(self.decision_s),
             "budget_fill": sum(n.fill for n in self.nodes) / fill_steps if fill_steps else None,
+            "scheduled_tokens": queued_tokens / queued_steps if queued_steps else None,
             "vram_fill": _mean([node.held_share for node in self.nodes]),
             "max_wait_s": max(node.max_wait_s for node in self.nodes),
             "max_skips": max(node.max_skips for node in self.nodes),

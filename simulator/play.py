@@ -12,8 +12,9 @@ from math import nan
 import numpy as np
 
 from simulator.clusters import Cluster
-from simulator.dispatch import Copy, Dispatcher, Route
+from simulator.dispatch import Dispatcher, Route
 from simulator.faults import Failure, Faults
+from simulator.fetching import Fetching
 from simulator.job import Job
 from simulator.loop import Loop
 from simulator.network import Network
@@ -43,11 +44,10 @@ class Play:
     ) -> None:
         self.traffic = traffic
         self.dispatcher = dispatcher
-        self.network = Network([node.network_bytes_per_s for node in cluster.nodes])
         self._loop = Loop()
+        self.network = Network(self._loop, [node.network_bytes_per_s for node in cluster.nodes])
         self._faults = faults
         self._seed = seed
-        self._block_bytes = kv_bytes_per_token * traffic.workload.block_tokens
         self._period_s = report_period_s
         total = traffic.requests
         self.arrival_s = [nan] * total
@@ -63,12 +63,15 @@ class Play:
         self._left = total
         self._jobs: dict[int, Job] = {}
         self._again: set[int] = set()
-        self._told = [(0, 0, 0)] * len(models)
-        self._fetching: list[dict[Job, None]] = [{} for _ in cluster.nodes]
+        self._told = [(-1, 0, 0, 0)] * len(models)
         self._session_of = np.repeat(
             np.arange(len(traffic.turns)), [len(turns) for turns in traffic.turns]
         ).tolist()
         self.nodes = self._make_nodes(models)
+        block_bytes = kv_bytes_per_token * traffic.workload.block_tokens
+        self._fetching = Fetching(self.nodes, self.network, block_bytes)
+        # What a client sets who sets one limit for all its requests.
+        self._max_tokens = int(traffic.output_tokens.max()) if total else 1
         self._most = max(model.device_blocks * model.block_tokens for model in models)
 
     def _make_nodes(self, models: Sequence[NodeModel]) -> list[Node]:
@@ -149,7 +152,7 @@ class Play:
             route = self.dispatcher.choose(key, turn, traffic.ids[session], now_s, lost_on)
         job = Job(
             key, turn.input_tokens, turn.output_tokens, turn.kept_blocks, len(turn.kept_blocks),
-            now_s,
+            now_s, max_tokens=self._max_tokens, tenant=traffic.tenants[session],
         )  # fmt: skip
         if route is None:
             self._reject(key)
@@ -162,9 +165,9 @@ class Play:
             return
         self._jobs[key] = job
         if route.fetch_tokens:
-            self._fetch(job, route)
+            self._fetching.fetch(job, route.fetch_from, route.node, route.fetch_tokens)
         else:
-            node.submit(job)
+            self._fetching.submit(job, route.node)
 
     def _reject(self, key: int) -> None:
         self.node[key] = -1
@@ -188,11 +191,13 @@ class Play:
         now_s, key = self._loop.now_s, job.key
         if key not in self._again or np.isnan(self.ttft_s[key]):
             self.ttft_s[key] = now_s - self.arrival_s[key]
+        self._fetching.used(job)
         self.dispatcher.first_token(job, now_s)
 
     def _finished(self, job: Job) -> None:
         now_s, key = self._loop.now_s, job.key
         del self._jobs[key]
+        self._fetching.used(job)
         if job.output_tokens > 1:
             self.tpot_s[key] = (now_s - job.first_s) / (job.output_tokens - 1)
         self.e2e_s[key] = now_s - self.arrival_s[key]
@@ -202,62 +207,19 @@ class Play:
         self.dispatcher.finished(job, now_s)
         self._end(key)
 
-    # -- transfers between nodes --------------------------------------------------------------
-
-    def _fetch(self, job: Job, route: Route) -> None:
-        """Bring leading blocks from a peer's host tier first, as far as the peer has them."""
-        node, source = self.nodes[route.node], self.nodes[route.fetch_from]
-        size = node.model.block_tokens
-        stop = min(route.fetch_tokens // size, (job.prompt_tokens - 1) // size)
-        stop = source.memory.host.match(job.ids, stop)[1]
-        missing = stop - max(
-            node.memory.host.match(job.ids, stop)[1], node.memory.device.match(job.ids, stop)[1]
-        )
-        if missing <= 0 or route.node == route.fetch_from:
-            node.submit(job)
-            return
-        end_s = self.network.transfer(
-            route.fetch_from, route.node, missing * self._block_bytes, self._loop.now_s
-        )
-        self._fetching[route.node][job] = None
-        self._loop.at(end_s, self._fetched, (job, route.node, stop))
-
-    def _fetched(self, what: tuple[Job, int, int]) -> None:
-        job, node, stop = what
-        if job in self._fetching[node]:
-            del self._fetching[node][job]
-            self.nodes[node].memory.put_in_host(job.ids, stop)
-            self.nodes[node].submit(job)
-
-    def _copy(self, copy: Copy) -> None:
-        source, target = self.nodes[copy.source], self.nodes[copy.target]
-        if not (source.alive and target.alive) or source is target:
-            return
-        stop = source.memory.host.match(copy.ids, len(copy.ids))[1]
-        missing = stop - target.memory.host.match(copy.ids, stop)[1]
-        if missing > 0:
-            end_s = self.network.transfer(
-                copy.source, copy.target, missing * self._block_bytes, self._loop.now_s
-            )
-            self._loop.at(end_s, self._copied, (copy, stop))
-
-    def _copied(self, what: tuple[Copy, int]) -> None:
-        copy, stop = what
-        if self.nodes[copy.target].alive:
-            self.nodes[copy.target].memory.put_in_host(copy.ids, stop)
-
     # -- reports and faults -------------------------------------------------------------------
 
     def _report(self, _: None) -> None:
         """Nodes that did something report; then whatever the router wants copied is under way."""
         now_s = self._loop.now_s
         for node in self.nodes:
-            done = (node.totals.steps, node.link.load_blocks, node.link.store_blocks)
+            link, spare = node.link, node.memory.spare_host_blocks
+            done = (spare, node.totals.steps, link.load_blocks, link.store_blocks)
             if node.alive and done != self._told[node.index]:
                 self._told[node.index] = done
                 self.dispatcher.report(node, now_s)
         for copy in self.dispatcher.copies(now_s):
-            self._copy(copy)
+            self._fetching.replicate(copy.ids, copy.source, copy.target)
         # With nothing else ahead the run is stuck, and `run` says so.
         if self._left and self._loop.pending:
             self._loop.at(now_s + self._period_s, self._report)
@@ -270,8 +232,7 @@ class Play:
         node = self.nodes[failure.node]
         if not node.alive:
             return
-        lost = [*self._fetching[failure.node], *node.fail()]
-        self._fetching[failure.node].clear()
+        lost = [*self._fetching.lost(failure.node), *node.fail()]
         self.dispatcher.lost(failure.node)
         self._loop.at(self._loop.now_s + failure.down_s, self._recover, failure.node)
         for job in lost:

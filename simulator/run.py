@@ -21,7 +21,8 @@ from kappa.types import ModelShape
 from router.admission import Admission
 from router.core import Router, RouterConfig
 from router.policy import Policy, policy_named
-from scheduler.core import FCFS, SCHEDULERS
+from scheduler.catalogue import SCHEDULERS
+from scheduler.config import FairConfig
 from simulator.clusters import Cluster, NodeSpec, check, kv_room
 from simulator.dispatch import Dispatcher, PlanDispatch, RouterDispatch
 from simulator.faults import Faults, announced
@@ -44,14 +45,15 @@ class SimulationConfig:
     policy: as `router.policy.policy_named` takes it. load: fraction of the capacity bound, or
     rate_rps: requests a second; one of them. capacity_rps: the bound, if it is known already.
     warm: host tiers hold documents and histories at the start. faults: what goes wrong.
-    admission: whom the router refuses; none: nobody.
+    admission: whom the router refuses; none: nobody. scheduler: the rule of every node, with its
+    settings and the tenants' weights in `fair`.
     """
 
     cluster: Cluster
     workload: Workload
     shape: ModelShape
     policy: str = "ttft"
-    scheduler: str = FCFS
+    scheduler: str = "fcfs"
     load: float | None = None
     rate_rps: float | None = None
     capacity_rps: float | None = None
@@ -60,6 +62,7 @@ class SimulationConfig:
     warm: bool = True
     faults: Faults = field(default_factory=Faults)
     admission: Admission | None = None
+    fair: FairConfig = field(default_factory=FairConfig)
     budget_tokens: int = BUDGET_TOKENS
     max_running: int = MAX_RUNNING
     report_period_s: float = 1.0
@@ -201,6 +204,7 @@ def node_models(config: SimulationConfig) -> list[NodeModel]:
                 budget_tokens=config.budget_tokens,
                 max_running=config.max_running,
                 rule=config.scheduler,
+                fair=config.fair,
             )
         )
     return models
@@ -317,6 +321,8 @@ def _node_record(spec: NodeSpec, node: Node, network_s: float, end_s: float) -> 
         held_share=totals.held_block_s / (model.device_blocks * end_s) if end_s else 0.0,
         fill=totals.fill,
         fill_steps=totals.fill_steps,
+        queued_tokens=totals.queued_tokens,
+        queued_steps=totals.queued_steps,
         max_wait_s=totals.max_wait_s,
         max_skips=totals.max_skips,
         preemptions=totals.preemptions,

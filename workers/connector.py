@@ -1,23 +1,32 @@
-"""vLLM's `OffloadingConnector`, with one addition: it says what each request took from where.
+"""vLLM's `OffloadingConnector`, with two additions.
 
-When the scheduler has allocated a request, the split of its prompt into device, host and new
-tokens is known for good; this is where it is read. Named in the engine's `kv_transfer_config`
-as `kv_connector=HostTierConnector, kv_connector_module_path=workers.connector`.
+It says what each request took from where: when the scheduler has allocated a request, the split of
+its prompt into device, host and new tokens is known for good. And it carries the news of stores
+that the host tier gave up from the worker to the scheduler, where vLLM knows success only. Named in
+the engine's `kv_transfer_config` as `kv_connector=HostTierConnector,
+kv_connector_module_path=workers.connector`.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kappa.report import REQUEST_ID_KEY
+from workers.host_tier import HostTierManager, HostTierWorker
 from workers.stats_channel import StatsSender
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
@@ -27,8 +36,31 @@ def kappa_request_id(sampling_params: Any) -> str:
     return str(extra_args.get(REQUEST_ID_KEY, ""))
 
 
+@dataclass
+class HostTierWorkerMetadata(OffloadingWorkerMetadata):
+    """What vLLM's workers say of their transfers, and which stores among them were given up.
+
+    store_block_s: measured seconds to copy one block to the host.
+    """
+
+    dropped_jobs: set[int] = field(default_factory=set)
+    store_block_s: float = 0.0
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> HostTierWorkerMetadata:
+        """Several workers' news as one: the slowest copy, every drop."""
+        merged = super().aggregate(other)
+        assert isinstance(merged, OffloadingWorkerMetadata)
+        dropped, block_s = self.dropped_jobs, self.store_block_s
+        if isinstance(other, HostTierWorkerMetadata):
+            dropped, block_s = dropped | other.dropped_jobs, max(block_s, other.store_block_s)
+        return HostTierWorkerMetadata(
+            merged.completed_jobs, merged.transfer_stats, dropped, block_s
+        )
+
+
 class HostTierConnector(OffloadingConnector):
-    """Reports each admitted request's tokens by source on the stats channel."""
+    """Reports each admitted request's tokens by source on the stats channel, and dropped stores
+    to the manager of the host tier."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -64,6 +96,30 @@ class HostTierConnector(OffloadingConnector):
                 "t_s": time.time(),
             }
         )
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        """As vLLM's; names the stores among them that were dropped."""
+        meta = super().build_connector_worker_meta()
+        tier = self.connector_worker.worker if self.connector_worker is not None else None
+        if meta is None or not isinstance(tier, HostTierWorker):
+            return meta
+        return HostTierWorkerMetadata(
+            meta.completed_jobs, meta.transfer_stats, tier.take_dropped(), tier.store_block_s
+        )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """As vLLM's; the manager is told first which of the stores that ended have failed."""
+        meta, scheduler = connector_output.kv_connector_worker_meta, self.connector_scheduler
+        manager = scheduler.manager if scheduler is not None else None
+        if isinstance(meta, HostTierWorkerMetadata) and isinstance(manager, HostTierManager):
+            assert scheduler is not None
+            jobs = [scheduler._jobs[job] for job in meta.dropped_jobs if job in scheduler._jobs]
+            lost = {key for job in jobs for key in job.keys}
+            manager.hear(lost, meta.store_block_s)
+            # vLLM keeps what it would announce of a key until that is evicted; these never are.
+            for key in lost:
+                scheduler._events_tracker._pending_event_metadata.pop(key, None)
+        super().update_connector_output(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

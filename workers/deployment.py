@@ -48,7 +48,9 @@ class KappaServer(LLMServer):
         stats_endpoint, kv_endpoint = f"{sockets}-stats", f"{sockets}-kv"
         pace = Pace(plan.emulated, node) if node.source == "paced" else None
         llm_config.update_engine_kwargs(
-            **engine_kwargs(plan.limits, stats_endpoint, kv_endpoint, pace)
+            **engine_kwargs(
+                plan.limits, stats_endpoint, kv_endpoint, pace, plan.scheduler, self._rank
+            )
         )
         host = plan.stream_host or ray.util.get_node_ip_address()
         self._stream = ReportStream(self._worker, host, stats_endpoint, kv_endpoint)

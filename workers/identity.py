@@ -7,14 +7,14 @@ the machine's figures beside it; one whose profile failed keeps the catalogue's 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kappa.model import kv_bytes_per_token
 from kappa.report import Announcement
 from kappa.step import step_model
 from kappa.types import ModelShape, NodeProfile
-from workers.vllm_engine import EngineLimits, fingerprint
+from workers.vllm_engine import EngineLimits, EngineScheduler, fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class WorkerPlan:
     nodes: one profile per rank; a `paced` one is paced, any other is a prior until measured.
     served: the shape of the model that runs; emulated: the shape that paced nodes act as.
     stream_host: address for the report stream; empty: this machine's address in Ray's cluster.
+    scheduler: what each engine schedules by.
     """
 
     nodes: tuple[NodeProfile, ...]
@@ -34,6 +35,7 @@ class WorkerPlan:
     chat_template: str
     cache_dir: str
     stream_host: str
+    scheduler: EngineScheduler = field(default_factory=EngineScheduler)
 
     def node(self, rank: int) -> NodeProfile:
         """The node of the replica with this rank."""

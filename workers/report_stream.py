@@ -16,7 +16,15 @@ import msgspec
 import structlog
 import zmq
 
-from kappa.report import COMPUTE_STEP_TOKENS, KV, REPORT, RESET, Admission, WorkerReport
+from kappa.report import (
+    COMPUTE_STEP_TOKENS,
+    KV,
+    REPORT,
+    RESET,
+    Admission,
+    TenantCharge,
+    WorkerReport,
+)
 from workers.mirror import KvMirror
 
 log = structlog.get_logger(__name__)
@@ -34,6 +42,7 @@ class ReportTotals:
         self._report = WorkerReport(worker=worker, time_s=0.0)
         self._admitted: list[Admission] = []
         self._prefilled: list[str] = []
+        self._charges: dict[str, TenantCharge] = {}
 
     @property
     def urgent(self) -> bool:
@@ -59,8 +68,9 @@ class ReportTotals:
             time_s=now_s,
             admitted=tuple(self._admitted),
             prefilled=tuple(self._prefilled),
+            charges=tuple(self._charges.values()),
         )
-        self._admitted, self._prefilled = [], []
+        self._admitted, self._prefilled, self._charges = [], [], {}
         return report
 
     def _add_step(self, m: dict[str, object]) -> None:
@@ -114,6 +124,31 @@ class ReportTotals:
             store_tokens_total=r.store_tokens_total + int(_number(m["tokens"])),
             store_bytes_total=r.store_bytes_total + int(_number(m["bytes"])),
             store_seconds_total=r.store_seconds_total + _number(m["took_s"]),
+        )
+
+    def _add_store_dropped(self, m: dict[str, object]) -> None:
+        r = self._report
+        self._report = replace(r, stores_dropped_total=r.stores_dropped_total + 1)
+
+    def _add_iterations(self, m: dict[str, object]) -> None:
+        """The scheduler's own totals; its messages are cumulative."""
+        passed, charges = m["passed"], m["charges"]
+        assert isinstance(passed, dict) and isinstance(charges, dict)
+        self._charges.update(
+            {str(t): TenantCharge(str(t), *map(_number, c)) for t, c in charges.items()}
+        )
+        self._report = replace(
+            self._report,
+            iterations_total=int(_number(m["iterations"])),
+            queued_iterations_total=int(_number(m["queued_iterations"])),
+            budget_fill_sum=_number(m["budget_fill"]),
+            vram_fill_sum=_number(m["vram_fill"]),
+            passed_total={str(why): int(count) for why, count in passed.items()},
+            rule_errors_total=int(_number(m["rule_errors"])),
+            preemptions_total=int(_number(m["preemptions"])),
+            waiting=int(_number(m["waiting"])),
+            loading=int(_number(m["loading"])),
+            running=int(_number(m["running"])),
         )
 
     def _add_wait(self, m: dict[str, object]) -> None:

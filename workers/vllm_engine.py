@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kappa.model import kv_bytes_per_token
@@ -63,15 +65,53 @@ class Pace:
             "token_s": node.dilation * kv_bytes / node.h2d_bytes_per_s,
             "store_token_s": node.dilation * kv_bytes / store_bytes_per_s,
             "fixed_s": node.dilation * node.load_fixed_s,
+            "dilation": node.dilation,
+        }
+
+
+# The name of vLLM's own scheduler, among those of our rules.
+STOCK = "stock"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineScheduler:
+    """What an engine schedules by.
+
+    rule: a name of `scheduler.catalogue`, or `STOCK`. config: fields of a `FairConfig`. link: how
+    the host tier orders its link, fields of `workers.link_queue.LinkRules`. log: file for JSON
+    lines, one per iteration; each rank writes its own.
+    """
+
+    rule: str = STOCK
+    config: Mapping[str, Any] = field(default_factory=dict)
+    link: Mapping[str, Any] = field(default_factory=dict)
+    log: str | None = None
+
+    def options(self, stats_endpoint: str, pace: Pace | None, rank: int) -> dict[str, Any]:
+        """What `scheduler.vllm_adapter` reads."""
+        path = Path(self.log) if self.log else None
+        loads = {k: pace.link[k] for k in ("token_s", "fixed_s")} if pace is not None else None
+        return {
+            "rule": self.rule,
+            "config": dict(self.config),
+            "link": loads,
+            "stats": stats_endpoint,
+            "log": str(path.with_name(f"{path.stem}-{rank}{path.suffix}")) if path else None,
         }
 
 
 def engine_kwargs(
-    limits: EngineLimits, stats_endpoint: str, kv_endpoint: str, pace: Pace | None
+    limits: EngineLimits,
+    stats_endpoint: str,
+    kv_endpoint: str,
+    pace: Pace | None,
+    scheduler: EngineScheduler = EngineScheduler(),
+    rank: int = 0,
 ) -> dict[str, Any]:
-    """vLLM's engine arguments for one replica."""
+    """vLLM's engine arguments for the replica of this rank."""
     additional: dict[str, Any] = {"kappa_stats": stats_endpoint}
     tier: dict[str, Any] = {
+        "kappa_link": dict(scheduler.link),
         "spec_name": "HostTierSpec",
         "spec_module_path": "workers.host_tier",
         "cpu_bytes_to_use": limits.host_bytes,
@@ -100,6 +140,9 @@ def engine_kwargs(
             "topic": "kv",
         },
     }
+    if scheduler.rule != STOCK:
+        arguments["scheduler_cls"] = "scheduler.vllm_adapter.FairScheduler"
+        additional["kappa_scheduler"] = scheduler.options(stats_endpoint, pace, rank)
     if limits.host_bytes:
         arguments["kv_transfer_config"] = {
             "kv_connector": "HostTierConnector",

@@ -120,7 +120,10 @@ def running(settings: ClusterSettings, cluster_type: type | None = None) -> Any:
 
 def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
     """URL, model, nodes and a curl line; or all of it as JSON."""
-    rows = httpx.get(f"{url}/v1/nodes", timeout=30.0).json()["nodes"]
+    from deploy.app import own_headers
+
+    headers = own_headers(settings)
+    rows = httpx.get(f"{url}/v1/nodes", headers=headers, timeout=30.0).json()["nodes"]
     if json_output:
         print(json.dumps({"url": url, "model": settings.model.id, "nodes": rows}), flush=True)
         return
@@ -150,8 +153,9 @@ def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
         "messages": [{"role": "user", "content": "Hello"}],
         "max_tokens": 8,
     }
+    key = '-H "authorization: Bearer $KEY" ' if headers else ""
     print(
-        f"curl -i {url}/v1/chat/completions -H 'content-type: application/json' "
+        f"curl -i {url}/v1/chat/completions -H 'content-type: application/json' {key}"
         f"-d '{json.dumps(body)}'\nCtrl-C stops the cluster.",
         flush=True,
     )

@@ -20,7 +20,7 @@ from rich.table import Table
 from kappa.shapes import model_shape
 from router.admission import Admission
 from router.policy import policy_named
-from scheduler.core import SCHEDULERS
+from scheduler.catalogue import SCHEDULERS
 from simulator.clusters import cluster_named, scaled
 from simulator.faults import (
     RESOURCES,
@@ -52,7 +52,9 @@ def simulate(
     ),
     model: Annotated[str, typer.Option(help="Built-in name or config.json.")] = "llama-3.1-8b",
     policy: Annotated[str, typer.Option(help="Who decides; name:key=value,… for some.")] = "priced",
-    scheduler: Annotated[str, typer.Option(help="In every node: fcfs or pack.")] = "fcfs",
+    scheduler: Annotated[
+        str, typer.Option(help=f"In every node: {', '.join(SCHEDULERS)}.")
+    ] = "fcfs",
     load: Annotated[
         float | None, typer.Option(help="Fraction of the capacity bound; 0.8 if no rate is given.")
     ] = None,
@@ -169,8 +171,8 @@ def _print(summary: dict[str, Any]) -> None:
     console.print(times)
     figures = Table("figure", "value")
     for key in (
-        "cost_per_mtok", "energy_j_per_tok", "budget_fill", "vram_fill", "max_wait_s",
-        "max_skips", "jain",
+        "cost_per_mtok", "energy_j_per_tok", "budget_fill", "scheduled_tokens", "vram_fill",
+        "max_wait_s", "max_skips", "jain",
     ):  # fmt: skip
         figures.add_row(key, _number(summary[key]))
     decision = summary["decision_us"]

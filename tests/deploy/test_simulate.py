@@ -29,7 +29,7 @@ def test_one_object_with_the_figures_and_the_same_each_time():
 
 
 def test_for_people_it_prints_tables():
-    done = invoke(*SMALL, "--scheduler", "pack", "--cold", "--failures", "1", "--stragglers", "1",
+    done = invoke(*SMALL, "--scheduler", "vtc", "--cold", "--failures", "1", "--stragglers", "1",
                   "--misprofile", "both", "--admission")  # fmt: skip
     assert done.exit_code == 0, done.stderr
     assert "TTFT" in done.stdout and "gh200-0" in done.stdout and "goodput" in done.stdout
@@ -46,7 +46,7 @@ def test_more_nodes_of_the_same_mix():
         (["--cluster", "mixd"], ["'mixed'", "uniform"]),
         (["--trace", "narative"], ["narative", "narrativeqa"]),
         (["--policy", "magic"], ["magic", "ttft"]),
-        (["--scheduler", "pak"], ["'pack'", "fcfs"]),
+        (["--scheduler", "fairr"], ["'fair'", "fcfs"]),
         (["--misprofile", "lnk"], ["'link'", "compute"]),
         (["--model", "llama-9"], ["llama-9", "llama-3.1-8b"]),
         (["--model", "llama-3.1-405b"], ["node gh200-0", "811.7 GB"]),

@@ -9,7 +9,14 @@ import msgspec
 import pytest
 
 from kappa.hardware import node_profile
-from kappa.report import PROTOCOL, Admission, Announcement, WorkerReport
+from kappa.report import (
+    PROTOCOL,
+    Admission,
+    Announcement,
+    Charge,
+    TenantCharge,
+    WorkerReport,
+)
 from kappa.shapes import model_shape
 from kappa.step import step_model
 
@@ -23,6 +30,9 @@ SAID = Announcement(
 REPORT = WorkerReport(
     "w", 1.5, steps_total=3, load_seconds_total=0.25, load_tokens_total=64,
     admitted=(Admission("r", 1, 2, 3), Admission("s", 0, 0, 9)), prefilled=("r", "q"),
+    charges=(TenantCharge("alice", 1.5, 0.25, 0.0), TenantCharge("bob", 2.0, 1.0, 3.0)),
+    iterations_total=9, queued_iterations_total=4, budget_fill_sum=3.5, vram_fill_sum=2.25,
+    passed_total={"vram": 7, "link": 1}, waiting=3,
 )  # fmt: skip
 
 WIRES = [
@@ -81,6 +91,16 @@ def without(data, name):
             {"worker": "w", "time_s": 1.0, "admitted": [{"request_id": "r"}]},
             r"admission: lacks \['device_tokens'",
         ),
+        (
+            WorkerReport,
+            {"worker": "w", "time_s": 1.0, "charges": [{"tenant": "a", "colour": 1}]},
+            r"charge: unknown keys \['colour'\]",
+        ),
+        (
+            WorkerReport,
+            {"worker": "w", "time_s": 1.0, "charges": [{"tenant": "a"}]},
+            r"charge: lacks \['vram_s'",
+        ),
         (Announcement, {**SAID.to_dict(), "step": {"token_s": 1.0}}, "StepModel"),
         (Announcement, {**SAID.to_dict(), "node": {"name": "n"}}, "NodeProfile lacks gpu"),
     ],
@@ -88,3 +108,15 @@ def without(data, name):
 def test_what_is_malformed_is_named(read, data, complaint):
     with pytest.raises(ValueError, match=complaint):
         read.from_dict(data)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), "3", None])
+def test_a_charge_that_is_no_time_is_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=r"charge: gpu_s of 'alice' is .*; give seconds"):
+        TenantCharge("alice", 1.0, wrong, 0.0)
+    with pytest.raises(ValueError, match="charge: tenant is 7"):
+        TenantCharge(7, 1.0, 1.0, 1.0)
+
+
+def test_a_tenants_charge_is_its_seconds_without_the_name():
+    assert TenantCharge("alice", 1.0, 2.0, 3.0).charge == Charge(vram_s=1.0, gpu_s=2.0, link_s=3.0)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kappa.report import MAX_TENANTS
 from kappa.settings import ClusterSettings, SettingsError, home, load_settings
 
 
@@ -88,6 +89,23 @@ def test_an_empty_file_is_the_demo(written):
         ("router: {stale_after_s: 0}", "router.stale_after_s", "greater than 0"),
         ("router: {max_body_bytes: 10}", "router.max_body_bytes", "1024"),
         ("http: {port: 70000}", "http.port", "65535"),
+        ("scheduler: {name: lifo}", "scheduler.name", "fair"),
+        ("scheduler: {max_skips: -1}", "scheduler.max_skips", "greater than or equal to 0"),
+        ("scheduler: {due_after_s: -1}", "scheduler.due_after_s", "greater than or equal to 0"),
+        ("scheduler: {window: 0}", "scheduler.window", "greater than or equal to 1"),
+        ("scheduler: {slack_s: .nan}", "scheduler.slack_s", "finite"),
+        ("scheduler: {credit: .inf}", "scheduler.credit", "finite"),
+        ("scheduler: {duplex: quarter}", "scheduler.duplex", "half"),
+        ("scheduler: {link_order: lifo}", "scheduler.link_order", "loads_first"),
+        ("scheduler: {log: ' '}", "scheduler.log", "name a file"),
+        ("tenants: {weights: {default: 0}}", "tenants.weights.default", "greater than 0"),
+        ("tenants: {weights: {default: .inf}}", "tenants.weights.default", "finite"),
+        ("tenants: {weights: {alcie: 2}}", "tenants", "['alcie'], who have no key"),
+        ("tenants: {unknown: refuse}", "tenants", "needs keys"),
+        ("tenants: {unknown: perhaps}", "tenants.unknown", "refuse"),
+        ("tenants: {default_name: 'a b'}", "tenants.default_name", "pattern"),
+        ("tenants: {keys_file: nowhere.yaml}", "tenants", "nowhere.yaml: cannot be read"),
+        ("tenants: {by_key: [sk-hush]}", "tenants.by_key", "dictionary"),
     ],
 )
 def test_each_fault_is_told_with_file_key_and_reason(written, text, key, says):
@@ -147,3 +165,64 @@ def test_home_follows_its_variable(monkeypatch):
     assert home() == Path("/somewhere")
     monkeypatch.delenv("KAPPA_HOME")
     assert home() == Path.home() / ".cache" / "kappa-serve"
+
+
+def test_without_keys_there_is_one_tenant_and_nobody_is_refused():
+    tenants = load_settings().tenants
+    assert (tenants.by_key, tenants.unknown, tenants.default_name) == ({}, "default", "default")
+    assert tenants.weight("default") == 1.0
+
+
+def keys(settings):
+    return {key.get_secret_value(): name for key, name in settings.tenants.by_key.items()}
+
+
+def test_keys_come_from_the_settings_or_from_a_file_of_their_own(written, tmp_path):
+    more = tmp_path / "keys.yaml"
+    more.write_text("sk-b: bob\nsk-b2: bob\nsk-a: alice\n")
+    settings = load_settings(
+        written(f"tenants: {{by_key: {{sk-a: alice}}, keys_file: {more}, weights: {{bob: 2}}}}")
+    )
+    assert keys(settings) == {"sk-a": "alice", "sk-b": "bob", "sk-b2": "bob"}
+    assert settings.tenants.weight("bob") == 2.0 and settings.tenants.weight("alice") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("sk-hush2: 'a b'", "tenants.by_key.(key)"),
+        ("sk-hush2: [alice]", "tenants.by_key.(key)"),
+        ("12345678: alice", "tenants.by_key.(key)"),
+        ("'': alice", "a key of 'alice' is empty"),
+        ("'sk hush': alice", "without spaces"),
+        ("sk-hüsh: alice", "not plain ASCII"),
+        ("sk-hush: bob", "one key to two tenants"),
+        ("[sk-hush]", "is no mapping"),
+        ("sk-hush", "is no mapping"),
+        ("sk-hush: alice: bob", "is not YAML"),
+    ],
+)
+def test_what_is_wrong_with_a_key_is_told_without_the_key(written, tmp_path, text, says):
+    more = tmp_path / "keys.yaml"
+    more.write_text(text + "\n")
+    message = fault(written(f"tenants: {{by_key: {{sk-hush: alice}}, keys_file: {more}}}"))
+    assert says in message
+    for secret in ("sk-hush", "hush", "12345678", "hüsh"):
+        assert secret not in message
+
+
+def test_a_broken_settings_file_is_told_without_its_keys(written):
+    message = fault(written("tenants:\n  by_key:\n    sk-hush: alice: bob\n"))
+    assert "is not YAML" in message and "line 3" in message
+    assert "hush" not in message
+
+
+def test_settings_show_no_key():
+    settings = load_settings(None, tenants={"by_key": {"sk-hush": "alice"}})
+    shown = (repr(settings), str(settings), settings.model_dump_json(), str(settings.model_dump()))
+    assert not any("hush" in text for text in shown)
+
+
+def test_more_tenants_than_are_kept_apart_are_refused():
+    by_key = {f"sk-{i}": f"t{i}" for i in range(MAX_TENANTS)}
+    assert f"at most {MAX_TENANTS}" in fault(None, tenants={"by_key": by_key})

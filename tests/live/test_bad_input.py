@@ -120,6 +120,14 @@ def test_a_prompt_beyond_the_context_is_400_with_both_numbers(idle):
     assert str(limit) in error["message"]
 
 
+def test_an_answer_that_could_never_be_held_is_400_with_both_numbers(idle):
+    limit = idle.max_context_tokens
+    error = check(
+        post(idle, {"messages": HELLO, "max_tokens": limit}), 400, "context_length_exceeded"
+    )
+    assert f"is {limit} tokens" in error["message"] and f"{limit} to generate" in error["message"]
+
+
 def test_a_body_over_the_limit_is_413_declared_or_chunked(idle):
     size = idle.max_body_bytes + 1
     text = json.dumps({"model": idle.model, "messages": HELLO, "user": "x" * size}).encode()
@@ -153,7 +161,14 @@ def test_a_client_cannot_choose_its_worker_or_fake_our_marks(idle):
         "model": idle.model,
         "messages": HELLO,
         "max_tokens": 1,
-        "vllm_xargs": {"kappa_request_id": "forged", "kv_cache_report_mode": "all"},
+        "vllm_xargs": {
+            "kappa_request_id": "forged",
+            "kv_cache_report_mode": "all",
+            "kappa_tenant": "forged",
+            "kappa_weight": -1,
+            "kappa_charges": "no JSON",
+            "kappa_host_tokens": "many",
+        },
     }
     answer = httpx.post(
         f"{idle.url}/v1/chat/completions",
@@ -165,3 +180,15 @@ def test_a_client_cannot_choose_its_worker_or_fake_our_marks(idle):
     record = idle.decision(answer.headers["x-request-id"])
     assert record["actual"]["new_tokens"] is not None
     assert all(r["request_id"] != "forged" for r in idle.decisions())
+    assert record["tenant"] == "default"
+    assert "forged" not in idle.http.get("/v1/tenants").text
+
+
+def test_without_configured_tenants_any_key_and_none_are_the_default_tenant(idle):
+    body = {"model": idle.model, "messages": HELLO, "max_tokens": 1}
+    for headers in ({}, {"authorization": "Bearer anything"}, {"x-api-key": "anything"}):
+        answer = idle.http.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert idle.decision(answer.headers["x-request-id"])["tenant"] == "default"
+    rows = idle.http.get("/v1/tenants").json()["tenants"]
+    assert [row["tenant"] for row in rows] == ["default"]

@@ -30,6 +30,7 @@ def offers(*workers, prefix_hashes=(), **scalars):
         "fetching",
         "fetch_from",
         "fetch_s",
+        "fetch_tokens",
         *_SCALARS,
     }
     return Offers(

@@ -419,10 +419,11 @@ def test_the_same_events_give_the_same_decisions(seed):
 # -- peers' caches and hashes from outside ---------------------------------------------------------
 
 
-def fetching(net_bytes_per_s):
-    made = Router(RouterConfig(policy=policy_named("priced_fetch"), secret=7, forecast_workers=0))
+def fetching(net_bytes_per_s, spare_blocks=10_000, policy="priced_fetch"):
+    made = Router(RouterConfig(policy=policy_named(policy), secret=7, forecast_workers=0))
     for worker in ("a", "b"):
         made.join(announcement(worker, net_bytes_per_s=net_bytes_per_s), 0.0)
+    made.report(WorkerReport("b", 0.5, host_spare_blocks=spare_blocks), 0.5)
     made.blocks([stored("a", prompt(20_000), tier="device")])
     made.index.hold("a", "host", made.hasher.prefix_hashes(prompt(20_000)))
     for i in range(6):
@@ -442,6 +443,36 @@ def test_nothing_is_fetched_without_a_network_or_by_a_policy_that_does_not():
     made = fetching(25e9)
     made.config = replace(made.config, policy=policy_named("priced"))
     assert made.route(ask(tokens=20_000), 1.0).fetch is None
+
+
+def test_nothing_is_fetched_where_there_is_no_room_beside_what_was_promised():
+    blocks = 20_000 // SIZE
+    assert fetching(25e9, spare_blocks=0).route(ask(tokens=20_000), 1.0).fetch is None
+    made = fetching(25e9, spare_blocks=blocks + blocks // 2)
+    assert made.route(ask("first", tokens=20_000), 1.0).fetch is not None
+    assert made.route(ask("second", tokens=20_000), 1.0).fetch is None
+    # The first one is over, and its room promised to nobody.
+    made.release("first", 1.0)
+    assert made.route(ask("third", tokens=20_000), 1.0).fetch is not None
+
+
+def test_a_prefix_that_many_wait_for_is_copied_ahead():
+    made = fetching(25e9, policy="priced_copy")
+    assert made.replicate(1.0) == []
+    for i in range(5):
+        made.route(ask(f"r{i}", tokens=20_000), 1.0)
+    asked = made.replicate(2.0)
+    assert [(r.source_worker, r.target_worker) for r in asked] == [("a", "b")]
+    hashes = made.hasher.prefix_hashes(prompt(20_000))
+    assert asked[0].hashes.tolist() == hashes[: len(asked[0].hashes)].tolist()
+    assert made.replicate(2.0) == []
+
+
+def test_only_a_policy_that_wants_copies_gets_them():
+    made = fetching(25e9)
+    for i in range(5):
+        made.route(ask(f"r{i}", tokens=20_000), 1.0)
+    assert made.replicate(2.0) == []
 
 
 def test_hashes_from_outside_are_as_good_as_token_ids():

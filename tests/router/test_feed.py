@@ -182,3 +182,28 @@ async def test_closing_ends_the_task_also_while_it_waits_for_a_snapshot():
     await feed.close()
     assert heard.queue.empty()
     context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_it_closes_even_at_the_moment_when_its_snapshot_arrives(turns):
+    arrived, asked = asyncio.Event(), asyncio.Event()
+
+    class Arriving(WorkerFeed):
+        async def _snapshot(self):
+            asked.set()
+            await arrived.wait()
+            return 0, []
+
+    context = zmq.asyncio.Context()
+    heard = Heard()
+    said = Worker(context).announcement()
+    feed = Arriving(said, heard.blocks, heard.report, heard.gap)
+    await asked.wait()
+    arrived.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    closing = asyncio.create_task(feed.close())
+    done, _ = await asyncio.wait({closing}, timeout=_PATIENCE_S / 10)
+    closing.cancel()
+    context.destroy(linger=0)
+    assert done

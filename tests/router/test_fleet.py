@@ -185,3 +185,44 @@ def test_whatever_happens_an_empty_fleet_has_no_queue(seed):
     for part in ("link_backlog_s", "gpu_backlog_s", "waiting", "in_flight", "queued_tokens",
                  "resident_tokens"):  # fmt: skip
         assert getattr(idle, part) == pytest.approx([0.0, 0.0], abs=1e-6), part
+
+
+def fetched(made, tokens=4000.0):
+    slots = made.ready(0.0, NEVER, frozenset())
+    wanted = np.array([0.0, tokens])
+    return made.price(
+        slots, 0.0, prompt_tokens=5000, output_tokens=100, device_tokens=np.zeros(2),
+        cached_tokens=wanted, fetch_tokens=wanted, fetch_from="w0",
+    )  # fmt: skip
+
+
+def with_network():
+    made = Fleet()
+    for name in ("w0", "w1"):
+        made.join(announcement(name, net_bytes_per_s=25e9, host_blocks=1000), 0.0)
+    return made
+
+
+def test_a_fetch_takes_for_ever_where_there_is_no_room_for_it():
+    made = with_network()
+    assert fetched(made).fetch_s.tolist() == [0.0, np.inf]
+    made.spare("w1", 4000.0)
+    offer = fetched(made)
+    assert offer.fetch_s[1] == pytest.approx(4000 * 131072 / 25e9)
+    assert np.isinf(fetched(made, 4001.0).ttft_s[1])
+
+
+def test_room_is_promised_until_the_request_has_used_it():
+    made = with_network()
+    made.spare("w1", 6000.0)
+    made.reserve("a", fetched(made), 1)
+    assert np.isinf(fetched(made).ttft_s[1])
+    made.prefilled("a", 1.0)
+    assert np.isfinite(fetched(made).ttft_s[1])
+    made.promise("w1", 3000.0)
+    assert np.isinf(fetched(made).ttft_s[1])
+    made.promise("w1", -5000.0)
+    made.promise("gone", 1.0)
+    rooms = made.rooms(made.ready(0.0, NEVER, frozenset()), 0.0)
+    assert rooms.spare_tokens.tolist() == [0.0, 6000.0]
+    assert rooms.host_tokens.tolist() == [16_000.0, 16_000.0]

@@ -8,7 +8,8 @@ from fastapi import Request
 from pydantic import BaseModel, field_validator
 
 from router.errors import queue_full
-from router.http_app import body_accepted, make_app, request_id_of
+from router.http_app import body_accepted, make_app, request_id_of, tenant_of
+from router.tenants import Tenants
 
 LIMIT = 2048
 
@@ -122,3 +123,82 @@ async def test_errors_keep_their_headers(client):
 async def test_unknown_paths_and_methods_have_the_same_shape(client):
     error_of(await client.get("/nothing"), 404)
     error_of(await client.get(PATH), 405)
+
+
+def keyed(**options):
+    """An application with alice's key, a route that names the tenant, and an open one."""
+    app = make_app(LIMIT, Tenants.of({"sk-alice": "alice"}, {"alice": 2.0}, **options))
+
+    @app.post("/v1/chat/completions")
+    async def ask(question: Question, request: Request):
+        tenant = tenant_of(request)
+        if question.text == "busy":
+            raise queue_full(3, 1.5)
+        return {"tenant": tenant.name, "weight": tenant.weight}
+
+    for path in ("/ready", "/metrics", "/v1/models"):
+        app.get(path)(lambda: "ok")
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return app, httpx.AsyncClient(transport=transport, base_url="http://test")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": "Bearer sk-alice"},
+        {"Authorization": "bearer sk-alice"},
+        {"x-api-key": "sk-alice"},
+        {"authorization": "Bearer none", "x-api-key": "sk-alice"},
+    ],
+)
+@pytest.mark.parametrize("refuse", [True, False])
+async def test_a_known_key_names_the_tenant(headers, refuse):
+    _, client = keyed(refuse=refuse)
+    answer = await client.post(PATH, json={"text": "x"}, headers=headers)
+    assert answer.json() == {"tenant": "alice", "weight": 2.0}
+
+
+WRONG = [{}, {"authorization": "Bearer sk-alic"}, {"x-api-key": "sk-hush"},
+         {"authorization": "Basic sk-alice"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("headers", WRONG)
+async def test_without_a_known_key_it_is_the_default_tenant(headers):
+    _, client = keyed()
+    answer = await client.post(PATH, json={"text": "x"}, headers=headers)
+    assert answer.json() == {"tenant": "default", "weight": 1.0}
+
+
+@pytest.mark.parametrize("headers", WRONG)
+async def test_without_a_known_key_it_is_401_where_so_configured(headers, capsys):
+    app, client = keyed(refuse=True)
+    answer = await client.post(PATH, json={"text": "x"}, headers=headers)
+    error = error_of(answer, 401)
+    assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert app.state.keys_refused == 1
+    told = answer.text + "".join(capsys.readouterr())
+    assert "sk-" not in told
+
+
+async def test_a_refused_body_is_not_even_read():
+    _, client = keyed(refuse=True)
+    error_of(await client.post(PATH, content=b"x" * (2 * LIMIT)), 401)
+
+
+async def test_probes_and_scrapers_need_no_key_and_all_else_does():
+    _, client = keyed(refuse=True)
+    for path in ("/ready", "/metrics"):
+        assert (await client.get(path)).status_code == 200
+    for path in ("/v1/models", "/nothing", "/openapi.json", "/ready/x"):
+        error_of(await client.get(path), 401)
+    headers = {"authorization": "Bearer sk-alice"}
+    assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+
+async def test_a_refusal_is_logged_with_its_tenant(capsys):
+    _, client = keyed()
+    headers = {"authorization": "Bearer sk-alice"}
+    await client.post(PATH, json={"text": "busy"}, headers=headers)
+    logged = "".join(capsys.readouterr())
+    assert "alice" in logged and "queue_full" in logged and "sk-alice" not in logged

@@ -14,13 +14,14 @@ from ray.exceptions import RayActorError
 
 import router.live
 from kappa.hardware import node_profile
-from kappa.report import Announcement
+from kappa.report import Announcement, TenantCharge, WorkerReport
 from kappa.step import StepModel
 from router.admission import Admission
 from router.board import Board
 from router.http_app import make_app
 from router.ingress import PIN_HEADER, IngressSettings, KappaIngress
 from router.rendering import PromptRenderer
+from router.tenants import Tenants
 from workers.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.ray
@@ -51,6 +52,7 @@ class Scripted(KappaIngress):
         self._live_router, self._renderer, self._threads = None, renderer, None
         self._default_serve_handles = {"m": SimpleNamespace(llm_config=None)}
         self._script, self.sent, self.closed = script, [], 0
+        self.told, self.headers = [], []
 
     async def _wake_router(self):
         return
@@ -58,6 +60,8 @@ class Scripted(KappaIngress):
     async def _get_response(self, *, body, call_method, raw_request=None):
         worker = raw_request.headers[PIN_HEADER]
         self.sent.append(worker)
+        self.told.append(dict(body.vllm_xargs))
+        self.headers.append(dict(raw_request.headers))
         try:
             async for item in self._script(worker):
                 yield item
@@ -65,12 +69,12 @@ class Scripted(KappaIngress):
             self.closed += 1
 
 
-def announcement(worker):
+def announcement(worker, device_blocks=100):
     return Announcement(
         worker=worker, model="m", node=replace(node_profile("pcie"), name=worker),
         step=StepModel(1e-5, 0.0, 1e-3, 0.0), kv_bytes_per_token=1e5, emulated_model="",
-        fingerprint="f", block_tokens=16, device_blocks=100, host_blocks=0, max_batch_tokens=512,
-        max_context_tokens=1024, events_endpoint="tcp://127.0.0.1:9",
+        fingerprint="f", block_tokens=16, device_blocks=device_blocks, host_blocks=0,
+        max_batch_tokens=512, max_context_tokens=1024, events_endpoint="tcp://127.0.0.1:9",
         snapshot_endpoint="tcp://127.0.0.1:9",
     ).to_dict()  # fmt: skip
 
@@ -86,12 +90,15 @@ async def serve(renderer, monkeypatch):
     board = Board()
     monkeypatch.setattr(router.live, "BOARD", board)
 
-    async def make(script, workers=("a", "b"), **changes):
+    async def make(script, workers=("a", "b"), device_blocks=(100, 100), **changes):
         ingress = Scripted(renderer, script, **changes)
-        app = make_app(1 << 20)
+        app = make_app(1 << 20, changes.get("tenants"))
         app.post(PATH)(ingress.chat)
+        app.get("/metrics")(ingress.metrics)
+        app.get("/v1/tenants")(ingress.tenants)
         live = ingress._live()
-        board.post("d", {worker: announcement(worker) for worker in workers})
+        said = zip(workers, device_blocks, strict=False)
+        board.post("d", {worker: announcement(worker, blocks) for worker, blocks in said})
         async with asyncio.timeout(_PATIENCE_S):
             while len(live.router.state.workers) < len(workers):
                 await asyncio.sleep(0.01)
@@ -102,10 +109,19 @@ async def serve(renderer, monkeypatch):
     await asyncio.sleep(0.05)
 
 
-async def post(app, **changes):
+async def post(app, key=None, **changes):
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        return await client.post(PATH, json=BODY | changes)
+        return await client.post(PATH, json=BODY | changes, headers=headers)
+
+
+async def get(app, path, key=None):
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as client:
+        return await client.get(path, headers=headers)
 
 
 def code(answer):
@@ -271,3 +287,79 @@ async def test_a_client_that_leaves_at_any_moment_frees_its_reservation(serve, l
     assert ingress.closed == len(ingress.sent) == 1
     (record,) = live.records.values()
     assert record.end == "client_gone"
+
+
+TENANTS = Tenants.of({"sk-alice": "alice", "sk-bob": "bob"}, {"alice": 2.0})
+
+
+async def test_the_tenant_goes_with_the_request_to_the_engine_and_the_key_does_not(serve):
+    ingress, live, app = await serve(words, tenants=TENANTS)
+    forged = {"kappa_tenant": "root", "kappa_charges": "{}", "mine": 1}
+    answer = await post(app, "sk-alice", stream=True, vllm_xargs=forged)
+    assert answer.status_code == 200
+    (told,), (headers,) = ingress.told, ingress.headers
+    assert (told["kappa_tenant"], told["kappa_weight"], told["mine"]) == ("alice", 2.0, 1)
+    assert told["kappa_device_tokens"] == told["kappa_host_tokens"] == 0
+    assert "kappa_charges" not in told
+    assert "authorization" not in headers
+    (record,) = live.records.values()
+    assert record.to_dict()["tenant"] == "alice"
+    await post(app, stream=True)
+    assert (ingress.told[1]["kappa_tenant"], ingress.told[1]["kappa_weight"]) == ("default", 1.0)
+
+
+async def test_a_worker_is_told_what_the_others_charged(serve):
+    async def script(_worker):
+        if len(ingress.sent) == 1:
+            raise RayActorError
+        yield [event("x")]
+
+    ingress, live, app = await serve(script, tenants=TENANTS)
+    for worker, seconds in (("a", 1.0), ("b", 2.0)):
+        charge = TenantCharge("alice", seconds, 0.5, 0.0)
+        live._reported(WorkerReport(worker, 1.0, charges=(charge,)))
+    assert (await post(app, "sk-alice", stream=True)).status_code == 200
+    others = {"a": {"alice": [2.0, 0.5, 0.0]}, "b": {"alice": [1.0, 0.5, 0.0]}}
+    told = [json.loads(marks["kappa_charges"]) for marks in ingress.told]
+    assert told == [others[worker] for worker in ingress.sent]
+    assert len(set(ingress.sent)) == 2
+
+
+async def test_unknown_keys_are_refused_counted_and_cost_nothing(serve):
+    tenants = Tenants.of({"sk-alice": "alice"}, {}, refuse=True)
+    ingress, live, app = await serve(words, tenants=tenants)
+    answer = await post(app, "sk-hush")
+    assert (answer.status_code, code(answer)) == (401, "invalid_api_key")
+    assert (await post(app, "sk-alice", stream=True)).status_code == 200
+    assert (await post(app, "sk-alice", model="gpt-x")).status_code == 404
+    assert len(ingress.sent) == 1 and live.router.reservations == 0
+    samples = (await get(app, "/metrics")).text
+    for tenant, outcome in (
+        ("unknown", "invalid_api_key"), ("alice", "answered"), ("alice", "model_not_found"),
+    ):  # fmt: skip
+        line = f'kappa_tenant_requests_total{{outcome="{outcome}",tenant="{tenant}"}} 1.0'
+        assert line in samples
+
+
+async def test_tenants_are_shown_with_weight_charge_and_share(serve):
+    _, live, app = await serve(words, tenants=TENANTS)
+    live._reported(WorkerReport("a", 1.0, charges=(TenantCharge("bob", 1.0, 1.0, 0.0),)))
+    live._reported(WorkerReport("b", 1.0, charges=(TenantCharge("alice", 3.0, 0.0, 0.0),)))
+    rows = {row["tenant"]: row for row in (await get(app, "/v1/tenants")).json()["tenants"]}
+    assert {name: row["weight"] for name, row in rows.items()} == {
+        "alice": 2.0, "bob": 1.0, "default": 1.0,
+    }  # fmt: skip
+    assert rows["alice"]["share"] == {"vram": 0.75, "gpu": 0.0, "link": 0.0}
+    samples = (await get(app, "/metrics")).text
+    assert 'kappa_tenant_charge_seconds_total{resource="vram",tenant="alice"} 3.0' in samples
+
+
+async def test_what_fits_no_device_is_refused_and_what_fits_one_goes_there(serve):
+    ingress, live, app = await serve(words, device_blocks=(9, 21))  # 128 and 320 tokens
+    answer = await post(app, max_tokens=400)
+    assert (answer.status_code, code(answer)) == (400, "footprint_too_large")
+    assert "has 20" in answer.json()["error"]["message"]
+    assert ingress.sent == [] and live.router.reservations == 0
+    for _ in range(3):
+        assert (await post(app, max_tokens=200, stream=True)).status_code == 200
+    assert ingress.sent == ["b", "b", "b"]

@@ -1,6 +1,7 @@
 """The live router between a real worker stream and the board, without Ray."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import msgspec
@@ -10,7 +11,7 @@ import zmq
 
 import router.live
 from kappa.hardware import node_profile
-from kappa.report import Announcement
+from kappa.report import Announcement, TenantCharge, WorkerReport
 from kappa.step import StepModel
 from router.board import Board
 from router.core import NoWorkerError, RouterConfig, RouteRequest
@@ -237,3 +238,28 @@ async def test_memory_of_decisions_is_bounded(scene, worker, monkeypatch):
         live.route(ask(f"r{i}"))
         live.release(f"r{i}", "done")
     assert list(live.records) == ["r2", "r3", "r4"]
+
+
+async def test_charges_are_counted_by_tenant_and_outlive_their_worker(scene, worker):
+    live, board = scene
+    await joined(live, board, worker("a"), worker("b"))
+    later_s = time.time() + 3600.0  # than what the worker itself reports, which has no charges
+    for time_s, seconds in ((later_s, 2.0), (later_s + 1, 5.0), (later_s + 1, 5.0)):
+        charge = TenantCharge("alice", seconds, 0.5, 0.0)
+        live._reported(WorkerReport("a", time_s, charges=(charge,)))
+    vram = 'kappa_tenant_charge_seconds_total{resource="vram",tenant="alice"}'
+    assert sample(live, vram) == 5.0
+    board.remove("d", "a")
+    await until(lambda: len(live.router.state.workers) == 1)
+    assert live.charges.elsewhere("b")["alice"].vram_s == 5.0
+    live._reported(WorkerReport("a", later_s + 2, charges=(TenantCharge("alice", 9.0, 0.5, 0.0),)))
+    assert sample(live, vram) == 5.0, "a worker that is gone is not heard"
+
+
+async def test_a_decision_and_its_log_line_name_the_tenant(scene, worker, capsys):
+    live, board = scene
+    await joined(live, board, worker())
+    live.route(ask(), "alice")
+    live.release("r", "done")
+    assert live.records["r"].to_dict()["tenant"] == "alice"
+    assert "alice" in "".join(capsys.readouterr())

@@ -191,3 +191,23 @@ def test_priced_fetches_from_a_peer_when_that_is_cheaper_than_waiting_or_computi
     asked.fetching.fetch_s, asked.fetching.fetch_from = np.array([0.0, 0.3]), "w0"
     choice = policy_named("priced_fetch").choose(asked)
     assert (choice.index, choice.reason, choice.fetch) == (1, "peer_fetch", Fetch("w0", 50_000))
+
+
+def test_priced_fetches_only_for_what_the_request_itself_gains():
+    holder = busy(ttft_s=1.0, new_tokens=100, cached_tokens=50_000, in_flight=50, decode_s=0.1)
+    other = busy(ttft_s=6.0, new_tokens=50_100, work_s=4.0)
+    asked = offers(holder, other)
+    asked.fetching = offers(holder, busy(ttft_s=0.8, new_tokens=100, cached_tokens=50_000))
+    asked.fetching.fetch_s, asked.fetching.fetch_from = np.array([0.0, 0.3]), "w0"
+    # It would be 0.2 s sooner and few decode there, but the transfer takes 0.3 s of two cards.
+    assert policy_named("priced_fetch").choose(asked).fetch is None
+    asked.fetching.ttft_s[1] = 0.6
+    assert policy_named("priced_fetch").choose(asked).index == 1
+
+
+def test_what_would_take_for_ever_is_not_fetched():
+    asked = offers(busy(ttft_s=5.0, new_tokens=100), busy(ttft_s=6.0, new_tokens=50_100))
+    asked.fetching = offers(busy(ttft_s=5.0), busy(ttft_s=np.inf, cached_tokens=50_000))
+    asked.fetching.fetch_s, asked.fetching.fetch_from = np.array([0.0, np.inf]), "w0"
+    choice = policy_named("priced_fetch").choose(asked)
+    assert choice.index == 0 and choice.fetch is None

@@ -1,199 +1,304 @@
-"""The scheduler alone, over a memory that only counts blocks."""
+"""The fair rule as an engine sees it: who is admitted, who is passed, who is first again."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from scheduler.core import Quote, Scheduler, Work
+from kappa.report import Charge
+from scheduler.batching import Batcher
+from scheduler.config import FairConfig, LinkRates
+from scheduler.core import Fair
+from scheduler.work import BUDGET, LINK, PENDING, RESERVED, VRAM, Quote, Room, Work
+from tests.scheduler.counted_blocks import Blocks as CountedBlocks
+from tests.scheduler.engine import Blocks, Engine, Request
 
 
-class Blocks:
-    """So many blocks of one token; hits as told per request."""
+def fair(blocks=100, budget=50, slots=8, load_s=0.01, **config):
+    rule = Fair(FairConfig(**config), LinkRates(load_s))
+    return rule, Engine(rule, Blocks(blocks), budget, slots, load_s)
 
-    def __init__(self, blocks=10_000):
-        self.free = blocks
-        self.version = 0
-        self.cached: dict[Work, tuple[int, int]] = {}
-        self.awaited: set[Work] = set()
-        self.taken: dict[Work, int] = {}
+
+def admitted(engine):
+    return [work for work, _ in engine.plan.admitted]
+
+
+# -- paper 001 ---------------------------------------------------------------------------------
+
+
+class Cached(Blocks):
+    """Cached tokens as each request has them, on the device."""
 
     def quote(self, work):
-        if work in self.awaited:
-            return None
-        device, host = self.cached.get(work, (0, 0))
-        return Quote(work.total_tokens - device, device, host)
-
-    def available(self):
-        return self.free
-
-    def take(self, work, quote):
-        assert quote.blocks <= self.free
-        self.free -= quote.blocks
-        self.taken[work] = quote.blocks
-
-    def release(self, work):
-        self.free += self.taken.pop(work)
-        self.version += 1
+        return Quote(work.total_tokens, work.cached, 0)
 
 
-def scheduler(blocks=10_000, **options):
-    memory = Blocks(blocks)
-    return Scheduler(memory, **options), memory
-
-
-def shares(step):
-    return [(tokens, context) for _, tokens, context in step.chunks]
-
-
-def test_a_prompt_is_cut_to_the_budget_less_what_decodes():
-    core, _ = scheduler(budget_tokens=100)
-    core.add(Work(150, 0.0))
-    assert shares(core.step(0.0, decoding=10)) == [(90, 0)]
-    step = core.step(0.1, decoding=10)
-    assert shares(step) == [(60, 90)] and len(step.prefilled) == 1
-
-
-def test_what_is_left_of_the_budget_goes_to_the_next_in_line():
-    core, _ = scheduler(budget_tokens=100)
-    first, second = Work(60, 0.0), Work(70, 0.0)
-    core.add(first), core.add(second)
-    step = core.step(0.0, 0)
-    assert shares(step) == [(60, 0), (40, 0)] and step.prefilled == [first]
-    assert core.step(0.1, 1).prefilled == [second]
-
-
-def test_first_come_stops_at_the_first_that_does_not_fit():
-    core, memory = scheduler(blocks=100)
-    big, small = Work(120, 0.0), Work(10, 0.0)
-    core.add(big), core.add(small)
-    assert not core.step(0.0, 0).chunks
-    memory.free, memory.version = 200, 1
-    assert core.step(5.0, 0).prefilled == [big, small]
-    assert core.max_wait_s == 5.0 and core.max_skips == 0
-
-
-def test_packing_goes_past_it_and_counts_how_often():
-    core, memory = scheduler(blocks=100, rule="pack")
-    big, small = Work(120, 0.0), [Work(10, 0.0) for _ in range(3)]
-    for work in (big, *small):
-        core.add(work)
-    assert core.step(0.0, 0).prefilled == small
-    assert big.skips == core.max_skips == 3
-    memory.free, memory.version = 200, 1
-    assert core.step(1.0, 3).prefilled == [big]
-
-
-def test_a_late_comer_is_looked_at_though_those_before_it_are_stuck():
-    core, _ = scheduler(blocks=100, rule="pack")
-    core.add(Work(120, 0.0))
-    core.step(0.0, 0)
-    late = Work(10, 1.0)
-    assert core.add(late)
-    assert core.step(1.0, 0).prefilled == [late]
-
-
-def test_loads_come_before_their_request_runs_and_it_then_goes_first():
-    core, memory = scheduler(budget_tokens=50)
-    loading, other = Work(40, 0.0), Work(200, 0.0)
-    memory.cached[loading] = (0, 30)
-    core.add(loading), core.add(other)
-    step = core.step(0.0, 0)
-    assert step.loads == [loading] and shares(step) == [(50, 0)]
-    core.loaded(loading)
-    step = core.step(1.0, 0)
-    # Running ones first: the prompt under way takes the whole budget.
-    assert shares(step) == [(50, 50)]
-    core.prefilling.clear()
-    assert [w for w, _, _ in core.step(2.0, 0).chunks] == [loading]
-
-
-def test_who_waits_for_anothers_load_blocks_nobody():
-    core, memory = scheduler()
-    first, same, other = Work(40, 0.0), Work(41, 0.0), Work(10, 0.0)
-    memory.cached[first] = (0, 30)
-    memory.awaited.add(same)
-    for work in (first, same, other):
-        core.add(work)
-    assert core.step(0.0, 0).prefilled == [other]
-    memory.awaited.clear()
-    memory.cached[same] = (30, 0)
-    core.loaded(first)
-    assert core.step(1.0, 0).prefilled == [first, same]
-
-
-def test_running_requests_are_limited():
-    core, _ = scheduler(max_running=2)
-    works = [Work(10, 0.0) for _ in range(3)]
-    for work in works:
-        core.add(work)
-    assert core.step(0.0, 0).prefilled == works[:2]
-    core.finish(works[0])
-    assert core.step(0.0, 1).prefilled == works[2:]
-
-
-def test_the_latest_is_preempted_and_is_first_in_line_again():
-    core, memory = scheduler()
-    works = [Work(10, 0.0) for _ in range(2)]
-    for work in works:
-        core.add(work)
-    core.step(0.0, 0)
-    late = Work(10, 0.5)
-    core.add(late)
-    assert core.preempt(1.0) is works[1]
-    memory.release(works[1])
-    assert not core.step(1.0, 1, admit=False).chunks
-    assert core.step(1.1, 1).prefilled == [works[1], late]
-    assert core.preemptions == 1
-
-
-@pytest.mark.parametrize("place", ["waiting", "running", "loading", "ready"])
-def test_an_aborted_request_is_forgotten_wherever_it_is(place):
-    core, memory = scheduler(budget_tokens=8)
-    work = Work(10, 0.0)
-    if place in ("loading", "ready"):
-        memory.cached[work] = (0, 5)
-    core.add(work)
-    if place != "waiting":
-        core.step(0.0, 0)
-    if place == "ready":
-        core.loaded(work)
-    core.abort(work)
-    assert not core.step(1.0, 0).chunks
-    assert not core.running and not core.loading
-
-
-def test_an_unknown_rule_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="fcfs, pack"):
-        scheduler(rule="lifo")
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    rule=st.sampled_from(["fcfs", "pack"]),
-    prompts=st.lists(st.integers(1, 90), min_size=1, max_size=20),
-    budget=st.integers(1, 64),
-    blocks=st.integers(90, 200),
-)
-def test_every_request_is_computed_once_within_budget_and_memory(rule, prompts, budget, blocks):
-    core, memory = scheduler(blocks=blocks, rule=rule, budget_tokens=budget)
-    works = [Work(tokens, 0.0) for tokens in prompts]
-    for work in works:
-        core.add(work)
-    computed = dict.fromkeys(works, 0)
-    order = []
-    for turn in range(10_000):
-        step = core.step(float(turn), 0)
-        if not step.chunks:
-            break
-        assert sum(tokens for _, tokens, _ in step.chunks) <= budget
-        for work, tokens, context in step.chunks:
-            assert context == computed[work]
-            computed[work] += tokens
-        assert memory.free >= 0
-        for work in step.prefilled:
-            order.append(work)
-            core.finish(work)
+def test_paper_001_figure_8():
+    rule, memory = Fair(FairConfig()), Cached(10)
+    works = []
+    for cached, new in [(3, 2), (3, 1), (4, 2), (2, 3)]:
+        work = Request(cached + new)
+        work.cached = cached
+        works.append(work)
+        rule.add(work, 0.0)
+    plans = []
+    for iteration in range(2):
+        plan = rule.plan(Room(memory, 5, 10, 0), float(iteration))
+        plans.append([works.index(work) + 1 for work, _ in plan.admitted])
+        for work, _ in plan.admitted:
             memory.release(work)
-    assert computed == {work: work.total_tokens for work in works}
-    if rule == "fcfs":
-        assert order == works and core.max_skips == 0
+            rule.finished(work, 0, float(iteration))
+    assert plans == [[1, 4], [2, 3]] and not len(rule)
+
+
+def test_paper_001_figure_2():
+    batcher = Batcher(CountedBlocks(), Fair(FairConfig()), budget_tokens=10)
+    works = [Work(tokens, 0.0) for tokens in (3, 5, 12)]
+    for work in works:
+        batcher.add(work, 0.0)
+    step = batcher.step(0.0, 0)
+    assert [(works.index(w), tokens) for w, tokens, _ in step.chunks] == [(0, 3), (1, 5), (2, 2)]
+    step = batcher.step(1.0, decoding=2)
+    assert [(works.index(w), tokens) for w, tokens, _ in step.chunks] == [(2, 8)]
+    assert works[2].total_tokens - works[2].computed_tokens == 2
+
+
+# -- one tenant --------------------------------------------------------------------------------
+
+
+def test_what_fits_passes_what_does_not_and_that_is_counted():
+    rule, engine = fair()
+    engine.add(Request(60, 20))
+    engine.iterate()
+    large, small = engine.add(Request(80)), [engine.add(Request(5)) for _ in range(3)]
+    engine.budget = 500
+    engine.iterate()
+    engine.iterate()
+    assert set(small) <= set(engine.done) and large.skips == rule.max_skips == 3
+    assert engine.plan.passed == {VRAM: 1}
+    engine.run()
+    assert large in engine.done and rule.max_wait_s > 0
+
+
+def test_loads_start_just_in_time_and_hold_no_blocks_before():
+    _, engine = fair(blocks=1000, budget=500, load_s=0.5)
+    engine.add(Request(10, 300))
+    engine.iterate(0.01)
+    loads = [engine.add(Request(50, host_tokens=40)) for _ in range(6)]
+    engine.iterate(0.01)
+    assert len(engine.loads) == 2 and engine.plan.passed == {LINK: 4}
+    assert len(engine.memory.holders) == 3
+    for _ in range(300):
+        engine.iterate(1.0)
+        assert len(engine.loads) <= 3
+    assert set(loads) <= set(engine.done)
+
+
+def test_who_needs_what_is_being_loaded_waits_for_it_and_for_nothing_else():
+    _, engine = fair(blocks=1000, budget=500, load_s=0.1)
+    first = engine.add(Request(50, chain=1, prefix=50, host_tokens=40))
+    second = engine.add(Request(50, chain=1, prefix=50, host_tokens=40))
+    engine.iterate()
+    assert admitted(engine) == [first] and engine.plan.passed == {PENDING: 1}
+    engine.run()
+    assert second in engine.done
+
+
+def test_an_engine_that_is_stuck_is_looked_at_again_when_something_happens():
+    """Nothing fits, nothing happens: the answer is remembered, but no event is missed."""
+    for event in ("finish", "abort", "arrive", "due"):
+        rule, engine = fair(due_after_s=50.0)
+        holder = engine.add(Request(60, 1000, bound=0))
+        engine.iterate()
+        large = engine.add(Request(50))
+        for _ in range(3):
+            engine.iterate(0.1)
+            assert engine.plan.passed == {VRAM: 1} and not admitted(engine)
+        if event == "finish":
+            engine.end(holder)
+            engine.iterate()
+            assert admitted(engine) == [large]
+        elif event == "abort":
+            engine.end(large)
+            engine.iterate()
+            assert not len(rule) and not engine.plan.passed
+        elif event == "arrive":
+            small = engine.add(Request(2))
+            engine.iterate()
+            assert admitted(engine) == [small]
+        else:
+            engine.iterate(60.0)
+            engine.iterate()
+            assert engine.plan.reserved is large
+
+
+def test_a_budget_that_comes_free_is_noticed_though_only_loads_were_looked_at():
+    rule = Fair(FairConfig(), LinkRates(1.0))
+    memory = Blocks(1000)
+    for _ in range(20):
+        rule.add(Request(20, host_tokens=10), 0.0)
+    plain = Request(20)
+    rule.add(plain, 0.0)
+    for _ in range(2):
+        rule.plan(Room(memory, 0, 8, 1), 0.0)
+    assert not rule.plan(Room(memory, 0, 8, 1), 0.0).admitted
+    assert [w for w, _ in rule.plan(Room(memory, 50, 8, 1), 0.0).admitted] == [plain]
+
+
+def test_those_behind_a_reservation_that_fill_nothing_do_not_hide_those_that_fit():
+    _, engine = fair(budget=50, max_skips=0)
+    engine.add(Request(60, 40, bound=0))
+    engine.iterate(), engine.iterate()
+    large, medium = engine.add(Request(90)), engine.add(Request(11))
+    engine.iterate()
+    assert medium in engine.admitted_at and large.skips == 1
+    wide, small = engine.add(Request(30)), engine.add(Request(3))
+    engine.iterate()
+    assert engine.plan.reserved is large
+    assert small in engine.admitted_at and wide not in engine.admitted_at
+    assert engine.plan.passed[RESERVED] == 1
+    engine.run()
+
+
+def test_a_reservation_is_gone_with_whom_it_was_for():
+    _, engine = fair(max_skips=0)
+    engine.add(Request(60, 40, bound=0))
+    engine.iterate(), engine.iterate()
+    large = engine.add(Request(90))
+    engine.add(Request(5, 1))
+    engine.iterate(), engine.iterate()
+    assert engine.plan.reserved is large
+    engine.end(large)
+    other = engine.add(Request(30))
+    engine.iterate()
+    assert engine.plan.reserved is None and other in engine.admitted_at
+
+
+def test_who_was_preempted_goes_first_and_who_was_refused_stands_where_it_was():
+    rule, engine = fair(blocks=1000, budget=30)
+    works = [engine.add(Request(30, 5)) for _ in range(4)]
+    engine.iterate(), engine.iterate()
+    assert list(engine.running) == works[:1] or works[1] in engine.running
+    last = list(engine.running)[-1]
+    engine.give_back(last)
+    order = [work for queue in rule._queues.values() for work in queue]
+    assert order == sorted(engine.waiting, key=lambda w: w.seq)
+    engine.preempt(works[0])
+    engine.iterate()
+    assert admitted(engine)[0] is works[0]
+    engine.run()
+    assert set(engine.done) == set(works)
+
+
+def test_a_request_too_large_for_what_it_declares_runs_alone():
+    _, engine = fair(blocks=50, budget=200)
+    engine.add(Request(10, 3))
+    engine.iterate()
+    huge = engine.add(Request(48, 1, bound=10_000))
+    engine.run(100)
+    assert huge in engine.done
+
+
+def test_requests_without_a_full_block_share_nothing():
+    rule = Fair(FairConfig())
+    engine = Engine(rule, Blocks(10, block_tokens=16), 100)
+    engine.add(Request(5, 3, chain=1, prefix=5)), engine.add(Request(5, 3, chain=1, prefix=5))
+    engine.iterate(1.0)
+    assert rule.charges()[""].vram_s == pytest.approx(0.2)
+    engine.run()
+
+
+# -- tenants -----------------------------------------------------------------------------------
+
+
+def test_who_had_least_goes_first():
+    rule, engine = fair(blocks=1000, budget=10, slots=50)
+    engine.add(Request(1, tenant="b"))
+    engine.iterate(1.0)
+    a = [engine.add(Request(10, tenant="a")) for _ in range(2)]
+    b = [engine.add(Request(10, tenant="b")) for _ in range(2)]
+    rule.heard({"a": Charge(5.0, 0.0, 0.0)}, {}, engine.now_s)
+    engine.iterate()
+    assert admitted(engine) == b[:1]
+    engine.iterate()
+    assert admitted(engine) == b[1:]
+    engine.run()
+    assert engine.order[-2:] == a
+
+
+def test_a_newcomer_is_looked_at_though_the_window_is_full_of_others():
+    rule = Fair(FairConfig(window=4))
+    for _ in range(4):
+        assert rule.add(Request(10, tenant="a"), 0.0)
+    assert not rule.add(Request(10, tenant="a"), 0.0)
+    assert rule.add(Request(10, tenant="b"), 0.0)
+
+
+def test_waiting_earns_credit_up_to_when_it_is_due():
+    for waited_s, first in ((9.0, "b"), (25.0, "a"), (10**6, "b")):
+        rule = Fair(FairConfig(credit=0.1, due_after_s=1000.0 if waited_s < 100 else 20.0))
+        rule.add(Request(10, tenant="a"), 0.0)
+        b = Request(10, tenant="b")
+        rule.add(b, waited_s)
+        b.arrival_s = waited_s
+        behind_s = 2.0 if waited_s < 100 else 3.0
+        rule.heard({"a": Charge(behind_s, 0.0, 0.0)}, {}, waited_s)
+        plan = rule.plan(Room(Blocks(100), 10, 8, 0), waited_s)
+        assert plan.admitted[0][0].tenant == first
+
+
+def test_the_victim_is_the_latest_of_the_tenant_that_had_most():
+    rule, engine = fair(blocks=1000, budget=500)
+    works = [engine.add(Request(10, 50, tenant)) for tenant in "abab"]
+    engine.iterate()
+    rule.heard({"a": Charge(9.0, 0.0, 0.0)}, {}, engine.now_s)
+    assert rule.victim(works) is works[2] and rule.victim(works[3:]) is works[3]
+
+
+def test_growth_beyond_what_was_declared_is_charged():
+    rule, engine = fair(blocks=100, budget=500)
+    engine.add(Request(10, 200, "a", bound=1))
+    for _ in range(60):
+        engine.iterate(1.0)
+    exact = sum(10 + n for n in range(60)) / 100
+    assert rule.charges()["a"].vram_s == pytest.approx(exact, rel=0.05)
+
+
+def test_a_load_broken_off_is_charged():
+    rule, engine = fair(load_s=0.1)
+    load = engine.add(Request(50, host_tokens=40, tenant="a"))
+    engine.iterate()
+    engine.end(load)
+    assert rule.charges()["a"].link_s == pytest.approx(4.0)
+
+
+def test_the_same_events_give_the_same_plans():
+    orders = []
+    for _ in range(2):
+        _, engine = fair(blocks=120, budget=30, max_skips=3)
+        for number in range(60):
+            engine.add(Request(number * 7 % 50 + 1, number % 9, "abc"[number % 3]))
+            engine.iterate(0.3)
+        engine.run()
+        orders.append([(work.total_tokens, work.seq) for work in engine.order])
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "names"),
+    [
+        ({"max_skips": -1}, "max_skips"),
+        ({"due_after_s": float("nan")}, "due_after_s"),
+        ({"window": 0}, "window"),
+        ({"credit": -0.1}, "credit"),
+        ({"weights": {"a": 0.0}}, "tenant 'a'"),
+        ({"default_weight": float("inf")}, "default"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(wrong, names):
+    with pytest.raises(ValueError, match=names):
+        FairConfig(**wrong)
+
+
+def test_nothing_is_computed_without_budget():
+    rule = Fair(FairConfig())
+    rule.add(Request(10), 0.0)
+    plan = rule.plan(Room(Blocks(100), 0, 8, 1), 0.0)
+    assert not plan.admitted and plan.passed == {BUDGET: 1}

@@ -158,3 +158,70 @@ def test_common_blocks_are_found_by_bisection(shared):
     a = chain(1, 2, 3, 4, 5)
     b = chain(*[1, 2, 3, 4, 5][:shared], *([9] * (5 - shared)))
     assert common_blocks(a, b, 0, 5) == shared
+
+
+def held_copy(cache, ids, start=0):
+    run, length = cache.match(ids, start)
+    cache.unpin(cache.extend(cache.pin(run, length), ids, len(ids), copy=True))
+
+
+def test_copies_are_evicted_before_anything_older():
+    cache = PrefixCache()
+    old, copied = chain(0, 0, 0), chain(1, 1, 1)
+    cache.add(old, 3)
+    held_copy(cache, copied)
+    assert (cache.blocks, cache.spare) == (6, 3)
+    assert np.concatenate(cache.evict(2)).tolist() == copied[1:].tolist()
+    assert (cache.blocks, cache.spare) == (4, 1)
+    assert [part.tolist() for part in cache.evict(2)] == [[copied[0]], [old[2]]]
+    assert (cache.blocks, cache.spare) == (2, 0)
+
+
+def test_a_pinned_copy_is_not_spare():
+    cache = PrefixCache()
+    ids = chain(1, 1, 1)
+    held_copy(cache, ids)
+    pinned = cache.pin(*cache.match(ids, 2))
+    assert (cache.spare, cache.pinned) == (1, 2)
+    cache.evict(5)
+    assert cache.match(ids, 3)[1] == 2
+    cache.unpin(pinned)
+    cache.touch(*cache.match(ids, 2))
+    assert cache.spare == cache.evictable == 2
+
+
+def test_what_follows_a_copy_goes_with_it_but_what_it_follows_stays():
+    cache = PrefixCache()
+    ids = chain(1, 1, 1, 1, 1, 1)
+    cache.add(ids, 2)
+    held_copy(cache, ids[:4], 2)
+    cache.add(ids, 6)
+    assert (cache.blocks, cache.spare) == (6, 4)
+    gone = np.concatenate(cache.evict(4)).tolist()
+    assert sorted(gone) == sorted(ids[2:].tolist())
+    assert (cache.match(ids, 6)[1], cache.spare) == (2, 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["add", "copy", "evict", "pin", "unpin"]), paths),
+                max_size=40))  # fmt: skip
+def test_whatever_happens_no_block_outlasts_those_before_it(steps):
+    cache, pinned = PrefixCache(), []
+    for kind, path in steps:
+        ids = chain(*path)
+        found = cache.match(ids, len(ids))[1]
+        if kind == "add":
+            cache.add(ids, len(ids))
+        elif kind == "copy" and found < len(ids):
+            held_copy(cache, ids, found)
+        elif kind == "evict":
+            cache.evict(len(path))
+        elif kind == "pin" and found:
+            pinned.append(cache.pin(*cache.match(ids, found)))
+        elif kind == "unpin" and pinned:
+            cache.unpin(pinned.pop())
+        assert 0 <= cache.spare <= cache.evictable
+    for handle in pinned:
+        cache.unpin(handle)
+    cache.evict(cache.blocks)
+    assert cache.blocks == cache.spare == cache.pinned == 0

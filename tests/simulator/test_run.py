@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from router.admission import Admission
+from scheduler.catalogue import SCHEDULERS
 from simulator.clusters import Cluster, ClusterError
 from simulator.faults import Failure, Faults, Straggler, misprofiled_third
 from simulator.run import SimulationConfig, simulate, traffic_of
@@ -41,7 +42,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(
-    ("policy", "scheduler"), [("priced", "fcfs"), ("ttft", "pack"), ("round_robin", "pack")]
+    ("policy", "scheduler"), [("priced", "fcfs"), *(("round_robin", name) for name in SCHEDULERS)]
 )
 def test_every_request_ends_exactly_once(config, policy, scheduler):
     outcome = simulate(config.replaced(policy=policy, scheduler=scheduler))
@@ -188,7 +189,7 @@ def test_load_is_a_fraction_of_the_bound(config):
         ({"rate_rps": 0.0}, "rate_rps is 0.0"),
         ({"rate_rps": float("nan")}, "rate_rps is nan"),
         ({"requests": 0}, "requests is 0"),
-        ({"scheduler": "lifo"}, "fcfs, pack"),
+        ({"scheduler": "lifo"}, "fair, fcfs, priority"),
         ({"policy": "magic"}, "magic"),
     ],
 )

@@ -1,11 +1,10 @@
-"""Links under load, network cards, and the order of events."""
+"""Links under load, and the order of events."""
 
 import numpy as np
 import pytest
 
 from simulator.link import STORE_BACKLOG_S, STORE_SHARE, Link
 from simulator.loop import Loop
-from simulator.network import Network
 from simulator.noise import Noise
 
 IDS = np.arange(10_000, dtype=np.uint64)
@@ -75,14 +74,6 @@ def test_a_reset_link_forgets_what_was_under_way():
     bench.load(1, at_s=3.0)
     bench.loop.run()
     assert bench.loads == [4.0] and not bench.stores
-
-
-def test_a_transfer_between_nodes_occupies_both_cards_at_the_slower_ones_rate():
-    network = Network([10.0, 5.0, 10.0], fixed_s=1.0)
-    assert network.transfer(0, 1, 50.0, 0.0) == 11.0
-    assert network.transfer(2, 1, 50.0, 0.0) == 22.0
-    assert network.transfer(2, 0, 50.0, 30.0) == 36.0
-    assert network.busy_s == [17.0, 22.0, 17.0]
 
 
 def test_events_at_one_time_happen_in_the_order_they_were_asked_for():

@@ -72,7 +72,40 @@ def test_the_ingress_mark_reaches_sampling_params():
     assert "extra_args" in inspect.getsource(ChatCompletionRequest.to_sampling_params)
 
 
+def test_the_connector_tells_its_scheduler_which_jobs_ended_and_keeps_their_keys():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common, events, scheduler
+    from vllm.v1.outputs import KVConnectorOutput
+
+    assert list(common.OffloadingWorkerMetadata.__annotations__) == [
+        "completed_jobs", "transfer_stats",
+    ]  # fmt: skip
+    assert fields(KVConnectorOutput) >= {"kv_connector_worker_meta"}
+    assert "keys" in scheduler.TransferJobStatus.__annotations__
+    source = inspect.getsource(scheduler.OffloadingConnectorScheduler)
+    for name in ("manager", "_jobs", "_events_tracker"):
+        assert f"self.{name}" in source, name
+    assert "self._pending_event_metadata" in inspect.getsource(events.OffloadingEventsTracker)
+
+
 # -- workers.host_tier --------------------------------------------------------------------------
+
+
+def test_the_cpu_manager_has_what_ours_extends():
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+    from workers.host_tier import HostTierManager
+
+    for name in ("prepare_store", "complete_store", "reset_cache"):
+        theirs, ours = getattr(CPUOffloadingManager, name), getattr(HostTierManager, name)
+        assert parameters(ours) == parameters(theirs)
+    source = inspect.getsource(CPUOffloadingManager)
+    assert all(f"self.{name}" in source for name in ("_policy", "_get_load_store_spec"))
+    assert parameters(CPUOffloadingManager.__init__)[:5] == [
+        "self", "num_blocks", "cache_policy", "cache_policy_module_path", "enable_events",
+    ]  # fmt: skip
+    made = inspect.getsource(CPUOffloadingSpec.get_manager)
+    assert all(n in made for n in ("_manager", "eviction_policy", "cache_policy_module_path"))
 
 
 def test_the_cpu_spec_tells_sizes_and_takes_our_worker():
@@ -152,11 +185,12 @@ def test_every_engine_argument_that_we_set_exists():
 
     from kappa.hardware import node_profile
     from kappa.shapes import model_shape
-    from workers.vllm_engine import EngineLimits, Pace, engine_kwargs
+    from workers.vllm_engine import EngineLimits, EngineScheduler, Pace, engine_kwargs
 
     limits = EngineLimits(4096, 32, 200, 1 << 20, 1024, 8, "float32")
     pace = Pace(model_shape("llama-3.1-8b"), node_profile("pcie"))
-    given = engine_kwargs(limits, "ipc://a", "ipc://b", pace)
+    given = engine_kwargs(limits, "ipc://a", "ipc://b", pace, EngineScheduler("fair"))
+    assert "scheduler_cls" in given
     assert set(given) <= fields(AsyncEngineArgs)
 
 
@@ -166,7 +200,7 @@ def test_the_classes_that_we_name_as_text_exist():
     for path in (
         "workers.metered_worker.MeteredCPUWorker", "workers.connector.HostTierConnector",
         "workers.host_tier.HostTierSpec", "workers.no_download.NoDownload",
-        "router.ray_router.KappaRouter",
+        "router.ray_router.KappaRouter", "scheduler.vllm_adapter.FairScheduler",
     ):  # fmt: skip
         module, name = path.rsplit(".", 1)
         assert inspect.isclass(getattr(importlib.import_module(module), name))

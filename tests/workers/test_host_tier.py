@@ -1,7 +1,5 @@
 """The host tier's copy engine: bytes, order, waiting and pace, on real tensors and threads."""
 
-import threading
-
 import msgspec
 import numpy as np
 import pytest
@@ -12,9 +10,12 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
 )
 
-from workers.host_tier import CURRENT, HostTierWorker, Link, LinkPace
+from workers.host_tier import CURRENT, HostTierManager, HostTierWorker
+from workers.link_queue import FULL, HALF, LinkPace, LinkRules
 from workers.stats_channel import StatsSender
 
 pytestmark = pytest.mark.vllm
@@ -55,8 +56,10 @@ def tier(stats):
     )
     made = []
 
-    def make(pace=LinkPace(), host_blocks=40):
-        worker = HostTierWorker(caches, host_blocks, BLOCK_TOKENS, pace, StatsSender(stats[0]))
+    def make(pace=LinkPace(), host_blocks=40, rules=LinkRules()):
+        worker = HostTierWorker(
+            caches, host_blocks, BLOCK_TOKENS, pace, StatsSender(stats[0]), rules
+        )
         made.append(worker)
         return worker, tensors
 
@@ -125,8 +128,7 @@ def test_a_paced_load_lasts_at_least_its_pace(tier, stats):
     worker.submit_load(2, HostIds([3]), device_ids([6]))
     worker.wait({1, 2})
     worker.submit_store(3, device_ids([0]), HostIds([0]))
-    worker.wait({3})
-    messages = [stats[1]() for _ in range(5)]
+    messages = [stats[1]() for _ in range(4)]
     loads = [m for m in messages if m["kind"] == "load"]
     (store,) = (m for m in messages if m["kind"] == "store")
     assert [m["pace_s"] for m in loads] == pytest.approx([0.01 + 48e-3, 0.01 + 16e-3])
@@ -135,12 +137,6 @@ def test_a_paced_load_lasts_at_least_its_pace(tier, stats):
         assert message["took_s"] >= message["pace_s"] * (1 - 1e-9)
     # The second load could start only when the first had ended.
     assert loads[1]["queued_s"] <= loads[0]["took_s"]
-
-
-def test_pace_arithmetic():
-    pace = LinkPace(token_s=2.0, store_token_s=3.0, fixed_s=0.5)
-    assert (pace.load_s(10), pace.store_s(10)) == (20.5, 30.5)
-    assert (LinkPace(fixed_s=9.0).load_s(10), LinkPace().store_s(10)) == (0.0, 0.0)
 
 
 def test_waiting_for_what_is_not_there_returns(tier):
@@ -158,39 +154,6 @@ def test_waiting_for_a_load_ends_with_the_load(tier):
     assert [d.job_id for d in done] == [1]
 
 
-def test_wait_blocks_until_the_transfer_has_ended():
-    gate = threading.Event()
-
-    def hold(_tokens):
-        gate.wait(20.0)
-        return 0.0
-
-    host, device = torch.zeros(4, 8, dtype=torch.int8), torch.ones(4, 8, dtype=torch.int8)
-    link = Link("store", [device], [host], 16, hold, lambda _: None)
-    try:
-        link.submit(1, np.array([0]), np.array([0]))
-        waiter = threading.Thread(target=link.wait, args=({1},))
-        waiter.start()
-        assert waiter.is_alive() and link.has_unfinished()
-        gate.set()
-        waiter.join(20.0)
-        assert not waiter.is_alive() and not link.has_unfinished()
-    finally:
-        gate.set()
-        link.close()
-
-
-def test_sources_and_targets_must_pair_up():
-    tensor = torch.zeros(4, 8, dtype=torch.int8)
-    link = Link("load", [tensor], [tensor.clone()], 16, lambda _: 0.0, lambda _: None)
-    try:
-        with pytest.raises(ValueError, match="load job 1: 2 source blocks, 1 targets"):
-            link.submit(1, np.array([0, 1]), np.array([0]))
-        assert not link.has_unfinished()
-    finally:
-        link.close()
-
-
 def test_a_transfer_that_cannot_be_made_is_told_as_failed(tier):
     worker, _ = tier(host_blocks=4)
     worker.submit_load(1, HostIds([400]), device_ids([0]))
@@ -199,11 +162,138 @@ def test_a_transfer_that_cannot_be_made_is_told_as_failed(tier):
     assert [(d.job_id, d.success) for d in worker.get_finished()] == [(1, False), (2, True)]
 
 
-def test_closing_lets_waiters_go_and_drops_what_is_queued():
-    tensor = torch.zeros(4, 8, dtype=torch.int8)
-    link = Link("load", [tensor], [tensor.clone()], 16, lambda _: 0.2, lambda _: None)
-    for job in range(50):
-        link.submit(job, np.array([0]), np.array([0]))
-    link.close()
-    link.wait(set(range(50)))
-    assert len(link.take_finished()) < 50
+def test_what_was_not_dropped_comes_back_as_it_was_stored(tier):
+    """On a busy shared link; half of the stores are overwritten as soon as `wait` allows."""
+    pace = LinkPace(token_s=2e-5, store_token_s=5e-4, fixed_s=2e-4)
+    worker, device = tier(
+        pace, host_blocks=200, rules=LinkRules(duplex=HALF, late_wait_s=0.0)
+    )  # fmt: skip
+    rng = np.random.default_rng(11)
+    stored, results, dropped = {}, {}, set()
+
+    def collect():
+        results.update({done.job_id: done.success for done in worker.get_finished()})
+        dropped.update(worker.take_dropped())
+
+    for job in range(16):
+        source = rng.permutation(20)[: rng.integers(4, 10)]
+        kept = list(range(10 * job, 10 * job + len(source)))
+        worker.submit_load(1000 + job, HostIds([199]), device_ids([23]))
+        stored[job] = (source, kept, [tensor[source].clone() for tensor in device])
+        worker.submit_store(job, device_ids(source), HostIds(kept))
+        if job % 2:
+            worker.wait({job})
+            collect()
+        while job not in results:
+            collect()
+        for tensor in device:
+            tensor[source] = torch.randint(-128, 128, tensor[source].shape, dtype=torch.int8)
+    assert all(results[job] for job in stored)
+    assert dropped and dropped <= {job for job in stored if job % 2}
+    for job in set(stored) - dropped:
+        source, kept, before = stored[job]
+        places = list(range(len(source)))
+        worker.submit_load(3000 + job, HostIds(kept), device_ids(places))
+        worker.wait({3000 + job})
+        for tensor, old in zip(device, before, strict=True):
+            assert torch.equal(tensor[places], old), job
+
+
+@pytest.mark.parametrize(("duplex", "links"), [(FULL, 2), (HALF, 1)])
+def test_a_half_duplex_link_is_one_server(tier, duplex, links):
+    worker, _ = tier(rules=LinkRules(duplex=duplex))
+    assert len(worker._each) == links
+
+
+def test_an_engine_that_only_stores_naps_but_is_told_that_no_load_is_there(tier):
+    worker, _ = tier(LinkPace(token_s=1e-3, store_token_s=1e-3))
+    worker.submit_store(1, device_ids([0]), HostIds([0]))
+    assert worker.wait_for_load(60.0) is False
+    worker.wait({1})
+
+
+# -- the manager: what may be looked up -----------------------------------------------------------
+
+WHO = ReqContext(req_id="r")
+
+
+@pytest.fixture
+def manager():
+    reports = []
+
+    def make(backlog_s=1.0, **pace):
+        made = HostTierManager(
+            num_blocks=8, enable_events=True, pace=LinkPace(**pace), block_tokens=BLOCK_TOKENS,
+            backlog_s=backlog_s, report=reports.append,
+        )  # fmt: skip
+        made.reports = reports
+        return made
+
+    return make
+
+
+def keys(*names):
+    return [name.encode() for name in names]
+
+
+def test_a_store_that_was_given_up_is_never_found_nor_announced(manager):
+    tier = manager()
+    tier.prepare_store(keys("a", "b"), WHO)
+    assert tier.lookup(b"a", WHO) == LookupResult.HIT_PENDING
+    tier.hear(keys("a", "b"), 0.0)
+    tier.complete_store(keys("a", "b"), WHO)
+    assert [tier.lookup(key, WHO) for key in keys("a", "b")] == [LookupResult.MISS] * 2
+    assert list(tier.take_events()) == []
+    # Its room is free again, and the next attempt counts.
+    assert len(tier.prepare_store(keys("a", *"cdefghi"), WHO).keys_to_store) == 8
+    tier.complete_store(keys("a", *"cdefghi"), WHO)
+    assert tier.lookup(b"a", WHO) == LookupResult.HIT
+
+
+def test_stores_are_refused_while_too_many_seconds_are_queued(manager):
+    tier = manager(backlog_s=1.0, store_token_s=0.02, fixed_s=0.1)  # 0.42 s for one block
+    assert tier.prepare_store(keys("a"), WHO).keys_to_store == keys("a")
+    assert tier.prepare_store(keys("b"), WHO).keys_to_store == keys("b")
+    assert tier.prepare_store(keys("c", "d"), WHO).keys_to_store == []
+    assert tier.lookup(b"c", WHO) == LookupResult.MISS
+    assert tier.reports == [
+        {"kind": "store_dropped", "blocks": 2, "tokens": 2 * BLOCK_TOKENS, "why": "backlog"}
+    ]
+    tier.complete_store(keys("a"), WHO)
+    assert tier.prepare_store(keys("c"), WHO).keys_to_store == keys("c")
+
+
+def test_a_store_longer_than_the_bound_goes_when_nothing_else_waits(manager):
+    tier = manager(backlog_s=0.1, store_token_s=0.02)
+    assert tier.prepare_store(keys("a", "b"), WHO).keys_to_store == keys("a", "b")
+
+
+def test_what_is_stored_already_is_no_backlog(manager):
+    tier = manager(backlog_s=0.5, store_token_s=0.02)
+    tier.prepare_store(keys("a"), WHO)
+    tier.complete_store(keys("a"), WHO)
+    tier.prepare_store(keys("b"), WHO)
+    assert tier.prepare_store(keys("a"), WHO).keys_to_store == []
+    assert tier.reports == []
+
+
+def test_without_a_pace_the_measured_copy_bounds_the_stores(manager):
+    tier = manager(backlog_s=1.0)
+    for name in "abc":
+        tier.prepare_store(keys(name), WHO)
+    assert tier.reports == []
+    tier.reset_cache()
+    tier.hear([], 0.6)
+    for name in "abc":
+        tier.prepare_store(keys(name), WHO)
+    assert len(tier.reports) == 2
+
+
+def test_after_a_reset_nothing_counts_as_queued_or_lost(manager):
+    tier = manager(backlog_s=0.5, store_token_s=0.02)
+    tier.prepare_store(keys("a"), WHO)
+    tier.hear(keys("a"), 0.0)
+    tier.reset_cache()
+    assert tier.prepare_store(keys("a"), WHO).keys_to_store == keys("a")
+    tier.complete_store(keys("a"), WHO)
+    assert tier.lookup(b"a", WHO) == LookupResult.HIT

@@ -12,7 +12,7 @@ from kappa.report import Announcement
 from kappa.shapes import model_shape
 from kappa.types import NodeProfile
 from workers.identity import WorkerPlan, announce, measured_node
-from workers.vllm_engine import EngineLimits, Pace, engine_kwargs, fingerprint
+from workers.vllm_engine import EngineLimits, EngineScheduler, Pace, engine_kwargs, fingerprint
 
 LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 MEASURED = {
@@ -112,3 +112,29 @@ def test_without_a_pace_or_a_host_tier_nothing_is_emulated() -> None:
     arguments = engine_kwargs(limits, "ipc://s", "ipc://k", None)
     assert "kv_transfer_config" not in arguments
     assert "kappa_pace" not in arguments["additional_config"]
+
+
+def test_an_engine_schedules_by_a_rule_or_by_its_own() -> None:
+    own = engine_kwargs(LIMITS, "ipc://s", "ipc://k", None)
+    assert "scheduler_cls" not in own and "kappa_scheduler" not in own["additional_config"]
+    fair = engine_kwargs(LIMITS, "ipc://s", "ipc://k", None, EngineScheduler("fair"))
+    assert fair["scheduler_cls"] == "scheduler.vllm_adapter.FairScheduler"
+    options = fair["additional_config"]["kappa_scheduler"]
+    assert (options["rule"], options["stats"], options["link"]) == ("fair", "ipc://s", None)
+
+
+def test_a_paced_engine_is_told_what_its_loads_take_in_its_own_seconds() -> None:
+    node = paced("pcie", dilation=30.0)
+    pace = Pace(model_shape("llama-3.1-8b"), node)
+    given = engine_kwargs(LIMITS, "ipc://s", "ipc://k", pace, EngineScheduler("fair"))
+    link = given["additional_config"]["kappa_scheduler"]["link"]
+    assert link["token_s"] == pytest.approx(30.0 * 131072 / node.h2d_bytes_per_s)
+    assert set(link) == {"token_s", "fixed_s"}
+
+
+def test_every_rank_writes_a_log_of_its_own_and_orders_its_link_as_told() -> None:
+    scheduler = EngineScheduler("fair", link={"duplex": "half"}, log="/logs/iterations.jsonl")
+    given = engine_kwargs(LIMITS, "ipc://s", "ipc://k", None, scheduler, rank=2)
+    assert given["additional_config"]["kappa_scheduler"]["log"] == "/logs/iterations-2.jsonl"
+    extra = given["kv_transfer_config"]["kv_connector_extra_config"]
+    assert extra["kappa_link"] == {"duplex": "half"}

@@ -25,11 +25,12 @@ def test_every_size_is_measured_in_every_way(measured):
     assert measured["threads"] >= 1 and measured["device"]
 
 
-def test_rates_are_positive_and_the_best_is_reported(measured):
+def test_rates_are_positive_and_the_largest_size_speaks_for_the_link(measured):
     rows = [*measured["h2d"], *measured["d2h"], *measured["scatter"]]
     assert all(row["bytes_per_s"] > 0 and row["spread"] >= 0 for row in rows)
-    assert measured["h2d_bytes_per_s"] == max(row["bytes_per_s"] for row in measured["h2d"])
-    assert measured["d2h_bytes_per_s"] == max(row["bytes_per_s"] for row in measured["d2h"])
+    for way in ("h2d", "d2h"):
+        largest = max(measured[way], key=lambda row: row["bytes"])
+        assert measured[f"{way}_bytes_per_s"] == largest["bytes_per_s"]
     assert measured["flops_per_s"] == max(row["flops_per_s"] for row in measured["gemm"])
     assert measured["hbm_bytes_per_s"] > 0
 

@@ -5,7 +5,7 @@ import pytest
 import zmq
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
-from kappa.report import COMPUTE_STEP_TOKENS, Admission, WorkerReport
+from kappa.report import COMPUTE_STEP_TOKENS, Admission, TenantCharge, WorkerReport
 from workers.report_stream import ReportStream, ReportTotals
 from workers.stats_channel import StatsSender
 
@@ -43,6 +43,37 @@ def test_totals_add_up_and_lists_start_anew():
     assert not totals.urgent
     again = totals.take(10.0)
     assert (again.admitted, again.prefilled, again.steps_total) == ((), (), 2)
+
+
+def iterations(**changes):
+    return {
+        "kind": "iterations", "iterations": 9, "queued_iterations": 4, "budget_fill": 2.5,
+        "vram_fill": 3.5, "passed": {"vram": 7}, "preemptions": 1, "rule_errors": 2,
+        "charges": {}, "waiting": 3, "loading": 2, "running": 1,
+    } | changes  # fmt: skip
+
+
+def test_the_schedulers_totals_are_taken_over_as_they_are():
+    totals = ReportTotals("w")
+    totals.add(iterations(iterations=8, waiting=5))
+    totals.add(iterations())
+    totals.add({"kind": "store_dropped", "blocks": 2, "tokens": 64, "why": "backlog"})
+    assert not totals.urgent
+    assert totals.take(9.0) == WorkerReport(
+        worker="w", time_s=9.0, iterations_total=9, queued_iterations_total=4,
+        budget_fill_sum=2.5, vram_fill_sum=3.5, passed_total={"vram": 7}, preemptions_total=1,
+        rule_errors_total=2, stores_dropped_total=1, waiting=3, loading=2, running=1,
+    )  # fmt: skip
+
+
+def test_a_tenants_latest_charge_is_reported_once():
+    totals = ReportTotals("w")
+    totals.add(iterations(charges={"a": [1.0, 0.0, 0.0], "b": [1.0, 2.0, 3.0]}))
+    totals.add(iterations(charges={"a": [2.0, 0.0, 0.5]}))
+    assert totals.take(0.0).charges == (
+        TenantCharge("a", 2.0, 0.0, 0.5), TenantCharge("b", 1.0, 2.0, 3.0),
+    )  # fmt: skip
+    assert totals.take(1.0).charges == ()
 
 
 def test_only_steps_of_many_tokens_tell_of_the_flop_rate():

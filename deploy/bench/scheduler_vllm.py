@@ -1,0 +1,271 @@
+"""`kappa bench scheduler` on real vLLM: one policy on one bare engine, paced, on this machine.
+
+The engine is vLLM with our worker and host tier, without Ray: scheduling, caching, batching and
+loading are real, and seconds are emulated (a step and a transfer last as long as the workload
+says, times the dilation). One run: empty both caches, compute the prefixes unpaced so that they
+lie in the host tier, empty the device, then let the requests come. Waits and fills are read from
+the engine's own reports (its stats channel and the scheduler's iteration log).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from deploy.bench import scheduler_mix as mix
+from deploy.bench.scheduler_report import Played, Served
+from kappa.report import HOST_TOKENS_KEY, REQUEST_ID_KEY, TENANT_KEY
+from kappa.step import StepModel
+from workers.tiny_model import make_tiny_model
+from workers.vllm_engine import CPU_ENV
+
+os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from workers.host_tier import CURRENT
+from workers.link_queue import LinkPace
+from workers.metered_worker import MeteredCPUWorker
+
+_HOST_BYTES = 1 << 28
+_VOCABULARY = (100, 4000)
+_RUN_LIMIT_S = 600.0
+_SCHEDULER = "scheduler.vllm_adapter.FairScheduler"
+# vLLM's own scheduler class, without even our measuring: to check that it costs nothing.
+BARE = "bare"
+
+
+class BenchWorker(MeteredCPUWorker):
+    """Our worker, whose pace can be switched off while the caches are filled."""
+
+    def kappa_paced(self, paced: bool) -> None:
+        """Pace steps and transfers, or run them as fast as they go."""
+        if not hasattr(self, "_kappa_paces"):
+            self._kappa_paces = self._kappa_step_model, CURRENT[0]._pace
+        step, link = self._kappa_paces if paced else (None, LinkPace())
+        self._kappa_step_model, CURRENT[0]._pace = step, link
+
+    def kappa_idle(self) -> bool:
+        """Whether no transfer is under way."""
+        return not any(link._unfinished for link in CURRENT[0]._each)
+
+
+def engine_arguments(
+    policy: str,
+    setting: mix.Setting,
+    dilation: float,
+    folder: Path,
+    blocks: int,
+    rules: Mapping[str, Any],
+) -> dict[str, Any]:
+    """vLLM's arguments for a policy on a setting; `blocks`: usable ones (vLLM keeps one more);
+    `rules`: of the link (`workers.link_queue.LinkRules`), besides duplex and order."""
+    stats = f"ipc://{folder}/stats"
+    token_s = setting.load_token_s * dilation
+    link = {"token_s": token_s, "fixed_s": mix.LINK_FIXED_S * dilation}
+    step = StepModel(mix.STEP_TOKEN_S, 0.0, 0.0, 0.0, mix.STEP_FIXED_S, dilation)
+    additional: dict[str, Any] = {"kappa_stats": stats, "kappa_pace": step.to_dict()}
+    if policy != BARE:
+        additional["kappa_scheduler"] = {
+            "rule": "stock" if policy.startswith("fcfs") else policy,
+            "config": {}, "link": link, "stats": stats, "log": str(folder / "iterations.jsonl"),
+        }  # fmt: skip
+    model = make_tiny_model(Path(tempfile.gettempdir()) / "kappa-bench-scheduler-model", _CORPUS)
+    return {
+        "model": str(model), "skip_tokenizer_init": True, "dtype": "float32",
+        "max_model_len": 1024, "block_size": mix.BLOCK_TOKENS,
+        "num_gpu_blocks_override": blocks + 1,
+        "max_num_batched_tokens": mix.BUDGET_TOKENS, "max_num_seqs": mix.MAX_RUNNING,
+        "enforce_eager": True, "enable_prefix_caching": True, "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "worker_cls": "deploy.bench.scheduler_vllm.BenchWorker", "additional_config": additional,
+        **({} if policy == BARE else {"scheduler_cls": _SCHEDULER}),
+        "kv_transfer_config": {
+            "kv_connector": "HostTierConnector", "kv_connector_module_path": "workers.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "HostTierSpec", "spec_module_path": "workers.host_tier",
+                "cpu_bytes_to_use": _HOST_BYTES, "offload_prompt_only": False,
+                "kappa_stats": stats,
+                "kappa_pace": {**link, "store_token_s": token_s, "dilation": dilation},
+                "kappa_link": {
+                    "duplex": "half" if setting.stores == "shared" else "full",
+                    "order": "fifo" if policy in ("fcfs", BARE) else "loads_first", **rules,
+                },
+            },
+        },
+    }  # fmt: skip
+
+
+_CORPUS = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
+
+
+class Engine:
+    """One policy on one setting, kept for several runs."""
+
+    def __init__(
+        self,
+        policy: str,
+        setting: mix.Setting,
+        dilation: float,
+        rules: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start the engine: about 13 s."""
+        os.environ.update(CPU_ENV)  # its processes inherit it
+        self.policy, self.setting, self.dilation = policy, setting, dilation
+        self._workload = mix.workload_of(setting.workload)
+        self._folder = tempfile.TemporaryDirectory(prefix="kappa-bench-")
+        folder = Path(self._folder.name)
+        self._log = folder / "iterations.jsonl"
+        self._context = zmq.Context()
+        self._stats = self._context.socket(zmq.PULL)
+        self._stats.set_hwm(1_000_000)
+        self._stats.bind(f"ipc://{folder}/stats")
+        arguments = engine_arguments(
+            policy, setting, dilation, folder, self._workload.blocks, rules or {}
+        )
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        self._llm.shutdown()
+        self._context.destroy(linger=0)
+        self._folder.cleanup()
+
+    async def play(self, run: int, offloaded: bool = True) -> Played:
+        """One run; the same `run` has the same prompts under every policy.
+
+        offloaded: prefixes lie in the host tier when their requests come, else they are nowhere.
+        """
+        workload = mix.workload_of(self.setting.workload, mix.SEED + run)
+        ids = mix.prompts(workload.asks, mix.SEED, run, _VOCABULARY)
+        await self._fill(workload.asks if offloaded else (), ids, run)
+        start_s, start_wall_s = time.monotonic(), time.time()
+        served = await asyncio.wait_for(
+            asyncio.gather(
+                *(
+                    self._serve(run, number, ask, ids[number], start_s)
+                    for number, ask in enumerate(workload.asks)
+                )
+            ),
+            _RUN_LIMIT_S,
+        )
+        await asyncio.sleep(0.3)  # the last reports
+        engine: dict[str, float] = dict.fromkeys(_COUNTED, 0.0)
+        for message in self._messages():
+            _count(engine, message, self.dilation)
+            if message["kind"] == "admit":
+                number = int(str(message["request_id"]).partition("-")[2])
+                if served[number].admitted_s is None:  # a preempted request is admitted again
+                    served[number].admitted_s = (message["t_s"] - start_wall_s) / self.dilation
+        return Played(workload, list(served), self._iterations(start_s), engine)
+
+    async def _serve(
+        self, run: int, number: int, ask: mix.Ask, ids: list[int], start_s: float
+    ) -> Served:
+        await asyncio.sleep(max(start_s + ask.at_s * self.dilation - time.monotonic(), 0.0))
+        served = Served(ask, self._since(start_s))
+        params = SamplingParams(
+            max_tokens=ask.output_tokens, ignore_eos=True, temperature=0.0, detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            # As the ingress would: who it is, and what it expects the host tier to hold.
+            extra_args={
+                REQUEST_ID_KEY: f"{run}-{number}", TENANT_KEY: f"{ask.tenant}.{run}",
+                HOST_TOKENS_KEY: ask.prefix_tokens,
+            },
+        )  # fmt: skip
+        prompt = {"prompt_token_ids": ids}
+        name = f"{run}-{number}-{time.monotonic_ns()}"
+        async for output in self._llm.generate(prompt, params, name, priority=ask.priority):
+            if served.first_s is None:
+                served.first_s = self._since(start_s)
+                served.cached_tokens = output.num_cached_tokens or 0
+            served.tokens += output.outputs[0].token_ids
+        served.finished_s = self._since(start_s)
+        return served
+
+    async def _fill(self, asks: Sequence[mix.Ask], ids: list[list[int]], run: int) -> None:
+        """Empty both tiers; then put the prefixes into the host tier, and nothing on the device."""
+        await self._llm.collective_rpc("kappa_paced", args=(False,))
+        await self._settled()
+        await self._llm.reset_prefix_cache(reset_connector=True)
+        with_ids = zip(asks, ids, strict=False)
+        prefixes = [tokens[: ask.prefix_tokens] for ask, tokens in with_ids if ask.prefix_tokens]
+        if prefixes:
+            params = SamplingParams(
+                max_tokens=1, ignore_eos=True, temperature=0.0, detokenize=False,
+                extra_args={TENANT_KEY: f"fill.{run}"},
+            )  # fmt: skip
+            for prefix in prefixes:
+                name = f"fill-{time.monotonic_ns()}"
+                async for _ in self._llm.generate({"prompt_token_ids": prefix}, params, name):
+                    pass
+            await self._settled()
+        await self._llm.collective_rpc("kappa_paced", args=(True,))
+        await self._llm.reset_prefix_cache()
+        await asyncio.sleep(0.2)
+        for _ in self._messages():
+            pass
+
+    async def _settled(self) -> None:
+        for _ in range(2):
+            while not all(await self._llm.collective_rpc("kappa_idle")):
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)
+
+    def _since(self, start_s: float) -> float:
+        return (time.monotonic() - start_s) / self.dilation
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                yield msgspec.msgpack.decode(self._stats.recv(zmq.NOBLOCK))
+
+    def _iterations(self, start_s: float) -> list[dict[str, Any]]:
+        if not self._log.exists():
+            return []
+        found = []
+        for line in self._log.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # a line half written
+                iteration = json.loads(line)
+                if iteration["started_s"] >= start_s:
+                    iteration["started_s"] = (iteration["started_s"] - start_s) / self.dilation
+                    found.append(iteration)
+        self._log.write_text("")
+        return found
+
+
+_COUNTED = (
+    "loads_made", "load_s", "stores_made", "store_s", "store_wait_s", "waits", "stores_dropped",
+    "steps", "step_s", "step_tokens", "overruns",
+)  # fmt: skip
+
+
+def _count(engine: dict[str, float], message: Mapping[str, Any], dilation: float) -> None:
+    kind = message["kind"]
+    if kind in ("load", "store"):
+        engine[f"{kind}s_made"] += 1
+        engine[f"{kind}_s"] += message["took_s"] / dilation
+    elif kind == "wait":
+        engine["waits"] += 1
+        engine["store_wait_s"] += message["took_s"] / dilation
+    elif kind == "store_dropped":
+        engine["stores_dropped"] += 1
+    elif kind == "step":
+        engine["steps"] += 1
+        engine["step_s"] += message["took_s"] / dilation
+        engine["step_tokens"] += message["tokens"]
+        engine["overruns"] += bool(message["overrun"])

@@ -1,0 +1,166 @@
+"""What every tenant was charged in the whole cluster, added up from the workers' own counters.
+
+Workers charge alone and report cumulative counters; an ingress adds them up and tells each worker,
+with the requests that it sends there, what the others charged: else a tenant would multiply its
+share by spreading. Two ingresses hear the same workers, so both have the whole picture, up to the
+lag. The bound that this carries over: if one worker keeps the weighted charges of two tenants that
+both wait there within U seconds of each other, W workers keep them within U + (W - 1) * L / w
+seconds in all; L is the age of its newest news (the report's period, its way, and the time since a
+request last came to that worker), w the lesser weight; a worker charges a tenant at most a second
+of a resource per second. What a worker charged between its last report and its death is lost.
+
+Seconds are kept as whole nanoseconds: sums are exact, so they do not depend on who was heard first.
+Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kappa.report import MAX_TENANTS, Charge, TenantCharge
+
+# So many tenants, the most recently active, are told to a worker.
+TOLD_TENANTS = 64
+
+_NS = 1e9
+_MAX_GONE = 64
+
+_Ns = tuple[int, int, int]
+_ZERO: _Ns = (0, 0, 0)
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker's counters in its present life, as of its newest report."""
+
+    time_s: float = float("-inf")
+    steps_total: int = 0
+    charged: dict[str, _Ns] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Account:
+    """A tenant's charges by all workers ever; active_s: when one of them last grew."""
+
+    charged: _Ns = _ZERO
+    active_s: float = float("-inf")
+
+
+class Charges:
+    """The tenants' accounts; no charge of a tenant that is kept ever decreases.
+
+    At most `max_tenants` are kept. Beyond that the least recently active one goes into
+    `remainder`; should it come back, it begins with its workers' counters as they are reported
+    then, so `remainder` has counted it already.
+    """
+
+    def __init__(self, max_tenants: int = MAX_TENANTS) -> None:
+        self._max_tenants = max_tenants
+        self._workers: dict[str, _Worker] = {}
+        self._gone: OrderedDict[str, _Worker] = OrderedDict()
+        self._accounts: dict[str, _Account] = {}
+        self._remainder: _Ns = _ZERO
+
+    def report(
+        self, worker: str, charges: Iterable[TenantCharge], time_s: float, steps_total: int = 0
+    ) -> dict[str, Charge]:
+        """A worker's counters, of all its tenants or of those that changed; what each gained.
+
+        time_s: when it reported, by its own clock; a report that is not newer than the last one
+        says nothing new. Counters that fall are those of a worker that started again: what the
+        dead one charged stays. steps_total: its engine's steps, which fall then too.
+        """
+        known = self._workers.get(worker) or self._gone.pop(worker, None) or _Worker()
+        self._workers[worker] = known
+        if time_s <= known.time_s:
+            return {}
+        now = {c.tenant: _ns(c.charge) for c in charges}
+        if steps_total < known.steps_total or any(
+            _fell(known.charged.get(tenant, _ZERO), ns) for tenant, ns in now.items()
+        ):
+            known.charged = {}
+        known.time_s, known.steps_total = time_s, steps_total
+        gained = {}
+        for tenant, ns in now.items():
+            more = _minus(ns, known.charged.get(tenant, _ZERO))
+            known.charged[tenant] = ns
+            if any(more):
+                self._add(tenant, more, time_s)
+                gained[tenant] = _seconds(more)
+        self._evict()
+        return gained
+
+    def left(self, worker: str) -> None:
+        """A worker is gone; what it charged stays. Of late ones the counters are remembered, in
+        case they come back."""
+        known = self._workers.pop(worker, None)
+        if known is not None:
+            self._gone[worker] = known
+            while len(self._gone) > _MAX_GONE:
+                self._gone.popitem(last=False)
+
+    def elsewhere(self, worker: str, limit: int = TOLD_TENANTS) -> dict[str, Charge]:
+        """What all others charged, earlier lives of `worker` included: by tenant, the most
+        recently active first, at most `limit` of them; those charged nothing are left out."""
+        known = self._workers.get(worker)
+        here = known.charged if known is not None else {}
+        others = {
+            tenant: _seconds(ns)
+            for tenant, account in self._recent(limit)
+            if any(ns := _minus(account.charged, here.get(tenant, _ZERO)))
+        }
+        return others
+
+    def totals(self) -> dict[str, Charge]:
+        """What all workers charged each tenant, by name."""
+        return {name: _seconds(a.charged) for name, a in sorted(self._accounts.items())}
+
+    @property
+    def remainder(self) -> Charge:
+        """What tenants that are no longer kept had been charged."""
+        return _seconds(self._remainder)
+
+    def _recent(self, limit: int) -> list[tuple[str, _Account]]:
+        return heapq.nlargest(limit, self._accounts.items(), key=lambda i: (i[1].active_s, i[0]))
+
+    def _add(self, tenant: str, more: _Ns, time_s: float) -> None:
+        account = self._accounts.setdefault(tenant, _Account())
+        account.charged = _plus(account.charged, more)
+        account.active_s = max(account.active_s, time_s)
+
+    def _evict(self) -> None:
+        surplus = len(self._accounts) - self._max_tenants
+        if surplus <= 0:
+            return
+        oldest = heapq.nsmallest(
+            surplus, self._accounts.items(), key=lambda i: (i[1].active_s, i[0])
+        )
+        for tenant, account in oldest:
+            self._remainder = _plus(self._remainder, account.charged)
+            del self._accounts[tenant]
+        for known in (*self._workers.values(), *self._gone.values()):
+            for tenant, _ in oldest:
+                known.charged.pop(tenant, None)
+
+
+def _ns(charge: Charge) -> _Ns:
+    return round(charge.vram_s * _NS), round(charge.gpu_s * _NS), round(charge.link_s * _NS)
+
+
+def _seconds(ns: _Ns) -> Charge:
+    return Charge(*(value / _NS for value in ns))
+
+
+def _plus(a: _Ns, b: _Ns) -> _Ns:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
+
+
+def _minus(a: _Ns, b: _Ns) -> _Ns:
+    return a[0] - b[0], a[1] - b[1], a[2] - b[2]
+
+
+def _fell(before: _Ns, now: _Ns) -> bool:
+    return now[0] < before[0] or now[1] < before[1] or now[2] < before[2]

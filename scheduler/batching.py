@@ -1,0 +1,225 @@
+"""What an engine computes next: events in, one iteration's work out.
+
+Running requests first, then those whose loads have landed, then what a `Rule` admits, all within a
+token budget; a prompt that exceeds what is left of it is computed in chunks. All changes of an
+admitted request's place (loading, ready, running) happen in this file; those that wait are the
+rule's. It knows neither engine nor simulator: memory is asked through `Memory`, time is an
+argument.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from scheduler.work import PENDING, Memory, Quote, Room, Rule, Work
+
+
+class Step:
+    """One iteration's work besides one token for each decoding request.
+
+    chunks: (request, new tokens, context tokens before them). prefilled: those of them whose
+    prompt is complete with it. loads: admitted now, to be loaded first (tokens in the quote).
+    admitted: all admitted now, with what they took.
+    """
+
+    __slots__ = ("admitted", "chunks", "loads", "prefilled")
+
+    def __init__(self) -> None:
+        self.chunks: list[tuple[Work, int, int]] = []
+        self.prefilled: list[Work] = []
+        self.loads: list[Work] = []
+        self.admitted: list[tuple[Work, Quote]] = []
+
+
+class Batcher:
+    """Plans iterations within a token budget, a number of running requests, and memory.
+
+    Args:
+        memory: the blocks.
+        rule: owns what waits and says what is admitted.
+        budget_tokens: of an iteration, decoding requests included.
+        max_running: requests that compute; those being loaded are not counted, as in vLLM.
+
+    `was_queued`: somebody waited when the last step was planned.
+    """
+
+    def __init__(
+        self, memory: Memory, rule: Rule, budget_tokens: int = 8192, max_running: int = 256
+    ) -> None:
+        self.memory = memory
+        self.rule = rule
+        self.budget_tokens = budget_tokens
+        self.max_running = max_running
+        self.running: dict[Work, None] = {}
+        self.prefilling: list[Work] = []
+        self.ready: deque[Work] = deque()
+        self.loading: dict[Work, None] = {}
+        self.preemptions = 0
+        self.was_queued = False
+        self._room = Room(memory, 0, 0, 0)
+        # Of those that wait: they need what is being loaded for another.
+        self._pending = 0
+        self._decoding: set[Work] = set()
+        self._decoding_of: dict[str, int] = {}
+        self._step: Step | None = None
+        self._fill = 0.0
+        self._fill_steps = 0
+        self._wanting = False
+
+    # -- events -------------------------------------------------------------------------------
+
+    def add(self, work: Work, now_s: float) -> bool:
+        """A request arrived; whether the next step may have something for it."""
+        return self.rule.add(work, now_s)
+
+    def landed(self, work: Work, now_s: float) -> None:
+        """Its host blocks are on the device: it goes first, as do those that waited for them."""
+        del self.loading[work]
+        self.ready.append(work)
+        self._pending = 0
+        self.rule.landed(work, now_s)
+
+    def finish(self, work: Work, output_tokens: int, now_s: float) -> None:
+        """It is done, and its blocks are released by whoever holds them."""
+        del self.running[work]
+        self._left(work)
+        self.rule.finished(work, output_tokens, now_s)
+
+    def abort(self, work: Work, output_tokens: int, now_s: float) -> None:
+        """Its client left: forget it wherever it is."""
+        if work in self.running:
+            del self.running[work]
+            if work in self.prefilling:
+                self.prefilling.remove(work)
+            self._left(work)
+        elif work in self.loading:
+            del self.loading[work]
+        elif work in self.ready:
+            self.ready.remove(work)
+        else:
+            self.rule.aborted(work, now_s)
+            return
+        self.rule.finished(work, output_tokens, now_s)
+
+    def preempt(self, now_s: float) -> Work | None:
+        """Out of blocks: the rule's victim gives up its own and waits to be recomputed."""
+        if not self.running:
+            return None
+        work = self.rule.victim(list(self.running))
+        del self.running[work]
+        if work in self.prefilling:
+            self.prefilling.remove(work)
+        self._left(work)
+        self.preemptions += 1
+        self.rule.preempted(work, now_s)
+        work.computed_tokens = 0
+        return work
+
+    def ran(self, seconds: float, steps: int, now_s: float) -> None:
+        """The last step ended, and `steps` - 1 more in which its decoding went on alone.
+
+        Must come before the requests that ended with it are finished.
+        """
+        step = self._step
+        if step is None:
+            return
+        self._step = None
+        tokens = {tenant: count * steps for tenant, count in self._decoding_of.items() if count}
+        for work, new, _ in step.chunks:
+            tokens[work.tenant] = tokens.get(work.tenant, 0) + new
+        self._join(step.prefilled)
+        self.rule.ran(seconds, tokens, now_s, steps)
+
+    def _join(self, works: Iterable[Work]) -> None:
+        decoding_of = self._decoding_of
+        for work in works:
+            if work in self.running:
+                self._decoding.add(work)
+                decoding_of[work.tenant] = decoding_of.get(work.tenant, 0) + 1
+
+    def _left(self, work: Work) -> None:
+        if work in self._decoding:
+            self._decoding.remove(work)
+            self._decoding_of[work.tenant] -= 1
+
+    # -- the next iteration -------------------------------------------------------------------
+
+    def step(self, now_s: float, decoding: int, admit: bool = True) -> Step:
+        """Plan an iteration in which `decoding` requests take a token each.
+
+        admit: False after a preemption, when nobody new may take the blocks just freed.
+        """
+        step = self._step = Step()
+        budget = self.budget_tokens - decoding
+        if self.prefilling:
+            budget = self._continue(step, budget)
+        while self.ready and budget > 0 and len(self.running) < self.max_running:
+            budget -= self._run(step, self.ready.popleft(), budget)
+        self.was_queued = len(self.rule) > 0
+        if admit and self.was_queued:
+            budget = self._admit(step, budget, now_s)
+        self._wanting = bool(step.chunks) or self.queued > 0
+        if self._wanting:
+            self._fill += (self.budget_tokens - budget) / self.budget_tokens
+            self._fill_steps += 1
+        return step
+
+    def repeat(self, steps: int, decoding: int) -> None:
+        """The last step's decoding went on alone for `steps` more iterations."""
+        if self._wanting:
+            self._fill += steps * decoding / self.budget_tokens
+            self._fill_steps += steps
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for room; those that only wait for another's load are not counted."""
+        return len(self.rule) - self._pending
+
+    @property
+    def budget_fill(self) -> tuple[float, int]:
+        """Sum of the shares of the budget used, and steps counted: those with work at hand."""
+        return self._fill, self._fill_steps
+
+    def _continue(self, step: Step, budget: int) -> int:
+        for work in self.prefilling:
+            if budget <= 0:
+                break
+            budget -= self._chunk(step, work, budget)
+        if step.prefilled:
+            self.prefilling = [w for w in self.prefilling if w.computed_tokens < w.total_tokens]
+        return budget
+
+    def _run(self, step: Step, work: Work, budget: int) -> int:
+        self.running[work] = None
+        tokens = self._chunk(step, work, budget) if budget > 0 else 0
+        if work.computed_tokens < work.total_tokens:
+            self.prefilling.append(work)
+        return tokens
+
+    def _chunk(self, step: Step, work: Work, budget: int) -> int:
+        context = work.computed_tokens
+        tokens = min(work.total_tokens - context, budget)
+        step.chunks.append((work, tokens, context))
+        work.computed_tokens = context + tokens
+        if work.computed_tokens == work.total_tokens:
+            step.prefilled.append(work)
+        return tokens
+
+    def _admit(self, step: Step, budget: int, now_s: float) -> int:
+        room = self._room
+        running = len(self.running)
+        room.budget_tokens = budget
+        room.slots = self.max_running - running
+        room.running = running + len(self.loading) + len(self.ready)
+        plan = self.rule.plan(room, now_s)
+        self._pending = plan.passed.get(PENDING, 0)
+        for work, quote in plan.admitted:
+            step.admitted.append((work, quote))
+            work.computed_tokens = quote.device_tokens + quote.host_tokens
+            if quote.host_tokens:
+                self.loading[work] = None
+                step.loads.append(work)
+            else:
+                budget -= self._run(step, work, budget)
+        return budget

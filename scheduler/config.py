@@ -1,0 +1,68 @@
+"""How a fair scheduler is tuned, and what it is told of its link: plain, validated data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRates:
+    """What a load takes: fixed_s + tokens * token_s, in seconds of the engine's own clock."""
+
+    token_s: float
+    fixed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("token_s", "fixed_s"):
+            _at_least("LinkRates", name, getattr(self, name), 0.0)
+
+    def load_s(self, tokens: int) -> float:
+        """Seconds that a load of `tokens` occupies the link."""
+        return self.fixed_s + tokens * self.token_s
+
+
+@dataclass(frozen=True, slots=True)
+class FairConfig:
+    """The fair scheduler's rules in numbers.
+
+    weights: share of each tenant; default_weight: of those not named. max_skips, due_after_s: a
+    request that others passed so often for want of blocks, or that has waited so long, is due.
+    window: how many waiting requests an iteration looks at. slack_s: seconds of service by which a
+    tenant may be ahead before others go first. credit: seconds of service that a second of waiting
+    is worth, until the request is due; a tenant ahead by all of that and the slack gets no blocks
+    while one in turn waits for some. reserve: set blocks aside for a due request (off only to show
+    what happens then). expected_output_tokens: length of an answer before any was seen.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    default_weight: float = 1.0
+    max_skips: int = 64
+    due_after_s: float = 30.0
+    window: int = 256
+    slack_s: float = 0.25
+    credit: float = 0.1
+    reserve: bool = True
+    expected_output_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            _at_least("FairConfig", name, getattr(self, name), least)
+        for tenant, weight in {"default": self.default_weight, **self.weights}.items():
+            if not (math.isfinite(weight) and weight > 0):
+                raise ValueError(
+                    f"FairConfig: the weight of tenant {tenant!r} is {weight}: give a finite "
+                    "number above zero"
+                )
+
+
+_LEAST = {
+    "max_skips": 0, "due_after_s": 0.0, "window": 1, "slack_s": 0.0, "credit": 0.0,
+    "expected_output_tokens": 1,
+}  # fmt: skip
+
+
+def _at_least(where: str, name: str, value: float, least: float) -> None:
+    if not (math.isfinite(value) and value >= least):
+        raise ValueError(f"{where}.{name} is {value}: give a finite number, at least {least:g}")

@@ -1,0 +1,181 @@
+"""What each iteration of an engine did: totals for the worker's report and, on request, JSON lines.
+
+Totals leave as one message on the stats channel every tenth of a second and whenever the engine
+falls idle; they are cumulative, so a lost message costs nothing. Lines go through a bounded queue
+to a thread that writes: when the disk cannot keep up they are dropped and counted, and the engine
+does not wait.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from queue import Full, Queue
+from typing import TextIO
+
+from kappa.report import Charge
+
+_SEND_EVERY_S = 0.1
+_MOST_LINES = 10_000
+_MOST_PENDING = 64
+
+
+@dataclass(slots=True)
+class Iteration:
+    """One iteration, as it was scheduled; seconds of the engine's own clock.
+
+    queued: something waited before it. blocks: held after it was scheduled. admitted: requests
+    that began to run or load; returned: planned, and then not admitted by the engine. passed: left
+    waiting, by reason. stock: in the engine's own order. step_s: until its tokens were sampled.
+    """
+
+    started_s: float
+    tokens: int = 0
+    budget_tokens: int = 0
+    blocks: int = 0
+    capacity_blocks: int = 0
+    queued: bool = False
+    waiting: int = 0
+    loading: int = 0
+    running: int = 0
+    admitted: int = 0
+    returned: int = 0
+    preempted: int = 0
+    passed: Mapping[str, int] = field(default_factory=dict)
+    stock: bool = False
+    plan_s: float = 0.0
+    step_s: float = 0.0
+
+
+class IterationLog:
+    """Follows an engine's iterations from schedule to sample.
+
+    Args:
+        send: puts a message on the stats channel; must not block.
+        path: file for JSON lines, or None.
+    """
+
+    def __init__(self, send: Callable[[dict[str, object]], None], path: str | None = None) -> None:
+        self._send = send
+        self._lines = _Lines(path) if path else None
+        self._pending: deque[Iteration] = deque(maxlen=_MOST_PENDING)
+        self._passed: Counter[str] = Counter()
+        self._iterations = self._queued = self._preemptions = 0
+        self._budget_fill = self._vram_fill = 0.0
+        self._last_end_s = 0.0
+        self._last_sent_s = 0.0
+        self._sent_charges: dict[str, Charge] = {}
+
+    @property
+    def lines_dropped(self) -> int:
+        """JSON lines that were lost because the disk was too slow, or full."""
+        return self._lines.dropped if self._lines else 0
+
+    def scheduled(self, iteration: Iteration) -> None:
+        """It goes to the worker."""
+        self._pending.append(iteration)
+
+    def ended(self, now_s: float) -> Iteration | None:
+        """The oldest one under way has its tokens; returns it, its seconds filled in.
+
+        Iterations that overlap share the time: each counts from the end of the one before.
+        """
+        if not self._pending:
+            return None
+        it = self._pending.popleft()
+        it.step_s = now_s - max(it.started_s, self._last_end_s)
+        self._last_end_s = now_s
+        self._iterations += 1
+        self._preemptions += it.preempted
+        self._passed.update(it.passed)
+        if it.queued:
+            self._queued += 1
+            self._budget_fill += it.tokens / max(it.budget_tokens, 1)
+            self._vram_fill += it.blocks / max(it.capacity_blocks, 1)
+        if self._lines:
+            self._lines.put(it)
+        return it
+
+    def due(self, now_s: float, idle: bool) -> bool:
+        """Whether it is time for `publish`."""
+        return idle or now_s - self._last_sent_s >= _SEND_EVERY_S
+
+    def publish(
+        self,
+        now_s: float,
+        counts: tuple[int, int, int],
+        rule_errors: int,
+        charges: Mapping[str, Charge],
+    ) -> None:
+        """Send the totals; counts: of requests that wait, load and run.
+
+        Of the charges, those that changed since they were last sent.
+        """
+        self._last_sent_s = now_s
+        changed = {t: c for t, c in charges.items() if self._sent_charges.get(t) != c}
+        self._sent_charges.update(changed)
+        self._send(
+            {
+                "kind": "iterations",
+                "iterations": self._iterations,
+                "queued_iterations": self._queued,
+                "budget_fill": self._budget_fill,
+                "vram_fill": self._vram_fill,
+                "passed": dict(self._passed),
+                "preemptions": self._preemptions,
+                "rule_errors": rule_errors,
+                "charges": {tenant: list(charge) for tenant, charge in changed.items()},
+                **dict(zip(("waiting", "loading", "running"), counts, strict=True)),
+            }
+        )
+
+    def close(self) -> None:
+        """Write what is queued."""
+        if self._lines:
+            self._lines.close()
+
+
+class _Lines:
+    """A file of JSON lines, written by a thread of its own."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise ValueError(
+                f"the scheduler's log {path} cannot be written: {error.strerror}; give another "
+                "path, or none"
+            ) from None
+        self.dropped = 0
+        self._queue: Queue[Iteration | None] = Queue(_MOST_LINES)
+        self._thread = threading.Thread(target=self._run, name="kappa-iterations", daemon=True)
+        self._thread.start()
+
+    def put(self, iteration: Iteration) -> None:
+        try:
+            self._queue.put_nowait(iteration)
+        except Full:
+            self.dropped += 1
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            try:
+                self._queue.put(None, timeout=1.0)
+            except Full:
+                return
+            self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        with self._file:
+            while (iteration := self._queue.get()) is not None:
+                try:
+                    self._file.write(json.dumps(asdict(iteration)) + "\n")
+                    if self._queue.empty():
+                        self._file.flush()
+                except OSError:
+                    self.dropped += 1

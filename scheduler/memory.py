@@ -1,0 +1,197 @@
+"""VRAM as promised, not only as used.
+
+Blocks are taken as a request grows, but admission must look ahead: each request declares at its
+admission what it will need besides (its *reserve*, for decoding), and what is still outstanding of
+all reserves is not free for others. A due request that does not fit gets a reservation (EASY
+backfilling, Lifka 1995): until it is admitted, those who come after it may together hold no more
+than what it leaves of the whole, so once those who ran before are done, it fits.
+
+Blocks of a shared prefix are charged to their holders in equal parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.work import Memory, Quote, Work
+
+
+@dataclass(slots=True)
+class Hold:
+    """What an admitted request holds. blocks: all of its prompt's, shared ones included; depth: of
+    those, found and held by others; reach: of those, known to lie on the chain that its group
+    shares; reserve: more that it declared; share: what it is charged for.
+    """
+
+    blocks: int
+    depth: int
+    reserve: int
+    key: int
+    high: bool
+    reach: int
+    share: float
+    backfilled: bool = False
+
+
+class Ledger:
+    """The blocks of one engine and what has been promised of them."""
+
+    def __init__(self) -> None:
+        self._holds: dict[Work, Hold] = {}
+        self._groups: dict[int, dict[Work, Hold]] = {}
+        self.high_blocks = 0
+        self.reserved_for: Work | None = None
+        self._reserved_blocks = 0
+        self._backfilled_blocks = 0
+
+    def __len__(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._holds)
+
+    def __contains__(self, work: Work) -> bool:
+        """Whether it holds blocks."""
+        return work in self._holds
+
+    # -- questions ----------------------------------------------------------------------------
+
+    def outstanding(self) -> int:
+        """Blocks declared and not yet taken."""
+        return sum(
+            hold.reserve - work.grown_blocks
+            for work, hold in self._holds.items()
+            if hold.reserve > work.grown_blocks
+        )
+
+    def free(self, memory: Memory) -> int:
+        """Blocks that nobody has, nor was promised for its growth."""
+        return memory.available() - self.outstanding()
+
+    def spare(self, memory: Memory) -> int:
+        """Blocks that those behind a reservation may still take; all, if there is none."""
+        if self.reserved_for is None:
+            return memory.capacity_blocks
+        return memory.capacity_blocks - self._reserved_blocks - self._backfilled_blocks
+
+    # -- reservations -------------------------------------------------------------------------
+
+    def reserve(self, work: Work, blocks: int, memory: Memory) -> None:
+        """Set blocks aside for a due request; there is one reservation at a time."""
+        self.reserved_for = work
+        self._reserved_blocks = min(blocks, memory.capacity_blocks)
+        self._backfilled_blocks = 0
+        for hold in self._holds.values():
+            hold.backfilled = False
+
+    def promised(self, prompt_blocks: int, reserve: int) -> int:
+        """The reserve that the one with the reservation may declare: what was set aside for it."""
+        return min(reserve, max(self._reserved_blocks - prompt_blocks, 0))
+
+    def unreserve(self) -> None:
+        """It was admitted, or is gone."""
+        self.reserved_for = None
+        self._reserved_blocks = self._backfilled_blocks = 0
+
+    # -- events -------------------------------------------------------------------------------
+
+    def admit(
+        self, work: Work, quote: Quote, blocks: int, reserve: int, high: bool
+    ) -> dict[Work, tuple[str, float]]:
+        """It takes what was quoted. blocks: of its whole prompt; high: of high ratio.
+
+        Returns by how many blocks the charge of whom changed: its own and its prefix' other
+        holders'.
+        """
+        work.grown_blocks = 0
+        depth = min(quote.shared_blocks, blocks)
+        # Of a prompt, at least the last token is computed: its last block is not another's.
+        reach = depth or blocks - 1
+        hold = Hold(blocks, depth, reserve, quote.shared_key, high, reach, 0.0)
+        if work is self.reserved_for:
+            self.unreserve()
+        elif self.reserved_for is not None:
+            hold.backfilled = True
+            self._backfilled_blocks += blocks + reserve
+        self._holds[work] = hold
+        if high:
+            self.high_blocks += blocks + reserve
+        if hold.key:
+            group = self._groups.setdefault(hold.key, {})
+            _find_bringer(group, depth)
+            group[work] = hold
+        changes = self._split(hold.key)
+        if work not in changes:
+            hold.share = float(blocks + reserve)
+            changes[work] = (work.tenant, hold.share)
+        return changes
+
+    def release(self, work: Work) -> dict[Work, tuple[str, float]]:
+        """Its blocks are free; returns by how much whose charged blocks changed."""
+        hold = self._holds.pop(work)
+        if hold.high:
+            self.high_blocks -= hold.blocks + hold.reserve
+        if hold.backfilled and self.reserved_for is not None:
+            self._backfilled_blocks -= hold.blocks + hold.reserve
+        changes: dict[Work, tuple[str, float]] = {}
+        group = self._groups.get(hold.key)
+        if group is not None and work in group:
+            del group[work]
+            if group:
+                changes = self._split(hold.key)
+            else:
+                del self._groups[hold.key]
+        changes[work] = (work.tenant, -hold.share)
+        return changes
+
+    def grow(self) -> dict[Work, tuple[str, float]]:
+        """Count what requests took beyond their reserve, as if they had declared it.
+
+        Returns by how much whose charged blocks changed.
+        """
+        changes: dict[Work, tuple[str, float]] = {}
+        for work, hold in self._holds.items():
+            over = work.grown_blocks - hold.reserve
+            if over <= 0:
+                continue
+            hold.reserve += over
+            hold.share += over
+            if hold.high:
+                self.high_blocks += over
+            if hold.backfilled and self.reserved_for is not None:
+                self._backfilled_blocks += over
+            changes[work] = (work.tenant, float(over))
+        return changes
+
+    def _split(self, key: int) -> dict[Work, tuple[str, float]]:
+        """Divide a prefix among those who hold it, as one chain of blocks of different lengths.
+
+        It is shared as far as anyone found it.
+        """
+        group = self._groups.get(key)
+        if not group:
+            return {}
+        longest = max(hold.depth for hold in group.values())
+        chain = {work: min(hold.reach, longest) for work, hold in group.items()}
+        changes: dict[Work, tuple[str, float]] = {}
+        before, paid, left = 0, 0.0, len(group)
+        for work in sorted(group, key=lambda w: (chain[w], w.seq)):
+            hold, length = group[work], chain[work]
+            paid += (length - before) / left
+            before, left = length, left - 1
+            share = hold.blocks + hold.reserve - length + paid
+            if share != hold.share:
+                changes[work] = (work.tenant, share - hold.share)
+                hold.share = share
+        return changes
+
+
+def _find_bringer(group: dict[Work, Hold], depth: int) -> None:
+    """Somebody found so many blocks: whoever holds them has the chain that far, its own ones too.
+
+    Who found nothing brought its whole chain. Else it is the latest that is long enough.
+    """
+    if max((hold.reach for hold in group.values()), default=depth) >= depth:
+        return
+    for hold in reversed(group.values()):
+        if hold.blocks > depth:
+            hold.reach = hold.blocks - 1
+            return

@@ -1,0 +1,173 @@
+"""The words between a scheduling rule and the engine that it plans for.
+
+An engine, real or simulated, owns the blocks and runs the iterations; a `Rule` owns what waits and
+says, iteration by iteration, what is admitted. `Work` is one request inside an engine, `Memory` the
+blocks on the device as a rule sees them, `Room` what the coming iteration has to give, `Plan` the
+answer. Nothing here knows a clock: times are arguments, in seconds of any one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+# Why a request was passed over in an iteration.
+VRAM, LINK, BUDGET, SLOTS, RESERVED, CAP, PENDING = (
+    "vram", "link", "budget", "slots", "reserved", "cap", "pending",
+)  # fmt: skip
+REASONS = (VRAM, LINK, BUDGET, SLOTS, RESERVED, CAP, PENDING)
+
+
+class Work:
+    """One request inside an engine.
+
+    total_tokens: what must be in the cache before it decodes: its prompt and, after a preemption,
+    what it had generated. computed_tokens: how much of that is there, scheduled work included.
+    max_tokens: bound on its answer. tenant: who is charged. priority: lower goes first, where a
+    rule cares. skips: how often one behind it took what it lacked. seq: order of arrival; the rule
+    sets it. grown_blocks: taken since its admission, as it decoded; the engine counts them.
+    """
+
+    __slots__ = (
+        "arrival_s", "computed_tokens", "grown_blocks", "max_tokens", "priority", "seq", "skips",
+        "tenant", "total_tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        total_tokens: int,
+        arrival_s: float,
+        max_tokens: int = 1,
+        tenant: str = "",
+        priority: int = 0,
+    ) -> None:
+        self.total_tokens = total_tokens
+        self.arrival_s = arrival_s
+        self.max_tokens = max_tokens
+        self.tenant = tenant
+        self.priority = priority
+        self.computed_tokens = 0
+        self.grown_blocks = 0
+        self.skips = 0
+        self.seq = -1
+
+
+class Quote(NamedTuple):
+    """What admitting a request would take now.
+
+    blocks: of those available (unused or evictable), hits that were evictable included.
+    device_tokens: found on the device; host_tokens: to be loaded behind them. shared_blocks: found
+    and held by others already, which cost nothing now; shared_key: names the request's first block
+    (held or not), so that those with one prefix are known; 0 if it has no full block.
+    """
+
+    blocks: int
+    device_tokens: int
+    host_tokens: int
+    shared_blocks: int = 0
+    shared_key: int = 0
+
+
+class Memory(Protocol):
+    """Blocks on the device, as a rule sees them.
+
+    version: rises whenever something may fit that did not before. capacity_blocks: all of them.
+    """
+
+    version: int
+    block_tokens: int
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks on the device."""
+        ...
+
+    def quote(self, work: Work) -> Quote | None:
+        """What admitting `work` takes; None while blocks that it needs are being loaded.
+
+        Asked often: an engine may answer from what it looked up a moment ago.
+        """
+        ...
+
+    def available(self) -> int:
+        """Blocks unused or evictable."""
+        ...
+
+    def take(self, work: Work, quote: Quote) -> Quote | None:
+        """Reserve what was quoted; what was in fact taken, or None: it does not fit after all."""
+        ...
+
+
+@dataclass(slots=True)
+class Room:
+    """What the coming iteration has to give.
+
+    budget_tokens: of the iteration's budget, after those already running. slots: requests that may
+    still be added to those running. running: requests that hold blocks, loading ones included.
+    """
+
+    memory: Memory
+    budget_tokens: int
+    slots: int
+    running: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is admitted now, in order: (request, what it took). passed: how many waiting requests
+    were looked at and left, by reason. reserved: the due request whose blocks are set aside."""
+
+    admitted: list[tuple[Work, Quote]] = field(default_factory=list)
+    passed: dict[str, int] = field(default_factory=dict)
+    reserved: Work | None = None
+
+
+class Rule(Protocol):
+    """Owns the waiting requests of one engine; told of everything that happens to the others."""
+
+    name: str
+    max_skips: int
+    max_wait_s: float
+
+    def __len__(self) -> int:
+        """Requests that wait, those that wait for another's load included."""
+        ...
+
+    def add(self, work: Work, now_s: float) -> bool:
+        """A request arrived; whether the next iteration may have something for it."""
+        ...
+
+    def plan(self, room: Room, now_s: float) -> Plan:
+        """Admit for the coming iteration: takes from `room.memory`, forgets what it admitted."""
+        ...
+
+    def returned(self, work: Work, now_s: float) -> None:
+        """The engine could not admit what was planned: it waits again, where it was."""
+        ...
+
+    def landed(self, work: Work, now_s: float) -> None:
+        """The load of an admitted request is on the device."""
+        ...
+
+    def preempted(self, work: Work, now_s: float) -> None:
+        """A running request lost its blocks and waits again, before those that never ran."""
+        ...
+
+    def finished(self, work: Work, output_tokens: int, now_s: float) -> None:
+        """An admitted request is over, its blocks are free; aborted ones too."""
+        ...
+
+    def aborted(self, work: Work, now_s: float) -> None:
+        """A waiting request's client left."""
+        ...
+
+    def ran(
+        self, seconds: float, tokens: Mapping[str, int], now_s: float, iterations: int = 1
+    ) -> None:
+        """Iterations ended that took so long in all, with so many tokens of each tenant."""
+        ...
+
+    def victim(self, running: Sequence[Work]) -> Work:
+        """Which of `running` (in order of admission, not empty) gives up its blocks."""
+        ...

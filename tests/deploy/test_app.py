@@ -1,0 +1,43 @@
+"""What the application is told of tenants: digests of keys, and a key for our own requests."""
+
+import pickle
+
+from deploy.app import _engine_scheduler, _tenants, own_headers
+from kappa.settings import load_settings
+from scheduler.config import FairConfig
+from workers.link_queue import LinkRules
+
+KEYED = {"by_key": {"sk-alice": "alice"}, "weights": {"alice": 2.0}}
+
+
+def test_the_ingress_gets_the_tenants_and_not_their_keys():
+    tenants = _tenants(load_settings(None, tenants={**KEYED, "unknown": "refuse"}))
+    assert tenants.find(["sk-alice"]).weight == 2.0
+    assert tenants.find(["sk-bob"]) is None
+    assert b"sk-alice" not in pickle.dumps(tenants)
+
+
+def test_without_keys_nobody_is_refused():
+    tenants = _tenants(load_settings())
+    assert tenants.find(["anything"]).name == "default"
+
+
+def test_our_own_requests_carry_a_key_only_where_one_is_needed():
+    assert own_headers(load_settings()) == {}
+    assert own_headers(load_settings(None, tenants=KEYED)) == {}
+    refusing = load_settings(None, tenants={**KEYED, "unknown": "refuse"})
+    assert own_headers(refusing) == {"authorization": "Bearer sk-alice"}
+
+
+def test_engines_schedule_by_the_rule_weights_and_link_of_the_settings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = load_settings(
+        tenants={"by_key": {"k": "a"}, "weights": {"a": 2.0}},
+        scheduler={"window": 7, "duplex": "half", "log": "it.jsonl"},
+    )
+    scheduler = _engine_scheduler(settings)
+    config = FairConfig(**scheduler.config)
+    assert (scheduler.rule, config.window, config.weights) == ("fair", 7, {"a": 2.0})
+    rules = LinkRules.from_dict(scheduler.link)
+    assert (rules.duplex, rules.order, rules.store_backlog_s) == ("half", "loads_first", 10.0)
+    assert scheduler.log == str(tmp_path / "it.jsonl")

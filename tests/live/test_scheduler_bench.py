@@ -1,0 +1,37 @@
+"""The scheduling benchmark on a real engine: the host tier gives back what it was given."""
+
+import os
+
+import pytest
+
+pytestmark = [pytest.mark.live, pytest.mark.vllm]
+
+
+@pytest.fixture
+def fresh_environment():
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.usefixtures("fresh_environment")
+@pytest.mark.parametrize("policy", ["fcfs_link", "fair"])
+async def test_answers_do_not_depend_on_where_a_prefix_came_from(policy):
+    """A shared link so slow that stores are dropped while prefixes are loaded."""
+    from deploy.bench import scheduler_mix as mix
+    from deploy.bench.scheduler_vllm import Engine
+
+    engine = Engine(policy, mix.Setting("mixed", "x1", "shared"), dilation=1.0)
+    try:
+        loaded, computed = await engine.play(0), await engine.play(0, offloaded=False)
+    finally:
+        engine.close()
+    for run, found in ((loaded, 512), (computed, 0)):
+        prompts = [s for s in run.served if s.ask.prefix_tokens]
+        assert [s.cached_tokens for s in prompts] == [found] * 6
+        assert all(len(s.tokens) == mix.OUTPUT_TOKENS for s in run.served)
+        assert all(s.arrived_s <= s.admitted_s <= s.first_s <= s.finished_s for s in run.served)
+    assert loaded.engine["loads_made"] >= 6
+    assert loaded.engine["stores_dropped"] + loaded.engine["stores_made"] >= 12
+    assert [s.tokens for s in loaded.served] == [s.tokens for s in computed.served]

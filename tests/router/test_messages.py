@@ -1,0 +1,90 @@
+"""What the engine is told of a request, and that a client cannot say it in our place."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from ray.serve.llm.openai_api_models import ChatCompletionRequest
+from starlette.requests import Request
+
+from kappa.report import CHARGES_KEY, Charge
+from kappa.types import TokenCounts
+from router.messages import engine_marks, mark, pinned
+from router.tenants import Tenant
+
+pytestmark = pytest.mark.ray
+
+ALICE = Tenant("alice", 2.5)
+
+
+def decision(informed=True):
+    counts = TokenCounts(device_tokens=32, cached_tokens=64, new_tokens=5)
+    return SimpleNamespace(request_id="r", informed=informed, chosen=SimpleNamespace(counts=counts))
+
+
+def body(**xargs):
+    return ChatCompletionRequest(
+        model="m", messages=[{"role": "user", "content": "x"}], vllm_xargs=xargs or None
+    )
+
+
+def test_the_engine_is_told_whose_it_is_what_to_find_and_what_others_charged():
+    elsewhere = {"alice": Charge(1.23456, 2.0, 0.0), "bob": Charge(0.0, 0.5, 0.0)}
+    marks = engine_marks(decision(), ALICE, elsewhere)
+    charges = json.loads(marks.pop("kappa_charges"))
+    assert charges == {"alice": [1.235, 2.0, 0.0], "bob": [0.0, 0.5, 0.0]}
+    assert marks == {
+        "kappa_request_id": "r", "kappa_tenant": "alice", "kappa_weight": 2.5,
+        "kappa_device_tokens": 32, "kappa_host_tokens": 64,
+    }  # fmt: skip
+
+
+def test_what_is_not_known_is_not_told():
+    marks = engine_marks(decision(informed=False), ALICE, {})
+    assert sorted(marks) == ["kappa_request_id", "kappa_tenant", "kappa_weight"]
+
+
+def test_marks_pass_the_engines_own_schema_and_reach_its_extra_args():
+    made = body(mine=1)
+    mark(made, engine_marks(decision(), ALICE, {"bob": Charge(1.0, 2.0, 3.0)}))
+    again = ChatCompletionRequest.model_validate(made.model_dump())
+    extra = again.to_sampling_params(16, {}).extra_args
+    assert extra["mine"] == 1
+    assert (extra["kappa_tenant"], extra["kappa_weight"]) == ("alice", 2.5)
+    assert extra["kappa_host_tokens"] == 64
+    assert json.loads(extra["kappa_charges"]) == {"bob": [1.0, 2.0, 3.0]}
+
+
+def test_a_client_cannot_say_them_itself():
+    forged = body(
+        kappa_tenant="root", kappa_weight=1e9, kappa_charges="{}", kappa_anything=1,
+        kv_cache_report_mode="all", mine="kept",
+    )  # fmt: skip
+    mark(forged, engine_marks(decision(), ALICE, {}))
+    assert forged.vllm_xargs["kappa_tenant"] == "alice"
+    assert forged.vllm_xargs["kappa_weight"] == 2.5
+    assert forged.vllm_xargs["mine"] == "kept"
+    assert not {CHARGES_KEY, "kappa_anything", "kv_cache_report_mode"} & set(forged.vllm_xargs)
+
+
+def test_marking_again_for_another_worker_leaves_nothing_of_the_first():
+    made = body()
+    mark(made, engine_marks(decision(), ALICE, {"bob": Charge(1.0, 2.0, 3.0)}))
+    mark(made, engine_marks(decision(informed=False), ALICE, {}))
+    assert sorted(made.vllm_xargs) == ["kappa_request_id", "kappa_tenant", "kappa_weight"]
+
+
+def test_all_that_64_tenants_add_to_a_request_is_a_few_kilobytes():
+    elsewhere = {f"tenant-{i:03}": Charge(12345.678, 1234.567, 123.456) for i in range(64)}
+    small = len(json.dumps(engine_marks(decision(), ALICE, {})))
+    assert small < 150
+    assert len(json.dumps(engine_marks(decision(), ALICE, elsewhere))) < 4096
+
+
+def test_a_workers_request_carries_the_pin_and_no_key():
+    headers = [
+        (b"Authorization", b"Bearer sk-a"), (b"X-Api-Key", b"sk-a"), (b"x-kappa-pin", b"forged"),
+        (b"accept", b"*/*"),
+    ]  # fmt: skip
+    sent = pinned(Request({"type": "http", "headers": headers}), "w")
+    assert dict(sent.headers) == {"accept": "*/*", "x-kappa-pin": "w"}

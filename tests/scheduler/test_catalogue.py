@@ -1,0 +1,19 @@
+"""Rules by name."""
+
+import pytest
+
+from scheduler.catalogue import SCHEDULERS, rule_named
+from scheduler.config import FairConfig, LinkRates
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_name_gives_a_fresh_rule_of_that_name(name):
+    one = rule_named(name, FairConfig(), LinkRates(1e-6))
+    other = rule_named(name)
+    assert one.name == other.name == name and one is not other
+    assert len(one) == 0 and one.max_skips == 0 and one.max_wait_s == 0.0
+
+
+def test_an_unknown_name_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="'lifo': choose one of fair, fcfs, priority, vtc, dlpm"):
+        rule_named("lifo")
