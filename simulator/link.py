@@ -17,7 +17,7 @@ from simulator.job import Job
 from simulator.loop import Loop
 from simulator.noise import Noise
 
-STORE_SHARE = 0.2
+STORE_SHARE = 0.05
 STORE_BACKLOG_S = 10.0
 LOADS_FIRST, FIFO = "loads_first", "fifo"
 HALF, FULL = "half", "full"

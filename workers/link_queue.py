@@ -19,7 +19,7 @@ LOAD, STORE = "load", "store"
 FULL, HALF = "full", "half"
 LOADS_FIRST, FIFO = "loads_first", "fifo"
 # While loads keep a shared link busy, stores get this share of it; the simulator's is the same.
-STORE_SHARE = 0.2
+STORE_SHARE = 0.05
 # A transfer gives way only between pieces of about so many seconds (of one block at least).
 PIECE_S = 0.02
 

@@ -87,7 +87,8 @@ def test_under_a_steady_stream_of_loads_stores_get_their_share_and_no_more():
             loaded_blocks += stop - start
         else:
             stored_blocks += stop - start
-    assert stored_blocks == pytest.approx(STORE_SHARE * loaded_blocks, rel=0.01)
+    # A piece of a store or two may still be waiting for its turn.
+    assert stored_blocks == pytest.approx(STORE_SHARE * loaded_blocks, rel=0.03)
 
 
 def test_a_link_without_stores_earns_no_credit_for_those_to_come():
