@@ -19,7 +19,6 @@ Guarantees and their assumptions: docs/adr/0006. Called by the engine's adapter 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from heapq import heapify, heappop, heapreplace
 from itertools import chain
 from math import inf
 from typing import NamedTuple
@@ -29,8 +28,8 @@ from scheduler.config import FairConfig, LinkRates
 from scheduler.credits import Accounts
 from scheduler.link import JustInTime
 from scheduler.memory import Ledger
-from scheduler.queue import TenantQueue
-from scheduler.turn import AHEAD, FAR_AHEAD, IN_TURN, Candidate, Seen, Turn
+from scheduler.turn import Candidate, Seen, Turn
+from scheduler.waiting import FAR_AHEAD, IN_TURN, Waiting
 from scheduler.work import BUDGET, CAP, LINK, PENDING, SLOTS, Plan, Room, Work
 
 _NEWEST = 0.05
@@ -79,8 +78,7 @@ class Fair:
         self._accounts = Accounts(config.weights, config.default_weight)
         self._ledger = Ledger()
         self._link = JustInTime(link)
-        self._queues: dict[str, TenantQueue] = {}
-        self._waiting = 0
+        self._waiting = Waiting(config, self._accounts)
         self._seq = 0
         self._output_tokens = float(config.expected_output_tokens)
         self._admitted_s: dict[Work, float] = {}
@@ -89,7 +87,7 @@ class Fair:
 
     def __len__(self) -> int:
         """Requests that wait."""
-        return self._waiting
+        return len(self._waiting)
 
     # -- events -------------------------------------------------------------------------------
 
@@ -99,23 +97,20 @@ class Fair:
         self._seq += 1
         self._stuck = None
         self._accounts.settle(now_s, self._capacity_blocks)
-        self._enqueued(work)
-        self._queue(work.tenant).append(work)
-        return self._waiting <= self.config.window or len(self._queues) > 1
+        self._waiting.append(work)
+        return len(self._waiting) <= self.config.window or self._waiting.tenants > 1
 
     def returned(self, work: Work, now_s: float) -> None:
         """The engine did not admit it after all."""
         self._release(work, now_s, over=False)
         self._link.forget(work, now_s)
-        self._enqueued(work)
-        self._queue(work.tenant).put_back(work)
+        self._waiting.put_back(work)
 
     def preempted(self, work: Work, now_s: float) -> None:
         """It lost its blocks."""
         self._release(work, now_s, over=False)
         self._link.forget(work, now_s)
-        self._enqueued(work)
-        self._queue(work.tenant).restore(work)
+        self._waiting.restore(work)
 
     def landed(self, work: Work, now_s: float) -> None:
         """Its load is there."""
@@ -134,7 +129,7 @@ class Fair:
         """Its client left while it waited."""
         self._stuck = None
         self._accounts.settle(now_s, self._capacity_blocks)
-        self._dequeue(work)
+        self._waiting.remove(work)
         if self._ledger.reserved_for is work:
             self._ledger.unreserve()
 
@@ -215,7 +210,7 @@ class Fair:
         seen = Seen(ledger, room)
         more = _LOOK_FURTHER if self._link.open(now_s) else 0
         candidates: list[Candidate] = []
-        turns: Iterator[tuple[Work, int]] = self._order(now_s)
+        turns: Iterator[tuple[Work, int]] = self._waiting.in_turn(now_s)
         if reserved is not None:
             turns = chain(((reserved, IN_TURN),), turns)
         for number, (work, tier) in enumerate(turns):
@@ -260,48 +255,6 @@ class Fair:
             LINK in reasons, due_s, plan.passed,
         )  # fmt: skip
 
-    def _order(self, now_s: float) -> Iterator[tuple[Work, int]]:
-        """Waiting requests in turn, with their tier: whose turn it is, who is ahead, or far ahead.
-
-        A tenant's key is its service, less the credit that the first in its queue has earned (until
-        that is due), plus what those before this one in its queue will cost. Far ahead is a tenant
-        whose key exceeds the least by more than the slack and the most that waiting can earn.
-        """
-        left = self.config.window
-        if len(self._queues) == 1:
-            for work in next(iter(self._queues.values())):
-                if not left:
-                    return
-                left -= 1
-                yield work, IN_TURN
-            return
-        heads: list[tuple[float, int, str, Work, Iterator[Work]]] = []
-        for tenant, queue in self._queues.items():
-            waiting = iter(queue)
-            work = next(waiting)
-            heads.append((self._key(work, now_s), work.seq, tenant, work, waiting))
-        heapify(heads)
-        limit = heads[0][0] + self.config.slack_s
-        far = limit + self.config.credit * self.config.due_after_s
-        far_ahead = {tenant for key, _, tenant, _, _ in heads if key > far}
-        while heads and left:
-            key, _, tenant, work, waiting = heads[0]
-            left -= 1
-            tier = FAR_AHEAD if tenant in far_ahead else IN_TURN if key <= limit else AHEAD
-            yield work, tier
-            following = next(waiting, None)
-            if following is None:
-                heappop(heads)
-            else:
-                key += self._accounts.mean_s(tenant)
-                heapreplace(heads, (key, following.seq, tenant, following, waiting))
-
-    def _key(self, work: Work, now_s: float) -> float:
-        credit_s = self.config.credit * self._accounts.weight(work.tenant)
-        # Bounded, or a tenant that floods the queue would gain by how long its own requests wait.
-        waited_s = min(max(now_s - work.arrival_s, 0.0), self.config.due_after_s)
-        return self._accounts.service_s(work.tenant) - credit_s * waited_s
-
     def _count(self, candidates: list[Candidate], plan: Plan) -> None:
         """Who was passed over, why, and by how many behind them that took what they lacked."""
         behind = loads_behind = 0
@@ -331,7 +284,7 @@ class Fair:
         quote = room.memory.take(work, found)
         if quote is None:
             return False
-        self._dequeue(work)
+        self._waiting.remove(work)
         blocks = candidate.footprint - candidate.reserve
         changes = self._ledger.admit(work, quote, blocks, candidate.reserve, candidate.high)
         self._charge(changes)
@@ -357,21 +310,3 @@ class Fair:
     def _charge(self, changes: dict[Work, tuple[str, float]]) -> None:
         for tenant, blocks in changes.values():
             self._accounts.hold(tenant, blocks)
-
-    def _queue(self, tenant: str) -> TenantQueue:
-        queue = self._queues.get(tenant)
-        if queue is None:
-            queue = self._queues[tenant] = TenantQueue()
-        return queue
-
-    def _dequeue(self, work: Work) -> None:
-        queue = self._queues[work.tenant]
-        queue.remove(work)
-        if not queue:
-            del self._queues[work.tenant]
-        self._accounts.left(work.tenant)
-        self._waiting -= 1
-
-    def _enqueued(self, work: Work) -> None:
-        self._accounts.came(work.tenant)
-        self._waiting += 1

@@ -14,14 +14,11 @@ import numpy as np
 from scheduler.link import JustInTime
 from scheduler.memory import Ledger
 from scheduler.packing import Floats, pack
+from scheduler.waiting import IN_TURN
 from scheduler.work import BUDGET, CAP, LINK, RESERVED, SLOTS, VRAM, Quote, Room, Work
 
 # Loads in flight that may start although the link is not about to run empty: double buffering.
 _STAGED = 2
-
-
-# Tiers of tenants, by service less credit.
-IN_TURN, AHEAD, FAR_AHEAD = range(3)
 
 
 class Candidate:

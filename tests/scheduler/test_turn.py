@@ -5,7 +5,8 @@ import pytest
 from scheduler.config import LinkRates
 from scheduler.link import JustInTime
 from scheduler.memory import Ledger
-from scheduler.turn import AHEAD, FAR_AHEAD, IN_TURN, Candidate, Seen, Turn
+from scheduler.turn import Candidate, Seen, Turn
+from scheduler.waiting import AHEAD, FAR_AHEAD, IN_TURN
 from scheduler.work import BUDGET, CAP, LINK, RESERVED, SLOTS, VRAM, Quote, Room
 from tests.scheduler.engine import Blocks, Request
 
