@@ -178,7 +178,7 @@ def test_who_was_preempted_goes_first_and_who_was_refused_stands_where_it_was():
     assert list(engine.running) == works[:1] or works[1] in engine.running
     last = list(engine.running)[-1]
     engine.give_back(last)
-    order = [work for queue in rule._queues.values() for work in queue]
+    order = [work for work, _ in rule._waiting.in_turn(0.0)]
     assert order == sorted(engine.waiting, key=lambda w: w.seq)
     engine.preempt(works[0])
     engine.iterate()
