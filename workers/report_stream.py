@@ -33,6 +33,7 @@ _REPORT_EVERY_S = 0.25
 _POLL_MS = 100
 _HIGH_WATER_MESSAGES = 100_000
 _BANDWIDTH_WEIGHT = 0.2
+_TELL_ALL_EVERY_S = 10.0
 
 
 class ReportTotals:
@@ -43,6 +44,8 @@ class ReportTotals:
         self._admitted: list[Admission] = []
         self._prefilled: list[str] = []
         self._charges: dict[str, TenantCharge] = {}
+        self._charged: dict[str, TenantCharge] = {}
+        self._told_all_s = 0.0
 
     @property
     def urgent(self) -> bool:
@@ -62,7 +65,13 @@ class ReportTotals:
         )
 
     def take(self, now_s: float) -> WorkerReport:
-        """The report so far; its per-report lists start anew."""
+        """The report so far; its per-report lists start anew.
+
+        Charges are those that changed; now and then all, for an ingress that missed some.
+        """
+        self._charged.update(self._charges)
+        if now_s - self._told_all_s >= _TELL_ALL_EVERY_S:
+            self._charges, self._told_all_s = self._charged, now_s
         report = replace(
             self._report,
             time_s=now_s,

@@ -44,6 +44,25 @@ async def test_a_burst_of_streams_completes_on_both_nodes(idle):
     assert {node for node, _ in answers} == {row["node"] for row in idle.nodes()}
 
 
+def test_what_the_engines_charged_comes_back_to_the_ingress_and_no_rule_failed(idle):
+    def charged(resource):
+        return idle.metric("kappa_tenant_charge_seconds_total", tenant="default", resource=resource)
+
+    vram_s, gpu_s = charged("vram"), charged("gpu")
+    iterations = idle.metric("kappa_scheduler_iterations_total")
+    with httpx.Client(base_url=idle.url, timeout=120.0) as client:
+        for number in range(4):
+            request = body(idle, f"Charge this {number}. " * 40, max_tokens=8)
+            client.post("/v1/chat/completions", json=request).raise_for_status()
+
+    def more():
+        return charged("vram") > vram_s and charged("gpu") > gpu_s
+
+    idle.until(more, "the engines' charges did not come back")
+    assert idle.metric("kappa_scheduler_iterations_total") > iterations
+    assert idle.metric("kappa_scheduler_rule_errors_total") == 0
+
+
 async def test_more_than_the_queue_holds_is_429_with_a_time_to_come_back(idle):
     extra = 20
     async with httpx.AsyncClient(base_url=idle.url, timeout=120.0) as client:

@@ -76,6 +76,15 @@ def test_a_tenants_latest_charge_is_reported_once():
     assert totals.take(1.0).charges == ()
 
 
+def test_all_charges_are_told_again_now_and_then():
+    totals = ReportTotals("w")
+    totals.add(iterations(charges={"a": [1.0, 0.0, 0.0], "b": [1.0, 2.0, 3.0]}))
+    assert len(totals.take(100.0).charges) == 2
+    totals.add(iterations(charges={"a": [2.0, 0.0, 0.0]}))
+    assert [c.tenant for c in totals.take(101.0).charges] == ["a"]
+    assert {c.tenant: c.vram_s for c in totals.take(111.0).charges} == {"a": 2.0, "b": 1.0}
+
+
 def test_only_steps_of_many_tokens_tell_of_the_flop_rate():
     totals = ReportTotals("w")
     totals.add(step(tokens=COMPUTE_STEP_TOKENS - 1))
