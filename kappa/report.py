@@ -62,7 +62,8 @@ class Announcement:
     constants of an engine step. kv_bytes_per_token: M of the model it serves, or emulates.
     load_s = load_fixed_s + tokens * kv_bytes_per_token / node.h2d_bytes_per_s. fingerprint: hash of
     everything two workers must share for their KV blocks to mean the same. net_bytes_per_s: how
-    fast it can fetch blocks from a peer's host tier; 0 when it cannot.
+    fast it can fetch blocks from a peer's host tier; 0 when it cannot. packs: its scheduler goes on
+    past a request that does not fit, and starts loads just in time.
     """
 
     worker: str
@@ -81,6 +82,7 @@ class Announcement:
     snapshot_endpoint: str
     profile_error: str = ""
     net_bytes_per_s: float = 0.0
+    packs: bool = False
     measured: Mapping[str, Any] = field(default_factory=dict)
     protocol: int = PROTOCOL
 

@@ -12,13 +12,17 @@ from kappa.step import StepModel
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeed:
-    """What the forecast needs of a worker: steps, link, budget and room, in real seconds."""
+    """What the forecast needs of a worker: steps, link, budget and room, in real seconds.
+
+    packs: as `kappa.report.Announcement`.
+    """
 
     step: StepModel
     load_token_s: float
     load_fixed_s: float
     budget_tokens: int
     capacity_tokens: int
+    packs: bool = False
 
     def load_s(self, tokens: int) -> float:
         """Real seconds of link time for `tokens` tokens; none costs nothing."""

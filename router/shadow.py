@@ -1,9 +1,11 @@
 """A worker's shadow: the router's running forecast of one engine.
 
-It replays, in closed form where it can, what a first-come scheduler with chunked prefill does with
-the requests that the router sent there: loads queue on the link, prompts share the step's token
-budget, decoding requests take a token each, blocks bound how many run. Reports and first tokens
-correct it. Asked "when would this one's first token come?", it runs a copy of itself forward.
+It replays, in closed form where it can, what a scheduler with chunked prefill does with the
+requests that the router sent there: loads queue on the link, prompts share the step's token budget,
+decoding requests take a token each, blocks bound how many run. First come, first served; but an
+engine that packs goes on past one that does not fit, and queues no load behind a busy link. Tenants
+and due requests are not forecast. Reports and first tokens correct it. Asked "when would this one's
+first token come?", it runs a copy of itself forward.
 
 Pure: every method takes the time; the clock is real seconds (dilated on a paced node).
 """
@@ -259,8 +261,8 @@ class Shadow:
     def _admit(self) -> None:
         """Give room and a place on the link to those that have arrived, in order.
 
-        An engine looks at those that wait only while its step has tokens to spare: behind a long
-        prompt not even a load begins.
+        A first-come engine looks at those that wait only while its step has tokens to spare: behind
+        a long prompt not even a load begins.
         """
         waiting = [
             job for job in self._jobs.values() if not job.admitted and job.arrival_s <= self._now_s
@@ -273,8 +275,17 @@ class Shadow:
                 held += job.footprint_tokens
                 if job.decoding or self._known(job):
                     budget -= max(job.new_tokens, 1)
+        packs, capacity = self.speed.packs, self.speed.capacity_tokens
         for job in waiting:
-            if budget <= 0 or (held and held + job.footprint_tokens > self.speed.capacity_tokens):
+            loads = job.host_tokens > 0
+            fits = not held or held + job.footprint_tokens <= capacity
+            if packs and loads:
+                fits = fits and self._link_free_s <= self._now_s
+            elif budget <= 0:
+                fits = False
+            if not fits:
+                if packs:
+                    continue
                 break
             held += job.footprint_tokens
             self._queue(job, self._now_s)

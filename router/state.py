@@ -107,6 +107,7 @@ def engine_speed(said: Announcement, calibration: Calibration) -> EngineSpeed:
         load_fixed_s=said.node.load_fixed_s * said.node.dilation,
         budget_tokens=said.max_batch_tokens,
         capacity_tokens=(said.device_blocks - 1) * said.block_tokens,
+        packs=said.packs,
     )
 
 

@@ -14,7 +14,7 @@ from kappa.model import kv_bytes_per_token
 from kappa.report import Announcement
 from kappa.step import step_model
 from kappa.types import ModelShape, NodeProfile
-from workers.vllm_engine import EngineLimits, EngineScheduler, fingerprint
+from workers.vllm_engine import PACKING, EngineLimits, EngineScheduler, fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,5 +102,6 @@ def announce(
         events_endpoint=endpoints[0],
         snapshot_endpoint=endpoints[1],
         profile_error=error,
+        packs=plan.scheduler.rule in PACKING,
         measured=measured,
     )

@@ -498,3 +498,40 @@ def test_whatever_is_said_the_forecast_stays_sound(actions, capacity):
             assert known.admitted == (known.loaded_s is not None)
             if known.host_tokens and known.loaded_s is not None and known.loaded_s > now_s:
                 assert shadow._link_free_s >= known.loaded_s
+
+
+class TestAnEngineThatPacks:
+    SPEED = replace(SPEED, capacity_tokens=110, packs=True)
+
+    def running(self):
+        """A forecast of an engine that decodes a request of 60 of its 110 tokens."""
+        shadow = Shadow(self.SPEED)
+        shadow.submit(Job("runs", 0.0, 0, 0, 60, 1000), 0.0)
+        shadow.prefilled("runs", 1.0)
+        return shadow
+
+    def test_goes_on_past_a_request_that_does_not_fit(self):
+        small = Job("small", 1.0, 0, 0, 10, 1)
+        first_s = {}
+        for packs in (True, False):
+            shadow = self.running()
+            shadow.speed = replace(self.SPEED, packs=packs)
+            shadow.submit(Job("large", 1.0, 0, 0, 90, 1), 1.0)
+            first_s[packs] = shadow.first_token_s(small, 1.0)
+        assert first_s[True] < first_s[False]
+
+    def test_a_load_that_waits_for_the_link_holds_no_room(self):
+        first_s = {}
+        for packs in (True, False):
+            shadow = self.running()
+            shadow.speed = replace(self.SPEED, packs=packs)
+            for name in ("loads", "waits"):
+                shadow.submit(Job(name, 1.0, 15, 15, 1, 1), 1.0)
+            first_s[packs] = shadow.first_token_s(Job("fresh", 1.0, 0, 0, 20, 1), 1.0)
+        assert first_s[True] < first_s[False]
+
+    def test_loads_one_after_the_other_without_a_gap(self):
+        shadow = self.running()
+        shadow.submit(Job("first", 1.0, 15, 15, 1, 1), 1.0)
+        second = Job("second", 1.0, 15, 15, 1, 1)
+        assert shadow.first_token_s(second, 1.0) >= 1.0 + 2 * self.SPEED.load_s(15)
