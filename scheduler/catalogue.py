@@ -8,6 +8,8 @@ from scheduler.work import Rule
 
 FAIR = "fair"
 SCHEDULERS = (FAIR, *BASELINES)
+# Those that go on past a request that does not fit, as a router's forecast should know.
+PACKING = frozenset({FAIR, "greedy", "cap1"})
 
 
 def rule_named(name: str, config: FairConfig | None = None, link: LinkRates | None = None) -> Rule:

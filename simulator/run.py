@@ -21,7 +21,7 @@ from kappa.types import ModelShape
 from router.admission import Admission
 from router.core import Router, RouterConfig
 from router.policy import Policy, policy_named
-from scheduler.catalogue import SCHEDULERS
+from scheduler.catalogue import PACKING, SCHEDULERS
 from scheduler.config import FairConfig
 from simulator.clusters import Cluster, NodeSpec, check, kv_room
 from simulator.dispatch import Dispatcher, PlanDispatch, RouterDispatch
@@ -245,6 +245,7 @@ def _announcements(config: SimulationConfig, models: Sequence[NodeModel]) -> lis
                 events_endpoint="",
                 snapshot_endpoint="",
                 net_bytes_per_s=node.network_bytes_per_s,
+                packs=model.rule in PACKING,
             )
         )
     return said

@@ -14,7 +14,8 @@ from kappa.model import kv_bytes_per_token
 from kappa.report import Announcement
 from kappa.step import step_model
 from kappa.types import ModelShape, NodeProfile
-from workers.vllm_engine import PACKING, EngineLimits, EngineScheduler, fingerprint
+from scheduler.catalogue import PACKING
+from workers.vllm_engine import EngineLimits, EngineScheduler, fingerprint
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,8 +71,6 @@ class Pace:
 
 # The name of vLLM's own scheduler, among those of our rules.
 STOCK = "stock"
-# Those that go on past a request that does not fit, and start loads just in time.
-PACKING = frozenset({"fair", "greedy", "cap1"})
 
 
 @dataclass(frozen=True, slots=True)
