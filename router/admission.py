@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
 from router.fleet import Fleet
 from router.offers import Offers
 
@@ -25,9 +26,9 @@ class Admission:
     defaults are the objective itself.
     """
 
-    floor_s: float = 0.5
-    ttft_factor: float = 5.0
-    tpot_factor: float = 3.0
+    floor_s: float = TTFT_FLOOR_S
+    ttft_factor: float = TTFT_IDLE_FACTOR
+    tpot_factor: float = TPOT_IDLE_FACTOR
 
     def ttft_limit_s(self, fleet: Fleet, offers: Offers) -> float:
         """Latest predicted TTFT that is let in, in real seconds."""

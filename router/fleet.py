@@ -334,9 +334,7 @@ class Fleet:
         read_s = cells[_WEIGHTS] + (prompt_tokens + decode_context) * cells[_CONTEXT]
         compute_s = np.maximum(work_s + steps * beside_s, steps * read_s) + steps * cells[_STEP]
         load_s = cached_tokens * cells[_LOAD_TOKEN] + (cached_tokens > 0) * cells[_LOAD_FIXED]
-        link_s = np.minimum(np.maximum(cells[_LINK_FREE] - now_s, 0.0), cells[_LINK_OUT])
-        done_s = np.minimum(np.maximum(now_s - cells[_GPU_SINCE], 0.0), cells[_GPU_HEAD])
-        gpu_s = np.maximum(cells[_GPU_OUT] - done_s, 0.0)
+        link_s, gpu_s = _backlogs_s(cells, now_s)
         net_free_s, fetch_s = cells[_NET_FREE], None
         if fetch_tokens is not None:
             fetch_s = _over(fetch_tokens, cells[_NET])
@@ -346,9 +344,8 @@ class Fleet:
         start_s = link_s if fetch_s is None else np.maximum(link_s, net_s + fetch_s)
         fade = np.exp((cells[_USE_AT] - now_s) / self.window_s)
         fixed_s, gpu_use = cells[_OVERHEAD], cells[_GPU_USE] * fade
-        beside_tokens = prompt_tokens + cells[_RESIDENT]
-        step_s = cells[_WEIGHTS] + beside_tokens * cells[_CONTEXT] + cells[_STEP]
-        alone_s = cells[_WEIGHTS] + prompt_tokens * cells[_CONTEXT] + cells[_STEP]
+        step_s = _reading_step_s(cells, prompt_tokens + cells[_RESIDENT])
+        alone_s = _reading_step_s(cells, prompt_tokens)
         # A step of decoding is under way: half of it is waited for; a load is heard of one later.
         under_way_s = np.maximum(beside_s, cells[_WEIGHTS] + decode_context * cells[_CONTEXT])
         under_way_s = (under_way_s + cells[_STEP]) * (decoding > 0)
@@ -415,18 +412,16 @@ class Fleet:
     def idle_tpot_s(self, slots: NDArray[np.intp], prompt_tokens: int) -> Floats:
         """Time per output token on idle workers."""
         cells = self._cells[:, slots]
-        step_s: Floats = cells[_WEIGHTS] + prompt_tokens * cells[_CONTEXT] + cells[_STEP]
-        return step_s
+        return _reading_step_s(cells, prompt_tokens)
 
     def rooms(self, slots: NDArray[np.intp], now_s: float) -> Rooms:
         """What is to be known of workers as targets of copies."""
         cells = self._cells[:, slots]
-        link_s = np.minimum(np.maximum(cells[_LINK_FREE] - now_s, 0.0), cells[_LINK_OUT])
-        done_s = np.minimum(np.maximum(now_s - cells[_GPU_SINCE], 0.0), cells[_GPU_HEAD])
+        link_s, gpu_s = _backlogs_s(cells, now_s)
         return Rooms(
             spare_tokens=cells[_SPARE] - cells[_PROMISED],
             host_tokens=cells[_HOST],
-            backlog_s=np.maximum(link_s, cells[_GPU_OUT] - done_s),
+            backlog_s=np.maximum(link_s, gpu_s),
             h2d_bytes_per_s=cells[_LINK_RATE],
             load_token_s=cells[_LOAD_TOKEN],
             net_tokens_per_s=cells[_NET],
@@ -458,6 +453,19 @@ class Fleet:
 
 
 _NO_HASHES: UInt64s = np.empty(0, dtype=np.uint64)
+
+
+def _backlogs_s(cells: Floats, now_s: float) -> tuple[Floats, Floats]:
+    """Seconds queued on link and gpu."""
+    link_s = np.minimum(np.maximum(cells[_LINK_FREE] - now_s, 0.0), cells[_LINK_OUT])
+    done_s = np.minimum(np.maximum(now_s - cells[_GPU_SINCE], 0.0), cells[_GPU_HEAD])
+    return link_s, np.maximum(cells[_GPU_OUT] - done_s, 0.0)
+
+
+def _reading_step_s(cells: Floats, context_tokens: Floats | int) -> Floats:
+    """A step that waits for memory: the weights and so many tokens' KV are read."""
+    step_s: Floats = cells[_WEIGHTS] + context_tokens * cells[_CONTEXT] + cells[_STEP]
+    return step_s
 
 
 def _over(tokens: Floats, tokens_per_s: Floats) -> Floats:

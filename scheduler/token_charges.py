@@ -6,6 +6,7 @@ computed counts as generated.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
@@ -17,7 +18,7 @@ _QUANTUM_TOKENS = 4096
 _INPUT_WEIGHT, _OUTPUT_WEIGHT = 1.0, 2.0
 
 
-class TokenCharged(Queue):
+class TokenCharged(Queue, ABC):
     """What rules share that charge tenants by tokens, input at admission and output as it comes."""
 
     timed = True
@@ -31,8 +32,9 @@ class TokenCharged(Queue):
         """A tenant's share."""
         return self.config.weights.get(tenant, self.config.default_weight)
 
+    @abstractmethod
     def _charge(self, tenant: str, tokens: float) -> None:
-        raise NotImplementedError
+        """So many weighed tokens were given to a tenant."""
 
     def _prepay(self, work: Work, quote: Quote) -> int:
         """Note the tokens that it will compute, whose charge is not the output's; how many."""

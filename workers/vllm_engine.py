@@ -17,6 +17,7 @@ from typing import Any
 from kappa.model import kv_bytes_per_token
 from kappa.step import StepModel, step_model
 from kappa.types import ModelShape, NodeProfile
+from scheduler.vllm_options import CONFIG_KEY, STOCK
 
 # vLLM on a CPU: no thread binding and one thread per engine, so that engines share the cores;
 # short queue spins (workers.vllm_plugin); float32, since bf16 fails on short prompts there.
@@ -67,10 +68,6 @@ class Pace:
             "fixed_s": node.dilation * node.load_fixed_s,
             "dilation": node.dilation,
         }
-
-
-# The name of vLLM's own scheduler, among those of our rules.
-STOCK = "stock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +139,7 @@ def engine_kwargs(
     }
     if scheduler.rule != STOCK:
         arguments["scheduler_cls"] = "scheduler.vllm_adapter.FairScheduler"
-        additional["kappa_scheduler"] = scheduler.options(stats_endpoint, pace, rank)
+        additional[CONFIG_KEY] = scheduler.options(stats_endpoint, pace, rank)
     if limits.host_bytes:
         arguments["kv_transfer_config"] = {
             "kv_connector": "HostTierConnector",

@@ -26,6 +26,7 @@ from deploy.bench import scheduler_mix as mix
 from deploy.bench.scheduler_report import Played, Served
 from kappa.report import HOST_TOKENS_KEY, REQUEST_ID_KEY, TENANT_KEY
 from kappa.step import StepModel
+from scheduler.vllm_options import CONFIG_KEY, STOCK
 from workers.tiny_model import make_tiny_model
 from workers.vllm_engine import CPU_ENV
 
@@ -79,8 +80,8 @@ def engine_arguments(
     step = StepModel(mix.STEP_TOKEN_S, 0.0, 0.0, 0.0, mix.STEP_FIXED_S, dilation)
     additional: dict[str, Any] = {"kappa_stats": stats, "kappa_pace": step.to_dict()}
     if policy != BARE:
-        additional["kappa_scheduler"] = {
-            "rule": "stock" if policy.startswith("fcfs") else policy,
+        additional[CONFIG_KEY] = {
+            "rule": STOCK if policy.startswith("fcfs") else policy,
             "config": {}, "link": link, "stats": stats, "log": str(folder / "iterations.jsonl"),
         }  # fmt: skip
     model = make_tiny_model(Path(tempfile.gettempdir()) / "kappa-bench-scheduler-model", _CORPUS)
