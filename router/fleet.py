@@ -17,22 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.report import Announcement
-from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
 from kappa.types import NodeProfile
+from router import fleet_rows as at
+from router import pricing
 from router.offers import Floats, Offers
 from router.prefix_hash import UInt64s
 
-# Rows: what a worker is …
-_LOAD_TOKEN, _LOAD_FIXED, _TOKEN, _PAIR, _WEIGHTS, _CONTEXT, _STEP = range(7)
-_BUDGET, _CAPACITY, _CRIT, _LINK_RATE, _FLOPS, _COST, _OVERHEAD, _SEEN, _NET = range(7, 16)
-# … and what it has to do.
-_LINK_OUT, _LINK_FREE, _GPU_OUT, _GPU_SINCE, _GPU_HEAD, _IN_FLIGHT, _WAITING = range(16, 23)
-_QUEUED, _RESIDENT, _DECODING, _DECODE_CONTEXT, _GPU_USE, _USE_AT = range(23, 29)
-_DILATION, _LOADS, _PREFILLS, _NET_FREE, _SPARE, _PROMISED, _HOST = range(29, 36)
-_ROWS = 36
-
 USE_WINDOW_S = 20.0
-_MOST_USE = 0.95
 
 
 @dataclass(slots=True)
@@ -80,7 +71,7 @@ class Fleet:
         self._known: tuple[NodeProfile, ...] = ()
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
-        self._cells: Floats = np.zeros((_ROWS, 8))
+        self._cells: Floats = np.zeros((at.ROWS, 8))
         self._active: NDArray[np.intp] = np.empty(0, dtype=np.intp)
         self._place: list[int] = []
         self._names: list[str] = []
@@ -110,21 +101,21 @@ class Fleet:
             self._slots[said.worker] = slot
             self.workers[slot] = said.worker
             self._cells[:, slot] = 0.0
-            self._cells[_GPU_SINCE, slot] = self._cells[_USE_AT, slot] = now_s
+            self._cells[at.GPU_SINCE, slot] = self._cells[at.USE_AT, slot] = now_s
         self._nodes[said.worker] = said.node
         self._activate()
         cells = self._cells
-        cells[_BUDGET, slot] = said.max_batch_tokens
-        cells[_CAPACITY, slot] = (said.device_blocks - 1) * said.block_tokens
-        cells[_HOST, slot] = said.host_blocks * said.block_tokens
-        cells[_CRIT, slot] = said.kappa_crit
-        cells[_LINK_RATE, slot] = said.node.h2d_bytes_per_s
-        cells[_FLOPS, slot] = said.node.flops_per_s
-        cells[_COST, slot] = said.node.cost_per_hour
-        cells[_LOAD_FIXED, slot] = said.node.load_fixed_s * said.node.dilation
-        cells[_NET, slot] = said.net_bytes_per_s / (said.kv_bytes_per_token * said.node.dilation)
-        cells[_DILATION, slot] = said.node.dilation
-        cells[_SEEN, slot] = now_s
+        cells[at.BUDGET, slot] = said.max_batch_tokens
+        cells[at.CAPACITY, slot] = (said.device_blocks - 1) * said.block_tokens
+        cells[at.HOST, slot] = said.host_blocks * said.block_tokens
+        cells[at.CRIT, slot] = said.kappa_crit
+        cells[at.LINK_RATE, slot] = said.node.h2d_bytes_per_s
+        cells[at.FLOPS, slot] = said.node.flops_per_s
+        cells[at.COST, slot] = said.node.cost_per_hour
+        cells[at.LOAD_FIXED, slot] = said.node.load_fixed_s * said.node.dilation
+        cells[at.NET, slot] = said.net_bytes_per_s / (said.kv_bytes_per_token * said.node.dilation)
+        cells[at.DILATION, slot] = said.node.dilation
+        cells[at.SEEN, slot] = now_s
         self.calibrate(said, 1.0, 1.0, 0.0)
 
     def calibrate(
@@ -133,28 +124,28 @@ class Fleet:
         """The announced speeds, corrected; compute_scale is that of FLOPs, memory has none."""
         slot, step, cells = self._slots[said.worker], said.step, self._cells
         stretch, flops_stretch = step.dilation, step.dilation * compute_scale
-        cells[_LOAD_TOKEN, slot] = load_token_s(said) * link_scale
-        cells[_TOKEN, slot] = step.token_s * flops_stretch
-        cells[_PAIR, slot] = step.pair_s * flops_stretch
-        cells[_WEIGHTS, slot] = step.weights_s * stretch
-        cells[_CONTEXT, slot] = step.context_token_s * stretch
-        cells[_STEP, slot] = step.fixed_s * stretch
-        cells[_OVERHEAD, slot] = overhead_s
+        cells[at.LOAD_TOKEN, slot] = load_token_s(said) * link_scale
+        cells[at.TOKEN, slot] = step.token_s * flops_stretch
+        cells[at.PAIR, slot] = step.pair_s * flops_stretch
+        cells[at.WEIGHTS, slot] = step.weights_s * stretch
+        cells[at.CONTEXT, slot] = step.context_token_s * stretch
+        cells[at.STEP, slot] = step.fixed_s * stretch
+        cells[at.OVERHEAD, slot] = overhead_s
 
     def seen(self, worker: str, now_s: float) -> None:
         """A worker gave a sign of life."""
-        self._cells[_SEEN, self._slots[worker]] = now_s
+        self._cells[at.SEEN, self._slots[worker]] = now_s
 
     def spare(self, worker: str, tokens: float) -> None:
         """A worker's host tier has room for so many tokens that a peer holds too."""
-        self._cells[_SPARE, self._slots[worker]] = tokens
+        self._cells[at.SPARE, self._slots[worker]] = tokens
 
     def promise(self, worker: str, tokens: float) -> None:
         """So many more tokens (or fewer) are to come into a worker's host tier."""
         slot = self._slots.get(worker)
         if slot is not None:
-            promised = self._cells[_PROMISED, slot] + tokens
-            self._cells[_PROMISED, slot] = max(promised, 0.0)
+            promised = self._cells[at.PROMISED, slot] + tokens
+            self._cells[at.PROMISED, slot] = max(promised, 0.0)
 
     def leave(self, worker: str) -> None:
         """A worker is gone, with all that was reserved there."""
@@ -196,25 +187,25 @@ class Fleet:
         self._flights[request_id] = flight
         queue = self._queues[slot]
         if not queue:
-            cells[_GPU_SINCE, slot], cells[_GPU_HEAD, slot] = now_s, gpu_s
+            cells[at.GPU_SINCE, slot], cells[at.GPU_HEAD, slot] = now_s, gpu_s
         queue[request_id] = gpu_s
-        cells[_LINK_OUT, slot] += link_s
-        cells[_LINK_FREE, slot] = max(cells[_LINK_FREE, slot], now_s) + link_s
+        cells[at.LINK_OUT, slot] += link_s
+        cells[at.LINK_FREE, slot] = max(cells[at.LINK_FREE, slot], now_s) + link_s
         if offers.fetch_s is not None and offers.fetch_tokens is not None:
             flight.fetch_tokens = float(offers.fetch_tokens[index])
-            cells[_PROMISED, slot] += flight.fetch_tokens
+            cells[at.PROMISED, slot] += flight.fetch_tokens
             ends = np.array([slot, self._slots[offers.fetch_from]])
             self.transfer(ends, float(offers.fetch_s[index]), now_s)
-        cells[_GPU_OUT, slot] += gpu_s
-        cells[_IN_FLIGHT, slot] += 1
-        cells[_WAITING, slot] += 1
-        cells[_QUEUED, slot] += new
-        cells[_RESIDENT, slot] += offers.prompt_tokens
-        fade = math.exp((cells[_USE_AT, slot] - now_s) / self.window_s)
-        cells[_USE_AT, slot] = now_s
-        cells[_GPU_USE, slot] = cells[_GPU_USE, slot] * fade + gpu_s / self.window_s
-        cells[_LOADS, slot] = cells[_LOADS, slot] * fade + (link_s > 0) / self.window_s
-        cells[_PREFILLS, slot] = cells[_PREFILLS, slot] * fade + 1 / self.window_s
+        cells[at.GPU_OUT, slot] += gpu_s
+        cells[at.IN_FLIGHT, slot] += 1
+        cells[at.WAITING, slot] += 1
+        cells[at.QUEUED, slot] += new
+        cells[at.RESIDENT, slot] += offers.prompt_tokens
+        fade = math.exp((cells[at.USE_AT, slot] - now_s) / self.window_s)
+        cells[at.USE_AT, slot] = now_s
+        cells[at.GPU_USE, slot] = cells[at.GPU_USE, slot] * fade + gpu_s / self.window_s
+        cells[at.LOADS, slot] = cells[at.LOADS, slot] * fade + (link_s > 0) / self.window_s
+        cells[at.PREFILLS, slot] = cells[at.PREFILLS, slot] * fade + 1 / self.window_s
 
     def correct(self, request_id: str, host_tokens: int, new_tokens: int) -> None:
         """The engine admitted a request, with these tokens instead of the expected ones."""
@@ -224,16 +215,16 @@ class Fleet:
         slot, cells = flight.slot, self._cells
         context = flight.context_tokens - new_tokens
         pairs = new_tokens * (context + 0.5 * new_tokens)
-        gpu_s = float(new_tokens * cells[_TOKEN, slot] + pairs * cells[_PAIR, slot])
-        link_s = float(host_tokens * cells[_LOAD_TOKEN, slot])
-        cells[_GPU_OUT, slot] += gpu_s - flight.gpu_s
-        cells[_LINK_OUT, slot] += link_s - flight.link_s
-        cells[_LINK_FREE, slot] += link_s - flight.link_s
-        cells[_QUEUED, slot] += new_tokens - flight.new_tokens
+        gpu_s = float(new_tokens * cells[at.TOKEN, slot] + pairs * cells[at.PAIR, slot])
+        link_s = float(host_tokens * cells[at.LOAD_TOKEN, slot])
+        cells[at.GPU_OUT, slot] += gpu_s - flight.gpu_s
+        cells[at.LINK_OUT, slot] += link_s - flight.link_s
+        cells[at.LINK_FREE, slot] += link_s - flight.link_s
+        cells[at.QUEUED, slot] += new_tokens - flight.new_tokens
         queue = self._queues[slot]
         queue[request_id] = gpu_s
         if next(iter(queue)) == request_id:
-            cells[_GPU_HEAD, slot] = gpu_s
+            cells[at.GPU_HEAD, slot] = gpu_s
         flight.link_s, flight.gpu_s, flight.new_tokens = link_s, gpu_s, new_tokens
 
     def prefilled(self, request_id: str, now_s: float) -> None:
@@ -243,8 +234,8 @@ class Fleet:
             return
         self._done(request_id, flight, now_s)
         flight.prefilled = True
-        self._cells[_DECODING, flight.slot] += 1
-        self._cells[_DECODE_CONTEXT, flight.slot] += flight.context_tokens
+        self._cells[at.DECODING, flight.slot] += 1
+        self._cells[at.DECODE_CONTEXT, flight.slot] += flight.context_tokens
 
     def release(self, request_id: str, now_s: float) -> None:
         """A request ended, however far it was."""
@@ -253,38 +244,38 @@ class Fleet:
             return
         slot, cells = flight.slot, self._cells
         if flight.prefilled:
-            cells[_DECODING, slot] -= 1
-            cells[_DECODE_CONTEXT, slot] -= flight.context_tokens
+            cells[at.DECODING, slot] -= 1
+            cells[at.DECODE_CONTEXT, slot] -= flight.context_tokens
         else:
             self._done(request_id, flight, now_s)
-        cells[_IN_FLIGHT, slot] -= 1
-        cells[_RESIDENT, slot] -= flight.context_tokens
+        cells[at.IN_FLIGHT, slot] -= 1
+        cells[at.RESIDENT, slot] -= flight.context_tokens
 
     def _done(self, request_id: str, flight: Reservation, now_s: float) -> None:
         slot, cells, queue = flight.slot, self._cells, self._queues[flight.slot]
         first = next(iter(queue)) == request_id
         del queue[request_id]
-        cells[_LINK_OUT, slot] -= flight.link_s
-        cells[_GPU_OUT, slot] -= flight.gpu_s
-        cells[_WAITING, slot] -= 1
-        cells[_QUEUED, slot] -= flight.new_tokens
-        cells[_PROMISED, slot] = max(cells[_PROMISED, slot] - flight.fetch_tokens, 0.0)
+        cells[at.LINK_OUT, slot] -= flight.link_s
+        cells[at.GPU_OUT, slot] -= flight.gpu_s
+        cells[at.WAITING, slot] -= 1
+        cells[at.QUEUED, slot] -= flight.new_tokens
+        cells[at.PROMISED, slot] = max(cells[at.PROMISED, slot] - flight.fetch_tokens, 0.0)
         if first:
-            cells[_GPU_SINCE, slot] = now_s
-            cells[_GPU_HEAD, slot] = next(iter(queue.values())) if queue else 0.0
+            cells[at.GPU_SINCE, slot] = now_s
+            cells[at.GPU_HEAD, slot] = next(iter(queue.values())) if queue else 0.0
         if not queue:
             # Sums of many small numbers drift; an empty queue is exactly empty.
-            cells[_LINK_OUT, slot] = cells[_GPU_OUT, slot] = 0.0
-            cells[_LINK_FREE, slot] = now_s
+            cells[at.LINK_OUT, slot] = cells[at.GPU_OUT, slot] = 0.0
+            cells[at.LINK_FREE, slot] = now_s
 
     # -- what is asked ------------------------------------------------------------------------
 
     def backlog_s(self, worker: str, now_s: float) -> tuple[float, float]:
         """Seconds of queued work on one worker's (link, gpu)."""
         column = self._cells[:, self._slots[worker]]
-        link_s = min(max(column[_LINK_FREE] - now_s, 0.0), column[_LINK_OUT])
-        done_s = min(max(now_s - column[_GPU_SINCE], 0.0), column[_GPU_HEAD])
-        return max(float(link_s), 0.0), max(float(column[_GPU_OUT] - done_s), 0.0)
+        link_s = min(max(column[at.LINK_FREE] - now_s, 0.0), column[at.LINK_OUT])
+        done_s = min(max(now_s - column[at.GPU_SINCE], 0.0), column[at.GPU_HEAD])
+        return max(float(link_s), 0.0), max(float(column[at.GPU_OUT] - done_s), 0.0)
 
     def ready(
         self, now_s: float, stale_after_s: float, exclude: frozenset[str]
@@ -292,7 +283,7 @@ class Fleet:
         """Columns of the workers heard from lately and not excluded."""
         slots = self._active
         if math.isfinite(stale_after_s) and len(slots):
-            fresh = now_s - self._cells[_SEEN, slots] <= stale_after_s
+            fresh = now_s - self._cells[at.SEEN, slots] <= stale_after_s
             if not fresh.all():
                 slots = slots[fresh]
         if exclude:
@@ -324,33 +315,24 @@ class Fleet:
         what was promised to others.
         """
         cells = self._cells[:, slots]  # A copy: what was priced must not change afterwards.
-        context = device_tokens + cached_tokens
-        new = prompt_tokens - context
-        steps = np.ceil(new / cells[_BUDGET])
-        pairs = new * (context + 0.5 * new)
-        work_s = new * cells[_TOKEN] + pairs * cells[_PAIR]
-        decoding, decode_context = cells[_DECODING], cells[_DECODE_CONTEXT]
-        beside_s = decoding * cells[_TOKEN] + decode_context * cells[_PAIR]
-        read_s = cells[_WEIGHTS] + (prompt_tokens + decode_context) * cells[_CONTEXT]
-        compute_s = np.maximum(work_s + steps * beside_s, steps * read_s) + steps * cells[_STEP]
-        load_s = cached_tokens * cells[_LOAD_TOKEN] + (cached_tokens > 0) * cells[_LOAD_FIXED]
-        link_s, gpu_s = _backlogs_s(cells, now_s)
-        net_free_s, fetch_s = cells[_NET_FREE], None
+        own = pricing.prefill(
+            cells,
+            prompt_tokens,
+            device_tokens + cached_tokens,
+            cells[at.DECODING],
+            cells[at.DECODE_CONTEXT],
+        )
+        load_s = pricing.load_s(cells, cached_tokens)
+        link_s, gpu_s = pricing.backlogs_s(cells, now_s)
+        net_free_s, fetch_s = cells[at.NET_FREE], None
         if fetch_tokens is not None:
-            fetch_s = _over(fetch_tokens, cells[_NET])
-            fetch_s[fetch_tokens > cells[_SPARE] - cells[_PROMISED]] = np.inf
-            net_free_s = np.maximum(net_free_s, self._cells[_NET_FREE, self._slots[fetch_from]])
+            fetch_s = pricing.fetch_s(cells, fetch_tokens)
+            net_free_s = np.maximum(net_free_s, self._cells[at.NET_FREE, self._slots[fetch_from]])
         net_s = np.maximum(net_free_s - now_s, 0.0)
         start_s = link_s if fetch_s is None else np.maximum(link_s, net_s + fetch_s)
-        fade = np.exp((cells[_USE_AT] - now_s) / self.window_s)
-        fixed_s, gpu_use = cells[_OVERHEAD], cells[_GPU_USE] * fade
-        step_s = _reading_step_s(cells, prompt_tokens + cells[_RESIDENT])
-        alone_s = _reading_step_s(cells, prompt_tokens)
-        # A step of decoding is under way: half of it is waited for; a load is heard of one later.
-        under_way_s = np.maximum(beside_s, cells[_WEIGHTS] + decode_context * cells[_CONTEXT])
-        under_way_s = (under_way_s + cells[_STEP]) * (decoding > 0)
-        idle_s = fixed_s + load_s + np.maximum(work_s, alone_s)
-        weighing = _weighing_tokens(idle_s, alone_s, cells[_DILATION], output_tokens)
+        fade = np.exp((cells[at.USE_AT] - now_s) / self.window_s)
+        gpu_use = cells[at.GPU_USE] * fade
+        weighing = pricing.weighing_tokens(cells, own.work_s, load_s, prompt_tokens, output_tokens)
         return Offers(
             now_s=now_s,
             workers=self._names if len(slots) == len(self._names) else self._named(slots),
@@ -362,37 +344,37 @@ class Fleet:
             expected_output_tokens=output_tokens,
             device_tokens=device_tokens,
             cached_tokens=cached_tokens,
-            new_tokens=new,
+            new_tokens=own.new_tokens,
             load_s=load_s,
-            load_token_s=cells[_LOAD_TOKEN],
-            work_s=work_s,
-            compute_s=compute_s,
-            fixed_s=fixed_s,
+            load_token_s=cells[at.LOAD_TOKEN],
+            work_s=own.work_s,
+            compute_s=own.compute_s,
+            fixed_s=cells[at.OVERHEAD],
             link_backlog_s=link_s,
             gpu_backlog_s=gpu_s,
-            harm_s=decoding * np.maximum(compute_s - steps * read_s, 0.0),
-            decode_s=weighing * (cells[_TOKEN] + prompt_tokens * cells[_CONTEXT]),
+            harm_s=cells[at.DECODING] * np.maximum(own.compute_s - own.read_s, 0.0),
+            decode_s=weighing * (cells[at.TOKEN] + prompt_tokens * cells[at.CONTEXT]),
             gpu_use=gpu_use,
-            loads_per_s=cells[_LOADS] * fade,
-            prefills_per_s=cells[_PREFILLS] * fade,
-            in_flight=cells[_IN_FLIGHT],
-            waiting=cells[_WAITING],
-            queued_tokens=cells[_QUEUED],
-            resident_tokens=cells[_RESIDENT],
-            capacity_tokens=cells[_CAPACITY],
-            h2d_bytes_per_s=cells[_LINK_RATE],
-            flops_per_s=cells[_FLOPS],
-            cost_per_hour=cells[_COST],
-            kappa_crit=cells[_CRIT],
+            loads_per_s=cells[at.LOADS] * fade,
+            prefills_per_s=cells[at.PREFILLS] * fade,
+            in_flight=cells[at.IN_FLIGHT],
+            waiting=cells[at.WAITING],
+            queued_tokens=cells[at.QUEUED],
+            resident_tokens=cells[at.RESIDENT],
+            capacity_tokens=cells[at.CAPACITY],
+            h2d_bytes_per_s=cells[at.LINK_RATE],
+            flops_per_s=cells[at.FLOPS],
+            cost_per_hour=cells[at.COST],
+            kappa_crit=cells[at.CRIT],
             fetch_s=fetch_s,
             fetch_tokens=fetch_tokens,
             fetch_from=fetch_from,
             net_backlog_s=net_s,
-            ttft_s=fixed_s
+            ttft_s=cells[at.OVERHEAD]
             + np.maximum(start_s + load_s, gpu_s)
-            + compute_s
-            + under_way_s * np.where(cached_tokens > 0, 1.5, 0.5),
-            tpot_s=step_s / (1 - np.minimum(gpu_use, _MOST_USE)),
+            + own.compute_s
+            + pricing.under_way_s(cells, cached_tokens),
+            tpot_s=pricing.tpot_s(cells, prompt_tokens, gpu_use),
         )
 
     def idle_ttft_s(
@@ -400,42 +382,38 @@ class Fleet:
     ) -> Floats:
         """TTFT on idle workers that hold `held_tokens` of the prompt in their host tiers."""
         cells = self._cells[:, slots]
-        new = prompt_tokens - held_tokens
-        steps = np.ceil(new / cells[_BUDGET])
-        work_s = new * cells[_TOKEN] + new * (held_tokens + 0.5 * new) * cells[_PAIR]
-        read_s = steps * (cells[_WEIGHTS] + prompt_tokens * cells[_CONTEXT])
-        compute_s = np.maximum(work_s, read_s) + steps * cells[_STEP]
-        load_s = held_tokens * cells[_LOAD_TOKEN] + (held_tokens > 0) * cells[_LOAD_FIXED]
-        idle_s: Floats = cells[_OVERHEAD] + load_s + compute_s
+        held = np.full(len(slots), float(held_tokens))
+        own = pricing.prefill(cells, prompt_tokens, held)
+        idle_s: Floats = cells[at.OVERHEAD] + pricing.load_s(cells, held) + own.compute_s
         return idle_s
 
     def idle_tpot_s(self, slots: NDArray[np.intp], prompt_tokens: int) -> Floats:
         """Time per output token on idle workers."""
         cells = self._cells[:, slots]
-        return _reading_step_s(cells, prompt_tokens)
+        return pricing.reading_step_s(cells, prompt_tokens)
 
     def rooms(self, slots: NDArray[np.intp], now_s: float) -> Rooms:
         """What is to be known of workers as targets of copies."""
         cells = self._cells[:, slots]
-        link_s, gpu_s = _backlogs_s(cells, now_s)
+        link_s, gpu_s = pricing.backlogs_s(cells, now_s)
         return Rooms(
-            spare_tokens=cells[_SPARE] - cells[_PROMISED],
-            host_tokens=cells[_HOST],
+            spare_tokens=cells[at.SPARE] - cells[at.PROMISED],
+            host_tokens=cells[at.HOST],
             backlog_s=np.maximum(link_s, gpu_s),
-            h2d_bytes_per_s=cells[_LINK_RATE],
-            load_token_s=cells[_LOAD_TOKEN],
-            net_tokens_per_s=cells[_NET],
-            net_backlog_s=np.maximum(cells[_NET_FREE] - now_s, 0.0),
+            h2d_bytes_per_s=cells[at.LINK_RATE],
+            load_token_s=cells[at.LOAD_TOKEN],
+            net_tokens_per_s=cells[at.NET],
+            net_backlog_s=np.maximum(cells[at.NET_FREE] - now_s, 0.0),
         )
 
     def transfer(self, ends: NDArray[np.intp], seconds: float, now_s: float) -> None:
         """A transfer is queued on the network cards of two workers."""
-        free_s = max(float(self._cells[_NET_FREE, ends].max()), now_s)
-        self._cells[_NET_FREE, ends] = free_s + seconds
+        free_s = max(float(self._cells[at.NET_FREE, ends].max()), now_s)
+        self._cells[at.NET_FREE, ends] = free_s + seconds
 
     def dilation(self, slots: NDArray[np.intp]) -> Floats:
         """Real seconds per emulated second of each worker."""
-        dilations: Floats = self._cells[_DILATION, slots]
+        dilations: Floats = self._cells[at.DILATION, slots]
         return dilations
 
     def place(self, worker: str, slots: NDArray[np.intp]) -> int:
@@ -453,36 +431,3 @@ class Fleet:
 
 
 _NO_HASHES: UInt64s = np.empty(0, dtype=np.uint64)
-
-
-def _backlogs_s(cells: Floats, now_s: float) -> tuple[Floats, Floats]:
-    """Seconds queued on link and gpu."""
-    link_s = np.minimum(np.maximum(cells[_LINK_FREE] - now_s, 0.0), cells[_LINK_OUT])
-    done_s = np.minimum(np.maximum(now_s - cells[_GPU_SINCE], 0.0), cells[_GPU_HEAD])
-    return link_s, np.maximum(cells[_GPU_OUT] - done_s, 0.0)
-
-
-def _reading_step_s(cells: Floats, context_tokens: Floats | int) -> Floats:
-    """A step that waits for memory: the weights and so many tokens' KV are read."""
-    step_s: Floats = cells[_WEIGHTS] + context_tokens * cells[_CONTEXT] + cells[_STEP]
-    return step_s
-
-
-def _over(tokens: Floats, tokens_per_s: Floats) -> Floats:
-    """Seconds for `tokens`; for ever where there is no network, none where there are no tokens."""
-    seconds = np.where(tokens > 0, np.inf, 0.0)
-    np.divide(tokens, tokens_per_s, out=seconds, where=(tokens > 0) & (tokens_per_s > 0))
-    return seconds
-
-
-def _weighing_tokens(
-    idle_ttft_s: Floats, idle_tpot_s: Floats, dilation: Floats, output_tokens: int
-) -> float:
-    """Delayed tokens that weigh as much as one first token delayed as long.
-
-    By the service objective, TTFT over TPOT (`kappa.slo`), of the best and the middle worker; but
-    never more than there will be.
-    """
-    ttft_s = max(TTFT_FLOOR_S * float(dilation.max()), TTFT_IDLE_FACTOR * float(idle_ttft_s.min()))
-    tpot_s = TPOT_IDLE_FACTOR * float(np.sort(idle_tpot_s)[len(idle_tpot_s) // 2])
-    return min(ttft_s / tpot_s, float(output_tokens)) if tpot_s > 0 else float(output_tokens)

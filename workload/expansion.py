@@ -8,6 +8,7 @@ take as many sessions as they need.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -25,18 +26,25 @@ def expand(workload: Workload, seed: int) -> Iterator[SessionShape]:
     if not workload.sessions:
         return
     for copy in count():
-        order = np.random.default_rng((seed, copy)).permutation(len(workload.sessions))
-        salt = salt_of(copy)
-        for index in order:
-            session = workload.sessions[index]
-            yield _salted(session, copy, salt) if copy else session
+        for index in order_of(workload, copy, seed):
+            yield copied(workload.sessions[index], copy)
 
 
-def _salted(session: SessionShape, copy: int, salt: np.uint64) -> SessionShape:
-    return SessionShape(
+def order_of(workload: Workload, copy: int, seed: int) -> list[int]:
+    """In which order the sessions of a copy come: their places in the workload, shuffled."""
+    places = np.random.default_rng((seed, copy)).permutation(len(workload.sessions))
+    return [int(place) for place in places]
+
+
+def copied(session: SessionShape, copy: int) -> SessionShape:
+    """A session as it is in a copy; itself in copy 0."""
+    if not copy:
+        return session
+    salt = salt_of(copy)
+    return replace(
+        session,
         id=f"{session.id}~{copy}",
         turns=tuple(_salted_turn(turn, salt) for turn in session.turns),
-        tenant=session.tenant,
     )
 
 
@@ -48,4 +56,5 @@ def _salted_turn(turn: TurnShape, salt: np.uint64) -> TurnShape:
         output_tokens=turn.output_tokens,
         blocks=kept[: len(turn.blocks)],
         kept_blocks=kept,
+        new_tokens=turn.new_tokens,
     )

@@ -27,6 +27,8 @@ class TurnShape:
     after_s: pause between the predecessor's last token and this request; 0 for a first turn.
     input_tokens: the whole prompt. blocks: ids of the prompt's full blocks. kept_blocks: the same
     for prompt and output together, which is what an engine holds afterwards; begins with `blocks`.
+    new_tokens: of the prompt, what its source calls new, to the token; None if the source has only
+    blocks.
     """
 
     after_s: float
@@ -34,6 +36,7 @@ class TurnShape:
     output_tokens: int
     blocks: BlockIds
     kept_blocks: BlockIds
+    new_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse a turn that no engine could serve."""
@@ -50,11 +53,18 @@ class TurnShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionShape:
-    """The turns of one conversation, reader or agent; a turn waits for its predecessor."""
+    """The turns of one conversation, reader or agent; a turn waits for its predecessor.
+
+    document_tokens: how much all its prompts begin with in common, to the token, if beyond that
+    they share nothing; 0 where each prompt extends the one before. arrival_s: when the source says
+    that it came, in seconds from the source's first request; None if it says nothing.
+    """
 
     id: str
     turns: tuple[TurnShape, ...]
     tenant: str = ""
+    document_tokens: int = 0
+    arrival_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +83,12 @@ class Workload:
 
 
 def turn_of(
-    after_s: float, input_tokens: int, output_tokens: int, ids: BlockIds, block_tokens: int
+    after_s: float,
+    input_tokens: int,
+    output_tokens: int,
+    ids: BlockIds,
+    block_tokens: int,
+    new_tokens: int | None = None,
 ) -> TurnShape:
     """A turn from the ids of its prompt and output, which may run on beyond them.
 
@@ -86,6 +101,7 @@ def turn_of(
         output_tokens=output_tokens,
         blocks=ids[: input_tokens // block_tokens],
         kept_blocks=ids[: (input_tokens + output_tokens) // block_tokens],
+        new_tokens=new_tokens,
     )
 
 
