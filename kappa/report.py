@@ -125,6 +125,19 @@ class Admission:
     new_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a request had taken when its prompt was computed, in real seconds.
+
+    load_s: of the link, by its own load; compute_s: of the steps that computed its prompt, which
+    may have served others too.
+    """
+
+    request_id: str
+    load_s: float
+    compute_s: float
+
+
 class Charge(NamedTuple):
     """What was used of one worker, in seconds of the whole resource.
 
@@ -167,7 +180,7 @@ class WorkerReport:
     """What a worker measured since its last report, and its totals since it started.
 
     Seconds are real (dilated on a paced node). `*_total` never fall within one worker's life;
-    `admitted` and `prefilled` list requests of this report only. `compute_step_*`: only
+    `admitted`, `prefilled` and `spent` list requests of this report only. `compute_step_*`: only
     steps of at least `COMPUTE_STEP_TOKENS` tokens, as measured and as the announced step model says
     that they should have lasted (0: it did not say). Others wait for memory and teach no FLOP rate.
     host_spare_blocks: of the host tier, unused or held only as copies of what a peer has.
@@ -210,6 +223,7 @@ class WorkerReport:
     running: int = 0
     admitted: tuple[Admission, ...] = ()
     prefilled: tuple[str, ...] = ()
+    spent: tuple[Spent, ...] = ()
     charges: tuple[TenantCharge, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -224,6 +238,7 @@ class WorkerReport:
             Admission(**_known(Admission, a, "admission")) for a in known.get("admitted", ())
         )
         known["prefilled"] = tuple(known.get("prefilled", ()))
+        known["spent"] = tuple(Spent(**_known(Spent, s, "spent")) for s in known.get("spent", ()))
         known["passed_total"] = dict(known.get("passed_total", {}))
         known["charges"] = tuple(
             TenantCharge(**_known(TenantCharge, c, "charge")) for c in known.get("charges", ())

@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from kappa import metrics as m
-from kappa.report import Admission, Announcement, WorkerReport
+from kappa.report import Admission, Announcement, Spent, WorkerReport
 from router.board import BOARD, Announcements
 from router.charges import Charges
 from router.core import (
@@ -50,12 +50,13 @@ class Record:
     tenant: str = ""
     ttft_s: float | None = None
     admitted: Admission | None = None
+    spent: Spent | None = None
     end: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, without the candidates."""
         decision, chosen = self.decision, self.decision.chosen
-        actual = self.admitted
+        actual, spent = self.admitted, self.spent
         return {
             "request_id": decision.request_id,
             "time_s": self.time_s,
@@ -81,11 +82,20 @@ class Record:
                 "device_tokens": actual.device_tokens if actual else None,
                 "cached_tokens": actual.host_tokens if actual else None,
                 "new_tokens": actual.new_tokens if actual else None,
+                "queue_s": self._queue_s(),
+                "load_s": spent.load_s if spent else None,
+                "compute_s": spent.compute_s if spent else None,
                 "ttft_s": self.ttft_s,
             },
             "load": self.load,
             "end": self.end,
         }
+
+    def _queue_s(self) -> float | None:
+        """What neither its own load nor the steps that computed its prompt account for."""
+        if self.spent is None or self.ttft_s is None:
+            return None
+        return max(self.ttft_s - self.spent.load_s - self.spent.compute_s, 0.0)
 
 
 class LiveRouter:
@@ -230,6 +240,10 @@ class LiveRouter:
             self._admitted(node, admission)
         for request_id in report.prefilled:
             self.first_token(request_id)
+        for spent in report.spent:
+            record = self.records.get(spent.request_id)
+            if record is not None:
+                record.spent = spent
         self.metrics.reported(report, node, paced=state.announcement.node.source == "paced")
         self._charged(report)
 

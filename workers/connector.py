@@ -1,7 +1,8 @@
-"""vLLM's `OffloadingConnector`, with two additions.
+"""vLLM's `OffloadingConnector`, with three additions.
 
 It says what each request took from where: when the scheduler has allocated a request, the split of
-its prompt into device, host and new tokens is known for good. And it carries the news of stores
+its prompt into device, host and new tokens is known for good. It says whose each load is, so that
+the host tier can tell what a request's load took. And it carries the news of stores
 that the host tier gave up from the worker to the scheduler, where vLLM knows success only. Named in
 the engine's `kv_transfer_config` as `kv_connector=HostTierConnector,
 kv_connector_module_path=workers.connector`.
@@ -14,7 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
@@ -69,6 +73,14 @@ class HostTierConnector(OffloadingConnector):
         if role == KVConnectorRole.SCHEDULER:
             extra = vllm_config.kv_transfer_config.kv_connector_extra_config
             self._kappa_stats = StatsSender(extra.get("kappa_stats", ""))
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """As vLLM's; the host tier is told whose each load is, so that it can say what it took."""
+        super().bind_connector_metadata(connector_metadata)
+        tier = self.connector_worker.worker if self.connector_worker is not None else None
+        if isinstance(tier, HostTierWorker):
+            for job_id, job in getattr(connector_metadata, "load_jobs", {}).items():
+                tier.loading(job_id, job.req_id)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

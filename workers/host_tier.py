@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -41,6 +42,8 @@ from workers.stats_channel import StatsSender
 
 # An engine with nothing to do but stores under way must not poll as fast as it can, nor be late.
 _STORE_POLL_S = 0.002
+# Of so many requests it is remembered what their loads took; those that never run are forgotten.
+_LOADS_REMEMBERED = 4096
 
 
 class HostTierWorker(OffloadingWorker):
@@ -59,6 +62,8 @@ class HostTierWorker(OffloadingWorker):
         device = [t.tensor for t in kv_caches.tensors]
         host = [torch.empty((blocks, t.shape[1]), dtype=torch.int8) for t in device]
         self._report_lock = threading.Lock()
+        self._loading: dict[int, str] = {}
+        self._loaded_s: OrderedDict[str, float] = OrderedDict()
         self._stats = stats
         self._tokens_per_block = tokens_per_block
         self._pace = pace
@@ -88,6 +93,16 @@ class HostTierWorker(OffloadingWorker):
     def get_finished(self) -> list[TransferResult]:
         """Transfers of both directions that ended since the last call, dropped stores too."""
         return [result for link in self._each for result in link.take_finished()]
+
+    def loading(self, job_id: int, request: str) -> None:
+        """A load that is about to be submitted is this request's (vLLM's id)."""
+        with self._report_lock:
+            self._loading[job_id] = request
+
+    def take_load_s(self, request: str) -> float:
+        """Seconds that the link spent on a request's loads; forgets them."""
+        with self._report_lock:
+            return self._loaded_s.pop(request, 0.0)
 
     def take_dropped(self) -> set[int]:
         """Stores given up since the last call; at the latest when `get_finished` names them."""
@@ -127,6 +142,13 @@ class HostTierWorker(OffloadingWorker):
         return self._pace.load_s(tokens) if direction == LOAD else self._pace.store_s(tokens)
 
     def _report(self, message: dict[str, Any]) -> None:
+        with self._report_lock:
+            request = self._loading.pop(message.pop("job", -1), None)
+            if request is not None:
+                known_s = self._loaded_s.get(request, 0.0)
+                self._loaded_s[request] = known_s + message["took_s"]
+                if len(self._loaded_s) > _LOADS_REMEMBERED:
+                    self._loaded_s.popitem(last=False)
         self._stats_send({**message, "tokens": message["blocks"] * self._tokens_per_block})
 
     def _stats_send(self, message: dict[str, object]) -> None:

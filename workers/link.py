@@ -208,6 +208,7 @@ class Link:
         self._report(
             {
                 "kind": transfer.direction,
+                "job": transfer.job_id,
                 "blocks": transfer.blocks,
                 "bytes": moved_bytes,
                 "queued_s": transfer.queued_s,

@@ -29,17 +29,22 @@ _BACK_TO_BACK_S = 0.02
 
 
 class StepMeter:
-    """Follows requests over steps: what each step computes, and which prompts it finishes."""
+    """Follows requests over steps: what each step computes, which prompts it finishes, and how long
+    the steps that computed a prompt took."""
 
     def __init__(self) -> None:
         self._prompt_tokens: dict[str, int] = {}
         self._request_ids: dict[str, str] = {}
+        self._compute_s: dict[str, float] = {}
+        self._computing: list[str] = []
+        self._finishing: list[str] = []
 
     def work(self, scheduled: SchedulerOutput) -> tuple[list[tuple[int, int]], list[str]]:
         """Return [(new tokens, context tokens before them)] and the finished prompts' ids."""
         work: list[tuple[int, int]] = []
         prefilled: list[str] = []
         tokens = scheduled.num_scheduled_tokens
+        self._computing, self._finishing = [], []
         for new in scheduled.scheduled_new_reqs:
             self._prompt_tokens[new.req_id] = len(new.prompt_token_ids or ())
             self._request_ids[new.req_id] = kappa_request_id(new.sampling_params)
@@ -50,7 +55,18 @@ class StepMeter:
         for req_id in scheduled.finished_req_ids:
             self._prompt_tokens.pop(req_id, None)
             self._request_ids.pop(req_id, None)
+            self._compute_s.pop(req_id, None)
         return work, prefilled
+
+    def took(self, seconds: float) -> list[tuple[str, str, float]]:
+        """The step lasted so long; (vLLM's id, ours, seconds of all steps that computed it) of each
+        prompt that it finished."""
+        for req_id in self._computing:
+            self._compute_s[req_id] = self._compute_s.get(req_id, 0.0) + seconds
+        return [
+            (req_id, self._request_ids.get(req_id, ""), self._compute_s.pop(req_id, 0.0))
+            for req_id in self._finishing
+        ]
 
     def _add(
         self,
@@ -62,7 +78,10 @@ class StepMeter:
     ) -> None:
         work.append((new, context))
         prompt_tokens = self._prompt_tokens.get(req_id, 0)
+        if context < prompt_tokens:
+            self._computing.append(req_id)
         if context < prompt_tokens <= context + new:
+            self._finishing.append(req_id)
             prefilled.append(self._request_ids.get(req_id, ""))
 
 
@@ -133,6 +152,11 @@ class MeteredCPUWorker(CPUWorker):
             took_s=end_s - start_s,
             real_s=real_s,
             overrun=bool(step["pace_s"] and remaining_s < 0),
+            spent=[
+                (ours, sum(tier.take_load_s(req_id) for tier in HOST_TIERS), compute_s)
+                for req_id, ours, compute_s in self._kappa_meter.took(end_s - start_s)
+                if ours
+            ],
             t_s=time.time(),
         )
         self._kappa_stats.send(step)

@@ -22,6 +22,7 @@ from kappa.report import (
     REPORT,
     RESET,
     Admission,
+    Spent,
     TenantCharge,
     WorkerReport,
 )
@@ -43,6 +44,7 @@ class ReportTotals:
         self._report = WorkerReport(worker=worker, time_s=0.0)
         self._admitted: list[Admission] = []
         self._prefilled: list[str] = []
+        self._spent: list[Spent] = []
         self._charges: dict[str, TenantCharge] = {}
         self._charged: dict[str, TenantCharge] = {}
         self._told_all_s = 0.0
@@ -77,9 +79,10 @@ class ReportTotals:
             time_s=now_s,
             admitted=tuple(self._admitted),
             prefilled=tuple(self._prefilled),
+            spent=tuple(self._spent),
             charges=tuple(self._charges.values()),
         )
-        self._admitted, self._prefilled, self._charges = [], [], {}
+        self._admitted, self._prefilled, self._spent, self._charges = [], [], [], {}
         return report
 
     def _add_step(self, m: dict[str, object]) -> None:
@@ -103,6 +106,12 @@ class ReportTotals:
         prefilled = m["prefilled"]
         assert isinstance(prefilled, list)
         self._prefilled.extend(str(request_id) for request_id in prefilled)
+        spent = m.get("spent", [])
+        assert isinstance(spent, list)
+        self._spent.extend(
+            Spent(str(request_id), _number(load_s), _number(compute_s))
+            for request_id, load_s, compute_s in spent
+        )
 
     def _add_admit(self, m: dict[str, object]) -> None:
         self._admitted.append(

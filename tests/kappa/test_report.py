@@ -14,6 +14,7 @@ from kappa.report import (
     Admission,
     Announcement,
     Charge,
+    Spent,
     TenantCharge,
     WorkerReport,
 )
@@ -30,6 +31,7 @@ SAID = Announcement(
 REPORT = WorkerReport(
     "w", 1.5, steps_total=3, load_seconds_total=0.25, load_tokens_total=64,
     admitted=(Admission("r", 1, 2, 3), Admission("s", 0, 0, 9)), prefilled=("r", "q"),
+    spent=(Spent("r", 0.25, 1.5),),
     charges=(TenantCharge("alice", 1.5, 0.25, 0.0), TenantCharge("bob", 2.0, 1.0, 3.0)),
     iterations_total=9, queued_iterations_total=4, budget_fill_sum=3.5, vram_fill_sum=2.25,
     passed_total={"vram": 7, "link": 1}, waiting=3,

@@ -38,6 +38,9 @@ def test_evicted_prompts_return_from_host_memory_with_the_same_answer(idle):
     loaded = record["actual"]["cached_tokens"]
     assert loaded > 0
     assert loaded == record["predicted"]["cached_tokens"]
+    parts = [record["actual"][part] for part in ("queue_s", "load_s", "compute_s")]
+    assert all(parts)
+    assert sum(parts) == pytest.approx(record["actual"]["ttft_s"], rel=0.2)
     assert loaded + record["actual"]["device_tokens"] > prompt_tokens - 64
     assert again.usage.prompt_tokens_details.cached_tokens >= loaded
     idle.until(

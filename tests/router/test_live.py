@@ -54,7 +54,9 @@ class Worker:
                          "host_tokens": host, "new_tokens": new, "t_s": 0.0})  # fmt: skip
 
     def step(self, *prefilled):
+        spent = [(request_id, 2e-6, 1e-6) for request_id in prefilled]
         self.stats.send({"kind": "step", "tokens": 1, "running": 1, "prefilled": list(prefilled),
+                         "spent": spent,
                          "pace_s": 0.1, "took_s": 0.1, "real_s": 0.1, "overrun": True,
                          "t_s": 0.0})  # fmt: skip
 
@@ -133,7 +135,7 @@ async def test_a_request_is_followed_from_decision_to_end(scene, worker):
     w.admit("r", device=0, host=32, new=68)
     w.step("r")
     record = live.records["r"]
-    await until(lambda: record.admitted and record.ttft_s is not None)
+    await until(lambda: record.admitted and record.spent and record.ttft_s is not None)
     live.first_token("r")  # the stream notices later than the report: no second time
     live.tokens("r", 3)
     live.release("r", "done")
@@ -141,6 +143,7 @@ async def test_a_request_is_followed_from_decision_to_end(scene, worker):
     told = record.to_dict()
     assert told["actual"] == {
         "device_tokens": 0, "cached_tokens": 32, "new_tokens": 68, "ttft_s": record.ttft_s,
+        "queue_s": record.ttft_s - 2e-6 - 1e-6, "load_s": 2e-6, "compute_s": 1e-6,
     }  # fmt: skip
     assert (told["end"], told["node"], told["paced"]) == ("done", "node-w", True)
     assert live.router.reservations == 0

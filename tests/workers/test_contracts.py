@@ -81,6 +81,11 @@ def test_the_connector_tells_its_scheduler_which_jobs_ended_and_keeps_their_keys
     ]  # fmt: skip
     assert fields(KVConnectorOutput) >= {"kv_connector_worker_meta"}
     assert "keys" in scheduler.TransferJobStatus.__annotations__
+    assert "load_jobs" in common.OffloadingConnectorMetadata.__annotations__
+    assert "req_id" in common.TransferJob.__annotations__
+    # What a load took is told under the id that the scheduler's steps name a request by.
+    made = inspect.getsource(scheduler.OffloadingConnectorScheduler)
+    assert "TransferJob(\n            req_id=request.request_id" in made
     source = inspect.getsource(scheduler.OffloadingConnectorScheduler)
     for name in ("manager", "_jobs", "_events_tracker"):
         assert f"self.{name}" in source, name

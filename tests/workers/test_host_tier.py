@@ -108,6 +108,20 @@ def test_loads_end_in_the_order_they_were_asked_for(tier):
     assert [done.job_id for done in worker.get_finished()] == jobs
 
 
+def test_what_a_request_s_loads_took_is_told_once(tier):
+    worker, _ = tier()
+    worker.submit_store(1, device_ids([0, 1]), HostIds([0, 1]))
+    worker.wait({1})
+    for job, request in ((2, "a"), (3, "a"), (4, "b")):
+        worker.loading(job, request)
+        worker.submit_load(job, HostIds([0, 1]), device_ids([4, 5]))
+    worker.wait({2, 3, 4})
+    done = {done.job_id: done.transfer_time for done in worker.get_finished()}
+    assert worker.take_load_s("a") == pytest.approx(done[2] + done[3])
+    assert worker.take_load_s("b") == pytest.approx(done[4])
+    assert worker.take_load_s("a") == worker.take_load_s("unknown") == 0.0
+
+
 def test_every_transfer_is_reported_with_its_tokens_and_bytes(tier, stats):
     worker, _ = tier()
     worker.submit_store(1, device_ids([0, 1]), HostIds([0, 1]))

@@ -52,6 +52,25 @@ def test_a_prompt_in_chunks_is_finished_by_the_last_one():
     assert meter.work(scheduled({"a": 1}, cached=[("a", 10)])) == ([(1, 10)], [])
 
 
+def test_a_prompt_has_taken_the_steps_that_computed_it_and_no_others():
+    meter = StepMeter()
+    meter.work(scheduled({"a": 6, "b": 2}, [new("a", 10), new("b", 2)]))
+    assert meter.took(0.5) == [("b", "ours-b", 0.5)]
+    meter.work(scheduled({"a": 4, "b": 1}, cached=[("a", 6), ("b", 2)]))
+    assert meter.took(0.25) == [("a", "ours-a", 0.75)]
+    meter.work(scheduled({"a": 1, "b": 1}, cached=[("a", 10), ("b", 3)]))
+    assert meter.took(0.25) == []
+
+
+def test_a_request_that_ends_in_its_prompt_leaves_nothing_behind():
+    meter = StepMeter()
+    meter.work(scheduled({"a": 6}, [new("a", 10)]))
+    meter.took(1.0)
+    meter.work(scheduled({"a": 5}, [new("a", 5)], finished=["a"]))
+    meter.work(scheduled({"a": 10}, [new("a", 10)]))
+    assert meter.took(0.5) == [("a", "ours-a", 0.5)]
+
+
 def test_cached_tokens_are_context_not_work():
     work, prefilled = StepMeter().work(scheduled({"a": 2}, [new("a", 66, context=64)]))
     assert (work, prefilled) == ([(2, 64)], ["ours-a"])
@@ -111,6 +130,7 @@ def test_a_paced_step_lasts_its_pace(worker):
     assert step["pace_s"] == pytest.approx(0.04)
     assert step["took_s"] >= step["pace_s"]
     assert (step["tokens"], step["prefilled"]) == (20, ["ours-a"])
+    assert step["spent"] == [["ours-a", 0, step["took_s"]]]
     assert step["overrun"] is False
 
 

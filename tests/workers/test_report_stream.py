@@ -5,7 +5,7 @@ import pytest
 import zmq
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
-from kappa.report import COMPUTE_STEP_TOKENS, Admission, TenantCharge, WorkerReport
+from kappa.report import COMPUTE_STEP_TOKENS, Admission, Spent, TenantCharge, WorkerReport
 from workers.report_stream import ReportStream, ReportTotals
 from workers.stats_channel import StatsSender
 
@@ -24,7 +24,7 @@ def step(**changes):
 def test_totals_add_up_and_lists_start_anew():
     totals = ReportTotals("w")
     assert not totals.urgent
-    totals.add(step(prefilled=["a"]))
+    totals.add(step(prefilled=["a"], spent=[["a", 0.5, 0.25]]))
     totals.add(step(overrun=True))
     totals.add({"kind": "admit", "request_id": "a", "device_tokens": 1, "host_tokens": 2,
                 "new_tokens": 3, "t_s": 1.0})  # fmt: skip
@@ -38,11 +38,11 @@ def test_totals_add_up_and_lists_start_anew():
         step_tokens_total=20,
         overruns_total=1, store_tokens_total=5, store_bytes_total=500, store_seconds_total=0.5,
         store_wait_seconds_total=0.125, event_gaps_total=2,
-        admitted=(Admission("a", 1, 2, 3),), prefilled=("a",),
+        admitted=(Admission("a", 1, 2, 3),), prefilled=("a",), spent=(Spent("a", 0.5, 0.25),),
     )  # fmt: skip
     assert not totals.urgent
     again = totals.take(10.0)
-    assert (again.admitted, again.prefilled, again.steps_total) == ((), (), 2)
+    assert (again.admitted, again.prefilled, again.spent, again.steps_total) == ((), (), (), 2)
 
 
 def iterations(**changes):
