@@ -34,6 +34,10 @@ WEIGHT_KEY = "kappa_weight"
 DEVICE_TOKENS_KEY = "kappa_device_tokens"
 HOST_TOKENS_KEY = "kappa_host_tokens"
 CHARGES_KEY = "kappa_charges"
+# For engines of kind torch: the prompt as the ingress tokenized it (base64 of little-endian int32),
+# and how its cached prefix is to come back, if the client asked.
+PROMPT_KEY = "kappa_prompt"
+PLAN_KEY = "kappa_plan"
 
 # Charges are kept of so many tenants, here and in whatever adds them up.
 MAX_TENANTS = 1024
@@ -63,7 +67,8 @@ class Announcement:
     load_s = load_fixed_s + tokens * kv_bytes_per_token / node.h2d_bytes_per_s. fingerprint: hash of
     everything two workers must share for their KV blocks to mean the same. net_bytes_per_s: how
     fast it can fetch blocks from a peer's host tier; 0 when it cannot. packs: its scheduler goes on
-    past a request that does not fit, and starts loads just in time.
+    past a request that does not fit, and starts loads just in time. engine: its kind; planner: how
+    it brings cached prefixes back, empty if it always loads them whole and then computes.
     """
 
     worker: str
@@ -83,6 +88,8 @@ class Announcement:
     profile_error: str = ""
     net_bytes_per_s: float = 0.0
     packs: bool = False
+    engine: str = "vllm"
+    planner: str = ""
     measured: Mapping[str, Any] = field(default_factory=dict)
     protocol: int = PROTOCOL
 

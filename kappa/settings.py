@@ -33,6 +33,9 @@ SchedulerName = Literal[
     "fair", "fcfs", "priority", "vtc", "dlpm", "hrrn", "cap1", "greedy", "stock"
 ]  # fmt: skip
 
+EngineKind = Literal["vllm", "torch"]
+PlannerName = Literal["auto", "kv", "kvpr", "hybrid", "recompute"]
+
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -85,8 +88,16 @@ class NodeSettings(_Section):
 
 
 class EngineSettings(_Section):
-    """vLLM's limits; the device cache is small so that sessions spill to the host tier."""
+    """Which engine runs, and its limits; the device cache is small so that sessions spill to the
+    host tier. `engine: torch` is short for `engine: {kind: torch}`."""
 
+    kind: EngineKind = Field("vllm", description="torch: our own, which executes load plans")
+    planner: PlannerName = Field(
+        "auto", description="how cached prefixes come back; of kind torch only"
+    )
+    act_share: float = Field(
+        0.0, ge=0, le=1, description="share of stored blocks kept as activations; torch only"
+    )
     max_context_tokens: int = Field(8192, ge=64)
     block_tokens: int = Field(32, ge=16)
     device_blocks: int = Field(264, ge=8, description="KV blocks in the device cache")
@@ -249,6 +260,11 @@ class ClusterSettings(_Section):
     tenants: TenantSettings = TenantSettings()
     http: HttpSettings = HttpSettings()
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _engine_by_its_kind(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
 
     @field_validator("nodes")
     @classmethod

@@ -120,6 +120,14 @@ def overloaded(reason: str, retry_after_s: float) -> ApiError:
     )  # fmt: skip
 
 
+def no_plans_here() -> ApiError:
+    """400: a load plan was asked for, of an engine that has none."""
+    return ApiError(
+        400, "x-kappa-plan: the chosen worker's engine takes no load plans; serve with "
+        "'engine: torch', or leave the header out.", code="no_load_plans", param="x-kappa-plan",
+    )  # fmt: skip
+
+
 def queue_full(limit: int, retry_after_s: float) -> ApiError:
     """429."""
     return ApiError(

@@ -40,6 +40,7 @@ from router.errors import (
     check_body,
     engine_failed,
     from_engine,
+    no_plans_here,
     no_worker,
     overloaded,
     queue_full,
@@ -57,6 +58,8 @@ from router.messages import (
     max_tokens_of,
     parse_body,
     pinned,
+    plan_asked,
+    prompt_marks,
     salt_of_body,
     tokens_in,
 )
@@ -225,7 +228,8 @@ class KappaIngress(OpenAiIngress):
                 raise overloaded(str(error), error.retry_after_s) from last
             except NoWorkerError as error:
                 raise no_worker(str(error), live.retry_after_s()) from last
-            mark(body, engine_marks(decision, tenant, live.charges.elsewhere(decision.worker)))
+            marks = engine_marks(decision, tenant, live.charges.elsewhere(decision.worker))
+            mark(body, {**marks, **self._torch_marks(live, decision, routed, request)})
             try:
                 return await self._send(live, decision, body, method, request)
             except _DEAD_WORKER as error:
@@ -349,6 +353,22 @@ class KappaIngress(OpenAiIngress):
         known = list(self._default_serve_handles)
         if model is not None and model not in known:
             raise unknown_model(str(model), known)
+
+    def _torch_marks(
+        self, live: LiveRouter, decision: Decision, routed: RouteRequest, request: Request
+    ) -> dict[str, str]:
+        """What only an engine of ours is told; releases the reservation if it is refused."""
+        state = live.router.state.workers.get(decision.worker)
+        plan = plan_asked(request)
+        try:
+            if state is not None and state.announcement.engine == "torch":
+                return prompt_marks(routed.token_ids, plan)
+            if plan:
+                raise no_plans_here()
+        except ApiError:
+            live.release(routed.request_id, "error")
+            raise
+        return {}
 
     def _unfit(self, live: LiveRouter, body: Any, tokens: np.ndarray | None) -> frozenset[str]:
         if tokens is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from fastapi import Request
 from pydantic import ValidationError
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
@@ -14,6 +16,8 @@ from kappa.report import (
     CHARGES_KEY,
     DEVICE_TOKENS_KEY,
     HOST_TOKENS_KEY,
+    PLAN_KEY,
+    PROMPT_KEY,
     REQUEST_ID_KEY,
     TENANT_KEY,
     WEIGHT_KEY,
@@ -24,6 +28,8 @@ from router.errors import ApiError, unreadable_body, validation_error
 from router.prefix_hash import salt_of
 from router.ray_router import PIN_HEADER
 from router.tenants import Tenant
+
+PLAN_HEADER = "x-kappa-plan"
 
 # Ours to set; and one of vLLM's that would make an engine announce blocks it never removes.
 _RESERVED_XARGS = ("kappa_", "kv_cache_report_mode")
@@ -124,6 +130,26 @@ def engine_marks(
         rounded = {name: [round(s, 3) for s in charge] for name, charge in elsewhere.items()}
         marks[CHARGES_KEY] = json.dumps(rounded, separators=(",", ":"))
     return marks
+
+
+def prompt_marks(tokens: np.ndarray | None, plan: str) -> dict[str, str]:
+    """What an engine that does not tokenize is told: the prompt, and its load plan if one is asked.
+
+    Raises:
+        ApiError: 400, the prompt could not be rendered here.
+    """
+    if tokens is None:
+        raise ApiError(
+            400, "The prompt cannot be rendered: this engine takes text chats, one text prompt, or "
+            "token ids.", code="unsupported_prompt", param="messages",
+        )  # fmt: skip
+    packed = base64.b64encode(np.asarray(tokens, dtype="<i4").tobytes()).decode()
+    return {PROMPT_KEY: packed, **({PLAN_KEY: plan} if plan else {})}
+
+
+def plan_asked(request: Request) -> str:
+    """The load plan that a client asks for by `x-kappa-plan`; empty without one."""
+    return str(request.headers.get(PLAN_HEADER, "")).strip()
 
 
 def mark(body: Any, marks: Mapping[str, str | int | float]) -> None:

@@ -226,3 +226,11 @@ def test_settings_show_no_key():
 def test_more_tenants_than_are_kept_apart_are_refused():
     by_key = {f"sk-{i}": f"t{i}" for i in range(MAX_TENANTS)}
     assert f"at most {MAX_TENANTS}" in fault(None, tenants={"by_key": by_key})
+
+
+def test_an_engine_can_be_given_by_its_kind_alone(written):
+    assert load_settings(written("engine: torch\n")).engine.kind == "torch"
+    settings = load_settings(written("engine: {kind: torch, planner: kvpr, act_share: 0.5}\n"))
+    assert (settings.engine.planner, settings.engine.act_share) == ("kvpr", 0.5)
+    with pytest.raises(SettingsError, match="'vllm' or 'torch'"):
+        load_settings(written("engine: sglang\n"))

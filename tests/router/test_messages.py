@@ -1,15 +1,18 @@
 """What the engine is told of a request, and that a client cannot say it in our place."""
 
+import base64
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from ray.serve.llm.openai_api_models import ChatCompletionRequest
 from starlette.requests import Request
 
 from kappa.report import CHARGES_KEY, Charge
 from kappa.types import TokenCounts
-from router.messages import engine_marks, mark, pinned
+from router.errors import ApiError
+from router.messages import engine_marks, mark, pinned, plan_asked, prompt_marks
 from router.tenants import Tenant
 
 pytestmark = pytest.mark.ray
@@ -88,3 +91,22 @@ def test_a_workers_request_carries_the_pin_and_no_key():
     ]  # fmt: skip
     sent = pinned(Request({"type": "http", "headers": headers}), "w")
     assert dict(sent.headers) == {"accept": "*/*", "x-kappa-pin": "w"}
+
+
+def test_an_engine_that_does_not_tokenize_is_sent_the_tokens_and_the_plan():
+    marks = prompt_marks(np.array([1, 70_000, 3]), "kv")
+    tokens = np.frombuffer(base64.b64decode(marks["kappa_prompt"]), dtype="<i4")
+    assert (tokens.tolist(), marks["kappa_plan"]) == ([1, 70_000, 3], "kv")
+    assert "kappa_plan" not in prompt_marks(np.array([1]), "")
+
+
+def test_a_prompt_that_could_not_be_rendered_is_refused_for_such_an_engine():
+    with pytest.raises(ApiError) as refused:
+        prompt_marks(None, "")
+    assert (refused.value.status, refused.value.code) == (400, "unsupported_prompt")
+
+
+def test_the_plan_is_asked_for_by_a_header():
+    asked = Request({"type": "http", "headers": [(b"x-kappa-plan", b" recompute ")]})
+    assert plan_asked(asked) == "recompute"
+    assert plan_asked(Request({"type": "http", "headers": []})) == ""
