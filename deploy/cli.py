@@ -17,6 +17,7 @@ from deploy.commands import (
     profile,
     serve,
     simulate,
+    workload,
 )
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.command()(law.tables)
 app.command()(law.explain)
 app.command()(law.roofline)
 app.command()(simulate.simulate)
+app.command()(workload.workload)
 bench.app.command()(bench_routing.routing)
 bench.app.command()(bench_scheduler.scheduler)
 bench.app.command()(bench_regret.regret)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from workload.block_ids import mixed
+from workload.prompts import VOCABULARY, block_tokens_of
 from workload.shapes import SessionShape, TurnShape, Workload
 
 UInt64s = NDArray[np.uint64]
@@ -24,13 +26,9 @@ UInt64s = NDArray[np.uint64]
 FORCED_TOKEN = 99
 """What every answer consists of; below the ids that prompts are made of."""
 
-# Ids below the first are special; the tiny model's vocabulary is larger than the last.
-_TOKEN_IDS = range(100, 3600)
 _IDLE_TOKENS = (40, 300, 1000, 40, 300, 2000) * 5
 _IDLE_PAUSE_S = 0.2
 _IDLE_OUTPUT_TOKENS = 2
-_MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +169,7 @@ def digest(scripts: Sequence[Script]) -> str:
 def idle_script(rng: np.random.Generator) -> Script:
     """Fresh prompts of several lengths, one after the other: what a request costs when idle."""
     asks = tuple(
-        Ask(_IDLE_PAUSE_S, rng.choice(np.array(_TOKEN_IDS), tokens), _IDLE_OUTPUT_TOKENS)
+        Ask(_IDLE_PAUSE_S, rng.choice(np.array(VOCABULARY), tokens), _IDLE_OUTPUT_TOKENS)
         for tokens in _IDLE_TOKENS
     )
     return Script("idle", 0.0, asks)
@@ -204,10 +202,10 @@ def _scaled(
         ends = np.ceil(np.arange(1, blocks + 1) * (block_tokens / scaling.tokens))
         sources = np.ceil(ends / trace_block_tokens).astype(np.int64) - 1
         known = sources < len(turn.kept_blocks)
-        ids = _mix(np.arange(blocks, dtype=np.uint64) + np.uint64(own))
+        ids = mixed(np.arange(blocks, dtype=np.uint64) + np.uint64(own))
         ids[known] = turn.kept_blocks[sources[known]]
         # Small trace blocks may lie in one block of ours, and long ones span several.
-        ids = _mix(ids ^ _mix(np.arange(blocks, dtype=np.uint64)))
+        ids = mixed(ids ^ mixed(np.arange(blocks, dtype=np.uint64)))
         pause_s = min(turn.after_s * scaling.tokens, scaling.pause_s)
         yield _Turn(pause_s if number else 0.0, input_tokens, output_tokens, ids, own)
 
@@ -217,7 +215,7 @@ def _asks(turns: Sequence[_Turn], block_tokens: int, dilation: float, salt: int)
     answered: dict[int, NDArray[np.int64]] = {}
     asks = []
     for turn in turns:
-        tokens = _tokens(turn.kept, block_tokens, salt)
+        tokens = block_tokens_of(turn.kept, block_tokens, salt, VOCABULARY)
         for i, block in enumerate(turn.kept):
             known = answered.get(int(block))
             if known is not None:
@@ -231,24 +229,9 @@ def _asks(turns: Sequence[_Turn], block_tokens: int, dilation: float, salt: int)
     return tuple(asks)
 
 
-def _tokens(ids: UInt64s, block_tokens: int, salt: int) -> NDArray[np.int64]:
-    """Tokens of blocks, shape (blocks, block_tokens): a function of id and salt."""
-    places = np.arange(1, block_tokens + 1, dtype=np.uint64) * _GOLDEN
-    mixed = _mix(_mix(ids ^ np.uint64(salt))[:, None] + places[None, :])
-    span = np.uint64(len(_TOKEN_IDS))
-    return (mixed % span).astype(np.int64) + _TOKEN_IDS.start
-
-
 def _seed(*parts: int) -> int:
     data = ",".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
-
-
-def _mix(values: UInt64s) -> UInt64s:
-    mixed = (values ^ (values >> np.uint64(30))) * _MIX_A
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_B
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
 
 
 def shared_tokens(scripts: Sequence[Script], block_tokens: int) -> tuple[int, int]:

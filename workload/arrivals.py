@@ -2,11 +2,15 @@
 
 `poisson` for workloads whose source says nothing of arrivals. `servegen` for independent single
 requests: production clients that come in bursts and change their rates from window to window.
+`gamma` for bursts of a given strength, `ramp` and `steps` for load that grows, `constant` for
+evenly spaced arrivals. `workload.arrival_specs` reads them from a command line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +42,98 @@ def _poisson(rate_rps: float, rng: np.random.Generator) -> Iterator[float]:
         times_s = now_s + np.cumsum(rng.exponential(1.0 / rate_rps, _DRAWS))
         yield from times_s.tolist()
         now_s = float(times_s[-1])
+
+
+def constant(rate_rps: float) -> Iterator[float]:
+    """Evenly spaced arrival times, the first after one gap, for ever."""
+    require_rate(rate_rps)
+    return (number / rate_rps for number in count(1))
+
+
+def gamma(rate_rps: float, rng: np.random.Generator, *, cv: float) -> Iterator[float]:
+    """Arrival times with independent gamma gaps, for ever; as `poisson` if `cv` is 1.
+
+    Args:
+        rate_rps: mean arrivals a second.
+        rng: for this stream alone.
+        cv: coefficient of variation of the gaps, above zero: more than 1 comes in bursts.
+    """
+    require_rate(rate_rps)
+    if not (np.isfinite(cv) and cv > 0):
+        raise ValueError(f"cv is {cv}: give a coefficient of variation, above zero")
+    return _gamma(rate_rps, cv**-2, rng)
+
+
+def _gamma(rate_rps: float, shape: float, rng: np.random.Generator) -> Iterator[float]:
+    now_s = 0.0
+    while True:
+        gaps = rng.gamma(shape, 1.0 / (rate_rps * shape), _DRAWS)
+        times_s = now_s + np.cumsum(gaps)
+        yield from times_s.tolist()
+        now_s = float(times_s[-1])
+
+
+def ramp(
+    first_rps: float, last_rps: float, length_s: float, rng: np.random.Generator
+) -> Iterator[float]:
+    """Arrivals at random, at a rate that goes evenly from one to another, then stays there.
+
+    Args:
+        first_rps: rate at the start, zero or more.
+        last_rps: rate from `length_s` on, above zero.
+        length_s: of the ramp.
+        rng: for this stream alone.
+    """
+    require_rate(last_rps)
+    if not (np.isfinite(first_rps) and first_rps >= 0):
+        raise ValueError(f"first_rps is {first_rps}: give sessions a second, zero or more")
+    if not (np.isfinite(length_s) and length_s > 0):
+        raise ValueError(f"length_s is {length_s}: give seconds, above zero")
+    return _ramp(first_rps, last_rps, length_s, rng)
+
+
+def _ramp(
+    first_rps: float, last_rps: float, length_s: float, rng: np.random.Generator
+) -> Iterator[float]:
+    """A unit Poisson process, put through the inverse of the expected number of arrivals."""
+    within = (first_rps + last_rps) / 2 * length_s
+    slope = (last_rps - first_rps) / length_s
+    for expected in _poisson(1.0, rng):
+        if expected >= within:
+            yield length_s + (expected - within) / last_rps
+        else:
+            # The root of first·t + slope·t²/2 = expected, in the form that bears a slope of zero.
+            root = math.sqrt(first_rps**2 + 2 * slope * expected)
+            yield 2 * expected / (first_rps + root)
+
+
+def steps(rates_rps: Sequence[float], step_s: float, rng: np.random.Generator) -> Iterator[float]:
+    """Arrivals at random, at each rate for `step_s` seconds, and at the last one for ever.
+
+    Args:
+        rates_rps: rates in order; all but the last may be zero.
+        step_s: how long each lasts.
+        rng: for this stream alone.
+    """
+    if not rates_rps:
+        raise ValueError("rates_rps is empty: give one rate at least")
+    require_rate(rates_rps[-1])
+    if not all(np.isfinite(rate) and rate >= 0 for rate in rates_rps):
+        raise ValueError(f"rates_rps is {list(rates_rps)}: give sessions a second, zero or more")
+    if not (np.isfinite(step_s) and step_s > 0):
+        raise ValueError(f"step_s is {step_s}: give seconds, above zero")
+    return _steps(tuple(rates_rps), step_s, rng)
+
+
+def _steps(
+    rates_rps: tuple[float, ...], step_s: float, rng: np.random.Generator
+) -> Iterator[float]:
+    step, before = 0, 0.0  # the step that now runs, and the arrivals expected before it
+    for expected in _poisson(1.0, rng):
+        while step + 1 < len(rates_rps) and expected >= before + rates_rps[step] * step_s:
+            before += rates_rps[step] * step_s
+            step += 1
+        yield step * step_s + (expected - before) / rates_rps[step]
 
 
 def shipped_rates() -> RateDay:

@@ -1,7 +1,7 @@
 """Azure LLM inference traces: lengths of independent requests, with nothing known to be shared.
 
 CSV of `TIMESTAMP,ContextTokens,GeneratedTokens`. Every row is a session of one turn with a prompt
-of its own. The times are not kept: arrivals come from `workload.arrivals`.
+of its own, and arrives when its row says.
 Source: Azure/AzurePublicDataset (Splitwise, ISCA 2024).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from workload.block_ids import key_of, stream_ids
@@ -30,20 +30,22 @@ def read_azure(path: str | Path, *, block_tokens: int = BLOCK_TOKENS) -> Workloa
     """
     require_block_tokens(block_tokens)
     path = Path(path)
-    lengths = list(_lengths(path))
-    blocks = [(prompt + max(output, 1)) // block_tokens for prompt, output in lengths]
+    rows = list(_rows(path))
+    start = min(time for time, _, _ in rows)
+    blocks = [(prompt + max(output, 1)) // block_tokens for _, prompt, output in rows]
     ids = stream_ids(key_of("azure"), 0, sum(blocks))
     sessions: list[SessionShape] = []
     first = 0
-    for number, ((prompt, output), count) in enumerate(zip(lengths, blocks, strict=True)):
-        turn = turn_of(0.0, prompt, output, ids[first : first + count], block_tokens)
-        sessions.append(SessionShape(id=f"azure-{number}", turns=(turn,)))
+    for number, ((time, prompt, output), count) in enumerate(zip(rows, blocks, strict=True)):
+        turn = turn_of(0.0, prompt, output, ids[first : first + count], block_tokens, prompt)
+        arrival_s = (time - start).total_seconds()
+        sessions.append(SessionShape(id=f"azure-{number}", turns=(turn,), arrival_s=arrival_s))
         first += count
     return Workload("azure", block_tokens, tuple(sessions), SOURCE)
 
 
-def _lengths(path: Path) -> Iterator[tuple[int, int]]:
-    """(prompt, output) tokens of each row."""
+def _rows(path: Path) -> Iterator[tuple[datetime, int, int]]:
+    """(time, prompt tokens, output tokens) of each row."""
     rows = _numbered_rows(path)
     header = next(rows, None)
     if header is None:
@@ -81,14 +83,16 @@ def _require_columns(path: Path, header: list[str]) -> None:
         )
 
 
-def _parse(row: list[str]) -> tuple[int, int]:
+def _parse(row: list[str]) -> tuple[datetime, int, int]:
     if len(row) != len(COLUMNS):
         raise ValueError(f"expected {len(COLUMNS)} values, found {len(row)}")
     try:
-        datetime.fromisoformat(row[0])
+        time = datetime.fromisoformat(row[0])
     except ValueError:
         raise ValueError(f"TIMESTAMP must be a date and time, found {row[0]!r}") from None
-    return _tokens(row[1], COLUMNS[1], 1), _tokens(row[2], COLUMNS[2], 0)
+    if time.tzinfo is not None:  # so that all rows can be compared
+        time = time.astimezone(UTC).replace(tzinfo=None)
+    return time, _tokens(row[1], COLUMNS[1], 1), _tokens(row[2], COLUMNS[2], 0)
 
 
 def _tokens(text: str, column: str, least: int) -> int:

@@ -8,6 +8,7 @@ fresh ids in one vector operation.
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 
@@ -44,6 +45,7 @@ def mixed(numbers: BlockIds) -> BlockIds:
     return mixture
 
 
+@lru_cache(maxsize=64)
 def salt_of(copy: int) -> np.uint64:
     """The number that is XORed into every id of a copy; 0 for copy 0, which stays as it is."""
     return np.uint64(mixed(np.array([copy], dtype=np.uint64))[0])

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from workload.shapes import BlockIds, TurnShape, Workload
+from workload.reuse import matched_blocks
+from workload.shapes import TurnShape, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +85,11 @@ def _replay(turns: Sequence[TurnShape], outputs_kept: bool) -> tuple[np.ndarray,
     seen: set[int] = set()
     held: list[int] = []
     for turn in turns:
-        matched = _matched(turn.blocks, seen)
+        matched = matched_blocks(turn.blocks, seen)
         held.append(matched)
         new = (turn.kept_blocks if outputs_kept else turn.blocks)[matched:]
         seen.update(new.tolist())
     return np.array(held), len(seen)
-
-
-def _matched(blocks: BlockIds, seen: set[int]) -> int:
-    """How many blocks from the start are in `seen`, which holds whole prefixes only."""
-    least, most = 0, len(blocks)
-    while least < most:
-        middle = (least + most + 1) // 2
-        if int(blocks[middle - 1]) in seen:
-            least = middle
-        else:
-            most = middle - 1
-    return least
 
 
 def _spread(values: Sequence[float] | np.ndarray) -> Spread:

@@ -7,6 +7,7 @@ reason.
 import gzip
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,6 +18,8 @@ from workload.errors import WorkloadError
 from workload.shapes import require_tokens
 
 Record = dict[str, Any]
+
+_BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -42,6 +45,48 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 def whole_text(path: Path) -> str:
     """The whole of a UTF-8 file, unpacked as `numbered_lines` does."""
     return "".join(line for _, line in numbered_lines(path))
+
+
+def json_items(path: Path) -> Iterator[Any]:
+    """The items of the JSON list that a file holds, one at a time.
+
+    Raises:
+        WorkloadError: if the file is absent or damaged, or holds no list; what comes before the
+            damage is given first.
+    """
+    text = whole_text(path)
+    decoder = json.JSONDecoder()
+    try:
+        place = _skip(text, 0)
+        if text[place : place + 1] != "[":
+            found_here = type(decoder.raw_decode(text, place)[0]).__name__
+            raise WorkloadError(f"{path}: expected a list, found {found_here}")
+        place = _skip(text, place + 1)
+        last = text[place : place + 1]
+        while last != "]":
+            item, place = decoder.raw_decode(text, place)
+            yield item
+            place = _skip(text, place)
+            last = text[place : place + 1]
+            if last not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, place)
+            if last == ",":
+                place = _skip(text, place + 1)
+        rest = _skip(text, place + 1)
+        if rest < len(text):
+            raise json.JSONDecodeError("Extra data", text, rest)
+    except json.JSONDecodeError as error:
+        raise WorkloadError(
+            f"{path}:{error.lineno}: not JSON ({error.msg}, column {error.colno})"
+        ) from error
+    except RecursionError:
+        raise WorkloadError(f"{path}: not JSON of this format (nested too deep)") from None
+
+
+def _skip(text: str, place: int) -> int:
+    """Past white space."""
+    match = _BLANKS.match(text, place)
+    return place if match is None else match.end()
 
 
 def json_object(line: str) -> Record:

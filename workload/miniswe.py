@@ -29,6 +29,7 @@ from workload.shapes import (
     turn_of,
 )
 from workload.tables import read_table
+from workload.texts import Prompts
 
 BLOCK_TOKENS = 64
 SOURCE = "mini-SWE agent traces, LMCache/lmcache-agent-trace, Apache-2.0"
@@ -149,7 +150,8 @@ def shapes_of(
             prompts.add(turn.input_text, turns[-1].blocks)
             before_s = turn.t_s
         shapes.append(SessionShape(id=session.id, turns=tuple(turns)))
-    return Workload("miniswe", block_tokens, tuple(shapes), SOURCE)
+    texts = Prompts(lambda session, turn: sessions[session].turns[turn].input_text)
+    return Workload("miniswe", block_tokens, tuple(shapes), SOURCE, texts=texts)
 
 
 @dataclass(slots=True, eq=False)
@@ -199,7 +201,16 @@ def _workload(rows: list[_Row], block_tokens: int) -> Workload:
         stop = (row.input_tokens + max(row.output_tokens, 1)) // block_tokens
         ids = prompts.ids(row, len(group), stop, block_tokens)
         after_s = row.t_s - latest_s.get(row.session, row.t_s)
-        group.append(turn_of(after_s, row.input_tokens, row.output_tokens, ids, block_tokens))
+        group.append(
+            turn_of(
+                after_s,
+                row.input_tokens,
+                row.output_tokens,
+                ids,
+                block_tokens,
+                row.input_tokens - row.cached_tokens,
+            )
+        )
         latest_s[row.session] = row.t_s
     sessions = tuple(SessionShape(id=name, turns=tuple(group)) for name, group in turns.items())
     return Workload("miniswe", block_tokens, sessions, SOURCE)

@@ -59,7 +59,11 @@ def read_mooncake(path: str | Path) -> Workload:
     chains = _link(requests)
     kept = _kept_ids(requests)
     sessions = tuple(
-        SessionShape(id=f"mooncake-{chain[0]}", turns=_turns(requests, chain, kept))
+        SessionShape(
+            id=f"mooncake-{chain[0]}",
+            turns=_turns(requests, chain, kept),
+            arrival_s=(requests[chain[0]].t_ms - requests[0].t_ms) / 1e3,
+        )
         for chain in chains
     )
     return Workload("mooncake", BLOCK_TOKENS, sessions, SOURCE)

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 BlockIds = NDArray[np.uint64]
+Message = dict[str, str]
+"""One message of a chat: `role` and `content`."""
 
 # Longer than any context: a larger number is a wrong unit or a damaged file.
 MOST_TOKENS = 1 << 24
@@ -67,12 +70,25 @@ class SessionShape:
     arrival_s: float | None = None
 
 
+class Texts(Protocol):
+    """The texts of a workload that has some."""
+
+    def messages(self, session: int, turn: int, copy: int) -> tuple[Message, ...]:
+        """The chat that asks for a turn's answer.
+
+        Args:
+            session: place of the session in the workload.
+            turn: place of the turn in the session.
+            copy: prompts of different copies share no beginning.
+        """
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
     """Sessions that share a block size.
 
     block_tokens: tokens a block. source: attribution. notes: what the reader had to cut or leave
-    out, in words.
+    out, in words. texts: what the prompts say; None if the source has only lengths.
     """
 
     name: str
@@ -80,6 +96,7 @@ class Workload:
     sessions: tuple[SessionShape, ...]
     source: str
     notes: tuple[str, ...] = ()
+    texts: Texts | None = None
 
 
 def turn_of(

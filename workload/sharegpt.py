@@ -8,17 +8,17 @@ Conversations share nothing with one another. The source has no times; the pause
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from workload.block_ids import key_of, stream_ids
 from workload.errors import WorkloadError
-from workload.lines import found, text_field, whole_text
+from workload.lines import found, json_items, text_field
 from workload.shapes import (
+    Message,
     SessionShape,
     TurnShape,
     Workload,
@@ -27,6 +27,7 @@ from workload.shapes import (
     turn_of,
 )
 from workload.tables import read_table
+from workload.texts import Talks
 
 BLOCK_TOKENS = 64
 SOURCE = "ShareGPT lengths, derived from a sample of ShareGPT_V3_unfiltered_cleaned_split"
@@ -43,10 +44,11 @@ _COLUMNS: dict[str, type] = {
     "out": int,
     "cached_C_unsplit_est": int,
 }
-_ANSWERERS = ("gpt", "chatgpt", "bing", "bard")
-_SPEAKERS = ("human", "user", "system", *_ANSWERERS)
+_ROLES = {"human": "user", "user": "user", "system": "system"} | dict.fromkeys(
+    ("gpt", "chatgpt", "bing", "bard"), "assistant"
+)
 
-_Lengths = list[tuple[int, int]]  # (prompt, output) tokens of each turn
+_Lengths = list[tuple[int, int, int]]  # (prompt, output, new) tokens of each turn
 
 
 def read_sharegpt_table(
@@ -81,7 +83,7 @@ def read_sharegpt_table(
         except ValueError as error:
             raise WorkloadError(f"{path}: row {number}: {error}") from error
         next_turn[name] = turn + 1
-        lengths.append((prompt, output))
+        lengths.append((prompt, output, new))
     return Workload(
         "sharegpt", block_tokens, _sessions(conversations.items(), block_tokens, seed), SOURCE
     )
@@ -95,10 +97,11 @@ def _check(
     require_tokens("the prompt, columns 'cached_C' and 'new_N' together,", in_piece, least=1)
     require_tokens("the prompt with its history", prompt)
     require_tokens("column 'out'", output)
-    if before and prompt < sum(before[-1]):
+    left = sum(before[-1][:2]) if before else 0
+    if prompt < left:
         raise ValueError(
             f"columns 'cached_C' and 'new_N' make a prompt of {prompt} tokens, but the turn "
-            f"before left {sum(before[-1])}"
+            f"before left {left}"
         )
 
 
@@ -107,6 +110,7 @@ def read_sharegpt_texts(
     count_tokens: Callable[[str], int],
     *,
     block_tokens: int = BLOCK_TOKENS,
+    limit: int | None = None,
     seed: int = 0,
 ) -> Workload:
     """Read a list of `{id, conversations: [{from, value}]}`, measured with `count_tokens`.
@@ -114,43 +118,45 @@ def read_sharegpt_texts(
     A turn is every answer that something precedes; its prompt is all that was said before, with no
     chat template. Conversations without a turn are left out, and `notes` counts them.
 
+    Args:
+        path: the JSON file.
+        count_tokens: length of a text.
+        block_tokens: tokens a block.
+        limit: read no further than so many conversations; the whole file if None.
+        seed: of the pauses.
+
     Raises:
         WorkloadError: if the file is absent, damaged, or breaks the format.
     """
     require_block_tokens(block_tokens)
     path = Path(path)
-    items = _items(path)
     conversations: list[tuple[str, _Lengths]] = []
-    for number, item in enumerate(items):
+    talks: list[tuple[Message, ...]] = []
+    prompts: list[tuple[int, ...]] = []
+    number = 0
+    for number, item in enumerate(islice(json_items(path), limit), start=1):
         try:
-            name, lengths = _measured(item, count_tokens)
+            talk = _talk(item)
+            said, lengths = _measured(talk, count_tokens)
+            name = text_field(item, "id")
         except ValueError as error:
-            raise WorkloadError(f"{path}: conversation {number + 1}: {error}") from error
+            raise WorkloadError(f"{path}: conversation {number}: {error}") from error
         if lengths:
-            conversations.append((f"{name}/{number}", lengths))
+            conversations.append((f"{name}/{number - 1}", lengths))
+            talks.append(talk)
+            prompts.append(said)
     if not conversations:
         raise WorkloadError(f"{path}: holds no conversation with an answer")
-    left_out = len(items) - len(conversations)
-    notes = (f"{left_out} of {len(items)} conversations left out: no answer to anything",)
+    left_out = number - len(conversations)
+    notes = (f"{left_out} of {number} conversations left out: no answer to anything",)
     sessions = _sessions(conversations, block_tokens, seed)
-    return Workload("sharegpt", block_tokens, sessions, SOURCE, notes if left_out else ())
+    return Workload(
+        "sharegpt", block_tokens, sessions, SOURCE, notes if left_out else (), Talks(talks, prompts)
+    )
 
 
-def _items(path: Path) -> list[Any]:
-    try:
-        items = json.loads(whole_text(path))
-    except json.JSONDecodeError as error:
-        raise WorkloadError(
-            f"{path}:{error.lineno}: not JSON ({error.msg}, column {error.colno})"
-        ) from error
-    except RecursionError:
-        raise WorkloadError(f"{path}: not JSON of this format (nested too deep)") from None
-    if not isinstance(items, list):
-        raise WorkloadError(f"{path}: expected a list, found {type(items).__name__}")
-    return items
-
-
-def _measured(item: object, count_tokens: Callable[[str], int]) -> tuple[str, _Lengths]:
+def _talk(item: object) -> tuple[Message, ...]:
+    """The messages of a conversation, in the words of the OpenAI API."""
     if not isinstance(item, dict):
         raise ValueError(f"expected an object, found {type(item).__name__}")
     messages = item.get("conversations")
@@ -158,17 +164,30 @@ def _measured(item: object, count_tokens: Callable[[str], int]) -> tuple[str, _L
         raise ValueError(
             f"field 'conversations' must be a list of objects, found {found(item, 'conversations')}"
         )
-    lengths: _Lengths = []
-    context = 0
+    talk: list[Message] = []
     for message in messages:
         speaker = text_field(message, "from")
-        if speaker not in _SPEAKERS:
-            raise ValueError(f"field 'from' must be one of {_SPEAKERS}, found {speaker!r}")
-        tokens = count_tokens(text_field(message, "value"))
-        if speaker in _ANSWERERS and context:
-            lengths.append((context, tokens))
+        if speaker not in _ROLES:
+            raise ValueError(f"field 'from' must be one of {tuple(_ROLES)}, found {speaker!r}")
+        talk.append({"role": _ROLES[speaker], "content": text_field(message, "value")})
+    return tuple(talk)
+
+
+def _measured(
+    talk: tuple[Message, ...], count_tokens: Callable[[str], int]
+) -> tuple[tuple[int, ...], _Lengths]:
+    """How many messages each turn sends, and its lengths."""
+    said: list[int] = []
+    lengths: _Lengths = []
+    context = answered = 0
+    for place, message in enumerate(talk):
+        tokens = count_tokens(message["content"])
+        if message["role"] == "assistant" and context:
+            said.append(place)
+            lengths.append((context, tokens, context - answered))
+            answered = context + tokens
         context += tokens
-    return text_field(item, "id"), lengths
+    return tuple(said), lengths
 
 
 def _sessions(
@@ -180,11 +199,11 @@ def _sessions(
         think_s = rng.exponential(MEAN_THINK_S, len(lengths))
         think_s[0] = 0.0
         # One text: every prompt, and what an engine keeps of it, is a beginning of it.
-        stop = max(prompt + max(output, 1) for prompt, output in lengths) // block_tokens
+        stop = max(prompt + max(output, 1) for prompt, output, _ in lengths) // block_tokens
         ids = stream_ids(key_of("sharegpt", name), 0, stop)
         turns: list[TurnShape] = [
-            turn_of(after_s, prompt, output, ids, block_tokens)
-            for (prompt, output), after_s in zip(lengths, think_s.tolist(), strict=True)
+            turn_of(after_s, prompt, output, ids, block_tokens, new)
+            for (prompt, output, new), after_s in zip(lengths, think_s.tolist(), strict=True)
         ]
         sessions.append(SessionShape(id=name, turns=tuple(turns)))
     return tuple(sessions)

@@ -5,6 +5,7 @@ from itertools import islice, takewhile
 import numpy as np
 import pytest
 
+from workload import arrivals
 from workload.arrivals import poisson, servegen, shipped_rates
 from workload.servegen import ClientRate, RateDay
 
@@ -105,3 +106,60 @@ def test_a_rate_that_is_none_is_refused_at_once(process, rate_rps):
 def test_a_window_of_no_length_is_refused():
     with pytest.raises(ValueError, match="window_s"):
         servegen(1.0, rng(), window_s=0.0)
+
+
+def gaps_of(times, count):
+    return np.diff([0.0, *islice(times, count)])
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 3.0])
+def test_gamma_gaps_have_the_rate_and_the_variation_asked_for(cv):
+    gaps = gaps_of(arrivals.gamma(20.0, np.random.default_rng(0), cv=cv), 100_000)
+    assert gaps.mean() == pytest.approx(1 / 20, rel=0.03)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.03)
+
+
+def test_constant_arrivals_are_evenly_spaced_however_late():
+    times = list(islice(arrivals.constant(3.0), 100_000))
+    assert times[2] == 1.0
+    assert times[-1] == pytest.approx(100_000 / 3, rel=1e-12)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0.0, 40.0), (40.0, 4.0), (10.0, 10.0)])
+def test_a_ramp_goes_evenly_from_rate_to_rate_and_stays(first, last):
+    count = np.zeros(6)
+    runs = 20
+    for seed in range(runs):
+        stream = arrivals.ramp(first, last, 100.0, np.random.default_rng(seed))
+        times = np.fromiter(takewhile(lambda time_s: time_s < 150.0, stream), dtype=float)
+        count += np.histogram(times, bins=6, range=(0.0, 150.0))[0]
+    middles = np.array([12.5, 37.5, 62.5, 87.5, 100.0, 100.0]) / 100.0
+    expected = (first + (last - first) * middles) * 25.0 * runs
+    assert np.all(np.abs(count - expected) < 4 * np.sqrt(expected))
+
+
+def test_steps_keep_each_rate_for_their_time_and_the_last_for_ever():
+    stream = arrivals.steps([10.0, 0.0, 40.0], 50.0, np.random.default_rng(4))
+    times = np.fromiter(takewhile(lambda time_s: time_s < 200.0, stream), dtype=float)
+    count = np.histogram(times, bins=4, range=(0.0, 200.0))[0]
+    assert count[1] == 0
+    expected = np.array([500.0, 2000.0, 2000.0])
+    assert np.all(np.abs(count[[0, 2, 3]] - expected) < 4 * np.sqrt(expected))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda rng: arrivals.gamma(1.0, rng, cv=0.0), "cv is 0.0"),
+        (lambda rng: arrivals.constant(0.0), "rate_rps is 0.0"),
+        (lambda rng: arrivals.ramp(-1.0, 1.0, 1.0, rng), "first_rps is -1.0"),
+        (lambda rng: arrivals.ramp(1.0, 0.0, 1.0, rng), "rate_rps is 0.0"),
+        (lambda rng: arrivals.ramp(1.0, 1.0, 0.0, rng), "length_s is 0.0"),
+        (lambda rng: arrivals.steps([], 1.0, rng), "rates_rps is empty"),
+        (lambda rng: arrivals.steps([-1.0, 1.0], 1.0, rng), "rates_rps is"),
+        (lambda rng: arrivals.steps([1.0], 0.0, rng), "step_s is 0.0"),
+    ],
+)
+def test_processes_that_never_come_are_refused_at_once(make, reason):
+    with pytest.raises(ValueError, match=reason):
+        make(np.random.default_rng(0))

@@ -78,3 +78,13 @@ def test_other_tables_are_refused(tmp_path, text, reason):
         read_azure(path)
     assert str(error.value).startswith(f"{path}:")
     assert reason in str(error.value)
+
+
+def test_rows_arrive_when_they_say_whatever_their_zone(tmp_path):
+    rows = [
+        "2023-11-16 18:15:46.5,374,44\r\n",
+        "2023-11-16 18:15:49,374,44\r\n",
+        "2023-11-16 19:15:48+01:00,374,44\r\n",
+    ]
+    workload = read_azure(written(tmp_path, HEADER + "".join(rows)))
+    assert [session.arrival_s for session in workload.sessions] == [0.0, 2.5, 1.5]

@@ -65,11 +65,13 @@ def test_built_in_workloads_are_the_same_every_time(name):
         ("miniswe_lengths.parquet", "miniswe"),
         ("miniswe_slice.jsonl.gz", "miniswe"),
         ("azure2023_conv.csv.gz", "azure"),
+        ("finqa_filings.parquet", "finqa"),
     ],
 )
 def test_the_format_of_a_file_is_found_out(file, name, tmp_path):
     copy = tmp_path / f"renamed.{file.partition('.')[2]}"
     shutil.copy(DATA / file, copy)
+    shutil.copy(DATA / "finqa_questions.parquet", tmp_path)
     assert workload_named(str(copy)).name == name
 
 
@@ -138,3 +140,33 @@ def test_an_estimated_length_grows_with_the_text():
     assert estimated_tokens("") == 0
     assert estimated_tokens("a") == 1
     assert estimated_tokens("a" * 307) == 100
+
+
+def test_how_a_workload_is_read_can_be_chosen():
+    assert workload_named("sharegpt", block_tokens=16).block_tokens == 16
+    assert workload_named("narrativeqa", block_tokens=16).block_tokens == 256
+    lengths = {
+        limit: max(
+            s.document_tokens for s in workload_named("finqa", max_context_tokens=limit).sessions
+        )
+        for limit in (None, 10_000)
+    }
+    assert lengths[None] == 615_860
+    assert lengths[10_000] < 10_000
+    for name in ("narrativeqa", "finqa"):
+        several, one = workload_named(name), workload_named(name, readers=1)
+        assert len(several.sessions) > len(one.sessions)
+    longest = [
+        max(
+            t.input_tokens
+            for s in workload_named("sharegpt", whole_history=whole).sessions
+            for t in s.turns
+        )
+        for whole in (False, True)
+    ]
+    assert longest[0] < 10_000 < longest[1]
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(WorkloadError, match="is a folder: name the file in it"):
+        workload_named(str(tmp_path))

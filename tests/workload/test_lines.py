@@ -7,7 +7,7 @@ import pytest
 
 from workload.azure import read_azure
 from workload.errors import WorkloadError
-from workload.lines import json_object, number_field, tokens_field
+from workload.lines import json_items, json_object, number_field, tokens_field
 from workload.miniswe import read_miniswe_texts
 from workload.mooncake import read_mooncake
 from workload.narrativeqa import read_narrativeqa
@@ -71,3 +71,31 @@ def test_every_text_reader_names_absent_empty_and_damaged_files(name, tmp_path):
         with pytest.raises(WorkloadError) as error:
             READERS[name](path)
         assert str(error.value).startswith(f"{path}:")
+
+
+def items(tmp_path, text):
+    path = tmp_path / "list.json"
+    path.write_text(text)
+    return list(json_items(path))
+
+
+def test_the_items_of_a_list_come_one_at_a_time(tmp_path):
+    assert items(tmp_path, ' [1, {"a": [2]} ,\n"x"\n] ') == [1, {"a": [2]}, "x"]
+    assert items(tmp_path, "[]") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"a": 1}', "list.json: expected a list, found dict"),
+        ("[1,\n2", "list.json:2: not JSON"),
+        ("[1,\n\n2 3]", "list.json:3: not JSON"),
+        ("[1,]", "list.json:1: not JSON"),
+        ("[1] x", "list.json:1: not JSON (Extra data"),
+        ("", "list.json:1: not JSON"),
+    ],
+)
+def test_what_is_no_list_is_named_with_its_line(tmp_path, text, reason):
+    with pytest.raises(WorkloadError) as raised:
+        items(tmp_path, text)
+    assert reason in str(raised.value)

@@ -5,8 +5,9 @@ import json
 import polars as pl
 import pytest
 
+from workload.documents import MEAN_THINK_S
 from workload.errors import WorkloadError
-from workload.narrativeqa import MEAN_THINK_S, read_narrativeqa
+from workload.narrativeqa import read_narrativeqa
 
 
 def line(document="d", tokens=1000, question=20, **more):
@@ -155,3 +156,53 @@ def test_what_cannot_be_is_refused(tmp_path):
         read_narrativeqa(path, block_tokens=0)
     with pytest.raises(WorkloadError, match="holds no questions"):
         read_narrativeqa(written(tmp_path, "\n"))
+
+
+def with_texts(tmp_path, *summaries, question="WHO ?"):
+    asked = {"document_id": "d", "doc_est_tokens": 60, "question_tokens": 5, "output_tokens": 4}
+    path = tmp_path / "qaps.jsonl"
+    path.write_text(json.dumps(asked | ({"question": question} if question else {})))
+    told = tmp_path / "summaries.jsonl"
+    told.write_text("\n".join(summaries))
+    return path, told
+
+
+SUMMARY = json.dumps({"document_id": "d", "summary_tokenized": "A tale . ", "summary_tokens": 10})
+
+
+def test_questions_with_summaries_have_texts(tmp_path):
+    path, told = with_texts(tmp_path, SUMMARY)
+    workload = read_narrativeqa(path, summaries=told)
+    summary, words, question = workload.texts.messages(0, 0, 0)[0]["content"].split("\n\n")
+    assert (summary, len(words.split()), question) == ("A tale .", 50, "WHO ?")
+    assert "CC-BY-SA" in workload.source
+    assert any("bodies are not in the source" in note for note in workload.notes)
+    assert workload.sessions[0].document_tokens == 60
+    assert workload.sessions[0].turns[0].new_tokens == 5
+
+
+def test_lengths_alone_have_no_texts(tmp_path):
+    path, told = with_texts(tmp_path, SUMMARY, question="")
+    assert read_narrativeqa(path, summaries=told).texts is None
+    path, _ = with_texts(tmp_path, SUMMARY)
+    assert read_narrativeqa(path).texts is None
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "summaries.jsonl:2: not JSON"),
+        ("{}", "summaries.jsonl:2: field 'document_id' must be a string"),
+        ('{"document_id": "d", "summary_tokenized": "x"}', ":2: field 'summary_tokens' must be"),
+    ],
+)
+def test_bad_summaries_name_file_line_and_field(tmp_path, line, reason):
+    path, told = with_texts(tmp_path, SUMMARY, line)
+    with pytest.raises(WorkloadError, match=reason):
+        read_narrativeqa(path, summaries=told)
+
+
+def test_documents_are_whole_without_a_limit(tmp_path):
+    path, _ = with_texts(tmp_path, SUMMARY)
+    assert read_narrativeqa(path, max_context_tokens=30).sessions[0].document_tokens == 21
+    assert read_narrativeqa(path, max_context_tokens=None).sessions[0].document_tokens == 60

@@ -148,3 +148,29 @@ def test_other_files_of_texts_are_refused(tmp_path, content, reason):
         read_sharegpt_texts(path, len)
     assert str(error.value).startswith(f"{path}:")
     assert reason in str(error.value)
+
+
+def test_texts_become_chats_in_the_words_of_the_api(tmp_path):
+    path = texts(
+        tmp_path,
+        [talk("a", ("system", "be brief"), ("human", "1+1?"), ("gpt", "2"), ("user", "sure?"),
+              ("chatgpt", "yes"))],
+    )  # fmt: skip
+    workload = read_sharegpt_texts(path, len)
+    roles = [message["role"] for message in workload.texts.messages(0, 1, 0)]
+    assert roles == ["system", "user", "assistant", "user"]
+    assert workload.texts.messages(0, 0, 0)[-1] == {"role": "user", "content": "1+1?"}
+    assert [turn.new_tokens for turn in workload.sessions[0].turns] == [12, 5]
+
+
+def test_no_more_conversations_are_read_than_asked_for(tmp_path):
+    path = texts(tmp_path, '[{"id": "a", "conversations": [{"from": "human", "value": "x"},'
+                 ' {"from": "gpt", "value": "y"}]},\n broken')  # fmt: skip
+    assert len(read_sharegpt_texts(path, len, limit=1).sessions) == 1
+    with pytest.raises(WorkloadError, match=r"sharegpt.json:2: not JSON"):
+        read_sharegpt_texts(path, len)
+
+
+def test_the_table_tells_what_is_new(tmp_path):
+    workload = read_sharegpt_table(table(tmp_path, row("a", 0, 30, 100, 5)), whole_history=True)
+    assert workload.sessions[0].turns[0].new_tokens == 100

@@ -1,0 +1,127 @@
+"""The distributions behind Figure 3, and the paper's figures beside ours."""
+
+import json
+
+import numpy as np
+import pytest
+
+from workload.analysis import (
+    PAPER_FIGURES,
+    WHY_OURS_DIFFER,
+    analyse,
+    engine_ratios,
+    quantiles,
+    share_above,
+    source_ratios,
+)
+from workload.block_ids import key_of, stream_ids
+from workload.catalogue import workload_named, workload_names
+from workload.shapes import SessionShape, Workload, turn_of
+
+SIZE = 16
+
+
+def named(name, **how):
+    return workload_named(name, block_tokens=SIZE, max_context_tokens=None, readers=1, **how)
+
+
+def one_document(tokens=1000, questions=(10, 20)):
+    shared = stream_ids(key_of("d"), 0, tokens // 100)
+    turns = []
+    for number, question in enumerate(questions):
+        ids = np.concatenate([shared, stream_ids(key_of("q", number), len(shared), 20)])
+        turns.append(turn_of(0.0, tokens + question, 4, ids, 100, question))
+    session = SessionShape("d/0", tuple(turns), document_tokens=tokens)
+    return Workload("narrativeqa", 100, (session,), "made up")
+
+
+def test_the_source_counts_to_the_token_and_its_documents_are_cached_from_the_start():
+    ratios = source_ratios(one_document(1030))
+    assert ratios.cached_tokens.tolist() == [1030, 1030]
+    assert ratios.new_tokens.tolist() == [10, 20]
+    assert ratios.kappa.tolist() == [103.0, 51.5]
+
+
+def test_an_engine_starts_cold_and_has_full_blocks_only():
+    ratios = engine_ratios(one_document(1030), block_tokens=SIZE)
+    assert ratios.cached_tokens.tolist() == [0, 1024]
+    assert ratios.new_tokens.tolist() == [1040, 26]
+
+
+def test_a_trace_of_blocks_counts_what_its_prompts_repeat():
+    shared = stream_ids(key_of("chain"), 0, 9)
+    turns = (turn_of(0.0, 250, 200, shared, 100), turn_of(1.0, 520, 10, shared, 100))
+    workload = Workload("blocks", 100, (SessionShape("s", turns),), "made up")
+    assert source_ratios(workload).cached_tokens.tolist() == [0, 200]
+    assert engine_ratios(workload).cached_tokens.tolist() == [0, 400]  # the answer's blocks too
+
+
+def test_a_request_without_new_tokens_counts_one():
+    ids = stream_ids(key_of("x"), 0, 9)
+    turn = turn_of(0.0, 50, 5, ids, SIZE, 0)
+    workload = Workload("x", SIZE, (SessionShape("s", (turn,)),), "made up")
+    assert source_ratios(workload).kappa.tolist() == [50.0]
+
+
+def test_the_share_above_is_that_of_memory_bound_requests():
+    kappa = np.array([0.0, 10.0, 20.0, 40.0])
+    assert share_above(kappa, {"a": 10.0, "b": 41.0, "c": 0.0}) == {"a": 0.75, "b": 0.0, "c": 1.0}
+
+
+def test_everything_comes_as_one_json_object():
+    found = json.loads(json.dumps(analyse(one_document(), {"n": 60.0}), allow_nan=False))
+    assert found["requests"] == 2
+    for view in (found, found["engine"]):
+        for key in ("new", "cached", "kappa"):
+            assert list(view[key]) == ["p10", "p50", "p90", "p99"]
+    assert found["share_above"] == {"n": 0.5}
+    assert found["paper"]
+
+
+def test_quantiles_are_those_of_numpy():
+    values = np.arange(101.0)
+    assert quantiles(values) == {"p10": 10.0, "p50": 50.0, "p90": 90.0, "p99": 99.0}
+
+
+@pytest.mark.parametrize("name", workload_names())
+def test_every_request_of_the_built_in_workloads_is_split_without_a_rest(name):
+    workload = named(name)
+    inputs = [turn.input_tokens for s in workload.sessions for turn in s.turns]
+    for ratios in (source_ratios(workload), engine_ratios(workload)):
+        assert (ratios.new_tokens + ratios.cached_tokens).tolist() == inputs
+        assert ratios.new_tokens.min() >= 0
+
+
+def ours(name, **how):
+    rows = analyse(named(name, **how), {})["paper"]
+    return {(row["quantity"], row["statistic"]): (row["ours"], row["paper"]) for row in rows}
+
+
+def test_sharegpt_with_its_history_has_the_shape_that_the_paper_prints():
+    figures = ours("sharegpt", whole_history=True)
+    for key in (("new", "p50"), ("new", "p90"), ("kappa", "p50")):
+        measured, printed = figures[key]
+        assert measured == pytest.approx(printed, rel=0.2)
+    for key in (("cached", "p50"), ("cached", "p90"), ("kappa", "above 1000")):
+        measured, printed = figures[key]
+        assert printed / 2 < measured < printed
+    assert ours("sharegpt")["cached", "p90"][0] < 2_500  # the cut pieces do not
+
+
+def test_questions_on_documents_have_the_ratios_that_the_paper_prints():
+    for name, least in (("narrativeqa", 0.7), ("finqa", 0.5)):
+        figures = ours(name)
+        for key in (("kappa", "p25"), ("kappa", "p50"), ("kappa", "p75"), ("document", "p50")):
+            measured, printed = figures[key]
+            assert least * printed < measured < printed * 1.15
+        assert figures["new", "mean"][0] == pytest.approx(figures["new", "mean"][1], rel=0.15)
+
+
+def test_each_workload_of_the_paper_says_why_ours_differs():
+    assert {figure.workload for figure in PAPER_FIGURES} == set(WHY_OURS_DIFFER)
+    assert set(WHY_OURS_DIFFER) <= set(workload_names())
+
+
+def test_no_requests_are_refused():
+    with pytest.raises(ValueError, match="'none' has no requests"):
+        source_ratios(Workload("none", SIZE, (), "made up"))

@@ -1,0 +1,139 @@
+"""Readers who put many questions to one long document: sessions made of lengths.
+
+Every prompt is the whole document and one question: what is shared is the document, not the talk.
+NarrativeQA and FinQA are read into this form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from workload.block_ids import key_of, stream_ids
+from workload.errors import WorkloadError
+from workload.shapes import BlockIds, SessionShape, TurnShape, turn_of
+
+MAX_CONTEXT_TOKENS = 128 * 1024
+
+# An assumption, since the sources have no times: mean pause of a reader between an answer and the
+# next question.
+MEAN_THINK_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question on a document, in tokens; `text` is empty where the source has only lengths."""
+
+    document: str
+    document_tokens: int
+    tokens: int
+    output_tokens: int
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How documents are read.
+
+    max_context_tokens: longest prompt and answer together; longer documents lose their end. None
+    for no limit. readers: sessions a document; each asks all its questions, beginning with another
+    one. seed: of the pauses.
+    """
+
+    block_tokens: int
+    max_context_tokens: int | None = MAX_CONTEXT_TOKENS
+    readers: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what reads nothing."""
+        if self.block_tokens < 1:
+            raise ValueError(f"block_tokens is {self.block_tokens}: give at least 1")
+        if self.readers < 1:
+            raise ValueError(f"readers is {self.readers}: give at least 1")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadDocuments:
+    """Sessions, the questions of each in order, and what had to be cut."""
+
+    sessions: tuple[SessionShape, ...]
+    questions: tuple[tuple[Question, ...], ...]
+    notes: list[str]
+
+
+def document_sessions(
+    name: str, path: Path, groups: Mapping[str, Sequence[Question]], reading: Reading
+) -> ReadDocuments:
+    """Sessions of the readers of each document.
+
+    Args:
+        name: of the workload; documents of different workloads share nothing.
+        path: where the questions are from, for messages.
+        groups: the questions of each document, in order.
+        reading: who reads them, and how.
+
+    Raises:
+        WorkloadError: a question does not fit beside any document.
+    """
+    rng = np.random.default_rng(reading.seed)
+    sessions: list[SessionShape] = []
+    asked: list[tuple[Question, ...]] = []
+    cut = 0
+    for document, questions in groups.items():
+        tokens = _fitting_tokens(path, questions, reading.max_context_tokens)
+        cut += tokens < questions[0].document_tokens
+        for reader in range(reading.readers):
+            first = reader * len(questions) // reading.readers
+            own = (*questions[first:], *questions[:first])
+            think_s = rng.exponential(MEAN_THINK_S, len(own))
+            think_s[0] = 0.0
+            session = f"{document}/{reader}"
+            turns = _turns((name, session), tokens, own, think_s.tolist(), reading.block_tokens)
+            sessions.append(SessionShape(session, turns, document_tokens=tokens))
+            asked.append(own)
+    notes = (
+        [f"{cut} of {len(groups)} documents cut to {reading.max_context_tokens} tokens"]
+        if cut
+        else []
+    )
+    return ReadDocuments(tuple(sessions), tuple(asked), notes)
+
+
+def _fitting_tokens(
+    path: Path, questions: Sequence[Question], max_context_tokens: int | None
+) -> int:
+    """A document's length, such that its longest question and answer still fit."""
+    if max_context_tokens is None:
+        return questions[0].document_tokens
+    longest = max(question.tokens + question.output_tokens for question in questions)
+    if longest >= max_context_tokens:
+        raise WorkloadError(
+            f"{path}: a question on document {questions[0].document} takes {longest} tokens with "
+            f"its answer, and max_context_tokens is {max_context_tokens}: raise it"
+        )
+    return min(questions[0].document_tokens, max_context_tokens - longest)
+
+
+def _turns(
+    names: tuple[str, str],
+    document_tokens: int,
+    questions: Sequence[Question],
+    think_s: list[float],
+    block_tokens: int,
+) -> tuple[TurnShape, ...]:
+    workload, session = names
+    shared = stream_ids(key_of(workload, questions[0].document), 0, document_tokens // block_tokens)
+    turns: list[TurnShape] = []
+    for number, (question, after_s) in enumerate(zip(questions, think_s, strict=True)):
+        prompt = document_tokens + question.tokens
+        stop = (prompt + question.output_tokens) // block_tokens
+        own = stream_ids(key_of(workload, session, number), len(shared), stop)
+        ids: BlockIds = np.concatenate([shared, own])
+        turns.append(
+            turn_of(after_s, prompt, question.output_tokens, ids, block_tokens, question.tokens)
+        )
+    return tuple(turns)

@@ -1,0 +1,250 @@
+"""What a load test sends: sessions of requests with arrivals, lengths, expected reuse and prompts.
+
+One lazy iterator for every workload, built-in or given: memory does not grow with the number of
+requests. Workloads of texts become chats, those of lengths token ids or plain words whose shared
+prefixes are real. The runner of the load test and the benchmark clients read it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from workload.expansion import copied, order_of
+from workload.prompts import VOCABULARY, TokenIds, prompt_tokens, prompt_words
+from workload.reuse import Reuse
+from workload.shapes import Message as Message
+from workload.shapes import SessionShape, TurnShape, Workload
+
+Prompt = str | tuple[Message, ...] | TokenIds
+"""Text for a completion, messages of a chat, or token ids."""
+
+ENGINE_BLOCK_TOKENS = 16
+"""Tokens in a cache block of vLLM unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. The tokens are those of the source, or as measured by the given tokenizer.
+
+    turn: its place in its session, from 0. arrival_s: of its session, from the start of the run.
+    after_s: pause after the predecessor's last token; 0 for turn 0. cached_tokens and new_tokens:
+    what an unlimited cache of full blocks, kept by earlier prompts, holds of the prompt, and the
+    rest. make_prompt: the prompt; the same at every call.
+    """
+
+    session: str
+    turn: int
+    tenant: str
+    arrival_s: float
+    after_s: float
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    make_prompt: Callable[[], Prompt]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySession:
+    """The requests of one session: each is sent when the one before has ended and it has paused."""
+
+    id: str
+    tenant: str
+    arrival_s: float
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """How a workload is turned into requests.
+
+    texts: chats, where the workload has texts. as_text: plain words for what is no chat, not token
+    ids. span: token ids that may occur. block_tokens: of the cache that `cached_tokens` is expected
+    of. outputs_kept: whether a later prompt finds the blocks of earlier answers cached; false
+    unless the model answers as was recorded. max_context_tokens: a session ends before its first
+    turn that is longer, with its output. max_output_tokens: longer outputs are cut. max_turns: a
+    session ends after so many. pause_factor: multiplies pauses; longest_pause_s: bounds them then.
+    copies: how often the workload is played; endless if None. salt: runs of different salts share
+    no tokens.
+    """
+
+    texts: bool = True
+    as_text: bool = False
+    span: range = VOCABULARY
+    block_tokens: int = ENGINE_BLOCK_TOKENS
+    outputs_kept: bool = False
+    max_context_tokens: int | None = None
+    max_output_tokens: int | None = None
+    max_turns: int | None = None
+    pause_factor: float = 1.0
+    longest_pause_s: float = math.inf
+    copies: int | None = None
+    salt: int = 0
+
+
+def replay_sessions(
+    workload: Workload,
+    *,
+    arrivals: Iterator[float] | None,
+    seed: int,
+    options: ReplayOptions | None = None,
+    trace_speed: float = 1.0,
+) -> Iterator[ReplaySession]:
+    """Sessions in order of their arrival; endless unless `options.copies` or `arrivals` ends them.
+
+    Copies of the workload follow one another, each in an order of its own, and share nothing.
+
+    Args:
+        workload: what to send.
+        arrivals: when sessions come, in seconds from the start of the run, not going back; None
+            for the times of the source, in its order.
+        seed: of the order of sessions.
+        options: how requests are made.
+        trace_speed: the source's times are divided by it; pauses stay as they are.
+
+    Raises:
+        ValueError: the source has no times, or no request fits `options`.
+    """
+    options = options or ReplayOptions()
+    if not workload.sessions:
+        raise ValueError(f"workload {workload.name!r} holds no sessions to replay")
+    if not any(_fitting(session, options) for session in workload.sessions):
+        raise ValueError(
+            f"no session of workload {workload.name!r} begins with a request that fits "
+            f"{options.max_context_tokens} tokens with its output: raise max_context_tokens"
+        )
+    if arrivals is None:
+        return _played(workload, _at_trace_times(workload, trace_speed, options.copies), options)
+    return _played(workload, _at(workload, arrivals, seed, options), options)
+
+
+def requests(sessions: Iterable[ReplaySession]) -> Iterator[Request]:
+    """The requests of sessions, session after session."""
+    for session in sessions:
+        yield from session.requests
+
+
+def mean_turns(workload: Workload) -> float:
+    """Requests a session, on average: divide a rate of requests by it for one of sessions."""
+    return sum(len(session.turns) for session in workload.sessions) / len(workload.sessions)
+
+
+_Placed = tuple[float, int, int]  # arrival in seconds, copy, place of the session in the workload
+
+
+def _at(
+    workload: Workload, arrivals: Iterator[float], seed: int, options: ReplayOptions
+) -> Iterator[_Placed]:
+    """Sessions that have something to send, each with the next arrival."""
+    for copy in count() if options.copies is None else range(options.copies):
+        for place in order_of(workload, copy, seed):
+            if not _fitting(workload.sessions[place], options):
+                continue
+            arrival_s = next(arrivals, None)
+            if arrival_s is None:
+                return
+            yield arrival_s, copy, place
+
+
+def _at_trace_times(
+    workload: Workload, trace_speed: float, copies: int | None
+) -> Iterator[_Placed]:
+    """Sessions at the source's times, sped up; a copy begins where the one before has ended."""
+    if not (math.isfinite(trace_speed) and trace_speed > 0):
+        raise ValueError(f"trace_speed is {trace_speed}: give a factor above zero")
+    times_s = [session.arrival_s for session in workload.sessions]
+    known = [time_s for time_s in times_s if time_s is not None]
+    if len(known) < len(times_s):
+        raise ValueError(
+            f"workload {workload.name!r} does not say when its sessions came: choose arrivals, "
+            "such as poisson:5 (only mooncake and azure have times)"
+        )
+    order = sorted(range(len(known)), key=known.__getitem__)
+    length_s = max(known) * (1 + 1 / len(known))  # and one mean gap before the next copy
+    return _placed_copies(order, known, length_s, trace_speed, copies)
+
+
+def _placed_copies(
+    order: list[int], times_s: list[float], length_s: float, speed: float, copies: int | None
+) -> Iterator[_Placed]:
+    for copy in count() if copies is None else range(copies):
+        for place in order:
+            yield (copy * length_s + times_s[place]) / speed, copy, place
+
+
+def _played(
+    workload: Workload, placed: Iterator[_Placed], options: ReplayOptions
+) -> Iterator[ReplaySession]:
+    """Requests of the placed sessions. Copies share nothing, so each has a cache of its own."""
+    reuse, of_copy = _empty(workload, options), 0
+    for arrival_s, copy, place in placed:
+        if copy != of_copy:
+            reuse, of_copy = _empty(workload, options), copy
+        shape = copied(workload.sessions[place], copy)
+        made = tuple(
+            _request(workload, shape, turn, arrival_s, (copy, place), reuse, options)
+            for turn in range(_fitting(shape, options))
+        )
+        if made:
+            yield ReplaySession(shape.id, shape.tenant, arrival_s, made)
+
+
+def _empty(workload: Workload, options: ReplayOptions) -> Reuse:
+    return Reuse(workload.block_tokens, options.block_tokens, outputs_kept=options.outputs_kept)
+
+
+def _fitting(session: SessionShape, options: ReplayOptions) -> int:
+    """How many turns of a session may be sent."""
+    turns = session.turns[: options.max_turns]
+    if options.max_context_tokens is None:
+        return len(turns)
+    for number, turn in enumerate(turns):
+        if turn.input_tokens + _output_tokens(turn, options) > options.max_context_tokens:
+            return number
+    return len(turns)
+
+
+def _output_tokens(turn: TurnShape, options: ReplayOptions) -> int:
+    return min(turn.output_tokens, options.max_output_tokens or turn.output_tokens)
+
+
+def _request(
+    workload: Workload,
+    session: SessionShape,
+    turn: int,
+    arrival_s: float,
+    origin: tuple[int, int],
+    reuse: Reuse,
+    options: ReplayOptions,
+) -> Request:
+    shape = session.turns[turn]
+    cached_tokens = reuse.cached_tokens(session, turn)
+    reuse.note(session, turn)
+    make_prompt: Callable[[], Prompt]
+    if options.texts and workload.texts is not None:
+        copy, place = origin
+        make_prompt = partial(workload.texts.messages, place, turn, copy)
+    elif options.as_text:
+        make_prompt = partial(prompt_words, session, turn, workload.block_tokens, salt=options.salt)
+    else:
+        make_prompt = partial(
+            prompt_tokens, session, turn, workload.block_tokens, salt=options.salt,
+            span=options.span,
+        )  # fmt: skip
+    pause_s = min(shape.after_s * options.pause_factor, options.longest_pause_s)
+    return Request(
+        session=session.id,
+        turn=turn,
+        tenant=session.tenant,
+        arrival_s=arrival_s,
+        after_s=pause_s if turn else 0.0,
+        input_tokens=shape.input_tokens,
+        output_tokens=_output_tokens(shape, options),
+        cached_tokens=cached_tokens,
+        new_tokens=shape.input_tokens - cached_tokens,
+        make_prompt=make_prompt,
+    )
