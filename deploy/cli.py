@@ -15,6 +15,7 @@ from deploy.commands import (
     demo,
     law,
     profile,
+    replay,
     serve,
     simulate,
     workload,
@@ -35,6 +36,7 @@ app.command()(law.explain)
 app.command()(law.roofline)
 app.command()(simulate.simulate)
 app.command()(workload.workload)
+app.command()(replay.replay)
 bench.app.command()(bench_routing.routing)
 bench.app.command()(bench_scheduler.scheduler)
 bench.app.command()(bench_regret.regret)

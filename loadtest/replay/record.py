@@ -19,11 +19,11 @@ ERROR_KINDS: Mapping[str, str] = {
     "http_NNN": "any other status, NNN being the status",
     "cut": "the stream ended without its end marker",
     "empty": "the stream ended without a token",
-    "bad_json": "an event or answer that is not what OpenAI's protocol says",
+    "bad_json": "an event that is not the JSON of OpenAI's protocol",
+    "protocol": "an answer that is not HTTP, or not a stream of events",
     "stream_error": "the endpoint reported an error inside the stream",
     "prompt": "the prompt could not be made; nothing was sent",
     "cancelled": "the run was stopped before the answer ended",
-    "session": "an earlier turn of the session failed; nothing was sent",
 }
 """Kinds of errors that `Record.error` may hold besides the empty string, and what they mean."""
 
@@ -42,7 +42,7 @@ class Record:
     chunks with output; prompt_tokens: as told by usage, else None. cached_tokens, new_tokens: as
     expected with an unlimited cache. gaps_s: between chunks with output.
     status: HTTP status, 0 without an answer; error: one of `ERROR_KINDS` or empty; error_detail:
-    for people, at most a line.
+    for people, at most a line; retried: the errors of the attempts before, in order.
     request_id, node, paced, reason, ratio, crit, predicted_ttft_s: from the response headers of our
     cluster; empty or None elsewhere. predicted, actual: the decision as `GET /v1/decisions` tells
     it, with queue_s, load_s, compute_s, ttft_s and token counts; None where it was not told.
@@ -67,6 +67,7 @@ class Record:
     status: int = 0
     error: str = ""
     error_detail: str = ""
+    retried: list[str] = field(default_factory=list)
     request_id: str = ""
     node: str = ""
     paced: bool = False

@@ -1,0 +1,313 @@
+"""`kappa replay`: a workload against any OpenAI endpoint, and a report of what became of it.
+
+Exit codes: 0 the objective was met, or none was given; 1 it was missed, or nothing was answered;
+2 bad input, and then nothing was sent; 130 stopped by Ctrl-C, with a report of what was done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.replay.asked import CHOICES, DEFAULT_ARRIVALS, NAMES, PROMPTS, Asked, file_digest
+from loadtest.replay.endpoint import EndpointSettings
+from loadtest.replay.journal import ASKED, Journal, read_run
+from loadtest.replay.play import Played, play, streams_allowed
+from loadtest.replay.progress import showing
+from loadtest.replay.runner import DEFAULT_IN_FLIGHT, Counts, RunSettings
+from loadtest.replay.survey import Surveyed, survey
+from workload.replay import ReplaySession
+
+_KEY_VARIABLES = ("KAPPA_API_KEY", "OPENAI_API_KEY")
+_SECRET = ("--key", "--tenant-key")
+
+
+def replay(
+    ctx: typer.Context,
+    workload: Annotated[
+        str | None, typer.Argument(help="A built-in workload, a file of one, hf:OWNER/NAME.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="The endpoint, with or without /v1.")] = None,
+    model: Annotated[str | None, typer.Option(help="Default: the first that it serves.")] = None,
+    arrivals: Annotated[
+        str, typer.Option(help="Sessions a second: poisson:5, gamma:5,cv=3, trace, ramp:1-9/60 …")
+    ] = DEFAULT_ARRIVALS,
+    closed: Annotated[
+        int | None, typer.Option(help="So many sessions at a time, instead of arrivals.")
+    ] = None,
+    rates: Annotated[str, typer.Option(help="What rates count: sessions or requests.")] = (
+        "sessions"
+    ),
+    sessions: Annotated[int | None, typer.Option(help="End after so many sessions.")] = None,
+    requests: Annotated[int | None, typer.Option(help="End after so many requests.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Nothing is due after these s.")] = None,
+    seed: Annotated[int, typer.Option(help="Of arrivals, order and tokens.")] = 0,
+    prompts: Annotated[
+        str, typer.Option(help=f"For workloads of lengths: {', '.join(PROMPTS)}.")
+    ] = "auto",
+    ignore_eos: Annotated[
+        str, typer.Option(help=f"Answers as long as asked, where it can be: {', '.join(CHOICES)}.")
+    ] = "auto",
+    usage: Annotated[bool, typer.Option(help="Ask the endpoint for token counts.")] = True,
+    max_output: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    max_context: Annotated[
+        int | None, typer.Option(help="Longest prompt and answer; default: as the endpoint says.")
+    ] = None,
+    max_turns: Annotated[int | None, typer.Option(help="Turns of a session, at most.")] = None,
+    pause_factor: Annotated[float, typer.Option(help="Multiplies pauses between turns.")] = 1.0,
+    retries: Annotated[int, typer.Option(help="Further attempts after what may pass.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds for a whole answer.")] = 300.0,
+    in_flight: Annotated[int, typer.Option(help="Streams at once, at most.")] = DEFAULT_IN_FLIGHT,
+    grace: Annotated[float, typer.Option(help="Seconds that Ctrl-C leaves to streams.")] = 10.0,
+    key: Annotated[
+        str | None, typer.Option(help="API key; default: $KAPPA_API_KEY or $OPENAI_API_KEY.")
+    ] = None,
+    tenant_key: Annotated[
+        list[str] | None, typer.Option(help="TENANT=KEY, for requests of a workload's tenant.")
+    ] = None,
+    slo_ttft: Annotated[float | None, typer.Option(help="Seconds to the first token.")] = None,
+    slo_tpot: Annotated[float | None, typer.Option(help="Seconds per later token.")] = None,
+    slo_share: Annotated[float | None, typer.Option(help="That must meet it; 0.9.")] = None,
+    dilation: Annotated[
+        float, typer.Option(help="Real seconds per second of the limits given (paced nodes).")
+    ] = 1.0,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Measures texts: a tokenizer.json, or a model's folder.")
+    ] = None,
+    scale: Annotated[str, typer.Option(help="Every length times this, such as 1/32.")] = "1",
+    limit: Annotated[int | None, typer.Option(help="Read so many sessions of the file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Only report anew on this folder.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Replay a workload against an OpenAI endpoint: latencies, goodput, errors, and why."""
+    try:
+        if report is not None:
+            _report(report, json_output)
+            return
+        asked = _asked(ctx, resume)
+        objective = _objective(slo_ttft, slo_tpot, slo_share, dilation)
+        keys = _keys(key, tenant_key)
+        asked, surveyed, traffic = _checked(asked, keys)
+        folder = resume or out or Path(f"replay-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+        max_streams = streams_allowed(asked.in_flight)
+        if not grace >= 0:
+            raise ValueError(f"--grace is {grace}: give seconds, zero or more")
+        run = _run(asked, surveyed, max_streams)
+        if resume is None:
+            journal = Journal.create(folder, {**run, "objective": objective})
+        else:
+            journal = Journal.resume(folder, run[ASKED])
+            objective = objective or journal.run.get("objective") or {}
+            journal.note(objective=objective, interrupted=False, end=None)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    settings = asked.run_settings(max_streams, grace)
+    played = _play(journal, asked.endpoint(surveyed, keys), settings, traffic, asked.requests)
+    figures = _report(folder, json_output)
+    if played is None:
+        raise typer.Exit(1)
+    raise typer.Exit(_exit_code(played.was_stopped, figures, is_judged=bool(objective)))
+
+
+def _asked(ctx: typer.Context, resume: Path | None) -> Asked:
+    """The options that make up a run; with `resume`, those not given are those of that run."""
+    given: dict[str, Any] = {name: ctx.params[name] for name in NAMES if name in ctx.params}
+    if resume is not None:
+        before = read_run(resume).get(ASKED) or {}
+        for name in given:
+            source = ctx.get_parameter_source(name)
+            if source is None or source.name != "COMMANDLINE":
+                given[name] = before.get(name, given[name])
+    for name in ("workload", "url"):
+        if not given[name]:
+            raise ValueError(f"give {'WORKLOAD' if name == 'workload' else '--url URL'}")
+    return Asked(**{**given, "digest": file_digest(given["workload"])})
+
+
+def _checked(
+    asked: Asked, keys: Mapping[str, str]
+) -> tuple[Asked, Surveyed | None, Iterator[ReplaySession]]:
+    """Everything that can be wrong before the first request; ValueError says what is.
+
+    An endpoint that does not answer is no obstacle if the model is given: then its requests fail,
+    and are counted.
+    """
+    workload = asked.open()
+    asked.replay(workload, None)
+    surveyed: Surveyed | None = None
+    try:
+        surveyed = asyncio.run(survey(asked.url, keys.get("", next(iter(keys.values()), ""))))
+    except ValueError as error:
+        if not asked.model:
+            raise
+        _warn(str(error))
+    if surveyed is not None and not asked.model:
+        asked = replace(asked, model=surveyed.models[0])
+    elif surveyed is not None and asked.model not in surveyed.models:
+        _warn(f"{asked.url} lists {', '.join(surveyed.models)}, not {asked.model!r}")
+    return asked, surveyed, asked.replay(workload, surveyed)
+
+
+def _warn(text: str) -> None:
+    Console(stderr=True).print(text, style="yellow", highlight=False, markup=False)
+
+
+def _play(
+    journal: Journal,
+    endpoint: EndpointSettings,
+    settings: RunSettings,
+    traffic: Iterator[ReplaySession],
+    total: int | None,
+) -> Played | None:
+    """Send everything, and note how it went; None if the run could not go on to its end."""
+    counts = Counts()
+    played = None
+    try:
+        with showing(counts, total, Console(stderr=True)):
+            played = asyncio.run(play(endpoint, settings, traffic, journal, counts=counts))
+    except (OSError, ValueError) as error:
+        _warn(f"the run could not go on: {error}")
+    finally:
+        journal.close()
+    client = counts.to_dict()
+    if played is not None:
+        client |= {"cpu_share": played.client_cpu_share, "elapsed_s": played.elapsed_s}
+    journal.note(
+        interrupted=played is None or played.was_stopped,
+        end=datetime.now(UTC).isoformat(timespec="seconds"),
+        client=client,
+    )
+    return played
+
+
+def _objective(
+    ttft_s: float | None, tpot_s: float | None, share: float | None, dilation: float
+) -> dict[str, float]:
+    """The limits in real seconds, those that were given."""
+    from loadtest.replay.slo import objective_of
+
+    if not dilation > 0:
+        raise ValueError(f"--dilation is {dilation}: give a factor above zero")
+    given = {
+        "ttft_s": None if ttft_s is None else ttft_s * dilation,
+        "tpot_s": None if tpot_s is None else tpot_s * dilation,
+        "share": share,
+    }
+    told = {name: value for name, value in given.items() if value is not None}
+    objective_of({"objective": told})
+    return told
+
+
+def _keys(key: str | None, tenant_keys: list[str] | None) -> dict[str, str]:
+    keys = {}
+    default = key or next((os.environ[v] for v in _KEY_VARIABLES if os.environ.get(v)), "")
+    if default:
+        keys[""] = default
+    for given in tenant_keys or []:
+        tenant, equals, value = given.partition("=")
+        if not (tenant and equals and value):
+            # The text may be a key: it is not repeated.
+            raise ValueError("--tenant-key: give TENANT=KEY")
+        keys[tenant] = value
+    return keys
+
+
+def _run(asked: Asked, surveyed: Surveyed | None, max_streams: int) -> dict[str, Any]:
+    """What run.json says of a run that begins."""
+    return {
+        "command": _command(sys.argv),
+        "workload": asked.workload,
+        "url": asked.url,
+        "model": asked.model,
+        "seed": asked.seed,
+        "max_streams": max_streams,
+        "machine": f"{os.cpu_count()} cores, Python "
+        f"{platform.python_version()}, load {os.getloadavg()[0]:.1f}",
+        "start": datetime.now(UTC).isoformat(timespec="seconds"),
+        "nodes": list(surveyed.nodes) if surveyed else [],
+        "interrupted": False,
+        "end": None,
+        ASKED: asked.to_dict(),
+    }
+
+
+def _command(argv: list[str]) -> list[str]:
+    """The command line without keys."""
+    shown = [Path(argv[0]).name]
+    for before, word in pairwise(argv):
+        name, equals, _ = word.partition("=")
+        if before in _SECRET:
+            word = "…"
+        elif name in _SECRET and equals:
+            word = f"{name}=…"
+        shown.append(word)
+    return shown
+
+
+def _report(folder: Path, json_output: bool) -> dict[str, Any]:
+    """Write the report and tell what it says; returns its figures."""
+    from loadtest.replay.report import write_report
+
+    page = write_report(folder)
+    figures: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    if json_output:
+        typer.echo(json.dumps({**figures, "folder": str(folder)}, allow_nan=False))
+    else:
+        _print(figures, page)
+    return figures
+
+
+def _exit_code(was_stopped: bool, figures: Mapping[str, Any], is_judged: bool) -> int:
+    if was_stopped:
+        return 130
+    missed = is_judged and figures["slo"]["passed"] is False
+    return 1 if missed or (figures["requests"] and not figures["completed"]) else 0
+
+
+def _print(figures: Mapping[str, Any], page: Path) -> None:
+    from loadtest.replay.report import slowest_lines
+
+    console = Console()
+    console.print(
+        f"{figures['requests']:,} requests, {figures['completed']:,} completed, "
+        f"{figures['failed']:,} failed, in {figures['duration_s']:,.1f} s"
+        + (f". {figures['note']}" if figures["note"] else ""),
+        highlight=False,
+    )
+    times = Table("", "mean", "p50", "p90", "p99", "max")
+    for name in ("ttft_s", "itl_s", "tpot_s", "e2e_s", "late_s"):
+        spread = figures[name]
+        cells = (_seconds(spread[q]) for q in ("mean", "p50", "p90", "p99", "max"))
+        times.add_row(name.removesuffix("_s").upper(), *cells)
+    console.print(times)
+    slo = figures["slo"]
+    if slo["met"] is not None:
+        console.print(
+            f"{slo['met']:.1%} within the objective ({slo['meaning']}), "
+            f"goodput {figures['goodput_rps'] or 0:.4g} requests/s",
+            highlight=False,
+        )
+    for kind, error in figures["errors"].items():
+        console.print(f"[red]{kind}[/red]: {error['count']:,} ({error['meaning']})")
+    for line in slowest_lines(figures):
+        console.print(line, highlight=False, markup=False)
+    console.print(f"report: {page}", highlight=False, soft_wrap=True)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value * 1e3:,.1f} ms" if value < 10 else f"{value:,.1f} s"

@@ -1,0 +1,214 @@
+"""What a load test is asked to send: the part of its options that two runs must share to be one.
+
+Checked before anything is sent; kept in run.json, where a run that goes on finds it again. Called
+by `kappa replay`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loadtest.datasets import open_workload
+from loadtest.replay.endpoint import EndpointSettings, base_url
+from loadtest.replay.feeder import bounded
+from loadtest.replay.runner import DEFAULT_IN_FLIGHT, RunSettings
+from loadtest.replay.survey import Surveyed
+from workload.arrival_specs import ArrivalSpec, parse_arrivals
+from workload.replay import ReplayOptions, ReplaySession, mean_turns, replay_sessions
+from workload.shapes import Workload
+
+DEFAULT_ARRIVALS = "poisson:1"
+PROMPTS = ("auto", "ids", "text", "chat")
+"""How workloads of lengths are sent: token ids, words, or words in a chat of one message."""
+CHOICES = ("auto", "on", "off")
+RATES = ("sessions", "requests")
+
+# A 16-token block is what engines share at the finest: chats then share what they really would.
+_BLOCK_TOKENS = 16
+_AT_LEAST_ONE = ("sessions", "requests", "closed", "max_output", "max_context", "max_turns",
+                 "in_flight", "limit")  # fmt: skip
+_ABOVE_ZERO = ("duration", "timeout")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A load test, as asked for. None leaves out a bound; seconds and tokens as in `kappa replay`.
+
+    `digest` tells two versions of a workload's file apart.
+    """
+
+    workload: str
+    url: str
+    model: str | None = None
+    arrivals: str = DEFAULT_ARRIVALS
+    closed: int | None = None
+    rates: str = "sessions"
+    sessions: int | None = None
+    requests: int | None = None
+    duration: float | None = None
+    seed: int = 0
+    prompts: str = "auto"
+    ignore_eos: str = "auto"
+    usage: bool = True
+    max_output: int | None = None
+    max_context: int | None = None
+    max_turns: int | None = None
+    pause_factor: float = 1.0
+    retries: int = 0
+    timeout: float = 300.0
+    in_flight: int = DEFAULT_IN_FLIGHT
+    tokenizer: str | None = None
+    scale: str = "1"
+    limit: int | None = None
+    digest: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be sent, with a ValueError that names the option."""
+        base_url(self.url)
+        self.spec()
+        for name, value, known in (
+            ("prompts", self.prompts, PROMPTS), ("ignore-eos", self.ignore_eos, CHOICES),
+            ("rates", self.rates, RATES),
+        ):  # fmt: skip
+            if value not in known:
+                raise ValueError(f"--{name} is {value!r}: give {', '.join(known)}")
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{_option(name)} is {value}: give 1 or more")
+        for name in _ABOVE_ZERO:
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"--{_option(name)} is {value}: give seconds, above zero")
+        if not (math.isfinite(self.pause_factor) and self.pause_factor >= 0):
+            raise ValueError(f"--pause-factor is {self.pause_factor}: give zero or more")
+        try:
+            usable = Fraction(self.scale) > 0
+        except (ValueError, ZeroDivisionError):
+            usable = False
+        if not usable:
+            raise ValueError(f"--scale is {self.scale!r}: give a factor such as 1/32 or 0.5")
+        if self.retries < 0:
+            raise ValueError(f"--retries is {self.retries}: give zero or more")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Asked:
+        """Rebuild from run.json; options that are not there are as they are by default.
+
+        Raises:
+            ValueError: an unknown option, or one that cannot be.
+        """
+        unknown = sorted(set(data) - NAMES)
+        if unknown:
+            raise ValueError(f"unknown option {unknown[0]!r} of a run")
+        try:
+            return cls(**data)
+        except TypeError as error:
+            raise ValueError(f"not what a run was asked for: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+    def open(self) -> Workload:
+        """The workload itself; reads its file.
+
+        Raises:
+            ValueError: there is none, or it cannot be used; says file and line.
+        """
+        return open_workload(
+            self.workload,
+            tokenizer=self.tokenizer,
+            scale=Fraction(self.scale),
+            block_tokens=_BLOCK_TOKENS,
+            limit=self.limit,
+        )
+
+    def spec(self) -> ArrivalSpec:
+        """The arrivals; a ValueError says what is wrong with them."""
+        if self.closed is not None:
+            return ArrivalSpec("closed", concurrency=self.closed, text=f"closed:{self.closed}")
+        return parse_arrivals(self.arrivals)
+
+    def endpoint(self, surveyed: Surveyed | None, keys: Mapping[str, str]) -> EndpointSettings:
+        """Where and how to send; `surveyed`: what the endpoint told, None if it was not asked."""
+        takes = surveyed is not None and surveyed.takes_ignore_eos
+        return EndpointSettings(
+            url=self.url,
+            model=self.model or "",
+            keys=keys,
+            timeout_s=self.timeout,
+            ignore_eos=self.ignore_eos == "on" or (self.ignore_eos == "auto" and takes),
+            usage=self.usage,
+            max_output_tokens=self.max_output,
+            as_chat=self.prompts == "chat",
+        )
+
+    def run_settings(self, in_flight: int, grace_s: float) -> RunSettings:
+        """When to send, with as many streams as the system allows."""
+        return RunSettings(
+            closed=self.spec().concurrency,
+            retries=self.retries,
+            in_flight=in_flight,
+            duration_s=self.duration,
+            grace_s=grace_s,
+            seed=self.seed,
+        )
+
+    def replay(self, workload: Workload, surveyed: Surveyed | None) -> Iterator[ReplaySession]:
+        """The sessions to send, in order of arrival; the workload once if nothing bounds them.
+
+        Raises:
+            ValueError: the workload has no times of its own, or nothing of it fits.
+        """
+        spec = self.spec()
+        factor = 1.0 if self.rates == "sessions" else 1.0 / mean_turns(workload)
+        told = surveyed.contexts.get(self.model or "") if surveyed else None
+        is_bounded = any(x is not None for x in (self.sessions, self.requests, self.duration))
+        options = ReplayOptions(
+            as_text=self._as_text(surveyed),
+            max_context_tokens=told if self.max_context is None else self.max_context,
+            max_output_tokens=self.max_output,
+            max_turns=self.max_turns,
+            pause_factor=self.pause_factor,
+            copies=None if is_bounded else 1,
+            salt=self.seed,
+        )
+        sessions = replay_sessions(
+            workload,
+            arrivals=spec.times(np.random.default_rng(self.seed), rate_factor=factor),
+            seed=self.seed,
+            options=options,
+            trace_speed=spec.speed,
+        )
+        return bounded(sessions, self.sessions, self.requests)
+
+    def _as_text(self, surveyed: Surveyed | None) -> bool:
+        """Whether prompts are words: engines that take vLLM's options take token ids, too."""
+        if self.prompts == "auto":
+            return surveyed is None or not surveyed.takes_ignore_eos
+        return self.prompts != "ids"
+
+
+NAMES = frozenset(f.name for f in fields(Asked))
+
+
+def file_digest(workload: str) -> str:
+    """A digest of the workload's file, empty for one that is built in."""
+    path = Path(workload)
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,143 @@
+"""One load test from its first request to its last: endpoint, prompts, journal, decisions, stop.
+
+Ctrl-C, or SIGTERM, stops sending and gives streams a short time to end; a second one ends them now.
+Either way what was done is in the journal, from which the report is made. Called by `kappa replay`
+and by the measurement of the client itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest.replay.decisions import Decisions
+from loadtest.replay.endpoint import Endpoint, EndpointSettings
+from loadtest.replay.feeder import Feeder
+from loadtest.replay.journal import Journal
+from loadtest.replay.runner import Counts, Runner, RunSettings
+from workload.replay import ReplaySession
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Files besides streams: the journal, the event loop's own, the interpreter's.
+_OTHER_FILES = 256
+# The thread that makes prompts gives way to the event loop after this.
+_SWITCH_S = 0.0005
+# Collections of garbage stop all streams; with tens of thousands of live objects, for long.
+_COLLECT_AFTER = (50_000, 20, 50)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """How a run went: whether it was stopped by a signal, and what the client took of one core."""
+
+    was_stopped: bool
+    elapsed_s: float
+    client_cpu_share: float
+
+
+async def play(
+    endpoint: EndpointSettings,
+    settings: RunSettings,
+    sessions: Iterator[ReplaySession],
+    journal: Journal,
+    *,
+    counts: Counts,
+    on_ready: Callable[[Callable[[], float]], None] = lambda _: None,
+) -> Played:
+    """Send all sessions, less what the journal says was answered; records go to the journal.
+
+    Args:
+        endpoint, settings: where to and how.
+        sessions: in order of arrival.
+        journal: open; its `elapsed_s` is where the clock of this part begins.
+        counts: brought up to date as the run goes on.
+        on_ready: called with the run's clock just before the first request.
+    """
+    with quick_process(), Feeder(sessions, _preparer(endpoint), journal.done) as feeder:
+        begin_s = time.monotonic() - journal.elapsed_s
+
+        def now_s() -> float:
+            return time.monotonic() - begin_s
+
+        async with Endpoint(endpoint, now_s) as client:
+            # Nothing is asked of endpoints whose answers do not carry our headers.
+            decisions = Decisions(client.decisions, journal.write_decision)
+            runner = Runner(
+                client, settings, journal.write, now_s, counts, decisions, journal.elapsed_s
+            )
+            await feeder.prime()
+            begin_s, cpu_s = time.monotonic() - journal.elapsed_s, time.process_time()
+            on_ready(now_s)
+            follow = asyncio.create_task(decisions.follow())
+            try:
+                with _stopping(runner) as stopped:
+                    await runner.run(feeder)
+                    elapsed_s = now_s() - journal.elapsed_s
+                    cpu_share = (time.process_time() - cpu_s) / max(elapsed_s, 1e-9)
+            finally:
+                follow.cancel()
+                with suppress(asyncio.CancelledError):
+                    await follow
+            await decisions.settle()
+    return Played(bool(stopped), elapsed_s, cpu_share)
+
+
+def streams_allowed(asked: int) -> int:
+    """How many streams may be open at once: as asked, or as many files as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and soft < hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return asked if soft == resource.RLIM_INFINITY else max(min(asked, soft - _OTHER_FILES), 1)
+
+
+@contextmanager
+def quick_process() -> Iterator[None]:
+    """Set the interpreter for many short tasks: fewer collections, quicker turns of threads."""
+    thresholds, switch_s = gc.get_threshold(), sys.getswitchinterval()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECT_AFTER)
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(switch_s)
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+@contextmanager
+def _stopping(runner: Runner) -> Iterator[list[Any]]:
+    """Stop the run at a signal; the list holds the signals that came."""
+    loop = asyncio.get_running_loop()
+    came: list[Any] = []
+
+    def stop(number: int) -> None:
+        came.append(number)
+        runner.stop()
+
+    added = []
+    for number in _SIGNALS:
+        # Only the main thread may handle signals; elsewhere its owner stops the run.
+        with suppress(ValueError, RuntimeError, NotImplementedError):
+            loop.add_signal_handler(number, stop, number)
+            added.append(number)
+    try:
+        yield came
+    finally:
+        for number in added:
+            loop.remove_signal_handler(number)
+
+
+def _preparer(settings: EndpointSettings) -> Any:
+    return Endpoint(settings, time.monotonic).prepare

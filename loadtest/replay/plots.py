@@ -1,0 +1,217 @@
+"""The pictures of a load test's report, as SVG that stands inside the page and takes its colours.
+
+Lines and text of the page's own colour are drawn in a stand-in that becomes `currentColor`, so one
+picture does for light and dark; the data's colours are readable on both. Text stays text.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from loadtest.replay.quantiles import Quantiles
+from loadtest.replay.summary import Summary
+from loadtest.replay.timeline import Point
+
+_PAGE_COLOUR = "#010203"
+_FAILED = "#d1495b"
+_COLOURS = (
+    "#4c8fd0", "#e08e45", "#4fa36c", "#b57bc4", "#c9b037", "#5fb6bd", "#a0785a", "#8c8c8c",
+)  # fmt: skip
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9.5,
+    "text.color": _PAGE_COLOUR,
+    "axes.labelcolor": _PAGE_COLOUR,
+    "axes.edgecolor": _PAGE_COLOUR,
+    "xtick.color": _PAGE_COLOUR,
+    "ytick.color": _PAGE_COLOUR,
+    "grid.color": _PAGE_COLOUR,
+    "grid.alpha": 0.18,
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+_LEAST_S = 1e-4
+_MOST_NODES = len(_COLOURS)
+
+
+def latency_cdfs(summary: Summary) -> str:
+    """Share of requests (of tokens, for ITL) within a time: TTFT, ITL and E2E side by side."""
+    pictures = (
+        ("TTFT", (("from when it was due", summary.ttft), ("from sending", summary.ttft_sent))),
+        ("inter-token", (("between chunks", summary.itl),)),
+        ("end-to-end", (("from when it was due", summary.e2e),)),
+    )
+    with _style("cdf"):
+        figure = Figure(figsize=(10.5, 2.9), layout="constrained")
+        for axes, (title, curves) in zip(figure.subplots(1, 3), pictures, strict=True):
+            for number, (label, values) in enumerate(curves):
+                _draw_cdf(axes, values, label, number)
+            axes.set(title=title, xscale="log", xlabel="seconds", ylim=(0, 1.02))
+            axes.legend(fontsize=8, loc="lower right")
+        figure.axes[0].set_ylabel("share")
+        return _svg(figure, "Cumulative shares of TTFT, inter-token and end-to-end times")
+
+
+def _draw_cdf(axes: Any, values: Quantiles, label: str, number: int) -> None:
+    pairs = values.cdf()
+    if not pairs:
+        axes.plot([], [], label=f"{label}: none")
+        return
+    seconds = np.maximum([value for value, _ in pairs], _LEAST_S)
+    shares = [share for _, share in pairs]
+    style = "-" if not number else "--"
+    axes.step(seconds, shares, style, where="post", label=label, color=_COLOURS[number])
+
+
+def ttft_over_time(summary: Summary, limit_s: float | None) -> str:
+    """TTFT of each request (of a sample of many) against when it was due; errors at their end.
+
+    limit_s: the median request's limit, None without an objective.
+    """
+    with _style("time"):
+        figure = Figure(figsize=(10.5, 3.0), layout="constrained")
+        axes = figure.subplots()
+        by_node = _by_node(summary.points.items)
+        for (node, points), colour in zip(by_node, _COLOURS, strict=False):
+            axes.scatter(
+                [p.scheduled_s for p in points],
+                [max(p.ttft_s, _LEAST_S) for p in points],
+                s=7, alpha=0.55, color=colour, label=_short(node) or "requests", linewidths=0,
+            )  # fmt: skip
+        failed = summary.failures.items
+        if failed:
+            axes.scatter(
+                [p.scheduled_s for p in failed],
+                [max(p.ttft_s, _LEAST_S) for p in failed],
+                s=26, marker="x", color=_FAILED, label="failed, after so long",
+            )  # fmt: skip
+        if limit_s:
+            axes.axhline(limit_s, color=_PAGE_COLOUR, linewidth=0.9, linestyle=":")
+            axes.annotate(
+                "limit (median)", (1, limit_s), xycoords=("axes fraction", "data"),
+                ha="right", va="bottom", fontsize=8,
+            )  # fmt: skip
+        axes.set(yscale="log", xlabel="due, seconds since the start", ylabel="TTFT, s")
+        if by_node or failed:
+            axes.legend(fontsize=8, ncols=4, loc="upper left", markerscale=2)
+        return _svg(figure, "Time to first token against time, with failed requests")
+
+
+def rates_over_time(summary: Summary) -> str:
+    """Requests due, completed and failed per second; below, how many were in flight."""
+    line = summary.timeline
+    times_s = line.times_s()
+    with _style("rates"):
+        figure = Figure(figsize=(10.5, 4.2), layout="constrained")
+        upper, lower = figure.subplots(2, 1, sharex=True)
+        for series, label, colour in (
+            ("due", "due", _COLOURS[7]), ("completed", "completed", _COLOURS[0]),
+            ("met", "within the SLO", _COLOURS[2]), ("failed", "failed", _FAILED),
+        ):  # fmt: skip
+            rate = line.per_second(series)
+            if rate.any():
+                upper.step(times_s, rate, where="mid", label=label, color=colour, linewidth=1.3)
+        lower.fill_between(
+            times_s, line.in_flight(), step="mid", alpha=0.45, color=_COLOURS[0],
+            label="in flight", linewidth=0,
+        )  # fmt: skip
+        waiting = line.waiting()
+        if waiting.max(initial=0) > 1:
+            lower.step(times_s, waiting, where="mid", color=_COLOURS[1], label="due, not yet sent")
+        upper.set(ylabel="requests/s", ylim=(0, None))
+        lower.set(ylabel="requests", ylim=(0, None), xlabel="seconds since the start")
+        for axes in (upper, lower):
+            axes.legend(fontsize=8, ncols=4, loc="upper right")
+        return _svg(figure, "Throughput and requests in flight over time")
+
+
+def ttft_by_owner(rows: Sequence[dict[str, Any]], what: str) -> str:
+    """Median, 90th and 99th percentile of TTFT of each owner (at most sixteen of them)."""
+    rows = [row for row in rows if row["ttft_s"]["p50"] is not None][:16]
+    if not rows:
+        return ""
+    with _style(what):
+        figure = Figure(figsize=(5.1, 0.9 + 0.3 * len(rows)), layout="constrained")
+        axes = figure.subplots()
+        for place, row in enumerate(rows):
+            p50, p90, p99 = (max(row["ttft_s"][q], _LEAST_S) for q in ("p50", "p90", "p99"))
+            axes.plot([p50, p99], [place, place], color=_COLOURS[0], linewidth=2.5, alpha=0.5)
+            axes.plot([p50], [place], "o", color=_COLOURS[0], markersize=6)
+            axes.plot([p90], [place], "|", color=_COLOURS[0], markersize=10)
+            axes.plot([p99], [place], "|", color=_FAILED, markersize=10)
+        axes.set_yticks(range(len(rows)), [_short(row["name"]) for row in rows])
+        axes.set(xscale="log", xlabel="TTFT, s: median (dot), p90, p99 (red)", title=f"by {what}")
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        return _svg(figure, f"Time to first token by {what}")
+
+
+def ratio_by_node(summary: Summary) -> str:
+    """κ of the sampled requests against the node that served them, with each node's κ_crit."""
+    told = [p for p in summary.points.items if p.ratio is not None and p.node]
+    by_node = _by_node(told)
+    if not by_node:
+        return ""
+    with _style("ratio"):
+        figure = Figure(figsize=(10.5, 0.9 + 0.55 * len(by_node)), layout="constrained")
+        axes = figure.subplots()
+        rng = np.random.default_rng(0)
+        for place, (_, points) in enumerate(by_node):
+            # No cached tokens has no logarithm: drawn at the left edge.
+            ratios = np.maximum([p.ratio or 0.0 for p in points], 1e-2)
+            heights = place + rng.uniform(-0.28, 0.28, len(points))
+            axes.scatter(
+                ratios, heights, s=7, alpha=0.5, color=_COLOURS[place % len(_COLOURS)],
+                linewidths=0,
+            )  # fmt: skip
+            crit = next((p.crit for p in reversed(points) if p.crit), None)
+            if crit:
+                axes.plot([crit, crit], [place - 0.42, place + 0.42], color=_FAILED, linewidth=1.6)
+        axes.set_yticks(range(len(by_node)), [_short(node) for node, _ in by_node])
+        axes.set(xscale="log", xlabel="κ = cached / new tokens (0 at 0.01); red: the node's κ_crit")
+        axes.set_ylim(len(by_node) - 0.4, -0.6)
+        return _svg(figure, "Ratio of cached to new tokens against the chosen node")
+
+
+def _by_node(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
+    """Points by node, those with most first; what has no colour of its own shares the last."""
+    found: dict[str, list[Point]] = {}
+    for point in points:
+        found.setdefault(point.node, []).append(point)
+    ordered = sorted(found.items(), key=lambda pair: (-len(pair[1]), pair[0]))
+    if len(ordered) <= _MOST_NODES:
+        return ordered
+    rest = [point for _, points in ordered[_MOST_NODES - 1 :] for point in points]
+    return [*ordered[: _MOST_NODES - 1], ("all other nodes", rest)]
+
+
+def _short(name: str) -> str:
+    name = name if len(name) <= 28 else f"{name[:25]}…"
+    # A dollar sign would start mathematics.
+    return name.replace("$", r"\$")
+
+
+def _style(salt: str) -> Any:
+    """The report's style, for a `with`; the salt keeps pictures' ids apart, and the same again."""
+    style: Any = {**_STYLE, "svg.hashsalt": salt}
+    return mpl.rc_context(style)
+
+
+def _svg(figure: Figure, title: str) -> str:
+    text = io.StringIO()
+    FigureCanvasSVG(figure)
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    found = text.getvalue()
+    found = re.sub(r"<metadata>.*?</metadata>", "", found[found.index("<svg") :], flags=re.S)
+    found = found.replace(_PAGE_COLOUR, "currentColor")
+    return found.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)

@@ -1,0 +1,102 @@
+"""From a replay's folder to its report: `summary.json`, `records.parquet` and `report.html`.
+
+Reads `run.json` and `records.jsonl`, which a run writes as it goes, so a run that was stopped or
+killed has a report too, and so has one without a single request. Called by `kappa replay` at its
+end, and by `kappa replay --report FOLDER`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from loadtest.replay.journal import RUN, JournalError, read_run
+from loadtest.replay.page import page
+from loadtest.replay.slo import objective_of
+from loadtest.replay.summary import Summary, gather
+from loadtest.replay.tables import PARQUET, REPORT, SUMMARY, Records, write_parquet
+
+
+def write_report(folder: Path) -> Path:
+    """Write the three files into `folder`; returns the path of the page.
+
+    Raises:
+        JournalError: a file that cannot be read or written; names it, and the line.
+    """
+    folder = Path(folder)
+    run = read_run(folder)
+    try:
+        objective = objective_of(run)
+    except (ValueError, TypeError) as error:
+        raise JournalError(f"{folder / RUN}: {error}") from None
+    records = Records(folder)
+    summary = gather(records, objective)
+    figures = summary.to_dict()
+    note = _note(run, figures, records.was_cut)
+    result = {**figures, "note": note, "run": dict(run)}
+    target = folder / REPORT
+    try:
+        write_parquet(records, folder / PARQUET)
+        _write(folder / SUMMARY, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        _write(target, page(run, figures, pictures(summary, figures), note))
+    except OSError as error:
+        raise JournalError(f"{folder}: the report cannot be written: {error.strerror}") from None
+    return target
+
+
+def pictures(summary: Summary, figures: Mapping[str, Any]) -> dict[str, str]:
+    """Every picture of the report as SVG, by name; empty where there is nothing to show."""
+    if not figures["requests"]:
+        return {}
+    # Costs a second to load: only for those who draw.
+    from loadtest.replay import plots
+
+    return {
+        "cdf": plots.latency_cdfs(summary),
+        "time": plots.ttft_over_time(summary, figures["slo"]["ttft_limit_s_p50"]),
+        "rates": plots.rates_over_time(summary),
+        "nodes": plots.ttft_by_owner(figures["nodes"], "node"),
+        "tenants": plots.ttft_by_owner(figures["tenants"], "tenant"),
+        "ratio": plots.ratio_by_node(summary),
+    }
+
+
+def _note(run: Mapping[str, Any], figures: Mapping[str, Any], was_cut: bool) -> str:
+    """What a reader must know before any figure."""
+    said: list[str] = []
+    if not figures["requests"]:
+        said.append("No request has ended yet: the journal is empty.")
+    elif run.get("interrupted"):
+        said.append("Partial: the run was stopped before its end.")
+    elif "interrupted" in run and run.get("end") is None:
+        said.append("Partial: the run has not come to its end.")
+    if was_cut:
+        said.append("The journal's last line was cut off and is left out.")
+    held_back = (run.get("client") or {}).get("held_back")
+    if held_back:
+        said.append(
+            f"{held_back:,} requests were held back: the client had {run.get('max_streams')} "
+            "streams open, its limit."
+        )
+    late_s = figures["late_s"]["p99"]
+    if late_s is not None and late_s > 0.1:
+        said.append(
+            f"The client sent late: 1 % of the requests by {late_s:.2g} s or more. What the "
+            "endpoint was offered is not quite what was asked for."
+        )
+    return " ".join(said)
+
+
+def _write(path: Path, text: str) -> None:
+    """Complete or not at all."""
+    piece = path.with_name(f".{path.name}.part")
+    piece.write_text(text, encoding="utf-8")
+    piece.replace(path)
+
+
+def slowest_lines(figures: Mapping[str, Any], most: int = 5) -> Iterable[str]:
+    """The slowest requests as plain lines, for a terminal."""
+    for row in figures["slowest"][:most]:
+        yield f"{row['ttft_s']:.2f} s  {row['session']}, turn {row['turn']}: {row['why']}"

@@ -1,0 +1,204 @@
+"""The load-test client against an endpoint that misbehaves: every failure has its kind."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from loadtest.replay.endpoint import Endpoint, EndpointError, EndpointSettings, base_url
+from loadtest.replay.record import Record
+from loadtest.replay.survey import survey
+from tests.loadtest.rude_endpoint import Rude, rude
+
+
+async def sent(
+    server: Rude | None, what: object, tenant: str = "", **options: object
+) -> tuple[Record, float | None]:
+    """One request whose prompt is `what`."""
+    url = server.url if server else f"http://127.0.0.1:{free_port()}"
+    settings = EndpointSettings(url, "m", **options)  # type: ignore[arg-type]
+    begin_s = time.monotonic()
+    record = Record("s", 0, tenant)
+    async with Endpoint(settings, lambda: time.monotonic() - begin_s) as endpoint:
+        retry_after_s = await endpoint.send(endpoint.prepare(what, 3), record)  # type: ignore[arg-type]
+    return record, retry_after_s
+
+
+def free_port() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_a_good_answer_has_times_in_order_and_counts() -> None:
+    async with rude() as server:
+        record, _ = await sent(server, "well x")
+    assert (record.error, record.status) == ("", 200)
+    assert record.first_token_s is not None
+    assert record.last_token_s is not None
+    assert 0 <= record.sent_s <= record.first_token_s <= record.last_token_s <= record.ended_s
+    assert len(record.gaps_s) == 2  # three events with output, one of them without text
+    assert (record.prompt_tokens, record.generated_tokens) == (7, 3)
+    assert record.node == ""
+    assert record.predicted_ttft_s is None
+
+
+async def test_the_headers_of_our_cluster_are_read() -> None:
+    async with rude() as server:
+        record, _ = await sent(server, "ours x")
+    assert (record.node, record.paced, record.reason) == ("pcie", True, "cached")
+    assert (record.ratio, record.crit, record.predicted_ttft_s) == (12.5, 3.0, 0.25)
+    assert record.request_id == "id-1"
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "tokens"),
+    [
+        ("401", "401", 0), ("429", "429", 0), ("503", "503", 0), ("500", "http_500", 0),
+        ("404", "http_404", 0), ("cut", "cut", 2), ("half", "cut", 1), ("reset", "cut", 1),
+        ("empty", "empty", 0), ("nothing", "cut", 0), ("garbage", "protocol", 0),
+        ("json", "protocol", 0), ("badjson", "bad_json", 1), ("told", "stream_error", 1),
+        ("finish", "", 2), ("drop", "connect", 0),
+    ],
+)  # fmt: skip
+async def test_every_failure_has_its_kind(what: str, kind: str, tokens: int) -> None:
+    async with rude() as server:
+        record, retry_after_s = await sent(server, f"{what} x")
+    assert (record.error, record.generated_tokens) == (kind, tokens)
+    assert bool(record.error_detail) == bool(kind)
+    assert retry_after_s == (0.2 if what in ("429", "503") else None)
+    if what.isdecimal():
+        assert record.error_detail == f"says {what}"
+        assert record.status == int(what)
+
+
+async def test_nobody_listens() -> None:
+    record, _ = await sent(None, "well x")
+    assert (record.error, record.status) == ("connect", 0)
+
+
+async def test_an_answer_that_never_ends_is_a_timeout_that_keeps_its_tokens() -> None:
+    async with rude() as server:
+        record, _ = await sent(server, "hang x", timeout_s=0.3)
+    assert (record.error, record.generated_tokens) == ("timeout", 1)
+
+
+async def test_an_answer_that_is_not_http() -> None:
+    async def garble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"SSH-2.0-what\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(garble, "127.0.0.1", 0)
+    async with server:
+        fake = Rude()
+        fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        record, _ = await sent(fake, "well x")
+    assert record.error == "protocol"
+
+
+async def test_a_cancelled_request_says_so_and_keeps_what_came() -> None:
+    async with rude() as server:
+        settings = EndpointSettings(server.url, "m")
+        record = Record("s", 0)
+        async with Endpoint(settings, time.monotonic) as endpoint:
+            task = asyncio.create_task(endpoint.send(endpoint.prepare("wait x", 3), record))
+            await server.until_received(1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+    assert record.error == "cancelled"
+    assert record.ended_s >= record.sent_s
+
+
+async def test_chats_texts_and_token_ids_go_where_they_belong() -> None:
+    chat = ({"role": "user", "content": "well chat"},)
+    async with rude() as server:
+        await sent(server, chat)
+        await sent(server, "well text", ignore_eos=True, usage=False)
+        await sent(server, np.array([5, 6], dtype=np.int32), max_output_tokens=2)
+        await sent(server, "well words", as_chat=True)
+    assert server.paths == [
+        "/v1/chat/completions", "/v1/completions", "/v1/completions", "/v1/chat/completions",
+    ]  # fmt: skip
+    first, second, third, fourth = server.bodies
+    assert first["messages"] == list(chat)
+    assert first["stream_options"] == {"include_usage": True}
+    assert "ignore_eos" not in first
+    assert second["ignore_eos"] is True
+    assert "stream_options" not in second
+    assert third["prompt"] == [5, 6]
+    assert [body["max_tokens"] for body in server.bodies] == [3, 3, 2, 3]
+    assert fourth["messages"] == [{"role": "user", "content": "well words"}]
+
+
+async def test_each_tenant_has_its_key_and_others_the_default() -> None:
+    keys = {"": "k0", "red": "k1"}
+    async with rude() as server:
+        await sent(server, "well a", "red", keys=keys)
+        await sent(server, "well b", "blue", keys=keys)
+        await sent(server, "well c")
+    told = [headers.get("Authorization") for headers in server.headers]
+    assert told == ["Bearer k1", "Bearer k0", None]
+
+
+@pytest.mark.parametrize("url", ["host:80", "ftp://x", "http://", "http://h:no", "http://h/?q=1"])
+def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(EndpointError, match="give http"):
+        base_url(url)
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_the_base_of_a_url(url: str) -> None:
+    assert base_url(url) == "http://h:1"
+
+
+def models(*cards: dict[str, object]) -> object:
+    async def handler(_: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": list(cards)})
+
+    return handler
+
+
+async def nodes(_: web.Request) -> web.Response:
+    return web.json_response({"nodes": [{"node": "pcie"}]})
+
+
+async def test_a_cluster_of_ours_and_a_foreign_endpoint_are_told_apart() -> None:
+    card = {"id": "m", "owned_by": "someone"}
+    async with rude({"/v1/models": models(card)}) as plain:  # type: ignore[dict-item]
+        told = await survey(plain.url)
+    assert (told.models, told.nodes, told.takes_ignore_eos) == (("m",), (), False)
+    routes = {"/v1/models": models(card), "/v1/nodes": nodes}
+    async with rude(routes) as ours:  # type: ignore[arg-type]
+        told = await survey(ours.url)
+    assert (told.nodes, told.takes_ignore_eos) == (({"node": "pcie"},), True)
+    card = {"id": "m", "owned_by": "vllm", "max_model_len": 4096}
+    async with rude({"/v1/models": models(card)}) as vllm:  # type: ignore[dict-item]
+        told = await survey(vllm.url)
+    assert (told.contexts, told.takes_ignore_eos) == ({"m": 4096}, True)
+
+
+async def refuses(_: web.Request) -> web.Response:
+    return web.json_response({"error": {"message": "no"}}, status=401)
+
+
+async def test_a_survey_says_what_is_wrong_and_what_helps() -> None:
+    with pytest.raises(EndpointError, match=r"nobody answers at .* --model"):
+        await survey(f"http://127.0.0.1:{free_port()}")
+    async with rude({"/v1/models": refuses}) as server:
+        with pytest.raises(EndpointError, match="answers 401; give its key with --key"):
+            await survey(server.url)
+    async with rude({"/v1/models": models()}) as server:  # type: ignore[dict-item]
+        with pytest.raises(EndpointError, match="serves no model"):
+            await survey(server.url)
+    async with rude({"/v1/models": nodes}) as server:
+        with pytest.raises(EndpointError, match="not what OpenAI"):
+            await survey(server.url)

@@ -1,0 +1,126 @@
+"""What a run leaves on disk, whatever ends it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loadtest.replay.journal import (
+    ASKED,
+    DECISIONS,
+    RECORDS,
+    RUN,
+    Journal,
+    JournalError,
+    read_records,
+    read_run,
+)
+from loadtest.replay.record import Record
+
+ASK = {"workload": "w", "seed": 1}
+
+
+def begun(folder: Path) -> Journal:
+    return Journal.create(folder, {ASKED: ASK, "model": "m"})
+
+
+def lines(folder: Path) -> list[Record]:
+    return list(read_records(folder / RECORDS))
+
+
+def test_a_record_is_on_disk_before_the_journal_is_closed(tmp_path: Path) -> None:
+    journal = begun(tmp_path / "run")
+    record = Record("s", 2, "red", gaps_s=[0.1, 0.2], error="cut", predicted={"load_s": 1.0})
+    journal.write(record)
+    assert lines(tmp_path / "run") == [record]
+    assert read_run(tmp_path / "run")["model"] == "m"
+
+
+def test_a_run_goes_on_after_its_last_whole_line(tmp_path: Path) -> None:
+    journal = begun(tmp_path)
+    journal.write(Record("a", 0, ended_s=3.0))
+    journal.write(Record("a", 1, ended_s=5.0, error="429"))
+    journal.write(Record("b", 0, ended_s=9.0, error="cancelled"))
+    with (tmp_path / RECORDS).open("ab") as file:
+        file.write(b'{"session":"c","tur')
+    resumed = Journal.resume(tmp_path, ASK)
+    # What was stopped is sent again; what failed was answered.
+    assert (resumed.done, resumed.elapsed_s) == ({"a": 2}, 5.0)
+    resumed.write(Record("b", 0))
+    assert [record.key for record in lines(tmp_path)] == [("a", 0), ("a", 1), ("b", 0)]
+
+
+def test_a_run_that_was_asked_otherwise_is_refused(tmp_path: Path) -> None:
+    begun(tmp_path).write(Record("a", 0, error="cancelled"))
+    with pytest.raises(JournalError, match="seed 1, not 2"):
+        Journal.resume(tmp_path, {**ASK, "seed": 2})
+    assert len(lines(tmp_path)) == 1  # and nothing was changed
+
+
+def test_a_folder_with_a_run_is_not_written_over(tmp_path: Path) -> None:
+    begun(tmp_path)
+    with pytest.raises(JournalError, match=f"--resume {tmp_path}"):
+        begun(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_or_holds_no_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(JournalError, match=str(tmp_path / "file")):
+        begun(tmp_path / "file")
+    with pytest.raises(JournalError, match="holds no run"):
+        Journal.resume(tmp_path, ASK)
+    (tmp_path / RUN).write_text("{")
+    with pytest.raises(JournalError, match=r"run\.json: not JSON"):
+        Journal.resume(tmp_path, ASK)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [("{}", "not a record"), ('{"session":"s","turn":0,"x":1}', "unknown field 'x'"), ("[", "")],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, line: str, why: str) -> None:
+    journal = begun(tmp_path)
+    journal.write(Record("a", 0))
+    with (tmp_path / RECORDS).open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(JournalError, match=rf"records\.jsonl:2: .*{why}"):
+        Journal.resume(tmp_path, ASK)
+
+
+def test_decisions_join_their_records_at_the_end(tmp_path: Path) -> None:
+    journal = begun(tmp_path)
+    for number in range(3):
+        journal.write(Record("s", number, request_id=f"r{number}"))
+    journal.write_decision("r1", {"load_s": 1.0}, {"new_tokens": None})
+    journal.write_decision("r0", {"load_s": 2.0}, {"new_tokens": 5})
+    journal.write_decision("r1", {"load_s": 1.0}, {"new_tokens": 7})
+    assert all(record.actual is None for record in lines(tmp_path))
+    journal.close()
+    journal.close()
+    told = [(record.predicted, record.actual) for record in lines(tmp_path)]
+    assert told == [
+        ({"load_s": 2.0}, {"new_tokens": 5}), ({"load_s": 1.0}, {"new_tokens": 7}), (None, None),
+    ]  # fmt: skip
+    assert not (tmp_path / DECISIONS).exists()
+
+
+def test_decisions_of_a_killed_run_join_when_it_goes_on(tmp_path: Path) -> None:
+    journal = begun(tmp_path)
+    journal.write(Record("s", 0, request_id="r0"))
+    journal.write_decision("r0", {}, {"new_tokens": 5})
+    with (tmp_path / DECISIONS).open("ab") as file:
+        file.write(b'{"request_id":"r1"')
+    resumed = Journal.resume(tmp_path, ASK)
+    resumed.write(Record("s", 1, request_id="r1"))
+    resumed.write_decision("r1", {}, {"new_tokens": 6})
+    resumed.close()
+    assert [record.actual for record in lines(tmp_path)] == [{"new_tokens": 5}, {"new_tokens": 6}]
+
+
+def test_facts_of_a_run_are_kept_beside_what_was_asked(tmp_path: Path) -> None:
+    begun(tmp_path).note(interrupted=True)
+    assert json.loads((tmp_path / RUN).read_text()) == {
+        ASKED: ASK, "model": "m", "interrupted": True,
+    }  # fmt: skip

@@ -1,0 +1,78 @@
+"""A whole run in one process: records, decisions and clock come together in the journal."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from pathlib import Path
+
+from aiohttp import web
+
+from loadtest.replay.endpoint import EndpointSettings
+from loadtest.replay.journal import ASKED, RECORDS, Journal, read_records
+from loadtest.replay.play import play, quick_process, streams_allowed
+from loadtest.replay.record import Record
+from loadtest.replay.runner import Counts, RunSettings
+from tests.loadtest.rude_endpoint import Rude, rude, session
+
+
+async def played(server: Rude, journal: Journal, *prompts: str) -> dict[tuple[str, int], Record]:
+    sessions = iter([session(f"s{n}", prompt) for n, prompt in enumerate(prompts)])
+    endpoint = EndpointSettings(server.url, "m")
+    await play(endpoint, RunSettings(closed=1), sessions, journal, counts=Counts())
+    journal.close()
+    return {record.key: record for record in read_records(journal.folder / RECORDS)}
+
+
+async def test_decisions_of_a_cluster_of_ours_reach_their_records(tmp_path: Path) -> None:
+    asked = []
+
+    async def decisions(request: web.Request) -> web.Response:
+        asked.append(int(request.query["limit"]))
+        told = {
+            "request_id": "id-2",
+            "predicted": {"load_s": 0.5, "compute_s": 0.1},
+            "actual": {"new_tokens": 6, "queue_s": 0.2, "compute_s": 0.3},
+        }
+        return web.json_response({"decisions": [told]})
+
+    async with rude({"/v1/decisions": decisions}) as server:
+        # The first answer has none of our headers, so nothing is asked about it.
+        records = await played(server, Journal.create(tmp_path, {}), "well a", "ours b")
+    assert records["s0", 0].predicted is None
+    assert records["s1", 0].predicted == {"load_s": 0.5, "compute_s": 0.1}
+    assert records["s1", 0].actual == {"new_tokens": 6, "queue_s": 0.2, "compute_s": 0.3}
+    assert asked
+    async with rude({"/v1/decisions": decisions}) as server:
+        asked.clear()
+        await played(server, Journal.create(tmp_path / "foreign", {}), "well a")
+    assert asked == []
+
+
+async def test_a_run_that_goes_on_keeps_its_clock(tmp_path: Path) -> None:
+    journal = Journal.create(tmp_path, {ASKED: {}})
+    journal.write(Record("s0", 0, ended_s=1000.0))
+    resumed = Journal.resume(tmp_path, {})
+    async with rude() as server:
+        records = await played(server, resumed, "well a", "well b")
+    assert server.received == ["b"]
+    assert records["s1", 0].scheduled_s >= 1000.0
+
+
+def test_streams_are_bounded_by_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        assert streams_allowed(5) == 5
+        most = streams_allowed(10**9)
+        assert 1 <= most < 10**9
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_interpreter_is_left_as_it_was() -> None:
+    before = gc.get_threshold(), sys.getswitchinterval(), gc.get_freeze_count()
+    with quick_process():
+        assert sys.getswitchinterval() < before[1]
+    assert (gc.get_threshold(), sys.getswitchinterval(), gc.get_freeze_count()) == before

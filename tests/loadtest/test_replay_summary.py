@@ -1,0 +1,189 @@
+import json
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from loadtest.replay.quantiles import Quantiles, jain
+from loadtest.replay.slo import Objective
+from loadtest.replay.summary import summarize
+from loadtest.replay.timeline import Sample, Timeline
+from tests.loadtest.replay_records import failed, foreign, many, told
+
+QUICK = Objective(ttft_s=0.95, tpot_s=0.2)
+
+
+@pytest.mark.parametrize("count", [1, 10, 5000])
+def test_quantiles_are_within_half_a_percent(count):
+    values = np.random.default_rng(1).lognormal(0, 2, count)
+    found = Quantiles()
+    found.add_all(values[: count // 2])
+    for value in values[count // 2 :]:
+        found.add(value)
+    for q in (0.0, 0.01, 0.5, 0.9, 0.99, 1.0):
+        low, high = np.quantile(values, q, method="lower"), np.quantile(values, q, method="higher")
+        assert low * 0.995 <= found.quantile(q) <= high * 1.00501
+    assert found.spread()["mean"] == pytest.approx(values.mean())
+    assert found.spread()["max"] == values.max()
+    assert found.cdf()[-1][1] == pytest.approx(1.0)
+
+
+def test_quantiles_know_zero_negative_and_nothing():
+    found = Quantiles()
+    assert found.spread() == {"mean": None, "p50": None, "p90": None, "p99": None, "max": None}
+    found.add_all([-2.0, 0.0, np.nan, 2.0])
+    assert (found.count, found.quantile(0.5)) == (3, 0.0)
+    assert found.quantile(0.0) == pytest.approx(-2.0, rel=0.005)
+
+
+def test_jain_is_one_when_alike_and_one_over_n_when_one_has_all():
+    assert jain([3.0, 3.0]) == pytest.approx(1.0)
+    assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+    assert jain([1.0]) is None
+
+
+def test_latency_counts_from_when_a_request_was_due():
+    late = told(sent_s=1.51, first_token_s=1.93)
+    figures = summarize([late], QUICK)
+    assert figures["ttft_s"]["max"] == pytest.approx(0.93)
+    assert figures["ttft_sent_s"]["max"] == pytest.approx(0.42)
+    assert figures["late_s"]["max"] == pytest.approx(0.51)
+    assert figures["e2e_s"]["max"] == pytest.approx(1.34)
+
+
+def test_tokens_and_chunks_are_told_apart():
+    # Two chunks of several tokens: one gap, but four later tokens.
+    figures = summarize([told(gaps_s=[0.4])], QUICK)
+    assert figures["itl_s"]["max"] == pytest.approx(0.4)
+    assert figures["tpot_s"]["max"] == pytest.approx(0.1)
+
+
+def test_goodput_counts_what_met_the_objective_and_failures_miss():
+    records = [
+        told(scheduled_s=0.0, sent_s=0.0, first_token_s=0.9, last_token_s=1.3, ended_s=1.3),
+        told(scheduled_s=1.0, sent_s=1.0, first_token_s=2.0, last_token_s=2.4, ended_s=2.4),
+        told(scheduled_s=2.0, sent_s=2.0, first_token_s=2.5, last_token_s=4.5, ended_s=4.5),
+        failed(scheduled_s=4.0, sent_s=4.0, ended_s=4.2),
+    ]
+    figures = summarize(records, QUICK)
+    assert figures["goodput_rps"] == pytest.approx(1 / 4)
+    slo = figures["slo"]
+    assert (slo["met"], slo["ttft_met"], slo["tpot_met"]) == (0.25, 0.5, 0.5)
+    assert (slo["passed"], slo["basis"]) == (False, "given")
+    assert summarize(records, Objective(0.95, 0.2, share=0.25))["slo"]["passed"] is True
+
+
+def test_without_an_objective_there_is_no_goodput():
+    figures = summarize([foreign()], Objective())
+    assert figures["goodput_rps"] is None
+    assert (figures["slo"]["basis"], figures["slo"]["passed"]) == ("none", None)
+    assert figures["nodes"] == [] and figures["classes"] == []
+
+
+def test_errors_are_counted_by_kind_with_examples_and_never_as_latency():
+    never_sent = failed("prompt", sent_s=0.0, error_detail="no such document")
+    figures = summarize([told(), failed(), failed(), never_sent], QUICK)
+    assert figures["errors"]["429"]["count"] == 2
+    assert figures["errors"]["429"]["examples"] == ["queue <full>"]
+    assert figures["errors"]["prompt"]["meaning"]
+    assert (figures["requests"], figures["sent"], figures["completed"]) == (4, 3, 1)
+    assert figures["ttft_s"]["max"] == pytest.approx(0.93)
+
+
+def test_owners_have_their_own_figures():
+    on_c2c = told(node="c2c", tenant="b", ratio=200.0, crit=114.9, session="t")
+    figures = summarize([told(), told(turn=1), on_c2c, foreign(session="f")], QUICK)
+    assert [(r["name"], r["requests"]) for r in figures["nodes"]] == [
+        ("pcie", 2), ("(not told)", 1), ("c2c", 1),
+    ]  # fmt: skip
+    assert {r["name"]: r["requests"] for r in figures["tenants"]} == {"a": 3, "b": 1}
+    assert {r["name"]: r["requests"] for r in figures["classes"]} == {
+        "compute-bound": 2, "memory-bound": 1, "(not told)": 1,
+    }  # fmt: skip
+    assert figures["nodes"][0]["cached_tokens"] == 3200
+
+
+def test_expected_and_found_cached_tokens_stand_beside_each_other():
+    missed = told(actual={"device_tokens": 100, "cached_tokens": 0, "new_tokens": 1900,
+                          "ttft_s": 0.9})  # fmt: skip
+    cached = summarize([told(), missed, foreign()], QUICK)["cached_tokens"]
+    assert cached["expected"] == 4800
+    assert (cached["expected_where_told"], cached["told_requests"]) == (3200, 2)
+    assert (cached["actual"], cached["device"], cached["host"]) == (1700, 100, 1600)
+    assert summarize([foreign()], QUICK)["cached_tokens"]["actual"] is None
+
+
+def test_prediction_errors_are_against_client_and_router():
+    found = summarize([told()], QUICK)["prediction"]
+    assert found["client_error"]["p50"] == pytest.approx((0.92 - 0.85) / 0.92, rel=0.01)
+    assert found["client_bias_p50"] == pytest.approx((0.85 - 0.92) / 0.92, rel=0.01)
+    assert found["router_error"]["p50"] == pytest.approx(0.05 / 0.9, rel=0.01)
+
+
+def test_fairness_compares_how_near_to_idle_tenants_ran():
+    slow = told(tenant="b", first_token_s=1.93 + 0.93 * 3)
+    figures = summarize([told(), slow], Objective())
+    assert "idle" in figures["jain_of"]
+    assert figures["jain"] == pytest.approx((1 + 0.25) ** 2 / (2 * (1 + 0.25**2)))
+    assert summarize([told()], Objective())["jain"] is None
+
+
+def test_the_slowest_come_first_with_the_reason():
+    records = list(many(200))
+    figures = summarize([*records, failed()], Objective())
+    worst = sorted((r.ttft_s for r in records), reverse=True)[: len(figures["slowest"])]
+    assert [row["ttft_s"] for row in figures["slowest"]] == worst
+    assert all(row["why"] and row["actual"]["source"] for row in figures["slowest"])
+
+
+def test_the_figures_do_not_depend_on_how_the_run_is_cut_into_batches():
+    records = list(many(3000))
+    whole = summarize(records, Objective())
+    again = summarize(iter(records), Objective())
+    assert whole == again
+    exact = np.quantile([r.ttft_s for r in records], 0.99)
+    assert whole["ttft_s"]["p99"] == pytest.approx(exact, rel=0.02)
+    json.dumps(whole, allow_nan=False)
+
+
+def test_memory_does_not_grow_with_the_number_of_requests():
+    def peak_bytes(count):
+        tracemalloc.start()
+        summarize(many(count), Objective())
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    assert peak_bytes(8_000) < 1.5 * peak_bytes(4_000)
+
+
+def test_a_timeline_keeps_its_counts_as_it_grows():
+    line = Timeline(bins=4, bin_s=1.0)
+    for second in range(20):
+        line.add("sent", second + 0.5)
+        line.add("ended", second + 3.0)
+    assert line.bin_s == 8.0
+    assert line.per_second("sent").sum() * line.bin_s == 20
+    assert line.in_flight()[-1] == 0
+    assert line.in_flight()[0] == 8 - 5
+
+
+def test_a_sample_is_even_and_bounded():
+    sample = Sample(10)
+    for i in range(1000):
+        sample.add(i)
+    assert len(sample.items) <= 10
+    assert set(np.diff(sample.items)) == {sample.stride}
+
+
+def test_an_empty_run_has_figures_too():
+    figures = summarize([], QUICK)
+    assert (figures["requests"], figures["goodput_rps"]) == (0, None)
+    assert figures["slo"]["passed"] is None
+    json.dumps(figures, allow_nan=False)
+
+
+def test_paced_requests_and_retries_are_marked():
+    figures = summarize([told(attempt=1), replace(told(), paced=False)], QUICK)
+    assert (figures["paced_requests"], figures["retried"]) == (1, 1)
