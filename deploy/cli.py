@@ -6,6 +6,7 @@ import typer
 
 from deploy.commands import (
     bench,
+    bench_overhead,
     bench_packing,
     bench_peers,
     bench_regret,
@@ -14,6 +15,7 @@ from deploy.commands import (
     bench_validate,
     demo,
     law,
+    power,
     profile,
     replay,
     serve,
@@ -37,10 +39,12 @@ app.command()(law.roofline)
 app.command()(simulate.simulate)
 app.command()(workload.workload)
 app.command()(replay.replay)
+app.command()(power.power)
 bench.app.command()(bench_routing.routing)
 bench.app.command()(bench_scheduler.scheduler)
 bench.app.command()(bench_regret.regret)
 bench.app.command()(bench_peers.peers)
 bench.app.command()(bench_packing.packing)
 bench.app.command()(bench_validate.validate)
+bench.app.command("offload-overhead")(bench_overhead.offload_overhead)
 app.add_typer(bench.app, name="bench")

@@ -62,7 +62,7 @@ def test_the_page_answers_which_requests_were_slow_and_why(tmp_path, no_pictures
     )  # fmt: skip
     text = Page(write_report(written(tmp_path, [told(), slow])).read_text()).text
     assert "agent-7, 3" in text
-    assert "waited 3.1 of 3.9 s in the queue of node pcie (paced); predicted 0.050 s" in text
+    assert "waited 3.1 of 3.9 s in the queue of node pcie (paced); predicted 50 ms" in text
     assert "4.0 / 23.4" in text and "shorter_queue" in text
     assert "paced" in text and "emulated" in text
 

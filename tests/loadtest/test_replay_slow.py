@@ -45,7 +45,7 @@ def test_foreseen_parts_never_exceed_what_was_seen():
     [
         (
             told(first_token_s=4.93, actual={**told().actual, "ttft_s": 3.9}),
-            "waited 3.1 of 3.9 s in the queue of node pcie (paced); predicted 0.050 s",
+            "waited 3.1 of 3.9 s in the queue of node pcie (paced); predicted 50 ms",
         ),
         (
             told(actual={**told().actual, "cached_tokens": 3200, "new_tokens": 100}),

@@ -71,6 +71,7 @@ def test_goodput_counts_what_met_the_objective_and_failures_miss():
     slo = figures["slo"]
     assert (slo["met"], slo["ttft_met"], slo["tpot_met"]) == (0.25, 0.5, 0.5)
     assert (slo["passed"], slo["basis"]) == (False, "given")
+    assert slo["meaning"] == "first token within 0.95 s, later tokens within 0.2 s each"
     assert summarize(records, Objective(0.95, 0.2, share=0.25))["slo"]["passed"] is True
 
 

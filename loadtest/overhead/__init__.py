@@ -1,0 +1,1 @@
+"""Paper 001's microbenchmark: what loading a cached prefix costs, measured and fitted."""
