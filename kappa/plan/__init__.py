@@ -1,1 +1,1 @@
-"""Load plans: how a cached prefix is brought back, planned. Pure: no torch, no engine."""
+"""Load plans: how a cached prefix is brought back, and what that is predicted to cost."""

@@ -1,0 +1,285 @@
+"""A model on a node, in the seconds that a load plan is made of.
+
+Per cached token: μ to load its KV over the link, ρμ to load its activations instead and ψ to
+project KV from them, φ to compute it from its token id; per pair of query and key: α. Built from a
+shape and a node (the law) or from measurements (`engine.profiling` makes them); planners read only
+this. Notation is that of docs/load-plans.md. All figures are totals over all layers, undilated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kappa.model import kv_bytes
+from kappa.plan.fits import ComputeGrid, LineFit, fit_line, fit_step, require_fit
+from kappa.step import StepModel, step_model
+from kappa.types import ModelShape, NodeProfile
+
+FORMAT = "kappa-load-rates/1"
+"""What a file of measured rates says under "format"."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRates:
+    """The rates of one model on one node.
+
+    `load` and `project` are seconds of n tokens over all layers: to bring their KV over the link,
+    and to project it from activations that are there. `step` and `grid` give a prefill step; the
+    grid, where there is one, overrides the law inside its edges. `overlap` is the share of the
+    shorter of link and gpu time that hides behind the longer: 0 loads before computing, 1 hides it
+    all; None means by layers, 1 - 1/layers, one layer's load being waited for and one layer's
+    computing being left over. `h2d_while_storing` and `h2d_cpu_busy` are shares of the bandwidth
+    that remain while the device stores, and while the CPU computes. `weights_load_s` is what
+    streaming all layers' weights takes, for engines that keep them in host memory.
+
+    `step.weights_s` reads all weights; of them `experts_s` are experts that a token leaves alone
+    with probability `expert_idle` each, so that a short step reads fewer.
+    """
+
+    name: str
+    layers: int
+    kv_bytes: float
+    activation_bytes: float
+    load: LineFit
+    project: LineFit
+    step: StepModel
+    grid: ComputeGrid | None = None
+    overlap: float | None = None
+    h2d_while_storing: float = 1.0
+    h2d_cpu_busy: float = 1.0
+    weights_load_s: float = 0.0
+    experts_s: float = 0.0
+    expert_idle: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse figures that cannot be, and fits too poor to plan with.
+
+        Raises:
+            ValueError: names the figure or the fit, and the remedy.
+        """
+        require_fit(self.load)
+        require_fit(self.project)
+        for name in ("layers", "kv_bytes", "activation_bytes"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"PlanRates.{name} is {value!r}: give a finite number above zero")
+        for name in ("h2d_while_storing", "h2d_cpu_busy"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(
+                    f"PlanRates.{name} is {getattr(self, name)!r}: give a share in (0, 1]"
+                )
+        if self.overlap is not None and not 0.0 <= self.overlap <= 1.0:
+            raise ValueError(f"PlanRates.overlap is {self.overlap}: give a share in [0, 1]")
+        if not (math.isfinite(self.weights_load_s) and self.weights_load_s >= 0):
+            raise ValueError(f"PlanRates.weights_load_s is {self.weights_load_s}: give 0 or more")
+        if not (0.0 <= self.experts_s <= self.step.weights_s and 0.0 <= self.expert_idle < 1.0):
+            raise ValueError(
+                f"PlanRates.experts_s is {self.experts_s} of {self.step.weights_s}, expert_idle "
+                f"{self.expert_idle}: give a part of the weights' seconds, and a share in [0, 1)"
+            )
+
+    @property
+    def load_token_s(self) -> float:
+        """μ: link seconds of one token's KV."""
+        return self.load.per_token_s
+
+    @property
+    def project_token_s(self) -> float:
+        """ψ: gpu seconds to project one token's KV from its activations."""
+        return self.project.per_token_s
+
+    @property
+    def token_s(self) -> float:
+        """φ: gpu seconds of one token's GEMMs, attention apart."""
+        return self.step.token_s
+
+    @property
+    def pair_s(self) -> float:
+        """α: gpu seconds of one pair of query and key."""
+        return self.step.pair_s
+
+    @property
+    def activation_ratio(self) -> float:
+        """ρ: bytes of a token's activations over bytes of its KV."""
+        return self.activation_bytes / self.kv_bytes
+
+    @property
+    def h2d_bytes_per_s(self) -> float:
+        """B: bytes/s of the link, from the load fit's slope."""
+        return self.kv_bytes / self.load_token_s
+
+    @property
+    def serial_share(self) -> float:
+        """1 - overlap: what of the shorter of link and gpu time is not hidden."""
+        return 1.0 / self.layers if self.overlap is None else 1.0 - self.overlap
+
+    def prefill_s(self, new_tokens: float, context_tokens: float) -> float:
+        """t_gpu(T, S): gpu seconds of a prefill step; at least one token is computed."""
+        tokens = max(1.0, new_tokens)
+        return max(0.0, self.law_s(tokens, context_tokens) + self.excess_s(tokens, context_tokens))
+
+    def law_s(self, new_tokens: float, context_tokens: float) -> float:
+        """What the law alone says of a step, without the grid."""
+        step = self.step
+        pairs = new_tokens * (context_tokens + 0.5 * new_tokens)
+        flop_s = step.token_s * new_tokens + step.pair_s * pairs
+        return max(flop_s, self.read_s(new_tokens, context_tokens)) + step.fixed_s
+
+    def read_s(self, new_tokens: float, context_tokens: float) -> float:
+        """Seconds of reading what a step reads: weights, of experts those touched, and all KV."""
+        idle_s = self.experts_s * self.expert_idle**new_tokens if self.experts_s else 0.0
+        kv_s = self.step.context_token_s * (context_tokens + new_tokens)
+        return self.step.weights_s - idle_s + kv_s
+
+    def excess_s(self, new_tokens: float, context_tokens: float) -> float:
+        """What the grid measured above the law (below: negative) at the nearest covered point."""
+        if self.grid is None:
+            return 0.0
+        point = self.grid.clamp(new_tokens, context_tokens)
+        return self.grid.seconds_at(*point) - self.law_s(*point)
+
+    def under(self, *, storing: bool = False, cpu_busy: bool = False) -> PlanRates:
+        """The same node with a link that shares: while it stores, while the CPU works."""
+        share = (self.h2d_while_storing if storing else 1.0) * (
+            self.h2d_cpu_busy if cpu_busy else 1.0
+        )
+        if share == 1.0:
+            return self
+        return replace(
+            self,
+            load=self.load.scaled(1.0 / share),
+            weights_load_s=self.weights_load_s / share,
+            h2d_while_storing=1.0 if storing else self.h2d_while_storing,
+            h2d_cpu_busy=1.0 if cpu_busy else self.h2d_cpu_busy,
+        )
+
+
+def activation_bytes_per_token(shape: ModelShape, dtype_bytes: float = 0.0) -> float:
+    """Bytes of one token's layer inputs over all layers: L·h·p.
+
+    Args:
+        shape: the model.
+        dtype_bytes: of an activation; 0 means the KV's own, but no less than two: a KV cache in
+            eight bits is made from activations in sixteen.
+    """
+    return shape.layers * shape.hidden * (dtype_bytes or max(2.0, shape.kv_dtype_bytes))
+
+
+def projection_flops(shape: ModelShape) -> float:
+    """FLOPs to make one token's KV from its layer inputs, over all layers.
+
+    4·h·n_kv·d per layer, which for one KV head per query head is KVPR's 4h² (Eq. 9); for MLA the
+    product that gives the latent and its rotary part.
+    """
+    if shape.attention == "mla":
+        width = float(shape.kv_lora_rank + shape.rope_head_dim)
+    else:
+        width = 2.0 * shape.kv_heads * shape.head_dim
+    return 2.0 * shape.layers * shape.hidden * width
+
+
+def rates_from_law(
+    shape: ModelShape,
+    node: NodeProfile,
+    *,
+    tp: int = 1,
+    overlap: float | None = None,
+    activation_dtype_bytes: float = 0.0,
+) -> PlanRates:
+    """Rates by formula, for a node of which only bandwidth and FLOP/s are known.
+
+    Args:
+        shape: the model.
+        node: where it runs; its rates are the sum over `tp` ranks.
+        tp: tensor-parallel ranks. Each needs the whole activations to project its KV heads from.
+        overlap: as `PlanRates.overlap`.
+        activation_dtype_bytes: as in `activation_bytes_per_token`.
+    """
+    token_kv_bytes = kv_bytes(shape, 1, tp)
+    all_weights_bytes = shape.params_total * shape.weight_dtype_bytes
+    experts_bytes = idle = 0.0
+    if shape.experts > shape.experts_active:
+        idle = 1.0 - shape.experts_active / shape.experts
+        # total - active is what one token leaves alone of them (kappa.model.weight_read_bytes).
+        experts_bytes = (shape.params_total - shape.params_active) / idle * shape.weight_dtype_bytes
+    step = step_model(shape, node)
+    heads_flops = projection_flops(shape) * token_kv_bytes / kv_bytes(shape, 1)
+    return PlanRates(
+        name=f"{shape.name} on {node.name}",
+        layers=shape.layers,
+        kv_bytes=token_kv_bytes,
+        activation_bytes=tp * activation_bytes_per_token(shape, activation_dtype_bytes),
+        load=LineFit("load", token_kv_bytes / node.h2d_bytes_per_s, node.load_fixed_s),
+        project=LineFit("KV projection", heads_flops / node.flops_per_s),
+        step=replace(step, weights_s=all_weights_bytes / node.hbm_bytes_per_s),
+        overlap=overlap,
+        weights_load_s=all_weights_bytes / node.h2d_bytes_per_s,
+        experts_s=experts_bytes / node.hbm_bytes_per_s,
+        expert_idle=idle,
+    )
+
+
+def rates_from_measured(
+    data: Mapping[str, Any] | str | Path, *, overlap: float | None = None
+) -> PlanRates:
+    """Rates from what `engine.profiling` measured: its object, or the file that holds it.
+
+    The lines are fitted here, from the samples, so that a file cannot claim an R² it has not.
+
+    Raises:
+        ValueError: a file that cannot be read, a key that is missing, or a poor fit, by name.
+    """
+    origin = "measured rates"
+    if not isinstance(data, Mapping):
+        origin = str(data)
+        data = _read(Path(data))
+    if data.get("format") != FORMAT:
+        raise ValueError(
+            f"{origin}: format is {data.get('format')!r}, not {FORMAT!r}: profile anew"
+        )
+    try:
+        layers = int(data["layers"])
+        alone = float(data["h2d_bytes_per_s"])
+        grid = ComputeGrid(
+            tuple(map(float, data["grid"]["new_tokens"])),
+            tuple(map(float, data["grid"]["context_tokens"])),
+            tuple(tuple(map(float, row)) for row in data["grid"]["seconds"]),
+        )
+        return PlanRates(
+            name=f"{data['model']} on {data['device']}",
+            layers=layers,
+            kv_bytes=float(data["kv_bytes_per_token"]),
+            activation_bytes=float(data["activation_bytes_per_token"]),
+            load=_layers_fit("load", data["load"], layers),
+            project=_layers_fit("KV projection", data["project"], layers),
+            step=fit_step(grid),
+            grid=grid,
+            overlap=overlap,
+            h2d_while_storing=min(1.0, float(data["h2d_while_storing_bytes_per_s"]) / alone),
+            h2d_cpu_busy=min(1.0, float(data["h2d_cpu_busy_bytes_per_s"]) / alone),
+            weights_load_s=float(data["weight_bytes"]) / alone,
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{origin}: lacks or garbles {error}: profile anew") from error
+
+
+def _layers_fit(name: str, samples: Mapping[str, Any], layers: int) -> LineFit:
+    """A line over all layers from the samples of one: {"tokens": [...], "seconds": [...]}."""
+    return fit_line(name, samples["tokens"], [layers * float(s) for s in samples["seconds"]])
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read measured rates: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: holds {type(data).__name__}; measured rates are a JSON object")
+    return data
