@@ -85,8 +85,15 @@ def _prior(profile: NodeProfile, name: str) -> NodeProfile:
     return replace(profile, name=name, source="catalogue")
 
 
-def build_app(settings: ClusterSettings, model: Model) -> Any:
-    """The Serve application: `KappaServer` replicas behind a `KappaIngress`."""
+def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0.0.1") -> Any:
+    """The Serve application: `KappaServer` replicas behind a `KappaIngress`.
+
+    `stream_host`: where workers offer their report streams; empty: each on its machine's address.
+
+    Raises:
+        StartError: settings that do not go together, and what to change.
+    """
+    _refuse_what_does_not_go_together(settings)
     from ray import serve
     from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
     from ray.serve.llm import build_llm_deployment
@@ -96,7 +103,7 @@ def build_app(settings: ClusterSettings, model: Model) -> Any:
 
     model_id, limits = settings.model.id, settings.router
     config = _llm_config(settings, model)
-    plan = _worker_plan(settings, model)
+    plan = _worker_plan(settings, model, stream_host)
     workers = build_llm_deployment(config, bind_kwargs={"plan": plan}, deployment_cls=KappaServer)
     ingress = serve.deployment(
         make_ingress(limits.max_body_bytes, _tenants(settings)),
@@ -112,6 +119,20 @@ def build_app(settings: ClusterSettings, model: Model) -> Any:
         model_cards={model_id: to_model_metadata(model_id, config)},
         kappa=_ingress_settings(settings, model),
     )
+
+
+def _refuse_what_does_not_go_together(settings: ClusterSettings) -> None:
+    paced = [node.name for node in settings.nodes if node.paced]
+    if settings.engine.kind == "torch" and paced:
+        raise StartError(
+            f"engine.kind is torch, which cannot be paced, but nodes {', '.join(paced)} are: say "
+            "'paced: false' for each, or start with --unpaced"
+        )
+    if settings.engine.kind == "torch" and settings.scheduler.name == "stock":
+        raise StartError(
+            "scheduler.name is stock, which is vLLM's own: with engine.kind torch name another "
+            "rule, such as fair"
+        )
 
 
 def _llm_config(settings: ClusterSettings, model: Model) -> Any:
@@ -145,7 +166,7 @@ def _llm_config(settings: ClusterSettings, model: Model) -> Any:
     )
 
 
-def _worker_plan(settings: ClusterSettings, model: Model) -> Any:
+def _worker_plan(settings: ClusterSettings, model: Model, stream_host: str) -> Any:
     """What each replica must know before its engine starts."""
     from workers.identity import WorkerPlan
     from workers.vllm_engine import EngineLimits
@@ -162,9 +183,12 @@ def _worker_plan(settings: ClusterSettings, model: Model) -> Any:
         model_source=model.source,
         chat_template=model.chat_template,
         cache_dir=str(home()),
-        # A cluster that we start is on one machine: nothing of ours listens beyond loopback.
-        stream_host="127.0.0.1",
+        # Loopback in a cluster that we start: it is on one machine, nothing listens beyond it.
+        stream_host=stream_host,
         scheduler=_engine_scheduler(settings),
+        kind=e.kind,
+        planner=e.planner if e.kind == "torch" else "",
+        act_share=e.act_share,
     )  # fmt: skip
 
 

@@ -67,8 +67,10 @@ class Announcement:
     load_s = load_fixed_s + tokens * kv_bytes_per_token / node.h2d_bytes_per_s. fingerprint: hash of
     everything two workers must share for their KV blocks to mean the same. net_bytes_per_s: how
     fast it can fetch blocks from a peer's host tier; 0 when it cannot. packs: its scheduler goes on
-    past a request that does not fit, and starts loads just in time. engine: its kind; planner: how
-    it brings cached prefixes back, empty if it always loads them whole and then computes.
+    past a request that does not fit, and starts loads just in time. engine: its kind. load_plan:
+    how it brings cached prefixes back, {"planner": name, "act_share": share of stored blocks kept
+    as activations, "rates": as `kappa.plan.rates` reads them}; empty if it loads them whole and
+    then computes.
     """
 
     worker: str
@@ -89,7 +91,7 @@ class Announcement:
     net_bytes_per_s: float = 0.0
     packs: bool = False
     engine: str = "vllm"
-    planner: str = ""
+    load_plan: Mapping[str, Any] = field(default_factory=dict)
     measured: Mapping[str, Any] = field(default_factory=dict)
     protocol: int = PROTOCOL
 
@@ -106,6 +108,7 @@ class Announcement:
             "node": self.node.to_dict(),
             "step": self.step.to_dict(),
             "measured": dict(self.measured),
+            "load_plan": dict(self.load_plan),
         }
 
     @classmethod

@@ -20,6 +20,7 @@ from kappa.types import NodeProfile
 from router.admission import Admission
 from router.jobs import Job
 from router.kv_events import KVEvent, WorkerGone
+from router.load_plans import LoadPlans, crossing_tokens, hidden_s
 from router.offers import Candidate, Offers
 from router.policy import Fetch, LeastBacklog, Policy, least
 from router.prefix_hash import PrefixHasher, UInt64s
@@ -174,6 +175,7 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
         self.state = ClusterState(calibrate=config.calibrate)
+        self.plans = LoadPlans()
         self.index: PrefixIndex | None = None
         self.hasher: PrefixHasher | None = None
         self._fingerprint = ""
@@ -207,6 +209,7 @@ class Router:
                 f"worker {announcement.worker} has blocks of {announcement.block_tokens} tokens, "
                 f"the pool of {pool_block_tokens}: give the pool one block size"
             )
+        self.plans.join(announcement)
         self.state.join(announcement, now_s)
         self._place(announcement.worker)
 
@@ -222,6 +225,7 @@ class Router:
     def leave(self, worker: str) -> list[str]:
         """A worker is gone; returns the requests that were in flight there."""
         self.state.leave(worker)
+        self.plans.leave(worker)
         self.config.policy.left(worker)
         if self.index is not None:
             self.index.handle(WorkerGone(worker))
@@ -414,6 +418,8 @@ class Router:
                     fetch_tokens=everywhere - cached,
                     fetch_from=offers.workers[holder],
                 )
+        if self.plans:
+            self.plans.apply(offers)
         return offers
 
     def _forecast(self, offers: Offers) -> None:
@@ -423,7 +429,8 @@ class Router:
             shadow = self.state.workers[worker].shadow
             job = self._job("", offers, row)
             ready_s = shadow.first_token_s(job, now_s) + float(offers.fixed_s[row]) / 2
-            offers.ttft_s[row] = ready_s - now_s
+            plan = offers.plans.get(row)
+            offers.ttft_s[row] = ready_s - now_s - (hidden_s(plan) if plan else 0.0)
             offers.harm_s[row] = shadow.decode_delay_s(job.new_tokens, job.context_tokens)
             link_s, gpu_s = shadow.backlog_s(now_s)
             offers.link_backlog_s[row], offers.gpu_backlog_s[row] = link_s, gpu_s
@@ -431,13 +438,17 @@ class Router:
     def _job(self, request_id: str, offers: Offers, row: int) -> Job:
         # Half of what a request costs besides the engine is spent before it reaches it.
         arrival_s = offers.now_s + float(offers.fixed_s[row]) / 2
-        cached = int(offers.cached_tokens[row])
+        cached, new = int(offers.cached_tokens[row]), int(offers.new_tokens[row])
+        plan = offers.plans.get(row)
+        if plan is not None:
+            loaded = crossing_tokens(plan)
+            cached, new = loaded, new + cached - loaded
         return Job(
             request_id=request_id,
             arrival_s=arrival_s,
             host_tokens=cached,
             context_tokens=int(offers.device_tokens[row]) + cached,
-            new_tokens=int(offers.new_tokens[row]),
+            new_tokens=new,
             output_tokens=offers.expected_output_tokens,
         )
 

@@ -111,6 +111,7 @@ class LiveRouter:
         self._said: dict[str, Mapping[str, Any]] = {}
         self._deployments: dict[str, str] = {}
         self._refused: set[str] = set()
+        self._kappa_eff: dict[str, float | None] = {}
         self._loop = asyncio.get_running_loop()
         self._closing: set[asyncio.Task[None]] = set()
         BOARD.listen(self._heard)
@@ -196,6 +197,7 @@ class LiveRouter:
                 self._refused.add(worker)
                 log.error("worker_refused", worker=worker, reason=str(error))
             return
+        self._kappa_eff[worker] = self.router.plans.kappa_eff(worker)
         first = worker not in self._said
         self._said[worker] = data
         if first:
@@ -207,6 +209,7 @@ class LiveRouter:
             log.warning("worker_unprofiled", worker=worker, reason=announcement.profile_error)
 
     def _leave(self, worker: str) -> None:
+        self._kappa_eff.pop(worker, None)
         announced = self._said.pop(worker, None)
         feed = self._feeds.pop(worker, None)
         if feed is not None:
@@ -316,6 +319,9 @@ class LiveRouter:
                     "profile_error": said.profile_error or None,
                     "measured": dict(said.measured),
                     "kappa_crit": said.kappa_crit,
+                    "kappa_eff": self._kappa_eff.get(worker),
+                    "engine": said.engine,
+                    "planner": said.load_plan.get("planner"),
                     "in_flight": self.router.in_flight_on(worker),
                     "link_backlog_s": link_s,
                     "gpu_backlog_s": gpu_s,

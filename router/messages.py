@@ -59,7 +59,9 @@ async def parse_body(request: Request) -> Any:
 def decision_headers(decision: Decision) -> dict[str, str]:
     """What a response says of its routing; Ray Serve adds `x-request-id` itself."""
     chosen = decision.chosen
+    planned = {PLAN_HEADER: chosen.plan} if chosen.plan else {}
     return {
+        **planned,
         "x-kappa-node": chosen.node.name,
         "x-kappa-paced": "true" if chosen.node.source == "paced" else "false",
         "x-kappa-ratio": f"{chosen.counts.ratio:.2f}",
@@ -95,6 +97,7 @@ def explanation(decision: Decision) -> dict[str, Any]:
                 "ttft_s": c.ttft_s,
                 "harm_s": c.harm_s,
                 "in_flight": c.in_flight,
+                "plan": c.plan or None,
             }
             for c in decision.candidates
         ],

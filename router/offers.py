@@ -6,11 +6,12 @@ Policies see nothing else, so the same ones run live and simulated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kappa.plan.segments import LoadPlan
 from kappa.types import NodeProfile, TokenCounts
 from router.prefix_hash import UInt64s
 
@@ -35,6 +36,7 @@ class Offers:
     nothing is brought; for ever where there is no room), net_backlog_s queued ahead of it on the
     cards of both ends. fetching: the same request if every worker first fetched what its peer
     `fetch_from` holds; none where nobody can or nothing is to be had.
+    plans: by row, how the worker would bring the prefix back, of those that plan (`load_plans`).
     resident_tokens: context of all in flight; capacity_tokens: what VRAM holds.
     ttft_s: predicted time to first token, a forecast where there is one. tpot_s: time per output
     token once all in flight there decode beside it, stretched by the prefills of late.
@@ -79,6 +81,7 @@ class Offers:
     fetching: Offers | None = None
     fetch_from: str = ""
     fetch_tokens: Floats | None = None
+    plans: dict[int, LoadPlan] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -108,6 +111,7 @@ class Offers:
             harm_s=float(self.harm_s[index]),
             backlog_s=float(max(self.link_backlog_s[index], self.gpu_backlog_s[index])),
             in_flight=int(self.in_flight[index]),
+            plan=self.plans[index].kind if index in self.plans else "",
         )
 
 
@@ -131,6 +135,7 @@ class Candidate:
     harm_s: float
     backlog_s: float
     in_flight: int
+    plan: str = ""
 
     @property
     def bound(self) -> str:

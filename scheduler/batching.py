@@ -10,7 +10,7 @@ argument.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from scheduler.work import PENDING, Memory, Quote, Room, Rule, Work
 
@@ -41,7 +41,8 @@ class Batcher:
         budget_tokens: of an iteration, decoding requests included.
         max_running: requests that compute; those being loaded are not counted, as in vLLM.
 
-    `was_queued`: somebody waited when the last step was planned.
+    `was_queued`: somebody waited when the last step was planned; `passed`: who was looked at then
+    and left, by reason.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Batcher:
         self.loading: dict[Work, None] = {}
         self.preemptions = 0
         self.was_queued = False
+        self.passed: Mapping[str, int] = {}
         self._room = Room(memory, 0, 0, 0)
         # Of those that wait: they need what is being loaded for another.
         self._pending = 0
@@ -157,6 +159,7 @@ class Batcher:
         while self.ready and budget > 0 and len(self.running) < self.max_running:
             budget -= self._run(step, self.ready.popleft(), budget)
         self.was_queued = len(self.rule) > 0
+        self.passed = {}
         if admit and self.was_queued:
             budget = self._admit(step, budget, now_s)
         self._wanting = bool(step.chunks) or self.queued > 0
@@ -213,6 +216,7 @@ class Batcher:
         room.slots = self.max_running - running
         room.running = running + len(self.loading) + len(self.ready)
         plan = self.rule.plan(room, now_s)
+        self.passed = plan.passed
         self._pending = plan.passed.get(PENDING, 0)
         for work, quote in plan.admitted:
             step.admitted.append((work, quote))

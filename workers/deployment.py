@@ -47,16 +47,24 @@ class KappaServer(LLMServer):
         sockets = f"ipc://@kappa-{os.getpid()}-{self._worker}"
         stats_endpoint, kv_endpoint = f"{sockets}-stats", f"{sockets}-kv"
         pace = Pace(plan.emulated, node) if node.source == "paced" else None
-        llm_config.update_engine_kwargs(
-            **engine_kwargs(
-                plan.limits, stats_endpoint, kv_endpoint, pace, plan.scheduler, self._rank
+        engine_cls: type | None = None
+        if plan.kind == "torch":
+            from workers.torch_engine import TorchEngine, torch_plan
+
+            engine_cls = TorchEngine
+            torch_arguments = torch_plan(plan, stats_endpoint, kv_endpoint, self._rank)
+            llm_config.update_engine_kwargs(kappa_torch=torch_arguments)
+        else:
+            llm_config.update_engine_kwargs(
+                **engine_kwargs(
+                    plan.limits, stats_endpoint, kv_endpoint, pace, plan.scheduler, self._rank
+                )
             )
-        )
         host = plan.stream_host or ray.util.get_node_ip_address()
         self._stream = ReportStream(self._worker, host, stats_endpoint, kv_endpoint)
         self._stream.start()
         self._announcement: dict[str, Any] = {}
-        await super().__init__(llm_config)
+        await super().__init__(llm_config, engine_cls=engine_cls)
         measured, error = await self._measure()
         self._announcement = self._announce(measured, error)
         log.info("worker_ready", worker=self._worker, node=node.name, paced=node.source == "paced")
@@ -112,7 +120,10 @@ class KappaServer(LLMServer):
     def _announce(self, measured: dict[str, Any], error: str) -> dict[str, Any]:
         endpoints = self._stream.events_endpoint, self._stream.snapshot_endpoint
         model = self._llm_config.model_id
-        said = announce(self._plan, self._rank, self._worker, model, endpoints, measured, error)
+        rates = getattr(self.engine, "rates", None)
+        said = announce(
+            self._plan, self._rank, self._worker, model, endpoints, measured, error, rates
+        )
         return said.to_dict()
 
 

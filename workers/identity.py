@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kappa.model import kv_bytes_per_token
+from kappa.plan.rates import rates_from_measured
 from kappa.report import Announcement
 from kappa.step import step_model
 from kappa.types import ModelShape, NodeProfile
@@ -25,7 +26,8 @@ class WorkerPlan:
     nodes: one profile per rank; a `paced` one is paced, any other is a prior until measured.
     served: the shape of the model that runs; emulated: the shape that paced nodes act as.
     stream_host: address for the report stream; empty: this machine's address in Ray's cluster.
-    scheduler: what each engine schedules by.
+    scheduler: what each engine schedules by. kind: of engine; planner, act_share: of one of kind
+    torch, as in the settings.
     """
 
     nodes: tuple[NodeProfile, ...]
@@ -37,6 +39,9 @@ class WorkerPlan:
     cache_dir: str
     stream_host: str
     scheduler: EngineScheduler = field(default_factory=EngineScheduler)
+    kind: str = "vllm"
+    planner: str = ""
+    act_share: float = 0.0
 
     def node(self, rank: int) -> NodeProfile:
         """The node of the replica with this rank."""
@@ -46,6 +51,11 @@ class WorkerPlan:
     def block_bytes(self) -> float:
         """Bytes of one KV block of the model that runs."""
         return kv_bytes_per_token(self.served) * self.limits.block_tokens
+
+    @property
+    def host_blocks(self) -> int:
+        """KV blocks that the host tier holds."""
+        return int(self.limits.host_bytes / self.block_bytes)
 
     def profile_request(self) -> dict[str, Any]:
         """What `workers.profiler.measure` is asked for."""
@@ -82,27 +92,41 @@ def announce(
     endpoints: tuple[str, str],
     measured: Mapping[str, Any],
     error: str,
+    rates: Mapping[str, Any] | None = None,
 ) -> Announcement:
-    """The announcement of one replica; `endpoints` are those of events and snapshots."""
+    """The announcement of one replica; `endpoints` are those of events and snapshots.
+
+    rates: what an engine that executes load plans measured (`engine.profiling`); its steps are then
+    announced as they were measured, and its plans are told.
+    """
     node = measured_node(plan.node(rank), measured)
+    planned = rates_from_measured(rates) if rates else None
+    if planned is not None:
+        node = replace(node, h2d_bytes_per_s=planned.h2d_bytes_per_s)
     paced = node.source == "paced"
     shape, limits = plan.emulated if paced else plan.served, plan.limits
     return Announcement(
         worker=worker,
         model=model,
         node=node,
-        step=step_model(shape, node),
+        step=planned.step if planned is not None else step_model(shape, node),
         kv_bytes_per_token=kv_bytes_per_token(shape),
         emulated_model=shape.name if paced else "",
         fingerprint=fingerprint(plan.model_source, plan.chat_template, limits, plan.served.name),
         block_tokens=limits.block_tokens,
         device_blocks=limits.device_blocks,
-        host_blocks=int(limits.host_bytes / plan.block_bytes),
+        host_blocks=plan.host_blocks,
         max_batch_tokens=limits.max_batch_tokens,
         max_context_tokens=limits.max_context_tokens,
         events_endpoint=endpoints[0],
         snapshot_endpoint=endpoints[1],
         profile_error=error,
         packs=plan.scheduler.rule in PACKING,
+        engine=plan.kind,
+        load_plan=(
+            {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
+            if rates
+            else {}
+        ),
         measured=measured,
     )

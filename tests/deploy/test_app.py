@@ -2,8 +2,11 @@
 
 import pickle
 
-from deploy.app import _engine_scheduler, _tenants, own_headers
+import pytest
+
+from deploy.app import Model, StartError, _engine_scheduler, _tenants, build_app, own_headers
 from kappa.settings import load_settings
+from kappa.shapes import model_shape
 from scheduler.config import FairConfig
 from workers.link_queue import LinkRules
 
@@ -41,3 +44,17 @@ def test_engines_schedule_by_the_rule_weights_and_link_of_the_settings(tmp_path,
     rules = LinkRules.from_dict(scheduler.link)
     assert (rules.duplex, rules.order, rules.store_backlog_s) == ("half", "loads_first", 10.0)
     assert scheduler.log == str(tmp_path / "it.jsonl")
+
+
+MODEL = Model("nowhere", model_shape("llama-3.1-8b"), "")
+
+
+def test_an_engine_of_our_own_cannot_be_paced():
+    with pytest.raises(StartError, match="cannot be paced, but nodes pcie, c2c are"):
+        build_app(load_settings(None, engine="torch"), MODEL)
+
+
+def test_vllms_own_order_needs_vllm():
+    settings = load_settings(None, engine="torch", scheduler={"name": "stock"}).unpaced()
+    with pytest.raises(StartError, match=r"scheduler\.name is stock"):
+        build_app(settings, MODEL)

@@ -27,6 +27,7 @@ def offers(*workers, prefix_hashes=(), **scalars):
         "workers",
         "slots",
         "prefix_hashes",
+        "plans",
         "fetching",
         "fetch_from",
         "fetch_s",

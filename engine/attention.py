@@ -1,0 +1,139 @@
+"""Attention over keys and values from one place or several, exact either way.
+
+`dense` is torch's fused attention. Where a context lies in several places, `partial` attends to
+each and returns the log-sum-exp of its scores beside the output, and `merge` weighs the outputs by
+them: the same sum in another order. Shapes: q (batch, heads, queries, d); k, v (batch, kv_heads,
+keys, d); the last queries are the last keys' where attention is causal.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from engine.config import ModelConfig
+from engine.step import Group
+
+# Scores held at once by `partial`, in elements.
+_SCORES = 1 << 26
+
+
+def attend(
+    groups: list[Group], q: Tensor, pool: Tensor, rows: Tensor, config: ModelConfig
+) -> Tensor:
+    """All of a step's queries (tokens, heads, head_dim): output (tokens, heads·head_dim).
+
+    pool, rows (n, kv_width): K and V of tokens on the device, and of those beside.
+    """
+    if len(groups) == 1 and groups[0].in_order:
+        return _attend_group(groups[0], q, pool, rows, config)
+    result = torch.empty((len(q), config.query_width), dtype=q.dtype, device=q.device)
+    for group in groups:
+        mine = q.index_select(0, group.rows)
+        result.index_copy_(0, group.rows, _attend_group(group, mine, pool, rows, config))
+    return result
+
+
+def _attend_group(
+    group: Group, q: Tensor, pool: Tensor, rows: Tensor, config: ModelConfig
+) -> Tensor:
+    scale = config.head_dim**-0.5
+    q = q.view(group.batch, group.queries, config.heads, config.head_dim).transpose(1, 2)
+    results = []
+    for part in group.parts:
+        shape = (group.batch, part.keys, config.kv_heads, config.head_dim)
+        source = pool if part.pool else rows
+        k = source.index_select(0, part.k_rows).view(shape).transpose(1, 2)
+        v = source.index_select(0, part.v_rows).view(shape).transpose(1, 2)
+        # Only this step's own tokens can come after a query, and those are not in the pool.
+        causal = group.queries > 1 and not part.pool
+        if len(group.parts) == 1:
+            out = dense(q, k, v, scale, causal=causal, visible=part.visible)
+        else:
+            results.append(partial(q, k, v, scale, causal=causal, visible=part.visible))
+    if results:
+        out = merge(results)
+    return out.transpose(1, 2).reshape(-1, config.query_width)
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, visible: Tensor | None = None
+) -> Tensor:
+    """Output (batch, heads, queries, d).
+
+    causal: key j is visible to query i iff j - keys <= i - queries. visible (batch, keys): False
+    where a key is padding; only without `causal`.
+    """
+    if not causal:
+        # The heads of a group share their keys: as more queries of one head, no key is repeated.
+        folded = _fold(q, k.shape[1])
+        mask = visible
+        if mask is not None:
+            mask = mask[:, None, None, :].expand(-1, -1, folded.shape[2], -1)
+        return F.scaled_dot_product_attention(folded, k, v, mask, scale=scale).reshape(q.shape)
+    bias = causal_lower_right(q.shape[2], k.shape[2])
+    gqa = q.shape[1] != k.shape[1]
+    out: Tensor = F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=gqa)
+    return out
+
+
+def partial(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, visible: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `dense`, and the log-sum-exp of each query's scores (batch, heads, queries).
+
+    That is in float32 at least. A query that sees no key has output zero and log-sum-exp -inf.
+    """
+    if q.is_cuda and q.dtype.itemsize == 2 and visible is None and q.shape[3] % 8 == 0:
+        # Causal means lower right in this operator.
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, causal, False, scale=scale
+        )
+        return out, lse
+    queries, keys = q.shape[2], k.shape[2]
+    step = max(1, _SCORES // max(1, q.shape[0] * q.shape[1] * keys))
+    outs, sums = [], []
+    for start in range(0, queries, step):
+        mask = None if visible is None else visible[:, None, None, :]
+        if causal:
+            last = torch.arange(start, min(start + step, queries), device=q.device)
+            mask = torch.arange(keys, device=q.device) <= (last + keys - queries)[:, None]
+        out, lse = _scored(q[:, :, start : start + step], k, v, scale, mask)
+        outs.append(out)
+        sums.append(lse)
+    return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """One output from outputs with their log-sum-exp; parts that saw nothing weigh nothing."""
+    sums = torch.stack([lse for _, lse in parts])
+    weights = torch.softmax(sums, dim=0)[..., None]
+    merged = sum(w * out.to(w.dtype) for w, (out, _) in zip(weights, parts, strict=True))
+    assert isinstance(merged, Tensor)
+    return merged.to(parts[0][0].dtype)
+
+
+def _scored(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    batch, heads, queries, width = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    folded = _fold(q, k.shape[1])
+    scores = torch.matmul(folded, k.transpose(2, 3)).to(wide) * scale
+    if mask is not None:
+        scores = scores.view(batch, k.shape[1], -1, queries, k.shape[2])
+        scores = scores.masked_fill(~(mask[:, None] if mask.dim() == 4 else mask), -torch.inf)
+        scores = scores.view(folded.shape[0], k.shape[1], folded.shape[2], k.shape[2])
+    lse = torch.logsumexp(scores, dim=-1)
+    # A row of -inf alone would make weights of nan.
+    chances = torch.exp(scores - lse.clamp_min(torch.finfo(wide).min)[..., None])
+    out = torch.matmul(chances.to(q.dtype), v)
+    return out.view(batch, heads, queries, width), lse.view(batch, heads, queries)
+
+
+def _fold(q: Tensor, kv_heads: int) -> Tensor:
+    """Heads that share keys as queries of one head: (batch, kv_heads, group·queries, d)."""
+    batch, heads, queries, width = q.shape
+    return q.reshape(batch, kv_heads, heads // kv_heads * queries, width)

@@ -1,0 +1,98 @@
+"""One iteration's rows through the model, the loads that belong to them, and the next tokens.
+
+Rows and loads go through the model together. If a load fails, the rows that wait for one go again,
+each for itself, so that only the prefix that does not arrive is computed from its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Run
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.loads import Loads
+from engine.rows import Executor, Row
+from engine.sampling import sample
+from engine.sequence import Load, Sequence
+from engine.transfer import Mover, TransferFailed
+
+
+class Computer:
+    """Computes rows.
+
+    Args:
+        executor: the model.
+        mover: of its loads.
+        loads: told which arrived, and which did not.
+        row_of: the row of so many tokens of a sequence, from a position on.
+        budget_tokens: of a call, where a prefix has to be computed that did not arrive.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        mover: Mover,
+        loads: Loads,
+        row_of: Callable[[Sequence, int, int], Row],
+        budget_tokens: int,
+    ) -> None:
+        self._executor = executor
+        self._mover = mover
+        self._loads = loads
+        self._row_of = row_of
+        self._budget_tokens = budget_tokens
+
+    def compute(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
+        """Logits of each row's last token, with whatever loads belong to the rows."""
+        loading = [sequence for sequence, row in rows.items() if row.load is not None]
+        if not loading:
+            return self._run(rows)
+        link = self._mover.counters["h2d"]
+        self._mover.settle()
+        before_s = link.busy_s
+        try:
+            logits = self._run(rows)
+            self._mover.mark().block()
+        except TransferFailed:
+            return self._apart(rows)
+        self._mover.settle()
+        self._loads.arrived_together(loading, link.busy_s - before_s)
+        return logits
+
+    def _apart(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
+        """After a failure: row by row, so that only what does not arrive is computed instead."""
+        logits: dict[Sequence, Tensor] = {}
+        for sequence, row in list(rows.items()):
+            if row.load is None:
+                continue
+            del rows[sequence]
+            try:
+                logits.update(self._run({sequence: row}))
+                self._mover.mark().block()
+                self._loads.arrived_together([sequence], 0.0)
+            except TransferFailed:
+                self._loads.failed(sequence)
+                logits.update(self._instead(sequence, row, row.load))
+        return {**logits, **(self._run(rows) if rows else {})}
+
+    def _instead(self, sequence: Sequence, row: Row, load: Load) -> dict[Sequence, Tensor]:
+        """Compute from tokens what a row's load should have brought, then the row."""
+        most = self._budget_tokens
+        for start in range(load.start * load.block_tokens, row.start, most):
+            self._run({sequence: self._row_of(sequence, start, min(most, row.start - start))})
+        return self._run({sequence: replace(row, load=None)})
+
+    def _run(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
+        logits = self._executor.run(list(rows.values()))
+        return {sequence: logits[index] for index, sequence in enumerate(rows)}
+
+
+def sample_each(logits: Mapping[Sequence, Tensor], sequences: Run[Sequence]) -> list[int]:
+    """The next token of each sequence, from its logits."""
+    if not sequences:
+        return []
+    rows = torch.stack([logits[s] for s in sequences])
+    return sample(rows, [s.sampling for s in sequences], [s.rng for s in sequences])

@@ -1,0 +1,248 @@
+"""What the engine must know of a model, from its Hugging Face ``config.json``: frozen and checked.
+
+Families: OPT, Llama, Qwen2, Qwen3. Each differs in norm, positions, biases, head norms and MLP; all
+else is one forward pass. An architecture whose attention or positions the engine does not compute
+exactly is refused by name, with the load plans (see `kappa.plan.segments`) that would work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from kappa.shapes import shape_from_config
+from kappa.types import ModelShape
+
+FAMILIES = ("opt", "llama", "qwen2", "qwen3")
+Activation = Literal["relu", "gelu", "gelu_new", "silu"]
+_ACTIVATIONS = {
+    "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_new", "silu": "silu", "swish": "silu",
+}  # fmt: skip
+# OPT's table of positions begins with two rows that no token uses.
+OPT_POSITION_OFFSET = 2
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+_KEPT_STATE = (
+    "it keeps a running state instead of keys and values: no load plan (K, A, R) applies; "
+    "serve it with engine: vllm"
+)
+_REFUSED = {
+    "mamba": _KEPT_STATE, "mamba2": _KEPT_STATE, "falcon_mamba": _KEPT_STATE, "rwkv": _KEPT_STATE,
+    "jamba": _KEPT_STATE, "bamba": _KEPT_STATE, "qwen3_next": _KEPT_STATE,
+}  # fmt: skip
+
+
+class UnsupportedModel(ValueError):
+    """The engine cannot compute this architecture exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder-only model.
+
+    `rope` holds the checkpoint's own rope parameters (type, theta, factors) and is empty where
+    positions are learned. `embed` is the width of the token embedding, which OPT may project.
+    `max_tokens` is how long a sequence may be. `shape` is the same model as planners see it.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    embed: int
+    max_tokens: int
+    norm_eps: float
+    activation: str
+    pre_norm: bool
+    norm_affine: bool
+    final_norm: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    tied: bool
+    shape: ModelShape = field(repr=False, compare=False)
+    rope: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies by a gate (all families but OPT)."""
+        return self.family != "opt"
+
+    @property
+    def layer_norm(self) -> bool:
+        """LayerNorm with mean and bias; else RMSNorm."""
+        return self.family == "opt"
+
+    @property
+    def head_norms(self) -> bool:
+        """Whether each query and key head is normalised before RoPE."""
+        return self.family == "qwen3"
+
+    @property
+    def query_width(self) -> int:
+        """Elements of all query heads of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of all key heads of a token (as many as of its value heads)."""
+        return self.kv_heads * self.head_dim
+
+
+def read_config(source: Mapping[str, Any] | str | Path, name: str = "") -> ModelConfig:
+    """A `ModelConfig` from a parsed ``config.json``, its path, or the folder that holds it.
+
+    Raises:
+        UnsupportedModel: an architecture that the engine does not compute exactly, by name.
+        ValueError: a file that cannot be read, or a key that is missing or out of range.
+    """
+    if isinstance(source, Mapping):
+        origin, data = name or str(source.get("_name_or_path") or "config"), dict(source)
+    else:
+        path = Path(source)
+        path = path / "config.json" if path.is_dir() else path
+        origin, data = str(path), _read(path)
+    family = str(data.get("model_type"))
+    _refuse(data, family, origin)
+    shape = _shape(data, name or origin)
+    for key in ("vocab_size", "ffn_dim" if family == "opt" else "intermediate_size"):
+        if not isinstance(data.get(key), int) or data[key] < 1:
+            raise ValueError(f"{origin}: key {key!r} is {data.get(key)!r}: give a whole number")
+    common = _common(data, shape, origin)
+    return _opt(data, common) if family == "opt" else _rotary(data, family, common, origin)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read the model config: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: holds {type(data).__name__}; a model config is a JSON object")
+    return data
+
+
+def _shape(data: Mapping[str, Any], name: str) -> ModelShape:
+    """As planners see it; checkpoints in float64, which exactness is tested with, included."""
+    wide = {key: data[key] for key in ("dtype", "torch_dtype") if "64" in str(data.get(key))}
+    if not wide:
+        return shape_from_config(data, name)
+    narrow = {key: value for key, value in data.items() if key not in wide}
+    return replace(shape_from_config(narrow, name), kv_dtype_bytes=8.0, weight_dtype_bytes=8.0)
+
+
+def _common(data: Mapping[str, Any], shape: ModelShape, origin: str) -> dict[str, Any]:
+    if shape.heads % shape.kv_heads:
+        raise ValueError(
+            f"{origin}: {shape.heads} query heads do not divide among {shape.kv_heads} KV heads"
+        )
+    activation = data.get("activation_function") or data.get("hidden_act")
+    activation = activation or ("relu" if data["model_type"] == "opt" else "silu")
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedModel(
+            f"{origin}: activation {activation!r} is not computed here: "
+            f"use one of {', '.join(_ACTIVATIONS)}"
+        )
+    return {
+        "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads,
+        "kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "vocab": data["vocab_size"],
+        "max_tokens": data.get("max_position_embeddings") or 2048,
+        "activation": _ACTIVATIONS[activation], "shape": shape,
+    }  # fmt: skip
+
+
+def _opt(data: Mapping[str, Any], common: dict[str, Any]) -> ModelConfig:
+    pre_norm = _flag(data, "do_layer_norm_before", True)
+    bias = _flag(data, "enable_bias", True)
+    return ModelConfig(
+        family="opt",
+        inner=data["ffn_dim"],
+        embed=data.get("word_embed_proj_dim") or common["hidden"],
+        norm_eps=1e-5,
+        pre_norm=pre_norm,
+        norm_affine=_flag(data, "layer_norm_elementwise_affine", True),
+        final_norm=pre_norm and not _flag(data, "_remove_final_layer_norm", False),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        tied=_flag(data, "tie_word_embeddings", True),
+        **common,
+    )
+
+
+def _rotary(
+    data: Mapping[str, Any], family: str, common: dict[str, Any], origin: str
+) -> ModelConfig:
+    bias = _flag(data, "attention_bias", False)
+    return ModelConfig(
+        family=family,
+        inner=data["intermediate_size"],
+        embed=common["hidden"],
+        norm_eps=float(data.get("rms_norm_eps") or 1e-6),
+        pre_norm=True,
+        norm_affine=True,
+        final_norm=True,
+        qkv_bias=bias or family == "qwen2",
+        out_bias=bias and family != "qwen2",
+        mlp_bias=family == "llama" and _flag(data, "mlp_bias", False),
+        tied=_flag(data, "tie_word_embeddings", False),
+        rope=_rope(data, common["max_tokens"], origin),
+        **common,
+    )
+
+
+def _flag(data: Mapping[str, Any], key: str, default: bool) -> bool:
+    return bool(default if data.get(key) is None else data[key])
+
+
+def _refuse(data: Mapping[str, Any], family: str, origin: str) -> None:
+    if data.get("kv_lora_rank"):
+        raise UnsupportedModel(
+            f"{origin}: {family} has multi-head latent attention (MLA), whose cache is a latent: "
+            "K and R would be exact, but only engine: vllm computes it; A never pays for it"
+        )
+    if family not in FAMILIES:
+        why = _REFUSED.get(family, "serve it with engine: vllm, which loads (K) or recomputes (R)")
+        raise UnsupportedModel(
+            f"{origin}: model_type {family!r} is not among {', '.join(FAMILIES)}: {why}"
+        )
+    types = data.get("layer_types") or ()
+    in_use = _flag(data, "use_sliding_window", family not in ("qwen2", "qwen3"))
+    windowed = in_use and bool(data.get("sliding_window"))
+    if not types and windowed:
+        windowed = (data.get("max_window_layers") or 0) < data.get("num_hidden_layers", 0)
+    if any(kind != "full_attention" for kind in types) or (windowed and not types):
+        raise UnsupportedModel(
+            f"{origin}: {family} with a sliding window: tokens outside it are dropped, so a plan "
+            "for the whole prefix (K, A or R) is not what it attends to; serve it with engine: "
+            "vllm, which loads (K) or recomputes (R)"
+        )
+
+
+def _rope(data: Mapping[str, Any], max_tokens: int, origin: str) -> dict[str, Any]:
+    """Rope parameters under one set of keys, from any of the forms that checkpoints use."""
+    rope = dict(data.get("rope_parameters") or data.get("rope_scaling") or {})
+    rope_type = str(rope.pop("type", None) or rope.get("rope_type") or "default")
+    rope["rope_type"] = str(rope.get("rope_type") or rope_type)
+    rope.setdefault("rope_theta", data.get("rope_theta") or 10000.0)
+    rope.setdefault(
+        "original_max_position_embeddings",
+        data.get("original_max_position_embeddings") or max_tokens,
+    )
+    if rope["rope_type"] not in _STATIC_ROPE:
+        raise UnsupportedModel(
+            f"{origin}: rope type {rope['rope_type']!r} turns keys by angles that change with the "
+            "sequence's length, so keys from activations (A) or tokens (R) differ from those "
+            f"stored: only K would be exact, with engine: vllm; here use {', '.join(_STATIC_ROPE)}"
+        )
+    if float(rope.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise UnsupportedModel(f"{origin}: partial_rotary_factor below 1 is not computed here")
+    return rope

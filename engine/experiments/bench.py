@@ -1,0 +1,140 @@
+"""One model with its arena, mover, forward pass and measured rates, ready to be experimented with.
+
+`rig` takes the memory and gives it back. Rates are measured in the same process, right before the
+experiments, through the same mover; on a busy machine a fit may be too poor to plan with, and is
+measured again a few times before that is an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.arena import Arena
+from engine.config import ModelConfig
+from engine.experiments.meter import Metered, metered_mover, settled
+from engine.experiments.needs import arena_size
+from engine.experiments.rounds import Sample
+from engine.experiments.settings import Group, Setting
+from engine.experiments.shapes import model
+from engine.forward import Forward
+from engine.profiling import ProfileSettings, profile
+from engine.step import Ids
+from engine.weights import DTYPES, random_weights
+from kappa.plan.rates import PlanRates, rates_from_measured
+
+_PROFILES = 4
+_SEED = 7
+
+
+@dataclass(slots=True)
+class Rig:
+    """What experiments run on. pinned_bytes_per_s: of one long copy to the device, alone."""
+
+    forward: Forward
+    arena: Arena
+    mover: Metered
+    config: ModelConfig
+    device: torch.device
+    rates: PlanRates
+    measured: dict[str, Any]
+    streamed: bool
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self.arena.block_tokens
+
+    @property
+    def pinned_bytes_per_s(self) -> float:
+        """Of the link alone."""
+        return float(self.measured["h2d_bytes_per_s"])
+
+    def finish(self) -> None:
+        """Wait until nothing is under way."""
+        self.mover.drain()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def prompts(self, count: int, length: int) -> list[Ids]:
+        """Random tokens, the same every time."""
+        rng = np.random.default_rng(_SEED)
+        return list(rng.integers(3, self.config.vocab, (count, length)))
+
+    def timed(self, action: Callable[[], Any]) -> Sample:
+        """Run it and wait for its end."""
+        self.finish()
+        copied, link_s = settled(self.mover)
+        stalled_s = self.mover.stalled_s()
+        start_s = time.perf_counter()
+        action()
+        self.finish()
+        latency_s = time.perf_counter() - start_s
+        more, more_s = settled(self.mover)
+        return Sample(
+            latency_s,
+            h2d_bytes=more - copied,
+            link_s=more_s - link_s,
+            stalled_s=self.mover.stalled_s() - stalled_s,
+        )
+
+
+@contextmanager
+def rig(setting: Setting, group: Group) -> Iterator[Rig]:
+    """A rig for the cells of a group.
+
+    Raises:
+        ArenaTooLarge: it does not fit after all.
+        ValueError: the machine is too unsteady to be profiled.
+    """
+    config, dtype = model(group.model, setting.dtype), DTYPES[setting.dtype]
+    device = torch.device(setting.device)
+    with _capped(setting.cap_bytes):
+        weights = random_weights(
+            config, seed=_SEED, dtype=dtype, device=device, streamed=group.streamed
+        )
+        mover = metered_mover(device, setting.link_bytes_per_s)
+        arena = None
+        try:
+            size = arena_size(setting, group)
+            arena = Arena(config.shape, size, dtype=dtype, device=device)
+            forward = Forward(weights, arena, mover)
+            rates, measured = _rates(forward, setting.profile)
+            yield Rig(forward, arena, mover, config, device, rates, measured, group.streamed)
+        finally:
+            mover.stop()
+            if arena is not None:
+                arena.close()
+            weights.close()
+
+
+def _rates(forward: Forward, settings: ProfileSettings) -> tuple[PlanRates, dict[str, Any]]:
+    problem: ValueError | None = None
+    for _ in range(_PROFILES):
+        measured = profile(forward, settings)
+        try:
+            return rates_from_measured(measured), measured
+        except ValueError as error:
+            problem = error
+    raise ValueError(f"{_PROFILES} profiles, none of them fit to plan with; the last: {problem}")
+
+
+@contextmanager
+def _capped(cap_bytes: int) -> Iterator[None]:
+    """Of a GPU's memory only so much for this process."""
+    if not cap_bytes:
+        yield
+        return
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

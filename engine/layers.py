@@ -1,0 +1,111 @@
+"""The pieces of a decoder layer as plain functions on (tokens, width) tensors.
+
+Every family is the same composition: normalise, project, attend, project back, MLP. `project_kv` is
+the one place where keys and values are made, from new tokens and from stored activations alike; a
+stored activation is its input, so keys from it equal those that were stored beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.config import OPT_POSITION_OFFSET, ModelConfig
+from engine.rope import rotate
+from engine.weights import Layer, Weights
+
+Angles = tuple[Tensor, Tensor] | None
+
+
+def embed(weights: Weights, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Hidden states (n, hidden) of int64 token ids (n,) at absolute positions (n,)."""
+    outer = weights.outer
+    x = F.embedding(tokens, outer["embed"])
+    if "project_in" in outer:
+        x = F.linear(x, outer["project_in"])
+    if "positions" in outer:
+        x = x + F.embedding(positions + OPT_POSITION_OFFSET, outer["positions"])
+    return x
+
+
+def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, config: ModelConfig) -> Tensor:
+    """LayerNorm or RMSNorm over the last axis, as the family has it; at least in float32."""
+    if config.layer_norm:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, config.norm_eps)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + config.norm_eps)
+    normal = wide.to(x.dtype)
+    return normal if weight is None else weight * normal
+
+
+def attention_input(x: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
+    """A: what queries, keys and values are projected from, and what an activation block stores.
+
+    A post-norm model projects its hidden states as they are.
+    """
+    return normalise(x, layer.norm, layer.norm_bias, config) if config.pre_norm else x
+
+
+def project_q(a: Tensor, layer: Layer, config: ModelConfig, angles: Angles) -> Tensor:
+    """Queries (n, heads, head_dim)."""
+    q = F.linear(a, layer.q, layer.q_bias).view(-1, config.heads, config.head_dim)
+    if layer.q_norm is not None:
+        q = normalise(q, layer.q_norm, None, config)
+    return q if angles is None else rotate(q, *angles)
+
+
+def project_kv(a: Tensor, layer: Layer, config: ModelConfig, angles: Angles, out: Tensor) -> None:
+    """Keys, turned to their positions, and values, by one GEMM into `out` (n, 2·kv_width)."""
+    if layer.kv_bias is None:
+        torch.mm(a, layer.kv.t(), out=out)
+    else:
+        torch.addmm(layer.kv_bias, a, layer.kv.t(), out=out)
+    keys = out.view(-1, 2, config.kv_heads, config.head_dim)[:, 0]
+    k = keys
+    if layer.k_norm is not None:
+        k = normalise(k, layer.k_norm, None, config)
+    if angles is not None:
+        k = rotate(k, *angles)
+    if k is not keys:
+        keys.copy_(k)
+
+
+def finish(x: Tensor, attended: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
+    """The rest of the layer: output projection of attended (n, heads·head_dim), MLP, residuals."""
+    x = x + F.linear(attended, layer.out, layer.out_bias)
+    if config.pre_norm:
+        return x + mlp(normalise(x, layer.norm2, layer.norm2_bias, config), layer, config)
+    x = normalise(x, layer.norm, layer.norm_bias, config)
+    return normalise(x + mlp(x, layer, config), layer.norm2, layer.norm2_bias, config)
+
+
+def mlp(x: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
+    """Two projections with an activation between, gated where the family gates."""
+    up = F.linear(x, layer.up, layer.up_bias)
+    if config.gated:
+        gate, value = up.chunk(2, dim=-1)
+        return F.linear(_activate(gate, config) * value, layer.down, layer.down_bias)
+    return F.linear(_activate(up, config), layer.down, layer.down_bias)
+
+
+def logits(x: Tensor, weights: Weights) -> Tensor:
+    """Logits (n, vocab) of hidden states behind the last layer."""
+    config, outer = weights.config, weights.outer
+    if config.final_norm:
+        x = normalise(x, outer.get("final_norm"), outer.get("final_norm_bias"), config)
+    if "project_out" in outer:
+        x = F.linear(x, outer["project_out"])
+    return F.linear(x, outer["head"])
+
+
+def _activate(x: Tensor, config: ModelConfig) -> Tensor:
+    match config.activation:
+        case "relu":
+            return F.relu(x)
+        case "silu":
+            return F.silu(x)
+        case "gelu_new":
+            return F.gelu(x, approximate="tanh")
+        case _:
+            return F.gelu(x)

@@ -1,0 +1,126 @@
+"""Cached prefixes on their way to the device, and what happens when one does not arrive.
+
+Plain KV is loaded beside the iterations of others; a plan that computes while it loads, and any
+plan where nobody else would wait for it, is executed layer by layer in the iteration of the
+request's first chunk. What fails to arrive is computed: the request counts as not cached.
+"""
+
+from __future__ import annotations
+
+from engine.arena import Arena
+from engine.memory import EngineMemory
+from engine.sequence import Load, Sequence
+from engine.stats import EngineStats
+from engine.store import copies
+from engine.transfer import Event, Mover
+
+
+class Loads:
+    """Loads of one engine.
+
+    Args:
+        arena, mover, memory: of the engine.
+        stats: counts loads, and those that failed.
+        ahead: whether plain KV may be loaded beside the iterations of others.
+    """
+
+    def __init__(
+        self, arena: Arena, mover: Mover, memory: EngineMemory, stats: EngineStats, ahead: bool
+    ) -> None:
+        self._arena = arena
+        self._mover = mover
+        self._memory = memory
+        self._stats = stats
+        self._ahead = ahead
+        # Those beside the iterations, in the order in which they end.
+        self._events: dict[Sequence, Event] = {}
+
+    def __len__(self) -> int:
+        """Loads beside the iterations."""
+        return len(self._events)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        """Whether its blocks are being written to beside the iterations."""
+        return sequence in self._events
+
+    def start(self, sequence: Sequence, now_s: float, others: bool) -> bool:
+        """Start to load an admitted request's prefix; False: it comes with its first chunk.
+
+        others: somebody computes meanwhile, who would have to wait for it.
+        """
+        load = sequence.load
+        assert load is not None
+        self._stats.loads += 1
+        load.started_s = now_s
+        plain = all(segment.kind == "K" for segment in load.plan.segments)
+        if not (self._ahead and plain and others):
+            return False
+        targets = sequence.table.blocks("kv", "device", load.start, load.stop)
+        moved = copies(self._arena, "kv", "device", targets, load.kv)
+        # Behind what is being computed: its targets may have been another's blocks.
+        self._events[sequence] = self._mover.h2d(moved, self._mover.mark())
+        return True
+
+    def landed(self, now_s: float) -> list[Sequence]:
+        """Requests whose loads beside the iterations have ended since last asked, well or not.
+
+        Those that failed have their tokens to compute, and no load any more.
+        """
+        ended = []
+        for sequence, event in list(self._events.items()):
+            if not event.done():
+                break
+            del self._events[sequence]
+            load = sequence.load
+            assert load is not None
+            if event.error() is None:
+                self._arrived(sequence, now_s - load.started_s, self._size_bytes(sequence))
+                self._memory.computed(sequence, load.stop * self._arena.block_tokens)
+            else:
+                self.failed(sequence)
+                sequence.computed_tokens = load.start * self._arena.block_tokens
+            ended.append(sequence)
+        return ended
+
+    def arrived_together(self, sequences: list[Sequence], seconds: float) -> None:
+        """Their prefixes came layer by layer in one iteration, in so many seconds of link."""
+        sizes = [self._size_bytes(sequence) for sequence in sequences]
+        for sequence, size_bytes in zip(sequences, sizes, strict=True):
+            self._arrived(sequence, seconds * size_bytes / max(sum(sizes), 1), size_bytes)
+
+    def _arrived(self, sequence: Sequence, seconds: float, size_bytes: int) -> None:
+        account, plan = sequence.account, self._end(sequence).plan
+        account.load_s += seconds
+        account.load_bytes += size_bytes
+        account.loaded_tokens += plan.tokens("K")
+        account.activation_tokens += plan.tokens("A")
+        account.recomputed_tokens += plan.tokens("R")
+        account.new_tokens -= plan.cached_tokens
+
+    def _size_bytes(self, sequence: Sequence) -> int:
+        assert sequence.load is not None
+        plan, arena = sequence.load.plan, self._arena
+        tokens_bytes = plan.tokens("K") * arena.block_bytes("kv")
+        tokens_bytes += plan.tokens("A") * arena.block_bytes("act")
+        return tokens_bytes // arena.block_tokens
+
+    def failed(self, sequence: Sequence) -> None:
+        """Its prefix did not come, and will be computed."""
+        tokens = self._end(sequence).plan.cached_tokens
+        self._stats.failed_loads += 1
+        self._stats.failed_load_tokens += tokens
+        sequence.account.recomputed_tokens += tokens
+        sequence.account.new_tokens -= tokens
+
+    def rest(self, timeout_s: float) -> bool:
+        """Wait at most so long for the first to end; False if there is none."""
+        for event in self._events.values():
+            event.ended(timeout_s)
+            return True
+        return False
+
+    def _end(self, sequence: Sequence) -> Load:
+        load = sequence.load
+        assert load is not None
+        self._memory.end_load(sequence)
+        return load

@@ -1,0 +1,356 @@
+"""The engine: requests in, tokens out, one iteration at a time.
+
+`Engine.step` is admit, run, account. What is computed next is decided by `scheduler.batching` and
+any of its rules over the real blocks (`engine.memory`); the model is behind `engine.rows.Executor`;
+prefixes come back by load plans, complete blocks go to host memory (`engine.store`). A load that
+fails is counted and its tokens are computed instead. One thread may use an engine at a time:
+`engine.runner` is for several.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Run
+from typing import NamedTuple, Protocol
+
+from engine.arena import Arena
+from engine.computing import Computer, sample_each
+from engine.keep import Keeper
+from engine.loads import Loads
+from engine.memory import EngineMemory
+from engine.prefix import CacheEvent
+from engine.rows import Executor, Row
+from engine.sampling import GREEDY, Sampling
+from engine.sequence import Account, FinishReason, Sequence
+from engine.settings import EngineSettings
+from engine.stats import EngineStats
+from engine.store import HostStore
+from engine.transfer import Mover
+from kappa.plan.planners import Planner, Planning
+from kappa.report import Charge
+from scheduler.batching import Batcher, Step
+from scheduler.catalogue import rule_named
+from scheduler.config import LinkRates
+from scheduler.core import Fair
+from scheduler.work import Work
+
+
+class RequestRefused(ValueError):
+    """A request that this engine can never serve."""
+
+
+class Output(NamedTuple):
+    """What a request got in an iteration: at most one token; if it ended, why, and its account."""
+
+    request_id: int
+    tokens: list[int]
+    finish_reason: FinishReason | None = None
+    account: Account | None = None
+
+
+class Observer(Protocol):
+    """Told what the engine does, on its thread; must not block."""
+
+    def admitted(self, sequence: Sequence) -> None:
+        """A request got its blocks; its account says what was found, its `load` what comes."""
+        ...
+
+    def iterated(
+        self, engine: Engine, seconds: float, tokens: int, prefilled: Run[Sequence]
+    ) -> None:
+        """An iteration of so many tokens ended, and with it the prompts of `prefilled`."""
+        ...
+
+
+class Engine:
+    """Continuous batching with chunked prefill over one model.
+
+    Args:
+        executor: the model.
+        arena: its blocks.
+        mover: copies between them. The engine does not stop it.
+        settings: how to run.
+        planning: the planners; those that need no rates, if not given.
+        clock: seconds.
+        observer: told what happens.
+
+    Raises:
+        ValueError: a planner that there is none of; activations to store, and no blocks for them.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        arena: Arena,
+        mover: Mover,
+        settings: EngineSettings | None = None,
+        planning: Planning | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        observer: Observer | None = None,
+    ) -> None:
+        self.settings = settings = settings or EngineSettings()
+        self.planning = planning or Planning(arena.block_tokens)
+        self.planning.check(settings.planner)
+        self.arena = arena
+        self.mover = mover
+        self.memory = EngineMemory(arena, self.planning, settings.planner, self._load_over)
+        self.store = HostStore(arena, mover, self.memory.host, settings.max_pending_stores)
+        self.keeper = Keeper(self.memory, self.store, arena.pools["act", "device"], settings)
+        if settings.act_share and not (arena.size.act_host and arena.size.act_device):
+            raise ValueError(
+                f"EngineSettings.act_share is {settings.act_share}, but the arena has "
+                f"{arena.size.act_device} device and {arena.size.act_host} host blocks of "
+                "activations: give both, or act_share=0"
+            )
+        link = settings.link or _link_rates(self.planning)
+        rule = rule_named(settings.scheduler, settings.fair, link)
+        self.batcher = Batcher(self.memory, rule, settings.budget_tokens, settings.max_running)
+        self._stats = EngineStats()
+        self._loads = Loads(arena, mover, self.memory, self._stats, settings.load_ahead)
+        self._executor = executor
+        self._computer = Computer(executor, mover, self._loads, self._row, settings.budget_tokens)
+        self._clock = clock
+        self._observer = observer
+        self._live: dict[int, Sequence] = {}
+        self._decoding: dict[Sequence, None] = {}
+        self._outputs: list[Output] = []
+
+    # -- from outside -------------------------------------------------------------------------
+
+    def submit(
+        self,
+        tokens: Run[int],
+        max_tokens: int,
+        sampling: Sampling = GREEDY,
+        *,
+        tenant: str = "",
+        priority: int = 0,
+        planner: str | Planner | None = None,
+        salt: str = "",
+        name: str = "",
+    ) -> Sequence:
+        """A request; its tokens come with the outputs of `step` under its `request_id`.
+
+        Args:
+            tokens: of the prompt.
+            max_tokens: of the answer at most; fewer where the context ends.
+            sampling: how tokens are chosen.
+            tenant, priority: for the scheduling rule.
+            planner: of its load plan, instead of the engine's.
+            salt: requests of different salts share no blocks.
+            name: the caller's, for whoever observes.
+
+        Raises:
+            RequestRefused: no token, one outside the vocabulary, or more than can ever fit.
+            ValueError: there is no such planner.
+        """
+        self.planning.check(planner)
+        most = min(self._executor.max_tokens, self.memory.capacity_blocks * self.arena.block_tokens)
+        if not tokens or max_tokens < 1:
+            raise RequestRefused(
+                f"a prompt of {len(tokens)} tokens and an answer of {max_tokens}: "
+                "give at least one of each"
+            )
+        if len(tokens) >= most:
+            raise RequestRefused(
+                f"a prompt of {len(tokens)} tokens: this engine holds {most} tokens of a request "
+                "at most, its answer included"
+            )
+        if not (min(tokens) >= 0 and max(tokens) < self._executor.vocab):
+            raise RequestRefused(
+                f"token ids {min(tokens)} to {max(tokens)}: the model's are 0 to "
+                f"{self._executor.vocab - 1}"
+            )
+        sequence = Sequence(
+            self._stats.requests, tokens, self._clock(), min(max_tokens, most - len(tokens)),
+            sampling, block_tokens=self.arena.block_tokens, tenant=tenant, priority=priority,
+            planner=planner, salt=salt, name=name,
+        )  # fmt: skip
+        self._stats.requests += 1
+        self._live[sequence.request_id] = sequence
+        self.batcher.add(sequence, sequence.arrival_s)
+        return sequence
+
+    def abort(self, request_id: int) -> bool:
+        """Forget a request wherever it is; False if it is over already.
+
+        Its blocks are free at once, or, if a load into them is under way, when that ends.
+        """
+        sequence = self._live.pop(request_id, None)
+        if sequence is None:
+            return False
+        sequence.finish_reason = "abort"
+        self._stats.aborted += 1
+        self._outputs.append(Output(request_id, [], "abort", sequence.account))
+        if sequence not in self._loads:
+            self._leave(sequence, self._clock())
+        return True
+
+    def heard(self, elsewhere: Mapping[str, Charge], weights: Mapping[str, float]) -> None:
+        """What other engines charged each tenant so far, and their weights, if the rule cares."""
+        if isinstance(rule := self.batcher.rule, Fair):
+            rule.heard(elsewhere, weights, self._clock())
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do for a request, or to tell of one."""
+        return bool(self._live or len(self._loads) or self._outputs)
+
+    def step(self) -> list[Output]:
+        """One iteration; what requests got by it. Waits a moment if all wait for copies."""
+        now_s = self._clock()
+        self._poll(now_s)
+        admit = self._grow(now_s)
+        step = self.batcher.step(now_s, len(self._decoding), admit)
+        self._admitted(step, now_s)
+        if step.chunks or self._decoding:
+            self._iterate(step)
+        elif self._live and not self.batcher.ready:
+            wait_s = self.settings.rest_s
+            if not (self._loads.rest(wait_s) or self.store.rest(wait_s)):
+                time.sleep(wait_s)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """What was done so far. The same object each time."""
+        self.mover.settle()
+        self._stats.crossed(self.mover.counters)
+        self._stats.kept(self.store, self.keeper, self.memory, self.arena)
+        self._stats.preemptions = self.batcher.preemptions
+        return self._stats
+
+    def events(self) -> list[CacheEvent]:
+        """What became findable where, and what left, since last asked."""
+        return self.memory.log.take()
+
+    def check(self) -> None:
+        """Raise unless the books are right; with nothing to do, nobody holds a block."""
+        self.memory.check()
+        if not self.busy and not len(self.store):
+            for cache in (self.memory.device, *self.memory.host.values()):
+                assert cache.pool.used == cache.idle == len(cache), "a block is held by nobody"
+            assert not self.arena.pools["act", "device"].used, "a captured block is held by nobody"
+
+    # -- an iteration -------------------------------------------------------------------------
+
+    def _poll(self, now_s: float) -> None:
+        """What was copied beside the last iterations."""
+        self.store.poll()
+        for sequence in self._loads.landed(now_s):
+            self.batcher.landed(sequence, now_s)
+            if sequence.finish_reason is not None:
+                self._leave(sequence, now_s)
+
+    def _grow(self, now_s: float) -> bool:
+        """A block for each that needs one to decode; False if others had to give up theirs."""
+        calm = True
+        for sequence in list(self._decoding):
+            while sequence in self._decoding and sequence.table.room_tokens < len(sequence.tokens):
+                if self.memory.grow(sequence):
+                    continue
+                calm = False
+                victim = _sequence(self.batcher.preempt(now_s))
+                self._decoding.pop(victim, None)
+                # Computed again up to its latest token, which then gives the next.
+                victim.total_tokens = len(victim.tokens)
+                victim.account.preemptions += 1
+                self._free(victim)
+        return calm
+
+    def _admitted(self, step: Step, now_s: float) -> None:
+        others = bool(step.chunks or self._decoding)
+        for work, quote in step.admitted:
+            sequence = _sequence(work)
+            account, load = sequence.account, sequence.load
+            new = sequence.total_tokens - quote.device_tokens
+            if not account.preemptions:
+                account.queue_s = now_s - sequence.submitted_s
+                account.device_tokens, account.new_tokens = quote.device_tokens, new
+            nothing = self.planning.without_load(new, quote.device_tokens)
+            account.predicted(load.plan if load else nothing)
+            if self._observer is not None:
+                self._observer.admitted(sequence)
+            if load is not None and not self._loads.start(sequence, now_s, others):
+                self.batcher.landed(sequence, now_s)
+
+    def _iterate(self, step: Step) -> None:
+        begin_s = self._clock()
+        decoding = list(self._decoding)
+        rows = {s: self._row(s, len(s.tokens) - 1, 1) for s in decoding}
+        for work, new, context in step.chunks:
+            rows[_sequence(work)] = self._row(_sequence(work), context, new)
+        logits = self._computer.compute(rows)
+        sampled = [*decoding, *(_sequence(work) for work in step.prefilled)]
+        tokens = sample_each(logits, sampled)
+        self.mover.mark().block()
+        end_s = self._clock()
+        self._stats.iterated(step, len(decoding), end_s - begin_s)
+        self.batcher.ran(end_s - begin_s, 1, end_s)
+        for sequence in decoding:
+            self.keeper.computed(sequence, len(sequence.tokens))
+        for work, new, context in step.chunks:
+            self.keeper.computed(_sequence(work), context + new)
+        for sequence, token in zip(sampled, tokens, strict=True):
+            self._append(sequence, token, end_s)
+        if self._observer is not None:
+            count = len(decoding) + sum(new for _, new, _ in step.chunks)
+            self._observer.iterated(self, end_s - begin_s, count, sampled[len(decoding) :])
+
+    def _row(self, sequence: Sequence, start: int, new: int) -> Row:
+        stop = start + new
+        act_blocks = self.keeper.capture(sequence, start, stop)
+        blocks = sequence.table.blocks("kv", "device")
+        return Row(sequence.tokens[:stop], start, blocks, sequence.load, act_blocks)
+
+    # -- what happened to a request -----------------------------------------------------------
+
+    def _append(self, sequence: Sequence, token: int, now_s: float) -> None:
+        """Its next token; it may be its last."""
+        if not sequence.output_tokens:
+            sequence.account.ttft_s = now_s - sequence.submitted_s
+        sequence.tokens.append(token)
+        sequence.extend_keys()
+        self._decoding[sequence] = None
+        cut = sequence.output_tokens >= sequence.max_tokens
+        stops = sequence.sampling.stop_tokens
+        reason: FinishReason | None = "stop" if token in stops else "length" if cut else None
+        account = sequence.account if reason else None
+        self._outputs.append(Output(sequence.request_id, [token], reason, account))
+        if reason is not None:
+            sequence.finish_reason = reason
+            del self._live[sequence.request_id]
+            self._stats.finished += 1
+            self._leave(sequence, now_s)
+
+    def _leave(self, sequence: Sequence, now_s: float) -> None:
+        """It is over: whatever holds it lets go."""
+        self._decoding.pop(sequence, None)
+        if sequence.finish_reason == "abort":
+            self.batcher.abort(sequence, sequence.output_tokens, now_s)
+        else:
+            self.batcher.finish(sequence, sequence.output_tokens, now_s)
+        self._free(sequence)
+        sequence.account.total_s = now_s - sequence.submitted_s
+        sequence.account.output_tokens = sequence.output_tokens
+        self._stats.ended(sequence.account)
+
+    def _load_over(self, sequence: Sequence) -> None:
+        """Some rules look again at those that waited for a load only when one has landed."""
+        self.batcher.rule.landed(sequence, self._clock())
+
+    def _free(self, sequence: Sequence) -> None:
+        self.memory.release(sequence)
+        self.keeper.drop(sequence)
+
+
+def _sequence(work: Work | None) -> Sequence:
+    assert isinstance(work, Sequence)
+    return work
+
+
+def _link_rates(planning: Planning) -> LinkRates | None:
+    """What a load of KV takes, for scheduling rules that care."""
+    rates = planning.rates
+    return None if rates is None else LinkRates(rates.load_token_s, rates.load.fixed_s)

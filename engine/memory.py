@@ -1,0 +1,260 @@
+"""The blocks of one engine as its scheduler sees them: `scheduler.work.Memory` over real pools.
+
+A request's device blocks are taken when it is admitted; what it found is pinned, on the device and,
+where it is to be loaded, in host memory. Its blocks stay private until their content is there
+(`computed`), then others find them. How a cached prefix comes back is asked of the planner here,
+because a plan that recomputes loads less, and the scheduler must know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.arena import Arena
+from engine.blocks import BlockType, OutOfBlocks
+from engine.prefix import EventLog, PrefixCache
+from engine.sequence import Load, Sequence
+from kappa.plan.planners import Cached, Planning
+from kappa.plan.segments import Kind, LoadPlan, Segment, from_runs
+from scheduler.work import Quote, Work
+
+
+class EngineMemory:
+    """Device and host tiers of one engine.
+
+    Args:
+        arena: blocks and their pools.
+        planning: the planners.
+        planner: which of them plans for requests that do not say.
+        load_over: told of every load that is over, however: others may have waited for it.
+
+    `device` holds KV; `host` may hold KV, activations, or both of a block. `log` has the changes of
+    what can be found. `version` rises whenever something may fit that did not before.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        planning: Planning,
+        planner: str,
+        load_over: Callable[[Sequence], None],
+    ) -> None:
+        self.version = 0
+        self._arena = arena
+        self.block_tokens = arena.block_tokens
+        self.log = EventLog(arena.block_tokens)
+        self.device = PrefixCache(arena.pools["kv", "device"], self.log, self._changed)
+        self.host: dict[BlockType, PrefixCache] = {
+            "kv": PrefixCache(arena.pools["kv", "host"], self.log, self._changed),
+            "act": PrefixCache(arena.pools["act", "host"], self.log, self._changed),
+        }
+        self._planning = planning
+        self._planner = planner
+        self._load_over = load_over
+        # Blocks on their way to the device, for somebody.
+        self._loading: set[bytes] = set()
+
+    def _changed(self) -> None:
+        self.version += 1
+
+    # -- the scheduler's view -----------------------------------------------------------------
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks on the device."""
+        return self.device.pool.count
+
+    def available(self) -> int:
+        """Device blocks unused or evictable."""
+        return self.device.available()
+
+    def quote(self, work: Work) -> Quote | None:
+        """What admitting it takes; None while blocks that it needs are being loaded for another.
+
+        At least one token is computed, so a full hit gives its last block back.
+        """
+        assert isinstance(work, Sequence)
+        state = (self.version, work.total_tokens)
+        if work.quoted is None or work.quoted[0] != state:
+            work.quoted = (state, self._look(work))
+        quote: Quote | None = work.quoted[1]
+        return quote
+
+    def take(self, work: Work, quote: Quote) -> Quote | None:
+        """Reserve its blocks and pin what it found; None if they are not there after all."""
+        assert isinstance(work, Sequence)
+        work.host_stop, work.quoted = 0, None
+        fresh = self.quote(work)
+        if fresh is None:
+            return None
+        size = self.block_tokens
+        found = fresh.device_tokens // size
+        held = self.device.hold(work.keys[:found])
+        try:
+            private = self.device.take(-(-work.total_tokens // size) - found)
+        except OutOfBlocks:
+            self.device.release(held)
+            return None
+        work.table.entries.clear()
+        work.table.append("kv", "device", held + private)
+        work.table.fill(found * size)
+        work.published = found
+        if fresh.host_tokens:
+            self._hold_load(work, found, found + fresh.host_tokens // size)
+        else:
+            self._touch_host(work)
+        return fresh
+
+    # -- what happens to a request ------------------------------------------------------------
+
+    def computed(self, sequence: Sequence, tokens: int) -> None:
+        """Its first `tokens` tokens are on the device: others can find their full blocks."""
+        table, size = sequence.table, self.block_tokens
+        table.fill(tokens)
+        start, stop = sequence.published, min(tokens // size, len(sequence.keys))
+        if stop > start:
+            self.device.publish(
+                sequence.keys[start:stop], table.blocks("kv", "device", start, stop)
+            )
+            sequence.published = stop
+
+    def grow(self, sequence: Sequence) -> bool:
+        """One more block for a request that decodes; False if there is none."""
+        if self.available() < 1:
+            return False
+        sequence.table.append("kv", "device", self.device.take(1))
+        sequence.grown_blocks += 1
+        return True
+
+    def end_load(self, sequence: Sequence) -> None:
+        """Its load is over, well or not: the host blocks may be evicted, others may try."""
+        load, sequence.load = sequence.load, None
+        assert load is not None
+        for type, blocks in (("kv", load.kv), ("act", load.act)):
+            self._host(type).release([block for block in blocks if block >= 0])
+        self._loading.difference_update(key.digest for key in sequence.keys[load.start : load.stop])
+        self._changed()
+        self._load_over(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """It is done, or preempted: its private blocks are unused, the findable ones stay."""
+        if sequence.load is not None:
+            self.end_load(sequence)
+        self.device.release(sequence.table.blocks("kv", "device"))
+        sequence.table.fill(0)
+        sequence.table.entries.clear()
+        sequence.published = 0
+
+    def check(self) -> None:
+        """Raise unless the books of all tiers are right."""
+        self._arena.check()
+        for cache in (self.device, *self.host.values()):
+            cache.check()
+
+    # -- looking ------------------------------------------------------------------------------
+
+    def _look(self, sequence: Sequence) -> Quote | None:
+        size, keys, total = self.block_tokens, sequence.keys, sequence.total_tokens
+        usable = min((total - 1) // size, len(keys))
+        found, idle = self.device.prefix(keys, usable)
+        blocks = -(-total // size) - found + idle
+        first = int.from_bytes(keys[0].digest[:7]) + 1 if keys else 0
+        stop = self._host_stop(sequence, found, usable)
+        if stop > found:
+            plan = self._plan(sequence, self._ask(sequence, found, stop))
+            stop = found + _loaded_tokens(plan) // size
+        if stop <= found:
+            return Quote(blocks, found * size, 0, found - idle, first)
+        if keys[found].digest in self._loading:
+            return None
+        return Quote(blocks, found * size, (stop - found) * size, found - idle, first)
+
+    def _host_stop(self, sequence: Sequence, start: int, usable: int) -> int:
+        """Where the run of blocks ends that host memory has in some form, from `start` on.
+
+        Asked in every iteration for every request that waits, so it begins where it ended last
+        time, if that block is still there: ends of prefixes are evicted first. `take` looks at all.
+        """
+        caches, keys = tuple(self.host.values()), sequence.keys
+        index = min(sequence.host_stop, usable)
+        if index <= start or all(cache.find(keys[index - 1]) is None for cache in caches):
+            index = start
+        while index < usable and any(cache.find(keys[index]) is not None for cache in caches):
+            index += 1
+        sequence.host_stop = index
+        return index
+
+    def _ask(self, sequence: Sequence, start: int, stop: int) -> Cached:
+        """What a planner must know of loading blocks [start, stop)."""
+        size, act = self.block_tokens, self.host["act"]
+        held = start
+        while held < stop and act.find(sequence.keys[held]) is not None:
+            held += 1
+        new = sequence.total_tokens - stop * size
+        return Cached((stop - start) * size, new, start * size, (held - start) * size)
+
+    def _plan(self, sequence: Sequence, asked: Cached) -> LoadPlan:
+        planner = sequence.planner or self._planner
+        plan = (self._planning.named(planner) if isinstance(planner, str) else planner)(asked)
+        if plan.cached_tokens != asked.cached:
+            raise ValueError(
+                f"the planner covers {plan.cached_tokens} of {asked.cached} cached tokens: "
+                "a plan must cover them all"
+            )
+        return plan
+
+    def _hold_load(self, sequence: Sequence, start: int, stop: int) -> None:
+        keys = sequence.keys[start:stop]
+        # Planned for all that host memory has; what is beyond `stop` is computed like new tokens.
+        usable = min((sequence.total_tokens - 1) // self.block_tokens, len(sequence.keys))
+        asked = self._ask(sequence, start, self._host_stop(sequence, start, usable))
+        plan = self._plan(sequence, asked)
+        held: dict[BlockType, list[int]] = {}
+        for type, cache in self.host.items():
+            found = [key for key in keys if cache.find(key) is not None]
+            blocks = dict(zip((k.digest for k in found), cache.hold(found), strict=True))
+            held[type] = [blocks.get(key.digest, -1) for key in keys]
+        segments = fit(plan, self.block_tokens, held["kv"], held["act"])
+        fitted = self._planning.priced(self._ask(sequence, start, stop), segments, plan.why)
+        sequence.load = Load(start, stop, fitted, held["kv"], held["act"], self.block_tokens)
+        self._loading.update(key.digest for key in keys)
+        self._changed()
+
+    def _touch_host(self, sequence: Sequence) -> None:
+        for cache in self.host.values():
+            cache.touch(sequence.keys)
+
+    def _host(self, type: str) -> PrefixCache:
+        return self.host["kv" if type == "kv" else "act"]
+
+
+def _loaded_tokens(plan: LoadPlan) -> int:
+    """Cached tokens that come back before the new ones are computed: all but a recomputed tail.
+
+    A tail, and a plan that recomputes all, are no load: the scheduler computes them like new
+    tokens, in chunks that it counts.
+    """
+    if plan.segments and plan.segments[-1].kind == "R":
+        return plan.segments[-1].start_tokens
+    return plan.cached_tokens
+
+
+def fit(plan: LoadPlan, block_tokens: int, kv: list[int], act: list[int]) -> tuple[Segment, ...]:
+    """The plan's segments with every block in a form that host memory has, cut at blocks.
+
+    Args:
+        plan: of any planner; it may cover more tokens than there are blocks.
+        kv, act: the host block of each, -1 where there is none; each block has one of them.
+    """
+    runs: list[tuple[Kind, int]] = []
+    segments = iter(plan.segments)
+    segment = next(segments)
+    for index in range(len(kv)):
+        while segment.end_tokens <= index * block_tokens:
+            segment = next(segments)
+        kind: Kind = segment.kind if segment.kind in ("A", "R") else "K"
+        if kind != "R":
+            wanted = act[index] if kind == "A" else kv[index]
+            kind = kind if wanted >= 0 else ("K" if kind == "A" else "A")
+        runs.append((kind, block_tokens))
+    return from_runs(runs)

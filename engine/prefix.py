@@ -1,0 +1,262 @@
+"""Blocks found again by their prefix: a cache over one pool, least recently used out first.
+
+A full block's key is a chained hash of all tokens up to its end (and of a salt), 128 bits of a
+cryptographic hash, so that equal keys mean equal tokens. A block in use is pinned; one that nobody
+uses any more stays findable until its room is needed. Changes are noted as plain events with token
+ids, for whoever publishes them. Blocks are published only when their content is there.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from engine.blocks import BlockPool, Place
+
+_KEY_BYTES = 16
+# Changes kept for a publisher that does not come; it is told that some are missing.
+_MOST_EVENTS = 100_000
+
+
+class BlockKey:
+    """Names a full block by all tokens up to its end.
+
+    digest: the name; parent: of the block before it, None at the start; tokens: of this block.
+    """
+
+    __slots__ = ("digest", "parent", "tokens")
+
+    def __init__(self, digest: bytes, parent: bytes | None, tokens: tuple[int, ...]) -> None:
+        self.digest = digest
+        self.parent = parent
+        self.tokens = tokens
+
+
+def extend_keys(
+    keys: list[BlockKey], tokens: Sequence[int], block_tokens: int, salt: str = ""
+) -> None:
+    """Append to `keys` those of the full blocks of `tokens` that it lacks, at the cost of these."""
+    for index in range(len(keys), len(tokens) // block_tokens):
+        parent = keys[-1].digest if keys else None
+        block = tuple(tokens[index * block_tokens : (index + 1) * block_tokens])
+        before = parent or blake2b(salt.encode(), digest_size=_KEY_BYTES, person=b"kappa").digest()
+        data = before + array("q", block).tobytes()
+        keys.append(BlockKey(blake2b(data, digest_size=_KEY_BYTES).digest(), parent, block))
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """A run of consecutive blocks can be found in a place from now on.
+
+    parent: of the first one, None at the start of a sequence. tokens: of all, in order.
+    """
+
+    place: Place
+    digests: tuple[bytes, ...]
+    parent: bytes | None
+    tokens: tuple[int, ...]
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks left a place."""
+
+    place: Place
+    digests: tuple[bytes, ...]
+
+
+CacheEvent = BlocksStored | BlocksRemoved
+
+
+class EventLog:
+    """What can be found where, as changes since they were last taken.
+
+    A block of host memory may be held as KV and as activations: it is there as long as either is.
+    `lost` counts changes that were dropped because nobody took them.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self.lost = 0
+        self._block_tokens = block_tokens
+        self._copies: dict[tuple[Place, bytes], int] = {}
+        self._events: list[CacheEvent] = []
+
+    def take(self) -> list[CacheEvent]:
+        """The changes since last time, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def stored(self, place: Place, keys: Sequence[BlockKey]) -> None:
+        """Blocks were published."""
+        new = []
+        for key in keys:
+            copies = self._copies.get((place, key.digest), 0)
+            self._copies[place, key.digest] = copies + 1
+            if not copies:
+                new.append(key)
+        start = 0
+        for stop in range(1, len(new) + 1):
+            if stop == len(new) or new[stop].parent != new[stop - 1].digest:
+                run = new[start:stop]
+                tokens = tuple(token for key in run for token in key.tokens)
+                digests = tuple(key.digest for key in run)
+                self._note(BlocksStored(place, digests, run[0].parent, tokens, self._block_tokens))
+                start = stop
+
+    def removed(self, place: Place, digests: Iterable[bytes]) -> None:
+        """Blocks were evicted."""
+        gone = []
+        for digest in digests:
+            self._copies[place, digest] -= 1
+            if not self._copies[place, digest]:
+                del self._copies[place, digest]
+                gone.append(digest)
+        if gone:
+            self._note(BlocksRemoved(place, tuple(gone)))
+
+    def _note(self, event: CacheEvent) -> None:
+        if len(self._events) >= _MOST_EVENTS:
+            self.lost += 1
+            return
+        self._events.append(event)
+
+
+class PrefixCache:
+    """The blocks of one pool: private to who took them, until published under a key.
+
+    The cache is one user of each block that is published; a published block without other users is
+    idle, and idle blocks are evicted, least recently used first, when blocks are taken.
+
+    Args:
+        pool: the blocks; nobody else may allocate from it.
+        log: told of what is published and evicted.
+        changed: told of every change of what can be found or evicted.
+
+    `evicted` counts blocks.
+    """
+
+    def __init__(self, pool: BlockPool, log: EventLog, changed: Callable[[], None]) -> None:
+        self.pool = pool
+        self.evicted = 0
+        self._log = log
+        self._changed = changed
+        self._blocks: dict[bytes, int] = {}
+        self._digests: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        return len(self._blocks)
+
+    def __contains__(self, digest: bytes | None) -> bool:
+        """Whether a block of that digest can be found."""
+        return digest in self._blocks
+
+    @property
+    def idle(self) -> int:
+        """Blocks that can be found and that nobody uses."""
+        return len(self._idle)
+
+    def available(self) -> int:
+        """Blocks unused or idle."""
+        return self.pool.unused + len(self._idle)
+
+    # -- finding ------------------------------------------------------------------------------
+
+    def find(self, key: BlockKey) -> int | None:
+        """The block published under `key`, if there is one. Not a use of it."""
+        return self._blocks.get(key.digest)
+
+    def prefix(self, keys: Sequence[BlockKey], stop: int) -> tuple[int, int]:
+        """How many of the first `stop` keys are there without a gap; and how many of them idle."""
+        idle = 0
+        for index in range(min(stop, len(keys))):
+            block = self._blocks.get(keys[index].digest)
+            if block is None:
+                return index, idle
+            idle += block in self._idle
+        return min(stop, len(keys)), idle
+
+    def hold(self, keys: Iterable[BlockKey]) -> list[int]:
+        """One more user of each of these blocks.
+
+        Raises:
+            KeyError: one is not there; none is held.
+        """
+        blocks = [self._blocks[key.digest] for key in keys]
+        self.pool.share(blocks)
+        self._changed()
+        for block in blocks:
+            self._idle.pop(block, None)
+        return blocks
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """These were of use, wherever they were used: evict others first."""
+        for key in reversed(keys):
+            block = self._blocks.get(key.digest)
+            if block is not None and block in self._idle:
+                self._idle.move_to_end(block)
+
+    # -- taking and giving back ---------------------------------------------------------------
+
+    def take(self, n: int) -> list[int]:
+        """`n` private blocks with one user each; evicts idle ones if need be.
+
+        Raises:
+            OutOfBlocks: fewer are available; nothing is changed.
+        """
+        short = n - self.pool.unused
+        if 0 < short <= len(self._idle):
+            self._evict(short)
+        return self.pool.allocate(n)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One user less of each; in the order of the sequence, so that its end is evicted first.
+
+        Raises:
+            BlockError: a block was not in use; nothing is changed.
+        """
+        self.pool.free(blocks)
+        self._changed()
+        for block in reversed(blocks):
+            if block in self._digests and self.pool.refs(block) == 1:
+                self._idle[block] = None
+
+    def publish(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> int:
+        """Others can find these blocks, which are in use and full, from now on; how many are new.
+
+        A key that is there already keeps its block, and the other stays private.
+        """
+        new = []
+        for key, block in zip(keys, blocks, strict=True):
+            if key.digest in self._blocks or block in self._digests:
+                continue
+            self.pool.share([block])
+            self._blocks[key.digest] = block
+            self._digests[block] = key.digest
+            new.append(key)
+        if new:
+            self._changed()
+            self._log.stored(self.pool.place, new)
+        return len(new)
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless idle blocks are those that only the cache uses."""
+        self.pool.check()
+        assert self._digests == {block: digest for digest, block in self._blocks.items()}
+        only_here = {block for block in self._digests if self.pool.refs(block) == 1}
+        assert only_here == set(self._idle), (only_here, set(self._idle))
+
+    def _evict(self, n: int) -> None:
+        blocks = [self._idle.popitem(last=False)[0] for _ in range(n)]
+        digests = [self._digests.pop(block) for block in blocks]
+        for digest in digests:
+            del self._blocks[digest]
+        self.pool.free(blocks)
+        self._changed()
+        self.evicted += n
+        self._log.removed(self.pool.place, digests)

@@ -1,0 +1,233 @@
+"""An engine on a thread of its own, for callers on others: asyncio servers above all.
+
+All calls go to the thread and are done between iterations, so the engine itself needs no locks.
+What a request gets is delivered from that thread, or as an async iterator whose end, however it
+comes, ends the request. If an iteration fails, all requests end with "error", and later ones are
+refused with the cause. `stop` is bounded and leaves no thread behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from collections.abc import Sequence as Run
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from engine.loop import Engine, Output
+from engine.prefix import CacheEvent
+from engine.sampling import GREEDY, Sampling
+from engine.sequence import FinishReason
+from kappa.plan.planners import Planner
+
+T = TypeVar("T")
+Deliver = Callable[[Output], None]
+
+# How long an idle thread sleeps before it looks whether it is to stop.
+_IDLE_S = 0.5
+
+
+class EngineStopped(RuntimeError):
+    """The engine's thread has ended: it was stopped, or failed."""
+
+
+class EngineRunner:
+    """Runs one engine until it is stopped.
+
+    Args:
+        engine: used by nobody else from now on.
+        publish: given the changes of what can be found, in order, from the engine's thread.
+    """
+
+    def __init__(
+        self, engine: Engine, publish: Callable[[list[CacheEvent]], None] | None = None
+    ) -> None:
+        self.error: BaseException | None = None
+        self._engine = engine
+        self._publish = publish
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._deliver: dict[int, Deliver] = {}
+        self._stopping = threading.Event()
+        # Held to close the queue of calls, so that none is left in it without an answer.
+        self._gate = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kappa-engine", daemon=True)
+        self._thread.start()
+
+    # -- from other threads -------------------------------------------------------------------
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Do something with the engine between iterations; its result, or what it raised.
+
+        Raises (through the future):
+            EngineStopped: the thread has ended.
+        """
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            if self._stopping.is_set() or self.error is not None:
+                answer.set_exception(self._refusal())
+                return
+            try:
+                answer.set_result(function(self._engine))
+            except Exception as error:
+                answer.set_exception(error)
+
+        with self._gate:
+            if self._closed:
+                answer.set_exception(self._refusal())
+            else:
+                self._calls.put(run)
+        return answer
+
+    def submit(
+        self,
+        tokens: Run[int],
+        max_tokens: int,
+        deliver: Deliver,
+        sampling: Sampling = GREEDY,
+        *,
+        tenant: str = "",
+        priority: int = 0,
+        planner: str | Planner | None = None,
+        salt: str = "",
+        name: str = "",
+    ) -> Future[int]:
+        """A request, as `Engine.submit` has it; the future has its number or the refusal.
+
+        deliver: called from the engine's thread with all that the request gets; must not block.
+        """
+
+        def submit(engine: Engine) -> int:
+            sequence = engine.submit(
+                tokens, max_tokens, sampling, tenant=tenant, priority=priority, planner=planner,
+                salt=salt, name=name,
+            )  # fmt: skip
+            self._deliver[sequence.request_id] = deliver
+            return sequence.request_id
+
+        return self.call(submit)
+
+    def abort(self, request_id: int) -> Future[bool]:
+        """End a request; False if it was over."""
+        return self.call(lambda engine: engine.abort(request_id))
+
+    def stats(self) -> Future[dict[str, Any]]:
+        """What the engine did so far, as a copy."""
+        return self.call(lambda engine: engine.stats().to_dict())
+
+    async def stream(
+        self, tokens: Run[int], max_tokens: int, sampling: Sampling = GREEDY, **options: Any
+    ) -> AsyncGenerator[Output, None]:
+        """A request's outputs as they come; leaving the iteration early ends the request.
+
+        Raises:
+            RequestRefused, ValueError: as `Engine.submit`.
+            EngineStopped: the engine failed or was stopped meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[Output] = asyncio.Queue()
+
+        def deliver(output: Output) -> None:
+            loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        submitted = self.submit(tokens, max_tokens, deliver, sampling, **options)
+        over = False
+        try:
+            # Shielded: cancelled while it is being submitted, it must still be ended.
+            await asyncio.shield(asyncio.wrap_future(submitted))
+            while not over:
+                output = await outputs.get()
+                over = output.finish_reason is not None
+                if output.finish_reason == "error":
+                    raise self._refusal()
+                yield output
+        finally:
+            if not over:
+                submitted.add_done_callback(self._abort_submitted)
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """End all requests and the thread. The mover is stopped, too.
+
+        Raises:
+            TimeoutError: an iteration did not end in time.
+        """
+        end_s = time.monotonic() + timeout_s
+        self._stopping.set()
+        self._calls.put(lambda: None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the engine's iteration did not end within {timeout_s:g} s")
+        self._engine.mover.stop(max(end_s - time.monotonic(), 0.1))
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        engine = self._engine
+        try:
+            while not self._stopping.is_set():
+                self._answer(idle=not (engine.busy or len(engine.store)))
+                if engine.busy or len(engine.store):
+                    self._hand_out(engine.step())
+                if not engine.busy:
+                    engine.store.rest(engine.settings.rest_s)
+                if self._publish is not None and (events := engine.events()):
+                    self._publish(events)
+        except BaseException as error:
+            self.error = error
+        self._end()
+
+    def _answer(self, idle: bool) -> None:
+        """Do what was called; with nothing else to do, wait for a call."""
+        try:
+            if idle:
+                self._calls.get(timeout=_IDLE_S)()
+            while True:
+                self._calls.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _hand_out(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            over = output.finish_reason is not None
+            get = self._deliver.pop if over else self._deliver.get
+            deliver = get(output.request_id, None)
+            if deliver is not None:
+                _guarded(deliver, output)
+
+    def _end(self) -> None:
+        """Nobody is left waiting."""
+        with self._gate:
+            self._closed = True
+        reason: FinishReason = "error" if self.error is not None else "abort"
+        for request_id, deliver in list(self._deliver.items()):
+            if self.error is None:
+                self._engine.abort(request_id)
+            _guarded(deliver, Output(request_id, [], reason))
+        self._deliver.clear()
+        self._stopping.set()
+        self._answer(idle=False)
+
+    def _abort_submitted(self, submitted: Future[int]) -> None:
+        if submitted.cancelled() or submitted.exception() is not None:
+            return
+        self._deliver.pop(submitted.result(), None)
+        self.abort(submitted.result())
+
+    def _refusal(self) -> EngineStopped:
+        if self.error is None:
+            return EngineStopped("the engine is stopped")
+        refusal = EngineStopped(f"the engine failed: {type(self.error).__name__}: {self.error}")
+        refusal.__cause__ = self.error
+        return refusal
+
+
+def _guarded(deliver: Deliver, output: Output) -> None:
+    """One caller that went away (its event loop closed) must not end the others."""
+    try:
+        deliver(output)
+    except RuntimeError:
+        return

@@ -1,0 +1,72 @@
+"""The next token from its logits: greedy, or drawn at a temperature from the likeliest.
+
+Every request draws from its own seeded generator, so what it says does not depend on who else is in
+its batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen and when to stop.
+
+    temperature: 0 takes the likeliest token. top_p: draw among the likeliest tokens whose
+    probabilities first add up to it. seed: of the draws; None draws one. stop_tokens: end the
+    answer, and are its last token.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_tokens: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature is {self.temperature}: give a finite number, 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}: give a number above 0, at most 1")
+
+
+GREEDY = Sampling()
+
+
+def sample(
+    logits: Tensor, samplings: Sequence[Sampling], rngs: Sequence[np.random.Generator]
+) -> list[int]:
+    """One token for each row of `logits` (rows, vocabulary).
+
+    Args:
+        logits: of the last token of each request; finite.
+        samplings, rngs: one per row; a greedy row leaves its generator as it is.
+    """
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
+    if not drawn:
+        return tokens
+    where = logits.device
+    temperature = torch.tensor([samplings[r].temperature for r in drawn], device=where)
+    top_p = torch.tensor([samplings[r].top_p for r in drawn], device=where)
+    uniform = torch.tensor([rngs[r].random() for r in drawn], device=where)
+    # In single precision at least: half has not the digits to add up a vocabulary.
+    rows = logits[drawn].to(torch.promote_types(logits.dtype, torch.float32))
+    probabilities, order = torch.softmax(rows / temperature[:, None], dim=-1).sort(
+        dim=-1, descending=True
+    )
+    below = probabilities.cumsum(dim=-1) - probabilities
+    kept = torch.where(below < top_p[:, None], probabilities, 0.0)
+    mass = kept.cumsum(dim=-1)
+    place = torch.searchsorted(mass, (uniform * mass[:, -1])[:, None].to(mass.dtype), right=True)
+    # Rounding may point behind the last that was kept; of logits that are no numbers, none is.
+    place = torch.minimum(place, (kept > 0).sum(dim=-1, keepdim=True) - 1).clamp_min(0)
+    for row, token in zip(drawn, order.gather(1, place)[:, 0].tolist(), strict=True):
+        tokens[row] = token
+    return tokens

@@ -1,0 +1,144 @@
+"""One request inside the engine: its tokens, its blocks, how it is to be loaded, what it cost.
+
+The scheduler sees a `Work`; the memory owns `table` and what lies behind it, the loop the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Run
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from engine.blocks import BlockTable
+from engine.prefix import BlockKey, extend_keys
+from engine.sampling import Sampling
+from kappa.plan.planners import Planner
+from kappa.plan.segments import LoadPlan
+from scheduler.work import Work
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True)
+class Account:
+    """What a request was predicted to take and what it took: seconds, and prompt tokens by source.
+
+    Seconds are of the engine's clock. queue_s: until its first admission; load_s: from the start of
+    its load to its end; compute_s: iterations that computed its prompt; ttft_s: all until its first
+    token. predicted_*: of its load plan. Tokens: device (found there), loaded (as KV), activations
+    (KV projected from them), recomputed (were cached, computed all the same), new.
+    plan, why: the kinds of its load plan, and what the planner saw.
+    """
+
+    queue_s: float = 0.0
+    load_s: float = 0.0
+    compute_s: float = 0.0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    predicted_load_s: float = 0.0
+    predicted_compute_s: float = 0.0
+    predicted_ttft_s: float = 0.0
+    load_bytes: int = 0
+    device_tokens: int = 0
+    loaded_tokens: int = 0
+    activation_tokens: int = 0
+    recomputed_tokens: int = 0
+    new_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    plan: str = ""
+    why: str = ""
+
+    def predicted(self, plan: LoadPlan) -> None:
+        """It was admitted, and this is how it is to get its prefix."""
+        self.plan, self.why = (plan.kind if plan.segments else ""), plan.why
+        self.predicted_load_s += plan.load_s
+        self.predicted_compute_s += plan.compute_s
+        self.predicted_ttft_s += plan.ttft_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, ready for JSON."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Load:
+    """A cached prefix that is to be brought back.
+
+    start, stop: blocks of the sequence. plan: over their tokens, from 0 at `start`. kv, act: the
+    host block of each, or -1 where the host does not hold it so; held until the load is over.
+    block_tokens: tokens in a block.
+    """
+
+    start: int
+    stop: int
+    plan: LoadPlan
+    kv: list[int]
+    act: list[int]
+    block_tokens: int
+    started_s: float = 0.0
+
+
+class Sequence(Work):
+    """A request.
+
+    tokens: prompt and answer. load: set by the memory when it is admitted with something to load.
+    published, stored: how many of its full blocks others can find on the device, and how many were
+    given to the host store. planner: overrides the engine's.
+    """
+
+    __slots__ = (
+        "account", "finish_reason", "host_stop", "keys", "load", "name", "planner",
+        "prompt_tokens", "published", "quoted", "request_id", "rng", "salt", "sampling", "stored",
+        "submitted_s", "table", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: int,
+        tokens: Run[int],
+        arrival_s: float,
+        max_tokens: int,
+        sampling: Sampling,
+        *,
+        block_tokens: int,
+        tenant: str = "",
+        priority: int = 0,
+        planner: str | Planner | None = None,
+        salt: str = "",
+        name: str = "",
+    ) -> None:
+        super().__init__(len(tokens), arrival_s, max_tokens, tenant, priority)
+        self.request_id = request_id
+        self.tokens = list(tokens)
+        self.prompt_tokens = len(self.tokens)
+        # Some rules count a preempted request's waiting anew.
+        self.submitted_s = arrival_s
+        self.sampling = sampling
+        self.rng = np.random.default_rng(sampling.seed)
+        self.planner = planner
+        self.salt = salt
+        self.name = name
+        self.keys: list[BlockKey] = []
+        self.table = BlockTable(block_tokens)
+        self.load: Load | None = None
+        self.published = 0
+        self.stored = 0
+        # Where in host memory its run of blocks ended when it was looked up last.
+        self.host_stop = 0
+        # What admitting it takes, and the state of the caches for which that holds.
+        self.quoted: tuple[tuple[int, int], Any] | None = None
+        self.account = Account()
+        self.finish_reason: FinishReason | None = None
+        self.extend_keys()
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    def extend_keys(self) -> None:
+        """Name the blocks that its latest tokens completed."""
+        extend_keys(self.keys, self.tokens, self.table.block_tokens, self.salt)

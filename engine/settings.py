@@ -1,0 +1,65 @@
+"""How an engine is run: plain, validated data. Nothing here is of the model or of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.catalogue import FAIR, SCHEDULERS
+from scheduler.config import FairConfig, LinkRates
+
+# Iterations whose activations may still be on their way to host memory.
+_AHEAD_ITERATIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settings of one engine.
+
+    budget_tokens: of an iteration, decoding requests included; longer prompts are computed in
+    chunks. max_running: requests that compute. scheduler, fair, link: the rule by name, its
+    numbers, and what it is told of the link. planner: how cached prefixes come back, by name.
+    act_share: of the blocks stored in host memory, those whose activations are stored, spread
+    evenly; keep_kv: their KV too. max_pending_stores: blocks on their way to host memory at most.
+    load_ahead: load plain KV beside others' iterations rather than layer by layer within one.
+    rest_s: how long a step without work waits for a copy to end.
+    """
+
+    budget_tokens: int = 2048
+    max_running: int = 64
+    scheduler: str = FAIR
+    fair: FairConfig | None = None
+    link: LinkRates | None = None
+    planner: str = "auto"
+    act_share: float = 0.0
+    keep_kv: bool = True
+    max_pending_stores: int = 4096
+    load_ahead: bool = True
+    rest_s: float = 0.002
+
+    def __post_init__(self) -> None:
+        for name in ("budget_tokens", "max_running", "max_pending_stores"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"EngineSettings.{name} is {getattr(self, name)}: give 1 or more")
+        if self.scheduler not in SCHEDULERS:
+            raise ValueError(
+                f"EngineSettings.scheduler is {self.scheduler!r}: "
+                f"choose one of {', '.join(SCHEDULERS)}"
+            )
+        if not 0 <= self.act_share <= 1:
+            raise ValueError(f"EngineSettings.act_share is {self.act_share}: give a share in 0..1")
+        if not 0 < self.rest_s <= 1:
+            raise ValueError(f"EngineSettings.rest_s is {self.rest_s}: give seconds, at most 1")
+
+    def capture_blocks(self, block_tokens: int) -> int:
+        """Device blocks of activations that suffice: what iterations fill while stores empty it."""
+        if not self.act_share:
+            return 0
+        return self.max_running + _AHEAD_ITERATIONS * -(-self.budget_tokens // block_tokens)
+
+    def stores(self, type: str, index: int) -> bool:
+        """Whether block `index` of a sequence is stored as "kv" or as "act".
+
+        Spread evenly, so that every prefix has its share of both (paper 003, Eq. 11).
+        """
+        act = int((index + 1) * self.act_share + 1e-9) > int(index * self.act_share + 1e-9)
+        return act if type == "act" else self.keep_kv or not act

@@ -1,0 +1,185 @@
+"""One iteration's work: what to compute, and where every token's keys and values come from.
+
+`Work` is one sequence's part, in blocks and positions; `Step` all of it as index tensors, made by
+`engine.index` and used by every layer. A token's source is the device pool, a host block, an
+activation block, or this very step. All but the pool meet in one buffer per layer: rows loaded from
+host, rows projected from activations, and the new tokens' rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.blocks import BlockTable, BlockType, Place
+
+Ids = NDArray[np.int64]
+Run = tuple[int, int, int]  # first target, first source, how many
+Wanted = Literal["last", "all", "none"]
+
+
+class Source(IntEnum):
+    """Where a token's keys and values come from; of those where they lie, the nearest first."""
+
+    NEW = 0  # computed in this step
+    KV_DEVICE = 1
+    ACT_DEVICE = 2
+    KV_HOST = 3
+    ACT_HOST = 4
+
+
+class NoSuchBlock(ValueError):
+    """A token is to come from, or go to, a block that its sequence does not have."""
+
+
+COLUMNS: tuple[tuple[BlockType, Place], ...] = (
+    ("kv", "device"), ("act", "device"), ("kv", "host"), ("act", "host"),
+)  # fmt: skip
+"""What `Pages` has a line of ids for, as `Source` counts them from KV_DEVICE on."""
+
+
+class Pages:
+    """Where one sequence's blocks lie.
+
+    ids (4, blocks): block i holds tokens [i·block_tokens, (i+1)·block_tokens), and ids[c, i] is its
+    block of the type and place `COLUMNS[c]`, -1 where it is not there.
+    """
+
+    __slots__ = ("ids",)
+
+    def __init__(self, blocks: int = 0) -> None:
+        self.ids = np.full((len(COLUMNS), blocks), -1, np.int64)
+
+    @classmethod
+    def of(cls, table: BlockTable) -> Pages:
+        """As the table says."""
+        pages = cls(len(table))
+        for index, entry in enumerate(table):
+            pages.column(entry.type, entry.place)[index] = entry.block
+        return pages
+
+    def __len__(self) -> int:
+        """Blocks."""
+        return self.ids.shape[1]
+
+    def column(self, type: BlockType, place: Place) -> Ids:
+        """Ids of that type and place, to read and to write."""
+        return self.ids[COLUMNS.index((type, place))]
+
+    def put(self, start: int, type: BlockType, place: Place, ids: Ids | list[int]) -> None:
+        """Blocks from index `start` on lie there too; there may be more of them than before."""
+        missing = start + len(ids) - len(self)
+        if missing > 0:
+            more = np.full((len(COLUMNS), missing), -1, np.int64)
+            self.ids = np.concatenate((self.ids, more), axis=1)
+        self.column(type, place)[start : start + len(ids)] = ids
+
+
+@dataclass(slots=True)
+class Work:
+    """One sequence's part of a step.
+
+    tokens: ids of its first tokens; those at positions of source NEW are computed. sources: a
+    `Source` for each. store_from: new tokens from this position on are also written to the host
+    blocks that their pages name. spill: indices of its blocks that the step completes, to be copied
+    from the device to host. wanted: logits of the last, all, or no computed tokens.
+    """
+
+    tokens: Ids
+    sources: NDArray[np.int8]
+    pages: Pages
+    store_from: int = 1 << 60
+    spill: list[int] = field(default_factory=list)
+    wanted: Wanted = "last"
+
+
+@dataclass(slots=True)
+class Part:
+    """Keys of a group of queries that lie in one place: rows (batch·keys,) of K and of V.
+
+    visible (batch, keys): False where a key is padding; None: there is no padding.
+    """
+
+    pool: bool
+    k_rows: Tensor
+    v_rows: Tensor
+    keys: int
+    visible: Tensor | None
+
+
+@dataclass(slots=True)
+class Group:
+    """Queries attended to together. rows (batch·queries,): which of the step's tokens they are.
+
+    in_order: they are all of the step's tokens as they stand.
+    """
+
+    in_order: bool
+    batch: int
+    queries: int
+    rows: Tensor
+    parts: list[Part]
+
+
+@dataclass(slots=True)
+class Scatter:
+    """Rows of one tensor that become rows of another."""
+
+    target: Tensor
+    source: Tensor
+
+
+@dataclass(slots=True)
+class Out:
+    """Rows to host: gathered by `source`, then copied in runs of consecutive rows or blocks."""
+
+    source: Tensor
+    runs: list[Run]
+
+
+@dataclass(slots=True)
+class Step:
+    """An iteration, ready to run on the device.
+
+    kv_runs, act_runs: (block of the buffer, host block, how many), the same for every layer.
+    act_rows: rows of the loaded activations to project, None for all in order; act_device: rows of
+    device activations. Buffer rows: loaded, then K and V of each token from activations,
+    then of each new one, then those that `from_pool` copies from the device's blocks.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    act_positions: Tensor
+    logit_rows: Tensor
+    groups: list[Group]
+    kv_runs: list[Run]
+    act_runs: list[Run]
+    act_rows: Tensor | None
+    act_device: Tensor | None
+    loaded_rows: int
+    loaded_act_blocks: int
+    act_tokens: int
+    new_tokens: int
+    copied_tokens: int
+    from_pool: Scatter | None
+    to_pool: Scatter | None
+    to_act: Scatter | None
+    store_kv: Out | None
+    store_act: Out | None
+    spill_kv: Out | None
+    spill_act: Out | None
+
+    @property
+    def buffer_rows(self) -> int:
+        """Rows of K or V that the step needs besides the device pool."""
+        return self.loaded_rows + 2 * (self.act_tokens + self.new_tokens + self.copied_tokens)
+
+    @property
+    def stores(self) -> bool:
+        """Whether the step writes to host memory."""
+        return any((self.store_kv, self.store_act, self.spill_kv, self.spill_act))

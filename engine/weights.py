@@ -1,0 +1,295 @@
+"""A model's weights: read from a safetensors folder, or random from a seed at any shape.
+
+Each layer is one flat buffer with its tensors side by side, the part that makes keys and values
+(W_K and W_V, their bias, the key norm) in front: a streamed layer is two copies, and activations
+are projected as soon as the first has arrived. Weights lie on the device, or in host memory (pinned
+for a GPU), to be streamed layer by layer (`engine.weight_stream`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.arena import ArenaTooLarge, free_host_bytes
+from engine.checkpoint import Checkpoint
+from engine.config import OPT_POSITION_OFFSET, ModelConfig
+
+DTYPES = {
+    "float64": torch.float64, "float32": torch.float32,
+    "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
+# Elements; keeps every tensor on a boundary that GEMM kernels like.
+_ALIGN = 128
+_KV_FIRST = ("kv", "kv_bias", "k_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One tensor of ours: its shape, and the checkpoint's tensors whose rows it stacks."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer's tensors, all views of one buffer. None: the family has none.
+
+    kv (2·kv_width, hidden): key rows, then value rows. up: gate rows first where the MLP is gated.
+    norm, norm2: before (post-norm models: after) attention and MLP.
+    """
+
+    kv: Tensor
+    q: Tensor
+    out: Tensor
+    up: Tensor
+    down: Tensor
+    kv_bias: Tensor | None = None
+    k_norm: Tensor | None = None
+    norm: Tensor | None = None
+    norm_bias: Tensor | None = None
+    q_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    out_bias: Tensor | None = None
+    norm2: Tensor | None = None
+    norm2_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+def layer_specs(config: ModelConfig) -> dict[str, Spec]:
+    """Tensors of one layer in the order of the buffer, by their names inside the layer."""
+    hidden, queries, keys, inner = (
+        config.hidden, config.query_width, config.kv_width, config.inner,
+    )  # fmt: skip
+    opt = config.family == "opt"
+    out = "self_attn.out_proj" if opt else "self_attn.o_proj"
+    ups = ("fc1",) if opt else ("mlp.gate_proj", "mlp.up_proj")
+    down = "fc2" if opt else "mlp.down_proj"
+    first = "self_attn_layer_norm" if opt else "input_layernorm"
+    second = "final_layer_norm" if opt else "post_attention_layernorm"
+    specs: dict[str, Spec] = {}
+
+    def linear(name: str, sources: tuple[str, ...], rows: int, width: int, bias: bool) -> None:
+        each = (rows,) * len(sources)
+        specs[name] = Spec((sum(each), width), tuple(f"{s}.weight" for s in sources), each)
+        if bias:
+            specs[f"{name}_bias"] = Spec((sum(each),), tuple(f"{s}.bias" for s in sources), each)
+
+    def norm(name: str, source: str, width: int, bias: bool) -> None:
+        specs[name] = Spec((width,), (f"{source}.weight",), (width,))
+        if bias:
+            specs[f"{name}_bias"] = Spec((width,), (f"{source}.bias",), (width,))
+
+    linear("kv", ("self_attn.k_proj", "self_attn.v_proj"), keys, hidden, config.qkv_bias)
+    if config.head_norms:
+        norm("k_norm", "self_attn.k_norm", config.head_dim, False)
+    if config.norm_affine:
+        norm("norm", first, hidden, config.layer_norm)
+    linear("q", ("self_attn.q_proj",), queries, hidden, config.qkv_bias)
+    if config.head_norms:
+        norm("q_norm", "self_attn.q_norm", config.head_dim, False)
+    linear("out", (out,), hidden, queries, config.out_bias)
+    if config.norm_affine:
+        norm("norm2", second, hidden, config.layer_norm)
+    linear("up", ups, inner, hidden, config.mlp_bias)
+    linear("down", (down,), hidden, inner, config.mlp_bias)
+    return specs
+
+
+def outer_specs(config: ModelConfig) -> dict[str, Spec]:
+    """Tensors outside the layers, by the checkpoint's names without "model."."""
+    opt = config.family == "opt"
+    base = "decoder." if opt else ""
+    specs: dict[str, Spec] = {}
+
+    def one(name: str, source: str, *shape: int) -> None:
+        specs[name] = Spec(shape, (source,), (shape[0],))
+
+    one("embed", f"{base}embed_tokens.weight", config.vocab, config.embed)
+    if opt:
+        positions = config.max_tokens + OPT_POSITION_OFFSET
+        one("positions", f"{base}embed_positions.weight", positions, config.hidden)
+    if config.embed != config.hidden:
+        one("project_in", f"{base}project_in.weight", config.hidden, config.embed)
+        one("project_out", f"{base}project_out.weight", config.embed, config.hidden)
+    if config.final_norm and config.norm_affine:
+        source = "decoder.final_layer_norm" if opt else "norm"
+        one("final_norm", f"{source}.weight", config.hidden)
+        if config.layer_norm:
+            one("final_norm_bias", f"{source}.bias", config.hidden)
+    if not config.tied:
+        one("head", "lm_head.weight", config.vocab, config.embed)
+    return specs
+
+
+@dataclass(slots=True)
+class Weights:
+    """All weights of one model.
+
+    `layers` is (layers, elements of a layer), on the device or, if `streamed`, in host memory;
+    `outer` lies on the device in any case.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    streamed: bool
+    layers: Tensor
+    outer: dict[str, Tensor]
+    offsets: dict[str, int]
+    specs: dict[str, Spec]
+    kv_elements: int
+    _views: dict[int, Layer] = field(default_factory=dict)
+
+    def view(self, flat: Tensor) -> Layer:
+        """A layer's tensors in the buffer `flat`."""
+        return Layer(**_split(flat, self.offsets, self.specs))
+
+    def layer(self, index: int) -> Layer:
+        """The tensors of a layer where they lie."""
+        if index not in self._views:
+            self._views[index] = self.view(self.layers[index])
+        return self._views[index]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer."""
+        return self.layers.shape[1] * self.dtype.itemsize
+
+    def close(self) -> None:
+        """Unpin host memory. The weights must not be used afterwards."""
+        if self.streamed and self.device.type == "cuda":
+            torch.cuda.cudart().cudaHostUnregister(self.layers.data_ptr())
+
+
+def random_weights(
+    config: ModelConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    streamed: bool = False,
+) -> Weights:
+    """Weights from a seed: matrices normal by 1/sqrt(fan-in), norms one, biases small.
+
+    The same on every run on one kind of device; streamed or not makes no difference.
+    """
+    place = torch.device(device)
+
+    def fill(target: Tensor, name: str, spec: Spec, layer: int) -> None:
+        key = sum(ord(c) * 31**i for i, c in enumerate(name))
+        rng = torch.Generator(device=place)
+        rng.manual_seed((seed * 1_000_003 + layer * 7_919 + key) % (1 << 63))
+        values = torch.empty(spec.shape, dtype=dtype, device=place)
+        if "norm" in name and not name.endswith("_bias"):
+            values.fill_(1.0)
+        else:
+            scale = 0.02 if len(spec.shape) == 1 else spec.shape[-1] ** -0.5
+            values.normal_(0.0, scale, generator=rng)
+        target.copy_(values)
+
+    return _build(config, dtype, place, streamed, fill)
+
+
+def load_weights(
+    folder: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype | None = None,
+    convert: bool = False,
+    device: torch.device | str = "cpu",
+    streamed: bool = False,
+) -> Weights:
+    """Weights from the safetensors files of a folder, in one file or many.
+
+    dtype: of the engine; the checkpoint's own if not given. convert: whether a checkpoint in
+    another float dtype may be rounded to it.
+
+    Raises:
+        WeightError: names the file and the tensor that is missing, of another shape or dtype.
+    """
+    with Checkpoint(Path(folder)) as files:
+        wanted = dtype or files.dtype(outer_specs(config)["embed"].names[0])
+
+        def fill(target: Tensor, name: str, spec: Spec, layer: int) -> None:
+            prefix = ""
+            if layer >= 0:
+                prefix = f"{'decoder.' if config.family == 'opt' else ''}layers.{layer}."
+            start = 0
+            for source, rows in zip(spec.names, spec.rows, strict=True):
+                shape = (rows, *spec.shape[1:])
+                part = files.read(prefix + source, shape, wanted, convert)
+                target[start : start + rows].copy_(part)
+                start += rows
+
+        return _build(config, wanted, torch.device(device), streamed, fill)
+
+
+Fill = Callable[[Tensor, str, Spec, int], None]
+
+
+def _build(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, streamed: bool, fill: Fill
+) -> Weights:
+    specs = layer_specs(config)
+    offsets, elements, kv_elements = _offsets(specs)
+    place = torch.device("cpu") if streamed else device
+    layers = _allocate((config.layers, elements), dtype, place, pinned_for=device)
+    for index in range(config.layers):
+        for name, view in _split(layers[index], offsets, specs).items():
+            fill(view, name, specs[name], index)
+    outer = {}
+    for name, spec in outer_specs(config).items():
+        outer[name] = torch.empty(spec.shape, dtype=dtype, device=device)
+        fill(outer[name], name, spec, -1)
+    outer.setdefault("head", outer["embed"])
+    return Weights(config, dtype, device, streamed, layers, outer, offsets, specs, kv_elements)
+
+
+def _offsets(specs: dict[str, Spec]) -> tuple[dict[str, int], int, int]:
+    """Where each tensor begins, elements in all, and elements of the first part."""
+    offsets, at, kv_elements = {}, 0, 0
+    order = [n for n in _KV_FIRST if n in specs] + [n for n in specs if n not in _KV_FIRST]
+    for name in order:
+        offsets[name] = at
+        at += math.ceil(math.prod(specs[name].shape) / _ALIGN) * _ALIGN
+        if name in _KV_FIRST:
+            kv_elements = at
+    return offsets, at, kv_elements
+
+
+def _split(flat: Tensor, offsets: dict[str, int], specs: dict[str, Spec]) -> dict[str, Tensor]:
+    return {
+        name: flat[at : at + math.prod(specs[name].shape)].view(specs[name].shape)
+        for name, at in offsets.items()
+    }
+
+
+def _allocate(
+    shape: tuple[int, int], dtype: torch.dtype, place: torch.device, *, pinned_for: torch.device
+) -> Tensor:
+    wanted = math.prod(shape) * dtype.itemsize
+    if place.type == "cpu":
+        free = free_host_bytes()
+        if wanted > free:
+            raise ArenaTooLarge(
+                f"weights need {wanted} bytes of host memory, but only {free} are free: "
+                "use a smaller model or dtype"
+            )
+    tensor = torch.empty(shape, dtype=dtype, device=place)
+    if place.type == "cpu" and pinned_for.type == "cuda":
+        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        if code:
+            raise ArenaTooLarge(
+                f"cannot pin {tensor.nbytes} bytes of weights (CUDA error {code}): "
+                "raise the limit of locked memory (ulimit -l)"
+            )
+    return tensor

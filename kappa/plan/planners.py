@@ -1,0 +1,151 @@
+"""Planners by name, as engine and router ask them: what is cached and new in, a load plan out.
+
+"auto" takes the plan with the earliest predicted first token; "kv" loads all as KV; "kvpr" takes
+paper 000's split; "hybrid" takes activations wherever host memory has them, which is how paper 003
+stores them; "recompute" loads nothing. Without rates, which are measured or follow from a node's
+profile, "auto" loads all, "kvpr" is refused, and no seconds are predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kappa.plan.choose import choose
+from kappa.plan.costs import Costs
+from kappa.plan.kvpr import split_paper
+from kappa.plan.predict import predict
+from kappa.plan.rates import PlanRates
+from kappa.plan.segments import Kind, LoadPlan, Segment, layout
+from kappa.types import TokenCounts
+
+
+class Cached(NamedTuple):
+    """A request whose prefix host memory has, in tokens.
+
+    cached: to bring back, behind `device` that are there; new: to compute behind them; held: of
+    the cached ones, how many from the front on have their activations in host memory.
+    """
+
+    cached: int
+    new: int
+    device: int = 0
+    held: int = 0
+
+
+# To a plan that covers the cached tokens.
+Planner = Callable[[Cached], LoadPlan]
+
+
+def fixed(recompute: int = 0, activations: int = 0, *, tail: bool = False) -> Planner:
+    """A planner that always splits so, as far as there are so many cached tokens.
+
+    For experiments: recompute, activations: tokens; the rest is loaded as KV. Cut at blocks, and
+    what host memory does not have as asked comes as it is there.
+
+    Raises:
+        ValueError: a count below zero.
+    """
+    if min(recompute, activations) < 0:
+        raise ValueError(
+            f"a fixed plan of {recompute} recomputed tokens and {activations} from activations: "
+            "give 0 or more of each"
+        )
+
+    def plan(asked: Cached) -> LoadPlan:
+        first = min(recompute, asked.cached)
+        second = min(activations, asked.cached - first)
+        segments = layout(asked.cached, recompute=first, activations=second, tail=tail)
+        return LoadPlan(segments, why="as the request asked")
+
+    return plan
+
+
+class Planning:
+    """The planners of one engine.
+
+    Args:
+        block_tokens: plans are cut at multiples of this.
+        rates: the model on this node, or None.
+        activations: whether the model's activations can be used at all.
+    """
+
+    def __init__(
+        self, block_tokens: int, rates: PlanRates | None = None, *, activations: bool = True
+    ) -> None:
+        self.rates = rates
+        self._block_tokens = block_tokens
+        self._kinds: frozenset[Kind] = frozenset("KAR" if activations else "KR")  # type: ignore[arg-type]
+        self._planners: dict[str, Planner] = {
+            "auto": self._auto, "kv": self._kv, "hybrid": self._hybrid,
+            "recompute": self._recompute,
+        }  # fmt: skip
+        if rates is not None:
+            self._planners["kvpr"] = self._kvpr
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the planners that there are."""
+        return tuple(self._planners)
+
+    def named(self, name: str) -> Planner:
+        """The planner of that name.
+
+        Raises:
+            ValueError: there is none; says which there are.
+        """
+        planner = self._planners.get(name)
+        if planner is None:
+            needs = " (it needs rates: measure this node)" if name == "kvpr" else ""
+            raise ValueError(
+                f"there is no planner {name!r} here{needs}: choose one of {', '.join(self.names)}"
+            )
+        return planner
+
+    def check(self, planner: str | Planner | None) -> None:
+        """Raise `ValueError` if it is a name that no planner has."""
+        if isinstance(planner, str):
+            self.named(planner)
+
+    def priced(self, asked: Cached, segments: tuple[Segment, ...], why: str) -> LoadPlan:
+        """The plan of these segments, which cover the cached tokens, with what it will take."""
+        if self.rates is None:
+            return LoadPlan(segments, why=why)
+        return predict(self._costs(asked), segments, why)
+
+    def without_load(self, new: int, device: int) -> LoadPlan:
+        """What a request takes that has nothing to bring back."""
+        return self.priced(Cached(0, new, device), (), "nothing is cached, or nothing is loaded")
+
+    def _costs(self, asked: Cached) -> Costs:
+        assert self.rates is not None
+        return Costs(self.rates, asked.cached, asked.new, asked.device)
+
+    def _auto(self, asked: Cached) -> LoadPlan:
+        if self.rates is None:
+            return self.priced(asked, layout(asked.cached), "no rates are known: all is loaded")
+        return choose(
+            self.rates,
+            TokenCounts(asked.device, asked.cached, asked.new),
+            kinds=self._kinds,
+            block_tokens=self._block_tokens,
+            held_tokens=asked.held,
+        )
+
+    def _kv(self, asked: Cached) -> LoadPlan:
+        return self.priced(asked, layout(asked.cached), "all is loaded, as set")
+
+    def _recompute(self, asked: Cached) -> LoadPlan:
+        segments = layout(asked.cached, recompute=asked.cached)
+        return self.priced(asked, segments, "nothing is loaded, as set")
+
+    def _hybrid(self, asked: Cached) -> LoadPlan:
+        segments = layout(asked.cached, activations=asked.cached if "A" in self._kinds else 0)
+        return self.priced(asked, segments, "activations wherever they are held, as set")
+
+    def _kvpr(self, asked: Cached) -> LoadPlan:
+        assert self.rates is not None
+        held = asked.held if "A" in self._kinds else 0
+        split = split_paper(self.rates, 1, asked.cached, self._block_tokens, held)
+        segments = layout(asked.cached, activations=split.tokens)
+        return self.priced(asked, segments, "the split of KVPR (Eq. 12), as set")

@@ -1,0 +1,89 @@
+"""What workers that plan loads do with a cached prefix: the router asks the very same planner.
+
+A worker whose engine executes load plans announces its planner's name and its rates. For such
+workers the offers' link and gpu seconds, and the predicted TTFT, are the plan's; for all others
+loading comes first and computing after it, as `router.pricing` has it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kappa.plan.choose import kappa_eff
+from kappa.plan.planners import Cached, Planner, Planning
+from kappa.plan.rates import PlanRates, rates_from_measured
+from kappa.plan.segments import LoadPlan
+from kappa.report import Announcement
+from router.offers import Offers
+
+# κ_eff depends on how much is new: it is told for a question of this length.
+KAPPA_EFF_NEW_TOKENS = 128
+
+
+class _Plans(NamedTuple):
+    planner: Planner
+    rates: PlanRates
+    holds_activations: bool
+
+
+class LoadPlans:
+    """The planners of those workers that have one."""
+
+    def __init__(self) -> None:
+        self._plans: dict[str, _Plans] = {}
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def join(self, said: Announcement) -> None:
+        """A worker announced itself.
+
+        Raises:
+            ValueError: its rates or its planner cannot be used; says why.
+        """
+        self._plans.pop(said.worker, None)
+        if not said.load_plan:
+            return
+        rates = rates_from_measured(said.load_plan["rates"])
+        planner = Planning(said.block_tokens, rates).named(said.load_plan["planner"])
+        self._plans[said.worker] = _Plans(planner, rates, said.load_plan["act_share"] > 0)
+
+    def leave(self, worker: str) -> None:
+        """A worker is gone."""
+        self._plans.pop(worker, None)
+
+    def kappa_eff(self, worker: str) -> float | None:
+        """κ_eff of a worker for `KAPPA_EFF_NEW_TOKENS` new tokens; None without a planner."""
+        plans = self._plans.get(worker)
+        if plans is None:
+            return None
+        return kappa_eff(plans.rates, "auto", KAPPA_EFF_NEW_TOKENS)
+
+    def apply(self, offers: Offers) -> None:
+        """Price the planned rows of `offers` as their plans say."""
+        for row, worker in enumerate(offers.workers):
+            plans = self._plans.get(worker)
+            if plans is not None:
+                offers.plans[row] = self._priced(offers, row, plans)
+
+    def _priced(self, offers: Offers, row: int, plans: _Plans) -> LoadPlan:
+        cached = int(offers.cached_tokens[row])
+        held = cached if plans.holds_activations else 0
+        plan = plans.planner(
+            Cached(cached, int(offers.new_tokens[row]), int(offers.device_tokens[row]), held)
+        )
+        beyond_s = plan.compute_s - offers.compute_s[row]
+        offers.ttft_s[row] += plan.ttft_s - offers.load_s[row] - offers.compute_s[row]
+        offers.work_s[row] = max(offers.work_s[row] + beyond_s, 0.0)
+        offers.load_s[row], offers.compute_s[row] = plan.load_s, plan.compute_s
+        return plan
+
+
+def hidden_s(plan: LoadPlan) -> float:
+    """Seconds of the shorter of link and gpu work that hide behind the longer."""
+    return max(plan.load_s + plan.compute_s - plan.ttft_s, 0.0)
+
+
+def crossing_tokens(plan: LoadPlan) -> int:
+    """Cached tokens that cross the link, as KV or as activations; the rest is computed."""
+    return plan.tokens("K") + plan.tokens("A")

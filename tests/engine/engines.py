@@ -1,0 +1,109 @@
+"""Whole engines over tiny models, links that fail on request, and what the model would say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.arena import Arena, ArenaSize
+from engine.forward import Forward
+from engine.loop import Engine, Observer, Output
+from engine.prefill import TorchExecutor
+from engine.settings import EngineSettings
+from engine.transfer import Copies, CpuMover, Direction, mover_for
+from kappa.plan.planners import Planning
+from kappa.plan.rates import PlanRates
+from tests.engine import hf
+from tests.engine.rig import weights
+
+BLOCK = 4
+SIZE = ArenaSize(48, 128, 32, 128, block_tokens=BLOCK)
+
+
+class Link(CpuMover):
+    """A link that can be held, or broken: `breaks` says of what is copied whether it fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.open.set()
+        self.breaks: Callable[[Direction, Copies], bool] = lambda direction, copies: False
+
+    def _copy(self, direction: Direction, copies: Copies) -> None:
+        assert self.open.wait(20)
+        if self.breaks(direction, copies):
+            raise OSError("the link is down")
+        super()._copy(direction, copies)
+
+
+@contextmanager
+def engine(
+    family: str = "llama",
+    *,
+    size: ArenaSize = SIZE,
+    rates: PlanRates | None = None,
+    device: str = "cpu",
+    observer: Observer | None = None,
+    **settings: Any,
+) -> Iterator[Engine]:
+    """An engine whose books must be right, and whose blocks must be free, in the end."""
+    model = weights(family, torch.float64, False, device)
+    arena = Arena(model.config.shape, size, dtype=torch.float64, device=device)
+    link = Link() if device == "cpu" else mover_for(device)
+    made = Engine(
+        TorchExecutor(Forward(model, arena, link)), arena, link, EngineSettings(**settings),
+        Planning(size.block_tokens, rates), observer=observer,
+    )  # fmt: skip
+    try:
+        yield made
+        finish(made)
+        made.check()
+        assert made.stats().blocks["misused"] == 0
+    finally:
+        if isinstance(link, Link):
+            link.open.set()
+        link.stop(20)
+        arena.close()
+
+
+def link_of(made: Engine) -> Link:
+    assert isinstance(made.mover, Link)
+    return made.mover
+
+
+def finish(made: Engine, most: int = 3000) -> list[Output]:
+    """Step until there is nothing to do, stores included."""
+    outputs: list[Output] = []
+    for _ in range(most):
+        if not made.busy:
+            made.store.drain(20)
+            return outputs
+        outputs += made.step()
+    raise AssertionError("the engine does not finish")
+
+
+def generate(made: Engine, *prompts: list[int], count: int = 6, **options: Any) -> list[list[int]]:
+    """Answers to prompts that are submitted together."""
+    handles = [made.submit(prompt, count, **options) for prompt in prompts]
+    finish(made)
+    return [handle.tokens[handle.prompt_tokens :] for handle in handles]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, hf.VOCAB, length).tolist()
+
+
+def expected(tokens: Sequence[int], count: int = 6, family: str = "llama") -> list[int]:
+    """What Hugging Face's model answers, greedily."""
+    return list(_expected(tuple(tokens), count, family))
+
+
+@cache
+def _expected(tokens: tuple[int, ...], count: int, family: str) -> tuple[int, ...]:
+    return tuple(hf.greedy(hf.reference(family), tokens, count)[0])

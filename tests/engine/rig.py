@@ -1,0 +1,106 @@
+"""An engine's model half over small shuffled pools, with the reference that it must agree with."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.arena import Arena, ArenaSize
+from engine.blocks import BlockType, Place
+from engine.config import read_config
+from engine.forward import Forward
+from engine.prefill import Prompt, prefill
+from engine.step import Ids, Pages
+from engine.transfer import Mover, mover_for
+from engine.weights import Weights, load_weights
+from tests.engine import hf
+
+BLOCK = 4
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@cache
+def weights(family: str, dtype: torch.dtype, streamed: bool, device: str) -> Weights:
+    with tempfile.TemporaryDirectory() as folder:
+        path = hf.save(hf.reference(family, dtype), Path(folder))
+        config = read_config(path)
+        return load_weights(path, config, dtype=dtype, streamed=streamed, device=device)
+
+
+@dataclass
+class Rig:
+    forward: Forward
+    arena: Arena
+    mover: Mover
+    model: Any
+    dtype: torch.dtype
+    rng: np.random.Generator
+
+    def blocks(self, type: BlockType, place: Place, count: int) -> Ids:
+        """Blocks in no order."""
+        pool = self.arena.pools[type, place]
+        spare = pool.allocate(min(pool.unused, 2 * count))
+        chosen = self.rng.permutation(spare)
+        pool.free(int(i) for i in chosen[count:])
+        return chosen[:count]
+
+    def pages(self, tokens: int, *where: tuple[BlockType, Place]) -> Pages:
+        count = -(-tokens // BLOCK)
+        pages = Pages(count)
+        for type, place in where:
+            pages.put(0, type, place, self.blocks(type, place, count))
+        return pages
+
+    def stored(self, tokens: Ids, count: int) -> Pages:
+        """Host pages of both types that hold the first `count` tokens."""
+        pages = self.pages(count, ("kv", "host"), ("act", "host"))
+        if count:
+            prefill(self.forward, [Prompt(tokens[:count], pages, store=True)])
+        return pages
+
+    def expected(self, tokens: Ids) -> Tensor:
+        return hf.logits(self.model, tokens)
+
+    def agrees(self, got: Tensor, want: Tensor) -> bool:
+        assert got.shape == want.shape
+        return float((got.cpu() - want).abs().max()) <= hf.TOLERANCE[self.dtype]
+
+
+@contextmanager
+def rig(
+    family: str,
+    dtype: torch.dtype = torch.float64,
+    *,
+    streamed: bool = False,
+    device: str = "cpu",
+    blocks: int = 96,
+    seed: int = 0,
+) -> Iterator[Rig]:
+    made = weights(family, dtype, streamed, device)
+    size = ArenaSize(blocks, blocks, blocks, blocks, block_tokens=BLOCK)
+    arena = Arena(made.config.shape, size, dtype=dtype, device=device)
+    for type, place in arena.pools:
+        # What was never written must not matter.
+        arena.tensor(type, place).fill_(torch.nan)
+    mover = mover_for(device)
+    try:
+        yield Rig(
+            Forward(made, arena, mover), arena, mover, hf.reference(family, dtype), dtype,
+            np.random.default_rng(seed),
+        )  # fmt: skip
+    finally:
+        mover.stop()
+        arena.close()
+
+
+def prompt(length: int, seed: int = 0) -> Ids:
+    return np.random.default_rng(1000 * seed + length).integers(3, hf.VOCAB, length)

@@ -1,0 +1,205 @@
+"""Prefill by load plan gives Hugging Face's logits: every split, source and place of blocks."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.prefill import PlanRefused, Prompt, prefill
+from engine.step import NoSuchBlock, Pages
+from engine.transfer import TransferFailed
+from kappa.plan.segments import LoadPlan, Segment, layout
+from tests.engine import hf
+from tests.engine.rig import BLOCK, DEVICES, prompt, rig
+
+CACHED = 24
+SPLITS = [0, 1, BLOCK, CACHED // 2, CACHED]
+DTYPES = [torch.float64, torch.float32]
+
+
+def plans(cached: int = CACHED) -> list[LoadPlan]:
+    """Every split of the cached tokens between K and A, K and R at either end, and all three."""
+    two = [layout(cached, activations=n) for n in SPLITS]
+    two += [layout(cached, recompute=n, tail=tail) for n in SPLITS for tail in (False, True)]
+    three = [
+        layout(cached, recompute=r, activations=a, tail=tail)
+        for r in SPLITS[1:4]
+        for a in SPLITS[1:4]
+        for tail in (False, True)
+    ]
+    return [LoadPlan(segments) for segments in dict.fromkeys(two + three)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", [*hf.FAMILIES, "opt-post-norm", "llama3-rope"])
+def test_every_split_of_the_cached_tokens_gives_the_same_logits(family, dtype, streamed, device):
+    with rig(family, dtype, streamed=streamed, device=device) as r:
+        tokens = prompt(CACHED + 5)
+        pages = r.stored(tokens, CACHED)
+        want = r.expected(tokens)
+        for plan in plans():
+            target = Pages(len(pages) + 2)
+            target.put(0, "kv", "host", pages.column("kv", "host"))
+            target.put(0, "act", "host", pages.column("act", "host"))
+            got = prefill(r.forward, [Prompt(tokens, target, plan, wanted="all")])
+            computed = want[-len(got) :]
+            if plan.segments[0].kind == "R" and len(plan.segments) > 1:
+                computed = torch.cat((want[: plan.tokens("R")], want[CACHED:]))
+            assert r.agrees(got, computed), plan.segments
+
+
+@pytest.mark.parametrize("family", hf.FAMILIES)
+def test_a_ragged_batch_with_other_plans_and_what_it_leaves_on_the_device(family):
+    with rig(family) as r:
+        cached = [24, 0, 9, 16]
+        lengths = [31, 6, 10, 23]
+        chosen = [
+            layout(24, recompute=7, activations=6), (), layout(9, activations=9),
+            layout(16, recompute=16),
+        ]  # fmt: skip
+        prompts = []
+        for n, c, segments in zip(lengths, cached, chosen, strict=True):
+            pages = r.stored(prompt(n), c)
+            pages.put(0, "kv", "device", r.blocks("kv", "device", -(-(n + 9) // BLOCK)))
+            prompts.append(Prompt(prompt(n), pages, LoadPlan(segments)))
+        got = prefill(r.forward, prompts)
+        want = torch.stack([r.expected(prompt(n))[-1] for n in lengths])
+        assert r.agrees(got, want)
+        # The next chunks, of one and of several tokens, read nothing but the device's blocks.
+        r.arena.kv_host.fill_(torch.nan)
+        r.arena.act_host.fill_(torch.nan)
+        more = [9, 1, 1, 4]
+        longer = [
+            np.concatenate((prompt(n), prompt(k, 3))) for n, k in zip(lengths, more, strict=True)
+        ]
+        got = prefill(
+            r.forward,
+            [
+                Prompt(tokens, before.pages, start_tokens=n)
+                for tokens, before, n in zip(longer, prompts, lengths, strict=True)
+            ],
+        )
+        assert r.agrees(got, torch.stack([r.expected(tokens)[-1] for tokens in longer]))
+
+
+@pytest.mark.parametrize("family", hf.FAMILIES)
+@pytest.mark.parametrize("start", [1, 10, 20, 24])
+def test_a_prefix_on_the_device_goes_before_the_plan(family, start):
+    with rig(family) as r:
+        tokens = prompt(33)
+        pages = r.stored(tokens, 28)
+        pages.put(0, "kv", "device", r.blocks("kv", "device", -(-33 // BLOCK)))
+        prefill(r.forward, [Prompt(tokens[:start], pages)])
+        for segments in (
+            layout(28 - start, activations=3),
+            layout(28 - start, recompute=2, activations=1),
+            layout(28 - start, recompute=2, activations=1, tail=True),
+        ):
+            got = prefill(r.forward, [Prompt(tokens, pages, LoadPlan(segments), start)])
+            assert r.agrees(got, r.expected(tokens)[-1:])
+
+
+def test_activations_on_the_device_are_used_and_written():
+    with rig("opt") as r:
+        tokens = prompt(30)
+        pages = r.pages(30, ("act", "device"))
+        prefill(r.forward, [Prompt(tokens[:21], pages)])
+        got = prefill(r.forward, [Prompt(tokens, pages, start_tokens=21, wanted="all")])
+        assert r.agrees(got, r.expected(tokens)[21:])
+        got = prefill(r.forward, [Prompt(tokens, pages, LoadPlan(layout(29, activations=29)))])
+        assert r.agrees(got, r.expected(tokens)[-1:])
+
+
+def test_chunks_that_end_within_a_block_are_stored_token_by_token():
+    with rig("qwen3") as r:
+        tokens = prompt(27)
+        pages = r.pages(27, ("kv", "host"), ("act", "host"))
+        for end in (5, 6, 18, 26):
+            start = {5: 0, 6: 5, 18: 6, 26: 18}[end]
+            plan = LoadPlan(layout(start, activations=start // 2))
+            prefill(r.forward, [Prompt(tokens[:end], pages, plan, store=True)])
+        for a in (0, 13, 26):
+            plan = LoadPlan(layout(26, activations=a))
+            got = prefill(r.forward, [Prompt(tokens, pages, plan)])
+            assert r.agrees(got, r.expected(tokens)[-1:])
+
+
+def test_bytes_on_the_link_are_those_of_the_plan():
+    with rig("opt") as r:
+        tokens = prompt(CACHED + 3)
+        pages = r.stored(tokens, CACHED)
+        layers, width = r.forward.config.layers, r.forward.config.kv_width
+        for activations in (0, BLOCK, CACHED):
+            plan = LoadPlan(layout(CACHED, activations=activations))
+            before = r.mover.counters["h2d"].copied_bytes
+            prefill(r.forward, [Prompt(tokens, pages, plan)])
+            moved = r.mover.counters["h2d"].copied_bytes - before
+            elements = 2 * width * (CACHED - activations) + r.forward.config.hidden * activations
+            assert moved == layers * elements * r.dtype.itemsize
+
+
+def test_what_cannot_be_executed_is_refused_by_name():
+    with rig("opt") as r:
+        tokens = prompt(20)
+        pages = r.stored(tokens, 16)
+        with pytest.raises(PlanRefused, match=r"segment C \[4, 16\).*K, A and R"):
+            plan = LoadPlan((Segment("K", 0, 4), Segment("C", 4, 16)))
+            prefill(r.forward, [Prompt(tokens, pages, plan)])
+        with pytest.raises(PlanRefused, match="16 tokens behind 0, but the prompt has 16"):
+            prefill(r.forward, [Prompt(tokens[:16], pages, LoadPlan(layout(16)))])
+        with pytest.raises(NoSuchBlock, match=r"token 16 of sequence 0 .* from host kv"):
+            prefill(r.forward, [Prompt(tokens, pages, LoadPlan(layout(17)))])
+        with pytest.raises(ValueError, match="513 tokens: this model has 512 positions"):
+            prefill(r.forward, [Prompt(prompt(513), Pages(0))])
+
+
+@pytest.mark.parametrize("failing", ["h2d", "d2h"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_after_a_failed_copy_the_same_pass_succeeds(failing, streamed):
+    with rig("llama", streamed=streamed) as r:
+        tokens = prompt(29)
+        pages = r.stored(tokens, CACHED)
+        pages.put(CACHED // BLOCK, "kv", "host", r.blocks("kv", "host", 2))
+        plan = LoadPlan(layout(CACHED, activations=8))
+        whole = r.mover._copy
+        calls = []
+
+        def broken(direction, copies):
+            calls.append(direction)
+            if direction == failing and calls.count(failing) == 2:
+                raise OSError("the link is down")
+            whole(direction, copies)
+
+        r.mover._copy = broken
+        with pytest.raises(TransferFailed, match="the link is down"):
+            prefill(r.forward, [Prompt(tokens, pages, plan, store=True)])
+        got = prefill(r.forward, [Prompt(tokens, pages, plan, store=True)])
+        assert r.agrees(got, r.expected(tokens)[-1:])
+        # What the second one stored is what it should be.
+        longer = np.append(tokens, 5)
+        got = prefill(r.forward, [Prompt(longer, pages, LoadPlan(layout(29)))])
+        assert r.agrees(got, r.expected(longer)[-1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", hf.FAMILIES)
+def test_half_precision_is_as_near_to_single_as_theirs(family, dtype):
+    tokens = prompt(CACHED + 5)
+    want = hf.logits(hf.reference(family, torch.float32), tokens)[CACHED:]
+    theirs = (hf.logits(hf.reference(family, dtype), tokens)[CACHED:].float() - want).abs().max()
+    with rig(family, dtype) as r:
+        pages = r.stored(tokens, CACHED)
+        for segments in (
+            layout(CACHED), layout(CACHED, activations=13), layout(CACHED, recompute=9),
+        ):  # fmt: skip
+            pages_now = Pages(len(pages) + 2)
+            pages_now.put(0, "kv", "host", pages.column("kv", "host"))
+            pages_now.put(0, "act", "host", pages.column("act", "host"))
+            got = prefill(r.forward, [Prompt(tokens, pages_now, LoadPlan(segments), wanted="all")])
+            ours = (got[-5:].float() - want).abs().max()
+            assert ours <= 1.5 * theirs
+            # Where their own rounding could not turn the choice, it is the same.
+            best, second = want.topk(2, dim=-1).values.unbind(-1)
+            clear = best - second > 3 * theirs
+            assert torch.equal(got[-5:].argmax(-1)[clear], want.argmax(-1)[clear])

@@ -1,0 +1,112 @@
+"""The scheduler's view of the blocks: quotes hold, and what cannot be taken leaves no trace."""
+
+from engine.sampling import GREEDY
+from engine.sequence import Sequence
+from scheduler.work import Quote
+from tests.engine.engines import BLOCK, SIZE, engine, generate, prompt
+
+LONG = prompt(40, seed=5)
+
+
+def request(tokens: list[int], **options) -> Sequence:
+    return Sequence(10**6, tokens, 0.0, 4, GREEDY, block_tokens=BLOCK, **options)
+
+
+def host_only(made) -> None:
+    """LONG in host memory and nothing on the device."""
+    generate(made, LONG, count=1)
+    device = made.memory.device
+    device.release(device.take(device.pool.count))
+
+
+def test_a_quote_says_what_is_taken() -> None:
+    with engine() as made:
+        memory = made.memory
+        generate(made, LONG[:16], count=1)
+        fresh, part = request(prompt(9, seed=1)), request(LONG[:22])
+        assert memory.quote(fresh) == Quote(3, 0, 0, 0, memory.quote(fresh).shared_key)
+        # The four blocks that it finds are idle: they count, as nobody else could have them.
+        assert memory.quote(part)[:4] == (6, 16, 0, 0)
+        before = memory.available()
+        quote = memory.quote(part)
+        assert memory.take(part, quote) == quote
+        assert memory.available() == before - 6
+        again = request(LONG[:22])
+        assert memory.quote(again)[:4] == (2, 16, 0, 4)
+        assert memory.quote(again).shared_key == memory.quote(request(LONG)).shared_key
+        memory.release(part)
+        assert memory.available() == SIZE.kv_device
+
+
+def test_a_full_hit_computes_its_last_block_again() -> None:
+    with engine() as made:
+        generate(made, LONG, count=1)
+        quote = made.memory.quote(request(LONG))
+        assert (quote.device_tokens, quote.host_tokens) == (36, 0)
+
+
+def test_who_needs_what_another_loads_is_told_to_wait() -> None:
+    with engine() as made:
+        host_only(made)
+        memory, first, second = made.memory, request([*LONG, 1]), request([*LONG, 2])
+        assert memory.quote(first).host_tokens == memory.quote(second).host_tokens == 40
+        memory.take(first, memory.quote(first))
+        assert memory.quote(second) is None
+        assert memory.take(second, Quote(11, 0, 40)) is None
+        version = memory.version
+        memory.release(first)
+        assert memory.version > version and memory.quote(second).host_tokens == 40
+        memory.check()
+
+
+def test_what_does_not_fit_after_all_is_not_taken() -> None:
+    with engine() as made:
+        host_only(made)
+        memory, late = made.memory, request([*LONG, 1])
+        quote = memory.quote(late)
+        taken = memory.device.take(SIZE.kv_device - 5)
+        assert memory.take(late, quote) is None
+        assert memory.available() == 5 and late.load is None and not late.table.entries
+        assert memory.host["kv"].idle == len(memory.host["kv"])
+        memory.device.release(taken)
+        memory.check()
+
+
+def test_a_quote_does_not_outlive_what_was_evicted() -> None:
+    with engine() as made:
+        host_only(made)
+        memory, late = made.memory, request([*LONG, 1])
+        quote = memory.quote(late)
+        host = memory.host["kv"]
+        host.release(host.take(host.pool.count))
+        taken = memory.take(late, quote)
+        assert taken is not None and (taken.host_tokens, taken.blocks) == (0, 11)
+        memory.release(late)
+
+
+def test_blocks_behind_a_hole_in_host_memory_are_not_counted_on() -> None:
+    with engine() as made:
+        host_only(made)
+        memory, late = made.memory, request([*LONG, 1])
+        assert memory.quote(late).host_tokens == 40
+        # The third block goes, those behind it stay: the last one is still there when looked up.
+        host = memory.host["kv"]
+        host.touch([*late.keys[:2], *late.keys[3:]])
+        gone = host.take(host.pool.unused + 1)
+        assert host.find(late.keys[2]) is None and host.find(late.keys[9]) is not None
+        taken = memory.take(late, memory.quote(late))
+        assert taken is not None and taken.host_tokens == 8
+        memory.release(late)
+        host.release(gone)
+
+
+def test_a_running_request_grows_until_there_is_nothing_left() -> None:
+    with engine() as made:
+        memory, growing = made.memory, request(prompt(4))
+        memory.take(growing, memory.quote(growing))
+        rest = memory.device.take(SIZE.kv_device - 2)
+        assert memory.grow(growing) and growing.grown_blocks == 1
+        assert growing.table.room_tokens == 8
+        assert not memory.grow(growing)
+        memory.device.release(rest)
+        memory.release(growing)

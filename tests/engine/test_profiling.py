@@ -1,0 +1,192 @@
+"""The profile: what it holds, that planners take or refuse it, and when it is measured anew."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.arena import Arena, ArenaSize
+from engine.config import read_config
+from engine.forward import Forward
+from engine.profiling import ProfileSettings, cached_profile, device_name, profile
+from engine.transfer import Copies, CpuMover, Direction, TransferFailed
+from engine.weights import random_weights
+from kappa.plan.choose import choose
+from kappa.plan.fits import LEAST_R2, fit_line
+from kappa.plan.rates import rates_from_measured
+from kappa.types import TokenCounts
+
+SETTINGS = ProfileSettings(
+    tokens=(16, 32, 64, 128), new_tokens=(1, 16, 64), context_tokens=(0, 32), repeats=3,
+    busy_threads=1,
+)  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "opt": {"ffn_dim": 96, "num_attention_heads": 4},
+    "llama": {"intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2},
+}
+
+
+@contextmanager
+def forward(
+    family: str = "opt", *, streamed: bool = False, blocks: int = 16, mover: CpuMover | None = None
+) -> Iterator[Forward]:
+    config = read_config(
+        {
+            "model_type": family, "vocab_size": 96, "num_hidden_layers": 3, "hidden_size": 64,
+            "max_position_embeddings": 512, "torch_dtype": "float32", **FAMILIES[family],
+        },
+        f"tiny-{family}",
+    )  # fmt: skip
+    weights = random_weights(config, seed=1, dtype=torch.float32, streamed=streamed)
+    arena = Arena(config.shape, ArenaSize(blocks, blocks, block_tokens=8), dtype=torch.float32)
+    mover = mover or CpuMover()
+    try:
+        yield Forward(weights, arena, mover)
+    finally:
+        mover.stop()
+        arena.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_profile_is_what_planners_read(family: str, streamed: bool) -> None:
+    threads = threading.active_count()
+    with forward(family, streamed=streamed) as made:
+        measured = profile(made, SETTINGS)
+    assert threading.active_count() == threads
+    json.dumps(measured)
+    assert measured["device"] == device_name(torch.device("cpu"))
+    assert measured["load"]["tokens"] == [16, 32, 64, 128]
+    assert min(measured["load"]["seconds"] + measured["project"]["seconds"]) > 0
+    assert measured["grid"]["new_tokens"] == [1, 16, 64]
+    assert measured["grid"]["context_tokens"] == [0, 32]
+    for figure in ("h2d", "h2d_scattered", "h2d_while_storing", "h2d_cpu_busy"):
+        assert measured[f"{figure}_bytes_per_s"] > 0
+    heads = {"opt": 4, "llama": 2}[family]
+    width = 64 // {"opt": 4, "llama": 8}[family]
+    assert measured["kv_bytes_per_token"] == 3 * 2 * heads * width * 4
+    assert measured["activation_bytes_per_token"] == 3 * 64 * 4
+    _planned_or_refused(measured)
+
+
+def _planned_or_refused(measured: dict[str, Any]) -> None:
+    """At such sizes, on a busy machine, a line may be poor: then, and only then, it is refused."""
+    poor = []
+    for key in ("load", "project"):
+        try:
+            fit = fit_line(key, measured[key]["tokens"], measured[key]["seconds"])
+        except ValueError:
+            poor.append(key)
+        else:
+            poor += [key] if fit.r2 < LEAST_R2 else []
+    if poor:
+        with pytest.raises(ValueError, match="fit has"):
+            rates_from_measured(measured)
+        return
+    rates = rates_from_measured(measured)
+    plan = choose(rates, TokenCounts(0, 64, 8), block_tokens=8)
+    assert plan.cached_tokens == 64
+    assert plan.ttft_s > 0
+
+
+def test_a_profile_of_straight_lines_is_planned_with() -> None:
+    with forward() as made:
+        measured = profile(made, SETTINGS)
+    for key, slope in (("load", 2e-6), ("project", 1e-6)):
+        measured[key]["seconds"] = [slope * n + 1e-5 for n in measured[key]["tokens"]]
+    rates = rates_from_measured(measured)
+    assert rates.activation_ratio == 0.5
+    assert rates.load_token_s == pytest.approx(3 * 2e-6)
+    grid = measured["grid"]
+    assert rates.prefill_s(16, 32) == pytest.approx(grid["seconds"][1][1])
+
+
+def test_sizes_that_the_arena_cannot_hold_are_left_out() -> None:
+    with forward(blocks=8) as made:
+        measured = profile(made, SETTINGS)
+    assert measured["load"]["tokens"] == [16, 32, 64]
+    assert measured["grid"]["new_tokens"] == [1, 16]
+
+
+def test_an_arena_too_small_for_a_line_is_refused() -> None:
+    with forward(blocks=4) as made, pytest.raises(ValueError, match="the arena holds 32 tokens"):
+        profile(made, SETTINGS)
+
+
+def test_an_arena_in_use_is_refused() -> None:
+    with forward() as made:
+        made.arena.pools["kv", "host"].allocate(1)
+        with pytest.raises(ValueError, match=r"in use \(host kv\): profile before serving"):
+            profile(made, SETTINGS)
+
+
+class _Failing(CpuMover):
+    """A link that loads and does not store."""
+
+    def _copy(self, direction: Direction, copies: Copies) -> None:
+        if direction == "d2h":
+            raise OSError("no such link")
+        super()._copy(direction, copies)
+
+
+class _Broken(CpuMover):
+    def _copy(self, direction: Direction, copies: Copies) -> None:
+        raise OSError("no such link")
+
+
+def test_stores_that_fail_beside_the_measurement_void_it() -> None:
+    threads = threading.active_count()
+    with forward(mover=_Failing()) as made, pytest.raises(RuntimeError, match="beside"):
+        profile(made, SETTINGS)
+    assert threading.active_count() == threads
+
+
+def test_loads_that_fail_are_told() -> None:
+    with forward(mover=_Broken()) as made, pytest.raises(TransferFailed, match="no such link"):
+        profile(made, SETTINGS)
+
+
+def test_a_profile_is_measured_once_per_device_model_dtype_and_settings(tmp_path: Path) -> None:
+    with forward("opt") as made:
+        first = cached_profile(made, tmp_path, SETTINGS)
+        assert cached_profile(made, tmp_path, SETTINGS) == first
+        other = ProfileSettings((16, 32, 64), (1, 16), (0, 32), 1, 1)
+        assert cached_profile(made, tmp_path, other)["load"]["tokens"] == [16, 32, 64]
+    with forward("llama") as made:
+        assert cached_profile(made, tmp_path, SETTINGS)["model"] == "tiny-llama"
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 3
+    assert all(path.suffix == ".json" for path in files)
+
+
+@pytest.mark.parametrize("content", ["[1", "[1]", '{"format": "other"}'])
+def test_a_garbled_file_is_measured_anew(tmp_path: Path, content: str) -> None:
+    with forward() as made:
+        first = cached_profile(made, tmp_path, SETTINGS)
+        (path,) = tmp_path.iterdir()
+        path.write_text(content, encoding="utf-8")
+        again = cached_profile(made, tmp_path, SETTINGS)
+        assert again["load"]["tokens"] == first["load"]["tokens"]
+        assert json.loads(path.read_text(encoding="utf-8")) == again
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"tokens": (2, 1)}, "tokens is"),
+        ({"new_tokens": (1, 1)}, "new_tokens is"),
+        ({"context_tokens": (-1, 1)}, "context_tokens is"),
+        ({"repeats": 0}, "repeats 0"),
+        ({"busy_threads": -1}, "busy_threads -1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        ProfileSettings(**changes)

@@ -1,0 +1,129 @@
+"""An engine on its own thread answers many callers, loses nobody, and leaves nothing behind."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from engine.loop import Output, RequestRefused
+from engine.prefix import BlocksStored, CacheEvent
+from engine.runner import EngineRunner, EngineStopped
+from engine.sampling import Sampling
+from tests.engine.engines import engine, expected, prompt
+
+
+@contextmanager
+def runner(publish=None, **settings) -> Iterator[EngineRunner]:
+    with engine(**settings) as made:
+        running = EngineRunner(made, publish)
+        try:
+            yield running
+        finally:
+            running.stop(20)
+            names = {thread.name for thread in threading.enumerate()}
+            assert not names & {"kappa-engine"}
+
+
+async def collect(running: EngineRunner, tokens: list[int], count: int = 6, **options) -> list[int]:
+    return [
+        token
+        async for output in running.stream(tokens, count, **options)
+        for token in output.tokens
+    ]
+
+
+async def test_many_streams_at_once_each_get_their_own_tokens() -> None:
+    prompts = [prompt(3 * n + 1, n) for n in range(6)]
+    with runner(budget_tokens=16) as running:
+        answers = await asyncio.gather(*(collect(running, p) for p in prompts))
+        stats = await asyncio.wrap_future(running.stats())
+    assert answers == [expected(p) for p in prompts]
+    assert stats["finished"] == 6
+
+
+async def test_the_last_output_has_the_account() -> None:
+    with runner() as running:
+        outputs = [o async for o in running.stream(prompt(9), 3, Sampling(temperature=1, seed=1))]
+    assert [o.finish_reason for o in outputs] == [None, None, "length"]
+    account = outputs[-1].account
+    assert account is not None and account.new_tokens == 9 and account.ttft_s > 0
+
+
+async def test_who_leaves_early_holds_nothing() -> None:
+    with runner() as running:
+        stream = running.stream(prompt(9), 60)
+        async for _ in stream:
+            break
+        await stream.aclose()
+        task = asyncio.create_task(collect(running, prompt(8, 2), 60))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(20):
+            while await asyncio.wrap_future(running.call(lambda made: made.busy)):
+                pass
+        stats = await asyncio.wrap_future(running.stats())
+        # The other may have been cancelled before it was submitted at all.
+        assert stats["aborted"] in (1, 2) and stats["finished"] == 0
+        await asyncio.wrap_future(running.call(lambda made: made.memory.check()))
+
+
+async def test_refusals_come_to_the_caller() -> None:
+    with runner() as running:
+        with pytest.raises(RequestRefused, match="0 tokens"):
+            await collect(running, [])
+        with pytest.raises(ValueError, match="no planner"):
+            await collect(running, [1], planner="best")
+        assert await collect(running, prompt(5)) == expected(prompt(5))
+        assert not await asyncio.wrap_future(running.abort(99))
+
+
+async def test_stored_blocks_are_published_also_when_all_is_quiet() -> None:
+    events: list[CacheEvent] = []
+    with runner(events.extend) as running:
+        await collect(running, prompt(12), 1)
+        async with asyncio.timeout(20):
+            while not any(isinstance(e, BlocksStored) and e.place == "host" for e in events):
+                await asyncio.sleep(0.001)
+    assert {e.place for e in events if isinstance(e, BlocksStored)} == {"device", "host"}
+    tokens = [
+        t for e in events if isinstance(e, BlocksStored) and e.place == "host" for t in e.tokens
+    ]
+    assert tokens == prompt(12)
+
+
+async def test_a_failed_iteration_ends_all_and_refuses_what_comes_later() -> None:
+    with engine() as made:
+        running = EngineRunner(made)
+        run = made._executor.run
+
+        def fails(rows):
+            raise MemoryError("no more memory")
+
+        made._executor.run = fails
+        waiting = [asyncio.create_task(collect(running, prompt(n))) for n in (5, 9)]
+        for task in waiting:
+            with pytest.raises(EngineStopped, match="MemoryError: no more memory"):
+                await task
+        with pytest.raises(EngineStopped, match="the engine failed"):
+            await collect(running, prompt(5))
+        assert isinstance(running.error, MemoryError)
+        running.stop(20)
+        made._executor.run = run
+        for request_id in list(made._live):
+            made.abort(request_id)
+
+
+async def test_stop_answers_everybody() -> None:
+    outputs: list[Output] = []
+    with engine() as made:
+        running = EngineRunner(made)
+        answer = running.submit(prompt(9), 120, outputs.append)
+        request_id = await asyncio.wrap_future(answer)
+        running.stop(20)
+        assert outputs[-1].finish_reason == "abort" and outputs[-1].request_id == request_id
+        with pytest.raises(EngineStopped, match="is stopped"):
+            await asyncio.wrap_future(running.stats())

@@ -1,0 +1,110 @@
+"""Copies arrive, in order, are counted, can fail, and never outlive the mover."""
+
+import threading
+
+import pytest
+import torch
+
+from engine.transfer import Copies, CpuMover, Direction, TransferFailed, mover_for
+
+
+class Gated(CpuMover):
+    """Copies wait for a gate; those of the directions in `broken` fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.broken: set[Direction] = set()
+
+    def _copy(self, direction: Direction, copies: Copies) -> None:
+        assert self.gate.wait(10)
+        if direction in self.broken:
+            raise OSError("the link is down")
+        super()._copy(direction, copies)
+
+
+@pytest.fixture
+def gated():
+    mover = Gated()
+    yield mover
+    mover.gate.set()
+    mover.stop(10)
+
+
+def test_bytes_arrive_and_are_counted() -> None:
+    mover = mover_for("cpu")
+    source, target = torch.arange(12.0).reshape(3, 4), torch.zeros(3, 4)
+    event = mover.h2d([(target[0], source[2]), (target[1:], source[:2])])
+    mover.wait(event)
+    assert torch.equal(target, source[[2, 0, 1]])
+    back = torch.zeros(3, 4)
+    mover.d2h([(back, target)]).block()
+    assert torch.equal(back, target)
+    counters = mover.counters["h2d"]
+    assert (counters.copied_bytes, counters.copies, counters.failed) == (48, 2, 0)
+    assert mover.counters["d2h"].copied_bytes == 48
+    assert counters.busy_s > 0
+    mover.stop(10)
+
+
+def test_an_event_is_not_done_before_its_copy(gated: Gated) -> None:
+    target = torch.zeros(2)
+    event = gated.h2d([(target, torch.ones(2))])
+    assert not event.done()
+    with pytest.raises(TransferFailed, match=r"did not end within 0\.01 s"):
+        event.block(0.01)
+    with pytest.raises(TransferFailed, match="still under way"):
+        gated.drain(0.01)
+    gated.gate.set()
+    gated.drain(10)
+    assert event.done() and event.error() is None
+    assert target.tolist() == [1, 1]
+
+
+def test_a_copy_comes_after_what_it_was_told_to(gated: Gated) -> None:
+    middle, end = torch.zeros(2), torch.zeros(2)
+    first = gated.d2h([(middle, torch.ones(2))])
+    second = gated.h2d([(end, middle)], after=first)
+    gated.gate.set()
+    second.block(10)
+    assert end.tolist() == [1, 1]
+
+
+def test_a_failed_copy_is_told_counted_and_fails_what_depends_on_it(gated: Gated) -> None:
+    gated.broken.add("h2d")
+    gated.gate.set()
+    target = torch.zeros(2)
+    event = gated.h2d([(target, torch.ones(2))])
+    after = gated.d2h([(torch.zeros(2), target)], after=event)
+    with pytest.raises(TransferFailed, match="the link is down"):
+        gated.wait(event)
+    with pytest.raises(TransferFailed):
+        gated.wait(after)
+    assert isinstance(event.error(), OSError)
+    assert (gated.counters["h2d"].failed, gated.counters["h2d"].copied_bytes) == (1, 0)
+    gated.broken.clear()
+    gated.h2d([(target, torch.ones(2))]).block(10)
+    assert target.tolist() == [1, 1]
+
+
+def test_pairs_that_do_not_match_are_refused_at_once() -> None:
+    mover = mover_for("cpu")
+    with pytest.raises(ValueError, match=r"cannot copy \(3,\) of torch.float32 to \(2,\)"):
+        mover.h2d([(torch.zeros(2), torch.zeros(3))])
+    with pytest.raises(ValueError, match="float64"):
+        mover.h2d([(torch.zeros(2), torch.zeros(2, dtype=torch.float64))])
+    mover.stop(10)
+
+
+def test_stop_ends_the_threads_and_fails_what_had_not_begun(gated: Gated) -> None:
+    started = [gated.h2d([(torch.zeros(1), torch.ones(1))]) for _ in range(3)]
+    stopper = threading.Thread(target=gated.stop, args=(10,))
+    stopper.start()
+    while not gated._stopped:
+        pass
+    gated.gate.set()
+    stopper.join(10)
+    assert not any(thread.is_alive() for thread in gated._threads)
+    assert all(event.done() for event in started)
+    assert started[-1].error() is not None
+    assert isinstance(gated.h2d([(torch.zeros(1), torch.ones(1))]).error(), TransferFailed)

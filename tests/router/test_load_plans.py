@@ -1,0 +1,126 @@
+"""Workers that plan their loads are priced by their own planners, all others as before."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kappa.hardware import node_profile
+from kappa.plan.planners import Cached, Planning
+from kappa.plan.rates import FORMAT, rates_from_measured
+from kappa.report import Announcement
+from kappa.shapes import model_shape
+from kappa.step import step_model
+from router.core import Router, RouterConfig, RouteRequest
+from router.kv_events import BlocksStored
+from router.load_plans import LoadPlans, crossing_tokens, hidden_s
+from router.policy import policy_named
+
+SIZE = 16
+TOKENS = np.arange(64 * SIZE + 5)
+
+
+def rates(load_token_s=4e-7, token_s=3e-5):
+    """Of 32 layers: a link and a gpu that take so long per token and layer, and per token."""
+    new, context, sizes = [1, 64, 1024], [0, 1024, 8192], [128, 256, 512, 1024]
+    return {
+        "format": FORMAT, "device": "test", "model": "m", "dtype": "float16", "layers": 32,
+        "kv_bytes_per_token": 131072, "activation_bytes_per_token": 262144, "weight_bytes": 13e9,
+        "load": {"tokens": sizes, "seconds": [load_token_s * n for n in sizes]},
+        "project": {"tokens": sizes, "seconds": [1e-7 * n for n in sizes]},
+        "grid": {
+            "new_tokens": new, "context_tokens": context,
+            "seconds": [[4e-3 + token_s * t for _ in context] for t in new],
+        },
+        "h2d_bytes_per_s": 40e9, "h2d_while_storing_bytes_per_s": 30e9,
+        "h2d_cpu_busy_bytes_per_s": 36e9,
+    }  # fmt: skip
+
+
+def said(worker="w", planner="", **figures):
+    measured = rates(**figures)
+    link = rates_from_measured(measured).h2d_bytes_per_s
+    node = replace(node_profile("h100-pcie5"), h2d_bytes_per_s=link)
+    plan = {"planner": planner, "act_share": 0.0, "rates": measured} if planner else {}
+    step = rates_from_measured(measured).step
+    return Announcement(
+        worker=worker, model="m", node=node, step=step if planner else
+        step_model(model_shape("llama-3.1-8b"), node), kv_bytes_per_token=131072.0,
+        emulated_model="", fingerprint="f", block_tokens=SIZE, device_blocks=20_001,
+        host_blocks=1000, max_batch_tokens=8192, max_context_tokens=200_000, events_endpoint="",
+        snapshot_endpoint="", engine="torch" if planner else "vllm", load_plan=plan,
+    )  # fmt: skip
+
+
+def router(*announcements, forecast=0):
+    config = RouterConfig(policy=policy_named("ttft"), secret=1, forecast_workers=forecast)
+    made = Router(config)
+    for each in announcements:
+        made.join(each, 0.0)
+        hashes = tuple(range(64))
+        tokens = tuple(TOKENS[: 64 * SIZE].tolist())
+        made.blocks([BlocksStored(each.worker, "host", hashes, None, tokens, SIZE, salt=0)])
+    return made
+
+
+def priced(made, worker="w"):
+    decision = made.explain(RouteRequest("r", TOKENS, 8), 1.0)
+    return next(c for c in decision.candidates if c.worker == worker)
+
+
+def planned(name, **figures):
+    planning = Planning(SIZE, rates_from_measured(rates(**figures)))
+    return planning.named(name)(Cached(64 * SIZE, 5))
+
+
+@pytest.mark.parametrize("name", ["kv", "recompute", "auto"])
+@pytest.mark.parametrize("forecast", [0, 4])
+def test_a_planned_worker_is_priced_by_its_own_plan(name, forecast):
+    chosen, plan = priced(router(said(planner=name), forecast=forecast)), planned(name)
+    assert chosen.plan == plan.kind
+    assert (chosen.load_s, chosen.compute_s) == pytest.approx((plan.load_s, plan.compute_s))
+    assert chosen.ttft_s == pytest.approx(plan.ttft_s, rel=0.25)
+    assert chosen.counts.cached_tokens == 64 * SIZE  # what it could load, however it does
+
+
+def test_a_slow_link_is_relieved_by_computing_part_of_what_is_cached():
+    slow = {"load_token_s": 4e-6, "token_s": 3e-5}
+    auto, load = (priced(router(said(planner=name, **slow))) for name in ("auto", "kv"))
+    assert auto.plan == "recompute+load"
+    assert auto.ttft_s < load.ttft_s and auto.load_s < load.load_s
+
+
+def test_a_worker_without_a_plan_loads_first_and_computes_then():
+    chosen = priced(router(said()))
+    assert chosen.plan == ""
+    assert chosen.ttft_s >= chosen.load_s + chosen.compute_s
+
+
+def test_its_job_in_the_forecast_computes_what_it_does_not_load():
+    made = router(said(planner="recompute"), forecast=4)
+    decision = made.route(RouteRequest("r", TOKENS, 8), 1.0)
+    plan = decision.offers.plans[0]
+    assert crossing_tokens(plan) == 0 and hidden_s(plan) == pytest.approx(0.0)
+    link_s, gpu_s = made.backlogs_s(1.0)["w"]
+    assert link_s == 0.0
+    assert gpu_s == pytest.approx(plan.compute_s, rel=0.25)
+
+
+def test_a_worker_that_left_or_came_back_without_a_plan_has_none():
+    plans = LoadPlans()
+    plans.join(said(planner="kv"))
+    assert len(plans) == 1 and plans.kappa_eff("w") > 0
+    plans.join(said())
+    assert len(plans) == 0 and plans.kappa_eff("w") is None
+    plans.join(said(planner="kv"))
+    plans.leave("w")
+    assert len(plans) == 0
+
+
+def test_rates_that_cannot_be_used_are_refused_at_the_door():
+    bad = said(planner="kv")
+    poor = {**bad.load_plan["rates"], "load": {"tokens": [1, 2, 3, 4], "seconds": [5, 1, 4, 2]}}
+    with pytest.raises(ValueError, match="load"):
+        LoadPlans().join(replace(bad, load_plan={**bad.load_plan, "rates": poor}))
+    with pytest.raises(ValueError, match="no planner 'best'"):
+        LoadPlans().join(replace(bad, load_plan={**bad.load_plan, "planner": "best"}))

@@ -1,0 +1,207 @@
+"""Our own engine behind Ray's engine interface: a real model, loop and sockets, no cluster."""
+
+import base64
+import json
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+import pytest_asyncio
+import zmq
+from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+from vllm.distributed.kv_events import KVEventBatch
+
+from kappa.plan.rates import rates_from_measured
+from workers.tiny_model import make_tiny_model
+from workers.torch_engine import TorchEngine, TorchPlan
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+BLOCK = 16
+PATIENCE_MS = 30_000
+TEXTS = [f"Line {i} of a short text about nothing in particular." for i in range(200)]
+
+
+class Bench:
+    """An engine, and both ends of what it says."""
+
+    def __init__(self, folder):
+        self.model = make_tiny_model(folder / "tiny", TEXTS)
+        self.context = zmq.Context()
+        self.stats = self.context.socket(zmq.PULL)
+        self.stats.bind(f"ipc://{folder}/stats")
+        self.kv = self.context.socket(zmq.SUB)
+        self.kv.setsockopt(zmq.SUBSCRIBE, b"")
+        self.kv.connect(f"ipc://{folder}/kv")
+        plan = TorchPlan(
+            source=str(self.model), dtype="float32", block_tokens=BLOCK, device_blocks=64,
+            host_blocks=128, max_batch_tokens=256, max_sequences=8, planner="auto", act_share=0.0,
+            scheduler="fair", fair={}, rates_dir=str(folder / "rates"),
+            stats_endpoint=f"ipc://{folder}/stats", kv_endpoint=f"ipc://{folder}/kv",
+        )  # fmt: skip
+        config = SimpleNamespace(engine_kwargs={"kappa_torch": plan}, model_id="tiny")
+        self.engine = TorchEngine(config)
+        self.messages, self.events = [], []
+
+    def told(self, kind, enough=lambda messages: messages):
+        """The messages of a kind, once they are enough."""
+        while not enough(found := [m for m in self.messages if m["kind"] == kind]):
+            assert self.stats.poll(PATIENCE_MS), f"no {kind} was told"
+            self.messages.append(msgspec.msgpack.decode(self.stats.recv()))
+        return found
+
+    def batches(self, enough):
+        while not enough(self.events):
+            assert self.kv.poll(PATIENCE_MS), "no event was published"
+            _, number, payload = self.kv.recv_multipart()
+            assert int.from_bytes(number, "big") == len(self.seen)
+            self.seen.append(payload)
+            self.events += msgspec.msgpack.decode(payload, type=KVEventBatch).events
+        return self.events
+
+    seen: list
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(tmp_path_factory):
+    bench = Bench(tmp_path_factory.mktemp("torch"))
+    bench.seen = []
+    await bench.engine.start()
+    yield bench
+    bench.engine.shutdown()
+    bench.context.destroy(linger=0)
+
+
+def marks(tokens, name="r", **extra):
+    packed = base64.b64encode(np.asarray(tokens, dtype="<i4").tobytes()).decode()
+    return {"kappa_prompt": packed, "kappa_request_id": name, "kappa_tenant": "alice", **extra}
+
+
+def completion(tokens, name="r", plan=None, **fields):
+    extra = {"kappa_plan": plan} if plan else {}
+    return CompletionRequest(
+        model="tiny", prompt="x", vllm_xargs=marks(tokens, name, **extra),
+        **{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, **fields},
+    )  # fmt: skip
+
+
+def chat(tokens, **fields):
+    return ChatCompletionRequest(
+        model="tiny", messages=[{"role": "user", "content": "x"}], vllm_xargs=marks(tokens),
+        **{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, **fields},
+    )  # fmt: skip
+
+
+def prompt(count, seed):
+    return np.random.default_rng(seed).integers(100, 450, count).tolist()
+
+
+async def answered(bench, body):
+    stream = (
+        bench.engine.chat(body) if hasattr(body, "messages") else bench.engine.completions(body)
+    )
+    return [item async for item in stream]
+
+
+async def test_an_answer_is_the_same_whole_and_in_pieces(started):
+    tokens = prompt(50, 1)
+    (whole,) = await answered(started, completion(tokens))
+    assert whole.usage.completion_tokens == 6 and whole.choices[0].finish_reason == "length"
+    pieces = await answered(started, completion(tokens, stream=True))
+    events = [json.loads(p[6:]) for p in "".join(pieces).split("\n\n") if p and "[DONE]" not in p]
+    assert "".join(e["choices"][0]["text"] for e in events) == whole.choices[0].text
+    assert pieces[-1].endswith("data: [DONE]\n\n")
+    (talk,) = await answered(started, chat(tokens))
+    assert talk.choices[0].message.content == whole.choices[0].text
+    assert talk.usage.prompt_tokens_details.cached_tokens == 48
+
+
+async def test_what_a_request_did_is_told_as_a_vllm_engine_tells_it(started):
+    tokens = prompt(100, 2)
+    await answered(started, completion(tokens, "first"))
+    await answered(started, completion(tokens, "second"))
+    admitted = {m["request_id"]: m for m in started.told("admit", lambda found: len(found) >= 2)}
+    while "second" not in admitted:
+        started.messages.append(msgspec.msgpack.decode(started.stats.recv()))
+        admitted = {m["request_id"]: m for m in started.messages if m["kind"] == "admit"}
+    assert (admitted["first"]["device_tokens"], admitted["first"]["new_tokens"]) == (0, 100)
+    assert (admitted["second"]["device_tokens"], admitted["second"]["new_tokens"]) == (96, 4)
+    steps = started.told("step", lambda found: any("second" in m["prefilled"] for m in found))
+    spent = {name: compute_s for m in steps for name, _, compute_s in m["spent"]}
+    assert spent["first"] > 0 and all(not m["overrun"] for m in steps)
+    totals = started.told("iterations")[-1]
+    assert totals["charges"]["alice"][1] > 0
+
+
+async def test_evicted_prefixes_come_back_from_host_memory_by_any_plan(started):
+    tokens = prompt(320, 3)
+    (first,) = await answered(started, completion(tokens, "cold"))
+    for plan in ("kv", "recompute", "auto"):
+        for seed in range(10, 16):
+            await answered(started, completion(prompt(300, seed), "filler"))
+        (again,) = await answered(started, completion(tokens, f"by-{plan}", plan))
+        assert again.choices[0].text == first.choices[0].text
+        by = started.told("admit", lambda f, n=f"by-{plan}": any(m["request_id"] == n for m in f))[
+            -1
+        ]
+        assert (by["host_tokens"] > 0) == (plan == "kv") or plan == "auto"
+        assert by["device_tokens"] + by["host_tokens"] + by["new_tokens"] == 320
+    assert sum(m["bytes"] for m in started.told("load")) > 0
+    assert sum(m["bytes"] for m in started.told("store")) > 0
+
+
+async def test_blocks_are_published_with_their_tokens_on_device_and_in_host(started):
+    tokens = prompt(64, 4)
+    await answered(started, completion(tokens, cache_salt="pepper"))
+
+    def of_ours(events, medium):
+        return [
+            e for e in events
+            if getattr(e, "token_ids", None) and e.medium == medium and e.token_ids[0] == tokens[0]
+        ]  # fmt: skip
+
+    events = started.batches(lambda found: of_ours(found, "GPU") and of_ours(found, "CPU"))
+    first = of_ours(events, "GPU")[0]
+    assert first.token_ids[:BLOCK] == tokens[:BLOCK] and first.parent_block_hash is None
+    assert (first.block_size, list(first.extra_keys[0])) == (BLOCK, ["pepper"])
+
+
+async def test_bad_requests_are_answered_with_400_and_their_reason(started):
+    for body, why in (
+        (completion(prompt(20, 5), logprobs=3), "logprobs: the engine of kind torch"),
+        (completion(prompt(20, 5), plan="best"), "no planner 'best'"),
+        (completion(prompt(2000, 5)), "a prompt of 2000 tokens"),
+        (completion([10_000_000]), "token ids"),
+    ):
+        (error,) = await answered(started, body)
+        assert error.error.code == 400 and why in error.error.message
+
+
+async def test_a_stop_string_ends_the_answer_early(started):
+    tokens = prompt(40, 6)
+    (whole,) = await answered(started, completion(tokens, max_tokens=20))
+    text = whole.choices[0].text
+    stop = text[len(text) // 2 :][:3]
+    (cut,) = await answered(started, completion(tokens, max_tokens=20, stop=[stop]))
+    assert cut.choices[0].text == text[: text.find(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+async def test_a_client_that_leaves_frees_everything(started):
+    stream = started.engine.completions(completion(prompt(60, 7), max_tokens=200, stream=True))
+    await anext(stream)
+    await stream.aclose()
+    runner = started.engine._runner
+    for _ in range(200):
+        if not runner.call(lambda engine: engine.busy).result(20):
+            break
+    runner.call(lambda engine: engine.check()).result(20)
+    await started.engine.check_health()
+
+
+async def test_rates_are_measured_at_the_start_or_it_says_why_not(started):
+    if started.engine.rates:
+        assert rates_from_measured(started.engine.rates).load_token_s > 0
+    else:
+        assert started.engine._runner.call(lambda e: e.planning.rates).result(20) is None

@@ -1,0 +1,266 @@
+"""OpenAI's shapes around our own engine: a body in, its limits checked; tokens out as events.
+
+The prompt arrives as token ids, tokenized once by the ingress. What this engine cannot do (log
+probabilities, several answers, guided output, penalties, …) is refused with 400 by name rather than
+ignored. Pure: no engine, no clock but the time that is passed in.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.sampling import Sampling
+from kappa.report import PLAN_KEY, PROMPT_KEY
+
+# What a body may hold without meaning anything that this engine would have to do.
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None,),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0, 0.0),
+    "min_tokens": (None, 0),
+    "use_beam_search": (None, False),
+    "structured_outputs": (None,),
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
+    "tools": (None, []),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "prompt_embeds": (None,),
+    "return_token_ids": (None, False),
+}
+_MOST_TOKENS = 1 << 24
+
+
+class BodyRefused(ValueError):
+    """A body that this engine cannot serve; `param` names the field."""
+
+    def __init__(self, param: str, reason: str) -> None:
+        super().__init__(f"{param}: {reason}")
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as the engine takes it. plan: a planner's name, or empty."""
+
+    tokens: list[int]
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    plan: str
+    salt: str
+
+
+def asked(body: Any, eos_tokens: Sequence[int]) -> Asked:
+    """Read a chat or completion body.
+
+    Args:
+        body: Ray Serve LLM's request, marked by the ingress.
+        eos_tokens: that end an answer unless the body says `ignore_eos`.
+
+    Raises:
+        BodyRefused: names the field.
+    """
+    for name, harmless in _UNSUPPORTED.items():
+        value = getattr(body, name, None)
+        if value not in harmless:
+            raise BodyRefused(name, "the engine of kind torch does not do this; use vllm for it")
+    response_format = getattr(body, "response_format", None)
+    if response_format is not None and getattr(response_format, "type", "text") != "text":
+        raise BodyRefused("response_format", "the engine of kind torch gives text only")
+    extra = getattr(body, "vllm_xargs", None) or {}
+    stop = getattr(body, "stop", None) or ()
+    options = getattr(body, "stream_options", None)
+    return Asked(
+        tokens=_prompt(extra),
+        max_tokens=_max_tokens(body),
+        sampling=_sampling(body, eos_tokens),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stream=bool(getattr(body, "stream", False)),
+        include_usage=bool(options is not None and getattr(options, "include_usage", False)),
+        plan=str(extra.get(PLAN_KEY, "")),
+        salt=str(getattr(body, "cache_salt", None) or ""),
+    )
+
+
+def _prompt(extra: Mapping[str, Any]) -> list[int]:
+    packed = extra.get(PROMPT_KEY)
+    if not packed:
+        raise BodyRefused("prompt", "came without its tokens: send it through the kappa ingress")
+    tokens: list[int] = np.frombuffer(base64.b64decode(packed), dtype="<i4").tolist()
+    return tokens
+
+
+def _max_tokens(body: Any) -> int:
+    # The older field warns when it is read; a body without either may use all that is left.
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = body.__dict__.get(name)
+        if value is not None:
+            return int(value)
+    return _MOST_TOKENS
+
+
+def _sampling(body: Any, eos_tokens: Sequence[int]) -> Sampling:
+    stops = set(getattr(body, "stop_token_ids", None) or ())
+    if not getattr(body, "ignore_eos", False):
+        stops |= set(eos_tokens)
+    temperature, top_p = getattr(body, "temperature", None), getattr(body, "top_p", None)
+    try:
+        return Sampling(
+            temperature=1.0 if temperature is None else float(temperature),
+            top_p=1.0 if top_p is None else float(top_p),
+            seed=getattr(body, "seed", None),
+            stop_tokens=frozenset(stops),
+        )
+    except ValueError as error:
+        name = "top_p" if "top_p" in str(error) else "temperature"
+        raise BodyRefused(name, str(error)) from None
+
+
+class Detokenizer:
+    """Text of tokens as they come; a character that is not complete yet waits for its rest.
+
+    Args:
+        tokenizer: with `decode(list of ids, skip_special_tokens=True)`.
+        prompt: its last tokens tell whether the answer begins with a space.
+    """
+
+    _LOOK_BACK = 6
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(prompt[-self._LOOK_BACK :])
+        self._shown = len(self._tokens)
+        self._start = 0
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, perhaps none."""
+        self._tokens.append(token)
+        before = self._decode(self._tokens[self._start : self._shown])
+        text = self._decode(self._tokens[self._start :])
+        if len(text) <= len(before) or text.endswith("�"):
+            return ""
+        self._start, self._shown = self._shown, len(self._tokens)
+        return text[len(before) :]
+
+    def rest(self) -> str:
+        """What is left at the end, incomplete characters included."""
+        before = self._decode(self._tokens[self._start : self._shown])
+        return self._decode(self._tokens[self._start :])[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+class Stopper:
+    """Cuts a text at the first stop string, which may come in pieces."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = [each for each in stop if each]
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str, last: bool = False) -> str:
+        """What may be shown now; keeps back what could be the start of a stop string."""
+        if self.stopped:
+            return ""
+        text = self._held + text
+        found = [place for each in self._stop if (place := text.find(each)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = 0 if last else max((_overlap(text, each) for each in self._stop), default=0)
+        shown, self._held = text[: len(text) - keep], text[len(text) - keep :]
+        return shown
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class Answer:
+    """One request's answer, as OpenAI's objects.
+
+    Args:
+        kind: "chat" or "completions".
+        request_id: of the request; becomes the object's id.
+        model: its name.
+        created_s: seconds since the epoch.
+        prompt_tokens: of the prompt.
+    """
+
+    def __init__(
+        self, kind: str, request_id: str, model: str, created_s: float, prompt_tokens: int
+    ) -> None:
+        self._chat = kind == "chat"
+        self._base = {
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}",
+            "created": int(created_s),
+            "model": model,
+        }
+        self._prompt_tokens = prompt_tokens
+
+    def opening(self) -> str:
+        """A chat's first event names the role; completions have none."""
+        if not self._chat:
+            return ""
+        return self._event(self._choice({"role": "assistant", "content": ""}))
+
+    def piece(self, text: str, finish_reason: str | None = None) -> str:
+        """An event with some text, and at the end the reason why it ended."""
+        content = {"content": text} if self._chat else text
+        return self._event(self._choice(content, finish_reason))
+
+    def closing(self, usage: Mapping[str, Any] | None) -> str:
+        """The usage, if it was asked for, and the end of the stream."""
+        told = "" if usage is None else self._event(None, usage)
+        return f"{told}data: [DONE]\n\n"
+
+    def usage(self, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
+        """Tokens of prompt and answer; cached: found on the device or brought back from host."""
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": self._prompt_tokens + output_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
+
+    def whole(self, text: str, finish_reason: str, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of a request that is not streamed."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason}
+        if self._chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._base, "object": kind, "choices": [choice], "usage": dict(usage)}
+
+    def _choice(self, content: Any, finish_reason: str | None = None) -> dict[str, Any]:
+        field = "delta" if self._chat else "text"
+        return {"index": 0, field: content, "logprobs": None, "finish_reason": finish_reason}
+
+    def _event(self, choice: dict[str, Any] | None, usage: Mapping[str, Any] | None = None) -> str:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        event = {**self._base, "object": kind, "choices": [choice] if choice else []}
+        if usage is not None:
+            event["usage"] = dict(usage)
+        # Compact, as vLLM's: the ingress counts tokens by the marks of its events.
+        return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"

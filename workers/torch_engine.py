@@ -1,0 +1,315 @@
+"""Our own torch engine as a Ray Serve LLM engine: `engine: torch` in the settings.
+
+The same replica, report stream and router as with vLLM; only what computes is ours. The engine runs
+on a thread of the replica's process (`engine.runner`); its reports go the way of a vLLM engine's
+(`workers.torch_reports`). Load plans come from rates that are measured at the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
+from ray.llm._internal.serve.core.engine.protocol import LLMEngine
+from ray.serve.llm.openai_api_models import ChatCompletionResponse, CompletionResponse
+from transformers import AutoTokenizer
+
+from engine.arena import Arena, ArenaSize
+from engine.config import read_config
+from engine.forward import Forward
+from engine.loop import Engine, RequestRefused
+from engine.prefill import TorchExecutor
+from engine.profiling import cached_profile
+from engine.runner import EngineRunner, EngineStopped
+from engine.settings import EngineSettings
+from engine.transfer import mover_for
+from engine.weights import DTYPES, load_weights
+from kappa.plan.planners import Planning
+from kappa.plan.rates import PlanRates, rates_from_measured
+from kappa.plan.support import architecture_from_config
+from kappa.report import CHARGES_KEY, REQUEST_ID_KEY, TENANT_KEY, WEIGHT_KEY
+from scheduler.config import FairConfig
+from workers.identity import WorkerPlan
+from workers.openai_answers import Answer, Asked, BodyRefused, Detokenizer, Stopper, asked
+from workers.torch_reports import TorchReports, told
+
+log = structlog.get_logger(__name__)
+
+_STOP_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """What the engine of one replica must know.
+
+    source: folder of the model, in safetensors. device_blocks, host_blocks: of KV; act_share of
+    the stored ones is kept as activations. rates_dir: where measured rates are kept.
+    """
+
+    source: str
+    dtype: str
+    block_tokens: int
+    device_blocks: int
+    host_blocks: int
+    max_batch_tokens: int
+    max_sequences: int
+    planner: str
+    act_share: float
+    scheduler: str
+    fair: Mapping[str, Any]
+    rates_dir: str
+    stats_endpoint: str
+    kv_endpoint: str
+    log: str | None = None
+
+
+def torch_plan(plan: WorkerPlan, stats_endpoint: str, kv_endpoint: str, rank: int) -> TorchPlan:
+    """What the replica of this rank runs, from its worker's plan."""
+    limits, scheduler = plan.limits, plan.scheduler
+    path = Path(scheduler.log) if scheduler.log else None
+    return TorchPlan(
+        source=plan.model_source,
+        dtype=limits.dtype,
+        block_tokens=limits.block_tokens,
+        device_blocks=limits.device_blocks,
+        host_blocks=plan.host_blocks,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_sequences=limits.max_sequences,
+        planner=plan.planner,
+        act_share=plan.act_share,
+        scheduler=scheduler.rule,
+        fair=scheduler.config,
+        rates_dir=str(Path(plan.cache_dir) / "profiles"),
+        stats_endpoint=stats_endpoint,
+        kv_endpoint=kv_endpoint,
+        log=str(path.with_name(f"{path.stem}-{rank}{path.suffix}")) if path else None,
+    )
+
+
+class TorchEngine(LLMEngine):
+    """What `LLMServer` drives. `llm_config.engine_kwargs["kappa_torch"]` holds a `TorchPlan`."""
+
+    def __init__(self, llm_config: Any) -> None:
+        self._plan: TorchPlan = llm_config.engine_kwargs["kappa_torch"]
+        self._model = llm_config.model_id
+        self._runner: EngineRunner | None = None
+        self._reports: TorchReports | None = None
+        self._arena: Arena | None = None
+        self.rates: dict[str, Any] = {}
+
+    async def start(self) -> None:
+        """Load the model, measure its rates, start the thread."""
+        await asyncio.get_running_loop().run_in_executor(None, self._build)
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """A chat completion, streamed or whole."""
+        async for item in self._answer(request, "chat"):
+            yield item
+
+    async def completions(
+        self, request: Any, raw_request_info: Any = None
+    ) -> AsyncGenerator[Any, None]:
+        """A completion, streamed or whole."""
+        async for item in self._answer(request, "completions"):
+            yield item
+
+    async def embeddings(
+        self, request: Any, raw_request_info: Any = None
+    ) -> AsyncGenerator[Any, None]:
+        """Refused: this engine generates text."""
+        yield _error(400, "The engine of kind torch has no embeddings.")
+
+    async def transcriptions(
+        self, request: Any, raw_request_info: Any = None
+    ) -> AsyncGenerator[Any, None]:
+        """Refused: this engine generates text."""
+        yield _error(400, "The engine of kind torch has no transcriptions.")
+
+    async def resolve_lora(self, lora_model: Any) -> None:
+        """There are no adapters."""
+        raise ValueError("the engine of kind torch serves no LoRA adapters")
+
+    def routing_stats(self) -> dict[str, Any]:
+        """Nothing of Ray's own; the announcement is added by the replica."""
+        return {}
+
+    async def check_health(self) -> None:
+        """Raise if the engine's thread has failed: Ray Serve then replaces the replica."""
+        if self._runner is None or self._runner.error is not None:
+            raise RuntimeError(f"the engine has failed: {self._runner and self._runner.error!r}")
+
+    async def reset_prefix_cache(self) -> None:
+        """Nothing asks for it here."""
+        raise NotImplementedError("the engine of kind torch keeps its caches")
+
+    async def collective_rpc(self, method: str, *_: Any, args: Any = (), **__: Any) -> list[Any]:
+        """`kappa_profile` measures this process; there is no other method."""
+        if method != "kappa_profile":
+            raise ValueError(f"the engine of kind torch has no method {method!r}")
+        from workers.profiler import measure
+
+        loop = asyncio.get_running_loop()
+        return [await loop.run_in_executor(None, measure, *args)]
+
+    def shutdown(self) -> None:
+        """Stop the thread, within a bound."""
+        if self._runner is not None:
+            self._runner.stop(_STOP_S)
+        if self._reports is not None:
+            self._reports.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    # -- the engine ---------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        plan = self._plan
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = DTYPES[plan.dtype]
+        raw = json.loads((Path(plan.source) / "config.json").read_text(encoding="utf-8"))
+        config = read_config(raw, self._model)
+        weights = load_weights(plan.source, config, dtype=dtype, convert=True, device=device)
+        settings = EngineSettings(
+            budget_tokens=plan.max_batch_tokens,
+            max_running=plan.max_sequences,
+            scheduler=plan.scheduler,
+            fair=FairConfig(**plan.fair),
+            planner=plan.planner,
+            act_share=plan.act_share,
+        )
+        size = ArenaSize(
+            plan.device_blocks,
+            plan.host_blocks,
+            settings.capture_blocks(plan.block_tokens),
+            round(plan.act_share * plan.host_blocks),
+            block_tokens=plan.block_tokens,
+        )
+        self._arena = arena = Arena(config.shape, size, dtype=dtype, device=device)
+        mover = mover_for(device)
+        forward = Forward(weights, arena, mover)
+        kinds = architecture_from_config(raw).kinds()
+        planning = Planning(plan.block_tokens, self._measured(forward), activations="A" in kinds)
+        self._reports = TorchReports(plan.stats_endpoint, plan.kv_endpoint, plan.log)
+        engine = Engine(
+            TorchExecutor(forward), arena, mover, settings, planning, observer=self._reports
+        )
+        self._tokenizer = AutoTokenizer.from_pretrained(plan.source)
+        self._eos = [i for i in (self._tokenizer.eos_token_id,) if i is not None]
+        self._runner = EngineRunner(engine, self._reports.publish)
+
+    def _measured(self, forward: Forward) -> PlanRates | None:
+        """Rates of this machine; without them all is loaded, and the log says why."""
+        try:
+            self.rates = cached_profile(forward, self._plan.rates_dir)
+            return rates_from_measured(self.rates)
+        except ValueError as error:
+            log.warning("rates_not_usable", reason=str(error), planner=self._plan.planner)
+            self.rates = {}
+            return None
+
+    # -- one request --------------------------------------------------------------------------
+
+    async def _answer(self, body: Any, kind: str) -> AsyncGenerator[Any, None]:
+        assert self._runner is not None
+        try:
+            request = asked(body, self._eos)
+            items = self._generate(request, body, kind)
+            async for item in items:
+                yield item
+        except BodyRefused as error:
+            yield _error(400, str(error), error.param)
+        except (RequestRefused, ValueError) as error:
+            yield _error(400, str(error))
+        except EngineStopped as error:
+            yield _error(500, str(error))
+
+    async def _generate(self, request: Asked, body: Any, kind: str) -> AsyncGenerator[Any, None]:
+        assert self._runner is not None
+        extra = getattr(body, "vllm_xargs", None) or {}
+        name = str(extra.get(REQUEST_ID_KEY, body.request_id))
+        answer = Answer(kind, name, self._model, time.time(), len(request.tokens))
+        text = _Text(self._tokenizer, request)
+        whole: list[str] = []
+        await self._tell_charges(extra)
+        stream = self._runner.stream(
+            request.tokens,
+            request.max_tokens,
+            request.sampling,
+            tenant=str(extra.get(TENANT_KEY, "default")),
+            planner=request.plan or None,
+            salt=request.salt,
+            name=name,
+        )
+        opened = False
+        output_tokens, cached_tokens, reason = 0, 0, "stop"
+        try:
+            async for output in stream:
+                if request.stream and not opened:
+                    opened = True
+                    if opening := answer.opening():
+                        yield opening
+                output_tokens += len(output.tokens)
+                over = output.finish_reason
+                if output.account is not None:
+                    account = output.account
+                    cached_tokens = account.device_tokens + account.loaded_tokens
+                    cached_tokens += account.activation_tokens
+                shown = text.push(output.tokens, over is not None)
+                if text.stopped:
+                    over = "stop"
+                if over is not None:
+                    reason = over
+                elif not request.stream:
+                    whole.append(shown)
+                if request.stream:
+                    yield answer.piece(shown, over)
+                elif over is not None:
+                    whole.append(shown)
+                if over is not None:
+                    break
+        finally:
+            await stream.aclose()
+        usage = answer.usage(output_tokens, cached_tokens)
+        if request.stream:
+            yield answer.closing(usage if request.include_usage else None)
+            return
+        shape = ChatCompletionResponse if kind == "chat" else CompletionResponse
+        yield shape.model_validate(answer.whole("".join(whole), reason, usage))
+
+    async def _tell_charges(self, extra: Mapping[str, Any]) -> None:
+        """What others charged each tenant, and this one's weight, for rules that care."""
+        assert self._runner is not None
+        weights = {str(extra.get(TENANT_KEY, "default")): float(extra.get(WEIGHT_KEY, 1.0))}
+        charges = told(str(extra.get(CHARGES_KEY, "")))
+        await asyncio.wrap_future(self._runner.call(lambda engine: engine.heard(charges, weights)))
+
+
+class _Text:
+    """An answer's text as it grows, cut at a stop string."""
+
+    def __init__(self, tokenizer: Any, request: Asked) -> None:
+        self._detokenizer = Detokenizer(tokenizer, request.tokens)
+        self._stopper = Stopper(request.stop)
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopper.stopped
+
+    def push(self, tokens: list[int], last: bool) -> str:
+        text = "".join(self._detokenizer.push(token) for token in tokens)
+        if last:
+            text += self._detokenizer.rest()
+        return self._stopper.push(text, last)
+
+
+def _error(status: int, message: str, param: str | None = None) -> ErrorResponse:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return ErrorResponse(error=ErrorInfo(message=message, type=kind, param=param, code=status))

@@ -1,0 +1,196 @@
+"""What our own engine tells the cluster: the same messages as a vLLM engine's processes send.
+
+Admissions, iterations, loads and stores go over the stats channel, blocks that became findable or
+left as vLLM's KV event batches over a publisher's socket, so that report stream, router and metrics
+need not know which engine runs. Called from the engine's thread.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Sequence as Run
+from typing import Any
+
+import msgspec
+import zmq
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+
+from engine.loop import Engine
+from engine.prefix import BlocksStored, CacheEvent
+from engine.sequence import Sequence
+from kappa.report import Charge
+from scheduler.iteration_log import Iteration, IterationLog
+from workers.stats_channel import StatsSender
+
+_MEDIA = {"device": "GPU", "host": "CPU"}
+_TOPIC = b"kv"
+_HIGH_WATER_MESSAGES = 100_000
+# First blocks of so many salted prompts are known by their salt.
+_SALTS = 16_384
+
+
+class TorchReports:
+    """Follows one engine (`engine.loop.Observer`) and publishes its cache's changes.
+
+    Args:
+        stats_endpoint: of the stats channel; an empty one says nothing.
+        kv_endpoint: bound here; the report stream reads it.
+        log: file for JSON lines, one per iteration, or None.
+    """
+
+    def __init__(self, stats_endpoint: str, kv_endpoint: str, log: str | None = None) -> None:
+        self._stats = StatsSender(stats_endpoint)
+        self._log = IterationLog(self._stats.send, log)
+        self._moved: dict[str, tuple[int, float]] = {}
+        self._dropped = 0
+        self._salts: OrderedDict[bytes, str] = OrderedDict()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._number = 0
+        self._kv: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+        self._kv.setsockopt(zmq.SNDHWM, _HIGH_WATER_MESSAGES)
+        self._kv.setsockopt(zmq.LINGER, 0)
+        if kv_endpoint:
+            self._kv.bind(kv_endpoint)
+
+    def close(self) -> None:
+        """Close the publisher's socket; the engine's thread has ended."""
+        self._log.close()
+        self._kv.close()
+
+    # -- what the engine calls ----------------------------------------------------------------
+
+    def admitted(self, sequence: Sequence) -> None:
+        """A request got its blocks: its tokens by source, recomputed ones being new."""
+        if sequence.salt and sequence.keys:
+            self._salts[sequence.keys[0].digest] = sequence.salt
+            if len(self._salts) > _SALTS:
+                self._salts.popitem(last=False)
+        account, loaded = sequence.account, _loaded_tokens(sequence)
+        self._stats.send(
+            {
+                "kind": "admit",
+                "request_id": sequence.name,
+                "device_tokens": account.device_tokens,
+                "host_tokens": loaded,
+                "new_tokens": max(account.new_tokens - loaded, 1),
+                "t_s": time.time(),
+            }
+        )
+
+    def iterated(
+        self, engine: Engine, seconds: float, tokens: int, prefilled: Run[Sequence]
+    ) -> None:
+        """An iteration ended that computed so many tokens, and the last ones of these prompts."""
+        self._stats.send(
+            {
+                "kind": "step",
+                "tokens": tokens,
+                "prefilled": [sequence.name for sequence in prefilled if sequence.name],
+                "spent": [
+                    (s.name, s.account.load_s, s.account.compute_s) for s in prefilled if s.name
+                ],
+                "pace_s": 0.0,
+                "took_s": seconds,
+                "real_s": seconds,
+                "overrun": False,
+                "t_s": time.time(),
+            }
+        )
+        now_s = time.monotonic()
+        self._log.scheduled(self._iteration(engine, now_s - seconds, tokens))
+        self._log.ended(now_s)
+        if self._log.due(now_s, idle=not engine.busy):
+            rule = engine.batcher.rule
+            charges = rule.charges() if hasattr(rule, "charges") else {}
+            self._log.publish(now_s, _counts(engine), 0, charges)
+        self._transfers(engine)
+
+    def publish(self, events: list[CacheEvent]) -> None:
+        """Changes of what can be found, as one of vLLM's batches."""
+        batch = KVEventBatch(ts=time.time(), events=[self._event(event) for event in events])
+        number = self._number.to_bytes(8, "big")
+        self._kv.send_multipart([_TOPIC, number, self._encode(batch)])
+        self._number += 1
+
+    # -- translation --------------------------------------------------------------------------
+
+    def _event(self, event: CacheEvent) -> Any:
+        medium = _MEDIA[event.place]
+        if not isinstance(event, BlocksStored):
+            return BlockRemoved(block_hashes=list(event.digests), medium=medium)
+        salt = self._salts.get(event.digests[0]) if event.parent is None else None
+        keys = [(salt,) if salt else None, *[None] * (len(event.digests) - 1)]
+        return BlockStored(
+            block_hashes=list(event.digests),
+            parent_block_hash=event.parent,
+            token_ids=list(event.tokens),
+            block_size=event.block_tokens,
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            extra_keys=keys if event.place == "device" else None,
+        )
+
+    def _iteration(self, engine: Engine, started_s: float, tokens: int) -> Iteration:
+        waiting, loading, running = _counts(engine)
+        memory = engine.memory
+        return Iteration(
+            started_s,
+            tokens=tokens,
+            budget_tokens=engine.batcher.budget_tokens,
+            blocks=memory.capacity_blocks - memory.available(),
+            capacity_blocks=memory.capacity_blocks,
+            queued=engine.batcher.was_queued,
+            waiting=waiting,
+            loading=loading,
+            running=running,
+            passed=engine.batcher.passed,
+        )
+
+    def _transfers(self, engine: Engine) -> None:
+        """What crossed the link since last time."""
+        token_bytes = engine.arena.block_bytes("kv") / engine.arena.block_tokens
+        engine.mover.settle()
+        for kind, direction in (("load", "h2d"), ("store", "d2h")):
+            counters = engine.mover.counters[direction]  # type: ignore[index]
+            before_bytes, before_s = self._moved.get(kind, (0, 0.0))
+            moved = counters.copied_bytes - before_bytes
+            if moved:
+                took_s = counters.busy_s - before_s
+                self._moved[kind] = counters.copied_bytes, counters.busy_s
+                tokens = round(moved / token_bytes)
+                self._stats.send({"kind": kind, "tokens": tokens, "bytes": moved, "took_s": took_s})
+        stores = engine.store.counters
+        dropped = stores.dropped_full + stores.dropped_late
+        for _ in range(dropped - self._dropped):
+            self._stats.send({"kind": "store_dropped"})
+        self._dropped = dropped
+
+
+def _loaded_tokens(sequence: Sequence) -> int:
+    """Cached tokens of its load that cross the link, as KV or as activations."""
+    if sequence.load is None:
+        return 0
+    return sum(
+        segment.end_tokens - segment.start_tokens
+        for segment in sequence.load.plan.segments
+        if segment.kind != "R"
+    )
+
+
+def _counts(engine: Engine) -> tuple[int, int, int]:
+    """Requests that wait, load and run."""
+    batcher = engine.batcher
+    loading = len(batcher.loading) + len(batcher.ready)
+    return len(batcher.rule), loading, len(batcher.running)
+
+
+def told(charges: str) -> dict[str, Charge]:
+    """What others charged each tenant, from the ingress' words; nothing if they cannot be read."""
+    try:
+        data = json.loads(charges) if charges else {}
+        return {str(tenant): Charge(*map(float, parts)) for tenant, parts in data.items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
