@@ -6,6 +6,7 @@ import typer
 
 from deploy.commands import (
     bench,
+    bench_clients,
     bench_overhead,
     bench_packing,
     bench_peers,
@@ -45,6 +46,7 @@ bench.app.command()(bench_scheduler.scheduler)
 bench.app.command()(bench_regret.regret)
 bench.app.command()(bench_peers.peers)
 bench.app.command()(bench_packing.packing)
+bench.app.command()(bench_clients.clients)
 bench.app.command()(bench_validate.validate)
 bench.app.command("offload-overhead")(bench_overhead.offload_overhead)
 app.add_typer(bench.app, name="bench")

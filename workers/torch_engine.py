@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,14 @@ from engine.settings import EngineSettings
 from engine.transfer import mover_for
 from engine.weights import DTYPES, load_weights
 from kappa.plan.planners import Planning
-from kappa.plan.rates import PlanRates, rates_from_measured
+from kappa.plan.rates import PlanRates, as_measured, rates_from_law, rates_from_measured
 from kappa.plan.support import architecture_from_config
 from kappa.report import CHARGES_KEY, REQUEST_ID_KEY, TENANT_KEY, WEIGHT_KEY
+from kappa.types import NodeProfile
 from scheduler.config import FairConfig
-from workers.identity import WorkerPlan
+from workers.identity import WorkerPlan, measured_node
 from workers.openai_answers import Answer, Asked, BodyRefused, Detokenizer, Stopper, asked
+from workers.profiler import measure
 from workers.torch_reports import TorchReports, told
 
 log = structlog.get_logger(__name__)
@@ -51,7 +53,8 @@ class TorchPlan:
     """What the engine of one replica must know.
 
     source: folder of the model, in safetensors. device_blocks, host_blocks: of KV; act_share of
-    the stored ones is kept as activations. rates_dir: where measured rates are kept.
+    the stored ones is kept as activations. rates_dir: where measured rates are kept. node, profile:
+    what to take the machine for, and what to ask `workers.profiler.measure`, if they cannot be had.
     """
 
     source: str
@@ -66,6 +69,8 @@ class TorchPlan:
     scheduler: str
     fair: Mapping[str, Any]
     rates_dir: str
+    node: NodeProfile
+    profile: Mapping[str, Any]
     stats_endpoint: str
     kv_endpoint: str
     log: str | None = None
@@ -88,6 +93,8 @@ def torch_plan(plan: WorkerPlan, stats_endpoint: str, kv_endpoint: str, rank: in
         scheduler=scheduler.rule,
         fair=scheduler.config,
         rates_dir=str(Path(plan.cache_dir) / "profiles"),
+        node=plan.node(rank),
+        profile=plan.profile_request(),
         stats_endpoint=stats_endpoint,
         kv_endpoint=kv_endpoint,
         log=str(path.with_name(f"{path.stem}-{rank}{path.suffix}")) if path else None,
@@ -154,8 +161,6 @@ class TorchEngine(LLMEngine):
         """`kappa_profile` measures this process; there is no other method."""
         if method != "kappa_profile":
             raise ValueError(f"the engine of kind torch has no method {method!r}")
-        from workers.profiler import measure
-
         loop = asyncio.get_running_loop()
         return [await loop.run_in_executor(None, measure, *args)]
 
@@ -205,15 +210,18 @@ class TorchEngine(LLMEngine):
         self._eos = [i for i in (self._tokenizer.eos_token_id,) if i is not None]
         self._runner = EngineRunner(engine, self._reports.publish)
 
-    def _measured(self, forward: Forward) -> PlanRates | None:
-        """Rates of this machine; without them all is loaded, and the log says why."""
+    def _measured(self, forward: Forward) -> PlanRates:
+        """Rates of this machine, as measured; on one too busy for that, by law from its peaks."""
         try:
             self.rates = cached_profile(forward, self._plan.rates_dir)
             return rates_from_measured(self.rates)
         except ValueError as error:
-            log.warning("rates_not_usable", reason=str(error), planner=self._plan.planner)
-            self.rates = {}
-            return None
+            log.warning("rates_by_law", reason=str(error), planner=self._plan.planner)
+        figures = measure(dict(self._plan.profile))
+        node = measured_node(replace(self._plan.node, source="catalogue"), figures)
+        rates = rates_from_law(forward.config.shape, node)
+        self.rates = as_measured(rates, self._model, node.gpu)
+        return rates
 
     # -- one request --------------------------------------------------------------------------
 

@@ -268,6 +268,41 @@ def rates_from_measured(
         raise ValueError(f"{origin}: lacks or garbles {error}: profile anew") from error
 
 
+def as_measured(rates: PlanRates, model: str, device: str) -> dict[str, Any]:
+    """Rates in the form of a measurement, for those who only know the law of a node.
+
+    `rates_from_measured` gives them back, but for the points between those of the grid.
+    """
+    layers, sizes = rates.layers, (128, 512, 2048, 8192)
+    new, context = (1, 16, 128, 512, 2048), (0, 2048, 8192, 32768)
+
+    def line(fit: LineFit) -> dict[str, list[float]]:
+        seconds = [(fit.fixed_s + fit.per_token_s * n) / layers for n in sizes]
+        return {"tokens": [float(n) for n in sizes], "seconds": seconds}
+
+    link = rates.h2d_bytes_per_s
+    return {
+        "format": FORMAT,
+        "source": "law",
+        "model": model,
+        "device": device,
+        "layers": layers,
+        "kv_bytes_per_token": rates.kv_bytes,
+        "activation_bytes_per_token": rates.activation_bytes,
+        "weight_bytes": rates.weights_load_s * link,
+        "load": line(rates.load),
+        "project": line(rates.project),
+        "grid": {
+            "new_tokens": [float(n) for n in new],
+            "context_tokens": [float(n) for n in context],
+            "seconds": [[rates.prefill_s(n, s) for s in context] for n in new],
+        },
+        "h2d_bytes_per_s": link,
+        "h2d_while_storing_bytes_per_s": link * rates.h2d_while_storing,
+        "h2d_cpu_busy_bytes_per_s": link * rates.h2d_cpu_busy,
+    }
+
+
 def _layers_fit(name: str, samples: Mapping[str, Any], layers: int) -> LineFit:
     """A line over all layers from the samples of one: {"tokens": [...], "seconds": [...]}."""
     return fit_line(name, samples["tokens"], [layers * float(s) for s in samples["seconds"]])

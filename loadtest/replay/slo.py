@@ -35,10 +35,10 @@ Floats = NDArray[np.float64]
 
 SHARE = 0.9
 """Share of the requests that must meet the objective, unless another is given: as in DistServe
-(Zhong et al., OSDI 2024, section 6.1)."""
+(Zhong et al., OSDI 2024)."""
 
 BASES: Mapping[str, str] = {
-    "given": "limits given in seconds",
+    "given": "limits given",
     "idle": "TTFT within 0.5 s (times the dilation) or 5 x idle, TPOT within 3 x idle, on the "
     "endpoint's median node",
     "predicted": "TTFT within 0.5 s (times the dilation) or 5 x the load and compute seconds that "
@@ -70,6 +70,13 @@ class Objective:
         if not 0 < self.share <= 1:
             raise ValueError(f"the objective's share is {self.share}: give one above 0, at most 1")
 
+    def told(self) -> str:
+        """The limits that were given, in words."""
+        ttft, tpot = self.ttft_s, self.tpot_s
+        first = "" if ttft is None else f"first token within {ttft:g} s"
+        later = "" if tpot is None else f"later tokens within {tpot:g} s each"
+        return ", ".join(filter(None, (first, later)))
+
     def judge(self, batch: Sequence[Record], dilation: float | None = None) -> Judged:
         """Limits and idle figures of some requests; `dilation` overrides the nodes' own."""
         factor = self.dilation if dilation is None else dilation
@@ -77,10 +84,10 @@ class Objective:
         if self.ttft_s is not None or self.tpot_s is not None:
             ttft = np.full(len(batch), np.inf if self.ttft_s is None else self.ttft_s)
             tpot = np.full(len(batch), np.inf if self.tpot_s is None else self.tpot_s)
-            return Judged(ttft, tpot, idle_ttft, ("given",) * len(batch))
+            return Judged(ttft, tpot, idle_ttft, _all("given", batch))
         if self.speeds:
             found = limits(idle_ttft, idle_tpot, factor)
-            return Judged(found.ttft_s, found.tpot_s, idle_ttft, ("idle",) * len(batch))
+            return Judged(found.ttft_s, found.tpot_s, idle_ttft, _all("idle", batch))
         predicted = np.array([_predicted_idle_s(record) for record in batch], dtype=np.float64)
         ttft = np.maximum(TTFT_FLOOR_S * factor, TTFT_IDLE_FACTOR * predicted)
         bases: tuple[Basis, ...] = tuple(
@@ -116,6 +123,10 @@ class Judged:
         """Which meet their limits; NaN as TTFT: no token ever came; as TPOT: a single token."""
         in_time = ~np.isnan(ttft_s) & ~(ttft_s > self.ttft_limit_s)
         return np.asarray(in_time & ~(tpot_s > self.tpot_limit_s), dtype=np.bool_)
+
+
+def _all(basis: Basis, batch: Sequence[Record]) -> tuple[Basis, ...]:
+    return (basis,) * len(batch)
 
 
 def _predicted_idle_s(record: Record) -> float:

@@ -213,7 +213,7 @@ def of(part_s: float, found: Split) -> str:
 def seconds(value: float) -> str:
     """Seconds for people: three digits that mean something."""
     if abs(value) < 0.0995:
-        return f"{value:.3f} s"
+        return f"{1e3 * value:.3g} ms"
     return f"{value:.2f} s" if abs(value) < 0.995 else f"{value:.1f} s"
 
 

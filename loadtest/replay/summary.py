@@ -272,7 +272,7 @@ class Summary:
             "ttft_limit_s_p50": self._ttft_limit.quantile(0.5),
             "tpot_limit_s_p50": self._tpot_limit.quantile(0.5),
             "basis": basis,
-            "meaning": "; ".join(BASES[name] for name in basis.split(", ")),
+            "meaning": self.objective.told() if given else BASES[basis.split(", ")[0]],
             "not_judged": self._basis["none"],
             "share": self.objective.share,
             "passed": None if met is None else met >= self.objective.share,

@@ -13,6 +13,7 @@ from kappa.model import compute_s, kv_bytes
 from kappa.plan.rates import (
     FORMAT,
     activation_bytes_per_token,
+    as_measured,
     projection_flops,
     rates_from_law,
     rates_from_measured,
@@ -188,3 +189,13 @@ def test_rates_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     rates = rates_from_law(SHAPES["opt-6.7b"], NODE)
     with pytest.raises(ValueError, match=f"PlanRates.{next(iter(changes))}"):
         replace(rates, **changes)
+
+
+def test_a_law_in_the_form_of_a_measurement_is_read_back_as_the_law() -> None:
+    law = rates_from_law(model_shape("llama-3.1-8b"), NODE)
+    again = rates_from_measured(json.loads(json.dumps(as_measured(law, "m", "d"))))
+    assert again.load_token_s == pytest.approx(law.load_token_s)
+    assert again.project_token_s == pytest.approx(law.project_token_s)
+    assert again.activation_ratio == law.activation_ratio
+    for new, context in ((1, 0), (128, 8192), (512, 2048)):
+        assert again.prefill_s(new, context) == pytest.approx(law.prefill_s(new, context))
