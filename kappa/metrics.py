@@ -131,6 +131,16 @@ PREEMPTIONS = Metric(
 STORES_DROPPED = Metric(
     "kappa_stores_dropped", "counter", "stores to the host tier that were given up", ("node",)
 )
+FAILED_LOADS = Metric(
+    "kappa_failed_loads", "counter",
+    "loads that did not arrive, each followed by computing its tokens (engine of kind torch)",
+    ("node",),
+)  # fmt: skip
+MISUSED_BLOCKS = Metric(
+    "kappa_misused_blocks", "counter",
+    "blocks freed twice, unknown, or of a wrong length: a fault of the engine (of kind torch)",
+    ("node",),
+)  # fmt: skip
 WORKERS = Metric("kappa_workers", "gauge", "workers known, by whether they are paced", ("paced",))
 
 ALL: tuple[Metric, ...] = tuple(v for v in list(globals().values()) if isinstance(v, Metric))

@@ -228,6 +228,8 @@ class WorkerReport:
     rule_errors_total: int = 0
     preemptions_total: int = 0
     stores_dropped_total: int = 0
+    failed_loads_total: int = 0
+    misused_blocks_total: int = 0
     waiting: int = 0
     loading: int = 0
     running: int = 0

@@ -7,6 +7,7 @@ loading comes first and computing after it, as `router.pricing` has it.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from kappa.plan.choose import kappa_eff
@@ -53,11 +54,15 @@ class LoadPlans:
         self._plans.pop(worker, None)
 
     def kappa_eff(self, worker: str) -> float | None:
-        """κ_eff of a worker for `KAPPA_EFF_NEW_TOKENS` new tokens; None without a planner."""
+        """κ_eff of a worker for `KAPPA_EFF_NEW_TOKENS` new tokens.
+
+        None without a planner, or where no ratio makes the first token take twice as long.
+        """
         plans = self._plans.get(worker)
         if plans is None:
             return None
-        return kappa_eff(plans.rates, "auto", KAPPA_EFF_NEW_TOKENS)
+        ratio = kappa_eff(plans.rates, "auto", KAPPA_EFF_NEW_TOKENS)
+        return ratio if math.isfinite(ratio) else None
 
     def apply(self, offers: Offers) -> None:
         """Price the planned rows of `offers` as their plans say."""

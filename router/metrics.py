@@ -63,6 +63,8 @@ class RouterMetrics:
             (m.RULE_ERRORS, (node,), report.rule_errors_total),
             (m.PREEMPTIONS, (node,), report.preemptions_total),
             (m.STORES_DROPPED, (node,), report.stores_dropped_total),
+            (m.FAILED_LOADS, (node,), report.failed_loads_total),
+            (m.MISUSED_BLOCKS, (node,), report.misused_blocks_total),
             *((m.PASSED, (node, why), count) for why, count in report.passed_total.items()),
         ]
         for metric, labels, value in totals:

@@ -148,6 +148,14 @@ class ReportTotals:
         r = self._report
         self._report = replace(r, stores_dropped_total=r.stores_dropped_total + 1)
 
+    def _add_faults(self, m: dict[str, object]) -> None:
+        """What went wrong in an engine of ours; its messages are cumulative."""
+        self._report = replace(
+            self._report,
+            failed_loads_total=int(_number(m["failed_loads"])),
+            misused_blocks_total=int(_number(m["misused_blocks"])),
+        )
+
     def _add_iterations(self, m: dict[str, object]) -> None:
         """The scheduler's own totals; its messages are cumulative."""
         passed, charges = m["passed"], m["charges"]

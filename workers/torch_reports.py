@@ -45,6 +45,7 @@ class TorchReports:
         self._log = IterationLog(self._stats.send, log)
         self._moved: dict[str, tuple[int, float]] = {}
         self._dropped = 0
+        self._faults = (0, 0)
         self._salts: OrderedDict[bytes, str] = OrderedDict()
         self._encode = msgspec.msgpack.Encoder().encode
         self._number = 0
@@ -162,6 +163,12 @@ class TorchReports:
                 self._moved[kind] = counters.copied_bytes, counters.busy_s
                 tokens = round(moved / token_bytes)
                 self._stats.send({"kind": kind, "tokens": tokens, "bytes": moved, "took_s": took_s})
+        faults = engine.stats().failed_loads, engine.stats().blocks["misused"]
+        if faults != self._faults:
+            self._faults = faults
+            self._stats.send(
+                {"kind": "faults", "failed_loads": faults[0], "misused_blocks": faults[1]}
+            )
         stores = engine.store.counters
         dropped = stores.dropped_full + stores.dropped_late
         for _ in range(dropped - self._dropped):

@@ -117,6 +117,12 @@ def test_a_worker_that_left_or_came_back_without_a_plan_has_none():
     assert len(plans) == 0
 
 
+def test_a_ratio_that_is_never_reached_is_none_and_not_infinity():
+    plans = LoadPlans()
+    plans.join(said(planner="auto", load_token_s=1e-25))
+    assert plans.kappa_eff("w") is None
+
+
 def test_rates_that_cannot_be_used_are_refused_at_the_door():
     bad = said(planner="kv")
     poor = {**bad.load_plan["rates"], "load": {"tokens": [1, 2, 3, 4], "seconds": [5, 1, 4, 2]}}

@@ -30,6 +30,7 @@ def test_totals_add_up_and_lists_start_anew():
                 "new_tokens": 3, "t_s": 1.0})  # fmt: skip
     totals.add({"kind": "store", "tokens": 5, "bytes": 500, "took_s": 0.5})
     totals.add({"kind": "wait", "took_s": 0.125})
+    totals.add({"kind": "faults", "failed_loads": 3, "misused_blocks": 1})
     totals.lost(2)
     assert totals.urgent
     report = totals.take(9.0)
@@ -38,6 +39,7 @@ def test_totals_add_up_and_lists_start_anew():
         step_tokens_total=20,
         overruns_total=1, store_tokens_total=5, store_bytes_total=500, store_seconds_total=0.5,
         store_wait_seconds_total=0.125, event_gaps_total=2,
+        failed_loads_total=3, misused_blocks_total=1,
         admitted=(Admission("a", 1, 2, 3),), prefilled=("a",), spent=(Spent("a", 0.5, 0.25),),
     )  # fmt: skip
     assert not totals.urgent

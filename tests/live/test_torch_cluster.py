@@ -1,0 +1,106 @@
+"""A cluster of our own engines: one more than the tests may start, so only when it is asked for."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.live.conftest import Live, _ready, _stop
+
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.skipif(
+        not os.environ.get("KAPPA_MORE_CLUSTERS"),
+        reason="starts a cluster of its own: set KAPPA_MORE_CLUSTERS=1",
+    ),
+]
+
+CONFIG = """
+engine: {kind: torch, device_blocks: 200, max_context_tokens: 6144}
+nodes:
+  - {name: one, profile: pcie, paced: false}
+  - {name: two, profile: pcie, paced: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("torch-cluster")
+    config, errors = folder / "cluster.yaml", folder / "stderr.txt"
+    config.write_text(CONFIG)
+    kappa = Path(sys.executable).with_name("kappa")
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, kappa, "serve", "--json", "--port", "0", "--config", config],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+    survivors = []
+    try:
+        yield Live(_ready(process, errors), folder / "router.jsonl")
+    finally:
+        survivors = _stop(process)
+    assert not survivors, survivors
+
+
+def long_text(name):
+    return " ".join(f"{name} counts {i * 7919 % 1000}." for i in range(400))
+
+
+def ask(own, text, plan=None, **fields):
+    raw = own.openai.chat.completions.with_raw_response.create(
+        model=own.model,
+        messages=[{"role": "user", "content": text}],
+        **{"max_tokens": 8, "temperature": 0.0, **fields},
+        extra_body={"ignore_eos": True},
+        extra_headers={"x-kappa-plan": plan} if plan else {},
+    )
+    return raw.parse(), raw.headers
+
+
+def test_the_router_asks_the_engines_own_planner(own):
+    for row in own.nodes():
+        assert (row["engine"], row["planner"]) == ("torch", "auto")
+        assert row["kappa_eff"] is None or row["kappa_eff"] > 0
+    _, headers = ask(own, long_text("Ada"))
+    assert headers["x-kappa-plan"]
+    explained = own.http.post(
+        "/v1/route", json={"model": own.model, "messages": [{"role": "user", "content": "x"}]}
+    ).json()
+    assert all(c["plan"] for c in explained["candidates"])
+
+
+def test_evicted_prompts_come_back_by_the_plan_that_is_asked_for(own):
+    first, _ = ask(own, long_text("Bea"))
+    for number in range(12):
+        ask(own, long_text(f"filler {number}"), max_tokens=1)
+    for plan in ("kv", "recompute"):
+        again, _ = ask(own, long_text("Bea"), plan)
+        assert again.choices[0].message.content == first.choices[0].message.content
+
+
+def test_streams_errors_and_plans_are_as_openais(own):
+    with own.openai.chat.completions.create(
+        model=own.model, messages=[{"role": "user", "content": "Hello"}], max_tokens=5,
+        stream=True, temperature=0.0, extra_body={"ignore_eos": True},
+    ) as stream:  # fmt: skip
+        chunks = list(stream)
+    assert sum(bool(c.choices and c.choices[0].delta.content) for c in chunks) >= 1
+    assert chunks[-1].choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match="no planner"):
+        ask(own, "Hello", "best")
+    with pytest.raises(openai.BadRequestError, match="logprobs"):
+        ask(own, "Hello", logprobs=True)
+    own.wait_idle()
+    metrics = httpx.get(f"{own.url}/metrics", timeout=30).text
+    assert "kappa_misused_blocks_total" in metrics
+    assert own.metric("kappa_misused_blocks_total") == own.metric("kappa_failed_loads_total") == 0
+    assert json.loads(json.dumps(own.nodes()))
