@@ -162,7 +162,7 @@ def _llm_config(settings: ClusterSettings, model: Model) -> Any:
         },
         callback_config={"callback_class": "workers.no_download.NoDownload"},
         runtime_env={"env_vars": {**CPU_ENV, "HF_HUB_OFFLINE": _offline(settings)}},
-        log_engine_metrics=False,
+        log_engine_metrics=settings.engine.metrics,
     )
 
 

@@ -14,6 +14,7 @@ from deploy.commands import (
     bench_routing,
     bench_scheduler,
     bench_validate,
+    dashboards,
     demo,
     law,
     power,
@@ -41,6 +42,7 @@ app.command()(simulate.simulate)
 app.command()(workload.workload)
 app.command()(replay.replay)
 app.command()(power.power)
+app.command()(dashboards.dashboards)
 bench.app.command()(bench_routing.routing)
 bench.app.command()(bench_scheduler.scheduler)
 bench.app.command()(bench_regret.regret)

@@ -105,6 +105,7 @@ class EngineSettings(_Section):
     max_batch_tokens: int = Field(1024, ge=64, description="token budget of one step")
     max_sequences: int = Field(64, ge=1)
     dtype: str = "float32"
+    metrics: bool = Field(False, description="export vLLM's own metrics through Ray, too")
     extra: dict[str, Any] = Field(default_factory=dict, description="more vLLM engine arguments")
 
     @model_validator(mode="after")

@@ -45,8 +45,10 @@ class RouterMetrics:
         before = self._totals.get(key, 0.0)
         self._totals[key] = to
         gained = to - before if to >= before else to
+        # Even at zero: a counter that first appears with its first event shows no increase.
+        child = self._child(metric, labels)
         if gained:
-            self._child(metric, labels).inc(gained)
+            child.inc(gained)
 
     def reported(self, report: WorkerReport, node: str, *, paced: bool) -> None:
         """Take over a worker's totals and gauges."""

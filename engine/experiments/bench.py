@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,15 @@ from engine.experiments.shapes import model
 from engine.forward import Forward
 from engine.profiling import ProfileSettings, profile
 from engine.step import Ids
-from engine.weights import DTYPES, random_weights
+from engine.weights import DTYPES, Weights, random_weights
 from kappa.plan.rates import PlanRates, rates_from_measured
 
 _PROFILES = 4
 _SEED = 7
+
+
+class Unsteady(ValueError):
+    """The machine gives no profile that a plan can be made from."""
 
 
 @dataclass(slots=True)
@@ -91,7 +95,7 @@ def rig(setting: Setting, group: Group) -> Iterator[Rig]:
 
     Raises:
         ArenaTooLarge: it does not fit after all.
-        ValueError: the machine is too unsteady to be profiled.
+        Unsteady: no profile fits well enough to plan with.
     """
     config, dtype = model(group.model, setting.dtype), DTYPES[setting.dtype]
     device = torch.device(setting.device)
@@ -105,13 +109,25 @@ def rig(setting: Setting, group: Group) -> Iterator[Rig]:
             size = arena_size(setting, group)
             arena = Arena(config.shape, size, dtype=dtype, device=device)
             forward = Forward(weights, arena, mover)
-            rates, measured = _rates(forward, setting.profile)
+            # Streaming is link time, which plans count apart: profiled as if all were there.
+            here = forward
+            if group.streamed:
+                here = Forward(_one_layer_everywhere(weights), arena, mover)
+            rates, measured = _rates(here, setting.profile)
+            del here
             yield Rig(forward, arena, mover, config, device, rates, measured, group.streamed)
         finally:
             mover.stop()
             if arena is not None:
                 arena.close()
             weights.close()
+
+
+def _one_layer_everywhere(weights: Weights) -> Weights:
+    """The model with its first layer, on the device, in place of every layer."""
+    first = weights.layers[:1].to(weights.device)
+    layers = first.expand(weights.config.layers, -1)
+    return replace(weights, streamed=False, layers=layers, _views={})
 
 
 def _rates(forward: Forward, settings: ProfileSettings) -> tuple[PlanRates, dict[str, Any]]:
@@ -122,7 +138,7 @@ def _rates(forward: Forward, settings: ProfileSettings) -> tuple[PlanRates, dict
             return rates_from_measured(measured), measured
         except ValueError as error:
             problem = error
-    raise ValueError(f"{_PROFILES} profiles, none of them fit to plan with; the last: {problem}")
+    raise Unsteady(f"{_PROFILES} profiles, none of them fit to plan with; the last: {problem}")
 
 
 @contextmanager

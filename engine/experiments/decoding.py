@@ -6,6 +6,7 @@ since all policies are exact. Hugging Face's offloaded cache is an arm where the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,11 +14,10 @@ import torch
 from engine.decode import Decoder
 from engine.experiments.bench import Rig
 from engine.experiments.huggingface import offloaded_arm, offloaded_refused
-from engine.experiments.policies import BASELINE, Policies, Way
-from engine.experiments.rounds import Arm, Sample
+from engine.experiments.policies import Policies, Way
+from engine.experiments.rounds import LINK, Arm, Sample
 from engine.experiments.settings import DecodeCell
 
-LINK = "link-alone"
 _COPY_STEPS = 3
 
 
@@ -38,16 +38,13 @@ def decode_arms(rig: Rig, cell: DecodeCell) -> tuple[list[Arm], dict[str, str]]:
                 arms.append(offloaded_arm(rig, cell))
             continue
         way = policies.way(name)
-        arms.append(
-            Arm(
-                name, _run(rig, cell, way), policies.predicted_s(way), way.note, name == choice,
-            )
-        )  # fmt: skip
+        run, predicted_s = _run(rig, cell, way), policies.predicted_s(way)
+        arms.append(Arm(name, run, predicted_s, way.note, name == choice, policies.key(way)))
     arms.append(_link_arm(rig, cell))
     return arms, left_out
 
 
-def _run(rig: Rig, cell: DecodeCell, way: Way):
+def _run(rig: Rig, cell: DecodeCell, way: Way) -> Callable[[], Sample]:
     def run() -> Sample:
         prompts = rig.prompts(cell.sequences, cell.prompt)
         batches = [prompts[i : i + cell.batch] for i in range(0, cell.sequences, cell.batch)]
@@ -58,9 +55,7 @@ def _run(rig: Rig, cell: DecodeCell, way: Way):
             tokens = torch.cat([torch.as_tensor(t) for t in decoder.tokens()])
         finally:
             decoder.close()
-        return replace(
-            sample, before_s=before.latency_s, tokens=tuple(tokens.flatten().tolist())
-        )
+        return replace(sample, before_s=before.latency_s, tokens=tuple(tokens.flatten().tolist()))
 
     return run
 
@@ -81,6 +76,3 @@ def _link_arm(rig: Rig, cell: DecodeCell) -> Arm:
     tokens = blocks * rig.block_tokens
     predicted_s = _COPY_STEPS * cell.batches * rig.rates.load.seconds(tokens)
     return Arm(LINK, lambda: rig.timed(copy), predicted_s)
-
-
-__all__ = ["BASELINE", "LINK", "decode_arms"]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,16 +65,14 @@ def their_model(weights: Weights) -> Any:
         raise ValueError(f"the Hugging Face baseline is for OPT, not {config.family}")
     from transformers import OPTConfig, OPTForCausalLM
 
+    shape = OPTConfig(
+        vocab_size=config.vocab, num_hidden_layers=config.layers, hidden_size=config.hidden,
+        num_attention_heads=config.heads, ffn_dim=config.inner,
+        max_position_embeddings=config.max_tokens, word_embed_proj_dim=config.embed,
+        activation_function=config.activation, attn_implementation="sdpa", dtype=weights.dtype,
+    )  # fmt: skip
     with torch.device("meta"):
-        model = OPTForCausalLM(
-            OPTConfig(
-                vocab_size=config.vocab, num_hidden_layers=config.layers,
-                hidden_size=config.hidden, num_attention_heads=config.heads,
-                ffn_dim=config.inner, max_position_embeddings=config.max_tokens,
-                word_embed_proj_dim=config.embed, activation_function=config.activation,
-                attn_implementation="sdpa", dtype=weights.dtype,
-            )  # fmt: skip
-        )
+        model = OPTForCausalLM(shape)
     model.load_state_dict(state_of(weights), strict=True, assign=True)
     return model.eval()
 
@@ -90,8 +89,12 @@ def generate(
         out = model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         tokens.append(out.logits[:, -1].argmax(dim=-1))
 
+    def others() -> None:
+        for _ in range(gen - 1):
+            one()
+
     before = timed(one)
-    sample = timed(lambda: [one() for _ in range(gen - 1)])
+    sample = timed(others)
     return before, sample, torch.stack(tokens, dim=1)
 
 
@@ -102,7 +105,7 @@ def offloaded_arm(rig: Rig, cell: DecodeCell) -> Arm:
     model = their_model(rig.forward.weights)
 
     def run() -> Sample:
-        prompts = torch.as_tensor(rig.prompts(cell.sequences, cell.prompt)).to(rig.device)
+        prompts = torch.as_tensor(np.stack(rig.prompts(cell.sequences, cell.prompt))).to(rig.device)
         cache = DynamicCache(config=model.config, offloading=True)
         before, sample, tokens = generate(model, cache, prompts, cell.gen, rig.timed)
         return replace(

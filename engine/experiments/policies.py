@@ -18,6 +18,7 @@ from engine.decode import (
     BOTH_HOST,
     KV_DEVICE,
     KV_HOST,
+    Kept,
     Placement,
     Split,
     always,
@@ -43,12 +44,13 @@ class Way:
     """placement, split: as `engine.decode.Decoder` takes them.
 
     activations: of so many cached tokens of a sequence, all in full blocks, those that come from
-    activations; -1 for a cache that stays on the device.
+    activations; -1 for a cache that stays on the device. stored: what goes to host memory.
     """
 
     placement: Placement
     split: Split | None
     activations: Callable[[int], int]
+    stored: str
     note: str = ""
 
 
@@ -76,11 +78,11 @@ class Policies:
         """
         kind, _, rest = name.partition("-")
         if name == BASELINE:
-            return Way(always(KV_HOST), None, lambda full: 0)
+            return Way(always(KV_HOST), None, lambda full: 0, "either")
         if name == "device":
-            return Way(always(KV_DEVICE), None, lambda full: -1)
+            return Way(always(KV_DEVICE), None, lambda full: -1, "nothing")
         if name == "activations":
-            return Way(always(ACT_HOST), None, lambda full: full)
+            return Way(always(ACT_HOST), None, lambda full: full, "either")
         if kind == "share":
             return self._split(lambda full: int(rest) * full // 100)
         if kind == "kvpr":
@@ -88,6 +90,11 @@ class Policies:
         if kind == "hybrid":
             return self._mixed(rest)
         raise ValueError(f"no policy named {name!r}")
+
+    def key(self, way: Way) -> tuple[object, ...]:
+        """Equal for ways that store and load the same at every step."""
+        lengths = range(self.cell.prompt, self.cell.prompt + self.cell.gen)
+        return way.stored, *(way.activations(self._full(length)) for length in lengths)
 
     def predicted_s(self, way: Way) -> float:
         """Seconds of all decoding steps, by the rates."""
@@ -149,7 +156,11 @@ class Policies:
         first = self._full(self.cell.prompt)
         note = f"{activations(first)} of {first} tokens from activations at first"
         return Way(
-            always(BOTH_HOST), lambda length: activations(self._full(length)), activations, note
+            always(BOTH_HOST),
+            lambda length: activations(self._full(length)),
+            activations,
+            "both",
+            note,
         )
 
     def _best(self, full: int) -> int:
@@ -164,7 +175,7 @@ class Policies:
         if act + kv == 0:
             raise ValueError(f"hybrid-{rest}: the planner found no room for any block")
 
-        def placement(kv_blocks: int, act_blocks: int) -> object:
+        def placement(kv_blocks: int, act_blocks: int) -> Kept:
             kind = next_block_type((act, kv), (act_blocks, kv_blocks))
             return ACT_HOST if kind == "act" else KV_HOST
 
@@ -172,7 +183,7 @@ class Policies:
             types = block_types((act, kv), full // self._bt)
             return self._bt * sum(kind == "act" for kind in types)
 
-        return Way(placement, None, activations, f"ACT:KV {act}:{kv}")
+        return Way(placement, None, activations, "either", f"ACT:KV {act}:{kv}")
 
     def _target(self, rest: str) -> tuple[int, int]:
         """(ACT, KV), in any unit."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 LEAST_REPEATS = 5
+LINK = "link-alone"
+"""The arm that copies what the baseline loads, with nothing else to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,8 @@ class Sample:
 class Arm:
     """One way. run: does it once. predicted_s: of `latency_s`, or None where nothing predicts it.
 
-    note: what the planner said. chosen: the planner would take this one. swept: one of a sweep.
-    details: further figures for its row.
+    note: what the planner said. chosen: the planner would take this one. key: arms of equal keys
+    would do the very same; only the first of them is run, and the others share its samples.
     """
 
     name: str
@@ -44,7 +46,7 @@ class Arm:
     predicted_s: float | None = None
     note: str = ""
     chosen: bool = False
-    details: dict[str, float] = field(default_factory=dict)
+    key: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +58,39 @@ class Spread:
 
 
 def alternate(arms: Sequence[Arm], repeats: int) -> dict[str, list[Sample]]:
-    """Samples of each arm by round; all arms run in every round.
+    """Samples of each arm by round; all arms of different keys run in every round.
 
     Raises:
         ValueError: fewer than `LEAST_REPEATS` rounds.
     """
     if repeats < LEAST_REPEATS:
         raise ValueError(f"{repeats} repeats say too little: give {LEAST_REPEATS} or more")
-    samples: dict[str, list[Sample]] = {arm.name: [] for arm in arms}
-    for number in range(repeats + 1):
-        for arm in arms if number % 2 else reversed(arms):
+    leads = leaders(arms)
+    run = [arm for arm in arms if leads[arm.name] == arm.name]
+    samples: dict[str, list[Sample]] = {arm.name: [] for arm in run}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for number in range(repeats + 1):
+            for arm in run if number % 2 else reversed(run):
+                sample = arm.run()
+                if number:
+                    samples[arm.name].append(sample)
+            # Between the rounds, so that no run pays for another's garbage.
             gc.collect()
-            sample = arm.run()
-            if number:
-                samples[arm.name].append(sample)
-    return samples
+    finally:
+        if collecting:
+            gc.enable()
+    return {arm.name: samples[leads[arm.name]] for arm in arms}
+
+
+def leaders(arms: Sequence[Arm]) -> dict[str, str]:
+    """Of each arm, the first one with its key: that is the one which is run."""
+    first: dict[Hashable, str] = {}
+    return {
+        arm.name: arm.name if arm.key is None else first.setdefault(arm.key, arm.name)
+        for arm in arms
+    }
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -100,7 +100,7 @@ _SMALL = ProfileSettings(
     context_tokens=(0, 256, 1024), repeats=7,
 )  # fmt: skip
 _TINY = ProfileSettings(
-    tokens=(32, 64, 96, 128), new_tokens=(1, 8, 32), context_tokens=(0, 64), repeats=7
+    tokens=(32, 64, 96, 128), new_tokens=(1, 8, 32), context_tokens=(0, 64), repeats=5
 )
 
 
@@ -109,9 +109,11 @@ def _cpu(name: str, link_bytes_per_s: float) -> Setting:
     paced = link_bytes_per_s > 0
     batch, prompt, gen = (4, 128, 9) if paced else (8, 256, 17)
     row = DecodeCell(batch, prompt, gen, (*_KVPR, *_SHARES, "device", "hf-offloaded"))
+    # As much KV as weights, or more: what paper 003 is about.
     column = DecodeCell(
-        batch // 2, prompt, gen, (*_COLUMN, *_SWEPT), batches=2 if paced else 4, order="column"
-    )
+        4, prompt, 5 if paced else 17, (*_COLUMN, *_SWEPT), batches=3 if paced else 4,
+        order="column",
+    )  # fmt: skip
     prefix = PrefixCell(1024, 32)
     groups = (
         Group("opt-small", (row, prefix)),
@@ -143,9 +145,7 @@ def _kvpr_weights() -> Setting:
         DecodeCell(32, prompt, 32, policies, batches=batches, order="column")
         for prompt, batches in ((256, 8), (512, 4), (1024, 2))
     )
-    groups = tuple(
-        Group(model, cells, streamed=True) for model in ("opt-6.7b", "opt-30b-8-layers")
-    )
+    groups = tuple(Group(model, cells, streamed=True) for model in ("opt-6.7b", "opt-30b-8-layers"))
     # Of 13B, what host memory of 128 GiB holds beside the weights, KV and activations both.
     fewer = tuple(
         DecodeCell(32, prompt, 32, policies, batches=batches, order="column")
@@ -186,7 +186,7 @@ _SMALLEST = Setting(
             DecodeCell(2, 24, 4, ("kv-only", "hybrid-planned"), batches=2, order="column"),
         ), streamed=True),
     ),
-    block_tokens=8, link_bytes_per_s=20e6, profile=_TINY,
+    block_tokens=8, link_bytes_per_s=40e6, profile=_TINY,
 )  # fmt: skip
 SETTINGS: dict[str, Setting] = {
     setting.name: setting

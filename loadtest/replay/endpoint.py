@@ -142,7 +142,7 @@ class Endpoint:
         times: list[float] = []
         record.sent_s = self._now_s()
         record.status, record.error, record.error_detail = 0, "", ""
-        record.request_id = record.node = ""
+        _read_headers({}, record)
         try:
             async with self._opened().post(
                 self._url + prepared.path,
@@ -166,6 +166,7 @@ class Endpoint:
             record.error, record.error_detail = _kind(error, record.status), detail_of(error)
         finally:
             record.ended_s = self._now_s()
+            record.error_detail = self._plain(record.error_detail)
             _note(record, stream, times)
         return retry_after_s
 
@@ -206,6 +207,12 @@ class Endpoint:
         if not stream.outputs:
             raise StreamFault("empty", "the stream ended without a token")
 
+    def _plain(self, detail: str) -> str:
+        """What an endpoint said, fit to be kept: some repeat the key that they refuse."""
+        for key in self.settings.keys.values():
+            detail = detail.replace(key, "…")
+        return printable(detail)
+
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             raise RuntimeError("use Endpoint as a context manager")
@@ -223,12 +230,17 @@ def base_url(url: str) -> str:
     """The base of an endpoint, without `/v1`.
 
     Raises:
-        EndpointError: not an http(s) URL.
+        EndpointError: not an http(s) URL, or one that holds a password.
     """
     try:
         parts = urlsplit(url)
         is_usable = parts.scheme in ("http", "https") and bool(parts.hostname)
         _ = parts.port
+        if parts.username is not None or parts.password is not None:
+            # Not repeated here: it would be written down wherever the URL is.
+            raise EndpointError("the endpoint's URL holds a name or a password: give --key instead")
+    except EndpointError:
+        raise
     except ValueError:
         is_usable = False
     if not is_usable or parts.query or parts.fragment:
@@ -250,15 +262,15 @@ def _session(timeout_s: float, sent: Any) -> aiohttp.ClientSession:
 
 
 def _read_headers(headers: Mapping[str, str], record: Record) -> None:
-    record.request_id = headers.get("x-request-id", "")
-    record.node = headers.get("x-kappa-node", "")
-    if not record.node:
-        return
-    record.paced = headers.get("x-kappa-paced") == "true"
-    record.reason = headers.get("x-kappa-reason", "")
-    record.ratio = _seconds(headers.get("x-kappa-ratio"))
-    record.crit = _seconds(headers.get("x-kappa-crit"))
-    predicted_ms = _seconds(headers.get("x-kappa-predicted-ttft-ms"))
+    """What our cluster says of the attempt; nothing is left of the attempt before."""
+    record.request_id = printable(headers.get("x-request-id", ""))
+    record.node = printable(headers.get("x-kappa-node", ""))
+    ours = headers if record.node else {}
+    record.paced = ours.get("x-kappa-paced") == "true"
+    record.reason = printable(ours.get("x-kappa-reason", ""))
+    record.ratio = _seconds(ours.get("x-kappa-ratio"))
+    record.crit = _seconds(ours.get("x-kappa-crit"))
+    predicted_ms = _seconds(ours.get("x-kappa-predicted-ttft-ms"))
     record.predicted_ttft_s = None if predicted_ms is None else predicted_ms / 1e3
 
 
@@ -293,6 +305,13 @@ def detail_of(error: BaseException) -> str:
     """What an exception says, in a line."""
     text = str(error) or type(error).__name__
     return text.replace("\n", " ")[:300]
+
+
+def printable(text: str) -> str:
+    """Text of others without what a journal cannot hold, or a terminal would obey."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _note(record: Record, stream: Stream, times: list[float]) -> None:

@@ -7,7 +7,7 @@ text, too (special tokens, halves of a character).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -37,9 +37,13 @@ class _Choice(msgspec.Struct):
     finish_reason: Any = None
 
 
+# What a table's column of integers holds.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
 
 
 class _Event(msgspec.Struct):

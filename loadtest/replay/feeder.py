@@ -88,9 +88,11 @@ class Feeder:
                 if self._is_over:
                     return None
                 self._visit = self._start()
-            await asyncio.wait([self._visit])
+            # Many may wait for one visit, and the first to wake forgets it, or begins another.
+            visit = self._visit
+            await asyncio.wait([visit])
             if not self._ready:
-                self._visit.result()
+                visit.result()
             self._settle()
         fed = self._ready.popleft()
         self._taken_bytes += _size(fed.made)

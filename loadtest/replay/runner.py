@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -198,9 +198,14 @@ class Runner:
         return False
 
     async def _sleep(self, seconds: float) -> bool:
+        """False if the run was stopped before the end of it."""
+        return await self._unless_stopped(asyncio.sleep(seconds))
+
+    async def _unless_stopped(self, waiting: Awaitable[object]) -> bool:
+        """Wait, with nothing on its way; False if the run was stopped meanwhile."""
         with self._idling():
             try:
-                await asyncio.sleep(seconds)
+                await waiting
             except asyncio.CancelledError:
                 if not self.is_stopped:
                     raise
@@ -221,13 +226,15 @@ class Runner:
             record.error, record.error_detail = "prompt", made.why
             self._ended(record)
             return True
+        if not await self._slot():
+            return False
         while True:
-            if not await self._slot():
-                return False
             retry_after_s = await self._attempt(made, record)
             if record.attempt >= self._settings.retries or not _may_pass(record.error):
                 break
-            if not await self._sleep(self._backoff_s(record.attempt, retry_after_s)):
+            # Stopped before another attempt: what became of the last one is the record.
+            backoff_s = self._backoff_s(record.attempt, retry_after_s)
+            if not (await self._sleep(backoff_s) and await self._slot()):
                 break
             record.retried.append(record.error)
             record.attempt += 1
@@ -237,18 +244,10 @@ class Runner:
 
     async def _slot(self) -> bool:
         """Take a slot among the streams; False if the run was stopped while waiting for one."""
-        if self._slots.locked():
-            self.counts.held_back += 1
-            with self._idling():
-                try:
-                    await self._slots.acquire()
-                except asyncio.CancelledError:
-                    if not self.is_stopped:
-                        raise
-                    return False
-            return True
-        await self._slots.acquire()
-        return True
+        if not self._slots.locked():
+            return await self._slots.acquire()
+        self.counts.held_back += 1
+        return await self._unless_stopped(self._slots.acquire())
 
     async def _attempt(self, made: Prepared, record: Record) -> float | None:
         counts = self.counts

@@ -61,7 +61,8 @@ async def survey(url: str, key: str = "") -> Surveyed:
         if not cards:
             raise EndpointError(f"{base} serves no model")
         rows = (await _told(session, f"{base}/v1/nodes")).get("nodes")
-        nodes = tuple(rows) if isinstance(rows, list) else ()
+        is_ours = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+        nodes = tuple(rows or ()) if is_ours else ()
         takes = bool(nodes) or any(card.owned_by in _EOS_OWNERS for card in cards)
         takes = takes or "version" in await _told(session, f"{base}/version")
         contexts = {c.id: c.max_model_len for c in cards if isinstance(c.max_model_len, int)}

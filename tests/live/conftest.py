@@ -27,6 +27,7 @@ CONFIG = """
 dilation: 10
 engine:
   device_blocks: 200
+  metrics: true
   max_context_tokens: 6144
 router:
   max_queue: 40

@@ -1,0 +1,139 @@
+"""`kappa dashboards`: a cluster, Prometheus and traffic together, for looking at the dashboards.
+
+Recorded sessions are replayed over and over, in groups that take turns, while Prometheus scrapes
+the router and Ray. There is no Grafana here: the JSON files are for yours. With `--for` it ends by
+itself, tells which panels had data, and draws them. Everything started here ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deploy.commands.demo import chat_sessions
+from deploy.commands.serve import Config, Policy, Port, running, settings_or_exit
+from deploy.prometheus import Prometheus, PrometheusError, ray_targets, tool
+from loadtest.sessions import ClusterError, replay
+from workload.sessions import demo_sessions_path, read_sessions
+
+_ANSWER_TOKENS = 16
+# A group of chats comes again when the others have driven it from the device to the host tier.
+_GROUPS = 3
+_INTERVAL_S = 2.0
+_RATE_WINDOW_S = 30.0
+# The first rate needs two scrapes, and the first seconds show nothing but the warm-up.
+_LEAST_S = 30.0
+
+
+def dashboards(
+    config: Config = None,
+    policy: Policy = None,
+    port: Port = None,
+    prometheus_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Prometheus' port; 0: a free one.")
+    ] = 9090,
+    sessions: Annotated[int, typer.Option(min=1, max=64, help="Chats at once.")] = 4,
+    seconds: Annotated[
+        float | None,
+        typer.Option("--for", min=_LEAST_S, help="End after so many seconds; default: Ctrl-C."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw what the panels showed (PNG); needs --for.")
+    ] = None,
+) -> None:
+    """Start a cluster, Prometheus and traffic, to look at the dashboards."""
+    if picture is not None and seconds is None:
+        raise typer.BadParameter("--picture is drawn at the end: say when with --for")
+    settings = settings_or_exit(config, policy, port)
+    engine = settings.engine.model_copy(update={"metrics": True})
+    settings = settings.model_copy(update={"engine": engine})
+    error_console = Console(stderr=True)
+    try:
+        tool("prometheus")  # before seconds are spent on the cluster
+        signal.signal(signal.SIGTERM, _interrupt)
+        with running(settings) as cluster:
+            # Ray has put its own handler there, which dumps the stack and exits.
+            signal.signal(signal.SIGTERM, _interrupt)
+            jobs = {
+                "kappa": [cluster.url.removeprefix("http://")],
+                "ray": ray_targets(os.getpid()),
+            }
+            with Prometheus(jobs, _rules(), _INTERVAL_S, prometheus_port) as server:
+                _print_urls(cluster.url, server.url)
+                asyncio.run(_traffic(cluster.url, sessions, seconds))
+                if seconds is not None:
+                    raise typer.Exit(_evaluate(server.url, seconds, picture))
+    except (PrometheusError, ClusterError) as error:
+        error_console.print(f"[red]{error}[/red]", highlight=False)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _rules() -> list[Path]:
+    from dashboards.build import FOLDER, RULE_FILES
+
+    return [FOLDER / "rules" / name for name in RULE_FILES]
+
+
+def _print_urls(cluster: str, prometheus: str) -> None:
+    from dashboards.build import DASHBOARDS, FOLDER
+
+    files = "\n".join(f"  {FOLDER / f'{board.uid}.json'}" for board in DASHBOARDS)
+    print(
+        f"endpoint    {cluster}/v1 (metrics: {cluster}/metrics)\n"
+        f"Prometheus  {prometheus} (rules: {prometheus}/rules)\n"
+        f"Dashboards, for your Grafana with that Prometheus as data source:\n{files}\n"
+        f"Which panels have data: .venv/bin/python -m dashboards.check --prometheus {prometheus}\n"
+        "Ctrl-C stops all of it.",
+        flush=True,
+    )
+
+
+async def _traffic(url: str, count: int, seconds: float | None) -> None:
+    """Replay recorded sessions, `count` at once, until the time is up; tell what failed."""
+    for name in ("httpx", "httpx2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    recorded = read_sessions(demo_sessions_path())
+    errors: Counter[str] = Counter()
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                chats = chat_sessions(recorded, _GROUPS * count)
+                for turn in itertools.count():
+                    first = turn % _GROUPS * count
+                    now = chats[first : first + count]
+                    for outcome in await replay(url, now, _ANSWER_TOKENS):
+                        if outcome.error:
+                            errors[outcome.error] += 1
+    finally:
+        if errors:
+            Console(stderr=True).print(f"requests that failed: {dict(errors)}", highlight=False)
+
+
+def _evaluate(prometheus: str, seconds: float, picture: Path | None) -> int:
+    """Tell which panels had data, draw them; 1 if one that must have some had none."""
+    from dashboards.check import ask, report
+    from dashboards.sheet import draw
+
+    answers = ask(prometheus, seconds, _RATE_WINDOW_S, time.time())
+    print(report(answers))
+    if picture is not None:
+        draw(answers, picture)
+        print(f"drawn: {picture}")
+    return 1 if any(answer.is_missing for answer in answers) else 0

@@ -1,0 +1,1 @@
+"""Dockerfiles for CPU and CUDA machines, and what checks them."""

@@ -1,0 +1,195 @@
+"""Reads the Dockerfiles: lints them, and runs their install steps where no image can be built.
+
+`python -m deploy.docker.check` lints. `--install cpu` runs the build stage's steps in a temporary
+folder in place of the image (minutes, gigabytes), then imports what was installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+KINDS = ("cpu", "cuda")
+
+_INSTRUCTIONS = {
+    "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "LABEL", "RUN", "USER", "WORKDIR",
+}  # fmt: skip
+_STEP_TIMEOUT_S = 1800.0
+# The image's folders that the build stage writes to.
+_PLACES = ("/opt/kappa", "/dist", "/src")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One instruction: its word, its text on one line, the line it begins on, its stage."""
+
+    word: str
+    text: str
+    line: int
+    stage: int
+
+
+def parse(text: str) -> list[Step]:
+    """The instructions of a Dockerfile, without comments, continued lines joined."""
+    steps: list[Step] = []
+    parts: list[str] = []
+    start, stage = 0, -1
+    for number, line in enumerate(text.splitlines(), start=1):
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        start = start if parts else number
+        parts.append(stripped.removesuffix("\\").strip())
+        if stripped.endswith("\\"):
+            continue
+        word, _, rest = " ".join(parts).partition(" ")
+        stage += word.upper() == "FROM"
+        steps.append(Step(word.upper(), rest.strip(), start, stage))
+        parts = []
+    if parts:
+        steps.append(Step("?", " ".join(parts), start, stage))
+    return steps
+
+
+def lint(text: str, root: Path = ROOT) -> list[str]:
+    """What is wrong with a Dockerfile, one line each."""
+    steps = parse(text)
+    found = [f"line {step.line}: {fault}" for step in steps for fault in _step_faults(step, root)]
+    if not steps or steps[0].word not in ("FROM", "ARG"):
+        return [*found, "line 1: a Dockerfile begins with FROM"]
+    last = max(step.stage for step in steps)
+    users = [step.text for step in steps if step.word == "USER" and step.stage == last]
+    # A number: Kubernetes cannot tell whether a name is root's.
+    if not users or not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", users[-1]):
+        found.append("the last stage ends as root: give USER a number above 0")
+    if not any(step.word == "RUN" and ".whl" in step.text for step in steps):
+        found.append("nothing installs our wheel")
+    return found
+
+
+def _step_faults(step: Step, root: Path) -> Iterator[str]:
+    if step.word not in _INSTRUCTIONS:
+        yield f"{step.word} is no instruction used here"
+    if step.word == "FROM":
+        image = step.text.split()[0]
+        if ":" not in image or image.endswith(":latest"):
+            yield f"FROM {image}: name a version"
+    if step.word == "COPY" and not step.text.startswith("--from="):
+        for source in step.text.split()[:-1]:
+            if not (root / source).exists():
+                yield f"COPY {source}: there is no such file"
+    if step.word == "RUN":
+        yield from _run_faults(step.text)
+
+
+def _run_faults(text: str) -> Iterator[str]:
+    if "apt-get install" in text:
+        for wanted in ("--no-install-recommends", "--yes", "rm -rf /var/lib/apt/lists/*"):
+            if wanted not in text:
+                yield f"apt-get install without {wanted}"
+    if re.search(r"\b(sudo|curl|wget)\b", text):
+        yield "fetches or runs what no lock names (sudo, curl, wget)"
+    if re.search(r"pip install\b.*(\s-e\s|--editable)", text):
+        yield "installs the working tree: install the wheel"
+    for command in re.findall(r"pip install[^&;]*", text):
+        if re.search(r"(-r |\.whl)", command) and "--no-deps" not in command:
+            yield "installs without --no-deps: the lock is complete, and nothing else may come in"
+        if not re.search(r"(-r |\.whl|==)", command):
+            yield f"{command.strip()}: name a version"
+
+
+def install(kind: str, folder: Path) -> None:
+    """Run the build stage's steps with `folder` in place of the image's root.
+
+    Raises:
+        subprocess.CalledProcessError: a step fails.
+    """
+    for place in _PLACES:
+        (folder / place[1:]).mkdir(parents=True)
+    (folder / "opt/kappa").rmdir()  # made by its own step
+    source = folder / "src"
+    for step in parse((FOLDER / f"{kind}.Dockerfile").read_text(encoding="utf-8")):
+        if step.stage:
+            break
+        if step.word == "COPY" and not step.text.startswith("--"):
+            *names, _ = step.text.split()
+            for name in names:
+                _copy(ROOT / name, source)
+        elif step.word == "RUN":
+            text = re.sub(r"(?<![\w/.])(/opt/kappa|/dist)", rf"{folder}\1", step.text)
+            print(f"+ {text}", flush=True)
+            subprocess.run(
+                ["/bin/sh", "-ec", text], cwd=source, env=_environment(kind, folder), check=True,
+                timeout=_STEP_TIMEOUT_S,
+            )  # fmt: skip
+
+
+def _copy(path: Path, to: Path) -> None:
+    """A file, or of the whole tree what the wheel is made of, as .dockerignore says."""
+    if path.is_file():
+        shutil.copy(path, to)
+        return
+    ignore = (FOLDER / "cpu.Dockerfile.dockerignore").read_text(encoding="utf-8")
+    for pattern in (line[1:] for line in ignore.splitlines() if line.startswith("!")):
+        for found in path.glob(pattern):
+            if found.is_dir():
+                skip = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(found, to / found.name, ignore=skip, dirs_exist_ok=True)
+            else:
+                shutil.copy(found, to)
+
+
+def _environment(kind: str, folder: Path) -> dict[str, str]:
+    """As in the image: nothing of this environment, but where packages are found."""
+    kept = re.compile(r"PATH|HOME|(PIP|UV|SSL)_\w+|\w+_proxy|\w+_PROXY")
+    environment = {name: value for name, value in os.environ.items() if kept.fullmatch(name)}
+    # The steps' `python` and `uv` are an environment's of their own, as in the image.
+    environment["PATH"] = f"{folder}/python/bin:{environment.get('PATH', '/usr/bin:/bin')}"
+    wheels = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS")
+    machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, "")
+    if kind == "cpu":
+        environment["TORCH_WHEELS"] = wheels or "https://download.pytorch.org/whl/cpu/torch/"
+    return {**environment, "TARGETARCH": machine, "UV_LINK_MODE": "copy"}
+
+
+def _try_install(kind: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="kappa-image-") as work:
+        folder = Path(work)
+        subprocess.run([sys.executable, "-m", "venv", folder / "python"], check=True)
+        install(kind, folder)
+        python = folder / "opt" / "kappa" / "bin" / "python"
+        subprocess.run(
+            [python, "-c", "import kappa, router.policy, deploy.serve_app, dashboards.build, vllm"],
+            cwd=work, check=True,
+        )  # fmt: skip
+        subprocess.run([python.with_name("kappa"), "--help"], cwd=work, check=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Lint all, and with `--install` try one."""
+    parser = argparse.ArgumentParser(prog="python -m deploy.docker.check", description=__doc__)
+    parser.add_argument("--install", choices=KINDS, help="run the install steps of this image")
+    options = parser.parse_args(arguments)
+    found = [
+        f"{kind}.Dockerfile: {fault}"
+        for kind in KINDS
+        for fault in lint((FOLDER / f"{kind}.Dockerfile").read_text(encoding="utf-8"))
+    ]
+    print("\n".join(found) or "no faults")
+    if options.install and not found:
+        _try_install(options.install)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Manifests for Kubernetes with KubeRay, and what renders and checks them."""

@@ -1,0 +1,46 @@
+"""The application as a Ray Serve config file names it: `import_path: deploy.serve_app:app`.
+
+For clusters that others start (KubeRay's RayService, `serve deploy`). `args` holds the same keys as
+the file of `kappa serve --config`, save `http`, which is the config file's own `http_options`.
+`python -m deploy.serve_app [SETTINGS]` makes the model of the demo, when the settings name no
+other, where each machine will look for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from deploy.app import build_app, prepare_model
+from kappa.settings import ClusterSettings, SettingsError, load_settings
+
+
+def settings_of(args: dict[str, Any]) -> ClusterSettings:
+    """The settings in an application's `args`.
+
+    Raises:
+        SettingsError: with every key at fault and the reason.
+    """
+    if "http" in args:
+        raise SettingsError(
+            "args: http has no place here; set http_options beside applications in the Serve "
+            "config file"
+        )
+    return load_settings(None, **args)
+
+
+def app(args: dict[str, Any]) -> Any:
+    """The bound Serve application; called by Ray Serve with the config file's `args`."""
+    settings = settings_of(args)
+    # Workers are on machines of their own: each offers its stream on its address in Ray's cluster.
+    return build_app(settings, prepare_model(settings), stream_host="")
+
+
+def main() -> None:
+    """Make, or check, the model that the settings name."""
+    path = sys.argv[1] if len(sys.argv) > 1 else None
+    print(prepare_model(load_settings(path)).source)
+
+
+if __name__ == "__main__":
+    main()

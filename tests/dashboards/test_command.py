@@ -1,0 +1,74 @@
+"""`kappa dashboards` and the fetching of Prometheus, where they must refuse and say why."""
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from deploy.commands.dashboards import dashboards
+from deploy.prometheus import Prometheus, PrometheusError, tool
+
+
+@pytest.fixture
+def run():
+    app = typer.Typer()
+    app.command()(dashboards)
+    return lambda *arguments: CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    """A machine without Prometheus, and without anything to fetch it with."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.setenv("KAPPA_HOME", str(tmp_path / "home"))
+    return programs
+
+
+def program(folder, name, text):
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_a_picture_needs_an_end(run):
+    done = run("--picture", "sheet.png")
+    assert done.exit_code == 2
+    assert "--for" in done.output
+
+
+@pytest.mark.parametrize("seconds", ["1", "-5", "soon"])
+def test_too_short_a_time_is_refused(run, seconds):
+    assert run("--for", seconds).exit_code == 2
+
+
+def test_without_prometheus_it_says_what_to_do_before_it_starts_a_cluster(run, bare):
+    done = run()
+    assert done.exit_code == 1
+    assert "PATH" in done.output
+    assert "Ray" not in done.output
+
+
+def test_a_failed_download_says_why(bare):
+    program(bare, "apt-get", "echo 'E: no network' >&2; exit 100")
+    program(bare, "dpkg-deb", "exit 0")
+    with pytest.raises(PrometheusError, match=r"E: no network.*PATH"):
+        tool("promtool")
+
+
+def test_a_package_without_the_program_is_an_error(bare):
+    program(bare, "apt-get", ": > prometheus_1.deb")
+    program(bare, "dpkg-deb", "/bin/mkdir unpacked")
+    with pytest.raises(PrometheusError, match="holds no promtool"):
+        tool("promtool")
+
+
+def test_a_program_on_the_path_is_taken(bare):
+    program(bare, "promtool", "exit 0")
+    assert tool("promtool") == bare / "promtool"
+
+
+def test_a_server_that_ends_at_once_says_what_it_said(bare, monkeypatch):
+    program(bare, "prometheus", "echo 'no room left' >&2; exit 3")
+    with pytest.raises(PrometheusError, match="no room left"), Prometheus({}):
+        pass

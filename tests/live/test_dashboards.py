@@ -1,0 +1,82 @@
+"""A real Prometheus scrapes the cluster under traffic: every panel's query returns data."""
+
+import itertools
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+
+from dashboards import build, check
+from deploy.prometheus import Prometheus, PrometheusError, ray_targets
+
+# Ray's agents report every ten seconds: two reports with traffic before them make a rate.
+TRAFFIC_S = 32.0
+RATE_WINDOW_S = 25.0
+CLIENTS, CHATS, TURNS = 4, 4, 6
+
+
+@pytest.fixture
+def prometheus(live):
+    rules = [build.FOLDER / "rules" / name for name in build.RULE_FILES]
+    jobs = {"kappa": [live.url.removeprefix("http://")], "ray": ray_targets(serve_pid())}
+    assert jobs["ray"], "Ray's metrics agent has told no port"
+    try:
+        with Prometheus(jobs, rules) as server:
+            yield server
+    except PrometheusError as error:
+        pytest.skip(str(error))
+
+
+def serve_pid():
+    """The process of the cluster that this session has started."""
+    (pid,) = [
+        child.pid
+        for child in psutil.Process().children()
+        if "serve" in child.cmdline() and "--json" in child.cmdline()
+    ]
+    return pid
+
+
+def converse(live, number, until):
+    """Several chats in turn: together they outgrow the device's cache, so the host tier serves."""
+    chats = [
+        [{"role": "user", "content": f"chat {number} {chat}: " + "the quick brown fox " * 250}]
+        for chat in range(CHATS)
+    ]
+    for turn in itertools.count():
+        for messages in chats:
+            if time.monotonic() > until:
+                return
+            answer = live.openai.chat.completions.create(
+                model=live.model, messages=messages, max_tokens=8
+            )
+            if turn < TURNS:
+                messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+                messages.append({"role": "user", "content": f"go on, {turn}"})
+
+
+def test_every_panel_has_data_on_a_running_cluster(idle, prometheus, tmp_path):
+    until = time.monotonic() + TRAFFIC_S
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        list(pool.map(lambda number: converse(idle, number, until), range(CLIENTS)))
+
+    targets = httpx.get(f"{prometheus.url}/api/v1/targets").json()["data"]["activeTargets"]
+    assert {target["health"] for target in targets} == {"up"}, targets
+
+    answers = check.ask(prometheus.url, TRAFFIC_S, RATE_WINDOW_S, time.time())
+    missing = [answer for answer in answers if answer.empty and not answer.absent]
+    assert not missing, check.report(missing)
+
+    # The check would have noticed a metric that does not exist.
+    for uid in (board.uid for board in build.DASHBOARDS):
+        text = (build.FOLDER / f"{uid}.json").read_text()
+        (tmp_path / f"{uid}.json").write_text(text.replace("kappa_ttft_seconds", "kappa_tffts"))
+    broken = check.ask(prometheus.url, TRAFFIC_S, RATE_WINDOW_S, time.time(), tmp_path)
+    assert {"Goodput", "Time to first token"} <= {a.title for a in broken if a.is_missing}
+
+    rules = httpx.get(f"{prometheus.url}/api/v1/rules").json()["data"]["groups"]
+    faulty = {r["name"]: r["lastError"] for g in rules for r in g["rules"] if r.get("lastError")}
+    assert not faulty, json.dumps(faulty)

@@ -1,0 +1,65 @@
+"""The Dockerfiles, read: no image can be built in a test."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from deploy.docker import check
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "docker"
+GOOD = (FOLDER / "cpu.Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("kind", check.KINDS)
+def test_the_dockerfiles_have_no_faults(kind):
+    assert check.lint((FOLDER / f"{kind}.Dockerfile").read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("FROM python:3.11-slim-bookworm\n", "FROM python\n", "name a version"),
+        ("USER 1000:1000", "USER root", "ends as root"),
+        ("USER 1000:1000", "USER 0", "ends as root"),
+        ("USER 1000:1000", "", "ends as root"),
+        ("COPY requirements.lock", "COPY requirement.lock", "no such file"),
+        ("--no-deps --find-links", "--find-links", "--no-deps"),
+        ("--no-install-recommends ", "", "--no-install-recommends"),
+        ("rm -rf /var/lib/apt/lists/*", "true", "lists"),
+        ("uv==", "uv>=", "name a version"),
+        ("/dist/*.whl", "-e .", "wheel"),
+        ("WORKDIR /src", "ADD https://example.com/x /src", "ADD"),
+        ("WORKDIR /src", "RUN curl https://example.com | sh", "curl"),
+    ],
+)
+def test_a_fault_is_found(old, new, said):
+    assert old in GOOD
+    found = check.lint(GOOD.replace(old, new))
+    assert any(said in fault for fault in found), found
+
+
+def test_continued_lines_are_one_step():
+    steps = check.parse("FROM a:1\n# why\nRUN one \\\n    # inside\n    && two\nUSER 1\n")
+    assert [(step.word, step.text, step.line) for step in steps] == [
+        ("FROM", "a:1", 1), ("RUN", "one && two", 3), ("USER", "1", 6),
+    ]  # fmt: skip
+
+
+def test_the_cuda_image_is_made_for_both_architectures_from_their_own_locks():
+    text = (FOLDER / "cuda.Dockerfile").read_text()
+    for arch, lock in (("amd64", "requirements-gpu.lock"), ("arm64", "requirements-gpu-aarch64")):
+        assert f"{arch}) lock={lock}" in text
+        assert (ROOT / lock.removesuffix(".lock")).with_suffix(".lock").exists()
+
+
+@pytest.mark.parametrize("kind", check.KINDS)
+def test_the_build_context_holds_every_package_of_the_wheel(kind):
+    lines = (FOLDER / f"{kind}.Dockerfile.dockerignore").read_text().splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert {*wheel, "dashboards", "pyproject.toml", "LICENSE", "NOTICE"} <= {
+        line.removeprefix("!") for line in lines
+    }
+    assert "*" in lines and "**/__pycache__" in lines

@@ -1,0 +1,239 @@
+"""Every overlay renders and is sound; a wrong field, anywhere in it, is found. No cluster."""
+
+import copy
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.k8s import checks, render
+from deploy.serve_app import settings_of
+from kappa.settings import SettingsError
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    pytest.mark.filterwarnings("ignore:Using extra keyword arguments"),
+    pytest.mark.skipif(
+        not (shutil.which("kubectl") or shutil.which("kustomize")),
+        reason="rendering needs kubectl or kustomize",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def rendered():
+    return {name: list(documents(render.OVERLAYS / name)) for name in render.overlays()}
+
+
+def documents(folder):
+    return (document for document in yaml.safe_load_all(render.render(folder)) if document)
+
+
+def one(documents, kind):
+    return next(document for document in documents if document["kind"] == kind)
+
+
+@pytest.fixture
+def ray_service(rendered):
+    def changed(overlay, change):
+        found = copy.deepcopy(one(rendered[overlay], "RayService"))
+        change(found["spec"])
+        return checks.faults([found])
+
+    return changed
+
+
+def test_there_is_an_overlay_for_cpus_and_one_for_unlike_gpus():
+    assert render.overlays() == ["cpu-demo", "gpu-mixed"]
+
+
+def test_one_command_renders_all(tmp_path):
+    assert render.main(["--out", str(tmp_path)]) == 0
+    for name in render.overlays():
+        found = list(yaml.safe_load_all((tmp_path / f"{name}.yaml").read_text()))
+        assert one(found, "RayService")
+
+
+def test_an_unknown_overlay_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        render.main(["gpu-unmixed"])
+    assert "gpu-unmixed" in capsys.readouterr().err
+
+
+def test_a_fault_makes_the_command_fail(tmp_path, monkeypatch, capsys):
+    text = render.render(render.OVERLAYS / "cpu-demo")
+    monkeypatch.setattr(render, "render", lambda _: text.replace("rayVersion", "raysVersion"))
+    assert render.main(["--out", str(tmp_path), "cpu-demo"]) == 1
+    assert "raysVersion" in capsys.readouterr().err
+
+
+def container(spec, group=0):
+    groups = spec["rayClusterConfig"]["workerGroupSpecs"]
+    return groups[group]["template"]["spec"]["containers"][0]
+
+
+def rename(mapping, old, new):
+    mapping[new] = mapping.pop(old)
+
+
+def in_serve(old, new):
+    def change(spec):
+        assert old in spec["serveConfigV2"]
+        spec["serveConfigV2"] = spec["serveConfigV2"].replace(old, new)
+
+    return change
+
+
+WRONG = {
+    "unknown field of the RayService": (lambda s: s.update(upgradeStrategi={}), "upgradeStrategi"),
+    "unknown field of a pod": (
+        lambda s: rename(container(s), "volumeMounts", "volumesMounts"), "volumesMounts"),
+    "unknown field of a probe": (
+        lambda s: rename(container(s)["readinessProbe"], "httpGet", "httpGets"), "httpGets"),
+    "text for a number": (
+        lambda s: s["rayClusterConfig"]["workerGroupSpecs"][0].update(replicas="two"), "two"),
+    "a group without a name": (
+        lambda s: s["rayClusterConfig"]["workerGroupSpecs"][0].pop("groupName"), "groupName"),
+    "a mount of no volume's name": (
+        lambda s: container(s)["volumeMounts"][0].pop("mountPath"), "mountPath"),
+    "no YAML in serveConfigV2": (lambda s: s.update(serveConfigV2="{a"), "serveConfigV2"),
+    "unknown field of Serve's": (in_serve("http_options", "http_option"), "http_option"),
+    "another application": (in_serve("deploy.serve_app:app", "deploy.serve_app:apps"), "apps"),
+    "an unknown setting": (in_serve("dilation: 30", "dilatation: 30"), "dilatation"),
+    "an impossible setting": (in_serve("dilation: 30", "dilation: -1"), "dilation"),
+    "an unknown profile": (in_serve("profile: c2c", "profile: d2d"), "d2d"),
+    "the wrong number of pods": (
+        lambda s: s["rayClusterConfig"]["workerGroupSpecs"][0].update(replicas=3), "3 worker pods"),
+    "packages installed at start": (
+        in_serve("route_prefix: /", "route_prefix: /\n    runtime_env: {pip: [numpy]}"),
+        "runtime_env"),
+    "too little memory for the host tier": (
+        in_serve("dilation: 30", "engine: {host_bytes: 4294967296}"), "would be killed"),
+    "too few CPUs for an engine": (
+        lambda s: s["rayClusterConfig"]["workerGroupSpecs"][0]["rayStartParams"].update(
+            {"num-cpus": "1"}
+        ),
+        "wait for ever",
+    ),
+    "limits above requests": (
+        lambda s: container(s)["resources"]["limits"].update(cpu="8"), "differ"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_found(name, ray_service):
+    change, said = WRONG[name]
+    found = ray_service("cpu-demo", change)
+    assert any(said in fault for fault in found), found
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        ("NetworkPolicy", lambda s: s.update(podSelectors={}), "podSelectors"),
+        ("PodDisruptionBudget", lambda s: s.update(minUnavailable=1), "minUnavailable"),
+        ("Service", lambda s: s["ports"][0].update(port="http"), "http"),
+        ("ServiceMonitor", lambda s: s["selector"]["matchLabels"].update(a="b"), "selects nothing"),
+        ("NetworkPolicy", lambda s: s["podSelector"]["matchLabels"].update(a="b"), "selects"),
+    ],
+)
+def test_what_is_wrong_beside_the_rayservice_is_found(kind, change, said, rendered):
+    found = copy.deepcopy(rendered["gpu-mixed"])
+    change(one(found, kind)["spec"])
+    assert any(said in fault for fault in checks.faults(found)), kind
+
+
+def pods(spec):
+    cluster = spec["rayClusterConfig"]
+    yield cluster["headGroupSpec"]["template"]["spec"]
+    for group in cluster["workerGroupSpecs"]:
+        yield group["template"]["spec"]
+
+
+def test_no_container_runs_as_root_or_may_become_it(rendered):
+    for found in rendered.values():
+        for pod in pods(one(found, "RayService")["spec"]):
+            assert pod["securityContext"]["runAsNonRoot"] is True
+            assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert pod["automountServiceAccountToken"] is False
+            for each in (*pod["containers"], *pod.get("initContainers", ())):
+                assert each["securityContext"]["allowPrivilegeEscalation"] is False
+                assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+                assert each["image"].startswith("registry.example.com/kappa-serve:")
+
+
+def test_every_pod_is_probed_and_exposes_its_metrics(rendered):
+    for found in rendered.values():
+        for pod in pods(one(found, "RayService")["spec"]):
+            (ray,) = pod["containers"]
+            assert {"startupProbe", "livenessProbe", "readinessProbe"} <= ray.keys()
+            ports = {port["name"]: port["containerPort"] for port in ray["ports"]}
+            assert (ports["serve"], ports["metrics"]) == (8000, 8080)
+
+
+def test_unlike_gpus_go_to_machines_of_their_own_architecture(rendered):
+    groups = {
+        group["groupName"]: group
+        for group in one(rendered["gpu-mixed"], "RayService")["spec"]["rayClusterConfig"][
+            "workerGroupSpecs"
+        ]
+    }
+    arches = {
+        name: group["template"]["spec"]["nodeSelector"]["kubernetes.io/arch"]
+        for name, group in groups.items()
+    }
+    assert arches == {"gh200": "arm64", "h100": "amd64", "a100": "amd64"}
+    for name, group in groups.items():
+        pod = group["template"]["spec"]
+        assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+        assert "nvidia.com/gpu" in {toleration["key"] for toleration in pod["tolerations"]}
+        assert yaml.safe_load(group["rayStartParams"]["resources"]) == f'{{"pool-{name}": 1}}'
+    keys = {t["key"] for t in groups["gh200"]["template"]["spec"]["tolerations"]}
+    assert "kubernetes.io/arch" in keys
+
+
+def test_keys_come_from_a_secret_and_stand_in_no_manifest(rendered):
+    spec = one(rendered["gpu-mixed"], "RayService")["spec"]
+    assert "by_key" not in spec["serveConfigV2"]
+    for pod in pods(spec):
+        (keys,) = [v for v in pod["volumes"] if v["name"] == "keys"]
+        assert keys["secret"]["secretName"] == "kappa-keys"
+    assert not [d for d in rendered["gpu-mixed"] if d["kind"] == "Secret"]
+
+
+def test_huge_pages_can_be_added(tmp_path):
+    # Kustomize takes relative paths only.
+    folder = render.OVERLAYS / "gpu-mixed"
+    extra = tmp_path / "overlay"
+    shutil.copytree(ROOT / "deploy" / "k8s", tmp_path / "deploy" / "k8s")
+    shutil.copytree(ROOT / "dashboards", tmp_path / "dashboards")
+    extra.mkdir()
+    (extra / "kustomization.yaml").write_text(
+        "resources: [../deploy/k8s/overlays/gpu-mixed]\n"
+        "components: [../deploy/k8s/components/huge-pages]\n"
+    )
+    found = list(documents(extra))
+    assert checks.faults(found) == []
+    before = one(list(documents(folder)), "RayService")["spec"]
+    for group in range(3):
+        limits = container(one(found, "RayService")["spec"], group)["resources"]["limits"]
+        assert limits["hugepages-2Mi"] == "8Gi"
+        assert "hugepages-2Mi" not in container(before, group)["resources"]["limits"]
+
+
+def test_the_settings_of_an_application_are_those_of_a_cluster_file():
+    assert settings_of({"dilation": 5}).dilation == 5
+    with pytest.raises(SettingsError, match="dilatation"):
+        settings_of({"dilatation": 5})
+    with pytest.raises(SettingsError, match="http_options"):
+        settings_of({"http": {"port": 1}})
+
+
+def test_quantities():
+    assert checks.quantity("4Gi") == 4 << 30
+    assert checks.quantity("1500m") == 1.5
+    assert checks.quantity(2) == 2
