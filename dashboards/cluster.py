@@ -173,9 +173,9 @@ CACHE = Row(
               1.0, (0.3, 0.6), True),
         Panel("Hits by tier", "Share of the tokens looked for that were found, on the device and "
               "in the host tier, as vLLM counts.", "percentunit",
-              (Query(f"{rate('ray_vllm_prefix_cache_hits_total')} / "
+              (Query(f"({rate('ray_vllm_prefix_cache_hits_total')} or vector(0)) / "
                      f"{rate('ray_vllm_prefix_cache_queries_total')}", "device"),
-               Query(f"{rate('ray_vllm_external_prefix_cache_hits_total')} / "
+               Query(f"({rate('ray_vllm_external_prefix_cache_hits_total')} or vector(0)) / "
                      f"{rate('ray_vllm_external_prefix_cache_queries_total')}", "host")),
               width=6, top=1.0),
         Panel("Cache in use", "Share of the blocks in use, by replica: the device's, and the host "
