@@ -15,15 +15,12 @@ from itertools import count
 
 from workload.expansion import copied, order_of
 from workload.prompts import VOCABULARY, TokenIds, prompt_tokens, prompt_words
-from workload.reuse import Reuse
+from workload.reuse import ENGINE_BLOCK_TOKENS, Reuse
 from workload.shapes import Message as Message
 from workload.shapes import SessionShape, TurnShape, Workload
 
 Prompt = str | tuple[Message, ...] | TokenIds
 """Text for a completion, messages of a chat, or token ids."""
-
-ENGINE_BLOCK_TOKENS = 16
-"""Tokens in a cache block of vLLM unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from workload.prompts import prompt_ids
 from workload.shapes import BlockIds, SessionShape
 
+ENGINE_BLOCK_TOKENS = 16
+"""Tokens in a cache block of vLLM unless told otherwise."""
+
 
 class Reuse:
     """A cache that keeps everything: how many tokens of a prompt it holds, in full blocks.

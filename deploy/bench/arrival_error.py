@@ -33,8 +33,9 @@ import typer
 from deploy.bench.stub_endpoint import MODEL
 from loadtest.replay.endpoint import EndpointSettings
 from loadtest.replay.feeder import bounded
-from loadtest.replay.journal import RECORDS, Journal, read_records
+from loadtest.replay.journal import Journal
 from loadtest.replay.play import play, streams_allowed
+from loadtest.replay.reading import RECORDS, read_records
 from loadtest.replay.runner import DEFAULT_IN_FLIGHT, Counts, RunSettings
 from workload.arrivals import poisson
 from workload.catalogue import workload_named
@@ -221,6 +222,8 @@ def main(
             run = asyncio.run(
                 measure(url, bounded(sessions, None, requests or None), Path(folder) / "run")
             )
+        if not run["requests"]:
+            raise typer.BadParameter(f"nothing came in {seconds:g} s at {rate:g} requests/s")
         run["load_average_1m"] = {"before": load_before, "after": os.getloadavg()[0]}
         runs.append(run)
     asked = {"rate": rate, "seconds": seconds, "repeats": repeats, "workload": workload}

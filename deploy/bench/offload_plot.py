@@ -25,8 +25,8 @@ def draw(result: dict[str, Any], path: Path) -> Path:
     """
     cells: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in result["rows"]:
-        # The link alone is no policy, and what is the same plan has the same bar.
-        if row["policy"] != "link-alone" and not row["same_as"]:
+        # The link alone is no policy.
+        if row["policy"] != "link-alone":
             key = tuple(row[name] for name in ("setting", "system", "model", "cell"))
             cells.setdefault(key, []).append(row)
     if not cells:
@@ -35,9 +35,8 @@ def draw(result: dict[str, Any], path: Path) -> Path:
     high = -(-len(cells) // wide)
     figure = Figure(figsize=(5.2 * wide, 4.4 * high), layout="constrained")
     panels = figure.subplots(high, wide, squeeze=False).ravel()
-    same = {row["same_as"] for row in result["rows"] if row["chosen"] and row["same_as"]}
     for axes, (key, rows) in zip(panels, cells.items(), strict=False):
-        _panel(axes, rows, same)
+        _panel(axes, rows)
         axes.set_title(" ".join(key), fontsize=9)
     for axes in panels[len(cells) :]:
         axes.set_axis_off()
@@ -51,12 +50,15 @@ def draw(result: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def _panel(axes: Axes, rows: list[dict[str, Any]], same: set[str]) -> None:
+def _panel(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    chosen = {row["same_as"] or row["policy"] for row in rows if row["chosen"]}
+    # What is the same plan has the same bar.
+    rows = [row for row in rows if not row["same_as"]]
     places = range(len(rows))
     axes.barh(
         places, [1e3 * row["latency_s"] for row in rows],
         xerr=[0.5e3 * row["latency_iqr_s"] for row in rows],
-        color=[_color(row, same) for row in rows], capsize=2,
+        color=[_color(row, chosen) for row in rows], capsize=2,
     )  # fmt: skip
     known = [(i, 1e3 * row["predicted_s"]) for i, row in enumerate(rows) if row["predicted_s"]]
     axes.plot([x for _, x in known], [i for i, _ in known], "D", color="#cc3311", markersize=5)
@@ -69,7 +71,7 @@ def _panel(axes: Axes, rows: list[dict[str, Any]], same: set[str]) -> None:
     axes.set_xlim(left=0)
 
 
-def _color(row: dict[str, Any], same: set[str]) -> str:
-    if row["chosen"] or (row["policy"] in same and row["policy"] == row["baseline"]):
+def _color(row: dict[str, Any], chosen: set[str]) -> str:
+    if row["policy"] in chosen:
         return _CHOSEN
     return _BASELINE if row["policy"] == row["baseline"] else _OTHER

@@ -62,12 +62,19 @@ def offload_overhead(
     """Recover a node's bandwidth and FLOP/s from TTFTs; the paper's fit of overheads beside it."""
     try:
         profiles, shape, chosen = _checked(node or [*DEMO_NODES], points, model)
+        _require_writable([path for path in (out, plot, records) if path is not None])
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    samples, seconds = _measured(profiles, shape, chosen, requests, dilation, seed)
-    if records is not None:
-        _write_records(records, samples)
+    samples: dict[str, list[Sample]] = {profile.name: [] for profile in profiles}
+    start_s = time.monotonic()
+    try:
+        _measure(profiles, shape, chosen, requests, dilation, seed, samples)
+    finally:
+        # Of a measurement that broke off, too.
+        if records is not None:
+            _write_records(records, samples)
+    seconds = time.monotonic() - start_s
     try:
         fitted = _result(profiles, shape, samples, seed)
     except ValueError as error:
@@ -80,7 +87,6 @@ def offload_overhead(
         "command": command(),
     }  # fmt: skip
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, allow_nan=False) + "\n")
     if plot is not None:
         from loadtest.overhead.plot import draw
@@ -112,23 +118,32 @@ def _checked(
     return profiles, shape, chosen
 
 
-def _measured(
+def _require_writable(paths: list[Path]) -> None:
+    """Before minutes of measuring, not after."""
+    for path in paths:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _measure(
     profiles: list[NodeProfile],
     shape: ModelShape,
     points: tuple[Point, ...],
     requests: int,
     dilation: float,
     seed: int,
-) -> tuple[dict[str, list[Sample]], float]:
-    """Every request by node, and the seconds that starting and asking took."""
+    samples: dict[str, list[Sample]],
+) -> None:
+    """Start the engines and ask them; every request is put into `samples`, by node."""
     # vLLM: only when it is wanted.
     from deploy.bench.overhead_rounds import rounds
     from deploy.bench.overhead_vllm import OverheadNode
 
     # Engines are ended on the way out, whatever the reason.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    samples: dict[str, list[Sample]] = {profile.name: [] for profile in profiles}
-    start_s = time.monotonic()
 
     async def measure(nodes: list[OverheadNode], bar: Progress) -> None:
         for one in nodes:
@@ -154,7 +169,6 @@ def _measured(
             await measure(nodes, bar)
 
     asyncio.run(run())
-    return samples, time.monotonic() - start_s
 
 
 def _result(
@@ -168,7 +182,6 @@ def _result(
 
 
 def _write_records(path: Path, samples: dict[str, list[Sample]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for name, found in samples.items():
             for sample in found:

@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -24,9 +25,10 @@ from rich.table import Table
 
 from loadtest.replay.asked import CHOICES, DEFAULT_ARRIVALS, NAMES, PROMPTS, Asked, file_digest
 from loadtest.replay.endpoint import EndpointSettings
-from loadtest.replay.journal import ASKED, Journal, read_run
+from loadtest.replay.journal import ASKED, Journal, held
 from loadtest.replay.play import Played, play, streams_allowed
 from loadtest.replay.progress import showing
+from loadtest.replay.reading import JournalError, read_run
 from loadtest.replay.runner import DEFAULT_IN_FLIGHT, Counts, RunSettings
 from loadtest.replay.survey import Surveyed, survey
 from workload.replay import ReplaySession
@@ -102,26 +104,48 @@ def replay(
         asked = _asked(ctx, resume)
         objective = _objective(slo_ttft, slo_tpot, slo_share, dilation)
         keys = _keys(key, tenant_key)
-        asked, surveyed, traffic = _checked(asked, keys)
-        folder = resume or out or Path(f"replay-{datetime.now(UTC):%Y%m%d-%H%M%S}")
-        max_streams = streams_allowed(asked.in_flight)
         if not grace >= 0:
             raise ValueError(f"--grace is {grace}: give seconds, zero or more")
-        run = _run(asked, surveyed, max_streams)
-        if resume is None:
-            journal = Journal.create(folder, {**run, "objective": objective})
-        else:
-            journal = Journal.resume(folder, run[ASKED])
-            objective = objective or journal.run.get("objective") or {}
-            journal.note(objective=objective, interrupted=False, end=None)
+        asked, surveyed, traffic = _checked(asked, keys, is_new=resume is None)
+        if surveyed is not None and not surveyed.nodes and set(objective) == {"share"}:
+            raise ValueError(
+                f"--slo-share: {asked.url} tells nothing of its nodes, so there is no objective "
+                "to share in: give --slo-ttft or --slo-tpot"
+            )
+        folder = resume or out or Path(f"replay-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+        max_streams = streams_allowed(asked.in_flight)
+        run = _run(asked, surveyed, max_streams) | {"objective": objective}
+        with ExitStack() as stack:
+            journal = _journal(folder, run, stack, is_new=resume is None)
+            held_here = stack.pop_all()
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     settings = asked.run_settings(max_streams, grace)
-    played = _play(journal, asked.endpoint(surveyed, keys), settings, traffic, asked.requests)
-    figures = _report(folder, json_output)
+    with held_here:
+        try:
+            played = _play(
+                journal, asked.endpoint(surveyed, keys), settings, traffic, asked.requests
+            )
+            figures = _report(folder, json_output)
+        except (OSError, JournalError) as error:
+            _warn(f"no report: {error}")
+            raise typer.Exit(1) from None
     if played is None:
         raise typer.Exit(1)
-    raise typer.Exit(_exit_code(played.was_stopped, figures, is_judged=bool(objective)))
+    raise typer.Exit(_exit_code(played.was_stopped, figures))
+
+
+def _journal(folder: Path, run: dict[str, Any], stack: ExitStack, *, is_new: bool) -> Journal:
+    """The journal of a run that begins or goes on, its folder held as long as `stack` lasts."""
+    if is_new:
+        journal = Journal.create(folder, run)
+        stack.enter_context(held(folder))
+        return journal
+    stack.enter_context(held(folder))
+    journal = Journal.resume(folder, run[ASKED])
+    objective = run["objective"] or journal.run.get("objective") or {}
+    journal.note(objective=objective, interrupted=False, end=None)
+    return journal
 
 
 def _asked(ctx: typer.Context, resume: Path | None) -> Asked:
@@ -140,12 +164,12 @@ def _asked(ctx: typer.Context, resume: Path | None) -> Asked:
 
 
 def _checked(
-    asked: Asked, keys: Mapping[str, str]
+    asked: Asked, keys: Mapping[str, str], *, is_new: bool
 ) -> tuple[Asked, Surveyed | None, Iterator[ReplaySession]]:
     """Everything that can be wrong before the first request; ValueError says what is.
 
     An endpoint that does not answer is no obstacle if the model is given: then its requests fail,
-    and are counted.
+    and are counted. A run that goes on needs its answer, to send what it would have sent.
     """
     workload = asked.open()
     asked.replay(workload, None)
@@ -153,7 +177,7 @@ def _checked(
     try:
         surveyed = asyncio.run(survey(asked.url, keys.get("", next(iter(keys.values()), ""))))
     except ValueError as error:
-        if not asked.model:
+        if not asked.model or not is_new:
             raise
         _warn(str(error))
     if surveyed is not None and not asked.model:
@@ -185,8 +209,13 @@ def _play(
     finally:
         journal.close()
     client = counts.to_dict()
+    before = (journal.run.get("client") or {}).get("held_back", 0)
+    client["held_back"] += before
     if played is not None:
-        client |= {"cpu_share": played.client_cpu_share, "elapsed_s": played.elapsed_s}
+        client |= {
+            "cpu_share": played.client_cpu_share, "elapsed_s": played.elapsed_s,
+            "decisions_untold": played.untold,
+        }  # fmt: skip
     journal.note(
         interrupted=played is None or played.was_stopped,
         end=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -272,14 +301,14 @@ def _report(folder: Path, json_output: bool) -> dict[str, Any]:
     return figures
 
 
-def _exit_code(was_stopped: bool, figures: Mapping[str, Any], is_judged: bool) -> int:
+def _exit_code(was_stopped: bool, figures: Mapping[str, Any]) -> int:
     if was_stopped:
         return 130
-    missed = is_judged and figures["slo"]["passed"] is False
-    return 1 if missed or (figures["requests"] and not figures["completed"]) else 0
+    return 1 if figures["slo"]["passed"] is False or not figures["completed"] else 0
 
 
 def _print(figures: Mapping[str, Any], page: Path) -> None:
+    from loadtest.replay.page_parts import unasked
     from loadtest.replay.report import slowest_lines
 
     console = Console()
@@ -297,16 +326,17 @@ def _print(figures: Mapping[str, Any], page: Path) -> None:
     console.print(times)
     slo = figures["slo"]
     if slo["met"] is not None:
+        what = f"SLO {'met' if slo['passed'] else 'missed'}: {slo['met']:.1%}, {slo['share']:.1%} "
+        told = unasked(slo) if slo["passed"] is None else f"{what}asked"
         console.print(
-            f"{slo['met']:.1%} within the objective ({slo['meaning']}), "
-            f"goodput {figures['goodput_rps'] or 0:.4g} requests/s",
+            f"{told} ({slo['meaning']}), goodput {figures['goodput_rps'] or 0:.4g} requests/s",
             highlight=False,
         )
     for kind, error in figures["errors"].items():
         console.print(f"[red]{kind}[/red]: {error['count']:,} ({error['meaning']})")
     for line in slowest_lines(figures):
         console.print(line, highlight=False, markup=False)
-    console.print(f"report: {page}", highlight=False, soft_wrap=True)
+    console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _seconds(value: float | None) -> str:

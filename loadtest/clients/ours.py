@@ -20,8 +20,9 @@ from pathlib import Path
 
 from loadtest.clients.common import Answer, ClientError, Plan, Played, run
 from loadtest.replay.endpoint import EndpointSettings
-from loadtest.replay.journal import RECORDS, Journal, JournalError, read_records
+from loadtest.replay.journal import Journal
 from loadtest.replay.play import play as replay
+from loadtest.replay.reading import RECORDS, JournalError, read_records
 from loadtest.replay.runner import Counts, RunSettings
 from loadtest.replay.summary import tpot_s
 from workload.replay import ReplaySession, Request

@@ -23,6 +23,7 @@ from loadtest.replay.runner import DEFAULT_IN_FLIGHT, RunSettings
 from loadtest.replay.survey import Surveyed
 from workload.arrival_specs import ArrivalSpec, parse_arrivals
 from workload.replay import ReplayOptions, ReplaySession, mean_turns, replay_sessions
+from workload.reuse import ENGINE_BLOCK_TOKENS
 from workload.shapes import Workload
 
 DEFAULT_ARRIVALS = "poisson:1"
@@ -31,8 +32,6 @@ PROMPTS = ("auto", "ids", "text", "chat")
 CHOICES = ("auto", "on", "off")
 RATES = ("sessions", "requests")
 
-# A 16-token block is what engines share at the finest: chats then share what they really would.
-_BLOCK_TOKENS = 16
 _AT_LEAST_ONE = ("sessions", "requests", "closed", "max_output", "max_context", "max_turns",
                  "in_flight", "limit")  # fmt: skip
 _ABOVE_ZERO = ("duration", "timeout")
@@ -128,7 +127,8 @@ class Asked:
             self.workload,
             tokenizer=self.tokenizer,
             scale=Fraction(self.scale),
-            block_tokens=_BLOCK_TOKENS,
+            # What engines share at the finest: chats then share what they really would.
+            block_tokens=ENGINE_BLOCK_TOKENS,
             limit=self.limit,
         )
 

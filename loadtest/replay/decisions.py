@@ -82,6 +82,11 @@ class Decisions:
                 # Not more often than this, whatever is wanted.
                 await asyncio.sleep(_POLL_S / 4)
 
+    @property
+    def untold(self) -> int:
+        """Requests whose decision was not found, or is still wanted."""
+        return self.lost + len(self._wanted)
+
     async def settle(self) -> None:
         """Fetch the rest: admissions are reported a moment after an answer."""
         while self._wanted:
@@ -103,13 +108,22 @@ class Decisions:
             decision = by_id.get(request_id)
             is_last = now_s >= until_s or self._made - ticket >= _REMEMBERED
             if decision is not None and (is_last or _is_complete(decision)):
-                self._write(request_id, decision.predicted, decision.actual)
+                self._write(request_id, _figures(decision.predicted), _figures(decision.actual))
                 self.written += 1
             elif is_last:
                 self.lost += 1
             else:
                 continue
             del self._wanted[request_id]
+
+
+def _figures(told: dict[str, Any]) -> dict[str, Any]:
+    """Numbers, and what is not known: a report counts with them."""
+    return {name: value for name, value in told.items() if value is None or _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_complete(decision: _Decision) -> bool:

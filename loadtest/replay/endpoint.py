@@ -209,7 +209,7 @@ class Endpoint:
 
     def _plain(self, detail: str) -> str:
         """What an endpoint said, fit to be kept: some repeat the key that they refuse."""
-        for key in self.settings.keys.values():
+        for key in filter(None, self.settings.keys.values()):
             detail = detail.replace(key, "…")
         return printable(detail)
 
@@ -236,15 +236,13 @@ def base_url(url: str) -> str:
         parts = urlsplit(url)
         is_usable = parts.scheme in ("http", "https") and bool(parts.hostname)
         _ = parts.port
-        if parts.username is not None or parts.password is not None:
-            # Not repeated here: it would be written down wherever the URL is.
-            raise EndpointError("the endpoint's URL holds a name or a password: give --key instead")
-    except EndpointError:
-        raise
     except ValueError:
         is_usable = False
     if not is_usable or parts.query or parts.fragment:
         raise EndpointError(f"{url!r} is no endpoint: give http(s)://HOST[:PORT][/PATH]")
+    if "@" in parts.netloc:
+        # Refused, and not repeated here: the URL is written down in many places.
+        raise EndpointError("the endpoint's URL holds a name or a password: give --key instead")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 

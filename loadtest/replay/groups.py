@@ -25,14 +25,15 @@ def judged_class(record: Record) -> str:
 
 class _Owner:
     def __init__(self) -> None:
-        self.requests = self.completed = self.met = 0
+        self.requests = self.completed = self.judged = self.met = 0
         self.expected_cached = self.told = self.device = self.cached = self.new = 0
         self.ttft, self.tpot, self.e2e, self.ratio = (Quantiles() for _ in range(4))
         self.speed, self.tokens_per_s = Quantiles(), Quantiles()
 
-    def add(self, record: Record, tpot_s: float, met: bool, speed: float) -> None:
+    def add(self, record: Record, tpot_s: float, met: bool | None, speed: float) -> None:
         self.requests += 1
-        self.met += met
+        self.judged += met is not None
+        self.met += bool(met)
         self.expected_cached += record.cached_tokens
         if record.ratio is not None:
             self.ratio.add(record.ratio)
@@ -62,7 +63,7 @@ class _Owner:
             "ttft_s": self.ttft.spread(),
             "tpot_s": self.tpot.spread(),
             "e2e_s": self.e2e.spread(),
-            "met": self.met / self.requests if self.requests else None,
+            "met": self.met / self.judged if self.judged else None,
             "kappa_p50": self.ratio.quantile(0.5),
             "expected_cached_tokens": self.expected_cached,
             "device_tokens": self.device if self.told else None,
@@ -77,8 +78,9 @@ class Groups:
     def __init__(self) -> None:
         self._owners: dict[str, _Owner] = {}
 
-    def add(self, name: str, record: Record, tpot_s: float, met: bool, speed: float) -> None:
-        """Count a request as its owner's; tpot_s and speed (idle over actual TTFT) may be NaN."""
+    def add(self, name: str, record: Record, tpot_s: float, met: bool | None, speed: float) -> None:
+        """Count a request as its owner's; tpot_s and speed (idle over actual TTFT) may be NaN, and
+        met None if there is no objective for it."""
         if name not in self._owners and len(self._owners) >= MOST_OWNERS:
             name = OTHERS
         owner = self._owners.get(name)

@@ -1,4 +1,4 @@
-"""What a load test did, on disk as it happens: records.jsonl, decisions.jsonl and run.json.
+"""Writes what a load test did as it happens: records.jsonl, decisions.jsonl and run.json.
 
 Every ended request is one line, appended with one write: a run that is killed loses no line, at
 most the end of the last. `resume` drops that, and requests that were stopped, so that they are sent
@@ -8,25 +8,28 @@ their own and are put into the records when the run ends. Called by `kappa repla
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from loadtest.replay.reading import (
+    DECISIONS,
+    RECORDS,
+    RUN,
+    JournalError,
+    Told,
+    read_records,
+    read_run,
+)
 from loadtest.replay.record import Record
-
-RECORDS = "records.jsonl"
-DECISIONS = "decisions.jsonl"
-RUN = "run.json"
 
 ASKED = "asked"
 """The part of run.json that two runs must agree on to be parts of one."""
-
-
-class JournalError(ValueError):
-    """The folder cannot be used as asked; the message says which file, why and what to do."""
 
 
 class Journal:
@@ -115,67 +118,39 @@ class Journal:
         merge_decisions(self.folder)
 
 
-def read_run(folder: Path) -> dict[str, Any]:
-    """What run.json says.
-
-    Raises:
-        JournalError: there is none, or it is damaged.
-    """
-    path = folder / RUN
-    try:
-        run = msgspec.json.decode(path.read_bytes())
-    except FileNotFoundError:
-        raise JournalError(f"{folder} holds no run: there is no {RUN}") from None
-    except OSError as error:
-        raise JournalError(f"{path}: {error.strerror or error}") from None
-    except msgspec.DecodeError as error:
-        raise JournalError(f"{path}: not JSON: {error}") from None
-    if not isinstance(run, dict):
-        raise JournalError(f"{path}: expected an object, found {type(run).__name__}")
-    return run
-
-
-def read_records(path: Path) -> Iterator[Record]:
-    """The records of a journal, one at a time; a last line without its end is left out.
-
-    Raises:
-        JournalError: a line that is no record, naming file and line.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield Record.from_dict(msgspec.json.decode(line))
-            except (ValueError, TypeError) as error:
-                raise JournalError(f"{path}:{number}: {error}") from None
-
-
 def merge_decisions(folder: Path) -> None:
     """Put decisions.jsonl into records.jsonl, and remove it. The last line of a request counts."""
     path = folder / DECISIONS
     if not path.exists():
         return
-    places: dict[str, int] = {}
-    with path.open("rb") as file:
-        place = 0
-        for line in file:
-            if line.endswith(b"\n"):
-                places[msgspec.json.decode(line)["request_id"]] = place
-            place += len(line)
-
-        def told(record: Record) -> Record:
-            at = places.get(record.request_id) if record.request_id else None
-            if at is not None:
-                file.seek(at)
-                decision = msgspec.json.decode(file.readline())
-                record.predicted, record.actual = decision["predicted"], decision["actual"]
-            return record
-
-        _rewrite(folder / RECORDS, told)
+    with Told(path) as told:
+        _rewrite(folder / RECORDS, told.put_into)
     path.unlink()
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep a folder for one run at a time; the system lets go of it however the process ends.
+
+    Raises:
+        JournalError: another run writes into it, or it is none.
+    """
+    try:
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise JournalError(f"{folder}: {error.strerror or error}") from None
+    try:
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise JournalError(
+                f"{folder}: another run is writing into it: wait for its end"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(place)
 
 
 def _require_same(folder: Path, before: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
@@ -216,4 +191,6 @@ def _write(file: int, line: bytes) -> None:
     """One write each: a line is in the file or it is not. A disk that is full is an error."""
     written = os.write(file, line)
     if written < len(line):
+        # Half a line would spoil the next one, if there is one.
+        os.ftruncate(file, os.fstat(file).st_size - written)
         raise OSError(f"only {written} of {len(line)} bytes could be written: is the disk full?")

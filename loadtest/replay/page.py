@@ -21,6 +21,7 @@ from loadtest.replay.page_parts import (
     section,
     some_seconds,
     table,
+    unasked,
 )
 from loadtest.replay.slow import seconds
 
@@ -64,8 +65,10 @@ def _headline(run: Mapping[str, Any], summary: Mapping[str, Any], note: str) -> 
     slo, requests = summary["slo"], summary["requests"]
     if not requests:
         verdict, kind = "No request was made", "bad"
-    elif slo["passed"] is None:
+    elif slo["met"] is None:
         verdict, kind = f"{requests:,} requests, no objective", ""
+    elif slo["passed"] is None:
+        verdict, kind = f"{requests:,} requests; {unasked(slo)}", ""
     else:
         verdict = (
             f"SLO {'met' if slo['passed'] else 'missed'}: {percent(slo['met'])} of "
@@ -97,8 +100,10 @@ def _paced(summary: Mapping[str, Any]) -> bool:
 def _what_was_run(run: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     rows = [(key.replace("_", " "), run[key]) for key in _RUN_KEYS if run.get(key) is not None]
     if _paced(summary):
-        nodes = [row["name"] for row in summary["nodes"]]
-        text = f"emulated: {', '.join(nodes)} spend time as the hardware that they are paced as"
+        told = [str(row.get("node")) for row in run.get("nodes") or () if row.get("paced")]
+        text = (
+            f"emulated: {', '.join(told) or 'nodes'} spend time as the hardware they are paced as"
+        )
         rows.append(("paced", text))
     cells = "".join(
         f"<tr><th class=l>{escape(key)}</th><td class=l><code>{escape(_plain(value))}</code></td>"
@@ -135,12 +140,10 @@ def _owners(summary: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
         if not rows:
             continue
         head = (
-            what, "requests", "failed", "TTFT p50", "p99", "TPOT p50", "e2e p50", "in SLO",
+            what, "requests", "failed", "TTFT p50", "p99", "TPOT p50", "e2e p50", "objective met",
             "κ p50", "device", "loaded", "computed",
         )  # fmt: skip
-        rows_table = table(
-            head, [_owner(row, summary["slo"]["passed"] is not None) for row in rows]
-        )
+        rows_table = table(head, [_owner(row, summary["slo"]["met"] is not None) for row in rows])
         parts.append(rows_table)
     if not parts:
         return ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from loadtest.replay.slow import seconds
 
@@ -91,6 +92,11 @@ def number(value: float | None) -> str:
 def count(value: int | None) -> str:
     """A whole number, or a dash."""
     return "–" if value is None else f"{value:,}"
+
+
+def unasked(slo: Mapping[str, Any]) -> str:
+    """How far an objective was met that nobody asked for: the endpoint's own."""
+    return f"{slo['basis']} objective: {percent(slo['met'])} met"
 
 
 def percent(value: float | None) -> str:

@@ -26,6 +26,8 @@ from loadtest.replay.runner import Counts, Runner, RunSettings
 from workload.replay import ReplaySession
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# So many signals, and nothing is waited for any more.
+_IN_A_HURRY = 2
 # Files besides streams: the journal, the event loop's own, the interpreter's.
 _OTHER_FILES = 256
 # The thread that makes prompts gives way to the event loop after this.
@@ -36,11 +38,13 @@ _COLLECT_AFTER = (50_000, 20, 50)
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """How a run went: whether it was stopped by a signal, and what the client took of one core."""
+    """How a run went: whether it was stopped by a signal, what the client took of one core, and of
+    how many requests our cluster did not tell its decision."""
 
     was_stopped: bool
     elapsed_s: float
     client_cpu_share: float
+    untold: int = 0
 
 
 async def play(
@@ -73,21 +77,29 @@ async def play(
             runner = Runner(
                 client, settings, journal.write, now_s, counts, decisions, journal.elapsed_s
             )
-            await feeder.prime()
-            begin_s, cpu_s = time.monotonic() - journal.elapsed_s, time.process_time()
-            on_ready(now_s)
-            follow = asyncio.create_task(decisions.follow())
-            try:
-                with _stopping(runner) as stopped:
+            came: list[bool] = []
+            stops: list[Callable[[], object]] = [runner.stop, lambda: came.append(True)]
+            with _stopping(stops):
+                await feeder.prime()
+                begin_s, cpu_s = time.monotonic() - journal.elapsed_s, time.process_time()
+                on_ready(now_s)
+                follow = asyncio.create_task(decisions.follow())
+                try:
                     await runner.run(feeder)
+                    was_stopped = bool(came)
                     elapsed_s = now_s() - journal.elapsed_s
                     cpu_share = (time.process_time() - cpu_s) / max(elapsed_s, 1e-9)
-            finally:
-                follow.cancel()
-                with suppress(asyncio.CancelledError):
-                    await follow
-            await decisions.settle()
-    return Played(bool(stopped), elapsed_s, cpu_share)
+                finally:
+                    follow.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await follow
+                # The records are complete without: whoever is in a hurry need not wait.
+                if len(came) < _IN_A_HURRY:
+                    settling = asyncio.create_task(decisions.settle())
+                    stops.append(settling.cancel)
+                    with suppress(asyncio.CancelledError):
+                        await settling
+    return Played(was_stopped, elapsed_s, cpu_share, decisions.untold)
 
 
 def streams_allowed(asked: int) -> int:
@@ -117,23 +129,22 @@ def quick_process() -> Iterator[None]:
 
 
 @contextmanager
-def _stopping(runner: Runner) -> Iterator[list[Any]]:
-    """Stop the run at a signal; the list holds the signals that came."""
+def _stopping(stops: list[Callable[[], object]]) -> Iterator[None]:
+    """Call all of `stops` at a signal; the list may grow."""
     loop = asyncio.get_running_loop()
-    came: list[Any] = []
 
-    def stop(number: int) -> None:
-        came.append(number)
-        runner.stop()
+    def stop() -> None:
+        for each in stops:
+            each()
 
     added = []
     for number in _SIGNALS:
         # Only the main thread may handle signals; elsewhere its owner stops the run.
         with suppress(ValueError, RuntimeError, NotImplementedError):
-            loop.add_signal_handler(number, stop, number)
+            loop.add_signal_handler(number, stop)
             added.append(number)
     try:
-        yield came
+        yield
     finally:
         for number in added:
             loop.remove_signal_handler(number)

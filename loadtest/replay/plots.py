@@ -15,6 +15,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from loadtest.replay.quantiles import Quantiles
 from loadtest.replay.summary import Summary
@@ -43,6 +44,7 @@ _STYLE: dict[str, Any] = {
 }
 _LEAST_S = 1e-4
 _MOST_NODES = len(_COLOURS)
+_LEGEND_LETTERS = 90
 
 
 def latency_cdfs(summary: Summary) -> str:
@@ -57,7 +59,8 @@ def latency_cdfs(summary: Summary) -> str:
         for axes, (title, curves) in zip(figure.subplots(1, 3), pictures, strict=True):
             for number, (label, values) in enumerate(curves):
                 _draw_cdf(axes, values, label, number)
-            axes.set(title=title, xscale="log", xlabel="seconds", ylim=(0, 1.02))
+            _logarithmic(axes, "x")
+            axes.set(title=title, xlabel="seconds", ylim=(0, 1.02))
             axes.legend(fontsize=8, loc="lower right")
         figure.axes[0].set_ylabel("share")
         return _svg(figure, "Cumulative shares of TTFT, inter-token and end-to-end times")
@@ -68,8 +71,9 @@ def _draw_cdf(axes: Any, values: Quantiles, label: str, number: int) -> None:
     if not pairs:
         axes.plot([], [], label=f"{label}: none")
         return
-    seconds = np.maximum([value for value, _ in pairs], _LEAST_S)
-    shares = [share for _, share in pairs]
+    # From zero, or values that are all alike would have no line.
+    seconds = np.maximum([pairs[0][0], *(value for value, _ in pairs)], _LEAST_S)
+    shares = [0.0, *(share for _, share in pairs)]
     style = "-" if not number else "--"
     axes.step(seconds, shares, style, where="post", label=label, color=_COLOURS[number])
 
@@ -102,9 +106,10 @@ def ttft_over_time(summary: Summary, limit_s: float | None) -> str:
                 "limit (median)", (1, limit_s), xycoords=("axes fraction", "data"),
                 ha="right", va="bottom", fontsize=8,
             )  # fmt: skip
-        axes.set(yscale="log", xlabel="due, seconds since the start", ylabel="TTFT, s")
         if by_node or failed:
-            axes.legend(fontsize=8, ncols=4, loc="upper left", markerscale=2)
+            _logarithmic(axes, "y")
+            _legend_above(axes, markerscale=2)
+        axes.set(xlabel="due, seconds since the start", ylabel="TTFT, s")
         return _svg(figure, "Time to first token against time, with failed requests")
 
 
@@ -117,7 +122,7 @@ def rates_over_time(summary: Summary) -> str:
         upper, lower = figure.subplots(2, 1, sharex=True)
         for series, label, colour in (
             ("due", "due", _COLOURS[7]), ("completed", "completed", _COLOURS[0]),
-            ("met", "within the SLO", _COLOURS[2]), ("failed", "failed", _FAILED),
+            ("met", "within the objective", _COLOURS[2]), ("failed", "failed", _FAILED),
         ):  # fmt: skip
             rate = line.per_second(series)
             if rate.any():
@@ -132,7 +137,7 @@ def rates_over_time(summary: Summary) -> str:
         upper.set(ylabel="requests/s", ylim=(0, None))
         lower.set(ylabel="requests", ylim=(0, None), xlabel="seconds since the start")
         for axes in (upper, lower):
-            axes.legend(fontsize=8, ncols=4, loc="upper right")
+            _legend_above(axes)
         return _svg(figure, "Throughput and requests in flight over time")
 
 
@@ -151,7 +156,8 @@ def ttft_by_owner(rows: Sequence[dict[str, Any]], what: str) -> str:
             axes.plot([p90], [place], "|", color=_COLOURS[0], markersize=10)
             axes.plot([p99], [place], "|", color=_FAILED, markersize=10)
         axes.set_yticks(range(len(rows)), [_short(row["name"]) for row in rows])
-        axes.set(xscale="log", xlabel="TTFT, s: median (dot), p90, p99 (red)", title=f"by {what}")
+        _logarithmic(axes, "x")
+        axes.set(xlabel="TTFT, s: median (dot), p90, p99 (red)", title=f"by {what}")
         axes.set_ylim(len(rows) - 0.4, -0.6)
         return _svg(figure, f"Time to first token by {what}")
 
@@ -178,9 +184,37 @@ def ratio_by_node(summary: Summary) -> str:
             if crit:
                 axes.plot([crit, crit], [place - 0.42, place + 0.42], color=_FAILED, linewidth=1.6)
         axes.set_yticks(range(len(by_node)), [_short(node) for node, _ in by_node])
-        axes.set(xscale="log", xlabel="κ = cached / new tokens (0 at 0.01); red: the node's κ_crit")
+        _logarithmic(axes, "x")
+        axes.set(xlabel="κ = cached / new tokens (0 at 0.01); red: the node's κ_crit")
         axes.set_ylim(len(by_node) - 0.4, -0.6)
         return _svg(figure, "Ratio of cached to new tokens against the chosen node")
+
+
+def _logarithmic(axes: Any, name: str) -> None:
+    """Scale what is drawn by decades, with plain numbers so few that they do not meet."""
+    axes.set(**{f"{name}scale": "log"})
+    low, high = axes.get_xlim() if name == "x" else axes.get_ylim()
+    decades = np.log10(high / low)
+    steps = (1,) if decades > 2.5 else (1, 3) if decades > 1.5 else (1, 2, 5)
+    axis = axes.xaxis if name == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=steps if decades > 0.5 else tuple(range(1, 10))))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _legend_above(axes: Any, **options: Any) -> None:
+    """Where it hides no data."""
+    labels = axes.get_legend_handles_labels()[1]
+    if labels:
+        is_short = sum(map(len, labels)) <= _LEGEND_LETTERS
+        axes.legend(
+            fontsize=8,
+            ncols=len(labels) if is_short else 4,
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            borderaxespad=0.2,
+            **options,
+        )
 
 
 def _by_node(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import msgspec
+
 ERROR_KINDS: Mapping[str, str] = {
     "connect": "no connection, or it broke before an answer began",
     "timeout": "no end within the time allowed",
@@ -88,6 +90,14 @@ class Record:
         """Seconds from when it was due to its first chunk with output; None without one."""
         return None if self.first_token_s is None else self.first_token_s - self.scheduled_s
 
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per later token, by tokens and not by chunks; None for one token or none."""
+        later = self.generated_tokens - 1
+        if self.first_token_s is None or self.last_token_s is None or later < 1:
+            return None
+        return (self.last_token_s - self.first_token_s) / later
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready copy."""
         return asdict(self)
@@ -97,14 +107,14 @@ class Record:
         """Rebuild from `to_dict`.
 
         Raises:
-            ValueError: an unknown field, or one without which a request has no name.
+            ValueError: an unknown field, one of another kind, or none that names the request.
         """
         unknown = sorted(set(data) - _FIELDS)
         if unknown:
             raise ValueError(f"unknown field {unknown[0]!r}; a record has {sorted(_FIELDS)}")
         try:
-            return cls(**data)
-        except TypeError as error:
+            return msgspec.convert(data, cls)
+        except msgspec.ValidationError as error:
             raise ValueError(f"not a record: {error}") from None
 
 

@@ -12,11 +12,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from loadtest.replay.journal import RUN, JournalError, read_run
 from loadtest.replay.page import page
+from loadtest.replay.reading import RUN, JournalError, Records, read_run
 from loadtest.replay.slo import objective_of
 from loadtest.replay.summary import Summary, gather
-from loadtest.replay.tables import PARQUET, REPORT, SUMMARY, Records, write_parquet
+from loadtest.replay.tables import write_parquet
+
+SUMMARY, PARQUET, REPORT = "summary.json", "records.parquet", "report.html"
 
 
 def write_report(folder: Path) -> Path:
@@ -32,7 +34,7 @@ def write_report(folder: Path) -> Path:
     except (ValueError, TypeError) as error:
         raise JournalError(f"{folder / RUN}: {error}") from None
     records = Records(folder)
-    summary = gather(records, objective)
+    summary = gather(records, objective, is_closed=_is_closed(run))
     figures = summary.to_dict()
     note = _note(run, figures, records.was_cut)
     result = {**figures, "note": note, "run": dict(run)}
@@ -42,8 +44,15 @@ def write_report(folder: Path) -> Path:
         _write(folder / SUMMARY, json.dumps(result, indent=1, allow_nan=False) + "\n")
         _write(target, page(run, figures, pictures(summary, figures), note))
     except OSError as error:
-        raise JournalError(f"{folder}: the report cannot be written: {error.strerror}") from None
+        why = error.strerror or error
+        raise JournalError(f"{folder}: the report cannot be written: {why}") from None
     return target
+
+
+def _is_closed(run: Mapping[str, Any]) -> bool:
+    """Whether sessions came when others had ended, so that arrivals have no rate of their own."""
+    asked = run.get("asked") or {}
+    return asked.get("closed") is not None or str(asked.get("arrivals")).startswith("closed")
 
 
 def pictures(summary: Summary, figures: Mapping[str, Any]) -> dict[str, str]:
@@ -79,6 +88,11 @@ def _note(run: Mapping[str, Any], figures: Mapping[str, Any], was_cut: bool) -> 
         said.append(
             f"{held_back:,} requests were held back: the client had {run.get('max_streams')} "
             "streams open, its limit."
+        )
+    if figures["slo"]["met"] is not None and figures["slo"]["not_judged"]:
+        said.append(
+            f"{figures['slo']['not_judged']:,} requests have no objective: the endpoint told too "
+            "little of them."
         )
     late_s = figures["late_s"]["p99"]
     if late_s is not None and late_s > 0.1:

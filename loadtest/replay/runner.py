@@ -234,7 +234,7 @@ class Runner:
                 break
             # Stopped before another attempt: what became of the last one is the record.
             backoff_s = self._backoff_s(record.attempt, retry_after_s)
-            if not (await self._sleep(backoff_s) and await self._slot()):
+            if self.is_stopped or not (await self._sleep(backoff_s) and await self._slot()):
                 break
             record.retried.append(record.error)
             record.attempt += 1

@@ -52,7 +52,8 @@ class Objective:
     """How requests are judged.
 
     ttft_s, tpot_s: limits given, in seconds; None leaves that one unlimited, or to the endpoint's
-    own objective if both are None. share: of the requests that must meet it for the run to pass.
+    own objective if both are None. share: of the requests that must meet it for the run to pass;
+    has_share: whether that was given, so that the endpoint's own objective must be met, too.
     speeds, dilation: of the endpoint's nodes, one entry per worker; none if it does not tell them.
     """
 
@@ -61,6 +62,12 @@ class Objective:
     share: float = SHARE
     speeds: tuple[IdleSpeed, ...] = ()
     dilation: float = 1.0
+    has_share: bool = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the user asked for any of it: a run can only miss what was."""
+        return self.has_share or self.ttft_s is not None or self.tpot_s is not None
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s"):
@@ -155,12 +162,15 @@ def objective_of(run: Mapping[str, Any]) -> Objective:
         share=SHARE if given.get("share") is None else float(given["share"]),
         speeds=speeds,
         dilation=dilation_of(rows),
+        has_share=given.get("share") is not None,
     )
 
 
 def dilation_of(rows: Sequence[Mapping[str, Any]]) -> float:
     """Real seconds per emulated one, on the node that is slowed down most; 1 without nodes."""
-    return max((float((row.get("profile") or {}).get("dilation", 1)) for row in rows), default=1.0)
+    profiles = (row.get("profile") for row in rows)
+    told = (profile.get("dilation") for profile in profiles if isinstance(profile, Mapping))
+    return max((float(value) for value in told if isinstance(value, int | float)), default=1.0)
 
 
 def node_speeds(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[IdleSpeed, ...]:

@@ -32,10 +32,8 @@ class Slowest:
         if record.error or record.ttft_s is None:
             return
         _keep(self._by_ttft, self._kept, (record.ttft_s, -self._count, record))
-        later = record.generated_tokens - 1
-        if later > 0 and record.last_token_s is not None and record.first_token_s is not None:
-            tpot_s = (record.last_token_s - record.first_token_s) / later
-            _keep(self._by_tokens, self._kept_tokens, (tpot_s, -self._count, record))
+        if record.tpot_s is not None:
+            _keep(self._by_tokens, self._kept_tokens, (record.tpot_s, -self._count, record))
 
     def rows(self) -> list[dict[str, Any]]:
         """Those with the latest first token, the worst first, each with why."""

@@ -18,12 +18,9 @@ import numpy as np
 from loadtest.replay.groups import Groups, judged_class
 from loadtest.replay.quantiles import Quantiles, jain
 from loadtest.replay.record import ERROR_KINDS, Record
-from loadtest.replay.slo import BASES, Floats, Judged, Objective
+from loadtest.replay.slo import BASES, Judged, Objective
 from loadtest.replay.slowest import Slowest
 from loadtest.replay.timeline import Point, Sample, Timeline, point
-
-NEVER_SENT = frozenset({"prompt"})
-"""Errors of requests that the client never sent."""
 
 _BATCH = 1024
 _EXAMPLES = 3
@@ -36,20 +33,29 @@ class _Error:
 
 
 def summarize(
-    records: Iterable[Record], objective: Objective, *, dilation: float | None = None
+    records: Iterable[Record],
+    objective: Objective,
+    *,
+    dilation: float | None = None,
+    is_closed: bool = False,
 ) -> dict[str, Any]:
     """The figures of a run, ready for JSON; None where there is nothing to measure.
 
-    dilation: real seconds per emulated one, if the endpoint does not tell it.
+    dilation: real seconds per emulated one, if the endpoint does not tell it. is_closed: whether
+    sessions came when others had ended; rates are then over the whole run.
     """
-    return gather(records, objective, dilation=dilation).to_dict()
+    return gather(records, objective, dilation=dilation, is_closed=is_closed).to_dict()
 
 
 def gather(
-    records: Iterable[Record], objective: Objective, *, dilation: float | None = None
+    records: Iterable[Record],
+    objective: Objective,
+    *,
+    dilation: float | None = None,
+    is_closed: bool = False,
 ) -> Summary:
     """As `summarize`, with what the pictures need besides."""
-    summary = Summary(objective)
+    summary = Summary(objective, is_closed)
     for batch in batches(records, _BATCH):
         summary.add(batch, objective.judge(batch, dilation))
     return summary
@@ -68,23 +74,20 @@ def batches(items: Iterable[Record], size: int) -> Iterator[list[Record]]:
 
 
 def tpot_s(record: Record) -> float:
-    """Seconds per later token; NaN for one token or none. By tokens, not by chunks."""
-    if record.first_token_s is None or record.last_token_s is None:
-        return float("nan")
-    later = record.generated_tokens - 1
-    return (record.last_token_s - record.first_token_s) / later if later > 0 else float("nan")
+    """A record's own, as numbers are added up: NaN for one token or none."""
+    return float("nan") if record.tpot_s is None else record.tpot_s
 
 
 def was_sent(record: Record) -> bool:
-    """Whether the client ever sent it: not if it had no prompt, or was stopped while it waited."""
-    return record.error not in NEVER_SENT and (record.sent_s > 0 or record.error != "cancelled")
+    """Whether the client ever sent it: all but those whose prompt could not be made."""
+    return record.error != "prompt"
 
 
 class Summary:
     """The figures of a run while it is read."""
 
-    def __init__(self, objective: Objective) -> None:
-        self.objective = objective
+    def __init__(self, objective: Objective, is_closed: bool = False) -> None:
+        self.objective, self._is_closed = objective, is_closed
         self.ttft, self.ttft_sent, self.e2e = Quantiles(), Quantiles(), Quantiles()
         self.itl, self.tpot, self.late = Quantiles(), Quantiles(), Quantiles()
         self.timeline = Timeline()
@@ -106,11 +109,15 @@ class Summary:
         """Some requests more, with what each was allowed."""
         ttft = np.array([np.nan if r.error or r.ttft_s is None else r.ttft_s for r in batch])
         tpot = np.array([tpot_s(r) for r in batch])
-        met = judged.met(ttft, tpot)
-        in_ttft = ~(np.isnan(ttft) | (ttft > judged.ttft_limit_s))
+        # Answered, but by what measure? What failed has missed any.
+        unknown = np.array([basis == "none" for basis in judged.basis]) & ~np.isnan(ttft)
+        met = judged.met(ttft, tpot) & ~unknown
+        in_ttft = ~(np.isnan(ttft) | (ttft > judged.ttft_limit_s)) & ~unknown
+        in_tpot = ~(np.isnan(ttft) | (tpot > judged.tpot_limit_s)) & ~unknown
+        self._count["not_judged"] += int(unknown.sum())
         self._count["met"] += int(met.sum())
         self._count["ttft_met"] += int(in_ttft.sum())
-        self._count["tpot_met"] += int((~np.isnan(ttft) & ~(tpot > judged.tpot_limit_s)).sum())
+        self._count["tpot_met"] += int(in_tpot.sum())
         self._ttft_limit.add_all(
             np.where(np.isinf(judged.ttft_limit_s), np.nan, judged.ttft_limit_s)
         )
@@ -122,11 +129,11 @@ class Summary:
         self.tpot.add_all(np.where(np.isnan(ttft), np.nan, tpot))
         speed = judged.idle_ttft_s / np.maximum(ttft, 1e-9)
         for i, record in enumerate(batch):
-            self._one(record, bool(met[i]), float(speed[i]))
+            self._one(record, None if unknown[i] else bool(met[i]), float(speed[i]))
         gaps = [gap for r in batch if not r.error for gap in r.gaps_s]
         self.itl.add_all(gaps)
 
-    def _one(self, record: Record, met: bool, speed: float) -> None:
+    def _one(self, record: Record, met: bool | None, speed: float) -> None:
         self._count["requests"] += 1
         self._count["paced"] += record.paced
         self._count["retried"] += record.attempt > 0
@@ -138,7 +145,7 @@ class Summary:
         owners = {"nodes": record.node, "tenants": record.tenant, "classes": judged_class(record)}
         for name, owner in owners.items():
             self._groups[name].add(owner, record, tpot_s(record), met, speed)
-        self._when(record, met)
+        self._when(record, bool(met))
         self._tokens(record)
         self._predicted(record)
         if record.error:
@@ -153,7 +160,9 @@ class Summary:
             self._count["sent"] += 1
             self._first_sent_s = min(self._first_sent_s, record.sent_s)
             self._last_end_s = max(self._last_end_s, record.ended_s)
-            self.late.add(max(record.sent_s - record.scheduled_s, 0.0))
+            if not record.attempt:
+                # Of others only the last attempt's time is known, which the endpoint put off.
+                self.late.add(max(record.sent_s - record.scheduled_s, 0.0))
             self.timeline.add("sent", record.sent_s)
             self.timeline.add("ended", record.ended_s)
         else:
@@ -242,7 +251,10 @@ class Summary:
         }
 
     def _window_s(self) -> float:
-        """From the first request's due time to the last one's; the whole run if they are one."""
+        """From the first request's due time to the last one's; the whole run if they are one, or
+        if requests were due because others had ended: the last ones would be for nothing."""
+        if self._is_closed:
+            return self._duration_s()
         span_s = float(self._last_due_s - self._first_due_s)
         return span_s if span_s > 0 else self._duration_s()
 
@@ -258,8 +270,9 @@ class Summary:
         return _per(self._count["met"], window_s) if self._judged() else None
 
     def _slo(self) -> dict[str, Any]:
-        total = max(self._count["requests"], 1)
-        given = self.objective.ttft_s is not None or self.objective.tpot_s is not None
+        total = max(self._count["requests"] - self._count["not_judged"], 1)
+        objective = self.objective
+        given = objective.ttft_s is not None or objective.tpot_s is not None
         bases = [name for name in BASES if self._basis[name] and name != "none"]
         basis = ", ".join(bases) or ("given" if given else "none")
         shares = {
@@ -272,10 +285,12 @@ class Summary:
             "ttft_limit_s_p50": self._ttft_limit.quantile(0.5),
             "tpot_limit_s_p50": self._tpot_limit.quantile(0.5),
             "basis": basis,
-            "meaning": self.objective.told() if given else BASES[basis.split(", ")[0]],
-            "not_judged": self._basis["none"],
-            "share": self.objective.share,
-            "passed": None if met is None else met >= self.objective.share,
+            "meaning": objective.told() if given else BASES[basis.split(", ")[0]],
+            "not_judged": self._count["not_judged"],
+            "asked": objective.is_asked,
+            "share": objective.share,
+            # What nobody asked for can be met in part, but neither passed nor missed.
+            "passed": met >= objective.share if met is not None and objective.is_asked else None,
         }
 
     def _told_errors(self) -> dict[str, Any]:
@@ -330,8 +345,3 @@ def _meaning(kind: str, known: Mapping[str, str]) -> str:
 
 def _per(count: float, seconds: float) -> float | None:
     return count / seconds if seconds > 0 else None
-
-
-def _finite(limit_s: Floats) -> Floats:
-    """Limits, NaN where there is none."""
-    return np.where(np.isinf(limit_s), np.nan, limit_s)

@@ -4,7 +4,10 @@ import asyncio
 import os
 from pathlib import Path
 
-from deploy.bench.arrival_error import measure, report, single_requests, stub
+import typer
+from typer.testing import CliRunner
+
+from deploy.bench.arrival_error import main, measure, report, single_requests, stub
 from loadtest.replay.feeder import bounded
 
 
@@ -28,3 +31,15 @@ def test_single_requests_end_and_are_one_turn_each() -> None:
     assert 60 < len(sessions) < 140
     assert {len(session.requests) for session in sessions} == {1}
     assert max(session.arrival_s for session in sessions) < 2.0
+
+
+def test_a_measurement_of_nothing_is_refused() -> None:
+    app = typer.Typer()
+    app.command()(main)
+    cores = os.sched_getaffinity(0)
+    try:
+        done = CliRunner().invoke(app, ["--rate", "1", "--seconds", "1e-9", "--repeats", "1"])
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert done.exit_code == 2
+    assert "nothing came" in done.stderr

@@ -67,3 +67,11 @@ async def test_arms_and_nodes_are_interleaved_and_device_hits_follow_host_hits()
     starts = {mine[i][1] for i in range(0, len(mine), 3)}
     firsts = {mine[i][0] for i in range(0, len(mine), 6)}
     assert starts == {"new", "host"} and firsts == set(points)
+
+
+@pytest.mark.parametrize("option", ["--out", "--plot", "--records"])
+def test_results_that_could_not_be_written_are_refused_before_anything_starts(tmp_path, option):
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(app, [option, str(tmp_path / "file" / "result")])
+    assert done.exit_code == 2
+    assert "cannot be written" in done.stderr

@@ -18,7 +18,9 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from deploy.commands.replay import replay
-from loadtest.replay.journal import RECORDS, read_records
+from kappa.hardware import CATALOGUE
+from loadtest.replay.journal import held
+from loadtest.replay.reading import RECORDS, read_records
 from loadtest.replay.record import Record
 from tests.loadtest.rude_endpoint import rude
 
@@ -72,12 +74,19 @@ async def ran(*words: object) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For runs in this process: drawing takes most of their time. Others draw."""
+    monkeypatch.setattr("loadtest.replay.report.pictures", lambda *_: {})
+
+
 def records(folder: Path) -> dict[tuple[str, int], Record]:
     found = list(read_records(folder / RECORDS))
     assert max(Counter(record.key for record in found).values(), default=1) == 1
     return {record.key: record for record in found}
 
 
+@pytest.mark.usefixtures("no_pictures")
 async def test_a_run_reports_and_its_exit_code_is_the_objective(tmp_path: Path) -> None:
     file = recorded(tmp_path / "w.jsonl", ("well a",), ("500 b",), ("well c",))
     common = (file, "--arrivals", "constant:100", "--slo-ttft", "1000", "--json")
@@ -98,6 +107,51 @@ async def test_a_run_reports_and_its_exit_code_is_the_objective(tmp_path: Path) 
     assert (tmp_path / "met" / "records.parquet").exists()
     kept = [path.name for path in (tmp_path / "met").iterdir() if b"sesame" in path.read_bytes()]
     assert kept == []
+
+
+@pytest.mark.usefixtures("no_pictures")
+async def test_an_objective_that_was_not_asked_for_cannot_be_missed(tmp_path: Path) -> None:
+    profile = CATALOGUE["h100-pcie5"].to_dict()
+    row = {"node": "n", "paced": False, "emulated_model": "llama-3.1-8b", "profile": profile}
+
+    async def nodes(_: web.Request) -> web.Response:
+        return web.json_response({"nodes": [row]})
+
+    file = recorded(tmp_path / "w.jsonl", ("well a",), ("500 b",))
+    common = (file, "--arrivals", "constant:100", "--prompts", "chat")
+    async with rude({"/v1/models": cards, "/v1/nodes": nodes}) as server:
+        words = (*common, "--url", server.url)
+        code, out, _ = await ran(*words, "--out", tmp_path / "own")
+        assert (code, "idle objective: 50.0 % met" in out) == (0, True)
+        assert "missed" not in out
+        code, out, _ = await ran(*words, "--slo-share", "0.9", "--out", tmp_path / "asked")
+        assert (code, "SLO missed: 50.0%, 90.0% asked" in out) == (1, True)
+
+
+@pytest.mark.usefixtures("no_pictures")
+async def test_a_run_without_a_request_answered_nothing(tmp_path: Path) -> None:
+    file = recorded(tmp_path / "w.jsonl", ("well a",))
+    async with rude({"/v1/models": cards}) as server:
+        words = (file, "--url", server.url, "--arrivals", "constant:0.001", "--duration", "1e-9")
+        code, out, _ = await ran(*words, "--out", tmp_path / "run")
+    assert (code, server.received) == (1, [])
+    assert "0 requests" in out
+
+
+@pytest.mark.usefixtures("no_pictures")
+async def test_what_cannot_go_on_now_is_refused(tmp_path: Path) -> None:
+    file, out = recorded(tmp_path / "w.jsonl", ("well a",), ("well b",)), tmp_path / "run"
+    async with rude({"/v1/models": cards}) as server:
+        words = (file, "--url", server.url, "--model", "tiny", "--closed", 1, "--out", out)
+        assert (await ran(*words))[0] == 0
+        with held(out):
+            code, _, err = await ran("--resume", out)
+        assert (code, "another run is writing" in err) == (2, True)
+        assert (await ran("--resume", out))[0] == 0
+    # Without its answer one cannot know what it would have been sent.
+    code, _, err = await ran("--resume", out)
+    assert (code, "nobody answers" in err) == (2, True)
+    assert len(records(out)) == 2
 
 
 async def test_ctrl_c_writes_the_partial_report(tmp_path: Path) -> None:
@@ -128,6 +182,7 @@ async def test_ctrl_c_writes_the_partial_report(tmp_path: Path) -> None:
     assert len(records(out)) == 8
 
 
+@pytest.mark.usefixtures("no_pictures")
 async def test_after_kill_9_nothing_that_was_answered_is_sent_again(tmp_path: Path) -> None:
     talks = [(f"well {n}/0", f"{'well' if n < 2 else 'hang'} {n}/1") for n in range(5)]
     file, out = recorded(tmp_path / "w.jsonl", *talks), tmp_path / "run"
@@ -154,6 +209,7 @@ async def test_after_kill_9_nothing_that_was_answered_is_sent_again(tmp_path: Pa
     assert len(records(out)) == 10
 
 
+@pytest.mark.usefixtures("no_pictures")
 async def test_an_endpoint_that_is_down_is_bad_input_or_counted_if_its_model_is_named(
     tmp_path: Path,
 ) -> None:
@@ -184,6 +240,8 @@ async def test_an_endpoint_that_is_down_is_bad_input_or_counted_if_its_model_is_
         (("FILE", "--url", "localhost:80"), "'localhost:80' is no endpoint"),
         (("FILE", "--url", "URL", "--resume", "NONE"), "holds no run"),
         (("FILE", "--url", "URL", "--tenant-key", "secret"), "give TENANT=KEY"),
+        (("FILE", "--url", "http://me:secret@h"), "give --key instead"),
+        (("FILE", "--url", "URL", "--slo-share", "0.9"), "give --slo-ttft or --slo-tpot"),
     ],
 )
 async def test_bad_input_names_what_is_wrong_and_nothing_is_sent(

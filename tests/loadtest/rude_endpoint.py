@@ -84,6 +84,11 @@ class Rude:
             return refusal(int(what))
         if what.startswith("once-") and time == 1:
             return refusal(int(what.removeprefix("once-")))
+        if what.startswith("later-"):
+            await self.gate.wait()
+            return refusal(int(what.removeprefix("later-")))
+        if what == "tells-key":
+            return refusal(401, f"no such key:\n{request.headers['Authorization']}")
         if what == "json":
             return web.json_response({"choices": [{"text": "all at once"}]})
         if what == "drop":
@@ -105,10 +110,12 @@ class Rude:
         return answer
 
 
-def refusal(status: int) -> web.Response:
+def refusal(status: int, message: str = "") -> web.Response:
     """An error in OpenAI's shape."""
     headers = {"retry-after": "0.2"} if status in (429, 503) else {}
-    body = {"error": {"message": f"says {status}", "type": "t", "param": None, "code": None}}
+    body = {
+        "error": {"message": message or f"says {status}", "type": "t", "param": None, "code": None}
+    }
     return web.json_response(body, status=status, headers=headers)
 
 

@@ -102,3 +102,13 @@ async def test_following_fetches_while_the_run_goes_on() -> None:
         await asyncio.sleep(0.01)
     follow.cancel()
     assert await asyncio.gather(follow, return_exceptions=True)
+
+
+async def test_only_figures_are_kept() -> None:
+    cluster = Cluster()
+    cluster.decide("a")
+    cluster.decisions[0]["actual"] |= {"ttft_s": "soon", "queue_s": None, "load_s": True}
+    decisions, told = following(cluster)
+    decisions.want("a", decisions.ticket())
+    await decisions.poll()
+    assert told == {"a": ({"load_s": 0.5}, {"new_tokens": 1, "queue_s": None})}

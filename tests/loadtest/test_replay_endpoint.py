@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 
+import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
@@ -202,3 +203,61 @@ async def test_a_survey_says_what_is_wrong_and_what_helps() -> None:
     async with rude({"/v1/models": nodes}) as server:
         with pytest.raises(EndpointError, match="not what OpenAI"):
             await survey(server.url)
+
+
+async def test_a_retry_keeps_nothing_that_was_told_of_the_attempt_before() -> None:
+    record = Record("s", 0)
+    async with (
+        rude() as server,
+        Endpoint(EndpointSettings(server.url, "m"), time.monotonic) as endpoint,
+    ):
+        await endpoint.send(endpoint.prepare("ours x", 3), record)
+    assert record.ratio == 12.5
+    gone = EndpointSettings(f"http://127.0.0.1:{free_port()}", "m")
+    async with Endpoint(gone, time.monotonic) as endpoint:
+        await endpoint.send(endpoint.prepare("well x", 3), record)
+    assert record.error == "connect"
+    assert (record.request_id, record.node, record.paced, record.reason) == ("", "", False, "")
+    assert (record.ratio, record.crit, record.predicted_ttft_s) == (None, None, None)
+
+
+async def test_a_key_that_the_endpoint_repeats_is_not_kept() -> None:
+    async with rude() as server:
+        record, _ = await sent(server, "tells-key x", keys={"": "sesame"})
+    assert record.error == "401"
+    assert record.error_detail == "no such key: Bearer …"
+
+
+async def test_headers_that_no_journal_can_hold_are_made_printable() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 No\r\nx-request-id: \xff\r\nx-kappa-node: n\xfe\r\n")
+        writer.write(b"content-length: 6\r\n\r\n\x1b[31m!")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        fake = Rude()
+        fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        record, _ = await sent(fake, "well x")
+    assert record.error == "503"
+    for text in (record.request_id, record.node, record.error_detail):
+        assert text and text.isprintable()
+    assert Record.from_dict(msgspec.json.decode(msgspec.json.encode(record))) == record
+
+
+def test_a_url_with_a_password_is_refused_and_not_repeated() -> None:
+    with pytest.raises(EndpointError, match="give --key") as refused:
+        base_url("http://me:sesame@h:1/v1")
+    assert "sesame" not in str(refused.value)
+
+
+async def test_nodes_that_are_not_ours_are_none() -> None:
+    async def strange(_: web.Request) -> web.Response:
+        return web.json_response({"nodes": ["a", "b"]})
+
+    routes = {"/v1/models": models({"id": "m"}), "/v1/nodes": strange}
+    async with rude(routes) as server:  # type: ignore[arg-type]
+        told = await survey(server.url)
+    assert (told.nodes, told.takes_ignore_eos) == ((), False)

@@ -98,3 +98,10 @@ def test_what_is_no_stream_of_openai_is_told(piece: bytes, kind: str, detail: st
     with pytest.raises(StreamFault, match=detail) as raised:
         read(piece)
     assert raised.value.kind == kind
+
+
+@pytest.mark.parametrize("count", [b"-1", b"1" + b"0" * 30, b"1.5"])
+def test_a_count_of_tokens_that_is_none_is_told(count: bytes) -> None:
+    with pytest.raises(StreamFault) as fault:
+        Stream().feed(b'data: {"choices":[],"usage":{"completion_tokens":' + count + b"}}\n\n")
+    assert fault.value.kind == "bad_json"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
 
-from loadtest.replay.journal import (
-    ASKED,
+from loadtest.replay.journal import ASKED, Journal, held
+from loadtest.replay.reading import (
     DECISIONS,
     RECORDS,
     RUN,
-    Journal,
     JournalError,
     read_records,
     read_run,
@@ -124,3 +124,36 @@ def test_facts_of_a_run_are_kept_beside_what_was_asked(tmp_path: Path) -> None:
     assert json.loads((tmp_path / RUN).read_text()) == {
         ASKED: ASK, "model": "m", "interrupted": True,
     }  # fmt: skip
+
+
+def test_half_a_line_on_a_full_disk_does_not_spoil_the_rest(tmp_path: Path) -> None:
+    journal = begun(tmp_path)
+    journal.write(Record("a", 0))
+    size = (tmp_path / RECORDS).stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, hard))
+    try:
+        with pytest.raises(OSError, match="only 20 of"):
+            journal.write(Record("b", 0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    journal.write(Record("c", 0))  # a stream that ends later, when there is room again
+    assert [record.key for record in lines(tmp_path)] == [("a", 0), ("c", 0)]
+
+
+def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
+    refused = pytest.raises(JournalError, match="another run is writing")
+    with held(tmp_path), refused, held(tmp_path):
+        pass
+    with held(tmp_path):
+        pass
+    with pytest.raises(JournalError, match="nowhere"), held(tmp_path / "nowhere"):
+        pass
+
+
+def test_a_damaged_decision_is_named(tmp_path: Path) -> None:
+    begun(tmp_path).write_decision("r0", {}, {})
+    with (tmp_path / DECISIONS).open("a") as file:
+        file.write('{"request_id":1}\n')
+    with pytest.raises(JournalError, match=r"decisions\.jsonl:2: "):
+        Journal.resume(tmp_path, ASK)

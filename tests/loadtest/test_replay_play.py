@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
+import signal
 import sys
 from pathlib import Path
 
 from aiohttp import web
 
 from loadtest.replay.endpoint import EndpointSettings
-from loadtest.replay.journal import ASKED, RECORDS, Journal, read_records
+from loadtest.replay.journal import ASKED, Journal
 from loadtest.replay.play import play, quick_process, streams_allowed
+from loadtest.replay.reading import RECORDS, read_records
 from loadtest.replay.record import Record
 from loadtest.replay.runner import Counts, RunSettings
 from tests.loadtest.rude_endpoint import Rude, rude, session
@@ -76,3 +79,23 @@ def test_the_interpreter_is_left_as_it_was() -> None:
     with quick_process():
         assert sys.getswitchinterval() < before[1]
     assert (gc.get_threshold(), sys.getswitchinterval(), gc.get_freeze_count()) == before
+
+
+async def test_ctrl_c_ends_the_wait_for_decisions_but_not_the_run(tmp_path: Path) -> None:
+    asked = []
+
+    async def decisions(_: web.Request) -> web.Response:
+        # Everything has been answered: only the decisions are still missing.
+        asked.append(os.kill(os.getpid(), signal.SIGINT))
+        return web.json_response({"decisions": []})
+
+    journal = Journal.create(tmp_path, {})
+    async with rude({"/v1/decisions": decisions}) as server:
+        told = await play(
+            EndpointSettings(server.url, "m"), RunSettings(), iter([session("s", "ours a")]),
+            journal, counts=Counts(),
+        )  # fmt: skip
+    journal.close()
+    assert len(asked) == 1
+    assert (told.was_stopped, told.untold) == (False, 1)
+    assert [record.error for record in read_records(tmp_path / RECORDS)] == [""]

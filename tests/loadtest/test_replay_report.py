@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 
 from loadtest.replay import report
-from loadtest.replay.journal import JournalError
+from loadtest.replay.reading import JournalError
 from loadtest.replay.report import slowest_lines, write_report
 from tests.loadtest.replay_records import failed, foreign, many, told
 
@@ -47,8 +47,15 @@ class Page(HTMLParser):
         return " ".join(self.words)
 
 
-def test_a_report_is_one_page_without_network_or_script(tmp_path):
-    page = Page(write_report(written(tmp_path, [*many(300), failed()])).read_text())
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """A page with all its pictures, drawn once."""
+    folder = tmp_path_factory.mktemp("drawn") / "run"
+    return write_report(written(folder, [*many(300), failed()])).read_text()
+
+
+def test_a_report_is_one_page_without_network_or_script(drawn):
+    page = Page(drawn)
     assert page.outside == []
     assert "script" not in page.tags and "link" not in page.tags
     assert page.tags.count("svg") == 6
@@ -76,16 +83,16 @@ def test_what_comes_from_outside_is_escaped(tmp_path):
     assert "queue &lt;full&gt;" in raw and "kappa &lt;x&gt;" in raw
 
 
-def test_pictures_take_the_colours_of_the_page(tmp_path):
-    raw = write_report(written(tmp_path, many(50))).read_text()
-    pictures = "".join(re.findall(r"<svg.*?</svg>", raw, flags=re.S))
+def test_pictures_take_the_colours_of_the_page(drawn):
+    pictures = "".join(re.findall(r"<svg.*?</svg>", drawn, flags=re.S))
     assert "currentColor" in pictures
     assert "#010203" not in pictures and "#000000" not in pictures
-    assert "prefers-color-scheme: dark" in raw
+    assert "prefers-color-scheme: dark" in drawn
 
 
 def test_the_table_holds_every_record_and_its_split(tmp_path, no_pictures):
-    write_report(written(tmp_path, [told(), failed(session="f"), foreign(session="g")]))
+    again = foreign(session="g", attempt=2, retried=["503", "cut"])
+    write_report(written(tmp_path, [told(), failed(session="f"), again]))
     table = pl.read_parquet(tmp_path / "records.parquet")
     assert table.height == 3
     first = table.row(0, named=True)
@@ -95,6 +102,7 @@ def test_the_table_holds_every_record_and_its_split(tmp_path, no_pictures):
     assert first["gaps_s"] == pytest.approx([0.1] * 4)
     assert table["split"].to_list() == ["derived", None, "none"]
     assert table["error"].to_list() == ["", "429", ""]
+    assert table["retried"].to_list() == [[], [], ["503", "cut"]]
 
 
 def test_the_summary_is_json_and_says_what_was_run(tmp_path, no_pictures):
@@ -106,15 +114,37 @@ def test_the_summary_is_json_and_says_what_was_run(tmp_path, no_pictures):
     assert next(iter(slowest_lines(summary))).startswith("0.93 s  s, turn 0: ")
 
 
-def test_an_empty_run_and_a_partial_one_have_reports(tmp_path):
+def test_an_empty_run_and_one_that_only_failed_have_reports(tmp_path):
     empty = Page(write_report(written(tmp_path / "a", [])).read_text())
     assert "No request was made" in empty.text
     assert pl.read_parquet(tmp_path / "a" / "records.parquet").height == 0
-    run = {"workload": "w", "interrupted": True}
-    partial = Page(write_report(written(tmp_path / "b", [told()], run)).read_text())
-    assert "Partial" in partial.text
-    only_failed = Page(write_report(written(tmp_path / "c", [failed()])).read_text())
+    only_failed = Page(write_report(written(tmp_path / "b", [failed()])).read_text())
     assert "queue <full>" in only_failed.text
+    assert "svg" in only_failed.tags
+
+
+def test_a_partial_run_says_so(tmp_path, no_pictures):
+    run = {"workload": "w", "interrupted": True}
+    assert "Partial" in Page(write_report(written(tmp_path, [told()], run)).read_text()).text
+
+
+def test_an_objective_that_nobody_asked_for_does_not_read_as_a_failed_test(tmp_path, no_pictures):
+    records = [told(), told(session="late", first_token_s=90.0, last_token_s=91.0, ended_s=91.0)]
+    own = write_report(written(tmp_path / "own", records)).read_text()
+    assert "2 requests; predicted objective: 50.0 % met" in own
+    assert "missed" not in own and "<h1 class='bad'" not in own
+    run = {"workload": "w", "objective": {"share": 0.9}}
+    asked = write_report(written(tmp_path / "asked", records, run)).read_text()
+    assert "<h1 class='bad'>SLO missed: 50.0 % of 2 requests within it, 90.0 % asked" in asked
+
+
+def test_a_closed_loop_has_no_rate_of_its_own(tmp_path, no_pictures):
+    records = [told(session=str(i), scheduled_s=1.0 + i * 1e-6) for i in range(3)]
+    for asked in ({"closed": 3}, {"closed": None, "arrivals": "closed:3"}):
+        folder = written(tmp_path, records, {"workload": "w", "asked": asked})
+        write_report(folder)
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["rate_rps"] == pytest.approx(3 / summary["duration_s"])
 
 
 def test_a_journal_cut_in_its_last_line_is_read_up_to_there(tmp_path, no_pictures):
@@ -137,9 +167,12 @@ def test_decisions_of_a_killed_run_are_used_and_left_where_they_are(tmp_path, no
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"session": "s", "turn": 1, "scheduled_s": "soon"}', "scheduled_s is 'soon'"),
+        (
+            '{"session": "s", "turn": 1, "scheduled_s": "soon"}',
+            "`float`, got `str` - at `$.scheduled_s`",
+        ),
         ('{"session": "s", "turn": 1, "gaps_s": [true]}', "gaps_s"),
-        ('{"session": "s", "turn": 1, "node": null}', "node is None"),
+        ('{"session": "s", "turn": 1, "node": null}', "got `null` - at `$.node`"),
         ('{"session": "s", "turn": 1, "colour": 1}', "colour"),
         ("[1]", ""),
         ("{", ""),
@@ -161,3 +194,10 @@ def test_a_bad_run_file_is_named(tmp_path, run, said):
         (tmp_path / "run.json").write_text(run)
     with pytest.raises(JournalError, match=said):
         write_report(tmp_path)
+
+
+def test_only_paced_nodes_are_said_to_be_emulated(tmp_path, no_pictures):
+    rows = [{"node": "pcie", "paced": True}, {"node": "real", "paced": False}]
+    records = [told(), told(session="r", node="real", paced=False)]
+    folder = written(tmp_path, records, {"workload": "w", "nodes": rows})
+    assert "emulated: pcie spend time" in Page(write_report(folder).read_text()).text

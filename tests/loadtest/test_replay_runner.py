@@ -264,3 +264,43 @@ def test_bounds_on_sessions_and_requests() -> None:
     assert lengths(None, 7) == [3, 3, 1]
     assert lengths(None, 6) == [3, 3]
     assert lengths(1, 7) == [3]
+
+
+async def test_many_wait_for_prompts_that_take_long_to_make() -> None:
+    def slow() -> Iterator[ReplaySession]:
+        for i in range(6):
+            time.sleep(0.03)  # longer than one visit of the thread that makes them
+            yield session(f"s{i}", f"well s{i}")
+
+    async with rude() as server:
+        records = await begin(server, slow(), RunSettings(closed=8)).end()
+    assert sorted(records) == [(f"s{i}", 0) for i in range(6)]
+
+
+async def test_a_stop_before_a_retry_keeps_what_became_of_the_attempt() -> None:
+    sessions = [session("a", "503 a"), session("b", "hang b", arrival_s=0.01)]
+    async with rude() as server:
+        # While a waits before its second attempt, b takes the only slot.
+        settings = RunSettings(retries=1, in_flight=1, grace_s=0.1)
+        run = begin(server, iter(sessions), settings)
+        await server.until_received(2)
+        while run.runner.counts.held_back < 1:
+            await asyncio.sleep(0.01)
+        run.runner.stop()
+        records = await run.end()
+    assert server.received == ["a", "b"]
+    first = records["a", 0]
+    assert (first.error, first.attempt, first.retried) == ("503", 0, [])
+    assert records["b", 0].error == "cancelled"
+
+
+async def test_after_a_stop_nothing_is_tried_again() -> None:
+    async with rude() as server:
+        settings = RunSettings(retries=5, grace_s=20)
+        run = begin(server, iter([session("s", "later-503 s")]), settings)
+        await server.until_received(1)
+        run.runner.stop()
+        server.gate.set()
+        records = await run.end()
+    assert server.received == ["s"]
+    assert (records["s", 0].error, records["s", 0].attempt) == ("503", 0)

@@ -62,3 +62,9 @@ def test_a_request_without_a_token_misses_whatever_the_limit():
 def test_an_objective_that_is_none_is_refused(run, said):
     with pytest.raises(ValueError, match=said):
         objective_of(run)
+
+
+def test_nodes_that_tell_nothing_of_themselves_do_no_harm():
+    for row in ({"profile": "fast"}, {"profile": {"dilation": "x"}}, {}):
+        objective = objective_of({"nodes": [row], "model": "llama-3.1-8b"})
+        assert (objective.speeds, objective.dilation) == ((), 1.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loadtest.replay.quantiles import Quantiles, jain
-from loadtest.replay.slo import Objective
+from loadtest.replay.slo import Objective, objective_of
 from loadtest.replay.summary import summarize
 from loadtest.replay.timeline import Sample, Timeline
 from tests.loadtest.replay_records import failed, foreign, many, told
@@ -188,3 +188,38 @@ def test_an_empty_run_has_figures_too():
 def test_paced_requests_and_retries_are_marked():
     figures = summarize([told(attempt=1), replace(told(), paced=False)], QUICK)
     assert (figures["paced_requests"], figures["retried"]) == (1, 1)
+
+
+def test_waiting_before_a_retry_is_not_the_clients_arrival_error():
+    retried = told(attempt=1, retried=["503"], sent_s=9.0, first_token_s=9.9, last_token_s=10.3)
+    late = summarize([told(), retried], QUICK)["late_s"]
+    assert late["max"] == pytest.approx(0.01)
+
+
+def test_a_closed_loop_has_rates_over_the_whole_run():
+    # All due at once: over the time between the first and the last there would be any rate.
+    records = [told(scheduled_s=1.0 + i * 1e-6, session=str(i)) for i in range(4)]
+    records.append(told(scheduled_s=1.0, sent_s=1.0, ended_s=5.0))
+    figures = summarize(records, QUICK, is_closed=True)
+    assert figures["duration_s"] == pytest.approx(4.0)
+    assert figures["rate_rps"] == pytest.approx(5 / 4)
+    assert figures["goodput_rps"] == pytest.approx(5 / 4)
+
+
+def test_an_objective_that_nobody_asked_for_is_neither_passed_nor_missed():
+    own = summarize([told(first_token_s=90.0, last_token_s=91.0)], objective_of({}))["slo"]
+    assert (own["met"], own["basis"]) == (0.0, "predicted")
+    assert (own["asked"], own["passed"]) == (False, None)
+    share = objective_of({"objective": {"share": 0.5}})
+    asked = summarize([told(first_token_s=90.0, last_token_s=91.0)], share)["slo"]
+    assert (asked["asked"], asked["passed"]) == (True, False)
+
+
+def test_what_has_no_objective_is_neither_met_nor_missed():
+    # An endpoint that tells its predictions for some requests only.
+    untold = [told(session=str(i), predicted=None) for i in range(3)]
+    late = told(session="late", first_token_s=90.0, last_token_s=91.0)
+    figures = summarize([told(), late, *untold, failed(predicted=None)], Objective())
+    assert figures["slo"]["met"] == pytest.approx(1 / 3)
+    assert figures["slo"]["not_judged"] == 3
+    assert figures["nodes"][0]["met"] == pytest.approx(1 / 3)
