@@ -7,6 +7,7 @@ import typer
 from deploy.commands import (
     bench,
     bench_clients,
+    bench_offload,
     bench_overhead,
     bench_packing,
     bench_peers,
@@ -50,5 +51,6 @@ bench.app.command()(bench_peers.peers)
 bench.app.command()(bench_packing.packing)
 bench.app.command()(bench_clients.clients)
 bench.app.command()(bench_validate.validate)
+bench.app.command("offload")(bench_offload.offload)
 bench.app.command("offload-overhead")(bench_overhead.offload_overhead)
 app.add_typer(bench.app, name="bench")

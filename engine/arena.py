@@ -94,8 +94,9 @@ class Arena:
         }
         self.kv_device = self._on_device(size.kv_device, self.kv_block_shape)
         self.act_device = self._on_device(size.act_device, self.act_block_shape)
-        self.kv_host = self._on_host(size.kv_host, self.kv_block_shape)
-        self.act_host = self._on_host(size.act_host, self.act_block_shape)
+        layers = shape.layers
+        self.kv_host = self.host_zeros((layers, size.kv_host, *self.kv_block_shape), dtype)
+        self.act_host = self.host_zeros((layers, size.act_host, *self.act_block_shape), dtype)
 
     def tensor(self, type: BlockType, place: Place) -> Tensor:
         """The tensor of that type and place, shape (layers, blocks, ...)."""
@@ -113,9 +114,28 @@ class Arena:
             pool.check()
 
     def close(self) -> None:
-        """Unpin the host tensors. The arena must not be used afterwards."""
+        """Unpin the host tensors. No copy may be under way, nor the arena be used afterwards."""
         while self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
+            unpin(self._registered.pop())
+
+    def host_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Host memory, pinned where the device is a GPU, until `close`.
+
+        Zeros written, not promised: pages that are there cannot be missing in the middle of a
+        run, and memory that was never written may hold numbers that are none.
+
+        Raises:
+            ArenaTooLarge: it cannot be pinned; what was pinned before is unpinned.
+        """
+        tensor = torch.empty(shape, dtype=dtype).fill_(0)
+        if self.device.type == "cuda" and tensor.numel():
+            try:
+                pin(tensor, "fewer host blocks")
+            except ArenaTooLarge:
+                self.close()
+                raise
+            self._registered.append(tensor)
+        return tensor
 
     # -- memory -------------------------------------------------------------------------------
 
@@ -123,20 +143,6 @@ class Arena:
         return torch.zeros(
             (self.shape.layers, blocks, *block_shape), dtype=self.dtype, device=self.device
         )
-
-    def _on_host(self, blocks: int, block_shape: tuple[int, ...]) -> Tensor:
-        # Zeros written, not promised: pages that are there cannot be missing in the middle of a
-        # run, and memory that was never written may hold numbers that are none.
-        tensor = torch.empty((self.shape.layers, blocks, *block_shape), dtype=self.dtype).fill_(0)
-        if self.device.type == "cuda" and tensor.numel():
-            code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-            if code:
-                raise ArenaTooLarge(
-                    f"cannot pin {_gib(tensor.nbytes)} of host memory (CUDA error {code}): "
-                    "give fewer host blocks, or raise the limit of locked memory (ulimit -l)"
-                )
-            self._registered.append(tensor)
-        return tensor
 
     def _refuse_too_large(self, host_free_bytes: int | None) -> None:
         size = self.size
@@ -150,6 +156,27 @@ class Arena:
         else:
             host_bytes += device_bytes
         _refuse("host", host_bytes, host_free_bytes)
+
+
+def pin(tensor: Tensor, instead: str) -> None:
+    """Register a host tensor's pages with CUDA, so that copies of it are asynchronous.
+
+    instead: what to give where that cannot be done.
+
+    Raises:
+        ArenaTooLarge: CUDA refuses; names the size and the error.
+    """
+    code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    if code:
+        raise ArenaTooLarge(
+            f"cannot pin {_gib(tensor.nbytes)} of host memory (CUDA error {code}): "
+            f"give {instead}, or raise the limit of locked memory (ulimit -l)"
+        )
+
+
+def unpin(tensor: Tensor) -> None:
+    """Undo `pin`; before the tensor is freed, or CUDA takes whatever comes there for pinned."""
+    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
 def free_host_bytes() -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 
 from engine.config import ModelConfig
@@ -84,9 +85,10 @@ def partial(
 ) -> tuple[Tensor, Tensor]:
     """As `dense`, and the log-sum-exp of each query's scores (batch, heads, queries).
 
-    That is in float32 at least. A query that sees no key has output zero and log-sum-exp -inf.
+    That is in float32 at least. Where all of a query's keys are padding, output is zero and
+    log-sum-exp -inf; the flash kernel, which takes no padding, would say inf.
     """
-    if q.is_cuda and q.dtype.itemsize == 2 and visible is None and q.shape[3] % 8 == 0:
+    if visible is None and _flash(q, k, v):
         # Causal means lower right in this operator.
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, causal, False, scale=scale
@@ -106,6 +108,14 @@ def partial(
     return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
 
 
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the flash kernel takes these: half precision, on a GPU that has it."""
+    if not q.is_cuda or q.shape[3] % 8:
+        return False
+    params = SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
+    return bool(can_use_flash_attention(params))
+
+
 def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     """One output from outputs with their log-sum-exp; parts that saw nothing weigh nothing."""
     sums = torch.stack([lse for _, lse in parts])
@@ -121,7 +131,8 @@ def _scored(
     batch, heads, queries, width = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     folded = _fold(q, k.shape[1])
-    scores = torch.matmul(folded, k.transpose(2, 3)).to(wide) * scale
+    # Scores in half precision would overflow, or be rounded to more than softmax can bear.
+    scores = torch.matmul(folded.to(wide), k.transpose(2, 3).to(wide)) * scale
     if mask is not None:
         scores = scores.view(batch, k.shape[1], -1, queries, k.shape[2])
         scores = scores.masked_fill(~(mask[:, None] if mask.dim() == 4 else mask), -torch.inf)

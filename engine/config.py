@@ -2,7 +2,7 @@
 
 Families: OPT, Llama, Qwen2, Qwen3. Each differs in norm, positions, biases, head norms and MLP; all
 else is one forward pass. An architecture whose attention or positions the engine does not compute
-exactly is refused by name, with the load plans (see `kappa.plan.segments`) that would work.
+exactly is refused by name, with the load plans that would work (both from `kappa.plan.support`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from kappa.plan.support import architecture_from_config, rope_type
 from kappa.shapes import shape_from_config
 from kappa.types import ModelShape
 
@@ -24,14 +25,6 @@ _ACTIVATIONS = {
 # OPT's table of positions begins with two rows that no token uses.
 OPT_POSITION_OFFSET = 2
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-_KEPT_STATE = (
-    "it keeps a running state instead of keys and values: no load plan (K, A, R) applies; "
-    "serve it with engine: vllm"
-)
-_REFUSED = {
-    "mamba": _KEPT_STATE, "mamba2": _KEPT_STATE, "falcon_mamba": _KEPT_STATE, "rwkv": _KEPT_STATE,
-    "jamba": _KEPT_STATE, "bamba": _KEPT_STATE, "qwen3_next": _KEPT_STATE,
-}  # fmt: skip
 
 
 class UnsupportedModel(ValueError):
@@ -204,34 +197,22 @@ def _flag(data: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _refuse(data: Mapping[str, Any], family: str, origin: str) -> None:
-    if data.get("kv_lora_rank"):
+    known = family in FAMILIES
+    why = architecture_from_config(data, origin).peculiar()
+    if not (known or why):
+        why = "load plans of all kinds (K, A, R) would work, but its layers are not among these"
+    if why:
+        among = "" if known else f" is not among {', '.join(FAMILIES)}"
         raise UnsupportedModel(
-            f"{origin}: {family} has multi-head latent attention (MLA), whose cache is a latent: "
-            "K and R would be exact, but only engine: vllm computes it; A never pays for it"
-        )
-    if family not in FAMILIES:
-        why = _REFUSED.get(family, "serve it with engine: vllm, which loads (K) or recomputes (R)")
-        raise UnsupportedModel(
-            f"{origin}: model_type {family!r} is not among {', '.join(FAMILIES)}: {why}"
-        )
-    types = data.get("layer_types") or ()
-    in_use = _flag(data, "use_sliding_window", family not in ("qwen2", "qwen3"))
-    windowed = in_use and bool(data.get("sliding_window"))
-    if not types and windowed:
-        windowed = (data.get("max_window_layers") or 0) < data.get("num_hidden_layers", 0)
-    if any(kind != "full_attention" for kind in types) or (windowed and not types):
-        raise UnsupportedModel(
-            f"{origin}: {family} with a sliding window: tokens outside it are dropped, so a plan "
-            "for the whole prefix (K, A or R) is not what it attends to; serve it with engine: "
-            "vllm, which loads (K) or recomputes (R)"
+            f"{origin}: model_type {family!r}{among}: {why}. Serve it with engine: vllm"
         )
 
 
 def _rope(data: Mapping[str, Any], max_tokens: int, origin: str) -> dict[str, Any]:
     """Rope parameters under one set of keys, from any of the forms that checkpoints use."""
     rope = dict(data.get("rope_parameters") or data.get("rope_scaling") or {})
-    rope_type = str(rope.pop("type", None) or rope.get("rope_type") or "default")
-    rope["rope_type"] = str(rope.get("rope_type") or rope_type)
+    rope.pop("type", None)
+    rope["rope_type"] = rope_type(data)
     rope.setdefault("rope_theta", data.get("rope_theta") or 10000.0)
     rope.setdefault(
         "original_max_position_embeddings",
@@ -239,9 +220,8 @@ def _rope(data: Mapping[str, Any], max_tokens: int, origin: str) -> dict[str, An
     )
     if rope["rope_type"] not in _STATIC_ROPE:
         raise UnsupportedModel(
-            f"{origin}: rope type {rope['rope_type']!r} turns keys by angles that change with the "
-            "sequence's length, so keys from activations (A) or tokens (R) differ from those "
-            f"stored: only K would be exact, with engine: vllm; here use {', '.join(_STATIC_ROPE)}"
+            f"{origin}: rope type {rope['rope_type']!r} is not computed here: "
+            f"use one of {', '.join(_STATIC_ROPE)}, or engine: vllm"
         )
     if float(rope.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UnsupportedModel(f"{origin}: partial_rotary_factor below 1 is not computed here")

@@ -21,7 +21,7 @@ from engine.arena import Arena
 from engine.host_kv import HostKv, Pairs, PlainKv
 from engine.rope import angles, frequencies
 from engine.step import Run, Step
-from engine.transfer import Event, Mover
+from engine.transfer import Event, Mover, TransferFailed
 from engine.weight_stream import WeightStream
 from engine.weights import Weights
 
@@ -99,7 +99,9 @@ class Forward:
         self._buffers: list[_Buffer] = []
         self._outgoing = [_Outgoing(), _Outgoing()]
         # Host blocks written by a pass are there before a later one reads them.
-        self._written: Event | None = None
+        self._wrote = False
+        # Of passes whose copies did not end in time.
+        self._stuck: list[object] = []
 
     @torch.no_grad()
     def run(self, steps: Sequence[Step], order: Order = "row") -> list[Tensor]:
@@ -170,16 +172,24 @@ class Forward:
         for outgoing in self._outgoing:
             if outgoing.event is not None:
                 self.mover.wait(outgoing.event)
-                self._written = self.mover.mark()
+                self._wrote = True
             outgoing.event = None
             outgoing.sources.clear()
 
     def _abandon(self) -> None:
-        """After a failure nothing may still be writing to buffers that the next pass uses."""
-        self.mover.drain()
-        self._buffers = []
-        self._outgoing = [_Outgoing(), _Outgoing()]
-        self._stream = WeightStream(self.weights, self.mover)
+        """After a failure nothing may still be writing to buffers that the next pass uses.
+
+        If copies do not end, what they use is kept, so that nobody else gets that memory.
+        """
+        old = (self._buffers, self._outgoing, self._stream)
+        self._buffers, self._outgoing = [], [_Outgoing(), _Outgoing()]
+        try:
+            self.mover.drain()
+        except TransferFailed:
+            self._stuck.append(old)
+            raise
+        finally:
+            self._stream = WeightStream(self.weights, self.mover)
 
     # -- loads --------------------------------------------------------------------------------
 
@@ -221,10 +231,11 @@ class Forward:
     def _load(self, index: int, item: tuple[int, int], step: Step) -> None:
         layer, which = item
         buffer = self._buffers[index % 2]
-        after = self._written or buffer.free
-        if step.act_runs or step.kv_runs:
-            # Copies of one direction happen in order: the first to wait is enough.
-            self._written = None
+        after = buffer.free
+        if self._wrote and (step.act_runs or step.kv_runs):
+            # All until now: those stores, and the buffer's last use. Copies of one direction
+            # happen in order, so that the first to wait is enough.
+            after, self._wrote = self.mover.mark(), False
         buffer.act = buffer.kv = None
         if step.act_runs:
             self._note("load_act", layer, which)

@@ -7,12 +7,15 @@ request's first chunk. What fails to arrive is computed: the request counts as n
 
 from __future__ import annotations
 
+from collections import deque
+
 from engine.arena import Arena
 from engine.memory import EngineMemory
 from engine.sequence import Load, Sequence
+from engine.settings import EngineSettings
 from engine.stats import EngineStats
 from engine.store import copies
-from engine.transfer import Event, Mover
+from engine.transfer import WAIT_S, Event, Mover, TransferFailed
 
 
 class Loads:
@@ -21,19 +24,28 @@ class Loads:
     Args:
         arena, mover, memory: of the engine.
         stats: counts loads, and those that failed.
-        ahead: whether plain KV may be loaded beside the iterations of others.
+        settings: of the engine.
     """
 
     def __init__(
-        self, arena: Arena, mover: Mover, memory: EngineMemory, stats: EngineStats, ahead: bool
+        self,
+        arena: Arena,
+        mover: Mover,
+        memory: EngineMemory,
+        stats: EngineStats,
+        settings: EngineSettings,
     ) -> None:
         self._arena = arena
         self._mover = mover
         self._memory = memory
         self._stats = stats
-        self._ahead = ahead
+        self._settings = settings
         # Those beside the iterations, in the order in which they end.
         self._events: dict[Sequence, Event] = {}
+        # When the last one ended, or the first of these began.
+        self._progress_s = 0.0
+        # Those that wait for an iteration of their own.
+        self._within: deque[Sequence] = deque()
 
     def __len__(self) -> int:
         """Loads beside the iterations."""
@@ -43,8 +55,8 @@ class Loads:
         """Whether its blocks are being written to beside the iterations."""
         return sequence in self._events
 
-    def start(self, sequence: Sequence, now_s: float, others: bool) -> bool:
-        """Start to load an admitted request's prefix; False: it comes with its first chunk.
+    def start(self, sequence: Sequence, now_s: float, others: bool) -> None:
+        """Start to load an admitted request's prefix, or let it come with its first chunk.
 
         others: somebody computes meanwhile, who would have to wait for it.
         """
@@ -53,23 +65,49 @@ class Loads:
         self._stats.loads += 1
         load.started_s = now_s
         plain = all(segment.kind == "K" for segment in load.plan.segments)
-        if not (self._ahead and plain and others):
-            return False
+        if not (self._settings.load_ahead and plain and others):
+            self._within.append(sequence)
+            return
         targets = sequence.table.blocks("kv", "device", load.start, load.stop)
         moved = copies(self._arena, "kv", "device", targets, load.kv)
+        if not self._events:
+            self._progress_s = now_s
         # Behind what is being computed: its targets may have been another's blocks.
         self._events[sequence] = self._mover.h2d(moved, self._mover.mark())
-        return True
+
+    def due(self) -> list[Sequence]:
+        """Requests whose prefix comes within the next iteration, with their first chunk.
+
+        As many as recompute no more than an iteration's budget; the first one in any case.
+        """
+        turn: list[Sequence] = []
+        room = self._settings.budget_tokens
+        while self._within:
+            load = self._within[0].load
+            # Who left meanwhile has no load any more.
+            if load is not None:
+                room -= load.plan.tokens("R")
+                if turn and room < 0:
+                    break
+                turn.append(self._within[0])
+            self._within.popleft()
+        return turn
 
     def landed(self, now_s: float) -> list[Sequence]:
         """Requests whose loads beside the iterations have ended since last asked, well or not.
 
         Those that failed have their tokens to compute, and no load any more.
+
+        Raises:
+            TransferFailed: the link is stuck: none has ended for too long.
         """
         ended = []
         for sequence, event in list(self._events.items()):
             if not event.done():
+                if now_s - self._progress_s > WAIT_S:
+                    raise TransferFailed(f"no load has ended for {WAIT_S:g} s: the link is stuck")
                 break
+            self._progress_s = now_s
             del self._events[sequence]
             load = sequence.load
             assert load is not None
@@ -92,6 +130,8 @@ class Loads:
         account, plan = sequence.account, self._end(sequence).plan
         account.load_s += seconds
         account.load_bytes += size_bytes
+        if account.preemptions:
+            return  # its tokens have been counted, by where they came from first
         account.loaded_tokens += plan.tokens("K")
         account.activation_tokens += plan.tokens("A")
         account.recomputed_tokens += plan.tokens("R")
@@ -109,8 +149,9 @@ class Loads:
         tokens = self._end(sequence).plan.cached_tokens
         self._stats.failed_loads += 1
         self._stats.failed_load_tokens += tokens
-        sequence.account.recomputed_tokens += tokens
-        sequence.account.new_tokens -= tokens
+        if not sequence.account.preemptions:
+            sequence.account.recomputed_tokens += tokens
+            sequence.account.new_tokens -= tokens
 
     def rest(self, timeout_s: float) -> bool:
         """Wait at most so long for the first to end; False if there is none."""

@@ -22,7 +22,7 @@ from engine.memory import EngineMemory
 from engine.prefix import CacheEvent
 from engine.rows import Executor, Row
 from engine.sampling import GREEDY, Sampling
-from engine.sequence import Account, FinishReason, Sequence
+from engine.sequence import Account, FinishReason, RequestRefused, Sequence, refuse
 from engine.settings import EngineSettings
 from engine.stats import EngineStats
 from engine.store import HostStore
@@ -35,9 +35,7 @@ from scheduler.config import LinkRates
 from scheduler.core import Fair
 from scheduler.work import Work
 
-
-class RequestRefused(ValueError):
-    """A request that this engine can never serve."""
+__all__ = ["Engine", "Observer", "Output", "RequestRefused"]
 
 
 class Output(NamedTuple):
@@ -94,7 +92,9 @@ class Engine:
         self.planning.check(settings.planner)
         self.arena = arena
         self.mover = mover
-        self.memory = EngineMemory(arena, self.planning, settings.planner, self._load_over)
+        self.memory = EngineMemory(
+            arena, self.planning, settings.planner, settings.budget_tokens, self._load_over
+        )
         self.store = HostStore(arena, mover, self.memory.host, settings.max_pending_stores)
         self.keeper = Keeper(self.memory, self.store, arena.pools["act", "device"], settings)
         if settings.act_share and not (arena.size.act_host and arena.size.act_device):
@@ -107,7 +107,7 @@ class Engine:
         rule = rule_named(settings.scheduler, settings.fair, link)
         self.batcher = Batcher(self.memory, rule, settings.budget_tokens, settings.max_running)
         self._stats = EngineStats()
-        self._loads = Loads(arena, mover, self.memory, self._stats, settings.load_ahead)
+        self._loads = Loads(arena, mover, self.memory, self._stats, settings)
         self._executor = executor
         self._computer = Computer(executor, mover, self._loads, self._row, settings.budget_tokens)
         self._clock = clock
@@ -147,21 +147,7 @@ class Engine:
         """
         self.planning.check(planner)
         most = min(self._executor.max_tokens, self.memory.capacity_blocks * self.arena.block_tokens)
-        if not tokens or max_tokens < 1:
-            raise RequestRefused(
-                f"a prompt of {len(tokens)} tokens and an answer of {max_tokens}: "
-                "give at least one of each"
-            )
-        if len(tokens) >= most:
-            raise RequestRefused(
-                f"a prompt of {len(tokens)} tokens: this engine holds {most} tokens of a request "
-                "at most, its answer included"
-            )
-        if not (min(tokens) >= 0 and max(tokens) < self._executor.vocab):
-            raise RequestRefused(
-                f"token ids {min(tokens)} to {max(tokens)}: the model's are 0 to "
-                f"{self._executor.vocab - 1}"
-            )
+        refuse(tokens, max_tokens, most, self._executor.vocab)
         sequence = Sequence(
             self._stats.requests, tokens, self._clock(), min(max_tokens, most - len(tokens)),
             sampling, block_tokens=self.arena.block_tokens, tenant=tenant, priority=priority,
@@ -263,6 +249,8 @@ class Engine:
         others = bool(step.chunks or self._decoding)
         for work, quote in step.admitted:
             sequence = _sequence(work)
+            if others and self.settings.load_ahead:
+                self.memory.spare_others(sequence)
             account, load = sequence.account, sequence.load
             new = sequence.total_tokens - quote.device_tokens
             if not account.preemptions:
@@ -272,8 +260,11 @@ class Engine:
             account.predicted(load.plan if load else nothing)
             if self._observer is not None:
                 self._observer.admitted(sequence)
-            if load is not None and not self._loads.start(sequence, now_s, others):
-                self.batcher.landed(sequence, now_s)
+            if load is not None:
+                self._loads.start(sequence, now_s, others)
+        # One iteration's, and no more before it has begun.
+        for sequence in [] if self.batcher.ready else self._loads.due():
+            self.batcher.landed(sequence, now_s)
 
     def _iterate(self, step: Step) -> None:
         begin_s = self._clock()

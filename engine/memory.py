@@ -15,7 +15,7 @@ from engine.blocks import BlockType, OutOfBlocks
 from engine.prefix import EventLog, PrefixCache
 from engine.sequence import Load, Sequence
 from kappa.plan.planners import Cached, Planning
-from kappa.plan.segments import Kind, LoadPlan, Segment, from_runs
+from kappa.plan.segments import Kind, LoadPlan, Segment, bounded, from_runs, layout
 from scheduler.work import Quote, Work
 
 
@@ -26,6 +26,7 @@ class EngineMemory:
         arena: blocks and their pools.
         planning: the planners.
         planner: which of them plans for requests that do not say.
+        budget_tokens: of an iteration, more than which no plan recomputes while it loads.
         load_over: told of every load that is over, however: others may have waited for it.
 
     `device` holds KV; `host` may hold KV, activations, or both of a block. `log` has the changes of
@@ -37,6 +38,7 @@ class EngineMemory:
         arena: Arena,
         planning: Planning,
         planner: str,
+        budget_tokens: int,
         load_over: Callable[[Sequence], None],
     ) -> None:
         self.version = 0
@@ -50,6 +52,8 @@ class EngineMemory:
         }
         self._planning = planning
         self._planner = planner
+        self._budget_tokens = budget_tokens
+        self._most_recompute = budget_tokens // arena.block_tokens * arena.block_tokens
         self._load_over = load_over
         # Blocks on their way to the device, for somebody.
         self._loading: set[bytes] = set()
@@ -117,6 +121,22 @@ class EngineMemory:
                 sequence.keys[start:stop], table.blocks("kv", "device", start, stop)
             )
             sequence.published = stop
+
+    def spare_others(self, sequence: Sequence) -> None:
+        """Others compute: load as KV alone what "auto" planned to compute while it loads, if that
+        were to hold them up for longer than a full iteration does. Then they need not wait at all.
+        """
+        load, rates = sequence.load, self._planning.rates
+        if load is None or rates is None or -1 in load.kv:
+            return
+        if (sequence.planner or self._planner) != "auto" or load.plan.kind == "load":
+            return
+        most_s = rates.prefill_s(self._budget_tokens, 0)
+        if load.plan.ttft_s > most_s:
+            asked = self._ask(sequence, load.start, load.stop)
+            segments = layout(asked.cached)
+            why = f"{load.plan.kind} would hold up others for more than {most_s:.3g} s"
+            load.plan = self._planning.priced(asked, segments, why)
 
     def grow(self, sequence: Sequence) -> bool:
         """One more block for a request that decodes; False if there is none."""
@@ -201,7 +221,7 @@ class EngineMemory:
                 f"the planner covers {plan.cached_tokens} of {asked.cached} cached tokens: "
                 "a plan must cover them all"
             )
-        return plan
+        return bounded(plan, self._most_recompute)
 
     def _hold_load(self, sequence: Sequence, start: int, stop: int) -> None:
         keys = sequence.keys[start:stop]

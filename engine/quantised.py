@@ -73,13 +73,8 @@ class QuantisedKv:
                 f"4-bit host blocks need {wanted} bytes, but only {free} are free: "
                 "give fewer host blocks"
             )
-        pinned = arena.device.type == "cuda"
-        self._codes = torch.zeros(
-            (shape.layers, rows, width // 2), dtype=torch.uint8, pin_memory=pinned
-        )
-        self._ranges = torch.zeros(
-            (shape.layers, rows, width // group, 2), dtype=arena.dtype, pin_memory=pinned
-        )
+        self._codes = arena.host_zeros((shape.layers, rows, width // 2), torch.uint8)
+        self._ranges = arena.host_zeros((shape.layers, rows, width // group, 2), arena.dtype)
 
     def landing(self, rows: Tensor) -> tuple[Tensor, ...]:
         """New memory for the codes and ranges of that many rows."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Run
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from engine.loop import Engine, Output
@@ -174,7 +175,8 @@ class EngineRunner:
                     self._hand_out(engine.step())
                 if not engine.busy:
                     engine.store.rest(engine.settings.rest_s)
-                if self._publish is not None and (events := engine.events()):
+                # Taken in any case, or they would pile up where nobody publishes them.
+                if (events := engine.events()) and self._publish is not None:
                     self._publish(events)
         except BaseException as error:
             self.error = error
@@ -226,8 +228,6 @@ class EngineRunner:
 
 
 def _guarded(deliver: Deliver, output: Output) -> None:
-    """One caller that went away (its event loop closed) must not end the others."""
-    try:
+    """One caller that went away (its event loop closed), or fails, must not end the others."""
+    with suppress(Exception):
         deliver(output)
-    except RuntimeError:
-        return

@@ -14,14 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Colder than this is greedy: logits divided by it would leave single precision.
+_COLDEST = 1e-5
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are chosen and when to stop.
 
-    temperature: 0 takes the likeliest token. top_p: draw among the likeliest tokens whose
-    probabilities first add up to it. seed: of the draws; None draws one. stop_tokens: end the
-    answer, and are its last token.
+    temperature: 0, or next to it, takes the likeliest token. top_p: draw among the likeliest
+    tokens whose probabilities first add up to it. seed: of the draws; None draws one. stop_tokens:
+    end the answer, and are its last token.
     """
 
     temperature: float = 0.0
@@ -49,7 +52,7 @@ def sample(
         samplings, rngs: one per row; a greedy row leaves its generator as it is.
     """
     tokens: list[int] = logits.argmax(dim=-1).tolist()
-    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
+    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature >= _COLDEST]
     if not drawn:
         return tokens
     where = logits.device

@@ -21,6 +21,34 @@ from scheduler.work import Work
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class RequestRefused(ValueError):
+    """A request that this engine can never serve."""
+
+
+def refuse(tokens: Run[int], max_tokens: int, most: int, vocab: int) -> None:
+    """Do nothing for a request that an engine can serve.
+
+    most: tokens that it holds of a request. vocab: token ids are below.
+
+    Raises:
+        RequestRefused: no token, one outside the vocabulary, or more than can ever fit.
+    """
+    if not tokens or max_tokens < 1:
+        raise RequestRefused(
+            f"a prompt of {len(tokens)} tokens and an answer of {max_tokens}: "
+            "give at least one of each"
+        )
+    if len(tokens) >= most:
+        raise RequestRefused(
+            f"a prompt of {len(tokens)} tokens: this engine holds {most} tokens of a request "
+            "at most, its answer included"
+        )
+    if not (min(tokens) >= 0 and max(tokens) < vocab):
+        raise RequestRefused(
+            f"token ids {min(tokens)} to {max(tokens)}: the model's are 0 to {vocab - 1}"
+        )
+
+
 @dataclass(slots=True)
 class Account:
     """What a request was predicted to take and what it took: seconds, and prompt tokens by source.

@@ -1,9 +1,7 @@
 """Copies between host and device beside the computation: one queue per direction, with events.
 
-`Mover` is the seam: `h2d` and `d2h` start copies and return an `Event`; `wait` makes what is
-computed next come after it. On CUDA each direction has a stream; on CPU it has a thread that copies
-memory. All bytes pass `_copy`, the one method to override for a link that fails or is slow. Bytes
-and seconds are counted per direction. No wait is without bound, and `stop` ends the threads.
+The seam is `engine.mover`. On CPU each direction has a thread that copies memory (`CpuMover`), on
+CUDA a stream (`engine.transfer_cuda`). `stop` ends the threads.
 """
 
 from __future__ import annotations
@@ -11,145 +9,32 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from torch import Tensor
 
-Direction = Literal["h2d", "d2h"]
-Copies = Sequence[tuple[Tensor, Tensor]]
+from engine.mover import (
+    WAIT_S,
+    Copies,
+    Direction,
+    Event,
+    LinkCounters,
+    Mover,
+    TransferFailed,
+    total_bytes,
+)
+from engine.transfer_cuda import CudaMover
 
-# A copy that takes longer than this has failed.
-WAIT_S = 60.0
-# Newer events are enough: an old one that nobody asked about is done.
-_UNTIMED_EVENTS = 4096
-
-
-class TransferFailed(RuntimeError):
-    """A copy did not happen, or not in time: its target holds anything."""
-
-
-@dataclass(slots=True)
-class LinkCounters:
-    """What one direction did: bytes copied, seconds in which it copied, copies, and failures."""
-
-    copied_bytes: int = 0
-    busy_s: float = 0.0
-    copies: int = 0
-    failed: int = 0
-
-
-class Event(ABC):
-    """The end of what was started together."""
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether it has ended, well or not; does not block."""
-
-    @abstractmethod
-    def error(self) -> BaseException | None:
-        """Why it failed; None as long as it has not."""
-
-    @abstractmethod
-    def ended(self, timeout_s: float) -> bool:
-        """Wait, in this thread, at most so long; whether it has ended, well or not."""
-
-    def block(self, timeout_s: float = WAIT_S) -> None:
-        """Wait, in this thread, for the end.
-
-        Raises:
-            TransferFailed: it failed, or did not end in time.
-        """
-        if not self.ended(timeout_s):
-            raise TransferFailed(f"a copy did not end within {timeout_s:g} s")
-        error = self.error()
-        if error is not None:
-            raise TransferFailed(f"a copy failed: {error}") from error
-
-
-class Mover(ABC):
-    """Copies between host and device.
-
-    Copies of one direction happen in order; an event is done when all before it are. `counters`
-    are complete for events that are done.
-    """
-
-    def __init__(self) -> None:
-        self.counters: dict[Direction, LinkCounters] = {
-            "h2d": LinkCounters(), "d2h": LinkCounters(),
-        }  # fmt: skip
-
-    def h2d(self, copies: Copies, after: Event | None = None) -> Event:
-        """Copy to the device: (target, source) pairs of equal shape and dtype.
-
-        after: what must have ended before, such as the last use of the targets; see `mark`.
-        """
-        return self._start("h2d", copies, after)
-
-    def d2h(self, copies: Copies, after: Event | None = None) -> Event:
-        """Copy to the host what is computed by now; else like `h2d`."""
-        return self._start("d2h", copies, after or self.mark())
-
-    @abstractmethod
-    def mark(self) -> Event:
-        """The end of what this thread has asked the device to compute until now."""
-
-    @abstractmethod
-    def wait(self, event: Event) -> None:
-        """What this thread computes next comes after `event`.
-
-        Raises:
-            TransferFailed: it failed, or did not end in time.
-        """
-
-    @abstractmethod
-    def drain(self, timeout_s: float = WAIT_S) -> None:
-        """Wait until nothing is on its way.
-
-        Raises:
-            TransferFailed: something still is, after that time.
-        """
-
-    def settle(self) -> None:  # noqa: B027 - a mover whose counters are always right
-        """Bring the counters up to what has ended."""
-
-    @abstractmethod
-    def stop(self, timeout_s: float = WAIT_S) -> None:
-        """End what runs beside the caller; what has not begun is dropped and fails."""
-
-    @abstractmethod
-    def _start(self, direction: Direction, copies: Copies, after: Event | None) -> Event: ...
-
-    def _copy(self, direction: Direction, copies: Copies) -> None:
-        """Move the bytes. The only place where it happens; raise to fail."""
-        for target, source in copies:
-            target.copy_(source, non_blocking=True)
+__all__ = [
+    "WAIT_S", "Copies", "CpuMover", "CudaMover", "Direction", "Event", "LinkCounters", "Mover",
+    "TransferFailed", "mover_for",
+]  # fmt: skip
 
 
 def mover_for(device: torch.device | str) -> Mover:
     """The mover that fits a device."""
     place = torch.device(device)
     return CudaMover(place) if place.type == "cuda" else CpuMover()
-
-
-def _check(copies: Copies) -> int:
-    """Bytes of the copies; `ValueError` if a pair does not match."""
-    total = 0
-    for target, source in copies:
-        if target.shape != source.shape or target.dtype != source.dtype:
-            raise ValueError(
-                f"cannot copy {tuple(source.shape)} of {source.dtype} "
-                f"to {tuple(target.shape)} of {target.dtype}"
-            )
-        total += target.nbytes
-    return total
-
-
-# -- CPU --------------------------------------------------------------------------------------
 
 
 class _CpuEvent(Event):
@@ -187,6 +72,8 @@ class CpuMover(Mover):
     def __init__(self) -> None:
         super().__init__()
         self._stopped = False
+        # So that no copy is put behind the end of its queue, where nobody would do or fail it.
+        self._gate = threading.Lock()
         self._jobs: dict[Direction, queue.SimpleQueue[_Job | None]] = {
             "h2d": queue.SimpleQueue(), "d2h": queue.SimpleQueue(),
         }  # fmt: skip
@@ -217,9 +104,10 @@ class CpuMover(Mover):
 
     def stop(self, timeout_s: float = WAIT_S) -> None:
         """End both threads."""
-        self._stopped = True
-        for jobs in self._jobs.values():
-            jobs.put(None)
+        with self._gate:
+            self._stopped = True
+            for jobs in self._jobs.values():
+                jobs.put(None)
         end_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(end_s - time.monotonic(), 0.0))
@@ -227,12 +115,13 @@ class CpuMover(Mover):
                 raise TransferFailed(f"{thread.name} did not end within {timeout_s:g} s")
 
     def _start(self, direction: Direction, copies: Copies, after: Event | None) -> Event:
-        job = _Job(copies, _check(copies), after, _CpuEvent())
-        if self._stopped:
-            job.event.end(TransferFailed("the mover is stopped"))
-            return job.event
-        self._newest[direction] = job.event
-        self._jobs[direction].put(job)
+        job = _Job(copies, total_bytes(copies), after, _CpuEvent())
+        with self._gate:
+            if not self._stopped:
+                self._newest[direction] = job.event
+                self._jobs[direction].put(job)
+                return job.event
+        job.event.end(TransferFailed("the mover is stopped"))
         return job.event
 
     def _run(self, direction: Direction) -> None:
@@ -253,96 +142,3 @@ class CpuMover(Mover):
                 counters.failed += 1
                 error = caught
             job.event.end(error)
-
-
-# -- CUDA -------------------------------------------------------------------------------------
-
-
-class _CudaEvent(Event):
-    def __init__(self, event: torch.cuda.Event, error: BaseException | None = None) -> None:
-        self.event = event
-        self._error = error
-
-    def done(self) -> bool:
-        # Also after an error: what was begun before it may still be writing.
-        return bool(self.event.query())
-
-    def error(self) -> BaseException | None:
-        return self._error
-
-    def ended(self, timeout_s: float) -> bool:
-        end_s = time.monotonic() + timeout_s
-        while not self.done():
-            if time.monotonic() > end_s:
-                return False
-            time.sleep(2e-5)
-        return True
-
-
-class CudaMover(Mover):
-    """A stream per direction. Host tensors must be pinned, or copies are not asynchronous."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._streams: dict[Direction, torch.cuda.Stream] = {
-            "h2d": torch.cuda.Stream(device), "d2h": torch.cuda.Stream(device),
-        }  # fmt: skip
-        self._untimed: dict[Direction, deque[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
-            "h2d": deque(), "d2h": deque(),
-        }  # fmt: skip
-
-    def mark(self) -> Event:
-        """An event on the current stream."""
-        return _CudaEvent(torch.cuda.current_stream(self._device).record_event())
-
-    def wait(self, event: Event) -> None:
-        """The current stream waits; the caller does not."""
-        if event.error() is not None or not isinstance(event, _CudaEvent):
-            event.block()
-            return
-        torch.cuda.current_stream(self._device).wait_event(event.event)
-
-    def drain(self, timeout_s: float = WAIT_S) -> None:
-        """Wait until both streams are empty."""
-        for stream in self._streams.values():
-            _CudaEvent(stream.record_event()).block(timeout_s)
-        self.settle()
-
-    def stop(self, timeout_s: float = WAIT_S) -> None:
-        """Nothing runs beside the caller but streams: let them end."""
-        self.drain(timeout_s)
-
-    def settle(self) -> None:
-        """Count the seconds of the copies that have ended."""
-        for direction, pairs in self._untimed.items():
-            counters = self.counters[direction]
-            while pairs and pairs[0][1].query():
-                begin, end = pairs.popleft()
-                counters.busy_s += begin.elapsed_time(end) / 1e3
-
-    def _start(self, direction: Direction, copies: Copies, after: Event | None) -> Event:
-        size_bytes = _check(copies)
-        stream, counters = self._streams[direction], self.counters[direction]
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        error: BaseException | None = None
-        with torch.cuda.stream(stream):
-            if isinstance(after, _CudaEvent):
-                stream.wait_event(after.event)
-            begin.record(stream)
-            try:
-                if after is not None and after.error() is not None:
-                    raise TransferFailed("what it was to come after failed") from after.error()
-                self._copy(direction, copies)
-                counters.copied_bytes += size_bytes
-                counters.copies += len(copies)
-            except Exception as caught:
-                counters.failed += 1
-                error = caught
-            end.record(stream)
-        pairs = self._untimed[direction]
-        pairs.append((begin, end))
-        if len(pairs) > _UNTIMED_EVENTS or pairs[0][1].query():
-            self.settle()
-        return _CudaEvent(end, error)

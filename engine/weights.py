@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.arena import ArenaTooLarge, free_host_bytes
+from engine.arena import ArenaTooLarge, free_host_bytes, pin, unpin
 from engine.checkpoint import Checkpoint
 from engine.config import OPT_POSITION_OFFSET, ModelConfig
 
@@ -167,7 +167,7 @@ class Weights:
     def close(self) -> None:
         """Unpin host memory. The weights must not be used afterwards."""
         if self.streamed and self.device.type == "cuda":
-            torch.cuda.cudart().cudaHostUnregister(self.layers.data_ptr())
+            unpin(self.layers)
 
 
 def random_weights(
@@ -286,10 +286,5 @@ def _allocate(
             )
     tensor = torch.empty(shape, dtype=dtype, device=place)
     if place.type == "cpu" and pinned_for.type == "cuda":
-        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-        if code:
-            raise ArenaTooLarge(
-                f"cannot pin {tensor.nbytes} bytes of weights (CUDA error {code}): "
-                "raise the limit of locked memory (ulimit -l)"
-            )
+        pin(tensor, "a smaller model or dtype")
     return tensor

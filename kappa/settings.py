@@ -96,7 +96,10 @@ class EngineSettings(_Section):
         "auto", description="how cached prefixes come back; of kind torch only"
     )
     act_share: float = Field(
-        0.0, ge=0, le=1, description="share of stored blocks kept as activations; torch only"
+        0.0,
+        ge=0,
+        le=1,
+        description="share of stored blocks kept as activations, too; 1 unless hybrid; torch only",
     )
     max_context_tokens: int = Field(8192, ge=64)
     block_tokens: int = Field(32, ge=16)

@@ -10,21 +10,36 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from kappa.plan.choose import kappa_eff
-from kappa.plan.planners import Cached, Planner, Planning
-from kappa.plan.rates import PlanRates, rates_from_measured
-from kappa.plan.segments import LoadPlan
+from kappa.plan.choose import Policy, kappa_eff
+from kappa.plan.planners import Cached, Planning
+from kappa.plan.rates import rates_from_measured
+from kappa.plan.segments import LoadPlan, bounded
 from kappa.report import Announcement
 from router.offers import Offers
 
+# What each planner makes of a prefix, in the words of `kappa.plan.choose`.
+_POLICIES: dict[str, Policy] = {
+    "kv": "load", "recompute": "load", "auto": "auto", "kvpr": "activations",
+    "hybrid": "activations",
+}  # fmt: skip
 # κ_eff depends on how much is new: it is told for a question of this length.
 KAPPA_EFF_NEW_TOKENS = 128
 
 
 class _Plans(NamedTuple):
-    planner: Planner
-    rates: PlanRates
-    holds_activations: bool
+    planning: Planning
+    name: str
+    act_share: float
+    most_recomputed_tokens: int
+
+    def plan(self, cached: int, new: int, device: int) -> LoadPlan:
+        """As the engine would make it: what it recomputes at once is bounded by its budget."""
+        # Activations of a share of the blocks are spread evenly: only `hybrid` takes them so.
+        holds = self.act_share >= 1 or self.name == "hybrid"
+        asked = Cached(cached, new, device, cached if holds else 0)
+        plan = self.planning.named(self.name)(asked)
+        cut = bounded(plan, self.most_recomputed_tokens)
+        return plan if cut is plan else self.planning.priced(asked, cut.segments, cut.why)
 
 
 class LoadPlans:
@@ -46,8 +61,13 @@ class LoadPlans:
         if not said.load_plan:
             return
         rates = rates_from_measured(said.load_plan["rates"])
-        planner = Planning(said.block_tokens, rates).named(said.load_plan["planner"])
-        self._plans[said.worker] = _Plans(planner, rates, said.load_plan["act_share"] > 0)
+        name, act_share = said.load_plan["planner"], float(said.load_plan["act_share"])
+        planning = Planning(said.block_tokens, rates, activations=act_share > 0)
+        planning.check(name)
+        budget_blocks = said.max_batch_tokens // said.block_tokens
+        self._plans[said.worker] = _Plans(
+            planning, name, act_share, budget_blocks * said.block_tokens
+        )
 
     def leave(self, worker: str) -> None:
         """A worker is gone."""
@@ -61,7 +81,12 @@ class LoadPlans:
         plans = self._plans.get(worker)
         if plans is None:
             return None
-        ratio = kappa_eff(plans.rates, "auto", KAPPA_EFF_NEW_TOKENS)
+        rates = plans.planning.rates
+        assert rates is not None
+        policy = _POLICIES.get(plans.name, "load")
+        if plans.name == "auto" and plans.act_share < 1:
+            policy = "recompute"
+        ratio = kappa_eff(rates, policy, KAPPA_EFF_NEW_TOKENS)
         return ratio if math.isfinite(ratio) else None
 
     def apply(self, offers: Offers) -> None:
@@ -72,10 +97,10 @@ class LoadPlans:
                 offers.plans[row] = self._priced(offers, row, plans)
 
     def _priced(self, offers: Offers, row: int, plans: _Plans) -> LoadPlan:
-        cached = int(offers.cached_tokens[row])
-        held = cached if plans.holds_activations else 0
-        plan = plans.planner(
-            Cached(cached, int(offers.new_tokens[row]), int(offers.device_tokens[row]), held)
+        plan = plans.plan(
+            int(offers.cached_tokens[row]),
+            int(offers.new_tokens[row]),
+            int(offers.device_tokens[row]),
         )
         beyond_s = plan.compute_s - offers.compute_s[row]
         offers.ttft_s[row] += plan.ttft_s - offers.load_s[row] - offers.compute_s[row]

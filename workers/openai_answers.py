@@ -196,6 +196,26 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
+class AnswerText:
+    """An answer's text as it grows, cut at a stop string."""
+
+    def __init__(self, tokenizer: Any, request: Asked) -> None:
+        self._detokenizer = Detokenizer(tokenizer, request.tokens)
+        self._stopper = Stopper(request.stop)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string came."""
+        return self._stopper.stopped
+
+    def push(self, tokens: list[int], last: bool) -> str:
+        """The text that these tokens add; all that is left with the last."""
+        text = "".join(self._detokenizer.push(token) for token in tokens)
+        if last:
+            text += self._detokenizer.rest()
+        return self._stopper.push(text, last)
+
+
 class Answer:
     """One request's answer, as OpenAI's objects.
 

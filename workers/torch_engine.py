@@ -36,16 +36,18 @@ from kappa.plan.planners import Planning
 from kappa.plan.rates import PlanRates, as_measured, rates_from_law, rates_from_measured
 from kappa.plan.support import architecture_from_config
 from kappa.report import CHARGES_KEY, REQUEST_ID_KEY, TENANT_KEY, WEIGHT_KEY
-from kappa.types import NodeProfile
+from kappa.types import ModelShape, NodeProfile
 from scheduler.config import FairConfig
 from workers.identity import WorkerPlan, measured_node
-from workers.openai_answers import Answer, Asked, BodyRefused, Detokenizer, Stopper, asked
+from workers.openai_answers import Answer, AnswerText, Asked, BodyRefused, asked
 from workers.profiler import measure
 from workers.torch_reports import TorchReports, told
 
 log = structlog.get_logger(__name__)
 
 _STOP_S = 30.0
+# An iteration of a full budget takes seconds, and a load that hangs is given up after a minute.
+_HANG_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,16 @@ def torch_plan(plan: WorkerPlan, stats_endpoint: str, kv_endpoint: str, rank: in
     )
 
 
+def host_blocks(shape: ModelShape, blocks: int, act_share: float) -> tuple[int, int]:
+    """Blocks of KV and of activations in the room of so many blocks of KV.
+
+    A share of the stored blocks is kept as activations besides their KV.
+    """
+    ratio = shape.hidden / (2 * shape.kv_heads * shape.head_dim)
+    kv = int(blocks / (1 + act_share * ratio))
+    return kv, round(act_share * kv)
+
+
 class TorchEngine(LLMEngine):
     """What `LLMServer` drives. `llm_config.engine_kwargs["kappa_torch"]` holds a `TorchPlan`."""
 
@@ -110,6 +122,7 @@ class TorchEngine(LLMEngine):
         self._runner: EngineRunner | None = None
         self._reports: TorchReports | None = None
         self._arena: Arena | None = None
+        self._failure_told = False
         self.rates: dict[str, Any] = {}
 
     async def start(self) -> None:
@@ -149,9 +162,18 @@ class TorchEngine(LLMEngine):
         return {}
 
     async def check_health(self) -> None:
-        """Raise if the engine's thread has failed: Ray Serve then replaces the replica."""
-        if self._runner is None or self._runner.error is not None:
-            raise RuntimeError(f"the engine has failed: {self._runner and self._runner.error!r}")
+        """Raise if the engine's thread has failed or hangs: Ray Serve then replaces the replica."""
+        runner, reports = self._runner, self._reports
+        if runner is None or reports is None:
+            raise RuntimeError("the engine has not started")
+        if runner.error is not None:
+            if not self._failure_told:
+                self._failure_told = True
+                log.error("engine_failed", exc_info=runner.error)
+            raise RuntimeError(f"the engine has failed: {runner.error!r}")
+        idle_s = time.monotonic() - reports.ran_s
+        if idle_s > _HANG_S and reports.was_busy:
+            raise RuntimeError(f"the engine has not ended an iteration for {idle_s:.0f} s")
 
     async def reset_prefix_cache(self) -> None:
         """Nothing asks for it here."""
@@ -166,12 +188,16 @@ class TorchEngine(LLMEngine):
 
     def shutdown(self) -> None:
         """Stop the thread, within a bound."""
-        if self._runner is not None:
+        if self._runner is None:
+            return
+        try:
             self._runner.stop(_STOP_S)
-        if self._reports is not None:
-            self._reports.close()
-        if self._arena is not None:
-            self._arena.close()
+            # Only now: until the thread and its copies have ended, the memory is in use.
+            if self._arena is not None:
+                self._arena.close()
+        finally:
+            if self._reports is not None:
+                self._reports.close()
 
     # -- the engine ---------------------------------------------------------------------------
 
@@ -190,11 +216,12 @@ class TorchEngine(LLMEngine):
             planner=plan.planner,
             act_share=plan.act_share,
         )
+        kv_host, act_host = host_blocks(config.shape, plan.host_blocks, plan.act_share)
         size = ArenaSize(
             plan.device_blocks,
-            plan.host_blocks,
+            kv_host,
             settings.capture_blocks(plan.block_tokens),
-            round(plan.act_share * plan.host_blocks),
+            act_host,
             block_tokens=plan.block_tokens,
         )
         self._arena = arena = Arena(config.shape, size, dtype=dtype, device=device)
@@ -202,7 +229,14 @@ class TorchEngine(LLMEngine):
         forward = Forward(weights, arena, mover)
         kinds = architecture_from_config(raw).kinds()
         planning = Planning(plan.block_tokens, self._measured(forward), activations="A" in kinds)
-        self._reports = TorchReports(plan.stats_endpoint, plan.kv_endpoint, plan.log)
+        if plan.act_share and "A" not in kinds:
+            raise ValueError(
+                f"engine.act_share is {plan.act_share}, but the KV of {self._model} cannot be made "
+                "from activations: set it to 0"
+            )
+        self._reports = TorchReports(
+            plan.stats_endpoint, plan.kv_endpoint, plan.log, plan.device_blocks + plan.host_blocks
+        )
         engine = Engine(
             TorchExecutor(forward), arena, mover, settings, planning, observer=self._reports
         )
@@ -244,9 +278,9 @@ class TorchEngine(LLMEngine):
         extra = getattr(body, "vllm_xargs", None) or {}
         name = str(extra.get(REQUEST_ID_KEY, body.request_id))
         answer = Answer(kind, name, self._model, time.time(), len(request.tokens))
-        text = _Text(self._tokenizer, request)
+        text = AnswerText(self._tokenizer, request)
         whole: list[str] = []
-        await self._tell_charges(extra)
+        self._tell_charges(extra)
         stream = self._runner.stream(
             request.tokens,
             request.max_tokens,
@@ -292,30 +326,15 @@ class TorchEngine(LLMEngine):
         shape = ChatCompletionResponse if kind == "chat" else CompletionResponse
         yield shape.model_validate(answer.whole("".join(whole), reason, usage))
 
-    async def _tell_charges(self, extra: Mapping[str, Any]) -> None:
-        """What others charged each tenant, and this one's weight, for rules that care."""
+    def _tell_charges(self, extra: Mapping[str, Any]) -> None:
+        """What others charged each tenant, and this one's weight, for rules that care.
+
+        Not waited for: the engine's thread answers in order, so the request comes after it.
+        """
         assert self._runner is not None
         weights = {str(extra.get(TENANT_KEY, "default")): float(extra.get(WEIGHT_KEY, 1.0))}
         charges = told(str(extra.get(CHARGES_KEY, "")))
-        await asyncio.wrap_future(self._runner.call(lambda engine: engine.heard(charges, weights)))
-
-
-class _Text:
-    """An answer's text as it grows, cut at a stop string."""
-
-    def __init__(self, tokenizer: Any, request: Asked) -> None:
-        self._detokenizer = Detokenizer(tokenizer, request.tokens)
-        self._stopper = Stopper(request.stop)
-
-    @property
-    def stopped(self) -> bool:
-        return self._stopper.stopped
-
-    def push(self, tokens: list[int], last: bool) -> str:
-        text = "".join(self._detokenizer.push(token) for token in tokens)
-        if last:
-            text += self._detokenizer.rest()
-        return self._stopper.push(text, last)
+        self._runner.call(lambda engine: engine.heard(charges, weights))
 
 
 def _error(status: int, message: str, param: str | None = None) -> ErrorResponse:

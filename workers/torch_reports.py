@@ -27,8 +27,8 @@ from workers.stats_channel import StatsSender
 _MEDIA = {"device": "GPU", "host": "CPU"}
 _TOPIC = b"kv"
 _HIGH_WATER_MESSAGES = 100_000
-# First blocks of so many salted prompts are known by their salt.
-_SALTS = 16_384
+# At least so many first blocks of salted prompts are known by their salt.
+_LEAST_SALTS = 1024
 
 
 class TorchReports:
@@ -38,9 +38,18 @@ class TorchReports:
         stats_endpoint: of the stats channel; an empty one says nothing.
         kv_endpoint: bound here; the report stream reads it.
         log: file for JSON lines, one per iteration, or None.
+        blocks: that device and host hold: no more salts can matter at a time.
+
+    `ran_s`: when the last iteration ended, by the monotonic clock; `was_busy`: whether there was
+    more to do then.
     """
 
-    def __init__(self, stats_endpoint: str, kv_endpoint: str, log: str | None = None) -> None:
+    def __init__(
+        self, stats_endpoint: str, kv_endpoint: str, log: str | None = None, blocks: int = 0
+    ) -> None:
+        self.ran_s = time.monotonic()
+        self.was_busy = False
+        self._most_salts = max(blocks, _LEAST_SALTS)
         self._stats = StatsSender(stats_endpoint)
         self._log = IterationLog(self._stats.send, log)
         self._moved: dict[str, tuple[int, float]] = {}
@@ -66,7 +75,7 @@ class TorchReports:
         """A request got its blocks: its tokens by source, recomputed ones being new."""
         if sequence.salt and sequence.keys:
             self._salts[sequence.keys[0].digest] = sequence.salt
-            if len(self._salts) > _SALTS:
+            if len(self._salts) > self._most_salts:
                 self._salts.popitem(last=False)
         account, loaded = sequence.account, _loaded_tokens(sequence)
         self._stats.send(
@@ -99,7 +108,8 @@ class TorchReports:
                 "t_s": time.time(),
             }
         )
-        now_s = time.monotonic()
+        now_s = self.ran_s = time.monotonic()
+        self.was_busy = engine.busy
         self._log.scheduled(self._iteration(engine, now_s - seconds, tokens))
         self._log.ended(now_s)
         if self._log.due(now_s, idle=not engine.busy):

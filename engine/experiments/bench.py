@@ -30,6 +30,8 @@ from engine.weights import DTYPES, Weights, random_weights
 from kappa.plan.rates import PlanRates, rates_from_measured
 
 _PROFILES = 4
+# A run is asked for in advance and waited for at its end.
+_LONGEST_S = 900.0
 _SEED = 7
 
 
@@ -39,7 +41,10 @@ class Unsteady(ValueError):
 
 @dataclass(slots=True)
 class Rig:
-    """What experiments run on. pinned_bytes_per_s: of one long copy to the device, alone."""
+    """What experiments run on.
+
+    rates: with the link as it is beside the computation; rates_alone: with nothing beside it.
+    """
 
     forward: Forward
     arena: Arena
@@ -47,6 +52,7 @@ class Rig:
     config: ModelConfig
     device: torch.device
     rates: PlanRates
+    rates_alone: PlanRates
     measured: dict[str, Any]
     streamed: bool
 
@@ -55,14 +61,9 @@ class Rig:
         """Tokens of a block."""
         return self.arena.block_tokens
 
-    @property
-    def pinned_bytes_per_s(self) -> float:
-        """Of the link alone."""
-        return float(self.measured["h2d_bytes_per_s"])
-
     def finish(self) -> None:
         """Wait until nothing is under way."""
-        self.mover.drain()
+        self.mover.drain(_LONGEST_S)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -99,7 +100,7 @@ def rig(setting: Setting, group: Group) -> Iterator[Rig]:
     """
     config, dtype = model(group.model, setting.dtype), DTYPES[setting.dtype]
     device = torch.device(setting.device)
-    with _capped(setting.cap_bytes):
+    with _capped(setting.cap_bytes), _threads(setting.threads):
         weights = random_weights(
             config, seed=_SEED, dtype=dtype, device=device, streamed=group.streamed
         )
@@ -115,7 +116,9 @@ def rig(setting: Setting, group: Group) -> Iterator[Rig]:
                 here = Forward(_one_layer_everywhere(weights), arena, mover)
             rates, measured = _rates(here, setting.profile)
             del here
-            yield Rig(forward, arena, mover, config, device, rates, measured, group.streamed)
+            # A CPU that computes is a CPU that is busy while its threads copy.
+            busy = rates.under(cpu_busy=device.type == "cpu")
+            yield Rig(forward, arena, mover, config, device, busy, rates, measured, group.streamed)
         finally:
             mover.stop()
             if arena is not None:
@@ -139,6 +142,17 @@ def _rates(forward: Forward, settings: ProfileSettings) -> tuple[PlanRates, dict
         except ValueError as error:
             problem = error
     raise Unsteady(f"{_PROFILES} profiles, none of them fit to plan with; the last: {problem}")
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many threads for torch's computation; 0: as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -74,5 +74,5 @@ def _link_arm(rig: Rig, cell: DecodeCell) -> Arm:
             rig.mover.h2d([(landing[index % 2], source)])
 
     tokens = blocks * rig.block_tokens
-    predicted_s = _COPY_STEPS * cell.batches * rig.rates.load.seconds(tokens)
+    predicted_s = _COPY_STEPS * cell.batches * rig.rates_alone.load.seconds(tokens)
     return Arm(LINK, lambda: rig.timed(copy), predicted_s)

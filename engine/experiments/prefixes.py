@@ -93,7 +93,7 @@ def prefix_arms(rig: Rig, cell: PrefixCell, prompt: Stored) -> tuple[list[Arm], 
         arms.append(
             Arm(name, _run(rig, prompt, plan), plan.ttft_s, note, name == "auto", plan.segments)
         )
-    arms.append(_link_arm(rig, prompt, costs))
+    arms.append(_link_arm(rig, prompt))
     return arms, left_out
 
 
@@ -159,17 +159,17 @@ def _sequential(rig: Rig, prompt: Stored, costs: Costs) -> Arm:
         rig.mover.wait(event)
         return prefill(rig.forward, [there])
 
-    predicted_s = costs.load_s(Split()) + costs.compute_s(Split())
+    predicted_s = rig.rates_alone.load.seconds(prompt.cached) + costs.compute_s(Split())
     return Arm("load-sequential", _first_token(rig, compute), predicted_s)
 
 
-def _link_arm(rig: Rig, prompt: Stored, costs: Costs) -> Arm:
+def _link_arm(rig: Rig, prompt: Stored) -> Arm:
     copies = _copies(rig, prompt)
 
     def copy() -> None:
         rig.mover.h2d(copies)
 
-    return Arm(LINK, lambda: rig.timed(copy), costs.load_s(Split()))
+    return Arm(LINK, lambda: rig.timed(copy), rig.rates_alone.load.seconds(prompt.cached))
 
 
 def _copies(rig: Rig, prompt: Stored) -> list[tuple[Any, Any]]:

@@ -152,9 +152,16 @@ class _Run:
         part.write_text(json.dumps(self.result(), allow_nan=False, indent=1) + "\n")
         part.replace(out)
 
+    def _device_name(self) -> str:
+        """As the engine calls it; of a CPU, the threads that the settings compute with."""
+        threads = {one.threads for one in self.settings} - {0}
+        if self.device.type == "cpu" and threads:
+            return f"cpu, {'/'.join(map(str, sorted(threads)))} computing thread"
+        return device_name(self.device)
+
     def result(self) -> dict[str, Any]:
         return {
-            "device": device_name(self.device),
+            "device": self._device_name(),
             "date": datetime.now(UTC).date().isoformat(),
             "command": _command(),
             "settings": [one.name for one in self.settings],

@@ -2,7 +2,7 @@
 
 A cell is one point of an experiment: a batch of sequences that decodes behind a prompt, or a prompt
 whose first part is cached. `cpu-*` run anywhere; the others are the shapes of papers 000 and 003
-and need a GPU. In `cpu-paced` the link is emulated: copies take as long as on a link of the given
+and need a GPU. In `cpu-paced*` the link is emulated: copies take as long as on a link of the given
 bandwidth, asleep, so that they leave the processor to the computation, as a GPU's copies do.
 """
 
@@ -78,7 +78,8 @@ class Setting:
     """Groups of cells for one kind of machine.
 
     link_bytes_per_s: of an emulated link; 0: the machine's own. cap_bytes: device memory that may
-    be used; 0: all of it. profile: how the rates are measured.
+    be used; 0: all of it. threads: that compute on a CPU, besides the link's; 0: as torch decides.
+    profile: how the rates are measured.
     """
 
     name: str
@@ -88,16 +89,18 @@ class Setting:
     block_tokens: int = 16
     link_bytes_per_s: float = 0.0
     cap_bytes: int = 0
+    threads: int = 0
     profile: ProfileSettings = field(default_factory=ProfileSettings)
 
 
+_SLOW_BYTES_PER_S = 200e6
 _SHARES = ("share-25", "share-50", "share-75")
 _KVPR = ("kv-only", "kvpr-paper", "kvpr-ahead", "activations")
 _COLUMN = ("kv-only", "hybrid-paper", "hybrid-corrected", "hybrid-planned", "activations")
 _SWEPT = ("hybrid-25", "hybrid-50", "hybrid-75")
 _SMALL = ProfileSettings(
     tokens=(128, 256, 512, 768, 1024, 1536), new_tokens=(1, 8, 32, 128, 384),
-    context_tokens=(0, 256, 1024), repeats=7,
+    context_tokens=(0, 256, 1024), repeats=15,
 )  # fmt: skip
 _TINY = ProfileSettings(
     tokens=(32, 64, 96, 128), new_tokens=(1, 8, 32), context_tokens=(0, 64), repeats=5
@@ -106,7 +109,7 @@ _TINY = ProfileSettings(
 
 def _cpu(name: str, link_bytes_per_s: float) -> Setting:
     """Small shapes; with a slow link fewer bytes, so that it takes as long."""
-    paced = link_bytes_per_s > 0
+    paced = 0 < link_bytes_per_s < _SLOW_BYTES_PER_S
     batch, prompt, gen = (4, 128, 9) if paced else (8, 256, 17)
     row = DecodeCell(batch, prompt, gen, (*_KVPR, *_SHARES, "device", "hf-offloaded"))
     # As much KV as weights, or more: what paper 003 is about.
@@ -121,8 +124,9 @@ def _cpu(name: str, link_bytes_per_s: float) -> Setting:
         Group("llama-small", (prefix,)),
     )
     return Setting(
-        name, "cpu", "float32", groups, link_bytes_per_s=link_bytes_per_s, profile=_SMALL
-    )
+        name, "cpu", "float32", groups, link_bytes_per_s=link_bytes_per_s, threads=1,
+        profile=_SMALL,
+    )  # fmt: skip
 
 
 def _kvpr(model: str) -> Setting:
@@ -186,13 +190,13 @@ _SMALLEST = Setting(
             DecodeCell(2, 24, 4, ("kv-only", "hybrid-planned"), batches=2, order="column"),
         ), streamed=True),
     ),
-    block_tokens=8, link_bytes_per_s=40e6, profile=_TINY,
+    block_tokens=8, link_bytes_per_s=40e6, threads=1, profile=_TINY,
 )  # fmt: skip
 SETTINGS: dict[str, Setting] = {
     setting.name: setting
     for setting in (
-        _cpu("cpu-small", 0.0), _cpu("cpu-paced", 80e6), _SMALLEST, _kvpr("opt-6.7b"),
-        _kvpr("opt-13b"), _kvpr_weights(), _hybrid(), _ttft(),
+        _cpu("cpu-small", 0.0), _cpu("cpu-paced", 80e6), _cpu("cpu-paced-fast", 600e6), _SMALLEST,
+        _kvpr("opt-6.7b"), _kvpr("opt-13b"), _kvpr_weights(), _hybrid(), _ttft(),
     )
 }  # fmt: skip
 

@@ -264,7 +264,7 @@ def rates_from_measured(
             h2d_cpu_busy=min(1.0, float(data["h2d_cpu_busy_bytes_per_s"]) / alone),
             weights_load_s=float(data["weight_bytes"]) / alone,
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{origin}: lacks or garbles {error}: profile anew") from error
 
 

@@ -176,3 +176,20 @@ def from_runs(runs: Iterable[tuple[Kind, int]]) -> tuple[Segment, ...]:
             start_tokens = segments.pop().start_tokens
         segments.append(Segment(kind, start_tokens, end_tokens))
     return tuple(segments)
+
+
+def bounded(plan: LoadPlan, most_tokens: int) -> LoadPlan:
+    """The plan with no more than so many tokens recomputed at the front; those behind are loaded.
+
+    An engine computes such a front at once, with the request's first chunk: others wait for it, and
+    it takes device memory. A tail, and a plan that recomputes all, are computed in chunks and stay
+    as they are. A plan that is changed has no seconds: price it anew.
+    """
+    first = plan.segments[0] if plan.segments else None
+    if first is None or first.kind != "R" or first.tokens <= most_tokens:
+        return plan
+    if len(plan.segments) == 1:
+        return plan
+    runs: list[tuple[Kind, int]] = [("R", most_tokens), ("K", first.tokens - most_tokens)]
+    runs += [(segment.kind, segment.tokens) for segment in plan.segments[1:]]
+    return LoadPlan(from_runs(runs), exact=plan.exact, why=f"{plan.why}; recompute is bounded")

@@ -2,7 +2,8 @@
 
 Keys are cached after their rotary embedding, so they can be made again only where position alone
 decides the rotation, and activations are kept behind the layer's input norm, so there must be one.
-Read from a Hugging Face config; asked by the planners and by the engine before it loads a model.
+Read from a Hugging Face config; asked by the planners, and by the engine (`engine.config`), which
+computes only what is alike in all layers and refuses the rest for the reasons given here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from kappa.types import ModelShape
 Positions = Literal["learned", "rope", "dynamic_rope"]
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+# Families that keep a state whether their config lists its layers or not.
+_STATE_FAMILIES = ("mamba", "mamba2", "falcon_mamba", "rwkv", "jamba", "bamba", "qwen3_next")
 _TOKEN_KV_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
@@ -35,7 +38,6 @@ class Architecture:
     name: str
     attention: Literal["mha", "gqa", "mla"] = "mha"
     positions: Positions = "rope"
-    pre_norm: bool = True
     sliding_window: int = 0
     state_layers: int = 0
 
@@ -49,8 +51,6 @@ class Architecture:
             reasons["A"] = "multi-head latent attention caches a latent smaller than activations"
         elif self.sliding_window:
             reasons["A"] = f"sliding-window layers keep {self.sliding_window} tokens, not all"
-        elif not self.pre_norm:
-            reasons["A"] = "post-norm layers have no norm before the projection (post-LN)"
         if self.positions == "dynamic_rope":
             why = "dynamic RoPE rotates a key by the length at the time, not by position alone"
             reasons["A"] = reasons["R"] = why
@@ -75,6 +75,15 @@ class Architecture:
                 f"Kinds that would work: {would}"
             )
 
+    def peculiar(self) -> str:
+        """Why not all kinds work, and which do; "" where they do: attention over all tokens at
+        positions of their own is all there is."""
+        reasons = self.refused()
+        if not reasons:
+            return ""
+        would = ", ".join(sorted(self.kinds())) or "none"
+        return f"{'; '.join(dict.fromkeys(reasons.values()))}. Load plans that would work: {would}"
+
 
 def architecture_of(shape: ModelShape) -> Architecture:
     """What a bare shape tells: its attention. The rest is taken to be Llama's."""
@@ -85,30 +94,44 @@ def architecture_from_config(config: Mapping[str, Any], name: str = "") -> Archi
     """From a parsed Hugging Face `config.json` (of the text model)."""
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
-    kinds_of_layers = config.get("layer_types") or ()
     return Architecture(
         name=name or str(config.get("_name_or_path") or config.get("model_type") or "model"),
         attention="mla" if config.get("kv_lora_rank") else "mha" if kv_heads == heads else "gqa",
         positions=_positions(config),
-        pre_norm=bool(config.get("do_layer_norm_before", True)),
         sliding_window=_window(config),
-        state_layers=sum(kind not in _TOKEN_KV_LAYERS for kind in kinds_of_layers),
+        state_layers=_state_layers(config),
     )
+
+
+def rope_type(config: Mapping[str, Any]) -> str:
+    """The kind of rotary embedding, as new and old configs write it."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return str(scaling.get("rope_type") or scaling.get("type") or "default")
 
 
 def _positions(config: Mapping[str, Any]) -> Positions:
     if config.get("model_type") == "opt":
         return "learned"
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    return "dynamic_rope" if kind in _LENGTH_DEPENDENT else "rope"
+    return "dynamic_rope" if rope_type(config) in _LENGTH_DEPENDENT else "rope"
+
+
+def _state_layers(config: Mapping[str, Any]) -> int:
+    layers = config.get("layer_types")
+    if layers:
+        return sum(kind not in _TOKEN_KV_LAYERS for kind in layers)
+    return (config.get("num_hidden_layers") or 1) * (config.get("model_type") in _STATE_FAMILIES)
 
 
 def _window(config: Mapping[str, Any]) -> int:
-    """Qwen writes a window that `use_sliding_window` turns off; others have it on by naming it."""
+    """Qwen writes a window that is off unless said otherwise; others have it on by naming it."""
     window = config.get("sliding_window") or config.get("attention_chunk_size") or 0
     layers = config.get("layer_types")
     if layers is not None:
         windowed = any("sliding" in kind or "chunked" in kind for kind in layers)
         return int(window or 1) if windowed else 0
-    return int(window) if config.get("use_sliding_window", True) else 0
+    used = config.get("use_sliding_window")
+    if used is None:
+        used = not str(config.get("model_type")).startswith("qwen")
+    # Layers before this one attend to all.
+    first = config.get("max_window_layers") or 0
+    return int(window) if used and first < config.get("num_hidden_layers", first + 1) else 0

@@ -99,6 +99,13 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(3, hf.VOCAB, length).tolist()
 
 
+def evict_device(made) -> None:
+    """Fill the device with something else, so that only host memory knows the past."""
+    for seed in range(6):
+        generate(made, prompt(46, seed=100 + seed), count=1)
+    assert made.stats().link["h2d_bytes"] == 0
+
+
 def expected(tokens: Sequence[int], count: int = 6, family: str = "llama") -> list[int]:
     """What Hugging Face's model answers, greedily."""
     return list(_expected(tuple(tokens), count, family))

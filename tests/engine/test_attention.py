@@ -67,3 +67,15 @@ def test_a_part_without_keys_for_a_query_weighs_nothing():
     whole = attention.partial(q, k, v, SCALE, causal=False)
     merged = attention.merge([empty, whole])
     torch.testing.assert_close(merged[0], whole[0][0])
+
+
+def test_scores_beyond_the_range_of_half_precision():
+    q, k, v = tensors(queries=1)
+    q, k = 100 * q, 100 * k
+    half = [x.to(torch.float16) for x in (q, k, v)]
+    assert (half[0][0, 0] @ half[1][0, 0].T).isinf().any()
+    out, lse = attention.partial(*half, SCALE, causal=False)
+    assert out.isfinite().all() and lse.isfinite().all()
+    want, sums = attention.partial(*(x.double() for x in half), SCALE, causal=False)
+    torch.testing.assert_close(out.double(), want, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(lse.double(), sums, rtol=0.01, atol=0.01)

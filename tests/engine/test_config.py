@@ -5,6 +5,7 @@ import json
 import pytest
 
 from engine.config import UnsupportedModel, read_config
+from kappa.plan.support import architecture_from_config
 from tests.engine import hf
 
 LLAMA = {
@@ -55,14 +56,15 @@ def test_each_family_has_its_own_biases_and_head_norms():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"deepseek_v3.*\(MLA\).*K and R"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "deepseek_v3.*latent.*work: K, R"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32},
-         r"sliding window.*\(K\) or recomputes \(R\)"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
-        ({"model_type": "mamba"}, "'mamba'.*running state.*no load plan"),
-        ({"model_type": "gemma2"}, r"'gemma2'.*loads \(K\) or recomputes \(R\)"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*only K would be exact"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope'.*only K would be exact"),
+         "keep 32 tokens.*work: K, R"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"model_type": "mamba"}, "'mamba'.*keep a state.*work: R"),
+        ({"model_type": "gemma2"}, r"'gemma2'.*all kinds \(K, A, R\) would work"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic RoPE.*work: K. "),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "dynamic RoPE.*work: K. "),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "'mrope' is not computed here: use one of"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"hidden_act": "relu2"}, "'relu2'.*use one of relu"),
     ],
@@ -105,3 +107,28 @@ def test_a_saved_config_reads_as_the_model_is(family, tmp_path):
     assert ours.kv_heads == getattr(theirs, "num_key_value_heads", 4)
     assert ours.head_dim == getattr(theirs, "head_dim", None) or ours.head_dim * ours.heads == 64
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == ours.family
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"sliding_window": 32},
+        {"sliding_window": 32, "use_sliding_window": False},
+        {"sliding_window": 32, "max_window_layers": 2},
+        {"model_type": "qwen3", "sliding_window": 32},
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32},
+        {"kv_lora_rank": 512},
+        {"layer_types": ["full_attention", "linear_attention"]},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+    ],
+)
+def test_engine_and_planners_agree_on_what_an_architecture_allows(change):
+    config = {**LLAMA, **change}
+    allowed = architecture_from_config(config).kinds()
+    if allowed == frozenset("KAR"):
+        read_config(config)
+    else:
+        with pytest.raises(UnsupportedModel, match=f"work: {', '.join(sorted(allowed))}\\. "):
+            read_config(config)

@@ -22,7 +22,6 @@ COLUMNS = {
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     out = tmp_path_factory.mktemp("bench") / "deep" / "rows.json"
-    torch.set_num_threads(1)
     done = run(["cpu-smallest"], Options(out=out))
     assert json.loads(out.read_text())["rows"] == json.loads(json.dumps(done["rows"]))
     return done

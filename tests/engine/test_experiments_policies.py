@@ -1,4 +1,4 @@
-"""What the bench's policies store and load, what is predicted for them, and the baseline's model."""
+"""What the bench's policies store, load and are predicted to take; and the baseline's model."""
 
 import numpy as np
 import pytest

@@ -17,6 +17,7 @@ from scheduler.config import FairConfig
 from tests.engine.engines import (
     BLOCK,
     engine,
+    evict_device,
     expected,
     finish,
     generate,
@@ -27,13 +28,6 @@ from tests.engine.rig import DEVICES
 
 LENGTHS = (1, 4, 17, 30, 9)
 LONG = prompt(40, seed=5)
-
-
-def evict_device(made) -> None:
-    """Fill the device with something else, so that only host memory knows the past."""
-    for seed in range(6):
-        generate(made, prompt(46, seed=100 + seed), count=1)
-    assert made.stats().link["h2d_bytes"] == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,33 +104,6 @@ def test_a_prefix_in_host_memory_comes_back_by_its_plan(
     assert account.load_bytes == loaded * kv_bytes + activations * act_bytes == link_bytes
 
 
-def test_chunks_and_loads_and_decoding_in_one_iteration() -> None:
-    prompts = [[*LONG, n] for n in range(4, 8)]
-    with engine(budget_tokens=24, act_share=1.0) as made:
-        generate(made, LONG)
-        evict_device(made)
-        first = made.submit(prompts[0], 12, planner="hybrid")
-        while not first.output_tokens:
-            made.step()
-        evicted = made.submit(prompt(30, 9), 6)
-        later = [made.submit(p, 6, planner=fixed(8, 8)) for p in prompts[1:]]
-        finish(made)
-    assert first.tokens[41:] == expected(prompts[0], 12)
-    assert evicted.tokens[30:] == expected(prompt(30, 9))
-    assert [h.tokens[41:] for h in later] == [expected(p) for p in prompts[1:]]
-
-
-def test_one_loads_for_all_that_need_it() -> None:
-    with engine(load_ahead=False) as made:
-        generate(made, LONG)
-        evict_device(made)
-        answers = generate(made, [*LONG, 3], [*LONG, 4], [*LONG, 5])
-        stats = made.stats()
-    assert answers == [expected([*LONG, n]) for n in (3, 4, 5)]
-    assert stats.link["h2d_bytes"] == 10 * made.arena.block_bytes("kv")
-    assert stats.tokens["loaded"] == 40 and stats.loads == 1
-
-
 @pytest.mark.parametrize("scheduler", ["fair", "fcfs"])
 def test_preempted_requests_say_the_same(scheduler: str) -> None:
     prompts = [prompt(6 + seed, seed) for seed in range(4)]
@@ -146,53 +113,6 @@ def test_preempted_requests_say_the_same(scheduler: str) -> None:
         answers = generate(made, *prompts, count=16)
         assert made.stats().preemptions > 0
     assert answers == [expected(p, 16) for p in prompts]
-
-
-@pytest.mark.parametrize("load_ahead", [True, False])
-@pytest.mark.parametrize("planner", ["kv", fixed(8, 12), fixed(0, 40)])
-def test_a_load_that_fails_is_computed_and_counted(planner, load_ahead: bool) -> None:
-    with engine(act_share=1.0, load_ahead=load_ahead, budget_tokens=16) as made:
-        generate(made, LONG)
-        evict_device(made)
-        link_of(made).breaks = lambda direction, copies: direction == "h2d"
-        beside = made.submit(prompt(3, 77), 12)
-        made.step()
-        handle = made.submit([*LONG, 5], 6, planner=planner)
-        finish(made)
-        stats = made.stats()
-        link_of(made).breaks = lambda direction, copies: False
-        again = generate(made, [*LONG, 6])
-    assert handle.tokens[41:] == expected([*LONG, 5])
-    assert beside.tokens[3:] == expected(prompt(3, 77), 12)
-    assert again == [expected([*LONG, 6])]
-    assert (stats.failed_loads, stats.failed_load_tokens) == (1, 40)
-    assert stats.link["h2d_failed"] > 0
-    assert (handle.account.recomputed_tokens, handle.account.new_tokens) == (40, 1)
-
-
-def test_of_two_loads_in_an_iteration_only_the_one_that_fails_is_computed() -> None:
-    other = prompt(40, seed=6)
-    with engine(load_ahead=False, scheduler="fcfs") as made:
-        generate(made, LONG)
-        generate(made, other)
-        evict_device(made)
-        handles = [made.submit([*tokens, 5], 6) for tokens in (LONG, other)]
-        block = made.memory.host["kv"].find(handles[1].keys[0])
-        assert block is not None
-        page = made.arena.kv_host[1, block].data_ptr()
-        link_of(made).breaks = lambda direction, copies: (
-            direction == "h2d"
-            and any(
-                source.data_ptr() <= page < source.data_ptr() + source.nbytes
-                for _, source in copies
-            )
-        )
-        finish(made)
-        stats = made.stats()
-    assert [h.tokens[41:] for h in handles] == [expected([*LONG, 5]), expected([*other, 5])]
-    assert [h.account.recomputed_tokens for h in handles] == [0, 40]
-    assert [h.account.loaded_tokens for h in handles] == [40, 0]
-    assert (stats.loads, stats.failed_loads) == (2, 1)
 
 
 def test_no_room_in_host_memory_is_counted_and_computed_again() -> None:

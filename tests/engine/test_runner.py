@@ -117,6 +117,29 @@ async def test_a_failed_iteration_ends_all_and_refuses_what_comes_later() -> Non
             made.abort(request_id)
 
 
+async def test_a_caller_that_fails_ends_nobody_else() -> None:
+    def fails(output: Output) -> None:
+        raise ValueError("a bug of the caller")
+
+    with runner() as running:
+        await asyncio.wrap_future(running.submit(prompt(4, 3), 3, fails))
+        async with asyncio.timeout(20):
+            assert await collect(running, prompt(5)) == expected(prompt(5))
+        assert running.error is None
+
+
+async def test_changes_that_nobody_publishes_do_not_pile_up() -> None:
+    with runner() as running:
+        await collect(running, prompt(12))
+        await asyncio.wrap_future(running.stats())
+        async with asyncio.timeout(20):
+            while await asyncio.wrap_future(running.call(lambda made: bool(len(made.store)))):
+                pass
+        # The one before this call may still be there, those of the request are not.
+        left = await asyncio.wrap_future(running.call(lambda made: made.events()))
+    assert not any(isinstance(event, BlocksStored) and event.place == "device" for event in left)
+
+
 async def test_stop_answers_everybody() -> None:
     outputs: list[Output] = []
     with engine() as made:

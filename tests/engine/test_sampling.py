@@ -65,3 +65,10 @@ def test_logits_that_are_no_numbers_do_not_end_the_others() -> None:
 def test_what_makes_no_sense_is_refused(options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 5e-324])
+def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.from_numpy(rng(3).normal(scale=20, size=(50, 30)))
+    drawn = sample(logits, [Sampling(temperature=temperature)] * 50, [rng(i) for i in range(50)])
+    assert drawn == logits.argmax(-1).tolist()

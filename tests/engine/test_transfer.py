@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from engine.transfer import Copies, CpuMover, Direction, TransferFailed, mover_for
+from engine.transfer import Copies, CpuMover, Direction, Event, TransferFailed, mover_for
 
 
 class Gated(CpuMover):
@@ -108,3 +108,22 @@ def test_stop_ends_the_threads_and_fails_what_had_not_begun(gated: Gated) -> Non
     assert all(event.done() for event in started)
     assert started[-1].error() is not None
     assert isinstance(gated.h2d([(torch.zeros(1), torch.ones(1))]).error(), TransferFailed)
+
+
+def test_whatever_is_asked_for_while_it_stops_ends() -> None:
+    for _ in range(20):
+        mover = CpuMover()
+        events: list[Event] = []
+
+        def copy(mover: CpuMover = mover, events: list[Event] = events) -> None:
+            while not events or events[-1].error() is None:
+                events.append(mover.h2d([(torch.zeros(1), torch.ones(1))]))
+
+        asking = threading.Thread(target=copy)
+        asking.start()
+        while not events:
+            pass
+        mover.stop(10)
+        asking.join(10)
+        assert not asking.is_alive()
+        assert all(event.ended(1) for event in events)

@@ -14,8 +14,9 @@ from vllm.distributed.kv_events import KVEventBatch
 
 from kappa.hardware import node_profile
 from kappa.plan.rates import rates_from_measured
+from kappa.shapes import model_shape
 from workers.tiny_model import make_tiny_model
-from workers.torch_engine import TorchEngine, TorchPlan
+from workers.torch_engine import TorchEngine, TorchPlan, host_blocks
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -207,3 +208,18 @@ async def test_rates_are_known_at_the_start_measured_or_by_law(started):
     assert rates.load_token_s > 0 and rates.prefill_s(100, 0) > 0
     used = started.engine._runner.call(lambda engine: engine.planning.rates).result(20)
     assert used.load_token_s == pytest.approx(rates.load_token_s)
+
+
+async def test_activations_take_their_room_from_the_same_host_memory():
+    shape = model_shape("opt-6.7b")  # activations are half as long as the KV
+    assert host_blocks(shape, 300, 0.0) == (300, 0)
+    assert host_blocks(shape, 300, 1.0) == (200, 200)
+
+
+async def test_an_engine_that_hangs_is_not_healthy(started):
+    reports = started.engine._reports
+    before = reports.ran_s, reports.was_busy
+    reports.ran_s, reports.was_busy = reports.ran_s - 1000.0, True
+    with pytest.raises(RuntimeError, match="has not ended an iteration for"):
+        await started.engine.check_health()
+    reports.ran_s, reports.was_busy = before

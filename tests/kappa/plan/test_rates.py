@@ -156,6 +156,7 @@ def test_a_poor_fit_is_refused_by_name(name: str) -> None:
         ({"grid": {}}, "new_tokens"),
         ({"layers": None}, "profile anew"),
         ({"h2d_bytes_per_s": "fast"}, "could not convert"),
+        ({"h2d_bytes_per_s": 0.0}, "division by zero: profile anew"),
     ],
 )
 def test_a_garbled_file_is_refused(changes: dict[str, Any], problem: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kappa.plan.segments import LoadPlan, Segment, from_runs, layout
+from kappa.plan.segments import LoadPlan, Segment, bounded, from_runs, layout
 
 
 def test_layout_puts_recompute_in_front_or_at_the_back() -> None:
@@ -76,3 +76,14 @@ def test_costs_that_cannot_be_are_refused(field: str, value: float) -> None:
 def test_segments_that_cannot_be_are_refused(kind: str, start: int, end: int) -> None:
     with pytest.raises(ValueError, match="Segment"):
         Segment(kind, start, end)  # type: ignore[arg-type]
+
+
+def test_a_bounded_plan_covers_the_same_tokens() -> None:
+    plan = LoadPlan(layout(40, recompute=30, activations=4), why="as asked")
+    cut = bounded(plan, 16)
+    assert [(s.kind, s.tokens) for s in cut.segments] == [("R", 16), ("K", 14), ("A", 4), ("K", 6)]
+    assert bounded(plan, 0).tokens("R") == 0 and bounded(plan, 0).cached_tokens == 40
+    for same in (LoadPlan(layout(40, recompute=40)), LoadPlan(layout(40)), plan):
+        assert bounded(same, 30) is same
+    tail = LoadPlan(layout(40, recompute=30, tail=True))
+    assert bounded(tail, 16) is tail

@@ -34,9 +34,16 @@ DYNAMIC = {"type": "dynamic", "factor": 2.0}
         ({**LLAMA, "rope_parameters": {"rope_type": "longrope"}}, "K", "dynamic RoPE"),
         (
             {"model_type": "opt", "num_attention_heads": 16, "do_layer_norm_before": False},
-            "KR",
-            "post-LN",
+            "KAR",
+            "",
         ),
+        ({**LLAMA, "model_type": "qwen3", "sliding_window": 4096}, "KAR", ""),
+        (
+            {**LLAMA, "sliding_window": 64, "max_window_layers": 4, "num_hidden_layers": 4},
+            "KAR",
+            "",
+        ),
+        ({"model_type": "mamba", "num_hidden_layers": 64}, "R", "64 layers keep a state"),
         ({**LLAMA, "layer_types": ["linear_attention", "full_attention"]}, "R", "keep a state"),
     ],
 )

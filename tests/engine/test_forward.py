@@ -1,0 +1,83 @@
+"""The order of a pass's copies and computation, as a device that does both at once needs it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from engine.forward import Forward
+from engine.prefill import Prompt, prefill
+from engine.transfer import Copies, CpuMover, Direction, Event, TransferFailed
+from kappa.plan.segments import LoadPlan, layout
+from tests.engine.rig import Rig, prompt, rig
+
+
+class Noting(CpuMover):
+    """Numbers what is computed, and notes what each copy to the device was told to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: list[Event] = []
+        self.waited: list[int] = []
+
+    def mark(self) -> Event:
+        self.marks.append(super().mark())
+        return self.marks[-1]
+
+    def _start(self, direction: Direction, copies: Copies, after: Event | None) -> Event:
+        if direction == "h2d":
+            found = [i for i, mark in enumerate(self.marks) if mark is after]
+            self.waited.append(found[0] if found else -1)
+        return super()._start(direction, copies, after)
+
+
+@contextmanager
+def noting() -> Iterator[tuple[Rig, Noting]]:
+    with rig("llama") as r:
+        mover = Noting()
+        r.forward = Forward(r.forward.weights, r.arena, mover)
+        try:
+            yield r, mover
+        finally:
+            mover.stop(20)
+
+
+def test_a_load_waits_for_the_last_use_of_its_buffer_also_behind_a_pass_without_loads() -> None:
+    with noting() as (r, mover):
+        tokens = prompt(29)
+        pages = r.stored(tokens, 24)
+        # Computes in the same buffers, loads nothing, stores nothing.
+        prefill(r.forward, [Prompt(prompt(60, 1), r.pages(60, ("kv", "device")))])
+        used = len(mover.marks) - 1
+        mover.waited.clear()
+        got = prefill(r.forward, [Prompt(tokens, pages, LoadPlan(layout(24, activations=8)))])
+        assert r.agrees(got, r.expected(tokens)[-1:])
+        assert len(mover.waited) == 2 * r.forward.config.layers
+        # Behind the last layer but one at least, which used the first buffer.
+        assert mover.waited[0] >= used - 1
+        # And what comes after it on the link is behind it.
+        assert all(number >= used - 1 for number in mover.waited[2:])
+
+
+def test_what_a_stuck_copy_may_still_write_to_is_not_used_again(monkeypatch) -> None:
+    with noting() as (r, mover):
+        tokens = prompt(29)
+        pages = r.stored(tokens, 24)
+        plan = LoadPlan(layout(24))
+        before = {buffer.rows.data_ptr() for buffer in r.forward._buffers}
+        whole = mover._copy
+
+        def late(direction, copies):
+            raise OSError("the link is down")
+
+        def never(timeout_s=0.0):
+            raise TransferFailed("copies still under way")
+
+        monkeypatch.setattr(mover, "_copy", late)
+        monkeypatch.setattr(mover, "drain", never)
+        with pytest.raises(TransferFailed, match="still under way"):
+            prefill(r.forward, [Prompt(tokens, pages, plan)])
+        monkeypatch.setattr(mover, "_copy", whole)
+        got = prefill(r.forward, [Prompt(tokens, pages, plan)])
+        assert r.agrees(got, r.expected(tokens)[-1:])
+        assert not before & {buffer.rows.data_ptr() for buffer in r.forward._buffers}

@@ -1,0 +1,215 @@
+"""Loads have a bound: on what they compute at once, on how long others wait, and on their end."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.arena import ArenaSize
+from engine.prefill import TorchExecutor
+from engine.transfer import WAIT_S, TransferFailed
+from kappa.hardware import node_profile
+from kappa.plan.planners import fixed
+from kappa.plan.rates import PlanRates, rates_from_law
+from tests.engine.engines import (
+    BLOCK,
+    engine,
+    evict_device,
+    expected,
+    finish,
+    generate,
+    link_of,
+    prompt,
+)
+
+LONG = prompt(40, seed=5)
+OTHER = prompt(40, seed=6)
+
+
+def forget(made) -> None:
+    """What is on the device; host memory still has it."""
+    device = made.memory.device
+    device.release(device.take(device.pool.count))
+
+
+def decoding(made):
+    """A request that decodes for a while."""
+    beside = made.submit(prompt(3, 77), 20)
+    while not beside.output_tokens:
+        made.step()
+    return beside
+
+
+def even_rates() -> PlanRates:
+    """A link and a gpu that are alike to OPT, so that a prefix comes half each way."""
+    with engine("opt") as made:
+        shape = made.arena.shape
+    node = node_profile("h100-pcie5")
+    law = rates_from_law(shape, node, activation_dtype_bytes=4)
+    flops_per_s = node.flops_per_s * law.project_token_s / law.load_token_s
+    alike = replace(node, flops_per_s=flops_per_s, step_fixed_s=0.0, load_fixed_s=0.0)
+    return rates_from_law(shape, alike, activation_dtype_bytes=4)
+
+
+@pytest.mark.parametrize("both_at_once", [False, True])
+def test_what_is_recomputed_at_once_is_within_the_budget(both_at_once, monkeypatch) -> None:
+    computed = []
+    run = TorchExecutor.run
+
+    def counted(self, rows):
+        recomputed = [row.load.plan.tokens("R") for row in rows if row.load is not None]
+        computed.append(sum(recomputed))
+        return run(self, rows)
+
+    monkeypatch.setattr(TorchExecutor, "run", counted)
+    with engine(budget_tokens=18) as made:
+        generate(made, LONG)
+        generate(made, OTHER)
+        forget(made)
+        computed.clear()
+        prompts = [[*LONG, 5], [*OTHER, 5]][: 1 + both_at_once]
+        handles = [made.submit(tokens, 6, planner=fixed(30)) for tokens in prompts]
+        finish(made)
+    assert [h.tokens[41:] for h in handles] == [expected(p) for p in prompts]
+    assert [(h.account.recomputed_tokens, h.account.loaded_tokens) for h in handles] == [
+        (16, 24)
+    ] * len(prompts)
+    # Neither with more than its budget, nor two of them in one iteration.
+    assert [tokens for tokens in computed if tokens] == [16] * len(prompts)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_plan_that_would_hold_others_up_for_long_is_loaded_beside_them(others: bool) -> None:
+    rates = even_rates()
+    settings = {"rates": rates, "act_share": 1.0, "budget_tokens": 4}
+    with engine("opt", **settings) as made:
+        generate(made, LONG)
+        forget(made)
+        beside = decoding(made) if others else None
+        handle = made.submit([*LONG, 5], 6)
+        named = made.submit([*LONG[:24], 7], 6, planner="kvpr", salt="")
+        finish(made)
+    assert handle.tokens[41:] == expected([*LONG, 5], family="opt")
+    assert named.tokens[25:] == expected([*LONG[:24], 7], family="opt")
+    account = handle.account
+    assert account.loaded_tokens + account.activation_tokens + account.recomputed_tokens == 40
+    if others:
+        assert beside is not None and beside.finish_reason == "length"
+        assert (account.plan, account.loaded_tokens) == ("load", 40)
+        assert "hold up others" in account.why
+    else:
+        assert account.loaded_tokens < 40
+
+
+def test_a_preempted_request_counts_its_tokens_once() -> None:
+    prompts = [prompt(17 + seed, seed) for seed in range(4)]
+    with engine(size=ArenaSize(16, 96, block_tokens=BLOCK), scheduler="fcfs") as made:
+        for each in prompts:
+            generate(made, each, count=1)
+        forget(made)
+        handles = [made.submit(each, 20) for each in prompts]
+        finish(made)
+        loads, preempted = made.stats().loads, made.stats().preemptions
+    assert preempted and loads > len(prompts)
+    for handle, each in zip(handles, prompts, strict=True):
+        account = handle.account
+        assert handle.tokens[len(each) :] == expected(each, 20)
+        sources = (
+            account.device_tokens, account.loaded_tokens, account.recomputed_tokens,
+            account.new_tokens,
+        )  # fmt: skip
+        assert min(sources) >= 0 and sum(sources) == len(each), sources
+
+
+def test_a_link_that_is_stuck_is_told_rather_than_waited_for() -> None:
+    now_s = [100.0]
+    with engine() as made:
+        made._clock = lambda: now_s[0]
+        generate(made, LONG)
+        forget(made)
+        decoding(made)
+        link_of(made).open.clear()
+        handle = made.submit([*LONG, 5], 6)
+        made.step()
+        now_s[0] += 0.9 * WAIT_S
+        made.step()
+        now_s[0] += 0.2 * WAIT_S
+        with pytest.raises(TransferFailed, match="the link is stuck"):
+            made.step()
+        link_of(made).open.set()
+        made.mover.drain(20)
+        finish(made)
+    assert handle.tokens[41:] == expected([*LONG, 5])
+
+
+def test_chunks_and_loads_and_decoding_in_one_iteration() -> None:
+    prompts = [[*LONG, n] for n in range(4, 8)]
+    with engine(budget_tokens=24, act_share=1.0) as made:
+        generate(made, LONG)
+        evict_device(made)
+        first = made.submit(prompts[0], 12, planner="hybrid")
+        while not first.output_tokens:
+            made.step()
+        evicted = made.submit(prompt(30, 9), 6)
+        later = [made.submit(p, 6, planner=fixed(8, 8)) for p in prompts[1:]]
+        finish(made)
+    assert first.tokens[41:] == expected(prompts[0], 12)
+    assert evicted.tokens[30:] == expected(prompt(30, 9))
+    assert [h.tokens[41:] for h in later] == [expected(p) for p in prompts[1:]]
+
+
+def test_one_loads_for_all_that_need_it() -> None:
+    with engine(load_ahead=False) as made:
+        generate(made, LONG)
+        evict_device(made)
+        answers = generate(made, [*LONG, 3], [*LONG, 4], [*LONG, 5])
+        stats = made.stats()
+    assert answers == [expected([*LONG, n]) for n in (3, 4, 5)]
+    assert stats.link["h2d_bytes"] == 10 * made.arena.block_bytes("kv")
+    assert stats.tokens["loaded"] == 40 and stats.loads == 1
+
+
+@pytest.mark.parametrize("load_ahead", [True, False])
+@pytest.mark.parametrize("planner", ["kv", fixed(8, 12), fixed(0, 40)])
+def test_a_load_that_fails_is_computed_and_counted(planner, load_ahead: bool) -> None:
+    with engine(act_share=1.0, load_ahead=load_ahead, budget_tokens=16) as made:
+        generate(made, LONG)
+        evict_device(made)
+        link_of(made).breaks = lambda direction, copies: direction == "h2d"
+        beside = made.submit(prompt(3, 77), 12)
+        made.step()
+        handle = made.submit([*LONG, 5], 6, planner=planner)
+        finish(made)
+        stats = made.stats()
+        link_of(made).breaks = lambda direction, copies: False
+        again = generate(made, [*LONG, 6])
+    assert handle.tokens[41:] == expected([*LONG, 5])
+    assert beside.tokens[3:] == expected(prompt(3, 77), 12)
+    assert again == [expected([*LONG, 6])]
+    assert (stats.failed_loads, stats.failed_load_tokens) == (1, 40)
+    assert stats.link["h2d_failed"] > 0
+    assert (handle.account.recomputed_tokens, handle.account.new_tokens) == (40, 1)
+
+
+def test_of_two_loads_in_an_iteration_only_the_one_that_fails_is_computed() -> None:
+    other = prompt(40, seed=6)
+    with engine(load_ahead=False, scheduler="fcfs") as made:
+        generate(made, LONG)
+        generate(made, other)
+        evict_device(made)
+        handles = [made.submit([*tokens, 5], 6) for tokens in (LONG, other)]
+        block = made.memory.host["kv"].find(handles[1].keys[0])
+        assert block is not None
+        page = made.arena.kv_host[1, block].data_ptr()
+        link_of(made).breaks = lambda direction, copies: (
+            direction == "h2d"
+            and any(
+                source.data_ptr() <= page < source.data_ptr() + source.nbytes
+                for _, source in copies
+            )
+        )
+        finish(made)
+        stats = made.stats()
+    assert [h.tokens[41:] for h in handles] == [expected([*LONG, 5]), expected([*other, 5])]
+    assert [h.account.recomputed_tokens for h in handles] == [0, 40]
+    assert [h.account.loaded_tokens for h in handles] == [40, 0]
+    assert (stats.loads, stats.failed_loads) == (2, 1)
