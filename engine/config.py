@@ -7,12 +7,12 @@ exactly is refused by name, with the load plans that would work (both from `kapp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from kappa.json_file import read_json_object
 from kappa.plan.support import architecture_from_config, rope_type
 from kappa.shapes import shape_from_config
 from kappa.types import ModelShape
@@ -100,7 +100,7 @@ def read_config(source: Mapping[str, Any] | str | Path, name: str = "") -> Model
     else:
         path = Path(source)
         path = path / "config.json" if path.is_dir() else path
-        origin, data = str(path), _read(path)
+        origin, data = str(path), read_json_object(path, "model config")
     family = str(data.get("model_type"))
     _refuse(data, family, origin)
     shape = _shape(data, name or origin)
@@ -109,18 +109,6 @@ def read_config(source: Mapping[str, Any] | str | Path, name: str = "") -> Model
             raise ValueError(f"{origin}: key {key!r} is {data.get(key)!r}: give a whole number")
     common = _common(data, shape, origin)
     return _opt(data, common) if family == "opt" else _rotary(data, family, common, origin)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot read the model config: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: holds {type(data).__name__}; a model config is a JSON object")
-    return data
 
 
 def _shape(data: Mapping[str, Any], name: str) -> ModelShape:

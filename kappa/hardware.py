@@ -9,9 +9,9 @@ link's doing. Called by the command line, the simulator and paced workers.
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 
+from kappa.json_file import read_json_object
 from kappa.types import NodeProfile
 
 _PCIE4_BYTES_PER_S = 31.5e9
@@ -146,14 +146,7 @@ def node_profile(name_or_path: str | Path) -> NodeProfile:
 
 
 def _read_profile(path: Path) -> NodeProfile:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot read the node profile: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); write it with NodeProfile.to_dict") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: holds {type(data).__name__}; a node profile is a JSON object")
+    data = read_json_object(path, "node profile")
     try:
         return NodeProfile.from_dict(data)
     except ValueError as error:

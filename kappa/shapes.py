@@ -9,12 +9,12 @@ take one path. A sliding window is not modelled: its KV is counted as if it were
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kappa.json_file import read_json_object
 from kappa.types import Attention, ModelShape
 
 
@@ -111,7 +111,7 @@ def shape_from_config(
     else:
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
-        origin, data = str(path), _read(path)
+        origin, data = str(path), read_json_object(path, "model config")
         name = name or path.absolute().parent.name
     nested = data.get("text_config")
     if isinstance(nested, Mapping) and data.get("model_type") not in _FAMILIES:
@@ -119,18 +119,6 @@ def shape_from_config(
         outer = {k: data[k] for k in ("torch_dtype", "dtype", "quantization_config") if k in data}
         data = {**outer, **nested}
     return _build(_Config(data, origin), name or origin, kv_dtype, weight_dtype)
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot read the model config: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: holds {type(data).__name__}; a model config is a JSON object")
-    return data
 
 
 def _build(config: _Config, name: str, kv_dtype: str, weight_dtype: str) -> ModelShape:

@@ -8,13 +8,13 @@ this. Notation is that of docs/load-plans.md. All figures are totals over all la
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kappa.json_file import read_json_object
 from kappa.model import kv_bytes
 from kappa.plan.fits import ComputeGrid, LineFit, fit_line, fit_step, require_fit
 from kappa.step import StepModel, step_model
@@ -237,7 +237,7 @@ def rates_from_measured(
     origin = "measured rates"
     if not isinstance(data, Mapping):
         origin = str(data)
-        data = _read(Path(data))
+        data = read_json_object(data, "file of measured rates")
     if data.get("format") != FORMAT:
         raise ValueError(
             f"{origin}: format is {data.get('format')!r}, not {FORMAT!r}: profile anew"
@@ -306,15 +306,3 @@ def as_measured(rates: PlanRates, model: str, device: str) -> dict[str, Any]:
 def _layers_fit(name: str, samples: Mapping[str, Any], layers: int) -> LineFit:
     """A line over all layers from the samples of one: {"tokens": [...], "seconds": [...]}."""
     return fit_line(name, samples["tokens"], [layers * float(s) for s in samples["seconds"]])
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot read measured rates: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: holds {type(data).__name__}; measured rates are a JSON object")
-    return data

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -110,9 +111,16 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def live(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
-    config, errors = folder / "cluster.yaml", folder / "stderr.txt"
     record = folder / "router.jsonl"
-    config.write_text(CONFIG.format(record=record))
+    with serving(folder, CONFIG.format(record=record)) as ready:
+        yield Live(ready, record)
+
+
+@contextmanager
+def serving(folder, settings):
+    """`kappa serve` with these settings, in a process of its own; gives what it says when ready."""
+    config, errors = folder / "cluster.yaml", folder / "stderr.txt"
+    config.write_text(settings)
     kappa = Path(sys.executable).with_name("kappa")
     with errors.open("w") as stderr:
         process = subprocess.Popen(
@@ -125,7 +133,7 @@ def live(tmp_path_factory):
         )
     survivors = []
     try:
-        yield Live(_ready(process, errors), record)
+        yield _ready(process, errors)
     finally:
         survivors = _stop(process)
     assert not survivors, f"these outlived the cluster: {survivors}\n{errors.read_text()[-4000:]}"

@@ -2,16 +2,12 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
-from tests.live.conftest import Live, _ready, _stop
+from tests.live.conftest import Live, serving
 
 pytestmark = [
     pytest.mark.live,
@@ -32,23 +28,8 @@ nodes:
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
     folder = tmp_path_factory.mktemp("torch-cluster")
-    config, errors = folder / "cluster.yaml", folder / "stderr.txt"
-    config.write_text(CONFIG)
-    kappa = Path(sys.executable).with_name("kappa")
-    with errors.open("w") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, kappa, "serve", "--json", "--port", "0", "--config", config],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    survivors = []
-    try:
-        yield Live(_ready(process, errors), folder / "router.jsonl")
-    finally:
-        survivors = _stop(process)
-    assert not survivors, survivors
+    with serving(folder, CONFIG) as ready:
+        yield Live(ready, folder / "router.jsonl")
 
 
 def long_text(name):
