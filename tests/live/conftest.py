@@ -47,6 +47,7 @@ class Live:
     def __init__(self, ready, router_log):
         self.router_log = router_log
         self.url, self.model, self.nodes_at_start = ready["url"], ready["model"], ready["nodes"]
+        self.pid = ready["pid"]
         self.http = httpx.Client(base_url=self.url, timeout=120.0)
         self.openai = openai.OpenAI(**self.client_options())
         self.decisions_at_start = self.decisions()
@@ -133,7 +134,7 @@ def serving(folder, settings):
         )
     survivors = []
     try:
-        yield _ready(process, errors)
+        yield {**_ready(process, errors), "pid": process.pid}
     finally:
         survivors = _stop(process)
     assert not survivors, f"these outlived the cluster: {survivors}\n{errors.read_text()[-4000:]}"

@@ -6,7 +6,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import psutil
 import pytest
 
 from dashboards import build, check
@@ -21,23 +20,13 @@ CLIENTS, CHATS, TURNS = 4, 4, 6
 @pytest.fixture
 def prometheus(live):
     rules = [build.FOLDER / "rules" / name for name in build.RULE_FILES]
-    jobs = {"kappa": [live.url.removeprefix("http://")], "ray": ray_targets(serve_pid())}
+    jobs = {"kappa": [live.url.removeprefix("http://")], "ray": ray_targets(live.pid)}
     assert jobs["ray"], "Ray's metrics agent has told no port"
     try:
         with Prometheus(jobs, rules) as server:
             yield server
     except PrometheusError as error:
         pytest.skip(str(error))
-
-
-def serve_pid():
-    """The process of the cluster that this session has started."""
-    (pid,) = [
-        child.pid
-        for child in psutil.Process().children()
-        if "serve" in child.cmdline() and "--json" in child.cmdline()
-    ]
-    return pid
 
 
 def converse(live, number, until):
