@@ -15,11 +15,11 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
+from dashboards.answers import Answer, Series
 from dashboards.build import DASHBOARDS, FOLDER
 
 _TIMEOUT_S = 30.0
@@ -34,36 +34,6 @@ _ALLOWED_ABSENT = {
 
 class CheckError(RuntimeError):
     """Prometheus cannot be asked; the message says where and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One line of a panel: its name, and its points (seconds since the epoch, value)."""
-
-    name: str
-    points: tuple[tuple[float, float], ...]
-    bucket: str = ""
-
-
-@dataclass(slots=True)
-class Answer:
-    """What Prometheus says to one panel.
-
-    empty: the panel's queries that returned no series with a number. absent: why that may be so.
-    """
-
-    dashboard: str
-    title: str
-    kind: str
-    unit: str
-    series: list[Series] = field(default_factory=list)
-    empty: list[str] = field(default_factory=list)
-    absent: str = ""
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether a query that must return something returned nothing."""
-        return bool(self.empty) and not self.absent
 
 
 def fill(expr: str, variables: dict[str, str]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dashboards.check import Answer
+    from dashboards.answers import Answer
 
 _COLUMNS = 5
 _CELL_INCHES = (3.9, 2.5)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import platform
-import shlex
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -20,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.commands import bench_router
+from deploy.commands.provenance import Json, command, machine
 from deploy.commands.serve import running, settings_or_exit
 from kappa.settings import ClusterSettings
 from loadtest import bench_predict as predict_law
@@ -35,8 +32,6 @@ _WARM_UP_SEED = 1_000_003
 _TARGET_LOAD = 0.72
 # A first guess: what a token costs Llama-3.1-8B at 400 TFLOP/s.
 _TOKEN_S = 40e-6
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command(
@@ -299,20 +294,3 @@ def _percent(value: float | None) -> str:
 def _progress() -> Callable[[str], None]:
     console = Console(stderr=True)
     return lambda what: console.print(f"[dim]{what}[/dim]", highlight=False)
-
-
-def machine() -> str:
-    """The machine in a few words."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
-    name = names[0] if names else platform.processor() or platform.machine()
-    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} x {name}, {memory_gb:.0f} GiB, {platform.system()}"
-
-
-def command() -> str:
-    """The command line, as typed."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.commands.bench import Json, command, machine
+from deploy.commands.provenance import Json, command, machine
 from loadtest.clients import aiperf, ours, vllm_bench
 from loadtest.clients.common import ClientError, Plan, Played, prompts
 from loadtest.clients.compare import FIGURES, compared

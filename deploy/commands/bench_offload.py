@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.commands.bench import Json, machine
+from deploy.commands.provenance import Json, machine
 
 _WIDTH = 170
 

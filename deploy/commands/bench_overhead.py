@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from deploy.commands.bench import Json, command, machine
+from deploy.commands.provenance import Json, command, machine
 from kappa.hardware import DEMO_NODES, node_profile
 from kappa.shapes import model_shape
 from kappa.types import ModelShape, NodeProfile

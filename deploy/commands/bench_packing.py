@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from deploy.commands.bench import Json, command, machine
+from deploy.commands.provenance import Json, command, machine
 
 
 def packing(

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench.peer_routers import OURS, REQUEST_S, START_S, Nodes, Router, Setting, routers
-from deploy.commands.bench import Json, command, machine
+from deploy.commands.provenance import Json, command, machine
 from loadtest.peers.play import Outcome, Player
 from loadtest.peers.sidecar import Sidecar, SidecarError
 from loadtest.peers.table import against, measured, repeat_row, router_row

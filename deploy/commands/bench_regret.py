@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench import routing_grid as grid
-from deploy.commands.bench import Json, command, machine
 from deploy.commands.bench_routing import policy_names
+from deploy.commands.provenance import Json, command, machine
 from kappa.shapes import model_shape
 from simulator.clusters import cluster_named
 from simulator.regret import regret as regret_of

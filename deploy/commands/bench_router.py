@@ -56,7 +56,7 @@ def router(
 ) -> None:
     """One routing decision in microseconds: hash, look up, score, and all of it."""
     # `bench` registers this command, so it imports this file first.
-    from deploy.commands.bench import command, machine
+    from deploy.commands.provenance import command, machine
 
     console = Console(stderr=True)
     rows: list[dict[str, Any]] = []

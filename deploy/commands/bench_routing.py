@@ -12,7 +12,7 @@ from rich.console import Console
 
 from deploy.bench import routing_grid as grid
 from deploy.bench import routing_report as report
-from deploy.commands.bench import Json, command, machine
+from deploy.commands.provenance import Json, command, machine
 
 _CLUSTERS = ("mixed", "small", "uniform")
 _TRACES = ("narrativeqa", "mooncake", "sharegpt", "miniswe", "azure")

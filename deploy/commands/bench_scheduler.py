@@ -22,7 +22,7 @@ from rich.table import Table
 
 from deploy.bench import scheduler_mix as mix
 from deploy.bench import scheduler_report as report
-from deploy.commands.bench import Json, command, machine
+from deploy.commands.provenance import Json, command, machine
 
 Row = dict[str, Any]
 # Of the table when it goes into a file.

@@ -265,7 +265,7 @@ def _result(bench: Bench, mirror: Mirror) -> dict[str, Any]:
     ]
     pairs = ranking(cells)
     # Here, not above: `bench` imports this file.
-    from deploy.commands.bench import command, machine
+    from deploy.commands.provenance import command, machine
 
     return {
         "rows": rows,

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.commands.bench import Json, command, machine
+from deploy.commands.provenance import Json, command, machine
 from workers.power import INTERVAL_S, NoNvmlError, PowerMeter, PowerRow, sample_power, summary
 
 _LEAST_INTERVAL_S = 0.01
