@@ -20,7 +20,7 @@ from kappa.types import NodeProfile
 from router.admission import Admission
 from router.jobs import Job
 from router.kv_events import KVEvent, WorkerGone
-from router.load_plans import LoadPlans, crossing_tokens, hidden_s
+from router.load_plans import LoadPlans
 from router.offers import Candidate, Offers
 from router.policy import Fetch, LeastBacklog, Policy, least
 from router.prefix_hash import PrefixHasher, UInt64s
@@ -430,7 +430,7 @@ class Router:
             job = self._job("", offers, row)
             ready_s = shadow.first_token_s(job, now_s) + float(offers.fixed_s[row]) / 2
             plan = offers.plans.get(row)
-            offers.ttft_s[row] = ready_s - now_s - (hidden_s(plan) if plan else 0.0)
+            offers.ttft_s[row] = ready_s - now_s - (plan.hidden_s if plan else 0.0)
             offers.harm_s[row] = shadow.decode_delay_s(job.new_tokens, job.context_tokens)
             link_s, gpu_s = shadow.backlog_s(now_s)
             offers.link_backlog_s[row], offers.gpu_backlog_s[row] = link_s, gpu_s
@@ -441,7 +441,7 @@ class Router:
         cached, new = int(offers.cached_tokens[row]), int(offers.new_tokens[row])
         plan = offers.plans.get(row)
         if plan is not None:
-            loaded = crossing_tokens(plan)
+            loaded = plan.crossing_tokens
             cached, new = loaded, new + cached - loaded
         return Job(
             request_id=request_id,

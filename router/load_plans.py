@@ -107,13 +107,3 @@ class LoadPlans:
         offers.work_s[row] = max(offers.work_s[row] + beyond_s, 0.0)
         offers.load_s[row], offers.compute_s[row] = plan.load_s, plan.compute_s
         return plan
-
-
-def hidden_s(plan: LoadPlan) -> float:
-    """Seconds of the shorter of link and gpu work that hide behind the longer."""
-    return max(plan.load_s + plan.compute_s - plan.ttft_s, 0.0)
-
-
-def crossing_tokens(plan: LoadPlan) -> int:
-    """Cached tokens that cross the link, as KV or as activations; the rest is computed."""
-    return plan.tokens("K") + plan.tokens("A")

@@ -201,9 +201,14 @@ def by_tenant(tokens: Mapping[str, int], works: Mapping[str, EngineWork]) -> dic
 
 def heard(work: EngineWork) -> tuple[dict[str, Charge], dict[str, float]]:
     """What the ingress sent along: what other workers charged whom, and this tenant's weight."""
-    weight: Any = work.extra.get(WEIGHT_KEY)
-    weights = {work.tenant: float(weight)} if _is_number(weight) and weight > 0 else {}
-    text = work.extra.get(CHARGES_KEY)
+    return told(work.extra, work.tenant)
+
+
+def told(extra: Mapping[str, Any], tenant: str) -> tuple[dict[str, Charge], dict[str, float]]:
+    """Charges and weight among the ingress' words; what cannot be read is left out."""
+    weight: Any = extra.get(WEIGHT_KEY)
+    weights = {tenant: float(weight)} if _is_number(weight) and weight > 0 else {}
+    text = extra.get(CHARGES_KEY)
     if not text:
         return {}, weights
     try:

@@ -35,13 +35,14 @@ from engine.weights import DTYPES, load_weights
 from kappa.plan.planners import Planning
 from kappa.plan.rates import PlanRates, as_measured, rates_from_law, rates_from_measured
 from kappa.plan.support import architecture_from_config
-from kappa.report import CHARGES_KEY, REQUEST_ID_KEY, TENANT_KEY, WEIGHT_KEY
+from kappa.report import REQUEST_ID_KEY, TENANT_KEY
 from kappa.types import ModelShape, NodeProfile
 from scheduler.config import FairConfig
+from scheduler.vllm_memory import DEFAULT_TENANT, told
 from workers.identity import WorkerPlan, measured_node
 from workers.openai_answers import Answer, AnswerText, Asked, BodyRefused, asked
 from workers.profiler import measure
-from workers.torch_reports import TorchReports, told
+from workers.torch_reports import TorchReports
 
 log = structlog.get_logger(__name__)
 
@@ -81,7 +82,6 @@ class TorchPlan:
 def torch_plan(plan: WorkerPlan, stats_endpoint: str, kv_endpoint: str, rank: int) -> TorchPlan:
     """What the replica of this rank runs, from its worker's plan."""
     limits, scheduler = plan.limits, plan.scheduler
-    path = Path(scheduler.log) if scheduler.log else None
     return TorchPlan(
         source=plan.model_source,
         dtype=limits.dtype,
@@ -99,7 +99,7 @@ def torch_plan(plan: WorkerPlan, stats_endpoint: str, kv_endpoint: str, rank: in
         profile=plan.profile_request(),
         stats_endpoint=stats_endpoint,
         kv_endpoint=kv_endpoint,
-        log=str(path.with_name(f"{path.stem}-{rank}{path.suffix}")) if path else None,
+        log=scheduler.log_of(rank),
     )
 
 
@@ -263,8 +263,7 @@ class TorchEngine(LLMEngine):
         assert self._runner is not None
         try:
             request = asked(body, self._eos)
-            items = self._generate(request, body, kind)
-            async for item in items:
+            async for item in self._generate(request, body, kind):
                 yield item
         except BodyRefused as error:
             yield _error(400, str(error), error.param)
@@ -285,7 +284,7 @@ class TorchEngine(LLMEngine):
             request.tokens,
             request.max_tokens,
             request.sampling,
-            tenant=str(extra.get(TENANT_KEY, "default")),
+            tenant=_tenant(extra),
             planner=request.plan or None,
             salt=request.salt,
             name=name,
@@ -307,15 +306,12 @@ class TorchEngine(LLMEngine):
                 shown = text.push(output.tokens, over is not None)
                 if text.stopped:
                     over = "stop"
-                if over is not None:
-                    reason = over
-                elif not request.stream:
-                    whole.append(shown)
                 if request.stream:
                     yield answer.piece(shown, over)
-                elif over is not None:
+                else:
                     whole.append(shown)
                 if over is not None:
+                    reason = over
                     break
         finally:
             await stream.aclose()
@@ -332,9 +328,12 @@ class TorchEngine(LLMEngine):
         Not waited for: the engine's thread answers in order, so the request comes after it.
         """
         assert self._runner is not None
-        weights = {str(extra.get(TENANT_KEY, "default")): float(extra.get(WEIGHT_KEY, 1.0))}
-        charges = told(str(extra.get(CHARGES_KEY, "")))
+        charges, weights = told(extra, _tenant(extra))
         self._runner.call(lambda engine: engine.heard(charges, weights))
+
+
+def _tenant(extra: Mapping[str, Any]) -> str:
+    return str(extra.get(TENANT_KEY, DEFAULT_TENANT))
 
 
 def _error(status: int, message: str, param: str | None = None) -> ErrorResponse:

@@ -7,7 +7,6 @@ need not know which engine runs. Called from the engine's thread.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Sequence as Run
@@ -20,7 +19,6 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from engine.loop import Engine
 from engine.prefix import BlocksStored, CacheEvent
 from engine.sequence import Sequence
-from kappa.report import Charge
 from scheduler.iteration_log import Iteration, IterationLog
 from workers.stats_channel import StatsSender
 
@@ -77,7 +75,8 @@ class TorchReports:
             self._salts[sequence.keys[0].digest] = sequence.salt
             if len(self._salts) > self._most_salts:
                 self._salts.popitem(last=False)
-        account, loaded = sequence.account, _loaded_tokens(sequence)
+        account, load = sequence.account, sequence.load
+        loaded = load.plan.crossing_tokens if load is not None else 0
         self._stats.send(
             {
                 "kind": "admit",
@@ -163,7 +162,7 @@ class TorchReports:
     def _transfers(self, engine: Engine) -> None:
         """What crossed the link since last time."""
         token_bytes = engine.arena.block_bytes("kv") / engine.arena.block_tokens
-        engine.mover.settle()
+        stats = engine.stats()  # which also settles the mover's counters
         for kind, direction in (("load", "h2d"), ("store", "d2h")):
             counters = engine.mover.counters[direction]  # type: ignore[index]
             before_bytes, before_s = self._moved.get(kind, (0, 0.0))
@@ -173,7 +172,7 @@ class TorchReports:
                 self._moved[kind] = counters.copied_bytes, counters.busy_s
                 tokens = round(moved / token_bytes)
                 self._stats.send({"kind": kind, "tokens": tokens, "bytes": moved, "took_s": took_s})
-        faults = engine.stats().failed_loads, engine.stats().blocks["misused"]
+        faults = stats.failed_loads, stats.blocks["misused"]
         if faults != self._faults:
             self._faults = faults
             self._stats.send(
@@ -186,28 +185,8 @@ class TorchReports:
         self._dropped = dropped
 
 
-def _loaded_tokens(sequence: Sequence) -> int:
-    """Cached tokens of its load that cross the link, as KV or as activations."""
-    if sequence.load is None:
-        return 0
-    return sum(
-        segment.end_tokens - segment.start_tokens
-        for segment in sequence.load.plan.segments
-        if segment.kind != "R"
-    )
-
-
 def _counts(engine: Engine) -> tuple[int, int, int]:
     """Requests that wait, load and run."""
     batcher = engine.batcher
     loading = len(batcher.loading) + len(batcher.ready)
     return len(batcher.rule), loading, len(batcher.running)
-
-
-def told(charges: str) -> dict[str, Charge]:
-    """What others charged each tenant, from the ingress' words; nothing if they cannot be read."""
-    try:
-        data = json.loads(charges) if charges else {}
-        return {str(tenant): Charge(*map(float, parts)) for tenant, parts in data.items()}
-    except (ValueError, TypeError, AttributeError):
-        return {}

@@ -86,15 +86,19 @@ class EngineScheduler:
 
     def options(self, stats_endpoint: str, pace: Pace | None, rank: int) -> dict[str, Any]:
         """What `scheduler.vllm_adapter` reads."""
-        path = Path(self.log) if self.log else None
         loads = {k: pace.link[k] for k in ("token_s", "fixed_s")} if pace is not None else None
         return {
             "rule": self.rule,
             "config": dict(self.config),
             "link": loads,
             "stats": stats_endpoint,
-            "log": str(path.with_name(f"{path.stem}-{rank}{path.suffix}")) if path else None,
+            "log": self.log_of(rank),
         }
+
+    def log_of(self, rank: int) -> str | None:
+        """The file of the replica of this rank: each writes its own."""
+        path = Path(self.log) if self.log else None
+        return str(path.with_name(f"{path.stem}-{rank}{path.suffix}")) if path else None
 
 
 def engine_kwargs(

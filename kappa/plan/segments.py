@@ -95,6 +95,16 @@ class LoadPlan:
         """Cached tokens that come back in the way of `kind`."""
         return sum(s.tokens for s in self.segments if s.kind == kind)
 
+    @property
+    def crossing_tokens(self) -> int:
+        """Cached tokens that cross the link, as KV or as activations; the rest is computed."""
+        return self.tokens("K") + self.tokens("A")
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of the shorter of link and gpu work that hide behind the longer."""
+        return max(self.load_s + self.compute_s - self.ttft_s, 0.0)
+
     def as_plan(self) -> Plan:
         """The scalars alone, as the router reads them."""
         return Plan(

@@ -5,6 +5,7 @@ nodes fast, so that the tests are. The numbers here are the ones that the tests 
 """
 
 import json
+import os
 import selectors
 import signal
 import subprocess
@@ -139,6 +140,15 @@ def serving(folder, settings):
         survivors = _stop(process)
     assert not survivors, f"these outlived the cluster: {survivors}\n{errors.read_text()[-4000:]}"
     assert process.returncode == 0, errors.read_text()[-4000:]
+
+
+@pytest.fixture
+def fresh_environment():
+    """What an engine of this process sets in the environment goes with the test."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

@@ -1,18 +1,8 @@
 """The offload microbenchmark on a real paced engine: the arms do what they say, by its counters."""
 
-import os
-
 import pytest
 
 pytestmark = [pytest.mark.live, pytest.mark.vllm]
-
-
-@pytest.fixture
-def fresh_environment():
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.mark.usefixtures("fresh_environment")

@@ -1,18 +1,8 @@
 """The scheduling benchmark on a real engine: the host tier gives back what it was given."""
 
-import os
-
 import pytest
 
 pytestmark = [pytest.mark.live, pytest.mark.vllm]
-
-
-@pytest.fixture
-def fresh_environment():
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.mark.usefixtures("fresh_environment")

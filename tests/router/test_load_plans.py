@@ -13,7 +13,7 @@ from kappa.shapes import model_shape
 from kappa.step import step_model
 from router.core import Router, RouterConfig, RouteRequest
 from router.kv_events import BlocksStored
-from router.load_plans import LoadPlans, crossing_tokens, hidden_s
+from router.load_plans import LoadPlans
 from router.policy import policy_named
 
 SIZE = 16
@@ -100,7 +100,7 @@ def test_its_job_in_the_forecast_computes_what_it_does_not_load():
     made = router(said(planner="recompute"), forecast=4)
     decision = made.route(RouteRequest("r", TOKENS, 8), 1.0)
     plan = decision.offers.plans[0]
-    assert crossing_tokens(plan) == 0 and hidden_s(plan) == pytest.approx(0.0)
+    assert plan.crossing_tokens == 0 and plan.hidden_s == pytest.approx(0.0)
     link_s, gpu_s = made.backlogs_s(1.0)["w"]
     assert link_s == 0.0
     assert gpu_s == pytest.approx(plan.compute_s, rel=0.25)
