@@ -1,0 +1,35 @@
+"""How requests are routed, and the limits of the ingress."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from kappa.settings.base import Section
+
+PolicyName = Literal["priced", "threshold", "ttft", "least_backlog"]
+
+
+class RouterSettings(Section):
+    """How requests are routed, and the limits of the ingress."""
+
+    policy: PolicyName = "priced"
+    index_blocks: int = Field(1_000_000, ge=1, description="bound of the prefix index")
+    max_body_bytes: int = Field(4 << 20, ge=1024)
+    max_queue: int = Field(256, ge=1, description="requests in flight before 429")
+    stale_after_s: float = Field(10.0, gt=0, description="a silent worker is not chosen after this")
+    calibrate: bool = True
+    calibrate_requests: int | None = Field(
+        None, ge=0, description="learn from so many outcomes, then freeze; none: for ever"
+    )
+    forecast_workers: int = Field(
+        4, ge=0, description="pools up to this size are forecast step by step, larger ones not"
+    )
+    admission: bool = Field(
+        False, description="refuse (503) what is predicted to miss its TTFT objective"
+    )
+    request_timeout_s: float = Field(600.0, gt=0)
+    record: str | None = Field(
+        None, description="file for the router's log (JSON lines, holds token ids); none: off"
+    )
