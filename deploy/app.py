@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 
 from kappa.hardware import node_profile
-from kappa.settings import ClusterSettings, home
+from kappa.settings.cluster import ClusterSettings, home
 from kappa.shapes import shape_from_config
 from kappa.types import ModelShape, NodeProfile
 from workers.tiny_model import make_tiny_model

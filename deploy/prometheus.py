@@ -23,7 +23,7 @@ from typing import Literal
 import yaml
 
 from deploy.app import free_port
-from kappa.settings import home
+from kappa.settings.cluster import home
 from loadtest.peers.sidecar import script_command
 
 Tool = Literal["prometheus", "promtool"]

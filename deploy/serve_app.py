@@ -12,7 +12,8 @@ import sys
 from typing import Any
 
 from deploy.app import build_app, prepare_model
-from kappa.settings import ClusterSettings, SettingsError, load_settings
+from kappa.settings.base import SettingsError
+from kappa.settings.cluster import ClusterSettings, load_settings
 
 
 def settings_of(args: dict[str, Any]) -> ClusterSettings:

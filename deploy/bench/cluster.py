@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.app import Cluster, Model, prepare_model
-from kappa.settings import ClusterSettings, NodeSettings
+from kappa.settings.cluster import ClusterSettings
+from kappa.settings.model import NodeSettings
 
 SYSTEMS = {"kappa": "", "stock": "/stock", "stock_no_batching": "/stock0"}
 """Route prefix of each system."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from kappa.model import kv_bytes_per_token
 from kappa.report import Announcement
-from kappa.settings import ClusterSettings
+from kappa.settings.cluster import ClusterSettings
 from kappa.step import StepModel, step_model
 from kappa.types import NodeProfile
 from loadtest.bench_validate import Answered

@@ -18,7 +18,7 @@ from rich.table import Table
 from deploy.commands import bench_router
 from deploy.commands.provenance import Json, command, machine
 from deploy.commands.serve import running, settings_or_exit
-from kappa.settings import ClusterSettings
+from kappa.settings.cluster import ClusterSettings
 from loadtest import bench_predict as predict_law
 from loadtest import bench_serve as serve_law
 from loadtest.bench_client import Phase, Player

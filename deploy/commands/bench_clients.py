@@ -195,7 +195,7 @@ def _stub_model() -> str:
 def _tokenizer() -> str:
     """A folder with a tokenizer, which the others insist on; counts come from the endpoint."""
     from deploy.app import prepare_model
-    from kappa.settings import load_settings
+    from kappa.settings.cluster import load_settings
 
     return prepare_model(load_settings(None)).source
 

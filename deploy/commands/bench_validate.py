@@ -32,7 +32,7 @@ from deploy.bench.validation import (
 )
 from deploy.commands.serve import running, settings_or_exit
 from kappa.model import kv_bytes_per_token
-from kappa.settings import ClusterSettings
+from kappa.settings.cluster import ClusterSettings
 from loadtest.bench_validate import Played, Replayer, client
 from loadtest.validate_traffic import SCALINGS, Script, digest, idle_script, salt_of, scripts
 from workload.catalogue import workload_named

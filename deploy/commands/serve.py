@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kappa.settings import ClusterSettings, SettingsError, load_settings
+from kappa.settings.base import SettingsError
+from kappa.settings.cluster import ClusterSettings, load_settings
 
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="Cluster file (YAML); default: the demo.")

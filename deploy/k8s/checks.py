@@ -90,7 +90,7 @@ def _serve_config(document: Document) -> Iterator[str]:
     from ray.serve.schema import ServeDeploySchema
 
     from deploy.serve_app import settings_of
-    from kappa.settings import SettingsError
+    from kappa.settings.base import SettingsError
 
     try:
         data = yaml.safe_load(document.get("spec", {}).get("serveConfigV2", ""))

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from deploy.app import Model, StartError, _engine_scheduler, _tenants, build_app, own_headers
-from kappa.settings import load_settings
+from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
 from scheduler.config import FairConfig
 from workers.link_queue import LinkRules

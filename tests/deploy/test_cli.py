@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from deploy.app import StartError, _check_port, free_port, prepare_model, worker_nodes
 from deploy.cli import app
-from kappa.settings import ModelSettings, load_settings
+from kappa.settings.cluster import load_settings
+from kappa.settings.model import ModelSettings
 
 
 def test_help_names_every_command():

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from kappa.report import MAX_TENANTS
-from kappa.settings import ClusterSettings, SettingsError, home, load_settings
+from kappa.settings.base import SettingsError
+from kappa.settings.cluster import ClusterSettings, home, load_settings
 
 
 @pytest.fixture

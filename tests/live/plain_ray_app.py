@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
 from deploy.app import free_port, prepare_model
-from kappa.settings import load_settings
+from kappa.settings.cluster import load_settings
 from workers.vllm_engine import CPU_ENV
 
 

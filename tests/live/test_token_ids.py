@@ -12,7 +12,7 @@ import pytest
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
 from deploy.app import prepare_model
-from kappa.settings import load_settings
+from kappa.settings.cluster import load_settings
 from router.rendering import PromptRenderer
 
 pytestmark = pytest.mark.live

@@ -23,7 +23,7 @@ from deploy.bench.validation import (
     simulate,
 )
 from deploy.commands.bench_validate import Bench
-from kappa.settings import ClusterSettings
+from kappa.settings.cluster import ClusterSettings
 from loadtest.bench_validate import Answered, Played, Replayer
 from loadtest.validate_traffic import (
     FORCED_TOKEN,

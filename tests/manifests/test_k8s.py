@@ -9,7 +9,7 @@ import yaml
 
 from deploy.k8s import checks, render
 from deploy.serve_app import settings_of
-from kappa.settings import SettingsError
+from kappa.settings.base import SettingsError
 
 ROOT = Path(__file__).parents[2]
 
