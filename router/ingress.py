@@ -63,7 +63,7 @@ from router.messages import (
     salt_of_body,
     tokens_in,
 )
-from router.policy import policy_named
+from router.policies import policy_named
 from router.prefix_hash import secret_from_seed
 from router.ray_router import PIN_HEADER
 from router.rendering import PromptRenderer

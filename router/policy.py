@@ -9,14 +9,12 @@
   the cache is, nor at the queue (except to break ties): kept as explanation and baseline.
 * `least_backlog`: least queued work; what is left when nothing is known of the request.
 
-What others do is in `router.baselines`.
+What others do is in `router.baselines`; `router.policies` finds any of them by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -158,32 +156,3 @@ def least(score: Floats, *ties: Floats) -> int:
         among = tie[rows]
         rows = rows[among == among.min()]
     return int(rows[0])
-
-
-def policy_named(spec: str, seed: int = 0) -> Policy:
-    """The policy called `spec`, fresh; `name:key=value,...` sets a baseline's parameters.
-
-    Raises:
-        ValueError: lists those that exist, or the parameters that the named one takes.
-    """
-    # Here, not above: these are built from what this file defines.
-    from router.prices import Priced
-
-    ours: dict[str, Callable[[], Policy]] = {
-        "priced": Priced,
-        "priced_fetch": partial(Priced, "priced_fetch", fetches=True),
-        "priced_copy": partial(Priced, "priced_copy", fetches=True, replicates=True),
-        "priced_place": partial(Priced, "priced_place", places=True),
-        "ttft": LeastTtft,
-        "threshold": Threshold,
-        "least_backlog": LeastBacklog,
-    }
-    if spec in ours:
-        return ours[spec]()
-    from router.baselines.catalogue import BASELINES, baseline_named
-
-    made = baseline_named(spec, seed)
-    if made is None:
-        known = sorted([*ours, *BASELINES])
-        raise ValueError(f"unknown policy {spec!r}: choose one of {known}")
-    return made

@@ -22,7 +22,7 @@ from kappa.shapes import model_shape
 from kappa.step import step_model
 from router.core import NoWorkerError, Router, RouterConfig, RouteRequest
 from router.kv_events import BlocksStored
-from router.policy import policy_named
+from router.policies import policy_named
 from router.prefix_hash import secret_from_seed
 
 # About 32 tokens of English; a byte stands for a quarter of a token in the prices.

@@ -20,7 +20,8 @@ from kappa.step import step_model
 from kappa.types import ModelShape
 from router.admission import Admission
 from router.core import Router, RouterConfig
-from router.policy import Policy, policy_named
+from router.policies import policy_named
+from router.policy import Policy
 from scheduler.catalogue import PACKING, SCHEDULERS
 from scheduler.config import FairConfig
 from simulator.clusters import Cluster, NodeSpec, check, kv_room
@@ -42,7 +43,7 @@ MAX_RUNNING = 256
 class SimulationConfig:
     """What to simulate.
 
-    policy: as `router.policy.policy_named` takes it. load: fraction of the capacity bound, or
+    policy: as `router.policies.policy_named` takes it. load: fraction of the capacity bound, or
     rate_rps: requests a second; one of them. capacity_rps: the bound, if it is known already.
     warm: host tiers hold documents and histories at the start. faults: what goes wrong.
     admission: whom the router refuses; none: nobody. scheduler: the rule of every node, with its

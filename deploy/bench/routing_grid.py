@@ -27,7 +27,7 @@ from deploy.bench.source_closure import source_closure
 from kappa.shapes import model_shape
 from router.admission import Admission
 from router.baselines.catalogue import BASELINES, parameters
-from router.policy import policy_named
+from router.policies import policy_named
 from simulator.capacity import capacity_rps
 from simulator.clusters import cluster_named
 from simulator.faults import RESOURCES, Faults, drawn_failures, misprofiled_third

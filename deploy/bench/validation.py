@@ -23,7 +23,7 @@ from kappa.types import NodeProfile
 from loadtest.bench_validate import Answered
 from loadtest.validate_traffic import Script
 from router.core import Decision, Router, RouterConfig, RouteRequest
-from router.policy import policy_named
+from router.policies import policy_named
 from simulator.clusters import Cluster, NodeSpec
 from simulator.dispatch import RouterDispatch
 from simulator.faults import Faults

@@ -26,7 +26,7 @@ from kappa.shapes import model_shape
 from kappa.step import step_model
 from router.core import Router, RouterConfig, RouteRequest
 from router.kv_events import BlocksStored, Tier
-from router.policy import policy_named
+from router.policies import policy_named
 from router.prefix_hash import UInt64s
 
 LENGTHS = (512, 4096, 32_768, 131_072)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kappa.shapes import model_shape
 from router.admission import Admission
-from router.policy import policy_named
+from router.policies import policy_named
 from scheduler.catalogue import SCHEDULERS
 from simulator.clusters import cluster_named, scaled
 from simulator.faults import (

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from router.core import Router, RouterConfig
-from router.policy import policy_named
+from router.policies import policy_named
 from router.recording import replay
 
 

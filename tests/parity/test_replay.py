@@ -15,7 +15,7 @@ from kappa.shapes import model_shape
 from kappa.step import step_model
 from router.core import NoWorkerError, Router, RouterConfig, RouteRequest
 from router.kv_events import BlocksRemoved, BlocksStored, WorkerReset
-from router.policy import policy_named
+from router.policies import policy_named
 from router.recording import RecordedRouter, replay
 
 BLOCK = 32

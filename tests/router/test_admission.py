@@ -9,7 +9,7 @@ import pytest
 from kappa.hardware import node_profile
 from router.admission import Admission
 from router.core import NoWorkerError, OverloadedError, Router, RouterConfig
-from router.policy import policy_named
+from router.policies import policy_named
 from tests.router.test_core import announcement, ask
 
 

@@ -24,7 +24,7 @@ from router.core import (
     without_candidates,
 )
 from router.kv_events import BlocksStored, WorkerReset
-from router.policy import policy_named
+from router.policies import policy_named
 
 SIZE = 16
 SHAPE = model_shape("llama-3.1-8b")

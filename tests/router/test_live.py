@@ -16,7 +16,7 @@ from kappa.step import StepModel
 from router.board import Board
 from router.core import NoWorkerError, RouterConfig, RouteRequest
 from router.live import LiveRouter
-from router.policy import policy_named
+from router.policies import policy_named
 from workers.report_stream import ReportStream
 from workers.stats_channel import StatsSender
 

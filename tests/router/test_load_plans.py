@@ -14,7 +14,7 @@ from kappa.step import step_model
 from router.core import Router, RouterConfig, RouteRequest
 from router.kv_events import BlocksStored
 from router.load_plans import LoadPlans
-from router.policy import policy_named
+from router.policies import policy_named
 
 SIZE = 16
 TOKENS = np.arange(64 * SIZE + 5)

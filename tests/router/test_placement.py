@@ -3,7 +3,7 @@
 import pytest
 
 from router.placement import FutureLoads, is_first
-from router.policy import policy_named
+from router.policies import policy_named
 from tests.router.offering import offers
 
 FIRST = {"new_tokens": 1000.0}

@@ -7,7 +7,8 @@ import pytest
 
 from kappa.types import NodeProfile, TokenCounts
 from router.offers import COMPUTE, MEMORY, Candidate
-from router.policy import Fetch, policy_named
+from router.policies import policy_named
+from router.policy import Fetch
 from tests.router.offering import offers
 
 THRESHOLD, TTFT, BACKLOG, PRICED = (
