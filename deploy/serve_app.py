@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from deploy.app import build_app, prepare_model
+from deploy.app.build import build_app
+from deploy.app.model import prepare_model
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, load_settings
 

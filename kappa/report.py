@@ -34,10 +34,11 @@ WEIGHT_KEY = "kappa_weight"
 DEVICE_TOKENS_KEY = "kappa_device_tokens"
 HOST_TOKENS_KEY = "kappa_host_tokens"
 CHARGES_KEY = "kappa_charges"
-# For engines of kind torch: the prompt as the ingress tokenized it (base64 of little-endian int32),
+# For engines that do not tokenize: the prompt as the ingress did (base64 of little-endian int32),
 # and how its cached prefix is to come back, if the client asked.
 PROMPT_KEY = "kappa_prompt"
 PLAN_KEY = "kappa_plan"
+PROMPT_ENGINES = ("torch", "emulated")
 
 # Charges are kept of so many tenants, here and in whatever adds them up.
 MAX_TENANTS = 1024
@@ -70,7 +71,7 @@ class Announcement:
     past a request that does not fit, and starts loads just in time. engine: its kind. load_plan:
     how it brings cached prefixes back, {"planner": name, "act_share": share of stored blocks kept
     as activations, "rates": as `kappa.plan.rates` reads them}; empty if it loads them whole and
-    then computes.
+    then computes. start_s: from the start of its process until it could serve; 0: not known.
     """
 
     worker: str
@@ -92,6 +93,7 @@ class Announcement:
     packs: bool = False
     engine: str = "vllm"
     load_plan: Mapping[str, Any] = field(default_factory=dict)
+    start_s: float = 0.0
     measured: Mapping[str, Any] = field(default_factory=dict)
     protocol: int = PROTOCOL
 

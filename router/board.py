@@ -44,5 +44,11 @@ class Board:
             for deployment, announcements in self._posts.items():
                 listener(deployment, dict(announcements))
 
+    def unlisten(self, listener: Listener) -> None:
+        """Call `listener` no more; one that is not known is let be."""
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
 
 BOARD = Board()

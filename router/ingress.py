@@ -1,98 +1,41 @@
 """The HTTP face: Ray Serve LLM's OpenAI ingress, with one decision per request taken here.
 
-Chat and completions go: check, tokenize (off the loop), decide and reserve, mark, pin, deliver,
-stream, release. Ray's own ingress does model look-up and delivery; what is ours is everything
-between.
+Endpoints only. What happens to a chat or completion is `router.request_path`'s; the live router is
+`router.live_start`'s to make. Ray's own ingress does model look-up and delivery.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-import uuid
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import structlog
 from fastapi import FastAPI, Request
-from ray.exceptions import RayActorError
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
-from ray.serve.exceptions import BackPressureError
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from starlette.responses import JSONResponse, Response
 
 from kappa import metrics as m
-from router.admission import Admission
-from router.core import (
-    Decision,
-    NoWorkerError,
-    OverloadedError,
-    RouterConfig,
-    RouteRequest,
-)
-from router.errors import (
-    ApiError,
-    check_body,
-    engine_failed,
-    from_engine,
-    no_plans_here,
-    no_worker,
-    overloaded,
-    queue_full,
-    unknown_model,
-)
-from router.footprint import unfit_workers
-from router.http_app import EndedStream, body_accepted, make_app, request_id_of, tenant_of
+from router.core import NoWorkerError, RouteRequest
+from router.delivery import DEAD_WORKER
+from router.errors import check_body, no_worker
+from router.http_app import make_app, request_id_of
+from router.ingress_settings import IngressSettings
 from router.live import LiveRouter
-from router.messages import (
-    as_events,
-    decision_headers,
-    engine_marks,
-    explanation,
-    mark,
-    max_tokens_of,
-    parse_body,
-    pinned,
-    plan_asked,
-    prompt_marks,
-    salt_of_body,
-    tokens_in,
-)
-from router.policies import policy_named
-from router.prefix_hash import secret_from_seed
+from router.live_start import LiveStart
+from router.messages import explanation, max_tokens_of, parse_body, salt_of_body
 from router.ray_router import PIN_HEADER
 from router.rendering import PromptRenderer
+from router.request_path import RequestPath
 from router.tenants import Tenants
 
 log = structlog.get_logger(__name__)
 
-_TOKENIZER_THREADS = 2
 _PROFILE_TIMEOUT_S = 90.0
-_DEAD_WORKER = (RayActorError, BackPressureError)
-
-
-@dataclass(frozen=True, slots=True)
-class IngressSettings:
-    """What the ingress is told when it is deployed."""
-
-    tokenizer_source: str
-    policy: str
-    index_blocks: int
-    max_queue: int
-    stale_after_s: float
-    calibrate: bool
-    calibrate_requests: int | None
-    request_timeout_s: float
-    secret: str
-    record: str | None
-    forecast_workers: int = 4
-    admission: bool = False
-    tenants: Tenants = field(default_factory=Tenants)
+_WAKE_TIMEOUT_S = 120.0
 
 
 class KappaIngress(OpenAiIngress):
@@ -107,25 +50,28 @@ class KappaIngress(OpenAiIngress):
         kappa: IngressSettings,
     ) -> None:
         super().__init__(llm_deployments, model_cards)
-        self._settings = kappa
-        self._live_router: LiveRouter | None = None
-        self._renderer = PromptRenderer(kappa.tokenizer_source)
-        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenize")
-        self._follow: asyncio.Task[None] | None = None
+        self._wire(kappa, PromptRenderer(kappa.tokenizer_source))
+
+    def _wire(self, settings: IngressSettings, renderer: PromptRenderer) -> None:
+        self._settings = settings
+        self._start = LiveStart(settings, self._wake_router)
+        self._path = RequestPath(
+            settings, renderer, self._live, lambda: list(self._default_serve_handles), self._call
+        )
 
     # -- endpoints ----------------------------------------------------------------------------
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         """OpenAI chat completions, streamed or not."""
-        return await self._serve(body, "chat", request)
+        return await self._path.serve(body, "chat", request)
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """OpenAI completions, streamed or not."""
-        return await self._serve(body, "completions", request)
+        return await self._path.serve(body, "completions", request)
 
     async def model_data(self, model: str) -> Any:
         """One model's card, or 404."""
-        self._known_model(model)
+        self._path.known_model(model)
         return await super().model_data(model)
 
     async def nodes(self) -> Response:
@@ -143,7 +89,7 @@ class KappaIngress(OpenAiIngress):
             pin = RawRequestInfo(headers={PIN_HEADER: worker})
             try:
                 await asyncio.wait_for(handle.profile.remote(None, pin), _PROFILE_TIMEOUT_S)
-            except (TimeoutError, *_DEAD_WORKER):
+            except (TimeoutError, *DEAD_WORKER):
                 raise no_worker(f"worker {worker} could not be measured", 10.0) from None
         return await self.nodes()
 
@@ -151,8 +97,8 @@ class KappaIngress(OpenAiIngress):
         """What would be decided for a chat or completion body; nothing is run or reserved."""
         body = await parse_body(request)
         check_body(body)
-        self._known_model(body.model)
-        tokens = await self._tokenize(body)
+        self._path.known_model(body.model)
+        tokens = await self._path.tokenize(body)
         live = self._live()
         routed = RouteRequest(
             request_id_of(request), tokens, max_tokens_of(body), salt_of_body(body)
@@ -181,212 +127,21 @@ class KappaIngress(OpenAiIngress):
         count = len(self._live().router.state.workers)
         return JSONResponse({"workers": count}, status_code=200 if count else 503)
 
-    # -- one request --------------------------------------------------------------------------
-
-    async def _serve(self, body: Any, method: str, request: Request) -> Response:
-        body_accepted(request)
-        live, tenant = self._live(), tenant_of(request).name
-        try:
-            response = await self._checked(live, body, method, request)
-        except ApiError as error:
-            live.answered(tenant, error.status, error.code)
-            raise
-        live.answered(tenant, response.status_code)
-        return response
-
-    async def _checked(
-        self, live: LiveRouter, body: Any, method: str, request: Request
-    ) -> Response:
-        self._known_model(body.model)
-        check_body(body)
-        if live.router.reservations >= self._settings.max_queue:
-            raise queue_full(self._settings.max_queue, live.retry_after_s())
-        tokens = await self._tokenize(body)
-        unfit = self._unfit(live, body, tokens)
-        request_id = request_id_of(request)
-        if request_id in live.router:
-            # A client may send one id twice at a time; a reservation must not be shared.
-            request_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
-        routed = RouteRequest(
-            request_id, tokens, max_tokens_of(body), salt_of_body(body), exclude=unfit
-        )
-        # Others were let in while this one was tokenized; from here to the decision nobody waits.
-        if live.router.reservations >= self._settings.max_queue:
-            raise queue_full(self._settings.max_queue, live.retry_after_s())
-        return await self._deliver(live, routed, body, method, request)
-
-    async def _deliver(
-        self, live: LiveRouter, routed: RouteRequest, body: Any, method: str, request: Request
-    ) -> Response:
-        """Decide and send; once more elsewhere if the worker dies before its first token."""
-        last: BaseException | None = None
-        tenant = tenant_of(request)
-        for attempt in range(2):
-            try:
-                decision = live.route(routed, tenant.name)
-            except OverloadedError as error:
-                raise overloaded(str(error), error.retry_after_s) from last
-            except NoWorkerError as error:
-                raise no_worker(str(error), live.retry_after_s()) from last
-            marks = engine_marks(decision, tenant, live.charges.elsewhere(decision.worker))
-            mark(body, {**marks, **self._torch_marks(live, decision, routed, request)})
-            try:
-                return await self._send(live, decision, body, method, request)
-            except _DEAD_WORKER as error:
-                live.release(routed.request_id, "worker_died")
-                log.warning(
-                    "worker_failed", request_id=routed.request_id, tenant=tenant.name,
-                    worker=decision.worker, attempt=attempt,
-                )  # fmt: skip
-                last = error
-                routed = replace(routed, exclude=routed.exclude | {decision.worker})
-        raise no_worker("two workers failed on this request", live.retry_after_s()) from last
-
-    async def _send(
-        self, live: LiveRouter, decision: Decision, body: Any, method: str, request: Request
-    ) -> Response:
-        request_id = decision.request_id
-        stream = self._get_response(
-            body=body, call_method=method, raw_request=pinned(request, decision.worker)
-        )
-        end = "error"
-        try:
-            async with asyncio.timeout(self._settings.request_timeout_s):
-                first = await anext(stream)
-            item = first[0] if isinstance(first, list) and first else first
-            if hasattr(item, "error"):
-                raise from_engine(item)
-            headers = decision_headers(decision)
-            if hasattr(item, "model_dump"):
-                live.first_token(request_id)
-                content = item.model_dump()
-                live.tokens(request_id, (content.get("usage") or {}).get("completion_tokens", 0))
-                end = "done"
-                return JSONResponse(content, headers=headers)
-            live.first_token(request_id)
-            end = ""
-
-            async def ended() -> None:
-                live.release(request_id, "client_gone")
-                await stream.aclose()
-
-            return EndedStream(
-                self._relay(live, request_id, first, stream),
-                ended,
-                media_type="text/event-stream",
-                headers=headers,
-            )
-        except (ApiError, *_DEAD_WORKER):
-            raise
-        except asyncio.CancelledError:
-            end = "client_gone"
-            raise
-        except TimeoutError:
-            raise ApiError(
-                504, f"No token within {self._settings.request_timeout_s:g} s.",
-                kind="server_error", code="timeout",
-            ) from None  # fmt: skip
-        except Exception as error:
-            log.exception("engine_error", request_id=request_id, exc_info=error)
-            raise engine_failed() from None
-        finally:
-            if end:
-                live.release(request_id, end)
-                await stream.aclose()
-
-    async def _relay(
-        self, live: LiveRouter, request_id: str, first: Any, stream: AsyncGenerator[Any, None]
-    ) -> AsyncGenerator[str, None]:
-        end = "client_gone"
-        try:
-            packet = as_events(first)
-            live.tokens(request_id, tokens_in(packet))
-            yield packet
-            async for item in stream:
-                packet = as_events(item)
-                live.tokens(request_id, tokens_in(packet))
-                yield packet
-            if not packet.rstrip().endswith("[DONE]"):
-                yield "data: [DONE]\n\n"
-            end = "done"
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
-        except Exception as error:
-            # The status has gone out; an event in OpenAI's shape is the only way left to tell.
-            end = "error"
-            log.warning("stream_broken", request_id=request_id, error=type(error).__name__)
-            yield f"data: {json.dumps(engine_failed().body())}\n\n"
-        finally:
-            live.release(request_id, end)
-            await stream.aclose()
-
-    # -- parts --------------------------------------------------------------------------------
+    # -- what Ray is asked ----------------------------------------------------------------------
 
     def _live(self) -> LiveRouter:
-        if self._live_router is None:
-            s = self._settings
-            self._live_router = LiveRouter(
-                RouterConfig(
-                    policy=policy_named(s.policy),
-                    secret=secret_from_seed(s.secret),
-                    index_blocks=s.index_blocks,
-                    stale_after_s=s.stale_after_s,
-                    calibrate=s.calibrate,
-                    calibrate_requests=s.calibrate_requests,
-                    forecast_workers=s.forecast_workers,
-                    admission=Admission() if s.admission else None,
-                ),
-                record=s.record,
-            )
-            self._follow = asyncio.get_running_loop().create_task(self._wake_router())
-        return self._live_router
+        return self._start()
+
+    def _call(self, body: Any, method: str, request: Request) -> AsyncGenerator[Any, None]:
+        return self._get_response(body=body, call_method=method, raw_request=request)
 
     async def _wake_router(self) -> None:
         """Ray makes a handle's router at its first call; until then nobody posts announcements."""
         for handle in self._default_serve_handles.values():
             try:
-                await asyncio.wait_for(handle.llm_config.remote(), 120.0)
+                await asyncio.wait_for(handle.llm_config.remote(), _WAKE_TIMEOUT_S)
             except Exception as error:
                 log.warning("workers_not_reached", error=repr(error))
-
-    def _known_model(self, model: str | None) -> None:
-        known = list(self._default_serve_handles)
-        if model is not None and model not in known:
-            raise unknown_model(str(model), known)
-
-    def _torch_marks(
-        self, live: LiveRouter, decision: Decision, routed: RouteRequest, request: Request
-    ) -> dict[str, str]:
-        """What only an engine of ours is told; releases the reservation if it is refused."""
-        state = live.router.state.workers.get(decision.worker)
-        plan = plan_asked(request)
-        try:
-            if state is not None and state.announcement.engine == "torch":
-                return prompt_marks(routed.token_ids, plan)
-            if plan:
-                raise no_plans_here()
-        except ApiError:
-            live.release(routed.request_id, "error")
-            raise
-        return {}
-
-    def _unfit(self, live: LiveRouter, body: Any, tokens: np.ndarray | None) -> frozenset[str]:
-        if tokens is None:
-            return frozenset()
-        workers = (state.announcement for state in live.router.state.workers.values())
-        return unfit_workers(workers, len(tokens), max_tokens_of(body))
-
-    async def _tokenize(self, body: Any) -> np.ndarray | None:
-        start_s = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        try:
-            tokens = await loop.run_in_executor(self._threads, self._renderer.render, body)
-        except Exception as error:
-            # The engine renders too and will say what is wrong; routing only knows less.
-            log.info("not_tokenized", error=type(error).__name__)
-            return None
-        self._live().metrics.observe(m.TOKENIZE_SECONDS, value=time.perf_counter() - start_s)
-        return tokens
 
 
 def make_ingress(max_body_bytes: int, tenants: Tenants | None = None) -> type:

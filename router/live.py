@@ -114,7 +114,17 @@ class LiveRouter:
         self._kappa_eff: dict[str, float | None] = {}
         self._loop = asyncio.get_running_loop()
         self._closing: set[asyncio.Task[None]] = set()
-        BOARD.listen(self._heard)
+        self._board = BOARD
+        self._board.listen(self._heard)
+
+    async def close(self) -> None:
+        """Follow no worker any more; returns when their sockets are closed."""
+        self._board.unlisten(self._heard)
+        feeds, self._feeds = list(self._feeds.values()), {}
+        for feed in feeds:
+            await feed.close()
+        if self._closing:
+            await asyncio.wait(self._closing)
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -333,6 +343,7 @@ class LiveRouter:
                     },
                     "totals": report.to_dict() if report else None,
                     "fingerprint": said.fingerprint,
+                    "start_s": said.start_s or None,
                 }
             )
         return rows

@@ -173,6 +173,12 @@ def pinned(request: Request, worker: str) -> Request:
     return Request({**request.scope, "headers": headers})
 
 
+def headers_without_keys(request: Request) -> dict[str, str]:
+    """The request's headers by their names in lower case, none that holds a key."""
+    pairs = ((name.lower(), value) for name, value in request.scope["headers"])
+    return {k.decode("latin-1"): v.decode("latin-1") for k, v in pairs if k not in _KEY_HEADERS}
+
+
 def as_events(item: Any) -> str:
     """One or several stream items as server-sent events."""
     items = item if isinstance(item, list) else [item]

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
 from workers.identity import WorkerPlan, announce
+from workers.process_age import process_age_s
 from workers.report_stream import ReportStream
 from workers.vllm_engine import Pace, engine_kwargs
 
@@ -54,6 +56,12 @@ class KappaServer(LLMServer):
             engine_cls = TorchEngine
             torch_arguments = torch_plan(plan, stats_endpoint, kv_endpoint, self._rank)
             llm_config.update_engine_kwargs(kappa_torch=torch_arguments)
+        elif plan.kind == "emulated":
+            from workers.emulated_engine import EmulatedEngine, emulated_plan
+
+            engine_cls = EmulatedEngine
+            emulated = emulated_plan(plan, stats_endpoint, kv_endpoint, self._rank)
+            llm_config.update_engine_kwargs(kappa_emulated=emulated)
         else:
             llm_config.update_engine_kwargs(
                 **engine_kwargs(
@@ -64,8 +72,10 @@ class KappaServer(LLMServer):
         self._stream = ReportStream(self._worker, host, stats_endpoint, kv_endpoint)
         self._stream.start()
         self._announcement: dict[str, Any] = {}
+        self._start_s = 0.0
         await super().__init__(llm_config, engine_cls=engine_cls)
         measured, error = await self._measure()
+        self._start_s = process_age_s()
         self._announcement = self._announce(measured, error)
         log.info("worker_ready", worker=self._worker, node=node.name, paced=node.source == "paced")
 
@@ -124,7 +134,7 @@ class KappaServer(LLMServer):
         said = announce(
             self._plan, self._rank, self._worker, model, endpoints, measured, error, rates
         )
-        return said.to_dict()
+        return replace(said, start_s=self._start_s).to_dict()
 
 
 async def _first_at_once(

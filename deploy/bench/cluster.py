@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy.app import Cluster, Model, prepare_model
+from deploy.app.cluster import Cluster
+from deploy.app.model import Model, prepare_model
 from kappa.settings.cluster import ClusterSettings
 from kappa.settings.model import NodeSettings
 

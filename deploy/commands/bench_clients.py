@@ -194,7 +194,7 @@ def _stub_model() -> str:
 
 def _tokenizer() -> str:
     """A folder with a tokenizer, which the others insist on; counts come from the endpoint."""
-    from deploy.app import prepare_model
+    from deploy.app.model import prepare_model
     from kappa.settings.cluster import load_settings
 
     return prepare_model(load_settings(None)).source

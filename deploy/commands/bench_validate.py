@@ -327,7 +327,7 @@ def _busy(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _served_kv_bytes(settings: ClusterSettings) -> float:
-    from deploy.app import prepare_model
+    from deploy.app.model import prepare_model
 
     return kv_bytes_per_token(prepare_model(settings).shape)
 

@@ -90,11 +90,12 @@ def settings_or_exit(
 def running(settings: ClusterSettings, cluster_type: type | None = None) -> Any:
     """A cluster as a context manager, with progress on stderr; start errors exit with 1.
 
-    `cluster_type` is `deploy.app.Cluster` or a subclass of it.
+    `cluster_type` is `deploy.app.cluster.Cluster` or a subclass of it.
     """
     from contextlib import contextmanager
 
-    from deploy.app import Cluster, StartError
+    from deploy.app.cluster import Cluster
+    from deploy.app.model import StartError
 
     console = Console(stderr=True)
 
@@ -121,7 +122,7 @@ def running(settings: ClusterSettings, cluster_type: type | None = None) -> Any:
 
 def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
     """URL, model, nodes and a curl line; or all of it as JSON."""
-    from deploy.app import own_headers
+    from deploy.app.build import own_headers
 
     headers = own_headers(settings)
     rows = httpx.get(f"{url}/v1/nodes", headers=headers, timeout=30.0).json()["nodes"]

@@ -32,7 +32,7 @@ _UNITS = {
 # object store, Python.
 _ENGINE_BYTES = 64 << 30
 _TINY_ENGINE_BYTES = 2 << 30
-# A replica's actor and its engine's worker process: one CPU of Ray's each (deploy/app.py).
+# A replica's actor and its engine's worker process: one CPU of Ray's each (deploy/app/build.py).
 _ENGINE_RAY_CPUS = 2
 
 Document = dict[str, Any]

@@ -1,53 +1,96 @@
-"""Who may ask, with what share and by which key, and where the endpoint listens."""
+"""Who may ask, with what share, by which key and how much, and where the endpoint listens."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import ipaddress
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
+from kappa.keys import entry_digest, entry_fault, is_hashed
 from kappa.report import MAX_TENANTS
 from kappa.settings.base import Finite, Section, TenantName
+from kappa.settings.keys_file import read_entries
+
+
+class TenantLimits(Section):
+    """What one tenant may ask for; what is left out is not limited."""
+
+    requests_per_minute: Finite | None = Field(None, gt=0)
+    tokens_per_minute: Finite | None = Field(
+        None, gt=0, description="prompt and generated tokens together"
+    )
+    concurrent: int | None = Field(None, ge=1, description="requests open at a time")
 
 
 class TenantSettings(Section):
     """Who may ask and with what share. Without keys everyone is the default tenant.
 
-    by_key: secret key -> tenant; a tenant may have several. keys_file: the same as a YAML file of
-    its own (`key: tenant`, one per line), so that the settings hold no secret. weights: shares.
+    by_key: secret key, or `sha256:` and its digest -> tenant; a tenant may have several. keys_file:
+    the same as a YAML file of its own (`key: tenant`, one per line), so that the settings hold no
+    secret; the ingress reads it again when it changes. weights: shares. limits: by tenant.
     """
 
     by_key: dict[SecretStr, TenantName] = Field(default_factory=dict)
     keys_file: str | None = None
+    keys_check_s: Finite = Field(
+        2.0, gt=0, le=3600, description="how often the ingress looks whether keys_file has changed"
+    )
     weights: dict[TenantName, Annotated[Finite, Field(gt=0)]] = Field(default_factory=dict)
     unknown: Literal["default", "refuse"] = Field(
         "default", description="requests without a known key: the default tenant's, or 401"
     )
     default_name: TenantName = "default"
+    default_limits: TenantLimits = Field(
+        default_factory=TenantLimits, description="of each tenant that limits does not name"
+    )
+    limits: dict[TenantName, TenantLimits] = Field(default_factory=dict)
+    operators: tuple[TenantName, ...] = Field(
+        (), description="tenants who may see nodes, tenants and all decisions, and measure nodes"
+    )
+    share_cache: bool = Field(
+        False, description="tenants reuse each other's cached prefixes, and may notice by timing"
+    )
 
-    @model_validator(mode="before")
+    _fixed: frozenset[bytes] = PrivateAttr(default=frozenset())
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _with_the_file(cls, data: Any) -> Any:
+    def _with_the_file(
+        cls, data: Any, handler: ModelWrapValidatorHandler[TenantSettings]
+    ) -> TenantSettings:
+        """Keys of the file join those given here, which the file cannot take back later."""
         path = data.get("keys_file") if isinstance(data, dict) else None
-        by_key = data.get("by_key") or {} if path is not None else {}
-        if not (isinstance(path, str) and isinstance(by_key, dict)):
-            return data
-        more = _read_keys(path)
-        if any(by_key[key] != more[key] for key in by_key.keys() & more.keys()):
-            raise ValueError(f"by_key and {path} give one key to two tenants: drop it from one")
-        return {**data, "by_key": {**by_key, **more}}
+        given = data.get("by_key") or {} if isinstance(data, dict) else {}
+        if isinstance(path, str) and isinstance(given, dict):
+            more = read_entries(path)
+            if any(given[key] != more[key] for key in given.keys() & more.keys()):
+                raise ValueError(f"by_key and {path} give one key to two tenants: drop it from one")
+            data = {**data, "by_key": {**given, **more}}
+        made = handler(data)
+        if isinstance(given, dict) and isinstance(data, dict):
+            made._fixed = frozenset(entry_digest(_text(key)) for key in given)
+        return made
 
     @field_validator("by_key")
     @classmethod
     def _keys_can_be_sent(cls, value: dict[SecretStr, str]) -> dict[SecretStr, str]:
+        found: dict[bytes, str] = {}
         for key, tenant in value.items():
-            text = key.get_secret_value()
-            if not (text and text.isascii() and text.isprintable() and " " not in text):
+            fault = entry_fault(key.get_secret_value())
+            if fault is not None:
+                raise ValueError(f"a key of {tenant!r} {fault}")
+            if found.setdefault(entry_digest(key.get_secret_value()), tenant) != tenant:
                 raise ValueError(
-                    f"a key of {tenant!r} is empty, or not plain ASCII without spaces: clients "
-                    "could not send it as 'Authorization: Bearer KEY'"
+                    f"one key is given to two tenants, {tenant!r} among them, once by its digest"
                 )
         return value
 
@@ -56,11 +99,12 @@ class TenantSettings(Section):
         known = {*self.by_key.values(), self.default_name}
         if len(known) > MAX_TENANTS:
             raise ValueError(f"{len(known)} tenants: at most {MAX_TENANTS} are kept apart")
-        strangers = sorted(set(self.weights) - known)
-        if strangers:
-            raise ValueError(
-                f"weights names {strangers}, who have no key; known are {sorted(known)[:20]}"
-            )
+        for field in ("weights", "limits", "operators"):
+            strangers = sorted(set(getattr(self, field)) - known)
+            if strangers:
+                raise ValueError(
+                    f"{field} names {strangers}, who have no key; known are {sorted(known)[:20]}"
+                )
         if self.unknown == "refuse" and not self.by_key:
             raise ValueError("unknown: refuse needs keys: give by_key or keys_file")
         return self
@@ -69,18 +113,45 @@ class TenantSettings(Section):
         """A tenant's share, 1 unless told otherwise."""
         return self.weights.get(tenant, 1.0)
 
+    @property
+    def closed(self) -> bool:
+        """Whether nobody is served without a known key."""
+        return self.unknown == "refuse"
 
-def _read_keys(path: str) -> dict[str, Any]:
-    """A file of keys; what is wrong with it is told without its text."""
-    try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"keys_file {path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError):
-        raise ValueError(f"keys_file {path}: is not YAML; write 'key: tenant' lines") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"keys_file {path}: is no mapping; write 'key: tenant' lines")
-    return data
+    @property
+    def digests(self) -> Mapping[bytes, str]:
+        """Digest of each key -> tenant, the file's keys among them as they were when read."""
+        return {entry_digest(_text(key)): tenant for key, tenant in self.by_key.items()}
+
+    @property
+    def fixed_digests(self) -> frozenset[bytes]:
+        """Digests of the keys in the settings themselves: valid whatever the file says later."""
+        return self._fixed
+
+    @property
+    def keys_in_clear(self) -> int:
+        """How many keys stand somewhere as clients send them; worth a warning."""
+        return sum(not is_hashed(_text(key)) for key in self.by_key)
+
+
+def _text(key: object) -> str:
+    return key.get_secret_value() if isinstance(key, SecretStr) else str(key)
+
+
+class AccessSettings(Section):
+    """What the endpoint takes from anybody, before it knows whose request it is."""
+
+    allow_open: bool = Field(
+        False, description="listen beyond loopback although anybody may ask there without a key"
+    )
+    open_metrics: bool = Field(True, description="GET /metrics needs no key; false: an operator's")
+    max_headers: int = Field(100, ge=16, le=10_000)
+    max_header_bytes: int = Field(
+        32 << 10, ge=4096, description="names and values of all headers together; above: 431"
+    )
+    body_timeout_s: Finite = Field(
+        30.0, gt=0, description="a body that takes longer to arrive is refused (408)"
+    )
 
 
 class HttpSettings(Section):
@@ -88,3 +159,24 @@ class HttpSettings(Section):
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free port")
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can connect; a name other than localhost is taken as not."""
+        if self.host.lower() == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
+        except ValueError:
+            return False
+
+
+def open_door(tenants: TenantSettings, access: AccessSettings, http: HttpSettings) -> str | None:
+    """Why this endpoint must not be opened as it is, and what to change; None if it may."""
+    if http.loopback or tenants.closed or access.allow_open:
+        return None
+    return (
+        f"listens on {http.host}, beyond this machine, and serves anybody without a key: give "
+        "tenants.keys_file and tenants.unknown: refuse, or say access.allow_open: true "
+        "(--allow-open) if a proxy or network policy guards it"
+    )

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from kappa.settings.base import Section
 
-EngineKind = Literal["vllm", "torch"]
+EngineKind = Literal["vllm", "torch", "emulated"]
 PlannerName = Literal["auto", "kv", "kvpr", "hybrid", "recompute"]
 
 
@@ -16,7 +16,11 @@ class EngineSettings(Section):
     """Which engine runs, and its limits; the device cache is small so that sessions spill to the
     host tier. `engine: torch` is short for `engine: {kind: torch}`."""
 
-    kind: EngineKind = Field("vllm", description="torch: our own, which executes load plans")
+    kind: EngineKind = Field(
+        "vllm",
+        description="torch: our own, which executes load plans; emulated: computes nothing, for "
+        "tests of a cluster",
+    )
     planner: PlannerName = Field(
         "auto", description="how cached prefixes come back; of kind torch only"
     )

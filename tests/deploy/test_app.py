@@ -4,7 +4,9 @@ import pickle
 
 import pytest
 
-from deploy.app import Model, StartError, _engine_scheduler, _tenants, build_app, own_headers
+from deploy.app.build import build_app, own_headers, tenants_table
+from deploy.app.model import Model, StartError
+from deploy.app.plan import engine_scheduler
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
 from scheduler.config import FairConfig
@@ -14,14 +16,14 @@ KEYED = {"by_key": {"sk-alice": "alice"}, "weights": {"alice": 2.0}}
 
 
 def test_the_ingress_gets_the_tenants_and_not_their_keys():
-    tenants = _tenants(load_settings(None, tenants={**KEYED, "unknown": "refuse"}))
+    tenants = tenants_table(load_settings(None, tenants={**KEYED, "unknown": "refuse"}))
     assert tenants.find(["sk-alice"]).weight == 2.0
     assert tenants.find(["sk-bob"]) is None
     assert b"sk-alice" not in pickle.dumps(tenants)
 
 
 def test_without_keys_nobody_is_refused():
-    tenants = _tenants(load_settings())
+    tenants = tenants_table(load_settings())
     assert tenants.find(["anything"]).name == "default"
 
 
@@ -38,7 +40,7 @@ def test_engines_schedule_by_the_rule_weights_and_link_of_the_settings(tmp_path,
         tenants={"by_key": {"k": "a"}, "weights": {"a": 2.0}},
         scheduler={"window": 7, "duplex": "half", "log": "it.jsonl"},
     )
-    scheduler = _engine_scheduler(settings)
+    scheduler = engine_scheduler(settings)
     config = FairConfig(**scheduler.config)
     assert (scheduler.rule, config.window, config.weights) == ("fair", 7, {"a": 2.0})
     rules = LinkRules.from_dict(scheduler.link)

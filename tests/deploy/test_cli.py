@@ -7,7 +7,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from deploy.app import StartError, _check_port, free_port, prepare_model, worker_nodes
+from deploy.app.cluster import check_port, free_port
+from deploy.app.model import StartError, prepare_model
+from deploy.app.plan import worker_nodes
 from deploy.cli import app
 from kappa.settings.cluster import load_settings
 from kappa.settings.model import ModelSettings
@@ -48,8 +50,8 @@ def test_a_taken_port_is_told_with_what_to_do():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(StartError, match=f"127.0.0.1:{port}.*--port"):
-            _check_port("127.0.0.1", port)
-    _check_port("127.0.0.1", free_port("127.0.0.1"))
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", free_port("127.0.0.1"))
 
 
 def test_a_model_that_is_not_there_is_a_start_error(tmp_path, monkeypatch):

@@ -12,7 +12,8 @@ import ray
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
-from deploy.app import free_port, prepare_model
+from deploy.app.cluster import free_port
+from deploy.app.model import prepare_model
 from kappa.settings.cluster import load_settings
 from workers.vllm_engine import CPU_ENV
 

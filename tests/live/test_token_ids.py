@@ -11,7 +11,7 @@ import openai
 import pytest
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
-from deploy.app import prepare_model
+from deploy.app.model import prepare_model
 from kappa.settings.cluster import load_settings
 from router.rendering import PromptRenderer
 

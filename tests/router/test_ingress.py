@@ -19,7 +19,9 @@ from kappa.step import StepModel
 from router.admission import Admission
 from router.board import Board
 from router.http_app import make_app
-from router.ingress import PIN_HEADER, IngressSettings, KappaIngress
+from router.ingress import KappaIngress
+from router.ingress_settings import IngressSettings
+from router.ray_router import PIN_HEADER
 from router.rendering import PromptRenderer
 from router.tenants import Tenants
 from workers.tiny_model import make_tiny_model
@@ -45,11 +47,7 @@ class Scripted(KappaIngress):
             "stale_after_s": 1e9, "calibrate": False, "calibrate_requests": None,
             "request_timeout_s": 60.0, "secret": "s",
         }  # fmt: skip
-        known = set(IngressSettings.__dataclass_fields__)
-        self._settings = IngressSettings(**{"record": None} | values | changes) if (
-            "record" in known
-        ) else IngressSettings(**values | changes)  # fmt: skip
-        self._live_router, self._renderer, self._threads = None, renderer, None
+        self._wire(IngressSettings(**{"record": None} | values | changes), renderer)
         self._default_serve_handles = {"m": SimpleNamespace(llm_config=None)}
         self._script, self.sent, self.closed = script, [], 0
         self.told, self.headers = [], []

@@ -140,7 +140,7 @@ def apply(index, models, op):
 
 def check_rows(index):
     """Sets count their blocks, tables and columns name the same rows, and no row is lost."""
-    table = index._table
+    table = index._held.table
     rows = np.flatnonzero(table.keys)
     assert len(rows) == len(table) == len(table._rows)
     assert sorted(table._rows.values[table._rows.values > 0]) == sorted(rows)
@@ -150,8 +150,8 @@ def check_rows(index):
         table.sets.blocks
     )
     assert not set(table._free.tolist()) & set(rows.tolist())
-    assert index._named == sum(len(worker.names) for worker in index._workers.values())
-    for worker in index._workers.values():
+    assert index._held.named == sum(len(worker.names) for worker in index._held.workers.values())
+    for worker in index._held.workers.values():
         named = worker.names.values[worker.names.values > 0]
         assert set(named.tolist()) <= set(rows.tolist()) and len(named) == len(worker.names)
         assert set(worker.copies) <= set(named.tolist())
@@ -549,7 +549,7 @@ def test_salts_of_forgotten_blocks_are_forgotten():
     for tenant in range(4000):
         index.handle(stored(A + B, salt=tenant + 1))
     assert ask(index, A + B, salt=4000) == Match(2, 0)
-    assert len(index._table._salts) < 2000
+    assert len(index._held.table._salts) < 2000
     index.handle(stored(A + B + C, start=2, salt=4000))
     assert ask(index, A + B + C, salt=4000) == Match(3, 0)
 
@@ -557,10 +557,10 @@ def test_salts_of_forgotten_blocks_are_forgotten():
 def test_time_that_runs_out_keeps_the_order_of_blocks():
     index = PrefixIndex(None, 4)
     one, two, three = (np.arange(i, i + 2, dtype=np.uint64) for i in (10, 20, 30))
-    index._table.tick = 2**32 - 4
+    index._held.table.tick = 2**32 - 4
     index.hold("w", "device", one)
     index.hold("w", "device", two)
     assert index.match(one, "w") == Match(2, 0)
     index.hold("w", "device", three)
     assert index.match(one, "w") == index.match(three, "w") == Match(2, 0)
-    assert index._table.tick < 2**32 - 4
+    assert index._held.table.tick < 2**32 - 4

@@ -286,7 +286,7 @@ def test_replicas_and_requests_tell_what_the_router_reads():
     assert "internal_request_id" in fields(RequestMetadata)
 
 
-# -- router.ingress, deploy.app -----------------------------------------------------------------
+# -- router.ingress, deploy.app.build -----------------------------------------------------------------
 
 
 def test_the_openai_ingress_delivers_the_way_we_call_it():

@@ -1,0 +1,47 @@
+"""The model that a cluster serves: found on disk or on the hub, or the tiny one made here.
+
+`StartError` is what every step of a start raises that the user can mend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kappa.settings.cluster import ClusterSettings, home
+from kappa.shapes import shape_from_config
+from kappa.types import ModelShape
+from workers.tiny_model import make_tiny_model
+from workload.sessions import demo_sessions_path, read_sessions
+
+
+class StartError(RuntimeError):
+    """The cluster could not be started; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model on disk or by name: where it is, its shape and its chat template."""
+
+    source: str
+    shape: ModelShape
+    chat_template: str
+
+
+def prepare_model(settings: ClusterSettings) -> Model:
+    """Find the configured model, or make the tiny one (once; cached under `KAPPA_HOME`)."""
+    source = settings.model.source
+    if source is None:
+        turns = (turn for s in read_sessions(demo_sessions_path()) for turn in s.turns)
+        corpus = (text for turn in turns for text in (turn.input_text, turn.output_text))
+        folder = home() / "models" / f"tiny-{settings.model.seed}"
+        source = str(make_tiny_model(folder, corpus, seed=settings.model.seed))
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(source).to_dict()
+        template = AutoTokenizer.from_pretrained(source).chat_template or ""
+    except (OSError, ValueError) as error:
+        raise StartError(f"model.source {source!r} cannot be loaded: {error}") from None
+    dtype = settings.engine.dtype
+    shape = shape_from_config(config, name=settings.model.id, kv_dtype=dtype, weight_dtype=dtype)
+    return Model(source, shape, str(template))

@@ -1,0 +1,75 @@
+"""What each worker is told before its engine starts: its node, its limits and its scheduler.
+
+Pure translation of settings into the workers' own words; nothing is started here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from deploy.app.model import Model
+from kappa.hardware import node_profile
+from kappa.settings.cluster import ClusterSettings, home
+from kappa.types import NodeProfile
+
+
+def worker_nodes(settings: ClusterSettings) -> tuple[NodeProfile, ...]:
+    """One profile per worker, in rank order: paced ones in dilated time, others as priors."""
+    return tuple(
+        node.node(settings.dilation)
+        if node.paced
+        else _prior(node_profile(node.profile), node.name)
+        for node in settings.nodes
+    )
+
+
+def _prior(profile: NodeProfile, name: str) -> NodeProfile:
+    return replace(profile, name=name, source="catalogue")
+
+
+def worker_plan(settings: ClusterSettings, model: Model, stream_host: str) -> Any:
+    """What each replica must know before its engine starts."""
+    from workers.identity import WorkerPlan
+    from workers.vllm_engine import EngineLimits
+
+    e = settings.engine
+    return WorkerPlan(
+        nodes=worker_nodes(settings),
+        served=model.shape,
+        emulated=settings.model.emulated_shape,
+        limits=EngineLimits(
+            e.max_context_tokens, e.block_tokens, e.device_blocks, e.host_bytes,
+            e.max_batch_tokens, e.max_sequences, e.dtype,
+        ),
+        model_source=model.source,
+        chat_template=model.chat_template,
+        cache_dir=str(home()),
+        # Loopback in a cluster that we start: it is on one machine, nothing listens beyond it.
+        stream_host=stream_host,
+        scheduler=engine_scheduler(settings),
+        kind=e.kind,
+        planner=e.planner if e.kind == "torch" else "",
+        act_share=e.act_share,
+    )  # fmt: skip
+
+
+def engine_scheduler(settings: ClusterSettings) -> Any:
+    """What every engine schedules by."""
+    from workers.vllm_engine import EngineScheduler
+
+    s = settings.scheduler
+    return EngineScheduler(
+        rule=s.name,
+        config={
+            "weights": dict(settings.tenants.weights), "max_skips": s.max_skips,
+            "due_after_s": s.due_after_s, "window": s.window, "slack_s": s.slack_s,
+            "credit": s.credit, "reserve": s.reserve,
+        },
+        link={
+            "duplex": s.duplex, "order": s.link_order, "store_backlog_s": s.store_backlog_s,
+        },
+        # Replicas have working folders of their own.
+        log=str(Path(s.log).absolute()) if s.log else None,
+    )  # fmt: skip

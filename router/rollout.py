@@ -1,0 +1,95 @@
+"""How far our routing is trusted with real traffic: not at all, watching, a share, all of it. Pure.
+
+`ray`: Ray Serve's own router decides and ours is not asked. `shadow`: ours decides and writes down
+what it would have done, Ray's steers. `canary:N`: ours steers N percent of the conversations, Ray's
+the rest, with ours as a shadow. `on`: ours steers. Asked by the ingress for every request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal["ray", "shadow", "canary", "on"]
+Arm = Literal["kappa", "ray"]
+
+_STEPS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A mode, and for a canary the percentage of conversations that it steers."""
+
+    mode: Mode
+    percent: float
+
+    @classmethod
+    def parse(cls, text: str) -> Rollout:
+        """Read `ray`, `shadow`, `canary:N` (0 < N < 100) or `on`.
+
+        Raises:
+            ValueError: anything else, with what is allowed.
+        """
+        match text:
+            case "ray" | "shadow":
+                return cls(text, 0.0)
+            case "on":
+                return cls("on", 100.0)
+        name, _, share = text.partition(":")
+        try:
+            percent = float(share) if name == "canary" else -1.0
+        except ValueError:
+            percent = -1.0
+        if not 0 < percent < 100:
+            raise ValueError(
+                f"mode {text!r}: give ray, shadow, canary:N with 0 < N < 100 (percent), or on"
+            )
+        return cls("canary", percent)
+
+    @property
+    def asks(self) -> bool:
+        """Whether our policy is asked at all."""
+        return self.mode != "ray"
+
+    @property
+    def rays_alone(self) -> bool:
+        """Whether Ray's router steers every request."""
+        return self.mode in ("ray", "shadow")
+
+    def arm(self, conversation: str) -> Arm:
+        """Who steers; the same for all requests of a conversation, whichever ingress it meets."""
+        if self.mode != "canary":
+            return "kappa" if self.mode == "on" else "ray"
+        digest = hashlib.blake2b(conversation.encode(), digest_size=8).digest()
+        step = int.from_bytes(digest, "big") % _STEPS
+        return "kappa" if step < self.percent / 100 * _STEPS else "ray"
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """What ours would have done with a request that Ray's router steered; real seconds.
+
+    chosen_node, predicted_ttft_s: ours. ray_node, ray_predicted_ttft_s: what became of it, priced
+    by the same forecast at the same moment; empty and None where that is not known.
+    """
+
+    chosen_worker: str
+    chosen_node: str
+    reason: str
+    predicted_ttft_s: float
+    ray_worker: str = ""
+    ray_node: str = ""
+    ray_predicted_ttft_s: float | None = None
+
+    @property
+    def agreed(self) -> bool | None:
+        """Whether both chose the same worker; None if Ray's choice is not known."""
+        return self.chosen_worker == self.ray_worker if self.ray_worker else None
+
+    @property
+    def saving_s(self) -> float | None:
+        """Predicted TTFT that ours would have saved."""
+        if self.ray_predicted_ttft_s is None:
+            return None
+        return self.ray_predicted_ttft_s - self.predicted_ttft_s
