@@ -8,6 +8,9 @@ keys, d); the last queries are the last keys' where attention is causal.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,29 +23,63 @@ from engine.step import Group
 # Scores held at once by `partial`, in elements.
 _SCORES = 1 << 26
 
+# Output and the log-sum-exp of its scores.
+Partial = tuple[Tensor, Tensor]
+
+
+class Elsewhere(Protocol):
+    """Attention to part of the contexts that is computed elsewhere, under way."""
+
+    def result(self) -> Partial:
+        """Output (tokens, heads, d) and log-sum-exp (tokens, heads), on the device of the queries;
+        zero and -inf where a token has nothing there. May wait."""
+        ...
+
 
 def attend(
-    groups: list[Group], q: Tensor, pool: Tensor, rows: Tensor, config: ModelConfig
+    groups: list[Group],
+    q: Tensor,
+    pool: Tensor,
+    rows: Tensor,
+    config: ModelConfig,
+    elsewhere: Elsewhere | None = None,
 ) -> Tensor:
     """All of a step's queries (tokens, heads, head_dim): output (tokens, heads·head_dim).
 
-    pool, rows (n, kv_width): K and V of tokens on the device, and of those beside.
+    pool, rows (n, kv_width): K and V of tokens on the device, and of those beside. elsewhere: is
+    waited for when all that is here has been asked for; groups say whether they have part in it.
     """
-    if len(groups) == 1 and groups[0].in_order:
-        return _attend_group(groups[0], q, pool, rows, config)
+    whole = len(groups) == 1 and groups[0].in_order
+    mine = [q if whole else q.index_select(0, group.rows) for group in groups]
+    parts = [_partials(g, own, pool, rows, config) for g, own in zip(groups, mine, strict=True)]
+    there = elsewhere.result() if elsewhere is not None else None
     result = torch.empty((len(q), config.query_width), dtype=q.dtype, device=q.device)
-    for group in groups:
-        mine = q.index_select(0, group.rows)
-        result.index_copy_(0, group.rows, _attend_group(group, mine, pool, rows, config))
+    for group, found in zip(groups, parts, strict=True):
+        if there is not None and group.on_cpu:
+            found.append(_of_group(group, there))
+        # One part alone came without its log-sum-exp.
+        out = found[0][0] if len(found) == 1 else merge(found)
+        out = out.transpose(1, 2).reshape(-1, config.query_width)
+        if whole:
+            return out
+        result.index_copy_(0, group.rows, out)
     return result
 
 
-def _attend_group(
+def _of_group(group: Group, there: Partial) -> Partial:
+    """A group's share of what was computed elsewhere, in the shapes of its own parts."""
+    out, lse = (x.index_select(0, group.rows) for x in there)
+    shape = (group.batch, group.queries)
+    return out.view(*shape, *out.shape[1:]).transpose(1, 2), lse.view(*shape, -1).transpose(1, 2)
+
+
+def _partials(
     group: Group, q: Tensor, pool: Tensor, rows: Tensor, config: ModelConfig
-) -> Tensor:
+) -> list[Partial]:
+    """Attention of a group to each place; where there is but one, its log-sum-exp is not made."""
     scale = config.head_dim**-0.5
     q = q.view(group.batch, group.queries, config.heads, config.head_dim).transpose(1, 2)
-    results = []
+    results: list[Partial] = []
     for part in group.parts:
         shape = (group.batch, part.keys, config.kv_heads, config.head_dim)
         source = pool if part.pool else rows
@@ -50,13 +87,11 @@ def _attend_group(
         v = source.index_select(0, part.v_rows).view(shape).transpose(1, 2)
         # Only this step's own tokens can come after a query, and those are not in the pool.
         causal = group.queries > 1 and not part.pool
-        if len(group.parts) == 1:
+        if len(group.parts) == 1 and not group.on_cpu:
             out = dense(q, k, v, scale, causal=causal, visible=part.visible)
-        else:
-            results.append(partial(q, k, v, scale, causal=causal, visible=part.visible))
-    if results:
-        out = merge(results)
-    return out.transpose(1, 2).reshape(-1, config.query_width)
+            return [(out, out)]
+        results.append(partial(q, k, v, scale, causal=causal, visible=part.visible))
+    return results
 
 
 def dense(
@@ -82,7 +117,7 @@ def dense(
 
 def partial(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, visible: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> Partial:
     """As `dense`, and the log-sum-exp of each query's scores (batch, heads, queries).
 
     That is in float32 at least. Where all of a query's keys are padding, output is zero and
@@ -116,13 +151,18 @@ def _flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return bool(can_use_flash_attention(params))
 
 
-def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+def merge(parts: list[Partial]) -> Tensor:
     """One output from outputs with their log-sum-exp; parts that saw nothing weigh nothing."""
+    return combine(parts)[0].to(parts[0][0].dtype)
+
+
+def combine(parts: Sequence[Partial]) -> Partial:
+    """As `merge`, in the precision of the log-sum-exp, with that of all parts together."""
     sums = torch.stack([lse for _, lse in parts])
     weights = torch.softmax(sums, dim=0)[..., None]
     merged = sum(w * out.to(w.dtype) for w, (out, _) in zip(weights, parts, strict=True))
     assert isinstance(merged, Tensor)
-    return merged.to(parts[0][0].dtype)
+    return merged, torch.logsumexp(sums, dim=0)
 
 
 def _scored(

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.blocks import BlockType, Place
 from engine.forward import Forward, Order
 from engine.index import build_step
-from engine.prefill import Prompt, held_sources, prompt_work
+from engine.prefill import Prompt, attend_on_cpu, held_sources, prompt_work
 from engine.step import COLUMNS, Ids, Pages, Source, Step, Work
 
 _NEVER = 1 << 60
@@ -79,6 +79,8 @@ class Decoder:
         placement: how blocks are kept.
         order: "row" or "column".
         split: KVPR's l for a sequence of that length; none: what is stored as KV is loaded as KV.
+        cpu: of a sequence of that length, how many of the first tokens the CPU attends to where
+            they lie, as far as those are in host memory; none: it attends to nothing.
 
     `close` gives all blocks back.
     """
@@ -90,8 +92,10 @@ class Decoder:
         *,
         order: Order = "row",
         split: Split | None = None,
+        cpu: Split | None = None,
     ) -> None:
         self.forward, self.placement, self.order, self.split = forward, placement, order, split
+        self.cpu = cpu
         self.batches: list[list[Decoding]] = []
         self._last: list[Tensor] = []
         self._generated: list[list[Tensor]] = []
@@ -186,6 +190,8 @@ class Decoder:
             bt,
             0 if self.split is None else self.split(decoding.length),
         )
+        if self.cpu is not None:
+            attend_on_cpu(before, self.cpu(decoding.length))
         spill = []
         if offset == bt - 1 and decoding.kept[index].full:
             for type in decoding.kept[index].full:

@@ -10,7 +10,6 @@ buffers, so an item's load runs while the one before is computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -18,10 +17,12 @@ from torch import Tensor
 
 from engine import attention, layers
 from engine.arena import Arena
+from engine.buffers import Buffer, Outgoing, Running
+from engine.cpu_attention import CpuAttention, Pending
 from engine.host_kv import HostKv, Pairs, PlainKv
 from engine.rope import angles, frequencies
 from engine.step import Run, Step
-from engine.transfer import Event, Mover, TransferFailed
+from engine.transfer import Mover, TransferFailed
 from engine.weight_stream import WeightStream
 from engine.weights import Weights
 
@@ -29,35 +30,8 @@ Order = Literal["row", "column"]
 Traced = tuple[str, int, int]  # what, layer, step
 
 
-@dataclass(slots=True)
-class _Running:
-    """A step under way: hidden states, and the angles of its new and its projected tokens."""
-
-    step: Step
-    hidden: Tensor
-    angles: layers.Angles = None
-    act_angles: layers.Angles = None
-
-
-@dataclass(slots=True)
-class _Buffer:
-    """Where an item's rows meet. rows (n, kv_width): loaded, projected, new. acts: loaded ones."""
-
-    rows: Tensor
-    acts: Tensor
-    landing: tuple[Tensor, ...]
-    # The end of the computation that used it last.
-    free: Event | None = None
-    kv: Event | None = None
-    act: Event | None = None
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    """Copies to host of an item: their sources must stay until the event."""
-
-    sources: list[Tensor] = field(default_factory=list)
-    event: Event | None = None
+class NoCpuAttention(ValueError):
+    """The CPU is to attend to host memory, and there are no threads for that."""
 
 
 class Forward:
@@ -68,6 +42,7 @@ class Forward:
         arena: blocks, of the same dtype and on the same device.
         mover: copies between them.
         host_kv: the form of KV in host memory; the arena's own, exact, if not given.
+        cpu_threads: that may attend to KV in host memory; 0: the CPU is not asked to.
 
     `trace`, if set to a list, collects what was begun, in order.
 
@@ -76,7 +51,12 @@ class Forward:
     """
 
     def __init__(
-        self, weights: Weights, arena: Arena, mover: Mover, host_kv: HostKv | None = None
+        self,
+        weights: Weights,
+        arena: Arena,
+        mover: Mover,
+        host_kv: HostKv | None = None,
+        cpu_threads: int = 0,
     ) -> None:
         config = weights.config
         if (weights.dtype, weights.device) != (arena.dtype, arena.device):
@@ -90,14 +70,20 @@ class Forward:
             raise ValueError(f"the arena is for {shape.name}, not for the model of the weights")
         self.weights, self.arena, self.mover, self.config = weights, arena, mover, config
         self.host_kv = host_kv or PlainKv(arena)
+        if cpu_threads and not self.host_kv.exact:
+            raise ValueError(
+                "the CPU attends to KV as the device made it, and host memory holds it quantised: "
+                "give cpu_threads=0, or plain host KV"
+            )
+        self.cpu = CpuAttention(arena, config, cpu_threads) if cpu_threads else None
         self.trace: list[Traced] | None = None
         self._rope: tuple[Tensor, float] | None = None
         if config.rope:
             inverse, factor = frequencies(config.rope, config.head_dim)
             self._rope = inverse.to(weights.device), factor
         self._stream = WeightStream(weights, mover)
-        self._buffers: list[_Buffer] = []
-        self._outgoing = [_Outgoing(), _Outgoing()]
+        self._buffers: list[Buffer] = []
+        self._outgoing = [Outgoing(), Outgoing()]
         # Host blocks written by a pass are there before a later one reads them.
         self._wrote = False
         # Of passes whose copies did not end in time.
@@ -131,10 +117,15 @@ class Forward:
             raise
         return [self._logits(one) for one in running]
 
+    def close(self) -> None:
+        """End the CPU's thread, if it has one. Nothing may be under way."""
+        if self.cpu is not None:
+            self.cpu.stop()
+
     # -- begin and end ------------------------------------------------------------------------
 
-    def _begin(self, step: Step) -> _Running:
-        running = _Running(step, layers.embed(self.weights, step.tokens, step.positions))
+    def _begin(self, step: Step) -> Running:
+        running = Running(step, layers.embed(self.weights, step.tokens, step.positions))
         if self._rope is not None:
             inverse, factor = self._rope
             dtype = self.weights.dtype
@@ -142,7 +133,7 @@ class Forward:
             running.act_angles = angles(step.act_positions, inverse, factor, dtype)
         return running
 
-    def _logits(self, running: _Running) -> Tensor:
+    def _logits(self, running: Running) -> Tensor:
         return layers.logits(running.hidden[running.step.logit_rows], self.weights)
 
     def _reserve(self, steps: Sequence[Step]) -> None:
@@ -165,7 +156,7 @@ class Forward:
             loaded = torch.empty((acts, *self.arena.act_block_shape), dtype=dtype, device=device)
             landing = self.host_kv.landing(buffer)
             # New memory may still be in use by what was asked for before.
-            self._buffers.append(_Buffer(buffer, loaded, landing, free=self.mover.mark()))
+            self._buffers.append(Buffer(buffer, loaded, landing, free=self.mover.mark()))
 
     def _settle(self) -> None:
         """Let what is computed next come after the stores."""
@@ -182,8 +173,10 @@ class Forward:
         If copies do not end, what they use is kept, so that nobody else gets that memory.
         """
         old = (self._buffers, self._outgoing, self._stream)
-        self._buffers, self._outgoing = [], [_Outgoing(), _Outgoing()]
+        self._buffers, self._outgoing = [], [Outgoing(), Outgoing()]
         try:
+            if self.cpu is not None:
+                self.cpu.worker.settle()
             self.mover.drain()
         except TransferFailed:
             self._stuck.append(old)
@@ -197,7 +190,7 @@ class Forward:
         if self.trace is not None:
             self.trace.append((what, layer, step))
 
-    def _load_first(self, item: tuple[int, int], running: list[_Running]) -> None:
+    def _load_first(self, item: tuple[int, int], running: list[Running]) -> None:
         layer = item[0]
         there = self._stream.has(layer)
         if not there:
@@ -212,7 +205,7 @@ class Forward:
         index: int,
         item: tuple[int, int],
         following: tuple[int, int] | None,
-        running: list[_Running],
+        running: list[Running],
         order: Order,
     ) -> None:
         """Begin to load for the next item; weights in as many pieces as the layer has items.
@@ -249,7 +242,7 @@ class Forward:
 
     # -- computation --------------------------------------------------------------------------
 
-    def _compute(self, index: int, item: tuple[int, int], running: _Running) -> None:
+    def _compute(self, index: int, item: tuple[int, int], running: Running) -> None:
         layer, which = item
         step, buffer, config = running.step, self._buffers[index % 2], self.config
         if step.act_tokens:
@@ -261,19 +254,32 @@ class Forward:
         first = step.loaded_rows + 2 * step.act_tokens
         new = buffer.rows[first : first + 2 * step.new_tokens].view(step.new_tokens, -1)
         layers.project_kv(a, tensors, config, running.angles, new)
+        there = self._attend_on_cpu(layer, step, q)
         if buffer.kv is not None:
             self.mover.wait(buffer.kv)
             self.host_kv.unpack(buffer.landing, buffer.rows[: step.loaded_rows])
         self._write(layer, step, buffer.rows, a)
         pool = self.arena.kv_device[layer].view(-1, config.kv_width)
-        attended = attention.attend(step.groups, q, pool, buffer.rows, config)
+        attended = attention.attend(step.groups, q, pool, buffer.rows, config, there)
         running.hidden = layers.finish(running.hidden, attended, tensors, config)
         buffer.free = self.mover.mark()
         if step.stores:
             self._note("store", layer, which)
             self._store(index, layer, step, buffer.rows, a)
 
-    def _project_acts(self, layer: int, running: _Running, buffer: _Buffer) -> None:
+    def _attend_on_cpu(self, layer: int, step: Step, q: Tensor) -> Pending | None:
+        """Let the CPU begin with what it attends to where it lies."""
+        if step.on_cpu is None:
+            return None
+        if self.cpu is None:
+            raise NoCpuAttention(
+                "a step has context that the CPU is to attend to, but this model has no threads "
+                "for it: give cpu_threads"
+            )
+        self._note("attend_cpu", layer, 0)
+        return self.cpu.begin(layer, step.on_cpu, q, self.mover)
+
+    def _project_acts(self, layer: int, running: Running, buffer: Buffer) -> None:
         """Keys and values of the step's activations, into the buffer."""
         step = running.step
         if buffer.act is not None:
@@ -333,7 +339,7 @@ class Forward:
         outgoing.event = self.mover.d2h(copies)
 
     def _add_kv(
-        self, layer: int, runs: list[Run], rows: Tensor, copies: Pairs, outgoing: _Outgoing
+        self, layer: int, runs: list[Run], rows: Tensor, copies: Pairs, outgoing: Outgoing
     ) -> None:
         more, sources = self.host_kv.store(layer, runs, rows)
         copies += more

@@ -28,21 +28,23 @@ Send = Callable[[Ids], Later]
 class Queries:
     """A run of one sequence's queries: its first new token, and how many.
 
-    pool, buffer: (K rows, V rows) of all tokens up to the last query, in order of position.
+    pool, buffer: (K rows, V rows) of all tokens up to the last query, in order of position, but
+    for those that the CPU attends to; on_cpu: whether there are such.
     """
 
     first: int
     count: int
     pool: tuple[Ids, Ids]
     buffer: tuple[Ids, Ids]
+    on_cpu: bool = False
 
     @property
     def key(self) -> tuple[int, ...]:
         """Those with the same key are attended to together."""
         pool, buffer = len(self.pool[0]), len(self.buffer[0])
         if self.count == 1:
-            return 1, (pool + buffer).bit_length()
-        return self.count, pool, buffer
+            return 1, (pool + buffer).bit_length(), self.on_cpu
+        return self.count, pool, buffer, self.on_cpu
 
 
 def grouped(runs: list[Queries], new_tokens: int, send: Send) -> list[LaterGroup]:
@@ -63,8 +65,9 @@ def _group(runs: list[Queries], new_tokens: int, send: Send) -> LaterGroup:
         _part(False, [run.buffer for run in runs], send),
     )
     parts = [part for part in both if part is not None]
+    on_cpu = runs[0].on_cpu
     return lambda sent: Group(
-        in_order, len(runs), count, rows(sent), [part(sent) for part in parts]
+        in_order, len(runs), count, rows(sent), [part(sent) for part in parts], on_cpu
     )
 
 

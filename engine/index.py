@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.grouping import Later, LaterGroup, Queries, grouped, is_range
+from engine.host_context import HostContext, NotWhole, OnCpu, host_context
 from engine.step import (
     COLUMNS,
+    LINE_OF,
     Ids,
     NoSuchBlock,
     Out,
@@ -48,8 +50,10 @@ class _Build:
         self.owner = np.repeat(np.arange(len(works)), counts)
         self.offset = self.position % block_tokens
         held = np.bincount(self.owner[self.source == Source.KV_DEVICE], minlength=len(works))
+        self.on_cpu = self.source == Source.KV_CPU
+        elsewhere = np.bincount(self.owner[self.on_cpu], minlength=len(works))
         # Attention in two places costs more than to copy the few of the pool to the many beside.
-        self.pooled = 2 * held >= counts
+        self.pooled = 2 * held >= counts - elsewhere
         self.copied = np.flatnonzero((self.source == Source.KV_DEVICE) & ~self.pooled[self.owner])
         self.block = self._blocks(counts)
         self.new = np.flatnonzero(self.source == Source.NEW)
@@ -75,6 +79,7 @@ class _Build:
         sending = self._send_tokens(acts, host_act, act_slot, device_act)
         groups = self._groups(k, v)
         writes, outs = self._writes(k, v), self._stores(k, v) + self._spills()
+        on_cpu = self._on_cpu()
         sent = self._sent()
         tokens, positions, act_positions, logit_rows, act_rows, act_device = (
             fetch(sent) for fetch in sending
@@ -82,7 +87,9 @@ class _Build:
         from_pool, to_pool, to_act = (
             Scatter(t(sent), s(sent)) if n else None for n, t, s in writes
         )
-        outgoing = [Out(rows(sent), runs) if runs else None for rows, runs in outs]
+        store_kv, store_act, spill_kv, spill_act = (
+            Out(rows(sent), runs) if runs else None for rows, runs in outs
+        )
         return Step(
             tokens,
             positions,
@@ -101,7 +108,11 @@ class _Build:
             from_pool,
             to_pool,
             to_act,
-            *outgoing,
+            store_kv,
+            store_act,
+            spill_kv,
+            spill_act,
+            None if on_cpu is None else OnCpu(on_cpu[0](sent), *on_cpu[1:]),
         )
 
     def _send_tokens(
@@ -131,13 +142,13 @@ class _Build:
         ]
         first = np.concatenate(([0], np.cumsum(needed)[:-1]))
         ids = np.concatenate(lines, axis=1)[:, self.position // self.bt + first[self.owner]]
-        return {source: ids[source - 1] for source in Source if source != Source.NEW}
+        return {source: ids[line] for source, line in LINE_OF.items()}
 
     def _check(self) -> None:
         for source, block in self.block.items():
             lost = np.flatnonzero((self.source == source) & (block < 0))
             if len(lost):
-                name = " ".join(reversed(COLUMNS[source - 1]))
+                name = " ".join(reversed(COLUMNS[LINE_OF[source]]))
                 raise NoSuchBlock(
                     f"token {self.position[lost[0]]} of sequence {self.owner[lost[0]]} of the step "
                     f"is to come from {name}, but its sequence has no such block there"
@@ -146,6 +157,14 @@ class _Build:
         if not computed.all():
             idle = int(np.flatnonzero(computed == 0)[0])
             raise NoSuchBlock(f"sequence {idle} of the step has no token to compute")
+        first = np.full(len(self.works), len(self.source))
+        np.minimum.at(first, self.owner[self.new], self.new)
+        early = np.flatnonzero(self.on_cpu & (np.arange(len(self.source)) > first[self.owner]))
+        if len(early):
+            raise NoSuchBlock(
+                f"token {self.position[early[0]]} of sequence {self.owner[early[0]]} is to be "
+                "attended to on the CPU, but one before it is computed: compute those behind it"
+            )
 
     def _buffer_rows(
         self, host_kv: NDArray[np.bool_], slot: Ids, acts: Ids, loaded_rows: int
@@ -182,17 +201,38 @@ class _Build:
         for first, end in self._computed_runs():
             start = self.begin[self.owner[first]]
             context = np.arange(start, end)
+            on_cpu = self.on_cpu[start:end]
             pool = context[in_pool[start:end]]
-            rest = context[~in_pool[start:end]]
+            rest = context[~in_pool[start:end] & ~on_cpu]
             queries.append(
                 Queries(
                     int(self.new_index[first]),
                     end - first,
                     (pool_k[pool], pool_k[pool] + self.bt),
                     (k[rest], v[rest]),
+                    bool(on_cpu.any()),
                 )
             )
         return grouped(queries, len(self.new), self._send)
+
+    def _on_cpu(self) -> tuple[Later, int, list[HostContext]] | None:
+        """What the CPU attends to, and for which of the new tokens."""
+        if not self.on_cpu.any():
+            return None
+        blocks, rows = self.block[Source.KV_CPU], list[Ids]()
+        contexts: list[HostContext] = []
+        taken = 0
+        for index in np.unique(self.owner[self.on_cpu]):
+            mine = np.flatnonzero(self.on_cpu & (self.owner == index))
+            queries = self.new_index[self.new[self.owner[self.new] == index]]
+            try:
+                found = host_context(blocks[mine], self.offset[mine], self.bt, taken, len(queries))
+            except NotWhole as error:
+                raise NoSuchBlock(f"sequence {index} of the step, {error}") from error
+            contexts.append(found)
+            taken += len(queries)
+            rows.append(queries)
+        return self._send(np.concatenate(rows)), taken, contexts
 
     def _computed_runs(self) -> list[tuple[int, int]]:
         """[first, end) of neighbouring tokens that are computed, within one sequence."""
@@ -219,7 +259,7 @@ class _Build:
         few = self.copied
         copied = self.block[Source.KV_DEVICE][few] * (2 * self.bt) + self.offset[few]
         land = np.flatnonzero(
-            (self.block[Source.KV_DEVICE] >= 0) & (self.source != Source.KV_DEVICE)
+            (self.block[Source.KV_DEVICE] >= 0) & (self.source != Source.KV_DEVICE) & ~self.on_cpu
         )
         row = self.block[Source.KV_DEVICE][land] * (2 * self.bt) + self.offset[land]
         keep = self.new[self.block[Source.ACT_DEVICE][self.new] >= 0]

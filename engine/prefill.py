@@ -104,6 +104,12 @@ def held_sources(pages: Pages, tokens: int, block_tokens: int, activations: int 
     return sources
 
 
+def attend_on_cpu(sources: Sources, tokens: int) -> None:
+    """Of the first so many tokens, leave those that lie in host memory as KV to the CPU."""
+    first = sources[:tokens]
+    first[first == Source.KV_HOST] = Source.KV_CPU
+
+
 def plan_sources(
     segments: Sequence[Segment], pages: Pages, start: int, block_tokens: int
 ) -> Sources:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.blocks import BlockTable, BlockType, Place
+from engine.host_context import OnCpu
 
 Ids = NDArray[np.int64]
 Run = tuple[int, int, int]  # first target, first source, how many
@@ -31,6 +32,7 @@ class Source(IntEnum):
     ACT_DEVICE = 2
     KV_HOST = 3
     ACT_HOST = 4
+    KV_CPU = 5  # in host memory, where the CPU attends to it: nothing crosses but queries, results
 
 
 class NoSuchBlock(ValueError):
@@ -41,6 +43,10 @@ COLUMNS: tuple[tuple[BlockType, Place], ...] = (
     ("kv", "device"), ("act", "device"), ("kv", "host"), ("act", "host"),
 )  # fmt: skip
 """What `Pages` has a line of ids for, as `Source` counts them from KV_DEVICE on."""
+
+LINE_OF: dict[Source, int] = {source: source - 1 for source in Source if source != Source.NEW}
+"""The line of `Pages` that has the blocks of a source."""
+LINE_OF[Source.KV_CPU] = LINE_OF[Source.KV_HOST]
 
 
 class Pages:
@@ -116,7 +122,8 @@ class Part:
 class Group:
     """Queries attended to together. rows (batch·queries,): which of the step's tokens they are.
 
-    in_order: they are all of the step's tokens as they stand.
+    in_order: they are all of the step's tokens as they stand. on_cpu: part of the context of one
+    or more is attended to on the CPU.
     """
 
     in_order: bool
@@ -124,6 +131,7 @@ class Group:
     queries: int
     rows: Tensor
     parts: list[Part]
+    on_cpu: bool = False
 
 
 @dataclass(slots=True)
@@ -173,6 +181,7 @@ class Step:
     store_act: Out | None
     spill_kv: Out | None
     spill_act: Out | None
+    on_cpu: OnCpu | None = None
 
     @property
     def buffer_rows(self) -> int:

@@ -97,6 +97,10 @@ TENANT_REQUESTS = Metric(
     "kappa_tenant_requests", "counter",
     "requests by tenant and outcome: answered, or the error's code", ("tenant", "outcome"),
 )  # fmt: skip
+KEY_FILE_READS = Metric(
+    "kappa_key_file_reads", "counter",
+    "times that the file of API keys was read anew, by outcome: read, or failed", ("outcome",),
+)  # fmt: skip
 TENANT_CHARGE = Metric(
     "kappa_tenant_charge_seconds", "counter",
     "seconds of the whole resource (vram, gpu, link) that workers charged a tenant",
@@ -140,6 +144,43 @@ MISUSED_BLOCKS = Metric(
     "kappa_misused_blocks", "counter",
     "blocks freed twice, unknown, or of a wrong length: a fault of the engine (of kind torch)",
     ("node",),
+)  # fmt: skip
+TENANT_CREDIT = Metric(
+    "kappa_tenant_credit_seconds", "gauge",
+    "seconds of service, by weight, that a tenant is behind (below 0: ahead of) the mean",
+    ("tenant",),
+)  # fmt: skip
+TENANT_OLDEST = Metric(
+    "kappa_tenant_oldest_wait_seconds", "gauge",
+    "how long a tenant's oldest request has waited for an engine to admit it", ("tenant",),
+)  # fmt: skip
+TENANT_WEIGHT = Metric("kappa_tenant_weight", "gauge", "a tenant's share", ("tenant",))
+POWER = Metric(
+    "kappa_node_power_watts", "gauge",
+    "what a node's GPUs draw; source: nvml, model, or paced (modelled, as the node it is paced as)",
+    ("node", "source"),
+)  # fmt: skip
+POWER_CAP = Metric("kappa_node_power_cap_watts", "gauge", "what they may draw", ("node", "source"))
+ENERGY = Metric(
+    "kappa_energy_joules", "counter",
+    "energy that a node's GPUs used; of a paced node in its own, undilated time",
+    ("node", "source"),
+)  # fmt: skip
+ROLLOUT_REQUESTS = Metric(
+    "kappa_rollout_requests", "counter", "requests by who steered them (kappa, ray)", ("arm",)
+)
+ROLLOUT_TTFT = Metric(
+    "kappa_rollout_ttft_seconds", "histogram", "real time to first token, by who steered",
+    ("arm",), _SECONDS,
+)  # fmt: skip
+SHADOWS = Metric(
+    "kappa_shadow_decisions", "counter",
+    "requests that Ray's router steered, by whether ours would have chosen the same worker",
+    ("agreed",),
+)  # fmt: skip
+SHADOW_SAVING = Metric(
+    "kappa_shadow_saving_seconds", "counter",
+    "predicted time to first token that our choice would have saved, where it would have",
 )  # fmt: skip
 WORKERS = Metric("kappa_workers", "gauge", "workers known, by whether they are paced", ("paced",))
 

@@ -8,7 +8,7 @@ routers share the words and nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -25,12 +25,13 @@ KV, REPORT, RESET = b"kv", b"report", b"reset"
 COMPUTE_STEP_TOKENS = 512
 
 # Under these keys the ingress' words to the engine travel in vLLM's `SamplingParams.extra_args`:
-# its request id; the tenant and its weight; how many of the prompt's tokens it expects to find on
-# the device and in the host tier; JSON of what other workers charged ({tenant: [vram_s, gpu_s,
-# link_s]}, cumulative).
+# its request id; the tenant and its weight; how many tokens the prompt has, and how many of them it
+# expects to find on the device and in the host tier; JSON of what other workers charged ({tenant:
+# [vram_s, gpu_s, link_s]}, cumulative).
 REQUEST_ID_KEY = "kappa_request_id"
 TENANT_KEY = "kappa_tenant"
 WEIGHT_KEY = "kappa_weight"
+PROMPT_TOKENS_KEY = "kappa_prompt_tokens"
 DEVICE_TOKENS_KEY = "kappa_device_tokens"
 HOST_TOKENS_KEY = "kappa_host_tokens"
 CHARGES_KEY = "kappa_charges"
@@ -72,6 +73,9 @@ class Announcement:
     how it brings cached prefixes back, {"planner": name, "act_share": share of stored blocks kept
     as activations, "rates": as `kappa.plan.rates` reads them}; empty if it loads them whole and
     then computes. start_s: from the start of its process until it could serve; 0: not known.
+
+    pool: the cluster file's pool that it belongs to. role: `both`, `prefill` (hands its KV over) or
+    `decode` (takes it over). cost_per_hour: of this worker, None if nobody said.
     """
 
     worker: str
@@ -95,6 +99,9 @@ class Announcement:
     load_plan: Mapping[str, Any] = field(default_factory=dict)
     start_s: float = 0.0
     measured: Mapping[str, Any] = field(default_factory=dict)
+    pool: str = ""
+    role: str = "both"
+    cost_per_hour: float | None = None
     protocol: int = PROTOCOL
 
     @property
@@ -135,6 +142,31 @@ class Admission:
     device_tokens: int
     host_tokens: int
     new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request is at the worker, whichever ingress sent it, with what that ingress expected.
+
+    Tokens of the prompt by source, as expected; all zero where the ingress knew nothing of it.
+    max_tokens: the client's bound on generated tokens, 0 if it gave none. prefilled: its prompt is
+    done.
+    """
+
+    request_id: str
+    device_tokens: int = 0
+    host_tokens: int = 0
+    new_tokens: int = 0
+    max_tokens: int = 0
+    prefilled: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("device_tokens", "host_tokens", "new_tokens", "max_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(
+                    f"arrival: {name} of {self.request_id!r} is {value!r}; give a count, 0 or more"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +233,11 @@ class WorkerReport:
     with a non-empty queue; over the latter `budget_fill_sum` and `vram_fill_sum` add up the share
     of the token budget and of the blocks in use. `passed_total`: how often a waiting request was
     looked at and left, by reason. `waiting`, `loading`, `running`: requests, in the last iteration.
+    `power_w`, `power_cap_w`: what its GPUs draw and may draw; `energy_j_total`: since it started;
+    `power_source`: `nvml`, `model`, `paced` (modelled, in emulated time), or empty: not known.
     `charges`: cumulative, at least of the tenants whose charge changed since the last report.
+    `arrived`, `finished`: requests that came to the replica, or left it, since the last report;
+    `in_flight`: all that are there, told now and then and after every snapshot, else None.
     """
 
     worker: str
@@ -232,6 +268,10 @@ class WorkerReport:
     stores_dropped_total: int = 0
     failed_loads_total: int = 0
     misused_blocks_total: int = 0
+    power_w: float = 0.0
+    power_cap_w: float = 0.0
+    energy_j_total: float = 0.0
+    power_source: str = ""
     waiting: int = 0
     loading: int = 0
     running: int = 0
@@ -239,6 +279,9 @@ class WorkerReport:
     prefilled: tuple[str, ...] = ()
     spent: tuple[Spent, ...] = ()
     charges: tuple[TenantCharge, ...] = ()
+    arrived: tuple[Arrival, ...] = ()
+    finished: tuple[str, ...] = ()
+    in_flight: tuple[Arrival, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready copy."""
@@ -257,4 +300,12 @@ class WorkerReport:
         known["charges"] = tuple(
             TenantCharge(**_known(TenantCharge, c, "charge")) for c in known.get("charges", ())
         )
+        known["arrived"] = _arrivals(known.get("arrived", ()))
+        known["finished"] = tuple(known.get("finished", ()))
+        in_flight = known.get("in_flight")
+        known["in_flight"] = None if in_flight is None else _arrivals(in_flight)
         return cls(**known)
+
+
+def _arrivals(rows: Iterable[Mapping[str, Any]]) -> tuple[Arrival, ...]:
+    return tuple(Arrival(**_known(Arrival, row, "arrival")) for row in rows)

@@ -12,11 +12,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Announcements = dict[str, Mapping[str, Any]]
-Listener = Callable[[str, Announcements], None]
+Listener = Callable[[str, Announcements, frozenset[str]], None]
 
 
 class Board:
-    """Announcements by deployment and replica id; an empty announcement means not ready yet."""
+    """Announcements by deployment and replica id; an empty announcement means not ready yet.
+
+    A listener is called with the deployment, all that is posted of it, and which of its replicas
+    are known to have died. One that is missing otherwise may be finishing its requests.
+    """
 
     def __init__(self) -> None:
         # Held while listeners run, so that each hears all posts in their order.
@@ -26,29 +30,36 @@ class Board:
 
     def post(self, deployment: str, announcements: Announcements) -> None:
         """Replace what is known of a deployment's replicas; listeners run here: none may wait."""
-        with self._lock:
-            self._posts[deployment] = dict(announcements)
-            for listener in list(self._listeners):
-                listener(deployment, dict(announcements))
+        self._tell(deployment, announcements, frozenset())
 
     def remove(self, deployment: str, replica: str) -> None:
         """A replica died; others stay."""
         with self._lock:
             posted = {k: v for k, v in self._posts.get(deployment, {}).items() if k != replica}
-            self.post(deployment, posted)
+            self._tell(deployment, posted, frozenset({replica}))
+
+    def _tell(self, deployment: str, posted: Announcements, died: frozenset[str]) -> None:
+        with self._lock:
+            self._posts[deployment] = dict(posted)
+            for listener in list(self._listeners):
+                listener(deployment, dict(posted), died)
 
     def listen(self, listener: Listener) -> None:
         """Call `listener` now for all that is known, and at every post from now on."""
         with self._lock:
             self._listeners.append(listener)
             for deployment, announcements in self._posts.items():
-                listener(deployment, dict(announcements))
+                listener(deployment, dict(announcements), frozenset())
 
     def unlisten(self, listener: Listener) -> None:
         """Call `listener` no more; one that is not known is let be."""
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
+
+
+class PinGoneError(Exception):
+    """The replica that the ingress chose has gone before the request reached it."""
 
 
 BOARD = Board()

@@ -15,13 +15,14 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.report import Announcement, WorkerReport
+from kappa.report import Announcement, Arrival, WorkerReport
 from kappa.types import NodeProfile
 from router.admission import Admission
 from router.jobs import Job
-from router.kv_events import KVEvent, WorkerGone
+from router.kv_events import KVEvent, WorkerGone, WorkerReset
 from router.load_plans import LoadPlans
 from router.offers import Candidate, Offers
+from router.others import OtherRequests
 from router.policy import Fetch, LeastBacklog, Policy, least
 from router.prefix_hash import PrefixHasher, UInt64s
 from router.prefix_index import PrefixIndex
@@ -53,7 +54,8 @@ class RouteRequest:
     """A request as the router sees it.
 
     token_ids: the prompt (None when it could not be tokenized: routing then fails open);
-    salt: isolation of the tenant's cache; exclude: workers that must not be chosen.
+    salt: isolation of the tenant's cache; exclude: workers that must not be chosen. retry: it was
+    let in before, and its worker failed it.
     prefix_hashes, prompt_tokens: instead of token_ids, from callers that have hashes already.
     session: what the client calls its conversation, for policies that stick to it.
     """
@@ -66,6 +68,7 @@ class RouteRequest:
     prefix_hashes: UInt64s | None = None
     prompt_tokens: int = 0
     session: str = ""
+    retry: bool = False
 
     @property
     def informed(self) -> bool:
@@ -184,6 +187,7 @@ class Router:
         self._columns: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
         self._outcomes = 0
         self._replicator = Replicator(config.replication)
+        self._others = OtherRequests(self._flights, self._reserve_other, self.state.finish)
 
     # -- what happens -------------------------------------------------------------------------
 
@@ -213,6 +217,28 @@ class Router:
         self.state.join(announcement, now_s)
         self._place(announcement.worker)
 
+    def _reserve_other(self, worker: str, arrival: Arrival, now_s: float) -> None:
+        """Put another ingress' request where it went, priced as if this router had sent it."""
+        assert self.hasher is not None
+        new = max(arrival.new_tokens, 1)
+        offers = self.state.fleet.price(
+            np.array([self.state.fleet.slot(worker)], dtype=np.intp),
+            now_s,
+            prompt_tokens=arrival.device_tokens + arrival.host_tokens + new,
+            device_tokens=np.array([float(arrival.device_tokens)]),
+            cached_tokens=np.array([float(arrival.host_tokens)]),
+            output_tokens=self._outputs.guess(arrival.max_tokens),
+            block_tokens=self.hasher.block_tokens,
+        )
+        if self.plans:
+            self.plans.apply(offers)
+        self.state.fleet.reserve(arrival.request_id, offers, 0)
+        state = self.state.workers[worker]
+        if self._forecasting:
+            state.shadow.submit(self._job(arrival.request_id, offers, 0), now_s)
+        if arrival.prefilled:
+            self.state.prefilled(arrival.request_id, state, now_s)
+
     def _place(self, worker: str) -> None:
         """Remember where the index answers for a worker's column of the fleet."""
         assert self.index is not None
@@ -224,6 +250,7 @@ class Router:
 
     def leave(self, worker: str) -> list[str]:
         """A worker is gone; returns the requests that were in flight there."""
+        self._others.void(worker, 0.0)
         self.state.leave(worker)
         self.plans.leave(worker)
         self.config.policy.left(worker)
@@ -242,11 +269,24 @@ class Router:
                     self.index.handle(event)
 
     def report(self, report: WorkerReport, now_s: float) -> None:
-        """A worker measured something."""
+        """A worker measured something, or tells what other ingresses sent it."""
+        if report.worker in self.state.workers:
+            self._others.arrived(report, now_s)
         self.state.report(report, now_s)
+        if report.worker in self.state.workers:
+            self._others.left(report, now_s)
         if self.hasher is not None and report.worker in self.state.workers:
             spare_tokens = report.host_spare_blocks * self.hasher.block_tokens
             self.state.fleet.spare(report.worker, spare_tokens)
+
+    def void(self, worker: str, now_s: float) -> None:
+        """Nothing that a worker told is true any more: its blocks, and what others sent it.
+
+        What this router sent there itself stays, until its ingress says what became of it.
+        """
+        if self.index is not None and worker in self.state.workers:
+            self.index.handle(WorkerReset(worker))
+            self._others.void(worker, now_s)
 
     def first_token(self, request_id: str, now_s: float) -> float | None:
         """A request's first token came; returns its TTFT, or None if it is not in flight."""
@@ -287,11 +327,16 @@ class Router:
 
     @property
     def reservations(self) -> int:
-        """Requests in flight."""
+        """Requests in flight that this router sent."""
         return len(self._flights)
 
+    @property
+    def in_flight(self) -> int:
+        """Requests in flight in the cluster, as far as is known: its own, and others'."""
+        return len(self._flights) + len(self._others)
+
     def in_flight_on(self, worker: str) -> int:
-        """Requests in flight on one worker."""
+        """Requests in flight on one worker that this router sent."""
         return sum(flight.chosen.worker == worker for flight in self._flights.values())
 
     def route(self, request: RouteRequest, now_s: float) -> Decision:
@@ -303,10 +348,11 @@ class Router:
         """
         # Asked again under the same id: the earlier answer was not taken.
         self.release(request.request_id, now_s, complete=False)
+        self._others.drop(request.request_id, now_s)
         decision, index = self._decide(request, now_s)
         offers = decision.offers
         assert offers is not None
-        if self.config.admission is not None and request.informed and not request.exclude:
+        if self.config.admission is not None and request.informed and not request.retry:
             self._admit(self.config.admission, offers, index)
         if self.config.policy.replicates:
             self._replicator.routed(offers, index)

@@ -25,6 +25,7 @@ from router.http_app import EndedStream
 from router.live import LiveRouter
 from router.messages import as_events, decision_headers, pinned, tokens_in
 from router.observer import RequestObserver
+from router.terms import Terms, terms_of
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +62,7 @@ class Delivery:
         stream = self._call(body, method, pinned(request, decision.worker))
         end = "error"
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(terms_of(request).patience_s(self._timeout_s)):
                 first = await anext(stream)
             item = first[0] if isinstance(first, list) and first else first
             if hasattr(item, "error"):
@@ -71,7 +72,9 @@ class Delivery:
             self._observer.first_token(request_id, time.time())
             if hasattr(item, "model_dump"):
                 content = item.model_dump()
-                live.tokens(request_id, (content.get("usage") or {}).get("completion_tokens", 0))
+                count = (content.get("usage") or {}).get("completion_tokens", 0)
+                live.tokens(request_id, count)
+                terms_of(request).generated(count)
                 end = "done"
                 ended(end, 200)
                 return JSONResponse(content, headers=headers)
@@ -83,6 +86,7 @@ class Delivery:
             end = "client_gone"
             raise
         except TimeoutError:
+            terms_of(request).check()
             raise ApiError(
                 504, f"No token within {self._timeout_s:g} s.",
                 kind="server_error", code="timeout",

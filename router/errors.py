@@ -58,6 +58,72 @@ def invalid_api_key(*, given: bool) -> ApiError:
     )
 
 
+def operator_only(path: str) -> ApiError:
+    """403: the key is known, and not an operator's."""
+    return ApiError(
+        403, f"{path} is for operators: name the key's tenant in tenants.operators.",
+        kind="permission_error", code="operator_only",
+    )  # fmt: skip
+
+
+def headers_too_large(what: str) -> ApiError:
+    """431."""
+    return ApiError(431, f"The request has {what}.", code="headers_too_large")
+
+
+def body_too_slow(limit_s: float) -> ApiError:
+    """408."""
+    return ApiError(
+        408, f"The request body did not arrive within {limit_s:g} s.", code="body_too_slow"
+    )
+
+
+def over_rate(tenant: str, what: str, per_minute: float, wait_s: float) -> ApiError:
+    """429: a tenant has used what a minute allows it; `what` is `requests` or `tokens`."""
+    return ApiError(
+        429,
+        f"Tenant {tenant} has used its {per_minute:g} {what} per minute; "
+        f"try again in {wait_s:.3g} s.",
+        kind="rate_limit_error", code="rate_limit_exceeded", param=what, retry_after_s=wait_s,
+    )  # fmt: skip
+
+
+def request_over_limit(tenant: str, tokens: int, per_minute: float) -> ApiError:
+    """400: waiting would not help."""
+    return ApiError(
+        400,
+        f"The request may come to {tokens} tokens with its prompt and max_tokens; tenant {tenant} "
+        f"is allowed {per_minute:g} a minute: shorten the prompt or lower max_tokens.",
+        code="request_over_limit", param="max_tokens",
+    )  # fmt: skip
+
+
+def too_many_at_once(tenant: str, limit: int) -> ApiError:
+    """429: as many requests of a tenant are open as may be."""
+    return ApiError(
+        429, f"Tenant {tenant} has {limit} requests open, its limit; try again when one has ended.",
+        kind="rate_limit_error", code="too_many_concurrent", retry_after_s=1.0,
+    )  # fmt: skip
+
+
+def deadline_passed(allowed_s: float) -> ApiError:
+    """504: the client has no more use for the answer."""
+    return ApiError(
+        504, f"The answer did not begin within the request's deadline of {allowed_s:g} s.",
+        kind="server_error", code="deadline_exceeded",
+    )  # fmt: skip
+
+
+def deadline_unmeetable(allowed_s: float, needed_s: float, late_s: float) -> ApiError:
+    """429: refused before it waits, since its answer is predicted to begin too late."""
+    return ApiError(
+        429,
+        f"The answer would begin {needed_s:.3g} s from now, {late_s:.3g} s after the request's "
+        f"deadline of {allowed_s:g} s; try again later, or allow more.",
+        kind="rate_limit_error", code="deadline_unmeetable", retry_after_s=late_s,
+    )  # fmt: skip
+
+
 def unknown_model(model: str, known: list[str]) -> ApiError:
     """404."""
     return ApiError(
@@ -113,9 +179,9 @@ def no_worker(reason: str, retry_after_s: float) -> ApiError:
 
 
 def overloaded(reason: str, retry_after_s: float) -> ApiError:
-    """503: refused, because it would have been served too late."""
+    """429: refused early, because it would have been served too late."""
     return ApiError(
-        503, f"Refused: {reason}; try again later.", kind="server_error", code="overloaded",
+        429, f"Refused: {reason}; try again later.", kind="rate_limit_error", code="overloaded",
         retry_after_s=retry_after_s,
     )  # fmt: skip
 

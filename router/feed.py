@@ -2,7 +2,8 @@
 
 Runs as a task on the ingress' event loop. What it decodes it hands to callbacks on the same loop,
 so the router needs no locks. A worker that does not answer is asked again, less and less often;
-while it is silent the router knows less, and nothing waits for it.
+while it is silent the router knows less, and nothing waits for it. A connection that breaks is told
+at once: that is how the death of a process is known before anybody asks it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 import structlog
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from kappa.report import KV, REPORT, RESET, Announcement, WorkerReport
 from router.kv_events import KVEvent, WorkerReset
@@ -25,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 _SNAPSHOT_TIMEOUT_S = 5.0
 _RETRY_S = (0.2, 1.0, 5.0)
+_FRAMES = ("kind", "seq", "payload")
+_LINE_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class WorkerFeed:
@@ -36,35 +40,70 @@ class WorkerFeed:
         on_blocks: Callable[[list[KVEvent]], None],
         on_report: Callable[[WorkerReport], None],
         on_gap: Callable[[str], None],
+        on_line: Callable[[str, bool], None] = lambda _worker, _up: None,
     ) -> None:
+        """`on_line` is told when the connection stands and when it breaks."""
         self._said = announcement
         self._on_blocks, self._on_report, self._on_gap = on_blocks, on_report, on_gap
+        self._on_line = on_line
         self._context = zmq.asyncio.Context.instance()
         self._cursor = StreamCursor()
+        self._broken = False
+        self.synced = False
+        self.connected = False
         self.skipped: Counter[str] = Counter()
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stream = self._context.socket(zmq.SUB)
+        self._stream.setsockopt(zmq.SUBSCRIBE, b"")
+        self._stream.setsockopt(zmq.LINGER, 0)
+        loop = asyncio.get_running_loop()
+        line = self._stream.get_monitor_socket(_LINE_EVENTS)
+        self._stream.connect(announcement.events_endpoint)
+        self._tasks = [loop.create_task(self._run()), loop.create_task(self._watch_line(line))]
 
     async def close(self) -> None:
         """Stop following; returns when the sockets are closed."""
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._stream.disable_monitor()
+        self._stream.close()
+
+    async def _watch_line(self, line: zmq.asyncio.Socket) -> None:
+        while True:
+            event = parse_monitor_message(await line.recv_multipart())["event"]
+            up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if up == self.connected:
+                continue
+            self.connected = up
+            if not up:
+                # What was missed meanwhile shows as a gap, unless it was nothing.
+                self._broken = True
+            self._on_line(self._said.worker, up)
 
     async def _run(self) -> None:
-        stream = self._context.socket(zmq.SUB)
-        stream.setsockopt(zmq.SUBSCRIBE, b"")
-        stream.setsockopt(zmq.LINGER, 0)
-        stream.connect(self._said.events_endpoint)
+        stream = self._stream
         try:
             # Subscribed before the snapshot is asked for, so nothing falls between the two.
             await self._resync()
             while True:
-                kind, seq, payload = await stream.recv_multipart()
+                message = await stream.recv_multipart()
+                if len(message) != len(_FRAMES):
+                    log.warning("worker_message_unreadable", worker=self._said.worker,
+                                error=f"{len(message)} frames, not {len(_FRAMES)}")  # fmt: skip
+                    continue
+                kind, seq, payload = message
                 await self._receive(kind, int.from_bytes(seq, "big"), payload)
         finally:
-            stream.close()
+            self.synced = False
 
     async def _receive(self, kind: bytes, seq: int, payload: bytes) -> None:
+        if self._broken:
+            # Its blocks were forgotten when the line broke, so that even no gap is one.
+            await self._resync()
+            return
         standing = self._cursor.advance(seq)
         if standing == "duplicate":
             return
@@ -75,8 +114,12 @@ class WorkerFeed:
             return
         try:
             self._dispatch(kind, payload)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             log.warning("worker_message_unreadable", worker=self._said.worker, error=str(error))
+        except Exception as error:
+            # A fault of ours must not end the stream; what it left half done is made anew.
+            log.error("worker_message_failed", worker=self._said.worker, error=repr(error))
+            await self._resync()
 
     def _dispatch(self, kind: bytes, payload: bytes) -> None:
         if kind == KV:
@@ -88,6 +131,7 @@ class WorkerFeed:
 
     async def _resync(self) -> None:
         attempt = 0
+        self.synced = self._broken = False
         while True:
             try:
                 # Not wait_for: Python 3.11's swallows a cancellation that meets the answer.
@@ -107,6 +151,7 @@ class WorkerFeed:
                 await asyncio.sleep(pause_s)
         self._on_blocks(events)
         self._cursor.resume(seq + 1)
+        self.synced = True
 
     def _rebuilt(self, batches: list[bytes]) -> list[KVEvent]:
         events: list[KVEvent] = [WorkerReset(self._said.worker)]

@@ -207,6 +207,11 @@ class Fleet:
         cells[at.LOADS, slot] = cells[at.LOADS, slot] * fade + (link_s > 0) / self.window_s
         cells[at.PREFILLS, slot] = cells[at.PREFILLS, slot] * fade + 1 / self.window_s
 
+    def holds(self, request_id: str, worker: str) -> bool:
+        """Whether a request is reserved on that worker."""
+        flight = self._flights.get(request_id)
+        return flight is not None and flight.slot == self._slots.get(worker)
+
     def correct(self, request_id: str, host_tokens: int, new_tokens: int) -> None:
         """The engine admitted a request, with these tokens instead of the expected ones."""
         flight = self._flights.get(request_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import structlog
@@ -22,15 +22,17 @@ from kappa import metrics as m
 from router.core import NoWorkerError, RouteRequest
 from router.delivery import DEAD_WORKER
 from router.errors import check_body, no_worker
-from router.http_app import make_app, request_id_of
+from router.access import Access, current_tenants
+from router.http_app import make_app, may_see, request_id_of, tenant_of
 from router.ingress_settings import IngressSettings
 from router.live import LiveRouter
 from router.live_start import LiveStart
 from router.messages import explanation, max_tokens_of, parse_body, salt_of_body
+from router.pool_handles import PoolHandles
 from router.ray_router import PIN_HEADER
 from router.rendering import PromptRenderer
 from router.request_path import RequestPath
-from router.tenants import Tenants
+from router.terms import isolate
 
 log = structlog.get_logger(__name__)
 
@@ -50,13 +52,14 @@ class KappaIngress(OpenAiIngress):
         kappa: IngressSettings,
     ) -> None:
         super().__init__(llm_deployments, model_cards)
+        self._pools = PoolHandles(llm_deployments)
         self._wire(kappa, PromptRenderer(kappa.tokenizer_source))
 
     def _wire(self, settings: IngressSettings, renderer: PromptRenderer) -> None:
         self._settings = settings
         self._start = LiveStart(settings, self._wake_router)
         self._path = RequestPath(
-            settings, renderer, self._live, lambda: list(self._default_serve_handles), self._call
+            settings, renderer, self._live, lambda: list(self._model_cards), self._call
         )
 
     # -- endpoints ----------------------------------------------------------------------------
@@ -78,15 +81,16 @@ class KappaIngress(OpenAiIngress):
         """Every worker with its profile, backlogs and critical ratio."""
         return JSONResponse({"nodes": self._live().nodes()})
 
-    async def tenants(self) -> Response:
+    async def tenants(self, request: Request) -> Response:
         """Every tenant with its weight, what it was charged, and its share of all charges."""
-        return JSONResponse({"tenants": self._live().tenants(self._settings.tenants)})
+        known = current_tenants(request.app, self._settings.tenants)
+        return JSONResponse({"tenants": self._live().tenants(known)})
 
     async def profile(self) -> Response:
         """Measure every worker's machine anew, one after the other, and show the nodes."""
-        (handle,) = self._default_serve_handles.values()
         for worker in list(self._live().router.state.workers):
             pin = RawRequestInfo(headers={PIN_HEADER: worker})
+            handle = self._pools.of(self._live().pool_of(worker))
             try:
                 await asyncio.wait_for(handle.profile.remote(None, pin), _PROFILE_TIMEOUT_S)
             except (TimeoutError, *DEAD_WORKER):
@@ -100,6 +104,7 @@ class KappaIngress(OpenAiIngress):
         self._path.known_model(body.model)
         tokens = await self._path.tokenize(body)
         live = self._live()
+        isolate(body, tenant_of(request))
         routed = RouteRequest(
             request_id_of(request), tokens, max_tokens_of(body), salt_of_body(body)
         )
@@ -110,8 +115,9 @@ class KappaIngress(OpenAiIngress):
         return JSONResponse(explanation(decision))
 
     async def decisions(self, request: Request, limit: int = 100) -> Response:
-        """The last decisions with their outcomes, newest last."""
-        records = list(self._live().records.values())[-max(limit, 0) :] if limit else []
+        """The last decisions with their outcomes, newest last; of other tenants to operators."""
+        seen = [r for r in self._live().records.values() if may_see(request, r.tenant)]
+        records = seen[-limit:] if limit > 0 else []
         return JSONResponse({"decisions": [record.to_dict() for record in records]})
 
     async def metrics(self, request: Request) -> Response:
@@ -120,6 +126,12 @@ class KappaIngress(OpenAiIngress):
         live.refresh_gauges()
         refused = request.app.state.keys_refused
         live.metrics.total(m.TENANT_REQUESTS, "unknown", "invalid_api_key", to=refused)
+        for (tenant, code), count in request.app.state.refused.items():
+            label = live.metrics.tenant(tenant)
+            live.metrics.total(m.TENANT_REQUESTS, label, code, to=count, source=f"limit {tenant}")
+        keyring = request.app.state.keyring
+        for outcome, count in (("read", keyring.reloads), ("failed", keyring.faults)):
+            live.metrics.total(m.KEY_FILE_READS, outcome, to=count)
         return Response(live.metrics.exposition(), media_type="text/plain; version=0.0.4")
 
     async def ready(self) -> Response:
@@ -133,32 +145,36 @@ class KappaIngress(OpenAiIngress):
         return self._start()
 
     def _call(self, body: Any, method: str, request: Request) -> AsyncGenerator[Any, None]:
-        return self._get_response(body=body, call_method=method, raw_request=request)
+        worker = request.headers.get(PIN_HEADER, "")
+        return self._pools.stream(self._live().pool_of(worker), body, method, request)
 
     async def _wake_router(self) -> None:
         """Ray makes a handle's router at its first call; until then nobody posts announcements."""
-        for handle in self._default_serve_handles.values():
+        for handle in self._pools.all():
             try:
                 await asyncio.wait_for(handle.llm_config.remote(), _WAKE_TIMEOUT_S)
             except Exception as error:
                 log.warning("workers_not_reached", error=repr(error))
 
 
-def make_ingress(max_body_bytes: int, tenants: Tenants | None = None) -> type:
+ROUTES: dict[str, Callable[[FastAPI], Any]] = {
+    "models": lambda a: a.get("/v1/models"),
+    "model_data": lambda a: a.get("/v1/models/{model:path}"),
+    "chat": lambda a: a.post("/v1/chat/completions"),
+    "completions": lambda a: a.post("/v1/completions"),
+    "nodes": lambda a: a.get("/v1/nodes"),
+    "tenants": lambda a: a.get("/v1/tenants"),
+    "profile": lambda a: a.post("/v1/nodes/profile"),
+    "route": lambda a: a.post("/v1/route"),
+    "decisions": lambda a: a.get("/v1/decisions"),
+    "metrics": lambda a: a.get("/metrics"),
+    "ready": lambda a: a.get("/ready"),
+}
+"""Every endpoint by the method that answers it: how it is added to an application."""
+
+
+def make_ingress(access: Access | None = None) -> type:
     """The ingress class with its routes, ready for `serve.deployment`."""
-    app: FastAPI = make_app(max_body_bytes, tenants)
-    routes = {
-        "models": lambda a: a.get("/v1/models"),
-        "model_data": lambda a: a.get("/v1/models/{model:path}"),
-        "chat": lambda a: a.post("/v1/chat/completions"),
-        "completions": lambda a: a.post("/v1/completions"),
-        "nodes": lambda a: a.get("/v1/nodes"),
-        "tenants": lambda a: a.get("/v1/tenants"),
-        "profile": lambda a: a.post("/v1/nodes/profile"),
-        "route": lambda a: a.post("/v1/route"),
-        "decisions": lambda a: a.get("/v1/decisions"),
-        "metrics": lambda a: a.get("/metrics"),
-        "ready": lambda a: a.get("/ready"),
-    }
-    ingress: type = make_fastapi_ingress(KappaIngress, endpoint_map=routes, app=app)
+    app: FastAPI = make_app(access)
+    ingress: type = make_fastapi_ingress(KappaIngress, endpoint_map=ROUTES, app=app)
     return ingress

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kappa.settings.observing import ObservingSettings
 from router.tenants import Tenants
 
 
@@ -28,3 +29,6 @@ class IngressSettings:
     forecast_workers: int = 4
     admission: bool = False
     tenants: Tenants = field(default_factory=Tenants)
+    mode: str = "on"
+    observing: ObservingSettings = field(default_factory=ObservingSettings)
+    log_level: str = "WARNING"

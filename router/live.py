@@ -311,6 +311,11 @@ class LiveRouter:
         """Every tenant: weight, charges, its share of all that was charged."""
         return shares(known, self.charges.totals())
 
+    def pool_of(self, worker: str) -> str:
+        """The pool that a worker announced; empty if it is not known."""
+        state = self.router.state.workers.get(worker)
+        return state.announcement.pool if state is not None else ""
+
     def nodes(self) -> list[dict[str, Any]]:
         """Every worker: profile, measurements, backlogs, critical ratio, paced or not."""
         now_s = time.time()
@@ -331,6 +336,9 @@ class LiveRouter:
                     "kappa_crit": said.kappa_crit,
                     "kappa_eff": self._kappa_eff.get(worker),
                     "engine": said.engine,
+                    "pool": said.pool or None,
+                    "role": said.role,
+                    "cost_per_hour": said.cost_per_hour,
                     "planner": said.load_plan.get("planner"),
                     "in_flight": self.router.in_flight_on(worker),
                     "link_backlog_s": link_s,

@@ -15,15 +15,32 @@ _TENANT_LABELS = 256
 
 ENGINE_STATES = ("waiting", "loading", "running")
 
+
+class _Nothing:
+    """Counts nothing."""
+
+    def inc(self, by: float = 1.0) -> None:
+        pass
+
+    def set(self, to: float) -> None:
+        pass
+
+    def observe(self, value: float) -> None:
+        pass
+
+
+_NOTHING = _Nothing()
 _CLASSES: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
 
 class RouterMetrics:
     """One registry with every metric of `kappa.metrics`; totals of others are taken over as is."""
 
-    def __init__(self) -> None:
+    def __init__(self, counting: bool = True) -> None:
+        """Not `counting`: nothing is counted, and the exposition is empty."""
+        self._counting = counting
         self._registry = CollectorRegistry()
-        self._collectors = {metric.name: self._make(metric) for metric in m.ALL}
+        self._collectors = {metric.name: self._make(metric) for metric in m.ALL if counting}
         self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
         self._tenants: set[str] = set()
 
@@ -71,12 +88,19 @@ class RouterMetrics:
         ]
         for metric, labels, value in totals:
             self.total(metric, *labels, to=value, source=report.worker)
+        if report.power_source:
+            where = (node, report.power_source)
+            self.set(m.POWER, *where, to=report.power_w)
+            self.set(m.POWER_CAP, *where, to=report.power_cap_w)
+            self.total(m.ENERGY, *where, to=report.energy_j_total, source=report.worker)
         self.set(m.LOAD_BANDWIDTH, node, to=report.h2d_bytes_per_s)
         for state in ENGINE_STATES:
             self.set(m.ENGINE_REQUESTS, node, state, to=getattr(report, state))
 
     def forget(self, metric: Metric, *labels: str) -> None:
         """Drop one labelled gauge, of a node that is gone."""
+        if not self._counting:
+            return
         collector = self._collectors[metric.name]
         if metric.labels and tuple(labels) in collector._metrics:
             collector.remove(*labels)
@@ -98,5 +122,7 @@ class RouterMetrics:
         )
 
     def _child(self, metric: Metric, labels: tuple[str, ...]) -> Any:
+        if not self._counting:
+            return _NOTHING
         collector = self._collectors[metric.name]
         return collector.labels(*labels) if metric.labels else collector

@@ -52,7 +52,13 @@ class KappaRouter(RequestRouter):
         pin = _pin(pending_request)
         if pin in by_id:
             return [[by_id[pin]]]
-        if pending_request is None or pin:
+        if pending_request is None:
+            return [candidate_replicas]
+        if pin:
+            # Anywhere else it would run unreserved and uncharged: the ingress must choose again.
+            # Ray looks at candidates once more before it sees that the request is over.
+            if not pending_request.future.done():
+                pending_request.future.set_exception(router.board.PinGoneError(pin))
             return [candidate_replicas]
         ranked = self._kappa_alone.rank(
             list(by_id), pending_request.args, pending_request.metadata.internal_request_id

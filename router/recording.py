@@ -60,6 +60,11 @@ class RecordedRouter(Router):
         self._write({"call": "report", "now_s": now_s, "report": report.to_dict()})
         super().report(report, now_s)
 
+    def void(self, worker: str, now_s: float) -> None:
+        """As `Router.void`, written."""
+        self._write({"call": "void", "now_s": now_s, "worker": worker})
+        super().void(worker, now_s)
+
     def first_token(self, request_id: str, now_s: float) -> float | None:
         """As `Router.first_token`, written."""
         self._write({"call": "first_token", "now_s": now_s, "request_id": request_id})
@@ -130,6 +135,8 @@ def _apply(entry: Mapping[str, Any], router: Router) -> Any:
             router.blocks([_event_in(event) for event in entry["events"]])
         case "report":
             router.report(WorkerReport.from_dict(entry["report"]), entry["now_s"])
+        case "void":
+            router.void(entry["worker"], entry["now_s"])
         case "first_token":
             router.first_token(entry["request_id"], entry["now_s"])
         case "tokens":
@@ -159,6 +166,7 @@ def _request_out(request: RouteRequest) -> Entry:
         "max_tokens": request.max_tokens,
         "salt": request.salt,
         "exclude": sorted(request.exclude),
+        "retry": request.retry,
     }
 
 
@@ -170,6 +178,7 @@ def _request_in(data: Mapping[str, Any]) -> RouteRequest:
         data["max_tokens"],
         data["salt"],
         frozenset(data["exclude"]),
+        retry=data.get("retry", False),
     )
 
 

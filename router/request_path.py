@@ -48,6 +48,7 @@ from router.messages import (
 )
 from router.observer import NoObserver, RequestObserver
 from router.rendering import PromptRenderer
+from router.terms import set_terms, terms_of
 
 log = structlog.get_logger(__name__)
 
@@ -150,10 +151,12 @@ class RequestPath:
     ) -> Response:
         self.known_model(body.model)
         check_body(body)
+        terms = set_terms(request, body, tenant_of(request))
         self._refuse_when_full(live)
         tokens = await self.tokenize(body)
         count = None if tokens is None else len(tokens)
         self._observer.tokenized(request_id, count, time.time())
+        terms.tokenized(tokens, max_tokens_of(body))
         unfit = self._unfit(live, body, tokens)
         routed = RouteRequest(
             request_id, tokens, max_tokens_of(body), salt_of_body(body), exclude=unfit
@@ -180,7 +183,7 @@ class RequestPath:
         tenant = tenant_of(request)
         for attempt in range(_ATTEMPTS):
             try:
-                decision = live.route(routed, tenant.name)
+                decision = live.route(terms_of(request).narrowed(live, routed), tenant.name)
             except OverloadedError as error:
                 raise overloaded(str(error), error.retry_after_s) from last
             except NoWorkerError as error:

@@ -154,14 +154,17 @@ class ClusterState:
         self.fleet.seen(report.worker, now_s)
         for a in report.admitted:
             state.shadow.correct(a.request_id, a.device_tokens, a.host_tokens, a.new_tokens, now_s)
-            self.fleet.correct(a.request_id, a.host_tokens, a.new_tokens)
+            if self.fleet.holds(a.request_id, report.worker):
+                self.fleet.correct(a.request_id, a.host_tokens, a.new_tokens)
         for request_id in report.prefilled:
             self.prefilled(request_id, state, now_s)
 
     def prefilled(self, request_id: str, state: WorkerState, now_s: float) -> None:
         """A request's prompt is done on its worker."""
         state.shadow.prefilled(request_id, now_s)
-        self.fleet.prefilled(request_id, now_s)
+        # A request that was tried elsewhere since may still be reported by the first worker.
+        if self.fleet.holds(request_id, state.announcement.worker):
+            self.fleet.prefilled(request_id, now_s)
 
     def finish(self, request_id: str, worker: str, now_s: float) -> None:
         """A request ended."""

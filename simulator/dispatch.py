@@ -164,8 +164,8 @@ class RouterDispatch:
         """Ask the router."""
         request = RouteRequest(
             str(key),
-            # Which also says that it is sent again, and not to be refused.
             exclude=frozenset((self._announcements[lost_on].worker,) if lost_on >= 0 else ()),
+            retry=lost_on >= 0,
             prefix_hashes=turn.blocks,
             prompt_tokens=turn.input_tokens,
             session=session,

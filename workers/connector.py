@@ -1,6 +1,7 @@
-"""vLLM's `OffloadingConnector`, with three additions.
+"""vLLM's `OffloadingConnector`, with four additions.
 
-It says what each request took from where: when the scheduler has allocated a request, the split of
+It loads less than it could where computing the rest anew is faster (`workers.tail_recompute`). It
+says what each request took from where: when the scheduler has allocated a request, the split of
 its prompt into device, host and new tokens is known for good. It says whose each load is, so that
 the host tier can tell what a request's load took. And it carries the news of stores
 that the host tier gave up from the worker to the scheduler, where vLLM knows success only. Named in
@@ -10,7 +11,6 @@ kv_connector_module_path=workers.connector`.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,20 +24,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from kappa.report import REQUEST_ID_KEY
+from workers.admission_reports import AdmissionReports
 from workers.host_tier import HostTierManager, HostTierWorker
 from workers.stats_channel import StatsSender
+from workers.tail_recompute import TailRecompute
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-
-def kappa_request_id(sampling_params: Any) -> str:
-    """The ingress' request id, carried through vLLM in `SamplingParams.extra_args`; "" if none."""
-    extra_args = getattr(sampling_params, "extra_args", None) or {}
-    return str(extra_args.get(REQUEST_ID_KEY, ""))
 
 
 @dataclass
@@ -68,11 +63,10 @@ class HostTierConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._kappa_device_tokens: dict[str, int] = {}
-        self._kappa_stats: StatsSender | None = None
-        if role == KVConnectorRole.SCHEDULER:
-            extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-            self._kappa_stats = StatsSender(extra.get("kappa_stats", ""))
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._kappa_tail = TailRecompute.from_config(extra, vllm_config.cache_config.block_size)
+        stats = extra.get("kappa_stats", "") if role == KVConnectorRole.SCHEDULER else ""
+        self._kappa_reports = AdmissionReports(StatsSender(stats))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """As vLLM's; the host tier is told whose each load is, so that it can say what it took."""
@@ -85,29 +79,28 @@ class HostTierConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """As vLLM's; remembers the device hit, which vLLM does not repeat later."""
-        self._kappa_device_tokens[request.request_id] = num_computed_tokens
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        """As vLLM's, less the tail that is computed faster than loaded; remembers the device hit,
+        which vLLM does not repeat later."""
+        self._kappa_reports.looked_up(request, num_computed_tokens)
+        hit, loads_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if not hit:
+            return hit, loads_async
+        new = request.num_tokens - num_computed_tokens - hit
+        loaded = self._kappa_tail.loaded_tokens(num_computed_tokens, hit, new)
+        if loaded < hit:
+            scheduler = self.connector_scheduler
+            assert scheduler is not None
+            status = scheduler._req_status[request.request_id]
+            status.partial_tail_boundary = None
+            status.update_num_hit_chunks(num_computed_tokens + loaded)
+        return loaded, loads_async and bool(loaded)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """As vLLM's; the request is admitted: report device, host and new tokens once."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        device_tokens = self._kappa_device_tokens.pop(request.request_id, None)
-        if device_tokens is None or self._kappa_stats is None:
-            return
-        prompt_tokens = request.num_prompt_tokens
-        self._kappa_stats.send(
-            {
-                "kind": "admit",
-                "request_id": kappa_request_id(request.sampling_params),
-                "device_tokens": device_tokens,
-                "host_tokens": num_external_tokens,
-                "new_tokens": max(prompt_tokens - device_tokens - num_external_tokens, 1),
-                "t_s": time.time(),
-            }
-        )
+        self._kappa_reports.admitted(request, num_external_tokens)
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """As vLLM's; names the stores among them that were dropped."""
@@ -137,12 +130,12 @@ class HostTierConnector(OffloadingConnector):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As vLLM's; forgets a request that ended before it was admitted."""
-        self._kappa_device_tokens.pop(request.request_id, None)
+        self._kappa_reports.finished(request)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As vLLM's; forgets a request that ended before it was admitted."""
-        self._kappa_device_tokens.pop(request.request_id, None)
+        self._kappa_reports.finished(request)
         return super().request_finished_all_groups(request, block_ids)

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.v1.kv_offload.base import (
@@ -156,8 +156,18 @@ class HostTierWorker(OffloadingWorker):
             self._stats.send(message)
 
 
+class LoadingTier(Protocol):
+    """What the metered worker asks of a host tier, ours or another."""
+
+    def take_load_s(self, request: str) -> float:
+        """Seconds that the link spent on a request's loads; forgets them."""
+
+    def wait_for_load(self, timeout_s: float) -> bool:
+        """Sleep until a load may have ended, at most so long; False if none is in flight."""
+
+
 # The worker process holds one host tier; the metered worker asks it whether a load is in flight.
-CURRENT: list[HostTierWorker] = []
+CURRENT: list[LoadingTier] = []
 
 
 class HostTierManager(CPUOffloadingManager):

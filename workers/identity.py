@@ -28,6 +28,7 @@ class WorkerPlan:
     stream_host: address for the report stream; empty: this machine's address in Ray's cluster.
     scheduler: what each engine schedules by. kind: of engine; planner, act_share: of one of kind
     torch, as in the settings.
+    pool, role, cost_per_hour: as the cluster file says of the pool; gpus: of each worker.
     """
 
     nodes: tuple[NodeProfile, ...]
@@ -42,6 +43,10 @@ class WorkerPlan:
     kind: str = "vllm"
     planner: str = ""
     act_share: float = 0.0
+    pool: str = ""
+    role: str = "both"
+    cost_per_hour: float | None = None
+    gpus: int = 0
 
     def node(self, rank: int) -> NodeProfile:
         """The node of the replica with this rank."""
@@ -129,4 +134,7 @@ def announce(
             else {}
         ),
         measured=measured,
+        pool=plan.pool,
+        role=plan.role,
+        cost_per_hour=plan.cost_per_hour,
     )

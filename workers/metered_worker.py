@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kappa.step import StepModel
-from workers.connector import kappa_request_id
+from workers.admission_reports import kappa_request_id
 from workers.host_tier import CURRENT as HOST_TIERS
 from workers.stats_channel import StatsSender
 

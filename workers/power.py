@@ -3,7 +3,7 @@
 NVML comes in as an argument (the module `pynvml` of nvidia-ml-py), and so do clock and sleep, so
 the arithmetic is testable where there is no GPU. NVML itself averages power over about a second on
 recent GPUs: samples at 200 ms overlap, which leaves the mean alone and flattens the peak. Used by
-`kappa power`.
+`kappa power`, and by each worker (`workers.power_report`) for its reports.
 """
 
 from __future__ import annotations

@@ -6,14 +6,12 @@ Settings that cannot go together are refused here, before anything starts.
 from __future__ import annotations
 
 import secrets
-from pathlib import Path
 from typing import Any
 
+from deploy.app.access import access_of, tenants_table
 from deploy.app.model import Model, StartError
-from deploy.app.plan import worker_plan
+from deploy.app.pools import pool_config, pool_deployment
 from kappa.settings.cluster import ClusterSettings
-
-_REPLICA_CPUS = 1
 
 
 def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0.0.1") -> Any:
@@ -27,17 +25,18 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
     _refuse_what_does_not_go_together(settings)
     from ray import serve
     from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
-    from ray.serve.llm import build_llm_deployment
 
     from router.ingress import make_ingress
-    from workers.deployment import KappaServer
 
     model_id, limits = settings.model.id, settings.router
-    config = _llm_config(settings, model)
-    plan = worker_plan(settings, model, stream_host)
-    workers = build_llm_deployment(config, bind_kwargs={"plan": plan}, deployment_cls=KappaServer)
+    pools = settings.all_pools
+    configs = {pool.name: pool_config(settings, pool, model) for pool in pools}
+    workers = {
+        pool.name: pool_deployment(settings, pool, model, configs[pool.name], stream_host)
+        for pool in pools
+    }
     ingress = serve.deployment(
-        make_ingress(limits.max_body_bytes, tenants_table(settings)),
+        make_ingress(access_of(settings)),
         name="KappaIngress",
         num_replicas=1,
         max_ongoing_requests=4 * limits.max_queue,
@@ -46,20 +45,21 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
         ray_actor_options={"num_cpus": 0},
     )
     return ingress.bind(
-        llm_deployments={model_id: workers},
-        model_cards={model_id: to_model_metadata(model_id, config)},
+        llm_deployments=workers,
+        # Every pool serves the same model: any of their configurations makes its card.
+        model_cards={model_id: to_model_metadata(model_id, configs[pools[0].name])},
         kappa=_ingress_settings(settings, model),
     )
 
 
 def _refuse_what_does_not_go_together(settings: ClusterSettings) -> None:
-    paced = [node.name for node in settings.nodes if node.paced]
+    paced = [pool.name for pool in settings.all_pools if pool.paced]
     if settings.engine.kind == "torch" and paced:
         raise StartError(
             f"engine.kind is torch, which cannot be paced, but nodes {', '.join(paced)} are: say "
             "'paced: false' for each, or start with --unpaced"
         )
-    unpaced = [node.name for node in settings.nodes if not node.paced]
+    unpaced = [pool.name for pool in settings.all_pools if not pool.paced]
     if settings.engine.kind == "emulated" and unpaced:
         raise StartError(
             f"engine.kind is emulated, which has no speed but its pace, and nodes "
@@ -70,37 +70,6 @@ def _refuse_what_does_not_go_together(settings: ClusterSettings) -> None:
             "scheduler.name is stock, which is vLLM's own: with engine.kind torch name another "
             "rule, such as fair"
         )
-
-
-def _llm_config(settings: ClusterSettings, model: Model) -> Any:
-    """Ray Serve LLM's configuration of the workers' deployment."""
-    from ray.serve.llm import LLMConfig
-
-    from workers.vllm_engine import CPU_ENV
-
-    return LLMConfig(
-        model_loading_config={"model_id": settings.model.id, "model_source": model.source},
-        engine_kwargs={"enable_prompt_tokens_details": True, **settings.engine.extra},
-        accelerator_config={"kind": "cpu"},
-        placement_group_config={"bundles": [{"CPU": _REPLICA_CPUS}]},
-        deployment_config={
-            "num_replicas": len(settings.nodes),
-            "max_ongoing_requests": 4 * settings.router.max_queue,
-            "max_constructor_retry_count": 2,
-            "health_check_period_s": 2,
-            "health_check_timeout_s": 10,
-            "graceful_shutdown_timeout_s": 5,
-            "request_router_config": {
-                "request_router_class": "router.ray_router.KappaRouter",
-                "request_routing_stats_period_s": 1,
-                "request_routing_stats_timeout_s": 10,
-            },
-            "ray_actor_options": {"num_cpus": _REPLICA_CPUS},
-        },
-        callback_config={"callback_class": "workers.no_download.NoDownload"},
-        runtime_env={"env_vars": {**CPU_ENV, "HF_HUB_OFFLINE": _offline(settings)}},
-        log_engine_metrics=settings.engine.metrics,
-    )
 
 
 def _ingress_settings(settings: ClusterSettings, model: Model) -> Any:
@@ -121,31 +90,8 @@ def _ingress_settings(settings: ClusterSettings, model: Model) -> Any:
         record=r.record,
         forecast_workers=r.forecast_workers,
         admission=r.admission,
+        mode=r.mode,
+        observing=settings.observing,
+        log_level=settings.log_level,
         tenants=tenants_table(settings),
     )
-
-
-def tenants_table(settings: ClusterSettings) -> Any:
-    """The tenants' table; of their keys it holds digests only."""
-    from router.tenants import Tenants
-
-    t = settings.tenants
-    return Tenants.of(
-        {key.get_secret_value(): name for key, name in t.by_key.items()},
-        t.weights,
-        t.default_name,
-        refuse=t.unknown == "refuse",
-    )
-
-
-def own_headers(settings: ClusterSettings) -> dict[str, str]:
-    """What our own requests must send where those without a key are refused: some tenant's."""
-    if settings.tenants.unknown != "refuse":
-        return {}
-    key = next(iter(settings.tenants.by_key))
-    return {"authorization": f"Bearer {key.get_secret_value()}"}
-
-
-def _offline(settings: ClusterSettings) -> str:
-    source = settings.model.source
-    return "0" if source is not None and not Path(source).exists() else "1"

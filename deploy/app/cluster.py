@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from deploy.app.build import build_app, own_headers
+from deploy.app.access import own_headers
+from deploy.app.build import build_app
 from deploy.app.model import StartError, prepare_model
 from kappa.settings.cluster import ClusterSettings
 
@@ -63,7 +64,7 @@ class Cluster:
         from ray import serve
 
         _quiet_ray(self.settings.log_level)
-        engines = len(self.settings.nodes) + self.engines_beside
+        engines = sum(pool.most for pool in self.settings.all_pools) + self.engines_beside
         ray.init(
             num_cpus=max(os.cpu_count() or 1, 2 * engines + 2),
             include_dashboard=False,
@@ -77,7 +78,7 @@ class Cluster:
             http_options={"host": http.host, "port": port},
             logging_config={"log_level": self.settings.log_level, "enable_access_log": False},
         )
-        self._progress(f"starting {len(self.settings.nodes)} engines")
+        self._progress(f"starting {self.settings.workers} engines")
         try:
             serve.run(build_app(self.settings, model), name=_APP, route_prefix="/")
         except (RuntimeError, ValueError) as error:
@@ -96,7 +97,7 @@ class Cluster:
         the engine.
         """
         deadline = time.monotonic() + _WARM_TIMEOUT_S
-        wanted = len(self.settings.nodes)
+        wanted = self.settings.workers
         headers = own_headers(self.settings)
         with httpx.Client(base_url=self.url, timeout=60.0, headers=headers) as client:
             while time.monotonic() < deadline:

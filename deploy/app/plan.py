@@ -12,31 +12,33 @@ from typing import Any
 from deploy.app.model import Model
 from kappa.hardware import node_profile
 from kappa.settings.cluster import ClusterSettings, home
+from kappa.settings.pools import PoolSettings
 from kappa.types import NodeProfile
 
 
 def worker_nodes(settings: ClusterSettings) -> tuple[NodeProfile, ...]:
-    """One profile per worker, in rank order: paced ones in dilated time, others as priors."""
-    return tuple(
-        node.node(settings.dilation)
-        if node.paced
-        else _prior(node_profile(node.profile), node.name)
-        for node in settings.nodes
-    )
+    """One profile per worker, pool by pool: paced ones in dilated time, others as priors."""
+    return tuple(node for pool in settings.all_pools for node in pool_nodes(settings, pool))
 
 
-def _prior(profile: NodeProfile, name: str) -> NodeProfile:
-    return replace(profile, name=name, source="catalogue")
+def pool_nodes(settings: ClusterSettings, pool: PoolSettings) -> tuple[NodeProfile, ...]:
+    """One profile per worker that the pool may have, in rank order."""
+    profile = replace(node_profile(pool.profile), source="catalogue")
+    if pool.paced:
+        profile = replace(profile, source="paced", dilation=settings.dilation)
+    return tuple(replace(profile, name=name) for name in pool.node_names)
 
 
-def worker_plan(settings: ClusterSettings, model: Model, stream_host: str) -> Any:
-    """What each replica must know before its engine starts."""
+def worker_plan(
+    settings: ClusterSettings, pool: PoolSettings, model: Model, stream_host: str
+) -> Any:
+    """What each replica of a pool must know before its engine starts."""
     from workers.identity import WorkerPlan
     from workers.vllm_engine import EngineLimits
 
-    e = settings.engine
+    e = pool.engine_settings(settings.engine)
     return WorkerPlan(
-        nodes=worker_nodes(settings),
+        nodes=pool_nodes(settings, pool),
         served=model.shape,
         emulated=settings.model.emulated_shape,
         limits=EngineLimits(
@@ -52,6 +54,10 @@ def worker_plan(settings: ClusterSettings, model: Model, stream_host: str) -> An
         kind=e.kind,
         planner=e.planner if e.kind == "torch" else "",
         act_share=e.act_share,
+        pool=pool.name,
+        role=pool.role,
+        cost_per_hour=pool.cost_per_hour,
+        gpus=pool.placement.gpus,
     )  # fmt: skip
 
 

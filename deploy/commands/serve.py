@@ -122,7 +122,7 @@ def running(settings: ClusterSettings, cluster_type: type | None = None) -> Any:
 
 def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
     """URL, model, nodes and a curl line; or all of it as JSON."""
-    from deploy.app.build import own_headers
+    from deploy.app.access import own_headers
 
     headers = own_headers(settings)
     rows = httpx.get(f"{url}/v1/nodes", headers=headers, timeout=30.0).json()["nodes"]

@@ -2,8 +2,9 @@
 
 "auto" takes the plan with the earliest predicted first token; "kv" loads all as KV; "kvpr" takes
 paper 000's split; "hybrid" takes activations wherever host memory has them, which is how paper 003
-stores them; "recompute" loads nothing. Without rates, which are measured or follow from a node's
-profile, "auto" loads all, "kvpr" is refused, and no seconds are predicted.
+stores them; "recompute" loads nothing; "tail" loads the front and computes the back anew where that
+is earlier, which is all that vLLM can be told. Without rates, which are measured or follow from a
+node's profile, "auto" and "tail" load all, "kvpr" is refused, and no seconds are predicted.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Planning:
         self._kinds: frozenset[Kind] = frozenset("KAR" if activations else "KR")  # type: ignore[arg-type]
         self._planners: dict[str, Planner] = {
             "auto": self._auto, "kv": self._kv, "hybrid": self._hybrid,
-            "recompute": self._recompute,
+            "recompute": self._recompute, "tail": self._tail,
         }  # fmt: skip
         if rates is not None:
             self._planners["kvpr"] = self._kvpr
@@ -122,14 +123,23 @@ class Planning:
         return Costs(self.rates, asked.cached, asked.new, asked.device)
 
     def _auto(self, asked: Cached) -> LoadPlan:
+        return self._chosen(asked, self._kinds)
+
+    def _tail(self, asked: Cached) -> LoadPlan:
+        return self._chosen(asked, frozenset("KR"), tail_only=True)
+
+    def _chosen(
+        self, asked: Cached, kinds: frozenset[Kind], *, tail_only: bool = False
+    ) -> LoadPlan:
         if self.rates is None:
             return self.priced(asked, layout(asked.cached), "no rates are known: all is loaded")
         return choose(
             self.rates,
             TokenCounts(asked.device, asked.cached, asked.new),
-            kinds=self._kinds,
+            kinds=kinds,
             block_tokens=self._block_tokens,
             held_tokens=asked.held,
+            tail_only=tail_only,
         )
 
     def _kv(self, asked: Cached) -> LoadPlan:

@@ -90,10 +90,27 @@ def decode_s(
         )
     loaded = context_tokens - activations + rates.activation_ratio * activations
     link_s = rates.load.seconds(batch * loaded) + (rates.weights_load_s if streamed else 0.0)
-    step = rates.step
-    flop_s = batch * (step.token_s + step.pair_s * (context_tokens + 0.5))
-    step_s = max(flop_s, rates.read_s(batch, batch * context_tokens)) + step.fixed_s
+    step_s = decode_gpu_s(rates, batch, context_tokens)
     return link_s, step_s + rates.project.seconds(batch * activations)
+
+
+def decode_gpu_s(rates: PlanRates, batch: int, context_tokens: float) -> float:
+    """Gpu seconds of a decoding step with all keys and values there.
+
+    By the law; where decoding steps are measured, what they last longer (or shorter) than the law
+    says at the nearest measured point is added, as of a prefill step's grid.
+    """
+
+    def law_s(sequences: float, context: float) -> float:
+        step = rates.step
+        flop_s = sequences * (step.token_s + step.pair_s * (context + 0.5))
+        return max(flop_s, rates.read_s(sequences, sequences * context)) + step.fixed_s
+
+    said_s = law_s(batch, context_tokens)
+    if rates.decode is None:
+        return said_s
+    point = rates.decode.clamp(batch, context_tokens)
+    return max(0.0, said_s + rates.decode.seconds_at(*point) - law_s(*point))
 
 
 def tbt_s(

@@ -37,6 +37,11 @@ class PlanRates:
     that remain while the device stores, and while the CPU computes. `weights_load_s` is what
     streaming all layers' weights takes, for engines that keep them in host memory.
 
+    `attend` is seconds of the CPU, over all layers, to attend from one query to n tokens' KV in
+    host memory; None where it is not measured. While it does, `h2d_attending` of the link's
+    bandwidth remains, and `attend_loading` of its own while the link loads. `decode` is a measured
+    grid of decoding steps, its axes sequences and context tokens of each.
+
     `step.weights_s` reads all weights; of them `experts_s` are experts that a token leaves alone
     with probability `expert_idle` each, so that a short step reads fewer.
     """
@@ -55,6 +60,10 @@ class PlanRates:
     weights_load_s: float = 0.0
     experts_s: float = 0.0
     expert_idle: float = 0.0
+    attend: LineFit | None = None
+    h2d_attending: float = 1.0
+    attend_loading: float = 1.0
+    decode: ComputeGrid | None = None
 
     def __post_init__(self) -> None:
         """Refuse figures that cannot be, and fits too poor to plan with.
@@ -64,11 +73,13 @@ class PlanRates:
         """
         require_fit(self.load)
         require_fit(self.project)
+        if self.attend is not None:
+            require_fit(self.attend)
         for name in ("layers", "kv_bytes", "activation_bytes"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"PlanRates.{name} is {value!r}: give a finite number above zero")
-        for name in ("h2d_while_storing", "h2d_cpu_busy"):
+        for name in ("h2d_while_storing", "h2d_cpu_busy", "h2d_attending", "attend_loading"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(
                     f"PlanRates.{name} is {getattr(self, name)!r}: give a share in (0, 1]"
@@ -114,6 +125,11 @@ class PlanRates:
         return self.kv_bytes / self.load_token_s
 
     @property
+    def attend_bytes_per_s(self) -> float:
+        """B_c: bytes/s of KV that the CPU attends to; 0 where it is not measured."""
+        return self.kv_bytes / self.attend.per_token_s if self.attend is not None else 0.0
+
+    @property
     def serial_share(self) -> float:
         """1 - overlap: what of the shorter of link and gpu time is not hidden."""
         return 1.0 / self.layers if self.overlap is None else 1.0 - self.overlap
@@ -142,6 +158,17 @@ class PlanRates:
             return 0.0
         point = self.grid.clamp(new_tokens, context_tokens)
         return self.grid.seconds_at(*point) - self.law_s(*point)
+
+    def attending(self) -> PlanRates:
+        """The same node while its CPU attends and its link loads: each slows the other down."""
+        attend = self.attend
+        return replace(
+            self,
+            load=self.load.scaled(1.0 / self.h2d_attending),
+            attend=None if attend is None else attend.scaled(1.0 / self.attend_loading),
+            h2d_attending=1.0,
+            attend_loading=1.0,
+        )
 
     def under(self, *, storing: bool = False, cpu_busy: bool = False) -> PlanRates:
         """The same node with a link that shares: while it stores, while the CPU works."""
@@ -242,6 +269,8 @@ def rates_from_measured(
         raise ValueError(
             f"{origin}: format is {data.get('format')!r}, not {FORMAT!r}: profile anew"
         )
+    if overlap is None and data.get("overlap") is not None:
+        overlap = float(data["overlap"])
     try:
         layers = int(data["layers"])
         alone = float(data["h2d_bytes_per_s"])
@@ -290,6 +319,7 @@ def as_measured(rates: PlanRates, model: str, device: str) -> dict[str, Any]:
         "kv_bytes_per_token": rates.kv_bytes,
         "activation_bytes_per_token": rates.activation_bytes,
         "weight_bytes": rates.weights_load_s * link,
+        "overlap": rates.overlap,
         "load": line(rates.load),
         "project": line(rates.project),
         "grid": {

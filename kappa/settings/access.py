@@ -17,7 +17,7 @@ from pydantic import (
 
 from kappa.keys import entry_digest, entry_fault, is_hashed
 from kappa.report import MAX_TENANTS
-from kappa.settings.base import Finite, Section, TenantName
+from kappa.settings.base import Finite, Section, TenantName, checked
 from kappa.settings.keys_file import read_entries
 
 
@@ -71,7 +71,11 @@ class TenantSettings(Section):
         path = data.get("keys_file") if isinstance(data, dict) else None
         given = data.get("by_key") or {} if isinstance(data, dict) else {}
         if isinstance(path, str) and isinstance(given, dict):
-            more = read_entries(path)
+            try:
+                more = read_entries(path)
+            except ValueError as error:
+                # Told beside the section's other faults, not instead of them.
+                return checked(handler, data, [((), str(error))], rules=False)
             if any(given[key] != more[key] for key in given.keys() & more.keys()):
                 raise ValueError(f"by_key and {path} give one key to two tenants: drop it from one")
             data = {**data, "by_key": {**given, **more}}

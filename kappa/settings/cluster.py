@@ -6,34 +6,50 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from kappa.settings.access import HttpSettings, TenantSettings
-from kappa.settings.base import Section, SettingsError
+from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
+from kappa.settings.base import Fault, Section, SettingsError, checked
 from kappa.settings.engine import EngineSettings
-from kappa.settings.model import ModelSettings, NodeSettings
+from kappa.settings.model import ModelSettings, NodeSettings, node_faults
+from kappa.settings.observing import ObservingSettings
+from kappa.settings.pools import PoolSettings, engine_faults, pool_faults
 from kappa.settings.routing import RouterSettings
 from kappa.settings.scheduling import SchedulerSettings
+
+Handler = Callable[[Any], Any]
+
+# The short form is for clusters that are tried out: a Ctrl-C should not take long.
+_NODE_DRAIN_S = 5.0
 
 
 class ClusterSettings(Section):
     """A whole cluster. The defaults are the demo: a PCIe node and a C2C node, both paced."""
 
     model: ModelSettings = ModelSettings()
-    nodes: tuple[NodeSettings, ...] = (
-        NodeSettings(name="pcie", profile="pcie"),
-        NodeSettings(name="c2c", profile="c2c"),
+    nodes: tuple[NodeSettings, ...] = Field(
+        (
+            NodeSettings(name="pcie", profile="pcie"),
+            NodeSettings(name="c2c", profile="c2c"),
+        ),
+        description="short form of pools: each node is a pool of one worker",
+    )
+    pools: tuple[PoolSettings, ...] = Field(
+        (), description="workers alike, by pool; instead of nodes"
     )
     dilation: float = Field(30.0, ge=1, description="real seconds per emulated one, paced nodes")
     engine: EngineSettings = EngineSettings()
     router: RouterSettings = RouterSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     tenants: TenantSettings = TenantSettings()
+    access: AccessSettings = AccessSettings()
     http: HttpSettings = HttpSettings()
+    observing: ObservingSettings = ObservingSettings()
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 
     @field_validator("engine", mode="before")
@@ -41,20 +57,59 @@ class ClusterSettings(Section):
     def _engine_by_its_kind(cls, value: Any) -> Any:
         return {"kind": value} if isinstance(value, str) else value
 
-    @field_validator("nodes")
+    @field_validator("nodes", mode="wrap")
     @classmethod
-    def _names_differ(cls, value: tuple[NodeSettings, ...]) -> tuple[NodeSettings, ...]:
-        names = [node.name for node in value]
-        if not names:
-            raise ValueError("give at least one node")
-        if len(set(names)) < len(names):
-            raise ValueError(f"two nodes share a name among {names}: names must differ")
-        return value
+    def _names_differ(cls, value: Any, handler: Handler) -> tuple[NodeSettings, ...]:
+        made: tuple[NodeSettings, ...] = checked(handler, value, node_faults(value))
+        return made
+
+    @field_validator("pools", mode="wrap")
+    @classmethod
+    def _pools_agree(cls, value: Any, handler: Handler) -> tuple[PoolSettings, ...]:
+        made: tuple[PoolSettings, ...] = checked(handler, value, pool_faults(value))
+        return made
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _sections_agree(cls, data: Any, handler: Handler) -> ClusterSettings:
+        faults: list[Fault] = []
+        if isinstance(data, dict) and data.get("pools"):
+            if data.get("nodes"):
+                faults.append((("nodes",), "pools are given, too: drop one of the two"))
+            data = {**data, "nodes": ()}
+            faults += engine_faults(data["pools"], data.get("engine"))
+        elif isinstance(data, dict) and not data.get("nodes", True):
+            faults.append((("nodes",), "give at least one node, or pools"))
+        made: ClusterSettings = checked(handler, data, faults)
+        return made
+
+    @model_validator(mode="after")
+    def _door_closed(self) -> ClusterSettings:
+        fault = open_door(self.tenants, self.access, self.http)
+        if fault is not None:
+            raise ValueError(f"http.host {fault}")
+        return self
+
+    @property
+    def all_pools(self) -> tuple[PoolSettings, ...]:
+        """Every pool, those among them that `nodes` names in short."""
+        return self.pools or tuple(
+            PoolSettings(
+                name=node.name, profile=node.profile, paced=node.paced, drain_s=_NODE_DRAIN_S
+            )
+            for node in self.nodes
+        )
+
+    @property
+    def workers(self) -> int:
+        """Workers that the cluster starts with."""
+        return sum(pool.least for pool in self.all_pools)
 
     def unpaced(self) -> ClusterSettings:
         """The same cluster at the machine's own speed."""
         nodes = tuple(node.model_copy(update={"paced": False}) for node in self.nodes)
-        return self.model_copy(update={"nodes": nodes})
+        pools = tuple(pool.model_copy(update={"paced": False}) for pool in self.pools)
+        return self.model_copy(update={"nodes": nodes, "pools": pools})
 
 
 def load_settings(path: str | Path | None = None, **overrides: Any) -> ClusterSettings:

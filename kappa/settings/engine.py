@@ -6,10 +6,36 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from kappa.settings.base import Section
+from kappa.settings.base import Finite, Section
 
 EngineKind = Literal["vllm", "torch", "emulated"]
-PlannerName = Literal["auto", "kv", "kvpr", "hybrid", "recompute"]
+PlannerName = Literal["auto", "kv", "kvpr", "hybrid", "recompute", "tail"]
+HostTierName = Literal["own", "lmcache", "native"]
+# Of which kind of engine each planner is; both have "auto" and "kv".
+_PLANNERS: dict[str, tuple[str, ...]] = {
+    "vllm": ("auto", "kv", "tail"),
+    "torch": ("auto", "kv", "kvpr", "hybrid", "recompute"),
+}
+
+
+class LmcacheSettings(Section):
+    """An LMCache server as host tier. Without `server` every worker starts one of its own, of
+    `engine.host_bytes`; with one, all workers share it, and what one has stored all can load."""
+
+    server: str | None = Field(
+        None,
+        pattern=r"^tcp://[A-Za-z0-9_.:\[\]-]+:[0-9]{1,5}$",
+        description="tcp://HOST:PORT of a server that runs already; its --chunk-size must be a "
+        "multiple of engine.block_tokens",
+    )
+    timeout_s: Finite = Field(
+        1.0, gt=0, le=300, description="an answer that takes longer is a failure: recomputed"
+    )
+    heartbeat_s: Finite = Field(1.0, gt=0, le=60, description="how often its health is asked")
+    retry_s: Finite = Field(
+        5.0, gt=0, le=600, description="after a failure it is left alone so long, then twice as "
+        "long, up to a minute",
+    )  # fmt: skip
 
 
 class EngineSettings(Section):
@@ -22,8 +48,15 @@ class EngineSettings(Section):
         "tests of a cluster",
     )
     planner: PlannerName = Field(
-        "auto", description="how cached prefixes come back; of kind torch only"
+        "auto",
+        description="how cached prefixes come back. Of kind vllm: tail (which auto means there) "
+        "loads the front and computes the rest where that is faster; kv loads all",
     )
+    host_tier: HostTierName = Field(
+        "own",
+        description="own: ours; lmcache: an LMCache server; native: vLLM's own copies, GPU only",
+    )
+    lmcache: LmcacheSettings = LmcacheSettings()
     act_share: float = Field(
         0.0,
         ge=0,
@@ -39,6 +72,19 @@ class EngineSettings(Section):
     dtype: str = "float32"
     metrics: bool = Field(False, description="export vLLM's own metrics through Ray, too")
     extra: dict[str, Any] = Field(default_factory=dict, description="more vLLM engine arguments")
+
+    @model_validator(mode="after")
+    def _of_this_kind(self) -> EngineSettings:
+        known = _PLANNERS.get(self.kind)
+        if known is not None and self.planner not in known:
+            raise ValueError(
+                f"planner {self.planner} is not one of kind {self.kind}: choose {', '.join(known)}"
+            )
+        if self.host_tier != "own" and self.kind != "vllm":
+            raise ValueError(f"host_tier {self.host_tier} needs kind vllm, and this is {self.kind}")
+        if self.host_tier != "own" and not self.host_bytes:
+            raise ValueError(f"host_tier {self.host_tier} needs host_bytes above zero")
+        return self
 
     @model_validator(mode="after")
     def _context_fits(self) -> EngineSettings:

@@ -18,23 +18,6 @@ from kappa.settings.base import TENANT_NAME
 _MAX_FILE_BYTES = 4 << 20
 
 
-class _TwiceError(Exception):
-    """A key is given twice; `args[0]` is the line."""
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML takes the last of two equal keys in silence; a key given twice is a mistake here."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if isinstance(key_node, yaml.ScalarNode):
-                if key_node.value in seen:
-                    raise _TwiceError(key_node.start_mark.line + 1)
-                seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
 def read_entries(path: str | Path) -> dict[str, Any]:
     """The file's entries as they stand there; what they say is not checked.
 
@@ -49,13 +32,14 @@ def read_entries(path: str | Path) -> dict[str, Any]:
     if len(raw) > _MAX_FILE_BYTES:
         raise ValueError(f"keys_file {path}: has more than {_MAX_FILE_BYTES} bytes")
     try:
-        data = yaml.load(raw.decode(), Loader=_UniqueKeys)  # noqa: S506
-    except _TwiceError as error:
-        raise ValueError(
-            f"keys_file {path}: line {error.args[0]} gives a key a second time: drop one"
-        ) from None
+        text = raw.decode()
+        # The loader takes the last of two equal keys in silence; a key given twice is a mistake.
+        twice = _given_twice(yaml.compose(text, Loader=yaml.SafeLoader))
+        data = yaml.safe_load(text)
     except (UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError):
         raise ValueError(f"keys_file {path}: is not YAML; write 'key: tenant' lines") from None
+    if twice:
+        raise ValueError(f"keys_file {path}: line {twice} gives a key a second time: drop one")
     if not isinstance(data, dict):
         raise ValueError(f"keys_file {path}: is no mapping; write 'key: tenant' lines")
     return data
@@ -81,3 +65,14 @@ def read_digests(path: str | Path) -> dict[bytes, str]:
         if found.setdefault(digest, tenant) != tenant:
             raise ValueError(f"{where}: another entry gives the same key to another tenant")
     return found
+
+
+def _given_twice(node: Any) -> int:
+    """The line of the first key that stood there before; 0 without one."""
+    seen = set()
+    for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
+                return int(key.start_mark.line) + 1
+            seen.add(key.value)
+    return 0

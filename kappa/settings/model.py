@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from pydantic import Field, field_validator
 
 from kappa.hardware import node_profile
-from kappa.settings.base import Section
+from kappa.settings.base import Fault, Section
+from kappa.settings.pools import Name, value_of
 from kappa.shapes import model_shape
 from kappa.types import ModelShape, NodeProfile
 
@@ -35,7 +37,7 @@ class ModelSettings(Section):
 class NodeSettings(Section):
     """One worker: the hardware that it is, or on a CPU machine the one that it is paced as."""
 
-    name: str = Field(min_length=1)
+    name: Name
     profile: str = Field(description="catalogue name or profile JSON")
     paced: bool = True
 
@@ -49,3 +51,13 @@ class NodeSettings(Section):
         """The profile to pace by, in dilated time."""
         profile = node_profile(self.profile)
         return replace(profile, name=self.name, source="paced", dilation=dilation)
+
+
+def node_faults(nodes: Any) -> list[Fault]:
+    """What is wrong between nodes, as they stand in the file."""
+    if not isinstance(nodes, list | tuple):
+        return []
+    names = [str(value_of(node, "name")) for node in nodes]
+    if len(set(names)) < len(names):
+        return [((), f"two nodes share a name among {names}: names must differ")]
+    return []

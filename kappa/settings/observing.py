@@ -31,7 +31,8 @@ class ObservingSettings(Section):
     otlp_protocol: Literal["http", "grpc"] = "http"
     service_name: str = Field("kappa-serve", min_length=1)
     trace_share: Annotated[Finite, Field(ge=0, le=1)] = Field(
-        1.0, description="share of requests traced; a client that sends `traceparent` decides itself"
+        1.0,
+        description="share of requests traced; a client that sends `traceparent` decides itself",
     )
     request_log: bool = Field(True, description="a line at each request's end")
     metrics: bool = Field(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from kappa.settings.base import Section
 
@@ -15,6 +16,10 @@ class RouterSettings(Section):
     """How requests are routed, and the limits of the ingress."""
 
     policy: PolicyName = "priced"
+    mode: str = Field(
+        "on",
+        description="who steers: ray, shadow (Ray's, ours watches), canary:N (percent), or on",
+    )
     index_blocks: int = Field(1_000_000, ge=1, description="bound of the prefix index")
     max_body_bytes: int = Field(4 << 20, ge=1024)
     max_queue: int = Field(256, ge=1, description="requests in flight before 429")
@@ -33,3 +38,16 @@ class RouterSettings(Section):
     record: str | None = Field(
         None, description="file for the router's log (JSON lines, holds token ids); none: off"
     )
+
+    @field_validator("mode")
+    @classmethod
+    def _known_mode(cls, value: str) -> str:
+        name, _, share = value.partition(":")
+        with contextlib.suppress(ValueError):
+            if name == "canary" and 0 < float(share) < 100:
+                return value
+        if value in ("ray", "shadow", "on"):
+            return value
+        raise ValueError(
+            f"mode {value!r}: give ray, shadow, canary:N with 0 < N < 100 (percent), or on"
+        )

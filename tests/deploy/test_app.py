@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from deploy.app.build import build_app, own_headers, tenants_table
+from deploy.app.access import own_headers, tenants_table
+from deploy.app.build import build_app
 from deploy.app.model import Model, StartError
 from deploy.app.plan import engine_scheduler
 from kappa.settings.cluster import load_settings
@@ -31,7 +32,10 @@ def test_our_own_requests_carry_a_key_only_where_one_is_needed():
     assert own_headers(load_settings()) == {}
     assert own_headers(load_settings(None, tenants=KEYED)) == {}
     refusing = load_settings(None, tenants={**KEYED, "unknown": "refuse"})
-    assert own_headers(refusing) == {"authorization": "Bearer sk-alice"}
+    scheme, key = own_headers(refusing)["authorization"].split()
+    assert scheme == "Bearer" and key != "sk-alice"
+    assert tenants_table(refusing).find([key]).operator
+    assert not tenants_table(refusing).find(["sk-alice"]).operator
 
 
 def test_engines_schedule_by_the_rule_weights_and_link_of_the_settings(tmp_path, monkeypatch):

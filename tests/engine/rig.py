@@ -83,6 +83,7 @@ def rig(
     streamed: bool = False,
     device: str = "cpu",
     blocks: int = 96,
+    cpu_threads: int = 0,
     seed: int = 0,
 ) -> Iterator[Rig]:
     made = weights(family, dtype, streamed, device)
@@ -92,12 +93,13 @@ def rig(
         # What was never written must not matter.
         arena.tensor(type, place).fill_(torch.nan)
     mover = mover_for(device)
+    forward = Forward(made, arena, mover, cpu_threads=cpu_threads)
     try:
         yield Rig(
-            Forward(made, arena, mover), arena, mover, hf.reference(family, dtype), dtype,
-            np.random.default_rng(seed),
-        )  # fmt: skip
+            forward, arena, mover, hf.reference(family, dtype), dtype, np.random.default_rng(seed)
+        )
     finally:
+        forward.close()
         mover.stop()
         arena.close()
 

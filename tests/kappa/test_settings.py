@@ -233,5 +233,5 @@ def test_an_engine_can_be_given_by_its_kind_alone(written):
     assert load_settings(written("engine: torch\n")).engine.kind == "torch"
     settings = load_settings(written("engine: {kind: torch, planner: kvpr, act_share: 0.5}\n"))
     assert (settings.engine.planner, settings.engine.act_share) == ("kvpr", 0.5)
-    with pytest.raises(SettingsError, match="'vllm' or 'torch'"):
+    with pytest.raises(SettingsError, match="'vllm', 'torch'"):
         load_settings(written("engine: sglang\n"))

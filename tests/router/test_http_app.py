@@ -7,6 +7,7 @@ import pytest
 from fastapi import Request
 from pydantic import BaseModel, field_validator
 
+from router.access import Access
 from router.errors import queue_full
 from router.http_app import body_accepted, make_app, request_id_of, tenant_of
 from router.tenants import Tenants
@@ -28,7 +29,7 @@ class Question(BaseModel):
 
 @pytest.fixture
 async def client():
-    app = make_app(LIMIT)
+    app = make_app(Access(max_body_bytes=LIMIT))
 
     @app.post("/v1/chat/completions")
     async def ask(question: Question, request: Request):
@@ -127,7 +128,8 @@ async def test_unknown_paths_and_methods_have_the_same_shape(client):
 
 def keyed(**options):
     """An application with alice's key, a route that names the tenant, and an open one."""
-    app = make_app(LIMIT, Tenants.of({"sk-alice": "alice"}, {"alice": 2.0}, **options))
+    tenants = Tenants.of({"sk-alice": "alice"}, {"alice": 2.0}, **options)
+    app = make_app(Access(tenants, max_body_bytes=LIMIT))
 
     @app.post("/v1/chat/completions")
     async def ask(question: Question, request: Request):

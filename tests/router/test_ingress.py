@@ -16,6 +16,7 @@ import router.live
 from kappa.hardware import node_profile
 from kappa.report import Announcement, TenantCharge, WorkerReport
 from kappa.step import StepModel
+from router.access import Access
 from router.admission import Admission
 from router.board import Board
 from router.http_app import make_app
@@ -90,7 +91,7 @@ async def serve(renderer, monkeypatch):
 
     async def make(script, workers=("a", "b"), device_blocks=(100, 100), **changes):
         ingress = Scripted(renderer, script, **changes)
-        app = make_app(1 << 20, changes.get("tenants"))
+        app = make_app(Access(changes.get("tenants") or Tenants(), max_body_bytes=1 << 20))
         app.post(PATH)(ingress.chat)
         app.get("/metrics")(ingress.metrics)
         app.get("/v1/tenants")(ingress.tenants)

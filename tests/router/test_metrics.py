@@ -29,3 +29,31 @@ def test_a_workers_scheduler_is_taken_over_and_a_new_life_adds_to_the_old():
     assert 'kappa_engine_requests{node="n",state="waiting"} 7.0' in lines
     metrics.forget(m.ENGINE_REQUESTS, "n", "waiting")
     assert 'state="waiting"' not in metrics.exposition().decode()
+
+
+def test_power_is_told_with_its_source_and_energy_adds_up_over_restarts():
+    metrics = RouterMetrics()
+    told = {"power_w": 300.0, "power_cap_w": 700.0, "power_source": "model"}
+    for worker, joules in (("w1", 100.0), ("w1", 150.0), ("w2", 20.0), ("w2", 30.0)):
+        report = WorkerReport(worker, 1.0, energy_j_total=joules, **told)
+        metrics.reported(report, "pcie", paced=False)
+    text = metrics.exposition().decode()
+    assert 'kappa_node_power_watts{node="pcie",source="model"} 300.0' in text
+    assert 'kappa_node_power_cap_watts{node="pcie",source="model"} 700.0' in text
+    assert 'kappa_energy_joules_total{node="pcie",source="model"} 180.0' in text
+
+
+def test_a_worker_without_figures_has_no_power_series():
+    metrics = RouterMetrics()
+    metrics.reported(WorkerReport("w", 1.0), "pcie", paced=False)
+    assert "kappa_node_power_watts{" not in metrics.exposition().decode()
+
+
+def test_without_counting_nothing_is_counted_and_nothing_fails():
+    metrics = RouterMetrics(counting=False)
+    metrics.inc(m.REQUESTS, "200")
+    metrics.observe(m.TOKENIZE_SECONDS, value=0.1)
+    metrics.reported(WorkerReport("w", 1.0, steps_total=5), "pcie", paced=True)
+    metrics.total(m.STEPS, "pcie", "true", to=3)
+    metrics.forget(m.CRITICAL_RATIO, "pcie")
+    assert metrics.exposition() == b""

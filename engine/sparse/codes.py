@@ -1,0 +1,88 @@
+"""Hash codes of keys: the signs of random projections, packed 64 to a word, compared by popcount.
+
+Two vectors' codes agree in a share of bits that falls with the angle between them, so the keys with
+the most bits in common are those with the highest scores, nearly (as HATA of paper 004 does with
+projections that it trains; these are random, from a seed). One code per token and KV head, kept on
+the device under the host block that holds the key.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WORD_BITS = 64
+
+# Constants of the bit count, as signed 64-bit numbers.
+_PAIRS = 0x5555555555555555
+_FOURS = 0x3333333333333333
+_BYTES = 0x0F0F0F0F0F0F0F0F
+_SUM = 0x0101010101010101
+
+
+class Hasher:
+    """Codes of vectors of `head_dim` elements.
+
+    Args:
+        head_dim: elements of a key.
+        bits: of a code, a multiple of 64.
+        seed: of the projections.
+        dtype, device: of the vectors.
+    """
+
+    def __init__(
+        self, head_dim: int, bits: int, seed: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if bits < WORD_BITS or bits % WORD_BITS:
+            raise ValueError(f"codes of {bits} bits: give a multiple of {WORD_BITS}, at least one")
+        self.bits = bits
+        self.words = bits // WORD_BITS
+        rng = np.random.default_rng(seed)
+        planes = rng.standard_normal((head_dim, bits)).astype(np.float32)
+        self._planes = torch.from_numpy(planes).to(dtype).to(device)
+        # Bit 63 is the sign of a word.
+        weights = [1 << bit for bit in range(WORD_BITS - 1)] + [-(1 << (WORD_BITS - 1))]
+        self._weights = torch.tensor(weights, dtype=torch.int64, device=device)
+
+    def encode(self, vectors: Tensor) -> Tensor:
+        """Codes (..., words) int64 of vectors (..., head_dim)."""
+        positive = torch.matmul(vectors, self._planes) > 0
+        grouped = positive.view(*vectors.shape[:-1], self.words, WORD_BITS)
+        return (grouped * self._weights).sum(dim=-1)
+
+    def unpack(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Codes as +1 and -1 (..., bits)."""
+        shifts = torch.arange(WORD_BITS, device=codes.device)
+        bits = (codes[..., None] >> shifts) & 1
+        return (2 * bits - 1).flatten(-2).to(dtype)
+
+
+def popcount(words: Tensor) -> Tensor:
+    """How many bits are set in each int64 word."""
+    x = words - ((words >> 1) & _PAIRS)
+    x = (x & _FOURS) + ((x >> 2) & _FOURS)
+    x = (x + (x >> 4)) & _BYTES
+    return (x * _SUM) >> 56
+
+
+# Above so many queries per key, codes are multiplied as +1 and -1 rather than counted bit by bit.
+_COUNTED_QUERIES = 16
+
+
+def agreement(queries: Tensor, keys: Tensor, hasher: Hasher) -> Tensor:
+    """Bits in common, summed over all queries of a head: (heads, keys) float32.
+
+    Args:
+        queries: codes (heads, queries, words).
+        keys: codes (heads, keys, words).
+    """
+    count = queries.shape[1]
+    if count <= _COUNTED_QUERIES:
+        total = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
+        for index in range(count):
+            total += popcount(keys ^ queries[:, index, None, :]).sum(dim=-1)
+        return (count * hasher.bits - total).to(torch.float32)
+    signs = hasher.unpack(queries, torch.float32).sum(dim=1)
+    dots = torch.matmul(hasher.unpack(keys, torch.float32), signs[..., None])[..., 0]
+    return (count * hasher.bits + dots) / 2

@@ -1,0 +1,167 @@
+"""Pools: workers with the same engine arguments on nodes of one kind, how many, and where.
+
+Every pool of a cluster serves the same model, and the ingress chooses across all of them. `nodes`
+of the cluster file is the short form: each of them becomes a pool of one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from kappa.hardware import node_profile
+from kappa.settings.base import Fault, Finite, Section, faults_in
+from kappa.settings.engine import EngineSettings
+
+Role = Literal["both", "prefill", "decode"]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+LabelText = Annotated[str, Field(min_length=1)]
+
+# Where these differ, blocks of one worker mean nothing to another.
+SHARED_ENGINE_KEYS = frozenset({"kind", "block_tokens", "dtype"})
+
+
+class Placement(Section):
+    """What a machine must offer for one worker of a pool. Ray chooses among those that do."""
+
+    cpus: Finite = Field(1.0, ge=0.1, description="of Ray's CPUs, for the replica")
+    gpus: int = Field(0, ge=0, description="GPUs of one worker; zero runs vLLM's CPU engine")
+    resources: dict[str, Annotated[Finite, Field(gt=0)]] = Field(
+        default_factory=dict, description="Ray's custom resources, such as {pool-gh200: 1}"
+    )
+    labels: dict[LabelText, LabelText] = Field(
+        default_factory=dict, description="labels of Ray nodes, such as {ray.io/node-group: gh200}"
+    )
+
+
+class ScalingSettings(Section):
+    """How many workers a pool has, by the seconds of work that wait for it."""
+
+    min_replicas: int = Field(1, ge=1)
+    max_replicas: int = Field(ge=1)
+    target_backlog_s: Finite = Field(
+        5.0, gt=0, description="what waits is to be worked off within so long"
+    )
+    target_utilisation: Finite = Field(
+        0.8, gt=0, le=1, description="share of time that a worker's busier resource may be busy"
+    )
+    up_after_s: Finite = Field(10.0, ge=0, description="wanted so long before workers are added")
+    down_after_s: Finite = Field(
+        300.0, ge=0, description="unwanted so long before workers are drained"
+    )
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> ScalingSettings:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(
+                f"max_replicas is {self.max_replicas}, less than min_replicas "
+                f"{self.min_replicas}: raise the one or lower the other"
+            )
+        return self
+
+
+class PoolSettings(Section):
+    """Workers alike: their hardware, their number, their place, their share of the work."""
+
+    name: Name
+    profile: str = Field(description="catalogue name or profile JSON: prior, or what to pace as")
+    paced: bool = Field(False, description="on a CPU machine, act as fast as the profile")
+    replicas: int | None = Field(None, ge=1, description="fixed number of workers; none: one")
+    autoscaling: ScalingSettings | None = None
+    role: Role = Field("both", description="prefill: hands its KV over; decode: takes it over")
+    cost_per_hour: Finite | None = Field(None, ge=0, description="of one worker, any currency")
+    drain_s: Finite = Field(
+        60.0, gt=0, description="a worker that is to go has so long to end its streams"
+    )
+    placement: Placement = Placement()
+    engine: dict[str, Any] = Field(
+        default_factory=dict, description="what differs from the cluster's engine section"
+    )
+
+    @field_validator("profile")
+    @classmethod
+    def _known_profile(cls, value: str) -> str:
+        node_profile(value)
+        return value
+
+    @model_validator(mode="after")
+    def _one_way_to_count(self) -> PoolSettings:
+        if self.replicas is not None and self.autoscaling is not None:
+            raise ValueError("replicas and autoscaling are both given: drop one")
+        return self
+
+    @property
+    def least(self) -> int:
+        """Workers at start."""
+        return self.autoscaling.min_replicas if self.autoscaling else self.replicas or 1
+
+    @property
+    def most(self) -> int:
+        """Workers at most."""
+        return self.autoscaling.max_replicas if self.autoscaling else self.replicas or 1
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """What its workers' nodes are called, by rank."""
+        if self.most == 1:
+            return (self.name,)
+        return tuple(f"{self.name}-{rank}" for rank in range(self.most))
+
+    def engine_settings(self, shared: EngineSettings) -> EngineSettings:
+        """The cluster's engine section with what this pool changes."""
+        return EngineSettings.model_validate({**shared.model_dump(), **self.engine})
+
+
+def pool_faults(pools: Any) -> list[Fault]:
+    """What is wrong between pools, as they stand in the file: some may be misshapen themselves."""
+    if not isinstance(pools, list | tuple):
+        return []
+    names = [value_of(pool, "name") for pool in pools]
+    found: list[Fault] = [
+        ((number, "name"), f"pool {names.index(name)} is called {name!r}, too: names must differ")
+        for number, name in enumerate(names)
+        if isinstance(name, str) and names.index(name) < number
+    ]
+    roles = [value_of(pool, "role") or "both" for pool in pools]
+    if roles and set(roles) == {"prefill"}:
+        found.append(((), "every pool's role is prefill, and nobody would decode: make one both"))
+    if roles and set(roles) == {"decode"}:
+        found.append(((), "every pool's role is decode, and nobody hands over: make one both"))
+    return found
+
+
+def engine_faults(pools: Any, shared: Any) -> list[Fault]:
+    """What is wrong with pools' own engine arguments, beside the cluster's `engine` section."""
+    found: list[Fault] = []
+    base = shared if isinstance(shared, dict) else {"kind": shared} if shared else {}
+    for number, pool in enumerate(pools if isinstance(pools, list | tuple) else ()):
+        own = value_of(pool, "engine")
+        if not isinstance(own, dict):
+            continue
+        where = ("pools", number, "engine")
+        found += [
+            ((*where, key), "is the same in all pools, or their blocks would not match: give it "
+             "in the section engine")
+            for key in sorted(own.keys() & SHARED_ENGINE_KEYS)
+        ]  # fmt: skip
+        told = {str(loc[0]) for loc, _ in _engine_faults(base) if loc}
+        found += [
+            ((*where, *loc), reason)
+            for loc, reason in _engine_faults({**base, **own})
+            if (loc and loc[0] in own) or (not loc and not told)
+        ]
+    return found
+
+
+def _engine_faults(data: dict[str, Any]) -> list[Fault]:
+    try:
+        EngineSettings.model_validate(data)
+    except ValidationError as error:
+        return faults_in(error)
+    return []
+
+
+def value_of(part: Any, key: str) -> Any:
+    """A part's value, whether it is validated already or not."""
+    return part.get(key) if isinstance(part, dict) else getattr(part, key, None)

@@ -1,0 +1,118 @@
+"""The last decisions and what became of each: `GET /v1/decisions`.
+
+A record begins with the decision and is filled in as the worker and the stream report. Bounded:
+the oldest go. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from kappa.report import Admission, Spent
+from router.core import Decision
+
+MEMORY = 4096
+
+
+@dataclass(slots=True)
+class Record:
+    """A decision and what became of it; seconds are real ones.
+
+    attempt: 0, or 1 if another worker had failed the request before. avoided: workers that were
+    passed over because their breaker was open or they were leaving.
+    """
+
+    decision: Decision
+    time_s: float
+    load: float
+    tenant: str = ""
+    ttft_s: float | None = None
+    admitted: Admission | None = None
+    spent: Spent | None = None
+    end: str = ""
+    attempt: int = 0
+    avoided: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, without the candidates."""
+        decision, chosen = self.decision, self.decision.chosen
+        actual, spent = self.admitted, self.spent
+        return {
+            "request_id": decision.request_id,
+            "time_s": self.time_s,
+            "tenant": self.tenant,
+            "node": chosen.node.name,
+            "paced": chosen.node.source == "paced",
+            "policy": decision.policy,
+            "reason": decision.reason,
+            "kind": decision.kind,
+            "bound": chosen.bound,
+            "ratio": chosen.counts.ratio,
+            "kappa_crit": chosen.kappa_crit,
+            "predicted": {
+                "device_tokens": chosen.counts.device_tokens,
+                "cached_tokens": chosen.counts.cached_tokens,
+                "new_tokens": chosen.counts.new_tokens,
+                "queue_s": chosen.queue_s,
+                "load_s": chosen.load_s,
+                "compute_s": chosen.compute_s,
+                "ttft_s": chosen.ttft_s,
+            },
+            "actual": {
+                "device_tokens": actual.device_tokens if actual else None,
+                "cached_tokens": actual.host_tokens if actual else None,
+                "new_tokens": actual.new_tokens if actual else None,
+                "queue_s": self._queue_s(),
+                "load_s": spent.load_s if spent else None,
+                "compute_s": spent.compute_s if spent else None,
+                "ttft_s": self.ttft_s,
+            },
+            "load": self.load,
+            "attempt": self.attempt,
+            "avoided": list(self.avoided),
+            "end": self.end,
+        }
+
+    def log_line(self) -> dict[str, Any]:
+        """What the log says of it when it is over."""
+        chosen = self.decision.chosen
+        return {
+            "request_id": self.decision.request_id,
+            "tenant": self.tenant,
+            "node": chosen.node.name,
+            "paced": chosen.node.source == "paced",
+            "reason": self.decision.reason,
+            "ratio": round(chosen.counts.ratio, 2),
+            "predicted_ttft_s": round(chosen.ttft_s, 4),
+            "ttft_s": round(self.ttft_s, 4) if self.ttft_s is not None else None,
+            "end": self.end,
+        }
+
+    def _queue_s(self) -> float | None:
+        """What neither its own load nor the steps that computed its prompt account for."""
+        if self.spent is None or self.ttft_s is None:
+            return None
+        return max(self.ttft_s - self.spent.load_s - self.spent.compute_s, 0.0)
+
+
+class Records(OrderedDict[str, Record]):
+    """Records by request id, the oldest first; at most so many."""
+
+    def __init__(self, memory: int = MEMORY) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def add(self, record: Record) -> None:
+        """Keep a record; one of the same id, of an earlier attempt, is replaced."""
+        request_id = record.decision.request_id
+        self.pop(request_id, None)
+        self[request_id] = record
+        while len(self) > self.memory:
+            self.popitem(last=False)
+
+    def of(self, request_id: str, worker: str) -> Record | None:
+        """The record of a request if it is on that worker: what another says of it is too late."""
+        record = self.get(request_id)
+        return record if record is not None and record.decision.worker == worker else None

@@ -1,0 +1,86 @@
+"""Waits for a worker's stream that end when the worker is lost, whatever Ray still hopes for.
+
+Each request in delivery holds one `Wait`, known to `Waits` under its worker. A worker that seems
+gone fails the requests that have had no token yet, so that they can be tried elsewhere; one that is
+gone for good fails all. On the ingress' event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+
+class WorkerLostError(Exception):
+    """The worker that had the request is gone; the message says how that was noticed."""
+
+
+class Wait:
+    """One request's waits for its worker."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        self._why = ""
+        self._scope: asyncio.Timeout | None = None
+
+    async def next(self, stream: AsyncGenerator[Any, None], timeout_s: float | None = None) -> Any:
+        """The stream's next item.
+
+        Raises:
+            StopAsyncIteration: there is none.
+            WorkerLostError: the worker was lost, before or meanwhile.
+            TimeoutError: nothing came within `timeout_s`.
+        """
+        if self._why:
+            raise WorkerLostError(self._why)
+        try:
+            async with asyncio.timeout(timeout_s) as self._scope:
+                item = await anext(stream)
+        except TimeoutError:
+            if self._why:
+                raise WorkerLostError(self._why) from None
+            raise
+        finally:
+            self._scope = None
+        self.begun = True
+        return item
+
+    def lose(self, why: str) -> None:
+        """The worker is lost: the wait in progress ends now, and each later one at once."""
+        if self._why:
+            return
+        self._why = why
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+
+class Waits:
+    """Who waits for which worker."""
+
+    def __init__(self) -> None:
+        self._by_worker: dict[str, set[Wait]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_worker.values()))
+
+    def begin(self, worker: str) -> Wait:
+        """A request waits for `worker` from now on; pair with `end`."""
+        wait = Wait()
+        self._by_worker.setdefault(worker, set()).add(wait)
+        return wait
+
+    def end(self, worker: str, wait: Wait) -> None:
+        """It waits no more; harmless to say twice."""
+        waits = self._by_worker.get(worker)
+        if waits is not None:
+            waits.discard(wait)
+            if not waits:
+                del self._by_worker[worker]
+
+    def lose(self, worker: str, why: str, *, begun: bool) -> int:
+        """Fail those that wait for `worker`; `begun`: also those that have had tokens. How many."""
+        lost = [w for w in self._by_worker.get(worker, ()) if begun or not w.begun]
+        for wait in lost:
+            wait.lose(why)
+        return len(lost)

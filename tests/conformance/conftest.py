@@ -1,0 +1,188 @@
+"""The whole ingress in one process: its real application, router and report streams over two
+emulated engines, served by uvicorn on loopback. Ray Serve's proxy and actors are all that is
+missing."""
+
+import asyncio
+import os
+import socket
+import threading
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import uvicorn
+
+import router.live
+from kappa.hardware import node_profile
+from kappa.report import Announcement
+from kappa.step import StepModel
+from router.access import Access
+from router.board import Board
+from router.http_app import make_app
+from router.ingress import ROUTES, KappaIngress
+from router.ingress_settings import IngressSettings
+from router.ray_router import PIN_HEADER
+from router.rendering import PromptRenderer
+from workers.emulated_engine import EmulatedEngine, EmulatedPlan
+from workers.emulated_loop import EmulatedPace
+from workers.report_stream import ReportStream
+from workers.tiny_model import make_tiny_model
+
+MODEL = "tiny"
+BLOCK = 16
+DEVICE_BLOCKS, HOST_BLOCKS, CONTEXT_TOKENS = 64, 128, 512
+MAX_BODY_BYTES = 1 << 16
+STEP = StepModel(1e-7, 0.0, 1e-5, 0.0)
+_PATIENCE_S = 30.0
+
+
+class Node:
+    """One emulated engine with the report stream of a real replica."""
+
+    def __init__(self, name):
+        self.name = name
+        sockets = f"ipc://@kappa-test-{os.getpid()}-{id(self)}"
+        self.stream = ReportStream(name, "127.0.0.1", f"{sockets}-stats", f"{sockets}-kv")
+        self.stream.start()
+        plan = EmulatedPlan(
+            name, EmulatedPace(STEP, 1e-8, 0.0, 512, 64), BLOCK, DEVICE_BLOCKS, HOST_BLOCKS,
+            CONTEXT_TOKENS, f"{sockets}-stats", f"{sockets}-kv",
+        )  # fmt: skip
+        config = SimpleNamespace(engine_kwargs={"kappa_emulated": plan}, model_id=MODEL)
+        self.engine = EmulatedEngine(config)
+
+    def announcement(self, **changes):
+        said = Announcement(
+            worker=self.name, model=MODEL, node=replace(node_profile("pcie"), name=self.name),
+            step=STEP, kv_bytes_per_token=1e3, emulated_model="", fingerprint="f",
+            block_tokens=BLOCK, device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS,
+            max_batch_tokens=512, max_context_tokens=CONTEXT_TOKENS, engine="emulated",
+            events_endpoint=self.stream.events_endpoint,
+            snapshot_endpoint=self.stream.snapshot_endpoint,
+        )  # fmt: skip
+        return replace(said, **changes).to_dict()
+
+    def close(self):
+        self.engine.shutdown()
+        self.stream.close()
+
+
+class InProcess(KappaIngress):
+    """The ingress with its engines in this process instead of behind Ray's handles."""
+
+    def __init__(self, renderer, nodes, settings):
+        self._wire(settings, renderer)
+        card = {"id": MODEL, "object": "model", "owned_by": "test", "permission": []}
+        self._default_serve_handles = {MODEL: SimpleNamespace(llm_config=None)}
+        self._model_cards = {MODEL: card}
+        self._engines = {node.name: node.engine for node in nodes}
+
+    async def _wake_router(self):
+        return
+
+    async def models(self):
+        return {"object": "list", "data": list(self._model_cards.values())}
+
+    async def model_data(self, model: str):
+        self._path.known_model(model)
+        return self._model_cards[model]
+
+    async def profile(self):
+        return await self.nodes()
+
+    async def _call(self, body, method, request):
+        engine = self._engines[request.headers[PIN_HEADER]]
+        async for item in getattr(engine, method)(body):
+            yield item
+
+
+@dataclass
+class Stack:
+    """What serves, and questions to ask it. app: the application itself."""
+
+    url: str
+    app: object
+    live: object
+    http: httpx.Client
+
+    def reserved(self):
+        return self.live.router.reservations
+
+
+class Serving:
+    """The stack on an event loop in a thread of its own."""
+
+    def __init__(self, renderer):
+        self._renderer = renderer
+        self._ready, self._stop = threading.Event(), threading.Event()
+        self._error = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._ready.wait(_PATIENCE_S) and self._error is None, self._error
+        self._http = httpx.Client(base_url=self.url, timeout=_PATIENCE_S)
+        return Stack(self.url, self.app, self.live, self._http)
+
+    def __exit__(self, *_):
+        self._http.close()
+        self._stop.set()
+        self._thread.join(_PATIENCE_S)
+        assert not self._thread.is_alive() and self._error is None, self._error
+
+    def _run(self):
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ready.set()
+
+    async def _serve(self):
+        board, router.live.BOARD = router.live.BOARD, Board()
+        nodes = [Node("a"), Node("b")]
+        ingress = InProcess(self._renderer, nodes, settings_of_ingress())
+        self.app = make_app(Access(max_body_bytes=MAX_BODY_BYTES))
+        for name, route in ROUTES.items():
+            route(self.app)(getattr(ingress, name))
+        for node in nodes:
+            await node.engine.start()
+        self.live = ingress._live()
+        router.live.BOARD.post("d", {node.name: node.announcement() for node in nodes})
+        async with asyncio.timeout(_PATIENCE_S):
+            while len(self.live.router.state.workers) < len(nodes):
+                await asyncio.sleep(0.01)
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        config = uvicorn.Config(self.app, log_level="warning", lifespan="off", access_log=False)
+        server = uvicorn.Server(config)
+        server.install_signal_handlers = lambda: None
+        serving = asyncio.create_task(server.serve([listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        self._ready.set()
+        while not self._stop.is_set():
+            await asyncio.sleep(0.05)
+        server.should_exit = True
+        await serving
+        await ingress._start.close()
+        for node in nodes:
+            node.close()
+        router.live.BOARD = board
+
+
+def settings_of_ingress():
+    return IngressSettings(
+        tokenizer_source="", policy="priced", index_blocks=10_000, max_queue=64, stale_after_s=1e9,
+        calibrate=True, calibrate_requests=None, request_timeout_s=60.0, secret="s", record=None,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    renderer = PromptRenderer(str(make_tiny_model(folder, ["hello world " * 20])))
+    with Serving(renderer) as made:
+        yield made

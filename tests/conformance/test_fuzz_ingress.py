@@ -1,0 +1,146 @@
+"""Whatever is sent to the ingress, it answers in OpenAI's shape, never with 500, and tells no log.
+
+`KAPPA_FUZZ_REQUESTS` raises the number of seeded requests (the goal is 100,000).
+"""
+
+import asyncio
+import io
+import json
+import logging
+import os
+import time
+from collections import Counter
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+
+import httpx
+import pytest
+import structlog
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loadtest.faults.bodies import PATHS, bad_requests
+from tests.conformance.conftest import MODEL
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+
+MARKER = "zqxsecretprompt"
+REQUESTS = int(os.environ.get("KAPPA_FUZZ_REQUESTS", "1500"))
+SEED = int(os.environ.get("KAPPA_FUZZ_SEED", "20"))
+EXAMPLES = max(REQUESTS // 10, 100)
+_AT_ONCE = 16
+_REQUEST_S = 30.0
+
+
+@contextmanager
+def listening():
+    """Everything that is printed or logged meanwhile, by whatever way."""
+    heard = io.StringIO()
+    handler = logging.StreamHandler(heard)
+    # Our own client's wire log is not the cluster's.
+    handler.addFilter(
+        lambda record: not record.name.startswith(("httpcore", "httpx", "hypothesis"))
+    )
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(heard))
+    try:
+        with redirect_stdout(heard), redirect_stderr(heard):
+            yield heard
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+        structlog.reset_defaults()
+
+
+def judge(answer):
+    """What is wrong with an answer; empty if nothing is."""
+    if answer.status_code == 500:
+        return f"500: {answer.text[:300]}"
+    if answer.status_code >= 400:
+        try:
+            error = answer.json()["error"]
+        except (ValueError, KeyError, TypeError):
+            return f"{answer.status_code} in another shape: {answer.text[:300]}"
+        if set(error) != {"message", "type", "param", "code"} or not error["message"]:
+            return f"{answer.status_code} in another shape: {answer.text[:300]}"
+    return ""
+
+
+async def send_all(stack, drawn):
+    """Send them, several at once; the statuses, and what was wrong with which."""
+    statuses, wrong = Counter(), []
+    async with httpx.AsyncClient(base_url=stack.url, timeout=_REQUEST_S) as client:
+
+        async def sender():
+            for bad in drawn:
+                headers = [(k.encode(), v.encode("latin-1")) for k, v in bad.headers]
+                try:
+                    answer = await client.post(bad.path, content=bad.body, headers=headers)
+                except httpx.HTTPError as error:
+                    wrong.append((repr(error), bad))
+                    continue
+                statuses[answer.status_code] += 1
+                if complaint := judge(answer):
+                    wrong.append((complaint, bad))
+
+        await asyncio.gather(*(sender() for _ in range(_AT_ONCE)))
+    return statuses, wrong
+
+
+def test_seeded_bad_requests_get_answers_and_leave_nothing(stack):
+    with listening() as heard:
+        drawn = bad_requests(SEED, REQUESTS, MODEL, MARKER)
+        statuses, wrong = asyncio.run(send_all(stack, drawn))
+        deadline_s = time.monotonic() + _REQUEST_S
+        while stack.reserved():
+            assert time.monotonic() < deadline_s, "a reservation leaked"
+            time.sleep(0.05)
+    assert not wrong, f"{len(wrong)} of {REQUESTS}:\n" + "\n".join(map(_told, wrong[:20]))
+    assert sum(statuses.values()) == REQUESTS
+    # Good and bad ones were among them, or nothing was tried.
+    assert statuses[200] > REQUESTS / 20 and statuses[400] > REQUESTS / 20, statuses
+    assert MARKER not in heard.getvalue(), _around(heard.getvalue())
+    print(f"{REQUESTS} requests: {dict(statuses)}")
+
+
+def _told(fault):
+    complaint, bad = fault
+    return f"{complaint[:120]} {bad.path} {bad.body[:400]!r} {bad.headers}"
+
+
+def _around(text):
+    place = text.index(MARKER)
+    return text[max(place - 500, 0) : place + 200]
+
+
+AS_JSON = {"content-type": "application/json"}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30),
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner, max_size=5)
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(
+    max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck]
+)  # fmt: skip
+@given(path=st.sampled_from(PATHS), body=JSON, named=st.booleans(), messages=JSON)
+def test_any_json_gets_an_answer(stack, path, body, named, messages):
+    if named and isinstance(body, dict):
+        body = {"max_tokens": 2, **body, "model": MODEL, "messages": messages}
+    answer = stack.http.post(path, content=json.dumps(body).encode(), headers=AS_JSON)
+    assert not (complaint := judge(answer)), complaint
+
+
+@settings(
+    max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck]
+)  # fmt: skip
+@given(path=st.sampled_from(PATHS), body=st.binary(max_size=200))
+def test_any_bytes_get_an_answer(stack, path, body):
+    answer = stack.http.post(path, content=body, headers=AS_JSON)
+    assert answer.status_code in (400, 422), answer.text
+    assert not (complaint := judge(answer)), complaint

@@ -1,0 +1,191 @@
+"""The CPU attends to part of a context in host memory: exact at every share, whatever lies where."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from engine.cpu_worker import CpuWorker, result
+from engine.decode import ACT_HOST, KV_DEVICE, KV_HOST, Decoder, always
+from engine.forward import NoCpuAttention
+from engine.index import build_step
+from engine.prefill import Prompt, prefill
+from engine.step import NoSuchBlock, Source, Work
+from engine.transfer import TransferFailed
+from tests.engine import hf
+from tests.engine.rig import BLOCK, DEVICES, prompt, rig
+
+COUNT = 16
+# Ragged; one within its first block, one that ends with one.
+LENGTHS = [[19, 3], [12, 25]]
+SHARES = [0.0, 0.25, 0.5, 1.0]
+
+
+def check(r, family, decoder):
+    """All of COUNT tokens and their logits, of every sequence."""
+    logits = [decoder.prefill([[prompt(n) for n in batch] for batch in LENGTHS])]
+    logits += [decoder.step() for _ in range(COUNT - 1)]
+    for b, (batch, tokens) in enumerate(zip(LENGTHS, decoder.tokens(), strict=True)):
+        for s, length in enumerate(batch):
+            want, scores = hf.greedy(hf.reference(family, r.dtype), prompt(length), COUNT)
+            assert tokens[s].tolist() == want
+            assert r.agrees(torch.stack([step[b][s] for step in logits]), scores)
+    decoder.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("family", hf.FAMILIES)
+def test_sixteen_greedy_tokens_at_any_share(family, share, device) -> None:
+    for dtype in (torch.float64, torch.float32):
+        with rig(family, dtype, device=device, cpu_threads=1) as r:
+            cut = lambda length: int(share * length) // BLOCK * BLOCK  # noqa: E731
+            check(r, family, Decoder(r.forward, always(KV_HOST), cpu=cut))
+
+
+@pytest.mark.parametrize("order", ["row", "column"])
+def test_beside_blocks_of_every_other_kind_and_with_streamed_weights(order) -> None:
+    def mixed(kv: int, act: int):
+        return (KV_HOST, ACT_HOST, KV_DEVICE)[(kv + act) % 3]
+
+    with rig("opt", streamed=order == "column", cpu_threads=2) as r:
+        check(r, "opt", Decoder(r.forward, mixed, order=order, cpu=lambda length: length))
+
+
+def test_only_queries_and_results_cross_for_what_the_cpu_attends_to() -> None:
+    moved = []
+    for share in (0, 1):
+        with rig("llama", cpu_threads=1) as r:
+            decoder = Decoder(r.forward, always(KV_HOST), cpu=lambda length, s=share: s * length)
+            decoder.prefill([[prompt(24)]])
+            r.mover.drain()
+            before = r.mover.counters["h2d"].copied_bytes
+            decoder.step()
+            r.mover.drain()
+            moved.append(r.mover.counters["h2d"].copied_bytes - before)
+            decoder.close()
+    layers, width = r.forward.config.layers, 2 * r.forward.config.kv_width
+    assert moved == [layers * 24 * width * r.dtype.itemsize, 0]
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 8, 22])
+def test_several_queries_and_a_block_that_is_cut(tokens: int) -> None:
+    """A prompt's new tokens all see what the CPU attends to, which may end within a block."""
+    with rig("llama", cpu_threads=2, blocks=200) as r:
+        ids = prompt(31)
+        pages = r.stored(ids[:24], 24)
+        for new in (1, 7):
+            length = 24 + new
+            sources = np.full(length, Source.NEW, np.int8)
+            sources[:24] = Source.KV_HOST
+            sources[:tokens] = Source.KV_CPU
+            other = Work(prompt(9), np.full(9, Source.NEW, np.int8), r.pages(9))
+            work = Work(ids[:length], sources, pages, wanted="all")
+            step = build_step([other, work], BLOCK, r.forward.weights.device)
+            got = r.forward.run([step])[0]
+            assert r.agrees(got[1:], r.expected(ids[:length])[24:])
+            assert r.agrees(got[:1], r.expected(prompt(9))[-1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_widened_before_it_is_summed(dtype) -> None:
+    """As near to the exact output as rounding of keys and values alone allows."""
+    with rig("qwen2", torch.float32, cpu_threads=1) as r:
+        made = r.forward
+        made.arena.kv_host.normal_()
+        exact = made.arena.kv_host[1].to(dtype).double()
+        made.cpu._host = made.arena.kv_host.to(dtype)
+        q = torch.randn(2, made.config.heads, made.config.head_dim)
+        from engine.host_context import HostContext
+
+        blocks = np.array([3, 4, 5, 9, 70, 71, 72, 73, 74, 75, 76, 77])
+        out, lse = made.cpu.attend(1, HostContext(0, 2, blocks), q)
+        keys, values = exact[blocks].permute(1, 3, 0, 2, 4).flatten(2, 3)
+        group = made.config.heads // made.config.kv_heads
+        keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))
+        scores = torch.einsum("qhd,hkd->qhk", q.double(), keys) * made.config.head_dim**-0.5
+        want = torch.einsum("qhk,hkd->qhd", scores.softmax(-1), values)
+        assert float((out.double() - want).abs().max()) < 2e-6
+        assert float((lse.double() - scores.logsumexp(-1)).abs().max()) < 2e-6
+
+
+def test_what_cannot_be_attended_to_on_the_cpu_is_refused() -> None:
+    with rig("llama", cpu_threads=1) as r:
+        ids = prompt(24)
+        pages = r.stored(ids[:16], 16)
+        held = np.full(17, Source.NEW, np.int8)
+        held[:16] = Source.KV_CPU
+
+        def step(sources):
+            return build_step([Work(ids[:17], sources, pages)], BLOCK, r.forward.weights.device)
+
+        early = held.copy()
+        early[0] = Source.NEW
+        with pytest.raises(NoSuchBlock, match="one before it is computed"):
+            step(early)
+        hole = held.copy()
+        hole[4] = Source.KV_HOST
+        with pytest.raises(NoSuchBlock, match="whole blocks"):
+            step(hole)
+        missing = np.full(21, Source.NEW, np.int8)
+        missing[:20] = Source.KV_CPU
+        with pytest.raises(NoSuchBlock, match="kv host|host kv"):
+            build_step([Work(ids[:21], missing, pages)], BLOCK, r.forward.weights.device)
+    with rig("llama") as r:
+        pages = r.stored(ids[:16], 16)
+        step = build_step([Work(ids[:17], held, pages)], BLOCK, r.forward.weights.device)
+        with pytest.raises(NoCpuAttention, match="cpu_threads"):
+            r.forward.run([step])
+        # The pass that failed leaves nothing behind.
+        assert r.agrees(prefill(r.forward, [Prompt(ids, r.pages(24))]), r.expected(ids)[-1:])
+
+
+def test_a_worker_keeps_its_threads_to_itself_and_tells_what_failed() -> None:
+    before, running = torch.get_num_threads(), threading.active_count()
+    worker = CpuWorker(3)
+    assert result(worker.submit(torch.get_num_threads)) == 3
+    assert torch.get_num_threads() == before
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join(10)
+    assert found == [before]
+
+    def fail() -> None:
+        raise OSError("no such core")
+
+    with pytest.raises(TransferFailed, match="no such core"):
+        result(worker.submit(fail))
+    gate = threading.Event()
+    slow = worker.submit(lambda: gate.wait(20))
+    with pytest.raises(TransferFailed, match="did not end within"):
+        result(slow, 0.01)
+    with pytest.raises(TransferFailed, match="still computes"):
+        worker.settle(0.01)
+    gate.set()
+    worker.stop()
+    with pytest.raises(RuntimeError):
+        worker.submit(fail)
+    assert threading.active_count() <= running + 1
+    with pytest.raises(ValueError, match="1 or more"):
+        CpuWorker(0)
+
+
+def test_a_failure_on_the_cpu_fails_the_pass_and_no_other() -> None:
+    with rig("llama", cpu_threads=1) as r:
+        decoder = Decoder(r.forward, always(KV_HOST), cpu=lambda length: length)
+        decoder.prefill([[prompt(16)]])
+        attend = r.forward.cpu.attend
+
+        def broken(*args):
+            raise MemoryError("none left")
+
+        r.forward.cpu.attend = broken
+        with pytest.raises(TransferFailed, match="none left"):
+            decoder.step()
+        r.forward.cpu.attend = attend
+        ids = prompt(20)
+        assert r.agrees(prefill(r.forward, [Prompt(ids, r.pages(20))]), r.expected(ids)[-1:])

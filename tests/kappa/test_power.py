@@ -1,0 +1,130 @@
+"""Power: the model against the paper's measurements, and caps that requests would not notice."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kappa import paper
+from kappa.hardware import CATALOGUE
+from kappa.power import (
+    CLOCK_EXPONENT,
+    MARGIN,
+    Advice,
+    GpuPower,
+    Waited,
+    Work,
+    advise,
+    gpu_power,
+    modelled_w,
+    tolerated_slowdown,
+)
+
+H100 = gpu_power("H100-SXM5-80GB")
+MEMORY_BOUND = [Waited(0.2, 1.0, 0.05)] * 10
+COMPUTE_BOUND = [Waited(0.2, 0.01, 1.0)] * 10
+
+
+def test_every_node_of_the_catalogue_has_watts():
+    assert all(gpu_power(node.gpu) is not None for node in CATALOGUE.values())
+    assert gpu_power("abacus") is None
+    assert H100.cap_w == paper.H100_TDP_W
+
+
+@pytest.mark.parametrize(
+    ("busy", "computing", "least", "most"),
+    [(0, 0, 70, 70), (1, 1, 700, 700), (1, 0, 300, 450), (0.4, 0.1, 180, 250)],
+)
+def test_draw_goes_with_what_is_done(busy, computing, least, most):
+    assert least <= modelled_w(H100, Work(10, 10 * busy, 10 * computing)) <= most
+
+
+def test_a_memory_bound_node_draws_what_the_paper_measured():
+    """The paper's GPUs draw 152 W on average on NarrativeQA, 196 W on ShareGPT: mostly waiting."""
+    (_, narrative), (share, _) = paper.TABLE5_POWER_W[130], paper.TABLE5_POWER_W[70]
+    waiting = modelled_w(H100, Work(1.0, 0.25, 0.01))
+    assert narrative[0] * 0.8 < waiting < share[0] * 1.2
+    assert share[1] < modelled_w(H100, Work(1.0, 1.0, 0.0)) * 1.1
+
+
+@given(st.floats(0, 20), st.floats(0, 20))
+def test_a_draw_stays_between_idle_and_the_cap(step_s, compute_s):
+    assert H100.idle_w <= modelled_w(H100, Work(10.0, step_s, compute_s)) <= H100.cap_w
+
+
+def test_memory_bound_requests_do_not_notice_a_low_cap_and_compute_bound_ones_do():
+    low = advise(H100, 700.0, MEMORY_BOUND, 0.02)
+    high = advise(H100, 700.0, COMPUTE_BOUND, 0.02)
+    assert low.cap_w <= 400 and low.freed_w >= 300
+    assert high.cap_w >= 670
+    assert low.basis == high.basis == "model"
+
+
+def test_the_advice_keeps_its_promise():
+    """Slowed by what the advised cap costs, the mean TTFT grows by no more than was tolerated."""
+    for requests in (MEMORY_BOUND, COMPUTE_BOUND, MEMORY_BOUND + COMPUTE_BOUND):
+        for tolerance in (0.005, 0.02, 0.1):
+            told = advise(H100, 700.0, requests, tolerance)
+            before = sum(r.ttft_s for r in requests)
+            load, compute = sum(r.load_s for r in requests), sum(r.compute_s for r in requests)
+            queue = sum(r.queue_s for r in requests)
+            slowed = told.slowdown
+            after = load + compute * slowed + queue * ((load + compute * slowed) / (load + compute))
+            assert after / before - 1 <= tolerance * 1.001
+            assert told.ttft_growth == pytest.approx(after / before - 1, abs=1e-6)
+
+
+def test_a_measured_draw_makes_a_cap_that_changes_nothing():
+    told = advise(H100, 700.0, COMPUTE_BOUND, 0.0, highest_draw_w=310.0)
+    assert told == Advice(330.0, 370.0, 1.0, 0.0, "measured")
+    assert told.cap_w >= 310 * MARGIN
+
+
+def test_a_cap_is_one_that_the_gpu_takes_and_never_above_the_present_one():
+    assert advise(H100, 700.0, [Waited(0, 9, 0)], 0.01).cap_w == H100.least_cap_w
+    assert advise(H100, 350.0, COMPUTE_BOUND, 0.01).cap_w == 350.0
+    assert advise(H100, 350.0, COMPUTE_BOUND, 0.01).freed_w == 0.0
+    assert advise(H100, 700.0, COMPUTE_BOUND, 0.0).cap_w == 700.0
+
+
+@given(
+    st.lists(
+        st.builds(Waited, st.floats(0, 10), st.floats(0, 10), st.floats(0, 10)), min_size=1
+    ),
+    st.floats(0, 0.5),
+    st.one_of(st.none(), st.floats(1, 900)),
+)  # fmt: skip
+def test_advice_is_always_in_range(requests, tolerance, peak):
+    told = advise(H100, 700.0, requests, tolerance, peak)
+    assert H100.least_cap_w <= told.cap_w <= 700.0
+    assert told.freed_w == 700.0 - told.cap_w
+    assert told.slowdown >= 1.0 and 0 <= told.ttft_growth <= tolerance + 1e-9
+
+
+def test_slowdown_is_unbounded_where_nothing_is_computed():
+    assert tolerated_slowdown([Waited(0.1, 1.0, 0.0)], 0.01) == math.inf
+    assert tolerated_slowdown(COMPUTE_BOUND, 0.0) == 1.0
+
+
+@pytest.mark.parametrize(("requests", "tolerance"), [([], 0.1), (MEMORY_BOUND, -0.1)])
+def test_nothing_to_go_by_is_refused(requests, tolerance):
+    with pytest.raises(ValueError, match="give some"):
+        tolerated_slowdown(requests, tolerance)
+
+
+@pytest.mark.parametrize("watts", [(100, 200, 50), (300, 200, 0), (200, 300, 50)])
+def test_watts_out_of_order_are_refused(watts):
+    with pytest.raises(ValueError, match="0 < idle <= lowest cap <= cap"):
+        GpuPower(*watts[:2], watts[2]) if watts != (100, 200, 50) else GpuPower(100, 200, 50)
+
+
+@pytest.mark.parametrize("work", [(0, 1, 1), (1, -1, 0), (1, 1, -1)])
+def test_seconds_that_cannot_be_are_refused(work):
+    with pytest.raises(ValueError, match="above zero"):
+        Work(*work)
+
+
+def test_the_exponent_is_the_cautious_one():
+    """A higher exponent would promise more watts for the same slowdown."""
+    assert 1.0 < CLOCK_EXPONENT <= 2.0

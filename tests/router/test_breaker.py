@@ -1,0 +1,122 @@
+"""Circuit breakers: when they open, whom they let through, what closes them."""
+
+import pytest
+
+from router.breaker import ERRORS, BreakerRule, Breakers
+
+RULE = BreakerRule(failures=3, pause_s=1.0, longest_pause_s=4.0, probe_s=10.0)
+
+
+def failing(breakers, worker="w", times=3, now_s=0.0):
+    return [breakers.failed(worker, f"r{i}", now_s) for i in range(times)]
+
+
+def test_failures_in_a_row_open_it_and_a_success_starts_the_count_anew():
+    breakers = Breakers(RULE)
+    failing(breakers, times=2)
+    assert not breakers.succeeded("w", "r")
+    assert failing(breakers, times=2) == [False, False]
+    assert breakers.state("w", 0.0).standing == "closed"
+    assert breakers.failed("w", "r9", 0.0)
+    state = breakers.state("w", 0.0)
+    assert (state.standing, state.why, state.opened) == ("open", ERRORS, 1)
+    assert breakers.blocked(0.5).failing == {"w"} and not breakers.blocked(0.5).gone
+
+
+def test_after_the_pause_one_probe_goes_there_and_its_success_closes_it():
+    breakers = Breakers(RULE)
+    failing(breakers)
+    assert breakers.retry_after_s(0.25) == 0.75
+    assert not breakers.blocked(1.0).failing
+    assert breakers.state("w", 1.0).standing == "half_open"
+    breakers.sent("w", "probe", 1.0)
+    assert breakers.blocked(1.1).failing == {"w"}, "one probe at a time"
+    assert breakers.succeeded("w", "probe")
+    assert breakers.state("w", 1.2).standing == "closed"
+    assert not breakers.blocked(1.2).failing
+
+
+def test_a_failed_probe_doubles_the_pause_up_to_the_longest():
+    breakers = Breakers(RULE)
+    failing(breakers)
+    now_s, pauses = 0.0, []
+    for i in range(4):
+        wait_s = breakers.retry_after_s(now_s)
+        pauses.append(wait_s)
+        now_s += wait_s
+        breakers.sent("w", f"p{i}", now_s)
+        assert breakers.failed("w", f"p{i}", now_s)
+    assert pauses == [1.0, 2.0, 4.0, 4.0]
+    assert breakers.state("w", now_s).opened == 5
+
+
+def test_outcomes_of_requests_from_before_say_nothing_once_it_is_open():
+    breakers = Breakers(RULE)
+    failing(breakers)
+    assert not breakers.succeeded("w", "old")
+    assert not breakers.failed("w", "older", 0.5)
+    assert breakers.retry_after_s(0.0) == 1.0
+
+
+def test_a_probe_that_says_nothing_frees_its_place():
+    breakers = Breakers(RULE)
+    failing(breakers)
+    breakers.sent("w", "left", 1.0)
+    breakers.abandoned("w", "left")
+    assert not breakers.blocked(1.0).failing
+    breakers.sent("w", "silent", 1.0)
+    assert breakers.blocked(11.0).failing
+    assert not breakers.blocked(11.1).failing, "forgotten after probe_s"
+
+
+def test_a_worker_without_a_sign_of_life_stays_blocked_until_there_is_one():
+    breakers = Breakers(RULE)
+    assert breakers.trip("w", "silent", 0.0)
+    assert not breakers.trip("w", "disconnected", 1.0), "open for that already"
+    assert breakers.blocked(1e6).gone == {"w"}
+    assert breakers.state("w", 1e6).standing == "open"
+    assert breakers.alive("w", 1e6)
+    assert breakers.state("w", 1e6).standing == "half_open"
+    breakers.sent("w", "probe", 1e6)
+    assert breakers.succeeded("w", "probe")
+    assert not breakers.alive("w", 1e6)
+
+
+def test_one_that_stands_still_is_probed_after_a_pause_though_nothing_was_heard():
+    breakers = Breakers(RULE)
+    assert breakers.trip("w", "stalled", 0.0, needs_sign=False)
+    assert breakers.blocked(0.5).failing == {"w"}
+    assert not breakers.blocked(1.0).failing
+    breakers.sent("w", "probe", 1.0)
+    assert breakers.trip("w", "stalled", 5.0, needs_sign=False)
+    assert breakers.retry_after_s(5.0) == 2.0
+
+
+def test_a_worker_that_left_leaves_nothing_behind():
+    breakers = Breakers(RULE)
+    failing(breakers)
+    breakers.leave("w")
+    assert breakers.state("w", 0.0).opened == 0
+    assert not breakers.blocked(0.0).failing and breakers.retry_after_s(0.0) == 0.0
+
+
+def test_workers_do_not_share_a_breaker():
+    breakers = Breakers(RULE)
+    failing(breakers, "a")
+    breakers.trip("b", "silent", 0.0)
+    blocked = breakers.blocked(0.0)
+    assert (blocked.failing, blocked.gone) == ({"a"}, {"b"})
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"failures": 0}, "failures is 0"),
+        ({"pause_s": 0.0}, "pause_s"),
+        ({"pause_s": 9.0, "longest_pause_s": 1.0}, "longest_pause_s"),
+        ({"probe_s": 0.0}, "probe_s"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(values, why):
+    with pytest.raises(ValueError, match=why):
+        BreakerRule(**values)

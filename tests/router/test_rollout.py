@@ -1,0 +1,52 @@
+"""Rollout modes: read strictly, a canary steers its share and keeps conversations together."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.rollout import Rollout, Shadow
+
+
+@pytest.mark.parametrize(
+    ("text", "asks", "rays_alone", "arm"),
+    [("ray", False, True, "ray"), ("shadow", True, True, "ray"), ("on", True, False, "kappa")],
+)
+def test_modes_without_a_share(text, asks, rays_alone, arm):
+    rollout = Rollout.parse(text)
+    assert (rollout.asks, rollout.rays_alone) == (asks, rays_alone)
+    assert {rollout.arm(str(i)) for i in range(50)} == {arm}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "off", "canary", "canary:", "canary:0", "canary:100", "canary:x", "canary:nan",
+             "Canary:5", "on:5", "canary:-1", "canary:inf"],
+)  # fmt: skip
+def test_anything_else_is_refused_with_what_is_allowed(text):
+    with pytest.raises(ValueError, match=r"ray, shadow, canary:N with 0 < N < 100"):
+        Rollout.parse(text)
+
+
+@pytest.mark.parametrize("percent", [1, 5, 12.5, 50, 99])
+def test_a_canary_steers_about_its_share_of_the_conversations(percent):
+    rollout = Rollout.parse(f"canary:{percent}")
+    assert rollout.asks and not rollout.rays_alone
+    n = 20_000
+    steered = sum(rollout.arm(f"conversation {i}") == "kappa" for i in range(n))
+    spread = 4 * (n * percent / 100 * (1 - percent / 100)) ** 0.5
+    assert abs(steered - n * percent / 100) < spread
+
+
+@given(st.text())
+def test_a_conversation_stays_in_its_arm_and_a_larger_canary_keeps_what_a_smaller_steered(name):
+    small, large = Rollout.parse("canary:10"), Rollout.parse("canary:40")
+    assert small.arm(name) == Rollout.parse("canary:10").arm(name)
+    if small.arm(name) == "kappa":
+        assert large.arm(name) == "kappa"
+
+
+def test_a_shadow_tells_agreement_and_saving_only_once_rays_choice_is_known():
+    ours = Shadow("w1", "c2c", "load", 1.0)
+    assert ours.agreed is None and ours.saving_s is None
+    told = Shadow("w1", "c2c", "load", 1.0, "w2", "pcie", 3.5)
+    assert told.agreed is False and told.saving_s == 2.5
+    assert Shadow("w1", "c2c", "load", 1.0, "w1", "c2c", 1.0).agreed is True

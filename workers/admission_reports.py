@@ -1,0 +1,52 @@
+"""What a connector tells of each request that its scheduler has admitted: its tokens by source.
+
+When the scheduler has allocated a request, the split of its prompt into device, host and new tokens
+is known for good; vLLM says the device hit only when it asks for the host's. Used by all our
+connectors, in the scheduler's process.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kappa.report import REQUEST_ID_KEY
+from workers.stats_channel import StatsSender
+
+
+def kappa_request_id(sampling_params: Any) -> str:
+    """The ingress' request id, carried through vLLM in `SamplingParams.extra_args`; "" if none."""
+    extra_args = getattr(sampling_params, "extra_args", None) or {}
+    return str(extra_args.get(REQUEST_ID_KEY, ""))
+
+
+class AdmissionReports:
+    """Remembers device hits until their requests are admitted, then reports each once."""
+
+    def __init__(self, stats: StatsSender) -> None:
+        self._stats = stats
+        self._device_tokens: dict[str, int] = {}
+
+    def looked_up(self, request: Any, device_tokens: int) -> None:
+        """The scheduler asked what can be loaded behind so many device tokens."""
+        self._device_tokens[request.request_id] = device_tokens
+
+    def admitted(self, request: Any, host_tokens: int) -> None:
+        """Blocks are allocated, `host_tokens` will be loaded; told once for each look-up."""
+        device_tokens = self._device_tokens.pop(request.request_id, None)
+        if device_tokens is None:
+            return
+        self._stats.send(
+            {
+                "kind": "admit",
+                "request_id": kappa_request_id(request.sampling_params),
+                "device_tokens": device_tokens,
+                "host_tokens": host_tokens,
+                "new_tokens": max(request.num_prompt_tokens - device_tokens - host_tokens, 1),
+                "t_s": time.time(),
+            }
+        )
+
+    def finished(self, request: Any) -> None:
+        """A request ended, perhaps before it was admitted."""
+        self._device_tokens.pop(request.request_id, None)

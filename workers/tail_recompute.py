@@ -1,0 +1,83 @@
+"""How much of a hit in the host tier an engine of vLLM loads: the front; the back is computed.
+
+vLLM's connectors answer one question, how many tokens beyond the device's a request may load. A
+shorter answer, at a block's end, has the rest computed with the new tokens, and that is exact. The
+planner is the router's own (`kappa.plan.planners`, "tail"), with the rates that the worker
+announced, so that both foresee the same. Pure; asked by the connectors for every admission.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from kappa.plan.planners import Cached, Planning
+from kappa.plan.rates import as_measured, rates_from_law, rates_from_measured
+from kappa.types import ModelShape, NodeProfile
+
+CONFIG_KEY = "kappa_plan"
+TAIL, LOAD_ALL = "tail", "kv"
+# vLLM loads first and computes after: none of a request's own load hides behind its own prompt.
+OVERLAP = 0.0
+# A request that waits is asked about again and again, with the same numbers.
+_ANSWERS_KEPT = 4096
+
+
+def tail_rates(shape: ModelShape, node: NodeProfile) -> dict[str, Any]:
+    """The rates that worker and router plan by, as `rates_from_measured` reads them.
+
+    Args:
+        shape: the model that runs, or that a paced node acts as.
+        node: its bandwidth and FLOP/s, measured or to be paced by. Seconds are the node's own.
+    """
+    rates = rates_from_law(shape, node, overlap=OVERLAP)
+    return as_measured(rates, shape.name, node.name)
+
+
+class TailRecompute:
+    """The planner of one engine.
+
+    Args:
+        planner: "tail", or "kv" to load all, always.
+        rates: as `tail_rates` gives them; none: all is loaded.
+        block_tokens: of the host tier; every answer is a multiple, if the hits are.
+
+    Raises:
+        ValueError: rates that cannot be read, or a planner that is neither; says why.
+    """
+
+    def __init__(self, planner: str, rates: Mapping[str, Any] | None, block_tokens: int) -> None:
+        if planner not in (TAIL, LOAD_ALL):
+            raise ValueError(
+                f"{CONFIG_KEY}: planner is {planner!r}; an engine of vLLM has {TAIL} and {LOAD_ALL}"
+            )
+        self._plan = None
+        if planner == TAIL and rates is not None:
+            planning = Planning(block_tokens, rates_from_measured(rates), activations=False)
+            self._plan = planning.named(TAIL)
+        self._answers: OrderedDict[Cached, int] = OrderedDict()
+
+    @classmethod
+    def from_config(cls, extra: Mapping[str, Any], block_tokens: int) -> TailRecompute:
+        """From a connector's extra configuration: `kappa_plan={"planner": …, "rates": …}`."""
+        config = dict(extra.get(CONFIG_KEY) or {"planner": LOAD_ALL})
+        unknown = sorted(set(config) - {"planner", "rates"})
+        if unknown:
+            raise ValueError(f"{CONFIG_KEY} has no {', '.join(unknown)}: it takes planner, rates")
+        return cls(config.get("planner", TAIL), config.get("rates"), block_tokens)
+
+    def loaded_tokens(self, device: int, hit: int, new: int) -> int:
+        """Of `hit` tokens that could be loaded behind `device` ones, how many to load.
+
+        `new` are behind them, to be computed in any case.
+        """
+        if self._plan is None or hit <= 0:
+            return hit
+        asked = Cached(hit, max(new, 1), device)
+        known = self._answers.get(asked)
+        if known is None:
+            known = self._answers[asked] = self._plan(asked).crossing_tokens
+            if len(self._answers) > _ANSWERS_KEPT:
+                self._answers.popitem(last=False)
+        return known
