@@ -22,7 +22,7 @@ from typing import Literal
 
 import yaml
 
-from deploy.app.cluster import free_port
+from deploy.app.ports import free_port
 from kappa.settings.cluster import home
 from loadtest.peers.sidecar import script_command
 

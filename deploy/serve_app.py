@@ -28,7 +28,15 @@ def settings_of(args: dict[str, Any]) -> ClusterSettings:
             "args: http has no place here; set http_options beside applications in the Serve "
             "config file"
         )
-    return load_settings(None, **args)
+    settings = load_settings(None, **args)
+    # Where Serve listens is not ours to see; its config files default to every address.
+    if not (settings.tenants.closed or settings.access.allow_open):
+        raise SettingsError(
+            "args: anybody who reaches the endpoint would be served without a key: give "
+            "tenants.keys_file and tenants.unknown: refuse, or say access.allow_open: true if a "
+            "proxy or network policy guards it"
+        )
+    return settings
 
 
 def app(args: dict[str, Any]) -> Any:

@@ -17,11 +17,12 @@ from engine.loads import Loads
 from engine.rows import Executor, Row
 from engine.sampling import sample
 from engine.sequence import Load, Sequence
+from engine.sparse.serving import SparseServing
 from engine.transfer import Mover, TransferFailed
 
 
 class Computer:
-    """Computes rows.
+    """Computes rows: those of requests that have a lane there, all others by the executor.
 
     Args:
         executor: the model.
@@ -29,6 +30,9 @@ class Computer:
         loads: told which arrived, and which did not.
         row_of: the row of so many tokens of a sequence, from a position on.
         budget_tokens: of a call, where a prefix has to be computed that did not arrive.
+
+    `sparse`: the lanes, if the engine has any. `lost`: requests whose lane failed in the last call;
+    some of them have logits all the same.
     """
 
     def __init__(
@@ -44,9 +48,26 @@ class Computer:
         self._loads = loads
         self._row_of = row_of
         self._budget_tokens = budget_tokens
+        self.sparse: SparseServing | None = None
+        self.lost: list[Sequence] = []
 
     def compute(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
         """Logits of each row's last token, with whatever loads belong to the rows."""
+        self.lost = []
+        apart = {s: row for s, row in rows.items() if self.sparse is not None and s in self.sparse}
+        here = {s: row for s, row in rows.items() if s not in apart}
+        logits = self._compute(here) if here else {}
+        return {**logits, **(self._in_lanes(apart) if apart else {})}
+
+    def _in_lanes(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
+        assert self.sparse is not None
+        done = self.sparse.compute({s: (row.start, row.new_tokens) for s, row in rows.items()})
+        begun = [sequence for sequence in done.begun if sequence.load is not None]
+        self._loads.arrived_together(begun, done.load_s)
+        self.lost = done.lost
+        return done.logits
+
+    def _compute(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
         loading = [sequence for sequence, row in rows.items() if row.load is not None]
         if not loading:
             return self._run(rows)

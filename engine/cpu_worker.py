@@ -38,7 +38,7 @@ class CpuWorker:
         self._pool = ThreadPoolExecutor(1, "kappa-cpu")
         with _setting:
             before = torch.get_num_threads()
-            self._pool.submit(torch.set_num_threads, threads).result(WAIT_S)
+            self._pool.submit(_set_threads, threads).result(WAIT_S)
             # The number that threads begin with is everybody's: put it back.
             torch.set_num_threads(before)
 
@@ -74,6 +74,12 @@ class CpuWorker:
         """What has not begun is dropped; the thread ends."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.settle()
+
+
+def _set_threads(threads: int) -> None:
+    # A thread takes everybody's number when it first asks: that must not come later.
+    torch.get_num_threads()
+    torch.set_num_threads(threads)
 
 
 # Two workers that start at once would put back each other's number.

@@ -77,10 +77,10 @@ class Forward:
             )
         self.cpu = CpuAttention(arena, config, cpu_threads) if cpu_threads else None
         self.trace: list[Traced] | None = None
-        self._rope: tuple[Tensor, float] | None = None
+        self.rope: tuple[Tensor, float] | None = None
         if config.rope:
             inverse, factor = frequencies(config.rope, config.head_dim)
-            self._rope = inverse.to(weights.device), factor
+            self.rope = inverse.to(weights.device), factor
         self._stream = WeightStream(weights, mover)
         self._buffers: list[Buffer] = []
         self._outgoing = [Outgoing(), Outgoing()]
@@ -126,8 +126,8 @@ class Forward:
 
     def _begin(self, step: Step) -> Running:
         running = Running(step, layers.embed(self.weights, step.tokens, step.positions))
-        if self._rope is not None:
-            inverse, factor = self._rope
+        if self.rope is not None:
+            inverse, factor = self.rope
             dtype = self.weights.dtype
             running.angles = angles(step.positions, inverse, factor, dtype)
             running.act_angles = angles(step.act_positions, inverse, factor, dtype)

@@ -73,16 +73,32 @@ def project_kv(a: Tensor, layer: Layer, config: ModelConfig, angles: Angles, out
 
 def finish(x: Tensor, attended: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
     """The rest of the layer: output projection of attended (n, heads·head_dim), MLP, residuals."""
+    x = add_attention(x, attended, layer, config)
+    up = F.linear(mlp_input(x, layer, config), layer.up, layer.up_bias)
+    return add_mlp(x, up, layer, config)
+
+
+def add_attention(x: Tensor, attended: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
+    """Hidden states with the attention's output projected and added."""
     x = x + F.linear(attended, layer.out, layer.out_bias)
+    return x if config.pre_norm else normalise(x, layer.norm, layer.norm_bias, config)
+
+
+def mlp_input(x: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
+    """What the MLP's first projection takes."""
+    return normalise(x, layer.norm2, layer.norm2_bias, config) if config.pre_norm else x
+
+
+def add_mlp(x: Tensor, up: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
+    """Hidden states with the rest of the MLP, from its first projection `up`, added."""
+    x = x + _down(up, layer, config)
     if config.pre_norm:
-        return x + mlp(normalise(x, layer.norm2, layer.norm2_bias, config), layer, config)
-    x = normalise(x, layer.norm, layer.norm_bias, config)
-    return normalise(x + mlp(x, layer, config), layer.norm2, layer.norm2_bias, config)
+        return x
+    return normalise(x, layer.norm2, layer.norm2_bias, config)
 
 
-def mlp(x: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
-    """Two projections with an activation between, gated where the family gates."""
-    up = F.linear(x, layer.up, layer.up_bias)
+def _down(up: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
+    """The second projection of what is activated, gated where the family gates."""
     if config.gated:
         gate, value = up.chunk(2, dim=-1)
         return F.linear(_activate(gate, config) * value, layer.down, layer.down_bias)

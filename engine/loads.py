@@ -135,6 +135,7 @@ class Loads:
         account.loaded_tokens += plan.tokens("K")
         account.activation_tokens += plan.tokens("A")
         account.recomputed_tokens += plan.tokens("R")
+        account.sparse_tokens += plan.tokens("S")
         account.new_tokens -= plan.cached_tokens
 
     def _size_bytes(self, sequence: Sequence) -> int:

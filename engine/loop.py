@@ -12,18 +12,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Run
-from typing import NamedTuple, Protocol
 
 from engine.arena import Arena
 from engine.computing import Computer, sample_each
 from engine.keep import Keeper
 from engine.loads import Loads
 from engine.memory import EngineMemory
+from engine.outputs import Observer, Output
 from engine.prefix import CacheEvent
 from engine.rows import Executor, Row
 from engine.sampling import GREEDY, Sampling
-from engine.sequence import Account, FinishReason, RequestRefused, Sequence, refuse
-from engine.settings import EngineSettings
+from engine.sequence import FinishReason, Sequence, refuse
+from engine.settings import EngineSettings, link_rates
+from engine.sparse.forward import SparseForward
+from engine.sparse.serving import SparseServing, check_asked, lanes_of
 from engine.stats import EngineStats
 from engine.store import HostStore
 from engine.transfer import Mover
@@ -31,34 +33,8 @@ from kappa.plan.planners import Planner, Planning
 from kappa.report import Charge
 from scheduler.batching import Batcher, Step
 from scheduler.catalogue import rule_named
-from scheduler.config import LinkRates
 from scheduler.core import Fair
 from scheduler.work import Work
-
-__all__ = ["Engine", "Observer", "Output", "RequestRefused"]
-
-
-class Output(NamedTuple):
-    """What a request got in an iteration: at most one token; if it ended, why, and its account."""
-
-    request_id: int
-    tokens: list[int]
-    finish_reason: FinishReason | None = None
-    account: Account | None = None
-
-
-class Observer(Protocol):
-    """Told what the engine does, on its thread; must not block."""
-
-    def admitted(self, sequence: Sequence) -> None:
-        """A request got its blocks; its account says what was found, its `load` what comes."""
-        ...
-
-    def iterated(
-        self, engine: Engine, seconds: float, tokens: int, prefilled: Run[Sequence]
-    ) -> None:
-        """An iteration of so many tokens ended, and with it the prompts of `prefilled`."""
-        ...
 
 
 class Engine:
@@ -72,6 +48,7 @@ class Engine:
         planning: the planners; those that need no rates, if not given.
         clock: seconds.
         observer: told what happens.
+        sparse: the model over lanes, for requests that may be answered approximately; None: none.
 
     Raises:
         ValueError: a planner that there is none of; activations to store, and no blocks for them.
@@ -86,6 +63,7 @@ class Engine:
         planning: Planning | None = None,
         clock: Callable[[], float] = time.monotonic,
         observer: Observer | None = None,
+        sparse: SparseForward | None = None,
     ) -> None:
         self.settings = settings = settings or EngineSettings()
         self.planning = planning or Planning(arena.block_tokens)
@@ -103,7 +81,7 @@ class Engine:
                 f"{arena.size.act_device} device and {arena.size.act_host} host blocks of "
                 "activations: give both, or act_share=0"
             )
-        link = settings.link or _link_rates(self.planning)
+        link = settings.link or link_rates(self.planning)
         rule = rule_named(settings.scheduler, settings.fair, link)
         self.batcher = Batcher(self.memory, rule, settings.budget_tokens, settings.max_running)
         self._stats = EngineStats()
@@ -112,6 +90,8 @@ class Engine:
         self._computer = Computer(executor, mover, self._loads, self._row, settings.budget_tokens)
         self._clock = clock
         self._observer = observer
+        self.sparse = None if sparse is None else lanes_of(sparse, self.memory, self.store)
+        self._computer.sparse = self.sparse
         self._live: dict[int, Sequence] = {}
         self._decoding: dict[Sequence, None] = {}
         self._outputs: list[Output] = []
@@ -129,6 +109,7 @@ class Engine:
         planner: str | Planner | None = None,
         salt: str = "",
         name: str = "",
+        approx: bool = False,
     ) -> Sequence:
         """A request; its tokens come with the outputs of `step` under its `request_id`.
 
@@ -140,18 +121,19 @@ class Engine:
             planner: of its load plan, instead of the engine's.
             salt: requests of different salts share no blocks.
             name: the caller's, for whoever observes.
+            approx: it may be computed sparsely, which changes the answer.
 
         Raises:
             RequestRefused: no token, one outside the vocabulary, or more than can ever fit.
-            ValueError: there is no such planner.
+            ValueError: there is no such planner, or no lane for approximate answers.
         """
-        self.planning.check(planner)
+        check_asked(approx, planner, self.sparse, self.planning)
         most = min(self._executor.max_tokens, self.memory.capacity_blocks * self.arena.block_tokens)
         refuse(tokens, max_tokens, most, self._executor.vocab)
         sequence = Sequence(
             self._stats.requests, tokens, self._clock(), min(max_tokens, most - len(tokens)),
             sampling, block_tokens=self.arena.block_tokens, tenant=tenant, priority=priority,
-            planner=planner, salt=salt, name=name,
+            planner=planner, salt=salt, name=name, approx=approx,
         )  # fmt: skip
         self._stats.requests += 1
         self._live[sequence.request_id] = sequence
@@ -205,6 +187,8 @@ class Engine:
         self._stats.crossed(self.mover.counters)
         self._stats.kept(self.store, self.keeper, self.memory, self.arena)
         self._stats.preemptions = self.batcher.preemptions
+        if self.sparse is not None:
+            self._stats.sparse = self.sparse.to_dict()
         return self._stats
 
     def events(self) -> list[CacheEvent]:
@@ -233,17 +217,26 @@ class Engine:
         """A block for each that needs one to decode; False if others had to give up theirs."""
         calm = True
         for sequence in list(self._decoding):
-            while sequence in self._decoding and sequence.table.room_tokens < len(sequence.tokens):
+            while sequence in self._decoding and self._short(sequence):
                 if self.memory.grow(sequence):
                     continue
                 calm = False
-                victim = _sequence(self.batcher.preempt(now_s))
-                self._decoding.pop(victim, None)
-                # Computed again up to its latest token, which then gives the next.
-                victim.total_tokens = len(victim.tokens)
-                victim.account.preemptions += 1
-                self._free(victim)
+                self._preempted(_sequence(self.batcher.preempt(now_s)))
         return calm
+
+    def _short(self, sequence: Sequence) -> bool:
+        """Whether it lacks a device block for its latest token."""
+        return sequence.table.room_tokens < len(sequence.tokens) and not self._in_lane(sequence)
+
+    def _in_lane(self, sequence: Sequence) -> bool:
+        return self.sparse is not None and sequence in self.sparse
+
+    def _preempted(self, victim: Sequence) -> None:
+        """It is to be computed again up to its latest token, which then gives the next."""
+        self._decoding.pop(victim, None)
+        victim.total_tokens = len(victim.tokens)
+        victim.account.preemptions += 1
+        self._free(victim)
 
     def _admitted(self, step: Step, now_s: float) -> None:
         others = bool(step.chunks or self._decoding)
@@ -273,25 +266,38 @@ class Engine:
         for work, new, context in step.chunks:
             rows[_sequence(work)] = self._row(_sequence(work), context, new)
         logits = self._computer.compute(rows)
-        sampled = [*decoding, *(_sequence(work) for work in step.prefilled)]
+        prefilled = [_sequence(work) for work in step.prefilled]
+        sampled = [s for s in (*decoding, *prefilled) if s in logits]
         tokens = sample_each(logits, sampled)
         self.mover.mark().block()
         end_s = self._clock()
         self._stats.iterated(step, len(decoding), end_s - begin_s)
         self.batcher.ran(end_s - begin_s, 1, end_s)
-        for sequence in decoding:
-            self.keeper.computed(sequence, len(sequence.tokens))
-        for work, new, context in step.chunks:
-            self.keeper.computed(_sequence(work), context + new)
+        for sequence, row in rows.items():
+            if not self._in_lane(sequence):
+                self.keeper.computed(sequence, len(row.tokens))
         for sequence, token in zip(sampled, tokens, strict=True):
             self._append(sequence, token, end_s)
+        if self.sparse is not None:
+            self._change_lanes(self.sparse, end_s)
         if self._observer is not None:
-            count = len(decoding) + sum(new for _, new, _ in step.chunks)
-            self._observer.iterated(self, end_s - begin_s, count, sampled[len(decoding) :])
+            count = sum(row.new_tokens for row in rows.values())
+            done = [s for s in prefilled if s in logits]
+            self._observer.iterated(self, end_s - begin_s, count, done)
+
+    def _change_lanes(self, sparse: SparseServing, now_s: float) -> None:
+        """Who lost a lane is computed again, exactly; who may be computed sparsely gets one."""
+        for sequence in [one for one in self._computer.lost if one.finish_reason is None]:
+            if sequence.load is not None:
+                self._loads.failed(sequence)
+            sparse.expel(sequence)
+            self._preempted(_sequence(self.batcher.preempt(now_s, sequence)))
+        for sequence in sparse.adopt_all(self._decoding):
+            self.keeper.drop(sequence)
 
     def _row(self, sequence: Sequence, start: int, new: int) -> Row:
         stop = start + new
-        act_blocks = self.keeper.capture(sequence, start, stop)
+        act_blocks = {} if self._in_lane(sequence) else self.keeper.capture(sequence, start, stop)
         blocks = sequence.table.blocks("kv", "device")
         return Row(sequence.tokens[:stop], start, blocks, sequence.load, act_blocks)
 
@@ -299,6 +305,7 @@ class Engine:
 
     def _append(self, sequence: Sequence, token: int, now_s: float) -> None:
         """Its next token; it may be its last."""
+        sequence.account.approximate_tokens += self._in_lane(sequence)
         if not sequence.output_tokens:
             sequence.account.ttft_s = now_s - sequence.submitted_s
         sequence.tokens.append(token)
@@ -334,14 +341,10 @@ class Engine:
     def _free(self, sequence: Sequence) -> None:
         self.memory.release(sequence)
         self.keeper.drop(sequence)
+        if self.sparse is not None:
+            self.sparse.release(sequence)
 
 
 def _sequence(work: Work | None) -> Sequence:
     assert isinstance(work, Sequence)
     return work
-
-
-def _link_rates(planning: Planning) -> LinkRates | None:
-    """What a load of KV takes, for scheduling rules that care."""
-    rates = planning.rates
-    return None if rates is None else LinkRates(rates.load_token_s, rates.load.fixed_s)

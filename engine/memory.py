@@ -14,6 +14,7 @@ from engine.arena import Arena
 from engine.blocks import BlockType, OutOfBlocks
 from engine.prefix import EventLog, PrefixCache
 from engine.sequence import Load, Sequence
+from engine.sparse.serving import SPARSE, SparseServing
 from kappa.plan.planners import Cached, Planning
 from kappa.plan.segments import Kind, LoadPlan, Segment, bounded, from_runs, layout
 from scheduler.work import Quote, Work
@@ -55,6 +56,8 @@ class EngineMemory:
         self._budget_tokens = budget_tokens
         self._most_recompute = budget_tokens // arena.block_tokens * arena.block_tokens
         self._load_over = load_over
+        # Lanes of requests that may be computed sparsely, if the engine has any.
+        self.sparse: SparseServing | None = None
         # Blocks on their way to the device, for somebody.
         self._loading: set[bytes] = set()
 
@@ -88,6 +91,9 @@ class EngineMemory:
         """Reserve its blocks and pin what it found; None if they are not there after all."""
         assert isinstance(work, Sequence)
         work.host_stop, work.quoted = 0, None
+        sparse = self._sparse_plan(work)
+        if sparse is not None:
+            return self._take_sparse(work, sparse)
         fresh = self.quote(work)
         if fresh is None:
             return None
@@ -174,6 +180,9 @@ class EngineMemory:
     # -- looking ------------------------------------------------------------------------------
 
     def _look(self, sequence: Sequence) -> Quote | None:
+        sparse = self._sparse_plan(sequence)
+        if sparse is not None:
+            return self._sparse_quote(sequence, sparse)
         size, keys, total = self.block_tokens, sequence.keys, sequence.total_tokens
         usable = min((total - 1) // size, len(keys))
         found, idle = self.device.prefix(keys, usable)
@@ -215,6 +224,9 @@ class EngineMemory:
 
     def _plan(self, sequence: Sequence, asked: Cached) -> LoadPlan:
         planner = sequence.planner or self._planner
+        if planner == SPARSE:
+            # It has to be loaded after all.
+            planner = self._planner
         plan = (self._planning.named(planner) if isinstance(planner, str) else planner)(asked)
         if plan.cached_tokens != asked.cached:
             raise ValueError(
@@ -239,6 +251,33 @@ class EngineMemory:
         sequence.load = Load(start, stop, fitted, held["kv"], held["act"], self.block_tokens)
         self._loading.update(key.digest for key in keys)
         self._changed()
+
+    def _sparse_plan(self, sequence: Sequence) -> LoadPlan | None:
+        """The plan that leaves a request's prefix in host memory, if that may be and should be."""
+        if self.sparse is None or not sequence.approx:
+            return None
+        size, keys = self.block_tokens, sequence.keys
+        usable = min((sequence.total_tokens - 1) // size, len(keys))
+        stop = self._host_stop(sequence, 0, usable)
+        found, _ = self.device.prefix(keys, usable)
+        if stop <= found:
+            return None
+        exact = self._plan(sequence, self._ask(sequence, found, stop))
+        asked = Cached(stop * size, sequence.total_tokens - stop * size)
+        return self.sparse.plan(sequence, asked, exact, self._planning.rates)
+
+    def _sparse_quote(self, sequence: Sequence, plan: LoadPlan) -> Quote:
+        first = int.from_bytes(sequence.keys[0].digest[:7]) + 1
+        return Quote(0, 0, plan.cached_tokens, 0, first)
+
+    def _take_sparse(self, work: Sequence, plan: LoadPlan) -> Quote:
+        """A lane instead of device blocks."""
+        assert self.sparse is not None
+        work.table.fill(0)
+        work.table.entries.clear()
+        work.published = 0
+        work.load = self.sparse.reserve(work, plan)
+        return self._sparse_quote(work, plan)
 
     def _touch_host(self, sequence: Sequence) -> None:
         for cache in self.host.values():

@@ -26,6 +26,7 @@ import torch
 from engine import layers
 from engine.beside import repeating
 from engine.forward import Forward
+from engine.profiling_decode import AttentionProbe, decoding
 from engine.prefill import Prompt, prefill
 from engine.rope import angles, frequencies
 from engine.step import Pages
@@ -41,6 +42,7 @@ class ProfileSettings:
 
     tokens: sizes for the two lines, in tokens of one sequence; at least three, and those that the
     arena cannot hold are left out. new_tokens, context_tokens: the grid's axes, cut likewise.
+    decode_sequences, decode_tokens: axes of the decoding steps: sequences, context tokens of all.
     repeats: of each figure; the least counts, since what else runs on the machine only adds to it,
     and the spread is told beside. busy_threads: that compute on the CPU for the figure under load;
     0: one for each thread of torch.
@@ -49,11 +51,14 @@ class ProfileSettings:
     tokens: tuple[int, ...] = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
     new_tokens: tuple[int, ...] = (1, 16, 64, 128, 256, 512, 1024, 2048)
     context_tokens: tuple[int, ...] = (0, 512, 2048, 8192)
+    decode_sequences: tuple[int, ...] = (1, 4, 16, 64)
+    decode_tokens: tuple[int, ...] = (0, 1024, 4096, 16384)
     repeats: int = 9
     busy_threads: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "new_tokens", "context_tokens"):
+        axes = ("tokens", "new_tokens", "context_tokens", "decode_sequences", "decode_tokens")
+        for name in axes:
             values = getattr(self, name)
             if list(values) != sorted(set(values)) or (values and values[0] < 0):
                 raise ValueError(f"ProfileSettings.{name} is {values}: give ascending counts")
@@ -118,6 +123,7 @@ def _subject(forward: Forward) -> dict[str, Any]:
                   config.inner, config.vocab],
         "dtype": str(weights.dtype).removeprefix("torch."),
         "streamed": weights.streamed,
+        "cpu_threads": 0 if forward.cpu is None else forward.cpu.worker.threads,
         "block_tokens": forward.arena.block_tokens,
     }  # fmt: skip
 
@@ -159,10 +165,12 @@ class _Profiler:
             "load": self._line(self._load_layers),
             "project": self._line(self._projection()),
             "grid": self._grid(),
+            **decoding(self.forward, self.settings, self._least_s),
             "h2d_bytes_per_s": alone,
             "h2d_scattered_bytes_per_s": self._link_bytes_per_s(scattered=True),
             "h2d_while_storing_bytes_per_s": self._while_storing(),
             "h2d_cpu_busy_bytes_per_s": self._while_cpu_busy(),
+            **self._attention(),
         }
 
     # -- lines ----------------------------------------------------------------------------------
@@ -314,6 +322,28 @@ class _Profiler:
         square = torch.randn(_BUSY_SIDE, _BUSY_SIDE)
         with repeating(lambda: torch.mm(square, square), threads):
             return self._link_bytes_per_s()
+
+    def _attention(self) -> dict[str, Any]:
+        """CPU attention, if there are threads for it, and what it and the link leave each other."""
+        if self.forward.cpu is None:
+            return {}
+        self.arena.kv_host.normal_()
+        probe = AttentionProbe(self.forward)
+        line = self._line(lambda tokens: probe.layers(tokens))
+        alone_s = self._least_s(probe.layers(self.sizes[-1]))
+        blocks = self.sizes[-1] // self.arena.block_tokens
+        target, source = self.arena.kv_device, self.arena.kv_host
+        pairs = [(target[i, :blocks], source[i, :blocks]) for i in range(self.config.layers)]
+        with repeating(lambda: self.mover.h2d(pairs).block()):
+            beside_s = self._least_s(probe.layers(self.sizes[-1]))
+        with repeating(probe.layers(self.sizes[-1])):
+            link = self._link_bytes_per_s()
+        found = {**line, "threads": self.forward.cpu.worker.threads}
+        return {
+            "attend": {
+                **found, "share_while_loading": alone_s / beside_s, "h2d_bytes_per_s": link,
+            }
+        }  # fmt: skip
 
     # -- time -----------------------------------------------------------------------------------
 

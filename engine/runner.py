@@ -18,7 +18,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from engine.loop import Engine, Output
+from engine.loop import Engine
+from engine.outputs import Output
 from engine.prefix import CacheEvent
 from engine.sampling import GREEDY, Sampling
 from engine.sequence import FinishReason

@@ -56,7 +56,8 @@ class Account:
     Seconds are of the engine's clock. queue_s: until its first admission; load_s: from the start of
     its load to its end; compute_s: iterations that computed its prompt; ttft_s: all until its first
     token. predicted_*: of its load plan. Tokens: device (found there), loaded (as KV), activations
-    (KV projected from them), recomputed (were cached, computed all the same), new.
+    (KV projected from them), recomputed (were cached, computed all the same), sparse (stayed in
+    host memory, attended to in part), new; approximate: of the answer, computed sparsely.
     plan, why: the kinds of its load plan, and what the planner saw.
     """
 
@@ -73,6 +74,8 @@ class Account:
     loaded_tokens: int = 0
     activation_tokens: int = 0
     recomputed_tokens: int = 0
+    sparse_tokens: int = 0
+    approximate_tokens: int = 0
     new_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
@@ -114,11 +117,11 @@ class Sequence(Work):
 
     tokens: prompt and answer. load: set by the memory when it is admitted with something to load.
     published, stored: how many of its full blocks others can find on the device, and how many were
-    given to the host store. planner: overrides the engine's.
+    given to the host store. planner: overrides the engine's. approx: may be computed sparsely.
     """
 
     __slots__ = (
-        "account", "finish_reason", "host_stop", "keys", "load", "name", "planner",
+        "account", "approx", "finish_reason", "host_stop", "keys", "load", "name", "planner",
         "prompt_tokens", "published", "quoted", "request_id", "rng", "salt", "sampling", "stored",
         "submitted_s", "table", "tokens",
     )  # fmt: skip
@@ -137,6 +140,7 @@ class Sequence(Work):
         planner: str | Planner | None = None,
         salt: str = "",
         name: str = "",
+        approx: bool = False,
     ) -> None:
         super().__init__(len(tokens), arrival_s, max_tokens, tenant, priority)
         self.request_id = request_id
@@ -149,6 +153,7 @@ class Sequence(Work):
         self.planner = planner
         self.salt = salt
         self.name = name
+        self.approx = approx
         self.keys: list[BlockKey] = []
         self.table = BlockTable(block_tokens)
         self.load: Load | None = None

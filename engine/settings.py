@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kappa.plan.planners import Planning
 from scheduler.catalogue import FAIR, SCHEDULERS
 from scheduler.config import FairConfig, LinkRates
 
@@ -63,3 +64,9 @@ class EngineSettings:
         """
         act = int((index + 1) * self.act_share + 1e-9) > int(index * self.act_share + 1e-9)
         return act if type == "act" else self.keep_kv or not act
+
+
+def link_rates(planning: Planning) -> LinkRates | None:
+    """What a load of KV takes, for scheduling rules that care; None where no rates are known."""
+    rates = planning.rates
+    return None if rates is None else LinkRates(rates.load_token_s, rates.load.fixed_s)

@@ -22,7 +22,8 @@ class EngineStats:
     gpu_s: seconds in iterations. failed_loads: that did not arrive, each followed by computing
     what it should have brought. tokens, seconds: by source and kind as in `Account`, over all
     requests that ended. link: bytes, seconds and failures of each direction. blocks: stored in
-    host memory, and not, by reason; evicted; misused, which is a bug.
+    host memory, and not, by reason; evicted; misused, which is a bug. sparse: lanes, look-ups and
+    hits (`engine.sparse.serving`), where there are lanes.
     """
 
     requests: int = 0
@@ -40,10 +41,14 @@ class EngineStats:
     seconds: dict[str, float] = field(default_factory=dict)
     link: dict[str, float] = field(default_factory=dict)
     blocks: dict[str, int] = field(default_factory=dict)
+    sparse: dict[str, Any] = field(default_factory=dict)
 
     def ended(self, account: Account) -> None:
         """Add what a request took."""
-        for name in ("device", "loaded", "activation", "recomputed", "new", "output"):
+        for name in (
+            "device", "loaded", "activation", "recomputed", "sparse", "new", "output",
+            "approximate",
+        ):  # fmt: skip
             tokens = getattr(account, f"{name}_tokens")
             self.tokens[name] = self.tokens.get(name, 0) + tokens
         for name in ("queue", "load", "compute", "predicted_load", "predicted_compute"):

@@ -51,6 +51,8 @@ class HostStore:
         mover: copies.
         caches: the host tier, per type.
         max_pending: blocks on their way at most; more are dropped.
+
+    `copied`, if set, is told of KV blocks that are being copied: keys, device and host blocks.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class HostStore:
         max_pending: int = 4096,
     ) -> None:
         self.counters = StoreCounters()
+        self.copied: Callable[[list[BlockKey], list[int], list[int]], None] | None = None
         self._arena = arena
         self._mover = mover
         self._caches = caches
@@ -119,6 +122,8 @@ class HostStore:
         blocks = [block for _, block in kept]
         event = self._mover.d2h(copies(self._arena, type, "host", host, blocks))
         keys = [key for key, _ in kept]
+        if self.copied is not None and type == "kv":
+            self.copied(keys, blocks, host)
         self._stores.append(_Store(type, before, keys, blocks, host, event, over))
         self._on_their_way[type].update(key.digest for key in keys)
 

@@ -182,6 +182,21 @@ SHADOW_SAVING = Metric(
     "kappa_shadow_saving_seconds", "counter",
     "predicted time to first token that our choice would have saved, where it would have",
 )  # fmt: skip
+OTHERS_RESERVATIONS = Metric(
+    "kappa_others_reservations", "gauge", "requests in flight that other ingresses sent"
+)
+RETRIES = Metric(
+    "kappa_retries", "counter", "requests tried elsewhere, by the node that failed them and why",
+    ("node", "why"),
+)  # fmt: skip
+BREAKER_OPEN = Metric(
+    "kappa_breaker_open", "gauge", "circuit breaker of a node: 0 closed, 0.5 half open, 1 open",
+    ("node",),
+)  # fmt: skip
+BREAKER_OPENED = Metric(
+    "kappa_breaker_opened", "counter", "times that a node's circuit breaker opened, by why",
+    ("node", "why"),
+)  # fmt: skip
 WORKERS = Metric("kappa_workers", "gauge", "workers known, by whether they are paced", ("paced",))
 
 ALL: tuple[Metric, ...] = tuple(v for v in list(globals().values()) if isinstance(v, Metric))

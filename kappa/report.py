@@ -35,6 +35,9 @@ PROMPT_TOKENS_KEY = "kappa_prompt_tokens"
 DEVICE_TOKENS_KEY = "kappa_device_tokens"
 HOST_TOKENS_KEY = "kappa_host_tokens"
 CHARGES_KEY = "kappa_charges"
+# Seconds that the router predicts the request to take of the worker's link and gpu.
+LINK_S_KEY = "kappa_link_s"
+GPU_S_KEY = "kappa_gpu_s"
 # For engines that do not tokenize: the prompt as the ingress did (base64 of little-endian int32),
 # and how its cached prefix is to come back, if the client asked.
 PROMPT_KEY = "kappa_prompt"
@@ -43,6 +46,10 @@ PROMPT_ENGINES = ("torch", "emulated")
 
 # Charges are kept of so many tenants, here and in whatever adds them up.
 MAX_TENANTS = 1024
+
+
+class EngineDiedError(RuntimeError):
+    """A worker's engine is dead, and so soon will be the worker: try another."""
 
 
 def _known(cls: type, data: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -72,10 +79,12 @@ class Announcement:
     past a request that does not fit, and starts loads just in time. engine: its kind. load_plan:
     how it brings cached prefixes back, {"planner": name, "act_share": share of stored blocks kept
     as activations, "rates": as `kappa.plan.rates` reads them}; empty if it loads them whole and
-    then computes. start_s: from the start of its process until it could serve; 0: not known.
+    then computes. tier: the kind of its host tier; shared_tier: names the server that several
+    workers have as their host tier, empty if it is the worker's own. start_s: from the start of its
+    process until it could serve; 0: not known.
 
     pool: the cluster file's pool that it belongs to. role: `both`, `prefill` (hands its KV over) or
-    `decode` (takes it over). cost_per_hour: of this worker, None if nobody said.
+    `decode` (takes it over).
     """
 
     worker: str
@@ -97,11 +106,12 @@ class Announcement:
     packs: bool = False
     engine: str = "vllm"
     load_plan: Mapping[str, Any] = field(default_factory=dict)
+    tier: str = "own"
+    shared_tier: str = ""
     start_s: float = 0.0
     measured: Mapping[str, Any] = field(default_factory=dict)
     pool: str = ""
     role: str = "both"
-    cost_per_hour: float | None = None
     protocol: int = PROTOCOL
 
     @property

@@ -339,6 +339,21 @@ class Router:
         """Requests in flight on one worker that this router sent."""
         return sum(flight.chosen.worker == worker for flight in self._flights.values())
 
+    def others_on(self, worker: str) -> int:
+        """Requests in flight on one worker that other ingresses sent."""
+        return self._others.on(worker)
+
+    def longest_wait_s(self, worker: str) -> float:
+        """The longest predicted TTFT among those that this router has waiting on a worker."""
+        return max(
+            (
+                flight.chosen.ttft_s
+                for flight in self._flights.values()
+                if flight.chosen.worker == worker and not flight.first_token
+            ),
+            default=0.0,
+        )
+
     def route(self, request: RouteRequest, now_s: float) -> Decision:
         """Choose a worker and reserve it.
 

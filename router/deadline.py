@@ -53,9 +53,7 @@ def late_workers(
     late = needed_s > deadline.at_s - now_s
     if late.all():
         soonest_s = float(needed_s.min())
-        raise deadline_unmeetable(
-            deadline.allowed_s, soonest_s, now_s + soonest_s - deadline.at_s
-        )
+        raise deadline_unmeetable(deadline.allowed_s, soonest_s, now_s + soonest_s - deadline.at_s)
     return frozenset(offers.workers[i] for i in np.flatnonzero(late))
 
 

@@ -1,6 +1,6 @@
 """One attempt to have a request served by one worker: send it there, relay what comes back.
 
-A worker that dies before its first item raises out of `send`, and the caller may try another; from
+A worker that fails before its first item raises out of `send`, and the caller may try another; from
 then on the status has gone out, and a failure ends the stream with an error event in OpenAI's
 shape. However it ends, the reservation is released and Ray's stream closed.
 """
@@ -11,28 +11,50 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 from fastapi import Request
-from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError
 from starlette.responses import JSONResponse, Response
 
 from router.core import Decision
-from router.errors import ApiError, engine_failed, from_engine
-from router.http_app import EndedStream
+from router.errors import ApiError, engine_failed
+from router.failures import ERROR_EVENT, error_in, raise_error_item, worker_failed
+from router.http_app import EndedStream, places_of
 from router.live import LiveRouter
+from router.members import ENGINE_DIED
 from router.messages import as_events, decision_headers, pinned, tokens_in
 from router.observer import RequestObserver
 from router.terms import Terms, terms_of
+from router.waiting import Wait
 
 log = structlog.get_logger(__name__)
 
-DEAD_WORKER = (RayActorError, BackPressureError)
-
 Call = Callable[[Any, str, Request], AsyncGenerator[Any, None]]
 Ended = Callable[[str, int], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attempt:
+    """One request at one worker."""
+
+    live: LiveRouter
+    decision: Decision
+    stream: AsyncGenerator[Any, None]
+    wait: Wait
+    terms: Terms
+
+    def generated(self, tokens: int) -> None:
+        """Output tokens go out."""
+        self.live.tokens(self.decision.request_id, tokens)
+        self.terms.generated(tokens)
+
+    async def over(self, end: str) -> None:
+        """Release and close; harmless to say twice."""
+        self.live.release(self.decision.request_id, end)
+        self.live.members.waits.end(self.decision.worker, self.wait)
+        await self.stream.aclose()
 
 
 class Delivery:
@@ -54,85 +76,93 @@ class Delivery:
         """The response, begun; `ended` is called with end and status once it is over.
 
         Raises:
-            ApiError: the engine refused or failed, or was too late; `ended` is not called.
-            DEAD_WORKER: the worker is gone; nothing was sent to the client.
+            ApiError: the engine refused the request, or was too late; `ended` is not called.
+            WorkerFailed: the worker did not serve it; nothing was sent to the client.
         """
         request_id = decision.request_id
         self._observer.sent(request_id, decision.worker, time.time())
         stream = self._call(body, method, pinned(request, decision.worker))
+        wait, terms = live.members.waits.begin(decision.worker), terms_of(request)
+        attempt = _Attempt(live, decision, stream, wait, terms)
         end = "error"
         try:
-            async with asyncio.timeout(terms_of(request).patience_s(self._timeout_s)):
-                first = await anext(stream)
+            first = await wait.next(stream, terms.patience_s(self._timeout_s))
             item = first[0] if isinstance(first, list) and first else first
-            if hasattr(item, "error"):
-                raise from_engine(item)
+            raise_error_item(item)
             headers = decision_headers(decision)
             live.first_token(request_id)
             self._observer.first_token(request_id, time.time())
             if hasattr(item, "model_dump"):
                 content = item.model_dump()
-                count = (content.get("usage") or {}).get("completion_tokens", 0)
-                live.tokens(request_id, count)
-                terms_of(request).generated(count)
+                attempt.generated((content.get("usage") or {}).get("completion_tokens", 0))
                 end = "done"
                 ended(end, 200)
                 return JSONResponse(content, headers=headers)
             end = ""
-            return self._streamed(live, request_id, first, stream, headers, ended)
-        except (ApiError, *DEAD_WORKER):
+            return self._streamed(attempt, first, headers, ended)
+        except ApiError:
+            # A passed deadline says nothing of the worker.
+            end = "deadline" if terms.expired else "refused"
             raise
         except asyncio.CancelledError:
             end = "client_gone"
             raise
         except TimeoutError:
-            terms_of(request).check()
+            end = "deadline" if terms.expired else "timeout"
+            terms.check()
             raise ApiError(
                 504, f"No token within {self._timeout_s:g} s.",
                 kind="server_error", code="timeout",
             ) from None  # fmt: skip
         except Exception as error:
-            log.exception("engine_error", request_id=request_id, exc_info=error)
-            raise engine_failed() from None
+            failure = worker_failed(error)
+            end = failure.end
+            if failure.why == ENGINE_DIED:
+                live.members.engine_died(decision.worker)
+            if failure is not error and failure.why == "error":
+                # Not its text, which may quote the prompt.
+                log.error(
+                    "engine_error", request_id=request_id, error=type(error).__name__,
+                    places=places_of(error),
+                )  # fmt: skip
+            raise failure from None
         finally:
             if end:
-                live.release(request_id, end)
-                await stream.aclose()
+                await attempt.over(end)
 
     def _streamed(
-        self,
-        live: LiveRouter,
-        request_id: str,
-        first: Any,
-        stream: AsyncGenerator[Any, None],
-        headers: dict[str, str],
-        ended: Ended,
+        self, attempt: _Attempt, first: Any, headers: dict[str, str], ended: Ended
     ) -> Response:
         async def over() -> None:
-            live.release(request_id, "client_gone")
-            await stream.aclose()
-            record = live.records.get(request_id)
+            await attempt.over("client_gone")
+            record = attempt.live.records.get(attempt.decision.request_id)
             ended(record.end if record is not None and record.end else "client_gone", 200)
 
         return EndedStream(
-            self._relay(live, request_id, first, stream),
+            self._relay(attempt, first),
             over,
             media_type="text/event-stream",
             headers=headers,
         )
 
-    async def _relay(
-        self, live: LiveRouter, request_id: str, first: Any, stream: AsyncGenerator[Any, None]
-    ) -> AsyncGenerator[str, None]:
-        end = "client_gone"
+    async def _relay(self, attempt: _Attempt, first: Any) -> AsyncGenerator[str, None]:
+        live, request_id = attempt.live, attempt.decision.request_id
+        end, item, packet = "client_gone", first, ""
         try:
-            packet = as_events(first)
-            live.tokens(request_id, tokens_in(packet))
-            yield packet
-            async for item in stream:
+            while True:
                 packet = as_events(item)
-                live.tokens(request_id, tokens_in(packet))
+                told = error_in(packet)
+                if told is not None:
+                    end = "error"
+                    before = packet[: packet.find(ERROR_EVENT)]
+                    yield f"{before}{_event(told)}"
+                    return
+                attempt.generated(tokens_in(packet))
                 yield packet
+                try:
+                    item = await attempt.wait.next(attempt.stream)
+                except StopAsyncIteration:
+                    break
             if not packet.rstrip().endswith("[DONE]"):
                 yield "data: [DONE]\n\n"
             end = "done"
@@ -140,9 +170,17 @@ class Delivery:
             raise
         except Exception as error:
             # The status has gone out; an event in OpenAI's shape is the only way left to tell.
-            end = "error"
-            log.warning("stream_broken", request_id=request_id, error=type(error).__name__)
-            yield f"data: {json.dumps(engine_failed().body())}\n\n"
+            failure = worker_failed(error)
+            end = failure.end
+            if failure.why == ENGINE_DIED:
+                live.members.engine_died(attempt.decision.worker)
+            log.warning(
+                "stream_broken", request_id=request_id, why=failure.why, error=type(error).__name__
+            )
+            yield _event(engine_failed())
         finally:
-            live.release(request_id, end)
-            await stream.aclose()
+            await attempt.over(end)
+
+
+def _event(error: ApiError) -> str:
+    return f"data: {json.dumps(error.body())}\n\n"

@@ -243,15 +243,17 @@ def check_body(body: Any) -> None:
     Raises:
         ApiError: 400, naming the parameter.
     """
-    messages = getattr(body, "messages", None)
+    # A schema that keeps what it does not know holds that elsewhere, unchecked.
+    fields = vars(body)
+    messages = fields.get("messages")
     if messages is not None and len(messages) == 0:
         raise ApiError(400, "messages: give at least one message.", param="messages",
                        code="invalid_value")  # fmt: skip
-    n = getattr(body, "n", 1)
+    n = fields.get("n", 1)
     if n is not None and not 1 <= n <= MAX_CHOICES:
         raise ApiError(400, f"n: is {n}; give 1 to {MAX_CHOICES}.", param="n", code="invalid_value")
     for name in ("max_tokens", "max_completion_tokens"):
-        value = getattr(body, name, None)
+        value = fields.get(name)
         if value is not None and value < 1:
             raise ApiError(400, f"{name}: is {value}; give 1 or more.", param=name,
                            code="invalid_value")  # fmt: skip

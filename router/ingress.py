@@ -7,22 +7,24 @@ Endpoints only. What happens to a chat or completion is `router.request_path`'s;
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import structlog
 from fastapi import FastAPI, Request
+from ray.exceptions import RayActorError
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
+from ray.serve.exceptions import BackPressureError
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from starlette.responses import JSONResponse, Response
 
 from kappa import metrics as m
-from router.core import NoWorkerError, RouteRequest
-from router.delivery import DEAD_WORKER
-from router.errors import check_body, no_worker
+from router import live_view
 from router.access import Access, current_tenants
+from router.board import PinGoneError
+from router.core import NoWorkerError, RouteRequest
+from router.errors import check_body, no_worker
 from router.http_app import make_app, may_see, request_id_of, tenant_of
 from router.ingress_settings import IngressSettings
 from router.live import LiveRouter
@@ -46,13 +48,14 @@ class KappaIngress(OpenAiIngress):
 
     def __init__(
         self,
-        llm_deployments: dict[str, Any],
+        pools: dict[str, Any],
         model_cards: dict[str, Any],
         *,
         kappa: IngressSettings,
     ) -> None:
-        super().__init__(llm_deployments, model_cards)
-        self._pools = PoolHandles(llm_deployments)
+        self._pools = PoolHandles(pools)
+        # Ray's ingress knows one deployment for each model; it is never asked to deliver.
+        super().__init__(dict.fromkeys(model_cards, self._pools.all()[0]), model_cards)
         self._wire(kappa, PromptRenderer(kappa.tokenizer_source))
 
     def _wire(self, settings: IngressSettings, renderer: PromptRenderer) -> None:
@@ -79,12 +82,12 @@ class KappaIngress(OpenAiIngress):
 
     async def nodes(self) -> Response:
         """Every worker with its profile, backlogs and critical ratio."""
-        return JSONResponse({"nodes": self._live().nodes()})
+        return JSONResponse({"nodes": live_view.nodes(self._live())})
 
     async def tenants(self, request: Request) -> Response:
         """Every tenant with its weight, what it was charged, and its share of all charges."""
         known = current_tenants(request.app, self._settings.tenants)
-        return JSONResponse({"tenants": self._live().tenants(known)})
+        return JSONResponse({"tenants": live_view.tenants(self._live(), known)})
 
     async def profile(self) -> Response:
         """Measure every worker's machine anew, one after the other, and show the nodes."""
@@ -93,7 +96,7 @@ class KappaIngress(OpenAiIngress):
             handle = self._pools.of(self._live().pool_of(worker))
             try:
                 await asyncio.wait_for(handle.profile.remote(None, pin), _PROFILE_TIMEOUT_S)
-            except (TimeoutError, *DEAD_WORKER):
+            except (TimeoutError, RayActorError, BackPressureError, PinGoneError):
                 raise no_worker(f"worker {worker} could not be measured", 10.0) from None
         return await self.nodes()
 
@@ -109,7 +112,7 @@ class KappaIngress(OpenAiIngress):
             request_id_of(request), tokens, max_tokens_of(body), salt_of_body(body)
         )
         try:
-            decision = live.router.explain(routed, time.time())
+            decision = live.explain(routed)
         except NoWorkerError as error:
             raise no_worker(str(error), live.retry_after_s()) from None
         return JSONResponse(explanation(decision))
@@ -123,7 +126,7 @@ class KappaIngress(OpenAiIngress):
     async def metrics(self, request: Request) -> Response:
         """Prometheus metrics."""
         live = self._live()
-        live.refresh_gauges()
+        live_view.refresh_gauges(live)
         refused = request.app.state.keys_refused
         live.metrics.total(m.TENANT_REQUESTS, "unknown", "invalid_api_key", to=refused)
         for (tenant, code), count in request.app.state.refused.items():

@@ -20,7 +20,7 @@ def cache_salt(tenant: Tenant, own: str | None) -> str | None:
     """
     if not tenant.own_cache:
         return own or None
-    name, given = tenant.name.encode(), (own or "").encode(errors="surrogateescape")
+    name, given = tenant.name.encode(), (own or "").encode(errors="surrogatepass")
     # The length keeps apart tenant and salt, wherever one ends and the other begins.
     told = len(name).to_bytes(4, "little") + name + given
     return hashlib.blake2b(told, digest_size=16, person=b"kappa-tenant").hexdigest()

@@ -2,7 +2,8 @@
 
 A worker whose engine executes load plans announces its planner's name and its rates. For such
 workers the offers' link and gpu seconds, and the predicted TTFT, are the plan's; for all others
-loading comes first and computing after it, as `router.pricing` has it.
+loading comes first and computing after it, as `router.pricing` has it. An engine of vLLM does that
+too, and may leave the back of a hit to be computed ("tail"): its row is moved by what that changes.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from typing import NamedTuple
 from kappa.plan.choose import Policy, kappa_eff
 from kappa.plan.planners import Cached, Planning
 from kappa.plan.rates import rates_from_measured
-from kappa.plan.segments import LoadPlan, bounded
+from kappa.plan.segments import LoadPlan, bounded, layout
 from kappa.report import Announcement
 from router.offers import Offers
 
 # What each planner makes of a prefix, in the words of `kappa.plan.choose`.
 _POLICIES: dict[str, Policy] = {
     "kv": "load", "recompute": "load", "auto": "auto", "kvpr": "activations",
-    "hybrid": "activations",
+    "hybrid": "activations", "tail": "tail",
 }  # fmt: skip
+_TAIL = "tail"
 # κ_eff depends on how much is new: it is told for a question of this length.
 KAPPA_EFF_NEW_TOKENS = 128
 
@@ -31,6 +33,7 @@ class _Plans(NamedTuple):
     name: str
     act_share: float
     most_recomputed_tokens: int
+    dilation: float
 
     def plan(self, cached: int, new: int, device: int) -> LoadPlan:
         """As the engine would make it: what it recomputes at once is bounded by its budget."""
@@ -40,6 +43,12 @@ class _Plans(NamedTuple):
         plan = self.planning.named(self.name)(asked)
         cut = bounded(plan, self.most_recomputed_tokens)
         return plan if cut is plan else self.planning.priced(asked, cut.segments, cut.why)
+
+    def beyond_s(self, plan: LoadPlan, new: int, device: int) -> float:
+        """Real gpu seconds that a plan takes more than loading all would."""
+        cached = plan.cached_tokens
+        plain = self.planning.priced(Cached(cached, new, device), layout(cached), "all is loaded")
+        return self.dilation * (plan.compute_s - plain.compute_s)
 
 
 class LoadPlans:
@@ -66,7 +75,7 @@ class LoadPlans:
         planning.check(name)
         budget_blocks = said.max_batch_tokens // said.block_tokens
         self._plans[said.worker] = _Plans(
-            planning, name, act_share, budget_blocks * said.block_tokens
+            planning, name, act_share, budget_blocks * said.block_tokens, said.node.dilation
         )
 
     def leave(self, worker: str) -> None:
@@ -93,8 +102,12 @@ class LoadPlans:
         """Price the planned rows of `offers` as their plans say."""
         for row, worker in enumerate(offers.workers):
             plans = self._plans.get(worker)
-            if plans is not None:
+            if plans is None:
+                continue
+            if plans.name != _TAIL:
                 offers.plans[row] = self._priced(offers, row, plans)
+            elif offers.cached_tokens[row]:
+                self._shorten(offers, row, plans)
 
     def _priced(self, offers: Offers, row: int, plans: _Plans) -> LoadPlan:
         plan = plans.plan(
@@ -107,3 +120,19 @@ class LoadPlans:
         offers.work_s[row] = max(offers.work_s[row] + beyond_s, 0.0)
         offers.load_s[row], offers.compute_s[row] = plan.load_s, plan.compute_s
         return plan
+
+    def _shorten(self, offers: Offers, row: int, plans: _Plans) -> None:
+        """A tail that is computed is not loaded; the rest of the row's figures stays calibrated."""
+        new, device = int(offers.new_tokens[row]), int(offers.device_tokens[row])
+        plan = plans.plan(int(offers.cached_tokens[row]), new, device)
+        spared = plan.cached_tokens - plan.crossing_tokens
+        if not spared:
+            return
+        load_s = float(offers.load_s[row])
+        spared_s = spared * float(offers.load_token_s[row]) if plan.crossing_tokens else load_s
+        beyond_s = plans.beyond_s(plan, new, device)
+        offers.load_s[row] = max(load_s - spared_s, 0.0)
+        offers.compute_s[row] += beyond_s
+        offers.work_s[row] = max(offers.work_s[row] + beyond_s, 0.0)
+        offers.ttft_s[row] += beyond_s - (load_s - float(offers.load_s[row]))
+        offers.plans[row] = plan

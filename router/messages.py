@@ -15,9 +15,12 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from kappa.report import (
     CHARGES_KEY,
     DEVICE_TOKENS_KEY,
+    GPU_S_KEY,
     HOST_TOKENS_KEY,
+    LINK_S_KEY,
     PLAN_KEY,
     PROMPT_KEY,
+    PROMPT_TOKENS_KEY,
     REQUEST_ID_KEY,
     TENANT_KEY,
     WEIGHT_KEY,
@@ -106,13 +109,13 @@ def explanation(decision: Decision) -> dict[str, Any]:
 
 def max_tokens_of(body: Any) -> int:
     """The client's bound on generated tokens, 0 if it gave none."""
-    value = getattr(body, "max_completion_tokens", None) or getattr(body, "max_tokens", None)
-    return int(value or 0)
+    fields = vars(body)
+    return int(fields.get("max_completion_tokens") or fields.get("max_tokens") or 0)
 
 
 def salt_of_body(body: Any) -> int:
     """The isolation salt of a body, 0 without one."""
-    return salt_of(getattr(body, "cache_salt", None))
+    return salt_of(vars(body).get("cache_salt"))
 
 
 def engine_marks(
@@ -127,8 +130,11 @@ def engine_marks(
     }
     if decision.informed:
         counts = decision.chosen.counts
+        marks[PROMPT_TOKENS_KEY] = decision.prompt_tokens
         marks[DEVICE_TOKENS_KEY] = int(counts.device_tokens)
         marks[HOST_TOKENS_KEY] = int(counts.cached_tokens)
+    marks[LINK_S_KEY] = round(decision.chosen.load_s, 6)
+    marks[GPU_S_KEY] = round(decision.chosen.compute_s, 6)
     if elsewhere:
         rounded = {name: [round(s, 3) for s in charge] for name, charge in elsewhere.items()}
         marks[CHARGES_KEY] = json.dumps(rounded, separators=(",", ":"))

@@ -58,6 +58,7 @@ class KappaRouter(RequestRouter):
             # Anywhere else it would run unreserved and uncharged: the ingress must choose again.
             # Ray looks at candidates once more before it sees that the request is over.
             if not pending_request.future.done():
+                self._remove_pending_request_from_indices(pending_request)
                 pending_request.future.set_exception(router.board.PinGoneError(pin))
             return [candidate_replicas]
         ranked = self._kappa_alone.rank(

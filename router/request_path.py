@@ -23,7 +23,7 @@ from starlette.responses import Response
 from kappa import metrics as m
 from kappa.report import PROMPT_ENGINES
 from router.core import Decision, NoWorkerError, OverloadedError, RouteRequest
-from router.delivery import DEAD_WORKER, Call, Delivery
+from router.delivery import Call, Delivery
 from router.errors import (
     ApiError,
     check_body,
@@ -33,6 +33,7 @@ from router.errors import (
     queue_full,
     unknown_model,
 )
+from router.failures import WorkerFailed
 from router.footprint import unfit_workers
 from router.http_app import body_accepted, request_id_of, tenant_of
 from router.ingress_settings import IngressSettings
@@ -166,7 +167,7 @@ class RequestPath:
         return await self._deliver(live, routed, body, method, request, ended)
 
     def _refuse_when_full(self, live: LiveRouter) -> None:
-        if live.router.reservations >= self._settings.max_queue:
+        if live.router.in_flight >= self._settings.max_queue:
             raise queue_full(self._settings.max_queue, live.retry_after_s())
 
     async def _deliver(
@@ -178,8 +179,8 @@ class RequestPath:
         request: Request,
         ended: Callable[[str, int], None],
     ) -> Response:
-        """Decide and send; once more elsewhere if the worker dies before its first token."""
-        last: BaseException | None = None
+        """Decide and send; once more elsewhere if the worker fails before its first token."""
+        last: WorkerFailed | None = None
         tenant = tenant_of(request)
         for attempt in range(_ATTEMPTS):
             try:
@@ -187,20 +188,26 @@ class RequestPath:
             except OverloadedError as error:
                 raise overloaded(str(error), error.retry_after_s) from last
             except NoWorkerError as error:
+                if last is not None and last.error is not None:
+                    raise last.error from None
                 raise no_worker(str(error), live.retry_after_s()) from last
             self._observer.decided(routed.request_id, decision, attempt, time.time())
             marks = engine_marks(decision, tenant, live.charges.elsewhere(decision.worker))
             mark(body, {**marks, **self._torch_marks(live, decision, routed, request)})
             try:
                 return await self._delivery.send(live, decision, body, method, request, ended)
-            except DEAD_WORKER as error:
-                live.release(routed.request_id, "worker_died")
+            except WorkerFailed as failure:
                 log.warning(
                     "worker_failed", request_id=routed.request_id, tenant=tenant.name,
-                    worker=decision.worker, attempt=attempt,
+                    worker=decision.worker, attempt=attempt, why=failure.why,
                 )  # fmt: skip
-                last = error
-                routed = replace(routed, exclude=routed.exclude | {decision.worker})
+                last = failure
+                live.retried(routed.request_id, failure.why)
+                tried = routed.exclude | {decision.worker}
+                routed = replace(routed, exclude=tried, retry=True)
+        assert last is not None
+        if last.error is not None:
+            raise last.error from None
         raise no_worker("two workers failed on this request", live.retry_after_s()) from last
 
     def _torch_marks(

@@ -35,9 +35,7 @@ class StallWatch:
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
 
-    def look(
-        self, worker: str, now: Marks, *, busy: bool, patience_s: float, now_s: float
-    ) -> bool:
+    def look(self, worker: str, now: Marks, *, busy: bool, patience_s: float, now_s: float) -> bool:
         """Whether the worker stands still, given its marks; `busy`: it has work to do."""
         seen = self._seen.get(worker)
         if seen is None or not busy or now != seen.marks:

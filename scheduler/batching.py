@@ -104,11 +104,15 @@ class Batcher:
             return
         self.rule.finished(work, output_tokens, now_s)
 
-    def preempt(self, now_s: float) -> Work | None:
-        """Out of blocks: the rule's victim gives up its own and waits to be recomputed."""
+    def preempt(self, now_s: float, work: Work | None = None) -> Work | None:
+        """Out of blocks: the rule's victim, or `work`, gives up its own and waits to be recomputed.
+
+        work: one that runs and cannot go on.
+        """
         if not self.running:
             return None
-        work = self.rule.victim(list(self.running))
+        if work is None:
+            work = self.rule.victim(list(self.running))
         del self.running[work]
         if work in self.prefilling:
             self.prefilling.remove(work)

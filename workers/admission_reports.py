@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kappa.report import REQUEST_ID_KEY
+from kappa.report import PLAN_KEY, REQUEST_ID_KEY
 from workers.stats_channel import StatsSender
 
 
@@ -18,6 +18,12 @@ def kappa_request_id(sampling_params: Any) -> str:
     """The ingress' request id, carried through vLLM in `SamplingParams.extra_args`; "" if none."""
     extra_args = getattr(sampling_params, "extra_args", None) or {}
     return str(extra_args.get(REQUEST_ID_KEY, ""))
+
+
+def asked_plan(sampling_params: Any) -> str:
+    """The planner that a request names for its own prefix; "" if none."""
+    extra_args = getattr(sampling_params, "extra_args", None) or {}
+    return str(extra_args.get(PLAN_KEY, ""))
 
 
 class AdmissionReports:

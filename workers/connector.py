@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_events import MEDIUM_CPU
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -23,9 +24,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
 
-from workers.admission_reports import AdmissionReports
+from workers.admission_reports import AdmissionReports, asked_plan
 from workers.host_tier import HostTierManager, HostTierWorker
+from workers.kept_manager import KeptTierManager
+from workers.kept_tier import announcement, note_stores
 from workers.stats_channel import StatsSender
 from workers.tail_recompute import TailRecompute
 
@@ -67,6 +72,27 @@ class HostTierConnector(OffloadingConnector):
         self._kappa_tail = TailRecompute.from_config(extra, vllm_config.cache_config.block_size)
         stats = extra.get("kappa_stats", "") if role == KVConnectorRole.SCHEDULER else ""
         self._kappa_reports = AdmissionReports(StatsSender(stats))
+        if role == KVConnectorRole.SCHEDULER:
+            self._kappa_keep(StatsSender(stats), vllm_config.cache_config.block_size)
+
+    def _kappa_keep(self, stats: StatsSender, block_tokens: int) -> None:
+        """Tell of the blocks that a predecessor left, and note those that a successor may find."""
+        scheduler = self.connector_scheduler
+        manager = scheduler.manager if scheduler is not None else None
+        if scheduler is None or not isinstance(manager, KeptTierManager):
+            return
+        note_stores(scheduler._events_tracker, manager.kept)
+
+        def hash_of(key: bytes) -> int | bytes:
+            return maybe_convert_block_hash(BlockHash(get_offload_block_hash(OffloadKey(key))))
+
+        def parent_of(block_hash: bytes) -> int | bytes:
+            return maybe_convert_block_hash(BlockHash(block_hash))
+
+        found = manager.kept.found
+        batches = announcement(found, block_tokens, MEDIUM_CPU, hash_of, parent_of)
+        for batch in batches:
+            stats.send({"kind": "kv", "batch": batch})
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """As vLLM's; the host tier is told whose each load is, so that it can say what it took."""
@@ -86,7 +112,8 @@ class HostTierConnector(OffloadingConnector):
         if not hit:
             return hit, loads_async
         new = request.num_tokens - num_computed_tokens - hit
-        loaded = self._kappa_tail.loaded_tokens(num_computed_tokens, hit, new)
+        plan = asked_plan(request.sampling_params)
+        loaded = self._kappa_tail.loaded_tokens(num_computed_tokens, hit, new, plan)
         if loaded < hit:
             scheduler = self.connector_scheduler
             assert scheduler is not None

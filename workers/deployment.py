@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
@@ -23,15 +24,26 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
+from kappa.report import Announcement
+from kappa.report import EngineDiedError
+from workers.backlog import Backlog
 from workers.identity import WorkerPlan, announce
+from workers.in_flight import InFlight
+from workers.lmcache_server import LmcacheServer, prepare_lmcache
 from workers.process_age import process_age_s
+from workers.replica_start import keep_on, power_teller, prepare_host_memory, prepare_logs
+from workers.reaper import own_engines, watch_engine
 from workers.report_stream import ReportStream
-from workers.vllm_engine import Pace, engine_kwargs
+from workers.scaling import BACKLOG_KEY, DEMAND_KEY
+from workers.stats_channel import StatsSender
+from workers.tier_choice import LMCACHE
+from workers.vllm_engine import EngineTier, Pace, engine_kwargs
 
 log = structlog.get_logger(__name__)
 
 _PROFILE_TIMEOUT_S = 60.0
 _ROLE = '"role":"assistant"'
+ERROR_EVENT = 'data: {"error"'
 
 
 class KappaServer(LLMServer):
@@ -40,6 +52,7 @@ class KappaServer(LLMServer):
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits constructors
         self, llm_config: LLMConfig, *, plan: WorkerPlan
     ) -> None:
+        prepare_logs(plan)
         context = serve.get_replica_context()
         self._plan = plan
         self._worker = context.replica_id.unique_id
@@ -49,6 +62,9 @@ class KappaServer(LLMServer):
         sockets = f"ipc://@kappa-{os.getpid()}-{self._worker}"
         stats_endpoint, kv_endpoint = f"{sockets}-stats", f"{sockets}-kv"
         pace = Pace(plan.emulated, node) if node.source == "paced" else None
+        self._tier = EngineTier()
+        self._lmcache: LmcacheServer | None = None
+        self._shelf = await asyncio.to_thread(prepare_host_memory, plan)
         engine_cls: type | None = None
         if plan.kind == "torch":
             from workers.torch_engine import TorchEngine, torch_plan
@@ -63,31 +79,103 @@ class KappaServer(LLMServer):
             emulated = emulated_plan(plan, stats_endpoint, kv_endpoint, self._rank)
             llm_config.update_engine_kwargs(kappa_emulated=emulated)
         else:
-            llm_config.update_engine_kwargs(
-                **engine_kwargs(
-                    plan.limits, stats_endpoint, kv_endpoint, pace, plan.scheduler, self._rank
-                )
+            self._tier = self._prepare_tier()
+            arguments = engine_kwargs(
+                plan.limits,
+                stats_endpoint,
+                kv_endpoint,
+                pace,
+                plan.scheduler,
+                self._rank,
+                self._tier,
+                plan.gpus,
             )
+            if self._shelf is not None:
+                keep_on(self._shelf, arguments)
+            llm_config.update_engine_kwargs(**arguments)
         host = plan.stream_host or ray.util.get_node_ip_address()
         self._stream = ReportStream(self._worker, host, stats_endpoint, kv_endpoint)
+        self._backlog = Backlog(time.time(), plan.limits.max_sequences)
+        self._stream.totals.on_prefilled = self._backlog.started
         self._stream.start()
+        self._in_flight = InFlight(StatsSender(stats_endpoint).send)
         self._announcement: dict[str, Any] = {}
         self._start_s = 0.0
+        own_engines()
         await super().__init__(llm_config, engine_cls=engine_cls)
+        assert self.engine is not None
+        self._watch = asyncio.create_task(watch_engine(self.engine.check_health))
         measured, error = await self._measure()
         self._start_s = process_age_s()
         self._announcement = self._announce(measured, error)
+        self._stream.complete = power_teller(plan, Announcement.from_dict(self._announcement))
         log.info("worker_ready", worker=self._worker, node=node.name, paced=node.source == "paced")
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Ray Serve's statistics with this worker's announcement added."""
         return {**await super().record_routing_stats(), "kappa": self._announcement}
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `workers.scaling_policy` decides by: seconds that wait here, and demand."""
+        backlog = self._backlog
+        return {
+            BACKLOG_KEY: max(backlog.seconds()),
+            DEMAND_KEY: backlog.demand(time.time()),
+        }
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """As Ray's; the request is counted while it waits."""
+        return self._counted(request, await super().chat(request, raw_request_info))
+
+    async def completions(
+        self, request: Any, raw_request_info: Any = None
+    ) -> AsyncGenerator[Any, None]:
+        """As Ray's; the request is counted while it waits."""
+        return self._counted(request, await super().completions(request, raw_request_info))
+
     async def profile(self, _body: None = None, _pin: Any = None) -> dict[str, Any]:
         """Measure again, now, and announce the result; the arguments only carry the pin."""
         measured, error = await self._measure(cached=False)
         self._announcement = self._announce(measured, error)
         return self._announcement
+
+    async def _counted(
+        self, request: Any, stream: AsyncGenerator[Any, None]
+    ) -> AsyncGenerator[Any, None]:
+        request_id = self._backlog.arrived(getattr(request, "vllm_xargs", None), time.time())
+        here = self._in_flight.arrived(request)
+        try:
+            async for item in stream:
+                if is_error(item):
+                    await self._engine_lives()
+                yield item
+        except Exception:
+            await self._engine_lives()
+            raise
+        finally:
+            self._in_flight.ended(here)
+            self._backlog.ended(request_id)
+            await stream.aclose()
+
+    async def _engine_lives(self) -> None:
+        """Raise `EngineDiedError` if the engine is dead, so that the request is tried elsewhere."""
+        try:
+            assert self.engine is not None
+            await self.engine.check_health()
+        except Exception as error:
+            raise EngineDiedError(f"worker {self._worker}: {error!r}") from None
+
+    async def __del__(self) -> None:
+        watch = getattr(self, "_watch", None)
+        if watch is not None:
+            watch.cancel()
+        await super().__del__()
+        stream = getattr(self, "_stream", None)
+        if stream is not None:
+            stream.close()
+        lmcache = getattr(self, "_lmcache", None)
+        if lmcache is not None:
+            lmcache.close()
 
     async def _start_engine(self) -> None:
         # As Ray's, without its usage report: that starts one more actor of some 400 MB.
@@ -100,6 +188,23 @@ class KappaServer(LLMServer):
         # Ray holds the first token back until its batching interval is over; time to first token
         # is what this project is about, so the first items go out at once.
         return _first_at_once(generator, super()._batch_output_stream)
+
+    def _prepare_tier(self) -> EngineTier:
+        """The engine's host tier; an LMCache server is started if the worker is to have its own."""
+        plan, server = self._plan, ""
+        if plan.tier.kind == LMCACHE and plan.limits.host_bytes:
+            self._lmcache = prepare_lmcache(
+                plan.cache_dir,
+                plan.tier.server,
+                plan.limits.block_tokens,
+                plan.limits.host_bytes,
+                Path(plan.cache_dir) / "logs" / f"lmcache-{self._worker}.log",
+            )
+            server = self._lmcache.url if self._lmcache is not None else ""
+        measured: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            measured = json.loads(self._profile_path().read_text())
+        return plan.engine_tier(self._rank, measured, server)
 
     async def _measure(self, *, cached: bool = True) -> tuple[dict[str, Any], str]:
         path = self._profile_path()
@@ -132,9 +237,23 @@ class KappaServer(LLMServer):
         model = self._llm_config.model_id
         rates = getattr(self.engine, "rates", None)
         said = announce(
-            self._plan, self._rank, self._worker, model, endpoints, measured, error, rates
+            self._plan,
+            self._rank,
+            self._worker,
+            model,
+            endpoints,
+            measured,
+            error,
+            rates,
+            self._tier.rates,
         )
         return replace(said, start_s=self._start_s).to_dict()
+
+
+def is_error(item: Any) -> bool:
+    """Whether something that an engine gave is, or may be, an error instead of an answer."""
+    items = item if isinstance(item, list) else [item]
+    return any(ERROR_EVENT in i if isinstance(i, str) else hasattr(i, "error") for i in items)
 
 
 async def _first_at_once(

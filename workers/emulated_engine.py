@@ -161,7 +161,7 @@ class EmulatedEngine(LLMEngine):
         loop = asyncio.get_running_loop()
         return [await loop.run_in_executor(None, measure, *args)]
 
-    def shutdown(self) -> None:
+    async def shutdown(self) -> None:
         """Stop the loop."""
         if self._loop is not None:
             self._loop.stop()

@@ -18,9 +18,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -36,6 +38,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+from workers.kept_tier import KEEP_KEY, KeptTier, kept_tensor
 from workers.link import Link, Route
 from workers.link_queue import HALF, LOAD, LOADS_FIRST, STORE, LinkPace, LinkRules
 from workers.stats_channel import StatsSender
@@ -57,10 +60,14 @@ class HostTierWorker(OffloadingWorker):
         pace: LinkPace,
         stats: StatsSender,
         rules: LinkRules = LinkRules(),
+        keep: Path | None = None,
     ) -> None:
-        """Allocate `blocks` host blocks shaped like the device's; one chunk is one block."""
+        """Allocate `blocks` host blocks shaped like the device's; one chunk is one block.
+
+        keep: the shelf that they lie on, to be found there by a successor.
+        """
         device = [t.tensor for t in kv_caches.tensors]
-        host = [torch.empty((blocks, t.shape[1]), dtype=torch.int8) for t in device]
+        host = [_host_blocks(keep, i, blocks, int(t.shape[1])) for i, t in enumerate(device)]
         self._report_lock = threading.Lock()
         self._loading: dict[int, str] = {}
         self._loaded_s: OrderedDict[str, float] = OrderedDict()
@@ -166,6 +173,13 @@ class LoadingTier(Protocol):
         """Sleep until a load may have ended, at most so long; False if none is in flight."""
 
 
+def _host_blocks(keep: Path | None, number: int, blocks: int, width: int) -> torch.Tensor:
+    if keep is None:
+        return torch.empty((blocks, width), dtype=torch.int8)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return kept_tensor(keep, rank, number, blocks, width)
+
+
 # The worker process holds one host tier; the metered worker asks it whether a load is in flight.
 CURRENT: list[LoadingTier] = []
 
@@ -258,10 +272,25 @@ class HostTierSpec(CPUOffloadingSpec):
         """How long transfers last on a paced node."""
         return LinkPace(**self.extra_config.get("kappa_pace", {}))
 
+    @property
+    def keep(self) -> Path | None:
+        """The shelf that the blocks lie on; None: they go with the engine.
+
+        Raises:
+            ValueError: vLLM's own order of transfers, which has no manager of ours.
+        """
+        folder = self.extra_config.get(KEEP_KEY)
+        if folder and self.rules.order != LOADS_FIRST:
+            raise ValueError(
+                f"engine.handover_dir needs scheduler.link_order {LOADS_FIRST}, and this is "
+                f"{self.rules.order}"
+            )
+        return Path(folder) if folder else None
+
     def get_manager(self) -> OffloadingManager:
         """vLLM's own manager for its own order, or else one that bounds the stores."""
         if self.rules.order == LOADS_FIRST and self._manager is None:
-            self._manager = HostTierManager(
+            self._manager = self._manager_of_ours(
                 num_blocks=self.num_blocks,
                 cache_policy=self.eviction_policy,
                 cache_policy_module_path=self.cache_policy_module_path,
@@ -272,6 +301,15 @@ class HostTierSpec(CPUOffloadingSpec):
                 report=StatsSender(self.extra_config.get("kappa_stats", "")).send,
             )
         return super().get_manager()
+
+    def _manager_of_ours(self, **options: Any) -> HostTierManager:
+        if self.keep is None:
+            return HostTierManager(**options)
+        from workers.kept_manager import KeptTierManager
+
+        seed = get_none_hash_seed()
+        kept = KeptTier(self.keep, self.num_blocks, self.tokens_per_block[0], seed)
+        return KeptTierManager(kept, **options)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Make the copy engine once, in the worker process."""
@@ -288,6 +326,7 @@ class HostTierSpec(CPUOffloadingSpec):
                 self.pace,
                 StatsSender(self.extra_config.get("kappa_stats", "")),
                 self.rules,
+                self.keep,
             )
             self.__dict__["_kappa_worker"] = worker
         return worker

@@ -13,10 +13,13 @@ from typing import Any
 from kappa.model import kv_bytes_per_token
 from kappa.plan.rates import rates_from_measured
 from kappa.report import Announcement
+from kappa.settings.observing import ObservingSettings
 from kappa.step import step_model
 from kappa.types import ModelShape, NodeProfile
 from scheduler.catalogue import PACKING
-from workers.vllm_engine import EngineLimits, EngineScheduler, fingerprint
+from workers.tail_recompute import TAIL, tail_rates
+from workers.tier_choice import TierChoice
+from workers.vllm_engine import EngineLimits, EngineScheduler, EngineTier, fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,10 @@ class WorkerPlan:
     served: the shape of the model that runs; emulated: the shape that paced nodes act as.
     stream_host: address for the report stream; empty: this machine's address in Ray's cluster.
     scheduler: what each engine schedules by. kind: of engine; planner, act_share: of one of kind
-    torch, as in the settings.
-    pool, role, cost_per_hour: as the cluster file says of the pool; gpus: of each worker.
+    torch, as in the settings. tier: the host tier of one of kind vllm.
+    pool, role: as the cluster file says; gpus: of each worker.
+    handover_dir: where its host tier outlives the engine; empty: it does not. handover_wait_s: for
+    a predecessor that still drains. observing, log_level: as in the settings.
     """
 
     nodes: tuple[NodeProfile, ...]
@@ -43,10 +48,14 @@ class WorkerPlan:
     kind: str = "vllm"
     planner: str = ""
     act_share: float = 0.0
+    tier: TierChoice = field(default_factory=TierChoice)
     pool: str = ""
     role: str = "both"
-    cost_per_hour: float | None = None
     gpus: int = 0
+    handover_dir: str = ""
+    handover_wait_s: float = 0.0
+    observing: ObservingSettings = field(default_factory=ObservingSettings)
+    log_level: str = "WARNING"
 
     def node(self, rank: int) -> NodeProfile:
         """The node of the replica with this rank."""
@@ -61,6 +70,19 @@ class WorkerPlan:
     def host_blocks(self) -> int:
         """KV blocks that the host tier holds."""
         return int(self.limits.host_bytes / self.block_bytes)
+
+    def engine_tier(self, rank: int, measured: Mapping[str, Any], server: str = "") -> EngineTier:
+        """The host tier of the engine with this rank.
+
+        measured: of the machine, from an earlier start; without, a node that is not paced has no
+        rates to plan by, and loads all. server: of LMCache, if the worker started one.
+        """
+        node = measured_node(self.node(rank), measured)
+        rates = None
+        if self.tier.planner == TAIL and node.source != "catalogue":
+            shape = self.emulated if node.source == "paced" else self.served
+            rates = tail_rates(shape, node)
+        return EngineTier(self.tier, rates, server, self.host_blocks)
 
     def profile_request(self) -> dict[str, Any]:
         """What `workers.profiler.measure` is asked for."""
@@ -98,11 +120,13 @@ def announce(
     measured: Mapping[str, Any],
     error: str,
     rates: Mapping[str, Any] | None = None,
+    tail: Mapping[str, Any] | None = None,
 ) -> Announcement:
     """The announcement of one replica; `endpoints` are those of events and snapshots.
 
     rates: what an engine that executes load plans measured (`engine.profiling`); its steps are then
     announced as they were measured, and its plans are told.
+    tail: the rates by which an engine of vLLM leaves part of a hit unloaded, if it does.
     """
     node = measured_node(plan.node(rank), measured)
     planned = rates_from_measured(rates) if rates else None
@@ -128,13 +152,21 @@ def announce(
         profile_error=error,
         packs=plan.scheduler.rule in PACKING,
         engine=plan.kind,
-        load_plan=(
-            {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
-            if rates
-            else {}
-        ),
+        load_plan=_load_plan(plan, rates, tail),
+        tier=plan.tier.kind,
+        shared_tier=plan.tier.server if plan.tier.shared else "",
         measured=measured,
         pool=plan.pool,
         role=plan.role,
-        cost_per_hour=plan.cost_per_hour,
     )
+
+
+def _load_plan(
+    plan: WorkerPlan, rates: Mapping[str, Any] | None, tail: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What the router must know to foresee the engine's plans; empty if it loads all."""
+    if rates:
+        return {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
+    if tail:
+        return {"planner": TAIL, "act_share": 0.0, "rates": dict(tail)}
+    return {}

@@ -35,10 +35,14 @@ class TierGuard:
         """Whether the server may be asked now."""
         return now_s >= self._closed_until_s
 
-    def failed(self, why: str, now_s: float) -> None:
-        """Something went wrong: leave the server alone for a while."""
+    def noted(self, why: str) -> None:
+        """Something went wrong that somebody else saw to: it is only counted."""
         self.failures[why] += 1
         self._unwarned[why] += 1
+
+    def failed(self, why: str, now_s: float) -> None:
+        """Something went wrong: leave the server alone for a while."""
+        self.noted(why)
         if now_s >= self._closed_until_s:
             self._closed_until_s = now_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, max(_LONGEST_PAUSE_S, self._retry_s))

@@ -84,11 +84,14 @@ class LmcacheLink:
         adapter = getattr(inner, "scheduler_adapter", None) or inner.worker_adapter
         return inner if adapter.is_healthy and self.guard.allows(time.monotonic()) else None
 
-    def failed(self, why: str, error: object = "") -> None:
+    def failed(self, why: str, error: object = "", *, pause: bool = True) -> None:
         """The tier did not do what it was asked for: counted, and warned of once a minute."""
         with self._lock:
             now_s = time.monotonic()
-            self.guard.failed(why, now_s)
+            if pause:
+                self.guard.failed(why, now_s)
+            else:
+                self.guard.noted(why)
             self._stats.send({"kind": "tier_failed", "why": why})
             due = self.guard.warning(now_s)
         if due:
@@ -125,7 +128,7 @@ class LmcacheLink:
             inner = self._make()
             self._ready(inner)
         except Exception as error:
-            self.failed(ABSENT, error)
+            self.failed(ABSENT, error, pause=False)
             if inner is not None:
                 inner.shutdown()
             return False

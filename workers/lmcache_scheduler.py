@@ -18,9 +18,9 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from workers.admission_reports import AdmissionReports
+from workers.admission_reports import AdmissionReports, asked_plan
 from workers.lmcache_contents import LmcacheContents, Run
-from workers.lmcache_guard import LOOKUP
+from workers.lmcache_guard import ABSENT, LOOKUP
 from workers.lmcache_link import LmcacheLink
 from workers.lmcache_worker import LmcacheWorkerMeta, Stored
 from workers.tail_recompute import TailRecompute
@@ -114,7 +114,8 @@ class LmcacheScheduler:
         if not hit:
             return 0, False
         new = request.num_tokens - computed - hit
-        loaded = self._tail.loaded_tokens(computed, hit, new)
+        plan = asked_plan(request.sampling_params)
+        loaded = self._tail.loaded_tokens(computed, hit, new, plan)
         if loaded < hit:
             loaded = self._shorten(inner, request, computed, loaded)
         return loaded, bool(loaded)
@@ -189,6 +190,8 @@ class LmcacheScheduler:
         well = self._link.open() is not None
         if self._well and not well:
             self._contents.clear()
+            # LMCache's own heartbeat may have seen it first, and then nothing else has failed.
+            self._link.failed(ABSENT, "its server does not answer", pause=False)
         self._well = well
         return self._contents.take()
 

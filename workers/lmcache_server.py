@@ -7,6 +7,7 @@ that holds nothing else. A server that a worker starts ends with that worker's p
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from workers.vllm_plugin import die_with_parent
 
 VERSION = "0.5.6"
+STAMP = "complete"
 _END_S = 5.0
 
 
@@ -26,42 +28,46 @@ class LmcacheMissingError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class LmcacheInstall:
-    """Where LMCache is: `root` holds `venv`, the server's environment, and `client`, a folder with
-    a link to its package and nothing more, for the engines' module path."""
+    """Where LMCache is: the server's command, and a folder for the engines' module path that holds
+    its client and nothing more; none where the engines have LMCache in their own environment."""
 
-    root: Path
+    executable: Path
+    client: Path | None
 
     @classmethod
-    def under(cls, cache_dir: str | Path) -> LmcacheInstall:
-        """The one that belongs to a `KAPPA_HOME`."""
-        return cls(Path(cache_dir) / f"lmcache-{VERSION}")
+    def at(cls, root: Path) -> LmcacheInstall:
+        """The one that `kappa lmcache setup` makes in `root`."""
+        return cls(root / "venv" / "bin" / "lmcache", root / "client")
 
-    @property
-    def venv(self) -> Path:
-        """The server's environment."""
-        return self.root / "venv"
+    @classmethod
+    def find(cls, cache_dir: str | Path) -> LmcacheInstall:
+        """Under this `KAPPA_HOME`, or in this environment, as on machines with a GPU.
 
-    @property
-    def client(self) -> Path:
-        """What engines put on their module path."""
-        return self.root / "client"
+        Raises:
+            LmcacheMissingError: it is in neither.
+        """
+        root = install_root(cache_dir)
+        if (root / STAMP).exists():
+            return cls.at(root)
+        if importlib.util.find_spec("lmcache") is not None:
+            return cls(Path(sys.prefix) / "bin" / "lmcache", None)
+        raise LmcacheMissingError(
+            f"LMCache is installed neither in {root} nor beside vLLM: run 'kappa lmcache setup'"
+        )
 
-    @property
-    def executable(self) -> Path:
-        """The server's command."""
-        return self.venv / "bin" / "lmcache"
 
-    def check(self) -> None:
-        """Raise `LmcacheMissingError` unless server and client are there."""
-        for path in (self.executable, self.client / "lmcache" / "__init__.py"):
-            if not path.exists():
-                raise LmcacheMissingError(
-                    f"LMCache is not installed ({path} is missing): run 'kappa lmcache setup'"
-                )
+def install_root(cache_dir: str | Path) -> Path:
+    """Where `kappa lmcache setup` installs it."""
+    return Path(cache_dir) / f"lmcache-{VERSION}"
 
 
 def server_command(
-    install: LmcacheInstall, port: int, http_port: int, chunk_tokens: int, size_bytes: int
+    install: LmcacheInstall,
+    port: int,
+    http_port: int,
+    chunk_tokens: int,
+    size_bytes: int,
+    host: str = "127.0.0.1",
 ) -> list[str]:
     """The command line of a server on this machine.
 
@@ -69,7 +75,7 @@ def server_command(
     would hang such an engine. `auto` offers GPU engines the other way too.
     """
     return [
-        str(install.executable), "server", "--host", "127.0.0.1", "--port", str(port),
+        str(install.executable), "server", "--host", host, "--port", str(port),
         "--http-host", "127.0.0.1", "--http-port", str(http_port),
         "--chunk-size", str(chunk_tokens), "--l1-size-gb", f"{size_bytes / 2**30:.6f}",
         "--eviction-policy", "LRU", "--supported-transfer-mode", "auto",
@@ -82,12 +88,7 @@ class LmcacheServer:
     def __init__(
         self, install: LmcacheInstall, chunk_tokens: int, size_bytes: int, log: Path | None = None
     ) -> None:
-        """Start it on free ports of this machine.
-
-        Raises:
-            LmcacheMissingError: it is not installed.
-        """
-        install.check()
+        """Start it on free ports of this machine."""
         port, http_port = _free_ports(2)
         self.url = f"tcp://127.0.0.1:{port}"
         self.http_url = f"http://127.0.0.1:{http_port}"
@@ -114,6 +115,36 @@ class LmcacheServer:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+
+def prepare_lmcache(
+    cache_dir: str | Path, server: str, chunk_tokens: int, size_bytes: int, log: Path
+) -> LmcacheServer | None:
+    """Have this process and the engine's find LMCache's client; start a server unless one is named.
+
+    Raises:
+        LmcacheMissingError: it is not installed.
+    """
+    install = LmcacheInstall.find(cache_dir)
+    if install.client is not None:
+        _find_modules_in(str(install.client))
+    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+    os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
+    # It warns of every attempt to reach its server; ours is one warning a minute.
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
+    if server:
+        return None
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return LmcacheServer(install, chunk_tokens, size_bytes, log)
+
+
+def _find_modules_in(folder: str) -> None:
+    """For this process and those that it starts; behind everything else."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+    known = os.environ.get("PYTHONPATH", "")
+    if folder not in known.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (known, folder)))
 
 
 def _free_ports(count: int) -> list[int]:

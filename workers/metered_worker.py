@@ -85,12 +85,12 @@ class StepMeter:
             prefilled.append(self._request_ids.get(req_id, ""))
 
 
-class MeteredCPUWorker(CPUWorker):
-    """vLLM's CPU worker with a report per step and, on a paced node, a pace."""
+class Metered:
+    """A report per step and, on a paced node, a pace, in front of a vLLM worker's class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = self.vllm_config.additional_config
+        config = self.vllm_config.additional_config  # type: ignore[attr-defined]
         pace = config.get("kappa_pace")
         self._kappa_step_model = StepModel.from_dict(pace) if pace else None
         self._kappa_stats = StatsSender(config.get("kappa_stats", ""))
@@ -101,7 +101,7 @@ class MeteredCPUWorker(CPUWorker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run the real step; the report and the pace follow once its tokens are sampled."""
         self._kappa_begin(scheduler_output)
-        output = super().execute_model(scheduler_output)
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
         if scheduler_output.total_num_scheduled_tokens == 0:
             for tier in HOST_TIERS:
                 tier.wait_for_load(_LOAD_POLL_S)
@@ -111,7 +111,7 @@ class MeteredCPUWorker(CPUWorker):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample as vLLM does, then finish the step's pace and report it."""
-        output = super().sample_tokens(grammar_output)
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         self._kappa_end()
         return output
 
@@ -160,3 +160,7 @@ class MeteredCPUWorker(CPUWorker):
             t_s=time.time(),
         )
         self._kappa_stats.send(step)
+
+
+class MeteredCPUWorker(Metered, CPUWorker):
+    """vLLM's CPU worker, metered."""

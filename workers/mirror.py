@@ -60,6 +60,19 @@ class KvMirror:
             elif isinstance(event, AllBlocksCleared):
                 self._blocks.clear()
 
+    def hold(
+        self,
+        block_hash: Hash,
+        parent: Hash | None,
+        token_ids: list[int],
+        extra_keys: tuple[Any, ...] | None,
+        medium: str,
+        block_size: int,
+    ) -> None:
+        """Note a block that `medium` holds, though no event of this engine said so."""
+        self._block_size = block_size
+        self._blocks[block_hash] = _Block(parent, token_ids, extra_keys, {medium})
+
     def clear(self) -> None:
         """Forget everything (after a lost message nothing here can be trusted)."""
         self._blocks.clear()

@@ -4,12 +4,14 @@ One thread reads the engine's event publisher and the stats channel, keeps the m
 totals, and publishes. A reader that sees a gap, or comes late, asks the snapshot endpoint and gets
 the state with the sequence number it belongs to. Frames: `[kind, seq u64 BE, payload]`, kind one of
 `kv` (vLLM's own msgpack batch), `report` (msgpack of `WorkerReport`), `reset` (forget all blocks).
+Which requests are in the replica is told as they come and go, so that several routers agree.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -22,6 +24,7 @@ from kappa.report import (
     REPORT,
     RESET,
     Admission,
+    Arrival,
     Spent,
     TenantCharge,
     WorkerReport,
@@ -31,6 +34,8 @@ from workers.mirror import KvMirror
 log = structlog.get_logger(__name__)
 
 _REPORT_EVERY_S = 0.25
+# News that changes predictions does not wait for that, but goes out in lots.
+_URGENT_EVERY_S = 0.005
 _POLL_MS = 100
 _HIGH_WATER_MESSAGES = 100_000
 _BANDWIDTH_WEIGHT = 0.2
@@ -48,11 +53,20 @@ class ReportTotals:
         self._charges: dict[str, TenantCharge] = {}
         self._charged: dict[str, TenantCharge] = {}
         self._told_all_s = 0.0
+        self._in_flight: dict[str, Arrival] = {}
+        self._arrived: list[str] = []
+        self._finished: list[str] = []
+        self.on_prefilled: Callable[[str], None] = lambda _: None
+        """Called, on the stream's thread, with the id of each request whose prompt is computed."""
 
     @property
     def urgent(self) -> bool:
         """Whether something waits that changes a prediction now."""
-        return bool(self._admitted or self._prefilled)
+        return bool(self._admitted or self._prefilled or self._arrived or self._finished)
+
+    def tell_all(self) -> None:
+        """Have the next report say all that can be said, for a reader that knows nothing yet."""
+        self._told_all_s = float("-inf")
 
     def add(self, message: dict[str, object]) -> None:
         """Add one measurement from the stats channel; an unknown kind is ignored."""
@@ -72,8 +86,10 @@ class ReportTotals:
         Charges are those that changed; now and then all, for an ingress that missed some.
         """
         self._charged.update(self._charges)
+        in_flight: tuple[Arrival, ...] | None = None
         if now_s - self._told_all_s >= _TELL_ALL_EVERY_S:
             self._charges, self._told_all_s = self._charged, now_s
+            in_flight = tuple(self._in_flight.values())
         report = replace(
             self._report,
             time_s=now_s,
@@ -81,7 +97,11 @@ class ReportTotals:
             prefilled=tuple(self._prefilled),
             spent=tuple(self._spent),
             charges=tuple(self._charges.values()),
+            arrived=tuple(self._in_flight[r] for r in self._arrived if r in self._in_flight),
+            finished=tuple(self._finished),
+            in_flight=in_flight,
         )
+        self._arrived, self._finished = [], []
         self._admitted, self._prefilled, self._spent, self._charges = [], [], [], {}
         return report
 
@@ -106,6 +126,11 @@ class ReportTotals:
         prefilled = m["prefilled"]
         assert isinstance(prefilled, list)
         self._prefilled.extend(str(request_id) for request_id in prefilled)
+        for request_id in prefilled:
+            known = self._in_flight.get(str(request_id))
+            if known is not None:
+                self._in_flight[known.request_id] = replace(known, prefilled=True)
+            self.on_prefilled(str(request_id))
         spent = m.get("spent", [])
         assert isinstance(spent, list)
         self._spent.extend(
@@ -122,6 +147,19 @@ class ReportTotals:
                 new_tokens=int(_number(m["new_tokens"])),
             )
         )
+
+    def _add_arrive(self, m: dict[str, object]) -> None:
+        """A request came to the replica, with what its ingress expects of it."""
+        names = ("device_tokens", "host_tokens", "new_tokens", "max_tokens")
+        counts = {name: int(_number(m[name])) for name in names}
+        arrival = Arrival(str(m["request_id"]), **counts)
+        self._in_flight[arrival.request_id] = arrival
+        self._arrived.append(arrival.request_id)
+
+    def _add_finish(self, m: dict[str, object]) -> None:
+        """A request left the replica, however it ended."""
+        if self._in_flight.pop(str(m["request_id"]), None) is not None:
+            self._finished.append(str(m["request_id"]))
 
     def _add_load(self, m: dict[str, object]) -> None:
         r, took_s, moved = self._report, _number(m["took_s"]), int(_number(m["bytes"]))
@@ -210,9 +248,13 @@ class ReportStream:
         self.snapshot_endpoint = f"tcp://{host}:{port}"
         self._mirror = KvMirror()
         self.totals = ReportTotals(worker)
+        self.complete: Callable[[WorkerReport], WorkerReport] = lambda report: report
+        """Adds what is known besides the engine's measurements; called on the stream's thread."""
         self._seq = 0
         self._kv_seq = -1
-        self._last_report_s = 0.0
+        self._last_report_s = float("-inf")
+        # The machine's clock may be set while we run; times in reports only rise.
+        self._epoch_s = time.time() - time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kappa-report", daemon=True)
 
@@ -233,7 +275,8 @@ class ReportStream:
             poller.register(socket, zmq.POLLIN)
         while not self._stop.is_set():
             try:
-                ready = dict(poller.poll(_POLL_MS))
+                urgent_ms = int(1000 * _URGENT_EVERY_S)
+                ready = dict(poller.poll(urgent_ms if self.totals.urgent else _POLL_MS))
                 if self._kv in ready:
                     self._read_kv()
                 if self._stats in ready:
@@ -257,7 +300,8 @@ class ReportStream:
             except zmq.Again:
                 return
             seq = int.from_bytes(seq_bytes, "big")
-            if self._kv_seq >= 0 and seq != self._kv_seq + 1:
+            # The engine counts from 0: a later first number is what it said before we listened.
+            if seq != self._kv_seq + 1:
                 self._forget("gap", seq)
             self._kv_seq = seq
             try:
@@ -277,18 +321,28 @@ class ReportStream:
     def _read_stats(self) -> None:
         while True:
             try:
-                self.totals.add(msgspec.msgpack.decode(self._stats.recv(zmq.NOBLOCK)))
+                message = msgspec.msgpack.decode(self._stats.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
+            if message.get("kind") == "kv":
+                # Blocks that a predecessor left: the engine publishes events of its own only.
+                self._mirror.apply(message["batch"])
+                self._publish(KV, message["batch"])
+            else:
+                self.totals.add(message)
 
     def _publish_report(self) -> None:
-        now_s = time.time()
-        if self.totals.urgent or now_s - self._last_report_s >= _REPORT_EVERY_S:
+        now_s = self._epoch_s + time.monotonic()
+        every_s = _URGENT_EVERY_S if self.totals.urgent else _REPORT_EVERY_S
+        if now_s - self._last_report_s >= every_s:
             self._last_report_s = now_s
-            report = self.totals.take(now_s)
+            report = self.complete(self.totals.take(now_s))
             self._publish(REPORT, msgspec.msgpack.encode(report.to_dict()))
 
     def _answer_snapshot(self) -> None:
         identity, *_ = self._snapshots.recv_multipart(zmq.NOBLOCK)
         seq = self._seq.to_bytes(8, "big")
         self._snapshots.send_multipart([identity, b"", seq, *self._mirror.snapshot()])
+        # What is no part of a snapshot follows it, numbered, for everybody.
+        self.totals.tell_all()
+        self._last_report_s = float("-inf")

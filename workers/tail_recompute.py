@@ -67,12 +67,13 @@ class TailRecompute:
             raise ValueError(f"{CONFIG_KEY} has no {', '.join(unknown)}: it takes planner, rates")
         return cls(config.get("planner", TAIL), config.get("rates"), block_tokens)
 
-    def loaded_tokens(self, device: int, hit: int, new: int) -> int:
+    def loaded_tokens(self, device: int, hit: int, new: int, asked_for: str = "") -> int:
         """Of `hit` tokens that could be loaded behind `device` ones, how many to load.
 
-        `new` are behind them, to be computed in any case.
+        `new` are behind them, to be computed in any case. asked_for: the planner that the request
+        names (`kappa.report.PLAN_KEY`), for experiments; "kv" loads all.
         """
-        if self._plan is None or hit <= 0:
+        if self._plan is None or hit <= 0 or asked_for == LOAD_ALL:
             return hit
         asked = Cached(hit, max(new, 1), device)
         known = self._answers.get(asked)

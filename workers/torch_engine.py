@@ -25,10 +25,11 @@ from transformers import AutoTokenizer
 from engine.arena import Arena, ArenaSize
 from engine.config import read_config
 from engine.forward import Forward
-from engine.loop import Engine, RequestRefused
+from engine.loop import Engine
 from engine.prefill import TorchExecutor
 from engine.profiling import cached_profile
 from engine.runner import EngineRunner, EngineStopped
+from engine.sequence import RequestRefused
 from engine.settings import EngineSettings
 from engine.transfer import mover_for
 from engine.weights import DTYPES, load_weights

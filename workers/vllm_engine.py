@@ -18,6 +18,7 @@ from kappa.model import kv_bytes_per_token
 from kappa.step import StepModel, step_model
 from kappa.types import ModelShape, NodeProfile
 from scheduler.vllm_options import CONFIG_KEY, STOCK
+from workers.tier_choice import TierChoice, TierNeeds, transfer_config
 
 # vLLM on a CPU: no thread binding and one thread per engine, so that engines share the cores;
 # short queue spins (workers.vllm_plugin); float32, since bf16 fails on short prompts there.
@@ -30,6 +31,10 @@ CPU_ENV = {
     "KAPPA_DIE_WITH_PARENT": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+_CPU_WORKER = "workers.metered_worker.MeteredCPUWorker"
+_GPU_WORKER = "workers.metered_gpu_worker.MeteredGPUWorker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,17 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineTier:
+    """An engine's host tier: which one; the rates that its loads are planned by; the server that
+    its worker started for it; how many blocks it holds."""
+
+    choice: TierChoice = field(default_factory=TierChoice)
+    rates: Mapping[str, Any] | None = None
+    server: str = ""
+    host_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineScheduler:
     """What an engine schedules by.
 
@@ -108,21 +124,13 @@ def engine_kwargs(
     pace: Pace | None,
     scheduler: EngineScheduler = EngineScheduler(),
     rank: int = 0,
+    tier: EngineTier = EngineTier(),
+    gpus: int = 0,
 ) -> dict[str, Any]:
-    """vLLM's engine arguments for the replica of this rank."""
+    """vLLM's engine arguments for the replica of this rank; `gpus`: of each worker, 0 on a CPU."""
     additional: dict[str, Any] = {"kappa_stats": stats_endpoint}
-    tier: dict[str, Any] = {
-        "kappa_link": dict(scheduler.link),
-        "spec_name": "HostTierSpec",
-        "spec_module_path": "workers.host_tier",
-        "cpu_bytes_to_use": limits.host_bytes,
-        "self_describing_kv_events": True,
-        "offload_prompt_only": False,
-        "kappa_stats": stats_endpoint,
-    }
     if pace is not None:
         additional["kappa_pace"] = pace.step.to_dict()
-        tier["kappa_pace"] = pace.link
     arguments: dict[str, Any] = {
         "dtype": limits.dtype,
         "max_model_len": limits.max_context_tokens,
@@ -132,7 +140,7 @@ def engine_kwargs(
         "max_num_seqs": limits.max_sequences,
         "enforce_eager": True,
         "enable_prefix_caching": True,
-        "worker_cls": "workers.metered_worker.MeteredCPUWorker",
+        "worker_cls": _GPU_WORKER if gpus else _CPU_WORKER,
         "additional_config": additional,
         "kv_events_config": {
             "enable_kv_cache_events": True,
@@ -145,12 +153,15 @@ def engine_kwargs(
         arguments["scheduler_cls"] = "scheduler.vllm_adapter.FairScheduler"
         additional[CONFIG_KEY] = scheduler.options(stats_endpoint, pace, rank)
     if limits.host_bytes:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "HostTierConnector",
-            "kv_connector_module_path": "workers.connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": tier,
-        }
+        needs = TierNeeds(
+            host_bytes=limits.host_bytes,
+            stats_endpoint=stats_endpoint,
+            link=scheduler.link,
+            pace=pace.link if pace is not None else None,
+            rates=tier.rates,
+            host_blocks=tier.host_blocks,
+        )
+        arguments["kv_transfer_config"] = transfer_config(tier.choice, needs, tier.server)
     return arguments
 
 

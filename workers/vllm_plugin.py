@@ -1,11 +1,13 @@
 """Loaded by vLLM in each of its processes (entry point `vllm.general_plugins`).
 
-Two jobs, each asked for by an environment variable that a replica's runtime environment sets:
+Three jobs, each asked for by an environment variable that a replica's runtime environment sets:
 
 * `KAPPA_QUEUE_SPIN_S`: vLLM's shared-memory queues busy-wait for a second after every message
   before they sleep; on a paced node, or one with few cores, that burns a core per engine.
 * `KAPPA_DIE_WITH_PARENT`: engine processes outlive a killed parent for minutes; here the kernel
-  ends them with it.
+  ends them with it, and they end themselves with their replica (`workers.reaper`), even if that had
+  gone before they asked.
+* `KAPPA_LOG`: how these processes log (`log_words`), set by the replica.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ import sys
 import time
 from typing import Any
 
+from workers.reaper import follow_owner
+
 SPIN_ENV = "KAPPA_QUEUE_SPIN_S"
 REAP_ENV = "KAPPA_DIE_WITH_PARENT"
+LOG_ENV = "KAPPA_LOG"
 _PR_SET_PDEATHSIG = 1
 _NAP_SHARE = 0.2
 _LONGEST_NAP_MS = 100
@@ -28,9 +33,26 @@ def register() -> None:
     """Do what the environment asks for in this process."""
     if os.environ.get(REAP_ENV):
         die_with_parent()
+        follow_owner()
+    words = os.environ.get(LOG_ENV)
+    if words:
+        log_as(words)
     spin = os.environ.get(SPIN_ENV)
     if spin:
         shorten_queue_spin(float(spin))
+
+
+def log_words(log_format: str, log_file: str | None, level: str) -> str:
+    """A way to log in one word for the environment, read by `log_as`."""
+    return f"{log_format}|{level}|{log_file or ''}"
+
+
+def log_as(words: str) -> None:
+    """Log in this process as `log_words` says."""
+    from workers.logs import configure
+
+    log_format, level, log_file = words.split("|", 2)
+    configure(log_format, log_file or None, level)
 
 
 def die_with_parent() -> None:

@@ -45,7 +45,7 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
         ray_actor_options={"num_cpus": 0},
     )
     return ingress.bind(
-        llm_deployments=workers,
+        pools=workers,
         # Every pool serves the same model: any of their configurations makes its card.
         model_cards={model_id: to_model_metadata(model_id, configs[pools[0].name])},
         kappa=_ingress_settings(settings, model),

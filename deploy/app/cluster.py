@@ -1,6 +1,7 @@
-"""A cluster on this machine: Ray started, the application deployed and warm, all stopped again.
+"""A running cluster: Ray started or joined, the application deployed and warm, then taken back.
 
-`Cluster` keeps Ray on loopback with its own temporary folder, and is ready when every worker has
+Without an address `Cluster` starts Ray on this machine, on loopback, and stops all of it. With one
+it joins that Ray cluster and takes back only what it brought. It is ready when every worker has
 answered real requests.
 """
 
@@ -10,7 +11,6 @@ import contextlib
 import io
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,10 @@ import httpx
 
 from deploy.app.access import own_headers
 from deploy.app.build import build_app
-from deploy.app.model import StartError, prepare_model
+from deploy.app.model import Model, StartError, prepare_model
+from deploy.app.placing import misfits
+from deploy.app.ports import check_port
+from deploy.app.ray_cluster import APP, JoinedRay, OwnRay
 from kappa.settings.cluster import ClusterSettings
 
 Progress = Callable[[str], None]
@@ -27,7 +30,6 @@ Progress = Callable[[str], None]
 _WARM_TIMEOUT_S = 180.0
 # One more than the router's calibration needs before it believes its samples.
 _WARM_ROUNDS = 7
-_APP = "kappa"
 
 
 class Cluster:
@@ -36,9 +38,16 @@ class Cluster:
     engines_beside = 0
     """Engines that a subclass starts next to ours; Ray is told of CPUs for them."""
 
-    def __init__(self, settings: ClusterSettings, progress: Progress = lambda _: None) -> None:
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        progress: Progress = lambda _: None,
+        address: str | None = None,
+    ) -> None:
+        """`address`: of a running Ray cluster to join, `HOST:PORT` or `auto`; none: start one."""
         self.settings = settings
         self._progress = progress
+        self._ray = JoinedRay(address) if address else OwnRay(self._workers_at_most())
         self.url = ""
 
     def __enter__(self) -> Cluster:
@@ -55,40 +64,36 @@ class Cluster:
     def _start(self) -> None:
         _quiet(self.settings.log_level)
         http = self.settings.http
-        if http.port:
+        if http.port and not self._ray.joined:
             check_port(http.host, http.port)  # before seconds are spent on what cannot be reached
         self._progress("preparing the model")
         model = prepare_model(self.settings)
-        self._progress("starting Ray")
-        import ray
+        self._progress("joining Ray" if self._ray.joined else "starting Ray")
+        self._ray.start(self.settings.log_level)
+        unplaced = misfits(self.settings.all_pools, self._ray.machines())
+        if unplaced:
+            raise StartError("\n".join(unplaced))
+        host, port = self._ray.serve_on(http.host, http.port)
+        self._progress(f"starting {self.settings.workers} engines")
+        self._deploy(model)
+        self.url = f"http://{host}:{port}"
+        self._progress("warming up")
+        self._warm_up()
+
+    def _deploy(self, model: Model) -> None:
         from ray import serve
 
-        _quiet_ray(self.settings.log_level)
-        engines = sum(pool.most for pool in self.settings.all_pools) + self.engines_beside
-        ray.init(
-            num_cpus=max(os.cpu_count() or 1, 2 * engines + 2),
-            include_dashboard=False,
-            configure_logging=True,
-            logging_level=self.settings.log_level,
-            log_to_driver=self.settings.log_level in ("DEBUG", "INFO"),
-            object_store_memory=256 << 20,
-        )
-        port = http.port or free_port(http.host)
-        serve.start(
-            http_options={"host": http.host, "port": port},
-            logging_config={"log_level": self.settings.log_level, "enable_access_log": False},
-        )
-        self._progress(f"starting {self.settings.workers} engines")
+        app = build_app(self.settings, model, stream_host=self._ray.stream_host)
         try:
-            serve.run(build_app(self.settings, model), name=_APP, route_prefix="/")
+            serve.run(app, name=APP, route_prefix="/")
         except (RuntimeError, ValueError) as error:
             raise StartError(
                 f"the engines did not start: {error}. Their logs are in /tmp/ray/session_latest/"
                 "logs; run with --log-level INFO to see them here"
             ) from None
-        self.url = f"http://{http.host}:{port}"
-        self._progress("warming up")
-        self._warm_up()
+
+    def _workers_at_most(self) -> int:
+        return sum(pool.most for pool in self.settings.all_pools) + self.engines_beside
 
     def _warm_up(self) -> None:
         """Wait for all workers, then send each some requests.
@@ -124,19 +129,9 @@ class Cluster:
         client.post("/v1/chat/completions", json=body).raise_for_status()
 
     def stop(self) -> None:
-        """Stop serving and Ray; safe to call twice. A Ctrl-C meanwhile skips the polite part."""
-        import ray
-        from ray import serve
-
-        if not ray.is_initialized():
-            return
+        """Take back what was started; safe to call twice. Ctrl-C skips the polite part."""
         with _unheard(self.settings.log_level):
-            try:
-                serve.shutdown()
-            except KeyboardInterrupt:
-                pass
-            finally:
-                ray.shutdown()
+            self._ray.stop()
 
 
 def _quiet(level: str) -> None:
@@ -146,16 +141,6 @@ def _quiet(level: str) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", level)
     for name in ("httpx", "httpx2"):
         logging.getLogger(name).setLevel(level)
-
-
-def _quiet_ray(level: str) -> None:
-    """After Ray Serve is imported, which sets its own levels."""
-    for name in ("ray", "ray.serve", "ray._private.authentication"):
-        logging.getLogger(name).setLevel(level)
-    if level == "WARNING":
-        # Says at every start that token authentication is on, as it should be.
-        name = "ray._private.authentication.authentication_token_setup"
-        logging.getLogger(name).setLevel("ERROR")
 
 
 @contextlib.contextmanager
@@ -169,24 +154,3 @@ def _unheard(level: str) -> Iterator[None]:
         contextlib.redirect_stderr(io.StringIO()),
     ):
         yield
-
-
-def free_port(host: str) -> int:
-    """A TCP port on `host` that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def check_port(host: str, port: int) -> None:
-    """Refuse a port that something listens on; raises StartError with what to do."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise StartError(
-                f"cannot listen on {host}:{port}: {error.strerror}. Stop what listens there, or "
-                "choose another port with --port (0 picks a free one)"
-            ) from None

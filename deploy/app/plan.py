@@ -24,6 +24,8 @@ def worker_nodes(settings: ClusterSettings) -> tuple[NodeProfile, ...]:
 def pool_nodes(settings: ClusterSettings, pool: PoolSettings) -> tuple[NodeProfile, ...]:
     """One profile per worker that the pool may have, in rank order."""
     profile = replace(node_profile(pool.profile), source="catalogue")
+    if pool.cost_per_hour is not None:
+        profile = replace(profile, cost_per_hour=pool.cost_per_hour)
     if pool.paced:
         profile = replace(profile, source="paced", dilation=settings.dilation)
     return tuple(replace(profile, name=name) for name in pool.node_names)
@@ -34,6 +36,7 @@ def worker_plan(
 ) -> Any:
     """What each replica of a pool must know before its engine starts."""
     from workers.identity import WorkerPlan
+    from workers.tier_choice import TierChoice
     from workers.vllm_engine import EngineLimits
 
     e = pool.engine_settings(settings.engine)
@@ -54,10 +57,17 @@ def worker_plan(
         kind=e.kind,
         planner=e.planner if e.kind == "torch" else "",
         act_share=e.act_share,
+        tier=TierChoice(
+            e.host_tier, "kv" if e.planner == "kv" else "tail", e.lmcache.server or "",
+            e.lmcache.timeout_s, e.lmcache.heartbeat_s, e.lmcache.retry_s,
+        ),
         pool=pool.name,
         role=pool.role,
-        cost_per_hour=pool.cost_per_hour,
         gpus=pool.placement.gpus,
+        handover_dir=str(Path(e.handover_dir).absolute()) if e.handover_dir else "",
+        handover_wait_s=e.handover_wait_s,
+        observing=settings.observing,
+        log_level=settings.log_level,
     )  # fmt: skip
 
 

@@ -34,18 +34,25 @@ def serve(
     policy: Policy = None,
     port: Port = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    allow_open: Annotated[
+        bool, typer.Option("--allow-open", help="Listen beyond loopback without keys.")
+    ] = False,
     unpaced: Unpaced = False,
     log_level: LogLevel = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Ray cluster to join: its head, HOST:PORT, or auto."),
+    ] = None,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object when ready, then stay.")
     ] = False,
 ) -> None:
-    """Serve a model on a cluster started here, until Ctrl-C."""
-    settings = settings_or_exit(config, policy, port, host, unpaced, log_level)
+    """Serve a model, on a Ray cluster started here or one that is joined, until Ctrl-C."""
+    settings = settings_or_exit(config, policy, port, host, unpaced, log_level, allow_open)
     signal.signal(signal.SIGTERM, _interrupt)
     is_ready = False
     try:
-        with running(settings) as cluster:
+        with running(settings, address=address) as cluster:
             # Ray has put its own handler there, which dumps the stack and exits.
             signal.signal(signal.SIGTERM, _interrupt)
             print_ready(cluster.url, settings, json_output)
@@ -67,6 +74,7 @@ def settings_or_exit(
     host: str | None = None,
     unpaced: bool = False,
     log_level: str | None = None,
+    allow_open: bool = False,
 ) -> ClusterSettings:
     """Settings from file and options; on a fault prints it and exits with 2."""
     try:
@@ -77,6 +85,8 @@ def settings_or_exit(
         http = {k: v for k, v in (("port", port), ("host", host)) if v is not None}
         if http:
             changes["http"] = {**settings.http.model_dump(), **http}
+        if allow_open:
+            changes["access"] = {**settings.access.model_dump(), "allow_open": True}
         if log_level is not None:
             changes["log_level"] = log_level
         if changes:
@@ -87,7 +97,9 @@ def settings_or_exit(
     return settings.unpaced() if unpaced else settings
 
 
-def running(settings: ClusterSettings, cluster_type: type | None = None) -> Any:
+def running(
+    settings: ClusterSettings, cluster_type: type | None = None, address: str | None = None
+) -> Any:
     """A cluster as a context manager, with progress on stderr; start errors exit with 1.
 
     `cluster_type` is `deploy.app.cluster.Cluster` or a subclass of it.
@@ -102,11 +114,12 @@ def running(settings: ClusterSettings, cluster_type: type | None = None) -> Any:
     @contextmanager
     def manager() -> Any:
         start = time.monotonic()
-        cluster = (cluster_type or Cluster)(
-            settings,
-            lambda what: console.print(f"[dim]{time.monotonic() - start:5.1f} s  {what}[/dim]"),
-        )
         try:
+            cluster = (cluster_type or Cluster)(
+                settings,
+                lambda what: console.print(f"[dim]{time.monotonic() - start:5.1f} s  {what}[/dim]"),
+                address,
+            )
             with cluster:
                 console.print(f"[dim]{time.monotonic() - start:5.1f} s  ready[/dim]")
                 try:

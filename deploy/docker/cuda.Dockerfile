@@ -42,4 +42,6 @@ USER 1000:1000
 WORKDIR /var/cache/kappa
 EXPOSE 8000 8080
 ENTRYPOINT []
+# Refused as it stands: beyond loopback it wants keys. Mount a cluster file that names a keys file, or
+# add --allow-open where something else guards the port.
 CMD ["kappa", "serve", "--host", "0.0.0.0"]

@@ -136,7 +136,10 @@ def _without_files(args: dict[str, Any]) -> dict[str, Any]:
     """`args` with the tenants' keys file, which is on the cluster only, replaced by a key."""
     tenants = dict(args.get("tenants") or {})
     if tenants.pop("keys_file", None):
-        tenants["by_key"] = {**tenants.get("by_key", {}), "of-the-file": "default"}
+        named = {*tenants.get("weights", ()), *tenants.get("limits", ()), "default"}
+        named |= {*tenants.get("operators", ())}
+        keys = {f"of-the-file-{i}": name for i, name in enumerate(sorted(named))}
+        tenants["by_key"] = {**tenants.get("by_key", {}), **keys}
     return {**args, "tenants": tenants} if tenants else args
 
 

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from engine.forward import Forward
 from engine.prefill import Prompt, prefill
-from engine.sparse.cache import SimilarityCache
-from engine.sparse.forward import SparseForward
-from engine.sparse.lanes import Lanes
+from engine.sparse.forward import over_lanes
 from engine.sparse.opening import open_from_device
 from engine.sparse.settings import SparseSettings
 from engine.step import Ids, Pages
 from kappa.plan.clo import Persistent
-from kappa.plan.heads import HeadProfile, equal_heads
+from kappa.plan.heads import HeadProfile
 
 _CHUNK_TOKENS = 2048
 
@@ -33,10 +31,7 @@ class SparseDecoder:
     Args:
         forward: the model, its blocks, its mover.
         settings: of the lanes.
-        persistent: KV heads of each layer that keep all KV on the device; by default all of the
-            first layer.
-        heads: their importance; by default all alike.
-        tau: thresholds (layers, kv_heads) instead of those that follow from the importance.
+        persistent, heads, tau: as `over_lanes` has them.
 
     `close` gives all blocks back.
     """
@@ -50,13 +45,9 @@ class SparseDecoder:
         heads: HeadProfile | None = None,
         tau: Tensor | None = None,
     ) -> None:
-        config = forward.config
-        if persistent is None:
-            persistent = (tuple(range(config.kv_heads)), *[()] * (config.layers - 1))
         self.forward = forward
-        self.lanes = Lanes(config, forward.arena, forward.mover, settings, persistent)
-        self.cache = SimilarityCache(self.lanes, heads or equal_heads(config.shape), tau)
-        self.sparse = SparseForward(forward, self.cache)
+        self.sparse = over_lanes(forward, settings, persistent=persistent, heads=heads, tau=tau)
+        self.cache, self.lanes = self.sparse.cache, self.sparse.lanes
         self._count = 0
         self._last: Tensor | None = None
         self._generated: list[Tensor] = []

@@ -19,6 +19,9 @@ from engine.forward import Forward
 from engine.rope import angles, frequencies
 from engine.sparse.cache import Pending, SimilarityCache
 from engine.sparse.lanes import Lanes, View
+from engine.sparse.settings import SparseSettings
+from kappa.plan.clo import Persistent
+from kappa.plan.heads import HeadProfile, equal_heads
 
 
 class SparseForward:
@@ -46,7 +49,9 @@ class SparseForward:
         self._ahead = self.lanes.settings.prefetch
 
     @torch.no_grad()
-    def run(self, lanes: Sequence[int], tokens: Tensor, take_block: Callable[[int], int]) -> Tensor:
+    def run(
+        self, lanes: Sequence[int], tokens: Tensor, take_block: Callable[[int], int | None]
+    ) -> Tensor:
         """Compute `tokens` (batch, new) of the lanes; logits (batch, vocabulary) of the last ones.
 
         take_block: a host block for a lane, when its next one is full and no longer recent.
@@ -93,6 +98,33 @@ class SparseForward:
         layer = self.weights.layer(index)
         a = layers.attention_input(hidden, layer, self.config)
         return layers.project_q(a, layer, self.config, turn)
+
+
+def over_lanes(
+    forward: Forward,
+    settings: SparseSettings,
+    *,
+    persistent: Persistent | None = None,
+    heads: HeadProfile | None = None,
+    tau: Tensor | None = None,
+) -> SparseForward:
+    """A model with lanes of its own, beside `forward`'s blocks.
+
+    Args:
+        persistent: KV heads of each layer that keep all KV on the device; by default all of the
+            first layer.
+        heads: their importance; by default all alike.
+        tau: thresholds (layers, kv_heads) instead of those that follow from the importance.
+
+    Raises:
+        ValueError: heads that the model has not, or streamed weights.
+    """
+    config = forward.config
+    if persistent is None:
+        persistent = (tuple(range(config.kv_heads)), *[()] * (config.layers - 1))
+    lanes = Lanes(config, forward.arena, forward.mover, settings, persistent)
+    cache = SimilarityCache(lanes, heads or equal_heads(config.shape), tau)
+    return SparseForward(forward, cache)
 
 
 def attend(lanes: Lanes, index: int, queries: Tensor, view: View) -> Tensor:

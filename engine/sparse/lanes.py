@@ -28,7 +28,8 @@ from kappa.plan.clo import Persistent
 class Lane:
     """One sequence: tokens in it, how many of them are in host blocks, and how many are chosen.
 
-    blocks: host blocks of the first `host_tokens`. fresh: nothing was looked up yet.
+    blocks: host blocks of the first `host_tokens`. fresh: nothing was looked up yet. stuck: there
+    was no host block for what is no longer recent; it can take no more tokens.
     """
 
     tokens: int = 0
@@ -36,6 +37,7 @@ class Lane:
     chosen: int = 0
     blocks: list[int] = field(default_factory=list)
     fresh: bool = True
+    stuck: bool = False
 
 
 @dataclass(slots=True)
@@ -272,10 +274,10 @@ class Lanes:
         if len(self.persistent[layer]):
             self.full[layer][at, :, :, view.positions] = rows[:, :, :, self.persistent[layer]]
 
-    def end(self, view: View, take_block: Callable[[int], int]) -> None:
+    def end(self, view: View, take_block: Callable[[int], int | None]) -> None:
         """The pass is over: lanes are longer, and blocks that are no longer recent leave.
 
-        take_block: a host block for a lane. Where it raises, the lane must be closed.
+        take_block: a host block for a lane; None where there is none: the lane is stuck.
         """
         for lane in view.lanes:
             state = self.states[lane]
@@ -286,7 +288,11 @@ class Lanes:
             state = self.states[lane]
             wanted = self.host_part(state.tokens)
             while state.host_tokens < wanted:
-                self._leave(lane, state, take_block(lane))
+                block = take_block(lane)
+                if block is None:
+                    state.stuck = True
+                    break
+                self._leave(lane, state, block)
 
     def lane_slice(self, tensor: Tensor, view: View) -> Tensor:
         """The view's lanes of a tensor (lanes, ...): as it stands where they are neighbours."""
@@ -308,6 +314,8 @@ class Lanes:
             )
         for lane in lanes:
             tokens = self.states[lane].tokens
+            if self.states[lane].stuck:
+                raise ValueError(f"lane {lane} is stuck: it had no host block for older tokens")
             if tokens + new > self.settings.max_tokens:
                 raise ValueError(
                     f"lane {lane} has {tokens} tokens and room for {self.settings.max_tokens}: "

@@ -101,15 +101,16 @@ def decode_gpu_s(rates: PlanRates, batch: int, context_tokens: float) -> float:
     says at the nearest measured point is added, as of a prefill step's grid.
     """
 
-    def law_s(sequences: float, context: float) -> float:
+    def law_s(sequences: float, resident: float) -> float:
         step = rates.step
-        flop_s = sequences * (step.token_s + step.pair_s * (context + 0.5))
-        return max(flop_s, rates.read_s(sequences, sequences * context)) + step.fixed_s
+        flop_s = sequences * (step.token_s + 0.5 * step.pair_s) + resident * step.pair_s
+        return max(flop_s, rates.read_s(sequences, resident)) + step.fixed_s
 
-    said_s = law_s(batch, context_tokens)
+    resident = batch * context_tokens
+    said_s = law_s(batch, resident)
     if rates.decode is None:
         return said_s
-    point = rates.decode.clamp(batch, context_tokens)
+    point = rates.decode.clamp(batch, resident)
     return max(0.0, said_s + rates.decode.seconds_at(*point) - law_s(*point))
 
 

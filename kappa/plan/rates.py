@@ -16,7 +16,8 @@ from typing import Any
 
 from kappa.json_file import read_json_object
 from kappa.model import kv_bytes
-from kappa.plan.fits import ComputeGrid, LineFit, fit_line, fit_step, require_fit
+from kappa.plan.fits import ComputeGrid, LineFit, fit_step, require_fit
+from kappa.plan.measured import attention, decode_grid, grid_of, layers_fit
 from kappa.step import StepModel, step_model
 from kappa.types import ModelShape, NodeProfile
 
@@ -40,7 +41,7 @@ class PlanRates:
     `attend` is seconds of the CPU, over all layers, to attend from one query to n tokens' KV in
     host memory; None where it is not measured. While it does, `h2d_attending` of the link's
     bandwidth remains, and `attend_loading` of its own while the link loads. `decode` is a measured
-    grid of decoding steps, its axes sequences and context tokens of each.
+    grid of decoding steps, its axes sequences and the context tokens of all of them.
 
     `step.weights_s` reads all weights; of them `experts_s` are experts that a token leaves alone
     with probability `expert_idle` each, so that a short step reads fewer.
@@ -274,24 +275,22 @@ def rates_from_measured(
     try:
         layers = int(data["layers"])
         alone = float(data["h2d_bytes_per_s"])
-        grid = ComputeGrid(
-            tuple(map(float, data["grid"]["new_tokens"])),
-            tuple(map(float, data["grid"]["context_tokens"])),
-            tuple(tuple(map(float, row)) for row in data["grid"]["seconds"]),
-        )
+        grid = grid_of(data["grid"], "new_tokens", "context_tokens")
         return PlanRates(
             name=f"{data['model']} on {data['device']}",
             layers=layers,
             kv_bytes=float(data["kv_bytes_per_token"]),
             activation_bytes=float(data["activation_bytes_per_token"]),
-            load=_layers_fit("load", data["load"], layers),
-            project=_layers_fit("KV projection", data["project"], layers),
+            load=layers_fit("load", data["load"], layers),
+            project=layers_fit("KV projection", data["project"], layers),
             step=fit_step(grid),
             grid=grid,
             overlap=overlap,
             h2d_while_storing=min(1.0, float(data["h2d_while_storing_bytes_per_s"]) / alone),
             h2d_cpu_busy=min(1.0, float(data["h2d_cpu_busy_bytes_per_s"]) / alone),
             weights_load_s=float(data["weight_bytes"]) / alone,
+            decode=decode_grid(data),
+            **attention(data, layers, alone)._asdict(),
         )
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{origin}: lacks or garbles {error}: profile anew") from error
@@ -331,8 +330,3 @@ def as_measured(rates: PlanRates, model: str, device: str) -> dict[str, Any]:
         "h2d_while_storing_bytes_per_s": link * rates.h2d_while_storing,
         "h2d_cpu_busy_bytes_per_s": link * rates.h2d_cpu_busy,
     }
-
-
-def _layers_fit(name: str, samples: Mapping[str, Any], layers: int) -> LineFit:
-    """A line over all layers from the samples of one: {"tokens": [...], "seconds": [...]}."""
-    return fit_line(name, samples["tokens"], [layers * float(s) for s in samples["seconds"]])

@@ -67,6 +67,14 @@ class EngineSettings(Section):
     block_tokens: int = Field(32, ge=16)
     device_blocks: int = Field(264, ge=8, description="KV blocks in the device cache")
     host_bytes: int = Field(64 << 20, ge=0, description="host tier; zero switches it off")
+    handover_dir: str | None = Field(
+        None,
+        description="folder in shared memory where the host tier outlives its engine, for the "
+        "worker that comes after it; none: it goes with the engine",
+    )
+    handover_wait_s: Finite = Field(
+        10.0, ge=0, le=600, description="how long that worker waits for one that still drains"
+    )
     max_batch_tokens: int = Field(1024, ge=64, description="token budget of one step")
     max_sequences: int = Field(64, ge=1)
     dtype: str = "float32"
@@ -82,6 +90,8 @@ class EngineSettings(Section):
             )
         if self.host_tier != "own" and self.kind != "vllm":
             raise ValueError(f"host_tier {self.host_tier} needs kind vllm, and this is {self.kind}")
+        if self.handover_dir and (self.kind != "vllm" or self.host_tier != "own"):
+            raise ValueError("handover_dir needs kind vllm and host_tier own")
         if self.host_tier != "own" and not self.host_bytes:
             raise ValueError(f"host_tier {self.host_tier} needs host_bytes above zero")
         return self

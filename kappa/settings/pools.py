@@ -70,7 +70,7 @@ class PoolSettings(Section):
     replicas: int | None = Field(None, ge=1, description="fixed number of workers; none: one")
     autoscaling: ScalingSettings | None = None
     role: Role = Field("both", description="prefill: hands its KV over; decode: takes it over")
-    cost_per_hour: Finite | None = Field(None, ge=0, description="of one worker, any currency")
+    cost_per_hour: Finite | None = Field(None, gt=0, description="of one worker, any currency")
     drain_s: Finite = Field(
         60.0, gt=0, description="a worker that is to go has so long to end its streams"
     )

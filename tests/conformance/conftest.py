@@ -63,8 +63,8 @@ class Node:
         )  # fmt: skip
         return replace(said, **changes).to_dict()
 
-    def close(self):
-        self.engine.shutdown()
+    async def close(self):
+        await self.engine.shutdown()
         self.stream.close()
 
 
@@ -169,7 +169,7 @@ class Serving:
         await serving
         await ingress._start.close()
         for node in nodes:
-            node.close()
+            await node.close()
         router.live.BOARD = board
 
 

@@ -13,9 +13,12 @@ import torch
 
 from engine.arena import Arena, ArenaSize
 from engine.forward import Forward
-from engine.loop import Engine, Observer, Output
+from engine.loop import Engine
+from engine.outputs import Observer, Output
 from engine.prefill import TorchExecutor
 from engine.settings import EngineSettings
+from engine.sparse.forward import over_lanes
+from engine.sparse.settings import SparseSettings
 from engine.transfer import Copies, CpuMover, Direction, mover_for
 from kappa.plan.planners import Planning
 from kappa.plan.rates import PlanRates
@@ -50,15 +53,19 @@ def engine(
     rates: PlanRates | None = None,
     device: str = "cpu",
     observer: Observer | None = None,
+    sparse: SparseSettings | None = None,
+    lanes: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Iterator[Engine]:
     """An engine whose books must be right, and whose blocks must be free, in the end."""
     model = weights(family, torch.float64, False, device)
     arena = Arena(model.config.shape, size, dtype=torch.float64, device=device)
     link = Link() if device == "cpu" else mover_for(device)
+    forward = Forward(model, arena, link)
     made = Engine(
-        TorchExecutor(Forward(model, arena, link)), arena, link, EngineSettings(**settings),
+        TorchExecutor(forward), arena, link, EngineSettings(**settings),
         Planning(size.block_tokens, rates), observer=observer,
+        sparse=over_lanes(forward, sparse, **(lanes or {})) if sparse else None,
     )  # fmt: skip
     try:
         yield made

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from engine.arena import ArenaSize
-from engine.loop import RequestRefused
 from engine.sampling import Sampling
+from engine.sequence import RequestRefused
 from kappa.hardware import node_profile
 from kappa.plan.planners import fixed
 from kappa.plan.rates import rates_from_law

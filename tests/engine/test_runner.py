@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.loop import Output, RequestRefused
+from engine.outputs import Output
 from engine.prefix import BlocksStored, CacheEvent
 from engine.runner import EngineRunner, EngineStopped
 from engine.sampling import Sampling
+from engine.sequence import RequestRefused
 from tests.engine.engines import engine, expected, prompt
 
 

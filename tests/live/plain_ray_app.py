@@ -12,8 +12,8 @@ import ray
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
-from deploy.app.cluster import free_port
 from deploy.app.model import prepare_model
+from deploy.app.ports import free_port
 from kappa.settings.cluster import load_settings
 from workers.vllm_engine import CPU_ENV
 

@@ -6,7 +6,6 @@ Ray's delivery is replaced by a script (fault injection); routing, limits and HT
 import asyncio
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -49,18 +48,18 @@ class Scripted(KappaIngress):
             "request_timeout_s": 60.0, "secret": "s",
         }  # fmt: skip
         self._wire(IngressSettings(**{"record": None} | values | changes), renderer)
-        self._default_serve_handles = {"m": SimpleNamespace(llm_config=None)}
+        self._model_cards = {"m": None}
         self._script, self.sent, self.closed = script, [], 0
         self.told, self.headers = [], []
 
     async def _wake_router(self):
         return
 
-    async def _get_response(self, *, body, call_method, raw_request=None):
-        worker = raw_request.headers[PIN_HEADER]
+    async def _call(self, body, method, request):
+        worker = request.headers[PIN_HEADER]
         self.sent.append(worker)
         self.told.append(dict(body.vllm_xargs))
-        self.headers.append(dict(raw_request.headers))
+        self.headers.append(dict(request.headers))
         try:
             async for item in self._script(worker):
                 yield item
@@ -156,7 +155,7 @@ async def test_with_admission_what_would_start_too_late_is_refused(serve):
     strict = Admission(floor_s=0.0, ttft_factor=0.0)
     live.router.config = replace(live.router.config, admission=strict)
     answer = await post(app)
-    assert (answer.status_code, code(answer)) == (503, "overloaded")
+    assert (answer.status_code, code(answer)) == (429, "overloaded")
     assert int(answer.headers["retry-after"]) >= 1
     assert live.router.reservations == 0
 

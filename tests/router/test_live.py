@@ -16,6 +16,7 @@ from kappa.step import StepModel
 from router.board import Board
 from router.core import NoWorkerError, RouterConfig, RouteRequest
 from router.live import LiveRouter
+from router.live_view import nodes, refresh_gauges
 from router.policies import policy_named
 from workers.report_stream import ReportStream
 from workers.stats_channel import StatsSender
@@ -84,8 +85,8 @@ async def scene(monkeypatch):
     monkeypatch.setattr(router.live, "BOARD", board)
     live = LiveRouter(RouterConfig(policy=policy_named("ttft"), secret=12345))
     yield live, board
-    board.post("d", {})
-    await until(lambda: not live.router.state.workers and not live._closing)
+    await live.close()
+    assert live.members.settled
 
 
 async def until(question):
@@ -184,7 +185,7 @@ async def test_a_worker_that_goes_takes_its_reservations_along(scene, worker):
     await joined(live, board, first, second)
     gone = live.route(ask("r")).worker
     stays = ({"a", "b"} - {gone}).pop()
-    live.refresh_gauges()
+    refresh_gauges(live)
     board.remove("d", gone)
     await until(lambda: len(live.router.state.workers) == 1)
     assert live.records["r"].end == "worker_died"
@@ -208,7 +209,7 @@ async def test_a_worker_of_another_model_is_refused_once(scene, worker):
     a, b = worker("a"), worker("b")
     await joined(live, board, a)
     board.post("d", {"a": a.announcement(), "b": b.announcement(fingerprint="other")})
-    await until(lambda: "b" in live._refused)
+    await until(lambda: "b" in live.members.refused)
     assert set(live.router.state.workers) == {"a"}
 
 
@@ -216,7 +217,7 @@ async def test_a_worker_of_another_model_is_refused_once(scene, worker):
 async def test_an_announcement_that_cannot_be_read_is_refused(scene, worker, spoilt):
     live, board = scene
     board.post("d", {"w": worker().announcement() | spoilt})
-    await until(lambda: "w" in live._refused)
+    await until(lambda: "w" in live.members.refused)
     assert live.router.state.workers == {}
 
 
@@ -225,17 +226,17 @@ async def test_nodes_tell_what_is_known(scene, worker):
     w = worker()
     await joined(live, board, w, profile_error="no GPU", measured={"h2d_bytes_per_s": 5.0})
     w.step()
-    await until(lambda: live.nodes()[0]["totals"] and live.nodes()[0]["totals"]["steps_total"])
-    (row,) = live.nodes()
+    await until(lambda: nodes(live)[0]["totals"] and nodes(live)[0]["totals"]["steps_total"])
+    (row,) = nodes(live)
     assert (row["node"], row["paced"], row["profile_error"]) == ("node-w", True, "no GPU")
     assert row["kappa_crit"] == pytest.approx(1e-5 * 55e9 / 1e5)
     assert row["measured"] == {"h2d_bytes_per_s": 5.0}
     assert row["totals"]["overruns_total"] == 1
 
 
-async def test_memory_of_decisions_is_bounded(scene, worker, monkeypatch):
-    monkeypatch.setattr(router.live, "_MEMORY", 3)
+async def test_memory_of_decisions_is_bounded(scene, worker):
     live, board = scene
+    live.records.memory = 3
     await joined(live, board, worker())
     for i in range(5):
         live.route(ask(f"r{i}"))

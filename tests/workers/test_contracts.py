@@ -286,21 +286,22 @@ def test_replicas_and_requests_tell_what_the_router_reads():
     assert "internal_request_id" in fields(RequestMetadata)
 
 
-# -- router.ingress, deploy.app.build -----------------------------------------------------------------
+# -- router.ingress, router.pool_handles, deploy.app --------------------------------------------
 
 
 def test_the_openai_ingress_delivers_the_way_we_call_it():
+    from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request
     from ray.llm._internal.serve.core.protocol import RawRequestInfo
     from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 
-    signature = inspect.signature(OpenAiIngress._get_response)
-    assert list(signature.parameters) == ["self", "body", "call_method", "raw_request"]
-    assert all(
-        p.kind is inspect.Parameter.KEYWORD_ONLY
-        for name, p in signature.parameters.items()
-        if name != "self"
-    )
-    assert "self._default_serve_handles" in source_of(OpenAiIngress)
+    # `router.pool_handles` does what this does, with the handle of the worker's pool.
+    theirs = inspect.getsource(OpenAiIngress._get_response)
+    assert ".remote(\n            body, raw_request_info\n        )" in theirs
+    assert "_sanitize_chat_completion_request(body)" in theirs
+    assert "RawRequestInfo.from_starlette_request(raw_request)" in theirs
+    assert parameters(_sanitize_chat_completion_request) == ["request"]
+    assert {"llm_deployments", "model_cards"} <= set(parameters(OpenAiIngress.__init__))
+    assert "self._model_cards" in source_of(OpenAiIngress)
     assert {"endpoint_map", "app"} <= set(parameters(make_fastapi_ingress))
     assert "headers" in parameters(RawRequestInfo)
 
@@ -309,5 +310,40 @@ def test_the_deployment_builder_takes_our_class_and_arguments():
     from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
     from ray.serve.llm import build_llm_deployment
 
-    assert {"bind_kwargs", "deployment_cls"} <= set(parameters(build_llm_deployment))
+    assert {"bind_kwargs", "deployment_cls", "override_serve_options"} <= set(
+        parameters(build_llm_deployment)
+    )
     assert parameters(to_model_metadata)[:2] == ["model_id", "model_config"]
+
+
+def test_serve_scales_a_deployment_by_a_policy_of_ours():
+    from ray.serve._private import autoscaling_state
+    from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+    assert {"policy_function", "policy_kwargs"} <= set(AutoscalingPolicy.model_fields)
+    assert {
+        "min_replicas", "max_replicas", "upscale_delay_s", "downscale_delay_s",
+        "look_back_period_s", "policy",
+    } <= set(AutoscalingConfig.model_fields)  # fmt: skip
+    assert {"aggregated_metrics", "running_replicas", "target_num_replicas"} <= set(
+        parameters(AutoscalingContext.__init__)
+    )
+    # A class is made once, with its arguments; bounds and delays are applied to what it answers.
+    assert "raw(**policy.policy_kwargs)" in inspect.getsource(
+        autoscaling_state._resolve_policy_callable
+    )
+    assert "_apply_autoscaling_config(" in inspect.getsource(autoscaling_state)
+
+
+def test_a_replica_hands_its_figures_to_the_autoscaler_by_this_name():
+    from ray.serve._private import replica
+
+    assert '"record_autoscaling_stats"' in inspect.getsource(replica)
+
+
+def test_a_running_serve_can_be_asked_where_it_listens():
+    from ray.serve._private.client import ServeControllerClient
+    from ray.serve.context import _get_global_client
+
+    assert parameters(_get_global_client) == ["raise_if_no_controller_running"]
+    assert isinstance(ServeControllerClient.http_config, property)

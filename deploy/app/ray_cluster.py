@@ -1,0 +1,204 @@
+"""The Ray cluster that an application runs on: one started here, or one that is joined.
+
+What is started here is stopped whole. Of a cluster that is joined only our application is taken
+back, and Ray Serve itself only if nobody else used it before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from deploy.app.model import StartError
+from deploy.app.placing import Machine
+from deploy.app.ports import free_port
+
+APP = "kappa"
+"""Our application's name in Ray Serve."""
+
+_OBJECT_STORE_BYTES = 256 << 20
+# A replica and its engine's worker process, and the controller and proxy beside them.
+_CPUS_PER_WORKER, _CPUS_BESIDE = 2, 2
+
+
+class OwnRay:
+    """Ray on this machine alone, on loopback."""
+
+    joined = False
+    stream_host = "127.0.0.1"
+    """Where workers offer their report streams: nothing listens beyond this machine."""
+
+    def __init__(self, workers: int) -> None:
+        """`workers`: as many as it must have CPUs for."""
+        self._workers = workers
+        self._log_level = "WARNING"
+
+    def start(self, log_level: str) -> None:
+        """Start Ray."""
+        import ray
+
+        self._log_level = log_level
+        _quiet_ray(log_level)
+        wanted = _CPUS_PER_WORKER * self._workers + _CPUS_BESIDE
+        ray.init(
+            num_cpus=max(os.cpu_count() or 1, wanted),
+            include_dashboard=False,
+            configure_logging=True,
+            logging_level=log_level,
+            log_to_driver=log_level in ("DEBUG", "INFO"),
+            object_store_memory=_OBJECT_STORE_BYTES,
+        )
+
+    def machines(self) -> list[Machine]:
+        """The machines of the cluster."""
+        return _machines()
+
+    def serve_on(self, host: str, port: int) -> tuple[str, int]:
+        """Start Ray Serve; returns where it listens, `port` 0 being a free one."""
+        port = port or free_port(host)
+        _start_serve(host, port, self._log_level)
+        return host, port
+
+    def stop(self) -> None:
+        """Stop Serve and Ray; nothing happens if they do not run."""
+        import ray
+        from ray import serve
+
+        if not ray.is_initialized():
+            return
+        try:
+            serve.shutdown()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            ray.shutdown()
+
+
+class JoinedRay:
+    """A Ray cluster that others started."""
+
+    joined = True
+    stream_host = ""
+    """Each worker offers its stream on its machine's address: readers are on other machines."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: `HOST:PORT` of its head, or `auto` on one of its machines.
+
+        Raises:
+            StartError: it is not such an address.
+        """
+        if address.startswith("ray://"):
+            raise StartError(
+                f"--address {address}: Ray's client protocol cannot carry a cluster's application; "
+                "run this on a machine of the cluster, with its head's HOST:PORT or auto"
+            )
+        self._address = address
+        self._log_level = "WARNING"
+        self._serve_is_ours = False
+        self._deployed = False
+
+    def start(self, log_level: str) -> None:
+        """Join.
+
+        Raises:
+            StartError: nothing answers there, or it runs another version.
+        """
+        import ray
+
+        self._log_level = log_level
+        _quiet_ray(log_level)
+        try:
+            ray.init(
+                address=self._address,
+                configure_logging=True,
+                logging_level=log_level,
+                log_to_driver=log_level in ("DEBUG", "INFO"),
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise StartError(
+                f"no Ray cluster can be joined at {self._address}: {error}. Start one with "
+                "'ray start --head', or leave --address out"
+            ) from None
+
+    def machines(self) -> list[Machine]:
+        """The machines of the cluster."""
+        return _machines()
+
+    def serve_on(self, host: str, port: int) -> tuple[str, int]:
+        """Start Ray Serve if it does not run there; returns where it listens.
+
+        Raises:
+            StartError: an application of this name is served there already.
+        """
+        from ray import serve
+
+        running = _serve_address()
+        if running is None:
+            self._serve_is_ours = True
+            port = port or free_port(host)
+            _start_serve(host, port, self._log_level)
+            running = host, port
+        elif APP in serve.status().applications:
+            raise StartError(
+                f"the cluster at {self._address} serves an application {APP!r} already: stop that "
+                "first ('serve shutdown', or a Ctrl-C where it was started)"
+            )
+        self._deployed = True
+        return running
+
+    def stop(self) -> None:
+        """Take our application back and leave; others' stay."""
+        import ray
+        from ray import serve
+
+        if not ray.is_initialized():
+            return
+        try:
+            if self._serve_is_ours:
+                serve.shutdown()
+            elif self._deployed:
+                serve.delete(APP)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            ray.shutdown()
+
+
+def _machines() -> list[Machine]:
+    import ray
+
+    return [Machine.of_ray(node) for node in ray.nodes() if node["Alive"]]
+
+
+def _start_serve(host: str, port: int, level: str) -> None:
+    from ray import serve
+
+    serve.start(
+        http_options={"host": host, "port": port},
+        logging_config={"log_level": level, "enable_access_log": False},
+    )
+
+
+def _serve_address() -> tuple[str, int] | None:
+    """Where a running Ray Serve listens, None if none runs. Ray has no public way to ask."""
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return None
+    options = client.http_config
+    host = "127.0.0.1" if options.host in (None, "0.0.0.0", "::") else str(options.host)
+    return host, int(options.port)
+
+
+def _quiet_ray(level: str) -> None:
+    """After Ray Serve is imported, which sets its own levels."""
+    import ray.serve  # noqa: F401
+
+    for name in ("ray", "ray.serve", "ray._private.authentication"):
+        logging.getLogger(name).setLevel(level)
+    if level == "WARNING":
+        # Says at every start that token authentication is on, as it should be.
+        name = "ray._private.authentication.authentication_token_setup"
+        logging.getLogger(name).setLevel("ERROR")

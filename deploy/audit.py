@@ -1,0 +1,209 @@
+"""The dependency audit of `./dev check`: known vulnerabilities in the lock.
+
+`python -m deploy.audit [LOCK]`. The lock is held against the floors of `locks/audit.yaml`, always,
+and by pip-audit (in an environment of its own, made by uv) against its advisory service. Where that
+cannot be reached, the audit says so and passes by the floors alone: no check may fail for want of a
+network. What is accepted stands in the same file with its reason and its last day; an entry past
+that day, or of no use any more, fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from packaging.version import Version
+
+ROOT = Path(__file__).parent.parent
+RULES = ROOT / "locks" / "audit.yaml"
+PIP_AUDIT = "pip-audit==2.10.1"
+
+_TIMEOUT_S = 240.0
+# Local builds are in no service; with fewer of the packages known, it was no audit.
+_LEAST_KNOWN = 0.8
+_PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)")
+
+
+class AuditError(RuntimeError):
+    """The audit could not be made; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An advisory against a package of the lock; fixed: versions without it."""
+
+    package: str
+    version: str
+    advisories: frozenset[str]
+    fixed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names = ", ".join(sorted(self.advisories))
+        remedy = f"fixed in {', '.join(self.fixed)}" if self.fixed else "no fixed version yet"
+        return f"{self.package} {self.version}: {names} ({remedy})"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """floors: package -> (lowest version, advisory); accepted: advisory -> last day."""
+
+    floors: Mapping[str, tuple[str, str]]
+    accepted: Mapping[str, datetime.date]
+
+
+def read_rules(path: Path = RULES) -> Rules:
+    """The local rules.
+
+    Raises:
+        ValueError: the file is no such file; the message names the entry.
+    """
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(data, dict) or set(data) != {"floors", "accepted"}:
+        raise ValueError(f"{path.name}: expected floors and accepted")
+    accepted = {}
+    for entry in data["accepted"] or ():
+        if not isinstance(entry, dict) or set(entry) != {"advisory", "reason", "until"}:
+            raise ValueError(f"{path.name}: an entry is advisory, reason and until, not {entry}")
+        if not isinstance(entry["until"], datetime.date):
+            raise ValueError(f"{path.name}: {entry['advisory']}: until is no date YYYY-MM-DD")
+        accepted[entry["advisory"]] = entry["until"]
+    floors = {}
+    for package, floor in (data["floors"] or {}).items():
+        if not isinstance(floor, dict) or set(floor) != {"version", "advisory"}:
+            raise ValueError(f"{path.name}: {package}: a floor is version and advisory")
+        floors[package] = (str(floor["version"]), str(floor["advisory"]))
+    return Rules(floors, accepted)
+
+
+def pins(lock: str) -> dict[str, str]:
+    """Package -> version of each line of a lock that pins one; names as PyPI normalises them."""
+    found = (_PIN.match(line) for line in lock.splitlines())
+    return {re.sub(r"[._-]+", "-", m[1]).lower(): m[2] for m in found if m}
+
+
+def below_floors(pinned: Mapping[str, str], rules: Rules) -> list[Finding]:
+    """Packages of the lock under the lowest version that the rules allow."""
+    return [
+        Finding(package, pinned[package], frozenset({advisory}), (least,))
+        for package, (least, advisory) in rules.floors.items()
+        if package in pinned and Version(pinned[package]) < Version(least)
+    ]
+
+
+def findings(report: Any) -> list[Finding]:
+    """What pip-audit's JSON report tells.
+
+    Raises:
+        AuditError: it is not such a report, or its service knew too few of the packages.
+    """
+    try:
+        packages = report["dependencies"]
+        known = [package for package in packages if "skip_reason" not in package]
+        if len(known) < _LEAST_KNOWN * len(packages) or not known:
+            raise AuditError(
+                f"its advisory service knew {len(known)} of {len(packages)} packages: it cannot "
+                "be reached from here, or is a mirror without advisories"
+            )
+        return [
+            Finding(
+                package["name"],
+                package["version"],
+                frozenset({found["id"], *found.get("aliases", ())}),
+                tuple(found.get("fix_versions", ())),
+            )
+            for package in known
+            for found in package["vulns"]
+        ]
+    except (KeyError, TypeError) as error:
+        raise AuditError(f"pip-audit's report has another shape than expected: {error!r}") from None
+
+
+def faults(found: list[Finding], rules: Rules, today: datetime.date) -> list[str]:
+    """What is wrong: findings that nobody accepted, or that are accepted no longer."""
+    told = []
+    for finding in found:
+        until = [rules.accepted[name] for name in finding.advisories & rules.accepted.keys()]
+        if not until:
+            told.append(str(finding))
+        elif max(until) < today:
+            told.append(f"{finding}; accepted until {max(until)}, which is past")
+    return told
+
+
+def unused(found: list[Finding], rules: Rules) -> list[str]:
+    """Accepted advisories that are in no package of the lock."""
+    names = {name for finding in found for name in finding.advisories}
+    return [
+        f"{RULES.name}: {name} is in no package of the lock any more: drop the entry"
+        for name in sorted(rules.accepted.keys() - names)
+    ]
+
+
+def report_of(lock: Path) -> Any:
+    """pip-audit's report on a lock file, whose pins it takes as they are.
+
+    Raises:
+        AuditError: it could not be run, or reached no advisory service.
+    """
+    uv = Path(sys.executable).parent / "uv"
+    runner = str(uv) if uv.exists() else shutil.which("uv")
+    if runner is None:
+        raise AuditError("there is no uv here to run pip-audit with")
+    command = [
+        runner, "tool", "run", "--quiet", PIP_AUDIT, "--requirement", str(lock), "--no-deps",
+        "--disable-pip", "--progress-spinner", "off", "--format", "json", "--timeout", "15",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise AuditError(f"pip-audit took over {_TIMEOUT_S:g} s") from None
+    try:
+        return json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise AuditError(f"pip-audit gave no report: {last[:300]}") from None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Audit a lock; 1 if something in it is known to be vulnerable and not accepted."""
+    parser = argparse.ArgumentParser(prog="python -m deploy.audit", description=__doc__)
+    parser.add_argument("lock", nargs="?", type=Path, default=ROOT / "requirements.lock")
+    options = parser.parse_args(arguments)
+    today = datetime.datetime.now(datetime.UTC).date()
+    try:
+        rules = read_rules()
+        pinned = pins(options.lock.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        print(f"audit: {error}", file=sys.stderr)
+        return 1
+    found = below_floors(pinned, rules)
+    told = []
+    try:
+        found += findings(report_of(options.lock))
+        told = unused(found, rules)
+        by = "pip-audit and the floors"
+    except AuditError as error:
+        print(f"audit: pip-audit NOT done: {error}", file=sys.stderr)
+        by = f"the {len(rules.floors)} floors of {RULES.name} alone"
+    told += faults(found, rules, today)
+    for fault in told:
+        print(f"audit: {fault}", file=sys.stderr)
+    name = f"{len(pinned)} packages of {options.lock.name}"
+    print(f"audit: {name} by {by}: {len(told)} fault(s)", file=sys.stderr)
+    return 1 if told else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

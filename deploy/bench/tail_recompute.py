@@ -1,0 +1,207 @@
+"""`kappa bench tail-recompute`: load all of a cached prefix, or compute its back, in real vLLM.
+
+One bare engine at a time, with our connector, our host tier and a paced node. Scheduling, caching
+and loading are real, seconds are emulated: a step and a transfer last as long as the named node
+would take, times the dilation. Both ways take turns on one engine, prompt by prompt, each with the
+device cache emptied first, and must give the same log-probabilities.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kappa.hardware import node_profile
+from kappa.model import kv_bytes_per_token
+from kappa.plan.choose import kappa_eff
+from kappa.plan.planners import Cached, Planning
+from kappa.plan.rates import PlanRates, rates_from_law
+from kappa.plan.segments import layout
+from kappa.report import PLAN_KEY
+from kappa.shapes import model_shape
+from kappa.types import NodeProfile
+from workers.tail_recompute import LOAD_ALL, OVERLAP, TAIL, tail_rates
+from workers.tier_choice import TierChoice, TierNeeds, transfer_config
+from workers.tiny_model import make_tiny_model
+from workers.vllm_engine import CPU_ENV, Pace
+
+os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})
+
+BLOCK_TOKENS = 32
+_BUDGET_TOKENS = 2048
+_HOST_BYTES = 1 << 27
+_VOCABULARY = (100, 4000)
+_CORPUS = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
+_STORE_LIMIT_S = 60.0
+# Least real seconds per emulated one: the tiny model itself must not be slower than its pace.
+_LEAST_DILATION = 8.0
+# What loading the longest prefix should last, so that a machine's noise is small beside it.
+_LOAD_REAL_S = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A link beside the same gpu; `critical` is κ0: tokens loaded in the time of one computed."""
+
+    critical: float
+    rates: PlanRates
+    node: NodeProfile
+
+
+def ratio_of(model: str, node: str, critical: float, longest_tokens: int) -> Ratio:
+    """The node with its link changed so that κ0 is `critical`, in time dilated to be measurable."""
+    shape = model_shape(model)
+    profile = node_profile(node)
+    token_s = 2.0 * shape.params_active / profile.flops_per_s
+    link = replace(profile, h2d_bytes_per_s=kv_bytes_per_token(shape) * critical / token_s)
+    load_s = longest_tokens * kv_bytes_per_token(shape) / link.h2d_bytes_per_s
+    dilation = max(_LOAD_REAL_S / load_s, _LEAST_DILATION)
+    paced = replace(link, source="paced", dilation=dilation, name=f"{node} at κ0 {critical:g}")
+    return Ratio(critical, rates_from_law(shape, paced, overlap=OVERLAP), paced)
+
+
+@contextmanager
+def engine(ratio: Ratio, model: str, context_tokens: int) -> Iterator[Any]:
+    """A vLLM engine on that node."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    shape = model_shape(model)
+    pace = Pace(shape, ratio.node)
+    with tempfile.TemporaryDirectory(prefix="kappa-tail-") as folder:
+        needs = TierNeeds(
+            host_bytes=_HOST_BYTES,
+            stats_endpoint=f"ipc://{folder}/stats",
+            pace=pace.link,
+            rates=tail_rates(shape, ratio.node),
+        )
+        config = transfer_config(TierChoice(planner=TAIL), needs)
+        source = make_tiny_model(Path(tempfile.gettempdir()) / "kappa-bench-tail-model", _CORPUS)
+        llm = LLM(
+            model=str(source), skip_tokenizer_init=True, dtype="float32",
+            max_model_len=context_tokens, block_size=BLOCK_TOKENS,
+            num_gpu_blocks_override=context_tokens // BLOCK_TOKENS + 8,
+            max_num_batched_tokens=_BUDGET_TOKENS, max_num_seqs=4, enforce_eager=True,
+            enable_prefix_caching=True, disable_log_stats=True, use_tqdm_on_load=False,
+            worker_cls="deploy.bench.scheduler_vllm.BenchWorker",
+            additional_config={"kappa_pace": pace.step.to_dict()},
+            kv_transfer_config=KVTransferConfig(**config),
+        )  # fmt: skip
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+
+
+def measure(
+    llm: Any,
+    ratio: Ratio,
+    sizes: list[tuple[int, int]],
+    repeats: int,
+    progress: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """A row per (cached, new): medians of both ways' TTFT, in emulated seconds."""
+    return [
+        _row(llm, ratio, cached, new, repeats, progress, seed)
+        for seed, (cached, new) in enumerate(sizes)
+    ]
+
+
+def _row(
+    llm: Any,
+    ratio: Ratio,
+    cached: int,
+    new: int,
+    repeats: int,
+    progress: Callable[[str], None],
+    seed: int,
+) -> dict[str, Any]:
+    rng = random.Random(seed)
+    prefix = _tokens(rng, cached)
+    llm.collective_rpc("kappa_paced", args=(False,))
+    _ask(llm, [*prefix, *_tokens(rng, new)], LOAD_ALL)
+    _settle(llm)
+    llm.collective_rpc("kappa_paced", args=(True,))
+    taken: dict[str, list[float]] = {LOAD_ALL: [], TAIL: []}
+    differences, computed = [], 0
+    for turn in range(repeats + 1):
+        prompt = [*prefix, *_tokens(rng, new)]
+        answers = {}
+        for way in (LOAD_ALL, TAIL) if turn % 2 else (TAIL, LOAD_ALL):
+            _settle(llm)
+            llm.reset_prefix_cache()
+            start_s = time.perf_counter()
+            answers[way] = _ask(llm, prompt, way)
+            if turn:  # the first shakes the engine out
+                taken[way].append((time.perf_counter() - start_s) / ratio.node.dilation)
+        differences.append(abs(answers[TAIL][0] - answers[LOAD_ALL][0]))
+        computed = answers[LOAD_ALL][1] - answers[TAIL][1]
+    progress(f"κ0 {ratio.critical:g}: {cached} cached, {new} new")
+    return _summary(ratio, cached, new, taken, computed, max(differences))
+
+
+def _summary(
+    ratio: Ratio,
+    cached: int,
+    new: int,
+    taken: dict[str, list[float]],
+    computed: int,
+    difference: float,
+) -> dict[str, Any]:
+    rates = ratio.rates
+    planning = Planning(BLOCK_TOKENS, rates, activations=False)
+    asked = Cached(cached, new)
+    chosen = planning.named(TAIL)(asked)
+    plain = planning.priced(asked, layout(cached), "all is loaded")
+    load, tail = (statistics.median(taken[way]) for way in (LOAD_ALL, TAIL))
+    pairs = [t / p - 1.0 for t, p in zip(taken[TAIL], taken[LOAD_ALL], strict=True)]
+    return {
+        "critical_ratio": ratio.critical,
+        "effective_ratio": kappa_eff(rates, "load", new),
+        "ratio": cached / new,
+        "cached_tokens": cached,
+        "new_tokens": new,
+        "recomputed_tokens": computed,
+        "planned_recomputed_tokens": cached - chosen.crossing_tokens,
+        "load_all_s": load,
+        "tail_s": tail,
+        "change": tail / load - 1.0,
+        "change_worst_pair": max(pairs),
+        "change_best_pair": min(pairs),
+        "predicted_load_all_s": plain.ttft_s,
+        "predicted_tail_s": chosen.ttft_s,
+        "predicted_change": chosen.ttft_s / plain.ttft_s - 1.0,
+        "logprob_difference": difference,
+        "runs": len(taken[TAIL]),
+        "dilation": ratio.node.dilation,
+    }
+
+
+def _ask(llm: Any, prompt: list[int], way: str) -> tuple[float, int]:
+    """(log-probability of the first token, tokens that were not computed)."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1, extra_args={PLAN_KEY: way})
+    (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    return float(answer.outputs[0].cumulative_logprob), int(answer.num_cached_tokens or 0)
+
+
+def _settle(llm: Any) -> None:
+    """Wait until no store is under way, so that none meets the next request."""
+    deadline = time.monotonic() + _STORE_LIMIT_S
+    while not all(llm.collective_rpc("kappa_idle")):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"stores were still under way after {_STORE_LIMIT_S:g} s")
+        time.sleep(0.005)
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(*_VOCABULARY) for _ in range(count)]

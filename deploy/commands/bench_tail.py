@@ -1,0 +1,73 @@
+"""`kappa bench tail-recompute`: what computing the back of a cached prefix saves in vLLM, paced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deploy.commands.provenance import Json, command, machine
+
+_WORST = 0.03
+
+
+def tail_recompute(
+    ratios: Annotated[
+        str, typer.Option(help="κ0 of the nodes, with commas: link seconds in one of compute.")
+    ] = "10,1,0.3",
+    cached: Annotated[str, typer.Option(help="Cached tokens, with commas.")] = "1024,4096",
+    new: Annotated[str, typer.Option(help="New tokens, with commas.")] = "32,256",
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs per row.")] = 5,
+    model: Annotated[str, typer.Option(help="Whose costs the nodes emulate.")] = "llama-3.1-8b",
+    node: Annotated[str, typer.Option(help="The node whose link is changed.")] = "pcie",
+    out: Annotated[Path | None, typer.Option(help="Write the result here, as JSON.")] = None,
+    json_output: Json = False,
+) -> None:
+    """TTFT of loading all and of computing the back, on paced nodes of several links."""
+    # vLLM is imported here: other commands must not wait for it.
+    from deploy.bench import tail_recompute as bench
+
+    console = Console(stderr=True)
+    sizes = [(int(c), int(n)) for c in cached.split(",") for n in new.split(",")]
+    longest = max(c for c, _ in sizes)
+    context = max(c + n for c, n in sizes) + 2 * bench.BLOCK_TOKENS
+    rows: list[dict[str, Any]] = []
+    for critical in (float(ratio) for ratio in ratios.split(",")):
+        ratio = bench.ratio_of(model, node, critical, longest)
+        with bench.engine(ratio, model, context) as llm:
+            rows += bench.measure(llm, ratio, sizes, repeats, lambda text: console.print(text))
+    result = {
+        "rows": rows, "model": model, "node": node, "paced": True,
+        "never_worse_than": max(row["change"] for row in rows), "limit": _WORST,
+        "machine": machine(), "command": command(),
+    }  # fmt: skip
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    if json_output:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        _print(result)
+
+
+def _print(result: dict[str, Any]) -> None:
+    table = Table()
+    for name in (
+        "κ0", "cached", "new", "κ", "κ_eff", "computed anew", "load all ms", "tail ms", "change",
+        "predicted", "Δ logprob",
+    ):  # fmt: skip
+        table.add_column(name, justify="right")
+    for row in result["rows"]:
+        table.add_row(
+            f"{row['critical_ratio']:g}", str(row["cached_tokens"]), str(row["new_tokens"]),
+            f"{row['ratio']:.0f}", f"{row['effective_ratio']:.1f}", str(row["recomputed_tokens"]),
+            f"{1e3 * row['load_all_s']:.2f}", f"{1e3 * row['tail_s']:.2f}",
+            f"{row['change']:+.1%}", f"{row['predicted_change']:+.1%}",
+            f"{row['logprob_difference']:.1e}",
+        )  # fmt: skip
+    console = Console()
+    console.print(f"{result['command']}  on {result['machine']} (paced)", highlight=False)
+    console.print(table)

@@ -1,0 +1,164 @@
+"""`kappa faults`: things that go wrong, done to clusters started for it, with a verdict for each.
+
+The real stack under load: Ray Serve, ingress, router, report streams, HTTP. Engines are emulated
+where the catalogue says so, else vLLM's. One line per fault; the exit code is 1 if a promise was
+broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deploy.commands.provenance import Json, command, machine
+from loadtest.faults.catalogue import FAULTS, Fault, fault_named
+from loadtest.faults.started import SETTINGS, started
+from loadtest.faults.storm import Storm, crowd, storm
+from loadtest.faults.target import FaultsError, Target
+from loadtest.faults.traffic import Mix
+from loadtest.faults.trial import try_faults
+from loadtest.faults.verdict import Verdict
+
+_MIXES = {"emulated": Mix(), "vllm": Mix(clients=4, documents=12, words=150, max_tokens=6)}
+_CROWD = Mix(words=60, max_tokens=20, timeout_s=300.0)
+
+
+def faults(
+    only: Annotated[list[str] | None, typer.Argument(help="Names; default: all.")] = None,
+    list_them: Annotated[bool, typer.Option("--list", help="Say what there is.")] = False,
+    engine: Annotated[
+        str | None, typer.Option(help="Those of emulated or of vllm clusters only.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of load and victims.")] = 0,
+    storm_requests: Annotated[
+        int, typer.Option(min=0, help="Instead: kill a worker every 20 s for so many requests.")
+    ] = 0,
+    storm_kills: Annotated[
+        int, typer.Option(min=0, help="Instead: so many kills, each after recovery.")
+    ] = 0,
+    streams: Annotated[int, typer.Option(min=0, help="Instead: open so many streams at once.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for faults.json.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Do harm to a cluster on purpose and say what its clients saw."""
+    if list_them:
+        _list(json_output)
+        return
+    try:
+        chosen = [fault_named(name) for name in only] if only else list(FAULTS)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if engine is not None and engine not in SETTINGS:
+        raise typer.BadParameter(f"--engine is {engine!r}: choose one of {', '.join(SETTINGS)}")
+    chosen = [fault for fault in chosen if engine in (None, fault.engine)]
+    console = Console(stderr=True, highlight=False)
+    report: dict[str, Any] = {"command": command(), "machine": machine(), "seed": seed}
+    try:
+        if storm_requests or storm_kills or streams:
+            _long_runs(report, engine or "emulated", storm_requests, storm_kills, streams, console)
+        else:
+            _trials(report, chosen, seed, console)
+    except FaultsError as error:
+        console.print(f"[red]{error}[/red]")
+        raise typer.Exit(1) from None
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "faults.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if json_output:
+        print(json.dumps(report))
+    else:
+        _print(report)
+    if not report["kept"]:
+        raise typer.Exit(1)
+
+
+def _trials(report: dict[str, Any], chosen: Sequence[Fault], seed: int, console: Console) -> None:
+    verdicts: list[Verdict] = []
+    survivors: list[str] = []
+    for engine in SETTINGS:
+        mine = [fault for fault in chosen if fault.engine == engine]
+        if not mine:
+            continue
+        with tempfile.TemporaryDirectory(prefix="kappa-faults-") as folder:
+            console.print(f"[dim]starting a cluster of {engine} engines[/dim]")
+            with started(Path(folder), SETTINGS[engine], survivors) as target:
+                trial = try_faults(target, mine, _MIXES[engine], seed, console.print)
+                verdicts += asyncio.run(trial)
+    report["verdicts"] = [verdict.to_dict() for verdict in verdicts]
+    report["survivors"] = survivors
+    report["kept"] = all(verdict.kept for verdict in verdicts) and not survivors
+
+
+def _long_runs(
+    report: dict[str, Any], engine: str, requests: int, kills: int, streams: int, console: Console
+) -> None:
+    survivors: list[str] = []
+    report["kept"], report["engine"] = True, engine
+    with tempfile.TemporaryDirectory(prefix="kappa-faults-") as folder:
+        console.print(f"[dim]starting a cluster of {engine} engines[/dim]")
+        with started(Path(folder), SETTINGS[engine], survivors) as target:
+            if streams:
+                _crowd(report, target, streams)
+            if requests or kills:
+                plan = Storm(requests or 1 << 30, kills or 1 << 30, patient=bool(kills))
+                done = asyncio.run(storm(target, plan, _MIXES[engine], 0, console.print))
+                report["storm"] = done.to_dict()
+                fine = not (done.whole_lost or done.reservations or done.orphans)
+                report["kept"] &= fine and not done.streams_cut_untold
+    report["survivors"] = survivors
+    report["kept"] &= not survivors
+
+
+def _crowd(report: dict[str, Any], target: Target, streams: int) -> None:
+    seen = asyncio.run(crowd(target, streams, _CROWD, 0))
+    report["crowd"] = seen.to_dict()
+    report["kept"] &= not (seen.failed or seen.reservations)
+
+
+def _list(json_output: bool) -> None:
+    if json_output:
+        print(json.dumps([{"name": f.name, "title": f.title, "engine": f.engine} for f in FAULTS]))
+        return
+    for fault in FAULTS:
+        print(f"{fault.name:<22} {fault.engine:<9} {fault.title}")
+
+
+def _print(report: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    if "verdicts" in report:
+        table = Table(title=f"seed {report['seed']} on {report['machine']}", title_justify="left")
+        for column in ("fault", "verdict", "requests", "lost", "first answer", "recovery"):
+            table.add_column(column)
+        for row in report["verdicts"]:
+            recovery = _seconds(row["recovery_s"])
+            if row["start_s"]:
+                recovery += f" (start {row['start_s']:.1f})"
+            table.add_row(
+                row["fault"],
+                "kept" if row["kept"] else "; ".join(row["failed"]),
+                str(row["requests"]),
+                str(row["lost"]),
+                _seconds(row["first_answer_s"]),
+                recovery,
+            )
+        console.print(table)
+    for name in ("storm", "crowd"):
+        if name in report:
+            shown = {k: v for k, v in report[name].items() if k != "kills"}
+            console.print(f"{name}: {shown}")
+            for each in report[name].get("kills", ()):
+                console.print(f"  {each}")
+    for survivor in report["survivors"]:
+        console.print(f"[red]outlived its cluster: {survivor}[/red]")
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"

@@ -1,0 +1,123 @@
+"""`kappa keys`: make API keys, hash them for a keys file, and see whose keys a cluster knows.
+
+A key is shown once, when it is made, on standard output alone. A keys file holds digests, so
+whoever reads it can let nobody in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kappa.keys import entry_fault, hashed, is_hashed, new_key
+from kappa.settings.base import TENANT_NAME
+from kappa.settings.keys_file import read_digests, read_entries
+
+app = typer.Typer(help="API keys: make, hash, list.", no_args_is_help=True)
+
+_KEY_BYTES = 32
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def new(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is to be.")],
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Keys file to add its digest to.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Make a key; print it once, with the line for the keys file."""
+    if not re.fullmatch(TENANT_NAME, tenant):
+        _exit(f"{tenant!r} is no tenant's name: letters, digits, '.', '_' and '-', at most 64")
+    key = new_key(secrets.token_bytes(_KEY_BYTES))
+    line = f"{hashed(key)}: {tenant}"
+    if file is not None:
+        _append(file, line)
+    if json_output:
+        print(json.dumps({"key": key, "tenant": tenant, "line": line}))
+        return
+    told = Console(stderr=True)
+    print(key)
+    where = f"is in {file}" if file is not None else f"for the keys file:\n{line}"
+    told.print(f"[dim]The key is shown this once. Its digest {where}[/dim]", highlight=False)
+
+
+@app.command("hash")
+def hash_(
+    tenant: Annotated[
+        str | None, typer.Argument(help="Print a whole line for a keys file.")
+    ] = None,
+) -> None:
+    """Hash a key read from standard input, so that it stands in no shell history."""
+    if sys.stdin.isatty():
+        Console(stderr=True).print("[dim]the key, then Enter:[/dim]")
+    key = sys.stdin.readline().strip()
+    fault = "is a digest already" if is_hashed(key) else entry_fault(key)
+    if fault is not None:
+        _exit(f"the key {fault}")
+    if tenant is not None and not re.fullmatch(TENANT_NAME, tenant):
+        _exit(f"{tenant!r} is no tenant's name: letters, digits, '.', '_' and '-', at most 64")
+    print(hashed(key) if tenant is None else f"{hashed(key)}: {tenant}")
+
+
+@app.command("list")
+def list_(
+    file: Annotated[Path, typer.Argument(help="Keys file.")], json_output: Json = False
+) -> None:
+    """Whose keys a file holds, and how many of them stand there in the clear."""
+    try:
+        tenants = Counter(read_digests(file).values())
+        clear = Counter(
+            tenant for entry, tenant in read_entries(file).items() if not is_hashed(entry)
+        )
+    except ValueError as error:
+        _exit(str(error))
+    rows = [
+        {"tenant": tenant, "keys": count, "in_clear": clear[tenant]}
+        for tenant, count in sorted(tenants.items())
+    ]
+    if json_output:
+        print(json.dumps({"file": str(file), "tenants": rows}))
+        return
+    table = Table("tenant", "keys", "in the clear")
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    Console().print(table)
+    if clear.total():
+        Console(stderr=True).print(
+            "[yellow]Keys in the clear let in whoever reads the file: replace each by what "
+            "'kappa keys hash' prints.[/yellow]"
+        )
+
+
+def _append(file: Path, line: str) -> None:
+    """Add a line, in one write; the file is made for its owner alone."""
+    try:
+        if file.exists():
+            read_digests(file)  # A faulty file is not made longer.
+            text = file.read_text(encoding="utf-8")
+            line = line if not text or text.endswith("\n") else f"\n{line}"
+        else:
+            file.touch(mode=0o600)
+        with file.open("a", encoding="utf-8") as out:
+            out.write(f"{line}\n")
+    except ValueError as error:
+        _exit(str(error))
+    except OSError as error:
+        _exit(f"{file}: cannot be written: {error.strerror}")
+
+
+def _exit(why: str) -> None:
+    Console(stderr=True).print(f"[red]{why}[/red]", highlight=False, soft_wrap=True)
+    raise typer.Exit(2)

@@ -1,0 +1,347 @@
+"""Requests of an engine that may be answered approximately, and the lanes that they decode in.
+
+Such a request is computed like any other until its first token; then it moves into a lane, its
+device blocks are free for others, and it decodes sparsely. A prefix that is in host memory need not
+be loaded at all (segment S): the request begins in a lane. KV computed so is nobody else's and is
+never published. Where there is no lane or no host block, or a copy fails, the request is computed
+exactly; how many of its tokens were approximate is in its account.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engine.blocks import OutOfBlocks
+from engine.prefix import BlockKey, PrefixCache
+from engine.sequence import Load, Sequence
+from engine.sparse.forward import SparseForward
+from engine.sparse.opening import open_from_device, open_from_host
+from engine.transfer import TransferFailed
+from kappa.plan.clo import persistent_share, sparse_plan
+from kappa.plan.planners import Cached, Planner, Planning
+from kappa.plan.rates import PlanRates
+from kappa.plan.segments import LoadPlan, Segment
+
+if TYPE_CHECKING:
+    # Both know of lanes.
+    from engine.memory import EngineMemory
+    from engine.store import HostStore
+
+SPARSE = "sparse"
+"""The name of the plan that leaves a prefix in host memory."""
+
+# A prefix stays in host memory unasked only if that is predicted to be so much faster.
+_LEAST_GAIN = 0.1
+
+
+@dataclass(slots=True)
+class SparseCounts:
+    """Requests that moved into a lane, that began in one, and that had to leave one; tokens that
+    were computed sparsely; passes that failed."""
+
+    moved: int = 0
+    begun: int = 0
+    expelled: int = 0
+    tokens: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class Done:
+    """What a round of sparse passes gave: logits of each request's last token, those that did not
+    come through and must be computed exactly, and link seconds of those that began."""
+
+    logits: dict[Sequence, Tensor] = field(default_factory=dict)
+    lost: list[Sequence] = field(default_factory=list)
+    begun: list[Sequence] = field(default_factory=list)
+    load_s: float = 0.0
+
+
+class SparseServing:
+    """The lanes of one engine and who has them.
+
+    Args:
+        sparse: the model over the lanes.
+        device, host: the caches of KV blocks.
+        stored: whether a block is in host memory, or on its way there.
+    """
+
+    def __init__(
+        self,
+        sparse: SparseForward,
+        device: PrefixCache,
+        host: PrefixCache,
+        stored: Callable[[BlockKey], bool],
+    ) -> None:
+        self.counts = SparseCounts()
+        self.lanes = sparse.lanes
+        self._sparse = sparse
+        self._device, self._host = device, host
+        self._stored = stored
+        self._free = list(range(self.lanes.settings.lanes))
+        self._lane: dict[Sequence, int] = {}
+        # Of those that begin in a lane: host blocks of their prefix, until it is opened.
+        self._unopened: dict[Sequence, list[int]] = {}
+        # Whose codes were made for which host block.
+        self._coded: dict[int, bytes] = {}
+        persistent = tuple(tuple(heads.tolist()) for heads in self.lanes.persistent)
+        self._persistent = persistent_share(self.lanes.config.shape, persistent)
+
+    def __contains__(self, sequence: object) -> bool:
+        """Whether a request has a lane."""
+        return sequence in self._lane
+
+    def __len__(self) -> int:
+        """Lanes in use."""
+        return len(self._lane)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts so far, ready for JSON."""
+        cache = asdict(self._sparse.cache.counts())
+        return {**asdict(self.counts), **cache, "lanes": len(self)}
+
+    # -- codes --------------------------------------------------------------------------------
+
+    def store(self, keys: Iterable[BlockKey], device: list[int], host: list[int]) -> None:
+        """Full blocks are being copied to host memory: make their codes, while they are here."""
+        place = self.lanes.arena.device
+        mine, named = (torch.tensor(blocks, device=place) for blocks in (device, host))
+        for layer in range(self.lanes.config.layers):
+            self.lanes.hash_blocks(layer, named, self.lanes.arena.kv_device[layer][mine, 0])
+        self._coded.update(zip(host, (key.digest for key in keys), strict=True))
+
+    # -- a prefix that stays in host memory ---------------------------------------------------
+
+    def plan(
+        self, sequence: Sequence, asked: Cached, exact: LoadPlan | None, rates: PlanRates | None
+    ) -> LoadPlan | None:
+        """The plan that leaves all of a prefix in host memory; None to load it, as `exact` says.
+
+        Only where a lane is free, the request will fit it, and host memory has each block as KV
+        with its code; and only if it was asked for by name, or is predicted to be faster.
+
+        Args:
+            asked: the prefix from the sequence's start on, wherever it is found.
+            exact: what would be done otherwise.
+            rates: to predict with; None: by name only.
+        """
+        named = sequence.planner == SPARSE
+        blocks = asked.cached // self._block
+        if not sequence.approx or not self._free or not self._fits(sequence, asked.cached):
+            return None
+        if sequence.planner not in (None, "auto", SPARSE) or not (named or rates):
+            return None
+        if not all(self._usable(key) for key in sequence.keys[:blocks]):
+            return None
+        if rates is None:
+            segments = (Segment("S", 0, asked.cached),)
+            return LoadPlan(segments, exact=False, why="as the request asked")
+        plan = sparse_plan(
+            rates, self.lanes.settings.clo, self._persistent, asked.cached, asked.new,
+            self.lanes.settings.chunk_tokens,
+        )  # fmt: skip
+        slow = exact is not None and plan.ttft_s > (1.0 - _LEAST_GAIN) * exact.ttft_s
+        return None if slow and not named else plan
+
+    def reserve(self, sequence: Sequence, plan: LoadPlan) -> Load:
+        """Take a lane for a request that begins in it; its load, with the host blocks held."""
+        keys = sequence.keys[: plan.cached_tokens // self._block]
+        self._lane[sequence] = heapq.heappop(self._free)
+        self._unopened[sequence] = self._host.hold(keys)
+        held = self._host.hold(keys)
+        return Load(0, len(keys), plan, held, [-1] * len(keys), self._block)
+
+    # -- after its first token ----------------------------------------------------------------
+
+    def adopt(self, sequence: Sequence) -> bool:
+        """Move a request that has its first token into a lane, if there is one and it is worth it.
+
+        Waits, by saying no, until the blocks that are on their way to host memory have arrived.
+        """
+        # Its latest token is not computed yet.
+        tokens = len(sequence.tokens) - 1
+        host_tokens = self.lanes.host_part(tokens)
+        if not sequence.approx or sequence in self._lane or not self._free:
+            return False
+        if host_tokens <= self.lanes.sinks or not self._fits(sequence, 0):
+            return False
+        keys = sequence.keys[: host_tokens // self._block]
+        if any(self._host.find(key) is None and self._stored(key) for key in keys):
+            return False
+        blocks, missing = self._host_blocks(keys)
+        if blocks is None:
+            return False
+        mine = sequence.table.blocks("kv", "device")
+        lane = self._lane[sequence] = heapq.heappop(self._free)
+        copied = open_from_device(self.lanes, lane, tokens, mine, blocks, missing)
+        if copied is not None:
+            try:
+                self.lanes.mover.wait(copied)
+            except TransferFailed:
+                self.counts.failed += 1
+                self.expel(sequence)
+                return False
+        self.counts.moved += 1
+        self._device.release(mine)
+        sequence.table.fill(0)
+        sequence.table.entries.clear()
+        return True
+
+    # -- an iteration -------------------------------------------------------------------------
+
+    def compute(self, rows: Mapping[Sequence, tuple[int, int]]) -> Done:
+        """Compute (first, how many) tokens of each; those that decode, one each, together."""
+        done = Done()
+        single: dict[Sequence, int] = {}
+        for sequence, (start, new) in rows.items():
+            if new == 1 and sequence not in self._unopened:
+                single[sequence] = start
+                continue
+            self._attempt(done, [sequence], partial(self._chunk, sequence, new, start))
+        if single:
+            self._attempt(done, list(single), partial(self._single, single))
+        stuck = [s for s in rows if self.lanes.states[self._lane[s]].stuck and s not in done.lost]
+        done.lost += stuck
+        return done
+
+    def adopt_all(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Those of the decoding requests that have moved into a lane now."""
+        return [sequence for sequence in list(sequences) if self.adopt(sequence)]
+
+    def expel(self, sequence: Sequence) -> None:
+        """It gives its lane back and is not computed sparsely any more."""
+        sequence.approx = False
+        self.counts.expelled += 1
+        self.release(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """It is over, or begins again: its lane is free."""
+        lane = self._lane.pop(sequence, None)
+        if lane is None:
+            return
+        held = self._unopened.pop(sequence, None)
+        opened = self.lanes.close(lane)
+        self._host.release(held if held is not None else opened)
+        heapq.heappush(self._free, lane)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    @property
+    def _block(self) -> int:
+        return self.lanes.arena.block_tokens
+
+    def _fits(self, sequence: Sequence, cached_tokens: int) -> bool:
+        """Whether a lane holds it to its end, and its prefix leaves something to choose from."""
+        longest = sequence.prompt_tokens + sequence.max_tokens
+        within = longest <= self.lanes.settings.max_tokens
+        return within and (
+            not cached_tokens or self.lanes.host_part(cached_tokens) > self.lanes.sinks
+        )
+
+    def _usable(self, key: BlockKey) -> bool:
+        block = self._host.find(key)
+        if block is None:
+            return False
+        return self.lanes.hasher is None or self._coded.get(block) == key.digest
+
+    def _host_blocks(self, keys: list[BlockKey]) -> tuple[list[int] | None, list[int]]:
+        """A host block for each key, held or taken, and the indices of those without its KV."""
+        found = [index for index, key in enumerate(keys) if self._host.find(key) is not None]
+        held = dict(zip(found, self._host.hold([keys[i] for i in found]), strict=True))
+        missing = [index for index in range(len(keys)) if index not in held]
+        try:
+            taken = self._host.take(len(missing))
+        except OutOfBlocks:
+            self._host.release(list(held.values()))
+            return None, []
+        for block in taken:
+            self._coded.pop(block, None)
+        blocks = {**held, **dict(zip(missing, taken, strict=True))}
+        return [blocks[index] for index in range(len(keys))], missing
+
+    def _take_block(self, lane: int) -> int | None:
+        try:
+            (block,) = self._host.take(1)
+        except OutOfBlocks:
+            return None
+        self._coded.pop(block, None)
+        return block
+
+    def _attempt(
+        self, done: Done, sequences: list[Sequence], run: Callable[[], dict[Sequence, Tensor]]
+    ) -> None:
+        mover = self.lanes.mover
+        opening = [one for one in sequences if one in self._unopened]
+        before_s = mover.counters["h2d"].busy_s
+        try:
+            done.logits.update(run())
+            if opening:
+                mover.mark().block()
+                mover.settle()
+                done.load_s += mover.counters["h2d"].busy_s - before_s
+                done.begun += opening
+        except TransferFailed:
+            self.counts.failed += 1
+            done.lost += sequences
+
+    def _single(self, at: Mapping[Sequence, int]) -> dict[Sequence, Tensor]:
+        """One token of each, together."""
+        order = sorted(at, key=lambda one: self._lane[one])
+        tokens = [[one.tokens[at[one]]] for one in order]
+        logits = self._run([self._lane[one] for one in order], tokens)
+        return {one: logits[index] for index, one in enumerate(order)}
+
+    def _chunk(self, sequence: Sequence, new: int, context: int) -> dict[Sequence, Tensor]:
+        lane = self._lane[sequence]
+        blocks = self._unopened.get(sequence)
+        if blocks is not None:
+            open_from_host(self.lanes, lane, blocks)
+            named = self.lanes.states[lane].blocks
+            # The others are in the lane's own slots.
+            self._host.release(blocks[len(named) :])
+            del self._unopened[sequence]
+            self.counts.begun += 1
+        most = self.lanes.settings.chunk_tokens
+        for start in range(context, context + new, most):
+            part = sequence.tokens[start : min(start + most, context + new)]
+            logits = self._run([lane], [part])
+        return {sequence: logits[0]}
+
+    def _run(self, lanes: list[int], tokens: list[list[int]]) -> Tensor:
+        if any(self.lanes.states[lane].stuck for lane in lanes):
+            raise TransferFailed("there was no host block for tokens that are no longer recent")
+        self.counts.tokens += sum(map(len, tokens))
+        sent = torch.tensor(tokens, dtype=torch.int64, device=self.lanes.arena.device)
+        return self._sparse.run(lanes, sent, self._take_block)
+
+
+def lanes_of(sparse: SparseForward, memory: EngineMemory, store: HostStore) -> SparseServing:
+    """The lanes of an engine, known to its memory and told of what it stores."""
+    made = SparseServing(
+        sparse, memory.device, memory.host["kv"], lambda key: not store.wants("kv", key)
+    )
+    memory.sparse, store.copied = made, made.store
+    return made
+
+
+def check_asked(
+    approx: bool, planner: str | Planner | None, sparse: SparseServing | None, planning: Planning
+) -> None:
+    """Do nothing for a request whose planner there is, and a lane if it may be approximate.
+
+    Raises:
+        ValueError: there is none; says which planners there are, or what a lane needs.
+    """
+    if approx and sparse is None:
+        raise ValueError(
+            "approximate answers were asked of an engine without lanes: set engine.approx"
+        )
+    if not (approx and planner == SPARSE):
+        planning.check(planner)

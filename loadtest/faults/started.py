@@ -1,0 +1,121 @@
+"""A cluster of our own to do harm to: `kappa serve` in a process of its own, with faults let in.
+
+Its caches, and the files by which it is told what is to go wrong, lie in one folder. However the
+trials end, it is stopped politely, then surely; what outlives it is told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from loadtest.faults.processes import alive, kill
+from loadtest.faults.target import FaultsError, Target, environment
+
+_START_S = 480.0
+_STOP_S = 60.0
+_LEFT_S = 15.0
+
+EMULATED = """
+engine: {kind: emulated, device_blocks: 400, max_context_tokens: 4096}
+dilation: 2
+nodes:
+  - {name: pcie-1, profile: pcie}
+  - {name: pcie-2, profile: pcie}
+  - {name: c2c-1, profile: c2c}
+  - {name: c2c-2, profile: c2c}
+router: {max_queue: 800, request_timeout_s: 60}
+"""
+"""Four emulated workers, two of a kind."""
+
+VLLM = """
+engine: {device_blocks: 200, max_context_tokens: 4096}
+dilation: 5
+router: {max_queue: 200, request_timeout_s: 60}
+"""
+"""Two vLLM workers, paced."""
+
+SETTINGS = {"emulated": EMULATED, "vllm": VLLM}
+
+
+@contextmanager
+def started(folder: Path, settings: str, survivors: list[str]) -> Iterator[Target]:
+    """A cluster with these settings; afterwards `survivors` tells what outlived it.
+
+    Raises:
+        FaultsError: it did not start; with what it said last.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config, errors = folder / "cluster.yaml", folder / "cluster.log"
+    config.write_text(settings, encoding="utf-8")
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [
+                sys.executable, str(Path(sys.executable).with_name("kappa")), "serve", "--json",
+                "--port", "0", "--config", str(config),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env={**os.environ, **environment(folder)},
+            # In the background SIGINT is ignored, and so it would be in what we start.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+    target = None
+    try:
+        ready = _ready(process, errors)
+        target = Target(ready["url"], ready["model"], process.pid, folder)
+        target.family.members()
+        yield target
+    finally:
+        survivors += _stop(process, target)
+
+
+def _ready(process: subprocess.Popen[str], errors: Path) -> dict[str, Any]:
+    assert process.stdout is not None
+    deadline_s = time.monotonic() + _START_S
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while time.monotonic() < deadline_s and process.poll() is None:
+            if selector.select(timeout=1.0):
+                line = process.stdout.readline()
+                if line.startswith("{"):
+                    ready: dict[str, Any] = json.loads(line)
+                    return ready
+    said = errors.read_text(encoding="utf-8", errors="replace")[-2000:]
+    raise FaultsError(f"the cluster did not start (exit code {process.poll()}):\n{said}")
+
+
+def _stop(process: subprocess.Popen[str], target: Target | None) -> list[str]:
+    family = target.family if target is not None else None
+    children = []
+    if process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
+        if family is not None:
+            family.members()
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    deadline_s = time.monotonic() + _LEFT_S
+    while time.monotonic() < deadline_s and any(alive(child.pid) for child in children):
+        time.sleep(0.2)
+    left = [child for child in children if alive(child.pid)]
+    told = family.survivors() if family is not None else [str(child.pid) for child in left]
+    kill(child.pid for child in left)
+    if target is not None:
+        target.close()
+    return told

@@ -1,0 +1,105 @@
+"""What is shown of the live router: `GET /v1/nodes`, `GET /v1/tenants`, and the gauges.
+
+Reads only; each figure is as of the moment of asking.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kappa import metrics as m
+from kappa.report import WorkerReport
+from router.live import LiveRouter
+from router.tenants import Tenants, shares
+
+_LISTS = ("arrived", "finished", "in_flight", "admitted", "prefilled", "spent")
+_OPEN = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
+
+
+def refresh_gauges(live: LiveRouter) -> None:
+    """Bring the gauges up to date, before they are scraped."""
+    now_s = live.now_s()
+    backlogs = live.router.backlogs_s(now_s)
+    paced = {"true": 0, "false": 0}
+    for worker, state in live.router.state.workers.items():
+        said, calibration = state.announcement, state.calibration
+        node = said.node.name
+        paced["true" if said.node.source == "paced" else "false"] += 1
+        link_s, gpu_s = backlogs[worker]
+        live.metrics.set(m.LINK_BACKLOG, node, to=link_s)
+        live.metrics.set(m.GPU_BACKLOG, node, to=gpu_s)
+        live.metrics.set(m.RESERVATIONS, node, to=live.router.in_flight_on(worker))
+        live.metrics.set(m.CRITICAL_RATIO, node, to=said.kappa_crit)
+        live.metrics.set(m.LINK_SCALE, node, to=calibration.link_scale)
+        live.metrics.set(m.COMPUTE_SCALE, node, to=calibration.compute_scale)
+        live.metrics.set(m.OVERHEAD, node, to=calibration.overhead_s)
+        standing = live.members.breakers.state(worker, now_s).standing
+        live.metrics.set(m.BREAKER_OPEN, node, to=_OPEN[standing])
+    for label, count in paced.items():
+        live.metrics.set(m.WORKERS, label, to=count)
+    live.metrics.set(m.OTHERS_RESERVATIONS, to=live.router.in_flight - live.router.reservations)
+    stats = live.router.index.stats() if live.router.index else {}
+    live.metrics.set(m.INDEX_BLOCKS, to=stats.get("blocks", 0))
+    for why in ("orphans", "unjoined", "refused", "evicted", "ambiguous"):
+        live.metrics.total(m.INDEX_LOSSES, why, to=stats.get(why, 0))
+
+
+def tenants(live: LiveRouter, known: Tenants) -> list[dict[str, Any]]:
+    """Every tenant: weight, charges, its share of all that was charged."""
+    return shares(known, live.charges.totals())
+
+
+def nodes(live: LiveRouter) -> list[dict[str, Any]]:
+    """Every worker: profile, measurements, backlogs, critical ratio, paced or not."""
+    now_s = live.now_s()
+    backlogs = live.router.backlogs_s(now_s)
+    rows = []
+    for worker, state in live.router.state.workers.items():
+        said, report = state.announcement, state.report
+        link_s, gpu_s = backlogs[worker]
+        member = live.members.get(worker)
+        breaker = live.members.breakers.state(worker, now_s)
+        rows.append(
+            {
+                "worker": worker,
+                "node": said.node.name,
+                "paced": said.node.source == "paced",
+                "emulated_model": said.emulated_model or None,
+                "profile": said.node.to_dict(),
+                "profile_error": said.profile_error or None,
+                "measured": dict(said.measured),
+                "kappa_crit": said.kappa_crit,
+                "kappa_eff": live.kappa_eff.get(worker),
+                "engine": said.engine,
+                "pool": said.pool or None,
+                "role": said.role,
+                "cost_per_hour": said.node.cost_per_hour,
+                "planner": said.load_plan.get("planner"),
+                "in_flight": live.router.in_flight_on(worker),
+                "others_in_flight": live.router.others_on(worker),
+                "link_backlog_s": link_s,
+                "gpu_backlog_s": gpu_s,
+                "seen_s_ago": now_s - state.seen_s,
+                "start_s": said.start_s or None,
+                "draining": member is not None and member.draining,
+                "breaker": {
+                    "state": breaker.standing,
+                    "why": breaker.why or None,
+                    "failures": breaker.failures,
+                    "opened": breaker.opened,
+                },
+                "calibration": {
+                    "overhead_s": state.calibration.overhead_s,
+                    "link_scale": state.calibration.link_scale,
+                    "compute_scale": state.calibration.compute_scale,
+                },
+                "totals": _totals(report) if report else None,
+                "fingerprint": said.fingerprint,
+            }
+        )
+    return rows
+
+
+def _totals(report: WorkerReport) -> dict[str, Any]:
+    """A report without its lists of requests, which are anybody's."""
+    return {name: value for name, value in report.to_dict().items() if name not in _LISTS}

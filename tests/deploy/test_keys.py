@@ -1,0 +1,82 @@
+"""`kappa keys`: a key is shown once, and what it writes an ingress can read."""
+
+import json
+import stat
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy.commands.keys import app
+from kappa.keys import digest_of
+from kappa.settings.keys_file import read_digests
+
+runner = CliRunner()
+
+
+def keys(*arguments, **options):
+    return runner.invoke(app, list(arguments), **options)
+
+
+def test_a_new_key_is_long_and_differs_each_time_and_its_line_holds_a_digest():
+    first, second = (json.loads(keys("new", "alice", "--json").stdout) for _ in "ab")
+    assert first["key"] != second["key"] and len(first["key"]) >= 43
+    assert first["key"] not in first["line"]
+    assert first["line"] == f"sha256:{digest_of(first['key']).hex()}: alice"
+
+
+def test_a_new_key_can_go_into_a_file_that_only_its_owner_reads(tmp_path):
+    file = tmp_path / "keys.yaml"
+    made = [keys("new", tenant, "--file", str(file)).stdout.split()[0] for tenant in ("a", "b")]
+    assert read_digests(file) == {digest_of(made[0]): "a", digest_of(made[1]): "b"}
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert not any(key in file.read_text() for key in made)
+
+
+def test_a_file_without_a_last_line_break_is_continued(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text("sk-old: alice")
+    keys("new", "bob", "--file", str(file))
+    assert sorted(read_digests(file).values()) == ["alice", "bob"]
+
+
+def test_a_faulty_file_is_not_made_longer(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text("[sk-hush]\n")
+    done = keys("new", "bob", "--file", str(file))
+    assert done.exit_code == 2 and "is no mapping" in done.output and "hush" not in done.output
+    assert file.read_text() == "[sk-hush]\n"
+
+
+def test_a_key_is_hashed_from_standard_input():
+    assert keys("hash", input="sk-a\n").stdout == f"sha256:{digest_of('sk-a').hex()}\n"
+    line = keys("hash", "alice", input="sk-a\n").stdout
+    assert line == f"sha256:{digest_of('sk-a').hex()}: alice\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "says"),
+    [
+        (("hash",), "", "is empty"),
+        (("hash",), "sk hush\n", "without spaces"),
+        (("hash",), "sha256:" + "0" * 64 + "\n", "is a digest already"),
+        (("hash", "a b"), "sk-hush\n", "no tenant's name"),
+        (("new", "a b"), "", "no tenant's name"),
+        (("new", "../x"), "", "no tenant's name"),
+        (("new", "a", "--file", "/nowhere/keys.yaml"), "", "cannot be written"),
+        (("list", "/nowhere/keys.yaml"), "", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_told_without_the_key(arguments, text, says):
+    done = keys(*arguments, input=text)
+    assert done.exit_code == 2 and says in done.output and "hush" not in done.output
+
+
+def test_a_list_counts_keys_by_tenant_and_warns_of_those_in_the_clear(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"sk-hush: alice\nsha256:{'0' * 64}: alice\nsha256:{'1' * 64}: bob\n")
+    done = keys("list", str(file), "--json")
+    assert json.loads(done.stdout)["tenants"] == [
+        {"tenant": "alice", "keys": 2, "in_clear": 1}, {"tenant": "bob", "keys": 1, "in_clear": 0},
+    ]  # fmt: skip
+    shown = keys("list", str(file)).output
+    assert "in the clear let in whoever reads" in shown.replace("\n", " ") and "hush" not in shown

@@ -1,0 +1,118 @@
+"""Settings of access: limits, operators, hashed keys, and an endpoint that must not stand open."""
+
+import pytest
+
+from kappa.keys import digest_of, hashed
+from kappa.settings.access import HttpSettings
+from kappa.settings.base import SettingsError
+from kappa.settings.cluster import load_settings
+
+ALICE = {"by_key": {"sk-alice": "alice"}}
+CLOSED = {**ALICE, "unknown": "refuse"}
+
+
+def fault(**sections):
+    with pytest.raises(SettingsError) as caught:
+        load_settings(None, **sections)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "says"),
+    [
+        ({"access": {"max_headers": 1}}, "access.max_headers", "greater than or equal to 16"),
+        ({"access": {"max_header_bytes": 10}}, "access.max_header_bytes", "4096"),
+        ({"access": {"body_timeout_s": 0}}, "access.body_timeout_s", "greater than 0"),
+        ({"access": {"body_timeout_s": float("nan")}}, "access.body_timeout_s", "finite"),
+        ({"access": {"open": True}}, "access.open", "not permitted"),
+        ({"access": {"allow_open": "perhaps"}}, "access.allow_open", "boolean"),
+        ({"tenants": {"keys_check_s": 0}}, "tenants.keys_check_s", "greater than 0"),
+        ({"tenants": {"keys_check_s": 1e9}}, "tenants.keys_check_s", "less than or equal to 3600"),
+        (
+            {"tenants": {"default_limits": {"requests_per_minute": 0}}},
+            "tenants.default_limits.requests_per_minute", "greater than 0",
+        ),
+        (
+            {"tenants": {"default_limits": {"tokens_per_minute": float("inf")}}},
+            "tenants.default_limits.tokens_per_minute", "finite",
+        ),
+        (
+            {"tenants": {"default_limits": {"concurrent": 0}}},
+            "tenants.default_limits.concurrent", "greater than or equal to 1",
+        ),
+        (
+            {"tenants": {"default_limits": {"rps": 1}}},
+            "tenants.default_limits.rps", "not permitted",
+        ),
+        (
+            {"tenants": {**ALICE, "limits": {"alcie": {"concurrent": 1}}}},
+            "tenants", "limits names ['alcie'], who have no key",
+        ),
+        (
+            {"tenants": {**ALICE, "operators": ["bob"]}},
+            "tenants", "operators names ['bob'], who have no key",
+        ),
+        (
+            {"tenants": {"by_key": {"sha256:hush": "alice"}}},
+            "tenants.by_key", "a key of 'alice' is no digest",
+        ),
+        (
+            {"tenants": {"by_key": {"sk-hush": "alice", hashed("sk-hush"): "bob"}}},
+            "tenants.by_key", "given to two tenants",
+        ),
+    ],
+)  # fmt: skip
+def test_each_fault_is_told_with_key_and_reason(sections, key, says):
+    message = fault(**sections)
+    line = next(line for line in message.splitlines() if line.startswith(f"  {key}: "))
+    assert says in line and "hush" not in message
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("[::1]", True),
+        ("localhost", True), ("LOCALHOST", True), ("0.0.0.0", False), ("::", False),
+        ("10.0.0.7", False), ("my-host", False), ("localhost.example.com", False), ("", False),
+        ("127.0.0.1.example.com", False),
+    ],
+)  # fmt: skip
+def test_what_only_this_machine_can_reach(host, loopback):
+    assert HttpSettings(host=host).loopback is loopback
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "my-host"])
+@pytest.mark.parametrize("tenants", [{}, ALICE])
+def test_beyond_loopback_nobody_is_served_without_a_key_unless_told_so(host, tenants):
+    message = fault(http={"host": host}, tenants=tenants)
+    assert f"http.host listens on {host}" in message and "access.allow_open: true" in message
+    load_settings(None, http={"host": host}, tenants=tenants, access={"allow_open": True})
+    load_settings(None, http={"host": host}, tenants=CLOSED)
+
+
+def test_on_loopback_no_keys_are_needed():
+    assert not load_settings().tenants.closed
+
+
+def test_keys_of_the_settings_are_told_from_those_of_the_file(tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"sk-alice: alice\n{hashed('sk-bob')}: bob\n")
+    tenants = load_settings(None, tenants={**CLOSED, "keys_file": str(path)}).tenants
+    assert tenants.digests == {digest_of("sk-alice"): "alice", digest_of("sk-bob"): "bob"}
+    assert tenants.fixed_digests == {digest_of("sk-alice")}
+    assert tenants.keys_in_clear == 1
+    assert load_settings().tenants.fixed_digests == frozenset()
+
+
+def test_limits_of_a_tenant_replace_those_of_everybody():
+    tenants = load_settings(
+        None,
+        tenants={
+            **ALICE,
+            "default_limits": {"concurrent": 4},
+            "limits": {"alice": {"tokens_per_minute": 1000}},
+        },
+    ).tenants
+    assert tenants.default_limits.concurrent == 4
+    assert tenants.limits["alice"].concurrent is None
+    assert tenants.limits["alice"].tokens_per_minute == 1000

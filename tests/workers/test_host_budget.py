@@ -1,0 +1,91 @@
+"""The host tier against what the pod, the machine and the folder have left."""
+
+import resource
+
+import pytest
+
+from workers.host_budget import HostBudget, HostBudgetError, host_budget
+
+GIB = 1 << 30
+
+
+def files(root, **contents):
+    for name, text in contents.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(text))
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """(cgroups, proc) of a pod with 8 GiB, 2 of them in use, on a machine with 64 left."""
+    cgroups, proc = tmp_path / "cgroup", tmp_path / "proc"
+    files(proc, meminfo=f"MemTotal: 1 kB\nMemAvailable: {64 * GIB // 1024} kB\n")
+    files(proc, self__cgroup="0::/pod/container\n")
+    pod = cgroups / "pod"
+    files(pod, **{"memory.max": 8 * GIB, "memory.current": 2 * GIB})
+    files(pod / "container", **{"memory.max": "max", "memory.current": GIB})
+    return cgroups, proc
+
+
+def test_the_tightest_cgroup_on_the_way_up_counts(machine):
+    budget = host_budget(None, *machine)
+    assert budget.cgroup_bytes == 6 * GIB
+    assert budget.machine_bytes == 64 * GIB
+
+
+def test_page_cache_that_can_be_dropped_is_free(machine):
+    cgroups, proc = machine
+    files(cgroups / "pod", **{"memory.stat": f"anon 5\ninactive_file {GIB}\n"})
+    assert host_budget(None, cgroups, proc).cgroup_bytes == 7 * GIB
+
+
+def test_version_1_of_cgroups_is_read_too(tmp_path):
+    cgroups, proc = tmp_path / "cgroup", tmp_path / "proc"
+    files(proc, self__cgroup="5:cpu:/x\n4:memory:/docker/abc\n")
+    pod = cgroups / "memory" / "docker" / "abc"
+    files(pod, **{"memory.limit_in_bytes": 4 * GIB, "memory.usage_in_bytes": GIB})
+    files(cgroups / "memory", **{"memory.limit_in_bytes": 9223372036854771712})
+    assert host_budget(None, cgroups, proc).cgroup_bytes == 3 * GIB
+
+
+def test_where_nothing_can_be_read_nothing_is_refused(tmp_path):
+    budget = host_budget(None, tmp_path / "no", tmp_path / "such")
+    assert (budget.cgroup_bytes, budget.machine_bytes) == (None, None)
+    budget.check(1 << 50)
+
+
+def test_a_tier_that_does_not_fit_is_refused_with_both_figures(machine):
+    budget = host_budget(None, *machine)
+    budget.check(5 * GIB)
+    with pytest.raises(HostBudgetError, match=r"is 7 GiB, and the cgroup .* has 6 GiB left"):
+        budget.check(7 * GIB)
+    with pytest.raises(HostBudgetError, match="the machine has 1 GiB left"):
+        HostBudget(machine_bytes=GIB).check(GIB)
+    budget.check(0)
+
+
+def test_a_kept_tier_must_fit_its_folder_where_what_lies_there_counts_as_free(tmp_path):
+    root = tmp_path / "kept"
+    assert host_budget(root).folder_bytes is not None, "a folder that is to be made"
+    root.mkdir()
+    free = host_budget(root).folder_bytes
+    (root / "kv").write_bytes(b"x" * (8 << 20))
+    after = host_budget(root).folder_bytes
+    assert abs(after - free) < 64 << 20
+    with pytest.raises(HostBudgetError, match="emptyDir of medium Memory"):
+        HostBudget(folder_bytes=GIB).check(2 * GIB, kept=True)
+    HostBudget(folder_bytes=GIB).check(2 * GIB)
+
+
+def test_a_pinned_tier_beyond_the_lock_limit_is_warned_of(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64 << 10, 64 << 10))
+    budget = host_budget()
+    assert "may lock 6.1e-05 GiB" in budget.warning(GIB, pinned=True)
+    assert budget.warning(GIB, pinned=False) == ""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert host_budget().warning(GIB, pinned=True) == ""
+
+
+def test_this_machine_can_be_read():
+    assert host_budget().machine_bytes > 0

@@ -1,0 +1,155 @@
+"""Whether a host tier fits the memory that its pod, its process and its folder may use.
+
+A tier that is larger than the cgroup's limit does not fail when it is allocated but when it is
+filled: the kernel then kills the engine, hours later. So it is checked before the engine starts.
+Called by `workers.replica_start`; reads /proc and /sys, changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED = 1 << 60
+_HEADROOM_BYTES = 256 << 20
+"""For what the engine takes besides: it is at least this."""
+
+
+class HostBudgetError(RuntimeError):
+    """The host tier does not fit; the message has both figures and the remedies."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostBudget:
+    """Bytes that may still be used; None: no limit, or it cannot be told.
+
+    cgroup_bytes: below the tightest limit of this process' cgroups. machine_bytes: of the machine's
+    memory. locked_bytes: that may be locked. folder_bytes: of the shared-memory folder.
+    """
+
+    cgroup_bytes: int | None = None
+    machine_bytes: int | None = None
+    locked_bytes: int | None = None
+    folder_bytes: int | None = None
+
+    def check(self, host_bytes: int, *, kept: bool = False) -> None:
+        """Refuse a tier that does not fit; `kept`: it lies in the folder.
+
+        Raises:
+            HostBudgetError: which limit, by how much, and what to change.
+        """
+        if not host_bytes:
+            return
+        limits = {
+            "the cgroup (a pod's memory limit)": self.cgroup_bytes,
+            "the machine": self.machine_bytes,
+        }
+        for whose, free in limits.items():
+            if free is not None and host_bytes + _HEADROOM_BYTES > free:
+                raise HostBudgetError(
+                    f"engine.host_bytes is {_gib(host_bytes)}, and {whose} has {_gib(free)} left, "
+                    f"of which the engine itself needs {_gib(_HEADROOM_BYTES)}: lower "
+                    "engine.host_bytes or raise the limit"
+                )
+        if kept and self.folder_bytes is not None and host_bytes > self.folder_bytes:
+            raise HostBudgetError(
+                f"engine.host_bytes is {_gib(host_bytes)}, and engine.handover_dir has "
+                f"{_gib(self.folder_bytes)} left: mount a larger shared memory there (Kubernetes: "
+                "an emptyDir of medium Memory with a sizeLimit), or lower engine.host_bytes"
+            )
+
+    def warning(self, host_bytes: int, *, pinned: bool) -> str:
+        """What will slow a tier of pinned memory down without failing it; empty: nothing."""
+        if pinned and self.locked_bytes is not None and host_bytes > self.locked_bytes:
+            return (
+                f"engine.host_bytes is {_gib(host_bytes)}, and this process may lock "
+                f"{_gib(self.locked_bytes)} (ulimit -l): memory that is locked by mlock stays "
+                "below that; CUDA's own pinning is not bound by it"
+            )
+        return ""
+
+
+def host_budget(
+    folder: Path | None = None, cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
+) -> HostBudget:
+    """What this process may still use; `folder`: where a kept tier would lie."""
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return HostBudget(
+        cgroup_bytes=_cgroup_free(cgroups, proc),
+        machine_bytes=_machine_free(proc),
+        locked_bytes=None if locked in (resource.RLIM_INFINITY, -1) else locked,
+        folder_bytes=_folder_free(folder),
+    )
+
+
+def _cgroup_free(cgroups: Path, proc: Path) -> int | None:
+    """Below the tightest of the limits from this process' cgroup up to the root (v2, else v1)."""
+    path = ""
+    with contextlib.suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            number, controllers, place = line.split(":", 2)
+            if number == "0" or "memory" in controllers.split(","):
+                path = place
+                break
+    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    frees = []
+    for root in (cgroups, cgroups / "memory"):
+        here = root / path.lstrip("/")
+        for folder in (here, *here.parents):
+            for limit_name, used_name in names:
+                limit, used = _number(folder / limit_name), _number(folder / used_name)
+                if limit is not None and limit < _UNLIMITED:
+                    cached = _reclaimable(folder)
+                    frees.append(max(limit - max((used or 0) - cached, 0), 0))
+            if folder == root:
+                break
+    return min(frees, default=None)
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache that the kernel drops before it kills anybody."""
+    for name in ("inactive_file", "total_inactive_file"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for line in (folder / "memory.stat").read_text().splitlines():
+                if line.split()[0] == name:
+                    return int(line.split()[1])
+    return 0
+
+
+def _machine_free(proc: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in (proc / "meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _folder_free(folder: Path | None) -> int | None:
+    """Bytes that may be written there, what lies in the folder counted as free: it is taken over
+    or replaced."""
+    if folder is None:
+        return None
+    existing = next((f for f in (folder, *folder.parents) if f.exists()), None)
+    if existing is None:
+        return None
+    stats = os.statvfs(existing)
+    held = 0
+    if existing == folder:
+        for file in folder.rglob("*"):
+            with contextlib.suppress(OSError):
+                held += file.stat().st_blocks * 512 if file.is_file() else 0
+    return stats.f_bavail * stats.f_frsize + held
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.3g} GiB"

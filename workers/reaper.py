@@ -1,0 +1,91 @@
+"""Ends what must not outlive something: a replica without an engine, an engine without a replica.
+
+A replica whose engine is dead ends itself: Ray sees a dead process sooner than a sick one, and its
+routers see the line break at once. And a process that an engine started watches the replica: when
+that is gone, killed or not, the process goes, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+OWNER_ENV = "KAPPA_ENGINE_OWNER"
+_LOOK_EVERY_S = 0.25
+# What the engine's last requests were told must get out before the process ends.
+_LAST_WORDS_S = 0.5
+_STARTED_FIELD = 19  # of /proc/PID/stat, after the command's name
+
+
+async def watch_engine(
+    check: Callable[[], Awaitable[None]],
+    end: Callable[[int], None] = os._exit,
+    every_s: float = _LOOK_EVERY_S,
+    last_words_s: float = _LAST_WORDS_S,
+) -> None:
+    """Ask `check` for ever; once it raises, end the process by `end(1)`."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await check()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            log.error("engine_dead", error=repr(error), then="the replica ends itself")
+            await asyncio.sleep(last_words_s)
+            end(1)
+            return
+
+
+def own_engines() -> None:
+    """Have the processes that this one starts from now on watch it (Linux)."""
+    os.environ[OWNER_ENV] = f"{os.getpid()}:{_started(os.getpid())}"
+
+
+def follow_owner(end: Callable[[int], None] = os._exit) -> threading.Thread | None:
+    """End this process once its owner is gone; None where there is no owner, or it is the owner.
+
+    A thread waits for the owner's process, so unlike the kernel's own signal it does not care which
+    of the owner's threads started us, nor how many processes are between.
+    """
+    pid_text, _, started = os.environ.get(OWNER_ENV, "").partition(":")
+    if not pid_text.isdigit() or int(pid_text) == os.getpid() or not hasattr(os, "pidfd_open"):
+        return None
+    pid = int(pid_text)
+    try:
+        owner = os.pidfd_open(pid)
+    except ProcessLookupError:
+        end(1)
+        return None
+    except OSError:
+        return None  # a kernel without pidfd
+    if _started(pid) != started:
+        end(1)  # its number has gone to another process already
+        return None
+    thread = threading.Thread(target=_wait, args=(owner, end), name="kappa-owner", daemon=True)
+    thread.start()
+    return thread
+
+
+def _wait(owner: int, end: Callable[[int], None]) -> None:
+    poller = select.poll()
+    poller.register(owner, select.POLLIN)
+    poller.poll()
+    end(1)
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in the kernel's ticks; empty if there is none."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return after_name[_STARTED_FIELD]

@@ -1,0 +1,79 @@
+"""How many workers a pool should have, from what its workers say of their load. Pure.
+
+A worker says what share of the time its busiest resource is asked for by what arrives, and how many
+predicted seconds of prompts wait. Enough workers serve the arrivals at the target utilisation and
+clear what waits within the target seconds. `workers.scaling_policy` asks this for Ray Serve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+BACKLOG_KEY = "kappa_backlog_s"
+DEMAND_KEY = "kappa_demand"
+"""Names of a `WorkerLoad`'s figures among the statistics that Ray Serve collects."""
+
+# A pool shrinks only if what is left stays so far below the target: what made one worker too many a
+# moment ago must not make it one too few at once.
+_SLACK = 0.1
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """One worker's load: predicted seconds that wait for it, and the share of its time asked for.
+
+    demand may pass 1: more arrives than it can serve.
+    """
+
+    backlog_s: float
+    demand: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingRule:
+    """When a pool has enough workers."""
+
+    target_backlog_s: float
+    target_utilisation: float
+
+    def __post_init__(self) -> None:
+        """Refuse targets that no pool can meet."""
+        if not self.target_backlog_s > 0:
+            raise ValueError(f"target_backlog_s is {self.target_backlog_s}: give seconds above 0")
+        if not 0 < self.target_utilisation <= 1:
+            raise ValueError(
+                f"target_utilisation is {self.target_utilisation}: give a share above 0, at most 1"
+            )
+
+    def need(self, loads: Iterable[WorkerLoad]) -> float:
+        """Workers needed, not rounded: for what arrives, and for what waits."""
+        return sum(
+            load.demand / self.target_utilisation + load.backlog_s / self.target_backlog_s
+            for load in loads
+        )
+
+    def wanted(self, loads: Iterable[WorkerLoad], current: int) -> int:
+        """Workers wanted where there are `current`; bounds and delays are Ray Serve's."""
+        need = self.need(loads)
+        more = math.ceil(need - _ROUNDING)
+        fewer = math.ceil(need / (1 - _SLACK) - _ROUNDING)
+        if more > current:
+            return more
+        return max(fewer, 1) if fewer < current else current
+
+
+def loads_in(
+    figures: Mapping[str, Mapping[str, float]], running: Iterable[str]
+) -> list[WorkerLoad]:
+    """The loads of the running workers that told both figures, as Ray Serve hands them over:
+    figure -> worker -> value. Figures that are no finite numbers count as none told."""
+    found = []
+    for worker in running:
+        backlog_s = figures.get(BACKLOG_KEY, {}).get(worker, math.nan)
+        demand = figures.get(DEMAND_KEY, {}).get(worker, math.nan)
+        if math.isfinite(backlog_s) and math.isfinite(demand):
+            found.append(WorkerLoad(max(backlog_s, 0.0), max(demand, 0.0)))
+    return found

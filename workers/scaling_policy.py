@@ -1,0 +1,33 @@
+"""Ray Serve's autoscaling policy of a pool: its context in, the number of workers out.
+
+Runs in Serve's controller, which applies bounds and delays of the pool's settings to the answer.
+The controller gets this module by value, so it names others and holds no state of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.config import AutoscalingContext
+
+from workers.scaling import ScalingRule, loads_in
+
+
+class BacklogPolicy:
+    """Enough workers for the predicted seconds of work that arrive and wait."""
+
+    def __init__(self, *, target_backlog_s: float, target_utilisation: float) -> None:
+        """As `kappa.settings.pools.ScalingSettings` has them."""
+        self._rule = ScalingRule(target_backlog_s, target_utilisation)
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """The number wanted, and no state; while nobody has said anything, as many as there are."""
+        told = context.aggregated_metrics or {}
+        figures = {
+            name: {str(replica): value for replica, value in by_replica.items()}
+            for name, by_replica in told.items()
+        }
+        loads = loads_in(figures, [str(replica) for replica in context.running_replicas])
+        if not loads:
+            return context.target_num_replicas, {}
+        return self._rule.wanted(loads, context.target_num_replicas), {}
