@@ -257,6 +257,10 @@ class BlockTable:
             )
         self.tokens = tokens
 
+    def line(self, type: BlockType, place: Place) -> list[int]:
+        """Ids of all blocks that are of that type and place, -1 for the others."""
+        return [e.block if (e.type, e.place) == (type, place) else -1 for e in self.entries]
+
     def blocks(
         self, type: BlockType, place: Place, start: int = 0, stop: int | None = None
     ) -> list[int]:

@@ -62,8 +62,8 @@ class Computer:
     def _in_lanes(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
         assert self.sparse is not None
         done = self.sparse.compute({s: (row.start, row.new_tokens) for s, row in rows.items()})
-        begun = [sequence for sequence in done.begun if sequence.load is not None]
-        self._loads.arrived_together(begun, done.load_s)
+        for sequence, (seconds, size_bytes) in done.begun.items():
+            self._loads.arrived(sequence, seconds, size_bytes)
         self.lost = done.lost
         return done.logits
 

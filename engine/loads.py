@@ -112,7 +112,7 @@ class Loads:
             load = sequence.load
             assert load is not None
             if event.error() is None:
-                self._arrived(sequence, now_s - load.started_s, self._size_bytes(sequence))
+                self.arrived(sequence, now_s - load.started_s, self._size_bytes(sequence))
                 self._memory.computed(sequence, load.stop * self._arena.block_tokens)
             else:
                 self.failed(sequence)
@@ -124,9 +124,10 @@ class Loads:
         """Their prefixes came layer by layer in one iteration, in so many seconds of link."""
         sizes = [self._size_bytes(sequence) for sequence in sequences]
         for sequence, size_bytes in zip(sequences, sizes, strict=True):
-            self._arrived(sequence, seconds * size_bytes / max(sum(sizes), 1), size_bytes)
+            self.arrived(sequence, seconds * size_bytes / max(sum(sizes), 1), size_bytes)
 
-    def _arrived(self, sequence: Sequence, seconds: float, size_bytes: int) -> None:
+    def arrived(self, sequence: Sequence, seconds: float, size_bytes: int) -> None:
+        """Its prefix came, in so many seconds of link and so many bytes."""
         account, plan = sequence.account, self._end(sequence).plan
         account.load_s += seconds
         account.load_bytes += size_bytes

@@ -71,8 +71,9 @@ class Engine:
         self.arena = arena
         self.mover = mover
         self.memory = EngineMemory(
-            arena, self.planning, settings.planner, settings.budget_tokens, self._load_over
-        )
+            arena, self.planning, settings.planner, settings.budget_tokens, self._load_over,
+            settings.cpu_room_share,
+        )  # fmt: skip
         self.store = HostStore(arena, mover, self.memory.host, settings.max_pending_stores)
         self.keeper = Keeper(self.memory, self.store, arena.pools["act", "device"], settings)
         if settings.act_share and not (arena.size.act_host and arena.size.act_device):
@@ -245,12 +246,11 @@ class Engine:
             if others and self.settings.load_ahead:
                 self.memory.spare_others(sequence)
             account, load = sequence.account, sequence.load
-            new = sequence.total_tokens - quote.device_tokens
+            at, there = sequence.kept or load, quote.device_tokens
             if not account.preemptions:
-                account.queue_s = now_s - sequence.submitted_s
-                account.device_tokens, account.new_tokens = quote.device_tokens, new
-            nothing = self.planning.without_load(new, quote.device_tokens)
-            account.predicted(load.plan if load else nothing)
+                account.found(sequence, there, now_s - sequence.submitted_s)
+            nothing = self.planning.without_load(sequence.total_tokens - there, there)
+            account.predicted(at.plan if at is not None else nothing)
             if self._observer is not None:
                 self._observer.admitted(sequence)
             if load is not None:
@@ -298,8 +298,8 @@ class Engine:
     def _row(self, sequence: Sequence, start: int, new: int) -> Row:
         stop = start + new
         act_blocks = {} if self._in_lane(sequence) else self.keeper.capture(sequence, start, stop)
-        blocks = sequence.table.blocks("kv", "device")
-        return Row(sequence.tokens[:stop], start, blocks, sequence.load, act_blocks)
+        blocks = sequence.table.line("kv", "device")
+        return Row(sequence.tokens[:stop], start, blocks, sequence.load, act_blocks, sequence.kept)
 
     # -- what happened to a request -----------------------------------------------------------
 

@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 from engine.arena import Arena
 from engine.blocks import BlockType, OutOfBlocks
+from engine.fitted import fit, loaded_tokens
 from engine.prefix import EventLog, PrefixCache
-from engine.sequence import Load, Sequence
+from engine.sequence import Kept, Load, Sequence
 from engine.sparse.serving import SPARSE, SparseServing
 from kappa.plan.planners import Cached, Planning
-from kappa.plan.segments import Kind, LoadPlan, Segment, bounded, from_runs, layout
+from kappa.plan.segments import LoadPlan, bounded, layout
 from scheduler.work import Quote, Work
 
 
@@ -29,6 +30,8 @@ class EngineMemory:
         planner: which of them plans for requests that do not say.
         budget_tokens: of an iteration, more than which no plan recomputes while it loads.
         load_over: told of every load that is over, however: others may have waited for it.
+        room_share: of the device's blocks, what "auto" lets a request take, where the planners can
+            leave the rest of its prefix in host memory.
 
     `device` holds KV; `host` may hold KV, activations, or both of a block. `log` has the changes of
     what can be found. `version` rises whenever something may fit that did not before.
@@ -41,6 +44,7 @@ class EngineMemory:
         planner: str,
         budget_tokens: int,
         load_over: Callable[[Sequence], None],
+        room_share: float = 1.0,
     ) -> None:
         self.version = 0
         self._arena = arena
@@ -56,6 +60,7 @@ class EngineMemory:
         self._budget_tokens = budget_tokens
         self._most_recompute = budget_tokens // arena.block_tokens * arena.block_tokens
         self._load_over = load_over
+        self._room_tokens = int(room_share * arena.size.kv_device) * arena.block_tokens
         # Lanes of requests that may be computed sparsely, if the engine has any.
         self.sparse: SparseServing | None = None
         # Blocks on their way to the device, for somebody.
@@ -98,19 +103,24 @@ class EngineMemory:
         if fresh is None:
             return None
         size = self.block_tokens
-        found = fresh.device_tokens // size
+        there = fresh.device_tokens // size
+        plan, kept = work.keeps or (None, 0)
+        found = there - kept
         held = self.device.hold(work.keys[:found])
         try:
-            private = self.device.take(-(-work.total_tokens // size) - found)
+            private = self.device.take(-(-work.total_tokens // size) - there)
         except OutOfBlocks:
             self.device.release(held)
             return None
         work.table.entries.clear()
-        work.table.append("kv", "device", held + private)
-        work.table.fill(found * size)
-        work.published = found
+        work.table.append("kv", "device", held)
+        if plan is not None:
+            self._keep(work, found, kept, plan)
+        work.table.append("kv", "device", private)
+        work.table.fill(there * size)
+        work.published = there
         if fresh.host_tokens:
-            self._hold_load(work, found, found + fresh.host_tokens // size)
+            self._hold_load(work, there, there + fresh.host_tokens // size)
         else:
             self._touch_host(work)
         return fresh
@@ -166,7 +176,10 @@ class EngineMemory:
         """It is done, or preempted: its private blocks are unused, the findable ones stay."""
         if sequence.load is not None:
             self.end_load(sequence)
-        self.device.release(sequence.table.blocks("kv", "device"))
+        self.device.release([one for one in sequence.table.line("kv", "device") if one >= 0])
+        if sequence.kept is not None:
+            self.host["kv"].release(sequence.kept.blocks)
+            sequence.kept = None
         sequence.table.fill(0)
         sequence.table.entries.clear()
         sequence.published = 0
@@ -189,14 +202,37 @@ class EngineMemory:
         blocks = -(-total // size) - found + idle
         first = int.from_bytes(keys[0].digest[:7]) + 1 if keys else 0
         stop = self._host_stop(sequence, found, usable)
+        sequence.keeps, there = None, found
         if stop > found:
-            plan = self._plan(sequence, self._ask(sequence, found, stop))
-            stop = found + _loaded_tokens(plan) // size
-        if stop <= found:
-            return Quote(blocks, found * size, 0, found - idle, first)
-        if keys[found].digest in self._loading:
+            plan = self._plan(sequence, self._ask(sequence, found, stop, bounded_room=True))
+            stop = found + loaded_tokens(plan) // size
+            kept = self._kept_blocks(sequence, found, plan)
+            if kept:
+                sequence.keeps = plan, kept
+                there, blocks = found + kept, blocks - kept
+        if stop <= there:
+            return Quote(blocks, there * size, 0, found - idle, first)
+        if keys[there].digest in self._loading:
             return None
-        return Quote(blocks, found * size, (stop - found) * size, found - idle, first)
+        return Quote(blocks, there * size, (stop - there) * size, found - idle, first)
+
+    def _kept_blocks(self, sequence: Sequence, start: int, plan: LoadPlan) -> int:
+        """How many blocks from `start` on stay in host memory: those of C that it has as KV."""
+        first = plan.segments[0] if plan.segments else None
+        if first is None or first.kind != "C":
+            return 0
+        stop = start + first.tokens // self.block_tokens
+        index, cache = start, self.host["kv"]
+        while index < stop and cache.find(sequence.keys[index]) is not None:
+            index += 1
+        return index - start
+
+    def _keep(self, work: Sequence, start: int, count: int, plan: LoadPlan) -> None:
+        """Hold host blocks where they are, instead of device blocks."""
+        blocks = self.host["kv"].hold(work.keys[start : start + count])
+        on_cpu = self._planning.on_cpu(count * self.block_tokens)
+        work.kept = Kept(start, blocks, plan, on_cpu)
+        work.table.append("kv", "host", blocks)
 
     def _host_stop(self, sequence: Sequence, start: int, usable: int) -> int:
         """Where the run of blocks ends that host memory has in some form, from `start` on.
@@ -213,14 +249,20 @@ class EngineMemory:
         sequence.host_stop = index
         return index
 
-    def _ask(self, sequence: Sequence, start: int, stop: int) -> Cached:
-        """What a planner must know of loading blocks [start, stop)."""
+    def _ask(
+        self, sequence: Sequence, start: int, stop: int, *, bounded_room: bool = False
+    ) -> Cached:
+        """What a planner must know of loading blocks [start, stop).
+
+        bounded_room: it may leave some of them in host memory.
+        """
         size, act = self.block_tokens, self.host["act"]
         held = start
         while held < stop and act.find(sequence.keys[held]) is not None:
             held += 1
         new = sequence.total_tokens - stop * size
-        return Cached((stop - start) * size, new, start * size, (held - start) * size)
+        room = max(0, self._room_tokens - start * size - new) if bounded_room else None
+        return Cached((stop - start) * size, new, start * size, (held - start) * size, room)
 
     def _plan(self, sequence: Sequence, asked: Cached) -> LoadPlan:
         planner = sequence.planner or self._planner
@@ -285,35 +327,3 @@ class EngineMemory:
 
     def _host(self, type: str) -> PrefixCache:
         return self.host["kv" if type == "kv" else "act"]
-
-
-def _loaded_tokens(plan: LoadPlan) -> int:
-    """Cached tokens that come back before the new ones are computed: all but a recomputed tail.
-
-    A tail, and a plan that recomputes all, are no load: the scheduler computes them like new
-    tokens, in chunks that it counts.
-    """
-    if plan.segments and plan.segments[-1].kind == "R":
-        return plan.segments[-1].start_tokens
-    return plan.cached_tokens
-
-
-def fit(plan: LoadPlan, block_tokens: int, kv: list[int], act: list[int]) -> tuple[Segment, ...]:
-    """The plan's segments with every block in a form that host memory has, cut at blocks.
-
-    Args:
-        plan: of any planner; it may cover more tokens than there are blocks.
-        kv, act: the host block of each, -1 where there is none; each block has one of them.
-    """
-    runs: list[tuple[Kind, int]] = []
-    segments = iter(plan.segments)
-    segment = next(segments)
-    for index in range(len(kv)):
-        while segment.end_tokens <= index * block_tokens:
-            segment = next(segments)
-        kind: Kind = segment.kind if segment.kind in ("A", "R") else "K"
-        if kind != "R":
-            wanted = act[index] if kind == "A" else kv[index]
-            kind = kind if wanted >= 0 else ("K" if kind == "A" else "A")
-        runs.append((kind, block_tokens))
-    return from_runs(runs)

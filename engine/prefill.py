@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 Sources = NDArray[np.int8]
 
+# More queries of a sequence make attention on a CPU a matter of its FLOPs: what they need of host
+# memory crosses the link instead, layer by layer.
+_FEW_QUERIES = 4
+
 
 class PlanRefused(ValueError):
     """A load plan that this engine does not execute, or not for this sequence."""
@@ -37,7 +41,8 @@ class Prompt:
     """A prompt to compute. tokens (n,): all of it. pages: where its blocks lie and are to lie.
 
     The first `start_tokens` are in its blocks; those behind come back by `plan`; the rest is
-    computed. store: whether what is new is written to the host blocks of `pages` as well.
+    computed. store: whether what is new is written to the host blocks of `pages` as well. Of the
+    first `cpu_tokens`, those that lie in host memory are attended to there.
     """
 
     tokens: Ids
@@ -46,6 +51,7 @@ class Prompt:
     start_tokens: int = 0
     store: bool = False
     wanted: Wanted = "last"
+    cpu_tokens: int = 0
 
 
 def prefill(forward: Forward, prompts: Sequence[Prompt]) -> Tensor:
@@ -68,6 +74,7 @@ def prompt_work(prompt: Prompt, block_tokens: int) -> Work:
     sources = np.full(len(tokens), Source.NEW, np.int8)
     start = prompt.start_tokens
     sources[:start] = held_sources(prompt.pages, start, block_tokens)
+    attend_on_cpu(sources[:start], prompt.cpu_tokens)
     end = start
     if prompt.plan is not None:
         end += prompt.plan.cached_tokens
@@ -116,7 +123,7 @@ def plan_sources(
     """Sources of the tokens that a plan covers, the first of which is at position `start`.
 
     Raises:
-        PlanRefused: a segment that is attended to on the CPU (C) or sparsely (S).
+        PlanRefused: a segment that stays in host memory (C: `pages` say where) or is sparse (S).
     """
     runs = []
     for segment in segments:
@@ -175,8 +182,13 @@ class TorchExecutor:
         # Only what is computed is read, and a long context is a long list.
         tokens = np.zeros(len(row.tokens), np.int64)
         tokens[first:] = row.tokens[first:]
+        cpu_tokens = 0
+        if row.kept is not None:
+            pages.put(row.kept.start, "kv", "host", row.kept.blocks)
+            if row.new_tokens <= _FEW_QUERIES:
+                cpu_tokens = row.kept.start * self._forward.arena.block_tokens + row.kept.cpu_tokens
         if load is None:
-            return Prompt(tokens, pages, start_tokens=first)
+            return Prompt(tokens, pages, start_tokens=first, cpu_tokens=cpu_tokens)
         pages.put(load.start, "kv", "host", load.kv)
         pages.put(load.start, "act", "host", load.act)
-        return Prompt(tokens, pages, load.plan, first)
+        return Prompt(tokens, pages, load.plan, first, cpu_tokens=cpu_tokens)

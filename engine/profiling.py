@@ -26,8 +26,8 @@ import torch
 from engine import layers
 from engine.beside import repeating
 from engine.forward import Forward
-from engine.profiling_decode import AttentionProbe, decoding
 from engine.prefill import Prompt, prefill
+from engine.profiling_decode import attention, decoding
 from engine.rope import angles, frequencies
 from engine.step import Pages
 from kappa.model import kv_bytes_per_token
@@ -170,7 +170,9 @@ class _Profiler:
             "h2d_scattered_bytes_per_s": self._link_bytes_per_s(scattered=True),
             "h2d_while_storing_bytes_per_s": self._while_storing(),
             "h2d_cpu_busy_bytes_per_s": self._while_cpu_busy(),
-            **self._attention(),
+            **attention(
+                self.forward, self.sizes, self._line, self._least_s, self._link_bytes_per_s
+            ),
         }
 
     # -- lines ----------------------------------------------------------------------------------
@@ -322,28 +324,6 @@ class _Profiler:
         square = torch.randn(_BUSY_SIDE, _BUSY_SIDE)
         with repeating(lambda: torch.mm(square, square), threads):
             return self._link_bytes_per_s()
-
-    def _attention(self) -> dict[str, Any]:
-        """CPU attention, if there are threads for it, and what it and the link leave each other."""
-        if self.forward.cpu is None:
-            return {}
-        self.arena.kv_host.normal_()
-        probe = AttentionProbe(self.forward)
-        line = self._line(lambda tokens: probe.layers(tokens))
-        alone_s = self._least_s(probe.layers(self.sizes[-1]))
-        blocks = self.sizes[-1] // self.arena.block_tokens
-        target, source = self.arena.kv_device, self.arena.kv_host
-        pairs = [(target[i, :blocks], source[i, :blocks]) for i in range(self.config.layers)]
-        with repeating(lambda: self.mover.h2d(pairs).block()):
-            beside_s = self._least_s(probe.layers(self.sizes[-1]))
-        with repeating(probe.layers(self.sizes[-1])):
-            link = self._link_bytes_per_s()
-        found = {**line, "threads": self.forward.cpu.worker.threads}
-        return {
-            "attend": {
-                **found, "share_while_loading": alone_s / beside_s, "h2d_bytes_per_s": link,
-            }
-        }  # fmt: skip
 
     # -- time -----------------------------------------------------------------------------------
 

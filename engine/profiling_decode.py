@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from engine.beside import repeating
 from engine.forward import Forward
 from engine.host_context import HostContext, OnCpu
 from engine.prefill import Prompt, prefill
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     # It imports this file.
     from engine.profiling import ProfileSettings
 
-Measure = Callable[[Callable[[], Any]], float]
+Action = Callable[[], Any]
+Measure = Callable[[Action], float]
 
 
 def decoding(forward: Forward, settings: ProfileSettings, least_s: Measure) -> dict[str, Any]:
@@ -74,6 +76,41 @@ def _step(forward: Forward, sequences: int, context: int) -> Callable[[], None]:
         prefill(forward, prompts)
 
     return step
+
+
+def attention(
+    forward: Forward,
+    sizes: list[int],
+    line: Callable[[Callable[[int], Action]], dict[str, list[float]]],
+    least_s: Measure,
+    link_bytes_per_s: Callable[[], float],
+) -> dict[str, Any]:
+    """{"attend": ...}: seconds of one layer by tokens, and what it and the link leave each other.
+
+    Nothing, where there are no threads for it. The other arguments are the profiler's: its sizes
+    in tokens, how it measures a line, one action, and the link.
+    """
+    if forward.cpu is None:
+        return {}
+    probe = AttentionProbe(forward)
+    samples = line(probe.layers)
+    most, arena = probe.layers(sizes[-1]), forward.arena
+    alone_s = least_s(most)
+    blocks = sizes[-1] // arena.block_tokens
+    pairs = [
+        (arena.kv_device[i, :blocks], arena.kv_host[i, :blocks])
+        for i in range(forward.config.layers)
+    ]
+    with repeating(lambda: forward.mover.h2d(pairs).block()):
+        beside_s = least_s(most)
+    with repeating(most):
+        link = link_bytes_per_s()
+    return {
+        "attend": {
+            **samples, "threads": forward.cpu.worker.threads, "h2d_bytes_per_s": link,
+            "share_while_loading": alone_s / beside_s,
+        }
+    }  # fmt: skip
 
 
 class AttentionProbe:

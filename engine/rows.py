@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.sequence import Load
+from engine.sequence import Kept, Load
 
 
 @dataclass(slots=True)
@@ -25,7 +25,8 @@ class Row:
     blocks: device blocks of KV, block i for positions [i·block_tokens, (i+1)·block_tokens); room
     for all of `tokens`. load: covers blocks [load.start, load.stop), and load.stop·block_tokens is
     `start`. act_blocks: device blocks that take the activations of the blocks computed here, by
-    block index; a block without one is not captured.
+    block index; a block without one is not captured. kept: what stays in host memory; `blocks` has
+    -1 there.
     """
 
     tokens: list[int]
@@ -33,6 +34,7 @@ class Row:
     blocks: list[int]
     load: Load | None = None
     act_blocks: dict[int, int] = field(default_factory=dict)
+    kept: Kept | None = None
 
     @property
     def new_tokens(self) -> int:

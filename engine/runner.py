@@ -97,6 +97,7 @@ class EngineRunner:
         planner: str | Planner | None = None,
         salt: str = "",
         name: str = "",
+        approx: bool = False,
     ) -> Future[int]:
         """A request, as `Engine.submit` has it; the future has its number or the refusal.
 
@@ -106,7 +107,7 @@ class EngineRunner:
         def submit(engine: Engine) -> int:
             sequence = engine.submit(
                 tokens, max_tokens, sampling, tenant=tenant, priority=priority, planner=planner,
-                salt=salt, name=name,
+                salt=salt, name=name, approx=approx,
             )  # fmt: skip
             self._deliver[sequence.request_id] = deliver
             return sequence.request_id

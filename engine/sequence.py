@@ -57,7 +57,8 @@ class Account:
     its load to its end; compute_s: iterations that computed its prompt; ttft_s: all until its first
     token. predicted_*: of its load plan. Tokens: device (found there), loaded (as KV), activations
     (KV projected from them), recomputed (were cached, computed all the same), sparse (stayed in
-    host memory, attended to in part), new; approximate: of the answer, computed sparsely.
+    host memory, attended to in part), kept (stayed there, attended to whole), new; approximate: of
+    the answer, computed sparsely.
     plan, why: the kinds of its load plan, and what the planner saw.
     """
 
@@ -75,12 +76,20 @@ class Account:
     activation_tokens: int = 0
     recomputed_tokens: int = 0
     sparse_tokens: int = 0
+    kept_tokens: int = 0
     approximate_tokens: int = 0
     new_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
     plan: str = ""
     why: str = ""
+
+    def found(self, sequence: Sequence, there_tokens: int, queue_s: float) -> None:
+        """It was admitted for the first time; so many of its tokens need no load."""
+        kept = sequence.kept
+        self.kept_tokens = len(kept.blocks) * sequence.table.block_tokens if kept else 0
+        self.device_tokens = there_tokens - self.kept_tokens
+        self.queue_s, self.new_tokens = queue_s, sequence.total_tokens - there_tokens
 
     def predicted(self, plan: LoadPlan) -> None:
         """It was admitted, and this is how it is to get its prefix."""
@@ -112,6 +121,21 @@ class Load:
     started_s: float = 0.0
 
 
+@dataclass(slots=True)
+class Kept:
+    """Part of a cached prefix that stays in host memory while its request runs (kind C).
+
+    start: index of its first block. blocks: of host memory, held until the request is over. plan:
+    of the whole prefix behind what the device had. cpu_tokens: of these, those that the CPU attends
+    to as the request decodes; the others cross at every step.
+    """
+
+    start: int
+    blocks: list[int]
+    plan: LoadPlan
+    cpu_tokens: int
+
+
 class Sequence(Work):
     """A request.
 
@@ -121,9 +145,9 @@ class Sequence(Work):
     """
 
     __slots__ = (
-        "account", "approx", "finish_reason", "host_stop", "keys", "load", "name", "planner",
-        "prompt_tokens", "published", "quoted", "request_id", "rng", "salt", "sampling", "stored",
-        "submitted_s", "table", "tokens",
+        "account", "approx", "finish_reason", "host_stop", "keeps", "kept", "keys", "load", "name",
+        "planner", "prompt_tokens", "published", "quoted", "request_id", "rng", "salt", "sampling",
+        "stored", "submitted_s", "table", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -157,6 +181,9 @@ class Sequence(Work):
         self.keys: list[BlockKey] = []
         self.table = BlockTable(block_tokens)
         self.load: Load | None = None
+        # What stays in host memory; and what is to, as it was quoted: its plan, and blocks.
+        self.kept: Kept | None = None
+        self.keeps: tuple[LoadPlan, int] | None = None
         self.published = 0
         self.stored = 0
         # Where in host memory its run of blocks ended when it was looked up last.

@@ -22,7 +22,9 @@ class EngineSettings:
     act_share: of the blocks stored in host memory, those whose activations are stored, spread
     evenly; keep_kv: their KV too. max_pending_stores: blocks on their way to host memory at most.
     load_ahead: load plain KV beside others' iterations rather than layer by layer within one.
-    rest_s: how long a step without work waits for a copy to end.
+    rest_s: how long a step without work waits for a copy to end. cpu_room_share: of the device's
+    blocks, what a request may take before "auto" leaves the front of its cached prefix in host
+    memory, where the CPU attends to it; only where the engine has threads for that.
     """
 
     budget_tokens: int = 2048
@@ -36,6 +38,7 @@ class EngineSettings:
     max_pending_stores: int = 4096
     load_ahead: bool = True
     rest_s: float = 0.002
+    cpu_room_share: float = 0.5
 
     def __post_init__(self) -> None:
         for name in ("budget_tokens", "max_running", "max_pending_stores"):
@@ -48,6 +51,10 @@ class EngineSettings:
             )
         if not 0 <= self.act_share <= 1:
             raise ValueError(f"EngineSettings.act_share is {self.act_share}: give a share in 0..1")
+        if not 0 <= self.cpu_room_share <= 1:
+            raise ValueError(
+                f"EngineSettings.cpu_room_share is {self.cpu_room_share}: give a share in 0..1"
+            )
         if not 0 < self.rest_s <= 1:
             raise ValueError(f"EngineSettings.rest_s is {self.rest_s}: give seconds, at most 1")
 

@@ -46,7 +46,7 @@ class EngineStats:
     def ended(self, account: Account) -> None:
         """Add what a request took."""
         for name in (
-            "device", "loaded", "activation", "recomputed", "sparse", "new", "output",
+            "device", "loaded", "activation", "recomputed", "sparse", "kept", "new", "output",
             "approximate",
         ):  # fmt: skip
             tokens = getattr(account, f"{name}_tokens")

@@ -135,9 +135,14 @@ PREEMPTIONS = Metric(
 STORES_DROPPED = Metric(
     "kappa_stores_dropped", "counter", "stores to the host tier that were given up", ("node",)
 )
+TIER_FAILURES = Metric(
+    "kappa_tier_failures", "counter",
+    "what an LMCache server failed to do, by what: absent, lookup, load, store", ("node", "why"),
+)  # fmt: skip
 FAILED_LOADS = Metric(
     "kappa_failed_loads", "counter",
-    "loads that did not arrive, each followed by computing its tokens (engine of kind torch)",
+    "loads that did not arrive, each followed by computing its tokens (engines of kind torch, and "
+    "LMCache as host tier)",
     ("node",),
 )  # fmt: skip
 MISUSED_BLOCKS = Metric(

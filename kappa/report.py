@@ -42,6 +42,8 @@ GPU_S_KEY = "kappa_gpu_s"
 # and how its cached prefix is to come back, if the client asked.
 PROMPT_KEY = "kappa_prompt"
 PLAN_KEY = "kappa_plan"
+# Set where the answer may be approximate.
+APPROX_KEY = "kappa_approx"
 PROMPT_ENGINES = ("torch", "emulated")
 
 # Charges are kept of so many tenants, here and in whatever adds them up.
@@ -241,7 +243,8 @@ class WorkerReport:
 
     Of the engine's scheduler: `iterations_total` counts iterations, `queued_iterations_total` those
     with a non-empty queue; over the latter `budget_fill_sum` and `vram_fill_sum` add up the share
-    of the token budget and of the blocks in use. `passed_total`: how often a waiting request was
+    of the token budget and of the blocks in use. `tier_failures_total`: what an LMCache server
+    failed to do, by what. `passed_total`: how often a waiting request was
     looked at and left, by reason. `waiting`, `loading`, `running`: requests, in the last iteration.
     `power_w`, `power_cap_w`: what its GPUs draw and may draw; `energy_j_total`: since it started;
     `power_source`: `nvml`, `model`, `paced` (modelled, in emulated time), or empty: not known.
@@ -273,6 +276,7 @@ class WorkerReport:
     budget_fill_sum: float = 0.0
     vram_fill_sum: float = 0.0
     passed_total: Mapping[str, int] = field(default_factory=dict)
+    tier_failures_total: Mapping[str, int] = field(default_factory=dict)
     rule_errors_total: int = 0
     preemptions_total: int = 0
     stores_dropped_total: int = 0
@@ -306,7 +310,8 @@ class WorkerReport:
         )
         known["prefilled"] = tuple(known.get("prefilled", ()))
         known["spent"] = tuple(Spent(**_known(Spent, s, "spent")) for s in known.get("spent", ()))
-        known["passed_total"] = dict(known.get("passed_total", {}))
+        for name in ("passed_total", "tier_failures_total"):
+            known[name] = dict(known.get(name, {}))
         known["charges"] = tuple(
             TenantCharge(**_known(TenantCharge, c, "charge")) for c in known.get("charges", ())
         )

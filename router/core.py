@@ -27,6 +27,7 @@ from router.policy import Fetch, LeastBacklog, Policy, least
 from router.prefix_hash import PrefixHasher, UInt64s
 from router.prefix_index import PrefixIndex
 from router.replication import Replica, ReplicationRule, Replicator
+from router.shared_tier import SharedTiers
 from router.state import ClusterState
 
 _OUTPUTS_KEPT = 256
@@ -179,6 +180,7 @@ class Router:
         self.config = config
         self.state = ClusterState(calibrate=config.calibrate)
         self.plans = LoadPlans()
+        self.shared_tiers = SharedTiers()
         self.index: PrefixIndex | None = None
         self.hasher: PrefixHasher | None = None
         self._fingerprint = ""
@@ -214,6 +216,7 @@ class Router:
                 f"the pool of {pool_block_tokens}: give the pool one block size"
             )
         self.plans.join(announcement)
+        self.shared_tiers.join(announcement.worker, announcement.shared_tier)
         self.state.join(announcement, now_s)
         self._place(announcement.worker)
 
@@ -253,6 +256,7 @@ class Router:
         self._others.void(worker, 0.0)
         self.state.leave(worker)
         self.plans.leave(worker)
+        self.shared_tiers.leave(worker)
         self.config.policy.left(worker)
         if self.index is not None:
             self.index.handle(WorkerGone(worker))
@@ -457,6 +461,9 @@ class Router:
             blocks = np.minimum(on_device[columns], usable)
             device = blocks * float(size)
             cached = np.minimum(in_host[columns], usable - blocks) * float(size)
+            if self.shared_tiers:
+                names = [self.state.fleet.workers[slot] for slot in slots]
+                self.shared_tiers.widen(names, device, cached)
         price = partial(
             self.state.fleet.price,
             slots,

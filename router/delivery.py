@@ -24,8 +24,9 @@ from router.failures import ERROR_EVENT, error_in, raise_error_item, worker_fail
 from router.http_app import EndedStream, places_of
 from router.live import LiveRouter
 from router.members import ENGINE_DIED
-from router.messages import as_events, decision_headers, pinned, tokens_in
+from router.messages import approx_headers, as_events, decision_headers, pinned, tokens_in
 from router.observer import RequestObserver
+from router.rollout import Unsteered
 from router.terms import Terms, terms_of
 from router.waiting import Wait
 
@@ -40,7 +41,7 @@ class _Attempt:
     """One request at one worker."""
 
     live: LiveRouter
-    decision: Decision
+    decision: Decision | Unsteered
     stream: AsyncGenerator[Any, None]
     wait: Wait
     terms: Terms
@@ -67,7 +68,7 @@ class Delivery:
     async def send(
         self,
         live: LiveRouter,
-        decision: Decision,
+        decision: Decision | Unsteered,
         body: Any,
         method: str,
         request: Request,
@@ -81,7 +82,8 @@ class Delivery:
         """
         request_id = decision.request_id
         self._observer.sent(request_id, decision.worker, time.time())
-        stream = self._call(body, method, pinned(request, decision.worker))
+        pool = decision.pool if isinstance(decision, Unsteered) else None
+        stream = self._call(body, method, pinned(request, decision.worker, pool))
         wait, terms = live.members.waits.begin(decision.worker), terms_of(request)
         attempt = _Attempt(live, decision, stream, wait, terms)
         end = "error"
@@ -89,7 +91,8 @@ class Delivery:
             first = await wait.next(stream, terms.patience_s(self._timeout_s))
             item = first[0] if isinstance(first, list) and first else first
             raise_error_item(item)
-            headers = decision_headers(decision)
+            told = {} if isinstance(decision, Unsteered) else decision_headers(decision)
+            headers = {**told, **approx_headers(body)}
             live.first_token(request_id)
             self._observer.first_token(request_id, time.time())
             if hasattr(item, "model_dump"):

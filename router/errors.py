@@ -134,6 +134,17 @@ def unknown_model(model: str, known: list[str]) -> ApiError:
     )
 
 
+def unknown_request(request_id: str) -> ApiError:
+    """404."""
+    return ApiError(
+        404,
+        f"No request {request_id[:80]!r} is remembered here: it is another tenant's, another "
+        "ingress replica's, too long ago, or was never seen.",
+        code="request_not_found",
+        param="request_id",
+    )
+
+
 def body_too_large(limit_bytes: int) -> ApiError:
     """413."""
     return ApiError(

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.access import (
     Access,
@@ -104,6 +104,33 @@ def places_of(error: BaseException) -> list[str]:
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
 
 
+class LastResort:
+    """Answers what nobody caught. Starlette would answer, too, but then raise it again, and the
+    server would close a connection that its client believes to be good."""
+
+    def __init__(
+        self, app: ASGIApp, answer: Callable[[Request, Exception], Awaitable[Response]]
+    ) -> None:
+        self._app, self._answer = app, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on; an error before the answer has begun becomes the answer."""
+        begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except Exception as error:
+            if begun or scope["type"] != "http":
+                raise
+            response = await self._answer(Request(scope), error)
+            await response(scope, receive, send)
+
+
 def make_app(access: Access | None = None) -> FastAPI:
     """An application with our middleware and error handlers, and no routes yet.
 
@@ -141,6 +168,7 @@ def make_app(access: Access | None = None) -> FastAPI:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_anything)
     # The last one added is the first that a request meets.
+    app.add_middleware(LastResort, answer=on_anything)
     for middleware in (BodyLimit, TenantLimit, Authentication, HeaderLimit):
         app.add_middleware(middleware, access=access, refuse=error_response)
     app.add_middleware(Identity)

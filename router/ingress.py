@@ -12,24 +12,27 @@ from typing import Any
 
 import structlog
 from fastapi import FastAPI, Request
+from ray import serve
 from ray.exceptions import RayActorError
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kappa import metrics as m
 from router import live_view
 from router.access import Access, current_tenants
 from router.board import PinGoneError
 from router.core import NoWorkerError, RouteRequest
-from router.errors import check_body, no_worker
+from router.errors import check_body, no_worker, unknown_request
 from router.http_app import make_app, may_see, request_id_of, tenant_of
 from router.ingress_settings import IngressSettings
 from router.live import LiveRouter
 from router.live_start import LiveStart
-from router.messages import explanation, max_tokens_of, parse_body, salt_of_body
+from router.logs import configure
+from router.messages import POOL_HEADER, explanation, max_tokens_of, parse_body, salt_of_body
+from router.observing import Observing
 from router.pool_handles import PoolHandles
 from router.ray_router import PIN_HEADER
 from router.rendering import PromptRenderer
@@ -40,11 +43,13 @@ log = structlog.get_logger(__name__)
 
 _PROFILE_TIMEOUT_S = 90.0
 _WAKE_TIMEOUT_S = 120.0
+# Workers that start with us take longer; one that joins others knows them sooner.
+_FIRST_SIGHT_S = 10.0
 
 
 class KappaIngress(OpenAiIngress):
     """OpenAI endpoints, `GET /v1/nodes`, `GET /v1/tenants`, `POST /v1/route`,
-    `GET /v1/decisions`, `GET /metrics`."""
+    `GET /v1/decisions`, `GET /v1/decisions/ID`, `GET /metrics`."""
 
     def __init__(
         self,
@@ -53,6 +58,8 @@ class KappaIngress(OpenAiIngress):
         *,
         kappa: IngressSettings,
     ) -> None:
+        seen = kappa.observing
+        configure(seen.log_format, seen.log_file, kappa.log_level)
         self._pools = PoolHandles(pools)
         # Ray's ingress knows one deployment for each model; it is never asked to deliver.
         super().__init__(dict.fromkeys(model_cards, self._pools.all()[0]), model_cards)
@@ -60,10 +67,13 @@ class KappaIngress(OpenAiIngress):
 
     def _wire(self, settings: IngressSettings, renderer: PromptRenderer) -> None:
         self._settings = settings
-        self._start = LiveStart(settings, self._wake_router)
+        self._start = LiveStart(settings, self._wake_router, self._rank())
+        self._checked = False
+        self._observing = Observing(settings.observing, lambda i: self._live().records.get(i))
         self._path = RequestPath(
-            settings, renderer, self._live, lambda: list(self._model_cards), self._call
-        )
+            settings, renderer, self._live, lambda: list(self._model_cards), self._call,
+            self._observing.observer,
+        )  # fmt: skip
 
     # -- endpoints ----------------------------------------------------------------------------
 
@@ -123,6 +133,14 @@ class KappaIngress(OpenAiIngress):
         records = seen[-limit:] if limit > 0 else []
         return JSONResponse({"decisions": [record.to_dict() for record in records]})
 
+    async def decision(self, request_id: str, request: Request) -> Response:
+        """One request: its decision, what became of it, and where its time went; or 404."""
+        tenant = self._observing.tenant(request_id)
+        told = self._observing.account(request_id)
+        if told is None or tenant is None or not may_see(request, tenant):
+            raise unknown_request(request_id)
+        return JSONResponse(told)
+
     async def metrics(self, request: Request) -> Response:
         """Prometheus metrics."""
         live = self._live()
@@ -142,14 +160,29 @@ class KappaIngress(OpenAiIngress):
         count = len(self._live().router.state.workers)
         return JSONResponse({"workers": count}, status_code=200 if count else 503)
 
-    # -- what Ray is asked ----------------------------------------------------------------------
+    # -- what Ray asks, and is asked ------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """Called by Ray; the first time, before this ingress is sent any request, it waits until
+        the workers' state is known here, as far as there are workers."""
+        if not self._checked:
+            self._checked = True
+            await self._start.known(_FIRST_SIGHT_S)
+
+    def _rank(self) -> int:
+        """Which of the ingresses this is; 0 outside of Ray Serve."""
+        try:
+            return int(serve.get_replica_context().rank.rank)
+        except RayServeException:
+            return 0
 
     def _live(self) -> LiveRouter:
         return self._start()
 
     def _call(self, body: Any, method: str, request: Request) -> AsyncGenerator[Any, None]:
         worker = request.headers.get(PIN_HEADER, "")
-        return self._pools.stream(self._live().pool_of(worker), body, method, request)
+        pool = request.headers.get(POOL_HEADER) or self._live().pool_of(worker)
+        return self._pools.stream(pool, body, method, request)
 
     async def _wake_router(self) -> None:
         """Ray makes a handle's router at its first call; until then nobody posts announcements."""
@@ -170,7 +203,8 @@ ROUTES: dict[str, Callable[[FastAPI], Any]] = {
     "profile": lambda a: a.post("/v1/nodes/profile"),
     "route": lambda a: a.post("/v1/route"),
     "decisions": lambda a: a.get("/v1/decisions"),
-    "metrics": lambda a: a.get("/metrics"),
+    "decision": lambda a: a.get("/v1/decisions/{request_id}"),
+    "metrics": lambda a: a.get("/metrics", response_class=PlainTextResponse),
     "ready": lambda a: a.get("/ready"),
 }
 """Every endpoint by the method that answers it: how it is added to an application."""

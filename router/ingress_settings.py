@@ -9,12 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kappa.settings.observing import ObservingSettings
+from kappa.settings.routing import FailoverSettings
 from router.tenants import Tenants
 
 
 @dataclass(frozen=True, slots=True)
 class IngressSettings:
-    """What the ingress is told when it is deployed."""
+    """What the ingress is told when it is deployed.
+
+    drain_s: the longest that any pool's worker may take to finish its requests when it is taken
+    away; replicas: how many ingresses there are.
+    """
 
     tokenizer_source: str
     policy: str
@@ -32,3 +37,6 @@ class IngressSettings:
     mode: str = "on"
     observing: ObservingSettings = field(default_factory=ObservingSettings)
     log_level: str = "WARNING"
+    failover: FailoverSettings = field(default_factory=FailoverSettings)
+    drain_s: float = 60.0
+    replicas: int = 1

@@ -32,6 +32,7 @@ from router.members import MemberRule, Members
 from router.metrics import ENGINE_STATES, RouterMetrics
 from router.recording import RecordedRouter
 from router.records import Record, Records
+from router.rollout import Arm, Shadow, ray_choice
 
 log = structlog.get_logger(__name__)
 
@@ -42,10 +43,20 @@ class LiveRouter:
     """What the ingress talks to."""
 
     def __init__(
-        self, config: RouterConfig, record: str | None = None, rule: MemberRule | None = None
+        self,
+        config: RouterConfig,
+        record: str | None = None,
+        rule: MemberRule | None = None,
+        *,
+        counting: bool = True,
+        request_log: bool = True,
     ) -> None:
-        """Make it on the event loop that it will live on; `record` names a file for its log."""
-        self.metrics = RouterMetrics()
+        """Make it on the event loop that it will live on; `record` names a file for its log.
+
+        counting: keep metrics. request_log: a line in the log at each request's end.
+        """
+        self.metrics = RouterMetrics(counting)
+        self._request_log = request_log
         self.router = RecordedRouter(config, _writer(record)) if record else Router(config)
         self.charges = Charges()
         self.records = Records()
@@ -74,7 +85,7 @@ class LiveRouter:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def route(self, request: RouteRequest, tenant: str = "") -> Decision:
+    def route(self, request: RouteRequest, tenant: str = "", steered: Arm = "kappa") -> Decision:
         """Decide, reserve, count; raises `NoWorkerError`."""
         start_s = time.perf_counter()
         avoided = self.members.blocked()
@@ -93,8 +104,31 @@ class LiveRouter:
                 tenant,
                 attempt=int(request.retry),
                 avoided=tuple(sorted(avoided.gone | avoided.failing)),
+                steered=steered,
             )
         )
+        self.metrics.inc(m.ROLLOUT_REQUESTS, steered)
+        return decision
+
+    def route_as_ray(self, request: RouteRequest, tenant: str = "") -> Decision:
+        """As `route`, by Ray Serve's rule; what ours would have done is written down beside it."""
+        ours = self.explain(request)
+        offers = ours.offers
+        assert offers is not None
+        workers = list(offers.workers)
+        chosen = ray_choice(workers, self._in_flight, request.request_id)
+        others = frozenset(workers) - {chosen}
+        decision = self.route(
+            replace(request, exclude=request.exclude | others), tenant, steered="ray"
+        )
+        row = workers.index(chosen)
+        shadow = Shadow(
+            ours.worker, ours.chosen.node.name, ours.reason, ours.chosen.ttft_s,
+            decision.worker, decision.chosen.node.name, float(offers.ttft_s[row]),
+        )  # fmt: skip
+        self.records[request.request_id].shadow = shadow
+        self.metrics.inc(m.SHADOWS, "true" if shadow.agreed else "false")
+        self.metrics.inc(m.SHADOW_SAVING, by=max(shadow.saving_s or 0.0, 0.0))
         return decision
 
     def explain(self, request: RouteRequest) -> Decision:
@@ -113,6 +147,7 @@ class LiveRouter:
         record.ttft_s = ttft_s
         chosen = record.decision.chosen
         self.metrics.observe(m.TTFT, chosen.node.name, value=ttft_s)
+        self.metrics.observe(m.ROLLOUT_TTFT, record.steered, value=ttft_s)
         if self.members.breakers.succeeded(chosen.worker, request_id):
             log.info("breaker_closed", worker=chosen.worker)
         if record.decision.informed and ttft_s > 0:
@@ -144,7 +179,8 @@ class LiveRouter:
         else:
             breakers.abandoned(worker, request_id)
         self.members.ended(worker)
-        log.info("request_done", **record.log_line())
+        if self._request_log:
+            log.info("request_done", **record.log_line())
 
     def retried(self, request_id: str, why: str) -> None:
         """A request that its worker failed is tried elsewhere."""
@@ -184,6 +220,9 @@ class LiveRouter:
         except NoWorkerError:
             return decide(replace(request, exclude=gone), self.now_s())
 
+    def _in_flight(self, worker: str) -> int:
+        return self.router.in_flight_on(worker) + self.router.others_on(worker)
+
     def _load(self) -> float:
         """Share of workers that have something to compute or load, right now."""
         workers = self.router.state.workers.values()
@@ -195,6 +234,12 @@ class LiveRouter:
         """The pool that a worker announced; empty if it is not known."""
         state = self.router.state.workers.get(worker)
         return state.announcement.pool if state is not None else ""
+
+    def pool_for_ray(self, request_id: str) -> str:
+        """The pool of a request that Ray's router steers: drawn, each with the odds of its workers;
+        empty if none is known."""
+        pools = [s.announcement.pool for s in self.router.state.workers.values()]
+        return ray_choice(pools, lambda _: 0, request_id) if pools else ""
 
     def _joined(self, announcement: Announcement) -> None:
         worker = announcement.worker
@@ -254,7 +299,10 @@ class LiveRouter:
         if record is not None:
             record.admitted = admission
         self.metrics.inc(m.PROMPT_TOKENS, node, "device", by=admission.device_tokens)
-        self.metrics.inc(m.PROMPT_TOKENS, node, "host", by=admission.host_tokens)
+        state = self.router.state.workers.get(worker)
+        tier = state.announcement.tier if state is not None else "own"
+        source = tier if tier == "lmcache" else "host"
+        self.metrics.inc(m.PROMPT_TOKENS, node, source, by=admission.host_tokens)
         self.metrics.inc(m.PROMPT_TOKENS, node, "new", by=admission.new_tokens)
 
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from router.admission import Admission
+from router.breaker import BreakerRule
 from router.core import RouterConfig
 from router.ingress_settings import IngressSettings
 from router.live import LiveRouter
+from router.members import MemberRule
 from router.policies import policy_named
 from router.prefix_hash import secret_from_seed
+
+_ASK_AGAIN_S = 0.05
+_DRAIN_MARGIN_S = 5.0
 
 
 def router_config(settings: IngressSettings) -> RouterConfig:
@@ -32,21 +38,67 @@ def router_config(settings: IngressSettings) -> RouterConfig:
     )
 
 
+def member_rule(settings: IngressSettings) -> MemberRule:
+    """When a worker counts as gone."""
+    failover = settings.failover
+    return MemberRule(
+        stall_after_s=failover.stall_after_s,
+        lost_after_s=max(settings.stale_after_s, failover.stall_after_s),
+        # Ray ends it at its own time; a little later it is gone for us, too.
+        drain_s=settings.drain_s + _DRAIN_MARGIN_S,
+        breaker=BreakerRule(
+            failures=failover.failures,
+            pause_s=failover.pause_s,
+            longest_pause_s=failover.longest_pause_s,
+        ),
+    )
+
+
+def record_file(settings: IngressSettings, rank: int) -> str | None:
+    """Where the ingress of this rank writes its log: each its own, where there are several."""
+    if settings.record is None or settings.replicas == 1:
+        return settings.record
+    path = Path(settings.record)
+    return str(path.with_name(f"{path.stem}-{rank}{path.suffix}"))
+
+
 class LiveStart:
     """The live router, made when first asked for."""
 
-    def __init__(self, settings: IngressSettings, wake: Callable[[], Awaitable[None]]) -> None:
-        """`wake`: makes Ray tell of the workers; runs once, beside everything else."""
-        self._settings, self._wake = settings, wake
+    def __init__(
+        self, settings: IngressSettings, wake: Callable[[], Awaitable[None]], rank: int = 0
+    ) -> None:
+        """`wake`: makes Ray tell of the workers; runs once, beside everything else. `rank`: which
+        of the ingresses this is."""
+        self._settings, self._wake, self._rank = settings, wake, rank
         self._live: LiveRouter | None = None
         self._waking: asyncio.Future[None] | None = None
 
     def __call__(self) -> LiveRouter:
         """The live router; the first call makes it, on the running event loop."""
         if self._live is None:
-            self._live = LiveRouter(router_config(self._settings), record=self._settings.record)
+            seen = self._settings.observing
+            self._live = LiveRouter(
+                router_config(self._settings),
+                record=record_file(self._settings, self._rank),
+                rule=member_rule(self._settings),
+                counting=seen.metrics,
+                request_log=seen.request_log,
+            )
             self._waking = asyncio.ensure_future(self._wake())
         return self._live
+
+    async def known(self, within_s: float) -> bool:
+        """Wait until what the workers hold is known, at most so long; whether it is.
+
+        Nobody should be sent to an ingress that has only just begun to ask.
+        """
+        live = self()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not live.members.synced:
+                    await asyncio.sleep(_ASK_AGAIN_S)
+        return live.members.synced
 
     async def close(self) -> None:
         """Stop following workers; returns when nothing of the live router runs any more."""

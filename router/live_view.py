@@ -75,6 +75,8 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
                 "role": said.role,
                 "cost_per_hour": said.node.cost_per_hour,
                 "planner": said.load_plan.get("planner"),
+                "host_tier": said.tier,
+                "host_tier_contents": "estimated" if said.shared_tier else "told",
                 "in_flight": live.router.in_flight_on(worker),
                 "others_in_flight": live.router.others_on(worker),
                 "link_backlog_s": link_s,

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
 from kappa.report import (
+    APPROX_KEY,
     CHARGES_KEY,
     DEVICE_TOKENS_KEY,
     GPU_S_KEY,
@@ -26,6 +27,8 @@ from kappa.report import (
     WEIGHT_KEY,
     Charge,
 )
+from router.approx import HEADER as APPROX_HEADER
+from router.approx import approx_asked
 from router.core import Decision
 from router.errors import ApiError, unreadable_body, validation_error
 from router.prefix_hash import salt_of
@@ -33,6 +36,10 @@ from router.ray_router import PIN_HEADER
 from router.tenants import Tenant
 
 PLAN_HEADER = "x-kappa-plan"
+SESSION_HEADER = "x-session-id"
+POOL_HEADER = "x-kappa-pool"
+
+_CONVERSATION_KEYS = ("prompt_cache_key", "user")
 
 # Ours to set; and one of vLLM's that would make an engine announce blocks it never removes.
 _RESERVED_XARGS = ("kappa_", "kv_cache_report_mode")
@@ -118,6 +125,16 @@ def salt_of_body(body: Any) -> int:
     return salt_of(vars(body).get("cache_salt"))
 
 
+def conversation_of(body: Any, request: Request) -> str:
+    """What the client calls the conversation that a request belongs to; empty if it does not say.
+
+    A header `x-session-id`, else OpenAI's `prompt_cache_key` or `user`.
+    """
+    told = request.headers.get(SESSION_HEADER, "")
+    named = (value for key in _CONVERSATION_KEYS if (value := getattr(body, key, None)))
+    return str(told or next(named, ""))
+
+
 def engine_marks(
     decision: Decision, tenant: Tenant, elsewhere: Mapping[str, Charge]
 ) -> dict[str, str | int | float]:
@@ -141,6 +158,11 @@ def engine_marks(
     return marks
 
 
+def plain_marks(request_id: str, tenant: Tenant) -> dict[str, str | int | float]:
+    """What the engine's scheduler is told of a request that nothing was decided about."""
+    return {REQUEST_ID_KEY: request_id, TENANT_KEY: tenant.name, WEIGHT_KEY: tenant.weight}
+
+
 def prompt_marks(tokens: np.ndarray | None, plan: str) -> dict[str, str]:
     """What an engine that does not tokenize is told: the prompt, and its load plan if one is asked.
 
@@ -161,6 +183,22 @@ def plan_asked(request: Request) -> str:
     return str(request.headers.get(PLAN_HEADER, "")).strip()
 
 
+def approx_asked_by(request: Request, body: Any) -> bool | None:
+    """Whether a client takes an approximate answer: by header, or "approx" in its body.
+
+    Raises:
+        ApiError: 400, it says neither ok nor no.
+    """
+    fields = getattr(body, "model_extra", None) or {}
+    return approx_asked(request.headers.get(APPROX_HEADER), fields.get("approx"))
+
+
+def approx_headers(body: Any) -> dict[str, str]:
+    """What a response says where its answer may be approximate."""
+    allowed = (getattr(body, "vllm_xargs", None) or {}).get(APPROX_KEY)
+    return {APPROX_HEADER: "ok"} if allowed else {}
+
+
 def mark(body: Any, marks: Mapping[str, str | int | float]) -> None:
     """Put our words where the engine's processes find them; drop what a client may not set."""
     given = {
@@ -171,11 +209,13 @@ def mark(body: Any, marks: Mapping[str, str | int | float]) -> None:
     body.vllm_xargs = {**given, **marks}
 
 
-def pinned(request: Request, worker: str) -> Request:
-    """The request with the router's pin, instead of any that the client sent, and no key."""
-    dropped = (PIN_HEADER.encode(), *_KEY_HEADERS)
+def pinned(request: Request, worker: str, pool: str | None = None) -> Request:
+    """The request with the router's pin, instead of any that the client sent, and no key; with the
+    pool alone where Ray's router is to choose the worker."""
+    dropped = (PIN_HEADER.encode(), POOL_HEADER.encode(), *_KEY_HEADERS)
     headers = [(k, v) for k, v in request.scope["headers"] if k.lower() not in dropped]
-    headers.append((PIN_HEADER.encode(), worker.encode()))
+    where = (PIN_HEADER, worker) if pool is None else (POOL_HEADER, pool)
+    headers.append((where[0].encode(), where[1].encode()))
     return Request({**request.scope, "headers": headers})
 
 

@@ -85,6 +85,7 @@ class RouterMetrics:
             (m.FAILED_LOADS, (node,), report.failed_loads_total),
             (m.MISUSED_BLOCKS, (node,), report.misused_blocks_total),
             *((m.PASSED, (node, why), count) for why, count in report.passed_total.items()),
+            *((m.TIER_FAILURES, (node, w), n) for w, n in report.tier_failures_total.items()),
         ]
         for metric, labels, value in totals:
             self.total(metric, *labels, to=value, source=report.worker)

@@ -12,6 +12,7 @@ from typing import Any
 
 from kappa.report import Admission, Spent
 from router.core import Decision
+from router.rollout import Arm, Shadow
 
 MEMORY = 4096
 
@@ -21,7 +22,8 @@ class Record:
     """A decision and what became of it; seconds are real ones.
 
     attempt: 0, or 1 if another worker had failed the request before. avoided: workers that were
-    passed over because their breaker was open or they were leaving.
+    passed over because their breaker was open or they were leaving. steered: by whose rule; shadow:
+    what ours would have done, where it was Ray's.
     """
 
     decision: Decision
@@ -34,6 +36,8 @@ class Record:
     end: str = ""
     attempt: int = 0
     avoided: tuple[str, ...] = ()
+    steered: Arm = "kappa"
+    shadow: Shadow | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, without the candidates."""
@@ -72,6 +76,8 @@ class Record:
             "load": self.load,
             "attempt": self.attempt,
             "avoided": list(self.avoided),
+            "steered": self.steered,
+            "shadow": self.shadow.to_dict() if self.shadow else None,
             "end": self.end,
         }
 
@@ -88,6 +94,7 @@ class Record:
             "predicted_ttft_s": round(chosen.ttft_s, 4),
             "ttft_s": round(self.ttft_s, 4) if self.ttft_s is not None else None,
             "end": self.end,
+            **({"steered": self.steered} if self.steered != "kappa" else {}),
         }
 
     def _queue_s(self) -> float | None:

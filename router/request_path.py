@@ -21,7 +21,8 @@ from fastapi import Request
 from starlette.responses import Response
 
 from kappa import metrics as m
-from kappa.report import PROMPT_ENGINES
+from kappa.report import APPROX_KEY, PROMPT_ENGINES
+from router.approx import exact_workers, is_approximate
 from router.core import Decision, NoWorkerError, OverloadedError, RouteRequest
 from router.delivery import Call, Delivery
 from router.errors import (
@@ -39,16 +40,20 @@ from router.http_app import body_accepted, request_id_of, tenant_of
 from router.ingress_settings import IngressSettings
 from router.live import LiveRouter
 from router.messages import (
+    approx_asked_by,
+    conversation_of,
     engine_marks,
     headers_without_keys,
     mark,
     max_tokens_of,
+    plain_marks,
     plan_asked,
     prompt_marks,
     salt_of_body,
 )
 from router.observer import NoObserver, RequestObserver
 from router.rendering import PromptRenderer
+from router.rollout import Rollout, Unsteered
 from router.terms import set_terms, terms_of
 
 log = structlog.get_logger(__name__)
@@ -72,7 +77,8 @@ class RequestPath:
         """`live`: the live router; `models`: names that are served; `call`: Ray's delivery."""
         self._settings, self._renderer = settings, renderer
         self._live, self._models = live, models
-        self._observer = observer or NoObserver()
+        self._observer = NoObserver() if observer is None else observer
+        self._rollout = Rollout.parse(settings.mode)
         self._delivery = Delivery(call, self._observer, settings.request_timeout_s)
         self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._open: set[str] = set()
@@ -154,11 +160,15 @@ class RequestPath:
         check_body(body)
         terms = set_terms(request, body, tenant_of(request))
         self._refuse_when_full(live)
+        if not self._rollout.asks:
+            return await self._by_ray(live, request_id, body, method, request, ended)
         tokens = await self.tokenize(body)
         count = None if tokens is None else len(tokens)
         self._observer.tokenized(request_id, count, time.time())
         terms.tokenized(tokens, max_tokens_of(body))
-        unfit = self._unfit(live, body, tokens)
+        said = [state.announcement for state in live.router.state.workers.values()]
+        approx = approx_asked_by(request, body)
+        unfit = self._unfit(live, body, tokens) | exact_workers(said, approx)
         routed = RouteRequest(
             request_id, tokens, max_tokens_of(body), salt_of_body(body), exclude=unfit
         )
@@ -184,7 +194,7 @@ class RequestPath:
         tenant = tenant_of(request)
         for attempt in range(_ATTEMPTS):
             try:
-                decision = live.route(terms_of(request).narrowed(live, routed), tenant.name)
+                decision = self._decide(live, routed, body, request)
             except OverloadedError as error:
                 raise overloaded(str(error), error.retry_after_s) from last
             except NoWorkerError as error:
@@ -193,7 +203,7 @@ class RequestPath:
                 raise no_worker(str(error), live.retry_after_s()) from last
             self._observer.decided(routed.request_id, decision, attempt, time.time())
             marks = engine_marks(decision, tenant, live.charges.elsewhere(decision.worker))
-            mark(body, {**marks, **self._torch_marks(live, decision, routed, request)})
+            mark(body, {**marks, **self._torch_marks(live, decision, routed, body, request)})
             try:
                 return await self._delivery.send(live, decision, body, method, request, ended)
             except WorkerFailed as failure:
@@ -210,15 +220,57 @@ class RequestPath:
             raise last.error from None
         raise no_worker("two workers failed on this request", live.retry_after_s()) from last
 
+    async def _by_ray(
+        self,
+        live: LiveRouter,
+        request_id: str,
+        body: Any,
+        method: str,
+        request: Request,
+        ended: Callable[[str, int], None],
+    ) -> Response:
+        """Hand a request to Ray's own router; nothing is decided, reserved or foreseen here."""
+        engines = {s.announcement.engine for s in live.router.state.workers.values()}
+        tenant, prompt = tenant_of(request), {}
+        if engines & set(PROMPT_ENGINES):
+            prompt = prompt_marks(await self.tokenize(body), plan_asked(request))
+        mark(body, {**plain_marks(request_id, tenant), **prompt})
+        live.metrics.inc(m.ROLLOUT_REQUESTS, "ray")
+        try:
+            unsteered = Unsteered(request_id, live.pool_for_ray(request_id))
+            return await self._delivery.send(live, unsteered, body, method, request, ended)
+        except WorkerFailed as failure:
+            if failure.error is not None:
+                raise failure.error from None
+            raise no_worker("the worker failed on this request", live.retry_after_s()) from None
+
+    def _decide(
+        self, live: LiveRouter, routed: RouteRequest, body: Any, request: Request
+    ) -> Decision:
+        """Choose and reserve, by our rule or, as the rollout has it, by Ray's."""
+        narrowed = terms_of(request).narrowed(live, routed)
+        tenant = tenant_of(request).name
+        conversation = conversation_of(body, request) or routed.request_id
+        if self._rollout.arm(f"{tenant} {conversation}") == "ray":
+            return live.route_as_ray(narrowed, tenant)
+        return live.route(narrowed, tenant)
+
     def _torch_marks(
-        self, live: LiveRouter, decision: Decision, routed: RouteRequest, request: Request
+        self,
+        live: LiveRouter,
+        decision: Decision,
+        routed: RouteRequest,
+        body: Any,
+        request: Request,
     ) -> dict[str, str]:
         """What only an engine of ours is told; releases the reservation if it is refused."""
         state = live.router.state.workers.get(decision.worker)
         plan = plan_asked(request)
         try:
             if state is not None and state.announcement.engine in PROMPT_ENGINES:
-                return prompt_marks(routed.token_ids, plan)
+                approx = is_approximate(state.announcement, approx_asked_by(request, body))
+                marks = prompt_marks(routed.token_ids, plan)
+                return {**marks, APPROX_KEY: "ok"} if approx else marks
             if plan:
                 raise no_plans_here()
         except ApiError:

@@ -8,8 +8,9 @@ the rest, with ours as a shadow. `on`: ours steers. Asked by the ingress for eve
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 Mode = Literal["ray", "shadow", "canary", "on"]
 Arm = Literal["kappa", "ray"]
@@ -67,6 +68,15 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsteered:
+    """A request that nobody here decided about: its pool was drawn, Ray's router does the rest."""
+
+    request_id: str
+    pool: str
+    worker: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Shadow:
     """What ours would have done with a request that Ray's router steered; real seconds.
 
@@ -87,9 +97,34 @@ class Shadow:
         """Whether both chose the same worker; None if Ray's choice is not known."""
         return self.chosen_worker == self.ray_worker if self.ray_worker else None
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, with what follows from it."""
+        return {**asdict(self), "agreed": self.agreed, "saving_s": self.saving_s}
+
     @property
     def saving_s(self) -> float | None:
         """Predicted TTFT that ours would have saved."""
         if self.ray_predicted_ttft_s is None:
             return None
         return self.ray_predicted_ttft_s - self.predicted_ttft_s
+
+
+def ray_choice(workers: Sequence[str], in_flight: Callable[[str], int], request_id: str) -> str:
+    """Where Ray Serve's rule sends a request: of two workers drawn at random, to the one with fewer
+    requests in flight.
+
+    Over all workers of all pools, where Ray's own router sees those of one pool. The draw is made
+    from the request's id, so that it can be repeated.
+
+    Raises:
+        ValueError: no workers.
+    """
+    if not workers:
+        raise ValueError("no workers to draw from")
+    digest = hashlib.blake2b(request_id.encode(), digest_size=16, person=b"ray choice").digest()
+    first = int.from_bytes(digest[:8], "big") % len(workers)
+    if len(workers) == 1:
+        return workers[0]
+    second = int.from_bytes(digest[8:], "big") % (len(workers) - 1)
+    second += second >= first
+    return min(workers[first], workers[second], key=in_flight)

@@ -111,7 +111,9 @@ class Timelines:
         self._on_end, self._kept = on_end, kept
         self._timelines: OrderedDict[str, Timeline] = OrderedDict()
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """Timelines that are kept."""
         return len(self._timelines)
 
     def get(self, request_id: str) -> Timeline | None:

@@ -19,6 +19,7 @@ from router.shadow import Shadow
 _MIN_SAMPLES = 5
 _KEPT_SAMPLES = 64
 _BOUND = 4.0
+_SERVER_BOUND = 1000.0
 _MAX_OVERHEAD_S = 2.0
 _KEEP = 0.9
 _DWARFS = 20.0
@@ -32,13 +33,13 @@ class _Scale:
     _measured_s: float = 0.0
     _announced_s: float = 0.0
 
-    def learn(self, measured_s: float, announced_s: float) -> float:
+    def learn(self, measured_s: float, announced_s: float, bound: float = _BOUND) -> float:
         self._measured_s = _KEEP * self._measured_s + measured_s
         self._announced_s = _KEEP * self._announced_s + announced_s
         self.samples += 1
         if self.samples < _MIN_SAMPLES or self._announced_s <= 0:
             return 1.0
-        return min(max(self._measured_s / self._announced_s, 1 / _BOUND), _BOUND)
+        return min(max(self._measured_s / self._announced_s, 1 / bound), bound)
 
 
 @dataclass(slots=True)
@@ -75,9 +76,9 @@ class Calibration:
         if len(self._overheads) >= _MIN_SAMPLES:
             self.overhead_s = statistics.median(self._overheads)
 
-    def link(self, measured_s: float, announced_s: float) -> None:
+    def link(self, measured_s: float, announced_s: float, bound: float = _BOUND) -> None:
         """Learn the link from some loads: their seconds as measured, and as announced."""
-        self.link_scale = self._link.learn(measured_s, announced_s)
+        self.link_scale = self._link.learn(measured_s, announced_s, bound)
 
     def steps(self, measured_s: float, announced_s: float) -> None:
         """Learn the gpu from some steps: better than from outcomes, which are then left alone."""
@@ -192,7 +193,10 @@ class ClusterState:
         steps_s = now.compute_step_seconds_total - before.compute_step_seconds_total
         learnt = False
         if tokens > 0 and measured_s > 0:
-            state.calibration.link(measured_s, tokens * load_token_s(state.announcement))
+            # What is announced is the link; of a server behind it only measuring tells.
+            bound = _BOUND if state.announcement.tier != "lmcache" else _SERVER_BOUND
+            announced_s = tokens * load_token_s(state.announcement)
+            state.calibration.link(measured_s, announced_s, bound)
             learnt = True
         if predicted_s > 0 and steps_s > 0:
             state.calibration.steps(steps_s, predicted_s)

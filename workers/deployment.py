@@ -24,19 +24,19 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from kappa.report import Announcement
-from kappa.report import EngineDiedError
+from kappa.report import Announcement, EngineDiedError
 from workers.backlog import Backlog
 from workers.identity import WorkerPlan, announce
 from workers.in_flight import InFlight
 from workers.lmcache_server import LmcacheServer, prepare_lmcache
 from workers.process_age import process_age_s
-from workers.replica_start import keep_on, power_teller, prepare_host_memory, prepare_logs
 from workers.reaper import own_engines, watch_engine
+from workers.replica_start import keep_on, power_teller, prepare_host_memory, prepare_logs
 from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY
 from workers.stats_channel import StatsSender
 from workers.tier_choice import LMCACHE
+from workers.transfer_choice import transfer_on
 from workers.vllm_engine import EngineTier, Pace, engine_kwargs
 
 log = structlog.get_logger(__name__)
@@ -92,6 +92,8 @@ class KappaServer(LLMServer):
             )
             if self._shelf is not None:
                 keep_on(self._shelf, arguments)
+            if plan.transfer is not None:
+                transfer_on(plan.transfer, arguments, pace)
             llm_config.update_engine_kwargs(**arguments)
         host = plan.stream_host or ray.util.get_node_ip_address()
         self._stream = ReportStream(self._worker, host, stats_endpoint, kv_endpoint)

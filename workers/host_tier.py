@@ -68,6 +68,8 @@ class HostTierWorker(OffloadingWorker):
         """
         device = [t.tensor for t in kv_caches.tensors]
         host = [_host_blocks(keep, i, blocks, int(t.shape[1])) for i, t in enumerate(device)]
+        self.device = device
+        """The device cache's blocks, as int8 tensors of (blocks, bytes of one)."""
         self._report_lock = threading.Lock()
         self._loading: dict[int, str] = {}
         self._loaded_s: OrderedDict[str, float] = OrderedDict()

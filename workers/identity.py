@@ -17,6 +17,7 @@ from kappa.settings.observing import ObservingSettings
 from kappa.step import step_model
 from kappa.types import ModelShape, NodeProfile
 from scheduler.catalogue import PACKING
+from workers.lanes_plan import LanesPlan
 from workers.tail_recompute import TAIL, tail_rates
 from workers.tier_choice import TierChoice
 from workers.vllm_engine import EngineLimits, EngineScheduler, EngineTier, fingerprint
@@ -30,7 +31,8 @@ class WorkerPlan:
     served: the shape of the model that runs; emulated: the shape that paced nodes act as.
     stream_host: address for the report stream; empty: this machine's address in Ray's cluster.
     scheduler: what each engine schedules by. kind: of engine; planner, act_share: of one of kind
-    torch, as in the settings. tier: the host tier of one of kind vllm.
+    torch, as in the settings; approx: who may get approximate answers of it, lanes: how.
+    tier: the host tier of one of kind vllm.
     pool, role: as the cluster file says; gpus: of each worker.
     handover_dir: where its host tier outlives the engine; empty: it does not. handover_wait_s: for
     a predecessor that still drains. observing, log_level: as in the settings.
@@ -49,6 +51,8 @@ class WorkerPlan:
     planner: str = ""
     act_share: float = 0.0
     tier: TierChoice = field(default_factory=TierChoice)
+    approx: str = "never"
+    lanes: LanesPlan = field(default_factory=LanesPlan)
     pool: str = ""
     role: str = "both"
     gpus: int = 0
@@ -166,7 +170,8 @@ def _load_plan(
 ) -> dict[str, Any]:
     """What the router must know to foresee the engine's plans; empty if it loads all."""
     if rates:
-        return {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
+        told = {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
+        return told if plan.approx == "never" else {**told, "approx": plan.approx}
     if tail:
         return {"planner": TAIL, "act_share": 0.0, "rates": dict(tail)}
     return {}

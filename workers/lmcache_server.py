@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,10 +87,15 @@ class LmcacheServer:
     """A server process; `url` is what connectors are told. It may take ten seconds to answer."""
 
     def __init__(
-        self, install: LmcacheInstall, chunk_tokens: int, size_bytes: int, log: Path | None = None
+        self,
+        install: LmcacheInstall,
+        chunk_tokens: int,
+        size_bytes: int,
+        log: Path | None = None,
+        ports: Sequence[int] = (),
     ) -> None:
-        """Start it on free ports of this machine."""
-        port, http_port = _free_ports(2)
+        """Start it on `ports` of this machine (its own, and of its metrics; none: free ones)."""
+        port, http_port = ports or _free_ports(2)
         self.url = f"tcp://127.0.0.1:{port}"
         self.http_url = f"http://127.0.0.1:{http_port}"
         environment = {

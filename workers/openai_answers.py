@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from engine.sampling import Sampling
-from kappa.report import PLAN_KEY, PROMPT_KEY
+from kappa.report import APPROX_KEY, PLAN_KEY, PROMPT_KEY
 
 # What a body may hold without meaning anything that this engine would have to do.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -55,7 +55,8 @@ class BodyRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request as the engine takes it. plan: a planner's name, or empty."""
+    """A request as the engine takes it. plan: a planner's name, or empty. approx: whether the
+    answer may be approximate."""
 
     tokens: list[int]
     max_tokens: int
@@ -65,6 +66,7 @@ class Asked:
     include_usage: bool
     plan: str
     salt: str
+    approx: bool = False
 
 
 def asked(body: Any, eos_tokens: Sequence[int]) -> Asked:
@@ -96,6 +98,7 @@ def asked(body: Any, eos_tokens: Sequence[int]) -> Asked:
         include_usage=bool(options is not None and getattr(options, "include_usage", False)),
         plan=str(extra.get(PLAN_KEY, "")),
         salt=str(getattr(body, "cache_salt", None) or ""),
+        approx=bool(extra.get(APPROX_KEY)),
     )
 
 
@@ -254,13 +257,20 @@ class Answer:
         told = "" if usage is None else self._event(None, usage)
         return f"{told}data: [DONE]\n\n"
 
-    def usage(self, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
-        """Tokens of prompt and answer; cached: found on the device or brought back from host."""
+    def usage(
+        self, output_tokens: int, cached_tokens: int, approximate: int | None = None
+    ) -> dict[str, Any]:
+        """Tokens of prompt and answer; cached: found on the device or brought back from host.
+
+        approximate: of the answer, those computed sparsely; None where none may be.
+        """
+        told = {} if approximate is None else {"approximate_tokens": approximate}
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": output_tokens,
             "total_tokens": self._prompt_tokens + output_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            **told,
         }
 
     def whole(self, text: str, finish_reason: str, usage: Mapping[str, Any]) -> dict[str, Any]:

@@ -150,9 +150,13 @@ class ReportTotals:
 
     def _add_arrive(self, m: dict[str, object]) -> None:
         """A request came to the replica, with what its ingress expects of it."""
-        names = ("device_tokens", "host_tokens", "new_tokens", "max_tokens")
-        counts = {name: int(_number(m[name])) for name in names}
-        arrival = Arrival(str(m["request_id"]), **counts)
+        arrival = Arrival(
+            request_id=str(m["request_id"]),
+            device_tokens=int(_number(m["device_tokens"])),
+            host_tokens=int(_number(m["host_tokens"])),
+            new_tokens=int(_number(m["new_tokens"])),
+            max_tokens=int(_number(m["max_tokens"])),
+        )
         self._in_flight[arrival.request_id] = arrival
         self._arrived.append(arrival.request_id)
 
@@ -185,6 +189,14 @@ class ReportTotals:
     def _add_store_dropped(self, m: dict[str, object]) -> None:
         r = self._report
         self._report = replace(r, stores_dropped_total=r.stores_dropped_total + 1)
+
+    def _add_tier_failed(self, m: dict[str, object]) -> None:
+        """An LMCache server did not do what it was asked for, once."""
+        failures = dict(self._report.tier_failures_total)
+        why = str(m["why"])
+        failures[why] = failures.get(why, 0) + 1
+        lost = self._report.failed_loads_total + (why == "load")
+        self._report = replace(self._report, tier_failures_total=failures, failed_loads_total=lost)
 
     def _add_faults(self, m: dict[str, object]) -> None:
         """What went wrong in an engine of ours; its messages are cumulative."""

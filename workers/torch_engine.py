@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from kappa.types import ModelShape, NodeProfile
 from scheduler.config import FairConfig
 from scheduler.vllm_memory import DEFAULT_TENANT, told
 from workers.identity import WorkerPlan, measured_node
+from workers.lanes_plan import LanesPlan, make_lanes
 from workers.openai_answers import Answer, AnswerText, Asked, BodyRefused, asked
 from workers.profiler import measure
 from workers.torch_reports import TorchReports
@@ -59,6 +60,7 @@ class TorchPlan:
     source: folder of the model, in safetensors. device_blocks, host_blocks: of KV; act_share of
     the stored ones is kept as activations. rates_dir: where measured rates are kept. node, profile:
     what to take the machine for, and what to ask `workers.profiler.measure`, if they cannot be had.
+    approx: who may get approximate answers; lanes: how, for requests of max_context_tokens at most.
     """
 
     source: str
@@ -78,6 +80,9 @@ class TorchPlan:
     stats_endpoint: str
     kv_endpoint: str
     log: str | None = None
+    approx: str = "never"
+    lanes: LanesPlan = field(default_factory=LanesPlan)
+    max_context_tokens: int = 8192
 
 
 def torch_plan(plan: WorkerPlan, stats_endpoint: str, kv_endpoint: str, rank: int) -> TorchPlan:
@@ -101,6 +106,9 @@ def torch_plan(plan: WorkerPlan, stats_endpoint: str, kv_endpoint: str, rank: in
         stats_endpoint=stats_endpoint,
         kv_endpoint=kv_endpoint,
         log=scheduler.log_of(rank),
+        approx=plan.approx,
+        lanes=plan.lanes,
+        max_context_tokens=limits.max_context_tokens,
     )
 
 
@@ -229,7 +237,8 @@ class TorchEngine(LLMEngine):
         mover = mover_for(device)
         forward = Forward(weights, arena, mover)
         kinds = architecture_from_config(raw).kinds()
-        planning = Planning(plan.block_tokens, self._measured(forward), activations="A" in kinds)
+        rates = self._measured(forward)
+        planning = Planning(plan.block_tokens, rates, activations="A" in kinds)
         if plan.act_share and "A" not in kinds:
             raise ValueError(
                 f"engine.act_share is {plan.act_share}, but the KV of {self._model} cannot be made "
@@ -238,9 +247,13 @@ class TorchEngine(LLMEngine):
         self._reports = TorchReports(
             plan.stats_endpoint, plan.kv_endpoint, plan.log, plan.device_blocks + plan.host_blocks
         )
+        lanes = None
+        if plan.approx != "never":
+            lanes = make_lanes(plan.lanes, forward, rates, plan.max_context_tokens)
         engine = Engine(
-            TorchExecutor(forward), arena, mover, settings, planning, observer=self._reports
-        )
+            TorchExecutor(forward), arena, mover, settings, planning, observer=self._reports,
+            sparse=lanes,
+        )  # fmt: skip
         self._tokenizer = AutoTokenizer.from_pretrained(plan.source)
         self._eos = [i for i in (self._tokenizer.eos_token_id,) if i is not None]
         self._runner = EngineRunner(engine, self._reports.publish)
@@ -289,9 +302,11 @@ class TorchEngine(LLMEngine):
             planner=request.plan or None,
             salt=request.salt,
             name=name,
+            approx=request.approx,
         )
         opened = False
         output_tokens, cached_tokens, reason = 0, 0, "stop"
+        approximate: int | None = None
         try:
             async for output in stream:
                 if request.stream and not opened:
@@ -303,7 +318,8 @@ class TorchEngine(LLMEngine):
                 if output.account is not None:
                     account = output.account
                     cached_tokens = account.device_tokens + account.loaded_tokens
-                    cached_tokens += account.activation_tokens
+                    cached_tokens += account.activation_tokens + account.sparse_tokens
+                    approximate = account.approximate_tokens if request.approx else None
                 shown = text.push(output.tokens, over is not None)
                 if text.stopped:
                     over = "stop"
@@ -316,7 +332,7 @@ class TorchEngine(LLMEngine):
                     break
         finally:
             await stream.aclose()
-        usage = answer.usage(output_tokens, cached_tokens)
+        usage = answer.usage(output_tokens, cached_tokens, approximate)
         if request.stream:
             yield answer.closing(usage if request.include_usage else None)
             return

@@ -76,7 +76,8 @@ class TorchReports:
             if len(self._salts) > self._most_salts:
                 self._salts.popitem(last=False)
         account, load = sequence.account, sequence.load
-        loaded = load.plan.crossing_tokens if load is not None else 0
+        # What stays in host memory, to be attended to in part, is not computed either.
+        loaded = load.plan.crossing_tokens + load.plan.tokens("S") if load is not None else 0
         self._stats.send(
             {
                 "kind": "admit",

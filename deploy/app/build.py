@@ -38,10 +38,11 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
     ingress = serve.deployment(
         make_ingress(access_of(settings)),
         name="KappaIngress",
-        num_replicas=1,
+        num_replicas=settings.http.replicas,
         max_ongoing_requests=4 * limits.max_queue,
         health_check_period_s=5,
-        graceful_shutdown_timeout_s=5,
+        # One that is taken away ends its streams, which take as long as those of workers.
+        graceful_shutdown_timeout_s=max(pool.drain_s for pool in pools),
         ray_actor_options={"num_cpus": 0},
     )
     return ingress.bind(
@@ -94,4 +95,7 @@ def _ingress_settings(settings: ClusterSettings, model: Model) -> Any:
         observing=settings.observing,
         log_level=settings.log_level,
         tenants=tenants_table(settings),
+        failover=r.failover,
+        drain_s=max(pool.drain_s for pool in settings.all_pools),
+        replicas=settings.http.replicas,
     )

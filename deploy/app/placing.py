@@ -13,6 +13,8 @@ from typing import Any
 from deploy.app.pools import worker_demand
 from kappa.settings.pools import PoolSettings
 
+_REASONS_SHOWN = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -51,15 +53,21 @@ def misfits(pools: Sequence[PoolSettings], machines: Sequence[Machine]) -> list[
 
 
 def _fits_none(number: int, pool: PoolSettings, machines: Iterable[Machine]) -> str:
-    lacking = {machine.name: machine.lacks(pool) for machine in machines}
-    if not all(lacking.values()):
+    lacking = [(machine.name, machine.lacks(pool)) for machine in machines]
+    if not all(lacks for _, lacks in lacking):
         return ""
-    nearest = min(lacking, key=lambda name: len(lacking[name]), default="")
-    why = f"{nearest} has {'; '.join(lacking[nearest])}" if nearest else "there is no machine"
+    reasons = dict.fromkeys(
+        f"{name} has {', '.join(lacks)}" for name, lacks in sorted(lacking, key=_lacks)
+    )
+    why = "; ".join(list(reasons)[:_REASONS_SHOWN]) or "there is none"
     return (
         f"pools.{number}.placement: pool {pool.name} fits none of {len(lacking)} machine(s): "
         f"{why}. Change its placement, or add a machine that offers it"
     )
+
+
+def _lacks(of: tuple[str, list[str]]) -> int:
+    return len(of[1])
 
 
 def _without_room(pools: Iterable[PoolSettings], machines: Sequence[Machine]) -> list[str]:

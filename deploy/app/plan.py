@@ -9,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deploy.app.model import Model
+from deploy.app.model import Model, StartError
 from kappa.hardware import node_profile
+from kappa.plan.clo import CloConfig
+from kappa.plan.heads import read_heads
 from kappa.settings.cluster import ClusterSettings, home
+from kappa.settings.engine import EngineSettings
 from kappa.settings.pools import PoolSettings
 from kappa.types import NodeProfile
 
@@ -57,6 +60,8 @@ def worker_plan(
         kind=e.kind,
         planner=e.planner if e.kind == "torch" else "",
         act_share=e.act_share,
+        approx=e.approx,
+        lanes=_lanes(e, model),
         tier=TierChoice(
             e.host_tier, "kv" if e.planner == "kv" else "tail", e.lmcache.server or "",
             e.lmcache.timeout_s, e.lmcache.heartbeat_s, e.lmcache.retry_s,
@@ -68,6 +73,26 @@ def worker_plan(
         handover_wait_s=e.handover_wait_s,
         observing=settings.observing,
         log_level=settings.log_level,
+    )  # fmt: skip
+
+
+def _lanes(engine: EngineSettings, model: Model) -> Any:
+    """How workers decode approximately; reads the file of head importance, if there is one."""
+    from workers.lanes_plan import LanesPlan
+
+    s = engine.sparse
+    heads = None
+    if engine.approx != "never" and s.heads:
+        try:
+            heads = read_heads(s.heads, model.shape)
+        except ValueError as error:
+            raise StartError(f"engine.sparse.heads: {error}") from None
+    method = CloConfig(
+        s.share, s.sink_tokens, s.recent_tokens, s.eta, s.power, s.epsilon, s.code_bits
+    )
+    return LanesPlan(
+        method, s.lanes, s.retriever, s.prefetch, s.max_age, s.chunk_tokens, heads,
+        s.persistent_heads,
     )  # fmt: skip
 
 

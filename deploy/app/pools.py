@@ -17,9 +17,11 @@ from kappa.settings.pools import PoolSettings, ScalingSettings
 ENGINE_CPUS = 1
 """Ray's CPUs for an engine's worker process, beside those of its replica."""
 
+# The way back: Ray's own router, which only tells who is there.
+_ROUTERS = {"on": "router.ray_router.KappaRouter", "ray": "router.ray_own.WatchedRayRouter"}
 _SCALING_POLICY = "workers.scaling_policy:BacklogPolicy"
-# Serve averages what workers say over so long before it asks the policy.
-_LOOK_BACK_S = 10.0
+# Serve averages what workers say over so long; they say it every 10 s.
+_LOOK_BACK_S = 20.0
 
 
 def pool_config(settings: ClusterSettings, pool: PoolSettings, model: Model) -> Any:
@@ -105,7 +107,7 @@ def _deployment(settings: ClusterSettings, pool: PoolSettings) -> dict[str, Any]
         "health_check_timeout_s": 10,
         "graceful_shutdown_timeout_s": pool.drain_s,
         "request_router_config": {
-            "request_router_class": "router.ray_router.KappaRouter",
+            "request_router_class": _ROUTERS.get(settings.router.mode, _ROUTERS["on"]),
             "request_routing_stats_period_s": 1,
             "request_routing_stats_timeout_s": 10,
         },

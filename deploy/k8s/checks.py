@@ -11,29 +11,19 @@ from __future__ import annotations
 import gzip
 import warnings
 from collections.abc import Iterable, Iterator
-from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from deploy.k8s.fits import unfit
+
 CRD = Path(__file__).parent / "crd" / "ray.io_rayservices.yaml.gz"
 KUBERNETES = "1.32"
 IMPORT_PATH = "deploy.serve_app:app"
 
 _OPERATOR_KINDS = {"ServiceMonitor", "PrometheusRule"}
-_UNITS = {
-    "": Decimal(1), "m": Decimal("0.001"), "k": Decimal(10**3), "M": Decimal(10**6),
-    "G": Decimal(10**9), "Ki": Decimal(2**10), "Mi": Decimal(2**20), "Gi": Decimal(2**30),
-    "Ti": Decimal(2**40),
-}  # fmt: skip
-# What an engine needs of a pod's memory beside the host tier: weights while they are read, Ray's
-# object store, Python.
-_ENGINE_BYTES = 64 << 30
-_TINY_ENGINE_BYTES = 2 << 30
-# A replica's actor and its engine's worker process: one CPU of Ray's each (deploy/app/build.py).
-_ENGINE_RAY_CPUS = 2
 
 Document = dict[str, Any]
 
@@ -110,7 +100,7 @@ def _serve_config(document: Document) -> Iterator[str]:
         except SettingsError as error:
             yield f"{where}.args: {error}"
         else:
-            yield from _fits(document, settings)
+            yield from unfit(document, settings)
 
 
 def _unknown_serve_keys(data: Document) -> Iterator[str]:
@@ -141,37 +131,6 @@ def _without_files(args: dict[str, Any]) -> dict[str, Any]:
         keys = {f"of-the-file-{i}": name for i, name in enumerate(sorted(named))}
         tenants["by_key"] = {**tenants.get("by_key", {}), **keys}
     return {**args, "tenants": tenants} if tenants else args
-
-
-def _fits(document: Document, settings: Any) -> Iterator[str]:
-    """Pods enough for the nodes, and memory enough in each for the pinned host tier."""
-    groups = document["spec"]["rayClusterConfig"].get("workerGroupSpecs", [])
-    pods = sum(group.get("replicas", 0) for group in groups)
-    if pods != len(settings.nodes):
-        yield f"{pods} worker pods for {len(settings.nodes)} nodes in args.nodes"
-    paced = all(node.paced for node in settings.nodes)
-    needed = settings.engine.host_bytes + (_TINY_ENGINE_BYTES if paced else _ENGINE_BYTES)
-    for group in groups:
-        container = group["template"]["spec"]["containers"][0]
-        limits, requests = (
-            container.get("resources", {}).get(part, {}) for part in ("limits", "requests")
-        )
-        if quantity(limits.get("memory", "0")) < needed:
-            yield (
-                f"group {group['groupName']}: memory limit {limits.get('memory')} is less than "
-                f"the host tier and an engine need, {needed >> 20}Mi: it would be killed"
-            )
-        told = group.get("rayStartParams", {}).get("num-cpus")
-        if told is not None and int(told) < _ENGINE_RAY_CPUS:
-            yield (
-                f"group {group['groupName']}: num-cpus is {told}, an engine asks Ray for "
-                f"{_ENGINE_RAY_CPUS}: it would wait for ever"
-            )
-        if limits != requests:
-            yield (
-                f"group {group['groupName']}: requests differ from limits, so kubelet gives it "
-                "no cores and no memory of its own"
-            )
 
 
 def _selections(documents: list[Document]) -> list[str]:
@@ -207,13 +166,6 @@ def _templates(document: Document) -> Iterator[tuple[str, Document]]:
     yield "head", cluster.get("headGroupSpec", {}).get("template", {})
     for group in cluster.get("workerGroupSpecs", []):
         yield group.get("groupName", "?"), group.get("template", {})
-
-
-def quantity(text: str | int | float) -> Decimal:
-    """Kubernetes' quantity (`4Gi`, `500m`, `2`) as a number."""
-    text = str(text)
-    number = text.rstrip("KMGTikm")
-    return Decimal(number) * _UNITS[text[len(number) :]]
 
 
 @cache

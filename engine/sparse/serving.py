@@ -55,13 +55,12 @@ class SparseCounts:
 
 @dataclass(slots=True)
 class Done:
-    """What a round of sparse passes gave: logits of each request's last token, those that did not
-    come through and must be computed exactly, and link seconds of those that began."""
+    """What a round of sparse passes gave: logits of each request's last token; those that cannot go
+    on in their lane; and of those that began, seconds of link and bytes."""
 
     logits: dict[Sequence, Tensor] = field(default_factory=dict)
     lost: list[Sequence] = field(default_factory=list)
-    begun: list[Sequence] = field(default_factory=list)
-    load_s: float = 0.0
+    begun: dict[Sequence, tuple[float, int]] = field(default_factory=dict)
 
 
 class SparseServing:
@@ -169,6 +168,9 @@ class SparseServing:
         tokens = len(sequence.tokens) - 1
         host_tokens = self.lanes.host_part(tokens)
         if not sequence.approx or sequence in self._lane or not self._free:
+            return False
+        if sequence.kept is not None:
+            # Its prefix has no device blocks to move from.
             return False
         if host_tokens <= self.lanes.sinks or not self._fits(sequence, 0):
             return False
@@ -279,14 +281,16 @@ class SparseServing:
     ) -> None:
         mover = self.lanes.mover
         opening = [one for one in sequences if one in self._unopened]
-        before_s = mover.counters["h2d"].busy_s
+        link = mover.counters["h2d"]
+        mover.settle()
+        before_s, before_bytes = link.busy_s, link.copied_bytes
         try:
             done.logits.update(run())
             if opening:
                 mover.mark().block()
                 mover.settle()
-                done.load_s += mover.counters["h2d"].busy_s - before_s
-                done.begun += opening
+                moved = link.busy_s - before_s, link.copied_bytes - before_bytes
+                done.begun.update(dict.fromkeys(opening, moved))
         except TransferFailed:
             self.counts.failed += 1
             done.lost += sequences

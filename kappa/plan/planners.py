@@ -3,21 +3,25 @@
 "auto" takes the plan with the earliest predicted first token; "kv" loads all as KV; "kvpr" takes
 paper 000's split; "hybrid" takes activations wherever host memory has them, which is how paper 003
 stores them; "recompute" loads nothing; "tail" loads the front and computes the back anew where that
-is earlier, which is all that vLLM can be told. Without rates, which are measured or follow from a
-node's profile, "auto" and "tail" load all, "kvpr" is refused, and no seconds are predicted.
+is earlier, which is all that vLLM can be told; "cpu" leaves all in host memory (C), and so does
+"auto" with what of a prefix exceeds a request's room on the device. Without rates, which are
+measured or follow from a node's profile, "auto" and "tail" load all, "kvpr" is refused, and no
+seconds are predicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from kappa.plan.choose import choose
 from kappa.plan.costs import Costs
+from kappa.plan.cpu_offload import attention_refused, split_context, split_s
 from kappa.plan.kvpr import split_paper
 from kappa.plan.predict import predict
 from kappa.plan.rates import PlanRates
-from kappa.plan.segments import Kind, LoadPlan, Segment, layout
+from kappa.plan.segments import Kind, LoadPlan, Segment, from_runs, layout
 from kappa.types import TokenCounts
 
 
@@ -25,14 +29,23 @@ class Cached(NamedTuple):
     """A request whose prefix host memory has, in tokens.
 
     cached: to bring back, behind `device` that are there; new: to compute behind them; held: of
-    the cached ones, how many from the front on have their activations in host memory.
+    the cached ones, how many from the front on have their activations in host memory. room: of
+    them, how many may take device memory; None: all.
     """
 
     cached: int
     new: int
     device: int = 0
     held: int = 0
+    room: int | None = None
 
+
+_PLAIN: frozenset[Kind] = frozenset(("K", "R"))
+_EXACT: frozenset[Kind] = _PLAIN | {"A"}
+_NEEDS = {
+    "kvpr": " (it needs rates: measure this node)",
+    "cpu": " (it needs threads for attention: give the engine cpu_threads)",
+}
 
 # To a plan that covers the cached tokens.
 Planner = Callable[[Cached], LoadPlan]
@@ -69,18 +82,27 @@ class Planning:
         block_tokens: plans are cut at multiples of this.
         rates: the model on this node, or None.
         activations: whether the model's activations can be used at all.
+        cpu: whether the engine can attend to host memory on the CPU.
     """
 
     def __init__(
-        self, block_tokens: int, rates: PlanRates | None = None, *, activations: bool = True
+        self,
+        block_tokens: int,
+        rates: PlanRates | None = None,
+        *,
+        activations: bool = True,
+        cpu: bool = False,
     ) -> None:
         self.rates = rates
         self._block_tokens = block_tokens
-        self._kinds: frozenset[Kind] = frozenset("KAR" if activations else "KR")  # type: ignore[arg-type]
+        self._kinds = _EXACT if activations else _PLAIN
         self._planners: dict[str, Planner] = {
             "auto": self._auto, "kv": self._kv, "hybrid": self._hybrid,
             "recompute": self._recompute, "tail": self._tail,
         }  # fmt: skip
+        self.cpu = cpu
+        if cpu:
+            self._planners["cpu"] = self._all_on_cpu
         if rates is not None:
             self._planners["kvpr"] = self._kvpr
 
@@ -97,7 +119,7 @@ class Planning:
         """
         planner = self._planners.get(name)
         if planner is None:
-            needs = " (it needs rates: measure this node)" if name == "kvpr" else ""
+            needs = _NEEDS.get(name, "")
             raise ValueError(
                 f"there is no planner {name!r} here{needs}: choose one of {', '.join(self.names)}"
             )
@@ -112,7 +134,19 @@ class Planning:
         """The plan of these segments, which cover the cached tokens, with what it will take."""
         if self.rates is None:
             return LoadPlan(segments, why=why)
-        return predict(self._costs(asked), segments, why)
+        plan = predict(self._costs(asked), segments, why)
+        kept = plan.tokens("C")
+        if not kept or self.rates.attend is None:
+            return plan
+        on_cpu = self.on_cpu(kept)
+        return replace(plan, step_s=split_s(self.rates, 1, kept, on_cpu))
+
+    def on_cpu(self, kept_tokens: int) -> int:
+        """Of the tokens that stay in host memory, those that the CPU attends to as a request
+        decodes; the rest crosses at every step. All of them, where no rates are known."""
+        if self.rates is None or self.rates.attend is None or not kept_tokens:
+            return kept_tokens
+        return split_context(self.rates, 1, kept_tokens, self._block_tokens).cpu_tokens
 
     def without_load(self, new: int, device: int) -> LoadPlan:
         """What a request takes that has nothing to bring back."""
@@ -123,10 +157,23 @@ class Planning:
         return Costs(self.rates, asked.cached, asked.new, asked.device)
 
     def _auto(self, asked: Cached) -> LoadPlan:
+        if asked.room is not None and asked.cached > asked.room and self.cpu and self.rates:
+            refused = attention_refused(self.rates)
+            if not refused:
+                beyond = -(-(asked.cached - asked.room) // self._block_tokens) * self._block_tokens
+                why = f"{asked.room} of {asked.cached} cached tokens have room on the device"
+                return self._kept(asked, min(beyond, asked.cached), why)
         return self._chosen(asked, self._kinds)
 
+    def _all_on_cpu(self, asked: Cached) -> LoadPlan:
+        return self._kept(asked, asked.cached, "all stays in host memory, as set")
+
+    def _kept(self, asked: Cached, tokens: int, why: str) -> LoadPlan:
+        segments = from_runs([("C", tokens), ("K", asked.cached - tokens)])
+        return self.priced(asked, segments, why)
+
     def _tail(self, asked: Cached) -> LoadPlan:
-        return self._chosen(asked, frozenset("KR"), tail_only=True)
+        return self._chosen(asked, _PLAIN, tail_only=True)
 
     def _chosen(
         self, asked: Cached, kinds: frozenset[Kind], *, tail_only: bool = False

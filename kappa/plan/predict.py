@@ -28,15 +28,19 @@ def plan_of(costs: Costs, split: Split, why: str = "") -> LoadPlan:
 def predict(costs: Costs, segments: Sequence[Segment], why: str = "as given") -> LoadPlan:
     """Price segments in any order that a `LoadPlan` allows.
 
+    A run that stays in host memory (C) crosses the link once for the first token, as one of K does:
+    many queries are more than a CPU can attend with. What it costs later is `step_s`, which
+    `kappa.plan.planners` adds.
+
     Raises:
-        ValueError: segments that do not cover the cached tokens, or of a kind (C, S) whose cost
-            is not of link and gpu alone.
+        ValueError: segments that do not cover the cached tokens, or of a kind (S) whose cost is not
+            of link and gpu alone.
     """
-    other = [s for s in segments if s.kind not in ("K", "A", "R")]
+    other = [s for s in segments if s.kind not in ("K", "A", "R", "C")]
     if other:
         raise ValueError(
             f"segment {other[0].kind} [{other[0].start_tokens}, {other[0].end_tokens}): "
-            "only K, A and R are priced by link and gpu seconds"
+            "only K, A, R and C are priced by link and gpu seconds"
         )
     shape = LoadPlan(tuple(segments))
     if shape.cached_tokens != costs.cached:

@@ -2,8 +2,9 @@
 
 Planners of this package make `LoadPlan`s, the engine executes them, the router reads their seconds.
 A plan covers the cached tokens [0, cached_tokens) in order. Kinds: K loads keys and values; A loads
-activations and projects keys and values from them; R computes from token ids; C attends on the CPU;
-S loads a sparse choice of keys and values, which alone changes the model's output.
+activations and projects keys and values from them; R computes from token ids; C stays in host
+memory, where the CPU attends to it as the request decodes; S loads a sparse choice of keys and
+values, which alone changes the model's output.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ class LoadPlan:
     """Segments that cover [0, cached_tokens) without gap or overlap, in order, and their cost.
 
     Seconds are undilated and predicted: `load_s` is link time, `compute_s` gpu time, new tokens
-    included, `ttft_s` both under the plan's overlap. `load_bytes` crosses the link. `exact` is
-    false where the model's output changes. `why` says in a sentence what the planner saw.
+    included, `ttft_s` both under the plan's overlap. `load_bytes` crosses the link. `step_s`
+    is of each of the request's decoding steps alone, where part of its prefix stays in host memory
+    (C); else 0. `exact` is false where the model's output changes. `why` says in a sentence what
+    the planner saw.
     No segments at all is the plan of a request without cached tokens.
     """
 
@@ -63,6 +66,7 @@ class LoadPlan:
     load_s: float = 0.0
     compute_s: float = 0.0
     load_bytes: float = 0.0
+    step_s: float = 0.0
     exact: bool = True
     why: str = ""
 
@@ -72,7 +76,7 @@ class LoadPlan:
         Raises:
             ValueError: names the segment or the field and what to give instead.
         """
-        for name in ("ttft_s", "load_s", "compute_s", "load_bytes"):
+        for name in ("ttft_s", "load_s", "compute_s", "load_bytes", "step_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"LoadPlan.{name} is {value!r}: give a finite number, 0 or more")
@@ -97,8 +101,11 @@ class LoadPlan:
 
     @property
     def crossing_tokens(self) -> int:
-        """Cached tokens that cross the link, as KV or as activations; the rest is computed."""
-        return self.tokens("K") + self.tokens("A")
+        """Cached tokens that cross the link before the first token, as KV or as activations.
+
+        Those of C do too, layer by layer, and are not kept; the rest is computed.
+        """
+        return self.tokens("K") + self.tokens("A") + self.tokens("C")
 
     @property
     def hidden_s(self) -> float:

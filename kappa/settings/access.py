@@ -163,6 +163,9 @@ class HttpSettings(Section):
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0 picks a free port")
+    replicas: int = Field(
+        1, ge=1, le=64, description="ingresses; one that dies takes only its own open streams along"
+    )
 
     @property
     def loopback(self) -> bool:

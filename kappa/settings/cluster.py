@@ -21,6 +21,7 @@ from kappa.settings.observing import ObservingSettings
 from kappa.settings.pools import PoolSettings, engine_faults, pool_faults
 from kappa.settings.routing import RouterSettings
 from kappa.settings.scheduling import SchedulerSettings
+from kappa.settings.transfer import TransferSettings
 
 Handler = Callable[[Any], Any]
 
@@ -46,6 +47,7 @@ class ClusterSettings(Section):
     engine: EngineSettings = EngineSettings()
     router: RouterSettings = RouterSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
+    transfer: TransferSettings = TransferSettings()
     tenants: TenantSettings = TenantSettings()
     access: AccessSettings = AccessSettings()
     http: HttpSettings = HttpSettings()

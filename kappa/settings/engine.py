@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from kappa.settings.base import Finite, Section
+from kappa.settings.sparse import ApproxName, SparseSection
 
 EngineKind = Literal["vllm", "torch", "emulated"]
 PlannerName = Literal["auto", "kv", "kvpr", "hybrid", "recompute", "tail"]
@@ -63,6 +64,12 @@ class EngineSettings(Section):
         le=1,
         description="share of stored blocks kept as activations, too; 1 unless hybrid; torch only",
     )
+    approx: ApproxName = Field(
+        "never",
+        description="whether answers may be approximate (sparse): ask (or true): those whose "
+        "request says so; always: all but those that say no; torch only",
+    )
+    sparse: SparseSection = SparseSection()
     max_context_tokens: int = Field(8192, ge=64)
     block_tokens: int = Field(32, ge=16)
     device_blocks: int = Field(264, ge=8, description="KV blocks in the device cache")
@@ -80,6 +87,19 @@ class EngineSettings(Section):
     dtype: str = "float32"
     metrics: bool = Field(False, description="export vLLM's own metrics through Ray, too")
     extra: dict[str, Any] = Field(default_factory=dict, description="more vLLM engine arguments")
+
+    @field_validator("approx", mode="before")
+    @classmethod
+    def _yes_or_no(cls, value: Any) -> Any:
+        return {True: "ask", False: "never"}[value] if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _approx_can_be(self) -> EngineSettings:
+        if self.approx != "never" and self.kind != "torch":
+            raise ValueError(f"approx {self.approx} needs kind torch, and this is {self.kind}")
+        if self.approx != "never" and not self.host_bytes:
+            raise ValueError(f"approx {self.approx} needs host_bytes above zero: KV is kept there")
+        return self
 
     @model_validator(mode="after")
     def _of_this_kind(self) -> EngineSettings:

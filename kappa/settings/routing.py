@@ -5,11 +5,36 @@ from __future__ import annotations
 import contextlib
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from kappa.settings.base import Section
+from kappa.settings.base import Finite, Section
 
 PolicyName = Literal["priced", "threshold", "ttft", "least_backlog"]
+
+
+class FailoverSettings(Section):
+    """When a worker counts as failed, and when it is tried again (`router.breaker`)."""
+
+    stall_after_s: Finite = Field(
+        5.0,
+        gt=0,
+        description="silence, or work without progress, after which a worker's requests without a "
+        "first token go elsewhere; longer where more was to be expected",
+    )
+    failures: int = Field(5, ge=1, description="failed requests in a row that open the breaker")
+    pause_s: Finite = Field(
+        1.0, gt=0, description="before an open breaker lets one request through; doubles each time"
+    )
+    longest_pause_s: Finite = Field(30.0, gt=0)
+
+    @model_validator(mode="after")
+    def _pauses_grow(self) -> FailoverSettings:
+        if self.longest_pause_s < self.pause_s:
+            raise ValueError(
+                f"longest_pause_s = {self.longest_pause_s:g} is less than pause_s = "
+                f"{self.pause_s:g}: raise the one or lower the other"
+            )
+        return self
 
 
 class RouterSettings(Section):
@@ -32,9 +57,10 @@ class RouterSettings(Section):
         4, ge=0, description="pools up to this size are forecast step by step, larger ones not"
     )
     admission: bool = Field(
-        False, description="refuse (503) what is predicted to miss its TTFT objective"
+        False, description="refuse (429) what is predicted to miss its objective"
     )
     request_timeout_s: float = Field(600.0, gt=0)
+    failover: FailoverSettings = FailoverSettings()
     record: str | None = Field(
         None, description="file for the router's log (JSON lines, holds token ids); none: off"
     )

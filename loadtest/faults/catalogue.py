@@ -28,20 +28,20 @@ class Fault:
     engine: Engine = "emulated"
     lasts_s: float = 0.0
     may_lose_open: bool = False
-    first_answer_s: float | None = 1.0
+    first_answer_s: float | None = None
     recovers: bool = False
     recovery_extra_s: float = 5.0
     shows: str = ""
 
 
 FAULTS: tuple[Fault, ...] = (
-    Fault("worker_killed", "kill -9 of a worker's process", recovers=True),
+    Fault("worker_killed", "kill -9 of a worker's process", first_answer_s=1.0, recovers=True),
     Fault(
         "worker_stalled", "SIGSTOP of a worker's process, SIGCONT after a while", lasts_s=20.0,
-        shows="others answer meanwhile; it serves again, or its successor does",
+        first_answer_s=1.0, shows="others answer meanwhile; it serves again, or its successor does",
     ),
     Fault(
-        "ingress_killed", "kill -9 of the ingress", may_lose_open=True, first_answer_s=None,
+        "ingress_killed", "kill -9 of the ingress", may_lose_open=True,
         shows="a new ingress answers, and its index is filled from the workers' snapshots",
     ),
     Fault("controller_killed", "kill -9 of Ray Serve's controller", shows="a new one is there"),
@@ -81,10 +81,13 @@ FAULTS: tuple[Fault, ...] = (
         "poisoned_profile", "the cached profile is nonsense, then a worker starts anew",
         recovers=True, recovery_extra_s=10.0, shows="the worker joins with the profile it had",
     ),
-    Fault("engine_killed", "kill -9 of a vLLM engine's process", engine="vllm", recovers=True),
     Fault(
-        "vllm_worker_killed", "kill -9 of a vLLM worker's process", engine="vllm", recovers=True,
-        shows="its engine's processes are gone, too",
+        "engine_killed", "kill -9 of a vLLM engine's process", engine="vllm", first_answer_s=1.0,
+        recovers=True,
+    ),
+    Fault(
+        "vllm_worker_killed", "kill -9 of a vLLM worker's process", engine="vllm",
+        first_answer_s=1.0, recovers=True, shows="its engine's processes are gone, too",
     ),
 )  # fmt: skip
 

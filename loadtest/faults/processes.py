@@ -20,8 +20,8 @@ _SOCKET = re.compile(r"@kappa-(\d+)-(.+)-(?:stats|kv)$")
 _ROLES = (
     ("controller", re.compile(r"ServeController")),
     ("proxy", re.compile(r"ray::ProxyActor")),
-    ("ingress", re.compile(r"ray::ServeReplica:.*KappaIngress")),
-    ("worker", re.compile(r"ray::ServeReplica")),
+    ("ingress", re.compile(r"ray::(?:ServeReplica|SERVE_REPLICA).*KappaIngress")),
+    ("worker", re.compile(r"ray::(?:ServeReplica|SERVE_REPLICA)")),
     ("engine", re.compile(r"EngineCore|VLLM::|multiprocessing.spawn")),
     ("raylet", re.compile(r"raylet/raylet")),
     ("gcs", re.compile(r"gcs_server")),

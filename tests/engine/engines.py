@@ -55,16 +55,17 @@ def engine(
     observer: Observer | None = None,
     sparse: SparseSettings | None = None,
     lanes: dict[str, Any] | None = None,
+    cpu_threads: int = 0,
     **settings: Any,
 ) -> Iterator[Engine]:
     """An engine whose books must be right, and whose blocks must be free, in the end."""
     model = weights(family, torch.float64, False, device)
     arena = Arena(model.config.shape, size, dtype=torch.float64, device=device)
     link = Link() if device == "cpu" else mover_for(device)
-    forward = Forward(model, arena, link)
+    forward = Forward(model, arena, link, cpu_threads=cpu_threads)
     made = Engine(
         TorchExecutor(forward), arena, link, EngineSettings(**settings),
-        Planning(size.block_tokens, rates), observer=observer,
+        Planning(size.block_tokens, rates, cpu=cpu_threads > 0), observer=observer,
         sparse=over_lanes(forward, sparse, **(lanes or {})) if sparse else None,
     )  # fmt: skip
     try:
@@ -75,6 +76,7 @@ def engine(
     finally:
         if isinstance(link, Link):
             link.open.set()
+        forward.close()
         link.stop(20)
         arena.close()
 

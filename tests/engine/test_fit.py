@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.memory import fit
+from engine.fitted import fit
 from kappa.plan.segments import LoadPlan, layout
 
 

@@ -19,13 +19,15 @@ from engine.profiling import ProfileSettings, cached_profile, device_name, profi
 from engine.transfer import Copies, CpuMover, Direction, TransferFailed
 from engine.weights import random_weights
 from kappa.plan.choose import choose
+from kappa.plan.cpu_offload import attention_refused
 from kappa.plan.fits import LEAST_R2, fit_line
+from kappa.plan.predict import decode_gpu_s
 from kappa.plan.rates import rates_from_measured
 from kappa.types import TokenCounts
 
 SETTINGS = ProfileSettings(
-    tokens=(16, 32, 64, 128), new_tokens=(1, 16, 64), context_tokens=(0, 32), repeats=3,
-    busy_threads=1,
+    tokens=(16, 32, 64, 128), new_tokens=(1, 16, 64), context_tokens=(0, 32),
+    decode_sequences=(1, 4), decode_tokens=(0, 64, 1024), repeats=3, busy_threads=1,
 )  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 96, "num_attention_heads": 4},
@@ -35,7 +37,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def forward(
-    family: str = "opt", *, streamed: bool = False, blocks: int = 16, mover: CpuMover | None = None
+    family: str = "opt",
+    *,
+    streamed: bool = False,
+    blocks: int = 16,
+    mover: CpuMover | None = None,
+    cpu_threads: int = 0,
 ) -> Iterator[Forward]:
     config = read_config(
         {
@@ -47,9 +54,11 @@ def forward(
     weights = random_weights(config, seed=1, dtype=torch.float32, streamed=streamed)
     arena = Arena(config.shape, ArenaSize(blocks, blocks, block_tokens=8), dtype=torch.float32)
     mover = mover or CpuMover()
+    made = Forward(weights, arena, mover, cpu_threads=cpu_threads)
     try:
-        yield Forward(weights, arena, mover)
+        yield made
     finally:
+        made.close()
         mover.stop()
         arena.close()
 
@@ -108,6 +117,52 @@ def test_a_profile_of_straight_lines_is_planned_with() -> None:
     assert rates.prefill_s(16, 32) == pytest.approx(grid["seconds"][1][1])
 
 
+def test_decoding_steps_are_measured_as_far_as_positions_go_and_continued_beyond() -> None:
+    with forward() as made:
+        measured = profile(made, SETTINGS)
+    grid = measured["decode"]
+    assert (grid["sequences"], grid["resident_tokens"]) == ([1, 4], [0, 64, 1024])
+    # One sequence has no 1,024 positions; four of 256 have.
+    assert grid["measured"] == [2, 3]
+    first = grid["seconds"][0]
+    slope = max(0.0, (first[1] - first[0]) / 64)
+    assert first[2] == pytest.approx(first[1] + slope * 960)
+    for key in ("load", "project"):
+        measured[key]["seconds"] = [2e-6 * n + 1e-5 for n in measured[key]["tokens"]]
+    rates = rates_from_measured(measured)
+    for index, count in enumerate((1, 4)):
+        said = decode_gpu_s(rates, count, 64 / count)
+        assert said == pytest.approx(grid["seconds"][index][1])
+    no_grid = rates_from_measured({k: v for k, v in measured.items() if k != "decode"})
+    assert no_grid.decode is None and decode_gpu_s(no_grid, 4, 16) > 0
+
+
+def test_cpu_attention_is_measured_where_there_are_threads_for_it() -> None:
+    threads = threading.active_count()
+    with forward("llama", cpu_threads=1) as made:
+        measured = profile(made, SETTINGS)
+    assert threading.active_count() <= threads + 1
+    found = measured["attend"]
+    assert found["tokens"] == [16, 32, 64, 128] and min(found["seconds"]) > 0
+    assert found["threads"] == measured["cpu_threads"] == 1
+    assert found["h2d_bytes_per_s"] > 0 and found["share_while_loading"] > 0
+    for line in (measured["load"], measured["project"], found):
+        line["seconds"] = [1e-6 * n + 1e-5 for n in line["tokens"]]
+    found["h2d_bytes_per_s"] = 0.5 * measured["h2d_bytes_per_s"]
+    found["share_while_loading"] = 0.8
+    rates = rates_from_measured(measured)
+    assert rates.attend_bytes_per_s == pytest.approx(rates.kv_bytes / 3e-6)
+    assert (rates.h2d_attending, rates.attend_loading) == (0.5, 0.8)
+    busy = rates.attending()
+    assert busy.load_token_s == pytest.approx(2 * rates.load_token_s)
+    assert attention_refused(rates) == ""
+    # A line that says nothing counts as none; the rest is as good as it was.
+    found["seconds"] = [1e-5, 1e-6, 1e-5, 1e-6]
+    assert rates_from_measured(measured).attend is None
+    with forward() as made:
+        assert "attend" not in profile(made, SETTINGS)
+
+
 def test_sizes_that_the_arena_cannot_hold_are_left_out() -> None:
     with forward(blocks=8) as made:
         measured = profile(made, SETTINGS)
@@ -157,7 +212,7 @@ def test_a_profile_is_measured_once_per_device_model_dtype_and_settings(tmp_path
     with forward("opt") as made:
         first = cached_profile(made, tmp_path, SETTINGS)
         assert cached_profile(made, tmp_path, SETTINGS) == first
-        other = ProfileSettings((16, 32, 64), (1, 16), (0, 32), 1, 1)
+        other = ProfileSettings((16, 32, 64), (1, 16), (0, 32), (), (), 1, 1)
         assert cached_profile(made, tmp_path, other)["load"]["tokens"] == [16, 32, 64]
     with forward("llama") as made:
         assert cached_profile(made, tmp_path, SETTINGS)["model"] == "tiny-llama"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.k8s import checks, render
+from deploy.k8s import checks, fits, render
 from deploy.serve_app import settings_of
 from kappa.settings.base import SettingsError
 
@@ -117,11 +117,56 @@ WRONG = {
         lambda s: s["rayClusterConfig"]["workerGroupSpecs"][0]["rayStartParams"].update(
             {"num-cpus": "1"}
         ),
-        "wait for ever",
+        "fits none of 2 machine(s): group cpu has CPU 1 of 2",
     ),
     "limits above requests": (
         lambda s: container(s)["resources"]["limits"].update(cpu="8"), "differ"),
 }  # fmt: skip
+
+
+GPU_WRONG = {
+    "a pool that no group offers a place": (
+        in_serve("{pool-a100: 1}", "{pool-b200: 1}"),
+        "pools.2.placement: pool a100 fits none of 6 machine(s)"),
+    "a pool without its GPU": (
+        lambda s: [
+            container(s, 2)["resources"][part].pop("nvidia.com/gpu")
+            for part in ("limits", "requests")
+        ],
+        "group a100 has GPU 0 of 1"),
+    "fewer pods than a pool starts with": (
+        lambda s: s["rayClusterConfig"]["workerGroupSpecs"][1].update(replicas=1),
+        "pool h100: room for 1 of 2 workers"),
+    "fewer pods than a pool may grow to": (
+        lambda s: s["rayClusterConfig"]["workerGroupSpecs"][0].update(maxReplicas=3),
+        "with every pool at its most: pool gh200: room for 3 of 8 workers"),
+    "a pool that may grow where no pod comes": (
+        lambda s: s["rayClusterConfig"].pop("enableInTreeAutoscaling"),
+        "pools gh200, h100 may grow"),
+    "too little memory for a pool's own host tier": (
+        lambda s: [
+            container(s)["resources"][part].update(memory="300Gi")
+            for part in ("limits", "requests")
+        ],
+        "group gh200: memory limit 300Gi"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GPU_WRONG)
+def test_what_is_wrong_between_pools_and_pods_is_found(name, ray_service):
+    change, said = GPU_WRONG[name]
+    found = ray_service("gpu-mixed", change)
+    assert any(said in fault for fault in found), found
+
+
+def test_only_the_head_that_scales_may_ask_kubernetes(rendered):
+    head = one(rendered["gpu-mixed"], "RayService")["spec"]["rayClusterConfig"]["headGroupSpec"]
+    assert head["template"]["spec"]["serviceAccountName"] == "kappa-serve-head"
+    role = one(rendered["gpu-mixed"], "Role")
+    assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {
+        "get", "list", "watch", "patch",
+    }  # fmt: skip
+    assert not [d for d in rendered["cpu-demo"] if d["kind"] in ("Role", "RoleBinding")]
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -159,7 +204,8 @@ def test_no_container_runs_as_root_or_may_become_it(rendered):
         for pod in pods(one(found, "RayService")["spec"]):
             assert pod["securityContext"]["runAsNonRoot"] is True
             assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-            assert pod["automountServiceAccountToken"] is False
+            scales = pod["serviceAccountName"] == "kappa-serve-head"
+            assert pod["automountServiceAccountToken"] is scales
             for each in (*pod["containers"], *pod.get("initContainers", ())):
                 assert each["securityContext"]["allowPrivilegeEscalation"] is False
                 assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
@@ -226,7 +272,7 @@ def test_huge_pages_can_be_added(tmp_path):
 
 
 def test_the_settings_of_an_application_are_those_of_a_cluster_file():
-    assert settings_of({"dilation": 5}).dilation == 5
+    assert settings_of({"dilation": 5, "access": {"allow_open": True}}).dilation == 5
     with pytest.raises(SettingsError, match="dilatation"):
         settings_of({"dilatation": 5})
     with pytest.raises(SettingsError, match="http_options"):
@@ -234,6 +280,6 @@ def test_the_settings_of_an_application_are_those_of_a_cluster_file():
 
 
 def test_quantities():
-    assert checks.quantity("4Gi") == 4 << 30
-    assert checks.quantity("1500m") == 1.5
-    assert checks.quantity(2) == 2
+    assert fits.quantity("4Gi") == 4 << 30
+    assert fits.quantity("1500m") == 1.5
+    assert fits.quantity(2) == 2

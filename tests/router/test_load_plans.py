@@ -130,3 +130,46 @@ def test_rates_that_cannot_be_used_are_refused_at_the_door():
         LoadPlans().join(replace(bad, load_plan={**bad.load_plan, "rates": poor}))
     with pytest.raises(ValueError, match="no planner 'best'"):
         LoadPlans().join(replace(bad, load_plan={**bad.load_plan, "planner": "best"}))
+
+
+def tailed(dilation=1.0, load_token_s=4e-6, planner="tail"):
+    """A worker with an engine of vLLM on a slow link, which computes the back of a hit."""
+    made = said(planner=planner, load_token_s=load_token_s)
+    paced = {"source": "paced", "dilation": dilation} if dilation > 1 else {}
+    step = replace(made.step, dilation=dilation)
+    rates_of = {**made.load_plan["rates"], "overlap": 0.0}
+    plan = {**made.load_plan, "rates": rates_of}
+    node = replace(made.node, **paced)
+    return replace(made, node=node, step=step, engine="vllm", load_plan=plan)
+
+
+@pytest.mark.parametrize("forecast", [0, 4])
+def test_a_tail_that_is_computed_is_not_loaded_and_its_worker_is_priced_so(forecast):
+    tail = priced(router(tailed(), forecast=forecast))
+    load = priced(router(tailed(planner="kv"), forecast=forecast))
+    measured = rates_from_measured({**rates(load_token_s=4e-6), "overlap": 0.0})
+    plan = Planning(SIZE, measured).named("tail")(Cached(64 * SIZE, 5))
+    assert plan.crossing_tokens < 64 * SIZE
+    assert tail.plan == plan.kind
+    assert tail.load_s == pytest.approx(plan.load_s)
+    assert tail.ttft_s < load.ttft_s
+    assert tail.ttft_s == pytest.approx(plan.ttft_s, rel=0.05)
+
+
+def test_on_a_fast_link_the_row_of_a_tail_stays_as_it_is():
+    fast = tailed(load_token_s=1e-8)
+    tail, plain = (priced(router(each)) for each in (fast, replace(fast, load_plan={})))
+    assert tail == plain
+
+
+def test_a_paced_worker_s_plan_is_in_its_own_dilated_seconds():
+    one, slow = (priced(router(tailed(dilation))) for dilation in (1.0, 10.0))
+    assert slow.load_s == pytest.approx(10 * one.load_s)
+    assert slow.ttft_s == pytest.approx(10 * one.ttft_s, rel=0.02)
+
+
+def test_a_tail_has_an_effective_ratio():
+    plans = LoadPlans()
+    plans.join(tailed())
+    ratio = plans.kappa_eff("w")
+    assert ratio is not None and ratio > 0

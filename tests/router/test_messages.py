@@ -22,7 +22,10 @@ ALICE = Tenant("alice", 2.5)
 
 def decision(informed=True):
     counts = TokenCounts(device_tokens=32, cached_tokens=64, new_tokens=5)
-    return SimpleNamespace(request_id="r", informed=informed, chosen=SimpleNamespace(counts=counts))
+    chosen = SimpleNamespace(counts=counts, load_s=0.25, compute_s=0.5)
+    return SimpleNamespace(
+        request_id="r", informed=informed, chosen=chosen, prompt_tokens=101 if informed else 0
+    )
 
 
 def body(**xargs):
@@ -38,13 +41,15 @@ def test_the_engine_is_told_whose_it_is_what_to_find_and_what_others_charged():
     assert charges == {"alice": [1.235, 2.0, 0.0], "bob": [0.0, 0.5, 0.0]}
     assert marks == {
         "kappa_request_id": "r", "kappa_tenant": "alice", "kappa_weight": 2.5,
-        "kappa_device_tokens": 32, "kappa_host_tokens": 64,
+        "kappa_device_tokens": 32, "kappa_host_tokens": 64, "kappa_prompt_tokens": 101,
+        "kappa_link_s": 0.25, "kappa_gpu_s": 0.5,
     }  # fmt: skip
 
 
 def test_what_is_not_known_is_not_told():
     marks = engine_marks(decision(informed=False), ALICE, {})
-    assert sorted(marks) == ["kappa_request_id", "kappa_tenant", "kappa_weight"]
+    assert not {"kappa_prompt_tokens", "kappa_device_tokens", "kappa_host_tokens"} & set(marks)
+    assert marks["kappa_request_id"] == "r"
 
 
 def test_marks_pass_the_engines_own_schema_and_reach_its_extra_args():
@@ -74,13 +79,15 @@ def test_marking_again_for_another_worker_leaves_nothing_of_the_first():
     made = body()
     mark(made, engine_marks(decision(), ALICE, {"bob": Charge(1.0, 2.0, 3.0)}))
     mark(made, engine_marks(decision(informed=False), ALICE, {}))
-    assert sorted(made.vllm_xargs) == ["kappa_request_id", "kappa_tenant", "kappa_weight"]
+    left = {CHARGES_KEY, "kappa_device_tokens", "kappa_host_tokens", "kappa_prompt_tokens"}
+    assert not left & set(made.vllm_xargs)
+    assert made.vllm_xargs["kappa_tenant"] == "alice"
 
 
 def test_all_that_64_tenants_add_to_a_request_is_a_few_kilobytes():
     elsewhere = {f"tenant-{i:03}": Charge(12345.678, 1234.567, 123.456) for i in range(64)}
     small = len(json.dumps(engine_marks(decision(), ALICE, {})))
-    assert small < 150
+    assert small < 250
     assert len(json.dumps(engine_marks(decision(), ALICE, elsewhere))) < 4096
 
 

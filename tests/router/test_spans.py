@@ -108,7 +108,7 @@ def test_the_oldest_timelines_go_and_late_news_of_them_are_ignored():
     timelines = Timelines(ends.append, kept=2)
     for i in range(3):
         served(timelines, str(i))
-    assert len(timelines) == 2 and timelines.get("0") is None
+    assert timelines.count == 2 and timelines.get("0") is None
     timelines.first_token("0", 1.0)
     timelines.ended("0", "done", 200, 1.0)
     timelines.ended("2", "done", 200, 99.0)

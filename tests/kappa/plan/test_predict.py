@@ -58,8 +58,8 @@ def test_segments_that_cannot_be_priced_are_refused() -> None:
     costs = Costs(opt(), 96, 10)
     with pytest.raises(ValueError, match="cover 64 tokens of 96"):
         predict(costs, layout(64))
-    with pytest.raises(ValueError, match=r"segment C \[0, 96\)"):
-        predict(costs, from_runs([("C", 96)]))
+    with pytest.raises(ValueError, match=r"segment S \[0, 96\)"):
+        predict(costs, from_runs([("S", 96)]))
 
 
 def test_decoding_steps_are_a_pipeline_of_layers() -> None:

@@ -1,0 +1,63 @@
+"""What a cluster holds, looked at again and again: memory and descriptors of every process, the
+index, the reservations."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from loadtest.faults.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Of one process at one moment."""
+
+    role: str
+    rss_bytes: int
+    fds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look. t_s: since the start; index_blocks and reservations: -1 while nobody answers."""
+
+    t_s: float
+    index_blocks: int
+    reservations: int
+    processes: dict[int, Held]
+
+
+def look(target: Target, start_s: float) -> Sample:
+    """Look once."""
+    processes = {p.pid: Held(p.role, p.rss_bytes, p.fds) for p in target.family.members()}
+    return Sample(
+        time.monotonic() - start_s,
+        int(target.metric("kappa_index_blocks")),
+        target.reservations(),
+        processes,
+    )
+
+
+class Sampler:
+    """Looks every so many seconds until it is stopped; use as an asynchronous context manager."""
+
+    def __init__(self, target: Target, every_s: float, start_s: float) -> None:
+        self.samples: list[Sample] = []
+        self._target, self._every_s, self._start_s = target, every_s, start_s
+
+    async def __aenter__(self) -> Sampler:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sample = await loop.run_in_executor(None, look, self._target, self._start_s)
+            self.samples.append(sample)
+            await asyncio.sleep(self._every_s)

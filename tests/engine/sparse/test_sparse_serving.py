@@ -1,0 +1,230 @@
+"""Requests that may be answered approximately, in a whole engine: lanes come, go and fail."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.arena import ArenaSize
+from engine.sparse.settings import SparseSettings
+from kappa.hardware import node_profile
+from kappa.plan.clo import CloConfig
+from kappa.plan.rates import rates_from_law
+from tests.engine import hf
+from tests.engine.engines import (
+    BLOCK,
+    SIZE,
+    engine,
+    evict_device,
+    expected,
+    finish,
+    generate,
+    link_of,
+    prompt,
+)
+from tests.engine.rig import DEVICES, weights
+
+# With all tokens chosen the answer is the model's, so that whatever goes wrong shows.
+WHOLE = CloConfig(share=1.0, sink_tokens=4, recent_tokens=8, code_bits=64)
+FEW = CloConfig(share=0.1, sink_tokens=1, recent_tokens=4, code_bits=64)
+
+
+def lanes(clo=WHOLE, **changes):
+    return SparseSettings(clo, **{"lanes": 2, "max_tokens": 160, "chunk_tokens": 8, **changes})
+
+
+def answer(request):
+    return request.tokens[request.prompt_tokens :]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", hf.FAMILIES)
+def test_a_request_moves_into_a_lane_and_its_device_blocks_are_free(family, device):
+    with engine(family, sparse=lanes(), device=device) as made:
+        request = made.submit(prompt(45, 1), 16, approx=True)
+        while request.account.approximate_tokens < 3:
+            made.step()
+        assert request in made.sparse and not len(request.table)
+        assert made.memory.available() == made.memory.capacity_blocks
+        finish(made)
+        assert answer(request) == expected(prompt(45, 1), 16, family)
+        account = request.account
+        assert account.approximate_tokens + 3 >= account.output_tokens == 16
+        stats = made.stats()
+        assert (stats.sparse["moved"], stats.sparse["lanes"], stats.sparse["failed"]) == (1, 0, 0)
+        assert stats.tokens["approximate"] == account.approximate_tokens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("retriever", ["hash", "oracle"])
+def test_a_prefix_in_host_memory_need_not_be_loaded(retriever, device):
+    with engine(sparse=lanes(retriever=retriever), device=device) as made:
+        generate(made, prompt(48, 1), count=1)
+        evict_device(made)
+        asked = prompt(48, 1) + prompt(13, 2)
+        request = made.submit(asked, 9, approx=True, planner="sparse")
+        finish(made)
+        assert answer(request) == expected(asked, 9)
+        account = request.account
+        assert (account.plan, account.sparse_tokens, account.new_tokens) == ("sparse", 48, 13)
+        assert account.approximate_tokens == 9 and account.loaded_tokens == 0
+        assert made.stats().sparse["begun"] == 1
+
+
+def test_a_prefix_that_is_not_loaded_moves_fewer_bytes():
+    moved = []
+    for planner in ("kv", "sparse"):
+        with engine(sparse=lanes(FEW)) as made:
+            generate(made, prompt(96, 1), count=1)
+            evict_device(made)
+            request = made.submit(prompt(96, 1) + prompt(5, 2), 1, approx=True, planner=planner)
+            finish(made)
+            moved.append(request.account.load_bytes)
+            assert moved[-1] == made.stats().link["h2d_bytes"]
+    whole = 96 * 2 * 2 * 8 * 3 * 8
+    # A layer of three stays on the device; of the others a tenth, and the tokens always there.
+    assert moved[0] == whole and whole / 3 < moved[1] < 0.6 * whole
+
+
+def test_what_was_computed_approximately_is_found_by_nobody():
+    with engine(sparse=lanes(FEW)) as made:
+        first = made.submit(prompt(50, 1), 40, approx=True)
+        finish(made)
+        exact = expected(prompt(50, 1), 40)
+        # It did differ, or nothing is shown.
+        assert answer(first) != exact
+        for tokens in (prompt(50, 1) + answer(first), prompt(50, 1) + exact[:20]):
+            request = made.submit(tokens, 4)
+            finish(made)
+            assert answer(request) == expected(tokens, 4)
+            # Of the first one, no more than its prompt is known.
+            assert request.account.device_tokens <= 50
+
+
+def test_without_a_free_lane_it_is_computed_exactly():
+    with engine(sparse=lanes(lanes=1)) as made:
+        requests = [made.submit(prompt(40, n), 20, approx=True) for n in range(3)]
+        finish(made)
+        assert [answer(r) for r in requests] == [expected(prompt(40, n), 20) for n in range(3)]
+        approximate = sorted(r.account.approximate_tokens for r in requests)
+        assert approximate[0] == 0 and approximate[-1] > 0
+
+
+def test_short_contexts_too_long_ones_and_those_that_do_not_ask_stay_exact():
+    with engine(sparse=lanes(max_tokens=70)) as made:
+        requests = [
+            made.submit(prompt(9, 1), 3, approx=True),
+            made.submit(prompt(60, 2), 20, approx=True),
+            made.submit(prompt(40, 3), 6),
+        ]
+        finish(made)
+        assert [r.account.approximate_tokens for r in requests] == [0, 0, 0]
+        assert made.stats().sparse["moved"] == 0
+
+
+def test_an_engine_without_lanes_refuses_and_the_plan_needs_leave():
+    with engine() as made, pytest.raises(ValueError, match=r"without lanes: set engine\.approx"):
+        made.submit(prompt(9), 2, approx=True)
+    with engine(sparse=lanes()) as made, pytest.raises(ValueError, match="no planner 'sparse'"):
+        made.submit(prompt(9), 2, planner="sparse")
+
+
+@pytest.mark.parametrize("when", ["gather", "leaving"])
+def test_a_link_that_fails_costs_the_lane_and_no_token(when):
+    with engine(sparse=lanes()) as made:
+        link = link_of(made)
+        request = made.submit(prompt(41, 1), 40, approx=True)
+        other = made.submit(prompt(30, 2), 40)
+        while request.account.approximate_tokens < 5:
+            made.step()
+        direction = "h2d" if when == "gather" else "d2h"
+        link.breaks = lambda way, copies: way == direction
+        while request in made.sparse:
+            made.step()
+        link.breaks = lambda way, copies: False
+        finish(made)
+        assert answer(request) == expected(prompt(41, 1), 40)
+        assert answer(other) == expected(prompt(30, 2), 40)
+        stats = made.stats()
+        assert stats.sparse["expelled"] == 1 and stats.sparse["failed"] == 1
+        assert request.account.preemptions == 1
+        assert 5 <= request.account.approximate_tokens < 40
+
+
+def test_a_prefix_that_cannot_be_brought_is_computed():
+    with engine(sparse=lanes()) as made:
+        generate(made, prompt(48, 1), count=1)
+        evict_device(made)
+        link_of(made).breaks = lambda way, copies: way == "h2d"
+        request = made.submit(prompt(48, 1) + prompt(6, 2), 5, approx=True, planner="sparse")
+        finish(made)
+        assert answer(request) == expected(prompt(48, 1) + prompt(6, 2), 5)
+        stats = made.stats()
+        assert stats.failed_loads >= 1 and request.account.approximate_tokens == 0
+
+
+def test_without_host_blocks_for_what_gets_old_it_goes_on_exactly():
+    size = ArenaSize(48, 12, block_tokens=BLOCK)
+    with engine(sparse=lanes(), size=size) as made:
+        request = made.submit(prompt(44, 1), 60, approx=True)
+        finish(made)
+        assert answer(request) == expected(prompt(44, 1), 60)
+        assert made.stats().sparse["expelled"] == 1
+        assert 0 < request.account.approximate_tokens < 59
+
+
+def test_who_leaves_early_leaves_nothing():
+    with engine(sparse=lanes()) as made:
+        generate(made, prompt(48, 1), count=1)
+        evict_device(made)
+        decoding = made.submit(prompt(40, 3), 60, approx=True)
+        while decoding not in made.sparse:
+            made.step()
+        waiting = made.submit(prompt(48, 1) + prompt(3, 2), 5, approx=True, planner="sparse")
+        made.step()
+        for request in (decoding, waiting):
+            made.abort(request.request_id)
+        finish(made)
+        assert len(made.sparse) == 0
+
+
+def test_auto_leaves_a_prefix_where_it_is_only_if_that_is_faster():
+    slow = rates_from_law(hf_shape(), node_profile("pcie"))
+    for rates, sparse in ((slow, False), (paced(slow), True)):
+        with engine(sparse=lanes(FEW), rates=rates, size=SIZE) as made:
+            generate(made, prompt(96, 1), count=1)
+            evict_device(made)
+            request = made.submit(prompt(96, 1) + prompt(5, 2), 2, approx=True)
+            exact = made.submit(prompt(96, 1) + prompt(6, 3), 2)
+            finish(made)
+            assert (request.account.plan == "sparse") == sparse, request.account.why
+            assert exact.account.plan != "sparse" and exact.account.approximate_tokens == 0
+
+
+def hf_shape():
+    return weights("llama", torch.float64, False, "cpu").config.shape
+
+
+def paced(rates):
+    """The same node behind a link a million times slower, and no gpu to compute it anew on."""
+    load = replace(rates.load, per_token_s=1e-3)
+    step = replace(rates.step, token_s=2e-3)
+    return replace(rates, load=load, step=step)
+
+
+def test_a_crowd_of_both_kinds_with_preemptions():
+    rng = random.Random(3)
+    size = ArenaSize(30, 128, block_tokens=BLOCK)
+    with engine(sparse=lanes(), size=size, budget_tokens=24) as made:
+        asked = []
+        for number in range(10):
+            tokens = prompt(rng.choice((5, 31, 58)), number % 3)
+            count = rng.choice((2, 24))
+            asked.append((made.submit(tokens, count, approx=rng.random() < 0.6), tokens, count))
+            for _ in range(rng.randrange(4)):
+                made.step()
+        finish(made)
+        for request, tokens, count in asked:
+            assert answer(request) == expected(tokens, count)
+        assert made.stats().sparse["moved"] > 2

@@ -1,0 +1,58 @@
+"""Real vLLM with our host tier: less than there is may be loaded, and the answer is the same."""
+
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.live.tier_engine import BLOCK, TierEngine
+
+pytestmark = [pytest.mark.live, pytest.mark.vllm]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with tempfile.TemporaryDirectory(prefix="kappa-tail-") as folder:
+        made = TierEngine(Path(folder))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def prompt(seed, tokens=700):
+    rng = random.Random(seed)
+    return [rng.randrange(100, 4000) for _ in range(tokens)]
+
+
+def warm(engine, tokens):
+    """Ask until the whole prompt comes from the host tier; its first and its last answer."""
+    cold, deadline = engine.ask(tokens), time.monotonic() + 60.0
+    while (answer := engine.ask(tokens))["cached"] < len(tokens) // BLOCK * BLOCK:
+        assert time.monotonic() < deadline
+    return cold, answer
+
+
+def test_the_back_of_a_hit_is_computed_where_that_is_faster_and_nothing_changes(engine):
+    known = prompt(1)
+    cold, whole = warm(engine, known)
+    engine.reports()
+    tail = engine.ask(known, plan="tail")
+    assert 0 < tail["cached"] < whole["cached"]
+    assert tail["cached"] % BLOCK == 0
+    assert tail["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
+    messages = engine.reports()["messages"]
+    (load,) = (m for m in messages if m["kind"] == "load")
+    assert load["tokens"] == tail["cached"]
+    (admitted,) = (m for m in messages if m["kind"] == "admit")
+    assert admitted["host_tokens"] == tail["cached"]
+    assert admitted["new_tokens"] == len(known) - tail["cached"]
+
+
+def test_what_was_computed_anew_is_still_there_to_load(engine):
+    known = prompt(2)
+    _, whole = warm(engine, known)
+    for plan in ("tail", "kv", "tail", "kv"):
+        assert (engine.ask(known, plan=plan)["cached"] < whole["cached"]) == (plan == "tail")

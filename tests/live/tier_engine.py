@@ -1,0 +1,184 @@
+"""A tiny vLLM engine with a host tier, in a process of its own, asked over its standard input.
+
+`TierEngine` starts it and asks; run as a script it is the engine. Its requests load all that they
+can, unless they name a plan: then the tail is planned for a link as fast as the gpu.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from kappa.hardware import node_profile
+from kappa.model import kv_bytes_per_token
+from kappa.report import PLAN_KEY
+from kappa.shapes import model_shape
+from workers.tail_recompute import LOAD_ALL, TAIL, tail_rates
+from workers.tier_choice import TierChoice, TierNeeds, transfer_config
+from workers.tiny_model import make_tiny_model
+from workers.vllm_engine import CPU_ENV
+
+ROOT = Path(__file__).parents[2]
+BLOCK, CONTEXT = 32, 1184
+CORPUS = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
+
+
+class Listener:
+    """Collects what the engine's processes report."""
+
+    def __init__(self, folder):
+        self.stats, self.kv = f"ipc://{folder}/stats", f"ipc://{folder}/kv"
+        self._messages, self._events = [], []
+        context = zmq.Context.instance()
+        pull, sub = context.socket(zmq.PULL), context.socket(zmq.SUB)
+        pull.bind(self.stats)
+        sub.setsockopt(zmq.SUBSCRIBE, b"")
+        sub.connect(self.kv)
+        threading.Thread(target=self._read, args=(pull,), daemon=True).start()
+        threading.Thread(target=self._follow, args=(sub,), daemon=True).start()
+
+    def _read(self, socket):
+        while True:
+            self._messages.append(msgspec.msgpack.decode(socket.recv()))
+
+    def _follow(self, socket):
+        from vllm.distributed.kv_events import KVEventBatch
+
+        decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+        while True:
+            self._events += decode(socket.recv_multipart()[2]).events
+
+    def take(self):
+        messages, self._messages = self._messages, []
+        events, self._events = self._events, []
+        told = [
+            {
+                "type": type(event).__name__,
+                "medium": getattr(event, "medium", None),
+                "hashes": [str(h) for h in getattr(event, "block_hashes", ())],
+            }
+            for event in events
+        ]
+        return {"messages": messages, "events": told}
+
+
+class TierEngine:
+    """The engine from outside. `tier`: fields of a `TierChoice`; `path`: more to import from."""
+
+    def __init__(self, folder, path="", **tier):
+        self.errors = folder / "engine.txt"
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, json.dumps(tier)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(path)])},
+            )
+        self.ready = self._read()
+
+    def ask(self, tokens, salt="", plan=LOAD_ALL):
+        """Compute a prompt on an empty device cache."""
+        return self._do({"tokens": tokens, "salt": salt, "plan": plan})
+
+    def reports(self):
+        """What was reported since the last call: messages of the stats channel, and KV events."""
+        return self._do({"reports": True})
+
+    def _do(self, what):
+        print(json.dumps(what), file=self.process.stdin, flush=True)
+        return self._read()
+
+    def _read(self):
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise AssertionError(f"the engine died:\n{self.errors.read_text()[-4000:]}")
+
+    def close(self):
+        self.process.stdin.close()
+        try:
+            self.process.wait(60.0)
+        finally:
+            self.process.kill()
+
+
+def slow_rates():
+    """Of a node that loads a token as fast as it computes one."""
+    shape, profile = model_shape("llama-3.1-8b"), node_profile("pcie")
+    token_s = 2.0 * shape.params_active / profile.flops_per_s
+    link = replace(profile, h2d_bytes_per_s=kv_bytes_per_token(shape) / token_s)
+    return tail_rates(shape, link)
+
+
+def main():
+    tier = json.loads(sys.argv[1])
+    os.environ.update({**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "LMCACHE_LOG_LEVEL": "CRITICAL",
+                       "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1",
+                       "HF_HUB_OFFLINE": "1"})  # fmt: skip
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVEventsConfig, KVTransferConfig
+
+    with tempfile.TemporaryDirectory(prefix="kappa-lmcache-engine-") as folder:
+        listener = Listener(folder)
+        choice = TierChoice(planner=TAIL, **tier)
+        config = transfer_config(choice, TierNeeds(1 << 26, listener.stats, rates=slow_rates()))
+        model = make_tiny_model(Path(tempfile.gettempdir()) / "kappa-lmcache-model", CORPUS)
+        llm = LLM(
+            model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT,
+            block_size=BLOCK, num_gpu_blocks_override=2 * CONTEXT // BLOCK + 4, max_num_seqs=4,
+            max_num_batched_tokens=512, enforce_eager=True, enable_prefix_caching=True,
+            disable_log_stats=True, use_tqdm_on_load=False,
+            worker_cls="workers.metered_worker.MeteredCPUWorker",
+            additional_config={"kappa_stats": listener.stats},
+            kv_events_config=KVEventsConfig(
+                enable_kv_cache_events=True, publisher="zmq", endpoint=listener.kv, topic="kv"
+            ),
+            kv_transfer_config=KVTransferConfig(**config),
+        )  # fmt: skip
+        say({"prompt_bytes": prompt_bytes(llm)})
+        for line in sys.stdin:
+            asked = json.loads(line)
+            if "reports" in asked:
+                say(listener.take())
+                continue
+            llm.reset_prefix_cache()
+            prompt = {"prompt_token_ids": asked["tokens"]}
+            params = SamplingParams(
+                max_tokens=4, temperature=0.0, logprobs=1, ignore_eos=True,
+                extra_args={PLAN_KEY: asked["plan"]},
+            )  # fmt: skip
+            if asked["salt"]:
+                prompt["cache_salt"] = asked["salt"]
+            start_s = time.perf_counter()
+            (answer,) = llm.generate([prompt], params, use_tqdm=False)
+            say({
+                "cached": answer.num_cached_tokens or 0,
+                "logprob": answer.outputs[0].cumulative_logprob,
+                "took_s": time.perf_counter() - start_s,
+            })  # fmt: skip
+        llm.llm_engine.engine_core.shutdown()
+
+
+def prompt_bytes(llm):
+    """KV bytes of a prompt as long as the context."""
+    model = llm.llm_engine.vllm_config.model_config
+    heads, size = model.get_total_num_kv_heads(), model.get_head_size()
+    return 2 * model.hf_config.num_hidden_layers * heads * size * 4 * CONTEXT
+
+
+def say(what):
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Rollout modes and one request's account, through the real ingress with scripted workers."""
+
+import asyncio
+import json
+
+import pytest
+import structlog
+from opentelemetry.sdk.trace.export import SpanExportResult
+
+import router.tracing
+from kappa.report import Admission, Spent, WorkerReport
+from kappa.settings.observing import ObservingSettings
+from router.messages import POOL_HEADER
+from tests.router.test_ingress import event, get, post, renderer, serve
+
+__all__ = ["renderer", "serve"]
+pytestmark = pytest.mark.ray
+
+DECISIONS = "/v1/decisions/{request_id}"
+
+
+async def words(_worker):
+    yield [event("one")]
+    yield [event("two")]
+
+
+@pytest.fixture
+async def begin(serve):
+    async def make(script=words, **changes):
+        ingress, live, app = await serve(script, **changes)
+        app.get(DECISIONS)(ingress.decision)
+        return ingress, live, app
+
+    return make
+
+
+async def account(app, request_id):
+    return await get(app, f"/v1/decisions/{request_id}")
+
+
+async def test_a_requests_account_says_where_its_time_went(begin):
+    async def slow(_worker):
+        await asyncio.sleep(0.2)
+        yield [event("one")]
+        await asyncio.sleep(0.1)
+        yield [event("two")]
+
+    _, live, app = await begin(slow)
+    await post(app, stream=True)
+    (record,) = live.records.values()
+    request_id, worker = record.decision.request_id, record.decision.worker
+    live._reported(
+        WorkerReport(
+            worker, 1.0, spent=(Spent(request_id, 0.05, 0.1),),
+            admitted=(Admission(request_id, 16, 32, 8),),
+        )
+    )  # fmt: skip
+    told = (await account(app, request_id)).json()
+    assert told["request_id"] == request_id and told["end"] == "done"
+    spans = {span["name"]: span for span in told["timeline"]["spans"]}
+    assert list(spans) == [
+        "ingress", "tokenize", "decide", "first_token", "queue", "load", "prefill", "stream",
+    ]  # fmt: skip
+    assert spans["first_token"]["seconds"] == pytest.approx(0.2, abs=0.15)
+    assert spans["stream"]["seconds"] >= 0.09
+    assert spans["load"]["seconds"] == pytest.approx(0.05, abs=1e-6)
+    assert spans["load"]["attributes"]["tokens"] == 32
+    assert told["timeline"]["status"] == 200
+
+
+async def test_a_refused_request_has_an_account_without_a_decision(begin):
+    ingress, _, app = await begin(workers=())
+    assert (await post(app)).status_code == 503
+    (request_id,) = ingress._observing.observer._timelines
+    told = (await account(app, request_id)).json()
+    assert told["timeline"]["status"] == 503 and "node" not in told
+    assert [span["name"] for span in told["timeline"]["spans"]] == ["ingress", "tokenize"]
+
+
+async def test_an_unknown_request_is_404_in_openais_shape(begin):
+    _, _, app = await begin()
+    answer = await account(app, "nobody")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "request_not_found")
+
+
+async def test_in_shadow_rays_rule_steers_and_ours_is_written_down(begin):
+    ingress, live, app = await begin(mode="shadow")
+    for _ in range(12):
+        assert (await post(app, stream=True)).status_code == 200
+    records = list(live.records.values())
+    assert [r.decision.worker for r in records] == ingress.sent
+    assert set(ingress.sent) == {"a", "b"}, "two at random, both idle: both are drawn"
+    assert all(r.steered == "ray" and r.shadow.ray_worker == r.decision.worker for r in records)
+    assert not live.router.reservations
+    text = (await get(app, "/metrics")).text
+    assert 'kappa_rollout_requests_total{arm="ray"} 12.0' in text
+    assert 'kappa_rollout_ttft_seconds_count{arm="ray"} 12.0' in text
+    agreed = sum(r.shadow.agreed for r in records)
+    assert f'kappa_shadow_decisions_total{{agreed="true"}} {float(agreed)}' in text
+    told = (await account(app, records[-1].decision.request_id)).json()
+    assert told["steered"] == "ray" and told["shadow"]["chosen_worker"] in ("a", "b")
+
+
+async def test_shadow_takes_the_shorter_queue_of_the_two(begin):
+    gate = asyncio.Event()
+
+    async def held(_worker):
+        await gate.wait()
+        yield [event("one")]
+
+    ingress, live, app = await begin(held, mode="shadow")
+    asked = [asyncio.create_task(post(app, stream=True)) for _ in range(6)]
+    async with asyncio.timeout(30):
+        while live.router.reservations < 6:
+            await asyncio.sleep(0.01)
+    assert sorted(ingress.sent.count(worker) for worker in ("a", "b")) == [3, 3]
+    gate.set()
+    await asyncio.gather(*asked)
+
+
+async def test_a_canary_keeps_each_conversation_in_its_arm(begin):
+    _, live, app = await begin(mode="canary:50")
+    for turn in range(3):
+        for name in range(16):
+            await post(app, stream=True, user=f"u{name}", max_tokens=4 + turn)
+    by_conversation = {}
+    for number, record in enumerate(live.records.values()):
+        by_conversation.setdefault(number % 16, set()).add(record.steered)
+    assert all(len(arms) == 1 for arms in by_conversation.values())
+    assert {"kappa", "ray"} == set.union(*by_conversation.values())
+    assert all((r.shadow is not None) == (r.steered == "ray") for r in live.records.values())
+
+
+async def test_rays_own_mode_decides_reserves_and_tokenizes_nothing(begin):
+    sent = []
+
+    async def script(_worker):
+        yield [event("one")]
+
+    ingress, live, app = await begin(script, mode="ray")
+
+    async def call(body, method, request):
+        sent.append((dict(request.headers), dict(body.vllm_xargs)))
+        yield [event("one")]
+
+    ingress._path._delivery._call = call
+    answer = await post(app, stream=True)
+    assert answer.status_code == 200 and "one" in answer.text
+    headers, told = sent[0]
+    assert "x-kappa-pin" not in headers and POOL_HEADER in headers
+    assert told["kappa_tenant"] == "default" and "kappa_prompt_tokens" not in told
+    assert not live.records and not live.router.reservations
+    assert "x-kappa-node" not in answer.headers
+    text = (await get(app, "/metrics")).text
+    assert "kappa_tokenize_seconds_count 0.0" in text
+
+
+async def test_with_the_collector_down_every_request_is_answered(begin, monkeypatch):
+    class Broken:
+        def export(self, spans):
+            raise OSError("no route to host")
+
+        def shutdown(self):
+            pass
+
+        def force_flush(self, timeout_millis=0):
+            return True
+
+    monkeypatch.setattr(router.tracing, "_exporter", lambda _: Broken())
+    seen = ObservingSettings(otlp_endpoint="http://127.0.0.1:9")
+    ingress, _, app = await begin(observing=seen)
+    for _ in range(5):
+        assert (await post(app, stream=True)).status_code == 200
+    ingress._observing.close()
+
+
+async def test_a_request_becomes_one_trace_with_the_clients(begin, monkeypatch):
+    got = []
+
+    class Kept:
+        def export(self, spans):
+            got.extend(spans)
+            return SpanExportResult.SUCCESS
+
+        def shutdown(self):
+            pass
+
+        def force_flush(self, timeout_millis=0):
+            return True
+
+    monkeypatch.setattr(router.tracing, "_exporter", lambda _: Kept())
+    monkeypatch.setattr(router.tracing, "_SETTLE_S", 0.0)
+    seen = ObservingSettings(otlp_endpoint="http://127.0.0.1:9")
+    ingress, _, app = await begin(observing=seen)
+    ingress._observing._tracing._settle_s = 0.0
+    await post(app, stream=True)
+    await asyncio.sleep(0.05)
+    ingress._observing.close()
+    assert {"ingress", "tokenize", "decide", "first_token", "stream"} <= {s.name for s in got}
+    assert len({span.context.trace_id for span in got}) == 1
+
+
+async def test_without_metrics_and_request_log_requests_are_served_all_the_same(begin):
+    seen = ObservingSettings(metrics=False, request_log=False)
+    with structlog.testing.capture_logs() as lines:
+        _, _, app = await begin(observing=seen)
+        assert (await post(app, stream=True)).status_code == 200
+        assert (await get(app, "/metrics")).content == b""
+    assert not [line for line in lines if line["event"] == "request_done"]
+
+
+async def test_log_lines_on_a_requests_way_carry_its_id(begin, capsys):
+    async def broken(_worker):
+        raise RuntimeError("engine down")
+        yield
+
+    _, _, app = await begin(broken)
+    with structlog.testing.capture_logs(
+        processors=[structlog.contextvars.merge_contextvars]
+    ) as lines:
+        await post(app)
+    told = [line for line in lines if line["event"] in ("worker_failed", "request_failed")]
+    assert told and all(line["request_id"] for line in told), json.dumps(lines, default=repr)

@@ -1,0 +1,134 @@
+"""KV blocks on their way from a prefill worker to a decode worker, as files in shared memory.
+
+For workers on one machine. A giver writes a request's blocks under a name that only it chose, a
+taker waits for that file, reads and removes it. Whole files appear at once; what nobody takes is
+swept; the folder never holds more than its bound. On paced workers a transfer lasts as long as its
+bytes would on the named network, in dilated time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+_NAME = re.compile(r"[0-9a-f]{32}")
+_SUFFIX, _REFUSED = ".kv", ".refused"
+_POLL_S = 0.005
+
+
+class TransferError(Exception):
+    """Blocks that did not come; the message says why. Their tokens are computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPace:
+    """Real seconds that a paced transfer lasts; nothing on a worker that is not paced."""
+
+    token_s: float = 0.0
+    fixed_s: float = 0.0
+
+    def seconds(self, tokens: int) -> float:
+        """Least seconds from giving to taking so many tokens."""
+        return self.fixed_s + tokens * self.token_s
+
+
+class TransferFiles:
+    """The folder that givers write to and takers read from."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        most_bytes: int,
+        wait_s: float,
+        pace: TransferPace = TransferPace(),
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """`wait_s`: how long a taker waits beyond the pace, and after how long files are swept.
+
+        Raises:
+            OSError: the folder cannot be made, or is another user's.
+        """
+        self._folder, self._most_bytes, self._wait_s = folder, most_bytes, wait_s
+        self._pace, self._clock, self._sleep = pace, clock, sleep
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{folder} is another user's: name a folder of your own")
+
+    def give(self, name: str, blocks: Sequence[torch.Tensor], tokens: int) -> None:
+        """Write a request's blocks, int8 tensors of (blocks, bytes of one), and pace it.
+
+        A transfer that finds no room is refused, and its taker told so at once.
+        """
+        start_s = self._clock()
+        path = self._path(name)
+        self.sweep()
+        size = sum(tensor.nbytes for tensor in blocks)
+        if self._held_bytes() + size > self._most_bytes:
+            path.with_suffix(_REFUSED).touch()
+            return
+        part = path.with_suffix(".part")
+        save_file({str(i): t.contiguous() for i, t in enumerate(blocks)}, part)
+        remaining_s = start_s + self._pace.seconds(tokens) - self._clock()
+        if remaining_s > 0:
+            self._sleep(remaining_s)
+        part.replace(path)
+
+    def take(self, name: str, tokens: int) -> list[torch.Tensor]:
+        """Wait for a transfer, read it, remove it.
+
+        Raises:
+            TransferError: it did not come in time, was refused, or cannot be read.
+        """
+        path = self._path(name)
+        deadline_s = self._clock() + self._wait_s + self._pace.seconds(tokens)
+        while not path.exists():
+            if path.with_suffix(_REFUSED).exists():
+                path.with_suffix(_REFUSED).unlink(missing_ok=True)
+                raise TransferError("refused: no room for it")
+            if self._clock() >= deadline_s:
+                raise TransferError(f"not there after {self._wait_s:g} s")
+            self._sleep(_POLL_S)
+        try:
+            tensors = load_file(path)
+            return [tensors[str(i)] for i in range(len(tensors))]
+        except (OSError, SafetensorError, KeyError) as error:
+            raise TransferError(f"cannot be read: {type(error).__name__}") from None
+        finally:
+            path.unlink(missing_ok=True)
+
+    def sweep(self) -> int:
+        """Remove what nobody took in time; returns how many files."""
+        swept = 0
+        for path in self._folder.iterdir():
+            try:
+                if time.time() - path.stat().st_mtime > 2 * self._wait_s + 60:
+                    path.unlink()
+                    swept += 1
+            except FileNotFoundError:
+                continue
+        return swept
+
+    def _held_bytes(self) -> int:
+        held = 0
+        for path in self._folder.iterdir():
+            try:
+                held += path.stat().st_size
+            except FileNotFoundError:
+                continue
+        return held
+
+    def _path(self, name: str) -> Path:
+        # A name reaches us by way of the request: it must not lead out of the folder.
+        if not _NAME.fullmatch(name):
+            raise TransferError("its name is none of ours")
+        return self._folder / f"{name}{_SUFFIX}"
