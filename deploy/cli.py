@@ -14,10 +14,15 @@ from deploy.commands import (
     bench_regret,
     bench_routing,
     bench_scheduler,
+    bench_soak,
+    bench_tail,
     bench_validate,
     dashboards,
     demo,
+    faults,
+    keys,
     law,
+    lmcache,
     power,
     profile,
     replay,
@@ -44,13 +49,18 @@ app.command()(workload.workload)
 app.command()(replay.replay)
 app.command()(power.power)
 app.command()(dashboards.dashboards)
+app.command()(faults.faults)
+app.add_typer(keys.app, name="keys")
+app.add_typer(lmcache.app, name="lmcache")
 bench.app.command()(bench_routing.routing)
 bench.app.command()(bench_scheduler.scheduler)
 bench.app.command()(bench_regret.regret)
 bench.app.command()(bench_peers.peers)
 bench.app.command()(bench_packing.packing)
+bench.app.command()(bench_soak.soak)
 bench.app.command()(bench_clients.clients)
 bench.app.command()(bench_validate.validate)
+bench.app.command("tail-recompute")(bench_tail.tail_recompute)
 bench.app.command("offload")(bench_offload.offload)
 bench.app.command("offload-overhead")(bench_overhead.offload_overhead)
 app.add_typer(bench.app, name="bench")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kappa.settings.observing import ObservingSettings
 from kappa.settings.routing import FailoverSettings
+from kappa.settings.transfer import TransferSettings
 from router.tenants import Tenants
 
 
@@ -40,3 +41,4 @@ class IngressSettings:
     failover: FailoverSettings = field(default_factory=FailoverSettings)
     drain_s: float = 60.0
     replicas: int = 1
+    transfer: TransferSettings = field(default_factory=TransferSettings)

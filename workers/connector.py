@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.kv_events import MEDIUM_CPU
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,7 +29,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
 
 from workers.admission_reports import AdmissionReports, asked_plan
-from workers.host_tier import HostTierManager, HostTierWorker
+from workers.host_tier import BY_LAYER, HostTierManager, HostTierWorker
 from workers.kept_manager import KeptTierManager
 from workers.kept_tier import announcement, note_stores
 from workers.stats_channel import StatsSender
@@ -69,6 +70,8 @@ class HostTierConnector(OffloadingConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._kappa_by_layer = extra.get("kappa_load") == BY_LAYER
+        self._kappa_layers: dict[str, int] = {}
         self._kappa_tail = TailRecompute.from_config(extra, vllm_config.cache_config.block_size)
         stats = extra.get("kappa_stats", "") if role == KVConnectorRole.SCHEDULER else ""
         self._kappa_reports = AdmissionReports(StatsSender(stats))
@@ -102,6 +105,30 @@ class HostTierConnector(OffloadingConnector):
             for job_id, job in getattr(connector_metadata, "load_jobs", {}).items():
                 tier.loading(job_id, job.req_id)
 
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """As vLLM's; remembers which of the tier's tensors is which layer's."""
+        super().register_kv_caches(kv_caches)
+        worker = self.connector_worker
+        assert worker is not None
+        if isinstance(worker.worker, HostTierWorker):
+            names = [n for g in worker.kv_cache_config.kv_cache_groups for n in g.layer_names]
+            last = len(worker.worker.device) - 1
+            # Layers that share a tensor, or lie in one, are waited for together.
+            one_each = last + 1 == len(names)
+            self._kappa_layers = {n: i if one_each else last for i, n in enumerate(names)}
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Where loads come in the prompt's own step: wait for this layer's."""
+        tier = self.connector_worker.worker if self.connector_worker is not None else None
+        jobs = getattr(self._connector_metadata, "load_jobs", {})
+        if self._kappa_by_layer and jobs and isinstance(tier, HostTierWorker):
+            tier.wait_layer(jobs, self._kappa_layers[layer_name])
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """As vLLM's; no request waits for a load that came in its own step."""
+        sending, receiving = super().get_finished(finished_req_ids)
+        return sending, set() if self._kappa_by_layer else receiving
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -110,7 +137,7 @@ class HostTierConnector(OffloadingConnector):
         self._kappa_reports.looked_up(request, num_computed_tokens)
         hit, loads_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if not hit:
-            return hit, loads_async
+            return hit, loads_async and not self._kappa_by_layer
         new = request.num_tokens - num_computed_tokens - hit
         plan = asked_plan(request.sampling_params)
         loaded = self._kappa_tail.loaded_tokens(num_computed_tokens, hit, new, plan)
@@ -120,7 +147,7 @@ class HostTierConnector(OffloadingConnector):
             status = scheduler._req_status[request.request_id]
             status.partial_tail_boundary = None
             status.update_num_hit_chunks(num_computed_tokens + loaded)
-        return loaded, loads_async and bool(loaded)
+        return loaded, loads_async and bool(loaded) and not self._kappa_by_layer
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

@@ -40,9 +40,12 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from workers.kept_tier import KEEP_KEY, KeptTier, kept_tensor
 from workers.link import Link, Route
+from workers.layer_clock import LayerClock
 from workers.link_queue import HALF, LOAD, LOADS_FIRST, STORE, LinkPace, LinkRules
 from workers.stats_channel import StatsSender
 
+# `kappa_load` of the extra configuration: loads come in the prompt's own step.
+BY_LAYER = "layers"
 # An engine with nothing to do but stores under way must not poll as fast as it can, nor be late.
 _STORE_POLL_S = 0.002
 # Of so many requests it is remembered what their loads took; those that never run are forgotten.
@@ -61,15 +64,18 @@ class HostTierWorker(OffloadingWorker):
         stats: StatsSender,
         rules: LinkRules = LinkRules(),
         keep: Path | None = None,
+        by_layer: bool = False,
     ) -> None:
         """Allocate `blocks` host blocks shaped like the device's; one chunk is one block.
 
-        keep: the shelf that they lie on, to be found there by a successor.
+        keep: the shelf that they lie on, to be found there by a successor. by_layer: loads are
+        waited for layer by layer.
         """
         device = [t.tensor for t in kv_caches.tensors]
         host = [_host_blocks(keep, i, blocks, int(t.shape[1])) for i, t in enumerate(device)]
         self.device = device
         """The device cache's blocks, as int8 tensors of (blocks, bytes of one)."""
+        self._by_layer, self._clock = by_layer, LayerClock(len(device))
         self._report_lock = threading.Lock()
         self._loading: dict[int, str] = {}
         self._loaded_s: OrderedDict[str, float] = OrderedDict()
@@ -97,7 +103,9 @@ class HostTierWorker(OffloadingWorker):
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         """Queue host -> device."""
         assert isinstance(src_spec, BlockIDsLoadStoreSpec)
-        return self._links[LOAD].submit(LOAD, job_id, src_spec.block_ids, dst_spec.block_ids)
+        return self._links[LOAD].submit(
+            LOAD, job_id, src_spec.block_ids, dst_spec.block_ids, self._by_layer
+        )
 
     def get_finished(self) -> list[TransferResult]:
         """Transfers of both directions that ended since the last call, dropped stores too."""
@@ -121,6 +129,20 @@ class HostTierWorker(OffloadingWorker):
     def store_block_s(self) -> float:
         """Measured seconds to copy one block to the host; 0 before the first."""
         return self._links[STORE].block_s[STORE]
+
+    def begin_step(self, pace_s: float) -> None:
+        """A step begins that is to last so long beside its loads."""
+        self._clock.begin(pace_s)
+
+    def wait_layer(self, job_ids: Collection[int], layer: int) -> None:
+        """Block until a layer of these loads is there; the layer before lasts its share first."""
+        self._clock.reach()
+        self._links[LOAD].wait_layer(job_ids, layer)
+        self._clock.enter()
+
+    def owed_s(self) -> float:
+        """Seconds that the last layer of a step must still last."""
+        return self._clock.owed_s()
 
     def wait(self, job_ids: set[int]) -> None:
         """Block until `job_ids` have ended, and report how long that held the engine up."""
@@ -173,6 +195,12 @@ class LoadingTier(Protocol):
 
     def wait_for_load(self, timeout_s: float) -> bool:
         """Sleep until a load may have ended, at most so long; False if none is in flight."""
+
+    def begin_step(self, pace_s: float) -> None:
+        """A step begins that is to last so long beside its loads."""
+
+    def owed_s(self) -> float:
+        """Seconds that the step must still last because it waited for loads."""
 
 
 def _host_blocks(keep: Path | None, number: int, blocks: int, width: int) -> torch.Tensor:
@@ -329,6 +357,7 @@ class HostTierSpec(CPUOffloadingSpec):
                 StatsSender(self.extra_config.get("kappa_stats", "")),
                 self.rules,
                 self.keep,
+                self.extra_config.get("kappa_load") == BY_LAYER,
             )
             self.__dict__["_kappa_worker"] = worker
         return worker

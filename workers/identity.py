@@ -20,6 +20,7 @@ from scheduler.catalogue import PACKING
 from workers.lanes_plan import LanesPlan
 from workers.tail_recompute import TAIL, tail_rates
 from workers.tier_choice import TierChoice
+from workers.transfer_choice import TransferChoice
 from workers.vllm_engine import EngineLimits, EngineScheduler, EngineTier, fingerprint
 
 
@@ -56,6 +57,7 @@ class WorkerPlan:
     pool: str = ""
     role: str = "both"
     gpus: int = 0
+    transfer: TransferChoice | None = None
     handover_dir: str = ""
     handover_wait_s: float = 0.0
     observing: ObservingSettings = field(default_factory=ObservingSettings)

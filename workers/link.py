@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,13 +68,21 @@ class Link:
         self._done: list[TransferResult] = []
         self._dropped: set[int] = set()
         self._unfinished: dict[int, str] = {}
+        self._layered: dict[int, Transfer] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._free_at_s = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kappa-link-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, direction: str, job_id: int, src_ids: np.ndarray, dst_ids: np.ndarray) -> bool:
+    def submit(
+        self,
+        direction: str,
+        job_id: int,
+        src_ids: np.ndarray,
+        dst_ids: np.ndarray,
+        by_layer: bool = False,
+    ) -> bool:
         """Queue one transfer of blocks `src_ids` to `dst_ids` (equal lengths)."""
         if len(src_ids) != len(dst_ids):
             raise ValueError(
@@ -82,7 +90,11 @@ class Link:
             )
         with self._changed:
             self._unfinished[job_id] = direction
-            self._queue.add(Transfer(job_id, direction, src_ids, dst_ids, time.monotonic()))
+            layers = len(self._routes[direction].src) if by_layer and len(src_ids) else 0
+            transfer = Transfer(job_id, direction, src_ids, dst_ids, time.monotonic(), layers)
+            if layers:
+                self._layered[job_id] = transfer
+            self._queue.add(transfer)
             self._changed.notify_all()
         return True
 
@@ -123,6 +135,14 @@ class Link:
             while not self._unfinished.keys().isdisjoint(job_ids) and not self._closed:
                 self._changed.wait(_POLL_S)
 
+    def wait_layer(self, job_ids: Collection[int], layer: int) -> None:
+        """Block until this layer (and all before) of all these transfers has arrived."""
+        with self._changed:
+            while not self._closed and any(
+                job in self._layered and self._layered[job].landed <= layer for job in job_ids
+            ):
+                self._changed.wait(_POLL_S)
+
     def close(self) -> None:
         """Stop the thread; queued transfers are dropped."""
         with self._changed:
@@ -161,6 +181,7 @@ class Link:
         with self._changed:
             self._serving = None
             self._queue.served(piece, end_s - start_s)
+            transfer.landed = piece.stop
             if not copied:
                 self._give_up(transfer)
             elif transfer.dropped and not piece.last:
@@ -171,11 +192,13 @@ class Link:
 
     def _copy(self, piece: Piece) -> bool:
         transfer, route = piece.transfer, self._routes[piece.transfer.direction]
-        src_ids = torch.from_numpy(transfer.src_ids[piece.start : piece.stop])
-        dst_ids = torch.from_numpy(transfer.dst_ids[piece.start : piece.stop])
+        span = slice(piece.start, piece.stop)
+        blocks, tensors = (slice(None), span) if transfer.layers else (span, slice(None))
+        src_ids = torch.from_numpy(transfer.src_ids[blocks])
+        dst_ids = torch.from_numpy(transfer.dst_ids[blocks])
         start_s = time.monotonic()
         try:
-            for src, dst in zip(route.src, route.dst, strict=True):
+            for src, dst in zip(route.src[tensors], route.dst[tensors], strict=True):
                 dst.index_copy_(0, dst_ids, src.index_select(0, src_ids))
         except (IndexError, RuntimeError):
             # A dead thread would leave the engine waiting for ever.
@@ -183,9 +206,10 @@ class Link:
             return False
         seconds = time.monotonic() - start_s
         transfer.copy_s += seconds
-        rate, blocks = self.block_s[transfer.direction], max(piece.stop - piece.start, 1)
-        known_s = rate or seconds / blocks
-        self.block_s[transfer.direction] = known_s + _RATE_WEIGHT * (seconds / blocks - known_s)
+        done = len(src_ids) / (transfer.layers or 1)
+        block_s, rate = seconds / max(done, 1e-9), self.block_s[transfer.direction]
+        known_s = rate or block_s
+        self.block_s[transfer.direction] = known_s + _RATE_WEIGHT * (block_s - known_s)
         return True
 
     def _give_up(self, transfer: Transfer) -> None:
@@ -220,4 +244,5 @@ class Link:
 
     def _end(self, result: TransferResult) -> None:
         self._unfinished.pop(result.job_id, None)
+        self._layered.pop(result.job_id, None)
         self._done.append(result)

@@ -94,20 +94,28 @@ class LinkRules:
 
 
 class Transfer:
-    """One job: blocks `src_ids` to `dst_ids`. done: blocks handed out so far; took_s: its share
-    of the link's time so far. dropped: give it up after the piece under way."""
+    """One job: blocks `src_ids` to `dst_ids`; with `layers`, all of them layer by layer. done:
+    blocks (or layers) handed out so far, landed: that have arrived; took_s: its share of the link's
+    time so far. dropped: give it up after the piece under way."""
 
     __slots__ = (
-        "copy_s", "direction", "done", "dropped", "dst_ids", "job_id", "queued_s", "src_ids",
-        "submitted_s", "took_s",
+        "copy_s", "direction", "done", "dropped", "dst_ids", "job_id", "landed", "layers",
+        "queued_s", "src_ids", "submitted_s", "took_s",
     )  # fmt: skip
 
     def __init__(
-        self, job_id: int, direction: str, src_ids: np.ndarray, dst_ids: np.ndarray, now_s: float
+        self,
+        job_id: int,
+        direction: str,
+        src_ids: np.ndarray,
+        dst_ids: np.ndarray,
+        now_s: float,
+        layers: int = 0,
     ) -> None:
         self.job_id, self.direction, self.submitted_s = job_id, direction, now_s
         self.src_ids, self.dst_ids = src_ids, dst_ids
-        self.done = 0
+        self.done = self.landed = 0
+        self.layers = layers
         self.took_s = self.copy_s = self.queued_s = 0.0
         self.dropped = False
 
@@ -116,9 +124,14 @@ class Transfer:
         """Blocks in all."""
         return len(self.src_ids)
 
+    @property
+    def units(self) -> int:
+        """What it is handed out in: layers, if it goes by them, or else blocks."""
+        return self.layers or self.blocks
+
 
 class Piece(NamedTuple):
-    """Blocks `start` to `stop` of a transfer, and what the link should take for them."""
+    """Units `start` to `stop` of a transfer, and what the link should take for them."""
 
     transfer: Transfer
     start: int
@@ -128,7 +141,7 @@ class Piece(NamedTuple):
     @property
     def last(self) -> bool:
         """Whether the transfer is complete with it."""
-        return self.stop == self.transfer.blocks
+        return self.stop == self.transfer.units
 
 
 class LinkQueue:
@@ -215,15 +228,21 @@ class LinkQueue:
         return None
 
     def _piece(self, transfer: Transfer) -> Piece:
-        start, stop = transfer.done, transfer.blocks
+        start, stop = transfer.done, transfer.units
+        if transfer.layers:
+            # A layer is waited for on its own, so it travels on its own.
+            return Piece(transfer, start, start + 1, self._span_s(transfer, start, start + 1))
         block_s = self._seconds(transfer.direction, 2) - self._seconds(transfer.direction, 1)
         if self._order == LOADS_FIRST and block_s > 0:
             stop = min(stop, start + max(int(PIECE_S / block_s + 1e-6), 1))
         return Piece(transfer, start, stop, self._span_s(transfer, start, stop))
 
     def _left_s(self, transfer: Transfer) -> float:
-        return self._span_s(transfer, transfer.done, transfer.blocks)
+        return self._span_s(transfer, transfer.done, transfer.units)
 
     def _span_s(self, transfer: Transfer, start: int, stop: int) -> float:
+        if transfer.layers:
+            whole_s = self._seconds(transfer.direction, transfer.blocks)
+            return whole_s * (stop - start) / transfer.layers
         before_s = self._seconds(transfer.direction, start) if start else 0.0
         return self._seconds(transfer.direction, stop) - before_s

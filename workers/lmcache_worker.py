@@ -258,6 +258,13 @@ class LmcacheWorker:
             time.sleep(min(timeout_s, _STORE_POLL_S))
         return False
 
+    def begin_step(self, pace_s: float) -> None:
+        """Loads come between steps: nothing is to be paced here."""
+
+    def owed_s(self) -> float:
+        """No step waits for a load."""
+        return 0.0
+
     def close(self) -> None:
         """Forget everything."""
         if self in CURRENT:

@@ -136,6 +136,8 @@ class Metered:
             "start_s": start_s,
             "pace_s": self._kappa_step_model.real_s(work) if self._kappa_step_model else 0.0,
         }
+        for tier in HOST_TIERS:
+            tier.begin_step(self._kappa_step["pace_s"])
 
     def _kappa_end(self) -> None:
         step, self._kappa_step = self._kappa_step, None
@@ -143,11 +145,13 @@ class Metered:
             return
         start_s = step.pop("start_s")
         real_s = time.monotonic() - start_s
-        remaining_s = step["pace_s"] - real_s
+        owed_s = max((tier.owed_s() for tier in HOST_TIERS), default=0.0)
+        remaining_s = max(step["pace_s"] - real_s, owed_s)
         if remaining_s > 0:
             time.sleep(remaining_s)
         end_s = time.monotonic()
-        self._kappa_last_end_s = start_s + step["pace_s"] if remaining_s > 0 else end_s
+        on_time = step["pace_s"] > real_s and not owed_s
+        self._kappa_last_end_s = start_s + step["pace_s"] if on_time else end_s
         step.update(
             took_s=end_s - start_s,
             real_s=real_s,

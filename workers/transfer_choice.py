@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kappa.model import kv_bytes_per_token
 from workers.vllm_engine import Pace
 
 FILES, NIXL = "files", "nixl"
@@ -38,7 +39,7 @@ def transfer_on(choice: TransferChoice, arguments: dict[str, Any], pace: Pace | 
             "folder": choice.folder, "most_bytes": choice.most_bytes, "wait_s": choice.wait_s,
         }  # fmt: skip
         if pace is not None:
-            dilation, kv_bytes = pace.node.dilation, pace.kv_bytes_per_token
+            dilation, kv_bytes = pace.node.dilation, kv_bytes_per_token(pace.shape)
             told["token_s"] = dilation * kv_bytes / choice.net_bytes_per_s
             told["fixed_s"] = dilation * choice.fixed_s
         config["kv_connector"] = "TransferConnector"

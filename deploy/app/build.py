@@ -11,6 +11,7 @@ from typing import Any
 from deploy.app.access import access_of, tenants_table
 from deploy.app.model import Model, StartError
 from deploy.app.pools import pool_config, pool_deployment
+from deploy.app.refusals import contradictions
 from kappa.settings.cluster import ClusterSettings
 
 
@@ -22,7 +23,9 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
     Raises:
         StartError: settings that do not go together, and what to change.
     """
-    _refuse_what_does_not_go_together(settings)
+    wrong = contradictions(settings)
+    if wrong:
+        raise StartError("\n".join(wrong))
     from ray import serve
     from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
 
@@ -53,26 +56,6 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
     )
 
 
-def _refuse_what_does_not_go_together(settings: ClusterSettings) -> None:
-    paced = [pool.name for pool in settings.all_pools if pool.paced]
-    if settings.engine.kind == "torch" and paced:
-        raise StartError(
-            f"engine.kind is torch, which cannot be paced, but nodes {', '.join(paced)} are: say "
-            "'paced: false' for each, or start with --unpaced"
-        )
-    unpaced = [pool.name for pool in settings.all_pools if not pool.paced]
-    if settings.engine.kind == "emulated" and unpaced:
-        raise StartError(
-            f"engine.kind is emulated, which has no speed but its pace, and nodes "
-            f"{', '.join(unpaced)} are not paced: say 'paced: true' for each"
-        )
-    if settings.engine.kind == "torch" and settings.scheduler.name == "stock":
-        raise StartError(
-            "scheduler.name is stock, which is vLLM's own: with engine.kind torch name another "
-            "rule, such as fair"
-        )
-
-
 def _ingress_settings(settings: ClusterSettings, model: Model) -> Any:
     """What the ingress is told; the secret of its hashes is new at every start."""
     from router.ingress_settings import IngressSettings
@@ -98,4 +81,5 @@ def _ingress_settings(settings: ClusterSettings, model: Model) -> Any:
         failover=r.failover,
         drain_s=max(pool.drain_s for pool in settings.all_pools),
         replicas=settings.http.replicas,
+        transfer=settings.transfer,
     )

@@ -69,11 +69,24 @@ def worker_plan(
         pool=pool.name,
         role=pool.role,
         gpus=pool.placement.gpus,
+        transfer=_transfer(settings),
         handover_dir=str(Path(e.handover_dir).absolute()) if e.handover_dir else "",
         handover_wait_s=e.handover_wait_s,
         observing=settings.observing,
         log_level=settings.log_level,
     )  # fmt: skip
+
+
+def _transfer(settings: ClusterSettings) -> Any:
+    """How prompts are handed over, None where every worker keeps its own."""
+    from workers.transfer_choice import TransferChoice
+
+    if all(pool.role == "both" for pool in settings.all_pools):
+        return None
+    t = settings.transfer
+    return TransferChoice(
+        t.connector, t.folder, t.most_bytes, t.wait_s, t.net_bytes_per_s, t.fixed_s
+    )
 
 
 def _lanes(engine: EngineSettings, model: Model) -> Any:

@@ -32,5 +32,7 @@ class TransferSettings(Section):
     @classmethod
     def _whole_path(cls, value: str) -> str:
         if not value.startswith("/"):
-            raise ValueError(f"{value!r} is no whole path: workers have working folders of their own")
+            raise ValueError(
+                f"{value!r} is no whole path: workers have working folders of their own"
+            )
         return value
