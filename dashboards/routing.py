@@ -96,7 +96,8 @@ DECISIONS = Row(
 )  # fmt: skip
 
 _CHARGE = f"max by (tenant) ({rate(m.TENANT_CHARGE, ('tenant', 'resource'))})"
-_POSITIVE = f"({_CHARGE} > 0)"
+_WEIGHED = f"({_CHARGE} / on (tenant) max by (tenant) ({m.TENANT_WEIGHT.name}))"
+_POSITIVE = f"({_WEIGHED} > 0)"
 
 TENANTS = Row(
     "Tenants",
@@ -113,11 +114,17 @@ TENANTS = Row(
               (Query(rate(m.TENANT_CHARGE, ("resource",)), "{{resource}}"),)),
         Panel(
             "Jain's index of the charges",
-            "1: the tenants that were served were charged alike; 1/n: one of n had it all. Weights "
-            "and demand are not taken into account.", "none",
+            "1: the tenants that were served were charged alike, by weight; 1/n: one of n had it "
+            "all. Demand is not taken into account.", "none",
             (Query(f"sum({_POSITIVE}) ^ 2 / (count({_POSITIVE}) * sum({_POSITIVE} ^ 2))",
                    "Jain's index"),), top=1.0,
         ),
+        Panel("Credit by tenant", "Seconds of service, by weight, that a tenant is behind the mean "
+              "of all that were charged (below 0: ahead of it).", "s",
+              (Query(gauge(m.TENANT_CREDIT, "max", ("tenant",)), "{{tenant}}"),)),
+        Panel("Oldest wait by tenant", "How long a tenant's oldest request has waited for an "
+              "engine to admit it.", "s",
+              (Query(gauge(m.TENANT_OLDEST, "max", ("tenant",)), "{{tenant}}"),)),
         Panel(
             "Passed over, by reason", "Waiting requests per second that the rule looked at and "
             "left, by why.", "cps",
@@ -161,9 +168,77 @@ FILL = Row(
     ),
 )  # fmt: skip
 
+_POWER_NONE = "told of GPUs that NVML or the catalogue knows"
+
+POWER = Row(
+    "Power and energy",
+    (
+        Panel("Power", "What a node's GPUs draw and may draw; source: nvml is measured, model and "
+              "paced are the catalogue's.", "watt",
+              (Query(gauge(m.POWER, "sum", ("node", "source"), NODE), "{{node}} {{source}}"),
+               Query(gauge(m.POWER_CAP, "sum", ("node",), NODE), "{{node}} cap")),
+              absent=_POWER_NONE),
+        Panel("Energy per token", "Joules for each token that a node's engine computed.", "joule",
+              (Query(f"{rate(m.ENERGY, ('node',), NODE)} / {rate(m.STEP_TOKENS, ('node',), NODE)}",
+                     "{{node}}"),), absent=_POWER_NONE),
+        Panel("Watts below the caps", "What the nodes may draw and do not: headroom of the rack.",
+              "watt",
+              (Query(f"{gauge(m.POWER_CAP, 'sum', (), NODE)} - {gauge(m.POWER, 'sum', (), NODE)}",
+                     "headroom"),), absent=_POWER_NONE),
+    ),
+)  # fmt: skip
+
+FAILOVER = Row(
+    "Failures and several ingresses",
+    (
+        Panel("Circuit breakers", "0: closed, 0.5: half open (a trial is under way), 1: open, the "
+              "node gets nothing.", "none",
+              (Query(gauge(m.BREAKER_OPEN, "max", ("node",), NODE), "{{node}}"),), top=1.0),
+        Panel("Breakers opened", "How often per second a node's breaker opened, by why.", "cps",
+              (Query(rate(m.BREAKER_OPENED, ("node", "why"), NODE), "{{node}} {{why}}"),),
+              absent=RARE),
+        Panel("Tried elsewhere", "Requests per second that a node failed before their first token "
+              "and another served, by why.", "reqps",
+              (Query(rate(m.RETRIES, ("node", "why"), NODE), "{{node}} {{why}}"),), absent=RARE),
+        Panel("Sent by other ingresses", "Requests in flight that other ingress replicas sent.",
+              "none", (Query(gauge(m.OTHERS_RESERVATIONS, "max"), "in flight"),), width=6),
+        Panel("Prompts by where they were computed", "With prefill workers: handed over, kept by "
+              "the decoding worker, or failed.", "reqps",
+              (Query(rate(m.PREFILLS, ("where",)), "{{where}}"),), stacked=True, width=6,
+              absent="counted where there are prefill workers"),
+        Panel("Failures of the host tier's server", "What an LMCache server failed to do, per "
+              "second; each is followed by computing the tokens.", "cps",
+              (Query(rate(m.TIER_FAILURES, ("node", "why"), NODE), "{{node}} {{why}}"),),
+              absent=RARE, width=6),
+        Panel("File of keys", "Reads per second of the file of API keys, by outcome.",
+              "cps", (Query(rate(m.KEY_FILE_READS, ("outcome",)), "{{outcome}}"),), width=6),
+    ),
+)  # fmt: skip
+
+_AGREED = 'agreed="true"'
+_SHADOW_NONE = "counted where Ray's rule steers some requests (router.mode shadow or canary)"
+
+ROLLOUT = Row(
+    "Rollout",
+    (
+        Panel("Who steers", "Requests per second by whose rule chose their worker.", "reqps",
+              (Query(rate(m.ROLLOUT_REQUESTS, ("arm",)), "{{arm}}"),), stacked=True),
+        Panel("Time to first token by who steered", "P50 and P90 of the real time.", "s",
+              tuple(Query(quantile(q, m.ROLLOUT_TTFT, ("arm",)), f"{{{{arm}}}} P{100 * q:g}")
+                    for q in (0.5, 0.9))),
+        Panel("Shadow", "Of the requests that Ray's rule steered: the share where ours would have "
+              "chosen the same worker.", "percentunit",
+              (Query(f"{rate(m.SHADOWS, (), _AGREED)} / {rate(m.SHADOWS)}", "agreed"),),
+              top=1.0, absent=_SHADOW_NONE, width=4),
+        Panel("Predicted saving", "Seconds to the first token that ours would have saved, per "
+              "second, as foreseen.", "none",
+              (Query(rate(m.SHADOW_SAVING), "saved"),), absent=_SHADOW_NONE, width=4),
+    ),
+)  # fmt: skip
+
 ROUTING = Dashboard(
     "kappa-routing",
     "kappa-serve: Routing and fairness",
     "Why requests went where they went, how good the forecast was, and who got how much.",
-    (LAW, DECISIONS, TENANTS, FILL),
+    (LAW, DECISIONS, TENANTS, FILL, FAILOVER, POWER, ROLLOUT),
 )

@@ -1,7 +1,8 @@
 """One iteration's rows through the model, the loads that belong to them, and the next tokens.
 
 Rows and loads go through the model together. If a load fails, the rows that wait for one go again,
-each for itself, so that only the prefix that does not arrive is computed from its tokens.
+each for itself, so that only the prefix that does not arrive is computed from its tokens. What
+stays in host memory and does not cross the link is attended to there, all of it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Computer:
 
     def _compute(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
         loading = [sequence for sequence, row in rows.items() if row.load is not None]
-        if not loading:
+        if not loading and all(row.kept is None for row in rows.values()):
             return self._run(rows)
         link = self._mover.counters["h2d"]
         self._mover.settle()
@@ -80,24 +81,35 @@ class Computer:
         except TransferFailed:
             return self._apart(rows)
         self._mover.settle()
-        self._loads.arrived_together(loading, link.busy_s - before_s)
+        if loading:
+            self._loads.arrived_together(loading, link.busy_s - before_s)
         return logits
 
     def _apart(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
         """After a failure: row by row, so that only what does not arrive is computed instead."""
         logits: dict[Sequence, Tensor] = {}
         for sequence, row in list(rows.items()):
-            if row.load is None:
+            if row.load is None and row.kept is None:
                 continue
             del rows[sequence]
             try:
                 logits.update(self._run({sequence: row}))
                 self._mover.mark().block()
-                self._loads.arrived_together([sequence], 0.0)
+                if row.load is not None:
+                    self._loads.arrived_together([sequence], 0.0)
             except TransferFailed:
-                self._loads.failed(sequence)
-                logits.update(self._instead(sequence, row, row.load))
+                logits.update(self._without(sequence, row))
         return {**logits, **(self._run(rows) if rows else {})}
+
+    def _without(self, sequence: Sequence, row: Row) -> dict[Sequence, Tensor]:
+        """A row whose part of the link failed."""
+        if row.kept is not None and row.kept.crosses:
+            row.kept.crosses = False
+            self._loads.stays(sequence)
+        if row.load is None:
+            return self._run({sequence: row})
+        self._loads.failed(sequence)
+        return self._instead(sequence, row, row.load)
 
     def _instead(self, sequence: Sequence, row: Row, load: Load) -> dict[Sequence, Tensor]:
         """Compute from tokens what a row's load should have brought, then the row."""

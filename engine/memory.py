@@ -16,7 +16,7 @@ from engine.fitted import fit, loaded_tokens
 from engine.prefix import EventLog, PrefixCache
 from engine.sequence import Kept, Load, Sequence
 from engine.sparse.serving import SPARSE, SparseServing
-from kappa.plan.planners import Cached, Planning
+from kappa.plan.planners import Cached, Planning, room_left
 from kappa.plan.segments import LoadPlan, bounded, layout
 from scheduler.work import Quote, Work
 
@@ -211,10 +211,11 @@ class EngineMemory:
                 sequence.keeps = plan, kept
                 there, blocks = found + kept, blocks - kept
         if stop <= there:
-            return Quote(blocks, there * size, 0, found - idle, first)
+            return Quote(blocks, there * size, 0, found - idle, first, there - found)
         if keys[there].digest in self._loading:
             return None
-        return Quote(blocks, there * size, (stop - there) * size, found - idle, first)
+        loaded = (stop - there) * size
+        return Quote(blocks, there * size, loaded, found - idle, first, there - found)
 
     def _kept_blocks(self, sequence: Sequence, start: int, plan: LoadPlan) -> int:
         """How many blocks from `start` on stay in host memory: those of C that it has as KV."""
@@ -261,7 +262,7 @@ class EngineMemory:
         while held < stop and act.find(sequence.keys[held]) is not None:
             held += 1
         new = sequence.total_tokens - stop * size
-        room = max(0, self._room_tokens - start * size - new) if bounded_room else None
+        room = room_left(self._room_tokens, start * size, new) if bounded_room else None
         return Cached((stop - start) * size, new, start * size, (held - start) * size, room)
 
     def _plan(self, sequence: Sequence, asked: Cached) -> LoadPlan:

@@ -24,6 +24,7 @@ from kappa.plan.segments import LoadPlan, Segment
 if TYPE_CHECKING:
     # The executor needs no loop to be imported.
     from engine.rows import Row
+    from engine.sequence import Kept
 
 Sources = NDArray[np.int8]
 
@@ -172,6 +173,13 @@ class TorchExecutor:
         """
         return prefill(self._forward, [self._prompt(row) for row in rows])
 
+    def _on_cpu(self, kept: Kept, queries: int) -> int:
+        """Up to which token the CPU attends to what stays in host memory."""
+        size = self._forward.arena.block_tokens
+        if not kept.crosses:
+            return (kept.start + len(kept.blocks)) * size
+        return kept.start * size + kept.cpu_tokens if queries <= _FEW_QUERIES else 0
+
     def _prompt(self, row: Row) -> Prompt:
         pages = Pages(len(row.blocks))
         pages.put(0, "kv", "device", row.blocks)
@@ -185,8 +193,7 @@ class TorchExecutor:
         cpu_tokens = 0
         if row.kept is not None:
             pages.put(row.kept.start, "kv", "host", row.kept.blocks)
-            if row.new_tokens <= _FEW_QUERIES:
-                cpu_tokens = row.kept.start * self._forward.arena.block_tokens + row.kept.cpu_tokens
+            cpu_tokens = self._on_cpu(row.kept, row.new_tokens)
         if load is None:
             return Prompt(tokens, pages, start_tokens=first, cpu_tokens=cpu_tokens)
         pages.put(load.start, "kv", "host", load.kv)

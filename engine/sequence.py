@@ -127,13 +127,14 @@ class Kept:
 
     start: index of its first block. blocks: of host memory, held until the request is over. plan:
     of the whole prefix behind what the device had. cpu_tokens: of these, those that the CPU attends
-    to as the request decodes; the others cross at every step.
+    to as the request decodes; the others cross at every step, unless the link has failed it.
     """
 
     start: int
     blocks: list[int]
     plan: LoadPlan
     cpu_tokens: int
+    crosses: bool = True
 
 
 class Sequence(Work):

@@ -171,6 +171,12 @@ ENERGY = Metric(
     "energy that a node's GPUs used; of a paced node in its own, undilated time",
     ("node", "source"),
 )  # fmt: skip
+PREFILLS = Metric(
+    "kappa_prefills", "counter",
+    "prompts by where they were computed (handed_over, failed, kept, memory_bound), where there "
+    "are prefill workers",
+    ("where",),
+)  # fmt: skip
 ROLLOUT_REQUESTS = Metric(
     "kappa_rollout_requests", "counter", "requests by who steered them (kappa, ray)", ("arm",)
 )

@@ -1,9 +1,10 @@
 """Whether a request is let in: refused at once, rather than served too late for anyone to want it.
 
 Past saturation a queue only grows, and work on requests whose clients have given up is lost to the
-others. So a request that is not expected to meet its objective (`kappa.slo`: TTFT within a
-floor or a multiple of what an idle, typical node would take) is refused, with a time to retry.
-Pure.
+others. So a request that no worker is expected to serve within its objective (`kappa.slo`: TTFT
+within a floor or a multiple of what an idle, typical node would take) is refused, with a time to
+retry. What is expected is the prediction, corrected by how wrong it was of late
+(`router.lateness`). Pure.
 """
 
 from __future__ import annotations
@@ -11,15 +12,49 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
 from router.fleet import Fleet
+from router.lateness import Lateness
 from router.offers import Offers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judgement:
+    """Which workers would miss a request's objective; arrays over the offers' workers.
+
+    late_s: seconds by which a first token is expected after the limit; slow_s: the same of each
+    token. Negative where there is room.
+    """
+
+    late_s: NDArray[np.float64]
+    slow_s: NDArray[np.float64]
+    token_s: NDArray[np.float64]
+    output_tokens: int
+
+    @property
+    def refused(self) -> NDArray[np.bool_]:
+        """Workers that would miss one or the other."""
+        refused: NDArray[np.bool_] = (self.late_s > 0) | (self.slow_s > 0)
+        return refused
+
+    def refusal(self) -> tuple[str, float]:
+        """Why the soonest of them is too late, and seconds until it may be tried again.
+
+        Where tokens alone come too slowly that is when a typical request has ended.
+        """
+        wait_s = np.where(self.late_s > 0, self.late_s, self.output_tokens * self.token_s)
+        soonest = int(np.argmin(wait_s))
+        if self.late_s[soonest] > 0:
+            return f"it would start {self.late_s[soonest]:.1f} s too late", float(wait_s[soonest])
+        slow_ms = 1e3 * float(self.slow_s[soonest])
+        return f"each token would take {slow_ms:.0f} ms too long", float(wait_s[soonest])
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Lets in what is predicted to start, and then to go on, within its objective.
+    """Lets in what is expected to start, and then to go on, within its objective.
 
     TTFT within max(floor_s, ttft_factor x idle), TPOT within tpot_factor x idle. The idle TTFT is
     the median over the workers of loading what the best holder has and computing the rest. The
@@ -31,27 +66,26 @@ class Admission:
     tpot_factor: float = TPOT_IDLE_FACTOR
 
     def ttft_limit_s(self, fleet: Fleet, offers: Offers) -> float:
-        """Latest predicted TTFT that is let in, in real seconds."""
+        """Latest expected TTFT that is let in, in real seconds."""
         held = float((offers.device_tokens + offers.cached_tokens).max())
         idle_s = fleet.idle_ttft_s(offers.slots, offers.prompt_tokens, held)
         floor_s = self.floor_s * float(np.median(fleet.dilation(offers.slots)))
         return max(floor_s, self.ttft_factor * float(np.median(idle_s)))
 
     def tpot_limit_s(self, fleet: Fleet, offers: Offers) -> float:
-        """Longest predicted time per output token that is let in, in real seconds."""
+        """Longest expected time per output token that is let in, in real seconds."""
         idle_s = fleet.idle_tpot_s(offers.slots, offers.prompt_tokens)
         return self.tpot_factor * float(np.median(idle_s))
 
-    def refusal(self, fleet: Fleet, offers: Offers, index: int) -> tuple[str, float] | None:
-        """Why row `index` is refused, and seconds until it may be tried again; None if it is not.
-
-        One that only decodes too slowly may try again when a typical request has ended.
-        """
-        late_s = float(offers.ttft_s[index]) - self.ttft_limit_s(fleet, offers)
-        if late_s > 0:
-            return f"it would start {late_s:.1f} s too late", late_s
-        slow_s = float(offers.tpot_s[index]) - self.tpot_limit_s(fleet, offers)
-        if slow_s > 0:
-            wait_s = offers.expected_output_tokens * float(offers.tpot_s[index])
-            return f"each token would take {1e3 * slow_s:.0f} ms too long", wait_s
-        return None
+    def judge(self, fleet: Fleet, offers: Offers, lateness: Lateness) -> Judgement:
+        """Each worker against the request's limits."""
+        now_s = offers.now_s
+        late_s = np.array([lateness.late_s(worker, now_s) for worker in offers.workers])
+        now = np.array([lateness.token_s(worker, now_s) for worker in offers.workers])
+        token_s = np.maximum(offers.tpot_s, now)
+        return Judgement(
+            late_s=offers.ttft_s + late_s - self.ttft_limit_s(fleet, offers),
+            slow_s=token_s - self.tpot_limit_s(fleet, offers),
+            token_s=token_s,
+            output_tokens=offers.expected_output_tokens,
+        )

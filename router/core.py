@@ -20,6 +20,7 @@ from kappa.types import NodeProfile
 from router.admission import Admission
 from router.jobs import Job
 from router.kv_events import KVEvent, WorkerGone, WorkerReset
+from router.lateness import Lateness
 from router.load_plans import LoadPlans
 from router.offers import Candidate, Offers
 from router.others import OtherRequests
@@ -59,6 +60,7 @@ class RouteRequest:
     let in before, and its worker failed it.
     prefix_hashes, prompt_tokens: instead of token_ids, from callers that have hashes already.
     session: what the client calls its conversation, for policies that stick to it.
+    handed_tokens: of the prompt, computed already and on their way to whichever worker is chosen.
     """
 
     request_id: str
@@ -70,6 +72,7 @@ class RouteRequest:
     prompt_tokens: int = 0
     session: str = ""
     retry: bool = False
+    handed_tokens: int = 0
 
     @property
     def informed(self) -> bool:
@@ -142,7 +145,8 @@ class RouterConfig:
     forecast_workers: pools of at most so many workers are forecast step by step for every
     decision; in larger ones queues are arithmetic (`router.fleet`), which costs microseconds.
     admission: whom to refuse; none: nobody. replication: when to copy hot prefixes, for policies
-    that want it.
+    that want it. first: where the order of workers begins, from 0 to below 1; ingresses that share
+    workers take different ones, so that ties are broken differently.
     """
 
     policy: Policy
@@ -154,6 +158,7 @@ class RouterConfig:
     forecast_workers: int = 4
     admission: Admission | None = None
     replication: ReplicationRule = field(default_factory=ReplicationRule)
+    first: float = 0.0
 
 
 @dataclass(slots=True)
@@ -178,7 +183,7 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        self.state = ClusterState(calibrate=config.calibrate)
+        self.state = ClusterState(calibrate=config.calibrate, first=config.first)
         self.plans = LoadPlans()
         self.shared_tiers = SharedTiers()
         self.index: PrefixIndex | None = None
@@ -188,6 +193,7 @@ class Router:
         self._outputs = _Outputs()
         self._columns: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
         self._outcomes = 0
+        self._lateness = Lateness()
         self._replicator = Replicator(config.replication)
         self._others = OtherRequests(self._flights, self._reserve_other, self.state.finish)
 
@@ -258,6 +264,7 @@ class Router:
         self.plans.leave(worker)
         self.shared_tiers.leave(worker)
         self.config.policy.left(worker)
+        self._lateness.left(worker)
         if self.index is not None:
             self.index.handle(WorkerGone(worker))
         lost = [r for r, flight in self._flights.items() if flight.chosen.worker == worker]
@@ -279,6 +286,12 @@ class Router:
         self.state.report(report, now_s)
         if report.worker in self.state.workers:
             self._others.left(report, now_s)
+            if self.config.admission is not None:
+                said = self.state.workers[report.worker].announcement
+                self._lateness.stepped(
+                    report.worker, now_s, report.steps_total, report.step_seconds_total,
+                    said.node.dilation,
+                )  # fmt: skip
         if self.hasher is not None and report.worker in self.state.workers:
             spare_tokens = report.host_spare_blocks * self.hasher.block_tokens
             self.state.fleet.spare(report.worker, spare_tokens)
@@ -298,6 +311,7 @@ class Router:
         if flight is None or flight.first_token:
             return None
         flight.first_token = True
+        self._lateness.first_token(request_id, now_s)
         self._outcomes += 1
         limit = self.config.calibrate_requests
         if limit is not None and self._outcomes > limit:
@@ -323,6 +337,7 @@ class Router:
         if flight is None:
             return False
         self.state.finish(request_id, flight.chosen.worker, now_s)
+        self._lateness.ended(request_id)
         if complete and flight.output_tokens:
             self._outputs.add(flight.output_tokens)
         return True
@@ -372,7 +387,9 @@ class Router:
         offers = decision.offers
         assert offers is not None
         if self.config.admission is not None and request.informed and not request.retry:
-            self._admit(self.config.admission, offers, index)
+            decision, index = self._admitted(self.config.admission, request, decision, index)
+            assert decision.offers is not None
+            offers = decision.offers
         if self.config.policy.replicates:
             self._replicator.routed(offers, index)
         self.state.fleet.reserve(request.request_id, offers, index)
@@ -382,6 +399,11 @@ class Router:
             shadow = self.state.workers[decision.worker].shadow
             shadow.submit(self._job(request.request_id, offers, index), now_s)
         self._flights[request.request_id] = _Flight(decision.chosen, decision.informed, now_s)
+        if self.config.admission is not None:
+            self._lateness.sent(
+                request.request_id, decision.worker, now_s, float(offers.ttft_s[index]),
+                decision.chosen.node.dilation,
+            )  # fmt: skip
         return decision
 
     def replicate(self, now_s: float) -> list[Replica]:
@@ -439,11 +461,23 @@ class Router:
         )
         return decision, choice.index
 
-    def _admit(self, admission: Admission, offers: Offers, index: int) -> None:
-        refusal = admission.refusal(self.state.fleet, offers, index)
-        if refusal is not None:
-            why, retry_after_s = refusal
-            raise OverloadedError(f"the cluster is full: {why}", retry_after_s)
+    def _admitted(
+        self, admission: Admission, request: RouteRequest, decision: Decision, index: int
+    ) -> tuple[Decision, int]:
+        """The decision if its worker is expected to meet the objective, else one for those that
+        are."""
+        offers = decision.offers
+        assert offers is not None
+        judged = admission.judge(self.state.fleet, offers, self._lateness)
+        refused = judged.refused
+        if not refused[index]:
+            return decision, index
+        if not refused.all():
+            late = frozenset(offers.workers[row] for row in np.flatnonzero(refused))
+            again = replace(request, exclude=request.exclude | late)
+            return self._decide(again, offers.now_s)
+        why, retry_after_s = judged.refusal()
+        raise OverloadedError(f"the cluster is full: {why}", retry_after_s)
 
     def _offers(self, request: RouteRequest, slots: NDArray[np.intp], now_s: float) -> Offers:
         """The request priced on `slots`, by what the index says each of them holds."""
@@ -464,6 +498,10 @@ class Router:
             if self.shared_tiers:
                 names = [self.state.fleet.workers[slot] for slot in slots]
                 self.shared_tiers.widen(names, device, cached)
+        if request.handed_tokens:
+            handed = float(min(request.handed_tokens, total - 1) // size * size)
+            device = np.maximum(device, handed)
+            cached = np.minimum(cached, (total - 1) // size * float(size) - device)
         price = partial(
             self.state.fleet.price,
             slots,

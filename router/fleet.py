@@ -62,10 +62,17 @@ def load_token_s(said: Announcement) -> float:
 
 
 class Fleet:
-    """The matrix, and the requests reserved on it. `window_s`: how far back recent use looks."""
+    """The matrix, and the requests reserved on it.
 
-    def __init__(self, window_s: float = USE_WINDOW_S) -> None:
-        self.window_s = window_s
+    window_s: how far back recent use looks. first: at which share of all workers the order begins
+    in which they are offered, and so who wins a tie; routers that share workers take different ones
+    lest all send their next request to the same idle worker.
+    """
+
+    def __init__(self, window_s: float = USE_WINDOW_S, first: float = 0.0) -> None:
+        if not 0 <= first < 1:
+            raise ValueError(f"first is {first}; give a share of the workers, from 0 to below 1")
+        self.window_s, self._first = window_s, first
         self.workers: list[str] = []
         self._nodes: dict[str, NodeProfile] = {}
         self._known: tuple[NodeProfile, ...] = ()
@@ -169,7 +176,8 @@ class Fleet:
         return slot
 
     def _activate(self) -> None:
-        self._active = np.array(sorted(self._slots.values()), dtype=np.intp)
+        slots = np.array(sorted(self._slots.values()), dtype=np.intp)
+        self._active = np.roll(slots, -int(self._first * len(slots)))
         self._names = [self.workers[slot] for slot in self._active]
         self._known = tuple(self._nodes[name] for name in self._names)
         self._place = [-1] * len(self.workers)

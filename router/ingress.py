@@ -145,6 +145,7 @@ class KappaIngress(OpenAiIngress):
         """Prometheus metrics."""
         live = self._live()
         live_view.refresh_gauges(live)
+        live_view.refresh_tenants(live, current_tenants(request.app, self._settings.tenants))
         refused = request.app.state.keys_refused
         live.metrics.total(m.TENANT_REQUESTS, "unknown", "invalid_api_key", to=refused)
         for (tenant, code), count in request.app.state.refused.items():

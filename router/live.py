@@ -29,7 +29,7 @@ from router.core import (
     without_candidates,
 )
 from router.members import MemberRule, Members
-from router.metrics import ENGINE_STATES, RouterMetrics
+from router.metrics import ENGINE_STATES, POWER_SOURCES, RouterMetrics
 from router.recording import RecordedRouter
 from router.records import Record, Records
 from router.rollout import Arm, Shadow, ray_choice
@@ -257,6 +257,9 @@ class LiveRouter:
             self.metrics.forget(gauge, node)
         for engine_state in ENGINE_STATES:
             self.metrics.forget(m.ENGINE_REQUESTS, node, engine_state)
+        for source in POWER_SOURCES:
+            self.metrics.forget(m.POWER, node, source)
+            self.metrics.forget(m.POWER_CAP, node, source)
 
     def _opened(self, worker: str, why: str) -> None:
         self.metrics.inc(m.BREAKER_OPENED, self._node(worker), why)

@@ -5,10 +5,12 @@ Reads only; each figure is as of the moment of asking.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from kappa import metrics as m
 from kappa.report import WorkerReport
+from router.fairness import credits_s, oldest_waits_s
 from router.live import LiveRouter
 from router.tenants import Tenants, shares
 
@@ -42,6 +44,19 @@ def refresh_gauges(live: LiveRouter) -> None:
     live.metrics.set(m.INDEX_BLOCKS, to=stats.get("blocks", 0))
     for why in ("orphans", "unjoined", "refused", "evicted", "ambiguous"):
         live.metrics.total(m.INDEX_LOSSES, why, to=stats.get(why, 0))
+
+
+def refresh_tenants(live: LiveRouter, known: Tenants) -> None:
+    """Bring the tenants' gauges up to date, before they are scraped."""
+    weights = {name: tenant.weight for name, tenant in known.all().items()}
+    waits = oldest_waits_s(live.records.values(), time.time())
+    credit = credits_s(live.charges.totals(), weights)
+    for tenant in sorted({*weights, *waits, *credit}):
+        label = live.metrics.tenant(tenant)
+        if label == tenant:
+            live.metrics.set(m.TENANT_WEIGHT, label, to=weights.get(tenant, known.default.weight))
+            live.metrics.set(m.TENANT_OLDEST, label, to=waits.get(tenant, 0.0))
+            live.metrics.set(m.TENANT_CREDIT, label, to=credit.get(tenant, 0.0))
 
 
 def tenants(live: LiveRouter, known: Tenants) -> list[dict[str, Any]]:

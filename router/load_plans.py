@@ -9,10 +9,11 @@ too, and may leave the back of a hit to be computed ("tail"): its row is moved b
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from kappa.plan.choose import Policy, kappa_eff
-from kappa.plan.planners import Cached, Planning
+from kappa.plan.planners import Cached, Planning, room_left
 from kappa.plan.rates import rates_from_measured
 from kappa.plan.segments import LoadPlan, bounded, layout
 from kappa.report import Announcement
@@ -34,15 +35,32 @@ class _Plans(NamedTuple):
     act_share: float
     most_recomputed_tokens: int
     dilation: float
+    room_tokens: int | None
 
     def plan(self, cached: int, new: int, device: int) -> LoadPlan:
         """As the engine would make it: what it recomputes at once is bounded by its budget."""
         # Activations of a share of the blocks are spread evenly: only `hybrid` takes them so.
         holds = self.act_share >= 1 or self.name == "hybrid"
-        asked = Cached(cached, new, device, cached if holds else 0)
+        room = None if self.room_tokens is None else room_left(self.room_tokens, device, new)
+        asked = Cached(cached, new, device, cached if holds else 0, room)
         plan = self.planning.named(self.name)(asked)
         cut = bounded(plan, self.most_recomputed_tokens)
         return plan if cut is plan else self.planning.priced(asked, cut.segments, cut.why)
+
+    @property
+    def hides(self) -> bool:
+        """Whether part of a load hides behind its own prompt, so that seconds do not add up."""
+        rates = self.planning.rates
+        return rates is not None and rates.serial_share < 1.0
+
+    def real(self, plan: LoadPlan) -> LoadPlan:
+        """The plan in real seconds."""
+        if self.dilation == 1.0:
+            return plan
+        d = self.dilation
+        return replace(
+            plan, ttft_s=d * plan.ttft_s, load_s=d * plan.load_s, compute_s=d * plan.compute_s
+        )
 
     def beyond_s(self, plan: LoadPlan, new: int, device: int) -> float:
         """Real gpu seconds that a plan takes more than loading all would."""
@@ -71,12 +89,17 @@ class LoadPlans:
             return
         rates = rates_from_measured(said.load_plan["rates"])
         name, act_share = said.load_plan["planner"], float(said.load_plan["act_share"])
-        planning = Planning(said.block_tokens, rates, activations=act_share > 0)
-        planning.check(name)
-        budget_blocks = said.max_batch_tokens // said.block_tokens
-        self._plans[said.worker] = _Plans(
-            planning, name, act_share, budget_blocks * said.block_tokens, said.node.dilation
+        share = said.load_plan.get("cpu_room_share")
+        planning = Planning(
+            said.block_tokens, rates, activations=act_share > 0, cpu=share is not None
         )
+        planning.check(name)
+        size = said.block_tokens
+        room = None if share is None else int(float(share) * said.device_blocks) * size
+        self._plans[said.worker] = _Plans(
+            planning, name, act_share, said.max_batch_tokens // size * size, said.node.dilation,
+            room,
+        )  # fmt: skip
 
     def leave(self, worker: str) -> None:
         """A worker is gone."""
@@ -104,7 +127,7 @@ class LoadPlans:
             plans = self._plans.get(worker)
             if plans is None:
                 continue
-            if plans.name != _TAIL:
+            if plans.name != _TAIL or plans.hides:
                 offers.plans[row] = self._priced(offers, row, plans)
             elif offers.cached_tokens[row]:
                 self._shorten(offers, row, plans)
@@ -115,6 +138,7 @@ class LoadPlans:
             int(offers.new_tokens[row]),
             int(offers.device_tokens[row]),
         )
+        plan = plans.real(plan)
         beyond_s = plan.compute_s - offers.compute_s[row]
         offers.ttft_s[row] += plan.ttft_s - offers.load_s[row] - offers.compute_s[row]
         offers.work_s[row] = max(offers.work_s[row] + beyond_s, 0.0)
@@ -135,4 +159,4 @@ class LoadPlans:
         offers.compute_s[row] += beyond_s
         offers.work_s[row] = max(offers.work_s[row] + beyond_s, 0.0)
         offers.ttft_s[row] += beyond_s - (load_s - float(offers.load_s[row]))
-        offers.plans[row] = plan
+        offers.plans[row] = plans.real(plan)

@@ -14,6 +14,7 @@ from kappa.report import WorkerReport
 _TENANT_LABELS = 256
 
 ENGINE_STATES = ("waiting", "loading", "running")
+POWER_SOURCES = ("nvml", "model", "paced")
 
 
 class _Nothing:

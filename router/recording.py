@@ -167,6 +167,7 @@ def _request_out(request: RouteRequest) -> Entry:
         "salt": request.salt,
         "exclude": sorted(request.exclude),
         "retry": request.retry,
+        "handed_tokens": request.handed_tokens,
     }
 
 
@@ -179,6 +180,7 @@ def _request_in(data: Mapping[str, Any]) -> RouteRequest:
         data["salt"],
         frozenset(data["exclude"]),
         retry=data.get("retry", False),
+        handed_tokens=data.get("handed_tokens", 0),
     )
 
 

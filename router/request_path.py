@@ -52,6 +52,7 @@ from router.messages import (
     salt_of_body,
 )
 from router.observer import NoObserver, RequestObserver
+from router.prefill import PrefillElsewhere
 from router.rendering import PromptRenderer
 from router.rollout import Rollout, Unsteered
 from router.terms import set_terms, terms_of
@@ -80,6 +81,7 @@ class RequestPath:
         self._observer = NoObserver() if observer is None else observer
         self._rollout = Rollout.parse(settings.mode)
         self._delivery = Delivery(call, self._observer, settings.request_timeout_s)
+        self._prefill = PrefillElsewhere(call, settings.transfer, settings.request_timeout_s)
         self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._open: set[str] = set()
 
@@ -158,6 +160,8 @@ class RequestPath:
     ) -> Response:
         self.known_model(body.model)
         check_body(body)
+        # Ours to say: a client's would have an engine read what it names.
+        body.kv_transfer_params = None
         terms = set_terms(request, body, tenant_of(request))
         self._refuse_when_full(live)
         if not self._rollout.asks:
@@ -172,6 +176,7 @@ class RequestPath:
         routed = RouteRequest(
             request_id, tokens, max_tokens_of(body), salt_of_body(body), exclude=unfit
         )
+        routed = await self._prefill(live, routed, body, method, request)
         # Others were let in while this one was tokenized; from here to the decision nobody waits.
         self._refuse_when_full(live)
         return await self._deliver(live, routed, body, method, request, ended)
@@ -214,7 +219,9 @@ class RequestPath:
                 last = failure
                 live.retried(routed.request_id, failure.why)
                 tried = routed.exclude | {decision.worker}
-                routed = replace(routed, exclude=tried, retry=True)
+                # What was handed over is gone with the worker that took it.
+                body.kv_transfer_params = None
+                routed = replace(routed, exclude=tried, retry=True, handed_tokens=0)
         assert last is not None
         if last.error is not None:
             raise last.error from None

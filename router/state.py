@@ -119,9 +119,10 @@ def _speeds(said: Announcement) -> tuple[object, ...]:
 class ClusterState:
     """All workers of one model."""
 
-    def __init__(self, *, calibrate: bool = True) -> None:
+    def __init__(self, *, calibrate: bool = True, first: float = 0.0) -> None:
+        """`first`: as `Fleet` takes it."""
         self.workers: dict[str, WorkerState] = {}
-        self.fleet = Fleet()
+        self.fleet = Fleet(first=first)
         self.calibrate = calibrate
 
     def join(self, announcement: Announcement, now_s: float) -> None:

@@ -223,6 +223,7 @@ class Fair:
             total = work.total_tokens
             prompt_blocks = -(-total // size)
             reserve = -(-(total + min(work.max_tokens, expected)) // size) - prompt_blocks
+            prompt_blocks -= quote.elsewhere_blocks
             if work is reserved:
                 reserve = ledger.promised(prompt_blocks, reserve)
             due = work.skips > max_skips or work.arrival_s <= due_since_s

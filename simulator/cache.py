@@ -74,6 +74,10 @@ class PrefixCache:
         """Blocks that `evict` could free."""
         return self.blocks - self.pinned
 
+    def held(self) -> list[Ids]:
+        """All blocks, run by run."""
+        return [run.ids[run.start : run.stop] for run in self._runs.values()]
+
     def match(
         self, ids: Ids, limit: int, run: Run | None = None, start: int = 0
     ) -> tuple[Run | None, int]:

@@ -13,8 +13,10 @@ import numpy as np
 
 from kappa.report import Admission, Announcement, WorkerReport
 from router.core import NoWorkerError, Router, RouteRequest
-from router.kv_events import Tier
+from router.kv_events import Tier, WorkerReset
 from simulator.cache import Ids
+from simulator.event_stream import EventStream
+from simulator.faults import Trouble
 from simulator.job import Job
 from simulator.node import Node
 from workload.shapes import TurnShape
@@ -85,6 +87,10 @@ class Dispatcher(Protocol):
         """What should be copied in the background now."""
         ...
 
+    def trouble(self, trouble: Trouble, begins: bool, node: Node) -> None:
+        """Something goes wrong, or right again, with what a node tells, or with a clock."""
+        ...
+
 
 class PlanDispatch:
     """Sends request k to `assignment[k]`; hears nothing."""
@@ -129,6 +135,9 @@ class PlanDispatch:
         """None."""
         return []
 
+    def trouble(self, trouble: Trouble, begins: bool, node: Node) -> None:
+        """Not listening."""
+
 
 class RouterDispatch:
     """The live router's core.
@@ -154,6 +163,9 @@ class RouterDispatch:
         self._index = {said.worker: i for i, said in enumerate(announcements)}
         self._admissions: list[list[Admission]] = [[] for _ in announcements]
         self._replicate = getattr(router, "replicate", None)
+        self._clock_s = 0.0
+        self._worker_clock_s: dict[int, float] = {}
+        self._streams: dict[int, EventStream] = {}
         for said in announcements:
             router.join(said, 0.0)
         assert router.index is not None
@@ -170,7 +182,7 @@ class RouterDispatch:
             prompt_tokens=turn.input_tokens,
             session=session,
         )
-        timer = self._timer
+        timer, now_s = self._timer, now_s + self._clock_s
         try:
             if timer is None:
                 decision = self._router.route(request, now_s)
@@ -187,13 +199,17 @@ class RouterDispatch:
         return Route(node, self._index[fetch.source_worker], fetch.tokens)
 
     def hold(self, node: int, tier: Tier, ids: Ids) -> None:
-        """Into the prefix index."""
+        """Into the prefix index, unless it gets lost on the way."""
+        if self._streams and node in self._streams and not self._streams[node].arrives():
+            return
         index = self._router.index
         if index is not None:
             index.hold(self._announcements[node].worker, tier, ids)
 
     def drop(self, node: int, tier: Tier, ids: list[Ids]) -> None:
-        """Out of the prefix index."""
+        """Out of the prefix index, unless it gets lost on the way."""
+        if self._streams and node in self._streams and not self._streams[node].arrives():
+            return
         index = self._router.index
         if index is not None:
             gone = ids[0] if len(ids) == 1 else np.concatenate(ids)
@@ -208,13 +224,13 @@ class RouterDispatch:
 
     def first_token(self, job: Job, now_s: float) -> None:
         """To the router."""
-        self._router.first_token(str(job.key), now_s)
+        self._router.first_token(str(job.key), now_s + self._clock_s)
 
     def finished(self, job: Job, now_s: float) -> None:
         """To the router: the tokens it made, and that it is over."""
         name = str(job.key)
         self._router.tokens(name, job.output_tokens)
-        self._router.release(name, now_s)
+        self._router.release(name, now_s + self._clock_s)
 
     def lost(self, node: int) -> None:
         """To the router."""
@@ -223,7 +239,7 @@ class RouterDispatch:
 
     def back(self, node: int, now_s: float) -> None:
         """To the router."""
-        self._router.join(self._announcements[node], now_s)
+        self._router.join(self._announcements[node], now_s + self._clock_s)
 
     def report(self, node: Node, now_s: float) -> None:
         """To the router."""
@@ -233,7 +249,7 @@ class RouterDispatch:
         self._router.report(
             WorkerReport(
                 worker=self._announcements[node.index].worker,
-                time_s=now_s,
+                time_s=now_s + self._worker_clock_s.get(node.index, 0.0),
                 steps_total=totals.steps,
                 step_seconds_total=totals.step_s,
                 compute_step_seconds_total=totals.compute_step_s,
@@ -246,7 +262,7 @@ class RouterDispatch:
                 host_spare_blocks=node.memory.spare_host_blocks,
                 admitted=admissions,
             ),
-            now_s,
+            now_s + self._clock_s,
         )
 
     def copies(self, now_s: float) -> list[Copy]:
@@ -255,5 +271,27 @@ class RouterDispatch:
             return []
         return [
             Copy(r.hashes, self._index[r.source_worker], self._index[r.target_worker])
-            for r in self._replicate(now_s)
+            for r in self._replicate(now_s + self._clock_s)
         ]
+
+    def trouble(self, trouble: Trouble, begins: bool, node: Node) -> None:
+        """To a clock, or to the stream of a node's cache events."""
+        if trouble.kind == "router_clock":
+            self._clock_s += trouble.size if begins else -trouble.size
+        elif trouble.kind == "worker_clock":
+            self._worker_clock_s[trouble.node] = trouble.size if begins else 0.0
+        elif begins:
+            self._streams[trouble.node] = EventStream(trouble.kind, lambda: self._resync(node))
+        elif (stream := self._streams.pop(trouble.node, None)) is not None:
+            stream.healed()
+
+    def _resync(self, node: Node) -> None:
+        """As after a gap: forget the node's blocks, then hear of all that it holds."""
+        index, worker = self._router.index, self._announcements[node.index].worker
+        if index is None or not node.alive:
+            return
+        index.handle(WorkerReset(worker))
+        for ids in node.memory.device.held():
+            index.hold(worker, "device", ids)
+        for ids in node.memory.host.held():
+            index.hold(worker, "host", ids)

@@ -12,6 +12,10 @@ from kappa.step import StepModel
 from kappa.types import NodeProfile
 
 Resource = Literal["link", "compute"]
+TroubleKind = Literal[
+    "slow_link", "loads_fail", "events_lost", "events_repeated", "events_reordered",
+    "worker_clock", "router_clock",
+]  # fmt: skip
 RESOURCES: tuple[Resource, ...] = ("link", "compute")
 
 
@@ -44,6 +48,22 @@ class Misprofile:
 
 
 @dataclass(frozen=True, slots=True)
+class Trouble:
+    """Something else is wrong with a node from `start_s` to `end_s`.
+
+    kind: `slow_link`, its link is `size` times as slow; `loads_fail`, no load arrives;
+    `events_lost`, `events_repeated`, `events_reordered`, every second batch of its cache events;
+    `worker_clock`, `router_clock`: that clock is `size` seconds off (the router's has no node).
+    """
+
+    kind: TroubleKind
+    node: int
+    start_s: float
+    end_s: float
+    size: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Faults:
     """noise_sigma: standard deviation of the logarithm of every duration."""
 
@@ -51,6 +71,7 @@ class Faults:
     stragglers: tuple[Straggler, ...] = ()
     failures: tuple[Failure, ...] = ()
     misprofiles: tuple[Misprofile, ...] = ()
+    troubles: tuple[Trouble, ...] = ()
 
 
 def misprofiled_third(

@@ -132,6 +132,15 @@ class NodeMemory:
         job.host_path = None
         self.computed(job, stop)
 
+    def load_failed(self, job: Job) -> None:
+        """Its host blocks did not arrive: they are computed."""
+        start, stop = self.waited_for.pop(job)
+        self.host.unpin(job.host_path)
+        job.host_path = None
+        lost = (stop - start) * self.block_tokens
+        job.computed_tokens -= lost
+        job.cached_tokens = max(job.cached_tokens - lost, 0)
+
     def computed(self, job: Job, stop: int) -> None:
         """Its first `stop` blocks are on the device: others can find them from now on."""
         device, ids, hashed = self.device, job.ids, job.hashed

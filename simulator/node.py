@@ -56,6 +56,7 @@ class Node:
         self.totals = NodeTotals()
         self.slow = 1.0
         self.alive = True
+        self.loads_fail = False
         self._loop = loop
         self._noise = noise
         self._listener = listener
@@ -359,7 +360,11 @@ class Node:
         them with that iteration's output: what lands during one iteration runs after the next.
         """
         for job in self._polled:
-            self.memory.landed(job)
+            if self.loads_fail:
+                self.memory.load_failed(job)
+                self.totals.failed_loads += 1
+            else:
+                self.memory.landed(job)
             self.scheduler.landed(job, self._loop.now_s)
         self._polled, self._landed = self._landed, []
 

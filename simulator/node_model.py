@@ -63,6 +63,7 @@ class NodeTotals:
     max_wait_s: float = 0.0
     max_skips: int = 0
     preemptions: int = 0
+    failed_loads: int = 0
 
     def add_steps(self, steps: int, tokens: int, seconds: float, predicted_s: float) -> None:
         """So many iterations took so long; predicted: by the announced constants."""

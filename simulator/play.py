@@ -13,7 +13,7 @@ import numpy as np
 
 from simulator.clusters import Cluster
 from simulator.dispatch import Dispatcher, Route
-from simulator.faults import Failure, Faults
+from simulator.faults import Failure, Faults, Trouble
 from simulator.fetching import Fetching
 from simulator.job import Job
 from simulator.loop import Loop
@@ -109,6 +109,9 @@ class Play:
             loop.at(straggler.end_s, self._slow, (straggler.node, 1.0))
         for failure in self._faults.failures:
             loop.at(failure.at_s, self._fail, failure)
+        for trouble in self._faults.troubles:
+            loop.at(trouble.start_s, self._trouble, (trouble, True))
+            loop.at(trouble.end_s, self._trouble, (trouble, False))
         if self.dispatcher.listens:
             loop.at(self._period_s, self._report)
         loop.run()
@@ -227,6 +230,16 @@ class Play:
     def _slow(self, what: tuple[int, float]) -> None:
         node, factor = what
         self.nodes[node].set_slow(factor)
+
+    def _trouble(self, what: tuple[Trouble, bool]) -> None:
+        trouble, begins = what
+        node = self.nodes[trouble.node]
+        if trouble.kind == "slow_link":
+            node.link.slow = trouble.size if begins else node.slow
+        elif trouble.kind == "loads_fail":
+            node.loads_fail = begins
+        else:
+            self.dispatcher.trouble(trouble, begins, node)
 
     def _fail(self, failure: Failure) -> None:
         node = self.nodes[failure.node]

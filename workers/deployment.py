@@ -67,7 +67,8 @@ class KappaServer(LLMServer):
         self._shelf = await asyncio.to_thread(prepare_host_memory, plan)
         engine_cls: type | None = None
         if plan.kind == "torch":
-            from workers.torch_engine import TorchEngine, torch_plan
+            from workers.torch_engine import TorchEngine
+            from workers.torch_plan import torch_plan
 
             engine_cls = TorchEngine
             torch_arguments = torch_plan(plan, stats_endpoint, kv_endpoint, self._rank)

@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
@@ -39,9 +39,10 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from workers.kept_tier import KEEP_KEY, KeptTier, kept_tensor
-from workers.link import Link, Route
 from workers.layer_clock import LayerClock
+from workers.link import Link, Route
 from workers.link_queue import HALF, LOAD, LOADS_FIRST, STORE, LinkPace, LinkRules
+from workers.loading_tier import LoadingTier
 from workers.stats_channel import StatsSender
 
 # `kappa_load` of the extra configuration: loads come in the prompt's own step.
@@ -140,8 +141,8 @@ class HostTierWorker(OffloadingWorker):
         self._links[LOAD].wait_layer(job_ids, layer)
         self._clock.enter()
 
-    def owed_s(self) -> float:
-        """Seconds that the last layer of a step must still last."""
+    def owed_s(self) -> float | None:
+        """Seconds that the last layer of a step must still last; None: it waited for none."""
         return self._clock.owed_s()
 
     def wait(self, job_ids: set[int]) -> None:
@@ -185,22 +186,6 @@ class HostTierWorker(OffloadingWorker):
     def _stats_send(self, message: dict[str, object]) -> None:
         with self._report_lock:
             self._stats.send(message)
-
-
-class LoadingTier(Protocol):
-    """What the metered worker asks of a host tier, ours or another."""
-
-    def take_load_s(self, request: str) -> float:
-        """Seconds that the link spent on a request's loads; forgets them."""
-
-    def wait_for_load(self, timeout_s: float) -> bool:
-        """Sleep until a load may have ended, at most so long; False if none is in flight."""
-
-    def begin_step(self, pace_s: float) -> None:
-        """A step begins that is to last so long beside its loads."""
-
-    def owed_s(self) -> float:
-        """Seconds that the step must still last because it waited for loads."""
 
 
 def _host_blocks(keep: Path | None, number: int, blocks: int, width: int) -> torch.Tensor:

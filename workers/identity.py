@@ -19,7 +19,7 @@ from kappa.types import ModelShape, NodeProfile
 from scheduler.catalogue import PACKING
 from workers.lanes_plan import LanesPlan
 from workers.tail_recompute import TAIL, tail_rates
-from workers.tier_choice import TierChoice
+from workers.tier_choice import BY_LAYER, TierChoice
 from workers.transfer_choice import TransferChoice
 from workers.vllm_engine import EngineLimits, EngineScheduler, EngineTier, fingerprint
 
@@ -32,7 +32,8 @@ class WorkerPlan:
     served: the shape of the model that runs; emulated: the shape that paced nodes act as.
     stream_host: address for the report stream; empty: this machine's address in Ray's cluster.
     scheduler: what each engine schedules by. kind: of engine; planner, act_share: of one of kind
-    torch, as in the settings; approx: who may get approximate answers of it, lanes: how.
+    torch, as in the settings, and cpu_threads, cpu_room_share; approx: who may get approximate
+    answers of it, lanes: how.
     tier: the host tier of one of kind vllm.
     pool, role: as the cluster file says; gpus: of each worker.
     handover_dir: where its host tier outlives the engine; empty: it does not. handover_wait_s: for
@@ -51,6 +52,8 @@ class WorkerPlan:
     kind: str = "vllm"
     planner: str = ""
     act_share: float = 0.0
+    cpu_threads: int = 0
+    cpu_room_share: float = 1.0
     tier: TierChoice = field(default_factory=TierChoice)
     approx: str = "never"
     lanes: LanesPlan = field(default_factory=LanesPlan)
@@ -87,7 +90,8 @@ class WorkerPlan:
         rates = None
         if self.tier.planner == TAIL and node.source != "catalogue":
             shape = self.emulated if node.source == "paced" else self.served
-            rates = tail_rates(shape, node)
+            apart = self.served.layers if self.tier.load == BY_LAYER else 0
+            rates = tail_rates(shape, node, layers_apart=apart)
         return EngineTier(self.tier, rates, server, self.host_blocks)
 
     def profile_request(self) -> dict[str, Any]:
@@ -173,6 +177,8 @@ def _load_plan(
     """What the router must know to foresee the engine's plans; empty if it loads all."""
     if rates:
         told = {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
+        if plan.cpu_threads:
+            told["cpu_room_share"] = plan.cpu_room_share
         return told if plan.approx == "never" else {**told, "approx": plan.approx}
     if tail:
         return {"planner": TAIL, "act_share": 0.0, "rates": dict(tail)}

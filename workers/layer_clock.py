@@ -36,9 +36,9 @@ class LayerClock:
         """Its keys and values are there: its share begins."""
         self._ends_s = self._clock() + self._layer_s
 
-    def owed_s(self) -> float:
-        """Seconds that the last layer has left; 0 if no layer was waited for in this step."""
-        return 0.0 if self._ends_s is None else max(self._ends_s - self._clock(), 0.0)
+    def owed_s(self) -> float | None:
+        """Seconds that the last layer has left; None if no layer was waited for in this step."""
+        return None if self._ends_s is None else max(self._ends_s - self._clock(), 0.0)
 
     def _sleep_until(self, moment_s: float | None) -> None:
         if moment_s is not None:

@@ -261,9 +261,9 @@ class LmcacheWorker:
     def begin_step(self, pace_s: float) -> None:
         """Loads come between steps: nothing is to be paced here."""
 
-    def owed_s(self) -> float:
+    def owed_s(self) -> float | None:
         """No step waits for a load."""
-        return 0.0
+        return None
 
     def close(self) -> None:
         """Forget everything."""

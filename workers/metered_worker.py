@@ -145,17 +145,18 @@ class Metered:
             return
         start_s = step.pop("start_s")
         real_s = time.monotonic() - start_s
-        owed_s = max((tier.owed_s() for tier in HOST_TIERS), default=0.0)
-        remaining_s = max(step["pace_s"] - real_s, owed_s)
+        owed = [s for s in (tier.owed_s() for tier in HOST_TIERS) if s is not None]
+        # A step that waited for loads lasts as long as those and its last layer; it is no overrun.
+        remaining_s = max(owed) if owed else step["pace_s"] - real_s
         if remaining_s > 0:
             time.sleep(remaining_s)
         end_s = time.monotonic()
-        on_time = step["pace_s"] > real_s and not owed_s
+        on_time = remaining_s > 0 and not owed
         self._kappa_last_end_s = start_s + step["pace_s"] if on_time else end_s
         step.update(
             took_s=end_s - start_s,
             real_s=real_s,
-            overrun=bool(step["pace_s"] and remaining_s < 0),
+            overrun=bool(step["pace_s"] and remaining_s < 0 and not owed),
             spent=[
                 (ours, sum(tier.take_load_s(req_id) for tier in HOST_TIERS), compute_s)
                 for req_id, ours, compute_s in self._kappa_meter.took(end_s - start_s)

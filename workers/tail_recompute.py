@@ -18,20 +18,23 @@ from kappa.types import ModelShape, NodeProfile
 
 CONFIG_KEY = "kappa_plan"
 TAIL, LOAD_ALL = "tail", "kv"
-# vLLM loads first and computes after: none of a request's own load hides behind its own prompt.
+# Loading ahead: none of a request's own load hides behind its own prompt.
 OVERLAP = 0.0
 # A request that waits is asked about again and again, with the same numbers.
 _ANSWERS_KEPT = 4096
 
 
-def tail_rates(shape: ModelShape, node: NodeProfile) -> dict[str, Any]:
+def tail_rates(shape: ModelShape, node: NodeProfile, *, layers_apart: int = 0) -> dict[str, Any]:
     """The rates that worker and router plan by, as `rates_from_measured` reads them.
 
     Args:
         shape: the model that runs, or that a paced node acts as.
         node: its bandwidth and FLOP/s, measured or to be paced by. Seconds are the node's own.
+        layers_apart: of an engine that loads a layer while it computes the one before, how many
+            layers it has; 0 for one that loads first.
     """
-    rates = rates_from_law(shape, node, overlap=OVERLAP)
+    overlap = 1.0 - 1.0 / layers_apart if layers_apart else OVERLAP
+    rates = rates_from_law(shape, node, overlap=overlap)
     return as_measured(rates, shape.name, node.name)
 
 

@@ -16,6 +16,7 @@ from workers.tail_recompute import CONFIG_KEY as PLAN_KEY
 from workers.tail_recompute import LOAD_ALL
 
 OWN, LMCACHE, NATIVE = "own", "lmcache", "native"
+AHEAD, BY_LAYER = "ahead", "layers"
 # What is announced of a server is bounded by what it can hold, or, of a shared one, by this.
 _SHARED_BLOCKS = 1 << 20
 
@@ -24,12 +25,14 @@ _SHARED_BLOCKS = 1 << 20
 class TierChoice:
     """What the settings say of the host tier.
 
-    kind: one of the above. planner: "tail" or "kv". server: of LMCache, tcp://host:port; empty: the
-    worker starts its own. The seconds are as in `kappa.settings.engine.LmcacheSettings`.
+    kind: one of the above. planner: "tail" or "kv". load: "ahead" of the prompt, or by "layers"
+    beside it (ours only). server: of LMCache, tcp://host:port; empty: the worker starts its own.
+    The seconds are as in `kappa.settings.engine.LmcacheSettings`.
     """
 
     kind: str = OWN
     planner: str = LOAD_ALL
+    load: str = AHEAD
     server: str = ""
     timeout_s: float = 1.0
     heartbeat_s: float = 1.0
@@ -85,6 +88,7 @@ def transfer_config(choice: TierChoice, needs: TierNeeds, server: str = "") -> d
     if choice.kind == OWN:
         extra |= {
             "kappa_link": dict(needs.link),
+            "kappa_load": choice.load,
             "spec_name": "HostTierSpec",
             "spec_module_path": "workers.host_tier",
         }

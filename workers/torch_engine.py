@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,13 @@ from kappa.plan.planners import Planning
 from kappa.plan.rates import PlanRates, as_measured, rates_from_law, rates_from_measured
 from kappa.plan.support import architecture_from_config
 from kappa.report import REQUEST_ID_KEY, TENANT_KEY
-from kappa.types import ModelShape, NodeProfile
 from scheduler.config import FairConfig
 from scheduler.vllm_memory import DEFAULT_TENANT, told
-from workers.identity import WorkerPlan, measured_node
-from workers.lanes_plan import LanesPlan, make_lanes
+from workers.identity import measured_node
+from workers.lanes_plan import make_lanes
 from workers.openai_answers import Answer, AnswerText, Asked, BodyRefused, asked
 from workers.profiler import measure
+from workers.torch_plan import TorchPlan, host_blocks
 from workers.torch_reports import TorchReports
 
 log = structlog.get_logger(__name__)
@@ -51,75 +51,6 @@ log = structlog.get_logger(__name__)
 _STOP_S = 30.0
 # An iteration of a full budget takes seconds, and a load that hangs is given up after a minute.
 _HANG_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class TorchPlan:
-    """What the engine of one replica must know.
-
-    source: folder of the model, in safetensors. device_blocks, host_blocks: of KV; act_share of
-    the stored ones is kept as activations. rates_dir: where measured rates are kept. node, profile:
-    what to take the machine for, and what to ask `workers.profiler.measure`, if they cannot be had.
-    approx: who may get approximate answers; lanes: how, for requests of max_context_tokens at most.
-    """
-
-    source: str
-    dtype: str
-    block_tokens: int
-    device_blocks: int
-    host_blocks: int
-    max_batch_tokens: int
-    max_sequences: int
-    planner: str
-    act_share: float
-    scheduler: str
-    fair: Mapping[str, Any]
-    rates_dir: str
-    node: NodeProfile
-    profile: Mapping[str, Any]
-    stats_endpoint: str
-    kv_endpoint: str
-    log: str | None = None
-    approx: str = "never"
-    lanes: LanesPlan = field(default_factory=LanesPlan)
-    max_context_tokens: int = 8192
-
-
-def torch_plan(plan: WorkerPlan, stats_endpoint: str, kv_endpoint: str, rank: int) -> TorchPlan:
-    """What the replica of this rank runs, from its worker's plan."""
-    limits, scheduler = plan.limits, plan.scheduler
-    return TorchPlan(
-        source=plan.model_source,
-        dtype=limits.dtype,
-        block_tokens=limits.block_tokens,
-        device_blocks=limits.device_blocks,
-        host_blocks=plan.host_blocks,
-        max_batch_tokens=limits.max_batch_tokens,
-        max_sequences=limits.max_sequences,
-        planner=plan.planner,
-        act_share=plan.act_share,
-        scheduler=scheduler.rule,
-        fair=scheduler.config,
-        rates_dir=str(Path(plan.cache_dir) / "profiles"),
-        node=plan.node(rank),
-        profile=plan.profile_request(),
-        stats_endpoint=stats_endpoint,
-        kv_endpoint=kv_endpoint,
-        log=scheduler.log_of(rank),
-        approx=plan.approx,
-        lanes=plan.lanes,
-        max_context_tokens=limits.max_context_tokens,
-    )
-
-
-def host_blocks(shape: ModelShape, blocks: int, act_share: float) -> tuple[int, int]:
-    """Blocks of KV and of activations in the room of so many blocks of KV.
-
-    A share of the stored blocks is kept as activations besides their KV.
-    """
-    ratio = shape.hidden / (2 * shape.kv_heads * shape.head_dim)
-    kv = int(blocks / (1 + act_share * ratio))
-    return kv, round(act_share * kv)
 
 
 class TorchEngine(LLMEngine):
@@ -131,6 +62,7 @@ class TorchEngine(LLMEngine):
         self._runner: EngineRunner | None = None
         self._reports: TorchReports | None = None
         self._arena: Arena | None = None
+        self._forward: Forward | None = None
         self._failure_told = False
         self.rates: dict[str, Any] = {}
 
@@ -201,6 +133,8 @@ class TorchEngine(LLMEngine):
             return
         try:
             self._runner.stop(_STOP_S)
+            if self._forward is not None:
+                self._forward.close()
             # Only now: until the thread and its copies have ended, the memory is in use.
             if self._arena is not None:
                 self._arena.close()
@@ -224,6 +158,7 @@ class TorchEngine(LLMEngine):
             fair=FairConfig(**plan.fair),
             planner=plan.planner,
             act_share=plan.act_share,
+            cpu_room_share=plan.cpu_room_share,
         )
         kv_host, act_host = host_blocks(config.shape, plan.host_blocks, plan.act_share)
         size = ArenaSize(
@@ -235,10 +170,12 @@ class TorchEngine(LLMEngine):
         )
         self._arena = arena = Arena(config.shape, size, dtype=dtype, device=device)
         mover = mover_for(device)
-        forward = Forward(weights, arena, mover)
+        self._forward = forward = Forward(weights, arena, mover, cpu_threads=plan.cpu_threads)
         kinds = architecture_from_config(raw).kinds()
         rates = self._measured(forward)
-        planning = Planning(plan.block_tokens, rates, activations="A" in kinds)
+        planning = Planning(
+            plan.block_tokens, rates, activations="A" in kinds, cpu=plan.cpu_threads > 0
+        )
         if plan.act_share and "A" not in kinds:
             raise ValueError(
                 f"engine.act_share is {plan.act_share}, but the KV of {self._model} cannot be made "
@@ -319,6 +256,7 @@ class TorchEngine(LLMEngine):
                     account = output.account
                     cached_tokens = account.device_tokens + account.loaded_tokens
                     cached_tokens += account.activation_tokens + account.sparse_tokens
+                    cached_tokens += account.kept_tokens
                     approximate = account.approximate_tokens if request.approx else None
                 shown = text.push(output.tokens, over is not None)
                 if text.stopped:

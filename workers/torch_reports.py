@@ -83,7 +83,7 @@ class TorchReports:
                 "kind": "admit",
                 "request_id": sequence.name,
                 "device_tokens": account.device_tokens,
-                "host_tokens": loaded,
+                "host_tokens": loaded + account.kept_tokens,
                 "new_tokens": max(account.new_tokens - loaded, 1),
                 "t_s": time.time(),
             }

@@ -60,10 +60,12 @@ def worker_plan(
         kind=e.kind,
         planner=e.planner if e.kind == "torch" else "",
         act_share=e.act_share,
+        cpu_threads=e.cpu_threads,
+        cpu_room_share=e.cpu_room_share,
         approx=e.approx,
         lanes=_lanes(e, model),
         tier=TierChoice(
-            e.host_tier, "kv" if e.planner == "kv" else "tail", e.lmcache.server or "",
+            e.host_tier, "kv" if e.planner == "kv" else "tail", e.load, e.lmcache.server or "",
             e.lmcache.timeout_s, e.lmcache.heartbeat_s, e.lmcache.retry_s,
         ),
         pool=pool.name,

@@ -1,4 +1,4 @@
-"""Settings that are sound one by one and do not go together: all of them, with what to change. Pure.
+"""Settings that are sound one by one and do not go together: all of them at once. Pure.
 
 Looked at before anything starts, and after the command line's options have been applied.
 """

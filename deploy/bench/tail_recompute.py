@@ -23,13 +23,13 @@ from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.plan.choose import kappa_eff
 from kappa.plan.planners import Cached, Planning
-from kappa.plan.rates import PlanRates, rates_from_law
+from kappa.plan.rates import PlanRates, as_measured, rates_from_measured
 from kappa.plan.segments import layout
 from kappa.report import PLAN_KEY
 from kappa.shapes import model_shape
 from kappa.types import NodeProfile
-from workers.tail_recompute import LOAD_ALL, OVERLAP, TAIL, tail_rates
-from workers.tier_choice import TierChoice, TierNeeds, transfer_config
+from workers.tail_recompute import LOAD_ALL, TAIL, tail_rates
+from workers.tier_choice import BY_LAYER, TierChoice, TierNeeds, transfer_config
 from workers.tiny_model import make_tiny_model
 from workers.vllm_engine import CPU_ENV, Pace
 
@@ -44,7 +44,7 @@ _STORE_LIMIT_S = 60.0
 # Least real seconds per emulated one: the tiny model itself must not be slower than its pace.
 _LEAST_DILATION = 8.0
 # What loading the longest prefix should last, so that a machine's noise is small beside it.
-_LOAD_REAL_S = 0.6
+_LOAD_REAL_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,10 @@ class Ratio:
     critical: float
     rates: PlanRates
     node: NodeProfile
+    load: str
 
 
-def ratio_of(model: str, node: str, critical: float, longest_tokens: int) -> Ratio:
+def ratio_of(model: str, node: str, critical: float, longest_tokens: int, load: str) -> Ratio:
     """The node with its link changed so that κ0 is `critical`, in time dilated to be measurable."""
     shape = model_shape(model)
     profile = node_profile(node)
@@ -65,7 +66,21 @@ def ratio_of(model: str, node: str, critical: float, longest_tokens: int) -> Rat
     load_s = longest_tokens * kv_bytes_per_token(shape) / link.h2d_bytes_per_s
     dilation = max(_LOAD_REAL_S / load_s, _LEAST_DILATION)
     paced = replace(link, source="paced", dilation=dilation, name=f"{node} at κ0 {critical:g}")
-    return Ratio(critical, rates_from_law(shape, paced, overlap=OVERLAP), paced)
+    apart = served().num_hidden_layers if load == BY_LAYER else 0
+    return Ratio(
+        critical, rates_from_measured(tail_rates(shape, paced, layers_apart=apart)), paced, load
+    )
+
+
+def served() -> Any:
+    """The configuration of the tiny model that runs."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(_model())
+
+
+def _model() -> Path:
+    return make_tiny_model(Path(tempfile.gettempdir()) / "kappa-bench-tail-model", _CORPUS)
 
 
 @contextmanager
@@ -81,12 +96,11 @@ def engine(ratio: Ratio, model: str, context_tokens: int) -> Iterator[Any]:
             host_bytes=_HOST_BYTES,
             stats_endpoint=f"ipc://{folder}/stats",
             pace=pace.link,
-            rates=tail_rates(shape, ratio.node),
+            rates=as_measured(ratio.rates, shape.name, ratio.node.name),
         )
-        config = transfer_config(TierChoice(planner=TAIL), needs)
-        source = make_tiny_model(Path(tempfile.gettempdir()) / "kappa-bench-tail-model", _CORPUS)
+        config = transfer_config(TierChoice(planner=TAIL, load=ratio.load), needs)
         llm = LLM(
-            model=str(source), skip_tokenizer_init=True, dtype="float32",
+            model=str(_model()), skip_tokenizer_init=True, dtype="float32",
             max_model_len=context_tokens, block_size=BLOCK_TOKENS,
             num_gpu_blocks_override=context_tokens // BLOCK_TOKENS + 8,
             max_num_batched_tokens=_BUDGET_TOKENS, max_num_seqs=4, enforce_eager=True,
@@ -164,6 +178,7 @@ def _summary(
     load, tail = (statistics.median(taken[way]) for way in (LOAD_ALL, TAIL))
     pairs = [t / p - 1.0 for t, p in zip(taken[TAIL], taken[LOAD_ALL], strict=True)]
     return {
+        "load": ratio.load,
         "critical_ratio": ratio.critical,
         "effective_ratio": kappa_eff(rates, "load", new),
         "ratio": cached / new,

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.commands import bench_router
+from deploy.commands.bench_observing import observing_cost
 from deploy.commands.provenance import Json, command, machine
 from deploy.commands.serve import running, settings_or_exit
 from kappa.settings.cluster import ClusterSettings
@@ -170,6 +171,10 @@ def serve(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds per system and point.")] = 6,
     concurrency: Annotated[str, typer.Option(help="Clients at once, several by comma.")] = "1,8,32",
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 1,
+    observing: Annotated[
+        bool,
+        typer.Option(help="Instead: ours with metrics, logs and traces against ours without."),
+    ] = False,
     json_output: Json = False,
 ) -> None:
     """Streamed chats: our ingress and worker against stock Ray Serve LLM on the same engine."""
@@ -179,6 +184,9 @@ def serve(
         raise typer.BadParameter("give numbers with commas", param_hint="--concurrency") from None
     if min(concurrencies) < 1:
         raise typer.BadParameter("give numbers from 1", param_hint="--concurrency")
+    if observing:
+        observing_cost(concurrencies, requests, rounds, seed, json_output, _progress())
+        return
     # Imports half the system: only when it is wanted.
     from deploy.bench.cluster import SYSTEMS, BenchCluster, one_node
 

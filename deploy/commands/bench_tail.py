@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,9 @@ def tail_recompute(
     ] = "10,1,0.3",
     cached: Annotated[str, typer.Option(help="Cached tokens, with commas.")] = "1024,4096",
     new: Annotated[str, typer.Option(help="New tokens, with commas.")] = "32,256",
+    loads: Annotated[
+        str, typer.Option(help="How loads run, with commas: ahead, or layers (beside).")
+    ] = "ahead,layers",
     repeats: Annotated[int, typer.Option(min=1, help="Pairs per row.")] = 5,
     model: Annotated[str, typer.Option(help="Whose costs the nodes emulate.")] = "llama-3.1-8b",
     node: Annotated[str, typer.Option(help="The node whose link is changed.")] = "pcie",
@@ -36,8 +40,8 @@ def tail_recompute(
     longest = max(c for c, _ in sizes)
     context = max(c + n for c, n in sizes) + 2 * bench.BLOCK_TOKENS
     rows: list[dict[str, Any]] = []
-    for critical in (float(ratio) for ratio in ratios.split(",")):
-        ratio = bench.ratio_of(model, node, critical, longest)
+    for load, critical in product(loads.split(","), map(float, ratios.split(","))):
+        ratio = bench.ratio_of(model, node, critical, longest, load)
         with bench.engine(ratio, model, context) as llm:
             rows += bench.measure(llm, ratio, sizes, repeats, lambda text: console.print(text))
     result = {
@@ -56,13 +60,14 @@ def tail_recompute(
 def _print(result: dict[str, Any]) -> None:
     table = Table()
     for name in (
-        "κ0", "cached", "new", "κ", "κ_eff", "computed anew", "load all ms", "tail ms", "change",
-        "predicted", "Δ logprob",
+        "loads", "κ0", "cached", "new", "κ", "κ_eff", "computed anew", "load all ms", "tail ms",
+        "change", "predicted", "Δ logprob",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for row in result["rows"]:
         table.add_row(
-            f"{row['critical_ratio']:g}", str(row["cached_tokens"]), str(row["new_tokens"]),
+            row["load"], f"{row['critical_ratio']:g}",
+            str(row["cached_tokens"]), str(row["new_tokens"]),
             f"{row['ratio']:.0f}", f"{row['effective_ratio']:.1f}", str(row["recomputed_tokens"]),
             f"{1e3 * row['load_all_s']:.2f}", f"{1e3 * row['tail_s']:.2f}",
             f"{row['change']:+.1%}", f"{row['predicted_change']:+.1%}",

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from deploy.commands.law_plans import explain_plans, plan_rates, print_plans
 from kappa import model as law
 from kappa import paper
 from kappa.hardware import DEMO_NODES, node_profile
@@ -64,21 +65,45 @@ def explain(
         list[str] | None,
         typer.Option("--node", help="Catalogue name or profile JSON; repeat to compare."),
     ] = None,
+    rates: Annotated[
+        Path | None,
+        typer.Option(help="Rates that an engine measured (JSON), for the plans of every node."),
+    ] = None,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Plans are cut at blocks.")] = 16,
+    room: Annotated[
+        int | None, typer.Option(min=0, help="Tokens that a request may take on the device.")
+    ] = None,
+    cpu_gbps: Annotated[
+        float, typer.Option(min=0, help="GB/s of KV that the node's CPU attends to; 0: none.")
+    ] = 0.0,
+    activations: Annotated[bool, typer.Option(help="Activations are stored beside the KV.")] = True,
     json_output: JsonOption = False,
 ) -> None:
-    """Price one request on one or more nodes: its κ, which side bounds it, and its seconds."""
+    """Price one request on one or more nodes: its κ, which side bounds it, its seconds, its plans.
+
+    The first table is the law, loading first and computing then; below it every load plan, the
+    chosen one marked, and what a decoding step behind the prompt takes.
+    """
     counts = TokenCounts(device_tokens=0, cached_tokens=cached, new_tokens=new)
     try:
         shape = model_shape(model)
         profiles = [node_profile(name) for name in node or DEMO_NODES]
+        answers = [explain_request(counts, shape, profile) for profile in profiles]
+        plans = [
+            explain_plans(
+                counts, plan_rates(shape, profile, rates, cpu_gbps), block_tokens, room,
+                activations=activations,
+            )
+            for profile in profiles
+        ]  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    answers = [explain_request(counts, shape, profile) for profile in profiles]
     if json_output:
-        if len(answers) == 1:
-            _print_json(answers[0])
+        whole = [{**answer, **more} for answer, more in zip(answers, plans, strict=True)]
+        if len(whole) == 1:
+            _print_json(whole[0])
         else:
-            named = zip(profiles, answers, strict=True)
+            named = zip(profiles, whole, strict=True)
             _print_json({"nodes": [{"node": p.name, **answer} for p, answer in named]})
         return
     title = f"{shape.name}: {cached:,} cached, {new:,} new tokens"
@@ -91,6 +116,10 @@ def explain(
     if len(answers) > 1:
         best = min(range(len(answers)), key=lambda i: float(answers[i]["ttft_s"]))
         console.print(f"Least idle TTFT: {profiles[best].name}")
+    for profile, found in zip(profiles, plans, strict=True):
+        print_plans(console, profile.name if rates is None else str(rates), found)
+        if rates is not None:
+            break
 
 
 def explain_request(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> dict[str, Any]:

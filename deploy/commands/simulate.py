@@ -22,6 +22,7 @@ from router.admission import Admission
 from router.policies import policy_named
 from scheduler.catalogue import SCHEDULERS
 from simulator.clusters import cluster_named, scaled
+from simulator.fault_schedule import random_faults
 from simulator.faults import (
     RESOURCES,
     Faults,
@@ -73,6 +74,9 @@ def simulate(
         0
     ),
     stragglers: Annotated[int, typer.Option(min=0, help="Nodes 3x slow for a fifth of it.")] = 0,
+    trouble: Annotated[
+        int, typer.Option(min=0, help="Instead: so many faults of every kind, drawn at random.")
+    ] = 0,
     noise: Annotated[float, typer.Option(min=0.0, help="Sigma of the log of durations.")] = 0.03,
     admission: Annotated[
         bool, typer.Option("--admission", help="Refuse what would start too late.")
@@ -106,7 +110,11 @@ def simulate(
         if config.load is not None:
             config = config.replaced(capacity_rps=capacity_of(config))
         traffic = traffic_of(config)
-        faults = faults_of(config, traffic, misprofile, failures, stragglers, noise)
+        if trouble:
+            horizon_s = float(traffic.planned_s.max())
+            faults = random_faults(len(where.nodes), horizon_s, trouble, seed, noise)
+        else:
+            faults = faults_of(config, traffic, misprofile, failures, stragglers, noise)
         summary = run(
             config.replaced(faults=faults), traffic=traffic, timer=time.perf_counter
         ).summary()

@@ -51,6 +51,12 @@ _NEEDS = {
 Planner = Callable[[Cached], LoadPlan]
 
 
+def room_left(room_tokens: int, device: int, new: int) -> int:
+    """Of cached tokens, how many may take device memory, where a request may take `room_tokens`
+    and has `device` tokens there and `new` ones to compute."""
+    return max(0, room_tokens - device - new)
+
+
 def fixed(recompute: int = 0, activations: int = 0, *, tail: bool = False) -> Planner:
     """A planner that always splits so, as far as there are so many cached tokens.
 

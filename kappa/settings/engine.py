@@ -10,12 +10,12 @@ from kappa.settings.base import Finite, Section
 from kappa.settings.sparse import ApproxName, SparseSection
 
 EngineKind = Literal["vllm", "torch", "emulated"]
-PlannerName = Literal["auto", "kv", "kvpr", "hybrid", "recompute", "tail"]
+PlannerName = Literal["auto", "kv", "kvpr", "hybrid", "recompute", "cpu", "tail"]
 HostTierName = Literal["own", "lmcache", "native"]
 # Of which kind of engine each planner is; both have "auto" and "kv".
 _PLANNERS: dict[str, tuple[str, ...]] = {
     "vllm": ("auto", "kv", "tail"),
-    "torch": ("auto", "kv", "kvpr", "hybrid", "recompute"),
+    "torch": ("auto", "kv", "kvpr", "hybrid", "recompute", "cpu"),
 }
 
 
@@ -57,12 +57,31 @@ class EngineSettings(Section):
         "own",
         description="own: ours; lmcache: an LMCache server; native: vLLM's own copies, GPU only",
     )
+    load: Literal["ahead", "layers"] = Field(
+        "ahead",
+        description="ahead: before the prompt, beside others' steps; layers: in the prompt's own "
+        "step, each layer while the one before is computed (host_tier own)",
+    )
     lmcache: LmcacheSettings = LmcacheSettings()
     act_share: float = Field(
         0.0,
         ge=0,
         le=1,
         description="share of stored blocks kept as activations, too; 1 unless hybrid; torch only",
+    )
+    cpu_threads: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="that may attend to KV in host memory, so that prefixes can stay there; torch "
+        "only",
+    )
+    cpu_room_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="of the device's blocks, what a request may take before the front of its "
+        "cached prefix stays in host memory; with cpu_threads, where the CPU is fast enough",
     )
     approx: ApproxName = Field(
         "never",
@@ -108,10 +127,16 @@ class EngineSettings(Section):
             raise ValueError(
                 f"planner {self.planner} is not one of kind {self.kind}: choose {', '.join(known)}"
             )
+        if self.cpu_threads and (self.kind != "torch" or not self.host_bytes):
+            raise ValueError("cpu_threads needs kind torch and host_bytes above zero")
+        if self.planner == "cpu" and not self.cpu_threads:
+            raise ValueError("planner cpu needs cpu_threads above zero: who else would attend")
         if self.host_tier != "own" and self.kind != "vllm":
             raise ValueError(f"host_tier {self.host_tier} needs kind vllm, and this is {self.kind}")
         if self.handover_dir and (self.kind != "vllm" or self.host_tier != "own"):
             raise ValueError("handover_dir needs kind vllm and host_tier own")
+        if self.load == "layers" and (self.host_tier != "own" or self.kind != "vllm"):
+            raise ValueError("load layers needs host_tier own and kind vllm")
         if self.host_tier != "own" and not self.host_bytes:
             raise ValueError(f"host_tier {self.host_tier} needs host_bytes above zero")
         return self

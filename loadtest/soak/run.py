@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ async def _harm(
         fault = faults[int(rng.integers(len(faults)))]
         turn += 1
         try:
-            action = await _aside(lambda f=fault, t=turn: action_for(f, target, t))
+            action = await _aside(partial(action_for, fault, target, turn))
         except FaultsError:
             continue  # its victim is on the way back from the last one
         done.append((time.monotonic() - start_s, fault.name, action.node))

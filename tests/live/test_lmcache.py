@@ -50,7 +50,7 @@ class Setting:
         )
         self.without = self.engine.ask(prompt(1))
         self.reported = self.engine.reports()["messages"]
-        self.warned = self.engine.errors.read_text().count("lmcache_failed")
+        self.warned = sum("lmcache_failed" in line for line in self.engine.logged)
 
     def serve(self):
         self.server = LmcacheServer(

@@ -74,7 +74,7 @@ class TierEngine:
     """The engine from outside. `tier`: fields of a `TierChoice`; `path`: more to import from."""
 
     def __init__(self, folder, path="", **tier):
-        self.errors = folder / "engine.txt"
+        self.errors, self.logged = folder / "engine.txt", []
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, json.dumps(tier)],
@@ -102,6 +102,7 @@ class TierEngine:
         for line in self.process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
+            self.logged.append(line)
         raise AssertionError(f"the engine died:\n{self.errors.read_text()[-4000:]}")
 
     def close(self):

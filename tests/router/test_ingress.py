@@ -141,6 +141,28 @@ async def test_a_stream_is_relayed_and_released(serve):
     assert (record.end, live.router.reservations, ingress.closed) == ("done", 0, 1)
 
 
+async def test_approximate_answers_are_for_workers_that_may_and_are_told(serve):
+    ingress, live, app = await serve(words)
+    answer = await post(app, stream=True, approx="ok")
+    assert (answer.status_code, code(answer)) == (400, "approx_not_allowed")
+    assert answer.json()["error"]["param"] == "x-kappa-approx"
+    state = live.router.state.workers["b"]
+    state.announcement = replace(
+        state.announcement, engine="torch", load_plan={"planner": "auto", "approx": "ask"}
+    )
+    for _ in range(3):
+        answer = await post(app, stream=True, approx="ok")
+        assert (answer.status_code, answer.headers["x-kappa-approx"]) == (200, "ok")
+    assert ingress.sent == ["b"] * 3 and ingress.told[-1]["kappa_approx"] == "ok"
+    # A client cannot set the mark itself, and who does not ask gets an exact answer.
+    marked = await post(app, stream=True, vllm_xargs={"kappa_approx": "ok"})
+    assert marked.status_code == 200 and "x-kappa-approx" not in marked.headers
+    assert "kappa_approx" not in ingress.told[-1]
+    answer = await post(app, approx="perhaps")
+    assert (answer.status_code, code(answer)) == (400, "invalid_value")
+    assert live.router.reservations == 0
+
+
 async def test_without_workers_it_is_503_with_a_time_to_come_back(serve):
     _, live, app = await serve(words, workers=())
     answer = await post(app)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kappa.hardware import node_profile
-from kappa.plan.planners import Cached, Planning
+from kappa.plan.planners import Cached, Planning, room_left
 from kappa.plan.rates import FORMAT, rates_from_measured
 from kappa.report import Announcement
 from kappa.shapes import model_shape
@@ -173,3 +173,43 @@ def test_a_tail_has_an_effective_ratio():
     plans.join(tailed())
     ratio = plans.kappa_eff("w")
     assert ratio is not None and ratio > 0
+
+
+@pytest.mark.parametrize("forecast", [0, 4])
+@pytest.mark.parametrize("dilation", [1.0, 8.0])
+def test_loads_beside_the_prompt_hide_behind_it_in_real_seconds(forecast, dilation):
+    made = tailed(dilation)
+    beside = {**made.load_plan, "rates": {**made.load_plan["rates"], "overlap": 31 / 32}}
+    layers = priced(router(replace(made, load_plan=beside), forecast=forecast))
+    ahead = priced(router(made, forecast=forecast))
+    measured = rates_from_measured({**rates(load_token_s=4e-6), "overlap": 31 / 32})
+    plan = Planning(SIZE, measured).named("tail")(Cached(64 * SIZE, 5))
+    assert 0 < plan.crossing_tokens < 64 * SIZE
+    assert layers.load_s == pytest.approx(dilation * plan.load_s)
+    assert layers.ttft_s == pytest.approx(dilation * plan.ttft_s, rel=0.05)
+    assert layers.ttft_s < ahead.ttft_s
+
+
+def test_what_has_no_room_on_the_device_stays_in_host_memory_as_in_the_engine():
+    sizes = [128, 256, 512, 1024]
+    measured = rates()
+    measured["attend"] = {
+        "tokens": sizes, "seconds": [4e-7 * n for n in sizes], "h2d_bytes_per_s": 32e9,
+        "share_while_loading": 0.9,
+    }  # fmt: skip
+    announced = said(planner="auto")
+    plan = {**announced.load_plan, "rates": measured, "cpu_room_share": 600 / 20_001}
+    tight = replace(announced, load_plan=plan)
+    fits, stays = priced(router(announced)), priced(router(replace(tight, device_blocks=800)))
+    assert (fits.plan, stays.plan) == ("recompute+load", "cpu+load")
+    # The first token waits for what loading takes: what stays crosses once, too.
+    loaded = priced(router(said(planner="kv")))
+    assert stays.ttft_s == pytest.approx(loaded.ttft_s, rel=0.01)
+    assert priced(router(tight)).plan == fits.plan
+    planning = Planning(SIZE, rates_from_measured(measured), cpu=True)
+    room = room_left(int(600 / 20_001 * 800) * SIZE, 0, 5)
+    assert planning.named("auto")(Cached(64 * SIZE, 5, room=room)).kind == "cpu+load"
+    all_stay = replace(tight, load_plan={**plan, "planner": "cpu"})
+    assert priced(router(all_stay)).plan == "cpu"
+    with pytest.raises(ValueError, match="cpu_threads"):
+        LoadPlans().join(said(planner="cpu"))

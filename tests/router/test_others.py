@@ -31,11 +31,11 @@ def announcement(worker):
     )  # fmt: skip
 
 
-def router(*workers, forecast=True, policy="ttft"):
+def router(*workers, forecast=True, policy="ttft", first=0.0):
     made = Router(
         RouterConfig(
             policy=policy_named(policy), secret=7, calibrate=False, stale_after_s=float("inf"),
-            forecast_workers=len(workers) if forecast else 0,
+            forecast_workers=len(workers) if forecast else 0, first=first,
         )
     )  # fmt: skip
     for worker in workers:
@@ -239,9 +239,12 @@ class Herd:
         heapq.heappush(self._queue, _Event(at_s, next(self._numbers), what))
 
 
-def waits_s(count, *, telling=True, forecast=False, delay_s=0.01, seed=0):
+def waits_s(count, *, telling=True, spread=True, forecast=False, delay_s=0.01, seed=0):
     workers = tuple(f"w{i}" for i in range(8))
-    routers = [router(*workers, forecast=forecast) for _ in range(count)]
+    routers = [
+        router(*workers, forecast=forecast, first=i / count if spread else 0.0)
+        for i in range(count)
+    ]
     return Herd(routers, workers, delay_s, telling).run(1200, load=0.8, seed=seed)
 
 

@@ -92,6 +92,55 @@ def test_the_connector_tells_its_scheduler_which_jobs_ended_and_keeps_their_keys
     assert "self._pending_event_metadata" in inspect.getsource(events.OffloadingEventsTracker)
 
 
+def test_a_shorter_hit_and_a_load_in_the_prompt_s_own_step_are_known_to_vllm():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
+    from vllm.model_executor.layers.attention import attention, kv_transfer_utils
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+    states = scheduler.RequestOffloadState
+    assert "partial_tail_boundary" in states.__annotations__
+    assert parameters(states.update_num_hit_chunks) == ["self", "num_cached_tokens"]
+    assert "self._req_status" in inspect.getsource(scheduler.OffloadingConnectorScheduler)
+    assert "kv_cache_config" in parameters(worker.OffloadingConnectorWorker.__init__)
+    # A load that is not asynchronous starts before the forward pass, and every layer asks for it.
+    assert "has_sync_kv_loads" in fields(SchedulerOutput)
+    assert "has_sync_kv_loads" in inspect.getsource(KVConnectorModelRunnerMixin)
+    assert "wait_for_layer_load" in inspect.getsource(kv_transfer_utils.maybe_transfer_kv_layer)
+    assert "@maybe_transfer_kv_layer" in inspect.getsource(attention)
+
+
+# -- workers.lmcache_* --------------------------------------------------------------------------
+
+
+def test_connectors_of_vllm_are_asked_what_our_shell_answers():
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from workers.lmcache_connector import LmcacheConnector
+
+    assert issubclass(LmcacheConnector, SupportsHMA)
+    assert not LmcacheConnector.__abstractmethods__
+    for name in (
+        "register_kv_caches", "handle_preemptions", "wait_for_save", "get_finished",
+        "get_block_ids_with_load_errors", "build_connector_worker_meta", "take_events",
+        "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
+        "update_connector_output", "request_finished", "shutdown", "reset_cache",
+    ):  # fmt: skip
+        theirs = parameters(getattr(KVConnectorBase_V1, name))
+        assert parameters(getattr(LmcacheConnector, name))[: len(theirs)] == theirs, name
+    assert parameters(KVConnectorWorkerMetadata.aggregate) == ["self", "other"]
+    assert fields(KVConnectorOutput) >= {"invalid_block_ids", "kv_connector_worker_meta"}
+
+
+def test_a_failed_load_can_be_computed_instead():
+    from vllm.config import KVTransferConfig
+
+    assert KVTransferConfig(kv_load_failure_policy="recompute").kv_load_failure_policy
+    assert "kv_load_failure_policy" in fields(KVTransferConfig)
+
+
 # -- workers.host_tier --------------------------------------------------------------------------
 
 

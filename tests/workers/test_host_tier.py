@@ -56,10 +56,11 @@ def tier(stats):
     )
     made = []
 
-    def make(pace=LinkPace(), host_blocks=40, rules=LinkRules()):
+    def make(pace=LinkPace(), host_blocks=40, rules=LinkRules(), by_layer=False):
         worker = HostTierWorker(
-            caches, host_blocks, BLOCK_TOKENS, pace, StatsSender(stats[0]), rules
-        )
+            caches, host_blocks, BLOCK_TOKENS, pace, StatsSender(stats[0]), rules,
+            by_layer=by_layer,
+        )  # fmt: skip
         made.append(worker)
         return worker, tensors
 
@@ -311,3 +312,39 @@ def test_after_a_reset_nothing_counts_as_queued_or_lost(manager):
     assert tier.prepare_store(keys("a"), WHO).keys_to_store == keys("a")
     tier.complete_store(keys("a"), WHO)
     assert tier.lookup(b"a", WHO) == LookupResult.HIT
+
+
+def test_a_load_by_layers_brings_them_one_by_one_and_all_bytes(tier):
+    worker, device = tier(by_layer=True)
+    before = [tensor.clone() for tensor in device]
+    worker.submit_store(1, device_ids([0, 1, 2]), HostIds([4, 5, 6]))
+    worker.wait({1})
+    for tensor in device:
+        tensor.zero_()
+    worker.submit_load(2, HostIds([4, 5, 6]), device_ids([7, 8, 9]))
+    for layer, (tensor, old) in enumerate(zip(device, before, strict=True)):
+        worker.wait_layer({2}, layer)
+        assert torch.equal(tensor[7:10], old[0:3])
+    worker.wait({2})
+    done = {result.job_id: result for result in worker.get_finished()}
+    assert done[2].success and done[2].transfer_size == 3 * sum(WIDTHS)
+
+
+def test_a_paced_load_by_layers_has_its_first_layer_before_its_last(tier, stats):
+    pace = LinkPace(token_s=2e-3, store_token_s=1e-6)
+    worker, _ = tier(pace, by_layer=True)
+    worker.submit_load(1, HostIds([0, 1]), device_ids([3, 4]))
+    worker.wait_layer({1}, 0)
+    assert worker._links["load"].has_unfinished("load")  # the second is still on its way
+    worker.wait_layer({1}, 1)
+    worker.wait({1})
+    (load,) = (m for m in (stats[1](), stats[1]()) if m["kind"] == "load")
+    assert load["blocks"] == 2 and load["took_s"] >= 0.9 * 32 * 2e-3
+
+
+def test_layers_of_loads_that_are_done_or_unknown_are_not_waited_for(tier):
+    worker, _ = tier(by_layer=True)
+    worker.wait_layer({77}, 1)
+    worker.submit_load(1, HostIds([0]), device_ids([0]))
+    worker.wait({1})
+    worker.wait_layer({1}, 1)

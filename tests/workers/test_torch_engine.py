@@ -13,15 +13,20 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from vllm.distributed.kv_events import KVEventBatch
 
 from kappa.hardware import node_profile
+from kappa.plan.clo import CloConfig
 from kappa.plan.rates import rates_from_measured
 from kappa.shapes import model_shape
+from workers.lanes_plan import LanesPlan
 from workers.tiny_model import make_tiny_model
-from workers.torch_engine import TorchEngine, TorchPlan, host_blocks
+from workers.torch_engine import TorchEngine
+from workers.torch_plan import TorchPlan, host_blocks
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK = 16
 PATIENCE_MS = 30_000
+# With all tokens chosen, sparse answers are the exact ones.
+LANES = LanesPlan(CloConfig(share=1.0, recent_tokens=16), lanes=2)
 TEXTS = [f"Line {i} of a short text about nothing in particular." for i in range(200)]
 
 
@@ -43,6 +48,7 @@ class Bench:
             profile={"sizes_bytes": [1 << 20, 1 << 22], "block_bytes": 4096, "hidden": 64,
                      "intermediate": 256, "dtype": "float32"},
             stats_endpoint=f"ipc://{folder}/stats", kv_endpoint=f"ipc://{folder}/kv",
+            approx="ask", lanes=LANES, max_context_tokens=1000,
         )  # fmt: skip
         config = SimpleNamespace(engine_kwargs={"kappa_torch": plan}, model_id="tiny")
         self.engine = TorchEngine(config)
@@ -179,6 +185,24 @@ async def test_bad_requests_are_answered_with_400_and_their_reason(started):
     ):
         (error,) = await answered(started, body)
         assert error.error.code == 400 and why in error.error.message
+
+
+async def test_an_answer_that_may_be_approximate_says_how_much_of_it_is(started):
+    tokens = prompt(90, 8)
+    (exact,) = await answered(started, completion(tokens, max_tokens=40))
+    assert "approximate_tokens" not in exact.usage.model_dump()
+    body = completion(tokens, "approx", max_tokens=40)
+    body.vllm_xargs["kappa_approx"] = "ok"
+    (sparse,) = await answered(started, body)
+    assert sparse.choices[0].text == exact.choices[0].text
+    assert 0 < sparse.usage.approximate_tokens < 40
+    stats = started.engine._runner.stats().result(20)
+    assert stats["sparse"]["moved"] == 1 and stats["sparse"]["lanes"] == 0
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    body = completion(tokens, "approx", max_tokens=8, **options)
+    body.vllm_xargs["kappa_approx"] = "ok"
+    *_, closing = await answered(started, body)
+    assert "approximate_tokens" in json.loads(closing[6:].split("\n\n")[0])["usage"]
 
 
 async def test_a_stop_string_ends_the_answer_early(started):

@@ -1,0 +1,78 @@
+"""`kappa bench serve --observing`: what metrics, logs and traces cost together in requests/s."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.commands.provenance import command, machine
+from deploy.commands.serve import running, settings_or_exit
+from loadtest import bench_serve as serve_law
+from loadtest.paired import cost
+
+GOAL = 0.03
+
+
+def observing_cost(
+    concurrencies: Sequence[int],
+    requests: int,
+    rounds: int,
+    seed: int,
+    json_output: bool,
+    progress: Callable[[str], None],
+) -> None:
+    """Play rounds in turns, with everything observed and with nothing; print the cost."""
+    # Imports half the system: only when it is wanted.
+    from deploy.bench.cluster import one_node
+    from deploy.bench.observing import SYSTEMS, Collector, ObservingCluster, seen
+
+    with tempfile.TemporaryDirectory(prefix="kappa-observing-") as folder, Collector() as collector:
+        log_file = Path(folder) / "log.jsonl"
+        settings = seen(one_node(settings_or_exit(port=0)), collector, log_file)
+        with running(settings, ObservingCluster) as cluster:
+            urls = {
+                name: f"{cluster.url}{prefix}/v1/chat/completions"
+                for name, prefix in SYSTEMS.items()
+            }
+            played = asyncio.run(
+                serve_law.play(
+                    urls, settings.model.id, concurrencies, requests, rounds, seed, progress
+                )
+            )
+        lines = sum('"request_done"' in line for line in log_file.open(encoding="utf-8"))
+        result = {
+            **cost(played, "seen", "unseen", seed), "goal": GOAL, "log_lines": lines,
+            "span_batches": collector.batches, "paced": False, "machine": machine(),
+            "command": command(),
+        }  # fmt: skip
+    if json_output:
+        print(json.dumps(result))
+    else:
+        _print(result)
+
+
+def _print(result: dict[str, Any]) -> None:
+    table = Table(title="Requests/s that metrics, logs and traces cost, unpaced, one engine each")
+    for column in ("prompt", "clients", "pairs", "cost"):
+        table.add_column(column, justify="left" if column == "prompt" else "right")
+    for row in result["cells"]:
+        table.add_row(
+            row["prompt"], str(row["concurrency"]), str(row["pairs"]), f"{row['cost']:.1%}"
+        )
+    console = Console()
+    console.print(table)
+    met = "met" if result["high"] < result["goal"] else "not shown"
+    console.print(
+        f"all: {result['cost']:.1%}, 95 % within {result['low']:.1%} and {result['high']:.1%} over "
+        f"{result['pairs']} pairs; goal under {result['goal']:.0%}: {met}. "
+        f"{result['log_lines']} request lines, {result['span_batches']} batches of spans",
+        highlight=False,
+    )
+    console.print(f"{result['command']}  on {result['machine']}", highlight=False)

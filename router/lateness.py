@@ -1,0 +1,135 @@
+"""How much later than predicted each worker answers of late: what admission adds to a prediction.
+
+A prediction prices what is known to be queued. Past saturation more happens to a request than that:
+slots run out, prompts that come after it slow its tokens. So the router compares each outcome with
+what it had predicted for it, and each request that should have begun by now with the clock. Pure;
+seconds are real ones, and every figure fades when nothing new is heard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+_KEPT = 16
+_QUANTILE = 0.8
+# News of a worker that is this old (in its dilated seconds) counts for a third.
+_FADE_S = 0.5
+# Iterations are averaged over so many of their own seconds.
+_STEPS_S = 1.0
+
+
+@dataclass(slots=True)
+class _Flight:
+    worker: str
+    sent_s: float
+    ttft_s: float
+    first_s: float = math.nan
+
+
+@dataclass(slots=True)
+class _Worker:
+    dilation: float = 1.0
+    late_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    late_at_s: float = -math.inf
+    steps_total: int = 0
+    step_s_total: float = 0.0
+    step_s: float = 0.0
+    step_at_s: float = -math.inf
+    # By request, in the order in which they were sent: the first one has waited longest.
+    waiting: dict[str, None] = field(default_factory=dict)
+
+
+class Lateness:
+    """Outcomes against predictions, by worker."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, _Worker] = {}
+        self._flights: dict[str, _Flight] = {}
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def sent(
+        self, request_id: str, worker: str, now_s: float, ttft_s: float, dilation: float = 1.0
+    ) -> None:
+        """A request goes to `worker`, with what is predicted for it."""
+        self.ended(request_id)
+        state = self._workers.setdefault(worker, _Worker())
+        state.dilation = dilation
+        state.waiting[request_id] = None
+        self._flights[request_id] = _Flight(worker, now_s, ttft_s)
+
+    def first_token(self, request_id: str, now_s: float) -> None:
+        """Its first token came."""
+        flight = self._flights.get(request_id)
+        state = self._workers.get(flight.worker) if flight else None
+        if flight is None or state is None or not math.isnan(flight.first_s):
+            return
+        flight.first_s = now_s
+        state.waiting.pop(request_id, None)
+        state.late_s.append(now_s - flight.sent_s - flight.ttft_s)
+        state.late_at_s = now_s
+
+    def ended(self, request_id: str) -> None:
+        """It is over."""
+        flight = self._flights.pop(request_id, None)
+        state = self._workers.get(flight.worker) if flight else None
+        if flight is None or state is None:
+            return
+        state.waiting.pop(request_id, None)
+
+    def left(self, worker: str) -> None:
+        """A worker is gone, and what was in flight there."""
+        self._workers.pop(worker, None)
+        for request_id in [r for r, flight in self._flights.items() if flight.worker == worker]:
+            del self._flights[request_id]
+
+    def late_s(self, worker: str, now_s: float) -> float:
+        """Seconds by which a first token there comes after its prediction, at least 0.
+
+        Four of five came no later of late; and no request has waited longer than this for nothing.
+        """
+        state = self._workers.get(worker)
+        if state is None:
+            return 0.0
+        learnt_s = _typical(state.late_s, 0.0) * _fresh(state.late_at_s, now_s, state.dilation)
+        oldest = next(iter(state.waiting), None)
+        overdue_s = 0.0
+        if oldest is not None:
+            flight = self._flights[oldest]
+            overdue_s = now_s - flight.sent_s - flight.ttft_s
+        return max(learnt_s, overdue_s, 0.0)
+
+    def stepped(
+        self, worker: str, now_s: float, steps_total: int, step_s_total: float, dilation: float
+    ) -> None:
+        """A worker's iterations and their seconds, added up since its start."""
+        state = self._workers.setdefault(worker, _Worker())
+        steps = steps_total - state.steps_total
+        seconds = step_s_total - state.step_s_total
+        state.steps_total, state.step_s_total = steps_total, step_s_total
+        if steps <= 0 or seconds <= 0:
+            return
+        kept = math.exp(-seconds / (_STEPS_S * dilation))
+        state.step_s = kept * state.step_s + (1 - kept) * seconds / steps
+        state.step_at_s = now_s
+
+    def token_s(self, worker: str, now_s: float) -> float:
+        """Seconds of an iteration there of late, which is what a token beside them takes; fading."""
+        state = self._workers.get(worker)
+        if state is None:
+            return 0.0
+        return state.step_s * _fresh(state.step_at_s, now_s, state.dilation)
+
+
+def _typical(samples: deque[float], without: float) -> float:
+    if not samples:
+        return without
+    ordered = sorted(samples)
+    return ordered[min(int(_QUANTILE * len(ordered)), len(ordered) - 1)]
+
+
+def _fresh(at_s: float, now_s: float, dilation: float) -> float:
+    return math.exp(-max(now_s - at_s, 0.0) / (_FADE_S * dilation))

@@ -1,0 +1,76 @@
+"""Pools against machines: what fits nowhere is told with what is missing and what there is."""
+
+from deploy.app.placing import Machine, misfits
+from deploy.app.pools import worker_demand
+from kappa.settings.cluster import load_settings
+from kappa.settings.pools import PoolSettings
+
+GPU = {"gpus": 1, "resources": {"pool-gh200": 1}}
+
+
+def pool(name="a", **changes):
+    return PoolSettings(name=name, profile="pcie", **changes)
+
+
+def machine(name="m", labels=None, **offers):
+    return Machine(name, offers, labels or {})
+
+
+def test_a_worker_asks_for_its_replica_and_its_engines():
+    assert worker_demand(pool()) == {"CPU": 2.0}
+    assert worker_demand(pool(placement={"gpus": 2, "cpus": 3})) == {"CPU": 5.0, "GPU": 2.0}
+    assert worker_demand(pool(placement=GPU)) == {"CPU": 2.0, "GPU": 1.0, "pool-gh200": 1.0}
+
+
+def test_a_machine_is_read_from_what_ray_says():
+    node = {
+        "NodeManagerHostname": "h", "Resources": {"CPU": 4.0, "GPU": 1.0},
+        "Labels": {"ray.io/node-group": "gh200"}, "Alive": True,
+    }  # fmt: skip
+    assert Machine.of_ray(node) == machine("h", {"ray.io/node-group": "gh200"}, CPU=4.0, GPU=1.0)
+
+
+def test_what_fits_is_not_mentioned():
+    assert misfits([pool(replicas=2)], [machine(CPU=4)]) == []
+    assert misfits([pool(replicas=2)], [machine("a", CPU=2), machine("b", CPU=3)]) == []
+
+
+def test_a_pool_that_fits_no_machine_is_told_with_its_place_and_the_nearest_machines():
+    machines = [machine("cpu", CPU=8), machine("gpu", CPU=8, GPU=1)]
+    (fault,) = misfits([pool(), pool("b", placement=GPU)], machines)
+    assert fault.startswith("pools.1.placement: pool b fits none of 2 machine(s): gpu has")
+    assert "gpu has pool-gh200 0 of 1; cpu has GPU 0 of 1, pool-gh200 0 of 1" in fault
+
+
+def test_a_label_that_no_machine_carries_is_told():
+    labelled = pool(placement={"labels": {"ray.io/node-group": "gh200"}})
+    (fault,) = misfits([labelled], [machine(labels={"ray.io/node-group": "h100"}, CPU=8)])
+    assert "label ray.io/node-group=h100, not gh200" in fault
+    assert misfits([labelled], [machine(labels={"ray.io/node-group": "gh200"}, CPU=8)]) == []
+
+
+def test_without_machines_nothing_fits():
+    (fault,) = misfits([pool()], [])
+    assert "fits none of 0 machine(s): there is none" in fault
+
+
+def test_machines_that_are_too_few_are_told_by_pool():
+    (fault,) = misfits([pool(replicas=3)], [machine(CPU=4)])
+    assert "room for 2 of 3 workers" in fault
+
+
+def test_the_most_demanding_pool_is_placed_first():
+    machines = [machine("gpu", CPU=2, GPU=1), machine("cpu", CPU=2)]
+    small, large = pool(), pool("b", placement={"gpus": 1})
+    assert misfits([small, large], machines) == []
+    assert misfits([large, small], machines) == []
+
+
+def test_every_pool_at_fault_is_told_at_once():
+    pools = [pool(placement={"cpus": 64}), pool("b", placement=GPU), pool("c", replicas=9)]
+    assert len(misfits(pools, [machine(CPU=4)])) == 3
+
+
+def test_the_demo_fits_the_cluster_that_is_started_for_it():
+    pools = load_settings().all_pools
+    assert misfits(pools, [machine(CPU=2 * len(pools) + 2)]) == []

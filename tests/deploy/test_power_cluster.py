@@ -1,0 +1,120 @@
+"""`kappa power --url`: rows from nodes and decisions, and what it says where there are none."""
+
+import json
+
+import httpx
+import pytest
+
+from deploy.commands import power_cluster
+from deploy.commands.power_cluster import PowerError, node_rows, watch
+
+
+def node(name, watts, source="paced", gpu="H100-SXM5-80GB", cap=700.0, **totals):
+    power = {"power_w": watts, "power_cap_w": cap, "power_source": source}
+    return {
+        "worker": f"w-{name}", "node": name, "paced": source == "paced", "profile": {"gpu": gpu},
+        "totals": {**(power if source else {}), **totals},
+    }  # fmt: skip
+
+
+def decision(name, queue, load, compute, **actual):
+    told = {"queue_s": queue, "load_s": load, "compute_s": compute}
+    return {"node": name, "predicted": told, "actual": actual}
+
+
+MEMORY = [decision("pcie", 0.1, 1.0, 0.05)] * 20
+COMPUTE = [decision("c2c", 0.1, 0.01, 1.0)] * 20
+
+
+def test_a_memory_bound_node_gets_a_lower_cap_than_a_compute_bound_one():
+    rows = {r["node"]: r for r in node_rows(
+        [[node("pcie", 180.0), node("c2c", 400.0)], [node("pcie", 220.0), node("c2c", 420.0)]],
+        MEMORY + COMPUTE, 0.02,
+    )}  # fmt: skip
+    pcie, c2c = rows["pcie"], rows["c2c"]
+    assert (pcie["mean_w"], pcie["max_w"], pcie["samples"]) == (200.0, 220.0, 2)
+    assert pcie["advice"]["cap_w"] < 450 < 650 < c2c["advice"]["cap_w"]
+    assert pcie["freed_w"] == 700 - pcie["advice"]["cap_w"]
+    assert pcie["advice"]["basis"] == "model", "a modelled peak proves nothing"
+
+
+def test_a_measured_peak_makes_a_cap_that_changes_nothing():
+    (row,) = node_rows([[node("c2c", 300.0, "nvml")], [node("c2c", 310.0, "nvml")]], COMPUTE, 0.0)
+    assert row["advice"]["basis"] == "measured" and row["advice"]["cap_w"] == 330.0
+
+
+def test_measured_parts_go_before_predicted_ones():
+    measured = [decision("n", 9, 9, 9, queue_s=0.0, load_s=5.0, compute_s=0.1)]
+    predicted = [decision("n", 0.0, 5.0, 0.1)]
+    args = [[node("n", 100.0)]]
+    assert node_rows(args, measured, 0.01) == node_rows(args, predicted, 0.01)
+
+
+def test_gpus_of_one_node_count_together_and_unknown_ones_by_their_cap():
+    four = node_rows([[node("n", 800.0, "nvml", cap=2800.0)]], [decision("n", 0, 9, 0)], 0.01)[0]
+    assert four["advice"]["cap_w"] == 800.0, "the lowest that four of them take"
+    other = node_rows([[node("n", 90.0, "nvml", "abacus", 300.0)]], [decision("n", 0, 9, 0)], 0.0)
+    assert other[0]["advice"]["cap_w"] == 90.0
+
+
+def test_without_requests_or_figures_there_is_no_advice():
+    (quiet,) = node_rows([[node("n", 100.0)]], [], 0.01)
+    assert quiet["advice"] is quiet["freed_w"] is None and quiet["cap_w"] == 700.0
+    (dark,) = node_rows([[node("n", 0.0, "")]], [decision("n", 0, 1, 1)], 0.01)
+    assert (dark["source"], dark["mean_w"], dark["cap_w"], dark["advice"]) == ("", None, None, None)
+    (new,) = node_rows([[{**node("n", 0.0), "totals": None}]], [], 0.01)
+    assert new["mean_w"] is None
+
+
+def test_energy_per_token():
+    told = node("n", 1.0, energy_j_total=50.0, step_tokens_total=200)
+    assert node_rows([[told]], [], 0.01)[0]["j_per_token"] == 0.25
+
+
+def answering(monkeypatch, answers):
+    asked = []
+
+    def handler(request):
+        asked.append(request)
+        return answers(request)
+
+    client = httpx.Client
+    monkeypatch.setattr(
+        power_cluster.httpx, "Client",
+        lambda **options: client(**options, transport=httpx.MockTransport(handler)),
+    )  # fmt: skip
+    return asked
+
+
+def test_a_cluster_is_watched_for_the_time_given(monkeypatch):
+    clock = [0.0]
+
+    def answers(request):
+        nodes = request.url.path == "/v1/nodes"
+        body = {"nodes": [node("pcie", 100.0 + clock[0])]} if nodes else {"decisions": MEMORY}
+        return httpx.Response(200, json=body)
+
+    asked = answering(monkeypatch, answers)
+    told = watch(
+        "http://c", 3.0, 1.0, 0.02, {"authorization": "Bearer k"},
+        lambda s: clock.__setitem__(0, clock[0] + s), lambda: clock[0],
+    )  # fmt: skip
+    assert [r.url.path for r in asked] == ["/v1/nodes"] * 4 + ["/v1/decisions"]
+    assert all(r.headers["authorization"] == "Bearer k" for r in asked)
+    assert told["nodes"][0]["max_w"] == 103.0
+    assert told["freed_w"] == told["nodes"][0]["freed_w"] > 0
+    json.dumps(told, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (httpx.Response(403, json={}), "an operator's to see"),
+        (httpx.Response(200, text="<html>"), "cannot be asked"),
+        (httpx.Response(200, json={"nodes": [node("n", 0, "")], "decisions": []}), "no NVML"),
+    ],
+)
+def test_what_cannot_be_told_is_said(monkeypatch, answer, message):
+    answering(monkeypatch, lambda _: answer)
+    with pytest.raises(PowerError, match=message):
+        watch("http://c", 0.1, 1.0, 0.01, {})

@@ -1,0 +1,207 @@
+"""Codes, look-ups, gathers and drifting queries, each against what it stands for."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.sparse import gather_cuda
+from engine.sparse.ar1 import Drift, drive
+from engine.sparse.codes import Hasher, agreement, popcount
+from engine.sparse.gather import Gather, pairs
+from engine.sparse.settings import SparseSettings
+from engine.sparse.similarity import aggregate, cosines, is_hit
+from engine.transfer import CpuMover
+from kappa.plan import heads
+from kappa.plan.clo import CloConfig
+
+CPU = torch.device("cpu")
+
+
+def randn(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape))
+
+
+def test_bits_are_counted_in_every_word():
+    rng = np.random.default_rng(0)
+    words = [*rng.integers(-(2**63), 2**63 - 1, 500).tolist(), 0, -1, 1, -(2**63), 2**63 - 1]
+    counted = popcount(torch.tensor(words)).tolist()
+    assert counted == [bin(word & (2**64 - 1)).count("1") for word in words]
+
+
+def test_codes_are_the_signs_and_are_the_same_every_time():
+    made = [Hasher(16, 128, 3, torch.float64, CPU) for _ in range(2)]
+    vectors = randn(5, 7, 16)
+    codes = made[0].encode(vectors)
+    assert codes.shape == (5, 7, 2) and torch.equal(codes, made[1].encode(vectors))
+    assert not torch.equal(codes, Hasher(16, 128, 4, torch.float64, CPU).encode(vectors))
+    signs = made[0].unpack(codes, torch.float64)
+    assert set(signs.unique().tolist()) == {-1.0, 1.0}
+    # A vector turned round has every bit the other way.
+    assert torch.equal(made[0].unpack(made[0].encode(-vectors), torch.float64), -signs)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 40])
+def test_agreement_is_bits_in_common_however_it_is_counted(queries):
+    hasher = Hasher(8, 192, 0, torch.float64, CPU)
+    q, k = hasher.encode(randn(3, queries, 8, seed=1)), hasher.encode(randn(3, 11, 8, seed=2))
+    signs = [hasher.unpack(codes, torch.float64) for codes in (q, k)]
+    same = (signs[0][:, :, None] == signs[1][:, None]).sum(-1).sum(1)
+    assert torch.equal(agreement(q, k, hasher), same.to(torch.float32))
+
+
+def test_agreement_orders_keys_by_their_angle():
+    hasher = Hasher(32, 4096, 0, torch.float64, CPU)
+    q, k = randn(1, 1, 32, seed=1), randn(1, 60, 32, seed=2)
+    bits = agreement(hasher.encode(q), hasher.encode(k), hasher)[0] / 4096
+    angles = torch.arccos(cosines(k[0], q[0, 0].expand(60, 32)))
+    # The share of bits in common falls linearly with the angle; three deviations of 4096 draws.
+    assert (bits - (1 - angles / np.pi)).abs().max() < 3 * 0.5 / 4096**0.5
+
+
+@pytest.mark.parametrize("bits", [0, 100])
+def test_codes_of_no_whole_words_are_refused(bits):
+    with pytest.raises(ValueError, match="give a multiple of 64"):
+        Hasher(8, bits, 0, torch.float32, CPU)
+
+
+def test_look_ups_follow_the_plain_formulas():
+    rng = np.random.default_rng(4)
+    similarity, importance = rng.uniform(-1, 1, (5, 3, 4)), rng.random((3, 4))
+    importance[2] = 0.0
+    got = aggregate(torch.from_numpy(similarity), torch.from_numpy(importance)).numpy()
+    assert got == pytest.approx(heads.aggregate(similarity, np.broadcast_to(importance, (5, 3, 4))))
+    tau = torch.tensor([0.2, 2.0, -1.0])
+    hit = is_hit(torch.from_numpy(similarity), torch.from_numpy(importance), tau)
+    assert torch.equal(hit, torch.from_numpy(got) >= tau) and not hit[:, 1].any()
+
+
+def test_cosines_do_not_depend_on_length_and_nothing_is_like_nothing():
+    q = randn(6, 8)
+    assert cosines(q, 7 * q) == pytest.approx(np.ones(6))
+    assert cosines(q, -q) == pytest.approx(-np.ones(6))
+    assert cosines(q, torch.zeros_like(q)).tolist() == [0.0] * 6
+    assert cosines(q.half(), q.half()).dtype == torch.float32
+
+
+def gather_case(seed=0):
+    rng = np.random.default_rng(seed)
+    source = randn(90, 8, seed=seed)
+    store = torch.full((3, 4, 20, 8), -7.0, dtype=torch.float64)
+    rows = torch.from_numpy(rng.integers(0, 90, (3, 4, 6)))
+    wanted = torch.from_numpy(rng.random((3, 4)) < 0.5)
+    want = store.clone()
+    for b, h in wanted.nonzero().tolist():
+        want[b, h, 5:11] = source[rows[b, h]]
+    return store, source, rows, wanted, want
+
+
+def test_a_gather_puts_wanted_rows_in_place_and_leaves_the_rest():
+    store, source, rows, wanted, want = gather_case()
+    mover = CpuMover()
+    try:
+        gather = Gather(store[:, :, 5:11], source, rows, wanted)
+        assert gather.nbytes == int(wanted.sum()) * 6 * 8 * 8
+        mover.h2d(pairs([gather])).block()
+        assert torch.equal(store, want)
+        assert mover.counters["h2d"].copied_bytes == gather.nbytes
+        nothing = Gather(store[:, :, 5:11], source, rows, torch.zeros_like(wanted))
+        mover.h2d(pairs([nothing])).block()
+        assert torch.equal(store, want) and nothing.nbytes == 0
+    finally:
+        mover.stop()
+
+
+def test_a_gather_that_cannot_be_is_refused():
+    store, source, rows, wanted, _ = gather_case()
+    with pytest.raises(ValueError, match="cannot gather rows"):
+        Gather(store, source, rows, wanted)
+    with pytest.raises(ValueError, match="rows of 4 elements"):
+        Gather(store[:, :, 5:11], source[:, :4], rows, wanted)
+    with pytest.raises(ValueError, match="with strides"):
+        Gather(store.transpose(2, 3)[:, :, :6, :8], source, rows, wanted)
+
+
+def test_without_triton_a_gpu_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(gather_cuda, "triton", None)
+    assert not gather_cuda.available()
+    store, source, rows, wanted, _ = gather_case()
+    with pytest.raises(RuntimeError, match="triton is not installed"):
+        gather_cuda.gather_rows(store[:, :, 5:11], source, rows, wanted, None)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_the_kernel_does_what_the_plain_copy_does():
+    # Interpreted, on the CPU: a process of its own, as Triton reads the variable at its import.
+    script = Path(__file__).parent / "interpreted_gather.py"
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"equal": True, "rows_counted": True}
+
+
+@pytest.mark.parametrize("similarity", [0.5, 0.9, 0.99])
+def test_drifting_queries_are_as_alike_as_asked(similarity):
+    drift = Drift(np.full((4, 2), similarity), 64, 1)
+    steps = list(drift.queries(200))
+    seen = torch.stack([cosines(a, b) for a, b in itertools.pairwise(steps)])
+    assert float(seen.mean()) == pytest.approx(similarity, abs=0.02)
+    again = list(Drift(np.full((4, 2), similarity), 64, 1).queries(200))
+    assert all(torch.equal(a, b) for a, b in zip(steps, again, strict=True))
+
+
+def driven(similarity, importance, seed=0, eta=0.8):
+    drift = Drift(np.full((2, 2), similarity), 32, seed)
+    keys = randn(2, 400, 32, seed=seed + 9)
+    return drive(drift, keys, 40, np.full((2, 2), importance), eta, 3.0, 120)
+
+
+def test_hits_grow_with_the_likeness_of_queries_and_fall_with_importance():
+    ratios = [driven(r, 1.0).hit_ratio.mean() for r in (0.5, 0.9, 0.97, 0.995)]
+    assert ratios == sorted(ratios) and ratios[0] < 0.1 and ratios[-1] > 0.8
+    by_importance = [driven(0.9, s).hit_ratio.mean() for s in (0.5, 0.9, 1.0)]
+    assert by_importance == sorted(by_importance, reverse=True)
+
+
+def test_heads_of_little_importance_practically_never_choose_anew():
+    # τ is below -0.4 for scores under three quarters: a hit there means a choice that never moves.
+    assert (driven(0.9, 0.5).hit_ratio == 1.0).all()
+    assert driven(0.9, 0.5).overlap.mean() < driven(0.9, 1.0).overlap.mean()
+
+
+def test_a_higher_threshold_keeps_choices_that_are_better():
+    loose, strict = driven(0.97, 1.0, eta=0.5), driven(0.97, 1.0, eta=0.95)
+    assert strict.hit_ratio.mean() < loose.hit_ratio.mean()
+    assert strict.overlap.mean() > loose.overlap.mean()
+
+
+def test_queries_that_never_drift_or_turn_back_are_refused():
+    for wrong in (1.0, -0.1):
+        with pytest.raises(ValueError, match=r"cosines in \[0, 1\)"):
+            Drift(np.full((1, 1), wrong), 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"lanes": 0}, "lanes is 0"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"chunk_tokens": 0}, "chunk_tokens is 0"),
+        ({"max_age": -1}, "max_age"),
+        ({"retriever": "guess"}, "choose oracle or hash"),
+        ({"injected_hits": 1.2}, "injected_hits"),
+        ({"clo": CloConfig(code_bits=0)}, "code_bits 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes, why):
+    with pytest.raises(ValueError, match=why):
+        SparseSettings(**changes)

@@ -1,0 +1,153 @@
+"""Pools in the cluster file: the short form, what they change, and all their faults at once."""
+
+import pytest
+
+from kappa.settings.base import SettingsError
+from kappa.settings.cluster import load_settings
+from kappa.settings.pools import PoolSettings, ScalingSettings
+
+
+def fault(**data):
+    with pytest.raises(SettingsError) as caught:
+        load_settings(None, **data)
+    return str(caught.value)
+
+
+def pool(**changes):
+    return {"name": "a", "profile": "pcie", **changes}
+
+
+def test_a_node_is_a_pool_of_one():
+    pools = load_settings().all_pools
+    assert [(p.name, p.profile, p.paced, p.least, p.most) for p in pools] == [
+        ("pcie", "pcie", True, 1, 1), ("c2c", "c2c", True, 1, 1),
+    ]  # fmt: skip
+    assert {p.role for p in pools} == {"both"}
+
+
+def test_pools_take_the_place_of_the_demos_nodes():
+    settings = load_settings(None, pools=[pool(replicas=3), pool(name="b")])
+    assert settings.nodes == () and [p.name for p in settings.all_pools] == ["a", "b"]
+    assert settings.workers == 4
+    assert settings.all_pools[0].node_names == ("a-0", "a-1", "a-2")
+    assert settings.all_pools[1].node_names == ("b",)
+    assert not any(p.paced for p in settings.all_pools)
+
+
+def test_a_pool_that_scales_starts_with_its_least():
+    scaled = load_settings(None, pools=[pool(autoscaling={"min_replicas": 2, "max_replicas": 5})])
+    (one,) = scaled.all_pools
+    assert (one.least, one.most, scaled.workers, len(one.node_names)) == (2, 5, 2, 5)
+
+
+def test_a_pool_changes_what_it_names_of_the_engine_and_nothing_else():
+    settings = load_settings(
+        None,
+        engine={"device_blocks": 400, "max_sequences": 32},
+        pools=[pool(engine={"device_blocks": 300}), pool(name="b")],
+    )
+    engines = [p.engine_settings(settings.engine) for p in settings.all_pools]
+    assert [(e.device_blocks, e.max_sequences) for e in engines] == [(300, 32), (400, 32)]
+
+
+def test_unpaced_reaches_pools():
+    settings = load_settings(None, pools=[pool(paced=True)])
+    assert not settings.unpaced().all_pools[0].paced
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "says"),
+    [
+        ({"pools": [pool(replica=2)]}, "pools.0.replica", "not permitted"),
+        ({"pools": [pool(replicas=-1)]}, "pools.0.replicas", "greater than or equal to 1"),
+        ({"pools": [pool(replicas=0)]}, "pools.0.replicas", "greater than or equal to 1"),
+        ({"pools": [pool(name="a b")]}, "pools.0.name", "pattern"),
+        ({"pools": [pool(profile="warp")]}, "pools.0.profile", "warp"),
+        ({"pools": [pool(), pool()]}, "pools.1.name", "pool 0 is called 'a', too"),
+        ({"pools": [pool(role="draft")]}, "pools.0.role", "prefill"),
+        ({"pools": [pool(role="prefill")]}, "pools", "nobody would decode"),
+        ({"pools": [pool(role="decode")]}, "pools", "nobody hands over"),
+        ({"pools": [pool(cost_per_hour=-2)]}, "pools.0.cost_per_hour", "greater than 0"),
+        ({"pools": [pool(drain_s=0)]}, "pools.0.drain_s", "greater than 0"),
+        (
+            {"pools": [pool(replicas=1, autoscaling={"max_replicas": 2})]},
+            "pools.0",
+            "replicas and autoscaling are both given",
+        ),
+        (
+            {"pools": [pool(autoscaling={"min_replicas": 3, "max_replicas": 2})]},
+            "pools.0.autoscaling",
+            "less than min_replicas 3",
+        ),
+        (
+            {"pools": [pool(autoscaling={"max_replicas": 2, "target_utilisation": 1.5})]},
+            "pools.0.autoscaling.target_utilisation",
+            "less than or equal to 1",
+        ),
+        ({"pools": [pool(placement={"gpus": -1})]}, "pools.0.placement.gpus", "equal to 0"),
+        (
+            {"pools": [pool(placement={"resources": {"x": 0}})]},
+            "pools.0.placement.resources.x",
+            "greater than 0",
+        ),
+        (
+            {"pools": [pool(engine={"block_tokens": 64})]},
+            "pools.0.engine.block_tokens",
+            "the same in all pools",
+        ),
+        ({"pools": [pool(engine={"blocks": 64})]}, "pools.0.engine.blocks", "not permitted"),
+        (
+            {"pools": [pool(engine={"device_blocks": 8})]},
+            "pools.0.engine",
+            "device_blocks * block_tokens",
+        ),
+        ({"pools": [pool()], "nodes": [{"name": "x", "profile": "pcie"}]}, "nodes", "drop one"),
+        ({"nodes": []}, "nodes", "at least one node, or pools"),
+        ({"nodes": [{"name": "a/b", "profile": "pcie"}]}, "nodes.0.name", "pattern"),
+        ({"transfer": {"folder": "here"}}, "transfer.folder", "no whole path"),
+        ({"transfer": {"connector": "ucx"}}, "transfer.connector", "nixl"),
+    ],
+)
+def test_each_fault_is_told_with_its_place(data, key, says):
+    lines = fault(**data).splitlines()
+    assert any(line.startswith(f"  {key}: ") and says in line for line in lines), lines
+
+
+def test_faults_of_every_kind_are_told_at_once():
+    message = fault(
+        pools=[
+            pool(replicas=-1),
+            pool(),
+            pool(name="b", wieght=1, engine={"dtype": "float16", "max_sequences": 0}),
+        ],
+        nodes=[{"name": "x", "profile": "pcie"}],
+        tenants={"keys_file": "/nowhere/keys.yaml", "weights": {"default": 0}},
+        router={"max_queue": 0},
+        scedular={},
+    )
+    for told in (
+        "pools.0.replicas: ", "pools.1.name: ", "pools.2.wieght: ", "pools.2.engine.dtype: ",
+        "pools.2.engine.max_sequences: ", "nodes: ", "/nowhere/keys.yaml: cannot be read",
+        "tenants.weights.default: ", "router.max_queue: ", "scedular: ",
+    ):  # fmt: skip
+        assert told in message, (told, message)
+    assert "10 fault(s)" in message
+
+
+def test_an_unreadable_secret_brings_no_faults_of_its_own_making():
+    message = fault(
+        tenants={"keys_file": "/nowhere/k.yaml", "unknown": "refuse", "weights": {"alice": 2}}
+    )
+    assert "1 fault(s)" in message and "cannot be read" in message
+
+
+def test_a_fault_of_the_shared_engine_is_told_once_and_at_its_place():
+    message = fault(engine={"max_sequences": 0}, pools=[pool(engine={"device_blocks": 300})])
+    assert "1 fault(s)" in message and "  engine.max_sequences: " in message
+
+
+def test_pools_can_be_given_as_they_are():
+    scaling = ScalingSettings(max_replicas=2)
+    one = PoolSettings(name="a", profile="pcie", autoscaling=scaling)
+    assert load_settings(None, pools=(one,)).all_pools == (one,)
+    assert "names must differ" in fault(pools=(one, one))

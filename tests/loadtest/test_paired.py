@@ -1,0 +1,51 @@
+"""The cost of something, from paired rounds: found where there is one, else not."""
+
+import numpy as np
+import pytest
+
+from loadtest.bench_serve import Answer, Round
+from loadtest.paired import cost
+
+
+def played(rates_with, rates_without, prompt="short", concurrency=4):
+    def one(system, rate):
+        return Round(system, prompt, concurrency, 10 / rate, (Answer(0.1, 0.1, 0.2),) * 10)
+
+    rounds = []
+    for turn, (a, b) in enumerate(zip(rates_with, rates_without, strict=True)):
+        pair = [one("with", a), one("without", b)]
+        rounds += pair if turn % 2 else pair[::-1]
+    return rounds
+
+
+def test_a_cost_is_found_though_the_machine_slows_down_meanwhile():
+    rng = np.random.default_rng(1)
+    machine = np.linspace(100, 20, 40)
+    noise = np.exp(rng.normal(0, 0.02, 40))
+    told = cost(played(machine * 0.9 * noise, machine), "with", "without")
+    assert told["low"] < 0.1 < told["high"] and abs(told["cost"] - 0.1) < 0.02
+    assert told["pairs"] == 40
+
+
+def test_no_cost_is_no_cost():
+    rng = np.random.default_rng(2)
+    noise = np.exp(rng.normal(0, 0.05, (2, 60)))
+    told = cost(played(50 * noise[0], 50 * noise[1]), "with", "without")
+    assert told["low"] < 0 < told["high"] and abs(told["cost"]) < 0.03
+
+
+def test_cells_are_told_apart_and_the_same_seed_gives_the_same_interval():
+    rounds = played([9.0] * 4, [10.0] * 4) + played([8.0] * 4, [10.0] * 4, "1k", 32)
+    told = cost(rounds, "with", "without")
+    assert [(row["prompt"], round(row["cost"], 6)) for row in told["cells"]] == [
+        ("short", 0.1), ("1k", 0.2),
+    ]  # fmt: skip
+    assert told == cost(rounds, "with", "without")
+
+
+def test_rounds_without_a_partner_are_refused():
+    rounds = played([9.0] * 3, [10.0] * 3)
+    with pytest.raises(ValueError, match="3 rounds of with, 2 of without: play them in pairs"):
+        cost([r for i, r in enumerate(rounds) if i != 0], "with", "without")
+    with pytest.raises(ValueError, match="play at least one"):
+        cost([], "with", "without")

@@ -1,0 +1,195 @@
+"""The emulated engine: real bodies in, OpenAI's shapes out; its blocks and faults are told as any
+engine tells them. Durations are not tested, only what follows from them."""
+
+import base64
+import json
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+import pytest_asyncio
+import zmq
+from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+from vllm.distributed.kv_events import KVEventBatch
+
+from kappa.step import StepModel
+from workers.emulated_blocks import EmulatedBlocks, Removed, Stored, digests_of
+from workers.emulated_engine import WORD, EmulatedEngine, EmulatedPlan
+from workers.emulated_faults import EngineFaults, FaultsFile
+from workers.emulated_loop import EmulatedPace
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+BLOCK = 4
+PATIENCE_MS = 20_000
+
+
+class Bench:
+    def __init__(self, folder, faults=""):
+        self.context = zmq.Context()
+        self.stats = self.context.socket(zmq.PULL)
+        self.stats.bind(f"ipc://{folder}/stats")
+        self.kv = self.context.socket(zmq.SUB)
+        self.kv.setsockopt(zmq.SUBSCRIBE, b"")
+        self.kv.connect(f"ipc://{folder}/kv")
+        plan = EmulatedPlan(
+            "one", EmulatedPace(StepModel(1e-6, 0.0, 1e-4, 0.0), 1e-6, 0.0, 16, 4), BLOCK, 17, 40,
+            60, f"ipc://{folder}/stats", f"ipc://{folder}/kv",
+        )  # fmt: skip
+        config = SimpleNamespace(engine_kwargs={"kappa_emulated": plan}, model_id="m")
+        self.engine = EmulatedEngine(config)
+        self.messages, self.batches, self.numbers = [], [], []
+
+    def told(self, kind):
+        while not any(m["kind"] == kind for m in self.messages):
+            assert self.stats.poll(PATIENCE_MS), f"no {kind} was told"
+            self.messages.append(msgspec.msgpack.decode(self.stats.recv()))
+        return [m for m in self.messages if m["kind"] == kind]
+
+    def drain_kv(self):
+        while self.kv.poll(500):
+            _, number, payload = self.kv.recv_multipart()
+            self.numbers.append(int.from_bytes(number, "big"))
+            self.batches.append(msgspec.msgpack.decode(payload, type=KVEventBatch))
+        return [event for batch in self.batches for event in batch.events]
+
+
+@pytest_asyncio.fixture
+async def bench(tmp_path, monkeypatch):
+    monkeypatch.setenv("KAPPA_EMULATED_FAULTS", str(tmp_path / "faults.json"))
+    made = Bench(tmp_path)
+    await made.engine.start()
+    made.kv.poll(300)  # a subscriber hears nothing before its connection stands
+    yield made
+    await made.engine.shutdown()
+    made.context.destroy(linger=0)
+
+
+def marks(tokens, name="r"):
+    packed = base64.b64encode(np.asarray(tokens, dtype="<i4").tobytes()).decode()
+    return {"kappa_prompt": packed, "kappa_request_id": name}
+
+
+def completion(tokens, name="r", **fields):
+    return CompletionRequest(
+        model="m", prompt="x", vllm_xargs=marks(tokens, name), **{"max_tokens": 3} | fields
+    )
+
+
+async def answers(engine, body, method="completions"):
+    return [item async for item in getattr(engine, method)(body)]
+
+
+async def test_an_answer_has_as_many_tokens_as_asked_and_says_what_it_is(bench):
+    (answer,) = await answers(bench.engine, completion(range(10)))
+    assert answer.choices[0].text == WORD * 3 and answer.system_fingerprint == "emulated"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (10, 3)
+
+
+async def test_a_chat_is_streamed_token_by_token_and_ends(bench):
+    body = ChatCompletionRequest(
+        model="m", messages=[{"role": "user", "content": "x"}], vllm_xargs=marks(range(10)),
+        max_tokens=3, stream=True, stream_options={"include_usage": True},
+    )  # fmt: skip
+    text = "".join(await answers(bench.engine, body, "chat"))
+    events = [e.removeprefix("data: ") for e in text.strip().split("\n\n")]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(e) for e in events[:-1]]
+    assert [c["choices"][0]["delta"].get("content") for c in chunks if c["choices"]] == [
+        "", WORD, WORD, WORD
+    ]  # fmt: skip
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
+
+
+async def test_a_repeated_prompt_is_found_and_told_by_source(bench):
+    await answers(bench.engine, completion(range(18), "first"))
+    (again,) = await answers(bench.engine, completion(range(18), "second"))
+    assert again.usage.prompt_tokens_details.cached_tokens == 16
+    bench.told("step")
+    while len(bench.told("admit")) < 2:
+        bench.messages.append(msgspec.msgpack.decode(bench.stats.recv()))
+    first, second = bench.told("admit")
+    assert (first["device_tokens"], first["new_tokens"]) == (0, 18)
+    assert (second["device_tokens"], second["new_tokens"]) == (16, 2)
+
+
+async def test_what_the_device_evicts_is_loaded_from_the_host(bench):
+    await answers(bench.engine, completion(range(30), "first"))
+    await answers(bench.engine, completion(range(100, 150), "other"))  # fills the device
+    (again,) = await answers(bench.engine, completion(range(30), "again"))
+    assert again.usage.prompt_tokens_details.cached_tokens == 28
+    assert bench.told("load")[0]["tokens"] > 0
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 3}, {"n": 2}])
+async def test_what_it_cannot_do_is_refused_by_name(bench, fields):
+    (answer,) = await answers(bench.engine, completion(range(5), **fields))
+    assert answer.error.code == 400 and next(iter(fields)) in answer.error.message
+
+
+async def test_what_never_fits_is_refused(bench):
+    (answer,) = await answers(bench.engine, completion(range(200)))
+    assert answer.error.code == 400 and "context" in answer.error.message
+
+
+async def test_a_client_that_leaves_frees_its_room(bench):
+    stream = bench.engine.completions(completion(range(8), max_tokens=50, stream=True))
+    await anext(stream)
+    await stream.aclose()
+    (answer,) = await answers(bench.engine, completion(range(50, 90), "next"))
+    assert answer.usage.completion_tokens == 3
+
+
+async def test_loads_that_fail_are_counted_and_computed(bench, tmp_path):
+    await answers(bench.engine, completion(range(30), "first"))
+    await answers(bench.engine, completion(range(100, 150), "other"))
+    (tmp_path / "faults.json").write_text('{"one": {"loads_fail": true}}')
+    for number in range(20):
+        (answer,) = await answers(bench.engine, completion(range(30), f"again {number}"))
+        assert answer.usage.completion_tokens == 3
+        await answers(bench.engine, completion(range(100, 150), f"other {number}"))
+        if any(m["kind"] == "faults" for m in bench.messages):
+            break
+        while bench.stats.poll(50):
+            bench.messages.append(msgspec.msgpack.decode(bench.stats.recv()))
+    assert bench.told("faults")[0]["failed_loads"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "numbers"),
+    [("lose", [0, 2, 4]), ("repeat", [0, 1, 1, 2, 3, 3, 4]), ("reorder", [0, 2, 1, 4, 3])],
+)
+async def test_events_are_lost_repeated_or_late(bench, tmp_path, fault, numbers):
+    (tmp_path / "faults.json").write_text(json.dumps({"*": {"events": fault}}))
+    for number in range(5):
+        await answers(bench.engine, completion(range(number * 50, number * 50 + 8), str(number)))
+    bench.drain_kv()
+    assert bench.numbers[: len(numbers)] == numbers
+
+
+def test_evicted_blocks_are_told_and_a_prefix_keeps_its_beginning():
+    blocks = EmulatedBlocks(BLOCK, 5, 0)
+    one, two = digests_of(range(16), BLOCK, ""), digests_of(range(50, 58), BLOCK, "")
+    (stored,) = blocks.keep(one, range(16), "")
+    assert isinstance(stored, Stored) and stored.digests == tuple(one) and stored.parent is None
+    changes = blocks.keep(two, range(50, 58), "")
+    assert [c for c in changes if isinstance(c, Removed)] == [Removed("device", (one[3], one[2]))]
+    assert blocks.found(one) == (2, 0) and blocks.found(two) == (2, 0)
+    assert digests_of(range(16), BLOCK, "salt")[0] != one[0]
+    assert blocks.hold(6) is None and blocks.hold(4) is not None and blocks.found(one) == (0, 0)
+
+
+def test_a_file_of_faults_that_is_nonsense_is_no_fault(tmp_path):
+    now_s = [0.0]
+    path = tmp_path / "faults.json"
+    file = FaultsFile(str(path), "one", lambda: now_s[0])
+    for text in ("{", "[]", '{"one": 3}', '{"one": {"meteor": 1}}', '{"one": {"link_slower": 0}}'):
+        path.write_text(text)
+        now_s[0] += 1.0
+        assert file.now() == EngineFaults()
+    path.write_text('{"one": {"link_slower": 3.0}, "two": {"loads_fail": true}}')
+    now_s[0] += 1.0
+    assert file.now() == EngineFaults(link_slower=3.0)
+    path.unlink()
+    now_s[0] += 1.0
+    assert file.now() == EngineFaults()

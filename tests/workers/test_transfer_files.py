@@ -1,0 +1,111 @@
+"""KV on its way between workers: whole or not at all, bounded, swept, and never out of its folder."""
+
+import os
+import threading
+import time
+import uuid
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from workers.transfer_files import TransferError, TransferFiles, TransferPace  # noqa: E402
+
+
+def files(tmp_path, **changes):
+    values = {"most_bytes": 1 << 20, "wait_s": 0.2, **changes}
+    return TransferFiles(tmp_path / "transfer", **values)
+
+
+def blocks(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(-128, 127, (3, size), dtype=torch.int8, generator=generator)
+        for size in (64, 64, 32)
+    ]
+
+
+def name():
+    return uuid.uuid4().hex
+
+
+def test_what_is_given_is_taken_bit_by_bit_and_once(tmp_path):
+    given, one = blocks(), name()
+    between = files(tmp_path)
+    between.give(one, given, 96)
+    taken = between.take(one, 96)
+    assert all(torch.equal(a, b) for a, b in zip(given, taken, strict=True))
+    assert list((tmp_path / "transfer").iterdir()) == []
+    with pytest.raises(TransferError, match="not there after"):
+        between.take(one, 96)
+
+
+def test_a_taker_waits_for_the_giver(tmp_path):
+    between, one = files(tmp_path, wait_s=30.0), name()
+    taken = []
+    taker = threading.Thread(target=lambda: taken.append(between.take(one, 96)))
+    taker.start()
+    between.give(one, blocks(), 96)
+    taker.join(timeout=30)
+    assert len(taken) == 1
+
+
+def test_a_full_folder_refuses_and_says_so_at_once(tmp_path):
+    between, first, second = files(tmp_path, most_bytes=600, wait_s=1e6), name(), name()
+    between.give(first, blocks(), 96)
+    between.give(second, blocks(), 96)
+    with pytest.raises(TransferError, match="refused"):
+        between.take(second, 96)
+    assert between.take(first, 96)
+
+
+@pytest.mark.parametrize("evil", ["../../etc/passwd", "", "a" * 31, "A" * 32, "a" * 32 + "/x"])
+def test_a_name_cannot_lead_out_of_the_folder(tmp_path, evil):
+    between = files(tmp_path)
+    with pytest.raises(TransferError, match="none of ours"):
+        between.take(evil, 1)
+    with pytest.raises(TransferError, match="none of ours"):
+        between.give(evil, blocks(), 1)
+
+
+def test_a_broken_file_is_lost_and_removed(tmp_path):
+    between, one = files(tmp_path), name()
+    (tmp_path / "transfer" / f"{one}.kv").write_bytes(b"no tensors")
+    with pytest.raises(TransferError, match="cannot be read"):
+        between.take(one, 96)
+    assert list((tmp_path / "transfer").iterdir()) == []
+
+
+def test_what_nobody_takes_is_swept(tmp_path):
+    between, old, new = files(tmp_path), name(), name()
+    between.give(old, blocks(), 96)
+    path = tmp_path / "transfer" / f"{old}.kv"
+    long_ago = time.time() - 3600
+    os.utime(path, (long_ago, long_ago))
+    between.give(new, blocks(), 96)
+    assert [p.stem for p in (tmp_path / "transfer").iterdir()] == [new]
+
+
+def test_a_paced_transfer_lasts_as_long_as_its_bytes_would(tmp_path):
+    slept, now = [], [0.0]
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    between = files(
+        tmp_path, pace=TransferPace(token_s=0.01, fixed_s=0.5), clock=lambda: now[0], sleep=sleep
+    )
+    between.give(name(), blocks(), 96)
+    assert slept == [pytest.approx(0.5 + 0.96)]
+
+
+def test_the_folder_is_its_owners_alone(tmp_path):
+    files(tmp_path)
+    assert (tmp_path / "transfer").stat().st_mode & 0o077 == 0
+
+
+def test_another_users_folder_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="another user's"):
+        files(tmp_path)
