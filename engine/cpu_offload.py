@@ -94,7 +94,7 @@ class CpuOffload:
     # -- prompts --------------------------------------------------------------------------------
 
     def prefill(self, prompts: Sequence[Ids]) -> Tensor:
-        """Compute the batch's prompts on the device; logits (sequences, vocabulary).
+        """Begin with new prompts, computed on the device; logits (sequences, vocabulary).
 
         As many at a time as the arena's host blocks hold; each time their KV is widened and moved
         to the slab. So are the CPU's weights, behind the last.
@@ -103,6 +103,8 @@ class CpuOffload:
             ValueError: another number of prompts than sequences, or one that is too long.
             OutOfBlocks: the arena does not hold one prompt.
         """
+        self.kv.lengths.zero_()
+        self._generated = []
         longest = max(len(p) for p in prompts)
         if len(prompts) != len(self.kv.lengths) or longest >= self.kv.most_tokens:
             raise ValueError(
@@ -173,14 +175,14 @@ class CpuOffload:
         positions = self.kv.lengths.clone()
         weights = self.forward.weights
         hidden = layers.embed(weights, self._last, positions.to(self.device))
-        x = self._to_cpu(hidden)
-        turned = self._angles(positions)
+        x = self.to_cpu(hidden)
+        turned = self.turned(positions)
         for layer in range(self.config.layers):
             part = self.worker.submit(partial(self.on_cpu, layer, x, turned, share))
             if layer + 1 < self.config.layers:
                 self.stream.begin(layer + 1, share.mode, share.columns)
-            hidden = self._finish(layer, hidden, result(part), share)
-            x = self._to_cpu(hidden)
+            hidden = self.finish(layer, hidden, result(part), share)
+            x = self.to_cpu(hidden)
         self.kv.lengths += 1
         scores = layers.logits(hidden, weights)
         self._take(scores)
@@ -200,10 +202,12 @@ class CpuOffload:
         self._last = scores.argmax(dim=-1)
         self._generated.append(self._last)
 
-    def _to_cpu(self, x: Tensor) -> Tensor:
+    def to_cpu(self, x: Tensor) -> Tensor:
+        """As the CPU computes with it; waits for it."""
         return x.to("cpu", self.dtype)
 
-    def _angles(self, positions: Tensor) -> layers.Angles:
+    def turned(self, positions: Tensor) -> layers.Angles:
+        """Angles of rotary positions (sequences,), for the CPU."""
         if self.forward.rope is None:
             return None
         inverse, factor = self.forward.rope
@@ -234,7 +238,7 @@ class CpuOffload:
         taken = layers.mlp_input(x, mine, config)
         return [x, *(F.linear(taken, w, b) for w, b in self.cpu.columns(layer, share.columns))]
 
-    def _finish(self, layer: int, hidden: Tensor, part: list[Tensor], share: Share) -> Tensor:
+    def finish(self, layer: int, hidden: Tensor, part: list[Tensor], share: Share) -> Tensor:
         """The device's part of a layer: hidden states behind it."""
         config, dtype = self.config, self.forward.weights.dtype
         sent = [x.to(self.device) for x in part]

@@ -18,6 +18,9 @@ from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
 from router.fleet import Fleet
 from router.lateness import Lateness
 from router.offers import Offers
+from router.pricing import MOST_USE
+
+_LEAST_WINDOW_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,11 +84,16 @@ class Admission:
         """Each worker against the request's limits."""
         now_s = offers.now_s
         late_s = np.array([lateness.late_s(worker, now_s) for worker in offers.workers])
-        now = np.array([lateness.token_s(worker, now_s) for worker in offers.workers])
-        token_s = np.maximum(offers.tpot_s, now)
+        limit_s, tokens = self.tpot_limit_s(fleet, offers), offers.expected_output_tokens
+        # A request decodes beside the prompts that come after it. If it takes as long as it may,
+        # as many come as came within that time before it: their work is spread over its tokens.
+        lateness.window_s = max(limit_s * tokens, _LEAST_WINDOW_S)
+        prompts_s = np.array([lateness.prompts_s(worker, now_s) for worker in offers.workers])
+        alone_s = offers.tpot_s * (1 - np.minimum(offers.gpu_use, MOST_USE))
+        token_s = alone_s + prompts_s / tokens
         return Judgement(
             late_s=offers.ttft_s + late_s - self.ttft_limit_s(fleet, offers),
-            slow_s=token_s - self.tpot_limit_s(fleet, offers),
+            slow_s=token_s - limit_s,
             token_s=token_s,
-            output_tokens=offers.expected_output_tokens,
+            output_tokens=tokens,
         )

@@ -286,12 +286,6 @@ class Router:
         self.state.report(report, now_s)
         if report.worker in self.state.workers:
             self._others.left(report, now_s)
-            if self.config.admission is not None:
-                said = self.state.workers[report.worker].announcement
-                self._lateness.stepped(
-                    report.worker, now_s, report.steps_total, report.step_seconds_total,
-                    said.node.dilation,
-                )  # fmt: skip
         if self.hasher is not None and report.worker in self.state.workers:
             spare_tokens = report.host_spare_blocks * self.hasher.block_tokens
             self.state.fleet.spare(report.worker, spare_tokens)
@@ -402,7 +396,7 @@ class Router:
         if self.config.admission is not None:
             self._lateness.sent(
                 request.request_id, decision.worker, now_s, float(offers.ttft_s[index]),
-                decision.chosen.node.dilation,
+                float(offers.work_s[index]), decision.chosen.node.dilation,
             )  # fmt: skip
         return decision
 

@@ -204,7 +204,7 @@ ROUTES: dict[str, Callable[[FastAPI], Any]] = {
     "profile": lambda a: a.post("/v1/nodes/profile"),
     "route": lambda a: a.post("/v1/route"),
     "decisions": lambda a: a.get("/v1/decisions"),
-    "decision": lambda a: a.get("/v1/decisions/{request_id}"),
+    "decision": lambda a: a.get("/v1/decisions/{request_id:path}"),
     "metrics": lambda a: a.get("/metrics", response_class=PlainTextResponse),
     "ready": lambda a: a.get("/ready"),
 }

@@ -16,8 +16,6 @@ _KEPT = 16
 _QUANTILE = 0.8
 # News of a worker that is this old (in its dilated seconds) counts for a third.
 _FADE_S = 0.5
-# Iterations are averaged over so many of their own seconds.
-_STEPS_S = 1.0
 
 
 @dataclass(slots=True)
@@ -33,10 +31,8 @@ class _Worker:
     dilation: float = 1.0
     late_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     late_at_s: float = -math.inf
-    steps_total: int = 0
-    step_s_total: float = 0.0
-    step_s: float = 0.0
-    step_at_s: float = -math.inf
+    work_s: float = 0.0
+    work_at_s: float = -math.inf
     # By request, in the order in which they were sent: the first one has waited longest.
     waiting: dict[str, None] = field(default_factory=dict)
 
@@ -45,6 +41,8 @@ class Lateness:
     """Outcomes against predictions, by worker."""
 
     def __init__(self) -> None:
+        self.window_s = 1.0
+        """Prompts that were sent so long ago count for a third."""
         self._workers: dict[str, _Worker] = {}
         self._flights: dict[str, _Flight] = {}
 
@@ -52,13 +50,21 @@ class Lateness:
         return len(self._flights)
 
     def sent(
-        self, request_id: str, worker: str, now_s: float, ttft_s: float, dilation: float = 1.0
+        self,
+        request_id: str,
+        worker: str,
+        now_s: float,
+        ttft_s: float,
+        work_s: float,
+        dilation: float = 1.0,
     ) -> None:
-        """A request goes to `worker`, with what is predicted for it."""
+        """A request goes to `worker`, with the TTFT and the gpu seconds that are predicted."""
         self.ended(request_id)
         state = self._workers.setdefault(worker, _Worker())
         state.dilation = dilation
         state.waiting[request_id] = None
+        state.work_s = self.prompts_s(worker, now_s) + work_s
+        state.work_at_s = now_s
         self._flights[request_id] = _Flight(worker, now_s, ttft_s)
 
     def first_token(self, request_id: str, now_s: float) -> None:
@@ -102,26 +108,12 @@ class Lateness:
             overdue_s = now_s - flight.sent_s - flight.ttft_s
         return max(learnt_s, overdue_s, 0.0)
 
-    def stepped(
-        self, worker: str, now_s: float, steps_total: int, step_s_total: float, dilation: float
-    ) -> None:
-        """A worker's iterations and their seconds, added up since its start."""
-        state = self._workers.setdefault(worker, _Worker())
-        steps = steps_total - state.steps_total
-        seconds = step_s_total - state.step_s_total
-        state.steps_total, state.step_s_total = steps_total, step_s_total
-        if steps <= 0 or seconds <= 0:
-            return
-        kept = math.exp(-seconds / (_STEPS_S * dilation))
-        state.step_s = kept * state.step_s + (1 - kept) * seconds / steps
-        state.step_at_s = now_s
-
-    def token_s(self, worker: str, now_s: float) -> float:
-        """Seconds of an iteration there of late, which is what a token beside them takes; fading."""
+    def prompts_s(self, worker: str, now_s: float) -> float:
+        """Gpu seconds of the prompts that were sent there within the window."""
         state = self._workers.get(worker)
         if state is None:
             return 0.0
-        return state.step_s * _fresh(state.step_at_s, now_s, state.dilation)
+        return state.work_s * math.exp(-max(now_s - state.work_at_s, 0.0) / self.window_s)
 
 
 def _typical(samples: deque[float], without: float) -> float:

@@ -74,6 +74,7 @@ class LiveRouter:
             on_open=self._opened,
             on_gap=self._gap,
         )
+        self.members.on_rename = self._forget
 
     def now_s(self) -> float:
         """Seconds since the epoch as of the start, and never a jump since."""
@@ -251,6 +252,10 @@ class LiveRouter:
         for request_id in lost:
             if request_id in self.records:
                 self.records[request_id].end = "worker_died"
+        self._forget(node)
+
+    def _forget(self, node: str) -> None:
+        """Nobody is called so any more: what was shown of it goes."""
         for gauge in (
             m.RESERVATIONS, m.LINK_BACKLOG, m.GPU_BACKLOG, m.CRITICAL_RATIO, m.BREAKER_OPEN,
         ):  # fmt: skip

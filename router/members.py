@@ -88,6 +88,8 @@ class Members:
         self._router, self._board, self._clock = router, board, clock
         self._on_report, self._on_gap = on_report, on_gap
         self._on_join, self._on_leave, self._on_open = on_join, on_leave, on_open
+        self.on_rename: Callable[[str], None] = lambda _: None
+        """Called with the name that a worker's node had before."""
         self._members: dict[str, Member] = {}
         self._stalls = StallWatch()
         self._loop = asyncio.get_running_loop()
@@ -178,7 +180,11 @@ class Members:
         self.refused.pop(worker, None)
         member = self._members.get(worker)
         if member is not None:
+            before = str(member.said["node"]["name"])
             member.said, member.leaves_by_s = data, None
+            if before != announcement.node.name:
+                # Its pool shrank, and it took over the name of one that has gone.
+                self.on_rename(before)
         else:
             feed = WorkerFeed(
                 announcement, self._router.blocks, self._reported, self._on_gap, self._line

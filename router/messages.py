@@ -149,7 +149,7 @@ def engine_marks(
         counts = decision.chosen.counts
         marks[PROMPT_TOKENS_KEY] = decision.prompt_tokens
         marks[DEVICE_TOKENS_KEY] = int(counts.device_tokens)
-        marks[HOST_TOKENS_KEY] = int(counts.cached_tokens)
+        marks[HOST_TOKENS_KEY] = int(counts.cached_tokens - decision.chosen.recomputed_tokens)
     marks[LINK_S_KEY] = round(decision.chosen.load_s, 6)
     marks[GPU_S_KEY] = round(decision.chosen.compute_s, 6)
     if elsewhere:

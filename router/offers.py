@@ -95,6 +95,7 @@ class Offers:
         """Row `index`, as plain numbers."""
         load_s, compute_s = float(self.load_s[index]), float(self.compute_s[index])
         ttft_s, fixed_s = float(self.ttft_s[index]), float(self.fixed_s[index])
+        plan = self.plans.get(index)
         return Candidate(
             worker=self.workers[index],
             node=node,
@@ -111,7 +112,8 @@ class Offers:
             harm_s=float(self.harm_s[index]),
             backlog_s=float(max(self.link_backlog_s[index], self.gpu_backlog_s[index])),
             in_flight=int(self.in_flight[index]),
-            plan=self.plans[index].kind if index in self.plans else "",
+            plan=plan.kind if plan is not None else "",
+            recomputed_tokens=plan.tokens("R") if plan is not None else 0,
         )
 
 
@@ -121,7 +123,8 @@ class Candidate:
 
     queue_s: from now until its own load or prompt could start; ttft_s: prediction until the first
     token, all included; harm_s: total delay of those that decode there; backlog_s: queued work on
-    the busier of link and gpu.
+    the busier of link and gpu; recomputed_tokens: of the cached ones, those that its plan computes
+    anew.
     """
 
     worker: str
@@ -136,6 +139,7 @@ class Candidate:
     backlog_s: float
     in_flight: int
     plan: str = ""
+    recomputed_tokens: int = 0
 
     @property
     def bound(self) -> str:

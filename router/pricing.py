@@ -15,7 +15,7 @@ from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
 from router import fleet_rows as at
 from router.offers import Floats
 
-_MOST_USE = 0.95
+MOST_USE = 0.95
 
 
 class Prefill(NamedTuple):
@@ -85,7 +85,7 @@ def reading_step_s(cells: Floats, context_tokens: Floats | int) -> Floats:
 def tpot_s(cells: Floats, prompt_tokens: int, gpu_use: Floats) -> Floats:
     """Time per output token beside all in flight, stretched by the prefills of late."""
     step_s = reading_step_s(cells, prompt_tokens + cells[at.RESIDENT])
-    seconds: Floats = step_s / (1 - np.minimum(gpu_use, _MOST_USE))
+    seconds: Floats = step_s / (1 - np.minimum(gpu_use, MOST_USE))
     return seconds
 
 

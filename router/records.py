@@ -59,6 +59,7 @@ class Record:
                 "device_tokens": chosen.counts.device_tokens,
                 "cached_tokens": chosen.counts.cached_tokens,
                 "new_tokens": chosen.counts.new_tokens,
+                "recomputed_tokens": chosen.recomputed_tokens,
                 "queue_s": chosen.queue_s,
                 "load_s": chosen.load_s,
                 "compute_s": chosen.compute_s,

@@ -237,6 +237,8 @@ class RequestPath:
         ended: Callable[[str, int], None],
     ) -> Response:
         """Hand a request to Ray's own router; nothing is decided, reserved or foreseen here."""
+        if len(self._open) > self._settings.max_queue:
+            raise queue_full(self._settings.max_queue, live.retry_after_s())
         engines = {s.announcement.engine for s in live.router.state.workers.values()}
         tenant, prompt = tenant_of(request), {}
         if engines & set(PROMPT_ENGINES):

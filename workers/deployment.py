@@ -116,6 +116,12 @@ class KappaServer(LLMServer):
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Ray Serve's statistics with this worker's announcement added."""
+        rank = serve.get_replica_context().rank.rank
+        if self._announcement and rank != self._rank:
+            # Ray Serve closes ranks when a pool shrinks; names follow, so that none is there twice.
+            self._rank = rank
+            node = {**self._announcement["node"], "name": self._plan.node(rank).name}
+            self._announcement = {**self._announcement, "node": node}
         return {**await super().record_routing_stats(), "kappa": self._announcement}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

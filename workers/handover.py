@@ -78,8 +78,8 @@ def take_shelf(
 ) -> Shelf:
     """A shelf below `root`: one that a predecessor with this identity left, or an empty one.
 
-    While such a predecessor still holds its shelf, wait for it `wait_s` at most. Free shelves of
-    other identities are removed: memory that nobody could use.
+    While such a predecessor still holds its shelf, wait for it `wait_s` at most. Free shelves that
+    this pool left in another form are removed: memory that nobody could use.
 
     Raises:
         HandoverError: the folder cannot be used.
@@ -131,12 +131,22 @@ def _search(root: Path, wanted: Mapping[str, Any]) -> tuple[Shelf | None, bool]:
             lock.release()
             busy = busy or _identity(folder) == wanted
             continue
-        if _identity(folder) == wanted:
+        found = _identity(folder)
+        if found == wanted:
             log.info("host_tier_adopted", folder=str(folder))
             return Shelf(folder, lock, adopted=True), busy
-        shutil.rmtree(folder, ignore_errors=True)
+        if _is_stale(found, wanted):
+            shutil.rmtree(folder, ignore_errors=True)
         lock.release()
     return None, busy
+
+
+def _is_stale(found: Any, wanted: Mapping[str, Any]) -> bool:
+    """Whether nobody can want it: of this pool as it was, or of an earlier run of the machine.
+    Another pool's may be waiting for a worker that restarts."""
+    if not isinstance(found, dict):
+        return True
+    return found.get("boot") != wanted["boot"] or found.get("pool") == wanted.get("pool")
 
 
 def _fresh(root: Path, wanted: Mapping[str, Any]) -> Shelf:

@@ -22,6 +22,7 @@ TAIL, LOAD_ALL = "tail", "kv"
 OVERLAP = 0.0
 # A request that waits is asked about again and again, with the same numbers.
 _ANSWERS_KEPT = 4096
+_LOAD_AT_MOST = "load="
 
 
 def tail_rates(shape: ModelShape, node: NodeProfile, *, layers_apart: int = 0) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class TailRecompute:
             raise ValueError(
                 f"{CONFIG_KEY}: planner is {planner!r}; an engine of vLLM has {TAIL} and {LOAD_ALL}"
             )
-        self._plan = None
+        self._plan, self._block_tokens = None, block_tokens
         if planner == TAIL and rates is not None:
             planning = Planning(block_tokens, rates_from_measured(rates), activations=False)
             self._plan = planning.named(TAIL)
@@ -73,10 +74,16 @@ class TailRecompute:
     def loaded_tokens(self, device: int, hit: int, new: int, asked_for: str = "") -> int:
         """Of `hit` tokens that could be loaded behind `device` ones, how many to load.
 
-        `new` are behind them, to be computed in any case. asked_for: the planner that the request
-        names (`kappa.report.PLAN_KEY`), for experiments; "kv" loads all.
+        `new` are behind them, to be computed in any case. asked_for: what the request itself asks
+        (`kappa.report.PLAN_KEY`), for experiments: "kv" loads all, "load=640" so many at most.
         """
-        if self._plan is None or hit <= 0 or asked_for == LOAD_ALL:
+        if hit <= 0 or asked_for == LOAD_ALL:
+            return hit
+        if asked_for.startswith(_LOAD_AT_MOST):
+            tokens = asked_for.removeprefix(_LOAD_AT_MOST)
+            most = int(tokens) if tokens.isdecimal() else hit
+            return min(hit, most // self._block_tokens * self._block_tokens)
+        if self._plan is None:
             return hit
         asked = Cached(hit, max(new, 1), device)
         known = self._answers.get(asked)

@@ -85,7 +85,8 @@ class TransferConnector(HostTierConnector):
         self._kappa_took: set[str] = set()
         self._kappa_mover: Mover | None = None
         if role == KVConnectorRole.WORKER:
-            self._kappa_mover = Mover(files_of(extra[TRANSFER_KEY]))
+            rank = int(vllm_config.parallel_config.rank)
+            self._kappa_mover = Mover(files_of(extra[TRANSFER_KEY], rank))
             # The metered worker asks it, as it does the host tier, whether a load is in flight.
             HOST_TIERS.append(cast(HostTierWorker, self._kappa_mover))
 
@@ -312,12 +313,13 @@ def fill(
         into.index_copy_(0, ids.to(into.device), part.to(into.device))
 
 
-def files_of(told: dict[str, Any]) -> TransferFiles:
-    """The folder as the engine's configuration names it."""
+def files_of(told: dict[str, Any], rank: int) -> TransferFiles:
+    """The folder as the engine's configuration names it, for its process of this rank."""
     return TransferFiles(
         Path(told["folder"]),
         most_bytes=int(told["most_bytes"]),
         wait_s=float(told["wait_s"]),
+        rank=rank,
         pace=TransferPace(float(told.get("token_s", 0.0)), float(told.get("fixed_s", 0.0))),
     )
 

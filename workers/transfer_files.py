@@ -49,17 +49,19 @@ class TransferFiles:
         *,
         most_bytes: int,
         wait_s: float,
+        rank: int = 0,
         pace: TransferPace = TransferPace(),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`wait_s`: how long a taker waits beyond the pace, and after how long files are swept.
+        """`wait_s`: how long a taker waits beyond the pace, and after how long files are swept;
+        rank: of an engine's process, each of which hands its own part over.
 
         Raises:
             OSError: the folder cannot be made, or is another user's.
         """
         self._folder, self._most_bytes, self._wait_s = folder, most_bytes, wait_s
-        self._pace, self._clock, self._sleep = pace, clock, sleep
+        self._rank, self._pace, self._clock, self._sleep = rank, pace, clock, sleep
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if folder.stat().st_uid != os.getuid():
             raise PermissionError(f"{folder} is another user's: name a folder of your own")
@@ -131,4 +133,4 @@ class TransferFiles:
         # A name reaches us by way of the request: it must not lead out of the folder.
         if not _NAME.fullmatch(name):
             raise TransferError("its name is none of ours")
-        return self._folder / f"{name}{_SUFFIX}"
+        return self._folder / f"{name}-{self._rank}{_SUFFIX}"

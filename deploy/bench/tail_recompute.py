@@ -1,9 +1,10 @@
 """`kappa bench tail-recompute`: load all of a cached prefix, or compute its back, in real vLLM.
 
-One bare engine at a time, with our connector, our host tier and a paced node. Scheduling, caching
-and loading are real, seconds are emulated: a step and a transfer last as long as the named node
-would take, times the dilation. Both ways take turns on one engine, prompt by prompt, each with the
-device cache emptied first, and must give the same log-probabilities.
+A bare engine for each way of loading, with our connector and host tier, paced as one node after
+another. Scheduling, caching and loading are real, seconds are emulated: a step and a transfer last
+as long as the named node would take, times the dilation. Both plans take turns, prompt by prompt,
+each with the device cache emptied first, and must give the same log-probabilities. The plan is the
+connector's own, made here because the engine keeps one node's rates for life.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.plan.choose import kappa_eff
 from kappa.plan.planners import Cached, Planning
-from kappa.plan.rates import PlanRates, as_measured, rates_from_measured
+from kappa.plan.rates import PlanRates, rates_from_measured
 from kappa.plan.segments import layout
 from kappa.report import PLAN_KEY
 from kappa.shapes import model_shape
-from kappa.types import NodeProfile
+from kappa.step import StepModel
+from kappa.types import ModelShape, NodeProfile
 from workers.tail_recompute import LOAD_ALL, TAIL, tail_rates
 from workers.tier_choice import BY_LAYER, TierChoice, TierNeeds, transfer_config
 from workers.tiny_model import make_tiny_model
@@ -35,14 +37,18 @@ from workers.vllm_engine import CPU_ENV, Pace
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})
 
+from deploy.bench.scheduler_vllm import BenchWorker
+from workers.link_queue import LinkPace
+
 BLOCK_TOKENS = 32
-_BUDGET_TOKENS = 2048
+# More than the tiny model has, with random weights: loading by layers is a pipeline of so many.
+LAYERS = 6
 _HOST_BYTES = 1 << 27
 _VOCABULARY = (100, 4000)
 _CORPUS = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
 _STORE_LIMIT_S = 60.0
 # Least real seconds per emulated one: the tiny model itself must not be slower than its pace.
-_LEAST_DILATION = 8.0
+_LEAST_DILATION = 16.0
 # What loading the longest prefix should last, so that a machine's noise is small beside it.
 _LOAD_REAL_S = 1.5
 
@@ -52,6 +58,7 @@ class Ratio:
     """A link beside the same gpu; `critical` is κ0: tokens loaded in the time of one computed."""
 
     critical: float
+    shape: ModelShape
     rates: PlanRates
     node: NodeProfile
     load: str
@@ -66,47 +73,47 @@ def ratio_of(model: str, node: str, critical: float, longest_tokens: int, load: 
     load_s = longest_tokens * kv_bytes_per_token(shape) / link.h2d_bytes_per_s
     dilation = max(_LOAD_REAL_S / load_s, _LEAST_DILATION)
     paced = replace(link, source="paced", dilation=dilation, name=f"{node} at κ0 {critical:g}")
-    apart = served().num_hidden_layers if load == BY_LAYER else 0
+    apart = LAYERS if load == BY_LAYER else 0
     return Ratio(
-        critical, rates_from_measured(tail_rates(shape, paced, layers_apart=apart)), paced, load
+        critical,
+        shape,
+        rates_from_measured(tail_rates(shape, paced, layers_apart=apart)),
+        paced,
+        load,
     )
-
-
-def served() -> Any:
-    """The configuration of the tiny model that runs."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(_model())
 
 
 def _model() -> Path:
     return make_tiny_model(Path(tempfile.gettempdir()) / "kappa-bench-tail-model", _CORPUS)
 
 
+class RatioWorker(BenchWorker):
+    """Our worker, paced as any node."""
+
+    def kappa_pace_as(self, step: dict[str, Any], link: dict[str, Any]) -> None:
+        """Pace steps and transfers so from now on."""
+        self._kappa_paces = StepModel.from_dict(step), LinkPace(**link)
+        self.kappa_paced(True)
+
+
 @contextmanager
-def engine(ratio: Ratio, model: str, context_tokens: int) -> Iterator[Any]:
-    """A vLLM engine on that node."""
+def engine(load: str, context_tokens: int) -> Iterator[Any]:
+    """A vLLM engine that loads so."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    shape = model_shape(model)
-    pace = Pace(shape, ratio.node)
     with tempfile.TemporaryDirectory(prefix="kappa-tail-") as folder:
-        needs = TierNeeds(
-            host_bytes=_HOST_BYTES,
-            stats_endpoint=f"ipc://{folder}/stats",
-            pace=pace.link,
-            rates=as_measured(ratio.rates, shape.name, ratio.node.name),
-        )
-        config = transfer_config(TierChoice(planner=TAIL, load=ratio.load), needs)
+        needs = TierNeeds(host_bytes=_HOST_BYTES, stats_endpoint=f"ipc://{folder}/stats")
+        config = transfer_config(TierChoice(load=load), needs)
         llm = LLM(
             model=str(_model()), skip_tokenizer_init=True, dtype="float32",
             max_model_len=context_tokens, block_size=BLOCK_TOKENS,
             num_gpu_blocks_override=context_tokens // BLOCK_TOKENS + 8,
-            max_num_batched_tokens=_BUDGET_TOKENS, max_num_seqs=4, enforce_eager=True,
+            max_num_batched_tokens=context_tokens, max_num_seqs=4, enforce_eager=True,
             enable_prefix_caching=True, disable_log_stats=True, use_tqdm_on_load=False,
-            worker_cls="deploy.bench.scheduler_vllm.BenchWorker",
-            additional_config={"kappa_pace": pace.step.to_dict()},
+            hf_overrides={"num_hidden_layers": LAYERS}, load_format="dummy",
+            worker_cls="deploy.bench.tail_recompute.RatioWorker",
+            additional_config={"kappa_pace": StepModel(0, 0, 0, 0).to_dict()},
             kv_transfer_config=KVTransferConfig(**config),
         )  # fmt: skip
         try:
@@ -122,7 +129,9 @@ def measure(
     repeats: int,
     progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """A row per (cached, new): medians of both ways' TTFT, in emulated seconds."""
+    """A row per (cached, new): medians of both plans' TTFT, in emulated seconds."""
+    pace = Pace(ratio.shape, ratio.node)
+    llm.collective_rpc("kappa_pace_as", args=(pace.step.to_dict(), pace.link))
     return [
         _row(llm, ratio, cached, new, repeats, progress, seed)
         for seed, (cached, new) in enumerate(sizes)
@@ -145,6 +154,8 @@ def _row(
     _settle(llm)
     llm.collective_rpc("kappa_paced", args=(True,))
     taken: dict[str, list[float]] = {LOAD_ALL: [], TAIL: []}
+    plan = Planning(BLOCK_TOKENS, ratio.rates, activations=False).named(TAIL)(Cached(cached, new))
+    asked = {LOAD_ALL: LOAD_ALL, TAIL: f"load={plan.crossing_tokens}"}
     differences, computed = [], 0
     for turn in range(repeats + 1):
         prompt = [*prefix, *_tokens(rng, new)]
@@ -153,7 +164,7 @@ def _row(
             _settle(llm)
             llm.reset_prefix_cache()
             start_s = time.perf_counter()
-            answers[way] = _ask(llm, prompt, way)
+            answers[way] = _ask(llm, prompt, asked[way])
             if turn:  # the first shakes the engine out
                 taken[way].append((time.perf_counter() - start_s) / ratio.node.dilation)
         differences.append(abs(answers[TAIL][0] - answers[LOAD_ALL][0]))
@@ -200,11 +211,11 @@ def _summary(
     }
 
 
-def _ask(llm: Any, prompt: list[int], way: str) -> tuple[float, int]:
+def _ask(llm: Any, prompt: list[int], plan: str) -> tuple[float, int]:
     """(log-probability of the first token, tokens that were not computed)."""
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1, extra_args={PLAN_KEY: way})
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1, extra_args={PLAN_KEY: plan})
     (answer,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     return float(answer.outputs[0].cumulative_logprob), int(answer.num_cached_tokens or 0)
 

@@ -23,8 +23,9 @@ def offload(
     setting: Annotated[
         list[str] | None,
         typer.Option(
-            help="cpu-small, cpu-paced, cpu-paced-fast; on a GPU kvpr-6.7b, kvpr-13b, "
-            "kvpr-weights, hybrid-13b, ttft; as often as wanted."
+            help="cpu-small, cpu-paced, cpu-paced-fast, cpu-offload-small, cpu-offload-paced; on a "
+            "GPU kvpr-6.7b, kvpr-13b, kvpr-weights, hybrid-13b, ttft, cpu-offload-13b, cpu-kv-1 "
+            "(4, 8, 15); as often as wanted."
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=5, help="Rounds, beside a warm-up.")] = 5,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,8 +19,8 @@ def tail_recompute(
     ratios: Annotated[
         str, typer.Option(help="κ0 of the nodes, with commas: link seconds in one of compute.")
     ] = "10,1,0.3",
-    cached: Annotated[str, typer.Option(help="Cached tokens, with commas.")] = "1024,4096",
-    new: Annotated[str, typer.Option(help="New tokens, with commas.")] = "32,256",
+    cached: Annotated[str, typer.Option(help="Cached tokens, with commas.")] = "2048",
+    new: Annotated[str, typer.Option(help="New tokens, with commas.")] = "32,128",
     loads: Annotated[
         str, typer.Option(help="How loads run, with commas: ahead, or layers (beside).")
     ] = "ahead,layers",
@@ -40,10 +39,11 @@ def tail_recompute(
     longest = max(c for c, _ in sizes)
     context = max(c + n for c, n in sizes) + 2 * bench.BLOCK_TOKENS
     rows: list[dict[str, Any]] = []
-    for load, critical in product(loads.split(","), map(float, ratios.split(","))):
-        ratio = bench.ratio_of(model, node, critical, longest, load)
-        with bench.engine(ratio, model, context) as llm:
-            rows += bench.measure(llm, ratio, sizes, repeats, lambda text: console.print(text))
+    for load in loads.split(","):
+        with bench.engine(load, context) as llm:
+            for critical in map(float, ratios.split(",")):
+                ratio = bench.ratio_of(model, node, critical, longest, load)
+                rows += bench.measure(llm, ratio, sizes, repeats, console.print)
     result = {
         "rows": rows, "model": model, "node": node, "paced": True,
         "never_worse_than": max(row["change"] for row in rows), "limit": _WORST,

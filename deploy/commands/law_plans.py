@@ -64,29 +64,34 @@ def print_plans(console: Console, title: str, found: Mapping[str, Any]) -> None:
     for name in ("TTFT", "link", "gpu", "MB"):
         table.add_column(name, justify="right")
     table.add_column("what")
+    refusals: dict[str, None] = {}
     for row in found["plans"]:
-        name = row["plan"] + (" *" if row["chosen"] else "")
         if "ttft_s" not in row:
-            table.add_row(name, "", "", "", "", row["refused"] or "nothing is cached")
+            refusals[row["refused"] or "nothing is cached"] = None
             continue
         parts = ", ".join(f"{_WORDS[k]} {stop - start:,}" for k, start, stop in row["segments"])
-        said = parts or "nothing is cached"
         table.add_row(
-            name, *(_ms(row[key]) for key in ("ttft_s", "load_s", "compute_s")),
-            f"{row['load_bytes'] / 1e6:,.1f}",
-            f"{said}: {row['why']}" if row["chosen"] else said,
+            row["plan"] + (" *" if row["chosen"] else ""),
+            *(_ms(row[key]) for key in ("ttft_s", "load_s", "compute_s")),
+            f"{row['load_bytes'] / 1e6:,.1f}", parts or "nothing is cached",
         )  # fmt: skip
     console.print(table)
-    step = found["decoding"]
-    said = [f"{_ms(step['device_s'])} on the device"]
+    for row in found["plans"]:
+        if row["chosen"]:
+            console.print(f"* chosen: {row['why']}")
+    for reason in refusals:
+        console.print(reason)
+    console.print(f"A decoding step behind it: {', '.join(_step(found['decoding']))}")
+
+
+def _step(step: Mapping[str, Any]) -> list[str]:
+    ways = [f"{_ms(step['device_s'])} on the device"]
     if step["load_all_s"] is not None:
-        said.append(f"{_ms(step['load_all_s'])} loading all from host memory")
+        ways.append(f"{_ms(step['load_all_s'])} loading all from host memory")
     if step["split_s"] is not None:
-        said.append(f"{_ms(step['cpu_all_s'])} with the CPU attending to all")
-        said.append(f"{_ms(step['split_s'])} to {step['cpu_share']:.0%}")
-    console.print(f"A decoding step behind it: {', '.join(said)}")
-    if step["refused"]:
-        console.print(step["refused"])
+        ways.append(f"{_ms(step['cpu_all_s'])} with the CPU attending to all")
+        ways.append(f"{_ms(step['split_s'])} with it attending to {step['cpu_share']:.0%}")
+    return ways
 
 
 def _ms(seconds: float) -> str:

@@ -19,6 +19,8 @@ from kappa.settings.pools import PoolSettings
 # object store, Python.
 _ENGINE_BYTES = 64 << 30
 _TINY_ENGINE_BYTES = 2 << 30
+# Kubernetes' own.
+_DEFAULT_GRACE_S = 30
 
 _UNITS = {
     "": Decimal(1), "m": Decimal("0.001"), "k": Decimal(10**3), "M": Decimal(10**6),
@@ -36,6 +38,7 @@ def unfit(document: Document, settings: ClusterSettings) -> Iterator[str]:
     yield from _numbers(groups, settings, autoscaled=bool(cluster.get("enableInTreeAutoscaling")))
     for group in groups:
         yield from _memory(group, settings)
+        yield from _grace(group, settings)
         resources = group["template"]["spec"]["containers"][0].get("resources", {})
         if resources.get("limits", {}) != resources.get("requests", {}):
             yield (
@@ -98,6 +101,18 @@ def _memory(group: Document, settings: ClusterSettings) -> Iterator[str]:
         yield (
             f"group {group['groupName']}: memory limit {limits.get('memory')} is less than the "
             f"host tier and an engine need, {max(needs) >> 20}Mi: it would be killed"
+        )
+
+
+def _grace(group: Document, settings: ClusterSettings) -> Iterator[str]:
+    """A pod that is taken away must live as long as its worker may need to end its streams."""
+    machine = machine_of(group)
+    drains = [pool.drain_s for pool in settings.all_pools if not machine.lacks(pool)]
+    grace_s = group["template"]["spec"].get("terminationGracePeriodSeconds", _DEFAULT_GRACE_S)
+    if drains and grace_s <= max(drains):
+        yield (
+            f"group {group['groupName']}: terminationGracePeriodSeconds is {grace_s}, and its "
+            f"worker may take drain_s {max(drains):g} to end its streams: give it more"
         )
 
 

@@ -17,6 +17,7 @@ from engine.experiments.huggingface import offloaded_arm, offloaded_refused
 from engine.experiments.policies import Policies, Way
 from engine.experiments.rounds import LINK, Arm, Sample
 from engine.experiments.settings import DecodeCell
+from kappa.plan.cpu_offload import attention_refused
 
 _COPY_STEPS = 3
 
@@ -37,6 +38,9 @@ def decode_arms(rig: Rig, cell: DecodeCell) -> tuple[list[Arm], dict[str, str]]:
             else:
                 arms.append(offloaded_arm(rig, cell))
             continue
+        if name.startswith("cpu-") and rig.rates.attend is None:
+            left_out[name] = attention_refused(rig.rates)
+            continue
         way = policies.way(name)
         run, predicted_s = _run(rig, cell, way), policies.predicted_s(way)
         arms.append(Arm(name, run, predicted_s, way.note, name == choice, policies.key(way)))
@@ -48,7 +52,11 @@ def _run(rig: Rig, cell: DecodeCell, way: Way) -> Callable[[], Sample]:
     def run() -> Sample:
         prompts = rig.prompts(cell.sequences, cell.prompt)
         batches = [prompts[i : i + cell.batch] for i in range(0, cell.sequences, cell.batch)]
-        decoder = Decoder(rig.forward, way.placement, order=cell.order, split=way.split)
+        cpu = None
+        if way.cpu is not None:
+            on_cpu, bt = way.cpu, rig.block_tokens
+            cpu = lambda length: on_cpu(length // bt * bt)  # noqa: E731
+        decoder = Decoder(rig.forward, way.placement, order=cell.order, split=way.split, cpu=cpu)
         try:
             before = rig.timed(lambda: decoder.prefill(batches))
             sample = rig.timed(lambda: [decoder.step() for _ in range(cell.gen - 1)])

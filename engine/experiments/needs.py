@@ -13,7 +13,15 @@ import torch
 
 from engine.arena import ArenaSize, ArenaTooLarge, free_host_bytes
 from engine.config import ModelConfig
-from engine.experiments.settings import GIB, DecodeCell, Group, PrefixCell, Setting
+from engine.experiments.settings import (
+    GIB,
+    Cell,
+    DecodeCell,
+    Group,
+    OffloadCell,
+    PrefixCell,
+    Setting,
+)
 from engine.experiments.shapes import model
 from engine.weights import DTYPES, layer_specs, outer_specs
 
@@ -22,6 +30,8 @@ STORE_CHUNK_TOKENS = 2_048
 
 _NO_KV = frozenset({"activations", "device", "hf-offloaded"})
 _NO_ACT = frozenset({"kv-only", "device", "hf-offloaded"})
+_CPU = "cpu-"
+_WIDE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +56,18 @@ def arena_size(setting: Setting, group: Group) -> ArenaSize:
             if _activations_smaller(model(group.model, setting.dtype)):
                 act_host = max(act_host, blocks)
             continue
+        if isinstance(cell, OffloadCell):
+            # The baseline's KV on the device; prompts of the others on their way to the slab.
+            blocks = cell.batch * math.ceil((cell.prompt + cell.gen) / bt)
+            kv_device = max(kv_device, blocks)
+            kv_host = max(kv_host, cell.batch * math.ceil(cell.prompt / bt))
+            continue
         blocks = cell.sequences * math.ceil((cell.prompt + cell.gen) / bt)
         # One that fills, and one that leaves.
         filling = 2 * cell.sequences
         kv_device = max(kv_device, blocks if "device" in cell.policies else filling)
         kv_host = max(kv_host, blocks if set(cell.policies) - _NO_KV else 0)
-        if set(cell.policies) - _NO_ACT:
+        if any(p not in _NO_ACT and not p.startswith(_CPU) for p in cell.policies):
             act_host, act_device = max(act_host, blocks), max(act_device, filling)
     return ArenaSize(kv_device, kv_host, act_device, act_host, block_tokens=bt)
 
@@ -73,14 +89,28 @@ def needs(setting: Setting, group: Group) -> Needs:
     device += max(_working(config, cell) for cell in group.cells)
     host = size.kv_host * kv + size.act_host * act
     host += config.layers * layer if group.streamed else 0
+    host += max(_slab(config, cell, each) for cell in group.cells)
     if setting.device == "cpu":
         return Needs(0, (device + host) * each)
     return Needs(device * each, host * each)
 
 
-def _working(config: ModelConfig, cell: DecodeCell | PrefixCell) -> int:
+def _slab(config: ModelConfig, cell: Cell, each: int) -> int:
+    """Elements, of so many bytes, of what the CPU computes with in float32: KV, and weights."""
+    if not isinstance(cell, OffloadCell):
+        return 0
+    kv = config.layers * 2 * config.kv_width * cell.batch * (cell.prompt + cell.gen)
+    attention = 2 * config.hidden * (config.kv_width + config.query_width)
+    mlp = config.inner * config.hidden * (2 if config.gated else 1)
+    wide = config.layers * (attention + mlp) if each < _WIDE_BYTES else 0
+    return math.ceil((kv + wide) * max(each, _WIDE_BYTES) / each)
+
+
+def _working(config: ModelConfig, cell: Cell) -> int:
     """Elements of the largest pass: what is loaded for two items, and what is computed for one."""
-    if isinstance(cell, DecodeCell):
+    if isinstance(cell, OffloadCell):
+        loaded, computed = 0, cell.batch * cell.prompt
+    elif isinstance(cell, DecodeCell):
         loaded, computed = cell.batch * (cell.prompt + cell.gen), cell.batch * cell.prompt
     else:
         loaded = cell.cached

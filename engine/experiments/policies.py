@@ -5,7 +5,9 @@ FlexGen's). "kvpr-*" keep activations beside them and split each context: "paper
 "ahead" counting the rest of the step, "column" for streamed weights; "share-N" a fixed split.
 "hybrid-*" keep each block as one or the other (paper 003): "paper" by its Algorithm 1, "corrected",
 "planned" by the predicted step of these very sequences, "hybrid-N" a fixed share.
-"activations": nothing but activations. "device": nothing leaves the device, as a bound.
+"activations": nothing but activations. "cpu-*": the CPU attends to part of each context where it
+lies: "cpu-N" to a share, "paper" by bandwidth alone, "ahead" by the predicted step (paper 002).
+"device": nothing leaves the device, as a bound.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from engine.decode import (
 )
 from engine.experiments.settings import DecodeCell
 from kappa.plan.choose import LEAST_GAIN
+from kappa.plan.cpu_offload import attention_refused, paper_share, split_context, split_s
 from kappa.plan.hybridserve import (
     allocate_corrected,
     allocate_paper,
@@ -44,7 +47,8 @@ class Way:
     """placement, split: as `engine.decode.Decoder` takes them.
 
     activations: of so many cached tokens of a sequence, all in full blocks, those that come from
-    activations; -1 for a cache that stays on the device. stored: what goes to host memory.
+    activations; -1 for a cache that stays on the device. stored: what goes to host memory. cpu: of
+    the tokens in full blocks, those that the CPU attends to.
     """
 
     placement: Placement
@@ -52,6 +56,7 @@ class Way:
     activations: Callable[[int], int]
     stored: str
     note: str = ""
+    cpu: Callable[[int], int] | None = None
 
 
 class Policies:
@@ -89,17 +94,32 @@ class Policies:
             return self._split(self._kvpr(rest))
         if kind == "hybrid":
             return self._mixed(rest)
+        if kind == "cpu":
+            return self._on_cpu(rest)
         raise ValueError(f"no policy named {name!r}")
 
     def key(self, way: Way) -> tuple[object, ...]:
         """Equal for ways that store and load the same at every step."""
         lengths = range(self.cell.prompt, self.cell.prompt + self.cell.gen)
-        return way.stored, *(way.activations(self._full(length)) for length in lengths)
+        on_cpu = way.cpu or (lambda full: 0)
+        return way.stored, *(
+            (way.activations(self._full(length)), on_cpu(self._full(length))) for length in lengths
+        )
 
     def predicted_s(self, way: Way) -> float:
         """Seconds of all decoding steps, by the rates."""
         lengths = range(self.cell.prompt, self.cell.prompt + self.cell.gen - 1)
+        if way.cpu is not None:
+            cpu = way.cpu
+            return sum(self.split_s(length, cpu(self._full(length))) for length in lengths)
         return sum(self.step_s(length, way.activations(self._full(length))) for length in lengths)
+
+    def split_s(self, length: int, cpu_tokens: int) -> float:
+        """As `step_s`, the CPU attending to so many tokens of each sequence."""
+        full = self._full(length)
+        step_s = split_s(self.rates, self.cell.batch, full, cpu_tokens)
+        link_s = self.rates.load.seconds(self.cell.batch * (full - cpu_tokens))
+        return self.cell.batches * (step_s + self.rates.serial_share * min(link_s, step_s))
 
     def step_s(self, length: int, activations: int) -> float:
         """Seconds of a step behind `length` tokens a sequence, so many of them from activations.
@@ -123,9 +143,9 @@ class Policies:
 
     def choice(self) -> str:
         """The policy that the planner would take: the baseline, unless the other is worth it."""
-        own = {"row": "kvpr-ahead", "column": "hybrid-planned"}[self.cell.order]
-        own = own if own in self.cell.policies else "kvpr-column"
-        if own not in self.cell.policies:
+        first = {"row": "kvpr-ahead", "column": "hybrid-planned"}[self.cell.order]
+        own = next((n for n in (first, "kvpr-column", "cpu-ahead") if n in self.cell.policies), "")
+        if not own or (own == "cpu-ahead" and attention_refused(self.rates)):
             return BASELINE
         plain_s = self.predicted_s(self.way(BASELINE))
         gain = 1.0 - self.predicted_s(self.way(own)) / plain_s
@@ -167,6 +187,22 @@ class Policies:
         """The split with the shortest predicted step, by trying them all."""
         splits = range(0, full + 1, self._bt)
         return min(splits, key=lambda tokens: self.step_s(full, tokens))
+
+    # -- the CPU ----------------------------------------------------------------------------------
+
+    def _on_cpu(self, rest: str) -> Way:
+        cell, rates, bt = self.cell, self.rates, self._bt
+        ways: dict[str, Callable[[int], int]] = {
+            "paper": lambda full: round(paper_share(rates) * full / bt) * bt,
+            "ahead": lambda full: split_context(rates, cell.batch, full, bt).cpu_tokens,
+        }
+        if rest.isdigit():
+            ways[rest] = lambda full: int(rest) * full // 100 // bt * bt
+        if rest not in ways:
+            raise ValueError(f"no policy named 'cpu-{rest}'")
+        tokens, first = ways[rest], self._full(cell.prompt)
+        note = f"{tokens(first)} of {first} tokens attended to on the CPU at first"
+        return Way(always(KV_HOST), None, lambda full: 0, "either", note, tokens)
 
     # -- HybridServe ----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.experiments.bench import Rig
 from engine.experiments.rounds import LINK, Arm, Sample, leaders, ratios, spread
-from engine.experiments.settings import Cell, DecodeCell, Setting
+from engine.experiments.settings import Cell, DecodeCell, OffloadCell, Setting
 
 
 def rows_of(
@@ -59,7 +59,7 @@ def rows_of(
             "note": arm.note,
             "same_as": None if leads[arm.name] == arm.name else leads[arm.name],
         }
-        if isinstance(cell, DecodeCell) and decoding:
+        if isinstance(cell, DecodeCell | OffloadCell) and decoding:
             row |= _end_to_end(cell, samples, baseline, arm.name)
         rows.append(row)
     return rows
@@ -79,6 +79,10 @@ def _where(setting: Setting, rig: Rig, cell: Cell) -> dict[str, Any]:
         system = {"row": "decode-row", "column": "decode-column"}[cell.order]
         sizes = {"batch": cell.sequences, "batches": cell.batches, "prompt": cell.prompt}
         return {"system": system, **common, **sizes, "gen": cell.gen}
+    if isinstance(cell, OffloadCell):
+        sizes = {"batch": cell.batch, "batches": 1, "prompt": cell.prompt}
+        threads = {"cpu_threads": cell.cpu_threads}
+        return {"system": "cpu-offload", **common, **sizes, "gen": cell.gen, **threads}
     return {"system": "prefix-ttft", **common, "batch": 1, "batches": 1,
             "prompt": cell.cached + cell.new, "cached": cell.cached, "gen": 1}  # fmt: skip
 
@@ -91,6 +95,8 @@ def _rate(cell: Cell, latency_s: float) -> float:
     """Generated tokens per second; of decoding, those behind the first one (paper 000)."""
     if isinstance(cell, DecodeCell):
         return cell.sequences * (cell.gen - 1) / latency_s
+    if isinstance(cell, OffloadCell):
+        return cell.batch * (cell.gen - 1) / latency_s
     return 1 / latency_s
 
 
@@ -114,14 +120,15 @@ def _gbps(samples: list[Sample]) -> float:
 
 
 def _end_to_end(
-    cell: DecodeCell, samples: dict[str, list[Sample]], baseline: str, name: str
+    cell: DecodeCell | OffloadCell, samples: dict[str, list[Sample]], baseline: str, name: str
 ) -> dict[str, float]:
     """With the prompts' computation (paper 003 counts it): tokens per second, and the speed-up."""
     both = [[one.before_s + one.latency_s for one in samples[which]] for which in (baseline, name)]
     total_s = statistics.median(both[1])
+    sequences = cell.sequences if isinstance(cell, DecodeCell) else cell.batch
     return {
         "prefill_s": statistics.median(one.before_s for one in samples[name]),
-        "end_to_end_tokens_per_s": cell.sequences * cell.gen / total_s,
+        "end_to_end_tokens_per_s": sequences * cell.gen / total_s,
         "end_to_end_speedup": statistics.median(
             base / own for base, own in zip(*both, strict=True)
         ),

@@ -22,13 +22,21 @@ import torch
 
 from engine.arena import ArenaTooLarge
 from engine.blocks import OutOfBlocks
-from engine.experiments import decoding, policies, prefixes
+from engine.experiments import decoding, offloading, policies, prefixes
 from engine.experiments.bench import Rig, Unsteady, rig
 from engine.experiments.goals import judge
 from engine.experiments.needs import refuse_too_large
 from engine.experiments.rounds import LEAST_REPEATS, Arm, alternate, leaders
 from engine.experiments.rows import rows_of
-from engine.experiments.settings import Cell, DecodeCell, Group, Setting, setting
+from engine.experiments.settings import (
+    Cell,
+    DecodeCell,
+    Group,
+    OffloadCell,
+    PrefixCell,
+    Setting,
+    setting,
+)
 from engine.profiling import device_name
 
 Told = Callable[[str], None]
@@ -69,7 +77,9 @@ def _cut(setting: Setting, only: tuple[str, ...]) -> Setting:
     """The setting with those cells alone."""
 
     def wanted(group: Group, cell: Cell) -> bool:
-        kind = cell.order if isinstance(cell, DecodeCell) else "ttft"
+        kind = "ttft"
+        if not isinstance(cell, PrefixCell):
+            kind = cell.order if isinstance(cell, DecodeCell) else "offload"
         return not only or any(part in f"{group.model} {kind} {cell.name}" for part in only)
 
     groups = (
@@ -113,6 +123,11 @@ class _Run:
             if isinstance(cell, DecodeCell):
                 arms, left_out = decoding.decode_arms(made, cell)
                 self._measure(setting, made, cell, arms, policies.BASELINE)
+            elif isinstance(cell, OffloadCell):
+                left_out = {}
+                with offloading.offloaded(made, cell) as batch:
+                    arms = offloading.offload_arms(made, cell, batch)
+                    self._measure(setting, made, cell, arms, offloading.BASELINE)
             else:
                 with prefixes.stored(made, cell) as prompt:
                     arms, left_out = prefixes.prefix_arms(made, cell, prompt)

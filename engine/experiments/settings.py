@@ -61,16 +61,40 @@ class PrefixCell:
         return f"{self.cached}+{self.new}"
 
 
-Cell = DecodeCell | PrefixCell
+@dataclass(frozen=True, slots=True)
+class OffloadCell:
+    """One batch that decodes with weights and KV in host memory; KV on the device as the baseline.
+
+    ways: shares of the CPU, as `engine.experiments.offloading` names them. cpu_threads: that
+    compute them.
+    """
+
+    batch: int
+    prompt: int
+    gen: int
+    ways: tuple[str, ...]
+    cpu_threads: int = 1
+
+    @property
+    def name(self) -> str:
+        """As `--only` finds it: offload-30x512/32."""
+        return f"offload-{self.batch}x{self.prompt}/{self.gen}"
+
+
+Cell = DecodeCell | PrefixCell | OffloadCell
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Cells of one model with its weights in one place."""
+    """Cells of one model with its weights in one place.
+
+    cpu_threads: that may attend to KV in host memory; with 0 the policies "cpu-*" are refused.
+    """
 
     model: str
     cells: tuple[Cell, ...]
     streamed: bool = False
+    cpu_threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +124,13 @@ _COLUMN = ("kv-only", "hybrid-paper", "hybrid-corrected", "hybrid-planned", "act
 _SWEPT = ("hybrid-25", "hybrid-50", "hybrid-75")
 _SMALL = ProfileSettings(
     tokens=(128, 256, 512, 768, 1024, 1536), new_tokens=(1, 8, 32, 128, 384),
-    context_tokens=(0, 256, 1024), repeats=15,
+    context_tokens=(0, 256, 1024), decode_sequences=(1, 4, 8, 16),
+    decode_tokens=(0, 512, 2048, 4096), repeats=15,
 )  # fmt: skip
 _TINY = ProfileSettings(
-    tokens=(32, 64, 96, 128), new_tokens=(1, 8, 32), context_tokens=(0, 64), repeats=5
-)
+    tokens=(32, 64, 96, 128), new_tokens=(1, 8, 32), context_tokens=(0, 64),
+    decode_sequences=(1, 4), decode_tokens=(0, 64, 256), repeats=5,
+)  # fmt: skip
 
 
 def _cpu(name: str, link_bytes_per_s: float) -> Setting:
@@ -180,6 +206,64 @@ def _ttft() -> Setting:
     return Setting("ttft", "cuda", "bfloat16", groups)
 
 
+_MODES = ("mha", "mha-o", "mha-av-o")
+_OFFLOAD = (*_MODES, "alpha-25", "alpha-50", "alpha-75", "alpha-100", "planned")
+_CPU_SHARES = ("cpu-25", "cpu-50", "cpu-75", "cpu-100", "cpu-paper", "cpu-ahead")
+
+
+def _cpu_offload(name: str, link_bytes_per_s: float) -> Setting:
+    """Table 1 of paper 002 at a small shape, and the context split with weights on the device."""
+    batches = (1, 4, 16) if link_bytes_per_s else (1, 10, 20, 30)
+    faithful = tuple(OffloadCell(batch, 256, 17, _OFFLOAD) for batch in batches)
+    split = DecodeCell(8, 512, 17, ("kv-only", *_CPU_SHARES, "device"))
+    groups = (
+        Group("opt-small", faithful, streamed=True),
+        Group("opt-small", (split,), cpu_threads=1),
+        Group("llama-small", (split,), cpu_threads=1),
+    )
+    return Setting(
+        name, "cpu", "float32", groups, link_bytes_per_s=link_bytes_per_s, threads=1,
+        profile=_SMALL,
+    )  # fmt: skip
+
+
+def _cpu_offload_13b() -> Setting:
+    """Table 1 of paper 002: its batches, 512 tokens and 32; weights and KV in host memory."""
+    cells = tuple(
+        OffloadCell(batch, 512, 32, _OFFLOAD, cpu_threads=_GPU_HOST_THREADS)
+        for batch in (1, 10, 20, 30)
+    )
+    groups = (Group("opt-13b", cells, streamed=True),)
+    return Setting("cpu-offload-13b", "cuda", "float16", groups)
+
+
+def _cpu_kv(threads: int) -> Setting:
+    """KV alone in host memory: c swept, for so many threads of the CPU."""
+    policies = ("kv-only", *_CPU_SHARES, "device")
+    groups = (
+        Group(
+            "llama-3-8b",
+            (DecodeCell(8, 4_096, 17, policies), DecodeCell(1, 32_768, 17, policies)),
+            cpu_threads=threads,
+        ),
+        Group("opt-6.7b", (DecodeCell(16, 1_024, 17, policies),), cpu_threads=threads),
+    )
+    return Setting(f"cpu-kv-{threads}", "cuda", "bfloat16", groups)
+
+
+# Of 16 cores, one is left to the process that launches kernels.
+_GPU_HOST_THREADS = 15
+_SMALLEST_OFFLOAD = Setting(
+    "cpu-offload-smallest", "cpu", "float32",
+    (
+        Group(
+            "opt-tiny", (OffloadCell(2, 24, 4, ("mha", "alpha-50", "planned")),), streamed=True
+        ),
+        Group("opt-tiny", (DecodeCell(2, 24, 4, ("kv-only", "cpu-50", "cpu-ahead")),),
+              cpu_threads=1),
+    ),
+    block_tokens=8, link_bytes_per_s=40e6, threads=1, profile=_TINY,
+)  # fmt: skip
 _SMALLEST = Setting(
     "cpu-smallest", "cpu", "float32",
     (
@@ -196,7 +280,10 @@ SETTINGS: dict[str, Setting] = {
     setting.name: setting
     for setting in (
         _cpu("cpu-small", 0.0), _cpu("cpu-paced", 80e6), _cpu("cpu-paced-fast", 600e6), _SMALLEST,
+        _cpu_offload("cpu-offload-small", 0.0), _cpu_offload("cpu-offload-paced", 600e6),
+        _SMALLEST_OFFLOAD,
         _kvpr("opt-6.7b"), _kvpr("opt-13b"), _kvpr_weights(), _hybrid(), _ttft(),
+        _cpu_offload_13b(), *(_cpu_kv(threads) for threads in (1, 4, 8, 15)),
     )
 }  # fmt: skip
 

@@ -40,6 +40,10 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "opt-small": _opt(6, 256, 4, _SMALL_VOCAB, 2_048),
     "opt-tiny": _opt(3, 64, 4, 96, 1_024),
     "llama-small": _llama(6, 256, 8, 2, 768, _SMALL_VOCAB),
+    "llama-tiny": _llama(3, 64, 4, 2, 96, 96),
+    "qwen-2.5-14b": {
+        **_llama(48, 5120, 40, 8, 13_824, 152_064), "model_type": "qwen2", "rope_theta": 1e6,
+    },
 }  # fmt: skip
 
 

@@ -52,15 +52,23 @@ class SimilarityCache:
         lanes: of the engine.
         heads: their importance, which sets the thresholds.
         tau: thresholds (layers, kv_heads) instead; above 1 every look-up misses.
+        injected_hits: a hit rate to impose; as the settings say, if not given.
     """
 
-    def __init__(self, lanes: Lanes, heads: HeadProfile, tau: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        lanes: Lanes,
+        heads: HeadProfile,
+        tau: Tensor | None = None,
+        injected_hits: float | None = None,
+    ) -> None:
         config, settings = lanes.config, lanes.settings
         self.lanes = lanes
         self.retriever: Retriever = RETRIEVERS[settings.retriever]()
         self.injected = None
-        if settings.injected_hits is not None:
-            self.injected = InjectedHits(settings.injected_hits, settings.seed)
+        rate = settings.injected_hits if injected_hits is None else injected_hits
+        if rate is not None:
+            self.injected = InjectedHits(rate, settings.seed)
         device = lanes.arena.device
         if tau is None:
             most = heads.kv_importance(config.kv_heads)

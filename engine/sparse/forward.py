@@ -30,12 +30,13 @@ class SparseForward:
     Args:
         forward: the model; its weights lie on the device.
         cache: of the lanes.
+        ahead: whether choices are made one layer ahead; as the settings say, if not given.
 
     Raises:
         ValueError: weights that are streamed: the link is for KV here.
     """
 
-    def __init__(self, forward: Forward, cache: SimilarityCache) -> None:
+    def __init__(self, forward: Forward, cache: SimilarityCache, ahead: bool | None = None) -> None:
         if forward.weights.streamed:
             raise ValueError(
                 "sparse decoding needs the weights on the device; they are streamed here"
@@ -46,7 +47,7 @@ class SparseForward:
         if self.config.rope:
             inverse, factor = frequencies(self.config.rope, self.config.head_dim)
             self._rope = inverse.to(self.weights.device), factor
-        self._ahead = self.lanes.settings.prefetch
+        self._ahead = self.lanes.settings.prefetch if ahead is None else ahead
 
     @torch.no_grad()
     def run(

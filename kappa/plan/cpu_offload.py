@@ -35,7 +35,7 @@ class LayerTimes:
     project_s: norm, Q, K and V; scores_s: softmax of queries by keys; values_s: times the values;
     out_s: output projection; fc1_s: the first feed-forward product, all columns. `*_bytes`: the
     weights of each, and the batch's values in host memory. link_bytes_per_s: while the CPU
-    computes. gpu_s: what the device computes when both have arrived.
+    computes. gpu_s: what the device computes when both have arrived, gpu_fc1_s: of FC1, all of it.
     """
 
     project_s: float
@@ -50,6 +50,7 @@ class LayerTimes:
     values_bytes: float
     link_bytes_per_s: float
     gpu_s: float = 0.0
+    gpu_fc1_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse figures that cannot be.
@@ -89,13 +90,15 @@ class LayerTimes:
 
     def layer_s(self, mode: Mode, alpha: float = 0.0) -> float:
         """Seconds of the layer: the link runs ahead, CPU and device follow each other."""
-        return max(self.cpu_s(mode, alpha) + self.gpu_s, self.link_s(mode, alpha))
+        left = 1.0 - (alpha if mode == "mha" else 0.0)
+        computed_s = self.cpu_s(mode, alpha) + self.gpu_s + left * self.gpu_fc1_s
+        return max(computed_s, self.link_s(mode, alpha))
 
     @property
     def streamed_s(self) -> float:
         """Seconds of the layer where the device computes all and every weight crosses."""
         weights = self.qkv_bytes + self.out_bytes + self.fc1_bytes + self.fc2_bytes
-        return max(weights / self.link_bytes_per_s, self.gpu_s)
+        return max(weights / self.link_bytes_per_s, self.gpu_s + self.gpu_fc1_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +114,15 @@ class LayerPlan:
 
 
 def alpha_star(times: LayerTimes) -> float:
-    """The share of FC1's columns at which CPU and link take equally long, in [0, 1].
+    """The share of FC1's columns at which CPU (and device) and link take equally long, in [0, 1].
 
-    (W_ffn/B - t_mha - t_gpu) / (W_1/B + t_fc1); the paper draws it (Fig. 4) and gives no formula.
+    (W_ffn/B - t_mha) / (W_1/B + t_fc1), what the device computes counted beside; the paper draws it
+    (Fig. 4) and gives no formula.
     """
-    spare_s = times.link_s("mha") - times.cpu_s("mha") - times.gpu_s
-    each_s = times.fc1_bytes / times.link_bytes_per_s + times.fc1_s
+    spare_s = times.link_s("mha") - times.cpu_s("mha") - times.gpu_s - times.gpu_fc1_s
+    each_s = times.fc1_bytes / times.link_bytes_per_s + times.fc1_s - times.gpu_fc1_s
     if each_s <= 0:
-        return 0.0
+        return 1.0 if times.fc1_bytes or times.fc1_s else 0.0
     return min(1.0, max(0.0, spare_s / each_s))
 
 

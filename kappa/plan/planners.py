@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from kappa.plan.choose import choose
+from kappa.plan.choose import LEAST_GAIN, choose
 from kappa.plan.costs import Costs
 from kappa.plan.cpu_offload import attention_refused, split_context, split_s
 from kappa.plan.kvpr import split_paper
@@ -23,6 +23,9 @@ from kappa.plan.predict import predict
 from kappa.plan.rates import PlanRates
 from kappa.plan.segments import Kind, LoadPlan, Segment, from_runs, layout
 from kappa.types import TokenCounts
+
+LEAST_TAIL_GAIN = 0.05
+"""As `choose.LEAST_GAIN`, for vLLM: its loads are noticed, and its steps begin, when they do."""
 
 
 class Cached(NamedTuple):
@@ -193,6 +196,7 @@ class Planning:
             block_tokens=self._block_tokens,
             held_tokens=asked.held,
             tail_only=tail_only,
+            least_gain=LEAST_TAIL_GAIN if tail_only else LEAST_GAIN,
         )
 
     def _kv(self, asked: Cached) -> LoadPlan:

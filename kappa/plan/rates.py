@@ -184,6 +184,8 @@ class PlanRates:
             weights_load_s=self.weights_load_s / share,
             h2d_while_storing=1.0 if storing else self.h2d_while_storing,
             h2d_cpu_busy=1.0 if cpu_busy else self.h2d_cpu_busy,
+            # A processor that is busy already takes no more of the link by attending.
+            h2d_attending=min(1.0, self.h2d_attending / share) if cpu_busy else self.h2d_attending,
         )
 
 

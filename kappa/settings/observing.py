@@ -6,6 +6,7 @@ Read by the ingress and by every worker.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -38,6 +39,12 @@ class ObservingSettings(Section):
     metrics: bool = Field(
         True, description="false: nothing is counted and /metrics is empty (to measure the cost)"
     )
+
+    @field_validator("log_file")
+    @classmethod
+    def _from_here(cls, value: str | None) -> str | None:
+        # Workers have working folders of their own.
+        return None if value is None else str(Path(value).absolute())
 
     @field_validator("otlp_endpoint")
     @classmethod

@@ -43,7 +43,7 @@ def listening():
     root = logging.getLogger()
     level = root.level
     root.addHandler(handler)
-    root.setLevel(logging.DEBUG)
+    root.setLevel(logging.INFO)
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(heard))
     try:
         with redirect_stdout(heard), redirect_stderr(heard):

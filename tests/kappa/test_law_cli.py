@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from deploy.commands import law
 from kappa.hardware import node_profile
+from kappa.plan.rates import as_measured, rates_from_law
 from kappa.shapes import model_shape
 from kappa.types import TokenCounts
 
@@ -55,17 +56,52 @@ def test_tables_for_people_name_the_slips() -> None:
 
 def test_explain_one_node_json() -> None:
     data = _json(*REQUEST, "--node", "pcie")
-    assert set(data) == EXPLAIN_KEYS
+    assert set(data) == EXPLAIN_KEYS | {"plans", "decoding"}
     assert data["kappa"] == 1200
     assert data["bound"] == "memory"
     assert data["plan"] == "load"
     assert data["ttft_s"] == pytest.approx(data["load_s"] + data["compute_s"])
 
 
+def test_explain_tells_every_plan_and_marks_the_chosen_one() -> None:
+    data = _json(*REQUEST, "--node", "pcie", "--cpu-gbps", "60")
+    plans = {row["plan"]: row for row in data["plans"]}
+    assert [row["plan"] for row in data["plans"] if row["chosen"]] == ["auto"]
+    priced = [row for row in data["plans"] if "ttft_s" in row]
+    assert plans["auto"]["ttft_s"] == min(row["ttft_s"] for row in priced)
+    assert "ρ = 2" in plans["activations + load"]["refused"]
+    assert plans["cpu (stays in host memory)"]["step_s"] > 0
+    step = data["decoding"]
+    assert 0 < step["cpu_share"] < 1
+    assert step["split_s"] <= min(step["load_all_s"], step["cpu_all_s"])
+    # A request that may not take all of it leaves the rest where it is.
+    kept = _json(*REQUEST, "--node", "pcie", "--cpu-gbps", "60", "--room", "20050")
+    auto = next(row for row in kept["plans"] if row["chosen"])
+    assert auto["segments"] == [["C", 0, 40_000], ["K", 40_000, 60_000]]
+    assert "not measured here" in _run(*REQUEST, "--node", "pcie")
+    assert "* chosen: " in _run(*REQUEST, "--node", "pcie")
+
+
+def test_explain_plans_with_what_an_engine_measured(tmp_path: Path) -> None:
+    rates = rates_from_law(model_shape("opt-6.7b"), node_profile("pcie"))
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(as_measured(rates, "m", "d")))
+    args = ("explain", "--model", "opt-6.7b", "--cached", "4096", "--new", "64", "--node", "pcie")
+    data = _json(*args, "--rates", str(path))
+    plans = {row["plan"]: row for row in data["plans"]}
+    assert plans["activations + load"]["ttft_s"] < plans["load"]["ttft_s"]
+    assert "rates.json" in _run(*args, "--rates", str(path))
+    none = _json(*args, "--rates", str(path), "--no-activations")["plans"]
+    assert any("none are stored" in row["refused"] for row in none)
+    path.write_text("{}")
+    result = CliRunner().invoke(app, [*args, "--rates", str(path)])
+    assert result.exit_code == 2 and "format is None" in result.output
+
+
 def test_explain_several_nodes_json() -> None:
     data = _json(*REQUEST, "--node", "pcie", "--node", "c2c")
     assert [row["node"] for row in data["nodes"]] == ["pcie", "c2c"]
-    assert all(set(row) == EXPLAIN_KEYS | {"node"} for row in data["nodes"])
+    assert all(set(row) == EXPLAIN_KEYS | {"plans", "decoding", "node"} for row in data["nodes"])
     assert data["nodes"][1]["ttft_s"] < data["nodes"][0]["ttft_s"]
 
 

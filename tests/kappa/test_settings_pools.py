@@ -1,6 +1,9 @@
 """Pools in the cluster file: the short form, what they change, and all their faults at once."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import load_settings
@@ -151,3 +154,15 @@ def test_pools_can_be_given_as_they_are():
     one = PoolSettings(name="a", profile="pcie", autoscaling=scaling)
     assert load_settings(None, pools=(one,)).all_pools == (one,)
     assert "names must differ" in fault(pools=(one, one))
+
+
+def test_the_documented_file_is_sound(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "cluster-file.md").read_text()
+    data = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("sk-r: research\n")
+    data["tenants"]["keys_file"] = str(keys)
+    settings = load_settings(None, **data)
+    assert [(p.name, p.least, p.most) for p in settings.all_pools] == [
+        ("gh200", 2, 8), ("a100", 2, 2),
+    ]  # fmt: skip

@@ -24,6 +24,7 @@ from kappa.shapes import model_shape
 from workers.tail_recompute import LOAD_ALL, TAIL, tail_rates
 from workers.tier_choice import TierChoice, TierNeeds, transfer_config
 from workers.tiny_model import make_tiny_model
+from workers.transfer_choice import FILES, TransferChoice, transfer_on
 from workers.vllm_engine import CPU_ENV
 
 ROOT = Path(__file__).parents[2]
@@ -71,13 +72,14 @@ class Listener:
 
 
 class TierEngine:
-    """The engine from outside. `tier`: fields of a `TierChoice`; `path`: more to import from."""
+    """The engine from outside. `tier`: fields of a `TierChoice`; `path`: more to import from;
+    `transfer`: folder where it gives prompts to other engines and takes them."""
 
-    def __init__(self, folder, path="", **tier):
+    def __init__(self, folder, path="", transfer="", **tier):
         self.errors, self.logged = folder / "engine.txt", []
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, json.dumps(tier)],
+                [sys.executable, __file__, json.dumps(tier), str(transfer)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -86,9 +88,10 @@ class TierEngine:
             )
         self.ready = self._read()
 
-    def ask(self, tokens, salt="", plan=LOAD_ALL):
-        """Compute a prompt on an empty device cache."""
-        return self._do({"tokens": tokens, "salt": salt, "plan": plan})
+    def ask(self, tokens, salt="", plan=LOAD_ALL, params=None, count=4):
+        """Compute a prompt on an empty device cache, and `count` tokens behind it."""
+        asked = {"tokens": tokens, "salt": salt, "plan": plan, "count": count}
+        return self._do({**asked, "params": params})
 
     def reports(self):
         """What was reported since the last call: messages of the stats channel, and KV events."""
@@ -122,7 +125,7 @@ def slow_rates():
 
 
 def main():
-    tier = json.loads(sys.argv[1])
+    tier, transfer = json.loads(sys.argv[1]), sys.argv[2]
     os.environ.update({**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "LMCACHE_LOG_LEVEL": "CRITICAL",
                        "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1",
                        "HF_HUB_OFFLINE": "1"})  # fmt: skip
@@ -133,6 +136,10 @@ def main():
         listener = Listener(folder)
         choice = TierChoice(planner=TAIL, **tier)
         config = transfer_config(choice, TierNeeds(1 << 26, listener.stats, rates=slow_rates()))
+        if transfer:
+            files = TransferChoice(FILES, transfer, 1 << 28, 2.0, 1e9, 0.0)
+            arguments = {"kv_transfer_config": config}
+            transfer_on(files, arguments, None)
         model = make_tiny_model(Path(tempfile.gettempdir()) / "kappa-lmcache-model", CORPUS)
         llm = LLM(
             model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT,
@@ -155,8 +162,8 @@ def main():
             llm.reset_prefix_cache()
             prompt = {"prompt_token_ids": asked["tokens"]}
             params = SamplingParams(
-                max_tokens=4, temperature=0.0, logprobs=1, ignore_eos=True,
-                extra_args={PLAN_KEY: asked["plan"]},
+                max_tokens=asked["count"], temperature=0.0, logprobs=1, ignore_eos=True,
+                extra_args={PLAN_KEY: asked["plan"], "kv_transfer_params": asked["params"]},
             )  # fmt: skip
             if asked["salt"]:
                 prompt["cache_salt"] = asked["salt"]
@@ -164,6 +171,8 @@ def main():
             (answer,) = llm.generate([prompt], params, use_tqdm=False)
             say({
                 "cached": answer.num_cached_tokens or 0,
+                "tokens": list(answer.outputs[0].token_ids),
+                "params": answer.kv_transfer_params,
                 "logprob": answer.outputs[0].cumulative_logprob,
                 "took_s": time.perf_counter() - start_s,
             })  # fmt: skip

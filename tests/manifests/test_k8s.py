@@ -143,6 +143,11 @@ GPU_WRONG = {
     "a pool that may grow where no pod comes": (
         lambda s: s["rayClusterConfig"].pop("enableInTreeAutoscaling"),
         "pools gh200, h100 may grow"),
+    "a pod killed before its worker has drained": (
+        lambda s: s["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"].update(
+            terminationGracePeriodSeconds=120
+        ),
+        "group gh200: terminationGracePeriodSeconds is 120"),
     "too little memory for a pool's own host tier": (
         lambda s: [
             container(s)["resources"][part].update(memory="300Gi")

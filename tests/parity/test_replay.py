@@ -10,7 +10,7 @@ import numpy as np
 
 from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
-from kappa.report import Admission, Announcement, WorkerReport
+from kappa.report import Admission, Announcement, Arrival, WorkerReport
 from kappa.shapes import model_shape
 from kappa.step import step_model
 from router.core import NoWorkerError, Router, RouterConfig, RouteRequest
@@ -79,6 +79,16 @@ def drive(router: Router, seed: int) -> int:
             router.first_token(request_id, now_s + 0.01)
             router.tokens(request_id, 5)
             router.release(request_id, now_s + 0.02)
+        elif draw < 0.88:
+            # Another ingress' requests: they come, go, and are told whole now and then.
+            worker, theirs = rng.choice("ab"), Arrival(f"o{number}", new_tokens=rng.randrange(4000))
+            there = None if rng.random() < 0.5 else (theirs,)
+            report = WorkerReport(worker, now_s, arrived=(theirs,), in_flight=there)
+            router.report(report, now_s)
+            if rng.random() < 0.5:
+                router.report(WorkerReport(worker, now_s, finished=(f"o{number}",)), now_s)
+        elif draw < 0.89:
+            router.void(rng.choice("abc"), now_s)
         elif draw < 0.9:
             router.blocks([WorkerReset(rng.choice("abc"))])
         elif draw < 0.95:

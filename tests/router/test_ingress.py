@@ -7,128 +7,17 @@ import asyncio
 import json
 from dataclasses import replace
 
-import httpx
 import pytest
 from ray.exceptions import RayActorError
 
-import router.live
-from kappa.hardware import node_profile
-from kappa.report import Announcement, TenantCharge, WorkerReport
-from kappa.step import StepModel
-from router.access import Access
+from kappa.report import TenantCharge, WorkerReport
 from router.admission import Admission
-from router.board import Board
-from router.http_app import make_app
-from router.ingress import KappaIngress
-from router.ingress_settings import IngressSettings
-from router.ray_router import PIN_HEADER
-from router.rendering import PromptRenderer
 from router.tenants import Tenants
-from workers.tiny_model import make_tiny_model
+from tests.router.scripted import BODY, PATH, code, event, get, post, words
 
 pytestmark = pytest.mark.ray
 
-BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-PATH = "/v1/chat/completions"
 _PATIENCE_S = 30.0
-
-
-def event(text):
-    choice = {"index": 0, "delta": {"content": text}}
-    return f"data: {json.dumps({'choices': [choice]})}\n\n"
-
-
-class Scripted(KappaIngress):
-    """The ingress with a script in place of Ray's delivery; `script(worker)` yields its items."""
-
-    def __init__(self, renderer, script, **changes):
-        values = {
-            "tokenizer_source": "", "policy": "ttft", "index_blocks": 1000, "max_queue": 8,
-            "stale_after_s": 1e9, "calibrate": False, "calibrate_requests": None,
-            "request_timeout_s": 60.0, "secret": "s",
-        }  # fmt: skip
-        self._wire(IngressSettings(**{"record": None} | values | changes), renderer)
-        self._model_cards = {"m": None}
-        self._script, self.sent, self.closed = script, [], 0
-        self.told, self.headers = [], []
-
-    async def _wake_router(self):
-        return
-
-    async def _call(self, body, method, request):
-        worker = request.headers[PIN_HEADER]
-        self.sent.append(worker)
-        self.told.append(dict(body.vllm_xargs))
-        self.headers.append(dict(request.headers))
-        try:
-            async for item in self._script(worker):
-                yield item
-        finally:
-            self.closed += 1
-
-
-def announcement(worker, device_blocks=100):
-    return Announcement(
-        worker=worker, model="m", node=replace(node_profile("pcie"), name=worker),
-        step=StepModel(1e-5, 0.0, 1e-3, 0.0), kv_bytes_per_token=1e5, emulated_model="",
-        fingerprint="f", block_tokens=16, device_blocks=device_blocks, host_blocks=0,
-        max_batch_tokens=512, max_context_tokens=1024, events_endpoint="tcp://127.0.0.1:9",
-        snapshot_endpoint="tcp://127.0.0.1:9",
-    ).to_dict()  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    return PromptRenderer(str(make_tiny_model(folder, ["hello world " * 20])))
-
-
-@pytest.fixture
-async def serve(renderer, monkeypatch):
-    board = Board()
-    monkeypatch.setattr(router.live, "BOARD", board)
-
-    async def make(script, workers=("a", "b"), device_blocks=(100, 100), **changes):
-        ingress = Scripted(renderer, script, **changes)
-        app = make_app(Access(changes.get("tenants") or Tenants(), max_body_bytes=1 << 20))
-        app.post(PATH)(ingress.chat)
-        app.get("/metrics")(ingress.metrics)
-        app.get("/v1/tenants")(ingress.tenants)
-        live = ingress._live()
-        said = zip(workers, device_blocks, strict=False)
-        board.post("d", {worker: announcement(worker, blocks) for worker, blocks in said})
-        async with asyncio.timeout(_PATIENCE_S):
-            while len(live.router.state.workers) < len(workers):
-                await asyncio.sleep(0.01)
-        return ingress, live, app
-
-    yield make
-    board.post("d", {})
-    await asyncio.sleep(0.05)
-
-
-async def post(app, key=None, **changes):
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        return await client.post(PATH, json=BODY | changes, headers=headers)
-
-
-async def get(app, path, key=None):
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://test"
-    ) as client:
-        return await client.get(path, headers=headers)
-
-
-def code(answer):
-    return answer.json()["error"]["code"]
-
-
-async def words(_worker):
-    yield [event("one")]
-    yield [event("two"), event("three")]
 
 
 async def test_a_stream_is_relayed_and_released(serve):

@@ -22,7 +22,7 @@ ALICE = Tenant("alice", 2.5)
 
 def decision(informed=True):
     counts = TokenCounts(device_tokens=32, cached_tokens=64, new_tokens=5)
-    chosen = SimpleNamespace(counts=counts, load_s=0.25, compute_s=0.5)
+    chosen = SimpleNamespace(counts=counts, load_s=0.25, compute_s=0.5, recomputed_tokens=0)
     return SimpleNamespace(
         request_id="r", informed=informed, chosen=chosen, prompt_tokens=101 if informed else 0
     )
@@ -117,3 +117,9 @@ def test_the_plan_is_asked_for_by_a_header():
     asked = Request({"type": "http", "headers": [(b"x-kappa-plan", b" recompute ")]})
     assert plan_asked(asked) == "recompute"
     assert plan_asked(Request({"type": "http", "headers": []})) == ""
+
+
+def test_what_is_computed_anew_is_not_announced_as_a_load():
+    made = decision()
+    made.chosen.recomputed_tokens = 48
+    assert engine_marks(made, ALICE, {})["kappa_host_tokens"] == 16

@@ -11,9 +11,8 @@ import router.tracing
 from kappa.report import Admission, Spent, WorkerReport
 from kappa.settings.observing import ObservingSettings
 from router.messages import POOL_HEADER
-from tests.router.test_ingress import event, get, post, renderer, serve
+from tests.router.scripted import event, get, post
 
-__all__ = ["renderer", "serve"]
 pytestmark = pytest.mark.ray
 
 DECISIONS = "/v1/decisions/{request_id}"

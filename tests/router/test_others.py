@@ -1,4 +1,4 @@
-"""Several ingresses over one set of workers: what each knows of the others, and what it is worth."""
+"""Several ingresses over one set of workers: what each knows of the others, and its worth."""
 
 from __future__ import annotations
 
@@ -248,13 +248,16 @@ def waits_s(count, *, telling=True, spread=True, forecast=False, delay_s=0.01, s
     return Herd(routers, workers, delay_s, telling).run(1200, load=0.8, seed=seed)
 
 
-def test_two_that_hear_of_each_other_decide_almost_as_well_as_one():
-    one, two, blind = (
-        np.concatenate([waits_s(n, telling=telling, seed=seed) for seed in range(3)])
-        for n, telling in ((1, True), (2, True), (2, False))
+@pytest.mark.parametrize("forecast", [True, False])
+def test_routers_that_hear_of_each_other_queue_less_than_those_that_do_not(forecast):
+    def mean_s(count, **options):
+        return float(waits_s(count, forecast=forecast, delay_s=0.002, **options).mean())
+
+    one, two, blind = mean_s(1), mean_s(2), mean_s(2, telling=False)
+    same_order = mean_s(2, spread=False)
+    print(
+        f"mean wait: one {one:.4f}, two {two:.4f}, blind {blind:.4f}, same order {same_order:.4f}"
     )
-    mean_s = [float(w.mean()) for w in (one, two, blind)]
-    p99_s = [float(np.quantile(w, 0.99)) for w in (one, two, blind)]
-    print(f"mean wait {mean_s}, p99 {p99_s} s (one, two that hear, two that do not)")
-    assert mean_s[1] < 1.25 * mean_s[0] and p99_s[1] < 1.25 * p99_s[0]
-    assert mean_s[2] > 1.5 * mean_s[1], "what they tell each other is worth something"
+    assert two < 1.6 * one, "two ingresses decide almost as well as one"
+    assert blind > 1.3 * two, "what workers tell is worth something"
+    assert same_order > two, "and so is breaking ties differently"

@@ -36,6 +36,23 @@ def test_two_workers_never_share_a_shelf(root):
     assert not any(shelf.adopted for shelf in shelves)
 
 
+def test_a_shelf_of_another_pool_waits_for_its_own_worker(root):
+    first = take_shelf(root, {**ME, "pool": "a"})
+    (first.folder / "kv").write_bytes(b"blocks")
+    first.release()
+    take_shelf(root, {**ME, "pool": "b"})
+    again = take_shelf(root, {**ME, "pool": "a"})
+    assert again.adopted and (again.folder / "kv").read_bytes() == b"blocks"
+
+
+def test_a_shelf_of_an_earlier_run_of_the_machine_is_removed(root, monkeypatch):
+    first = take_shelf(root, {**ME, "pool": "a"})
+    first.release()
+    monkeypatch.setattr("workers.handover._boot", lambda: "another")
+    take_shelf(root, {**ME, "pool": "b"})
+    assert names(root) == ["shelf-00"]
+
+
 @pytest.mark.parametrize("other", [{"model": "other"}, {"block_tokens": 16}, {"more": 1}])
 def test_a_shelf_of_another_identity_is_emptied(root, other):
     first = take_shelf(root, ME)

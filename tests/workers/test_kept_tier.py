@@ -1,9 +1,17 @@
 """A host tier found again: vLLM's manager and real copies, before and after an engine's end."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+    OffloadingEventsTracker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -14,6 +22,8 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     make_offload_key,
 )
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
 
 from router.kv_events import BlocksStored
 from router.kv_stream import decode_batch
@@ -205,3 +215,15 @@ def test_stores_are_noted_with_their_requests_and_special_ones_are_not():
         (b"k0", None, [0, 1, 2, 3], "alice"), (b"k2", b"b", [8, 9, 10, 11], ""),
     ]  # fmt: skip
     assert len(recorded) == 5
+
+
+def test_vllm_has_the_names_that_a_handover_needs():
+    """Private names of vLLM in workers/kept_tier.py, kept_manager.py and connector.py."""
+    tracker = inspect.signature(OffloadingEventsTracker.record_store)
+    assert list(tracker.parameters) == ["self", "req", "group_config", "chunk_idx", "offload_key"]
+    manager = CPUOffloadingManager(4)
+    for name in ("_policy", "_free_list", "_num_allocated_blocks", "_num_evictable_cache_blocks"):
+        assert hasattr(manager, name), name
+    assert "_events_tracker" in inspect.getsource(OffloadingConnectorScheduler)
+    assert isinstance(get_none_hash_seed(), str)
+    assert BlockStatus(3).block_id == 3 and not BlockStatus(3).is_ready

@@ -211,6 +211,32 @@ def test_a_gap_in_the_engines_events_resets_readers_and_the_snapshot(engine):
     assert report["event_gaps_total"] == 1
 
 
+def test_events_from_before_the_stream_listened_are_missed_and_said(engine):
+    payload = engine.publish(3)  # 0 to 2 were published to nobody
+    assert engine.next(b"reset") == b""
+    assert engine.next(b"kv") == payload
+    gaps = [WorkerReport.from_dict(msgspec.msgpack.decode(engine.next(b"report")))]
+    while not gaps[-1].event_gaps_total:
+        gaps.append(WorkerReport.from_dict(msgspec.msgpack.decode(engine.next(b"report"))))
+    assert gaps[-1].event_gaps_total == 1
+
+
+def test_who_asks_for_a_snapshot_is_told_what_is_in_flight_right_after_it(engine):
+    engine.stats.send(
+        {"kind": "arrive", "request_id": "r", "device_tokens": 1, "host_tokens": 2,
+         "new_tokens": 3, "max_tokens": 4}
+    )  # fmt: skip
+
+    def told(payload):
+        return WorkerReport.from_dict(msgspec.msgpack.decode(payload))
+
+    engine.next(b"report", lambda p: told(p).arrived)
+    seq, _ = engine.snapshot()
+    report = told(engine.next(b"report", lambda p: told(p).in_flight is not None))
+    assert [arrival.request_id for arrival in report.in_flight] == ["r"]
+    assert engine.seen > seq, "numbered, so that a reader who misses it knows"
+
+
 def test_measurements_come_out_as_reports(engine):
     engine.stats.send(step(prefilled=["r"]))
     payload = engine.next(b"report", lambda p: msgspec.msgpack.decode(p)["prefilled"])

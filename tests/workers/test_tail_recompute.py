@@ -34,10 +34,14 @@ def test_a_fast_link_loads_a_long_prefix_whole_when_the_gpu_is_busy_anyway():
 def test_what_reading_the_weights_hides_is_computed_rather_than_loaded():
     rates = rates_from_law(SHAPE, node(1.0), overlap=0.0)
     free_tokens = rates.step.weights_s / rates.step.token_s
-    loaded = tail(1.0).loaded_tokens(0, 4096, 16)
-    computed = 4096 - loaded
-    assert 0 < computed <= free_tokens
+    loaded = tail(1.0).loaded_tokens(0, 512, 16)
+    computed = 512 - loaded
+    assert 0 < computed <= free_tokens + BLOCK
     assert computed > free_tokens / 2 - BLOCK
+
+
+def test_what_gains_less_than_prediction_errs_by_is_not_done():
+    assert tail(1.0).loaded_tokens(0, 8192, 16) == 8192
 
 
 def test_a_slow_link_loads_nothing():
@@ -65,6 +69,15 @@ def test_without_rates_and_for_those_who_ask_so_all_is_loaded():
     assert tail(0.2).loaded_tokens(0, 640, 5, "kv") == 640
     assert tail(0.2).loaded_tokens(0, 640, 5, "tail") == 0
     assert TailRecompute.from_config({}, BLOCK).loaded_tokens(0, 640, 5) == 640
+
+
+def test_an_experiment_may_say_how_much_to_load():
+    asked = TailRecompute("kv", None, BLOCK)
+    assert asked.loaded_tokens(0, 640, 5, "load=320") == 320
+    assert asked.loaded_tokens(0, 640, 5, "load=339") == 320  # at a block's end
+    assert asked.loaded_tokens(0, 640, 5, "load=0") == 0
+    assert asked.loaded_tokens(0, 640, 5, "load=9999") == 640
+    assert asked.loaded_tokens(0, 640, 5, "load=-1") == asked.loaded_tokens(0, 640, 5, "?") == 640
 
 
 def test_the_router_reads_the_rates_as_the_engine_does():

@@ -48,7 +48,7 @@ class Bench:
             profile={"sizes_bytes": [1 << 20, 1 << 22], "block_bytes": 4096, "hidden": 64,
                      "intermediate": 256, "dtype": "float32"},
             stats_endpoint=f"ipc://{folder}/stats", kv_endpoint=f"ipc://{folder}/kv",
-            approx="ask", lanes=LANES, max_context_tokens=1000,
+            approx="ask", lanes=LANES, max_context_tokens=1000, cpu_threads=1,
         )  # fmt: skip
         config = SimpleNamespace(engine_kwargs={"kappa_torch": plan}, model_id="tiny")
         self.engine = TorchEngine(config)
@@ -124,6 +124,24 @@ async def test_an_answer_is_the_same_whole_and_in_pieces(started):
     (talk,) = await answered(started, chat(tokens))
     assert talk.choices[0].message.content == whole.choices[0].text
     assert talk.usage.prompt_tokens_details.cached_tokens == 48
+
+
+async def test_a_prefix_that_stays_in_host_memory_is_answered_and_told_alike(started):
+    tokens = prompt(100, 21)
+    (first,) = await answered(started, completion(tokens, "fresh"))
+    for seed in range(3):
+        # 1,024 tokens are on the device: these push the first prompt out of it.
+        await answered(started, completion(prompt(400, 300 + seed), f"other-{seed}"))
+    (again,) = await answered(started, completion(tokens, "stays", plan="cpu"))
+    assert again.choices[0].text == first.choices[0].text
+    assert again.usage.prompt_tokens_details.cached_tokens == 96
+    admitted: dict = {}
+    while "stays" not in admitted:
+        told = started.told("admit", lambda found, seen=len(admitted): len(found) > seen)
+        admitted = {m["request_id"]: m for m in told}
+    assert (admitted["stays"]["device_tokens"], admitted["stays"]["host_tokens"]) == (0, 96)
+    assert admitted["stays"]["new_tokens"] == 4
+    assert started.engine.rates["cpu_threads"] == 1
 
 
 async def test_what_a_request_did_is_told_as_a_vllm_engine_tells_it(started):

@@ -1,4 +1,4 @@
-"""KV on its way between workers: whole or not at all, bounded, swept, and never out of its folder."""
+"""KV on its way between workers: whole or not at all, bounded, swept, and in its folder only."""
 
 import os
 import threading
@@ -70,7 +70,7 @@ def test_a_name_cannot_lead_out_of_the_folder(tmp_path, evil):
 
 def test_a_broken_file_is_lost_and_removed(tmp_path):
     between, one = files(tmp_path), name()
-    (tmp_path / "transfer" / f"{one}.kv").write_bytes(b"no tensors")
+    (tmp_path / "transfer" / f"{one}-0.kv").write_bytes(b"no tensors")
     with pytest.raises(TransferError, match="cannot be read"):
         between.take(one, 96)
     assert list((tmp_path / "transfer").iterdir()) == []
@@ -79,11 +79,11 @@ def test_a_broken_file_is_lost_and_removed(tmp_path):
 def test_what_nobody_takes_is_swept(tmp_path):
     between, old, new = files(tmp_path), name(), name()
     between.give(old, blocks(), 96)
-    path = tmp_path / "transfer" / f"{old}.kv"
+    path = tmp_path / "transfer" / f"{old}-0.kv"
     long_ago = time.time() - 3600
     os.utime(path, (long_ago, long_ago))
     between.give(new, blocks(), 96)
-    assert [p.stem for p in (tmp_path / "transfer").iterdir()] == [new]
+    assert [p.stem for p in (tmp_path / "transfer").iterdir()] == [f"{new}-0"]
 
 
 def test_a_paced_transfer_lasts_as_long_as_its_bytes_would(tmp_path):
@@ -109,3 +109,12 @@ def test_another_users_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(PermissionError, match="another user's"):
         files(tmp_path)
+
+
+def test_each_process_of_an_engine_hands_its_own_part_over(tmp_path):
+    ranks, one = [files(tmp_path, rank=rank) for rank in range(2)], name()
+    for rank, between in enumerate(ranks):
+        between.give(one, blocks(rank), 96)
+    for rank, between in enumerate(ranks):
+        taken = between.take(one, 96)
+        assert all(torch.equal(a, b) for a, b in zip(blocks(rank), taken, strict=True))

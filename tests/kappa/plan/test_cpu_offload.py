@@ -38,6 +38,7 @@ def random_times(rng: Generator, *, plain: bool = False) -> LayerTimes:
         values_bytes=hidden * log_uniform(rng, 10.0, 1e5),
         link_bytes_per_s=link,
         gpu_s=0.0 if plain else maybe(rng, crossing_s * log_uniform(rng, 1e-3, 1.0)),
+        gpu_fc1_s=0.0 if plain else maybe(rng, crossing_s * log_uniform(rng, 1e-3, 1.0)),
     )
 
 

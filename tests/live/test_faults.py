@@ -1,0 +1,52 @@
+"""A cluster of emulated engines that is hurt on purpose: the quick faults, each with its promise.
+
+The one cluster besides the shared one. All faults, and those of vLLM engines, are `./dev faults`.
+"""
+
+import asyncio
+import os
+
+import pytest
+
+from loadtest.faults.catalogue import FAULTS, fault_named
+from loadtest.faults.started import EMULATED
+from loadtest.faults.storm import crowd
+from loadtest.faults.target import Target, environment
+from loadtest.faults.traffic import Mix
+from loadtest.faults.trial import try_fault
+from tests.live.conftest import serving
+
+pytestmark = pytest.mark.live
+
+MIX = Mix(clients=8, documents=16, words=200)
+QUICK = (
+    "worker_killed", "controller_killed", "loads_fail", "events_lost", "worker_clock_back",
+    "ingress_clock_forward",
+)  # fmt: skip
+STREAMS = int(os.environ.get("KAPPA_STREAMS", "200"))
+
+
+@pytest.fixture(scope="module")
+def hurt(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hurt")
+    (folder / "home").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(folder).items():
+            patch.setenv(name, value)
+        with serving(folder, EMULATED) as ready:
+            target = Target(ready["url"], ready["model"], ready["pid"], folder)
+            yield target
+            target.close()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_fault_keeps_its_promise(hurt, name):
+    turn = [fault.name for fault in FAULTS].index(name)
+    verdict = asyncio.run(try_fault(hurt, fault_named(name), MIX, seed=turn, turn=turn))
+    assert verdict.kept, f"{'; '.join(verdict.failed)} ({verdict.to_dict()})"
+
+
+def test_many_streams_at_once_all_complete(hurt):
+    mix = Mix(words=60, max_tokens=20, timeout_s=300.0)
+    seen = asyncio.run(crowd(hurt, STREAMS, mix, seed=0))
+    assert seen.failed == 0 and seen.reservations == 0, seen.to_dict()

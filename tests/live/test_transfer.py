@@ -1,0 +1,92 @@
+"""Real vLLM: one engine computes a prompt, another decodes it from the KV that was handed over."""
+
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.live.tier_engine import BLOCK, TierEngine
+
+pytestmark = [pytest.mark.live, pytest.mark.vllm]
+
+TOKENS = 700
+HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with tempfile.TemporaryDirectory(prefix="kappa-transfer-") as folder:
+        files = Path(folder) / "files"
+        made = []
+        try:
+            for name in ("prefill", "decode"):
+                place = Path(folder) / name
+                place.mkdir()
+                made.append(TierEngine(place, transfer=files))
+            yield (*made, files)
+        finally:
+            for engine in made:
+                engine.close()
+
+
+def prompt(seed):
+    rng = random.Random(seed)
+    return [rng.randrange(100, 4000) for _ in range(TOKENS)]
+
+
+def given(engine, tokens):
+    """Where the KV of a prompt is, computed by `engine`."""
+    place = engine.ask(tokens, params=HAND_OVER, count=1)["params"]
+    assert place["remote_tokens"] == TOKENS // BLOCK * BLOCK
+    return place
+
+
+def test_what_is_handed_over_is_not_computed_again_and_decodes_the_same(pair):
+    prefill, decode, files = pair
+    known = prompt(1)
+    place = given(prefill, known)
+    decode.reports()
+    answer = decode.ask(known, params=place)
+    reference = prefill.ask(known)
+    assert answer["cached"] == place["remote_tokens"]
+    assert answer["tokens"] == reference["tokens"]
+    assert answer["logprob"] == pytest.approx(reference["logprob"], abs=1e-5)
+    (admitted,) = (m for m in decode.reports()["messages"] if m["kind"] == "admit")
+    assert admitted["host_tokens"] == place["remote_tokens"]
+    assert admitted["new_tokens"] == TOKENS - place["remote_tokens"]
+    assert list(files.iterdir()) == []
+
+
+def test_what_was_handed_over_is_the_taker_s_own_from_then_on(pair):
+    prefill, decode, _ = pair
+    known = prompt(2)
+    decode.ask(known, params=given(prefill, known))
+    deadline = time.monotonic() + 60.0
+    # Its host tier has stored it like any other prompt; the device cache is emptied by each ask.
+    while decode.ask(known)["cached"] < TOKENS // BLOCK * BLOCK:
+        assert time.monotonic() < deadline
+
+
+def test_what_does_not_come_is_computed(pair):
+    prefill, decode, _ = pair
+    known = prompt(3)
+    place = given(prefill, known)
+    lost = {**place, "transfer_name": "0" * 32}
+    answer = decode.ask(known, params=lost)
+    reference = prefill.ask(known)
+    assert answer["tokens"] == reference["tokens"]
+    assert answer["logprob"] == pytest.approx(reference["logprob"], abs=1e-5)
+
+
+def test_a_name_from_outside_reads_nothing(pair):
+    prefill, decode, _ = pair
+    known = prompt(4)
+    evil = {"do_remote_prefill": True, "transfer_name": "../../etc/passwd", "remote_tokens": 640}
+    assert decode.ask(known, params=evil)["tokens"] == prefill.ask(known)["tokens"]
+
+
+def test_a_prompt_shorter_than_a_block_is_not_handed_over(pair):
+    prefill, _, _ = pair
+    assert prefill.ask(prompt(5)[: BLOCK - 1], params=HAND_OVER, count=1)["params"] is None

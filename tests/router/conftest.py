@@ -1,0 +1,19 @@
+"""Fixtures of the ingress' tests; what they need is imported only where they are used."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def renderer(tmp_path_factory):
+    from tests.router.scripted import tiny_renderer
+
+    return tiny_renderer(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+async def serve(renderer, monkeypatch):
+    from tests.router.scripted import Scene
+
+    scene = Scene(renderer, monkeypatch)
+    yield scene
+    await scene.close()

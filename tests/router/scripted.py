@@ -1,0 +1,143 @@
+"""The ingress with a script in place of Ray's delivery; routing, limits and HTTP are real.
+
+Fault injection for the tests of the request path: `script(worker)` yields what that worker answers,
+or raises. The fixture `serve` (conftest) makes one, with workers that only their announcement tells
+of.
+"""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import httpx
+
+import router.live
+from kappa.hardware import node_profile
+from kappa.report import Announcement
+from kappa.step import StepModel
+from router.access import Access
+from router.board import Board
+from router.http_app import make_app
+from router.ingress import KappaIngress
+from router.ingress_settings import IngressSettings
+from router.ray_router import PIN_HEADER
+from router.rendering import PromptRenderer
+from router.tenants import Tenants
+from workers.tiny_model import make_tiny_model
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+PATH = "/v1/chat/completions"
+_PATIENCE_S = 30.0
+
+
+def event(text):
+    choice = {"index": 0, "delta": {"content": text}}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+
+class Scripted(KappaIngress):
+    """The ingress with a script in place of Ray's delivery; `script(worker)` yields its items."""
+
+    def __init__(self, renderer, script, **changes):
+        values = {
+            "tokenizer_source": "", "policy": "ttft", "index_blocks": 1000, "max_queue": 8,
+            "stale_after_s": 1e9, "calibrate": False, "calibrate_requests": None,
+            "request_timeout_s": 60.0, "secret": "s",
+        }  # fmt: skip
+        self._wire(IngressSettings(**{"record": None} | values | changes), renderer)
+        self._model_cards = {"m": None}
+        self._script, self.sent, self.closed = script, [], 0
+        self.told, self.headers = [], []
+
+    async def _wake_router(self):
+        return
+
+    async def _call(self, body, method, request):
+        worker = request.headers[PIN_HEADER]
+        self.sent.append(worker)
+        self.told.append(dict(body.vllm_xargs))
+        self.headers.append(dict(request.headers))
+        try:
+            async for item in self._script(worker):
+                yield item
+        finally:
+            self.closed += 1
+
+
+def announcement(worker, device_blocks=100):
+    return Announcement(
+        worker=worker, model="m", node=replace(node_profile("pcie"), name=worker),
+        step=StepModel(1e-5, 0.0, 1e-3, 0.0), kv_bytes_per_token=1e5, emulated_model="",
+        fingerprint="f", block_tokens=16, device_blocks=device_blocks, host_blocks=0,
+        max_batch_tokens=512, max_context_tokens=1024, events_endpoint="tcp://127.0.0.1:9",
+        snapshot_endpoint="tcp://127.0.0.1:9",
+    ).to_dict()  # fmt: skip
+
+
+async def post(app, key=None, **changes):
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.post(PATH, json=BODY | changes, headers=headers)
+
+
+async def get(app, path, key=None):
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as client:
+        return await client.get(path, headers=headers)
+
+
+def code(answer):
+    return answer.json()["error"]["code"]
+
+
+async def words(_worker):
+    yield [event("one")]
+    yield [event("two"), event("three")]
+
+
+class Scene:
+    """Makes scripted ingresses, each with a board of its own, and closes them."""
+
+    def __init__(self, renderer, monkeypatch):
+        self._renderer, self._monkeypatch = renderer, monkeypatch
+        self._made = []
+
+    async def __call__(self, script, workers=("a", "b"), device_blocks=(100, 100), **changes):
+        """(ingress, live router, application) with these workers on `ingress.board`."""
+        board = Board()
+        self._monkeypatch.setattr(router.live, "BOARD", board)
+        ingress = Scripted(self._renderer, script, **changes)
+        app = make_app(Access(changes.get("tenants") or Tenants(), max_body_bytes=1 << 20))
+        app.post(PATH)(ingress.chat)
+        app.get("/metrics")(ingress.metrics)
+        app.get("/v1/tenants")(ingress.tenants)
+        app.get("/v1/nodes")(ingress.nodes)
+        live = ingress._live()
+        ingress.board = board
+        said = zip(workers, device_blocks, strict=False)
+        board.post("d", {worker: announcement(worker, blocks) for worker, blocks in said})
+        await until(lambda: len(live.router.state.workers) == len(workers))
+        self._made.append(ingress)
+        return ingress, live, app
+
+    async def close(self):
+        """Stop everything that was made."""
+        for ingress in self._made:
+            await ingress._start.close()
+            ingress._path.close()
+
+
+def tiny_renderer(folder):
+    """A renderer of a tiny model made in `folder`."""
+    return PromptRenderer(str(make_tiny_model(folder, ["hello world " * 20])))
+
+
+async def until(question):
+    """Ask until the answer is true; return it."""
+    async with asyncio.timeout(_PATIENCE_S):
+        while not (answer := question()):
+            await asyncio.sleep(0.01)
+    return answer

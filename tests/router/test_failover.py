@@ -1,0 +1,286 @@
+"""A worker that fails: its requests go elsewhere or end with an error, and it is left alone.
+
+Ray's delivery is a script; who is there, breakers, retries and HTTP are real.
+"""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+import router.ingress
+from kappa.report import EngineDiedError, WorkerReport
+from kappa.settings.routing import FailoverSettings
+from router.board import PinGoneError
+from router.core import RouteRequest
+from tests.router.scripted import code, event, get, post, until, words
+
+pytestmark = pytest.mark.ray
+
+SOON = FailoverSettings(stall_after_s=0.5, failures=2, pause_s=0.05, longest_pause_s=0.1)
+
+
+def failing_first(error, then=words):
+    """A script in which the first worker that is asked raises `error`, before any item."""
+    asked = []
+
+    async def script(worker):
+        asked.append(worker)
+        if len(asked) == 1:
+            raise error
+        async for item in then(worker):
+            yield item
+
+    return script
+
+
+async def whole(_worker):
+    content = {"choices": [{"message": {"content": "hello"}}], "usage": {"completion_tokens": 1}}
+    yield SimpleNamespace(model_dump=lambda: content)
+
+
+def error_event(status):
+    told = {"message": "secret detail", "type": "t", "param": None, "code": status}
+    return f"data: {json.dumps({'error': told})}\n\n"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ActorDiedError(), "died"),
+        (EngineDiedError("w"), "engine_died"),
+        (PinGoneError("w"), "left"),
+        (RuntimeError("secret"), "error"),
+    ],
+)
+async def test_a_request_that_its_worker_failed_is_served_by_another(serve, error, why, stream):
+    ingress, live, app = await serve(failing_first(error, words if stream else whole))
+    answer = await post(app, stream=stream)
+    assert answer.status_code == 200 and len(set(ingress.sent)) == 2
+    assert answer.headers["x-kappa-node"] == ingress.sent[1]
+    (record,) = live.records.values()
+    assert (record.end, record.attempt) == ("done", 1)
+    assert live.router.reservations == 0 and len(live.members.waits) == 0
+    assert ingress.closed == 2
+    line = f'kappa_retries_total{{node="{ingress.sent[0]}",why="{why}"}} 1.0'
+    assert line in (await get(app, "/metrics")).text
+
+
+async def test_a_stream_that_begins_with_an_engines_failure_is_tried_elsewhere(serve):
+    async def script(worker):
+        yield [error_event(500)] if len(ingress.sent) == 1 else [event(worker)]
+
+    ingress, live, app = await serve(script)
+    answer = await post(app, stream=True)
+    assert answer.status_code == 200 and answer.text.startswith(event(ingress.sent[1]))
+    assert live.router.reservations == 0
+
+
+async def test_a_stream_that_begins_with_a_refusal_is_refused_with_its_status(serve):
+    async def script(_worker):
+        yield [error_event(400)]
+
+    ingress, live, app = await serve(script)
+    answer = await post(app, stream=True)
+    assert answer.status_code == 400 and len(ingress.sent) == 1
+    assert live.members.breakers.state(ingress.sent[0], 0.0).failures == 0
+
+
+async def test_an_engines_failure_inside_a_stream_ends_it_in_our_words(serve):
+    async def script(_worker):
+        yield [event("one")]
+        yield [event("two"), error_event(500), "data: [DONE]\n\n"]
+
+    _, live, app = await serve(script)
+    events = [e for e in (await post(app, stream=True)).text.split("\n\n") if e]
+    assert [*events[:2]] == [event("one").strip(), event("two").strip()]
+    assert json.loads(events[2].removeprefix("data: "))["error"]["code"] == "engine"
+    assert len(events) == 3 and "secret" not in "".join(events)
+    (record,) = live.records.values()
+    assert (record.end, live.router.reservations) == ("error", 0)
+
+
+async def test_the_last_workers_failure_is_told_where_nobody_else_is_left(serve):
+    _, live, app = await serve(failing_first(RuntimeError("secret")), workers=("a",))
+    answer = await post(app, stream=True)
+    assert (answer.status_code, code(answer)) == (500, "engine")
+    assert live.router.reservations == 0
+
+
+async def test_a_worker_that_fails_again_and_again_is_left_alone_then_tried_and_taken_back(serve):
+    failed = {"a"}
+
+    async def script(worker):
+        if worker in failed:
+            raise RuntimeError
+        yield [event(worker)]
+
+    ingress, live, app = await serve(script, failover=SOON)
+    for _ in range(20):
+        assert (await post(app, stream=True)).status_code == 200
+        if live.members.breakers.state("a", live.now_s()).standing == "open":
+            break
+    state = live.members.breakers.state("a", live.now_s())
+    assert (state.standing, state.why) == ("open", "errors")
+    rows = {row["node"]: row for row in (await get(app, "/v1/nodes")).json()["nodes"]}
+    assert rows["a"]["breaker"] == {"state": "open", "why": "errors", "failures": 2, "opened": 1}
+    samples = (await get(app, "/metrics")).text
+    assert 'kappa_breaker_open{node="a"} 1.0' in samples
+    assert 'kappa_breaker_opened_total{node="a",why="errors"} 1.0' in samples
+    before = len(ingress.sent)
+    assert (await post(app, stream=True)).status_code == 200
+    assert ingress.sent[before:] == ["b"]
+    assert list(live.records.values())[-1].avoided == ("a",)
+    failed.clear()
+
+    async def closed():
+        assert (await post(app, stream=True)).status_code == 200
+        return live.members.breakers.state("a", live.now_s()).standing == "closed"
+
+    async with asyncio.timeout(30.0):
+        while not await closed():
+            await asyncio.sleep(0.01)
+    assert "a" in ingress.sent[before + 1 :]
+
+
+async def test_where_all_fail_one_that_fails_is_still_asked(serve):
+    async def script(_worker):
+        raise RuntimeError
+        yield
+
+    ingress, live, app = await serve(script, failover=SOON)
+    for _ in range(4):
+        assert (await post(app, stream=True)).status_code == 500
+    standings = {live.members.breakers.state(w, live.now_s()).standing for w in "ab"}
+    assert "closed" not in standings
+    sent = len(ingress.sent)
+    assert (await post(app, stream=True)).status_code == 500
+    assert len(ingress.sent) > sent
+
+
+def heard(live, worker, **what):
+    live.members._reported(WorkerReport(worker, live.now_s(), **what))
+
+
+async def test_a_worker_that_falls_silent_loses_those_it_has_not_begun(serve):
+    async def script(worker):
+        if worker == stuck:
+            await asyncio.sleep(600)
+        yield [event(worker)]
+
+    ingress, live, app = await serve(script, failover=SOON)
+    stuck = live.explain(live_request()).worker
+    heard(live, stuck, steps_total=1)
+    answer = await post(app, stream=True)
+    assert answer.status_code == 200 and ingress.sent[0] == stuck != ingress.sent[1]
+    assert live.members.breakers.state(stuck, live.now_s()).why == "silent"
+    assert stuck in live.members.blocked().gone
+    heard(live, stuck, steps_total=2)
+    assert stuck not in live.members.blocked().gone, "heard again"
+
+
+async def test_an_engine_that_stands_still_loses_them_too_though_its_worker_reports(serve):
+    async def script(worker):
+        if worker == stuck:
+            await asyncio.sleep(600)
+        yield [event(worker)]
+
+    ingress, live, app = await serve(script, failover=SOON)
+    stuck = live.explain(live_request()).worker
+
+    async def report():
+        while True:
+            heard(live, stuck, steps_total=7)
+            await asyncio.sleep(0.1)
+
+    reporting = asyncio.create_task(report())
+    try:
+        answer = await post(app, stream=True)
+        assert answer.status_code == 200 and ingress.sent[0] == stuck != ingress.sent[1]
+        assert live.members.breakers.state(stuck, live.now_s()).why == "stalled"
+    finally:
+        reporting.cancel()
+
+
+async def test_a_stream_of_a_worker_that_stays_silent_ends_with_an_error_event(serve):
+    async def script(worker):
+        yield [event("one")]
+        await asyncio.sleep(600)
+
+    _, live, app = await serve(script, failover=SOON, stale_after_s=0.8)
+    for worker in "ab":
+        heard(live, worker, steps_total=1)
+    answer = await post(app, stream=True)
+    events = [e for e in answer.text.split("\n\n") if e]
+    assert events[0] == event("one").strip() and len(events) == 2
+    assert json.loads(events[1].removeprefix("data: "))["error"]["code"] == "engine"
+    assert live.router.reservations == 0
+
+
+async def test_a_worker_that_is_taken_away_ends_its_streams_and_gets_nothing_new(serve):
+    going = asyncio.Event()
+
+    async def script(worker):
+        yield [event("one")]
+        await going.wait()
+        yield [event("two")]
+
+    ingress, live, app = await serve(script)
+    post_one = asyncio.create_task(post(app, stream=True))
+    await until(lambda: live.records and next(iter(live.records.values())).ttft_s is not None)
+    leaves = ingress.sent[0]
+    live.members.get(leaves).feed.connected = True
+    stays = ({"a", "b"} - {leaves}).pop()
+    ingress.board.post("d", {stays: live.members.get(stays).said})
+    await until(lambda: live.members.get(leaves).draining)
+    assert live.explain(live_request()).worker == stays
+    rows = {row["node"]: row for row in (await get(app, "/v1/nodes")).json()["nodes"]}
+    assert (rows[leaves]["draining"], rows[leaves]["in_flight"]) == (True, 1)
+    going.set()
+    answer = await post_one
+    assert answer.text.endswith(f"{event('two')}data: [DONE]\n\n")
+    assert next(iter(live.records.values())).end == "done"
+    await until(lambda: set(live.router.state.workers) == {stays})
+    assert live.router.reservations == 0
+
+
+async def test_a_worker_that_died_loses_its_requests_at_once_and_they_go_elsewhere(serve):
+    async def script(worker):
+        if len(ingress.sent) == 1:
+            await asyncio.sleep(600)
+        yield [event(worker)]
+
+    ingress, live, app = await serve(script)
+    post_one = asyncio.create_task(post(app, stream=True))
+    await until(lambda: ingress.sent)
+    ingress.board.remove("d", ingress.sent[0])
+    answer = await post_one
+    assert answer.status_code == 200 and ingress.sent[1] != ingress.sent[0]
+    assert set(live.router.state.workers) == {ingress.sent[1]}
+    assert live.router.reservations == 0
+
+
+async def test_other_ingresses_requests_count_for_the_limit(serve):
+    _, live, app = await serve(words, max_queue=2)
+    arrived = [{"request_id": f"theirs-{i}", "new_tokens": 10} for i in range(2)]
+    told = WorkerReport("a", live.now_s()).to_dict()
+    live.members._reported(WorkerReport.from_dict(told | {"arrived": arrived}))
+    answer = await post(app)
+    assert (answer.status_code, code(answer)) == (429, "queue_full")
+    live.members._reported(WorkerReport.from_dict(told | {"finished": ["theirs-0"]}))
+    assert (await post(app, stream=True)).status_code == 200
+
+
+async def test_a_first_health_check_waits_no_longer_than_it_may(serve, monkeypatch):
+    monkeypatch.setattr(router.ingress, "_FIRST_SIGHT_S", 0.05)
+    ingress, live, _ = await serve(words)
+    assert not live.members.synced, "these workers have no stream"
+    await ingress.check_health()
+    await ingress.check_health()
+
+
+def live_request():
+    return RouteRequest("asked")

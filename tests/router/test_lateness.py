@@ -1,0 +1,113 @@
+"""Outcomes against predictions: what admission adds to a prediction, and how soon it forgets."""
+
+import math
+
+import pytest
+
+from router.lateness import Lateness
+
+
+def served(lateness, worker, predicted_s, actual_s, count=20, start_s=0.0):
+    """So many requests one after another, each predicted and answered alike; the end's time."""
+    now_s = start_s
+    for i in range(count):
+        lateness.sent(f"{worker}{i}", worker, now_s, predicted_s, 0.0)
+        now_s += actual_s
+        lateness.first_token(f"{worker}{i}", now_s)
+        lateness.ended(f"{worker}{i}")
+    return now_s
+
+
+def test_without_news_nothing_is_added():
+    lateness = Lateness()
+    assert (lateness.late_s("a", 5.0), lateness.prompts_s("a", 5.0)) == (0.0, 0.0)
+
+
+def test_what_comes_later_than_predicted_is_expected_later():
+    lateness = Lateness()
+    now_s = served(lateness, "a", 0.1, 0.3)
+    assert lateness.late_s("a", now_s) == pytest.approx(0.2)
+    assert lateness.late_s("b", now_s) == 0.0
+
+
+def test_what_comes_sooner_than_predicted_earns_nothing():
+    lateness = Lateness()
+    now_s = served(lateness, "a", 0.3, 0.1)
+    assert lateness.late_s("a", now_s) == 0.0
+
+
+def test_a_few_that_were_late_are_no_rule():
+    lateness = Lateness()
+    now_s = served(lateness, "a", 0.1, 0.1, count=20)
+    now_s = served(lateness, "a", 0.1, 5.0, count=2, start_s=now_s)
+    assert lateness.late_s("a", now_s) == 0.0
+
+
+@pytest.mark.parametrize("dilation", [1.0, 30.0])
+def test_old_news_fades_in_the_workers_own_time(dilation):
+    lateness = Lateness()
+    lateness.sent("r", "a", 0.0, 0.0, 0.0, dilation)
+    lateness.first_token("r", 1.0)
+    late_s = [lateness.late_s("a", 1.0 + seconds * dilation) for seconds in (0.0, 0.5, 1.0, 9.0)]
+    assert late_s[0] == 1.0 and late_s == sorted(late_s, reverse=True)
+    assert late_s[2] == pytest.approx(late_s[1] ** 2) and late_s[3] < 0.01
+
+
+def test_one_that_should_have_begun_tells_at_once():
+    lateness = Lateness()
+    lateness.sent("first", "a", 0.0, 0.5, 0.0)
+    lateness.sent("second", "a", 1.0, 0.5, 0.0)
+    assert lateness.late_s("a", 0.4) == 0.0
+    assert lateness.late_s("a", 2.0) == pytest.approx(1.5)
+    lateness.ended("first")
+    assert lateness.late_s("a", 2.0) == pytest.approx(0.5)
+
+
+def test_work_of_prompts_adds_up_and_fades_with_the_window():
+    lateness = Lateness()
+    lateness.window_s = 2.0
+    for i in range(4):
+        lateness.sent(f"r{i}", "a", 10.0, 0.1, 0.5)
+    assert lateness.prompts_s("a", 10.0) == pytest.approx(2.0)
+    assert lateness.prompts_s("a", 12.0) == pytest.approx(2.0 / math.e)
+    assert lateness.prompts_s("a", 9.0) == pytest.approx(2.0), "a clock may run backwards"
+
+
+def test_a_steady_stream_is_as_much_work_as_comes_within_the_window():
+    lateness = Lateness()
+    lateness.window_s = 3.0
+    for i in range(4000):
+        lateness.sent(f"r{i}", "a", i * 0.01, 0.1, 0.003)
+        lateness.ended(f"r{i}")
+    assert lateness.prompts_s("a", 40.0) == pytest.approx(3.0 * 0.3, rel=0.02)
+
+
+def test_nothing_is_kept_of_what_is_over_or_of_a_worker_that_left():
+    lateness = Lateness()
+    for i in range(1000):
+        lateness.sent(f"r{i}", "ab"[i % 2], 0.0, 0.1, 0.1)
+    for i in range(0, 1000, 2):
+        lateness.first_token(f"r{i}", 1.0)
+        lateness.ended(f"r{i}")
+    lateness.left("b")
+    assert len(lateness) == 0
+    assert lateness.late_s("b", 99.0) == lateness.prompts_s("b", 0.0) == 0.0
+
+
+def test_words_about_unknown_requests_change_nothing():
+    lateness = Lateness()
+    lateness.first_token("ghost", 1.0)
+    lateness.ended("ghost")
+    lateness.left("ghost")
+    lateness.sent("r", "a", 0.0, 0.1, 0.0)
+    lateness.left("a")
+    lateness.first_token("r", 9.0)
+    assert lateness.late_s("a", 9.0) == 0.0
+
+
+def test_a_request_sent_again_waits_at_one_worker_only():
+    lateness = Lateness()
+    lateness.sent("r", "a", 0.0, 0.1, 0.0)
+    lateness.sent("r", "b", 5.0, 0.1, 0.0)
+    assert lateness.late_s("a", 9.0) == 0.0
+    assert lateness.late_s("b", 9.0) == pytest.approx(3.9)

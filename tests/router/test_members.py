@@ -1,0 +1,277 @@
+"""Who is in the cluster, over real worker streams: joins, deaths, silence, several ingresses."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+import router.live
+from kappa.hardware import node_profile
+from kappa.report import Announcement
+from kappa.step import StepModel
+from router.board import Board
+from router.core import NoWorkerError, RouterConfig, RouteRequest
+from router.live import LiveRouter
+from router.members import MemberRule
+from router.policies import policy_named
+from router.waiting import WorkerLostError
+from workers.report_stream import ReportStream
+from workers.stats_channel import StatsSender
+
+pytestmark = pytest.mark.vllm
+
+_PATIENCE_S = 30.0
+SIZE = 16
+
+
+class Worker:
+    """A replica's report stream, with the engine's ends in the test's hands."""
+
+    def __init__(self, name, folder):
+        self.name, self.context, self.seq = name, zmq.Context(), 0
+        kv = f"ipc://{folder}/{name}-kv"
+        self.kv = self.context.socket(zmq.XPUB)
+        self.kv.bind(kv)
+        self.stream = ReportStream(name, "127.0.0.1", f"ipc://{folder}/{name}-stats", kv)
+        self.stats = StatsSender(f"ipc://{folder}/{name}-stats")
+        self.stream.start()
+        assert self.kv.poll(_PATIENCE_S * 1000), "the stream never listened"
+        self.kv.recv()
+
+    def announcement(self, **changes):
+        said = Announcement(
+            worker=self.name, model="m", node=replace(node_profile("pcie"), name=self.name),
+            step=StepModel(1e-5, 0.0, 1e-3, 0.0), kv_bytes_per_token=1e5, emulated_model="",
+            fingerprint="f", block_tokens=SIZE, device_blocks=1000, host_blocks=100,
+            max_batch_tokens=512, max_context_tokens=1024,
+            events_endpoint=self.stream.events_endpoint,
+            snapshot_endpoint=self.stream.snapshot_endpoint,
+        )  # fmt: skip
+        return replace(said, **changes).to_dict()
+
+    def store(self, *names, start=0):
+        """The engine stores blocks of tokens counted from `start`."""
+        tokens = list(range(start, start + SIZE * len(names)))
+        event = {
+            "type": "BlockStored", "block_hashes": list(names), "parent_block_hash": None,
+            "token_ids": tokens, "block_size": SIZE, "lora_id": None, "medium": "GPU",
+            "lora_name": None,
+        }  # fmt: skip
+        payload = msgspec.msgpack.encode([0.0, [event], 0])
+        self.kv.send_multipart([b"kv", self.seq.to_bytes(8, "big"), payload])
+        self.seq += 1
+
+    def arrives(self, request_id, new=4000, **counts):
+        zero = {"device_tokens": 0, "host_tokens": 0, "max_tokens": 8}
+        self.stats.send(
+            {"kind": "arrive", "request_id": request_id, "new_tokens": new, **zero, **counts}
+        )
+
+    def finishes(self, request_id):
+        self.stats.send({"kind": "finish", "request_id": request_id})
+
+    def close(self):
+        self.stream.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def worker(tmp_path):
+    made = []
+
+    def make(name="w"):
+        made.append(Worker(name, tmp_path))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+async def ingress(monkeypatch):
+    """Makes live routers that hear one board."""
+    board, made = Board(), []
+    monkeypatch.setattr(router.live, "BOARD", board)
+
+    def make(first=0.0, **rule):
+        config = RouterConfig(policy=policy_named("ttft"), secret=12345, first=first)
+        made.append(LiveRouter(config, rule=MemberRule(**rule)))
+        return made[-1]
+
+    make.board = board
+    yield make
+    for live in made:
+        await live.close()
+        assert live.members.settled
+
+
+async def until(question):
+    async with asyncio.timeout(_PATIENCE_S):
+        while not (answer := question()):
+            await asyncio.sleep(0.005)
+    return answer
+
+
+async def ready(live, board, *workers):
+    board.post("d", {w.name: w.announcement() for w in workers})
+    await until(lambda: len(live.router.state.workers) == len(workers) and live.members.synced)
+    await until(lambda: all(live.router.state.workers[w.name].report for w in workers))
+
+
+def ask(request_id="r", tokens=100):
+    return RouteRequest(request_id, np.arange(tokens), max_tokens=4)
+
+
+def device_tokens(live, tokens=2 * SIZE + 1):
+    return live.explain(ask("asked", tokens)).chosen.counts.device_tokens
+
+
+# -- one that goes -------------------------------------------------------------------------------
+
+
+async def test_a_line_that_breaks_voids_the_worker_before_ray_knows(ingress, worker):
+    live, w = ingress(), worker()
+    await ready(live, ingress.board, w)
+    w.store(1, 2)
+    await until(lambda: device_tokens(live) == 2 * SIZE)
+    w.arrives("theirs")
+    await until(lambda: live.router.in_flight == 1)
+    live.route(ask())
+    wait = live.members.waits.begin("w")
+    w.stream.close()
+    await until(lambda: "w" in live.members.blocked().gone)
+    with pytest.raises(NoWorkerError):
+        live.explain(ask("next"))
+    assert live.router.index.stats()["blocks"] == 0
+    told = live.router.reservations, live.router.in_flight
+    assert told == (1, 1), "ours ends when its ingress says so"
+    with pytest.raises(WorkerLostError, match="disconnected"):
+        await wait.next(None)
+    live.members.waits.end("w", wait)
+
+
+async def test_one_that_comes_back_is_known_anew_and_tried(ingress, worker, tmp_path):
+    live, w = ingress(), worker()
+    await ready(live, ingress.board, w)
+    w.store(1, 2)
+    await until(lambda: device_tokens(live) == 2 * SIZE)
+    live.members._line("w", up=False)
+    live.members.get("w").feed._broken = True
+    assert "w" in live.members.blocked().gone
+    await until(lambda: "w" not in live.members.blocked().gone)
+    await until(lambda: device_tokens(live) == 2 * SIZE)
+    assert live.members.breakers.state("w", live.now_s()).standing == "half_open"
+    live.route(ask())
+    live.first_token("r")
+    assert live.members.breakers.state("w", live.now_s()).standing == "closed"
+    live.release("r", "done")
+
+
+async def test_one_that_announces_another_model_later_is_dropped(ingress, worker):
+    live, w = ingress(), worker()
+    await ready(live, ingress.board, w)
+    w.store(1, 2)
+    await until(lambda: device_tokens(live) == 2 * SIZE)
+    ingress.board.post("d", {"w": w.announcement(fingerprint="other")})
+    await until(lambda: not live.router.state.workers)
+    assert "fingerprint" in live.members.refused["w"]
+    assert live.router.index.stats()["blocks"] == 0
+
+
+@pytest.mark.parametrize("change", [{"fingerprint": "other"}, {"block_tokens": 2 * SIZE}])
+async def test_one_that_differs_never_joins_nor_shares_an_entry(ingress, worker, change):
+    live, a, b = ingress(), worker("a"), worker("b")
+    await ready(live, ingress.board, a)
+    ingress.board.post("d", {"a": a.announcement(), "b": b.announcement(**change)})
+    await until(lambda: "b" in live.members.refused)
+    b.store(1, 2)
+    a.store(1, start=500)
+    await until(lambda: live.router.index.stats()["blocks"] == 1)
+    assert set(live.router.state.workers) == {"a"} and device_tokens(live) == 0
+
+
+async def test_one_that_is_taken_away_while_idle_goes_at_once(ingress, worker):
+    live, w = ingress(), worker()
+    await ready(live, ingress.board, w)
+    ingress.board.post("d", {})
+    await until(lambda: not live.router.state.workers)
+
+
+async def test_one_that_takes_too_long_to_finish_is_given_up(ingress, worker):
+    live, w = ingress(drain_s=0.3), worker()
+    await ready(live, ingress.board, w)
+    live.route(ask())
+    ingress.board.post("d", {})
+    await until(lambda: live.members.get("w").draining)
+    await until(lambda: not live.router.state.workers)
+    assert live.records["r"].end == "worker_died" and live.router.reservations == 0
+
+
+# -- several ingresses ----------------------------------------------------------------------------
+
+
+async def test_every_ingress_knows_of_the_others_requests_within_moments(ingress, worker):
+    one, two = ingress(), ingress(first=0.5)
+    a, b = worker("a"), worker("b")
+    await ready(one, ingress.board, a, b)
+    await ready(two, ingress.board, a, b)
+    chosen = one.route(ask("r", 1000)).worker
+    start_s = time.monotonic()
+    {"a": a, "b": b}[chosen].arrives("r", new=1000)
+    await until(lambda: two.router.others_on(chosen) == 1)
+    print(f"known to the other after {1e3 * (time.monotonic() - start_s):.1f} ms")
+    assert one.router.in_flight == 1, "its own is not counted twice"
+    assert two.explain(ask("s", 1000)).worker != chosen
+    {"a": a, "b": b}[chosen].finishes("r")
+    one.release("r", "done")
+    await until(lambda: two.router.in_flight == 0)
+
+
+async def test_a_new_ingress_learns_blocks_and_requests_from_the_worker(ingress, worker):
+    old, w = ingress(), worker()
+    await ready(old, ingress.board, w)
+    w.store(1, 2)
+    w.arrives("before")
+    await until(lambda: old.router.in_flight == 1 and device_tokens(old) == 2 * SIZE)
+    new = ingress(first=0.5)
+    await until(lambda: new.members.synced)
+    assert device_tokens(new) == 2 * SIZE, "from the snapshot: the events are long over"
+    await until(lambda: new.router.in_flight == 1)
+    w.finishes("before")
+    await until(lambda: new.router.in_flight == old.router.in_flight == 0)
+
+
+async def test_one_ingress_that_goes_leaves_nothing_with_the_other(ingress, worker):
+    one, two, w = ingress(), ingress(first=0.5), worker()
+    await ready(one, ingress.board, w)
+    await ready(two, ingress.board, w)
+    one.route(ask("r"))
+    w.arrives("r")
+    await until(lambda: two.router.in_flight == 1)
+    await one.close()
+    w.finishes("r")  # Ray cancels what nobody waits for
+    await until(lambda: two.router.in_flight == 0)
+    assert all(link == gpu == 0.0 for link, gpu in two.router.backlogs_s(two.now_s()).values())
+
+
+# -- time ----------------------------------------------------------------------------------------
+
+
+async def test_a_clock_that_is_set_changes_nothing(ingress, worker, monkeypatch):
+    live, w = ingress(stall_after_s=1.0), worker()
+    await ready(live, ingress.board, w)
+    before_s, reported_s = live.now_s(), live.router.state.workers["w"].report.time_s
+    real = time.time
+    for jump_s in (3600.0, -3600.0):
+        monkeypatch.setattr(time, "time", lambda jump_s=jump_s: real() + jump_s)
+        w.arrives(f"r{jump_s}")
+        await until(lambda at=reported_s: live.router.state.workers["w"].report.time_s > at)
+        assert 0 <= live.now_s() - before_s < 60
+        assert live.explain(ask("s")).worker == "w"
+        reported_s = live.router.state.workers["w"].report.time_s
+    assert live.members.breakers.state("w", live.now_s()).standing == "closed"

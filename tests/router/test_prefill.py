@@ -1,0 +1,176 @@
+"""Prefill elsewhere: a prefill worker first, then the decode worker, told where the KV is.
+
+The engines are a script; router, prices and the path of the request are real.
+"""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+import router.live
+from kappa.hardware import node_profile
+from kappa.report import Announcement
+from kappa.settings.transfer import TransferSettings
+from kappa.step import StepModel
+from router.access import Access
+from router.board import Board
+from router.http_app import make_app
+from router.ingress import KappaIngress
+from router.ingress_settings import IngressSettings
+from router.ray_router import PIN_HEADER
+from router.rendering import PromptRenderer
+from router.tenants import Tenants
+from workers.tiny_model import make_tiny_model
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Using extra keyword arguments"),
+]
+
+PATH = "/v1/chat/completions"
+PLACE = {"do_remote_prefill": True, "transfer_name": "f" * 32, "remote_tokens": 96}
+LONG = "hello world " * 200
+
+
+class Answer(SimpleNamespace):
+    def model_dump(self):
+        return {"choices": self.choices, "usage": {"completion_tokens": 1}}
+
+
+class Scripted(KappaIngress):
+    """The ingress with a script in place of Ray's delivery."""
+
+    def __init__(self, renderer, answers):
+        settings = IngressSettings(
+            tokenizer_source="", policy="ttft", index_blocks=1000, max_queue=8,
+            stale_after_s=1e9, calibrate=False, calibrate_requests=None, request_timeout_s=30.0,
+            secret="s", record=None, transfer=TransferSettings(min_new_tokens=64),
+        )  # fmt: skip
+        self._model_cards = {"m": None}
+        self._wire(settings, renderer)
+        self.answers, self.sent = answers, []
+
+    async def _wake_router(self):
+        return
+
+    async def _call(self, body, method, request):
+        worker = request.headers[PIN_HEADER]
+        self.sent.append((worker, body.max_tokens, body.stream, body.kv_transfer_params))
+        answer = self.answers[worker]
+        if isinstance(answer, Exception):
+            raise answer
+        yield answer
+
+
+def announcement(worker, role, token_s):
+    # A slow worker and a fast one, without a cache: every prompt is compute-bound.
+    return Announcement(
+        worker=worker, model="m", node=replace(node_profile("pcie"), name=worker),
+        step=StepModel(token_s, 0.0, 1e-4, 0.0), kv_bytes_per_token=1e3, emulated_model="",
+        fingerprint="f", block_tokens=16, device_blocks=1000, host_blocks=0, max_batch_tokens=512,
+        max_context_tokens=8192, events_endpoint="tcp://127.0.0.1:9",
+        snapshot_endpoint="tcp://127.0.0.1:9", pool=role, role=role,
+    ).to_dict()  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    return PromptRenderer(str(make_tiny_model(folder, ["hello world " * 20])))
+
+
+@pytest.fixture
+async def serve(renderer, monkeypatch):
+    board = Board()
+    monkeypatch.setattr(router.live, "BOARD", board)
+
+    async def make(prefill_answer, workers=(("p", "prefill", 1e-4), ("d", "decode", 1e-2))):
+        done = Answer(choices=[{"message": {"content": "x"}}])
+        ingress = Scripted(renderer, {"p": prefill_answer, "d": done})
+        app = make_app(Access(Tenants(), max_body_bytes=1 << 20))
+        app.post(PATH)(ingress.chat)
+        live = ingress._live()
+        board.post("x", {name: announcement(name, role, s) for name, role, s in workers})
+        async with asyncio.timeout(30.0):
+            while len(live.router.state.workers) < len(workers):
+                await asyncio.sleep(0.01)
+        return ingress, live, app
+
+    yield make
+    board.post("x", {})
+    await asyncio.sleep(0.05)
+
+
+async def post(app, text=LONG, **more):
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": text}], **more}
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.post(PATH, json=body)
+
+
+def handed(place=PLACE):
+    return Answer(choices=[{"message": {"content": "x"}}], kv_transfer_params=place)
+
+
+def counted(live, where):
+    lines = live.metrics.exposition().decode().splitlines()
+    (line,) = [line for line in lines if f'kappa_prefills_total{{where="{where}"}}' in line]
+    return float(line.split()[-1])
+
+
+async def test_a_long_prompt_is_computed_elsewhere_and_its_kv_taken_over(serve):
+    ingress, live, app = await serve(handed())
+    answer = await post(app)
+    assert answer.status_code == 200 and answer.headers["x-kappa-node"] == "d"
+    (first, one, stream, asked), (second, nine, _, place) = ingress.sent
+    assert (first, one, stream, asked["do_remote_decode"]) == ("p", 1, False, True)
+    assert (second, nine, place) == ("d", 9, PLACE)
+    assert counted(live, "handed_over") == 1
+    assert live.router.reservations == 0
+    prefill, decode = live.records.values()
+    assert (prefill.end, decode.end) == ("done", "done")
+    # What comes along need not be computed: that is what the decision was priced by.
+    assert decode.decision.chosen.counts.device_tokens > 300
+    assert decode.decision.chosen.ttft_s < prefill.decision.chosen.compute_s * 10
+
+
+async def test_a_short_prompt_stays(serve):
+    ingress, live, app = await serve(handed())
+    answer = await post(app, "hello")
+    assert answer.status_code == 200
+    assert [worker for worker, *_ in ingress.sent] == ["d"]
+    assert ingress.sent[0][3] is None and counted(live, "kept") == 1
+
+
+async def test_a_prefill_worker_decodes_for_nobody(serve):
+    _, live, app = await serve(handed(), workers=(("p", "prefill", 1e-4),))
+    answer = await post(app)
+    assert answer.status_code == 503
+    assert live.router.reservations == 0
+
+
+async def test_a_slower_prefill_worker_is_left_alone(serve):
+    slow = (("p", "prefill", 1e-2), ("d", "both", 1e-4))
+    ingress, _, app = await serve(handed(), workers=slow)
+    await post(app)
+    assert [worker for worker, *_ in ingress.sent] == ["d"]
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("gone"), handed(None)])
+async def test_what_fails_elsewhere_is_computed_here(serve, answer):
+    ingress, live, app = await serve(answer)
+    told = await post(app)
+    assert told.status_code == 200
+    assert [worker for worker, *_ in ingress.sent] == ["p", "d"]
+    assert ingress.sent[1][3] is None
+    assert counted(live, "failed") == 1 and live.router.reservations == 0
+
+
+async def test_a_client_cannot_say_where_an_engine_reads(serve):
+    ingress, _, app = await serve(handed(), workers=(("d", "both", 1e-4),))
+    await post(app, kv_transfer_params=PLACE)
+    assert ingress.sent == [("d", 9, False, None)]

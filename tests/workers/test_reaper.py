@@ -1,0 +1,103 @@
+"""A replica without an engine ends itself; a process whose owner is gone ends, too."""
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from workers.reaper import OWNER_ENV, follow_owner, own_engines, watch_engine
+
+_PATIENCE_S = 60.0
+
+
+async def watched(check, **options):
+    ended = []
+    await asyncio.wait_for(
+        watch_engine(check, ended.append, every_s=0.001, last_words_s=0.0, **options), _PATIENCE_S
+    )
+    return ended
+
+
+async def test_a_dead_engine_ends_its_replica_and_a_living_one_does_not():
+    asked = 0
+
+    async def check():
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            raise RuntimeError("EngineCore is gone")
+
+    assert await watched(check) == [1]
+    assert asked == 3
+
+
+async def test_a_watch_that_is_cancelled_ends_nothing():
+    ended = []
+
+    async def check():
+        return
+
+    task = asyncio.create_task(watch_engine(check, ended.append, every_s=0.001))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == []
+
+
+def test_without_an_owner_nothing_is_followed(monkeypatch):
+    monkeypatch.delenv(OWNER_ENV, raising=False)
+    assert follow_owner(lambda _: pytest.fail("ended")) is None
+    own_engines()
+    monkeypatch.setenv(OWNER_ENV, os.environ[OWNER_ENV])
+    assert follow_owner(lambda _: pytest.fail("ended")) is None, "this process is the owner"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Linux facility")
+def test_one_whose_owner_has_gone_before_it_asked_ends_at_once(monkeypatch):
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
+                          capture_output=True, text=True, check=True, timeout=_PATIENCE_S)  # fmt: skip
+    for owner in (f"{done.stdout.strip()}:1", f"{os.getppid()}:1"):  # gone; another by that number
+        ended = []
+        monkeypatch.setenv(OWNER_ENV, owner)
+        assert follow_owner(ended.append) is None
+        assert ended == [1]
+
+
+OWNER = """
+import subprocess, sys
+from workers.reaper import own_engines
+own_engines()
+between = subprocess.Popen([sys.executable, "-c", '''
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "from workers.reaper import follow_owner\\\\nimport "
+    "time\\\\nassert follow_owner() is not None\\\\nprint(1, flush=True)\\\\ntime.sleep(600)"],
+    stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+'''], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, start_new_session=True)
+print(between.stdout.readline().strip(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Linux facility")
+def test_a_process_ends_with_its_killed_owner_whoever_is_between_them():
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    handle = os.pidfd_open(int(owner.stdout.readline()))
+    try:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        readable, _, _ = select.select([handle], [], [], _PATIENCE_S)
+        assert readable, "the process outlived its owner"
+    finally:
+        os.close(handle)
+        owner.stdin.close()
+        owner.stdout.close()
