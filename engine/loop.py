@@ -24,8 +24,9 @@ from engine.rows import Executor, Row
 from engine.sampling import GREEDY, Sampling
 from engine.sequence import FinishReason, Sequence, refuse
 from engine.settings import EngineSettings, link_rates
+from engine.sparse.asked import check_asked
 from engine.sparse.forward import SparseForward
-from engine.sparse.serving import SparseServing, check_asked, lanes_of
+from engine.sparse.serving import SparseServing, lanes_of
 from engine.stats import EngineStats
 from engine.store import HostStore
 from engine.transfer import Mover
@@ -128,7 +129,7 @@ class Engine:
             RequestRefused: no token, one outside the vocabulary, or more than can ever fit.
             ValueError: there is no such planner, or no lane for approximate answers.
         """
-        check_asked(approx, planner, self.sparse, self.planning)
+        check_asked(approx, planner, self.sparse is not None, self.planning)
         most = min(self._executor.max_tokens, self.memory.capacity_blocks * self.arena.block_tokens)
         refuse(tokens, max_tokens, most, self._executor.vocab)
         sequence = Sequence(
@@ -263,8 +264,7 @@ class Engine:
         begin_s = self._clock()
         decoding = list(self._decoding)
         rows = {s: self._row(s, len(s.tokens) - 1, 1) for s in decoding}
-        for work, new, context in step.chunks:
-            rows[_sequence(work)] = self._row(_sequence(work), context, new)
+        rows |= {_sequence(w): self._row(_sequence(w), start, n) for w, n, start in step.chunks}
         logits = self._computer.compute(rows)
         prefilled = [_sequence(work) for work in step.prefilled]
         sampled = [s for s in (*decoding, *prefilled) if s in logits]

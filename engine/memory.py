@@ -15,7 +15,8 @@ from engine.blocks import BlockType, OutOfBlocks
 from engine.fitted import fit, loaded_tokens
 from engine.prefix import EventLog, PrefixCache
 from engine.sequence import Kept, Load, Sequence
-from engine.sparse.serving import SPARSE, SparseServing
+from engine.sparse.asked import SPARSE
+from engine.sparse.serving import SparseServing
 from kappa.plan.planners import Cached, Planning, room_left
 from kappa.plan.segments import LoadPlan, bounded, layout
 from scheduler.work import Quote, Work
@@ -311,14 +312,15 @@ class EngineMemory:
 
     def _sparse_quote(self, sequence: Sequence, plan: LoadPlan) -> Quote:
         first = int.from_bytes(sequence.keys[0].digest[:7]) + 1
-        return Quote(0, 0, plan.cached_tokens, 0, first)
+        blocks = -(-sequence.total_tokens // self.block_tokens)
+        return Quote(0, 0, plan.cached_tokens, 0, first, blocks)
 
     def _take_sparse(self, work: Sequence, plan: LoadPlan) -> Quote:
         """A lane instead of device blocks."""
         assert self.sparse is not None
         work.table.fill(0)
         work.table.entries.clear()
-        work.published = 0
+        work.published, work.keeps = 0, None
         work.load = self.sparse.reserve(work, plan)
         return self._sparse_quote(work, plan)
 

@@ -114,6 +114,7 @@ class Announcement:
     measured: Mapping[str, Any] = field(default_factory=dict)
     pool: str = ""
     role: str = "both"
+    max_sequences: int = 0
     protocol: int = PROTOCOL
 
     @property

@@ -3,7 +3,7 @@
 Past saturation a queue only grows, and work on requests whose clients have given up is lost to the
 others. So a request that no worker is expected to serve within its objective (`kappa.slo`: TTFT
 within a floor or a multiple of what an idle, typical node would take) is refused, with a time to
-retry. What is expected is the prediction, corrected by how wrong it was of late
+retry. What is expected is the prediction, corrected by what came of others of late
 (`router.lateness`). Pure.
 """
 
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
 from router.fleet import Fleet
 from router.lateness import Lateness
-from router.offers import Offers
+from router.offers import Floats, Offers
 from router.pricing import MOST_USE
 
-_LEAST_WINDOW_S = 0.1
+# Longer prompts, in seconds of their own, are no flood yet when they come one at a time.
+_LONG_PROMPT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,31 +29,36 @@ class Judgement:
     """Which workers would miss a request's objective; arrays over the offers' workers.
 
     late_s: seconds by which a first token is expected after the limit; slow_s: the same of each
-    token. Negative where there is room.
+    token. Negative where there is room. token_s: expected seconds per token. full: no slot is free.
     """
 
-    late_s: NDArray[np.float64]
-    slow_s: NDArray[np.float64]
-    token_s: NDArray[np.float64]
+    late_s: Floats
+    slow_s: Floats
+    token_s: Floats
+    full: NDArray[np.bool_]
     output_tokens: int
 
     @property
     def refused(self) -> NDArray[np.bool_]:
         """Workers that would miss one or the other."""
-        refused: NDArray[np.bool_] = (self.late_s > 0) | (self.slow_s > 0)
+        refused: NDArray[np.bool_] = (self.late_s > 0) | (self.slow_s > 0) | self.full
         return refused
 
     def refusal(self) -> tuple[str, float]:
         """Why the soonest of them is too late, and seconds until it may be tried again.
 
-        Where tokens alone come too slowly that is when a typical request has ended.
+        Where it is only late that is by how much, else when a typical request has ended.
         """
-        wait_s = np.where(self.late_s > 0, self.late_s, self.output_tokens * self.token_s)
+        ends_s = self.output_tokens * self.token_s
+        wait_s = np.maximum(self.late_s, np.where((self.slow_s > 0) | self.full, ends_s, 0.0))
         soonest = int(np.argmin(wait_s))
         if self.late_s[soonest] > 0:
-            return f"it would start {self.late_s[soonest]:.1f} s too late", float(wait_s[soonest])
-        slow_ms = 1e3 * float(self.slow_s[soonest])
-        return f"each token would take {slow_ms:.0f} ms too long", float(wait_s[soonest])
+            why = f"it would start {self.late_s[soonest]:.1f} s too late"
+        elif self.full[soonest]:
+            why = "as many run as may at a time"
+        else:
+            why = f"each token would take {1e3 * self.slow_s[soonest]:.0f} ms too long"
+        return why, float(wait_s[soonest])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,39 +67,66 @@ class Admission:
 
     TTFT within max(floor_s, ttft_factor x idle), TPOT within tpot_factor x idle. The idle TTFT is
     the median over the workers of loading what the best holder has and computing the rest. The
-    defaults are the objective itself.
+    defaults are the objective itself. newcomers: what of these limits a request has of whose prompt
+    nothing is held; one that is held whole has all of it. A conversation that is refused once
+    costs more when it comes back, so those under way go before those that begin.
     """
 
     floor_s: float = TTFT_FLOOR_S
     ttft_factor: float = TTFT_IDLE_FACTOR
     tpot_factor: float = TPOT_IDLE_FACTOR
+    newcomers: float = 0.85
 
     def ttft_limit_s(self, fleet: Fleet, offers: Offers) -> float:
-        """Latest expected TTFT that is let in, in real seconds."""
+        """Latest TTFT within the objective, in real seconds."""
         held = float((offers.device_tokens + offers.cached_tokens).max())
         idle_s = fleet.idle_ttft_s(offers.slots, offers.prompt_tokens, held)
         floor_s = self.floor_s * float(np.median(fleet.dilation(offers.slots)))
         return max(floor_s, self.ttft_factor * float(np.median(idle_s)))
 
     def tpot_limit_s(self, fleet: Fleet, offers: Offers) -> float:
-        """Longest expected time per output token that is let in, in real seconds."""
+        """Longest time per output token within the objective, in real seconds."""
         idle_s = fleet.idle_tpot_s(offers.slots, offers.prompt_tokens)
         return self.tpot_factor * float(np.median(idle_s))
 
-    def judge(self, fleet: Fleet, offers: Offers, lateness: Lateness) -> Judgement:
-        """Each worker against the request's limits."""
+    def judge(
+        self, fleet: Fleet, offers: Offers, lateness: Lateness, sequences: Floats
+    ) -> Judgement:
+        """Each worker against the request's limits; `sequences`: how many each runs at a time."""
         now_s = offers.now_s
         late_s = np.array([lateness.late_s(worker, now_s) for worker in offers.workers])
-        limit_s, tokens = self.tpot_limit_s(fleet, offers), offers.expected_output_tokens
-        # A request decodes beside the prompts that come after it. If it takes as long as it may,
-        # as many come as came within that time before it: their work is spread over its tokens.
-        lateness.window_s = max(limit_s * tokens, _LEAST_WINDOW_S)
-        prompts_s = np.array([lateness.prompts_s(worker, now_s) for worker in offers.workers])
-        alone_s = offers.tpot_s * (1 - np.minimum(offers.gpu_use, MOST_USE))
-        token_s = alone_s + prompts_s / tokens
-        return Judgement(
-            late_s=offers.ttft_s + late_s - self.ttft_limit_s(fleet, offers),
-            slow_s=token_s - limit_s,
-            token_s=token_s,
-            output_tokens=tokens,
+        long = offers.work_s > _LONG_PROMPT_S * fleet.dilation(offers.slots)
+        # Prompts delay the tokens of what decodes beside them: by how much of late, tells how much
+        # they will.
+        share = np.array(
+            [
+                lateness.share(worker, now_s, long=bool(is_long))
+                for worker, is_long in zip(offers.workers, long, strict=True)
+            ]
         )
+        token_s = _alone_s(offers) / (1 - np.minimum(share, MOST_USE))
+        held = float((offers.device_tokens + offers.cached_tokens).max()) / offers.prompt_tokens
+        room = self.newcomers + (1 - self.newcomers) * min(held, 1.0)
+        return Judgement(
+            late_s=offers.ttft_s + late_s - room * self.ttft_limit_s(fleet, offers),
+            slow_s=token_s - room * self.tpot_limit_s(fleet, offers),
+            token_s=token_s,
+            # Without a free slot it waits until another ends, which no prediction has priced.
+            full=offers.in_flight >= sequences,
+            output_tokens=offers.expected_output_tokens,
+        )
+
+
+def delay_s(offers: Offers) -> Floats:
+    """Seconds by which the prompt delays each request that decodes beside it, on each worker.
+
+    A step that reads the weights and the contexts has FLOPs to spare: only what exceeds it counts.
+    """
+    delays: Floats = np.maximum(offers.work_s - _alone_s(offers), 0.0)
+    return delays
+
+
+def _alone_s(offers: Offers) -> Floats:
+    """Seconds per token beside all that are in flight, without prompts."""
+    alone_s: Floats = offers.tpot_s * (1 - np.minimum(offers.gpu_use, MOST_USE))
+    return alone_s

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kappa.report import Announcement, Arrival, WorkerReport
 from kappa.types import NodeProfile
-from router.admission import Admission
+from router.admission import Admission, delay_s
 from router.jobs import Job
 from router.kv_events import KVEvent, WorkerGone, WorkerReset
 from router.lateness import Lateness
@@ -396,7 +396,7 @@ class Router:
         if self.config.admission is not None:
             self._lateness.sent(
                 request.request_id, decision.worker, now_s, float(offers.ttft_s[index]),
-                float(offers.work_s[index]), decision.chosen.node.dilation,
+                float(delay_s(offers)[index]), decision.chosen.node.dilation,
             )  # fmt: skip
         return decision
 
@@ -462,7 +462,9 @@ class Router:
         are."""
         offers = decision.offers
         assert offers is not None
-        judged = admission.judge(self.state.fleet, offers, self._lateness)
+        judged = admission.judge(
+            self.state.fleet, offers, self._lateness, self._sequences(offers.workers)
+        )
         refused = judged.refused
         if not refused[index]:
             return decision, index
@@ -472,6 +474,11 @@ class Router:
             return self._decide(again, offers.now_s)
         why, retry_after_s = judged.refusal()
         raise OverloadedError(f"the cluster is full: {why}", retry_after_s)
+
+    def _sequences(self, workers: list[str]) -> NDArray[np.float64]:
+        """How many requests each runs at a time, as it announced; without end if it did not."""
+        said = (self.state.workers[worker].announcement.max_sequences for worker in workers)
+        return np.array([count or np.inf for count in said])
 
     def _offers(self, request: RouteRequest, slots: NDArray[np.intp], now_s: float) -> Offers:
         """The request priced on `slots`, by what the index says each of them holds."""

@@ -30,9 +30,9 @@ class ApiError(Exception):
         """The JSON body."""
         return {
             "error": {
-                "message": self.message,
+                "message": _sendable(self.message),
                 "type": self.kind,
-                "param": self.param,
+                "param": None if self.param is None else _sendable(self.param),
                 "code": self.code,
             }
         }
@@ -45,6 +45,11 @@ class ApiError(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers
+
+
+def _sendable(text: str) -> str:
+    """A client's half of a surrogate pair, quoted back, is no text that can be sent."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def invalid_api_key(*, given: bool) -> ApiError:

@@ -44,7 +44,7 @@ log = structlog.get_logger(__name__)
 _PROFILE_TIMEOUT_S = 90.0
 _WAKE_TIMEOUT_S = 120.0
 # Workers that start with us take longer; one that joins others knows them sooner.
-_FIRST_SIGHT_S = 10.0
+_FIRST_SIGHT_S = 25.0
 
 
 class KappaIngress(OpenAiIngress):

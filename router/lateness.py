@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 _KEPT = 16
 _QUANTILE = 0.8
+_SHORT_S, _LONG_S = 3.0, 12.0
 # News of a worker that is this old (in its dilated seconds) counts for a third.
 _FADE_S = 0.5
 
@@ -31,8 +32,9 @@ class _Worker:
     dilation: float = 1.0
     late_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     late_at_s: float = -math.inf
-    work_s: float = 0.0
-    work_at_s: float = -math.inf
+    short: float = 0.0
+    long: float = 0.0
+    sent_at_s: float = -math.inf
     # By request, in the order in which they were sent: the first one has waited longest.
     waiting: dict[str, None] = field(default_factory=dict)
 
@@ -41,8 +43,6 @@ class Lateness:
     """Outcomes against predictions, by worker."""
 
     def __init__(self) -> None:
-        self.window_s = 1.0
-        """Prompts that were sent so long ago count for a third."""
         self._workers: dict[str, _Worker] = {}
         self._flights: dict[str, _Flight] = {}
 
@@ -55,16 +55,17 @@ class Lateness:
         worker: str,
         now_s: float,
         ttft_s: float,
-        work_s: float,
+        delay_s: float,
         dilation: float = 1.0,
     ) -> None:
-        """A request goes to `worker`, with the TTFT and the gpu seconds that are predicted."""
+        """A request goes to `worker`; its TTFT is predicted, and by how much it delays others."""
         self.ended(request_id)
         state = self._workers.setdefault(worker, _Worker())
         state.dilation = dilation
         state.waiting[request_id] = None
-        state.work_s = self.prompts_s(worker, now_s) + work_s
-        state.work_at_s = now_s
+        state.short = self.share(worker, now_s) + delay_s / (_SHORT_S * dilation)
+        state.long = self.share(worker, now_s, long=True) + delay_s / (_LONG_S * dilation)
+        state.sent_at_s = now_s
         self._flights[request_id] = _Flight(worker, now_s, ttft_s)
 
     def first_token(self, request_id: str, now_s: float) -> None:
@@ -108,12 +109,16 @@ class Lateness:
             overdue_s = now_s - flight.sent_s - flight.ttft_s
         return max(learnt_s, overdue_s, 0.0)
 
-    def prompts_s(self, worker: str, now_s: float) -> float:
-        """Gpu seconds of the prompts that were sent there within the window."""
+    def share(self, worker: str, now_s: float, *, long: bool = False) -> float:
+        """Delay by the prompts sent there, in seconds per second: of the last 3, or of the last 12.
+
+        The short view is news; in the long one a prompt of a second is not yet a flood.
+        """
         state = self._workers.get(worker)
         if state is None:
             return 0.0
-        return state.work_s * math.exp(-max(now_s - state.work_at_s, 0.0) / self.window_s)
+        share, window_s = (state.long, _LONG_S) if long else (state.short, _SHORT_S)
+        return share * math.exp(-max(now_s - state.sent_at_s, 0.0) / (window_s * state.dilation))
 
 
 def _typical(samples: deque[float], without: float) -> float:

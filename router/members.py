@@ -94,6 +94,7 @@ class Members:
         self._stalls = StallWatch()
         self._loop = asyncio.get_running_loop()
         self._closing: set[asyncio.Task[None]] = set()
+        self._joined = asyncio.Event()
         self._watch = self._loop.create_task(self._look_again())
         board.listen(self._heard)
 
@@ -119,6 +120,12 @@ class Members:
         blocked = self.breakers.blocked(self._clock())
         draining = frozenset(w for w, member in self._members.items() if member.draining)
         return Blocked(blocked.gone | draining, blocked.failing) if draining else blocked
+
+    async def first_joined(self, within_s: float) -> None:
+        """Wait, at most so long, until a worker has joined since the start; then never again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._joined.wait()
 
     # -- what happens -------------------------------------------------------------------------
 
@@ -193,6 +200,7 @@ class Members:
             log.info("worker_joined", worker=worker, node=announcement.node.name)
         if announcement.profile_error:
             log.warning("worker_unprofiled", worker=worker, reason=announcement.profile_error)
+        self._joined.set()
         self._on_join(announcement)
 
     def _drain(self, worker: str) -> None:

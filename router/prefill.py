@@ -24,6 +24,7 @@ from router.live import LiveRouter
 from router.messages import engine_marks, mark, pinned
 from router.offers import COMPUTE, Candidate
 from router.roles import Network, hands_over, prefill_only
+from router.terms import terms_of
 
 log = structlog.get_logger(__name__)
 
@@ -107,7 +108,7 @@ class PrefillElsewhere:
         stream = self._call(asked, method, pinned(request, decision.worker))
         end = "error"
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(terms_of(request).patience_s(self._timeout_s)):
                 first = await anext(stream)
             item = first[0] if isinstance(first, list) and first else first
             params = getattr(item, "kv_transfer_params", None)

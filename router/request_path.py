@@ -61,6 +61,7 @@ log = structlog.get_logger(__name__)
 
 _TOKENIZER_THREADS = 2
 _ATTEMPTS = 2
+_FIRST_WORKER_S = 5.0
 
 
 class RequestPath:
@@ -166,6 +167,8 @@ class RequestPath:
         self._refuse_when_full(live)
         if not self._rollout.asks:
             return await self._by_ray(live, request_id, body, method, request, ended)
+        # An ingress that has only just begun may be asked before it was told of any worker.
+        await live.members.first_joined(_FIRST_WORKER_S)
         tokens = await self.tokenize(body)
         count = None if tokens is None else len(tokens)
         self._observer.tokenized(request_id, count, time.time())

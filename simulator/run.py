@@ -243,6 +243,7 @@ def _announcements(config: SimulationConfig, models: Sequence[NodeModel]) -> lis
                 host_blocks=model.host_blocks,
                 max_batch_tokens=model.budget_tokens,
                 max_context_tokens=model.device_blocks * model.block_tokens,
+                max_sequences=model.max_running,
                 events_endpoint="",
                 snapshot_endpoint="",
                 net_bytes_per_s=node.network_bytes_per_s,

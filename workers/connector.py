@@ -37,6 +37,7 @@ from workers.tail_recompute import TailRecompute
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -155,6 +156,23 @@ class HostTierConnector(OffloadingConnector):
         """As vLLM's; the request is admitted: report device, host and new tokens once."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._kappa_reports.admitted(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """As vLLM's; what loads in its own step is stored from the next one on, since vLLM wants
+        either one load of a request at a time or its stores."""
+        scheduler = self.connector_scheduler
+        if not self._kappa_by_layer or scheduler is None:
+            return super().build_connector_meta(scheduler_output)
+        jobs = scheduler._current_batch_load_jobs.values()
+        loading = [scheduler._req_status[job.req_id] for job in jobs]
+        limits = [status.max_offload_tokens for status in loading]
+        for status in loading:
+            status.max_offload_tokens = 0
+        try:
+            return super().build_connector_meta(scheduler_output)
+        finally:
+            for status, limit in zip(loading, limits, strict=True):
+                status.max_offload_tokens = limit
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """As vLLM's; names the stores among them that were dropped."""

@@ -156,6 +156,7 @@ def announce(
         device_blocks=limits.device_blocks,
         host_blocks=plan.host_blocks,
         max_batch_tokens=limits.max_batch_tokens,
+        max_sequences=limits.max_sequences,
         max_context_tokens=limits.max_context_tokens,
         events_endpoint=endpoints[0],
         snapshot_endpoint=endpoints[1],

@@ -8,7 +8,9 @@ tests/live/test_lmcache.py runs them all.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +30,8 @@ from workers.tail_recompute import TailRecompute
 log = structlog.get_logger(__name__)
 
 _EVENTS_AT_ONCE = 256
+_REMOVED = "removed"
+_RESUBSCRIBE_S = 1.0
 
 
 @dataclass
@@ -70,6 +74,7 @@ class LmcacheScheduler:
         self._delayed: set[str] = set()
         self._stores: dict[Stored, tuple[Run, int]] = {}
         self._contents: LmcacheContents | None = None
+        self._feed: EvictionFeed | None = None
         self._well = True
 
     def ready(self, inner: Any) -> None:
@@ -85,7 +90,7 @@ class LmcacheScheduler:
             lambda block_hash: maybe_convert_block_hash(BlockHash(block_hash)),
             self._most,
         )
-        EvictionFeed(inner.scheduler_adapter, self._contents).start()
+        self._follow(inner)
 
     # -- admission ----------------------------------------------------------------------------
 
@@ -188,6 +193,9 @@ class LmcacheScheduler:
         if self._contents is None:
             return ()
         well = self._link.open() is not None
+        if well and not self._well:
+            # The server may be another one, and the old one's log never ends.
+            self._follow(self._link.inner)
         if self._well and not well:
             self._contents.clear()
             # LMCache's own heartbeat may have seen it first, and then nothing else has failed.
@@ -196,6 +204,15 @@ class LmcacheScheduler:
         return self._contents.take()
 
     # -- inside -------------------------------------------------------------------------------
+
+    def _follow(self, inner: Any) -> None:
+        """Follow the server's log of evictions, from now on and from nothing."""
+        assert self._contents is not None
+        if self._feed is not None:
+            self._feed.stop()
+        self._contents.clear()
+        self._feed = EvictionFeed(inner.scheduler_adapter, self._contents)
+        self._feed.start()
 
     def _mute(self, inner: Any, request: Any) -> None:
         """Have LMCache follow a request without loading or storing anything for it."""
@@ -264,31 +281,57 @@ class LmcacheScheduler:
 
 
 class EvictionFeed(threading.Thread):
-    """Follows the server's log of evictions, for as long as the process lives."""
+    """Follows one server's log of evictions, until it is told to stop."""
 
     def __init__(self, adapter: Any, contents: LmcacheContents) -> None:
         super().__init__(name="kappa-lmcache-log", daemon=True)
         self._adapter, self._contents = adapter, contents
+        self._stream: Any = None
+        self._stopped = threading.Event()
+        self._incarnation: int | None = None
+        self._cursor = 0
+        # Of the server's subscribers each needs a number of its own.
+        self._me = uuid.uuid4().int & ((1 << 63) - 1)
+
+    def stop(self) -> None:
+        """Hear nothing more of this log."""
+        self._stopped.set()
+        stream = self._stream
+        if stream is not None:
+            with contextlib.suppress(Exception):
+                stream.close()
 
     def run(self) -> None:
-        """Until the log ends; what is announced is withdrawn then, and whenever records are lost.
+        """Follow the log. The server ends a subscription now and then: go on where it ended.
 
-        Without a log, look-ups alone correct what is announced.
+        What is announced is withdrawn when the log breaks, and whenever records are lost. Without a
+        log, look-ups alone correct what is announced.
         """
-        incarnation = None
-        try:
-            (client,) = self._adapter.req_clients.values()
-            me = threading.get_native_id() + (hash(self._adapter.model_name) & 0xFFFF_FFFF_FFFF)
-            stream = client.subscribe_kv_events(me, self._adapter.model_name, 0, _EVENTS_AT_ONCE)
-            for batch in stream:
-                if not batch.enabled:
+        while not self._stopped.is_set():
+            try:
+                if not self._read():
                     return
-                if batch.lost or incarnation not in (None, batch.incarnation):
-                    self._contents.clear()
-                incarnation = batch.incarnation
-                for record in batch.events:
-                    if record.kind == "removed":
-                        self._contents.evicted(record.block_hashes)
-        except Exception as error:
-            log.warning("lmcache_log_ended", error=repr(error)[:300])
-            self._contents.clear()
+            except Exception as error:
+                if self._stopped.is_set():
+                    return
+                log.warning("lmcache_log_broken", error=repr(error)[:300])
+                self._contents.clear()
+            self._stopped.wait(_RESUBSCRIBE_S)
+
+    def _read(self) -> bool:
+        """One subscription; False if there is no log to follow."""
+        (client,) = self._adapter.req_clients.values()
+        self._stream = client.subscribe_kv_events(
+            self._me, self._adapter.model_name, self._cursor, _EVENTS_AT_ONCE
+        )
+        for batch in self._stream:
+            if self._stopped.is_set() or not batch.enabled:
+                return False
+            known = self._incarnation
+            if known is not None and (batch.lost or batch.incarnation != known):
+                self._contents.clear()
+            self._incarnation, self._cursor = batch.incarnation, batch.next_cursor
+            for record in batch.events:
+                if record.kind == _REMOVED:
+                    self._contents.evicted(record.block_hashes)
+        return True

@@ -23,6 +23,7 @@ from deploy.app.model import Model, StartError, prepare_model
 from deploy.app.placing import misfits
 from deploy.app.ports import check_port
 from deploy.app.ray_cluster import APP, JoinedRay, OwnRay
+from deploy.app.refusals import contradictions
 from kappa.settings.cluster import ClusterSettings
 
 Progress = Callable[[str], None]
@@ -66,6 +67,11 @@ class Cluster:
         http = self.settings.http
         if http.port and not self._ray.joined:
             check_port(http.host, http.port)  # before seconds are spent on what cannot be reached
+        foreseen = self._ray.foreseen()
+        wrong = contradictions(self.settings)
+        wrong += misfits(self.settings.all_pools, foreseen) if foreseen else []
+        if wrong:
+            raise StartError("\n".join(wrong))
         self._progress("preparing the model")
         model = prepare_model(self.settings)
         self._progress("joining Ray" if self._ray.joined else "starting Ray")

@@ -7,6 +7,7 @@ back, and Ray Serve itself only if nobody else used it before.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from typing import Any
 
@@ -31,8 +32,13 @@ class OwnRay:
 
     def __init__(self, workers: int) -> None:
         """`workers`: as many as it must have CPUs for."""
-        self._workers = workers
+        wanted = _CPUS_PER_WORKER * workers + _CPUS_BESIDE
+        self._cpus = max(os.cpu_count() or 1, wanted)
         self._log_level = "WARNING"
+
+    def foreseen(self) -> list[Machine]:
+        """What the cluster will offer, as far as that is known before it runs: GPUs are not."""
+        return [Machine("this machine", {"CPU": float(self._cpus), "GPU": math.inf})]
 
     def start(self, log_level: str) -> None:
         """Start Ray."""
@@ -40,9 +46,8 @@ class OwnRay:
 
         self._log_level = log_level
         _quiet_ray(log_level)
-        wanted = _CPUS_PER_WORKER * self._workers + _CPUS_BESIDE
         ray.init(
-            num_cpus=max(os.cpu_count() or 1, wanted),
+            num_cpus=self._cpus,
             include_dashboard=False,
             configure_logging=True,
             logging_level=log_level,
@@ -97,6 +102,10 @@ class JoinedRay:
         self._log_level = "WARNING"
         self._serve_is_ours = False
         self._deployed = False
+
+    def foreseen(self) -> list[Machine]:
+        """Nothing is known of it before it is joined."""
+        return []
 
     def start(self, log_level: str) -> None:
         """Join.

@@ -22,8 +22,8 @@ _NO_BATCHING = {"stream_batching_interval_ms": 0}
 
 def one_node(settings: ClusterSettings) -> ClusterSettings:
     """The same settings with one worker at this machine's own speed."""
-    node = NodeSettings(name="local", profile=settings.nodes[0].profile, paced=False)
-    return settings.model_copy(update={"nodes": (node,)})
+    node = NodeSettings(name="local", profile=settings.all_pools[0].profile, paced=False)
+    return settings.model_copy(update={"nodes": (node,), "pools": ()})
 
 
 class BenchCluster(Cluster):

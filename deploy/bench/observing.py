@@ -1,5 +1,4 @@
-"""Our cluster twice, with everything that is observed and with nothing, for `kappa bench serve
---observing`.
+"""Our cluster twice, with everything observed and with nothing: `kappa bench serve --observing`.
 
 One Ray, one HTTP proxy, one unpaced engine each, all settings alike but the observing ones: at `/`
 metrics, a JSON line per request in a file, and spans of every request to a collector here; at

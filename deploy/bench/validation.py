@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from deploy.app.plan import worker_nodes
 from kappa.model import kv_bytes_per_token
 from kappa.report import Announcement
 from kappa.settings.cluster import ClusterSettings
@@ -121,11 +122,13 @@ def mirror_of(settings: ClusterSettings, served_kv_bytes_per_token: float) -> Mi
     Raises:
         ValueError: a node is not paced, so that nothing is announced of its speed.
     """
-    for node in settings.nodes:
-        if not node.paced:
-            raise ValueError(f"node {node.name!r} is not paced: only paced nodes can be mirrored")
+    for pool in settings.all_pools:
+        if not pool.paced:
+            raise ValueError(f"node {pool.name!r} is not paced: only paced nodes can be mirrored")
+        if pool.engine:
+            raise ValueError(f"pool {pool.name!r} has engine arguments of its own: leave them out")
     engine, shape = settings.engine, settings.model.emulated_shape
-    profiles = tuple(node.node(settings.dilation) for node in settings.nodes)
+    profiles = worker_nodes(settings)
     return Mirror(
         profiles=profiles,
         steps=tuple(step_model(shape, profile) for profile in profiles),

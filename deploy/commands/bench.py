@@ -114,7 +114,7 @@ async def _run_predict(
     async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=limits) as client:
         player = Player(client, settings.model.id, _progress())
         _progress()(f"warm-up: {calibrate} outcomes to learn from")
-        governor = Governor(load, len(settings.nodes), settings.dilation * _TOKEN_S)
+        governor = Governor(load, settings.workers, settings.dilation * _TOKEN_S)
         warm_up = await player.warm_up(
             Traffic(shapes, seed + _WARM_UP_SEED), calibrate + 10, governor
         )

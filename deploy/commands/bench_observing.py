@@ -1,4 +1,8 @@
-"""`kappa bench serve --observing`: what metrics, logs and traces cost together in requests/s."""
+"""`kappa bench serve --observing`: what metrics, logs and traces cost together in requests/s.
+
+Rounds of streamed chats in turns against two clusters that differ in nothing else
+(`deploy.bench.observing`); the cost is that of the pairs (`loadtest.paired`).
+"""
 
 from __future__ import annotations
 

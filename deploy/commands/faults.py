@@ -45,6 +45,9 @@ def faults(
         int, typer.Option(min=0, help="Instead: so many kills, each after recovery.")
     ] = 0,
     streams: Annotated[int, typer.Option(min=0, help="Instead: open so many streams at once.")] = 0,
+    limit_s: Annotated[
+        float, typer.Option(min=30.0, help="End the killing after so many seconds in any case.")
+    ] = 3600.0,
     out: Annotated[Path | None, typer.Option(help="Folder for faults.json.")] = None,
     json_output: Json = False,
 ) -> None:
@@ -63,7 +66,14 @@ def faults(
     report: dict[str, Any] = {"command": command(), "machine": machine(), "seed": seed}
     try:
         if storm_requests or storm_kills or streams:
-            _long_runs(report, engine or "emulated", storm_requests, storm_kills, streams, console)
+            plan = Storm(
+                storm_requests or 1 << 30,
+                storm_kills or 1 << 30,
+                patient=bool(storm_kills),
+                limit_s=limit_s,
+            )
+            storms = plan if storm_requests or storm_kills else None
+            _long_runs(report, engine or "emulated", storms, streams, console)
         else:
             _trials(report, chosen, seed, console)
     except FaultsError as error:
@@ -98,7 +108,7 @@ def _trials(report: dict[str, Any], chosen: Sequence[Fault], seed: int, console:
 
 
 def _long_runs(
-    report: dict[str, Any], engine: str, requests: int, kills: int, streams: int, console: Console
+    report: dict[str, Any], engine: str, plan: Storm | None, streams: int, console: Console
 ) -> None:
     survivors: list[str] = []
     report["kept"], report["engine"] = True, engine
@@ -107,10 +117,11 @@ def _long_runs(
         with started(Path(folder), SETTINGS[engine], survivors) as target:
             if streams:
                 _crowd(report, target, streams)
-            if requests or kills:
-                plan = Storm(requests or 1 << 30, kills or 1 << 30, patient=bool(kills))
+                console.print(f"crowd: {report['crowd']}")
+            if plan is not None:
                 done = asyncio.run(storm(target, plan, _MIXES[engine], 0, console.print))
                 report["storm"] = done.to_dict()
+                console.print(f"storm: {report['storm']}")
                 fine = not (done.whole_lost or done.reservations or done.orphans)
                 report["kept"] &= fine and not done.streams_cut_untold
     report["survivors"] = survivors

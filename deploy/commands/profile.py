@@ -27,7 +27,7 @@ def profile(
         rows = _measure(url)
     else:
         settings = settings_or_exit(config, port=0, unpaced=True)
-        settings = settings.model_copy(update={"nodes": settings.nodes[:1]})
+        settings = settings.first_worker()
         with running(settings) as cluster:
             rows = _measure(cluster.url)
     if json_output:

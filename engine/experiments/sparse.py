@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.arena import ArenaTooLarge
 from engine.blocks import OutOfBlocks
 from engine.experiments.rounds import LEAST_REPEATS, Arm, Sample, alternate, ratios, spread
+from engine.experiments.sparse_goals import COPY, GATHER, judge
 from engine.experiments.sparse_lru import LruDecoder
 from engine.experiments.sparse_rig import SparseRig, sparse_rig
 from engine.experiments.sparse_settings import (
@@ -33,18 +35,25 @@ from engine.experiments.sparse_settings import (
     sparse_setting,
 )
 from engine.profiling import device_name
-from engine.sparse.cache import SimilarityCache
+from engine.sparse.cache import Pending, SimilarityCache
 from engine.sparse.forward import SparseForward
 from engine.sparse.gather import Gather, pairs
+from engine.sparse.retriever import Asked
+from engine.sparse.view import View
 from kappa.plan.clo import step_seconds
 from kappa.plan.heads import equal_heads
 
 Told = Callable[[str], None]
 PREFETCH_ALL, LRU, NO_LOADS = "prefetch-all", "lru-blocks", "clo-100"
-GATHER, COPY = "gather-alone", "copy-alone"
-PUBLISHED = (1.16, 1.67)
-"""Of paper 004's Llama3-8B: its speed-up over the best of its baselines, least and most."""
-LEAST_GATHER = 0.9
+NO_COPIES = "choose-only"
+_RIVALS = (PREFETCH_ALL, LRU)
+
+
+class _NoCopies(SimilarityCache):
+    """Chooses anew as often as it misses, and copies nothing: what choosing takes."""
+
+    def _gather(self, asked: Asked, positions: Tensor, wanted: Tensor, view: View) -> Pending:
+        return Pending(self.lanes.mover.mark(), [])
 
 
 class _Cell:
@@ -63,16 +72,20 @@ class _Cell:
             made.append(Arm(name, self._clo(name, hits)))
         made.append(Arm("clo-79-waited", self._clo("clo-79-waited", PAPER_HITS, ahead=False)))
         made.append(Arm(NO_LOADS, self._clo(NO_LOADS, 1.0)))
+        made.append(Arm(NO_COPIES, self._clo(NO_COPIES, 0.0, kind=_NoCopies)))
         made.append(Arm(LRU, self._lru))
         return [*made, Arm(GATHER, self._gather), Arm(COPY, self._copy)]
 
-    def _clo(self, name: str, hits: float, ahead: bool = True) -> Callable[[], Sample]:
+    def _clo(
+        self, name: str, hits: float, ahead: bool = True,
+        kind: type[SimilarityCache] = SimilarityCache,
+    ) -> Callable[[], Sample]:  # fmt: skip
         rig = self.rig
 
         def run() -> Sample:
             rig.open()
             heads = equal_heads(rig.forward.config.shape)
-            cache = SimilarityCache(rig.lanes, heads, injected_hits=hits)
+            cache = kind(rig.lanes, heads, injected_hits=hits)
             sparse = SparseForward(rig.forward, cache, ahead)
             lanes = range(self.cell.batch)
             last = torch.zeros((self.cell.batch, 1), dtype=torch.int64, device=rig.arena.device)
@@ -150,47 +163,48 @@ class _Cell:
     def rows(self, arms: Sequence[Arm], samples: dict[str, list[Sample]]) -> list[dict[str, Any]]:
         """One per arm, predicted beside measured."""
         steps = self.setting.steps
-        best = min(
-            (PREFETCH_ALL, LRU),
-            key=lambda name: spread([s.latency_s for s in samples[name]]).median,
-        )
-        gather_s = [s.h2d_bytes / s.link_s for s in samples[GATHER] if s.link_s]
-        link = spread(gather_s).median
-        layers = self.rig.forward.config.layers
-        layer_s = spread([s.latency_s for s in samples[NO_LOADS]]).median / steps / layers
+        medians = {name: spread([s.latency_s for s in samples[name]]).median for name in _RIVALS}
+        best = min(medians, key=medians.__getitem__)
+        link = spread([s.h2d_bytes / s.link_s for s in samples[GATHER] if s.link_s]).median
+        # Other work on the machine only adds: of what plans are made of, the least counts.
+        least = {n: min(s.latency_s for s in samples[n]) / steps for n in (NO_LOADS, NO_COPIES)}
         found = []
         for arm in arms:
-            latency = spread([s.latency_s for s in samples[arm.name]])
-            gain = ratios(samples, best, arm.name)
+            mine = [s.latency_s / steps for s in samples[arm.name]]
+            latency, gain = spread(mine), ratios(samples, best, arm.name)
             decoding = arm.name not in (GATHER, COPY)
-            predicted = self._predicted(arm.name, link, layer_s)
+            predicted = self._predicted(arm.name, link, least)
             moved = spread([float(s.h2d_bytes) for s in samples[arm.name]]).median
             found.append({
                 **self._where(), "policy": arm.name,
-                "hits": self.hit_ratios.get(arm.name),
-                "hits_are": _label(arm.name),
-                "latency_s": latency.median / steps, "latency_iqr_s": latency.iqr / steps,
-                "repeats": len(samples[arm.name]),
-                "tokens_per_s": self.cell.batch * steps / latency.median if decoding else None,
-                "bytes_h2d": moved / steps,
-                "link_gbps": _rate(samples[arm.name]),
+                "hits": self.hit_ratios.get(arm.name), "hits_are": _label(arm.name),
+                "latency_s": latency.median, "latency_iqr_s": latency.iqr,
+                "latency_least_s": min(mine), "repeats": len(mine),
+                "tokens_per_s": self.cell.batch / latency.median if decoding else None,
+                "bytes_h2d": moved / steps, "link_gbps": _rate(samples[arm.name]),
                 "predicted_s": predicted,
-                "predicted_error": None if predicted is None
-                else predicted / (latency.median / steps) - 1.0,
+                "predicted_error": _error(predicted, latency.median),
+                "predicted_error_of_least": _error(predicted, min(mine)),
                 "baseline": best, "speedup": gain.median if decoding else None,
                 "speedup_iqr": gain.iqr if decoding else None,
                 "managed_s": spread(self.managed_s).median / steps if arm.name == LRU else None,
             })  # fmt: skip
         return found
 
-    def _predicted(self, name: str, link: float, layer_s: float) -> float | None:
-        """Seconds of a step by the planner, from T_comp (without loads) and the gather's rate."""
+    def _predicted(self, name: str, link: float, least: dict[str, float]) -> float | None:
+        """Seconds of a step by the planner, from the gather's rate and T_comp.
+
+        T_comp is what a step takes that loads nothing, and where choices are only made for what
+        misses (a CPU knows), their part of what choosing takes.
+        """
         hits = self.hit_ratios.get(name)
-        if hits is None or name in (LRU, NO_LOADS):
+        if hits is None or name in (LRU, NO_LOADS, NO_COPIES):
             return None
+        layers = self.rig.forward.config.layers
+        step_s = least[NO_LOADS] + (1.0 - hits) * max(0.0, least[NO_COPIES] - least[NO_LOADS])
         return step_seconds(
             self.rig.forward.config.shape, self.setting.clo, self.rig.persistent,
-            self.cell.context, miss=1.0 - hits, link=link, layer_s=layer_s,
+            self.cell.context, miss=1.0 - hits, link=link, layer_s=step_s / layers,
             batch=self.cell.batch, ahead=not name.endswith("waited"),
         ).tbt_s  # fmt: skip
 
@@ -203,6 +217,10 @@ class _Cell:
             "share": self.setting.clo.share,
             "link": f"emulated, {link / 1e9:g} GB/s" if link else "own",
         }  # fmt: skip
+
+
+def _error(predicted_s: float | None, measured_s: float) -> float | None:
+    return None if predicted_s is None else predicted_s / measured_s - 1.0
 
 
 def _label(name: str) -> str | None:
@@ -270,38 +288,6 @@ def _result(
         "hit_rates": "injected: contents are random and no model's",
         "rows": rows, "goals": judge(rows, device.type), "left_out": left_out,
     }  # fmt: skip
-
-
-def judge(rows: list[dict[str, Any]], device_type: str) -> list[dict[str, Any]]:
-    """What the rows are held to: predictions anywhere, published figures on a GPU alone."""
-    goals = []
-    errors = [abs(r["predicted_error"]) for r in rows if r["predicted_error"] is not None]
-    if errors:
-        within = sum(error <= 0.15 for error in errors)
-        goals.append({
-            "goal": "predicted within 15 % of measured", "value": max(errors), "limit": 0.15,
-            "met": max(errors) <= 0.15, "text": f"{within} of {len(errors)} rows within",
-        })  # fmt: skip
-    if device_type != "cuda":
-        return goals
-    for row in rows:
-        where = f"{row['setting']} {row['cell']}"
-        if row["policy"] == f"clo-{round(100 * PAPER_HITS)}":
-            goals.append({
-                "goal": f"{PUBLISHED[0]} times the best baseline or more, at 79 % injected hits",
-                "where": where, "value": row["speedup"], "limit": PUBLISHED[0],
-                "met": row["speedup"] >= PUBLISHED[0], "text": f"over {row['baseline']}",
-            })  # fmt: skip
-        if row["policy"] == GATHER:
-            copy = next(r for r in rows if r["policy"] == COPY and r["cell"] == row["cell"]
-                        and r["setting"] == row["setting"])  # fmt: skip
-            share = row["link_gbps"] / copy["link_gbps"]
-            goals.append({
-                "goal": "the gather at 90 % of a plain copy's bandwidth", "where": where,
-                "value": share, "limit": LEAST_GATHER, "met": share >= LEAST_GATHER,
-                "text": f"{row['link_gbps']:.3g} of {copy['link_gbps']:.3g} GB/s",
-            })  # fmt: skip
-    return goals
 
 
 def main(arguments: list[str] | None = None) -> int:

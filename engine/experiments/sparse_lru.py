@@ -21,7 +21,7 @@ from torch import Tensor
 from engine import layers
 from engine.experiments.sparse_rig import SparseRig
 from engine.rope import angles, frequencies
-from engine.sparse.lanes import View
+from engine.sparse.view import View
 
 CAPACITY = 3
 """Blocks in the cache, in choices (paper 004: 30 % of the context at a choice of 10 %)."""
@@ -105,7 +105,7 @@ class LruDecoder:
             from engine.sparse.forward import attend
 
             return attend(lanes, index, queries, view)
-        q = queries.view(self.batch, config.kv_heads, lanes.group, -1)
+        q = queries.view(self.batch, config.kv_heads, lanes.layout.group, -1)
         scores = torch.matmul(q, self._means[index].transpose(2, 3)).sum(dim=2)
         # The host has to know; what it uses in place of it is drawn.
         scores.topk(self._chosen, dim=-1).indices.cpu()
@@ -115,13 +115,13 @@ class LruDecoder:
         cache, at = self._cache[index], torch.arange(self.batch, device=q.device)[:, None, None]
         heads = torch.arange(config.kv_heads, device=q.device)[None, :, None]
         chosen = cache[at, heads, found]
-        near = lanes.lane_slice(lanes.store[index], view)[:, :, :, : lanes.choice_start]
+        near = lanes.lane_slice(lanes.store[index], view)[:, :, :, : lanes.layout.choice_start]
         k, v = (
             torch.cat((near[:, which], chosen[:, :, :, which].flatten(2, 3)), dim=2)
             for which in (0, 1)
         )
-        more = k.shape[2] - lanes.choice_start
-        seen = F.pad(view.seen[..., : lanes.choice_start], (0, more), value=True)
+        more = k.shape[2] - lanes.layout.choice_start
+        seen = F.pad(view.seen[..., : lanes.layout.choice_start], (0, more), value=True)
         out = F.scaled_dot_product_attention(q, k, v, seen, scale=config.head_dim**-0.5)
         return out.reshape(self.batch, config.query_width)
 

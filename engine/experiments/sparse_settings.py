@@ -7,7 +7,7 @@ memory) and need a GPU. Weights, keys and values are no trained model's, so hit 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kappa.plan.clo import CloConfig
 
@@ -41,7 +41,7 @@ class SparseSetting:
     dtype: str
     model: str
     cells: tuple[SparseCell, ...]
-    clo: CloConfig = CloConfig()
+    clo: CloConfig = field(default_factory=CloConfig)
     block_tokens: int = 16
     link_bytes_per_s: float = 0.0
     cap_bytes: int = 0
@@ -51,9 +51,9 @@ class SparseSetting:
 
 _SWEEP = (0.65, PAPER_HITS, 0.9)
 _CPU_CELLS = (SparseCell(1, 4096, _SWEEP), SparseCell(4, 2048, _SWEEP))
+_MEAN = (PAPER_HITS,)
 _BATCHES = tuple(
-    SparseCell(batch, 8192, _SWEEP if batch == 16 else (PAPER_HITS,))
-    for batch in (4, 8, 16, 32, 64)
+    SparseCell(batch, 8192, _SWEEP if batch == 16 else _MEAN) for batch in (4, 8, 16, 32, 64)
 )
 _LONG = tuple(SparseCell(1, thousands * 1024) for thousands in (32, 64, 128, 256))
 
@@ -78,8 +78,8 @@ SPARSE_SETTINGS: dict[str, SparseSetting] = {
         ),
         _gpu("clo-llama-8k", "llama-3-8b", _BATCHES, 0.1),
         _gpu("clo-llama-long", "llama-3-8b", (*_LONG, SparseCell(1, 512 * 1024)), 0.1),
-        _gpu("clo-qwen-8k", "qwen-2.5-14b", _BATCHES[:4], 0.05),
-        _gpu("clo-qwen-long", "qwen-2.5-14b", _LONG, 0.05),
+        _gpu("clo-qwen-8k", "qwen-2.5-14b", _BATCHES[:3], 0.05),
+        _gpu("clo-qwen-long", "qwen-2.5-14b", _LONG[:3], 0.05),
     )
 }  # fmt: skip
 

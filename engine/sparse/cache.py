@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from engine.sparse.gather import Gather, pairs
-from engine.sparse.lanes import Lanes, View
+from engine.sparse.lanes import Lanes
 from engine.sparse.retriever import RETRIEVERS, Asked, Retriever, choose
 from engine.sparse.similarity import InjectedHits, cosines, is_hit
+from engine.sparse.view import View
 from engine.transfer import Event
 from kappa.plan.heads import HeadProfile, thresholds
 
@@ -100,7 +101,7 @@ class SimilarityCache:
         lanes, offloaded = self.lanes, self.lanes.offloaded[layer]
         if not len(offloaded) or not view.chosen:
             return None
-        shape = (len(view.lanes), view.new, lanes.config.kv_heads, lanes.group, -1)
+        shape = (len(view.lanes), view.new, lanes.config.kv_heads, lanes.layout.group, -1)
         mine = queries.view(shape)[:, :, offloaded]
         wanted = ~self._hits_of(layer, mine[:, -1], view)
         self._lookups += wanted.numel()
@@ -171,7 +172,7 @@ class SimilarityCache:
         rows[at[asked.batch], 0, asked.heads] = keys
         rows[at[asked.batch], 1, asked.heads] = keys + lanes.value_step
         needed[at] = wanted[:, None]
-        start = lanes.choice_start
+        start = lanes.layout.choice_start
         target = lanes.store[layer][first : last + 1, :, :, start : start + view.chosen]
         gather = Gather(
             target.flatten(1, 2), lanes.rows(layer), rows.flatten(1, 2), needed.flatten(1, 2),

@@ -18,8 +18,9 @@ from engine import layers
 from engine.forward import Forward
 from engine.rope import angles, frequencies
 from engine.sparse.cache import Pending, SimilarityCache
-from engine.sparse.lanes import Lanes, View
+from engine.sparse.lanes import Lanes
 from engine.sparse.settings import SparseSettings
+from engine.sparse.view import View
 from kappa.plan.clo import Persistent
 from kappa.plan.heads import HeadProfile, equal_heads
 
@@ -130,7 +131,7 @@ def over_lanes(
 
 def attend(lanes: Lanes, index: int, queries: Tensor, view: View) -> Tensor:
     """Output (batch·new, heads·head_dim) of a layer's queries (batch·new, heads, head_dim)."""
-    config, group = lanes.config, lanes.group
+    config, group = lanes.config, lanes.layout.group
     batch = len(view.lanes)
     # Heads that share keys become queries of one head: (batch, kv_heads, new·group, d).
     q = queries.view(batch, view.new, config.kv_heads, group, -1).transpose(1, 2).flatten(2, 3)

@@ -10,9 +10,7 @@ the slots by which the choice has grown, so that at a share of 1 nothing is ever
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,47 +18,9 @@ from engine.arena import Arena
 from engine.config import ModelConfig
 from engine.sparse.codes import Hasher
 from engine.sparse.settings import SparseSettings
+from engine.sparse.view import Lane, Layout, View, make_view
 from engine.transfer import Event, Mover
 from kappa.plan.clo import Persistent
-
-
-@dataclass(slots=True)
-class Lane:
-    """One sequence: tokens in it, how many of them are in host blocks, and how many are chosen.
-
-    blocks: host blocks of the first `host_tokens`. fresh: nothing was looked up yet. stuck: there
-    was no host block for what is no longer recent; it can take no more tokens.
-    """
-
-    tokens: int = 0
-    host_tokens: int = 0
-    chosen: int = 0
-    blocks: list[int] = field(default_factory=list)
-    fresh: bool = True
-    stuck: bool = False
-
-
-@dataclass(slots=True)
-class View:
-    """A pass over some lanes, `new` tokens each: what all of its layers share.
-
-    index (batch,): lanes. positions (batch, new). slots (batch, new): where new tokens go. seen
-    (batch, 1, new·group, slots used), all_seen (…, tokens): what each query may attend to, of slots
-    and of persistent heads. candidates (batch, host tokens): what may be chosen. chosen: slots of
-    the longest choice. forced (batch,): lanes that have looked nothing up.
-    """
-
-    lanes: list[int]
-    new: int
-    index: Tensor
-    positions: Tensor
-    slots: Tensor
-    seen: Tensor
-    all_seen: Tensor
-    candidates: Tensor
-    table: Tensor
-    chosen: int
-    forced: Tensor | None
 
 
 class Lanes:
@@ -88,9 +48,11 @@ class Lanes:
         _check(config, persistent)
         self.config, self.arena, self.mover, self.settings = config, arena, mover, settings
         clo, block = settings.clo, arena.block_tokens
-        self.sinks = clo.sink_tokens
-        self.ring = clo.recent_tokens + block - 1 + settings.chunk_tokens
-        self.choice_start = self.sinks + self.ring
+        self.layout = Layout(
+            clo.sink_tokens,
+            clo.recent_tokens + block - 1 + settings.chunk_tokens,
+            config.heads // config.kv_heads,
+        )
         self.most_chosen = clo.chosen_tokens(settings.max_tokens)
         self.states = [Lane() for _ in range(settings.lanes)]
         device, dtype = arena.device, arena.dtype
@@ -102,9 +64,8 @@ class Lanes:
         self.offloaded = [
             _ids([head for head in every if head not in heads], device) for heads in persistent
         ]
-        lanes, width, group = settings.lanes, config.head_dim, config.heads // config.kv_heads
-        self.group = group
-        slots = self.choice_start + self.most_chosen
+        lanes, width, group = settings.lanes, config.head_dim, self.layout.group
+        slots = self.layout.choice_start + self.most_chosen
 
         def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
@@ -155,15 +116,10 @@ class Lanes:
         """From a key's row to its value's."""
         return self.arena.block_tokens * self.config.kv_heads
 
-    def slot(self, positions: Tensor) -> Tensor:
-        """Slots of tokens that are sinks or recent."""
-        ring = self.sinks + positions % self.ring
-        return torch.where(positions < self.sinks, positions, ring)
-
     def resident(self, state: Lane) -> Tensor:
         """Positions of a lane's sinks and recent tokens."""
-        first = max(min(self.sinks, state.tokens), state.host_tokens)
-        sinks = torch.arange(min(self.sinks, state.tokens, first))
+        first = max(min(self.layout.sinks, state.tokens), state.host_tokens)
+        sinks = torch.arange(min(self.layout.sinks, state.tokens, first))
         return torch.cat((sinks, torch.arange(first, state.tokens))).to(self.arena.device)
 
     # -- a sequence comes and goes --------------------------------------------------------------
@@ -195,7 +151,7 @@ class Lanes:
 
     def fill(self, lane: int, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> None:
         """Keys and values (n, kv_heads, head_dim) of resident tokens, into their slots."""
-        heads, slots = self.offloaded[layer], self.slot(positions)
+        heads, slots = self.offloaded[layer], self.layout.slot(positions)
         for which, rows in enumerate((keys, values)):
             self.store[layer][lane, which][:, slots] = rows[:, heads].transpose(0, 1)
 
@@ -231,37 +187,9 @@ class Lanes:
             # What is gathered from now on may be in them.
             self.mover.wait(self._leaving.pop(0)[0])
         states = [self.states[lane] for lane in lanes]
-        tokens = np.array([state.tokens for state in states])
-        host = np.array([state.host_tokens for state in states])
-        chosen = np.array([state.chosen for state in states])
-        positions = tokens[:, None] + np.arange(new)
-        device = self.arena.device
-
-        def send(array: np.ndarray) -> Tensor:
-            flat = torch.from_numpy(np.ascontiguousarray(array))
-            if device.type == "cuda":
-                flat = flat.pin_memory()
-            return flat.to(device, non_blocking=True)
-
-        index, where = send(np.array(list(lanes))), send(positions)
-        blocks = int(host.max()) // self.arena.block_tokens
-        candidates = np.arange(int(host.max()))
-        mask = (candidates >= self.sinks) & (candidates < host[:, None])
-        causal = np.arange(positions.max() + 1) <= positions[..., None]
-        fresh = np.array([state.fresh for state in states]) & (chosen > 0)
-        return View(
-            lanes=list(lanes),
-            new=new,
-            index=index,
-            positions=where,
-            slots=self.slot(where),
-            seen=self._for_queries(send(self._seen(positions, host, chosen))),
-            all_seen=self._for_queries(send(causal)),
-            candidates=send(mask),
-            table=self.table[index, :blocks],
-            chosen=int(chosen.max()),
-            forced=send(fresh) if fresh.any() else None,
-        )
+        blocks = max(state.host_tokens for state in states) // self.arena.block_tokens
+        index = torch.tensor(list(lanes), device=self.arena.device)
+        return make_view(list(lanes), states, new, self.layout, self.table[index, :blocks])
 
     def write(self, layer: int, view: View, kv: Tensor) -> None:
         """Keys and values (batch·new, 2·kv_width) of the new tokens, into slots and full caches."""
@@ -304,7 +232,7 @@ class Lanes:
     # -- inside -------------------------------------------------------------------------------
 
     def _chosen(self, tokens: int, host_tokens: int) -> int:
-        most = max(0, host_tokens - self.sinks)
+        most = max(0, host_tokens - self.layout.sinks)
         return min(self.settings.clo.chosen_tokens(tokens), most, self.most_chosen)
 
     def _room(self, lanes: Sequence[int], new: int) -> None:
@@ -322,23 +250,6 @@ class Lanes:
                     f"{new} more do not fit"
                 )
 
-    def _seen(self, positions: np.ndarray, host: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        """(batch, new, slots used) bool."""
-        slots = np.arange(self.choice_start + int(chosen.max()))
-        ring = (slots >= self.sinks) & (slots < self.choice_start)
-        last = positions[..., None]
-        # The latest token at or before each query that a slot of the ring can hold.
-        held = last - (last - (slots - self.sinks)) % self.ring
-        first = np.maximum(host, self.sinks)[:, None, None]
-        in_ring = ring & (held >= first)
-        sink = (slots < self.sinks) & (slots <= last)
-        choice = (slots >= self.choice_start) & (slots < self.choice_start + chosen[:, None, None])
-        return sink | in_ring | choice
-
-    def _for_queries(self, seen: Tensor) -> Tensor:
-        """(batch, new, keys) for the queries of a group: (batch, 1, new·group, keys)."""
-        return seen.repeat_interleave(self.group, dim=1)[:, None]
-
     def _leave(self, lane: int, state: Lane, block: int) -> None:
         """The oldest block of the ring goes to host memory."""
         size, arena, start = self.arena.block_tokens, self.arena, state.host_tokens
@@ -348,7 +259,7 @@ class Lanes:
         kept = range(stop - (chosen - state.chosen), stop)
         targets, sources = [], []
         positions = torch.arange(start, stop, device=arena.device)
-        slots = self.slot(positions)
+        slots = self.layout.slot(positions)
         for layer in range(self.config.layers):
             rows = torch.empty(arena.kv_block_shape, dtype=arena.dtype, device=arena.device)
             heads, always = self.offloaded[layer], self.persistent[layer]
@@ -356,7 +267,7 @@ class Lanes:
                 mine = self.store[layer][lane]
                 rows[:, :, heads] = mine[:, :, slots].transpose(1, 2)
                 if len(kept):
-                    first = self.choice_start + state.chosen
+                    first = self.layout.choice_start + state.chosen
                     new = slots[len(slots) - len(kept) :]
                     mine[:, :, first : first + len(kept)] = mine[:, :, new]
                     held = torch.arange(kept.start, kept.stop, device=arena.device)

@@ -85,7 +85,7 @@ def open_from_host(lanes: Lanes, lane: int, blocks: Sequence[int]) -> None:
     for layer in range(lanes.config.layers):
         near, whole = gathers[2 * layer].target, gathers[2 * layer + 1].target
         if near.numel():
-            lanes.store[layer][lane][:, :, lanes.slot(resident)] = near
+            lanes.store[layer][lane][:, :, lanes.layout.slot(resident)] = near
         if whole.numel():
             lanes.full[layer][lane][:, :, :tokens] = whole
 

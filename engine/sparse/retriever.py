@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.sparse.codes import agreement
 from engine.sparse.gather import Gather, pairs
-from engine.sparse.lanes import Lanes, View
+from engine.sparse.lanes import Lanes
+from engine.sparse.view import View
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,12 @@ from torch import Tensor
 from engine.blocks import OutOfBlocks
 from engine.prefix import BlockKey, PrefixCache
 from engine.sequence import Load, Sequence
+from engine.sparse.asked import SPARSE, Done, SparseCounts
 from engine.sparse.forward import SparseForward
 from engine.sparse.opening import open_from_device, open_from_host
 from engine.transfer import TransferFailed
 from kappa.plan.clo import persistent_share, sparse_plan
-from kappa.plan.planners import Cached, Planner, Planning
+from kappa.plan.planners import Cached
 from kappa.plan.rates import PlanRates
 from kappa.plan.segments import LoadPlan, Segment
 
@@ -34,33 +35,8 @@ if TYPE_CHECKING:
     from engine.memory import EngineMemory
     from engine.store import HostStore
 
-SPARSE = "sparse"
-"""The name of the plan that leaves a prefix in host memory."""
-
 # A prefix stays in host memory unasked only if that is predicted to be so much faster.
 _LEAST_GAIN = 0.1
-
-
-@dataclass(slots=True)
-class SparseCounts:
-    """Requests that moved into a lane, that began in one, and that had to leave one; tokens that
-    were computed sparsely; passes that failed."""
-
-    moved: int = 0
-    begun: int = 0
-    expelled: int = 0
-    tokens: int = 0
-    failed: int = 0
-
-
-@dataclass(slots=True)
-class Done:
-    """What a round of sparse passes gave: logits of each request's last token; those that cannot go
-    on in their lane; and of those that began, seconds of link and bytes."""
-
-    logits: dict[Sequence, Tensor] = field(default_factory=dict)
-    lost: list[Sequence] = field(default_factory=list)
-    begun: dict[Sequence, tuple[float, int]] = field(default_factory=dict)
 
 
 class SparseServing:
@@ -170,9 +146,12 @@ class SparseServing:
         if not sequence.approx or sequence in self._lane or not self._free:
             return False
         if sequence.kept is not None:
+            # The CPU attends to what it left in host memory.
+            return False
+        if sequence.kept is not None:
             # Its prefix has no device blocks to move from.
             return False
-        if host_tokens <= self.lanes.sinks or not self._fits(sequence, 0):
+        if host_tokens <= self.lanes.layout.sinks or not self._fits(sequence, 0):
             return False
         keys = sequence.keys[: host_tokens // self._block]
         if any(self._host.find(key) is None and self._stored(key) for key in keys):
@@ -244,7 +223,7 @@ class SparseServing:
         longest = sequence.prompt_tokens + sequence.max_tokens
         within = longest <= self.lanes.settings.max_tokens
         return within and (
-            not cached_tokens or self.lanes.host_part(cached_tokens) > self.lanes.sinks
+            not cached_tokens or self.lanes.host_part(cached_tokens) > self.lanes.layout.sinks
         )
 
     def _usable(self, key: BlockKey) -> bool:
@@ -333,19 +312,3 @@ def lanes_of(sparse: SparseForward, memory: EngineMemory, store: HostStore) -> S
     )
     memory.sparse, store.copied = made, made.store
     return made
-
-
-def check_asked(
-    approx: bool, planner: str | Planner | None, sparse: SparseServing | None, planning: Planning
-) -> None:
-    """Do nothing for a request whose planner there is, and a lane if it may be approximate.
-
-    Raises:
-        ValueError: there is none; says which planners there are, or what a lane needs.
-    """
-    if approx and sparse is None:
-        raise ValueError(
-            "approximate answers were asked of an engine without lanes: set engine.approx"
-        )
-    if not (approx and planner == SPARSE):
-        planning.check(planner)

@@ -107,6 +107,12 @@ class ClusterSettings(Section):
         """Workers that the cluster starts with."""
         return sum(pool.least for pool in self.all_pools)
 
+    def first_worker(self) -> ClusterSettings:
+        """The same cluster with one worker only, of its first pool."""
+        one = {"replicas": 1, "autoscaling": None, "role": "both"}
+        pools = tuple(pool.model_copy(update=one) for pool in self.pools[:1])
+        return self.model_copy(update={"nodes": self.nodes[:1], "pools": pools})
+
     def unpaced(self) -> ClusterSettings:
         """The same cluster at the machine's own speed."""
         nodes = tuple(node.model_copy(update={"paced": False}) for node in self.nodes)

@@ -56,6 +56,8 @@ def started(folder: Path, settings: str, survivors: list[str]) -> Iterator[Targe
     Raises:
         FaultsError: it did not start; with what it said last.
     """
+    # Whoever ends us must not leave a cluster behind.
+    signal.signal(signal.SIGTERM, _interrupted)
     folder.mkdir(parents=True, exist_ok=True)
     config, errors = folder / "cluster.yaml", folder / "cluster.log"
     config.write_text(settings, encoding="utf-8")
@@ -80,6 +82,10 @@ def started(folder: Path, settings: str, survivors: list[str]) -> Iterator[Targe
         yield target
     finally:
         survivors += _stop(process, target)
+
+
+def _interrupted(*_: object) -> None:
+    raise SystemExit(143)
 
 
 def _ready(process: subprocess.Popen[str], errors: Path) -> dict[str, Any]:

@@ -42,7 +42,8 @@ async def try_faults(
             verdicts.append(await try_fault(target, fault, mix, seed + turn, turn))
         except FaultsError as error:
             verdicts.append(_untried(fault, str(error)))
-        progress(f"{fault.name}: {'kept' if verdicts[-1].kept else verdicts[-1].failed[0]}")
+        said = "kept" if verdicts[-1].kept else f"BROKEN: {'; '.join(verdicts[-1].failed)}"
+        progress(f"{fault.name}: {said}")
     return verdicts
 
 

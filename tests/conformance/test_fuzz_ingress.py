@@ -144,3 +144,12 @@ def test_any_bytes_get_an_answer(stack, path, body):
     answer = stack.http.post(path, content=body, headers=AS_JSON)
     assert answer.status_code in (400, 422), answer.text
     assert not (complaint := judge(answer)), complaint
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_half_a_surrogate_pair_is_refused_and_can_be_told(stack, path):
+    for name in ("model", "\ud800", "messages"):
+        body = {"model": MODEL, "messages": [{"role": "\ud800", "content": "x"}], name: "\ud800"}
+        answer = stack.http.post(path, content=json.dumps(body).encode(), headers=AS_JSON)
+        assert answer.status_code in (400, 404, 422), answer.text
+        assert not (complaint := judge(answer)), complaint

@@ -1,8 +1,10 @@
 """A pool as a Serve deployment: its engine, its place, its number; and what cannot go together."""
 
 import pytest
+import ray
 
 from deploy.app.build import build_app
+from deploy.app.cluster import Cluster
 from deploy.app.model import Model, StartError
 from deploy.app.plan import pool_nodes, worker_plan
 from deploy.app.pools import pool_config, pool_deployment
@@ -142,3 +144,23 @@ def test_names_of_a_pool_that_scales_are_bounded():
     settings = cluster({"name": "a", "autoscaling": {"max_replicas": 3}})
     nodes = pool_nodes(settings, settings.all_pools[0])
     assert [node.name for node in nodes] == ["a-0", "a-1", "a-2"]
+
+
+def test_before_anything_starts_all_that_is_known_to_be_wrong_is_told():
+    settings = cluster(
+        {"name": "a", "placement": {"resources": {"pool-a": 1}}},
+        {"name": "b", "placement": {"labels": {"zone": "x"}}},
+        {"name": "c", "paced": True, "placement": {"gpus": 1}},
+    )
+    with pytest.raises(StartError) as caught, Cluster(settings):
+        pass
+    told = str(caught.value)
+    assert "pools.0.placement: pool a fits none of 1 machine(s): this machine has pool-a" in told
+    assert "pools.1.placement" in told and "label zone=(none), not x" in told
+    assert "pools c have GPUs and are paced" in told
+    assert not ray.is_initialized()
+
+
+def test_rays_client_protocol_is_refused():
+    with pytest.raises(StartError, match="HOST:PORT or auto"):
+        Cluster(load_settings(), address="ray://somewhere:10001")

@@ -58,6 +58,13 @@ def test_unpaced_reaches_pools():
     assert not settings.unpaced().all_pools[0].paced
 
 
+def test_one_worker_of_a_cluster_is_a_cluster():
+    assert [p.name for p in load_settings().first_worker().all_pools] == ["pcie"]
+    pools = [pool(role="prefill", replicas=3), pool(name="b")]
+    (one,) = load_settings(None, pools=pools).first_worker().all_pools
+    assert (one.name, one.most, one.role) == ("a", 1, "both")
+
+
 @pytest.mark.parametrize(
     ("data", "key", "says"),
     [

@@ -18,7 +18,8 @@ pytestmark = [
 ]
 
 CONFIG = """
-engine: {kind: torch, device_blocks: 200, max_context_tokens: 6144}
+engine:
+  {kind: torch, device_blocks: 200, max_context_tokens: 6144, approx: ask, sparse: {lanes: 2}}
 nodes:
   - {name: one, profile: pcie, paced: false}
   - {name: two, profile: pcie, paced: false}
@@ -36,12 +37,12 @@ def long_text(name):
     return " ".join(f"{name} counts {i * 7919 % 1000}." for i in range(400))
 
 
-def ask(own, text, plan=None, **fields):
+def ask(own, text, plan=None, approx=None, **fields):
     raw = own.openai.chat.completions.with_raw_response.create(
         model=own.model,
         messages=[{"role": "user", "content": text}],
         **{"max_tokens": 8, "temperature": 0.0, **fields},
-        extra_body={"ignore_eos": True},
+        extra_body={"ignore_eos": True, **({"approx": approx} if approx else {})},
         extra_headers={"x-kappa-plan": plan} if plan else {},
     )
     return raw.parse(), raw.headers
@@ -66,6 +67,21 @@ def test_evicted_prompts_come_back_by_the_plan_that_is_asked_for(own):
     for plan in ("kv", "recompute"):
         again, _ = ask(own, long_text("Bea"), plan)
         assert again.choices[0].message.content == first.choices[0].message.content
+
+
+def test_an_approximate_answer_is_given_to_who_asks_and_says_so(own):
+    exact, headers = ask(own, long_text("Cid"), max_tokens=32)
+    assert "x-kappa-approx" not in headers
+    assert "approximate_tokens" not in exact.usage.model_dump()
+    raw = own.openai.chat.completions.with_raw_response.create(
+        model=own.model, messages=[{"role": "user", "content": long_text("Cid")}], max_tokens=32,
+        temperature=0.0, extra_body={"ignore_eos": True}, extra_headers={"x-kappa-approx": "ok"},
+    )  # fmt: skip
+    usage = raw.parse().usage.model_dump()
+    assert raw.headers["x-kappa-approx"] == "ok"
+    assert 0 < usage["approximate_tokens"] <= 32 == usage["completion_tokens"]
+    with pytest.raises(openai.BadRequestError, match="give 'ok'"):
+        ask(own, "Hello", approx="perhaps")
 
 
 def test_streams_errors_and_plans_are_as_openais(own):

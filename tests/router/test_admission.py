@@ -13,8 +13,11 @@ from router.policies import policy_named
 from tests.router.test_core import announcement, ask
 
 
-def router(admission, *workers):
-    made = Router(RouterConfig(policy=policy_named("ttft"), secret=7, admission=admission))
+def router(admission, *workers, stale_after_s=10.0):
+    config = RouterConfig(
+        policy=policy_named("ttft"), secret=7, admission=admission, stale_after_s=stale_after_s
+    )
+    made = Router(config)
     for worker in workers or ("a", "b"):
         made.join(announcement(worker), 0.0)
     return made
@@ -56,7 +59,7 @@ def test_the_floor_lets_short_prompts_in_whatever_their_multiple():
 def test_one_that_was_let_in_and_lost_its_worker_is_not_refused():
     made = router(Admission())
     flood(made)
-    made.route(ask("again", tokens=20_000, seed=1, exclude=frozenset({"a"})), 1.0)
+    made.route(ask("again", tokens=20_000, seed=1, exclude=frozenset({"a"}), retry=True), 1.0)
 
 
 def test_an_uninformed_request_is_not_judged():
@@ -76,15 +79,16 @@ def test_the_floor_is_in_dilated_time(dilation):
 
 
 def test_a_node_with_many_streams_is_too_slow_per_token():
-    made = router(Admission(ttft_factor=1e9), "a")
+    made = router(Admission(ttft_factor=1e9), "a", stale_after_s=1e9)
     let_in, error = 0, None
     for i in range(2000):
         try:
-            made.route(ask(f"r{i}", tokens=2000, seed=i), 1.0)
+            # So far apart that no prompt is in another's way.
+            made.route(ask(f"r{i}", tokens=2000, seed=i), 20.0 * i)
         except OverloadedError as refused:
             error = refused
             break
-        made.first_token(f"r{i}", 1.0)
+        made.first_token(f"r{i}", 20.0 * i + 0.1)
         let_in += 1
     # Three idle steps: the weights twice over, and the first request's own context.
     assert "each token" in str(error) and error.retry_after_s > 0

@@ -15,7 +15,7 @@ from kappa.report import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
 from router.board import PinGoneError
 from router.core import RouteRequest
-from tests.router.scripted import code, event, get, post, until, words
+from tests.router.scripted import announcement, code, event, get, post, until, words
 
 pytestmark = pytest.mark.ray
 
@@ -284,3 +284,13 @@ async def test_a_first_health_check_waits_no_longer_than_it_may(serve, monkeypat
 
 def live_request():
     return RouteRequest("asked")
+
+
+async def test_a_request_that_comes_before_any_worker_is_known_waits_for_one(serve):
+    ingress, _, app = await serve(words, workers=())
+    early = asyncio.create_task(post(app, stream=True))
+    await asyncio.sleep(0.05)
+    assert not early.done() and ingress.sent == []
+    ingress.board.post("d", {"late": announcement("late")})
+    answer = await early
+    assert answer.status_code == 200 and ingress.sent == ["late"]

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from ray.exceptions import RayActorError
 
+import router.request_path
 from kappa.report import TenantCharge, WorkerReport
 from router.admission import Admission
 from router.tenants import Tenants
@@ -52,7 +53,8 @@ async def test_approximate_answers_are_for_workers_that_may_and_are_told(serve):
     assert live.router.reservations == 0
 
 
-async def test_without_workers_it_is_503_with_a_time_to_come_back(serve):
+async def test_without_workers_it_is_503_with_a_time_to_come_back(serve, monkeypatch):
+    monkeypatch.setattr(router.request_path, "_FIRST_WORKER_S", 0.05)
     _, live, app = await serve(words, workers=())
     answer = await post(app)
     assert (answer.status_code, code(answer)) == (503, "no_worker")

@@ -22,7 +22,7 @@ from router.limits import Allowance
 from router.prefix_hash import salt_of
 from router.rendering import PromptRenderer
 from router.tenants import Tenant, Tenants
-from tests.router.test_ingress import BODY, PATH, Scripted, announcement, event
+from tests.router.scripted import BODY, PATH, Scripted, announcement, event
 from workers.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.ray

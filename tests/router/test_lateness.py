@@ -20,7 +20,7 @@ def served(lateness, worker, predicted_s, actual_s, count=20, start_s=0.0):
 
 def test_without_news_nothing_is_added():
     lateness = Lateness()
-    assert (lateness.late_s("a", 5.0), lateness.prompts_s("a", 5.0)) == (0.0, 0.0)
+    assert (lateness.late_s("a", 5.0), lateness.share("a", 5.0)) == (0.0, 0.0)
 
 
 def test_what_comes_later_than_predicted_is_expected_later():
@@ -40,7 +40,7 @@ def test_a_few_that_were_late_are_no_rule():
     lateness = Lateness()
     now_s = served(lateness, "a", 0.1, 0.1, count=20)
     now_s = served(lateness, "a", 0.1, 5.0, count=2, start_s=now_s)
-    assert lateness.late_s("a", now_s) == 0.0
+    assert lateness.late_s("a", now_s) == pytest.approx(0.0, abs=1e-9)
 
 
 @pytest.mark.parametrize("dilation", [1.0, 30.0])
@@ -63,23 +63,25 @@ def test_one_that_should_have_begun_tells_at_once():
     assert lateness.late_s("a", 2.0) == pytest.approx(0.5)
 
 
-def test_work_of_prompts_adds_up_and_fades_with_the_window():
+@pytest.mark.parametrize(("long", "window_s"), [(False, 3.0), (True, 12.0)])
+@pytest.mark.parametrize("dilation", [1.0, 30.0])
+def test_work_of_prompts_adds_up_and_fades_with_its_window(long, window_s, dilation):
     lateness = Lateness()
-    lateness.window_s = 2.0
     for i in range(4):
-        lateness.sent(f"r{i}", "a", 10.0, 0.1, 0.5)
-    assert lateness.prompts_s("a", 10.0) == pytest.approx(2.0)
-    assert lateness.prompts_s("a", 12.0) == pytest.approx(2.0 / math.e)
-    assert lateness.prompts_s("a", 9.0) == pytest.approx(2.0), "a clock may run backwards"
+        lateness.sent(f"r{i}", "a", 10.0, 0.1, 0.1 * window_s * dilation, dilation)
+    assert lateness.share("a", 10.0, long=long) == pytest.approx(0.4)
+    later_s = 10.0 + window_s * dilation
+    assert lateness.share("a", later_s, long=long) == pytest.approx(0.4 / math.e)
+    assert lateness.share("a", 9.0, long=long) == pytest.approx(0.4), "a clock may run backwards"
 
 
-def test_a_steady_stream_is_as_much_work_as_comes_within_the_window():
+@pytest.mark.parametrize("long", [False, True])
+def test_a_steady_stream_has_its_share(long):
     lateness = Lateness()
-    lateness.window_s = 3.0
-    for i in range(4000):
+    for i in range(8000):
         lateness.sent(f"r{i}", "a", i * 0.01, 0.1, 0.003)
         lateness.ended(f"r{i}")
-    assert lateness.prompts_s("a", 40.0) == pytest.approx(3.0 * 0.3, rel=0.02)
+    assert lateness.share("a", 80.0, long=long) == pytest.approx(0.3, rel=0.02)
 
 
 def test_nothing_is_kept_of_what_is_over_or_of_a_worker_that_left():
@@ -91,7 +93,7 @@ def test_nothing_is_kept_of_what_is_over_or_of_a_worker_that_left():
         lateness.ended(f"r{i}")
     lateness.left("b")
     assert len(lateness) == 0
-    assert lateness.late_s("b", 99.0) == lateness.prompts_s("b", 0.0) == 0.0
+    assert lateness.late_s("b", 99.0) == lateness.share("b", 0.0) == 0.0
 
 
 def test_words_about_unknown_requests_change_nothing():

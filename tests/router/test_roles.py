@@ -2,13 +2,18 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.step import StepModel
 from kappa.types import TokenCounts
+from router.core import Router, RouterConfig, RouteRequest
 from router.offers import Candidate
+from router.policies import policy_named
+from router.prefix_hash import secret_from_seed
+from router.recording import _request_in, _request_out
 from router.roles import Network, hands_over, prefill_only
 
 NETWORK = Network(bytes_per_s=1e9, fixed_s=0.01, min_new_tokens=100)
@@ -54,3 +59,18 @@ def test_a_memory_bound_prompt_stays_with_its_kv():
 
 def test_a_short_prompt_is_not_worth_it():
     assert not hands_over(offer(1.0, new=99.0), offer(0.0), 0.0, NETWORK)
+
+
+def test_what_is_handed_over_need_not_be_computed_and_is_recorded():
+    router = Router(RouterConfig(policy=policy_named("ttft"), secret=secret_from_seed("s")))
+    router.join(said("a"), 0.0)
+    tokens = np.arange(640)
+    fresh = router.explain(RouteRequest("r", tokens), 0.0).chosen
+    request = RouteRequest("r", tokens, handed_tokens=640)
+    handed = router.explain(request, 0.0).chosen
+    # An engine computes at least the last token, so the last block is not used.
+    assert (handed.counts.device_tokens, handed.counts.new_tokens) == (624, 16)
+    assert (fresh.counts.device_tokens, fresh.counts.new_tokens) == (0, 640)
+    assert handed.ttft_s < fresh.ttft_s
+    recorded = _request_in(_request_out(request))
+    assert recorded.handed_tokens == 640

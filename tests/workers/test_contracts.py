@@ -100,6 +100,9 @@ def test_a_shorter_hit_and_a_load_in_the_prompt_s_own_step_are_known_to_vllm():
 
     states = scheduler.RequestOffloadState
     assert "partial_tail_boundary" in states.__annotations__
+    assert "max_offload_tokens" in states.__annotations__
+    source = inspect.getsource(scheduler.OffloadingConnectorScheduler)
+    assert "self._current_batch_load_jobs" in source
     assert parameters(states.update_num_hit_chunks) == ["self", "num_cached_tokens"]
     assert "self._req_status" in inspect.getsource(scheduler.OffloadingConnectorScheduler)
     assert "kv_cache_config" in parameters(worker.OffloadingConnectorWorker.__init__)
@@ -320,6 +323,13 @@ def test_the_request_router_has_the_methods_that_we_override():
     assert parameters(RequestRouter.on_request_completed) == [
         "self", "replica_id", "internal_request_id",
     ]  # fmt: skip
+    assert parameters(RequestRouter._remove_pending_request_from_indices) == [
+        "self", "pending_request",
+    ]  # fmt: skip
+    # A request whose future has an answer is passed over at the next look at its candidates.
+    assert "pending_request.future.done()" in inspect.getsource(
+        RequestRouter._fulfill_pending_requests
+    )
     assert "kwargs" in parameters(RequestRouter.initialize_state)
     assert "self._deployment_id" in inspect.getsource(RequestRouter.__init__)
 
@@ -396,3 +406,59 @@ def test_a_running_serve_can_be_asked_where_it_listens():
 
     assert parameters(_get_global_client) == ["raise_if_no_controller_running"]
     assert isinstance(ServeControllerClient.http_config, property)
+
+
+# -- workers.transfer_connector -----------------------------------------------------------------
+
+
+def test_vllms_connectors_give_and_take_the_way_ours_does():
+    import dataclasses
+
+    from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+        OffloadingConnectorMetadata,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+    from vllm.outputs import RequestOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+    # Ours adds fields behind theirs.
+    assert dataclasses.is_dataclass(OffloadingConnectorMetadata)
+    assert fields(OffloadingConnectorMetadata) == {"load_jobs", "store_jobs", "jobs_to_flush"}
+    for name in (
+        "start_load_kv", "get_finished", "get_block_ids_with_load_errors", "build_connector_meta",
+        "update_state_after_alloc", "get_num_new_matched_tokens", "request_finished", "shutdown",
+    ):  # fmt: skip
+        assert hasattr(KVConnectorBase_V1, name), name
+    assert parameters(OffloadingConnector.request_finished_all_groups) == [
+        "self", "request", "block_ids",
+    ]  # fmt: skip
+    assert "self.kv_transfer_params" in inspect.getsource(Request.__init__)
+    assert "kv_transfer_params" in parameters(RequestOutput.__init__)
+    # One more step follows a request's end: that is when its blocks are copied.
+    assert "self.finished_req_ids" in inspect.getsource(Scheduler.has_finished_requests)
+    assert "recompute" in str(KVTransferConfig.__dataclass_fields__["kv_load_failure_policy"].type)
+
+
+def test_openai_bodies_and_answers_carry_the_place_of_a_transfer():
+    from ray.serve.llm.openai_api_models import (
+        ChatCompletionRequest,
+        ChatCompletionResponse,
+        CompletionRequest,
+        CompletionResponse,
+    )
+
+    for model in (
+        ChatCompletionRequest, ChatCompletionResponse, CompletionRequest, CompletionResponse,
+    ):  # fmt: skip
+        assert "kv_transfer_params" in model.model_fields
+
+
+def test_serve_places_workers_by_label():
+    import ray.serve
+
+    assert "placement_group_bundle_label_selector" in parameters(ray.serve.deployment)

@@ -59,28 +59,41 @@ def test_without_an_owner_nothing_is_followed(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Linux facility")
 def test_one_whose_owner_has_gone_before_it_asked_ends_at_once(monkeypatch):
-    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
-                          capture_output=True, text=True, check=True, timeout=_PATIENCE_S)  # fmt: skip
-    for owner in (f"{done.stdout.strip()}:1", f"{os.getppid()}:1"):  # gone; another by that number
+    pid_of_itself = [sys.executable, "-c", "import os; print(os.getpid())"]
+    gone = subprocess.check_output(pid_of_itself, text=True, timeout=_PATIENCE_S).strip()
+    another_by_that_number = f"{os.getppid()}:1"
+    for owner in (f"{gone}:1", another_by_that_number):
         ended = []
         monkeypatch.setenv(OWNER_ENV, owner)
         assert follow_owner(ended.append) is None
         assert ended == [1]
 
 
+FOLLOWER = """
+import time
+from workers.reaper import follow_owner
+assert follow_owner() is not None
+print(1, flush=True)
+time.sleep(600)
+"""
+
+BETWEEN = """
+import subprocess, sys
+command = [sys.executable, "-c", sys.argv[1]]
+child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
 OWNER = """
 import subprocess, sys
 from workers.reaper import own_engines
 own_engines()
-between = subprocess.Popen([sys.executable, "-c", '''
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "from workers.reaper import follow_owner\\\\nimport "
-    "time\\\\nassert follow_owner() is not None\\\\nprint(1, flush=True)\\\\ntime.sleep(600)"],
-    stdout=subprocess.PIPE, text=True)
-child.stdout.readline()
-print(child.pid, flush=True)
-sys.stdin.read()
-'''], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, start_new_session=True)
+between = subprocess.Popen(
+    [sys.executable, "-c", *sys.argv[1:]], stdout=subprocess.PIPE, stdin=subprocess.PIPE,
+    text=True, start_new_session=True,
+)
 print(between.stdout.readline().strip(), flush=True)
 sys.stdin.read()
 """
@@ -88,9 +101,8 @@ sys.stdin.read()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Linux facility")
 def test_a_process_ends_with_its_killed_owner_whoever_is_between_them():
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", OWNER, BETWEEN, FOLLOWER]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     handle = os.pidfd_open(int(owner.stdout.readline()))
     try:
         owner.send_signal(signal.SIGKILL)

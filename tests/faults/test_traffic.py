@@ -1,0 +1,141 @@
+"""What clients note of good and bad answers, over real HTTP; and how many are open at once."""
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+
+from loadtest.faults.storm import Storm, crowd, storm
+from loadtest.faults.target import FaultsError
+from loadtest.faults.traffic import Mix, Traffic
+
+CHUNK = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
+ERROR = {"error": {"message": "no", "type": "server_error", "param": None, "code": "no_worker"}}
+
+
+class Endpoint:
+    """Answers as `mode` says, and counts."""
+
+    def __init__(self):
+        self.mode, self.bodies, self.open, self.most_open = "fine", [], 0, 0
+        self.gate = asyncio.Event()
+
+    async def chat(self, request):
+        body = await request.json()
+        self.bodies.append(body)
+        if self.mode == "refuse":
+            return web.json_response(ERROR, status=503)
+        if self.mode == "nonsense":
+            return web.Response(text="<html>", status=500)
+        if not body["stream"]:
+            return web.json_response({"choices": []}, headers={"x-kappa-node": "a"})
+        answer = web.StreamResponse(headers={"x-kappa-node": "a"})
+        await answer.prepare(request)
+        await answer.write(CHUNK)
+        self.open += 1
+        self.most_open = max(self.open, self.most_open)
+        if self.mode == "wait":
+            await self.gate.wait()
+        self.open -= 1
+        if self.mode == "cut":
+            request.transport.close()
+            return answer
+        end = b"data: [DONE]\n\n" if self.mode != "tell" else b"data: " + json.dumps(ERROR).encode()
+        await answer.write(end + b"\n\n")
+        return answer
+
+
+@pytest.fixture
+async def served():
+    endpoint = Endpoint()
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", endpoint.chat)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]
+    yield endpoint, f"http://127.0.0.1:{port}"
+    endpoint.gate.set()
+    await runner.cleanup()
+
+
+QUIET = Mix(clients=0, documents=4, words=20)
+
+
+@pytest.mark.parametrize(
+    ("mode", "streamed", "ok", "told", "begun", "error"),
+    [
+        ("fine", False, True, False, True, ""),
+        ("fine", True, True, False, True, ""),
+        ("refuse", False, False, False, True, "503 no_worker"),
+        ("refuse", True, False, False, True, "503 no_worker"),
+        ("nonsense", False, False, False, True, "500 in another shape"),
+        ("tell", True, False, True, True, "error event"),
+        ("cut", True, False, False, True, "ClientPayloadError"),
+    ],
+)
+async def test_each_kind_of_answer_is_noted_as_what_it_is(
+    served, mode, streamed, ok, told, begun, error
+):
+    endpoint, url = served
+    endpoint.mode = mode
+    async with Traffic(url, "m", QUIET, 0) as traffic:
+        seen = await traffic.ask(0, streamed)
+    assert (seen.ok, seen.told, seen.first_s is not None, seen.error) == (ok, told, begun, error)
+
+
+async def test_nobody_there_is_noted_too():
+    async with Traffic("http://127.0.0.1:9", "m", QUIET, 0) as traffic:
+        seen = await traffic.ask(0, False)
+    assert not seen.ok and seen.status == 0 and seen.error == "ClientConnectorError"
+
+
+async def test_clients_ask_until_they_are_told_to_settle_and_what_they_ask_is_the_seeds(served):
+    endpoint, url = served
+    asked = []
+    for _ in range(2):
+        endpoint.bodies = []
+        async with Traffic(url, "m", Mix(clients=1, documents=4, words=20), 7) as traffic:
+            while len(endpoint.bodies) < 20:
+                await asyncio.sleep(0.005)
+        assert len(traffic.seen) == len(endpoint.bodies)
+        asked.append([(b["stream"], b["messages"][0]["content"]) for b in endpoint.bodies[:20]])
+    assert asked[0] == asked[1]
+    assert {stream for stream, _ in asked[0]} == {True, False}
+
+
+class Rows:
+    """A target without a cluster: rows, and nothing reserved."""
+
+    def __init__(self, url, rows=()):
+        self.url, self.model, self.headers, self._rows = url, "m", {}, list(rows)
+
+    def nodes(self):
+        return self._rows
+
+    def reservations(self):
+        return 0
+
+    def until(self, question, patience_s):
+        return question()
+
+
+async def test_a_crowd_is_open_all_at_once(served):
+    endpoint, url = served
+    endpoint.mode = "wait"
+    run = asyncio.create_task(crowd(Rows(url), 50, QUIET, 0))
+    async with asyncio.timeout(20):
+        while endpoint.most_open < 50:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)  # each client reads its first line
+    endpoint.gate.set()
+    seen = await run
+    assert (seen.streams, seen.failed, seen.most_open) == (50, 0, 50)
+
+
+async def test_a_storm_needs_somebody_who_takes_over(served):
+    _, url = served
+    with pytest.raises(FaultsError, match="needs two"):
+        await storm(Rows(url, [{"node": "a"}]), Storm(10, 1), QUIET, 0, print)
