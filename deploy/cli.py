@@ -28,6 +28,7 @@ from deploy.commands import (
     replay,
     serve,
     simulate,
+    why,
     workload,
 )
 
@@ -48,6 +49,7 @@ app.command()(simulate.simulate)
 app.command()(workload.workload)
 app.command()(replay.replay)
 app.command()(power.power)
+app.command()(why.why)
 app.command()(dashboards.dashboards)
 app.command()(faults.faults)
 app.add_typer(keys.app, name="keys")
