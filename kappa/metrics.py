@@ -212,6 +212,17 @@ WORKERS = Metric("kappa_workers", "gauge", "workers known, by whether they are p
 
 ALL: tuple[Metric, ...] = tuple(v for v in list(globals().values()) if isinstance(v, Metric))
 
+ADDING: frozenset[str] = frozenset(
+    metric.name
+    for metric in (
+        DECISIONS, REQUESTS, RATIO, PREDICTED_TTFT, TTFT, TTFT_ERROR, DECISION_SECONDS,
+        TOKENIZE_SECONDS, RESERVATIONS, STREAM_GAPS, OUTPUT_TOKENS, TENANT_REQUESTS,
+        KEY_FILE_READS, PREFILLS, ROLLOUT_REQUESTS, ROLLOUT_TTFT, SHADOWS, SHADOW_SAVING, RETRIES,
+        BREAKER_OPENED,
+    )
+)  # fmt: skip
+"""What each of several ingresses counts of its own requests; the rest all hear from workers."""
+
 
 def document() -> str:
     """`docs/metrics.md`: every metric with kind, labels and meaning."""

@@ -79,7 +79,8 @@ class Announcement:
     everything two workers must share for their KV blocks to mean the same. net_bytes_per_s: how
     fast it can fetch blocks from a peer's host tier; 0 when it cannot. packs: its scheduler goes on
     past a request that does not fit, and starts loads just in time. engine: its kind. load_plan:
-    how it brings cached prefixes back, {"planner": name, "act_share": share of stored blocks kept
+    how it brings cached prefixes back, {"planner": name, "cpu_room_share": as in the settings,
+    where its CPU attends to host memory, "act_share": share of stored blocks kept
     as activations, "rates": as `kappa.plan.rates` reads them}; empty if it loads them whole and
     then computes. tier: the kind of its host tier; shared_tier: names the server that several
     workers have as their host tier, empty if it is the worker's own. start_s: from the start of its

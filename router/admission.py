@@ -67,15 +67,15 @@ class Admission:
 
     TTFT within max(floor_s, ttft_factor x idle), TPOT within tpot_factor x idle. The idle TTFT is
     the median over the workers of loading what the best holder has and computing the rest. The
-    defaults are the objective itself. newcomers: what of these limits a request has of whose prompt
-    nothing is held; one that is held whole has all of it. A conversation that is refused once
-    costs more when it comes back, so those under way go before those that begin.
+    defaults are the objective itself. least: what of these limits the dearest requests have at
+    least; those of typical work, or less, have all of them. So what is cheap goes on when not all
+    can: by work, the cluster then serves the most requests.
     """
 
     floor_s: float = TTFT_FLOOR_S
     ttft_factor: float = TTFT_IDLE_FACTOR
     tpot_factor: float = TPOT_IDLE_FACTOR
-    newcomers: float = 0.85
+    least: float = 0.2
 
     def ttft_limit_s(self, fleet: Fleet, offers: Offers) -> float:
         """Latest TTFT within the objective, in real seconds."""
@@ -104,13 +104,14 @@ class Admission:
                 for worker, is_long in zip(offers.workers, long, strict=True)
             ]
         )
-        token_s = _alone_s(offers) / (1 - np.minimum(share, MOST_USE))
-        held = float((offers.device_tokens + offers.cached_tokens).max()) / offers.prompt_tokens
-        room = self.newcomers + (1 - self.newcomers) * min(held, 1.0)
+        pace = np.array([lateness.pace(worker) for worker in offers.workers])
+        expected_s = pace * token_s(offers, share)
+        dear = lateness.dearness(float(offers.work_s.min()))
+        room = self.least + (1 - self.least) * min(1.0 / dear, 1.0)
         return Judgement(
             late_s=offers.ttft_s + late_s - room * self.ttft_limit_s(fleet, offers),
-            slow_s=token_s - room * self.tpot_limit_s(fleet, offers),
-            token_s=token_s,
+            slow_s=expected_s - room * self.tpot_limit_s(fleet, offers),
+            token_s=expected_s,
             # Without a free slot it waits until another ends, which no prediction has priced.
             full=offers.in_flight >= sequences,
             output_tokens=offers.expected_output_tokens,
@@ -120,9 +121,11 @@ class Admission:
 def delay_s(offers: Offers) -> Floats:
     """Seconds by which the prompt delays each request that decodes beside it, on each worker.
 
-    A step that reads the weights and the contexts has FLOPs to spare: only what exceeds it counts.
+    A step that reads the weights and the contexts has FLOPs to spare for it, unless prompts that
+    are queued ahead take them: only what exceeds those counts.
     """
-    delays: Floats = np.maximum(offers.work_s - _alone_s(offers), 0.0)
+    spare_s = np.maximum(_alone_s(offers) - offers.gpu_backlog_s, 0.0)
+    delays: Floats = np.maximum(offers.work_s - spare_s, 0.0)
     return delays
 
 
@@ -130,3 +133,9 @@ def _alone_s(offers: Offers) -> Floats:
     """Seconds per token beside all that are in flight, without prompts."""
     alone_s: Floats = offers.tpot_s * (1 - np.minimum(offers.gpu_use, MOST_USE))
     return alone_s
+
+
+def token_s(offers: Offers, share: Floats) -> Floats:
+    """Seconds per token on each worker, where prompts delay it by this share of the time."""
+    stretched_s: Floats = _alone_s(offers) / (1 - np.minimum(share, MOST_USE))
+    return stretched_s

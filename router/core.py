@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kappa.report import Announcement, Arrival, WorkerReport
 from kappa.types import NodeProfile
-from router.admission import Admission, delay_s
+from router.admission import Admission, delay_s, token_s
 from router.jobs import Job
 from router.kv_events import KVEvent, WorkerGone, WorkerReset
 from router.lateness import Lateness
@@ -331,7 +331,7 @@ class Router:
         if flight is None:
             return False
         self.state.finish(request_id, flight.chosen.worker, now_s)
-        self._lateness.ended(request_id)
+        self._lateness.ended(request_id, now_s, flight.output_tokens if complete else 0)
         if complete and flight.output_tokens:
             self._outputs.add(flight.output_tokens)
         return True
@@ -396,7 +396,8 @@ class Router:
         if self.config.admission is not None:
             self._lateness.sent(
                 request.request_id, decision.worker, now_s, float(offers.ttft_s[index]),
-                float(delay_s(offers)[index]), decision.chosen.node.dilation,
+                float(delay_s(offers)[index]), self._token_s(offers, index),
+                decision.chosen.node.dilation,
             )  # fmt: skip
         return decision
 
@@ -474,6 +475,11 @@ class Router:
             return self._decide(again, offers.now_s)
         why, retry_after_s = judged.refusal()
         raise OverloadedError(f"the cluster is full: {why}", retry_after_s)
+
+    def _token_s(self, offers: Offers, index: int) -> float:
+        """What admission expects of a request's tokens there, before it has learnt anything."""
+        share = self._lateness.share(offers.workers[index], offers.now_s)
+        return float(token_s(offers, np.array([share]))[index])
 
     def _sequences(self, workers: list[str]) -> NDArray[np.float64]:
         """How many requests each runs at a time, as it announced; without end if it did not."""

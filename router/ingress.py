@@ -20,7 +20,6 @@ from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from kappa import metrics as m
 from router import live_view
 from router.access import Access, current_tenants
 from router.board import PinGoneError
@@ -31,8 +30,10 @@ from router.ingress_settings import IngressSettings
 from router.live import LiveRouter
 from router.live_start import LiveStart
 from router.logs import configure
+from router.merging import merged
 from router.messages import POOL_HEADER, explanation, max_tokens_of, parse_body, salt_of_body
 from router.observing import Observing
+from router.peers import Peers
 from router.pool_handles import PoolHandles
 from router.ray_router import PIN_HEADER
 from router.rendering import PromptRenderer
@@ -69,6 +70,7 @@ class KappaIngress(OpenAiIngress):
         self._settings = settings
         self._start = LiveStart(settings, self._wake_router, self._rank())
         self._checked = False
+        self._peers = Peers(settings.replicas, "for_peers")
         self._observing = Observing(settings.observing, lambda i: self._live().records.get(i))
         self._path = RequestPath(
             settings, renderer, self._live, lambda: list(self._model_cards), self._call,
@@ -129,37 +131,51 @@ class KappaIngress(OpenAiIngress):
 
     async def decisions(self, request: Request, limit: int = 100) -> Response:
         """The last decisions with their outcomes, newest last; of other tenants to operators."""
-        seen = [r for r in self._live().records.values() if may_see(request, r.tenant)]
-        records = seen[-limit:] if limit > 0 else []
-        return JSONResponse({"decisions": [record.to_dict() for record in records]})
+        told = await self._peers.ask(self.for_peers, "decisions")
+        records = [record for one in told for record in one if may_see(request, record["tenant"])]
+        records.sort(key=lambda record: record["time_s"])
+        return JSONResponse({"decisions": records[-limit:] if limit > 0 else []})
 
     async def decision(self, request_id: str, request: Request) -> Response:
         """One request: its decision, what became of it, and where its time went; or 404."""
-        tenant = self._observing.tenant(request_id)
-        told = self._observing.account(request_id)
-        if told is None or tenant is None or not may_see(request, tenant):
-            raise unknown_request(request_id)
-        return JSONResponse(told)
+        for tenant, told in await self._peers.ask(self.for_peers, "decision", request_id):
+            if told is not None and tenant is not None and may_see(request, tenant):
+                return JSONResponse(told)
+        raise unknown_request(request_id)
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus metrics."""
-        live = self._live()
-        live_view.refresh_gauges(live)
-        live_view.refresh_tenants(live, current_tenants(request.app, self._settings.tenants))
-        refused = request.app.state.keys_refused
-        live.metrics.total(m.TENANT_REQUESTS, "unknown", "invalid_api_key", to=refused)
-        for (tenant, code), count in request.app.state.refused.items():
-            label = live.metrics.tenant(tenant)
-            live.metrics.total(m.TENANT_REQUESTS, label, code, to=count, source=f"limit {tenant}")
-        keyring = request.app.state.keyring
-        for outcome, count in (("read", keyring.reloads), ("failed", keyring.faults)):
-            live.metrics.total(m.KEY_FILE_READS, outcome, to=count)
-        return Response(live.metrics.exposition(), media_type="text/plain; version=0.0.4")
+        """Prometheus metrics, of all ingresses together."""
+        self._asgi_app = request.app
+        told = await self._peers.ask(self.for_peers, "metrics")
+        text = merged(told) if len(told) > 1 else told[0]
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def ready(self) -> Response:
         """200 once a worker can be chosen, else 503."""
         count = len(self._live().router.state.workers)
         return JSONResponse({"workers": count}, status_code=200 if count else 503)
+
+    # -- what other ingresses ask ---------------------------------------------------------------
+
+    async def for_peers(self, what: str, *args: Any) -> Any:
+        """What this ingress alone knows: its `metrics`, its last `decisions`, or one `decision`."""
+        match what:
+            case "metrics":
+                return self._own_metrics()
+            case "decisions":
+                records = list(self._live().records.values())
+                return [record.to_dict() for record in records]
+            case "decision":
+                (request_id,) = args
+                return self._observing.tenant(request_id), self._observing.account(request_id)
+        raise ValueError(f"an ingress asked for {what!r}, which this one does not know")
+
+    def _own_metrics(self) -> bytes:
+        live, app = self._live(), self._asgi_app
+        live_view.refresh_gauges(live)
+        live_view.refresh_tenants(live, current_tenants(app, self._settings.tenants))
+        live_view.refresh_refusals(live, app.state)
+        return live.metrics.exposition()
 
     # -- what Ray asks, and is asked ------------------------------------------------------------
 

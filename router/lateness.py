@@ -13,10 +13,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 _KEPT = 16
-_QUANTILE = 0.8
+_LATE_QUANTILE = 0.8
 _SHORT_S, _LONG_S = 3.0, 12.0
 # News of a worker that is this old (in its dilated seconds) counts for a third.
 _FADE_S = 0.5
+_NO_WORK_S = 1e-9
+_LEAST_PACE, _MOST_PACE = 0.6, 2.0
 
 
 @dataclass(slots=True)
@@ -24,6 +26,7 @@ class _Flight:
     worker: str
     sent_s: float
     ttft_s: float
+    token_s: float
     first_s: float = math.nan
 
 
@@ -32,6 +35,7 @@ class _Worker:
     dilation: float = 1.0
     late_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     late_at_s: float = -math.inf
+    pace: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     short: float = 0.0
     long: float = 0.0
     sent_at_s: float = -math.inf
@@ -45,6 +49,7 @@ class Lateness:
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
         self._flights: dict[str, _Flight] = {}
+        self._works: deque[float] = deque(maxlen=128)
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -56,6 +61,7 @@ class Lateness:
         now_s: float,
         ttft_s: float,
         delay_s: float,
+        token_s: float = 0.0,
         dilation: float = 1.0,
     ) -> None:
         """A request goes to `worker`; its TTFT is predicted, and by how much it delays others."""
@@ -66,7 +72,7 @@ class Lateness:
         state.short = self.share(worker, now_s) + delay_s / (_SHORT_S * dilation)
         state.long = self.share(worker, now_s, long=True) + delay_s / (_LONG_S * dilation)
         state.sent_at_s = now_s
-        self._flights[request_id] = _Flight(worker, now_s, ttft_s)
+        self._flights[request_id] = _Flight(worker, now_s, ttft_s, token_s)
 
     def first_token(self, request_id: str, now_s: float) -> None:
         """Its first token came."""
@@ -79,13 +85,15 @@ class Lateness:
         state.late_s.append(now_s - flight.sent_s - flight.ttft_s)
         state.late_at_s = now_s
 
-    def ended(self, request_id: str) -> None:
-        """It is over."""
+    def ended(self, request_id: str, now_s: float = 0.0, tokens: int = 0) -> None:
+        """It is over, whole with so many tokens; 0 tells nothing of their pace."""
         flight = self._flights.pop(request_id, None)
         state = self._workers.get(flight.worker) if flight else None
         if flight is None or state is None:
             return
         state.waiting.pop(request_id, None)
+        if tokens > 1 and flight.token_s > 0 and not math.isnan(flight.first_s):
+            state.pace.append((now_s - flight.first_s) / (tokens - 1) / flight.token_s)
 
     def left(self, worker: str) -> None:
         """A worker is gone, and what was in flight there."""
@@ -101,13 +109,27 @@ class Lateness:
         state = self._workers.get(worker)
         if state is None:
             return 0.0
-        learnt_s = _typical(state.late_s, 0.0) * _fresh(state.late_at_s, now_s, state.dilation)
+        learnt_s = _typical(state.late_s, 0.0, _LATE_QUANTILE) * _fresh(
+            state.late_at_s, now_s, state.dilation
+        )
         oldest = next(iter(state.waiting), None)
         overdue_s = 0.0
         if oldest is not None:
             flight = self._flights[oldest]
             overdue_s = now_s - flight.sent_s - flight.ttft_s
         return max(learnt_s, overdue_s, 0.0)
+
+    def dearness(self, work_s: float) -> float:
+        """A request's gpu seconds over those of the middle one of those that asked of late."""
+        self._works.append(work_s)
+        return work_s / max(_typical(self._works, work_s), _NO_WORK_S)
+
+    def pace(self, worker: str) -> float:
+        """How many times longer tokens took there than expected, of late; 1 without news."""
+        state = self._workers.get(worker)
+        if state is None:
+            return 1.0
+        return min(max(_typical(state.pace, 1.0), _LEAST_PACE), _MOST_PACE)
 
     def share(self, worker: str, now_s: float, *, long: bool = False) -> float:
         """Delay by the prompts sent there, in seconds per second: of the last 3, or of the last 12.
@@ -121,11 +143,12 @@ class Lateness:
         return share * math.exp(-max(now_s - state.sent_at_s, 0.0) / (window_s * state.dilation))
 
 
-def _typical(samples: deque[float], without: float) -> float:
+def _typical(samples: deque[float], without: float, quantile: float = 0.5) -> float:
+    """A quantile of the samples, the middle by default; `without` any there is that instead."""
     if not samples:
         return without
     ordered = sorted(samples)
-    return ordered[min(int(_QUANTILE * len(ordered)), len(ordered) - 1)]
+    return ordered[int(quantile * len(ordered))]
 
 
 def _fresh(at_s: float, now_s: float, dilation: float) -> float:

@@ -18,6 +18,7 @@ import structlog
 from kappa import metrics as m
 from kappa.report import Admission, Announcement, WorkerReport
 from router.board import BOARD
+from router.breaker import Blocked
 from router.charges import Charges
 from router.core import (
     Decision,
@@ -90,7 +91,7 @@ class LiveRouter:
         """Decide, reserve, count; raises `NoWorkerError`."""
         start_s = time.perf_counter()
         avoided = self.members.blocked()
-        decision = self._decided(self.router.route, request)
+        decision = self._decided(self.router.route, request, avoided)
         self.metrics.observe(m.DECISION_SECONDS, value=time.perf_counter() - start_s)
         chosen, node = decision.chosen, decision.chosen.node.name
         self.metrics.inc(m.DECISIONS, node, decision.policy, decision.reason, chosen.bound)
@@ -134,7 +135,7 @@ class LiveRouter:
 
     def explain(self, request: RouteRequest) -> Decision:
         """What `route` would decide; nothing is reserved. Raises `NoWorkerError`."""
-        return self._decided(self.router.explain, request)
+        return self._decided(self.router.explain, request, self.members.blocked())
 
     def first_token(self, request_id: str, worker: str = "") -> None:
         """A request's first token came, whoever noticed first; `worker` is who says so, if it is
@@ -207,10 +208,12 @@ class LiveRouter:
         return max(soonest_s, self.members.breakers.retry_after_s(now_s))
 
     def _decided(
-        self, decide: Callable[[RouteRequest, float], Decision], request: RouteRequest
+        self,
+        decide: Callable[[RouteRequest, float], Decision],
+        request: RouteRequest,
+        blocked: Blocked,
     ) -> Decision:
         """Among those that do not fail; where there are none, among all that seem to live."""
-        blocked = self.members.blocked()
         gone = request.exclude | blocked.gone
         if not blocked.failing:
             return decide(replace(request, exclude=gone) if blocked.gone else request, self.now_s())

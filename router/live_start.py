@@ -24,8 +24,8 @@ _ASK_AGAIN_S = 0.05
 _DRAIN_MARGIN_S = 5.0
 
 
-def router_config(settings: IngressSettings) -> RouterConfig:
-    """The pure router's part of the ingress' settings."""
+def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:
+    """The pure router's part of the settings, for the ingress of this rank."""
     return RouterConfig(
         policy=policy_named(settings.policy),
         secret=secret_from_seed(settings.secret),
@@ -35,6 +35,7 @@ def router_config(settings: IngressSettings) -> RouterConfig:
         calibrate_requests=settings.calibrate_requests,
         forecast_workers=settings.forecast_workers,
         admission=Admission() if settings.admission else None,
+        first=rank % settings.replicas / settings.replicas,
     )
 
 
@@ -79,7 +80,7 @@ class LiveStart:
         if self._live is None:
             seen = self._settings.observing
             self._live = LiveRouter(
-                router_config(self._settings),
+                router_config(self._settings, self._rank),
                 record=record_file(self._settings, self._rank),
                 rule=member_rule(self._settings),
                 counting=seen.metrics,

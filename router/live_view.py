@@ -59,6 +59,16 @@ def refresh_tenants(live: LiveRouter, known: Tenants) -> None:
             live.metrics.set(m.TENANT_CREDIT, label, to=credit.get(tenant, 0.0))
 
 
+def refresh_refusals(live: LiveRouter, state: Any) -> None:
+    """Bring in what was turned away before it was a request, from the application's `state`."""
+    live.metrics.total(m.TENANT_REQUESTS, "unknown", "invalid_api_key", to=state.keys_refused)
+    for (tenant, code), count in state.refused.items():
+        label = live.metrics.tenant(tenant)
+        live.metrics.total(m.TENANT_REQUESTS, label, code, to=count, source=f"limit {tenant}")
+    for outcome, count in (("read", state.keyring.reloads), ("failed", state.keyring.faults)):
+        live.metrics.total(m.KEY_FILE_READS, outcome, to=count)
+
+
 def tenants(live: LiveRouter, known: Tenants) -> list[dict[str, Any]]:
     """Every tenant: weight, charges, its share of all that was charged."""
     return shares(known, live.charges.totals())

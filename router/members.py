@@ -91,6 +91,7 @@ class Members:
         self.on_rename: Callable[[str], None] = lambda _: None
         """Called with the name that a worker's node had before."""
         self._members: dict[str, Member] = {}
+        self._draining: frozenset[str] = frozenset()
         self._stalls = StallWatch()
         self._loop = asyncio.get_running_loop()
         self._closing: set[asyncio.Task[None]] = set()
@@ -118,8 +119,9 @@ class Members:
     def blocked(self) -> Blocked:
         """Who must not be chosen now: those that are finishing count as gone."""
         blocked = self.breakers.blocked(self._clock())
-        draining = frozenset(w for w, member in self._members.items() if member.draining)
-        return Blocked(blocked.gone | draining, blocked.failing) if draining else blocked
+        if not self._draining:
+            return blocked
+        return Blocked(blocked.gone | self._draining, blocked.failing)
 
     async def first_joined(self, within_s: float) -> None:
         """Wait, at most so long, until a worker has joined since the start; then never again."""
@@ -162,7 +164,7 @@ class Members:
             if data and (member is None or member.said != data):
                 self._join(worker, deployment, data)
             elif member is not None:
-                member.leaves_by_s = None
+                self._stays(worker, member)
         for worker in [w for w in self._members if w not in posted]:
             if self._members[worker].deployment == deployment:
                 if worker in died:
@@ -188,7 +190,8 @@ class Members:
         member = self._members.get(worker)
         if member is not None:
             before = str(member.said["node"]["name"])
-            member.said, member.leaves_by_s = data, None
+            member.said = data
+            self._stays(worker, member)
             if before != announcement.node.name:
                 # Its pool shrank, and it took over the name of one that has gone.
                 self.on_rename(before)
@@ -203,6 +206,10 @@ class Members:
         self._joined.set()
         self._on_join(announcement)
 
+    def _stays(self, worker: str, member: Member) -> None:
+        member.leaves_by_s = None
+        self._draining -= {worker}
+
     def _drain(self, worker: str) -> None:
         member = self._members[worker]
         if member.draining:
@@ -211,12 +218,14 @@ class Members:
             self._leave(worker, "left")
             return
         member.leaves_by_s = self._clock() + self.rule.drain_s
+        self._draining |= {worker}
         log.info("worker_draining", worker=worker, in_flight=self._router.in_flight_on(worker))
 
     def _leave(self, worker: str, why: str) -> None:
         member = self._members.pop(worker, None)
         if member is None:
             return
+        self._draining -= {worker}
         task = self._loop.create_task(member.feed.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -64,6 +64,7 @@ class Observing:
             tokens.device_tokens if tokens else 0,
             tokens.host_tokens if tokens else 0,
             tokens.new_tokens if tokens else 0,
+            record.ttft_s,
         )
 
     def close(self) -> None:

@@ -209,10 +209,10 @@ class RequestPath:
                 if last is not None and last.error is not None:
                     raise last.error from None
                 raise no_worker(str(error), live.retry_after_s()) from last
-            self._observer.decided(routed.request_id, decision, attempt, time.time())
-            marks = engine_marks(decision, tenant, live.charges.elsewhere(decision.worker))
-            mark(body, {**marks, **self._torch_marks(live, decision, routed, body, request)})
             try:
+                self._observer.decided(routed.request_id, decision, attempt, time.time())
+                marks = engine_marks(decision, tenant, live.charges.elsewhere(decision.worker))
+                mark(body, {**marks, **self._torch_marks(live, decision, routed, body, request)})
                 return await self._delivery.send(live, decision, body, method, request, ended)
             except WorkerFailed as failure:
                 log.warning(
@@ -225,6 +225,10 @@ class RequestPath:
                 # What was handed over is gone with the worker that took it.
                 body.kv_transfer_params = None
                 routed = replace(routed, exclude=tried, retry=True, handed_tokens=0)
+            except BaseException:
+                # Delivery ends what it began; this is for what fails before it.
+                live.release(routed.request_id, "error")
+                raise
         assert last is not None
         if last.error is not None:
             raise last.error from None

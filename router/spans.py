@@ -63,13 +63,18 @@ class Timeline:
 @dataclass(frozen=True, slots=True)
 class EngineShare:
     """What a request's worker says it spent before the first token, in real seconds, and the
-    prompt's tokens by source."""
+    prompt's tokens by source.
+
+    ttft_s: from the decision to its first token, where the worker said so; an answer that is not
+    streamed comes back later, as a whole.
+    """
 
     load_s: float
     compute_s: float
     device_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
+    ttft_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +193,8 @@ def spans_of(timeline: Timeline, engine: EngineShare | None = None) -> list[Span
         over_s = t.ended_s if last else t.attempts[i + 1].decided_s
         found += _attempt(attempt, since_s, over_s, engine if last else None)
         since_s = over_s
-    if t.first_token_s is not None:
-        found.append(_span("stream", t.first_token_s, t.ended_s))
+    if t.attempts and t.first_token_s is not None:
+        found.append(_span("stream", _first_token_s(t.attempts[-1], engine), t.ended_s))
     return found
 
 
@@ -207,10 +212,20 @@ def _attempt(
         return found
     if attempt.first_token_s is None:
         return [*found, _span("given_up", attempt.sent_s, over_s, where)]
-    found.append(_span("first_token", attempt.sent_s, attempt.first_token_s, where))
+    first_token_s = _first_token_s(attempt, engine)
+    found.append(_span("first_token", attempt.sent_s, first_token_s, where))
     if engine is not None:
-        found += _engine_spans(attempt.sent_s, attempt.first_token_s, engine)
+        found += _engine_spans(attempt.sent_s, first_token_s, engine)
     return found
+
+
+def _first_token_s(attempt: Attempt, engine: EngineShare | None) -> float:
+    """When its first token came: as the worker said, at the latest with its first item."""
+    assert attempt.first_token_s is not None
+    if engine is None or engine.ttft_s is None:
+        return attempt.first_token_s
+    told_s = attempt.decided_s + engine.ttft_s
+    return min(max(told_s, attempt.sent_s or told_s), attempt.first_token_s)
 
 
 def _engine_spans(sent_s: float, first_token_s: float, engine: EngineShare) -> list[Span]:

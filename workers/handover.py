@@ -25,6 +25,7 @@ log = structlog.get_logger(__name__)
 RECORDS, IDENTITY, LOCK, ENGINE_LOCK = "records", "identity.json", "lock", "engine.lock"
 _MOST_SHELVES = 64
 _POLL_S = 0.2
+_SETTLED_S = 60.0
 _ENGINE_WAIT_S = 15.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -46,6 +47,7 @@ class Lock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        os.utime(self._fd)
         self.held = True
         return True
 
@@ -73,12 +75,14 @@ def take_shelf(
     root: Path,
     identity: Mapping[str, Any],
     wait_s: float = 0.0,
+    settled_s: float = _SETTLED_S,
     now_s: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Shelf:
     """A shelf below `root`: one that a predecessor with this identity left, or an empty one.
 
-    While such a predecessor still holds its shelf, wait for it `wait_s` at most. Free shelves that
+    While such a predecessor still holds its shelf, wait for it `wait_s` at most: one that took it
+    `settled_s` ago, younger ones are siblings that start at the same time. Free shelves that
     this pool left in another form are removed: memory that nobody could use.
 
     Raises:
@@ -94,7 +98,7 @@ def take_shelf(
             )
         until_s = now_s() + wait_s
         while True:
-            shelf, busy = _search(root, wanted)
+            shelf, busy = _search(root, wanted, settled_s)
             if shelf is not None:
                 return shelf
             if not busy or now_s() >= until_s:
@@ -122,14 +126,16 @@ def engine_lock(folder: Path, wait_s: float = _ENGINE_WAIT_S) -> Lock:
     return lock
 
 
-def _search(root: Path, wanted: Mapping[str, Any]) -> tuple[Shelf | None, bool]:
-    """A free shelf of that identity, if there is one; and whether others hold such shelves."""
+def _search(root: Path, wanted: Mapping[str, Any], settled_s: float) -> tuple[Shelf | None, bool]:
+    """A free shelf of that identity, if there is one; and whether others hold such shelves, for
+    that long."""
     busy = False
     for folder in sorted(root.glob("shelf-*")):
         lock = Lock(folder / LOCK)
         if not lock.take():
             lock.release()
-            busy = busy or _identity(folder) == wanted
+            old = time.time() - (folder / LOCK).stat().st_mtime >= settled_s
+            busy = busy or (old and _identity(folder) == wanted)
             continue
         found = _identity(folder)
         if found == wanted:

@@ -18,6 +18,7 @@ from kappa.step import StepModel
 from workers.admission_reports import kappa_request_id
 from workers.host_tier import CURRENT as HOST_TIERS
 from workers.stats_channel import StatsSender
+from workers.transfer_choice import TAKES
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -103,8 +104,8 @@ class Metered:
         self._kappa_begin(scheduler_output)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         if scheduler_output.total_num_scheduled_tokens == 0:
-            for tier in HOST_TIERS:
-                tier.wait_for_load(_LOAD_POLL_S)
+            for loads in (*HOST_TIERS, *TAKES):
+                loads.wait_for_load(_LOAD_POLL_S)
         elif output is not None:
             self._kappa_end()
         return output
@@ -158,7 +159,7 @@ class Metered:
             real_s=real_s,
             overrun=bool(step["pace_s"] and remaining_s < 0 and not owed),
             spent=[
-                (ours, sum(tier.take_load_s(req_id) for tier in HOST_TIERS), compute_s)
+                (ours, sum(each.take_load_s(req_id) for each in (*HOST_TIERS, *TAKES)), compute_s)
                 for req_id, ours, compute_s in self._kappa_meter.took(end_s - start_s)
                 if ours
             ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kappa.model import kv_bytes_per_token
 from workers.vllm_engine import Pace
@@ -11,6 +11,20 @@ from workers.vllm_engine import Pace
 FILES, NIXL = "files", "nixl"
 TRANSFER_KEY = "kappa_transfer"
 """In our connector's extra configuration: folder, most_bytes, wait_s, token_s, fixed_s."""
+
+
+class Takes(Protocol):
+    """What brings KV from other workers, as the metered worker asks for it."""
+
+    def wait_for_load(self, timeout_s: float) -> bool:
+        """Sleep until something has come, at most `timeout_s`; False when nothing is on its way."""
+
+    def take_load_s(self, request_id: str) -> float:
+        """Seconds that a request's KV took to come; forgets them."""
+
+
+TAKES: list[Takes] = []
+"""Those of this process."""
 
 
 @dataclass(frozen=True, slots=True)

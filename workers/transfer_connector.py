@@ -17,7 +17,7 @@ import uuid
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
@@ -28,9 +28,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 
 from workers.connector import HostTierConnector
-from workers.host_tier import CURRENT as HOST_TIERS
 from workers.host_tier import HostTierWorker
-from workers.transfer_choice import TRANSFER_KEY
+from workers.transfer_choice import TAKES, TRANSFER_KEY
 from workers.transfer_files import TransferError, TransferFiles, TransferPace
 
 if TYPE_CHECKING:
@@ -87,8 +86,7 @@ class TransferConnector(HostTierConnector):
         if role == KVConnectorRole.WORKER:
             rank = int(vllm_config.parallel_config.rank)
             self._kappa_mover = Mover(files_of(extra[TRANSFER_KEY], rank))
-            # The metered worker asks it, as it does the host tier, whether a load is in flight.
-            HOST_TIERS.append(cast(HostTierWorker, self._kappa_mover))
+            TAKES.append(self._kappa_mover)
 
     # -- the scheduler's side -----------------------------------------------------------------
 
@@ -156,8 +154,8 @@ class TransferConnector(HostTierConnector):
         computed = request.num_computed_tokens >= request.num_prompt_tokens
         if not (params_of(request).get("do_remote_decode") and count and computed):
             return None
-        # The blocks are free now, but nothing writes to them before the next step, which begins
-        # with copying them.
+        # The blocks are free now, but nothing writes to them before the next step's forward pass,
+        # and they are copied before that.
         tokens = count * self._kappa_block_tokens
         give = Give(uuid.uuid4().hex, list(block_ids[:count]), tokens)
         self._kappa_gives.append(give)
@@ -170,16 +168,17 @@ class TransferConnector(HostTierConnector):
 
     # -- the worker's side --------------------------------------------------------------------
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Copy what is given, before anything else may write there; then as the host tier's."""
-        meta, mover = self._connector_metadata, self._kappa_mover
-        if isinstance(meta, TransferMetadata) and mover is not None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """As the host tier's; what is given is copied now, before the step's forward pass writes to
+        those blocks (`start_load_kv` may come behind it), what is taken may come from now on."""
+        super().bind_connector_metadata(connector_metadata)
+        mover = self._kappa_mover
+        if isinstance(connector_metadata, TransferMetadata) and mover is not None:
             device = self._kappa_device()
-            for give in meta.gives:
+            for give in connector_metadata.gives:
                 mover.give(give, device)
-            for take in meta.takes:
+            for take in connector_metadata.takes:
                 mover.take(take, device)
-        super().start_load_kv(forward_context, **kwargs)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """As the host tier's, with the requests whose blocks were taken, or will not come."""
@@ -263,7 +262,8 @@ class Mover:
 
     def shutdown(self) -> None:
         """Stop both threads once what they do now is done."""
-        HOST_TIERS[:] = [tier for tier in HOST_TIERS if cast(Any, tier) is not self]
+        if self in TAKES:
+            TAKES.remove(self)
         for jobs in (self._gives, self._takes):
             jobs.put(None)
         for thread in self._threads:

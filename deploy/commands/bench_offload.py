@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from deploy.commands.bench_sparse import PREFIX, offload_sparse
 from deploy.commands.provenance import Json, machine
 
 _WIDTH = 170
@@ -25,7 +26,8 @@ def offload(
         typer.Option(
             help="cpu-small, cpu-paced, cpu-paced-fast, cpu-offload-small, cpu-offload-paced; on a "
             "GPU kvpr-6.7b, kvpr-13b, kvpr-weights, hybrid-13b, ttft, cpu-offload-13b, cpu-kv-1 "
-            "(4, 8, 15); as often as wanted."
+            "(4, 8, 15); of sparse decoding, apart, clo-cpu, clo-cpu-paced, on a GPU clo-llama-8k "
+            "(-long), clo-qwen-8k (-long); as often as wanted."
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=5, help="Rounds, beside a warm-up.")] = 5,
@@ -40,6 +42,13 @@ def offload(
     json_output: Json = False,
 ) -> None:
     """Ways to bring a cache back from host memory, in turns: KV, activations, recomputation."""
+    sparse = [name for name in setting or [] if name.startswith(PREFIX)]
+    if sparse:
+        if len(sparse) < len(setting or []) or plot is not None or limit_s:
+            typer.echo(f"error: settings {PREFIX}… run apart, without --plot, --limit-s", err=True)
+            raise typer.Exit(2)
+        offload_sparse(sparse, repeats, only or [], out, json_output)
+        return
     # torch: only when it is wanted.
     from engine.arena import ArenaTooLarge
     from engine.experiments.run import Options, run

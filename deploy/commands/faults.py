@@ -20,6 +20,7 @@ from rich.table import Table
 
 from deploy.commands.provenance import Json, command, machine
 from loadtest.faults.catalogue import FAULTS, Fault, fault_named
+from loadtest.faults.fuzz import fuzz as run_fuzz
 from loadtest.faults.started import SETTINGS, started
 from loadtest.faults.storm import Storm, crowd, storm
 from loadtest.faults.target import FaultsError, Target
@@ -45,6 +46,9 @@ def faults(
         int, typer.Option(min=0, help="Instead: so many kills, each after recovery.")
     ] = 0,
     streams: Annotated[int, typer.Option(min=0, help="Instead: open so many streams at once.")] = 0,
+    fuzz: Annotated[
+        int, typer.Option(min=0, help="Instead: send so many requests that no client should send.")
+    ] = 0,
     limit_s: Annotated[
         float, typer.Option(min=30.0, help="End the killing after so many seconds in any case.")
     ] = 3600.0,
@@ -65,7 +69,7 @@ def faults(
     console = Console(stderr=True, highlight=False)
     report: dict[str, Any] = {"command": command(), "machine": machine(), "seed": seed}
     try:
-        if storm_requests or storm_kills or streams:
+        if storm_requests or storm_kills or streams or fuzz:
             plan = Storm(
                 storm_requests or 1 << 30,
                 storm_kills or 1 << 30,
@@ -73,7 +77,7 @@ def faults(
                 limit_s=limit_s,
             )
             storms = plan if storm_requests or storm_kills else None
-            _long_runs(report, engine or "emulated", storms, streams, console)
+            _long_runs(report, engine or "emulated", storms, streams, fuzz, console)
         else:
             _trials(report, chosen, seed, console)
     except FaultsError as error:
@@ -108,13 +112,23 @@ def _trials(report: dict[str, Any], chosen: Sequence[Fault], seed: int, console:
 
 
 def _long_runs(
-    report: dict[str, Any], engine: str, plan: Storm | None, streams: int, console: Console
+    report: dict[str, Any],
+    engine: str,
+    plan: Storm | None,
+    streams: int,
+    requests: int,
+    console: Console,
 ) -> None:
     survivors: list[str] = []
     report["kept"], report["engine"] = True, engine
     with tempfile.TemporaryDirectory(prefix="kappa-faults-") as folder:
         console.print(f"[dim]starting a cluster of {engine} engines[/dim]")
         with started(Path(folder), SETTINGS[engine], survivors) as target:
+            if requests:
+                sent = asyncio.run(run_fuzz(target, requests, int(report["seed"])))
+                report["fuzz"] = sent.to_dict()
+                report["kept"] &= not (sent.wrong_total or sent.reservations)
+                console.print(f"fuzz: {report['fuzz']}", markup=False)
             if streams:
                 _crowd(report, target, streams)
                 console.print(f"crowd: {report['crowd']}")
@@ -161,7 +175,7 @@ def _print(report: dict[str, Any]) -> None:
                 recovery,
             )
         console.print(table)
-    for name in ("storm", "crowd"):
+    for name in ("fuzz", "storm", "crowd"):
         if name in report:
             shown = {k: v for k, v in report[name].items() if k != "kills"}
             console.print(f"{name}: {shown}")

@@ -142,7 +142,7 @@ def _sentence(account: Mapping[str, Any], spans: list[dict[str, Any]]) -> str:
     share = longest["seconds"] / total_s if total_s > 0 else 0.0
     causes = {
         "tokenize": "reading its prompt", "decide": "the decision",
-        "queue": "waiting for others on its node", "load": "loading its cached prefix",
+        "queue": "waiting for its node, or on the way there", "load": "loading its cached prefix",
         "prefill": "computing its new tokens",
         "first_token": "its node, which did not say on what",
         "given_up": "a worker that did not serve it",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from engine.arena import Arena
 from engine.config import ModelConfig
 from engine.sparse.codes import Hasher
 from engine.sparse.settings import SparseSettings
-from engine.sparse.view import Lane, Layout, View, make_view
+from engine.sparse.view import Lane, Layout, View, make_view, to_device
 from engine.transfer import Event, Mover
 from kappa.plan.clo import Persistent
 
@@ -144,7 +145,7 @@ class Lanes:
         chosen = self._chosen(tokens, host_tokens)
         state = self.states[lane] = Lane(tokens, host_tokens, chosen, list(blocks))
         if blocks:
-            self.table[lane, :needed] = torch.tensor(list(blocks), device=self.table.device)
+            self.table[lane, :needed] = to_device(np.array(blocks), self.table.device)
         for ages in self.ages:
             ages[lane] = 0
         return state
@@ -187,9 +188,8 @@ class Lanes:
             # What is gathered from now on may be in them.
             self.mover.wait(self._leaving.pop(0)[0])
         states = [self.states[lane] for lane in lanes]
-        blocks = max(state.host_tokens for state in states) // self.arena.block_tokens
-        index = torch.tensor(list(lanes), device=self.arena.device)
-        return make_view(list(lanes), states, new, self.layout, self.table[index, :blocks])
+        block = self.arena.block_tokens
+        return make_view(list(lanes), states, new, self.layout, block, self.table)
 
     def write(self, layer: int, view: View, kv: Tensor) -> None:
         """Keys and values (batch·new, 2·kv_width) of the new tokens, into slots and full caches."""
@@ -260,6 +260,7 @@ class Lanes:
         targets, sources = [], []
         positions = torch.arange(start, stop, device=arena.device)
         slots = self.layout.slot(positions)
+        named = to_device(np.array([block]), arena.device)
         for layer in range(self.config.layers):
             rows = torch.empty(arena.kv_block_shape, dtype=arena.dtype, device=arena.device)
             heads, always = self.offloaded[layer], self.persistent[layer]
@@ -274,7 +275,7 @@ class Lanes:
                     self.held[layer][lane, :, state.chosen : chosen] = held
             if len(always):
                 rows[:, :, always] = self.full[layer][lane][:, :, start:stop].transpose(1, 2)
-            self.hash_blocks(layer, torch.tensor([block], device=arena.device), rows[None, 0])
+            self.hash_blocks(layer, named, rows[None, 0])
             targets.append(arena.kv_host[layer, block])
             sources.append(rows)
         event = self.mover.d2h(list(zip(targets, sources, strict=True)))

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.sparse.gather import Gather, pairs
 from engine.sparse.lanes import Lanes
+from engine.sparse.view import to_device
 from engine.store import copies
 from engine.transfer import Event
 
@@ -41,10 +43,10 @@ def open_from_device(
     state = lanes.prepare(lane, tokens, host_blocks)
     arena, device = lanes.arena, lanes.arena.device
     block = arena.block_tokens
-    mine = torch.tensor(list(device_blocks), device=device)
+    mine = to_device(np.array(device_blocks), device)
     resident = lanes.resident(state)
     every = torch.arange(tokens, device=device)
-    named = torch.tensor(list(host_blocks), dtype=torch.int64, device=device)
+    named = to_device(np.array(host_blocks, np.int64), device)
     for layer in range(lanes.config.layers):
         pool = arena.kv_device[layer]
 
@@ -73,7 +75,7 @@ def open_from_host(lanes: Lanes, lane: int, blocks: Sequence[int]) -> None:
     tokens = len(blocks) * size
     state = lanes.prepare(lane, tokens, blocks[: lanes.host_part(tokens) // size])
     device = lanes.arena.device
-    named = torch.tensor(list(blocks), device=device)
+    named = to_device(np.array(blocks), device)
     resident, every = lanes.resident(state), torch.arange(tokens, device=device)
     gathers = []
     for layer in range(lanes.config.layers):

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from engine.blocks import OutOfBlocks
@@ -24,6 +24,7 @@ from engine.sequence import Load, Sequence
 from engine.sparse.asked import SPARSE, Done, SparseCounts
 from engine.sparse.forward import SparseForward
 from engine.sparse.opening import open_from_device, open_from_host
+from engine.sparse.view import to_device
 from engine.transfer import TransferFailed
 from kappa.plan.clo import persistent_share, sparse_plan
 from kappa.plan.planners import Cached
@@ -87,7 +88,7 @@ class SparseServing:
     def store(self, keys: Iterable[BlockKey], device: list[int], host: list[int]) -> None:
         """Full blocks are being copied to host memory: make their codes, while they are here."""
         place = self.lanes.arena.device
-        mine, named = (torch.tensor(blocks, device=place) for blocks in (device, host))
+        mine, named = (to_device(np.array(blocks), place) for blocks in (device, host))
         for layer in range(self.lanes.config.layers):
             self.lanes.hash_blocks(layer, named, self.lanes.arena.kv_device[layer][mine, 0])
         self._coded.update(zip(host, (key.digest for key in keys), strict=True))
@@ -147,9 +148,6 @@ class SparseServing:
             return False
         if sequence.kept is not None:
             # The CPU attends to what it left in host memory.
-            return False
-        if sequence.kept is not None:
-            # Its prefix has no device blocks to move from.
             return False
         if host_tokens <= self.lanes.layout.sinks or not self._fits(sequence, 0):
             return False
@@ -301,7 +299,7 @@ class SparseServing:
         if any(self.lanes.states[lane].stuck for lane in lanes):
             raise TransferFailed("there was no host block for tokens that are no longer recent")
         self.counts.tokens += sum(map(len, tokens))
-        sent = torch.tensor(tokens, dtype=torch.int64, device=self.lanes.arena.device)
+        sent = to_device(np.array(tokens, np.int64), self.lanes.arena.device)
         return self._sparse.run(lanes, sent, self._take_block)
 
 

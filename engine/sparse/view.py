@@ -94,20 +94,25 @@ class View:
     forced: Tensor | None
 
 
+def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """The array there; the host does not wait for it, nor for what is computed before it."""
+    flat = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    return flat.to(device, non_blocking=True)
+
+
 def make_view(
-    lanes: list[int], states: list[Lane], new: int, layout: Layout, table: Tensor
+    lanes: list[int], states: list[Lane], new: int, layout: Layout, block_tokens: int, table: Tensor
 ) -> View:
     """The pass over `lanes`, whose states are `states`, with so many new tokens each.
 
-    table: host blocks of each lane (batch, blocks).
+    table: host blocks of all lanes (lanes, blocks).
     """
     device = table.device
 
     def send(array: NDArray[np.generic]) -> Tensor:
-        flat = torch.from_numpy(np.ascontiguousarray(array))
-        if device.type == "cuda":
-            flat = flat.pin_memory()
-        return flat.to(device, non_blocking=True)
+        return to_device(array, device)
 
     def for_queries(seen: NDArray[np.bool_]) -> Tensor:
         """(batch, new, keys) for the queries of a group: (batch, 1, new·group, keys)."""
@@ -120,17 +125,17 @@ def make_view(
     positions = tokens[:, None] + np.arange(new)
     there = np.arange(int(host.max()))
     fresh = np.array([state.fresh for state in states]) & (chosen > 0)
-    where = send(positions)
+    index, where = send(np.array(lanes)), send(positions)
     return View(
         lanes=lanes,
         new=new,
-        index=send(np.array(lanes)),
+        index=index,
         positions=where,
         slots=layout.slot(where),
         seen=for_queries(layout.seen(positions, host, chosen)),
         all_seen=for_queries(np.arange(positions.max() + 1) <= positions[..., None]),
         candidates=send((there >= layout.sinks) & (there < host[:, None])),
-        table=table,
+        table=table[index, : len(there) // block_tokens],
         chosen=int(chosen.max()),
         forced=send(fresh) if fresh.any() else None,
     )

@@ -1,4 +1,8 @@
-"""How engines of kind torch decode approximately, where `engine.approx` lets them (paper 004)."""
+"""How engines of kind torch decode approximately, where `engine.approx` lets them (paper 004).
+
+The section `engine.sparse` of a cluster file: the method's numbers, the lanes of each engine, and a
+file of head importance. What they mean: docs/sparse.md.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ pytestmark = [
 
 CONFIG = """
 engine:
-  {kind: torch, device_blocks: 200, max_context_tokens: 6144, approx: ask, sparse: {lanes: 2}}
+  {kind: torch, device_blocks: 200, max_context_tokens: 6144, cpu_threads: 1, approx: ask,
+   sparse: {lanes: 2}}
 nodes:
   - {name: one, profile: pcie, paced: false}
   - {name: two, profile: pcie, paced: false}
@@ -67,6 +68,16 @@ def test_evicted_prompts_come_back_by_the_plan_that_is_asked_for(own):
     for plan in ("kv", "recompute"):
         again, _ = ask(own, long_text("Bea"), plan)
         assert again.choices[0].message.content == first.choices[0].message.content
+
+
+def test_a_prompt_that_stays_in_host_memory_is_attended_to_there(own):
+    first, _ = ask(own, long_text("Dan"), max_tokens=24)
+    for number in range(12):
+        ask(own, long_text(f"other {number}"), max_tokens=1)
+    again, _ = ask(own, long_text("Dan"), "cpu", max_tokens=24)
+    assert again.choices[0].message.content == first.choices[0].message.content
+    details = again.usage.prompt_tokens_details
+    assert details.cached_tokens > 0.9 * again.usage.prompt_tokens
 
 
 def test_an_approximate_answer_is_given_to_who_asks_and_says_so(own):

@@ -95,3 +95,53 @@ def test_a_node_with_many_streams_is_too_slow_per_token():
     step = made.state.workers["a"].announcement.step
     room_s = 2 * (step.weights_s + step.fixed_s) + 2 * 2000 * step.context_token_s
     assert let_in == pytest.approx(room_s / (2000 * step.context_token_s), rel=0.6)
+
+
+def test_one_that_another_worker_can_serve_in_time_goes_there():
+    made = router(Admission())
+    first = made.route(ask("r0", tokens=20_000, seed=0), 1.0).worker
+    for i in range(1, 40):
+        try:
+            made.route(ask(f"r{i}", tokens=20_000, seed=i), 1.0)
+        except OverloadedError:
+            break
+    other = {"a": "b", "b": "a"}[first]
+    assert made.in_flight_on(first) and made.in_flight_on(other)
+
+
+def test_no_more_are_let_in_than_a_worker_runs_at_a_time():
+    made = router(Admission(ttft_factor=1e9, tpot_factor=1e9), "a", stale_after_s=1e9)
+    made.join(replace(announcement("a"), max_sequences=3), 0.0)
+    for i in range(3):
+        made.route(ask(f"r{i}", tokens=100, seed=i), 20.0 * i)
+    with pytest.raises(OverloadedError, match="as many run as may"):
+        made.route(ask("r3", tokens=100, seed=3), 60.0)
+    made.release("r0", 60.0)
+    made.route(ask("r4", tokens=100, seed=4), 61.0)
+
+
+def test_what_came_later_than_predicted_keeps_the_next_one_out():
+    made = router(Admission(), "a", stale_after_s=1e9)
+    made.route(ask("slow", tokens=100, seed=1), 0.0)
+    with pytest.raises(OverloadedError) as caught:
+        made.route(ask("next", tokens=100, seed=2), 30.0)
+    assert caught.value.retry_after_s > 20
+    made.first_token("slow", 30.0)
+    made.release("slow", 31.0)
+    made.route(ask("later", tokens=100, seed=3), 60.0)
+
+
+def test_cheap_requests_are_let_in_where_dear_ones_are_not():
+    made = router(Admission(), "a", stale_after_s=1e9)
+    for i in range(60):
+        made.route(ask(f"w{i}", tokens=100, seed=i), float(i))
+        made.release(f"w{i}", float(i) + 0.5, complete=False)
+    judge = Admission().judge
+    fleet, lateness = made.state.fleet, made._lateness
+    cheap, dear = (made.explain(ask("x", tokens=n, seed=9), 60.0).offers for n in (100, 20_000))
+    rooms = {}
+    for name, offers in (("cheap", cheap), ("dear", dear)):
+        judged = judge(fleet, offers, lateness, offers.in_flight + 1)
+        limit_s = Admission().tpot_limit_s(fleet, offers)
+        rooms[name] = float((judged.token_s - judged.slow_s)[0]) / limit_s
+    assert rooms["cheap"] == pytest.approx(1.0) and rooms["dear"] < 0.3

@@ -11,6 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 import router.ingress
+import router.request_path
 from kappa.report import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
 from router.board import PinGoneError
@@ -294,3 +295,17 @@ async def test_a_request_that_comes_before_any_worker_is_known_waits_for_one(ser
     ingress.board.post("d", {"late": announcement("late")})
     answer = await early
     assert answer.status_code == 200 and ingress.sent == ["late"]
+
+
+async def test_a_fault_of_ours_between_decision_and_delivery_leaves_nothing_reserved(
+    serve, monkeypatch
+):
+    ingress, live, app = await serve(words)
+
+    def broken(*_):
+        raise TypeError("a fault of ours")
+
+    monkeypatch.setattr(router.request_path, "engine_marks", broken)
+    assert (await post(app)).status_code == 500
+    assert ingress.sent == [] and live.router.reservations == 0
+    assert ingress._path._open == set()

@@ -45,6 +45,19 @@ def ask(made, now_s=0.0, tokens=4000, cached=0, device=0):
     )  # fmt: skip
 
 
+def test_the_order_may_begin_elsewhere_and_everything_follows_it():
+    made = Fleet(first=0.5)
+    for i, node in enumerate(("h100-pcie5", "gh200-c2c", "pcie", "c2c")):
+        made.join(announcement(f"w{i}", node), 0.0)
+    offers = ask(made)
+    assert offers.workers == ["w2", "w3", "w0", "w1"]
+    names = [profile.name for profile in made.profiles(offers.slots)]
+    assert names == [made.profiles(offers.slots[i : i + 1])[0].name for i in range(4)]
+    assert [made.place(f"w{i}", offers.slots) for i in range(4)] == [2, 3, 0, 1]
+    with pytest.raises(ValueError, match=r"first is 1\.0"):
+        Fleet(first=1.0)
+
+
 def test_an_idle_prefill_lasts_as_long_as_its_steps():
     made = fleet("h100-pcie5")
     step = step_model(SHAPE, node_profile("h100-pcie5"))

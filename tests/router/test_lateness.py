@@ -113,3 +113,38 @@ def test_a_request_sent_again_waits_at_one_worker_only():
     lateness.sent("r", "b", 5.0, 0.1, 0.0)
     assert lateness.late_s("a", 9.0) == 0.0
     assert lateness.late_s("b", 9.0) == pytest.approx(3.9)
+
+
+def paced(lateness, expected_s, actual_s, tokens=11, count=20):
+    for i in range(count):
+        lateness.sent(f"p{i}", "a", 0.0, 0.0, 0.0, expected_s)
+        lateness.first_token(f"p{i}", 0.0)
+        lateness.ended(f"p{i}", actual_s * (tokens - 1), tokens)
+
+
+@pytest.mark.parametrize(
+    ("actual_s", "factor"), [(0.03, 1.5), (0.02, 1.0), (0.014, 0.7), (9.0, 2.0), (0.001, 0.6)]
+)
+def test_tokens_are_expected_at_the_pace_of_late_within_bounds(actual_s, factor):
+    lateness = Lateness()
+    paced(lateness, 0.02, actual_s)
+    assert lateness.pace("a") == pytest.approx(factor)
+    assert lateness.pace("b") == 1.0
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_what_was_cut_short_tells_nothing_of_the_pace(tokens):
+    lateness = Lateness()
+    paced(lateness, 0.02, 0.03)
+    paced(lateness, 0.02, 9.0, tokens=tokens)
+    assert lateness.pace("a") == pytest.approx(1.5)
+
+
+def test_a_request_is_dear_by_those_that_asked_before_it():
+    lateness = Lateness()
+    assert lateness.dearness(0.5) == 1.0
+    for _ in range(50):
+        lateness.dearness(0.1)
+    assert lateness.dearness(0.1) == pytest.approx(1.0)
+    assert lateness.dearness(0.4) == pytest.approx(4.0)
+    assert Lateness().dearness(0.0) == 0.0

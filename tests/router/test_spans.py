@@ -45,6 +45,17 @@ def test_a_served_request_is_split_into_its_stations():
     assert spans["decide"].attributes["kappa.node"] == "pcie"
 
 
+def test_an_answer_that_is_not_streamed_had_its_first_token_before_it_came_back():
+    spans = by_name(spans_of(served(Timelines()), EngineShare(0.1, 0.1, ttft_s=0.41)))
+    assert spans["first_token"].end_s == pytest.approx(10.53)
+    assert spans["queue"].seconds == pytest.approx(0.2)
+    assert spans["stream"].start_s == spans["prefill"].end_s == spans["first_token"].end_s
+    late = by_name(spans_of(served(Timelines()), EngineShare(0.1, 0.1, ttft_s=99.0)))
+    assert late["first_token"].end_s == 11.13, "no later than what came back"
+    early = by_name(spans_of(served(Timelines()), EngineShare(0.1, 0.1, ttft_s=0.0)))
+    assert early["first_token"].seconds == 0.0
+
+
 def test_without_the_workers_word_the_wait_is_one_span():
     names = [span.name for span in spans_of(served(Timelines()))]
     assert names == ["ingress", "tokenize", "decide", "first_token", "stream"]

@@ -425,12 +425,14 @@ def test_vllms_connectors_give_and_take_the_way_ours_does():
     from vllm.outputs import RequestOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
+    from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
     # Ours adds fields behind theirs.
     assert dataclasses.is_dataclass(OffloadingConnectorMetadata)
     assert fields(OffloadingConnectorMetadata) == {"load_jobs", "store_jobs", "jobs_to_flush"}
     for name in (
-        "start_load_kv", "get_finished", "get_block_ids_with_load_errors", "build_connector_meta",
+        "bind_connector_metadata", "get_finished", "get_block_ids_with_load_errors",
+        "build_connector_meta",
         "update_state_after_alloc", "get_num_new_matched_tokens", "request_finished", "shutdown",
     ):  # fmt: skip
         assert hasattr(KVConnectorBase_V1, name), name
@@ -439,6 +441,9 @@ def test_vllms_connectors_give_and_take_the_way_ours_does():
     ]  # fmt: skip
     assert "self.kv_transfer_params" in inspect.getsource(Request.__init__)
     assert "kv_transfer_params" in parameters(RequestOutput.__init__)
+    # What is given is copied at binding, since loads may start behind the forward pass.
+    steps = inspect.getsource(KVConnectorModelRunnerMixin._get_kv_connector_output)
+    assert steps.index("bind_connector_metadata(") < steps.index("yield output")
     # One more step follows a request's end: that is when its blocks are copied.
     assert "self.finished_req_ids" in inspect.getsource(Scheduler.has_finished_requests)
     assert "recompute" in str(KVTransferConfig.__dataclass_fields__["kv_load_failure_policy"].type)

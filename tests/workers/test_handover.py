@@ -90,7 +90,7 @@ def test_a_successor_waits_for_a_predecessor_that_still_drains(root):
         if clock.now > 3:
             first.release()
 
-    second = take_shelf(root, ME, 10.0, clock, sleep)
+    second = take_shelf(root, ME, 10.0, 0.0, clock, sleep)
     assert second.adopted and second.folder == first.folder
     assert 3 < clock.now < 4
 
@@ -98,12 +98,22 @@ def test_a_successor_waits_for_a_predecessor_that_still_drains(root):
 def test_the_wait_is_bounded_and_pointless_ones_are_not_begun(root):
     first = take_shelf(root, ME)
     clock = Clock()
-    second = take_shelf(root, ME, 10.0, clock, clock.sleep)
+    second = take_shelf(root, ME, 10.0, 0.0, clock, clock.sleep)
     assert not second.adopted and 10 <= clock.now < 11
     clock = Clock()
-    take_shelf(root, {"model": "other"}, 10.0, clock, clock.sleep)
+    take_shelf(root, {"model": "other"}, 10.0, 0.0, clock, clock.sleep)
     assert clock.now == 0.0
     first.release()
+
+
+def test_siblings_that_start_together_do_not_wait_for_each_other(root):
+    sibling = take_shelf(root, ME)
+    clock = Clock()
+    assert not take_shelf(root, ME, 10.0, 60.0, clock, clock.sleep).adopted
+    assert clock.now == 0.0
+    os.utime(sibling.folder / "lock", (0, 0))
+    take_shelf(root, ME, 10.0, 60.0, clock, clock.sleep)
+    assert clock.now >= 10.0, "one that has been there for long may be about to leave"
 
 
 def test_a_killed_worker_leaves_its_shelf(root):

@@ -5,8 +5,14 @@ import time
 import pytest
 import torch
 
-from workers.host_tier import CURRENT as HOST_TIERS
-from workers.transfer_choice import FILES, NIXL, TRANSFER_KEY, TransferChoice, transfer_on
+from workers.transfer_choice import (
+    FILES,
+    NIXL,
+    TAKES,
+    TRANSFER_KEY,
+    TransferChoice,
+    transfer_on,
+)
 from workers.transfer_connector import Give, Mover, Take, fill
 from workers.transfer_files import TransferError, TransferFiles
 
@@ -93,9 +99,9 @@ def test_blocks_of_another_shape_are_refused_before_anything_is_written(handed):
 
 def test_a_mover_that_has_stopped_is_asked_no_more(tmp_path):
     made = Mover(TransferFiles(tmp_path, most_bytes=1, wait_s=0.1))
-    HOST_TIERS.append(made)
+    TAKES.append(made)
     made.shutdown()
-    assert made not in HOST_TIERS
+    assert made not in TAKES
     assert not any(thread.is_alive() for thread in made._threads)
 
 

@@ -38,19 +38,29 @@ def answer(request):
     return request.tokens[request.prompt_tokens :]
 
 
+def go_sparse(made, *requests, tokens=1):
+    """Until each has so many approximate tokens; nobody waits for a slow copy."""
+    for _ in range(60):
+        if all(r.account.approximate_tokens >= tokens for r in requests):
+            return
+        made.step()
+        made.store.drain(20)
+    raise AssertionError("they get no lane")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", hf.FAMILIES)
 def test_a_request_moves_into_a_lane_and_its_device_blocks_are_free(family, device):
     with engine(family, sparse=lanes(), device=device) as made:
         request = made.submit(prompt(45, 1), 16, approx=True)
-        while request.account.approximate_tokens < 3:
-            made.step()
+        go_sparse(made, request, tokens=3)
         assert request in made.sparse and not len(request.table)
         assert made.memory.available() == made.memory.capacity_blocks
         finish(made)
         assert answer(request) == expected(prompt(45, 1), 16, family)
         account = request.account
-        assert account.approximate_tokens + 3 >= account.output_tokens == 16
+        # The first is its prompt's, and the second was computed before it could move.
+        assert (account.approximate_tokens, account.output_tokens) == (14, 16)
         stats = made.stats()
         assert (stats.sparse["moved"], stats.sparse["lanes"], stats.sparse["failed"]) == (1, 0, 0)
         assert stats.tokens["approximate"] == account.approximate_tokens
@@ -90,6 +100,7 @@ def test_a_prefix_that_is_not_loaded_moves_fewer_bytes():
 def test_what_was_computed_approximately_is_found_by_nobody():
     with engine(sparse=lanes(FEW)) as made:
         first = made.submit(prompt(50, 1), 40, approx=True)
+        go_sparse(made, first)
         finish(made)
         exact = expected(prompt(50, 1), 40)
         # It did differ, or nothing is shown.
@@ -105,7 +116,9 @@ def test_what_was_computed_approximately_is_found_by_nobody():
 def test_without_a_free_lane_it_is_computed_exactly():
     with engine(sparse=lanes(lanes=1)) as made:
         requests = [made.submit(prompt(40, n), 20, approx=True) for n in range(3)]
-        finish(made)
+        while made.busy:
+            made.step()
+            made.store.drain(20)
         assert [answer(r) for r in requests] == [expected(prompt(40, n), 20) for n in range(3)]
         approximate = sorted(r.account.approximate_tokens for r in requests)
         assert approximate[0] == 0 and approximate[-1] > 0
@@ -136,8 +149,7 @@ def test_a_link_that_fails_costs_the_lane_and_no_token(when):
         link = link_of(made)
         request = made.submit(prompt(41, 1), 40, approx=True)
         other = made.submit(prompt(30, 2), 40)
-        while request.account.approximate_tokens < 5:
-            made.step()
+        go_sparse(made, request, tokens=5)
         direction = "h2d" if when == "gather" else "d2h"
         link.breaks = lambda way, copies: way == direction
         while request in made.sparse:
@@ -168,6 +180,7 @@ def test_without_host_blocks_for_what_gets_old_it_goes_on_exactly():
     size = ArenaSize(48, 12, block_tokens=BLOCK)
     with engine(sparse=lanes(), size=size) as made:
         request = made.submit(prompt(44, 1), 60, approx=True)
+        go_sparse(made, request)
         finish(made)
         assert answer(request) == expected(prompt(44, 1), 60)
         assert made.stats().sparse["expelled"] == 1
@@ -179,8 +192,7 @@ def test_who_leaves_early_leaves_nothing():
         generate(made, prompt(48, 1), count=1)
         evict_device(made)
         decoding = made.submit(prompt(40, 3), 60, approx=True)
-        while decoding not in made.sparse:
-            made.step()
+        go_sparse(made, decoding)
         waiting = made.submit(prompt(48, 1) + prompt(3, 2), 5, approx=True, planner="sparse")
         made.step()
         for request in (decoding, waiting):
@@ -224,6 +236,7 @@ def test_a_crowd_of_both_kinds_with_preemptions():
             asked.append((made.submit(tokens, count, approx=rng.random() < 0.6), tokens, count))
             for _ in range(rng.randrange(4)):
                 made.step()
+                made.store.drain(20)
         finish(made)
         for request, tokens, count in asked:
             assert answer(request) == expected(tokens, count)

@@ -8,7 +8,15 @@ import pytest
 from numpy.random import default_rng
 
 from kappa.plan.costs import Costs, Split
-from kappa.plan.predict import decode_s, plan_of, predict, storage_bytes_per_token, tbt_s
+from kappa.plan.fits import ComputeGrid
+from kappa.plan.predict import (
+    decode_gpu_s,
+    decode_s,
+    plan_of,
+    predict,
+    storage_bytes_per_token,
+    tbt_s,
+)
 from kappa.plan.rates import PlanRates, rates_from_law
 from kappa.plan.segments import from_runs, layout
 from kappa.shapes import SHAPES
@@ -101,3 +109,26 @@ def test_bytes_kept_per_token() -> None:
     dual = storage_bytes_per_token(rates, segments, dual=True)
     assert dual == pytest.approx(524_288 + 0.3 * 262_144)
     assert storage_bytes_per_token(rates, (), dual=True) == 0.0
+
+
+def test_what_stays_in_host_memory_crosses_once_for_the_first_token() -> None:
+    costs = Costs(opt(), 96, 10)
+    stays, loaded = (predict(costs, from_runs([(kind, 96)])) for kind in ("C", "K"))
+    assert replace(stays, segments=()) == replace(loaded, segments=())
+    assert stays.kind == "cpu" and stays.crossing_tokens == 96 and stays.exact
+
+
+def test_measured_decoding_steps_overrule_the_law_inside_their_grid_and_correct_it_beyond() -> None:
+    rates = opt()
+    sequences, resident = (1.0, 8.0), (0.0, 4_000.0)
+    law = [[decode_gpu_s(rates, b, r / b) for r in resident] for b in sequences]
+    grid = ComputeGrid(sequences, resident, tuple(tuple(1.3 * s for s in row) for row in law))
+    measured = replace(rates, decode=grid)
+    for b, row in zip((1, 8), law, strict=True):
+        for r, seconds in zip(resident, row, strict=True):
+            assert decode_gpu_s(measured, b, r / b) == pytest.approx(1.3 * seconds)
+    assert decode_s(measured, 8, 500)[1] == pytest.approx(1.3 * law[1][1])
+    assert tbt_s(measured, 8, 500) > tbt_s(rates, 8, 500)
+    # Beyond: the law, and what the nearest point lasts longer.
+    beyond = decode_gpu_s(rates, 32, 1_000)
+    assert decode_gpu_s(measured, 32, 1_000) == pytest.approx(beyond + 0.3 * law[1][1])

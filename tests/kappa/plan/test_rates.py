@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from numpy.random import default_rng
 
 from kappa.model import compute_s, kv_bytes
+from kappa.plan.fits import LineFit
 from kappa.plan.rates import (
     FORMAT,
     activation_bytes_per_token,
@@ -20,6 +22,7 @@ from kappa.plan.rates import (
 )
 from kappa.shapes import SHAPES, model_shape
 from kappa.types import NodeProfile
+from tests.kappa.plan.profiles import random_rates
 
 NODE = NodeProfile(
     name="h200", gpu="H200", link_name="PCIe 5", h2d_bytes_per_s=50e9, flops_per_s=600e12,
@@ -200,3 +203,18 @@ def test_a_law_in_the_form_of_a_measurement_is_read_back_as_the_law() -> None:
     assert again.activation_ratio == law.activation_ratio
     for new, context in ((1, 0), (128, 8192), (512, 2048)):
         assert again.prefill_s(new, context) == pytest.approx(law.prefill_s(new, context))
+
+
+def test_a_busy_processor_takes_no_more_of_the_link_by_attending() -> None:
+    rates = replace(
+        random_rates(default_rng(3)), h2d_cpu_busy=0.5, h2d_attending=0.4,
+        attend=LineFit("CPU attention", 1e-6), attend_loading=0.8,
+    )  # fmt: skip
+    busy = rates.under(cpu_busy=True)
+    assert busy.load_token_s == pytest.approx(2 * rates.load_token_s)
+    both = busy.attending()
+    assert both.load_token_s == pytest.approx(rates.attending().load_token_s)
+    assert both.attend is not None
+    assert both.attend.per_token_s == pytest.approx(1e-6 / 0.8)
+    assert both.attending() == both
+    assert rates.under(storing=True).h2d_attending == 0.4

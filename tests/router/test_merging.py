@@ -1,0 +1,66 @@
+"""Several ingresses' metrics as one."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kappa import metrics as m
+from router.merging import merged
+from router.metrics import RouterMetrics
+
+
+def values(text):
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+@pytest.fixture
+def two():
+    return RouterMetrics(), RouterMetrics()
+
+
+def test_what_each_counts_of_its_own_adds_up(two):
+    for metrics, count in zip(two, (3, 4), strict=True):
+        metrics.inc(m.REQUESTS, "200", by=count)
+        metrics.set(m.RESERVATIONS, "a", to=count)
+        for _ in range(count):
+            metrics.observe(m.TTFT, "a", value=0.02)
+    both = values(merged(metrics.exposition() for metrics in two))
+    assert both["kappa_requests_total", "200"] == 7
+    assert both["kappa_reservations", "a"] == 7
+    assert both["kappa_ttft_seconds_count", "a"] == 7
+    assert both["kappa_ttft_seconds_bucket", "0.025", "a"] == 7
+    assert both["kappa_ttft_seconds_bucket", "0.01", "a"] == 0
+    assert both["kappa_ttft_seconds_sum", "a"] == pytest.approx(0.14)
+
+
+def test_what_both_hear_of_a_worker_counts_once(two):
+    for metrics, tokens in zip(two, (100, 70), strict=True):
+        metrics.inc(m.PROMPT_TOKENS, "a", "new", by=tokens)
+        metrics.set(m.GPU_BACKLOG, "a", to=1.5)
+    both = values(merged(metrics.exposition() for metrics in two))
+    assert both["kappa_prompt_tokens_total", "a", "new"] == 100
+    assert both["kappa_gpu_backlog_seconds", "a"] == 1.5
+
+
+def test_what_only_one_has_is_not_lost(two):
+    two[0].inc(m.RETRIES, "a", "died")
+    two[1].inc(m.RETRIES, "b", "died")
+    both = values(merged(metrics.exposition() for metrics in two))
+    assert both["kappa_retries_total", "a", "died"] == both["kappa_retries_total", "b", "died"] == 1
+
+
+def test_one_alone_stays_as_it_is(two):
+    two[0].inc(m.REQUESTS, "200")
+    text = two[0].exposition()
+    assert values(merged([text])) == values(text)
+    assert merged([text]).count(b"# HELP kappa_requests_total ") == 1
+
+
+def test_what_adds_up_is_named():
+    assert {metric.name for metric in m.ALL} >= m.ADDING
+    of_workers = {m.STEPS, m.LOAD_BYTES, m.TENANT_CHARGE, m.INDEX_BLOCKS, m.PROMPT_TOKENS}
+    assert not m.ADDING & {metric.name for metric in of_workers}

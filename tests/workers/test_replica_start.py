@@ -1,0 +1,107 @@
+"""Around an engine's start: the shelf a plan asks for, who may share it, and refusals in time."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kappa.hardware import node_profile
+from kappa.settings.observing import ObservingSettings
+from kappa.shapes import model_shape
+from workers import replica_start
+from workers.host_budget import HostBudget, HostBudgetError
+from workers.identity import WorkerPlan, announce
+from workers.replica_start import keep_on, power_teller, prepare_host_memory, prepare_logs
+from workers.tier_choice import TierChoice, TierNeeds, transfer_config
+from workers.vllm_engine import EngineLimits
+from workers.vllm_plugin import LOG_ENV, log_as
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def plan(tmp_path):
+    return WorkerPlan(
+        nodes=(node_profile("pcie"),), served=model_shape("qwen2.5-7b"),
+        emulated=model_shape("llama-3.1-8b"),
+        limits=EngineLimits(2048, 32, 100, 1 << 20, 512, 16, "float32"), model_source="/models/x",
+        chat_template="{{ m }}", cache_dir="/nowhere", stream_host="127.0.0.1",
+        handover_dir=str(tmp_path / "kept"), pool="p",
+    )  # fmt: skip
+
+
+def test_the_same_plan_adopts_and_any_that_means_other_blocks_does_not(plan):
+    prepare_host_memory(plan).release()
+    again = prepare_host_memory(plan)
+    assert again.adopted
+    again.release()
+    other = [
+        replace(plan, model_source="/models/y"), replace(plan, chat_template="{{ other }}"),
+        replace(plan, limits=replace(plan.limits, dtype="bfloat16")),
+        replace(plan, limits=replace(plan.limits, block_tokens=16)),
+        replace(plan, limits=replace(plan.limits, host_bytes=2 << 20)), replace(plan, pool="q"),
+    ]  # fmt: skip
+    for changed in other:
+        shelf = prepare_host_memory(changed)
+        assert not shelf.adopted
+        shelf.release()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"handover_dir": ""}, {"kind": "torch"}, {"tier": TierChoice("lmcache")}],
+)
+def test_without_a_tier_of_ours_there_is_no_shelf(plan, change):
+    assert prepare_host_memory(replace(plan, **change)) is None
+
+
+def test_a_tier_that_does_not_fit_is_refused_before_the_engine_starts(plan, monkeypatch):
+    monkeypatch.setattr(replica_start, "host_budget", lambda _: HostBudget(cgroup_bytes=100 << 20))
+    with pytest.raises(HostBudgetError, match="pod's memory limit"):
+        prepare_host_memory(plan)
+    assert prepare_host_memory(replace(plan, kind="emulated")) is None, "it keeps nothing"
+
+
+def test_the_engine_is_told_of_its_shelf_where_the_host_tier_looks(plan):
+    shelf = prepare_host_memory(plan)
+    arguments = {"kv_transfer_config": transfer_config(TierChoice(), TierNeeds(1 << 20, ""))}
+    keep_on(shelf, arguments)
+    extra = arguments["kv_transfer_config"]["kv_connector_extra_config"]
+    assert extra["kappa_keep"] == str(shelf.folder) and extra["spec_name"] == "HostTierSpec"
+
+
+def test_power_is_modelled_where_there_is_no_gpu(plan):
+    announced = announce(plan, 0, "w", "m", ("tcp://e", "tcp://s"), {}, "")
+    teller = power_teller(plan, announced)
+    from kappa.report import WorkerReport
+
+    teller(WorkerReport("w", 0.0))
+    assert teller(WorkerReport("w", 1.0)).power_source == "model"
+
+
+@pytest.mark.parametrize(
+    ("value", "gpus"),
+    [("", None), ("0", [0]), ("2, 3", [2, 3]), ("GPU-6f1b", None), ("MIG-1,0", None)],
+)
+def test_gpus_by_their_index_where_the_environment_names_them_so(monkeypatch, value, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert replica_start._visible_gpus() == gpus
+
+
+def test_the_engines_processes_log_as_their_replica_does(plan, tmp_path, monkeypatch, capsys):
+    import structlog
+
+    before = structlog.get_config()
+    monkeypatch.setenv(LOG_ENV, "")
+    log_file = str(tmp_path / "a|b.jsonl")
+    try:
+        seen = ObservingSettings(log_format="json", log_file=log_file)
+        prepare_logs(replace(plan, observing=seen, log_level="INFO"))
+        log_as(os.environ[LOG_ENV])
+        structlog.get_logger("engine").info("hello", node="pcie")
+    finally:
+        structlog.configure(**before)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["event"] == "hello"
+    assert json.loads(Path(log_file).read_text())["node"] == "pcie"
