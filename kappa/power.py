@@ -23,6 +23,9 @@ MARGIN = 1.05
 """A cap stands this much above the highest draw seen, so that it never bites."""
 
 
+_SLOWEST = 1e3  # beyond this nothing is left above idle
+
+
 @dataclass(frozen=True, slots=True)
 class GpuPower:
     """What a GPU may draw, in watts: its default cap, the lowest cap that it takes, and idle.
@@ -150,14 +153,15 @@ def advise(
     cap_w: the present one. highest_draw_w: measured, where it is; a cap above it changes nothing.
     """
     slowdown = tolerated_slowdown(requests, tolerance)
-    active_w = (power.cap_w - power.idle_w) / slowdown**CLOCK_EXPONENT
+    # What was measured was measured under the present cap.
+    active_w = (cap_w - power.idle_w) / min(slowdown, _SLOWEST) ** CLOCK_EXPONENT
     modelled = _within(power, power.idle_w + active_w, cap_w)
     if highest_draw_w is not None:
         unnoticed = _within(power, highest_draw_w * MARGIN, cap_w)
         if unnoticed <= modelled:
             return Advice(unnoticed, cap_w - unnoticed, 1.0, 0.0, "measured")
     # The lowest cap may stand above what the slowdown would allow.
-    reached = ((power.cap_w - power.idle_w) / (modelled - power.idle_w)) ** (1 / CLOCK_EXPONENT)
+    reached = ((cap_w - power.idle_w) / (modelled - power.idle_w)) ** (1 / CLOCK_EXPONENT)
     growth = tolerance * (reached - 1) / (slowdown - 1) if 1 < slowdown < float("inf") else 0.0
     return Advice(modelled, cap_w - modelled, reached, growth, "model")
 

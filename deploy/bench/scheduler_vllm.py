@@ -37,7 +37,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from workers.host_tier import CURRENT
+from workers.host_tier import CURRENT, HostTierWorker
 from workers.link_queue import LinkPace
 from workers.metered_worker import MeteredCPUWorker
 
@@ -55,13 +55,19 @@ class BenchWorker(MeteredCPUWorker):
     def kappa_paced(self, paced: bool) -> None:
         """Pace steps and transfers, or run them as fast as they go."""
         if not hasattr(self, "_kappa_paces"):
-            self._kappa_paces = self._kappa_step_model, CURRENT[0]._pace
+            self._kappa_paces = self._kappa_step_model, _tier()._pace
         step, link = self._kappa_paces if paced else (None, LinkPace())
-        self._kappa_step_model, CURRENT[0]._pace = step, link
+        self._kappa_step_model, _tier()._pace = step, link
 
     def kappa_idle(self) -> bool:
         """Whether no transfer is under way."""
-        return not any(link._unfinished for link in CURRENT[0]._each)
+        return not any(link._unfinished for link in _tier()._each)
+
+
+def _tier() -> HostTierWorker:
+    tier = CURRENT[0]
+    assert isinstance(tier, HostTierWorker)
+    return tier
 
 
 def engine_arguments(

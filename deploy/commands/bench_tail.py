@@ -39,18 +39,19 @@ def tail_recompute(
     longest = max(c for c, _ in sizes)
     context = max(c + n for c, n in sizes) + 2 * bench.BLOCK_TOKENS
     rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {}
     for load in loads.split(","):
         with bench.engine(load, context) as llm:
             for critical in map(float, ratios.split(",")):
                 ratio = bench.ratio_of(model, node, critical, longest, load)
                 rows += bench.measure(llm, ratio, sizes, repeats, console.print)
-    result = {
-        "rows": rows, "model": model, "node": node, "paced": True,
-        "never_worse_than": max(row["change"] for row in rows), "limit": _WORST,
-        "machine": machine(), "command": command(),
-    }  # fmt: skip
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+                result = {
+                    "rows": rows, "model": model, "node": node, "paced": True,
+                    "worst_change": max(row["change"] for row in rows), "limit": _WORST,
+                    "machine": machine(), "command": command(),
+                }  # fmt: skip
+                if out is not None:  # as far as it is: a run may be cut short
+                    out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     if json_output:
         print(json.dumps(result, allow_nan=False))
     else:

@@ -25,7 +25,7 @@ from engine.sparse.view import View
 
 CAPACITY = 3
 """Blocks in the cache, in choices (paper 004: 30 % of the context at a choice of 10 %)."""
-STAYING = 0.75
+STAYING = 0.9
 """Of a choice, the part that stays to the next step; gives about the hit rates of Table 4."""
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.arena import Arena
+from engine.arena import Arena, ArenaTooLarge, free_host_bytes
 from engine.config import ModelConfig
 from engine.sparse.codes import Hasher
 from engine.sparse.settings import SparseSettings
 from engine.sparse.view import Lane, Layout, View, make_view, to_device
 from engine.transfer import Event, Mover
-from kappa.plan.clo import Persistent
+from kappa.plan.clo import Persistent, memory
 
 
 class Lanes:
@@ -36,6 +36,7 @@ class Lanes:
 
     Raises:
         ValueError: persistent heads that the model has not.
+        ArenaTooLarge: they do not fit the memory that is free, with both numbers.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Lanes:
         persistent: Persistent,
     ) -> None:
         _check(config, persistent)
+        _refuse_too_large(config, arena, settings, persistent)
         self.config, self.arena, self.mover, self.settings = config, arena, mover, settings
         clo, block = settings.clo, arena.block_tokens
         self.layout = Layout(
@@ -287,6 +289,26 @@ class Lanes:
 
 def _ids(heads: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(list(heads), dtype=torch.int64, device=device)
+
+
+def _refuse_too_large(
+    config: ModelConfig, arena: Arena, settings: SparseSettings, persistent: Persistent
+) -> None:
+    """Before any of it is taken: lanes of the longest sequence, and codes of all host blocks."""
+    each = memory(config.shape, settings.clo, persistent, settings.max_tokens)
+    wanted = settings.lanes * (each.cache_bytes + each.persistent_bytes)
+    if settings.retriever == "hash":
+        offloaded = config.layers * config.kv_heads - sum(map(len, persistent))
+        tokens = arena.size.kv_host * arena.block_tokens
+        wanted += offloaded * tokens * settings.clo.code_bits / 8
+    cuda = arena.device.type == "cuda"
+    free = torch.cuda.mem_get_info(arena.device)[0] if cuda else free_host_bytes()
+    if wanted > free:
+        raise ArenaTooLarge(
+            f"{settings.lanes} sparse lanes of {settings.max_tokens} tokens and the codes of "
+            f"{arena.size.kv_host} host blocks need {wanted:.0f} bytes of device memory, but only "
+            f"{free} are free: give fewer lanes, a smaller share, or less host memory"
+        )
 
 
 def _check(config: ModelConfig, persistent: Persistent) -> None:

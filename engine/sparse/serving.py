@@ -124,7 +124,9 @@ class SparseServing:
             self.lanes.settings.chunk_tokens,
         )  # fmt: skip
         slow = exact is not None and plan.ttft_s > (1.0 - _LEAST_GAIN) * exact.ttft_s
-        return None if slow and not named else plan
+        # What is new, and long, would be attended to in part as well.
+        short = asked.cached < asked.new
+        return None if (slow or short) and not named else plan
 
     def reserve(self, sequence: Sequence, plan: LoadPlan) -> Load:
         """Take a lane for a request that begins in it; its load, with the host blocks held."""

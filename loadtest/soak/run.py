@@ -1,8 +1,8 @@
 """A soak: baseline, load with faults at random times, and the same idle state again.
 
-Before the baseline and after the load every worker is killed and comes back empty, so that index
-and descriptors have one state to return to. The ingress and Serve's controller are left alone in
-between: a process that starts anew has no slope.
+The baseline is the cluster as it started, its workers fresh. After the load every worker is killed
+and comes back empty, so that index and descriptors have one state to return to. The ingress and
+Serve's controller are left alone in between: a process that starts anew has no slope.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ SPARED = ("ingress_killed", "controller_killed", "ingress_clock_forward", "ingre
 _LASTS_S = 10.0
 _BACK_S = 240.0
 _SETTLE_S = 10.0
-_WARM_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +68,8 @@ async def soak(target: Target, plan: Plan, mix: Mix, progress: Callable[[str], N
     Raises:
         FaultsError: the cluster did not come to its idle state.
     """
-    async with Traffic(target.url, target.model, mix, plan.seed, target.headers):
-        await asyncio.sleep(_WARM_S)
-    before = await _emptied(target, progress)
+    await asyncio.sleep(_SETTLE_S)
+    before: Sample = await _aside(lambda: look(target, time.monotonic()))
     start_s = time.monotonic()
     done: list[tuple[float, str, str]] = []
     async with (

@@ -156,7 +156,10 @@ class Serving:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        config = uvicorn.Config(self.app, log_level="warning", lifespan="off", access_log=False)
+        # An idle connection that the server closes just as its client uses it is not what we try.
+        config = uvicorn.Config(
+            self.app, log_level="warning", lifespan="off", access_log=False, timeout_keep_alive=600
+        )
         server = uvicorn.Server(config)
         server.install_signal_handlers = lambda: None
         serving = asyncio.create_task(server.serve([listener]))

@@ -84,7 +84,8 @@ def test_a_measured_draw_makes_a_cap_that_changes_nothing():
 def test_a_cap_is_one_that_the_gpu_takes_and_never_above_the_present_one():
     assert advise(H100, 700.0, [Waited(0, 9, 0)], 0.01).cap_w == H100.least_cap_w
     assert advise(H100, 350.0, COMPUTE_BOUND, 0.01).cap_w == 350.0
-    assert advise(H100, 350.0, COMPUTE_BOUND, 0.01).freed_w == 0.0
+    unchanged = advise(H100, 350.0, COMPUTE_BOUND, 0.0)
+    assert (unchanged.freed_w, unchanged.slowdown, unchanged.ttft_growth) == (0.0, 1.0, 0.0)
     assert advise(H100, 700.0, COMPUTE_BOUND, 0.0).cap_w == 700.0
 
 
@@ -94,11 +95,12 @@ def test_a_cap_is_one_that_the_gpu_takes_and_never_above_the_present_one():
     ),
     st.floats(0, 0.5),
     st.one_of(st.none(), st.floats(1, 900)),
+    st.floats(200, 700),
 )  # fmt: skip
-def test_advice_is_always_in_range(requests, tolerance, peak):
-    told = advise(H100, 700.0, requests, tolerance, peak)
-    assert H100.least_cap_w <= told.cap_w <= 700.0
-    assert told.freed_w == 700.0 - told.cap_w
+def test_advice_is_always_in_range(requests, tolerance, peak, cap_w):
+    told = advise(H100, cap_w, requests, tolerance, peak)
+    assert H100.least_cap_w <= told.cap_w <= cap_w
+    assert told.freed_w == cap_w - told.cap_w
     assert told.slowdown >= 1.0 and 0 <= told.ttft_growth <= tolerance + 1e-9
 
 

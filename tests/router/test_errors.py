@@ -34,7 +34,7 @@ from router.errors import (
             "messages",
         ),
         (no_worker("none", 3.0), 503, "server_error", "no_worker", None),
-        (overloaded("full", 2.0), 503, "server_error", "overloaded", None),
+        (overloaded("full", 2.0), 429, "rate_limit_error", "overloaded", None),
         (queue_full(8, 0.1), 429, "rate_limit_error", "queue_full", None),
         (engine_failed(), 500, "server_error", "engine", None),
     ],

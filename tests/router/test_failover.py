@@ -20,6 +20,8 @@ from tests.router.scripted import announcement, code, event, get, post, until, w
 
 pytestmark = pytest.mark.ray
 
+LONG_PAUSE_S = 1000.0
+SLOW = FailoverSettings(failures=2, pause_s=LONG_PAUSE_S, longest_pause_s=LONG_PAUSE_S)
 SOON = FailoverSettings(stall_after_s=0.5, failures=2, pause_s=0.05, longest_pause_s=0.1)
 
 
@@ -119,7 +121,7 @@ async def test_a_worker_that_fails_again_and_again_is_left_alone_then_tried_and_
             raise RuntimeError
         yield [event(worker)]
 
-    ingress, live, app = await serve(script, failover=SOON)
+    ingress, live, app = await serve(script, failover=SLOW)
     for _ in range(20):
         assert (await post(app, stream=True)).status_code == 200
         if live.members.breakers.state("a", live.now_s()).standing == "open":
@@ -136,6 +138,7 @@ async def test_a_worker_that_fails_again_and_again_is_left_alone_then_tried_and_
     assert ingress.sent[before:] == ["b"]
     assert list(live.records.values())[-1].avoided == ("a",)
     failed.clear()
+    live._epoch_s += LONG_PAUSE_S  # the pause is over
 
     async def closed():
         assert (await post(app, stream=True)).status_code == 200
@@ -152,7 +155,7 @@ async def test_where_all_fail_one_that_fails_is_still_asked(serve):
         raise RuntimeError
         yield
 
-    ingress, live, app = await serve(script, failover=SOON)
+    ingress, live, app = await serve(script, failover=SLOW)
     for _ in range(4):
         assert (await post(app, stream=True)).status_code == 500
     standings = {live.members.breakers.state(w, live.now_s()).standing for w in "ab"}

@@ -46,7 +46,7 @@ def test_a_few_that_were_late_are_no_rule():
 @pytest.mark.parametrize("dilation", [1.0, 30.0])
 def test_old_news_fades_in_the_workers_own_time(dilation):
     lateness = Lateness()
-    lateness.sent("r", "a", 0.0, 0.0, 0.0, dilation)
+    lateness.sent("r", "a", 0.0, 0.0, 0.0, dilation=dilation)
     lateness.first_token("r", 1.0)
     late_s = [lateness.late_s("a", 1.0 + seconds * dilation) for seconds in (0.0, 0.5, 1.0, 9.0)]
     assert late_s[0] == 1.0 and late_s == sorted(late_s, reverse=True)
@@ -68,7 +68,7 @@ def test_one_that_should_have_begun_tells_at_once():
 def test_work_of_prompts_adds_up_and_fades_with_its_window(long, window_s, dilation):
     lateness = Lateness()
     for i in range(4):
-        lateness.sent(f"r{i}", "a", 10.0, 0.1, 0.1 * window_s * dilation, dilation)
+        lateness.sent(f"r{i}", "a", 10.0, 0.1, 0.1 * window_s * dilation, dilation=dilation)
     assert lateness.share("a", 10.0, long=long) == pytest.approx(0.4)
     later_s = 10.0 + window_s * dilation
     assert lateness.share("a", later_s, long=long) == pytest.approx(0.4 / math.e)

@@ -104,6 +104,17 @@ def test_the_latest_is_preempted_and_is_first_in_line_again(rule):
     assert core.preemptions == 1
 
 
+def test_one_that_cannot_go_on_gives_up_its_place_whatever_the_rule_says():
+    core, memory = batcher(rule="fcfs")
+    works = [Work(10, 0.0) for _ in range(2)]
+    add(core, *works)
+    core.step(0.0, 0)
+    assert core.preempt(1.0, works[0]) is works[0]
+    memory.release(works[0])
+    assert list(core.running) == [works[1]]
+    assert core.step(1.1, 1).prefilled == [works[0]] and core.preemptions == 1
+
+
 def test_with_nobody_running_there_is_nobody_to_preempt():
     assert batcher()[0].preempt(0.0) is None
 

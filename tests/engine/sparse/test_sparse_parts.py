@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 import torch
 
+from engine.arena import ArenaTooLarge
 from engine.sparse import gather_cuda
 from engine.sparse.ar1 import Drift, drive
 from engine.sparse.codes import Hasher, agreement, popcount
+from engine.sparse.forward import over_lanes
 from engine.sparse.gather import Gather, pairs
 from engine.sparse.settings import SparseSettings
 from engine.sparse.similarity import aggregate, cosines, is_hit
 from engine.transfer import CpuMover
 from kappa.plan import heads
 from kappa.plan.clo import CloConfig
+from tests.engine.rig import rig
 
 CPU = torch.device("cpu")
 
@@ -205,3 +208,28 @@ def test_queries_that_never_drift_or_turn_back_are_refused():
 def test_settings_that_cannot_be_are_refused(changes, why):
     with pytest.raises(ValueError, match=why):
         SparseSettings(**changes)
+
+
+def test_lanes_that_do_not_fit_are_refused_with_both_numbers(monkeypatch):
+    with rig("llama", blocks=40) as r:
+        settings = SparseSettings(CloConfig(), lanes=3, max_tokens=1000)
+        monkeypatch.setattr("engine.sparse.lanes.free_host_bytes", lambda: 10_000)
+        with pytest.raises(ArenaTooLarge, match=r"3 sparse lanes of 1000 .* only 10000 are free"):
+            over_lanes(r.forward, settings)
+
+
+def test_persistent_heads_that_the_model_has_not_are_refused():
+    with rig("llama", blocks=40) as r:
+        for persistent, why in (
+            (((0, 1),), "of 1 layers: the model has 3"),
+            (((0, 2), (), ()), "name each of 0 to 1"),
+            (((0, 0), (), ()), "at most once"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                over_lanes(r.forward, SparseSettings(max_tokens=64), persistent=persistent)
+
+
+def test_streamed_weights_are_refused():
+    refused = pytest.raises(ValueError, match="needs the weights on the device")
+    with rig("llama", streamed=True, blocks=40) as r, refused:
+        over_lanes(r.forward, SparseSettings(max_tokens=64))

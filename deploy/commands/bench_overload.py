@@ -1,0 +1,108 @@
+"""`kappa bench overload`: how much of its peak goodput a simulated cluster keeps past saturation.
+
+The same traffic at rising loads, with admission and without. Goodput counts requests within their
+objective; the peak is the best load of the same column. Simulated, as by `kappa simulate`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kappa.shapes import model_shape
+from router.admission import Admission
+from router.policies import policy_named
+from simulator.clusters import cluster_named
+from simulator.run import SimulationConfig, capacity_of, simulate
+from workload.catalogue import workload_named
+
+LOADS = (0.6, 0.8, 1.0, 3.0)
+MODEL = "llama-3.1-8b"
+
+
+def overload(
+    trace: Annotated[str, typer.Option(help="A built-in workload or a trace file.")] = "azure",
+    cluster: Annotated[str, typer.Option(help="mixed, small, uniform, or a file.")] = "small",
+    policy: Annotated[str, typer.Option(help="Who decides.")] = "priced",
+    loads: Annotated[
+        str, typer.Option(help="Fractions of the capacity bound, with commas.")
+    ] = ",".join(map(str, LOADS)),
+    seconds: Annotated[float, typer.Option(min=1.0, help="Of arrivals, at each load.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Goodput past saturation, with admission and without."""
+    try:
+        chosen = parsed(loads)
+        policy_named(policy, seed=seed)
+        config = SimulationConfig(
+            cluster=cluster_named(cluster), workload=workload_named(trace),
+            shape=model_shape(MODEL), policy=policy, load=chosen[0], seed=seed,
+        )  # fmt: skip
+        rows = measure(config, chosen, seconds)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if json_output:
+        typer.echo(json.dumps({"trace": trace, "cluster": cluster, "policy": policy, "rows": rows}))
+        return
+    table = Table("admission", "load", "rate", "goodput", "of its peak", "let in", "met of those")
+    for row in rows:
+        table.add_row(
+            "on" if row["admission"] else "off", f"{row['load']:g}", f"{row['rate_rps']:.3g}/s",
+            f"{row['goodput_rps']:.3g}/s", f"{row['of_peak']:.0%}", f"{row['let_in']:.0%}",
+            f"{row['met_of_let_in']:.0%}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def measure(
+    config: SimulationConfig, loads: Sequence[float], seconds: float
+) -> list[dict[str, Any]]:
+    """A row for each load, without admission and with it."""
+    capacity_rps = capacity_of(config)
+    rows = []
+    for admission in (None, Admission()):
+        column = []
+        for load in loads:
+            run = config.replaced(
+                load=load, capacity_rps=capacity_rps, admission=admission,
+                requests=max(int(load * capacity_rps * seconds), 100),
+            )  # fmt: skip
+            column.append(_row(simulate(run).summary(), admission is not None))
+        peak_rps = max(row["goodput_rps"] for row in column)
+        rows += [{**row, "of_peak": row["goodput_rps"] / max(peak_rps, 1e-9)} for row in column]
+    return rows
+
+
+def _row(summary: dict[str, Any], admission: bool) -> dict[str, Any]:
+    let_in = 1 - summary["rejected"] / summary["requests"]
+    met = summary["slo"]["met"]
+    return {
+        "admission": admission,
+        "load": summary["load"],
+        "rate_rps": summary["rate_rps"],
+        "goodput_rps": summary["goodput_rps"],
+        "let_in": let_in,
+        "met": met,
+        "met_of_let_in": met / let_in if let_in else 0.0,
+    }
+
+
+def parsed(loads: str) -> list[float]:
+    """Loads from a text with commas.
+
+    Raises:
+        ValueError: one is no number above 0, or there is none.
+    """
+    try:
+        found = [float(part) for part in loads.split(",")]
+    except ValueError:
+        raise ValueError(f"loads {loads!r}: give numbers with commas, such as 0.8,3") from None
+    if not all(0 < load < 1000 for load in found):
+        raise ValueError(f"loads {loads!r}: each must be above 0 and below 1000")
+    return found

@@ -1,0 +1,196 @@
+"""vLLM's own scheduler with our transfer connector: what is given, taken, and still computed.
+
+The scheduler and the connector's side of it are real; the model's steps are played.
+"""
+
+import os
+
+import pytest
+import torch
+
+from scheduler.vllm_options import CONFIG_KEY, STOCK
+from workers.tier_choice import TierChoice, TierNeeds, transfer_config
+from workers.tiny_model import make_tiny_model
+from workers.transfer_choice import FILES, TransferChoice, transfer_on
+from workers.vllm_engine import CPU_ENV, EngineScheduler
+
+pytestmark = pytest.mark.vllm
+
+BLOCK, BLOCKS, PROMPT = 32, 64, 200
+WHOLE = PROMPT // BLOCK * BLOCK
+PLACE = {"do_remote_prefill": True, "transfer_name": "a" * 32, "remote_tokens": WHOLE}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    before = dict(os.environ)
+    os.environ.update({**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"})
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = tmp_path_factory.mktemp("engine")
+    model = make_tiny_model(folder / "model", ["hello world"] * 20)
+    tier = transfer_config(TierChoice(), TierNeeds(1 << 24, f"ipc://{folder}/stats"))
+    files = TransferChoice(FILES, str(folder / "files"), 1 << 26, 1.0, 1e9, 0.0)
+    transfer_on(files, {"kv_transfer_config": tier}, None)
+    made = EngineArgs(
+        model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=1024,
+        block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=512, enforce_eager=True,
+        enable_prefix_caching=True, num_gpu_blocks_override=BLOCKS,
+        kv_transfer_config=KVTransferConfig(**tier),
+    ).create_engine_config()  # fmt: skip
+    made.cache_config.num_gpu_blocks = BLOCKS
+    yield made
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(params=[STOCK, "fair"])
+def engine(config, request):
+    """vLLM's own scheduler, and ours inside it."""
+    ours = EngineScheduler(request.param)
+    config.additional_config = {CONFIG_KEY: ours.options("", None, 0)}
+    return Played(config, request.param)
+
+
+class Played:
+    """vLLM's scheduler, with an engine that samples the same token at every step."""
+
+    def __init__(self, config, rule):
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            KVCacheTensor,
+        )
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        from scheduler.vllm_adapter import FairScheduler
+
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32
+        )
+        page = spec.page_size_bytes
+        layer = KVCacheTensor(page * BLOCKS, ["layer"], page * BLOCKS, page)
+        cache = KVCacheConfig(BLOCKS, [layer], [KVCacheGroupSpec(["layer"], spec)])
+        scheduler = Scheduler if rule == STOCK else FairScheduler
+        self.scheduler = scheduler(config, cache, StructuredOutputManager(config), BLOCK)
+
+    def add(self, name, params, tokens=PROMPT, count=4):
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        asked = SamplingParams(
+            max_tokens=count, ignore_eos=True, extra_args={"kv_transfer_params": params}
+        )
+        asked.update_from_generation_config({}, 0)
+        prompt = list(range(100, 100 + tokens))
+        self.scheduler.add_request(
+            Request(name, prompt, asked, pooling_params=None, block_hasher=self._hasher)
+        )
+
+    def step(self, **connector):
+        """One step; tokens by request, what the connector's workers are told, and the answers."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        planned = self.scheduler.schedule()
+        names = list(planned.num_scheduled_tokens)
+        told = self.scheduler.update_from_output(
+            planned,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: i for i, name in enumerate(names)},
+                sampled_token_ids=[[7] for _ in names],
+                kv_connector_output=KVConnectorOutput(**connector) if connector else None,
+            ),
+        )
+        answers = [answer for group in told.values() for answer in group.outputs]
+        return planned.num_scheduled_tokens, planned.kv_connector_metadata, answers
+
+    @property
+    def free_blocks(self):
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def test_a_prefill_is_answered_with_its_place_and_given_in_the_next_step(engine):
+    engine.add("p", {"do_remote_decode": True}, count=1)
+    tokens, meta, (answer,) = engine.step()
+    assert tokens == {"p": PROMPT} and meta.gives == []
+    place = answer.kv_transfer_params
+    assert place["do_remote_prefill"] and place["remote_tokens"] == WHOLE
+    # The engine would go to sleep without work: the step that copies must come by itself.
+    assert engine.scheduler.has_requests()
+    tokens, meta, _ = engine.step()
+    (give,) = meta.gives
+    assert tokens == {} and give.name == place["transfer_name"]
+    assert len(give.block_ids) == WHOLE // BLOCK == len(set(give.block_ids))
+    assert engine.step()[1].gives == []
+
+
+def test_a_prompt_that_was_not_asked_for_is_not_given(engine):
+    engine.add("p", {"do_remote_decode": False}, count=1)
+    (answer,) = engine.step()[2]
+    assert answer.kv_transfer_params is None and engine.step()[1].gives == []
+
+
+def test_what_is_taken_is_not_computed(engine):
+    engine.add("d", PLACE)
+    tokens, meta, _ = engine.step(finished_recving={"d"})
+    (take,) = meta.takes
+    assert tokens == {} and (take.request_id, take.name) == ("d", PLACE["transfer_name"])
+    assert (take.start, take.tokens, len(take.block_ids)) == (0, WHOLE, WHOLE // BLOCK)
+    tokens, meta, _ = engine.step()
+    assert tokens == {"d": PROMPT - WHOLE} and meta.takes == []
+    assert engine.step()[0] == {"d": 1}
+
+
+def test_only_what_the_device_does_not_hold_is_taken(engine):
+    engine.add("before", None, tokens=3 * BLOCK + 1, count=1)
+    engine.step()
+    engine.add("d", PLACE)
+    (take,) = engine.step(finished_recving={"d"})[1].takes
+    assert (take.start, take.tokens) == (3, WHOLE - 3 * BLOCK)
+    assert engine.step()[0] == {"d": PROMPT - WHOLE}
+
+
+def test_what_does_not_come_is_computed(engine):
+    engine.add("d", PLACE)
+    planned = engine.scheduler.schedule()
+    (take,) = planned.kv_connector_metadata.takes
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    lost = KVConnectorOutput(finished_recving={"d"}, invalid_block_ids=set(take.block_ids))
+    nothing = ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=lost)
+    engine.scheduler.update_from_output(planned, nothing)
+    tokens, meta, _ = engine.step()
+    assert tokens == {"d": PROMPT} and meta.takes == [], "asked once, not again"
+
+
+@pytest.mark.parametrize("claimed", [0, -64, "many", None, 1 << 40])
+def test_a_claim_beyond_the_prompt_or_no_number_does_no_harm(engine, claimed):
+    engine.add("d", {**PLACE, "remote_tokens": claimed})
+    tokens, meta, _ = engine.step(finished_recving={"d"} if claimed == 1 << 40 else None)
+    if claimed == 1 << 40:
+        assert [take.tokens for take in meta.takes] == [WHOLE]
+    else:
+        assert meta.takes == [] and tokens == {"d": PROMPT}
+
+
+def test_a_request_that_is_aborted_while_it_takes_leaves_nothing(engine):
+    from vllm.v1.request import RequestStatus
+
+    free = engine.free_blocks
+    engine.add("d", PLACE)
+    engine.step()
+    assert engine.free_blocks < free
+    engine.scheduler.finish_requests("d", RequestStatus.FINISHED_ABORTED)
+    # Its blocks are being written to: they are free once the transfer has ended.
+    assert engine.free_blocks < free
+    engine.step(finished_recving={"d"})
+    engine.step()
+    assert engine.free_blocks == free
