@@ -84,7 +84,8 @@ class Announcement:
     as activations, "rates": as `kappa.plan.rates` reads them}; empty if it loads them whole and
     then computes. tier: the kind of its host tier; shared_tier: names the server that several
     workers have as their host tier, empty if it is the worker's own. start_s: from the start of its
-    process until it could serve; 0: not known.
+    process until it could serve; 0: not known. max_sequences: requests that it runs at a time; 0:
+    not known.
 
     pool: the cluster file's pool that it belongs to. role: `both`, `prefill` (hands its KV over) or
     `decode` (takes it over).

@@ -209,7 +209,7 @@ class Fleet:
         cells[at.WAITING, slot] += 1
         cells[at.QUEUED, slot] += new
         cells[at.RESIDENT, slot] += offers.prompt_tokens
-        fade = math.exp((cells[at.USE_AT, slot] - now_s) / self.window_s)
+        fade = math.exp(min(cells[at.USE_AT, slot] - now_s, 0.0) / self.window_s)
         cells[at.USE_AT, slot] = now_s
         cells[at.GPU_USE, slot] = cells[at.GPU_USE, slot] * fade + gpu_s / self.window_s
         cells[at.LOADS, slot] = cells[at.LOADS, slot] * fade + (link_s > 0) / self.window_s
@@ -343,7 +343,8 @@ class Fleet:
             net_free_s = np.maximum(net_free_s, self._cells[at.NET_FREE, self._slots[fetch_from]])
         net_s = np.maximum(net_free_s - now_s, 0.0)
         start_s = link_s if fetch_s is None else np.maximum(link_s, net_s + fetch_s)
-        fade = np.exp((cells[at.USE_AT] - now_s) / self.window_s)
+        # A clock that was set back must not make use grow without bound.
+        fade = np.exp(np.minimum(cells[at.USE_AT] - now_s, 0.0) / self.window_s)
         gpu_use = cells[at.GPU_USE] * fade
         weighing = pricing.weighing_tokens(cells, own.work_s, load_s, prompt_tokens, output_tokens)
         return Offers(

@@ -93,6 +93,8 @@ class LiveRouter:
         avoided = self.members.blocked()
         decision = self._decided(self.router.route, request, avoided)
         self.metrics.observe(m.DECISION_SECONDS, value=time.perf_counter() - start_s)
+        if steered == "ray":
+            decision = replace(decision, reason="ray_rule")
         chosen, node = decision.chosen, decision.chosen.node.name
         self.metrics.inc(m.DECISIONS, node, decision.policy, decision.reason, chosen.bound)
         self.metrics.observe(m.RATIO, node, value=chosen.counts.ratio)

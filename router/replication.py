@@ -105,7 +105,7 @@ class HotPrefixes:
         prefix.saved_s = 0.0
 
     def _fade(self, prefix: HotPrefix, now_s: float) -> None:
-        left = math.exp((prefix.at_s - now_s) / self.rule.window_s)
+        left = math.exp(min(prefix.at_s - now_s, 0.0) / self.rule.window_s)
         prefix.saved_s *= left
         prefix.requests *= left
         prefix.at_s = now_s

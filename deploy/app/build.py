@@ -43,6 +43,8 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
         name="KappaIngress",
         num_replicas=settings.http.replicas,
         max_ongoing_requests=4 * limits.max_queue,
+        # Bounded, too: beyond it Ray Serve answers 503 at once.
+        max_queued_requests=4 * limits.max_queue,
         health_check_period_s=5,
         # One that is taken away ends its streams, which take as long as those of workers.
         graceful_shutdown_timeout_s=max(pool.drain_s for pool in pools),

@@ -126,8 +126,9 @@ class JoinedRay:
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise StartError(
-                f"no Ray cluster can be joined at {self._address}: {error}. Start one with "
-                "'ray start --head', or leave --address out"
+                f"no Ray cluster can be joined at {self._address}: {error}. Is one there "
+                "('ray start --head'), and is its token yours (RAY_AUTH_TOKEN, or the file that "
+                "RAY_AUTH_TOKEN_PATH names)? Without --address one is started here"
             ) from None
 
     def machines(self) -> list[Machine]:

@@ -156,21 +156,28 @@ def _row(
     taken: dict[str, list[float]] = {LOAD_ALL: [], TAIL: []}
     plan = Planning(BLOCK_TOKENS, ratio.rates, activations=False).named(TAIL)(Cached(cached, new))
     asked = {LOAD_ALL: LOAD_ALL, TAIL: f"load={plan.crossing_tokens}"}
-    differences, computed = [], 0
-    for turn in range(repeats + 1):
-        prompt = [*prefix, *_tokens(rng, new)]
-        answers = {}
+    loaded: dict[str, int] = {}
+    # Before anything is measured both plans answer one prompt: they must say the same.
+    prompt = [*prefix, *_tokens(rng, new)]
+    answers = {}
+    for way in (TAIL, LOAD_ALL):
+        _settle(llm)
+        llm.reset_prefix_cache()
+        answers[way] = _ask(llm, prompt, asked[way])
+    for turn in range(repeats):
         for way in (LOAD_ALL, TAIL) if turn % 2 else (TAIL, LOAD_ALL):
+            # New tokens of its own each time: those of an earlier prompt would be in the tier.
+            prompt = [*prefix, *_tokens(rng, new)]
             _settle(llm)
             llm.reset_prefix_cache()
             start_s = time.perf_counter()
-            answers[way] = _ask(llm, prompt, asked[way])
-            if turn:  # the first shakes the engine out
-                taken[way].append((time.perf_counter() - start_s) / ratio.node.dilation)
-        differences.append(abs(answers[TAIL][0] - answers[LOAD_ALL][0]))
-        computed = answers[LOAD_ALL][1] - answers[TAIL][1]
+            _, held = _ask(llm, prompt, asked[way])
+            taken[way].append((time.perf_counter() - start_s) / ratio.node.dilation)
+            loaded[way] = held
+    difference = abs(answers[TAIL][0] - answers[LOAD_ALL][0])
+    computed = loaded[LOAD_ALL] - loaded[TAIL]
     progress(f"κ0 {ratio.critical:g}: {cached} cached, {new} new")
-    return _summary(ratio, cached, new, taken, computed, max(differences))
+    return _summary(ratio, cached, new, taken, computed, difference)
 
 
 def _summary(

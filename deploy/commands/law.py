@@ -106,20 +106,25 @@ def explain(
             named = zip(profiles, whole, strict=True)
             _print_json({"nodes": [{"node": p.name, **answer} for p, answer in named]})
         return
-    title = f"{shape.name}: {cached:,} cached, {new:,} new tokens"
-    table = Table("", *(p.name for p in profiles))
-    for key in answers[0]:
-        table.add_row(_label(key), *(_cell(key, answer[key]) for answer in answers))
     console = Console()
-    console.print(title)
-    console.print(table)
-    if len(answers) > 1:
-        best = min(range(len(answers)), key=lambda i: float(answers[i]["ttft_s"]))
-        console.print(f"Least idle TTFT: {profiles[best].name}")
+    console.print(f"{shape.name}: {cached:,} cached, {new:,} new tokens")
+    _print_law(console, profiles, answers)
     for profile, found in zip(profiles, plans, strict=True):
         print_plans(console, profile.name if rates is None else str(rates), found)
         if rates is not None:
             break
+
+
+def _print_law(
+    console: Console, profiles: Sequence[NodeProfile], answers: Sequence[dict[str, Any]]
+) -> None:
+    table = Table("", *(p.name for p in profiles))
+    for key in answers[0]:
+        table.add_row(_label(key), *(_cell(key, answer[key]) for answer in answers))
+    console.print(table)
+    if len(answers) > 1:
+        best = min(range(len(answers)), key=lambda i: float(answers[i]["ttft_s"]))
+        console.print(f"Least idle TTFT: {profiles[best].name}")
 
 
 def explain_request(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> dict[str, Any]:

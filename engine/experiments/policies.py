@@ -1,13 +1,11 @@
 """Ways to keep and bring back the cache of decoding sequences, by name, and what each should take.
 
-"kv-only" loads keys and values (the baseline: row by row Hugging Face's way, column by column
-FlexGen's). "kvpr-*" keep activations beside them and split each context: "paper" as paper 000 does,
-"ahead" counting the rest of the step, "column" for streamed weights; "share-N" a fixed split.
-"hybrid-*" keep each block as one or the other (paper 003): "paper" by its Algorithm 1, "corrected",
-"planned" by the predicted step of these very sequences, "hybrid-N" a fixed share.
-"activations": nothing but activations. "cpu-*": the CPU attends to part of each context where it
-lies: "cpu-N" to a share, "paper" by bandwidth alone, "ahead" by the predicted step (paper 002).
-"device": nothing leaves the device, as a bound.
+"kv-only" loads keys and values (the baseline). "kvpr-*" keep activations beside them and split each
+context: "paper" as paper 000, "ahead" counting the rest of the step, "column" for streamed weights;
+"share-N" a fixed split. "hybrid-*" keep a block as one or the other (paper 003): by Algorithm 1,
+"corrected", "planned" by the predicted step; "hybrid-N" a share; "activations": nothing else.
+"cpu-*": the CPU attends to part of each context where it lies (paper 002): "cpu-N" to a share,
+"paper" by bandwidth, "ahead" by the predicted step. "device": nothing leaves the device, a bound.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Planners by name, as engine and router ask them: what is cached and new in, a load plan out.
 
-"auto" takes the plan with the earliest predicted first token; "kv" loads all as KV; "kvpr" takes
-paper 000's split; "hybrid" takes activations wherever host memory has them, which is how paper 003
-stores them; "recompute" loads nothing; "tail" loads the front and computes the back anew where that
-is earlier, which is all that vLLM can be told; "cpu" leaves all in host memory (C), and so does
-"auto" with what of a prefix exceeds a request's room on the device. Without rates, which are
-measured or follow from a node's profile, "auto" and "tail" load all, "kvpr" is refused, and no
-seconds are predicted.
+"auto" takes the earliest predicted first token; "kv" loads all as KV; "kvpr" splits as paper 000;
+"hybrid" takes activations wherever they are held (paper 003); "recompute" loads nothing; "tail"
+loads the front and computes the back anew where that is earlier, all that vLLM can be told; "cpu"
+leaves all in host memory (C), as "auto" does with what exceeds a request's room on the device.
+Without rates, "auto" and "tail" load all, "kvpr" is refused, and no seconds are predicted.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The cluster that faults are tried on: where it answers, its processes, and the files by which an
-emulated engine, or a process of it, is told what is to go wrong.
+"""The cluster that faults are tried on: where it answers, who it is, how faults are told to it.
+
+An emulated engine, and a process of the cluster, are told by files.
 
 Start it with the variables of `environment`; the harness has no other way into it than HTTP,
 signals and these files.

@@ -1,5 +1,8 @@
-"""What a cluster holds, looked at again and again: memory and descriptors of every process, the
-index, the reservations."""
+"""What a cluster holds, looked at again and again.
+
+Memory and descriptors of every process, blocks in the index, reservations: over HTTP and from the
+kernel, so that looking changes nothing of what is looked at.
+"""
 
 from __future__ import annotations
 

@@ -109,9 +109,7 @@ async def test_every_tenants_prompts_are_salted_by_its_name_and_its_own_salt(clu
         sent = [body.cache_salt for body in here.ingress.bodies]
     tenants = [Tenant(name, own_cache=True) for name in ("alice", "bob", "alice", "default")]
     own = (None, None, "mine", None)
-    assert sent == [
-        cache_salt(t, o) for t, o in zip(tenants, own, strict=True)
-    ]
+    assert sent == [cache_salt(t, o) for t, o in zip(tenants, own, strict=True)]
     assert len(set(sent)) == 4
 
 

@@ -91,6 +91,7 @@ async def test_in_shadow_rays_rule_steers_and_ours_is_written_down(begin):
     assert set(ingress.sent) == {"a", "b"}, "two at random, both idle: both are drawn"
     assert all(r.steered == "ray" and r.shadow.ray_worker == r.decision.worker for r in records)
     assert not live.router.reservations
+    assert {r.decision.reason for r in records} == {"ray_rule"}
     text = (await get(app, "/metrics")).text
     assert 'kappa_rollout_requests_total{arm="ray"} 12.0' in text
     assert 'kappa_rollout_ttft_seconds_count{arm="ray"} 12.0' in text

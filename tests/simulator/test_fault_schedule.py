@@ -71,6 +71,13 @@ def test_each_trouble_alone_loses_nothing_and_is_felt(many, documents, shape, ki
         assert np.array_equal(hurt.records.ttft_s, plain.records.ttft_s)
 
 
+def test_a_clock_that_goes_back_while_most_nodes_are_idle_stops_nobody(many, documents, shape):
+    base = config(many, documents, shape, requests=60, rate_rps=100.0)
+    back = Trouble("router_clock", 0, 0.1, 1e6, -36_000.0)
+    outcome = simulate(base.replaced(faults=Faults(0.0, troubles=(back,))))
+    assert not np.isnan(outcome.records.e2e_s).any()
+
+
 def arrivals(kind, count):
     resyncs = []
     stream = EventStream(kind, lambda: resyncs.append(len(heard)))

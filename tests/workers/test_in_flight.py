@@ -6,7 +6,7 @@ import pytest
 
 from kappa.report import Arrival
 from workers.in_flight import InFlight
-from workers.report_stream import ReportTotals
+from workers.report_totals import ReportTotals
 
 pytestmark = pytest.mark.vllm
 
