@@ -9,6 +9,7 @@ from deploy.commands import (
     bench_clients,
     bench_offload,
     bench_overhead,
+    bench_overload,
     bench_packing,
     bench_peers,
     bench_regret,
@@ -64,5 +65,6 @@ bench.app.command()(bench_clients.clients)
 bench.app.command()(bench_validate.validate)
 bench.app.command("tail-recompute")(bench_tail.tail_recompute)
 bench.app.command("offload")(bench_offload.offload)
+bench.app.command("overload")(bench_overload.overload)
 bench.app.command("offload-overhead")(bench_overhead.offload_overhead)
 app.add_typer(bench.app, name="bench")

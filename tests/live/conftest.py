@@ -100,14 +100,17 @@ class Live:
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that use the cluster are live ones, and last: others start clusters of their own."""
+    """Tests that use the cluster are live ones, and last: others start clusters of their own.
+
+    Those that hurt it (`test_failover.py`) are the very last.
+    """
 
     def uses_it(item):
         return "live" in getattr(item, "fixturenames", ())
 
     for item in filter(uses_it, items):
         item.add_marker(pytest.mark.live)
-    items.sort(key=uses_it)
+    items.sort(key=lambda item: (uses_it(item), item.path.name == "test_failover.py"))
 
 
 @pytest.fixture(scope="session")
