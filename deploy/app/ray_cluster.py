@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 from typing import Any
 
 from deploy.app.model import StartError
@@ -19,6 +20,7 @@ APP = "kappa"
 """Our application's name in Ray Serve."""
 
 _OBJECT_STORE_BYTES = 256 << 20
+_REACH_S = 5.0
 # A replica and its engine's worker process, and the controller and proxy beside them.
 _CPUS_PER_WORKER, _CPUS_BESIDE = 2, 2
 
@@ -113,6 +115,7 @@ class JoinedRay:
         Raises:
             StartError: nothing answers there, or it runs another version.
         """
+        self._reach()
         import ray
 
         self._log_level = log_level
@@ -129,6 +132,19 @@ class JoinedRay:
                 f"no Ray cluster can be joined at {self._address}: {error}. Is one there "
                 "('ray start --head'), and is its token yours (RAY_AUTH_TOKEN, or the file that "
                 "RAY_AUTH_TOKEN_PATH names)? Without --address one is started here"
+            ) from None
+
+    def _reach(self) -> None:
+        """Find out at once whether anything listens there: Ray would try for minutes."""
+        if self._address == "auto":
+            return
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+        except (OSError, ValueError, OverflowError) as error:
+            raise StartError(
+                f"no Ray cluster can be joined at {self._address}: {error}. Give the HOST:PORT of "
+                "its head (6379 unless told otherwise), or auto on one of its machines"
             ) from None
 
     def machines(self) -> list[Machine]:

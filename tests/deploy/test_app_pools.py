@@ -8,6 +8,7 @@ from deploy.app.cluster import Cluster
 from deploy.app.model import Model, StartError
 from deploy.app.plan import pool_nodes, worker_plan
 from deploy.app.pools import pool_config, pool_deployment
+from deploy.app.ray_cluster import JoinedRay
 from deploy.app.refusals import contradictions
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
@@ -164,3 +165,10 @@ def test_before_anything_starts_all_that_is_known_to_be_wrong_is_told():
 def test_rays_client_protocol_is_refused():
     with pytest.raises(StartError, match="HOST:PORT or auto"):
         Cluster(load_settings(), address="ray://somewhere:10001")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "127.0.0.1:many", "127.0.0.1:99999"])
+def test_where_nobody_listens_nothing_is_joined(address):
+    with pytest.raises(StartError, match=f"can be joined at {address}: .*HOST:PORT"):
+        JoinedRay(address).start("WARNING")
+    assert not ray.is_initialized()

@@ -5,8 +5,10 @@ The scheduler and the connector's side of it are real; the model's steps are pla
 
 import os
 
+import msgspec
 import pytest
 import torch
+import zmq
 
 from scheduler.vllm_options import CONFIG_KEY, STOCK
 from workers.tier_choice import TierChoice, TierNeeds, transfer_config
@@ -30,7 +32,8 @@ def config(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("engine")
     model = make_tiny_model(folder / "model", ["hello world"] * 20)
-    tier = transfer_config(TierChoice(), TierNeeds(1 << 24, f"ipc://{folder}/stats"))
+    stats = f"ipc://{folder}/stats"
+    tier = transfer_config(TierChoice(), TierNeeds(1 << 24, stats))
     files = TransferChoice(FILES, str(folder / "files"), 1 << 26, 1.0, 1e9, 0.0)
     transfer_on(files, {"kv_transfer_config": tier}, None)
     made = EngineArgs(
@@ -43,6 +46,16 @@ def config(tmp_path_factory):
     yield made
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def heard(config):
+    """A function that returns the next message of the stats channel."""
+    endpoint = config.kv_transfer_config.kv_connector_extra_config["kappa_stats"]
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        socket.bind(endpoint)
+        yield lambda: msgspec.msgpack.decode(socket.recv())
 
 
 @pytest.fixture(params=[STOCK, "fair"])
@@ -147,6 +160,18 @@ def test_what_is_taken_is_not_computed(engine):
     tokens, meta, _ = engine.step()
     assert tokens == {"d": PROMPT - WHOLE} and meta.takes == []
     assert engine.step()[0] == {"d": 1}
+
+
+def test_what_is_taken_is_told_as_loaded(engine, heard):
+    engine.add("before", None, tokens=BLOCK + 1, count=1)
+    engine.step()
+    engine.add("d", PLACE)
+    engine.step(finished_recving={"d"})
+    engine.step()
+    # Engines of other tests tell late, now that somebody listens.
+    while (told := heard())["device_tokens"] != BLOCK:
+        assert told["kind"] == "admit"
+    assert (told["host_tokens"], told["new_tokens"]) == (WHOLE - BLOCK, PROMPT - WHOLE)
 
 
 def test_only_what_the_device_does_not_hold_is_taken(engine):
