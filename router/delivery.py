@@ -18,7 +18,7 @@ import structlog
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from router.core import Decision
+from router.decision import Decision
 from router.errors import ApiError, engine_failed
 from router.failures import ERROR_EVENT, error_in, raise_error_item, worker_failed
 from router.http_app import EndedStream, places_of

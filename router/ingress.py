@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from router import live_view
 from router.access import Access, current_tenants
 from router.board import PinGoneError
-from router.core import NoWorkerError, RouteRequest
+from router.decision import NoWorkerError, RouteRequest
 from router.errors import check_body, no_worker, unknown_request
 from router.http_app import make_app, may_see, request_id_of, tenant_of
 from router.ingress_settings import IngressSettings

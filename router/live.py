@@ -20,12 +20,11 @@ from kappa.report import Admission, Announcement, WorkerReport
 from router.board import BOARD
 from router.breaker import Blocked
 from router.charges import Charges
-from router.core import (
+from router.core import Router, RouterConfig
+from router.decision import (
     Decision,
     NoWorkerError,
     OverloadedError,
-    Router,
-    RouterConfig,
     RouteRequest,
     without_candidates,
 )
@@ -249,7 +248,7 @@ class LiveRouter:
 
     def _joined(self, announcement: Announcement) -> None:
         worker = announcement.worker
-        self.kappa_eff[worker] = self.router.plans.kappa_eff(worker)
+        self.kappa_eff[worker] = self.router.view.plans.kappa_eff(worker)
 
     def _left(self, worker: str, node: str, lost: list[str]) -> None:
         self.kappa_eff.pop(worker, None)

@@ -20,7 +20,8 @@ import structlog
 from kappa.report import Announcement, WorkerReport
 from router.board import Announcements, Board
 from router.breaker import Blocked, BreakerRule, Breakers
-from router.core import MismatchError, Router
+from router.core import Router
+from router.decision import MismatchError
 from router.feed import WorkerFeed
 from router.stalls import StallWatch, marks
 from router.waiting import Waits

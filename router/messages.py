@@ -29,7 +29,7 @@ from kappa.report import (
 )
 from router.approx import HEADER as APPROX_HEADER
 from router.approx import approx_asked
-from router.core import Decision
+from router.decision import Decision
 from router.errors import ApiError, unreadable_body, validation_error
 from router.prefix_hash import salt_of
 from router.ray_router import PIN_HEADER

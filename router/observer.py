@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from router.core import Decision
+from router.decision import Decision
 
 
 class RequestObserver(Protocol):

@@ -17,7 +17,7 @@ from fastapi import Request
 
 from kappa import metrics as m
 from kappa.settings.transfer import TransferSettings
-from router.core import NoWorkerError, OverloadedError, RouteRequest
+from router.decision import NoWorkerError, OverloadedError, RouteRequest
 from router.failures import worker_failed
 from router.http_app import tenant_of
 from router.live import LiveRouter

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from kappa.report import Announcement, WorkerReport
-from router.core import Decision, NoWorkerError, Router, RouteRequest
+from router.core import Router
+from router.decision import Decision, NoWorkerError, RouteRequest
 from router.kv_events import (
     BlocksRemoved,
     BlocksStored,

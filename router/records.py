@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kappa.report import Admission, Spent
-from router.core import Decision
+from router.decision import Decision
 from router.rollout import Arm, Shadow
 
 MEMORY = 4096

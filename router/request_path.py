@@ -23,7 +23,7 @@ from starlette.responses import Response
 from kappa import metrics as m
 from kappa.report import APPROX_KEY, PROMPT_ENGINES
 from router.approx import exact_workers, is_approximate
-from router.core import Decision, NoWorkerError, OverloadedError, RouteRequest
+from router.decision import Decision, NoWorkerError, OverloadedError, RouteRequest
 from router.delivery import Call, Delivery
 from router.errors import (
     ApiError,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.core import Decision
+from router.decision import Decision
 
 KEPT = 4096
 """Timelines in memory, as many as decisions."""

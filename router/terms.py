@@ -15,8 +15,8 @@ import numpy as np
 from fastapi import Request
 
 from router.access import arrived_s, lease_of
-from router.core import RouteRequest
 from router.deadline import HEADER, Deadline, deadline_of, late_workers
+from router.decision import RouteRequest
 from router.isolation import cache_salt
 from router.limits import Lease
 from router.live import LiveRouter

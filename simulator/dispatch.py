@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kappa.report import Admission, Announcement, WorkerReport
-from router.core import NoWorkerError, Router, RouteRequest
+from router.core import Router
+from router.decision import NoWorkerError, RouteRequest
 from router.kv_events import Tier, WorkerReset
 from simulator.cache import Ids
 from simulator.event_stream import EventStream

@@ -73,6 +73,7 @@ class HostTierConnector(OffloadingConnector):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._kappa_by_layer = extra.get("kappa_load") == BY_LAYER
         self._kappa_layers: dict[str, int] = {}
+        self._kappa_block = int(vllm_config.cache_config.block_size)
         self._kappa_tail = TailRecompute.from_config(extra, vllm_config.cache_config.block_size)
         stats = extra.get("kappa_stats", "") if role == KVConnectorRole.SCHEDULER else ""
         self._kappa_reports = AdmissionReports(StatsSender(stats))
@@ -139,10 +140,15 @@ class HostTierConnector(OffloadingConnector):
         hit, loads_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if not hit:
             return hit, loads_async and not self._kappa_by_layer
+        found = hit
+        if self._kappa_by_layer:
+            # The step that loads computes, too: at least the last token, hence its whole block.
+            last_block = (request.num_tokens - 1) // self._kappa_block * self._kappa_block
+            hit = min(hit, last_block - num_computed_tokens)
         new = request.num_tokens - num_computed_tokens - hit
         plan = asked_plan(request.sampling_params)
         loaded = self._kappa_tail.loaded_tokens(num_computed_tokens, hit, new, plan)
-        if loaded < hit:
+        if loaded < found:
             scheduler = self.connector_scheduler
             assert scheduler is not None
             status = scheduler._req_status[request.request_id]

@@ -23,7 +23,8 @@ from kappa.step import StepModel, step_model
 from kappa.types import NodeProfile
 from loadtest.bench_validate import Answered
 from loadtest.validate_traffic import Script
-from router.core import Decision, Router, RouterConfig, RouteRequest
+from router.core import Router, RouterConfig
+from router.decision import Decision, RouteRequest
 from router.policies import policy_named
 from simulator.clusters import Cluster, NodeSpec
 from simulator.dispatch import RouterDispatch

@@ -24,7 +24,8 @@ from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.shapes import model_shape
 from kappa.step import step_model
-from router.core import Router, RouterConfig, RouteRequest
+from router.core import Router, RouterConfig
+from router.decision import RouteRequest
 from router.kv_events import BlocksStored, Tier
 from router.policies import policy_named
 from router.prefix_hash import UInt64s

@@ -27,10 +27,11 @@ def prompt(seed, tokens=700):
     return [rng.randrange(100, 4000) for _ in range(tokens)]
 
 
-def warm(engine, tokens):
+def warm(engine, tokens, least=None):
     """Ask until the whole prompt comes from the host tier; its first and its last answer."""
+    least = len(tokens) // BLOCK * BLOCK if least is None else least
     cold, deadline = engine.ask(tokens), time.monotonic() + 60.0
-    while (answer := engine.ask(tokens))["cached"] < len(tokens) // BLOCK * BLOCK:
+    while (answer := engine.ask(tokens))["cached"] < least:
         assert time.monotonic() < deadline
     return cold, answer
 
@@ -56,3 +57,10 @@ def test_what_was_computed_anew_is_still_there_to_load(engine):
     _, whole = warm(engine, known)
     for plan in ("tail", "kv", "load=320", "kv"):
         assert (engine.ask(known, plan=plan)["cached"] < whole["cached"]) == (plan != "kv")
+
+
+def test_a_prompt_that_is_there_to_its_last_token_is_answered(engine):
+    known = prompt(3, 10 * BLOCK)
+    cold, whole = warm(engine, known, 9 * BLOCK)
+    assert whole["cached"] < len(known)  # the last token at least is computed
+    assert whole["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)

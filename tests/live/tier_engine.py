@@ -27,6 +27,8 @@ from workers.tiny_model import make_tiny_model
 from workers.transfer_choice import FILES, TransferChoice, transfer_on
 from workers.vllm_engine import CPU_ENV
 
+# What the engine's processes have said of a prompt is here so soon after its answer.
+_NEWS_S = 0.5
 ROOT = Path(__file__).parents[2]
 BLOCK, CONTEXT = 32, 1184
 CORPUS = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
@@ -157,6 +159,7 @@ def main():
         for line in sys.stdin:
             asked = json.loads(line)
             if "reports" in asked:
+                time.sleep(_NEWS_S)
                 say(listener.take())
                 continue
             llm.reset_prefix_cache()

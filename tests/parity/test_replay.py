@@ -13,7 +13,8 @@ from kappa.model import kv_bytes_per_token
 from kappa.report import Admission, Announcement, Arrival, WorkerReport
 from kappa.shapes import model_shape
 from kappa.step import step_model
-from router.core import NoWorkerError, Router, RouterConfig, RouteRequest
+from router.core import Router, RouterConfig
+from router.decision import NoWorkerError, RouteRequest
 from router.kv_events import BlocksRemoved, BlocksStored, WorkerReset
 from router.policies import policy_named
 from router.recording import RecordedRouter, replay

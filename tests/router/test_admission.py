@@ -8,7 +8,8 @@ import pytest
 
 from kappa.hardware import node_profile
 from router.admission import Admission
-from router.core import NoWorkerError, OverloadedError, Router, RouterConfig
+from router.core import Router, RouterConfig
+from router.decision import NoWorkerError, OverloadedError
 from router.policies import policy_named
 from tests.router.test_core import announcement, ask
 

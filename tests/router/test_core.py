@@ -15,14 +15,8 @@ from kappa.hardware import node_profile
 from kappa.report import Admission, Announcement, WorkerReport
 from kappa.shapes import model_shape
 from kappa.step import step_model
-from router.core import (
-    MismatchError,
-    NoWorkerError,
-    Router,
-    RouterConfig,
-    RouteRequest,
-    without_candidates,
-)
+from router.core import Router, RouterConfig
+from router.decision import MismatchError, NoWorkerError, RouteRequest, without_candidates
 from router.kv_events import BlocksStored, WorkerReset
 from router.policies import policy_named
 

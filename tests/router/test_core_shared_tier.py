@@ -8,7 +8,8 @@ from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.shapes import model_shape
 from kappa.step import step_model
-from router.core import Router, RouterConfig, RouteRequest
+from router.core import Router, RouterConfig
+from router.decision import RouteRequest
 from router.kv_events import BlocksRemoved, BlocksStored
 from router.policies import policy_named
 
@@ -56,6 +57,6 @@ def test_a_worker_that_leaves_its_server_is_on_its_own():
     for name in ("w0", "w1"):
         router.join(said(name, "s"), 0.0)
     router.join(replace(said("w1", ""), tier="own"), 0.0)
-    assert len(router.shared_tiers) == 1
+    assert len(router.view.shared_tiers) == 1
     router.leave("w0")
-    assert len(router.shared_tiers) == 0
+    assert len(router.view.shared_tiers) == 0

@@ -15,7 +15,7 @@ import router.request_path
 from kappa.report import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
 from router.board import PinGoneError
-from router.core import RouteRequest
+from router.decision import RouteRequest
 from tests.router.scripted import announcement, code, event, get, post, until, words
 
 pytestmark = pytest.mark.ray

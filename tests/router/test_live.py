@@ -14,7 +14,8 @@ from kappa.hardware import node_profile
 from kappa.report import Announcement, TenantCharge, WorkerReport
 from kappa.step import StepModel
 from router.board import Board
-from router.core import NoWorkerError, RouterConfig, RouteRequest
+from router.core import RouterConfig
+from router.decision import NoWorkerError, RouteRequest
 from router.live import LiveRouter
 from router.live_view import nodes, refresh_gauges
 from router.policies import policy_named

@@ -11,7 +11,8 @@ from kappa.plan.rates import FORMAT, rates_from_measured
 from kappa.report import Announcement
 from kappa.shapes import model_shape
 from kappa.step import step_model
-from router.core import Router, RouterConfig, RouteRequest
+from router.core import Router, RouterConfig
+from router.decision import RouteRequest
 from router.kv_events import BlocksStored
 from router.load_plans import LoadPlans
 from router.policies import policy_named

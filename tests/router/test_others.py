@@ -13,7 +13,8 @@ from kappa.hardware import node_profile
 from kappa.report import Admission, Announcement, Arrival, WorkerReport
 from kappa.shapes import model_shape
 from kappa.step import step_model
-from router.core import Router, RouterConfig, RouteRequest
+from router.core import Router, RouterConfig
+from router.decision import RouteRequest
 from router.policies import policy_named
 
 SIZE = 16

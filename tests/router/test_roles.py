@@ -9,7 +9,8 @@ from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.step import StepModel
 from kappa.types import TokenCounts
-from router.core import Router, RouterConfig, RouteRequest
+from router.core import Router, RouterConfig
+from router.decision import RouteRequest
 from router.offers import Candidate
 from router.policies import policy_named
 from router.prefix_hash import secret_from_seed

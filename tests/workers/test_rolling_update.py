@@ -11,7 +11,8 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.step import StepModel
-from router.core import Router, RouterConfig, RouteRequest
+from router.core import Router, RouterConfig
+from router.decision import RouteRequest
 from router.kv_stream import decode_batch
 from router.policies import policy_named
 from workers.handover import take_shelf
