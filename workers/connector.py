@@ -144,7 +144,7 @@ class HostTierConnector(OffloadingConnector):
         if self._kappa_by_layer:
             # The step that loads computes, too: at least the last token, hence its whole block.
             last_block = (request.num_tokens - 1) // self._kappa_block * self._kappa_block
-            hit = min(hit, last_block - num_computed_tokens)
+            hit = max(min(hit, last_block - num_computed_tokens), 0)
         new = request.num_tokens - num_computed_tokens - hit
         plan = asked_plan(request.sampling_params)
         loaded = self._kappa_tail.loaded_tokens(num_computed_tokens, hit, new, plan)
