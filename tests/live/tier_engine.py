@@ -50,14 +50,16 @@ class Listener:
 
     def _read(self, socket):
         while True:
-            self._messages.append(msgspec.msgpack.decode(socket.recv()))
+            message = msgspec.msgpack.decode(socket.recv())  # before the list is looked up
+            self._messages.append(message)
 
     def _follow(self, socket):
         from vllm.distributed.kv_events import KVEventBatch
 
         decode = msgspec.msgpack.Decoder(KVEventBatch).decode
         while True:
-            self._events += decode(socket.recv_multipart()[2]).events
+            events = decode(socket.recv_multipart()[2]).events
+            self._events.extend(events)
 
     def take(self):
         messages, self._messages = self._messages, []
