@@ -123,7 +123,6 @@ class HostTierConnector(OffloadingConnector):
         """Where loads come in the prompt's own step: wait for this layer's."""
         tier = self.connector_worker.worker if self.connector_worker is not None else None
         jobs = getattr(self._connector_metadata, "load_jobs", {})
-        print("WAIT", layer_name, self._kappa_by_layer, list(jobs), type(tier), flush=True)
         if self._kappa_by_layer and jobs and isinstance(tier, HostTierWorker):
             tier.wait_layer(jobs, self._kappa_layers[layer_name])
 
