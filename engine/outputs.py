@@ -1,7 +1,7 @@
 """What an engine gives and tells: outputs to whoever asked, events to whoever observes.
 
 `Output` is what a request got in one iteration; an `Observer` is told of admissions and iterations
-on the engine's thread (`workers.torch_reports` is one). Made by `engine.loop`.
+on the engine's thread (`workers.torch_engine.reports` is one). Made by `engine.loop`.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from kappa.report import Announcement, WorkerReport
 from router.admission import Admission, delay_s, token_s
 from router.decision import Decision, NoWorkerError, OverloadedError, RouteRequest
-from router.kv_events import KVEvent
+from router.index.kv_events import KVEvent
+from router.index.prefix_hash import PrefixHasher
+from router.index.prefix_index import PrefixIndex
 from router.lateness import Lateness
+from router.live.others import OtherRequests
 from router.offers import Candidate, Offers
-from router.others import OtherRequests
 from router.policy import LeastBacklog, Policy
 from router.pool_view import PoolView
-from router.prefix_hash import PrefixHasher
-from router.prefix_index import PrefixIndex
 from router.replication import Replica, ReplicationRule, Replicator
 from router.state import ClusterState
 

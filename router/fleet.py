@@ -20,8 +20,8 @@ from kappa.report import Announcement
 from kappa.types import NodeProfile
 from router import fleet_rows as at
 from router import pricing
+from router.index.prefix_hash import UInt64s
 from router.offers import Floats, Offers
-from router.prefix_hash import UInt64s
 
 USE_WINDOW_S = 20.0
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kappa.plan.segments import LoadPlan
 from kappa.types import NodeProfile, TokenCounts
-from router.prefix_hash import UInt64s
+from router.index.prefix_hash import UInt64s
 
 MEMORY, COMPUTE = "memory", "compute"
 

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from kappa.report import Announcement, Arrival
 from router.decision import MismatchError, RouteRequest
+from router.index.kv_events import KVEvent, WorkerGone, WorkerReset
+from router.index.prefix_hash import PrefixHasher
+from router.index.prefix_index import PrefixIndex
 from router.jobs import Job
-from router.kv_events import KVEvent, WorkerGone, WorkerReset
 from router.load_plans import LoadPlans
 from router.offers import Offers
 from router.policy import least
-from router.prefix_hash import PrefixHasher
-from router.prefix_index import PrefixIndex
 from router.shared_tier import SharedTiers
 from router.state import ClusterState
 

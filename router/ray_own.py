@@ -15,7 +15,7 @@ from typing import Any
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.request_router import ReplicaID, RunningReplica
 
-import router.board
+import router.live.board
 
 
 class WatchedRayRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
@@ -27,13 +27,13 @@ class WatchedRayRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         said: dict[str, Any] = {
             r.replica_id.unique_id: (r.routing_stats or {}).get("kappa", {}) for r in replicas
         }
-        self._kappa_tell(lambda: router.board.BOARD.post(str(self._deployment_id), said))
+        self._kappa_tell(lambda: router.live.board.BOARD.post(str(self._deployment_id), said))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """As Ray's; then tell it."""
         super().on_replica_actor_died(replica_id)
         self._kappa_tell(
-            lambda: router.board.BOARD.remove(str(self._deployment_id), replica_id.unique_id)
+            lambda: router.live.board.BOARD.remove(str(self._deployment_id), replica_id.unique_id)
         )
 
     def _kappa_tell(self, tell: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-import router.board
+import router.live.board
 import router.standalone
 
 PIN_HEADER = "x-kappa-pin"
@@ -31,7 +31,7 @@ class KappaRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Replicas came, went, or announced something: post it for the ingress."""
         super().update_replicas(replicas)
-        router.board.BOARD.post(
+        router.live.board.BOARD.post(
             str(self._deployment_id),
             {r.replica_id.unique_id: (r.routing_stats or {}).get("kappa", {}) for r in replicas},
         )
@@ -40,7 +40,7 @@ class KappaRouter(RequestRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A replica died: the ingress must not wait for Ray's next health check to know."""
         super().on_replica_actor_died(replica_id)
-        router.board.BOARD.remove(str(self._deployment_id), replica_id.unique_id)
+        router.live.board.BOARD.remove(str(self._deployment_id), replica_id.unique_id)
 
     async def choose_replicas(
         self,
@@ -59,7 +59,7 @@ class KappaRouter(RequestRouter):
             # Ray looks at candidates once more before it sees that the request is over.
             if not pending_request.future.done():
                 self._remove_pending_request_from_indices(pending_request)
-                pending_request.future.set_exception(router.board.PinGoneError(pin))
+                pending_request.future.set_exception(router.live.board.PinGoneError(pin))
             return [candidate_replicas]
         ranked = self._kappa_alone.rank(
             list(by_id), pending_request.args, pending_request.metadata.internal_request_id

@@ -17,7 +17,7 @@ import numpy as np
 from kappa.report import Announcement, WorkerReport
 from router.core import Router
 from router.decision import Decision, NoWorkerError, RouteRequest
-from router.kv_events import (
+from router.index.kv_events import (
     BlocksRemoved,
     BlocksStored,
     KVEvent,

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.fleet import Fleet, Rooms
+from router.index.prefix_hash import UInt64s
+from router.index.prefix_index import PrefixIndex
 from router.offers import Floats, Offers
 from router.policy import least
-from router.prefix_hash import UInt64s
-from router.prefix_index import PrefixIndex
 
 _FEWEST_REQUESTS = 1.5
 # Of a host tier, left free for what requests fetch that wait for it.

@@ -22,9 +22,9 @@ from kappa.shapes import model_shape
 from kappa.step import step_model
 from router.core import Router, RouterConfig
 from router.decision import NoWorkerError, RouteRequest
-from router.kv_events import BlocksStored
+from router.index.kv_events import BlocksStored
+from router.index.prefix_hash import secret_from_seed
 from router.policies import policy_named
-from router.prefix_hash import secret_from_seed
 
 # About 32 tokens of English; a byte stands for a quarter of a token in the prices.
 _BLOCK_BYTES = 128

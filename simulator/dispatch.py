@@ -14,7 +14,7 @@ import numpy as np
 from kappa.report import Admission, Announcement, WorkerReport
 from router.core import Router
 from router.decision import NoWorkerError, RouteRequest
-from router.kv_events import Tier, WorkerReset
+from router.index.kv_events import Tier, WorkerReset
 from simulator.cache import Ids
 from simulator.event_stream import EventStream
 from simulator.faults import Trouble

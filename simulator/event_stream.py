@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.kv_stream import StreamCursor
+from router.index.kv_stream import StreamCursor
 
 
 class EventStream:

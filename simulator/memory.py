@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from router.kv_events import Tier
+from router.index.kv_events import Tier
 from scheduler.work import Quote, Work
 from simulator.cache import Ids, PrefixCache, Run
 from simulator.job import Job

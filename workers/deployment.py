@@ -26,17 +26,17 @@ from ray.serve.llm.deployment import LLMServer
 
 from kappa.report import Announcement, EngineDiedError
 from workers.backlog import Backlog
+from workers.host_tier.choice import LMCACHE
 from workers.identity import WorkerPlan, announce
 from workers.in_flight import InFlight
-from workers.lmcache_server import LmcacheServer, prepare_lmcache
+from workers.lmcache.server import LmcacheServer, prepare_lmcache
 from workers.process_age import process_age_s
 from workers.reaper import own_engines, watch_engine
 from workers.replica_start import keep_on, power_teller, prepare_host_memory, prepare_logs
 from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY
 from workers.stats_channel import StatsSender
-from workers.tier_choice import LMCACHE
-from workers.transfer_choice import transfer_on
+from workers.transfer.choice import transfer_on
 from workers.vllm_engine import EngineTier, Pace, engine_kwargs
 
 log = structlog.get_logger(__name__)
@@ -67,14 +67,14 @@ class KappaServer(LLMServer):
         self._shelf = await asyncio.to_thread(prepare_host_memory, plan)
         engine_cls: type | None = None
         if plan.kind == "torch":
-            from workers.torch_engine import TorchEngine
-            from workers.torch_plan import torch_plan
+            from workers.torch_engine.engine import TorchEngine
+            from workers.torch_engine.plan import torch_plan
 
             engine_cls = TorchEngine
             torch_arguments = torch_plan(plan, stats_endpoint, kv_endpoint, self._rank)
             llm_config.update_engine_kwargs(kappa_torch=torch_arguments)
         elif plan.kind == "emulated":
-            from workers.emulated_engine import EmulatedEngine, emulated_plan
+            from workers.emulated.engine import EmulatedEngine, emulated_plan
 
             engine_cls = EmulatedEngine
             emulated = emulated_plan(plan, stats_endpoint, kv_endpoint, self._rank)

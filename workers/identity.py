@@ -17,10 +17,10 @@ from kappa.settings.observing import ObservingSettings
 from kappa.step import step_model
 from kappa.types import ModelShape, NodeProfile
 from scheduler.catalogue import PACKING
-from workers.lanes_plan import LanesPlan
-from workers.tail_recompute import TAIL, tail_rates
-from workers.tier_choice import BY_LAYER, TierChoice
-from workers.transfer_choice import TransferChoice
+from workers.host_tier.choice import BY_LAYER, TierChoice
+from workers.host_tier.tail_recompute import TAIL, tail_rates
+from workers.torch_engine.lanes import LanesPlan
+from workers.transfer.choice import TransferChoice
 from workers.vllm_engine import EngineLimits, EngineScheduler, EngineTier, fingerprint
 
 

@@ -1,7 +1,7 @@
 """How a worker's processes write their log: for people or as JSON, to standard output and a file.
 
-One call at start, in the replica and in each process of its engine. `router.logs` does the same
-for the ingress, in the same form (`kappa.log_lines`).
+One call at start, in the replica and in each process of its engine. `router.observing.logs` does
+the same for the ingress, in the same form (`kappa.log_lines`).
 """
 
 from __future__ import annotations

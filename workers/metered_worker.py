@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kappa.step import StepModel
-from workers.admission_reports import kappa_request_id
-from workers.host_tier import CURRENT as HOST_TIERS
+from workers.host_tier.admission_reports import kappa_request_id
+from workers.host_tier.tier import CURRENT as HOST_TIERS
 from workers.stats_channel import StatsSender
-from workers.transfer_choice import TAKES
+from workers.transfer.choice import TAKES
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -18,7 +18,7 @@ from kappa.model import kv_bytes_per_token
 from kappa.step import StepModel, step_model
 from kappa.types import ModelShape, NodeProfile
 from scheduler.vllm_options import CONFIG_KEY, STOCK
-from workers.tier_choice import TierChoice, TierNeeds, transfer_config
+from workers.host_tier.choice import TierChoice, TierNeeds, transfer_config
 
 # vLLM on a CPU: no thread binding and one thread per engine, so that engines share the cores;
 # short queue spins (workers.vllm_plugin); float32, since bf16 fails on short prompts there.
@@ -64,7 +64,7 @@ class Pace:
 
     @property
     def link(self) -> dict[str, float]:
-        """Real seconds per token on the link, for `workers.host_tier.LinkPace`."""
+        """Real seconds per token on the link, for `workers.host_tier.tier.LinkPace`."""
         kv_bytes, node = kv_bytes_per_token(self.shape), self.node
         store_bytes_per_s = node.d2h_bytes_per_s or node.h2d_bytes_per_s
         return {
@@ -91,8 +91,8 @@ class EngineScheduler:
     """What an engine schedules by.
 
     rule: a name of `scheduler.catalogue`, or `STOCK`. config: fields of a `FairConfig`. link: how
-    the host tier orders its link, fields of `workers.link_queue.LinkRules`. log: file for JSON
-    lines, one per iteration; each rank writes its own.
+    the host tier orders its link, fields of `workers.host_tier.link_queue.LinkRules`. log: file for
+    JSON lines, one per iteration; each rank writes its own.
     """
 
     rule: str = STOCK

@@ -20,7 +20,7 @@ _OWN_KEY = new_key(secrets.token_bytes(32))
 
 def tenants_table(settings: ClusterSettings) -> Any:
     """The tenants' table; of their keys it holds digests only."""
-    from router.tenants import Tenants
+    from router.access.tenants import Tenants
 
     t = settings.tenants
     own = {digest_of(_OWN_KEY): OWN_TENANT} if t.closed else {}
@@ -39,8 +39,8 @@ def tenants_table(settings: ClusterSettings) -> Any:
 
 def access_of(settings: ClusterSettings) -> Any:
     """What every ingress replica knows of who may ask, how much, and in what size."""
-    from router.access import Access
-    from router.limits import Allowance
+    from router.access.limits import Allowance
+    from router.access.middleware import Access
 
     t, a = settings.tenants, settings.access
     return Access(

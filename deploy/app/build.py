@@ -29,7 +29,7 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
     from ray import serve
     from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
 
-    from router.ingress import make_ingress
+    from router.ingress.endpoints import make_ingress
 
     model_id, limits = settings.model.id, settings.router
     pools = settings.all_pools
@@ -60,7 +60,7 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
 
 def _ingress_settings(settings: ClusterSettings, model: Model) -> Any:
     """What the ingress is told; the secret of its hashes is new at every start."""
-    from router.ingress_settings import IngressSettings
+    from router.ingress.settings import IngressSettings
 
     r = settings.router
     return IngressSettings(

@@ -38,8 +38,8 @@ def worker_plan(
     settings: ClusterSettings, pool: PoolSettings, model: Model, stream_host: str
 ) -> Any:
     """What each replica of a pool must know before its engine starts."""
+    from workers.host_tier.choice import TierChoice
     from workers.identity import WorkerPlan
-    from workers.tier_choice import TierChoice
     from workers.vllm_engine import EngineLimits
 
     e = pool.engine_settings(settings.engine)
@@ -81,7 +81,7 @@ def worker_plan(
 
 def _transfer(settings: ClusterSettings) -> Any:
     """How prompts are handed over, None where every worker keeps its own."""
-    from workers.transfer_choice import TransferChoice
+    from workers.transfer.choice import TransferChoice
 
     if all(pool.role == "both" for pool in settings.all_pools):
         return None
@@ -93,7 +93,7 @@ def _transfer(settings: ClusterSettings) -> Any:
 
 def _lanes(engine: EngineSettings, model: Model) -> Any:
     """How workers decode approximately; reads the file of head importance, if there is one."""
-    from workers.lanes_plan import LanesPlan
+    from workers.torch_engine.lanes import LanesPlan
 
     s = engine.sparse
     heads = None

@@ -23,7 +23,7 @@ from kappa.report import Announcement, WorkerReport
 from loadtest.peers.wire import answer, prompt_tokens, read_stdin, serve_lines
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
-from router.kv_stream import decode_batch
+from router.index.kv_stream import decode_batch
 from router.policies import policy_named
 
 

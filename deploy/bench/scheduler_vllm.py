@@ -37,8 +37,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from workers.host_tier import CURRENT, HostTierWorker
-from workers.link_queue import LinkPace
+from workers.host_tier.link_queue import LinkPace
+from workers.host_tier.tier import CURRENT, HostTierWorker
 from workers.metered_worker import MeteredCPUWorker
 
 _HOST_BYTES = 1 << 28
@@ -79,7 +79,7 @@ def engine_arguments(
     rules: Mapping[str, Any],
 ) -> dict[str, Any]:
     """vLLM's arguments for a policy on a setting; `blocks`: usable ones (vLLM keeps one more);
-    `rules`: of the link (`workers.link_queue.LinkRules`), besides duplex and order."""
+    `rules`: of the link (`workers.host_tier.link_queue.LinkRules`), besides duplex and order."""
     stats = f"ipc://{folder}/stats"
     token_s = setting.load_token_s * dilation
     link = {"token_s": token_s, "fixed_s": mix.LINK_FIXED_S * dilation}
@@ -101,10 +101,11 @@ def engine_arguments(
         "worker_cls": "deploy.bench.scheduler_vllm.BenchWorker", "additional_config": additional,
         **({} if policy == BARE else {"scheduler_cls": _SCHEDULER}),
         "kv_transfer_config": {
-            "kv_connector": "HostTierConnector", "kv_connector_module_path": "workers.connector",
+            "kv_connector": "HostTierConnector",
+            "kv_connector_module_path": "workers.host_tier.connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
-                "spec_name": "HostTierSpec", "spec_module_path": "workers.host_tier",
+                "spec_name": "HostTierSpec", "spec_module_path": "workers.host_tier.tier",
                 "cpu_bytes_to_use": _HOST_BYTES, "offload_prompt_only": False,
                 "kappa_stats": stats,
                 "kappa_pace": {**link, "store_token_s": token_s, "dilation": dilation},

@@ -30,15 +30,15 @@ from kappa.report import PLAN_KEY
 from kappa.shapes import model_shape
 from kappa.step import StepModel
 from kappa.types import ModelShape, NodeProfile
-from workers.tail_recompute import LOAD_ALL, TAIL, tail_rates
-from workers.tier_choice import BY_LAYER, TierChoice, TierNeeds, transfer_config
+from workers.host_tier.choice import BY_LAYER, TierChoice, TierNeeds, transfer_config
+from workers.host_tier.tail_recompute import LOAD_ALL, TAIL, tail_rates
 from workers.tiny_model import make_tiny_model
 from workers.vllm_engine import CPU_ENV, Pace
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})
 
 from deploy.bench.scheduler_vllm import BenchWorker
-from workers.link_queue import LinkPace
+from workers.host_tier.link_queue import LinkPace
 
 BLOCK_TOKENS = 32
 # More than the tiny model has, with random weights: loading by layers is a pipeline of so many.

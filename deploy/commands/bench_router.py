@@ -26,9 +26,9 @@ from kappa.shapes import model_shape
 from kappa.step import step_model
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
-from router.kv_events import BlocksStored, Tier
+from router.index.kv_events import BlocksStored, Tier
+from router.index.prefix_hash import UInt64s
 from router.policies import policy_named
-from router.prefix_hash import UInt64s
 
 LENGTHS = (512, 4096, 32_768, 131_072)
 NODES = (8, 64, 1000)

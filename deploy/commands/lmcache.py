@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from kappa.settings.cluster import home
-from workers.lmcache_server import (
+from workers.lmcache.server import (
     STAMP,
     LmcacheInstall,
     LmcacheMissingError,

@@ -135,8 +135,8 @@ class EngineSettings(Section):
             raise ValueError(f"host_tier {self.host_tier} needs kind vllm, and this is {self.kind}")
         if self.handover_dir and (self.kind != "vllm" or self.host_tier != "own"):
             raise ValueError("handover_dir needs kind vllm and host_tier own")
-        if self.load == "layers" and (self.host_tier != "own" or self.kind != "vllm"):
-            raise ValueError("load layers needs host_tier own and kind vllm")
+        if self.load == "layers":
+            raise ValueError("load layers is not proven inside vLLM and is not served: use ahead")
         if self.host_tier != "own" and not self.host_bytes:
             raise ValueError(f"host_tier {self.host_tier} needs host_bytes above zero")
         return self

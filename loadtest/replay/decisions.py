@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-# What a cluster of ours remembers; router/live.py.
+# What a cluster of ours remembers; router/live/live_router.py.
 _REMEMBERED = 4096
 _BATCH = 256
 _POLL_S = 1.0

@@ -9,9 +9,9 @@ import numpy as np
 
 from router.baselines.base import Baseline, at_least, random_least
 from router.baselines.run_tree import Roster, Run, RunTree, longest_of_each
+from router.index.prefix_hash import UInt64s
 from router.offers import Floats, Offers
 from router.policy import Choice
-from router.prefix_hash import UInt64s
 
 
 class Dynamo(Baseline):

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from router.index.prefix_hash import UInt64s
 from router.offers import Offers
-from router.prefix_hash import UInt64s
 
 
 class Run:

@@ -13,19 +13,19 @@ import httpx
 import pytest
 import uvicorn
 
-import router.live
+import router.live.live_router
 from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.step import StepModel
-from router.access import Access
-from router.board import Board
-from router.http_app import make_app
-from router.ingress import ROUTES, KappaIngress
-from router.ingress_settings import IngressSettings
+from router.access.middleware import Access
+from router.ingress.app import make_app
+from router.ingress.endpoints import ROUTES, KappaIngress
+from router.ingress.rendering import PromptRenderer
+from router.ingress.settings import IngressSettings
+from router.live.board import Board
 from router.ray_router import PIN_HEADER
-from router.rendering import PromptRenderer
-from workers.emulated_engine import EmulatedEngine, EmulatedPlan
-from workers.emulated_loop import EmulatedPace
+from workers.emulated.engine import EmulatedEngine, EmulatedPlan
+from workers.emulated.loop import EmulatedPace
 from workers.report_stream import ReportStream
 from workers.tiny_model import make_tiny_model
 
@@ -140,7 +140,7 @@ class Serving:
             self._ready.set()
 
     async def _serve(self):
-        board, router.live.BOARD = router.live.BOARD, Board()
+        board, router.live.live_router.BOARD = router.live.live_router.BOARD, Board()
         nodes = [Node("a"), Node("b")]
         ingress = InProcess(self._renderer, nodes, settings_of_ingress())
         self.app = make_app(Access(max_body_bytes=MAX_BODY_BYTES))
@@ -149,7 +149,7 @@ class Serving:
         for node in nodes:
             await node.engine.start()
         self.live = ingress._live()
-        router.live.BOARD.post("d", {node.name: node.announcement() for node in nodes})
+        router.live.live_router.BOARD.post("d", {node.name: node.announcement() for node in nodes})
         async with asyncio.timeout(_PATIENCE_S):
             while len(self.live.router.state.workers) < len(nodes):
                 await asyncio.sleep(0.01)
@@ -173,7 +173,7 @@ class Serving:
         await ingress._start.close()
         for node in nodes:
             await node.close()
-        router.live.BOARD = board
+        router.live.live_router.BOARD = board
 
 
 def settings_of_ingress():

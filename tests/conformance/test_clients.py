@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.conformance.conftest import MODEL
-from workers.emulated_engine import WORD
+from workers.emulated.engine import WORD
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 

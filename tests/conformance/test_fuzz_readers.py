@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from kappa.report import Announcement, WorkerReport
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, load_settings
-from router.kv_stream import decode_batch
-from router.prefix_hash import PrefixHasher
-from router.prefix_index import PrefixIndex
+from router.index.kv_stream import decode_batch
+from router.index.prefix_hash import PrefixHasher
+from router.index.prefix_index import PrefixIndex
 from workload.catalogue import workload_named
 from workload.errors import WorkloadError
 

@@ -9,7 +9,7 @@ import yaml
 from dashboards import build
 from deploy.prometheus import PrometheusError, configuration, tool
 from kappa import metrics as m
-from router.metrics import RouterMetrics
+from router.live.metrics import RouterMetrics
 
 ROOT = Path(__file__).parents[2]
 RULES = [ROOT / "dashboards" / "rules" / name for name in build.RULE_FILES]

@@ -16,9 +16,9 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.step import StepModel
-from router.feed import WorkerFeed
-from router.prefix_hash import PrefixHasher
-from router.prefix_index import PrefixIndex
+from router.index.prefix_hash import PrefixHasher
+from router.index.prefix_index import PrefixIndex
+from router.live.feed import WorkerFeed
 from workers.report_stream import ReportStream
 
 pytestmark = pytest.mark.vllm

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kappa import metrics
-from router.metrics import RouterMetrics
+from router.live.metrics import RouterMetrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def test_document_is_up_to_date() -> None:
 
 def test_every_metric_is_used() -> None:
     """A metric that nobody sets is a defect."""
-    sources = "\n".join(p.read_text() for p in (ROOT / "router").glob("*.py"))
+    sources = "\n".join(p.read_text() for p in (ROOT / "router").rglob("*.py"))
     constants = {name for name, value in vars(metrics).items() if isinstance(value, metrics.Metric)}
     unused = [name for name in constants if f"m.{name}" not in sources]
     assert not unused

@@ -41,6 +41,7 @@ def test_a_shared_lmcache_server_with_its_bounds(written):
         ("engine: {host_tier: lmcache, lmcache: {timeout_s: 0}}", "engine.lmcache.timeout_s"),
         ("engine: {host_tier: lmcache, lmcache: {timeout_s: .inf}}", "engine.lmcache.timeout_s"),
         ("engine: {lmcache: {port: 5555}}", "engine.lmcache.port"),
+        ("engine: {load: layers}", "not proven inside vLLM"),
         ("engine: {planner: kvpr}", "not one of kind vllm: choose auto, kv, tail"),
         ("engine: {planner: tail, kind: torch}", "not one of kind torch"),
     ],

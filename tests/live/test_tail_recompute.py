@@ -12,7 +12,7 @@ from tests.live.tier_engine import BLOCK, TierEngine
 pytestmark = [pytest.mark.live, pytest.mark.vllm]
 
 
-@pytest.fixture(scope="module", params=["ahead", "layers"])
+@pytest.fixture(scope="module", params=["ahead"])
 def engine(request):
     with tempfile.TemporaryDirectory(prefix="kappa-tail-") as folder:
         made = TierEngine(Path(folder), load=request.param)

@@ -21,10 +21,10 @@ from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.report import PLAN_KEY
 from kappa.shapes import model_shape
-from workers.tail_recompute import LOAD_ALL, TAIL, tail_rates
-from workers.tier_choice import TierChoice, TierNeeds, transfer_config
+from workers.host_tier.choice import TierChoice, TierNeeds, transfer_config
+from workers.host_tier.tail_recompute import LOAD_ALL, TAIL, tail_rates
 from workers.tiny_model import make_tiny_model
-from workers.transfer_choice import FILES, TransferChoice, transfer_on
+from workers.transfer.choice import FILES, TransferChoice, transfer_on
 from workers.vllm_engine import CPU_ENV
 
 # What the engine's processes have said of a prompt is here so soon after its answer.

@@ -15,7 +15,7 @@ from kappa.shapes import model_shape
 from kappa.step import step_model
 from router.core import Router, RouterConfig
 from router.decision import NoWorkerError, RouteRequest
-from router.kv_events import BlocksRemoved, BlocksStored, WorkerReset
+from router.index.kv_events import BlocksRemoved, BlocksStored, WorkerReset
 from router.policies import policy_named
 from router.recording import RecordedRouter, replay
 

@@ -11,18 +11,18 @@ from dataclasses import replace
 
 import httpx
 
-import router.live
+import router.live.live_router
 from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.step import StepModel
-from router.access import Access
-from router.board import Board
-from router.http_app import make_app
-from router.ingress import KappaIngress
-from router.ingress_settings import IngressSettings
+from router.access.middleware import Access
+from router.access.tenants import Tenants
+from router.ingress.app import make_app
+from router.ingress.endpoints import KappaIngress
+from router.ingress.rendering import PromptRenderer
+from router.ingress.settings import IngressSettings
+from router.live.board import Board
 from router.ray_router import PIN_HEADER
-from router.rendering import PromptRenderer
-from router.tenants import Tenants
 from workers.tiny_model import make_tiny_model
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -108,7 +108,7 @@ class Scene:
     async def __call__(self, script, workers=("a", "b"), device_blocks=(100, 100), **changes):
         """(ingress, live router, application) with these workers on `ingress.board`."""
         board = Board()
-        self._monkeypatch.setattr(router.live, "BOARD", board)
+        self._monkeypatch.setattr(router.live.live_router, "BOARD", board)
         ingress = Scripted(self._renderer, script, **changes)
         app = make_app(Access(changes.get("tenants") or Tenants(), max_body_bytes=1 << 20))
         app.post(PATH)(ingress.chat)

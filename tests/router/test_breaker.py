@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.breaker import ERRORS, BreakerRule, Breakers
+from router.live.breaker import ERRORS, BreakerRule, Breakers
 
 RULE = BreakerRule(failures=3, pause_s=1.0, longest_pause_s=4.0, probe_s=10.0)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kappa.report import Charge, TenantCharge
-from router.charges import Charges
+from router.live.charges import Charges
 
 TENANTS, WORKERS = ("a", "b", "c", "d"), ("w0", "w1", "w2")
 

@@ -17,7 +17,7 @@ from kappa.shapes import model_shape
 from kappa.step import step_model
 from router.core import Router, RouterConfig
 from router.decision import MismatchError, NoWorkerError, RouteRequest, without_candidates
-from router.kv_events import BlocksStored, WorkerReset
+from router.index.kv_events import BlocksStored, WorkerReset
 from router.policies import policy_named
 
 SIZE = 16

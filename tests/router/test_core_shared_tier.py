@@ -10,7 +10,7 @@ from kappa.shapes import model_shape
 from kappa.step import step_model
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
-from router.kv_events import BlocksRemoved, BlocksStored
+from router.index.kv_events import BlocksRemoved, BlocksStored
 from router.policies import policy_named
 
 SIZE, BLOCKS = 16, 20

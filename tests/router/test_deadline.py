@@ -2,8 +2,8 @@
 
 import pytest
 
-from router.deadline import Deadline, deadline_of, late_workers
-from router.errors import ApiError
+from router.access.deadline import Deadline, deadline_of, late_workers
+from router.ingress.errors import ApiError
 from tests.router.offering import offers
 
 

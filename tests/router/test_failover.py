@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError
 
-import router.ingress
-import router.request_path
+import router.ingress.endpoints
+import router.ingress.request_path
 from kappa.report import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
-from router.board import PinGoneError
 from router.decision import RouteRequest
+from router.live.board import PinGoneError
 from tests.router.scripted import announcement, code, event, get, post, until, words
 
 pytestmark = pytest.mark.ray
@@ -279,7 +279,7 @@ async def test_other_ingresses_requests_count_for_the_limit(serve):
 
 
 async def test_a_first_health_check_waits_no_longer_than_it_may(serve, monkeypatch):
-    monkeypatch.setattr(router.ingress, "_FIRST_SIGHT_S", 0.05)
+    monkeypatch.setattr(router.ingress.endpoints, "_FIRST_SIGHT_S", 0.05)
     ingress, live, _ = await serve(words)
     assert not live.members.synced, "these workers have no stream"
     await ingress.check_health()
@@ -308,7 +308,7 @@ async def test_a_fault_of_ours_between_decision_and_delivery_leaves_nothing_rese
     def broken(*_):
         raise TypeError("a fault of ours")
 
-    monkeypatch.setattr(router.request_path, "engine_marks", broken)
+    monkeypatch.setattr(router.ingress.request_path, "engine_marks", broken)
     assert (await post(app)).status_code == 500
     assert ingress.sent == [] and live.router.reservations == 0
     assert ingress._path._open == set()

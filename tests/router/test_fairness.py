@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kappa.report import Charge
-from router.fairness import credits_s, oldest_waits_s
-from router.records import Record
+from router.live.fairness import credits_s, oldest_waits_s
+from router.live.records import Record
 
 
 def test_who_had_less_than_the_mean_by_weight_is_behind():

@@ -7,12 +7,12 @@ import pytest
 import zmq
 import zmq.asyncio
 
-import router.feed
+import router.live.feed
 from kappa.hardware import node_profile
 from kappa.report import Admission, Announcement, WorkerReport
 from kappa.step import StepModel
-from router.feed import WorkerFeed
-from router.kv_events import BlocksStored, WorkerReset
+from router.index.kv_events import BlocksStored, WorkerReset
+from router.live.feed import WorkerFeed
 
 _PATIENCE_S = 30.0
 
@@ -86,7 +86,7 @@ class Heard:
 
 @pytest.fixture
 async def scene(monkeypatch):
-    monkeypatch.setattr(router.feed, "_RETRY_S", (0.01,))
+    monkeypatch.setattr(router.live.feed, "_RETRY_S", (0.01,))
     context = zmq.asyncio.Context()
     worker, heard = Worker(context), Heard()
     feed = WorkerFeed(worker.announcement(), heard.blocks, heard.report, heard.gap)
@@ -143,14 +143,14 @@ async def test_a_reset_from_the_worker_is_passed_on(scene):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(router.feed, "_SNAPSHOT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(router.live.feed, "_SNAPSHOT_TIMEOUT_S", 0.05)
 
 
 async def test_a_silent_worker_is_asked_again_until_it_answers(impatient, scene, monkeypatch):
     worker, heard, _ = scene
     for _ in range(3):
         await worker.asked()  # and says nothing
-    monkeypatch.setattr(router.feed, "_SNAPSHOT_TIMEOUT_S", _PATIENCE_S)
+    monkeypatch.setattr(router.live.feed, "_SNAPSHOT_TIMEOUT_S", _PATIENCE_S)
     while heard.queue.empty():
         await worker.answer(0, kv(7))
         await asyncio.sleep(0.01)

@@ -7,8 +7,8 @@ import pytest
 from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.step import StepModel
-from router.errors import ApiError
-from router.footprint import unfit_workers
+from router.ingress.errors import ApiError
+from router.ingress.footprint import unfit_workers
 
 
 def worker(name, blocks, context=4096, size=16):

@@ -7,10 +7,10 @@ import pytest
 from fastapi import Request
 from pydantic import BaseModel, field_validator
 
-from router.access import Access
-from router.errors import queue_full
-from router.http_app import body_accepted, make_app, request_id_of, tenant_of
-from router.tenants import Tenants
+from router.access.middleware import Access
+from router.access.tenants import Tenants
+from router.ingress.app import body_accepted, make_app, request_id_of, tenant_of
+from router.ingress.errors import queue_full
 
 LIMIT = 2048
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 from ray.exceptions import RayActorError
 
-import router.request_path
+import router.ingress.request_path
 from kappa.report import TenantCharge, WorkerReport
+from router.access.tenants import Tenants
 from router.admission import Admission
-from router.tenants import Tenants
 from tests.router.scripted import BODY, PATH, code, event, get, post, words
 
 pytestmark = pytest.mark.ray
@@ -54,7 +54,7 @@ async def test_approximate_answers_are_for_workers_that_may_and_are_told(serve):
 
 
 async def test_without_workers_it_is_503_with_a_time_to_come_back(serve, monkeypatch):
-    monkeypatch.setattr(router.request_path, "_FIRST_WORKER_S", 0.05)
+    monkeypatch.setattr(router.ingress.request_path, "_FIRST_WORKER_S", 0.05)
     _, live, app = await serve(words, workers=())
     answer = await post(app)
     assert (answer.status_code, code(answer)) == (503, "no_worker")

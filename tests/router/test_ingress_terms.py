@@ -11,17 +11,17 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-import router.live
+import router.live.live_router
 from kappa.keys import digest_of
-from router.access import Access
+from router.access.isolation import cache_salt
+from router.access.limits import Allowance
+from router.access.middleware import Access
+from router.access.tenants import Tenant, Tenants
 from router.admission import Admission
-from router.board import Board
-from router.http_app import make_app
-from router.isolation import cache_salt
-from router.limits import Allowance
-from router.prefix_hash import salt_of
-from router.rendering import PromptRenderer
-from router.tenants import Tenant, Tenants
+from router.index.prefix_hash import salt_of
+from router.ingress.app import make_app
+from router.ingress.rendering import PromptRenderer
+from router.live.board import Board
 from tests.router.scripted import BODY, PATH, Scripted, announcement, event
 from workers.tiny_model import make_tiny_model
 
@@ -57,7 +57,7 @@ def cluster(renderer, monkeypatch):
     @asynccontextmanager
     async def made(script, tenants=OWN, workers=("a", "b"), access=None, **changes):
         board = Board()
-        monkeypatch.setattr(router.live, "BOARD", board)
+        monkeypatch.setattr(router.live.live_router, "BOARD", board)
         ingress = Salted(renderer, script, tenants=tenants, **changes)
         app = make_app(Access(tenants, **(access or {})))
         app.post(PATH)(ingress.chat)

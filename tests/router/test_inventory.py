@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from router.access import _OPERATOR_PATHS
-from router.http_app import make_app
-from router.ingress import ROUTES
+from router.access.middleware import _OPERATOR_PATHS
+from router.ingress.app import make_app
+from router.ingress.endpoints import ROUTES
 
 pytestmark = pytest.mark.ray
 

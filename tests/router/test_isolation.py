@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from router.isolation import cache_salt
-from router.prefix_hash import PrefixHasher, salt_of
-from router.tenants import Tenant
+from router.access.isolation import cache_salt
+from router.access.tenants import Tenant
+from router.index.prefix_hash import PrefixHasher, salt_of
 
 ALICE, BOB = (Tenant(name, own_cache=True) for name in ("alice", "bob"))
 

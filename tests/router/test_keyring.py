@@ -5,8 +5,8 @@ import os
 import pytest
 
 from kappa.keys import digest_of, hashed
-from router.keyring import Keyring
-from router.tenants import Tenants
+from router.access.keyring import Keyring
+from router.access.tenants import Tenants
 
 
 class File:

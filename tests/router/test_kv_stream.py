@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.kv_events import BlocksRemoved, BlocksStored, TierCleared
-from router.kv_stream import StreamCursor, decode_batch, sent_at
-from router.prefix_hash import PrefixHasher, salt_of, secret_from_seed
-from router.prefix_index import Match, PrefixIndex
+from router.index.kv_events import BlocksRemoved, BlocksStored, TierCleared
+from router.index.kv_stream import StreamCursor, decode_batch, sent_at
+from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
+from router.index.prefix_index import Match, PrefixIndex
 
 
 def batch(*events, ts=1.5):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from router.errors import ApiError
-from router.limits import Allowance, Bucket, Limits, duration
+from router.access.limits import Allowance, Bucket, Limits, duration
+from router.ingress.errors import ApiError
 
 FAR_S = 1e6
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import zmq
 
-import router.live
+import router.live.live_router
 from kappa.hardware import node_profile
 from kappa.report import Announcement, TenantCharge, WorkerReport
 from kappa.step import StepModel
-from router.board import Board
 from router.core import RouterConfig
 from router.decision import NoWorkerError, RouteRequest
-from router.live import LiveRouter
-from router.live_view import nodes, refresh_gauges
+from router.live.board import Board
+from router.live.live_router import LiveRouter
+from router.live.view import nodes, refresh_gauges
 from router.policies import policy_named
 from workers.report_stream import ReportStream
 from workers.stats_channel import StatsSender
@@ -83,7 +83,7 @@ def worker(tmp_path):
 @pytest.fixture
 async def scene(monkeypatch):
     board = Board()
-    monkeypatch.setattr(router.live, "BOARD", board)
+    monkeypatch.setattr(router.live.live_router, "BOARD", board)
     live = LiveRouter(RouterConfig(policy=policy_named("ttft"), secret=12345))
     yield live, board
     await live.close()

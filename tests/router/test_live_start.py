@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-import router.live
+import router.live.live_router
 from kappa.settings.routing import FailoverSettings
-from router.board import Board
-from router.ingress_settings import IngressSettings
-from router.live_start import LiveStart, member_rule, record_file, router_config
+from router.ingress.settings import IngressSettings
+from router.live.board import Board
+from router.live.start import LiveStart, member_rule, record_file, router_config
 from tests.router.scripted import announcement
 
 pytestmark = pytest.mark.ray
@@ -26,7 +26,7 @@ def settings(**changes):
 @pytest.fixture
 def board(monkeypatch):
     made = Board()
-    monkeypatch.setattr(router.live, "BOARD", made)
+    monkeypatch.setattr(router.live.live_router, "BOARD", made)
     return made
 
 

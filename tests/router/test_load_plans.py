@@ -13,7 +13,7 @@ from kappa.shapes import model_shape
 from kappa.step import step_model
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
-from router.kv_events import BlocksStored
+from router.index.kv_events import BlocksStored
 from router.load_plans import LoadPlans
 from router.policies import policy_named
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from router.logs import Sparse
+from router.observing.logs import Sparse
 
 PROGRAM = """
 import structlog
-from {package}.logs import configure
+from {package} import configure
 configure("{form}", {file!r}, "{level}")
 log = structlog.get_logger("x")
 log.debug("quiet")
@@ -26,7 +26,7 @@ log.warning("outside")
 """
 
 
-def said(tmp_path, form, package="router", level="INFO"):
+def said(tmp_path, form, package="router.observing.logs", level="INFO"):
     file = tmp_path / "log.jsonl"
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(package=package, form=form, file=str(file), level=level))
@@ -38,7 +38,7 @@ def said(tmp_path, form, package="router", level="INFO"):
     return done.stdout
 
 
-@pytest.mark.parametrize("package", ["router", "workers"])
+@pytest.mark.parametrize("package", ["router.observing.logs", "workers.logs"])
 def test_json_lines_carry_the_request_that_they_belong_to(tmp_path, package):
     lines = [json.loads(line) for line in said(tmp_path, "json", package).splitlines()]
     assert [line["event"] for line in lines] == ["inside", "crashed", "outside"]

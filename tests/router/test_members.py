@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import zmq
 
-import router.live
+import router.live.live_router
 from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.step import StepModel
-from router.board import Board
 from router.core import RouterConfig
 from router.decision import NoWorkerError, RouteRequest
-from router.live import LiveRouter
-from router.members import MemberRule
+from router.ingress.waiting import WorkerLostError
+from router.live.board import Board
+from router.live.live_router import LiveRouter
+from router.live.members import MemberRule
 from router.policies import policy_named
-from router.waiting import WorkerLostError
 from workers.report_stream import ReportStream
 from workers.stats_channel import StatsSender
 
@@ -97,7 +97,7 @@ def worker(tmp_path):
 async def ingress(monkeypatch):
     """Makes live routers that hear one board."""
     board, made = Board(), []
-    monkeypatch.setattr(router.live, "BOARD", board)
+    monkeypatch.setattr(router.live.live_router, "BOARD", board)
 
     def make(first=0.0, **rule):
         config = RouterConfig(policy=policy_named("ttft"), secret=12345, first=first)

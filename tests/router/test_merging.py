@@ -4,8 +4,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kappa import metrics as m
-from router.merging import merged
-from router.metrics import RouterMetrics
+from router.live.merging import merged
+from router.live.metrics import RouterMetrics
 
 
 def values(text):

@@ -7,10 +7,10 @@ import pytest
 import structlog
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-import router.tracing
+import router.observing.tracing
 from kappa.report import Admission, Spent, WorkerReport
 from kappa.settings.observing import ObservingSettings
-from router.messages import POOL_HEADER
+from router.ingress.messages import POOL_HEADER
 from tests.router.scripted import event, get, post
 
 pytestmark = pytest.mark.ray
@@ -166,7 +166,7 @@ async def test_with_the_collector_down_every_request_is_answered(begin, monkeypa
         def force_flush(self, timeout_millis=0):
             return True
 
-    monkeypatch.setattr(router.tracing, "_exporter", lambda _: Broken())
+    monkeypatch.setattr(router.observing.tracing, "_exporter", lambda _: Broken())
     seen = ObservingSettings(otlp_endpoint="http://127.0.0.1:9")
     ingress, _, app = await begin(observing=seen)
     for _ in range(5):
@@ -188,8 +188,8 @@ async def test_a_request_becomes_one_trace_with_the_clients(begin, monkeypatch):
         def force_flush(self, timeout_millis=0):
             return True
 
-    monkeypatch.setattr(router.tracing, "_exporter", lambda _: Kept())
-    monkeypatch.setattr(router.tracing, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(router.observing.tracing, "_exporter", lambda _: Kept())
+    monkeypatch.setattr(router.observing.tracing, "_SETTLE_S", 0.0)
     seen = ObservingSettings(otlp_endpoint="http://127.0.0.1:9")
     ingress, _, app = await begin(observing=seen)
     ingress._observing._tracing._settle_s = 0.0

@@ -2,8 +2,8 @@
 
 import pytest
 
-import router.peers
-from router.peers import Peers
+import router.live.peers
+from router.live.peers import Peers
 
 pytestmark = pytest.mark.ray
 
@@ -54,5 +54,5 @@ async def test_if_nobody_answers_in_time_it_speaks_for_itself(handle):
 
 
 async def test_a_single_ingress_asks_nobody(monkeypatch):
-    monkeypatch.delattr(router.peers.serve, "get_deployment_handle")
+    monkeypatch.delattr(router.live.peers.serve, "get_deployment_handle")
     assert await Peers(1, "told").ask(own, "metrics") == ["own metrics ()"]

@@ -10,19 +10,19 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-import router.live
+import router.live.live_router
 from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.settings.transfer import TransferSettings
 from kappa.step import StepModel
-from router.access import Access
-from router.board import Board
-from router.http_app import make_app
-from router.ingress import KappaIngress
-from router.ingress_settings import IngressSettings
+from router.access.middleware import Access
+from router.access.tenants import Tenants
+from router.ingress.app import make_app
+from router.ingress.endpoints import KappaIngress
+from router.ingress.rendering import PromptRenderer
+from router.ingress.settings import IngressSettings
+from router.live.board import Board
 from router.ray_router import PIN_HEADER
-from router.rendering import PromptRenderer
-from router.tenants import Tenants
 from workers.tiny_model import make_tiny_model
 
 pytestmark = [
@@ -86,7 +86,7 @@ def renderer(tmp_path_factory):
 @pytest.fixture
 async def serve(renderer, monkeypatch):
     board = Board()
-    monkeypatch.setattr(router.live, "BOARD", board)
+    monkeypatch.setattr(router.live.live_router, "BOARD", board)
 
     async def make(prefill_answer, workers=(("p", "prefill", 1e-4), ("d", "decode", 1e-2))):
         done = Answer(choices=[{"message": {"content": "x"}}])

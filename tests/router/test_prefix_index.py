@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.kv_events import BlocksRemoved, BlocksStored, TierCleared, WorkerGone, WorkerReset
-from router.prefix_hash import PrefixHasher, salt_of, secret_from_seed
-from router.prefix_index import Match, PrefixIndex
+from router.index.kv_events import BlocksRemoved, BlocksStored, TierCleared, WorkerGone, WorkerReset
+from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
+from router.index.prefix_index import Match, PrefixIndex
 
 SIZE = 2
 HASHER = PrefixHasher(SIZE, secret_from_seed("tests"))
@@ -532,7 +532,7 @@ def test_blocks_that_came_one_by_one_match_as_well():
 
 
 def test_an_index_grows_to_its_bound(monkeypatch):
-    monkeypatch.setattr("router.block_table._PREPARED", 100)
+    monkeypatch.setattr("router.index.block_table._PREPARED", 100)
     index, rng = PrefixIndex(None, 5000), np.random.default_rng(0)
     prompts = [rng.integers(1, 2**64, 90, dtype=np.uint64) for _ in range(55)]
     for prompt in prompts:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 
-import router.board
+import router.live.board
 from router.ray_own import WatchedRayRouter
 
 pytestmark = pytest.mark.ray
@@ -38,9 +38,9 @@ def test_it_decides_nothing_itself():
 
 def test_the_board_hears_who_is_there_and_who_died(watched, monkeypatch):
     heard = []
-    board = router.board.Board()
+    board = router.live.board.Board()
     board.listen(lambda deployment, posted, died: heard.append((deployment, posted, set(died))))
-    monkeypatch.setattr(router.board, "BOARD", board)
+    monkeypatch.setattr(router.live.board, "BOARD", board)
     watched.update_replicas([replica("a", {"kappa": {"worker": "a"}}), replica("b")])
     watched.on_replica_actor_died(SimpleNamespace(unique_id="a"))
     assert heard == [("d", {"a": {"worker": "a"}, "b": {}}, set()), ("d", {"b": {}}, {"a"})]
@@ -53,6 +53,6 @@ def test_a_board_that_fails_does_not_stop_rays_router(watched, monkeypatch):
 
         remove = post
 
-    monkeypatch.setattr(router.board, "BOARD", Broken())
+    monkeypatch.setattr(router.live.board, "BOARD", Broken())
     watched.update_replicas([replica("a")])
     watched.on_replica_actor_died(SimpleNamespace(unique_id="a"))

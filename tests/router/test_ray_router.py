@@ -8,8 +8,8 @@ from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-import router.board
-from router.board import Board, PinGoneError
+import router.live.board
+from router.live.board import Board, PinGoneError
 from router.ray_router import PIN_HEADER, KappaRouter
 
 pytestmark = pytest.mark.ray
@@ -53,7 +53,7 @@ async def test_a_pin_that_has_gone_fails_the_request_instead_of_sending_it_anywh
 
 def test_a_death_is_told_as_one_and_a_disappearance_is_not(monkeypatch):
     board, heard = Board(), []
-    monkeypatch.setattr(router.board, "BOARD", board)
+    monkeypatch.setattr(router.live.board, "BOARD", board)
     board.listen(lambda deployment, posted, died: heard.append((set(posted), set(died))))
     board.post("d", {"a": {}, "b": {}})
     board.remove("d", "a")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from router.rendering import PromptRenderer
+from router.ingress.rendering import PromptRenderer
 from workers.tiny_model import make_tiny_model
 
 LISTS_TEMPLATE = (

@@ -11,11 +11,11 @@ from kappa.step import StepModel
 from kappa.types import TokenCounts
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
+from router.index.prefix_hash import secret_from_seed
+from router.ingress.roles import Network, hands_over, prefill_only
 from router.offers import Candidate
 from router.policies import policy_named
-from router.prefix_hash import secret_from_seed
 from router.recording import _request_in, _request_out
-from router.roles import Network, hands_over, prefill_only
 
 NETWORK = Network(bytes_per_s=1e9, fixed_s=0.01, min_new_tokens=100)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.spans import EngineShare, Timelines, spans_of
+from router.observing.spans import EngineShare, Timelines, spans_of
 
 
 def decision(worker="w1", node="pcie", reason="load"):

@@ -1,7 +1,7 @@
 """When an engine counts as standing still."""
 
 from kappa.report import WorkerReport
-from router.stalls import StallWatch, marks
+from router.live.stalls import StallWatch, marks
 
 
 def look(watch, now_s, marks=(1.0,), busy=True, patience_s=5.0):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.tag_table import NameTable, RowTable
+from router.index.tag_table import NameTable, RowTable
 
 
 class Rows:

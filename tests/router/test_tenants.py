@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from kappa.report import Charge
-from router.tenants import Tenant, Tenants, keys_sent, shares
+from router.access.tenants import Tenant, Tenants, keys_sent, shares
 
 KEYS = {"sk-alice": "alice", "sk-alice-2": "alice", "sk-bob": "bob"}
 OPEN = Tenants.of(KEYS, {"alice": 3.0, "default": 0.5})

@@ -12,8 +12,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kappa.settings.observing import ObservingSettings
-from router.spans import EngineShare, Timelines
-from router.tracing import Tracing
+from router.observing.spans import EngineShare, Timelines
+from router.observing.tracing import Tracing
 
 SHARE = EngineShare(0.25, 0.5, 10, 320, 64)
 

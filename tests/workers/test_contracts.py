@@ -121,7 +121,7 @@ def test_connectors_of_vllm_are_asked_what_our_shell_answers():
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
     from vllm.v1.outputs import KVConnectorOutput
 
-    from workers.lmcache_connector import LmcacheConnector
+    from workers.lmcache.connector import LmcacheConnector
 
     assert issubclass(LmcacheConnector, SupportsHMA)
     assert not LmcacheConnector.__abstractmethods__
@@ -151,7 +151,7 @@ def test_the_cpu_manager_has_what_ours_extends():
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-    from workers.host_tier import HostTierManager
+    from workers.host_tier.tier import HostTierManager
 
     for name in ("prepare_store", "complete_store", "reset_cache"):
         theirs, ours = getattr(CPUOffloadingManager, name), getattr(HostTierManager, name)
@@ -178,7 +178,7 @@ def test_the_cpu_spec_tells_sizes_and_takes_our_worker():
 def test_the_offloading_worker_asks_for_no_more_than_we_have():
     from vllm.v1.kv_offload.base import OffloadingWorker
 
-    from workers.host_tier import HostTierWorker
+    from workers.host_tier.tier import HostTierWorker
 
     assert OffloadingWorker.__abstractmethods__ <= set(vars(HostTierWorker))
     for name in ("submit_store", "submit_load"):
@@ -255,8 +255,8 @@ def test_the_classes_that_we_name_as_text_exist():
     import importlib
 
     for path in (
-        "workers.metered_worker.MeteredCPUWorker", "workers.connector.HostTierConnector",
-        "workers.host_tier.HostTierSpec", "workers.no_download.NoDownload",
+        "workers.metered_worker.MeteredCPUWorker", "workers.host_tier.connector.HostTierConnector",
+        "workers.host_tier.tier.HostTierSpec", "workers.no_download.NoDownload",
         "router.ray_router.KappaRouter", "scheduler.vllm_adapter.FairScheduler",
     ):  # fmt: skip
         module, name = path.rsplit(".", 1)
@@ -353,7 +353,7 @@ def test_the_openai_ingress_delivers_the_way_we_call_it():
     from ray.llm._internal.serve.core.protocol import RawRequestInfo
     from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 
-    # `router.pool_handles` does what this does, with the handle of the worker's pool.
+    # `router.ingress.pool_handles` does what this does, with the handle of the worker's pool.
     theirs = inspect.getsource(OpenAiIngress._get_response)
     assert ".remote(\n            body, raw_request_info\n        )" in theirs
     assert "_sanitize_chat_completion_request(body)" in theirs

@@ -14,10 +14,10 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from vllm.distributed.kv_events import KVEventBatch
 
 from kappa.step import StepModel
-from workers.emulated_blocks import EmulatedBlocks, Removed, Stored, digests_of
-from workers.emulated_engine import WORD, EmulatedEngine, EmulatedPlan
-from workers.emulated_faults import EngineFaults, FaultsFile
-from workers.emulated_loop import EmulatedPace
+from workers.emulated.blocks import EmulatedBlocks, Removed, Stored, digests_of
+from workers.emulated.engine import WORD, EmulatedEngine, EmulatedPlan
+from workers.emulated.faults import EngineFaults, FaultsFile
+from workers.emulated.loop import EmulatedPace
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 BLOCK = 4

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from workers.handover import HandoverError, engine_lock, take_shelf
+from workers.host_tier.handover import HandoverError, engine_lock, take_shelf
 
 ME = {"model": "m", "block_tokens": 32}
 
@@ -48,7 +48,7 @@ def test_a_shelf_of_another_pool_waits_for_its_own_worker(root):
 def test_a_shelf_of_an_earlier_run_of_the_machine_is_removed(root, monkeypatch):
     first = take_shelf(root, {**ME, "pool": "a"})
     first.release()
-    monkeypatch.setattr("workers.handover._boot", lambda: "another")
+    monkeypatch.setattr("workers.host_tier.handover._boot", lambda: "another")
     take_shelf(root, {**ME, "pool": "b"})
     assert names(root) == ["shelf-00"]
 
@@ -118,7 +118,7 @@ def test_siblings_that_start_together_do_not_wait_for_each_other(root):
 
 def test_a_killed_worker_leaves_its_shelf(root):
     program = (
-        "import os, signal; from pathlib import Path; from workers.handover import *\n"
+        "import os, signal; from pathlib import Path; from workers.host_tier.handover import *\n"
         f"shelf = take_shelf(Path({str(root)!r}), {ME!r})\n"
         "(shelf.folder / 'kv').write_bytes(b'blocks')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

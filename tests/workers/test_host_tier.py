@@ -14,8 +14,8 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
 )
 
-from workers.host_tier import CURRENT, HostTierManager, HostTierWorker
-from workers.link_queue import FULL, HALF, LinkPace, LinkRules
+from workers.host_tier.link_queue import FULL, HALF, LinkPace, LinkRules
+from workers.host_tier.tier import CURRENT, HostTierManager, HostTierWorker
 from workers.stats_channel import StatsSender
 
 pytestmark = pytest.mark.vllm

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.kept_records import Kept, KeptRecords
+from workers.host_tier.kept_records import Kept, KeptRecords
 
 SLOTS, TOKENS = 6, 4
 
@@ -39,7 +39,7 @@ def test_a_killed_writer_leaves_what_it_had_written(tmp_path):
     path = tmp_path / "records"
     program = (
         "import os, signal; from pathlib import Path\n"
-        "from workers.kept_records import *\n"
+        "from workers.host_tier.kept_records import *\n"
         f"r = KeptRecords(Path({str(path)!r}), {SLOTS}, {TOKENS}, 's')\n"
         f"r.write(2, Kept(b'k', None, (1, 2, 3, 4)))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -25,12 +25,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
 
-from router.kv_events import BlocksStored
-from router.kv_stream import decode_batch
-from workers.host_tier import CURRENT, HostTierWorker
-from workers.kept_manager import KeptTierManager
-from workers.kept_tier import KeptTier, announcement, note_stores
-from workers.link_queue import LinkPace
+from router.index.kv_events import BlocksStored
+from router.index.kv_stream import decode_batch
+from workers.host_tier.kept_manager import KeptTierManager
+from workers.host_tier.kept_tier import KeptTier, announcement, note_stores
+from workers.host_tier.link_queue import LinkPace
+from workers.host_tier.tier import CURRENT, HostTierWorker
 from workers.stats_channel import StatsSender
 
 pytestmark = pytest.mark.vllm
@@ -218,7 +218,7 @@ def test_stores_are_noted_with_their_requests_and_special_ones_are_not():
 
 
 def test_vllm_has_the_names_that_a_handover_needs():
-    """Private names of vLLM in workers/kept_tier.py, kept_manager.py and connector.py."""
+    """Private names of vLLM in workers/host_tier/kept_tier.py, kept_manager.py and connector.py."""
     tracker = inspect.signature(OffloadingEventsTracker.record_store)
     assert list(tracker.parameters) == ["self", "req", "group_config", "chunk_idx", "offload_key"]
     manager = CPUOffloadingManager(4)

@@ -8,7 +8,7 @@ from kappa.plan.costs import Costs
 from kappa.plan.fits import LineFit
 from kappa.plan.rates import PlanRates
 from kappa.step import StepModel
-from workers.layer_clock import LayerClock
+from workers.host_tier.layer_clock import LayerClock
 
 
 class Time:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from workers.link import Link, Route
-from workers.link_queue import FIFO, LOAD, LOADS_FIRST, STORE
+from workers.host_tier.link import Link, Route
+from workers.host_tier.link_queue import FIFO, LOAD, LOADS_FIRST, STORE
 
 pytestmark = pytest.mark.vllm
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from workers.link_queue import (
+from workers.host_tier.link_queue import (
     FIFO,
     LOAD,
     LOADS_FIRST,

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from workers import lmcache_scheduler
-from workers.lmcache_scheduler import EvictionFeed
+from workers.lmcache import scheduler as lmcache_scheduler
+from workers.lmcache.scheduler import EvictionFeed
 
 pytestmark = pytest.mark.vllm
 

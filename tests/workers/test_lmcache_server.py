@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from workers import lmcache_server
-from workers.lmcache_server import (
+from workers.lmcache import server as lmcache_server
+from workers.lmcache.server import (
     STAMP,
     LmcacheInstall,
     LmcacheMissingError,

@@ -7,7 +7,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from kappa.step import StepModel
-from workers.admission_reports import kappa_request_id
+from workers.host_tier.admission_reports import kappa_request_id
 from workers.metered_worker import MeteredCPUWorker, StepMeter
 from workers.stats_channel import StatsSender
 

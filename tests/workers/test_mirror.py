@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-from router.kv_stream import decode_batch
-from router.prefix_hash import PrefixHasher, salt_of, secret_from_seed
-from router.prefix_index import PrefixIndex
+from router.index.kv_stream import decode_batch
+from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
+from router.index.prefix_index import PrefixIndex
 from workers.mirror import KvMirror
 
 pytestmark = pytest.mark.vllm

@@ -11,10 +11,10 @@ from kappa.hardware import node_profile
 from kappa.settings.observing import ObservingSettings
 from kappa.shapes import model_shape
 from workers import replica_start
-from workers.host_budget import HostBudget, HostBudgetError
+from workers.host_tier.budget import HostBudget, HostBudgetError
+from workers.host_tier.choice import TierChoice, TierNeeds, transfer_config
 from workers.identity import WorkerPlan, announce
 from workers.replica_start import keep_on, power_teller, prepare_host_memory, prepare_logs
-from workers.tier_choice import TierChoice, TierNeeds, transfer_config
 from workers.vllm_engine import EngineLimits
 from workers.vllm_plugin import LOG_ENV, log_as
 

@@ -13,12 +13,12 @@ from kappa.report import Announcement
 from kappa.step import StepModel
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
-from router.kv_stream import decode_batch
+from router.index.kv_stream import decode_batch
 from router.policies import policy_named
-from workers.handover import take_shelf
-from workers.kept_manager import KeptTierManager
-from workers.kept_tier import KeptTier, announcement
-from workers.link_queue import LinkPace
+from workers.host_tier.handover import take_shelf
+from workers.host_tier.kept_manager import KeptTierManager
+from workers.host_tier.kept_tier import KeptTier, announcement
+from workers.host_tier.link_queue import LinkPace
 
 pytestmark = pytest.mark.vllm
 

@@ -9,7 +9,7 @@ from kappa.model import kv_bytes_per_token
 from kappa.plan.planners import Cached, Planning
 from kappa.plan.rates import rates_from_law, rates_from_measured
 from kappa.shapes import model_shape
-from workers.tail_recompute import TailRecompute, tail_rates
+from workers.host_tier.tail_recompute import TailRecompute, tail_rates
 
 SHAPE = model_shape("llama-3.1-8b")
 BLOCK = 32

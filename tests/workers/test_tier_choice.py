@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.tier_choice import TierChoice, TierNeeds, transfer_config
+from workers.host_tier.choice import TierChoice, TierNeeds, transfer_config
 
 NEEDS = TierNeeds(
     host_bytes=1 << 20, stats_endpoint="ipc://s", link={"order": "fifo"},

@@ -16,10 +16,10 @@ from kappa.hardware import node_profile
 from kappa.plan.clo import CloConfig
 from kappa.plan.rates import rates_from_measured
 from kappa.shapes import model_shape
-from workers.lanes_plan import LanesPlan
 from workers.tiny_model import make_tiny_model
-from workers.torch_engine import TorchEngine
-from workers.torch_plan import TorchPlan, host_blocks
+from workers.torch_engine.engine import TorchEngine
+from workers.torch_engine.lanes import LanesPlan
+from workers.torch_engine.plan import TorchPlan, host_blocks
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from workers.transfer_choice import (
+from workers.transfer.choice import (
     FILES,
     NIXL,
     TAKES,
@@ -13,8 +13,8 @@ from workers.transfer_choice import (
     TransferChoice,
     transfer_on,
 )
-from workers.transfer_connector import Give, Mover, Take, fill
-from workers.transfer_files import TransferError, TransferFiles
+from workers.transfer.connector import Give, Mover, Take, fill
+from workers.transfer.files import TransferError, TransferFiles
 
 pytestmark = pytest.mark.vllm
 
@@ -110,7 +110,7 @@ def test_an_engine_with_a_host_tier_gives_and_takes():
     arguments = {"kv_transfer_config": config}
     transfer_on(CHOICE, arguments, None)
     made = arguments["kv_transfer_config"]
-    assert made["kv_connector_module_path"] == "workers.transfer_connector"
+    assert made["kv_connector_module_path"] == "workers.transfer.connector"
     assert made["kv_connector_extra_config"]["a"] == 1
     assert made["kv_connector_extra_config"][TRANSFER_KEY] == {
         "folder": "/dev/shm/x", "most_bytes": 1 << 20, "wait_s": 2.0,

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from workers.transfer_files import TransferError, TransferFiles, TransferPace  # noqa: E402
+from workers.transfer.files import TransferError, TransferFiles, TransferPace  # noqa: E402
 
 
 def files(tmp_path, **changes):

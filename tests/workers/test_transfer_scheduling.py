@@ -11,9 +11,9 @@ import torch
 import zmq
 
 from scheduler.vllm_options import CONFIG_KEY, STOCK
-from workers.tier_choice import TierChoice, TierNeeds, transfer_config
+from workers.host_tier.choice import TierChoice, TierNeeds, transfer_config
 from workers.tiny_model import make_tiny_model
-from workers.transfer_choice import FILES, TransferChoice, transfer_on
+from workers.transfer.choice import FILES, TransferChoice, transfer_on
 from workers.vllm_engine import CPU_ENV, EngineScheduler
 
 pytestmark = pytest.mark.vllm

@@ -1,0 +1,1 @@
+"""Who may ask, for how much, and how late: keys, tenants, limits, deadlines."""

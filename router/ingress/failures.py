@@ -1,0 +1,89 @@
+"""What a failed delivery says: of its worker, of whether another should try, and to the client.
+
+Ray, vLLM and our own replicas tell of trouble in many ways: exceptions of an actor that died, of an
+engine that died under it, error objects in place of an answer, and error events inside a stream.
+All become a `WorkerFailed` here, or an `ApiError` where the client itself is to blame.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError
+
+from kappa.report import EngineDiedError
+from router.ingress.errors import ApiError, engine_failed, from_engine
+from router.ingress.waiting import WorkerLostError
+from router.live.board import PinGoneError
+from router.live.members import ENGINE_DIED
+
+ERROR_EVENT = 'data: {"error"'
+# vLLM's and our own engines' words for a dead engine, where their classes do not travel.
+_DEAD_ENGINES = ("EngineDeadError", "EngineDiedError", "EngineStopped")
+
+
+class WorkerFailed(Exception):
+    """A worker did not serve a request. end: how it ended there (`LiveRouter.release`); why: one
+    word; error: what the client is told if nobody else can serve it, None: that nobody can."""
+
+    def __init__(self, end: str, why: str, error: ApiError | None = None) -> None:
+        super().__init__(why)
+        self.end, self.why, self.error = end, why, error
+
+
+def worker_failed(error: Exception) -> WorkerFailed:
+    """What an exception out of Ray's delivery means."""
+    if isinstance(error, WorkerFailed):
+        return error
+    if isinstance(error, WorkerLostError):
+        return WorkerFailed("worker_died", str(error))
+    if _engine_died(error):
+        return WorkerFailed("worker_died", ENGINE_DIED)
+    if isinstance(error, RayActorError):
+        return WorkerFailed("worker_died", "died")
+    if isinstance(error, PinGoneError):
+        return WorkerFailed("worker_full", "left")
+    if isinstance(error, BackPressureError):
+        return WorkerFailed("worker_full", "full")
+    return WorkerFailed("error", "error", engine_failed())
+
+
+def raise_error_item(item: Any) -> None:
+    """Raise if what came first is an error instead of an answer.
+
+    Raises:
+        ApiError: the engine refused the request: it would everywhere.
+        WorkerFailed: the engine failed.
+    """
+    told = error_in(item) if isinstance(item, str) else None
+    if told is None and hasattr(item, "error"):
+        told = from_engine(item)
+    if told is None:
+        return
+    if told.status < 500:
+        raise told
+    raise WorkerFailed("error", "error", engine_failed())
+
+
+def error_in(packet: str) -> ApiError | None:
+    """The error that a piece of a stream tells of, if it does; details of a failure stay here."""
+    at = packet.find(ERROR_EVENT)
+    if at < 0:
+        return None
+    line = packet[at:].split("\n", 1)[0].removeprefix("data: ")
+    try:
+        info = json.loads(line)["error"]
+        status = int(info.get("code") or 500)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return engine_failed()
+    if status >= 500:
+        return engine_failed()
+    return ApiError(status, str(info.get("message", "")), param=info.get("param"))
+
+
+def _engine_died(error: BaseException) -> bool:
+    cause = getattr(error, "cause", None)
+    names = {type(e).__name__ for e in (error, cause) if e is not None}
+    return isinstance(error, EngineDiedError) or bool(names & set(_DEAD_ENGINES))

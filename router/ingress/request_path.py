@@ -1,0 +1,301 @@
+"""The path of one request through the ingress, from an accepted body to its response.
+
+Check, tokenize (off the loop), decide and reserve, mark, deliver; once more elsewhere if the worker
+dies before its first token. Everything that waits stands before the decision, so that a decision
+and its reservation are one act.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import structlog
+from fastapi import Request
+from starlette.responses import Response
+
+from kappa import metrics as m
+from kappa.report import APPROX_KEY, PROMPT_ENGINES
+from router.access.terms import set_terms, terms_of
+from router.decision import Decision, NoWorkerError, OverloadedError, RouteRequest
+from router.ingress.app import body_accepted, request_id_of, tenant_of
+from router.ingress.approx import exact_workers, is_approximate
+from router.ingress.delivery import Call, Delivery
+from router.ingress.errors import (
+    ApiError,
+    check_body,
+    no_plans_here,
+    no_worker,
+    overloaded,
+    queue_full,
+    unknown_model,
+)
+from router.ingress.failures import WorkerFailed
+from router.ingress.footprint import unfit_workers
+from router.ingress.messages import (
+    approx_asked_by,
+    conversation_of,
+    engine_marks,
+    headers_without_keys,
+    mark,
+    max_tokens_of,
+    plain_marks,
+    plan_asked,
+    prompt_marks,
+    salt_of_body,
+)
+from router.ingress.prefill import PrefillElsewhere
+from router.ingress.rendering import PromptRenderer
+from router.ingress.settings import IngressSettings
+from router.live.live_router import LiveRouter
+from router.observing.observer import NoObserver, RequestObserver
+from router.rollout import Rollout, Unsteered
+
+log = structlog.get_logger(__name__)
+
+_TOKENIZER_THREADS = 2
+_ATTEMPTS = 2
+_FIRST_WORKER_S = 5.0
+
+
+class RequestPath:
+    """What happens to a chat or completion request."""
+
+    def __init__(
+        self,
+        settings: IngressSettings,
+        renderer: PromptRenderer,
+        live: Callable[[], LiveRouter],
+        models: Callable[[], list[str]],
+        call: Call,
+        observer: RequestObserver | None = None,
+    ) -> None:
+        """`live`: the live router; `models`: names that are served; `call`: Ray's delivery."""
+        self._settings, self._renderer = settings, renderer
+        self._live, self._models = live, models
+        self._observer = NoObserver() if observer is None else observer
+        self._rollout = Rollout.parse(settings.mode)
+        self._delivery = Delivery(call, self._observer, settings.request_timeout_s)
+        self._prefill = PrefillElsewhere(call, settings.transfer, settings.request_timeout_s)
+        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._open: set[str] = set()
+
+    def close(self) -> None:
+        """Let the tokenizer's threads go."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def serve(self, body: Any, method: str, request: Request) -> Response:
+        """Answer a request; `method` is Ray's name for the kind: `chat` or `completions`."""
+        body_accepted(request)
+        live, tenant = self._live(), tenant_of(request).name
+        request_id = self._open_as(request)
+        self._observer.received(request_id, tenant, headers_without_keys(request), time.time())
+        begun = False
+
+        def ended(end: str, status: int) -> None:
+            nonlocal begun
+            begun = True
+            self._open.discard(request_id)
+            self._observer.ended(request_id, end, status, time.time())
+
+        try:
+            response = await self._checked(live, request_id, body, method, request, ended)
+            begun = True
+        except ApiError as error:
+            live.answered(tenant, error.status, error.code)
+            ended(error.code or "error", error.status)
+            raise
+        except asyncio.CancelledError:
+            ended("client_gone", 0)
+            raise
+        finally:
+            if not begun:
+                ended("error", 500)
+        live.answered(tenant, response.status_code)
+        return response
+
+    def known_model(self, model: str | None) -> None:
+        """Refuse a model that is not served here: ApiError 404."""
+        known = self._models()
+        if model is not None and model not in known:
+            raise unknown_model(str(model), known)
+
+    async def tokenize(self, body: Any) -> np.ndarray | None:
+        """A body's prompt as token ids; None if it cannot be rendered here."""
+        start_s = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        try:
+            tokens = await loop.run_in_executor(self._threads, self._renderer.render, body)
+        except Exception as error:
+            # The engine renders too and will say what is wrong; routing only knows less.
+            log.info("not_tokenized", error=type(error).__name__)
+            return None
+        self._live().metrics.observe(m.TOKENIZE_SECONDS, value=time.perf_counter() - start_s)
+        return tokens
+
+    # -- parts --------------------------------------------------------------------------------
+
+    def _open_as(self, request: Request) -> str:
+        """The request's id here: a client may send one id twice at a time, and a reservation must
+        not be shared."""
+        request_id = request_id_of(request)
+        if request_id in self._open:
+            request_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
+        self._open.add(request_id)
+        return request_id
+
+    async def _checked(
+        self,
+        live: LiveRouter,
+        request_id: str,
+        body: Any,
+        method: str,
+        request: Request,
+        ended: Callable[[str, int], None],
+    ) -> Response:
+        self.known_model(body.model)
+        check_body(body)
+        # Ours to say: a client's would have an engine read what it names.
+        body.kv_transfer_params = None
+        terms = set_terms(request, body, tenant_of(request))
+        self._refuse_when_full(live)
+        if not self._rollout.asks:
+            return await self._by_ray(live, request_id, body, method, request, ended)
+        # An ingress that has only just begun may be asked before it was told of any worker.
+        await live.members.first_joined(_FIRST_WORKER_S)
+        tokens = await self.tokenize(body)
+        count = None if tokens is None else len(tokens)
+        self._observer.tokenized(request_id, count, time.time())
+        terms.tokenized(tokens, max_tokens_of(body))
+        said = [state.announcement for state in live.router.state.workers.values()]
+        approx = approx_asked_by(request, body)
+        unfit = self._unfit(live, body, tokens) | exact_workers(said, approx)
+        routed = RouteRequest(
+            request_id, tokens, max_tokens_of(body), salt_of_body(body), exclude=unfit
+        )
+        routed = await self._prefill(live, routed, body, method, request)
+        # Others were let in while this one was tokenized; from here to the decision nobody waits.
+        self._refuse_when_full(live)
+        return await self._deliver(live, routed, body, method, request, ended)
+
+    def _refuse_when_full(self, live: LiveRouter) -> None:
+        if live.router.in_flight >= self._settings.max_queue:
+            raise queue_full(self._settings.max_queue, live.retry_after_s())
+
+    async def _deliver(
+        self,
+        live: LiveRouter,
+        routed: RouteRequest,
+        body: Any,
+        method: str,
+        request: Request,
+        ended: Callable[[str, int], None],
+    ) -> Response:
+        """Decide and send; once more elsewhere if the worker fails before its first token."""
+        last: WorkerFailed | None = None
+        tenant = tenant_of(request)
+        for attempt in range(_ATTEMPTS):
+            try:
+                decision = self._decide(live, routed, body, request)
+            except OverloadedError as error:
+                raise overloaded(str(error), error.retry_after_s) from last
+            except NoWorkerError as error:
+                if last is not None and last.error is not None:
+                    raise last.error from None
+                raise no_worker(str(error), live.retry_after_s()) from last
+            try:
+                self._observer.decided(routed.request_id, decision, attempt, time.time())
+                marks = engine_marks(decision, tenant, live.charges.elsewhere(decision.worker))
+                mark(body, {**marks, **self._torch_marks(live, decision, routed, body, request)})
+                return await self._delivery.send(live, decision, body, method, request, ended)
+            except WorkerFailed as failure:
+                log.warning(
+                    "worker_failed", request_id=routed.request_id, tenant=tenant.name,
+                    worker=decision.worker, attempt=attempt, why=failure.why,
+                )  # fmt: skip
+                last = failure
+                live.retried(routed.request_id, failure.why)
+                tried = routed.exclude | {decision.worker}
+                # What was handed over is gone with the worker that took it.
+                body.kv_transfer_params = None
+                routed = replace(routed, exclude=tried, retry=True, handed_tokens=0)
+            except BaseException:
+                # Delivery ends what it began; this is for what fails before it.
+                live.release(routed.request_id, "error")
+                raise
+        assert last is not None
+        if last.error is not None:
+            raise last.error from None
+        raise no_worker("two workers failed on this request", live.retry_after_s()) from last
+
+    async def _by_ray(
+        self,
+        live: LiveRouter,
+        request_id: str,
+        body: Any,
+        method: str,
+        request: Request,
+        ended: Callable[[str, int], None],
+    ) -> Response:
+        """Hand a request to Ray's own router; nothing is decided, reserved or foreseen here."""
+        if len(self._open) > self._settings.max_queue:
+            raise queue_full(self._settings.max_queue, live.retry_after_s())
+        engines = {s.announcement.engine for s in live.router.state.workers.values()}
+        tenant, prompt = tenant_of(request), {}
+        if engines & set(PROMPT_ENGINES):
+            prompt = prompt_marks(await self.tokenize(body), plan_asked(request))
+        mark(body, {**plain_marks(request_id, tenant), **prompt})
+        live.metrics.inc(m.ROLLOUT_REQUESTS, "ray")
+        try:
+            unsteered = Unsteered(request_id, live.pool_for_ray(request_id))
+            return await self._delivery.send(live, unsteered, body, method, request, ended)
+        except WorkerFailed as failure:
+            if failure.error is not None:
+                raise failure.error from None
+            raise no_worker("the worker failed on this request", live.retry_after_s()) from None
+
+    def _decide(
+        self, live: LiveRouter, routed: RouteRequest, body: Any, request: Request
+    ) -> Decision:
+        """Choose and reserve, by our rule or, as the rollout has it, by Ray's."""
+        narrowed = terms_of(request).narrowed(live, routed)
+        tenant = tenant_of(request).name
+        conversation = conversation_of(body, request) or routed.request_id
+        if self._rollout.arm(f"{tenant} {conversation}") == "ray":
+            return live.route_as_ray(narrowed, tenant)
+        return live.route(narrowed, tenant)
+
+    def _torch_marks(
+        self,
+        live: LiveRouter,
+        decision: Decision,
+        routed: RouteRequest,
+        body: Any,
+        request: Request,
+    ) -> dict[str, str]:
+        """What only an engine of ours is told; releases the reservation if it is refused."""
+        state = live.router.state.workers.get(decision.worker)
+        plan = plan_asked(request)
+        try:
+            if state is not None and state.announcement.engine in PROMPT_ENGINES:
+                approx = is_approximate(state.announcement, approx_asked_by(request, body))
+                marks = prompt_marks(routed.token_ids, plan)
+                return {**marks, APPROX_KEY: "ok"} if approx else marks
+            if plan:
+                raise no_plans_here()
+        except ApiError:
+            live.release(routed.request_id, "error")
+            raise
+        return {}
+
+    def _unfit(self, live: LiveRouter, body: Any, tokens: np.ndarray | None) -> frozenset[str]:
+        if tokens is None:
+            return frozenset()
+        workers = (state.announcement for state in live.router.state.workers.values())
+        return unfit_workers(workers, len(tokens), max_tokens_of(body))

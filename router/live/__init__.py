@@ -1,0 +1,1 @@
+"""The router in a running cluster: who is there, what is reported, what is shown."""

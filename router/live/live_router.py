@@ -1,0 +1,323 @@
+"""The pure router in a running cluster: keeps time, counts and remembers.
+
+Lives on the ingress' event loop and nowhere else. Who is there is `router.live.members`' to know;
+what workers report goes into `Router`. Every decision and its outcome is counted and kept in a
+short memory (`GET /v1/decisions`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import structlog
+
+from kappa import metrics as m
+from kappa.report import Admission, Announcement, WorkerReport
+from router.core import Router, RouterConfig
+from router.decision import (
+    Decision,
+    NoWorkerError,
+    OverloadedError,
+    RouteRequest,
+    without_candidates,
+)
+from router.live.board import BOARD
+from router.live.breaker import Blocked
+from router.live.charges import Charges
+from router.live.members import MemberRule, Members
+from router.live.metrics import ENGINE_STATES, POWER_SOURCES, RouterMetrics
+from router.live.records import Record, Records
+from router.recording import RecordedRouter
+from router.rollout import Arm, Shadow, ray_choice
+
+log = structlog.get_logger(__name__)
+
+_NO_WORKER_RETRY_S = 5.0
+
+
+class LiveRouter:
+    """What the ingress talks to."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        record: str | None = None,
+        rule: MemberRule | None = None,
+        *,
+        counting: bool = True,
+        request_log: bool = True,
+    ) -> None:
+        """Make it on the event loop that it will live on; `record` names a file for its log.
+
+        counting: keep metrics. request_log: a line in the log at each request's end.
+        """
+        self.metrics = RouterMetrics(counting)
+        self._request_log = request_log
+        self.router = RecordedRouter(config, _writer(record)) if record else Router(config)
+        self.charges = Charges()
+        self.records = Records()
+        self.kappa_eff: dict[str, float | None] = {}
+        # The machine's clock may be set while we run; what is expected must not jump with it.
+        self._epoch_s = time.time() - time.monotonic()
+        self.members = Members(
+            self.router,
+            BOARD,
+            rule or MemberRule(),
+            self.now_s,
+            on_report=self._reported,
+            on_join=self._joined,
+            on_leave=self._left,
+            on_open=self._opened,
+            on_gap=self._gap,
+        )
+        self.members.on_rename = self._forget
+
+    def now_s(self) -> float:
+        """Seconds since the epoch as of the start, and never a jump since."""
+        return self._epoch_s + time.monotonic()
+
+    async def close(self) -> None:
+        """Follow no worker any more; returns when their sockets are closed."""
+        await self.members.close()
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def route(self, request: RouteRequest, tenant: str = "", steered: Arm = "kappa") -> Decision:
+        """Decide, reserve, count; raises `NoWorkerError`."""
+        start_s = time.perf_counter()
+        avoided = self.members.blocked()
+        decision = self._decided(self.router.route, request, avoided)
+        self.metrics.observe(m.DECISION_SECONDS, value=time.perf_counter() - start_s)
+        if steered == "ray":
+            decision = replace(decision, reason="ray_rule")
+        chosen, node = decision.chosen, decision.chosen.node.name
+        self.metrics.inc(m.DECISIONS, node, decision.policy, decision.reason, chosen.bound)
+        self.metrics.observe(m.RATIO, node, value=chosen.counts.ratio)
+        self.metrics.observe(m.PREDICTED_TTFT, node, value=chosen.ttft_s)
+        self.members.breakers.sent(decision.worker, request.request_id, self.now_s())
+        self.records.add(
+            Record(
+                without_candidates(decision),
+                time.time(),
+                self._load(),
+                tenant,
+                attempt=int(request.retry),
+                avoided=tuple(sorted(avoided.gone | avoided.failing)),
+                steered=steered,
+            )
+        )
+        self.metrics.inc(m.ROLLOUT_REQUESTS, steered)
+        return decision
+
+    def route_as_ray(self, request: RouteRequest, tenant: str = "") -> Decision:
+        """As `route`, by Ray Serve's rule; what ours would have done is written down beside it."""
+        ours = self.explain(request)
+        offers = ours.offers
+        assert offers is not None
+        workers = list(offers.workers)
+        chosen = ray_choice(workers, self._in_flight, request.request_id)
+        others = frozenset(workers) - {chosen}
+        decision = self.route(
+            replace(request, exclude=request.exclude | others), tenant, steered="ray"
+        )
+        row = workers.index(chosen)
+        shadow = Shadow(
+            ours.worker, ours.chosen.node.name, ours.reason, ours.chosen.ttft_s,
+            decision.worker, decision.chosen.node.name, float(offers.ttft_s[row]),
+        )  # fmt: skip
+        self.records[request.request_id].shadow = shadow
+        self.metrics.inc(m.SHADOWS, "true" if shadow.agreed else "false")
+        self.metrics.inc(m.SHADOW_SAVING, by=max(shadow.saving_s or 0.0, 0.0))
+        return decision
+
+    def explain(self, request: RouteRequest) -> Decision:
+        """What `route` would decide; nothing is reserved. Raises `NoWorkerError`."""
+        return self._decided(self.router.explain, request, self.members.blocked())
+
+    def first_token(self, request_id: str, worker: str = "") -> None:
+        """A request's first token came, whoever noticed first; `worker` is who says so, if it is
+        one: what a worker says of a request that another has by now is too late."""
+        record = self.records.get(request_id)
+        if record is not None and worker and record.decision.worker != worker:
+            return
+        ttft_s = self.router.first_token(request_id, self.now_s())
+        if ttft_s is None or record is None:
+            return
+        record.ttft_s = ttft_s
+        chosen = record.decision.chosen
+        self.metrics.observe(m.TTFT, chosen.node.name, value=ttft_s)
+        self.metrics.observe(m.ROLLOUT_TTFT, record.steered, value=ttft_s)
+        if self.members.breakers.succeeded(chosen.worker, request_id):
+            log.info("breaker_closed", worker=chosen.worker)
+        if record.decision.informed and ttft_s > 0:
+            error = abs(chosen.ttft_s - ttft_s) / ttft_s
+            self.metrics.observe(m.TTFT_ERROR, chosen.node.name, record.decision.kind, value=error)
+
+    def tokens(self, request_id: str, count: int) -> None:
+        """Output tokens went out."""
+        self.router.tokens(request_id, count)
+        record = self.records.get(request_id)
+        if record is not None and count:
+            self.metrics.inc(m.OUTPUT_TOKENS, record.decision.chosen.node.name, by=count)
+
+    def release(self, request_id: str, end: str) -> None:
+        """A request ended: `done`, `refused` by its engine, `error`, `timeout`, `client_gone`,
+        `worker_full` or `worker_died`. Idempotent."""
+        if not self.router.release(request_id, self.now_s(), complete=end == "done"):
+            return
+        record = self.records.get(request_id)
+        if record is None:
+            return
+        record.end = end
+        worker, breakers = record.decision.worker, self.members.breakers
+        if end in ("done", "refused"):
+            breakers.succeeded(worker, request_id)
+        elif end in ("error", "worker_died"):
+            if breakers.failed(worker, request_id, self.now_s()):
+                self._opened(worker, "errors")
+        else:
+            breakers.abandoned(worker, request_id)
+        self.members.ended(worker)
+        if self._request_log:
+            log.info("request_done", **record.log_line())
+
+    def retried(self, request_id: str, why: str) -> None:
+        """A request that its worker failed is tried elsewhere."""
+        record = self.records.get(request_id)
+        if record is not None:
+            self.metrics.inc(m.RETRIES, record.decision.chosen.node.name, why)
+
+    def answered(self, tenant: str, status: int, code: str | None = None) -> None:
+        """A request of `tenant` was answered, with an error of that code if there is one."""
+        self.metrics.inc(m.REQUESTS, str(status))
+        outcome = "answered" if status < 400 else code or "error"
+        self.metrics.inc(m.TENANT_REQUESTS, self.metrics.tenant(tenant), outcome)
+
+    def retry_after_s(self) -> float:
+        """When it makes sense to come back: the least backlog of any worker, or its next trial."""
+        now_s = self.now_s()
+        backlogs = self.router.backlogs_s(now_s)
+        gone = self.members.blocked().gone
+        soonest_s = min(
+            (max(pair) for worker, pair in backlogs.items() if worker not in gone),
+            default=_NO_WORKER_RETRY_S,
+        )
+        return max(soonest_s, self.members.breakers.retry_after_s(now_s))
+
+    def _decided(
+        self,
+        decide: Callable[[RouteRequest, float], Decision],
+        request: RouteRequest,
+        blocked: Blocked,
+    ) -> Decision:
+        """Among those that do not fail; where there are none, among all that seem to live."""
+        gone = request.exclude | blocked.gone
+        if not blocked.failing:
+            return decide(replace(request, exclude=gone) if blocked.gone else request, self.now_s())
+        try:
+            return decide(replace(request, exclude=gone | blocked.failing), self.now_s())
+        except OverloadedError:
+            raise
+        except NoWorkerError:
+            return decide(replace(request, exclude=gone), self.now_s())
+
+    def _in_flight(self, worker: str) -> int:
+        return self.router.in_flight_on(worker) + self.router.others_on(worker)
+
+    def _load(self) -> float:
+        """Share of workers that have something to compute or load, right now."""
+        workers = self.router.state.workers.values()
+        return sum(len(s.shadow) > 0 for s in workers) / max(len(workers), 1)
+
+    # -- workers ------------------------------------------------------------------------------
+
+    def pool_of(self, worker: str) -> str:
+        """The pool that a worker announced; empty if it is not known."""
+        state = self.router.state.workers.get(worker)
+        return state.announcement.pool if state is not None else ""
+
+    def pool_for_ray(self, request_id: str) -> str:
+        """The pool of a request that Ray's router steers: drawn, each with the odds of its workers;
+        empty if none is known."""
+        pools = [s.announcement.pool for s in self.router.state.workers.values()]
+        return ray_choice(pools, lambda _: 0, request_id) if pools else ""
+
+    def _joined(self, announcement: Announcement) -> None:
+        worker = announcement.worker
+        self.kappa_eff[worker] = self.router.view.plans.kappa_eff(worker)
+
+    def _left(self, worker: str, node: str, lost: list[str]) -> None:
+        self.kappa_eff.pop(worker, None)
+        self.charges.left(worker)
+        for request_id in lost:
+            if request_id in self.records:
+                self.records[request_id].end = "worker_died"
+        self._forget(node)
+
+    def _forget(self, node: str) -> None:
+        """Nobody is called so any more: what was shown of it goes."""
+        for gauge in (
+            m.RESERVATIONS, m.LINK_BACKLOG, m.GPU_BACKLOG, m.CRITICAL_RATIO, m.BREAKER_OPEN,
+        ):  # fmt: skip
+            self.metrics.forget(gauge, node)
+        for engine_state in ENGINE_STATES:
+            self.metrics.forget(m.ENGINE_REQUESTS, node, engine_state)
+        for source in POWER_SOURCES:
+            self.metrics.forget(m.POWER, node, source)
+            self.metrics.forget(m.POWER_CAP, node, source)
+
+    def _opened(self, worker: str, why: str) -> None:
+        self.metrics.inc(m.BREAKER_OPENED, self._node(worker), why)
+
+    def _gap(self, worker: str) -> None:
+        self.metrics.inc(m.STREAM_GAPS, self._node(worker))
+
+    def _node(self, worker: str) -> str:
+        state = self.router.state.workers.get(worker)
+        return state.announcement.node.name if state is not None else worker
+
+    def _reported(self, report: WorkerReport) -> None:
+        state = self.router.state.workers.get(report.worker)
+        if state is None:
+            return
+        self.router.report(report, self.now_s())
+        node = state.announcement.node.name
+        for admission in report.admitted:
+            self._admitted(report.worker, node, admission)
+        for request_id in report.prefilled:
+            self.first_token(request_id, report.worker)
+        for spent in report.spent:
+            record = self.records.of(spent.request_id, report.worker)
+            if record is not None:
+                record.spent = spent
+        self.metrics.reported(report, node, paced=state.announcement.node.source == "paced")
+        self._charged(report)
+
+    def _charged(self, report: WorkerReport) -> None:
+        gained = self.charges.report(
+            report.worker, report.charges, report.time_s, report.steps_total
+        )
+        for tenant, charge in gained.items():
+            label = self.metrics.tenant(tenant)
+            for resource, seconds in zip(("vram", "gpu", "link"), charge, strict=True):
+                self.metrics.inc(m.TENANT_CHARGE, label, resource, by=seconds)
+
+    def _admitted(self, worker: str, node: str, admission: Admission) -> None:
+        record = self.records.of(admission.request_id, worker)
+        if record is not None:
+            record.admitted = admission
+        self.metrics.inc(m.PROMPT_TOKENS, node, "device", by=admission.device_tokens)
+        state = self.router.state.workers.get(worker)
+        tier = state.announcement.tier if state is not None else "own"
+        source = tier if tier == "lmcache" else "host"
+        self.metrics.inc(m.PROMPT_TOKENS, node, source, by=admission.host_tokens)
+        self.metrics.inc(m.PROMPT_TOKENS, node, "new", by=admission.new_tokens)
+
+
+def _writer(path: str) -> Callable[[dict[str, Any]], None]:
+    file = open(path, "a", buffering=1)  # noqa: SIM115  # lives as long as the process
+    return lambda entry: print(json.dumps(entry), file=file)

@@ -1,0 +1,1 @@
+"""What looks on as requests pass: timelines, spans, logs."""

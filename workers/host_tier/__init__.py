@@ -1,0 +1,1 @@
+"""vLLM's host tier: connector, link, loads and stores, recomputed tails, handover."""

@@ -1,0 +1,1 @@
+"""LMCache as host tier, bounded in all that it does."""

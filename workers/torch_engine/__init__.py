@@ -1,0 +1,1 @@
+"""Our own engine as a Ray Serve LLM engine: `engine: torch` in the settings."""

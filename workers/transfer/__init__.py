@@ -1,0 +1,1 @@
+"""KV handed from a prefill worker to a decode worker."""
