@@ -118,7 +118,7 @@ class CpuOffload:
         self.cpu.widen()
         scores = torch.stack(logits)
         self._take(scores)
-        self._begin(0)
+        self.begin()
         return scores
 
     def _turns(self, prompts: Sequence[Ids]) -> list[tuple[int, int]]:
@@ -187,16 +187,17 @@ class CpuOffload:
         scores = layers.logits(hidden, weights)
         self._take(scores)
         if int(self.kv.lengths.max()) < self.kv.most_tokens:
-            self._begin(0)
+            self.begin()
         return scores
 
     def _share(self) -> Share:
         share = self.plan(int(self.kv.lengths.max()) + 1)
         return share if share.mode == "mha" else Share(share.mode)
 
-    def _begin(self, layer: int) -> None:
+    def begin(self) -> None:
+        """Start to send what the device needs first of the next step."""
         share = self._share()
-        self.stream.begin(layer, share.mode, share.columns)
+        self.stream.begin(0, share.mode, share.columns)
 
     def _take(self, scores: Tensor) -> None:
         self._last = scores.argmax(dim=-1)

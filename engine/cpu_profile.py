@@ -28,7 +28,8 @@ class LayerProfile:
     """Times of a layer by length.
 
     Args:
-        made: its prompts computed; its KV holds anything in the slots behind them afterwards.
+        made: its prompts computed; afterwards it goes on as if nothing had been measured, but for
+            the slots behind its KV, which hold anything.
         repeats: of each figure.
     """
 
@@ -44,6 +45,8 @@ class LayerProfile:
             self._last = replace(self._first, **self._attention())
         finally:
             made.kv.lengths.copy_(lengths)
+            # The next step finds what it was sent, not what was measured.
+            made.begin()
 
     def at(self, length: int) -> LayerTimes:
         """With so many tokens of every sequence."""

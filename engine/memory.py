@@ -144,7 +144,7 @@ class EngineMemory:
         were to hold them up for longer than a full iteration does. Then they need not wait at all.
         """
         load, rates = sequence.load, self._planning.rates
-        if load is None or rates is None or -1 in load.kv:
+        if load is None or rates is None or -1 in load.kv or self._in_lane(sequence):
             return
         if (sequence.planner or self._planner) != "auto" or load.plan.kind == "load":
             return
@@ -169,7 +169,9 @@ class EngineMemory:
         assert load is not None
         for type, blocks in (("kv", load.kv), ("act", load.act)):
             self._host(type).release([block for block in blocks if block >= 0])
-        self._loading.difference_update(key.digest for key in sequence.keys[load.start : load.stop])
+        if not self._in_lane(sequence):
+            loaded = sequence.keys[load.start : load.stop]
+            self._loading.difference_update(key.digest for key in loaded)
         self._changed()
         self._load_over(sequence)
 
@@ -306,9 +308,14 @@ class EngineMemory:
         found, _ = self.device.prefix(keys, usable)
         if stop <= found:
             return None
-        exact = self._plan(sequence, self._ask(sequence, found, stop))
+        ask = self._ask(sequence, found, stop)
+        # As it would be executed: what is cut at a budget comes without its seconds.
+        exact = self._planning.priced(ask, self._plan(sequence, ask).segments, "")
         asked = Cached(stop * size, sequence.total_tokens - stop * size)
         return self.sparse.plan(sequence, asked, exact, self._planning.rates)
+
+    def _in_lane(self, sequence: Sequence) -> bool:
+        return self.sparse is not None and sequence in self.sparse
 
     def _sparse_quote(self, sequence: Sequence, plan: LoadPlan) -> Quote:
         first = int.from_bytes(sequence.keys[0].digest[:7]) + 1

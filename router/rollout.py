@@ -62,7 +62,9 @@ class Rollout:
         """Who steers; the same for all requests of a conversation, whichever ingress it meets."""
         if self.mode != "canary":
             return "kappa" if self.mode == "on" else "ray"
-        digest = hashlib.blake2b(conversation.encode(), digest_size=8).digest()
+        # A client may name it by half of a surrogate pair, which JSON can hold.
+        named = conversation.encode(errors="surrogatepass")
+        digest = hashlib.blake2b(named, digest_size=8).digest()
         step = int.from_bytes(digest, "big") % _STEPS
         return "kappa" if step < self.percent / 100 * _STEPS else "ray"
 

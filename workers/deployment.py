@@ -98,7 +98,7 @@ class KappaServer(LLMServer):
             llm_config.update_engine_kwargs(**arguments)
         host = plan.stream_host or ray.util.get_node_ip_address()
         self._stream = ReportStream(self._worker, host, stats_endpoint, kv_endpoint)
-        self._backlog = Backlog(time.time(), plan.limits.max_sequences)
+        self._backlog = Backlog(time.monotonic(), plan.limits.max_sequences)
         self._stream.totals.on_prefilled = self._backlog.started
         self._stream.start()
         self._in_flight = InFlight(StatsSender(stats_endpoint).send)
@@ -129,7 +129,7 @@ class KappaServer(LLMServer):
         backlog = self._backlog
         return {
             BACKLOG_KEY: max(backlog.seconds()),
-            DEMAND_KEY: backlog.demand(time.time()),
+            DEMAND_KEY: backlog.demand(time.monotonic()),
         }
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
@@ -151,7 +151,7 @@ class KappaServer(LLMServer):
     async def _counted(
         self, request: Any, stream: AsyncGenerator[Any, None]
     ) -> AsyncGenerator[Any, None]:
-        request_id = self._backlog.arrived(getattr(request, "vllm_xargs", None), time.time())
+        request_id = self._backlog.arrived(getattr(request, "vllm_xargs", None), time.monotonic())
         here = self._in_flight.arrived(request)
         try:
             async for item in stream:

@@ -5,6 +5,7 @@ Each is a small act with the plan in hand, so that `workers.deployment` reads as
 
 from __future__ import annotations
 
+import hashlib
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import structlog
 
 from kappa.report import Announcement
-from workers.host_tier.budget import host_budget
+from workers.host_tier.budget import HostBudgetError, host_budget
 from workers.host_tier.choice import OWN
 from workers.host_tier.handover import Shelf, take_shelf
 from workers.host_tier.kept_tier import KEEP_KEY
@@ -48,13 +49,22 @@ def prepare_host_memory(plan: WorkerPlan) -> Shelf | None:
     host_bytes = plan.limits.host_bytes
     own = plan.kind == "vllm" and plan.tier.kind == OWN and host_bytes > 0
     root = Path(plan.handover_dir) if plan.handover_dir and own else None
-    if plan.kind != "emulated":
-        budget = host_budget(root)
-        budget.check(host_bytes, kept=root is not None)
-        warning = budget.warning(host_bytes, pinned=plan.gpus > 0)
-        if warning:
-            log.warning("host_memory_limit", reason=warning)
-    return take_shelf(root, _identity(plan), plan.handover_wait_s) if root is not None else None
+    shelf = take_shelf(root, _identity(plan), plan.handover_wait_s) if root is not None else None
+    # A server that several workers share has its memory elsewhere.
+    if plan.kind == "emulated" or plan.tier.shared:
+        return shelf
+    # Only now is it known what lies on this worker's shelf already, and what on others'.
+    budget = host_budget(shelf.folder if shelf is not None else None)
+    try:
+        budget.check(host_bytes, kept=shelf is not None)
+    except HostBudgetError:
+        if shelf is not None:
+            shelf.release()
+        raise
+    warning = budget.warning(host_bytes, pinned=plan.gpus > 0)
+    if warning:
+        log.warning("host_memory_limit", reason=warning)
+    return shelf
 
 
 def keep_on(shelf: Shelf, arguments: dict[str, Any]) -> None:
@@ -81,11 +91,30 @@ def _identity(plan: WorkerPlan) -> dict[str, Any]:
         "fingerprint": fingerprint(
             plan.model_source, plan.chat_template, limits, plan.emulated.name
         ),
+        "weights": _weights(plan.model_source),
         "host_bytes": limits.host_bytes,
         "block_bytes": plan.block_bytes,
         "gpus": plan.gpus,
         "pool": plan.pool,
     }
+
+
+def _weights(source: str) -> str:
+    """Tells a model's files from others that lie, or are published, under the same name."""
+    folder = Path(source)
+    if folder.is_dir():
+        files = [(f.relative_to(folder), f.stat()) for f in folder.rglob("*") if f.is_file()]
+        listed = sorted(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in files)
+        return hashlib.sha256("\n".join(listed).encode()).hexdigest()
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(source, "config.json")
+    except HFValidationError:
+        return ""
+    # .../snapshots/<commit>/config.json
+    return Path(cached).parent.name if isinstance(cached, str) else ""
 
 
 def _version(package: str) -> str:

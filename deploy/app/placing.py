@@ -14,6 +14,8 @@ from deploy.app.pools import worker_demand
 from kappa.settings.pools import PoolSettings
 
 _REASONS_SHOWN = 3
+# Ray counts in ten-thousandths.
+_ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +73,23 @@ def _lacks(of: tuple[str, list[str]]) -> int:
 
 
 def _without_room(pools: Iterable[PoolSettings], machines: Sequence[Machine]) -> list[str]:
-    """Pools whose workers do not all find room when the most demanding ones are placed first."""
+    """Pools whose workers do not all find room when those are placed first that the fewest machines
+    suit, and of them the most demanding."""
     left = [dict(machine.offers) for machine in machines]
     found = []
-    for pool in sorted(pools, key=lambda one: -sum(worker_demand(one).values())):
+
+    def freedom(pool: PoolSettings) -> tuple[int, float]:
+        suiting = sum(not machine.lacks(pool) for machine in machines)
+        return suiting, -sum(worker_demand(pool).values())
+
+    for pool in sorted(pools, key=freedom):
         demand, placed = worker_demand(pool), 0
         for machine, room in zip(machines, left, strict=True):
             if machine.lacks(pool):
                 continue
-            while placed < pool.least and all(room.get(k, 0) >= v for k, v in demand.items()):
+            while placed < pool.least and all(
+                room.get(name, 0) >= wanted - _ROUNDING for name, wanted in demand.items()
+            ):
                 placed += 1
                 for name, wanted in demand.items():
                     room[name] -= wanted

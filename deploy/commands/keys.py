@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -41,7 +42,7 @@ def new(
     if not re.fullmatch(TENANT_NAME, tenant):
         _exit(f"{tenant!r} is no tenant's name: letters, digits, '.', '_' and '-', at most 64")
     key = new_key(secrets.token_bytes(_KEY_BYTES))
-    line = f"{hashed(key)}: {tenant}"
+    line = _line(key, tenant)
     if file is not None:
         _append(file, line)
     if json_output:
@@ -68,7 +69,7 @@ def hash_(
         _exit(f"the key {fault}")
     if tenant is not None and not re.fullmatch(TENANT_NAME, tenant):
         _exit(f"{tenant!r} is no tenant's name: letters, digits, '.', '_' and '-', at most 64")
-    print(hashed(key) if tenant is None else f"{hashed(key)}: {tenant}")
+    print(hashed(key) if tenant is None else _line(key, tenant))
 
 
 @app.command("list")
@@ -99,6 +100,12 @@ def list_(
             "[yellow]Keys in the clear let in whoever reads the file: replace each by what "
             "'kappa keys hash' prints.[/yellow]"
         )
+
+
+def _line(key: str, tenant: str) -> str:
+    """A line for the keys file; a tenant such as `no` or `007`, else read as none, in quotes."""
+    told = tenant if yaml.safe_load(tenant) == tenant else json.dumps(tenant)
+    return f"{hashed(key)}: {told}"
 
 
 def _append(file: Path, line: str) -> None:

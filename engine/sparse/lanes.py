@@ -20,8 +20,8 @@ from engine.config import ModelConfig
 from engine.sparse.codes import Hasher
 from engine.sparse.settings import SparseSettings
 from engine.sparse.view import Lane, Layout, View, make_view, to_device
-from engine.transfer import Event, Mover
-from kappa.plan.clo import Persistent, memory
+from engine.transfer import Event, Mover, TransferFailed
+from kappa.plan.clo import Persistent
 
 
 class Lanes:
@@ -48,7 +48,6 @@ class Lanes:
         persistent: Persistent,
     ) -> None:
         _check(config, persistent)
-        _refuse_too_large(config, arena, settings, persistent)
         self.config, self.arena, self.mover, self.settings = config, arena, mover, settings
         clo, block = settings.clo, arena.block_tokens
         self.layout = Layout(
@@ -57,6 +56,7 @@ class Lanes:
             config.heads // config.kv_heads,
         )
         self.most_chosen = clo.chosen_tokens(settings.max_tokens)
+        _refuse_too_large(config, arena, settings, persistent, self.layout, self.most_chosen)
         self.states = [Lane() for _ in range(settings.lanes)]
         device, dtype = arena.device, arena.dtype
         self.hasher = None
@@ -86,8 +86,8 @@ class Lanes:
         self.codes = [zeros(host_blocks, n, block, words, kind=torch.int64) for n in counts]
         most_blocks = -(-settings.max_tokens // block)
         self.table = zeros(lanes, most_blocks, kind=torch.int64)
-        # Blocks on their way to host memory, with what they are copied from.
-        self._leaving: list[tuple[Event, list[Tensor]]] = []
+        # Blocks on their way to host memory, with what they are copied from, and whose they are.
+        self._leaving: list[tuple[Event, list[Tensor], Lane]] = []
 
     # -- sizes --------------------------------------------------------------------------------
 
@@ -183,13 +183,13 @@ class Lanes:
 
         Raises:
             ValueError: a lane has no room for them, or they are more than a chunk.
-            TransferFailed: a block on its way to host memory did not arrive.
+            TransferFailed: a block of one of them did not arrive in host memory.
         """
         self._room(lanes, new)
-        while self._leaving:
-            # What is gathered from now on may be in them.
-            self.mover.wait(self._leaving.pop(0)[0])
+        self._arrived()
         states = [self.states[lane] for lane in lanes]
+        if any(state.stuck for state in states):
+            raise TransferFailed("tokens that are no longer recent did not reach host memory")
         block = self.arena.block_tokens
         return make_view(list(lanes), states, new, self.layout, block, self.table)
 
@@ -233,6 +233,18 @@ class Lanes:
 
     # -- inside -------------------------------------------------------------------------------
 
+    def _arrived(self) -> None:
+        """What is gathered from now on may be in blocks that have left: after those.
+
+        One that did not arrive costs its own lane, whichever lanes go on first.
+        """
+        leaving, self._leaving = self._leaving, []
+        for event, _, state in leaving:
+            try:
+                self.mover.wait(event)
+            except TransferFailed:
+                state.stuck = True
+
     def _chosen(self, tokens: int, host_tokens: int) -> int:
         most = max(0, host_tokens - self.layout.sinks)
         return min(self.settings.clo.chosen_tokens(tokens), most, self.most_chosen)
@@ -245,7 +257,7 @@ class Lanes:
         for lane in lanes:
             tokens = self.states[lane].tokens
             if self.states[lane].stuck:
-                raise ValueError(f"lane {lane} is stuck: it had no host block for older tokens")
+                raise ValueError(f"lane {lane} is stuck: its older tokens are not in host memory")
             if tokens + new > self.settings.max_tokens:
                 raise ValueError(
                     f"lane {lane} has {tokens} tokens and room for {self.settings.max_tokens}: "
@@ -281,7 +293,7 @@ class Lanes:
             targets.append(arena.kv_host[layer, block])
             sources.append(rows)
         event = self.mover.d2h(list(zip(targets, sources, strict=True)))
-        self._leaving.append((event, sources))
+        self._leaving.append((event, sources, state))
         self.table[lane, len(state.blocks)] = block
         state.blocks.append(block)
         state.host_tokens, state.chosen = stop, chosen
@@ -292,21 +304,31 @@ def _ids(heads: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _refuse_too_large(
-    config: ModelConfig, arena: Arena, settings: SparseSettings, persistent: Persistent
+    config: ModelConfig,
+    arena: Arena,
+    settings: SparseSettings,
+    persistent: Persistent,
+    layout: Layout,
+    most_chosen: int,
 ) -> None:
     """Before any of it is taken: lanes of the longest sequence, and codes of all host blocks."""
-    each = memory(config.shape, settings.clo, persistent, settings.max_tokens)
-    wanted = settings.lanes * (each.cache_bytes + each.persistent_bytes)
+    kept = sum(map(len, persistent))
+    offloaded = config.layers * config.kv_heads - kept
+    row_bytes = config.head_dim * arena.dtype.itemsize
+    # Of an offloaded head: slots, labels, age, and which tokens are in the slots.
+    head_bytes = (2 * (layout.choice_start + most_chosen) + layout.group) * row_bytes
+    head_bytes += 4 + 8 * most_chosen
+    whole_bytes = 2 * settings.max_tokens * row_bytes
+    wanted = settings.lanes * (offloaded * head_bytes + kept * whole_bytes)
     if settings.retriever == "hash":
-        offloaded = config.layers * config.kv_heads - sum(map(len, persistent))
         tokens = arena.size.kv_host * arena.block_tokens
-        wanted += offloaded * tokens * settings.clo.code_bits / 8
+        wanted += offloaded * tokens * settings.clo.code_bits // 8
     cuda = arena.device.type == "cuda"
     free = torch.cuda.mem_get_info(arena.device)[0] if cuda else free_host_bytes()
     if wanted > free:
         raise ArenaTooLarge(
             f"{settings.lanes} sparse lanes of {settings.max_tokens} tokens and the codes of "
-            f"{arena.size.kv_host} host blocks need {wanted:.0f} bytes of device memory, but only "
+            f"{arena.size.kv_host} host blocks need {wanted} bytes of device memory, but only "
             f"{free} are free: give fewer lanes, a smaller share, or less host memory"
         )
 

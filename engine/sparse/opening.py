@@ -83,7 +83,9 @@ def open_from_host(lanes: Lanes, lane: int, blocks: Sequence[int]) -> None:
             (lanes.offloaded[layer], resident), (lanes.persistent[layer], every),
         ):  # fmt: skip
             gathers.append(_gather(lanes, layer, named, heads, positions))
-    lanes.mover.wait(lanes.mover.h2d(pairs([one for one in gathers if one.rows.numel()])))
+    wanted = pairs([one for one in gathers if one.rows.numel()])
+    # Behind the computation of which rows, and the last use of the memory that they land in.
+    lanes.mover.wait(lanes.mover.h2d(wanted, lanes.mover.mark()))
     for layer in range(lanes.config.layers):
         near, whole = gathers[2 * layer].target, gathers[2 * layer + 1].target
         if near.numel():

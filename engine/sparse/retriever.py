@@ -66,7 +66,8 @@ class Oracle:
         source = lanes.rows(asked.layer)
         target = source.new_empty((*rows.shape, source.shape[1]), device=rows.device)
         wanted = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
-        lanes.mover.wait(lanes.mover.h2d(pairs([Gather(target, source, rows, wanted)])))
+        gather = pairs([Gather(target, source, rows, wanted)])
+        lanes.mover.wait(lanes.mover.h2d(gather, lanes.mover.mark()))
         return target[0]
 
 

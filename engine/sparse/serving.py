@@ -273,6 +273,8 @@ class SparseServing:
         except TransferFailed:
             self.counts.failed += 1
             done.lost += sequences
+            # Gathers begun ahead must end before what they read and write is another's.
+            mover.drain()
 
     def _single(self, at: Mapping[Sequence, int]) -> dict[Sequence, Tensor]:
         """One token of each, together."""

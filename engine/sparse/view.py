@@ -19,8 +19,8 @@ from torch import Tensor
 class Lane:
     """One sequence: tokens in it, how many of them are in host blocks, and how many are chosen.
 
-    blocks: host blocks of the first `host_tokens`. fresh: nothing was looked up yet. stuck: there
-    was no host block for what is no longer recent; it can take no more tokens.
+    blocks: host blocks of the first `host_tokens`. fresh: nothing was looked up yet. stuck: what is
+    no longer recent had no host block, or did not arrive there; it can take no more tokens.
     """
 
     tokens: int = 0

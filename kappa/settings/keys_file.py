@@ -18,6 +18,10 @@ from kappa.settings.base import TENANT_NAME
 _MAX_FILE_BYTES = 4 << 20
 
 
+class KeysUnreadableError(ValueError):
+    """The file could not be opened or read: nothing is known of what it says."""
+
+
 def read_entries(path: str | Path) -> dict[str, Any]:
     """The file's entries as they stand there; what they say is not checked.
 
@@ -28,7 +32,7 @@ def read_entries(path: str | Path) -> dict[str, Any]:
         with Path(path).open("rb") as file:
             raw = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ValueError(f"keys_file {path}: cannot be read: {error.strerror}") from None
+        raise KeysUnreadableError(f"keys_file {path}: cannot be read: {error.strerror}") from None
     if len(raw) > _MAX_FILE_BYTES:
         raise ValueError(f"keys_file {path}: has more than {_MAX_FILE_BYTES} bytes")
     try:

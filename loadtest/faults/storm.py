@@ -211,9 +211,11 @@ async def crowd(target: Target, streams: int, mix: Mix, seed: int) -> CrowdResul
     reasons: dict[str, int] = {}
     for r in failed:
         reasons[r.error or str(r.status)] = reasons.get(r.error or str(r.status), 0) + 1
-    first = sorted(r.first_s - r.sent_s for r in traffic.seen if r.first_s is not None)
+    # What was refused has no first token.
+    begun = [r for r in traffic.seen if r.status == 200]
+    first = sorted(r.first_s - r.sent_s for r in begun if r.first_s is not None)
     return CrowdResult(
-        streams, len(failed), reasons, _most_open(traffic.seen), seconds,
+        streams, len(failed), reasons, _most_open(begun), seconds,
         first[len(first) // 2] if first else 0.0,
         first[min(int(0.99 * len(first)), len(first) - 1)] if first else 0.0,
         target.reservations(),

@@ -71,11 +71,12 @@ class Target:
         """Sum of a metric's samples that carry these labels; -1 while nobody answers."""
         try:
             text = self.http.get("/metrics").raise_for_status().text
-        except httpx.HTTPError:
+            families = list(text_string_to_metric_families(text))
+        except (httpx.HTTPError, ValueError):
             return -1.0
         return sum(
             sample.value
-            for family in text_string_to_metric_families(text)
+            for family in families
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )

@@ -102,15 +102,19 @@ async def _settled(
     await _aside(lambda: target.until(none_left, _IDLE_S))
     await _aside(lambda: target.until(lambda: not target.family.strays(), _GONE_S))
     recovery_s, start_s = back if back is not None else (None, None)
+    reservations = await _aside(target.reservations)
+    if reservations < 0:
+        complaints.append("nobody says whether reservations leaked")
     return After(
-        max(target.reservations(), 0), tuple(target.family.strays()), recovery_s, start_s, shown,
+        max(reservations, 0), tuple(target.family.strays()), recovery_s, start_s, shown,
         tuple(complaints),
     )  # fmt: skip
 
 
 async def _index_lies(target: Target, traffic: Traffic) -> list[str]:
     """Ask for documents twice: what the router expects of the second must be what is there."""
-    lies = []
+    lies: list[str] = []
+    compared = 0
     for document in range(_PROBES):
         for _ in range(2):
             probe: Seen = await traffic.ask(document, streamed=False)
@@ -121,9 +125,14 @@ async def _index_lies(target: Target, traffic: Traffic) -> list[str]:
             continue
         predicted, actual = decisions[-1]["predicted"], decisions[-1]["actual"]
         for tier in ("device_tokens", "cached_tokens"):
-            if actual[tier] is not None and predicted[tier] != actual[tier]:
+            if actual[tier] is None:
+                continue
+            compared += 1
+            if predicted[tier] != actual[tier]:
                 lies.append(f"document {document}: {predicted[tier]} {tier} predicted, "
                             f"{actual[tier]} found")  # fmt: skip
+    if not lies and not compared:
+        lies.append("no probe's outcome was reported: predictions could not be checked")
     return lies
 
 

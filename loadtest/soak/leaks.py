@@ -89,7 +89,9 @@ def left_behind(before: Sample, after: Sample) -> list[str]:
     found = []
     for name in ("reservations", "index_blocks"):
         was, now = getattr(before, name), getattr(after, name)
-        if was != now:
+        if was < 0 or now < 0:
+            found.append(f"{name}: not known, as nobody answered")
+        elif was != now:
             found.append(f"{name}: {was} before, {now} after")
     for pid in sorted(set(before.processes) & set(after.processes)):
         was, now = before.processes[pid].fds, after.processes[pid].fds

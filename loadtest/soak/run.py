@@ -57,9 +57,9 @@ class SoakResult:
 
     @property
     def kept(self) -> bool:
-        """Whether nothing was lost, nothing grew and nothing was left."""
-        grown = [slope for slope in self.slopes if not slope.kept]
-        return not (self.lost or grown or self.left_behind or self.streams_cut_untold)
+        """Whether nothing was lost, nothing grew and nothing was left; without slopes who knows."""
+        steady = bool(self.slopes) and all(slope.kept for slope in self.slopes)
+        return steady and not (self.lost or self.left_behind or self.streams_cut_untold)
 
 
 async def soak(target: Target, plan: Plan, mix: Mix, progress: Callable[[str], None]) -> SoakResult:
@@ -134,7 +134,9 @@ def _result(
     seen: list[Seen], samples: list[Sample], done: list[tuple[float, str, str]], before: Sample,
     after: Sample, seconds: float,
 ) -> SoakResult:  # fmt: skip
-    begun = [r for r in seen if r.streamed and not r.ok and r.first_s is not None]
+    cut = [r for r in seen if r.streamed and not r.ok]
+    # An answer that refuses is no stream that had begun.
+    begun = [r for r in cut if r.status == 200 and r.first_s is not None]
     lost = [r for r in seen if not r.ok and r not in begun]
     return SoakResult(
         seconds, len(seen), len(lost), len(begun), sum(not r.told for r in begun), tuple(done),

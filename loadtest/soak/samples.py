@@ -10,7 +10,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from loadtest.faults.target import Target
+from loadtest.faults.target import FaultsError, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,11 @@ def look(target: Target, start_s: float) -> Sample:
 
 
 class Sampler:
-    """Looks every so many seconds until it is stopped; use as an asynchronous context manager."""
+    """Looks every so many seconds until it is stopped; use as an asynchronous context manager.
+
+    Raises:
+        FaultsError: at the end, where a look failed: what came before it would pass for all.
+    """
 
     def __init__(self, target: Target, every_s: float, start_s: float) -> None:
         self.samples: list[Sample] = []
@@ -56,7 +60,9 @@ class Sampler:
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        (ended,) = await asyncio.gather(self._task, return_exceptions=True)
+        if isinstance(ended, Exception):
+            raise FaultsError(f"the cluster could not be looked at: {ended!r}") from ended
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()

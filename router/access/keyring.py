@@ -13,7 +13,7 @@ import time
 
 import structlog
 
-from kappa.settings.keys_file import read_digests
+from kappa.settings.keys_file import KeysUnreadableError, read_digests
 from router.access.tenants import Tenants
 
 log = structlog.get_logger(__name__)
@@ -54,6 +54,10 @@ class Keyring:
                 raise ValueError(f"keys_file {path}: holds no key; nobody could be served")
         except OSError as error:
             self._failed(f"keys_file {path}: cannot be read: {error.strerror}")
+            return
+        except KeysUnreadableError as error:
+            # Rights, or a machine out of files: it may be readable next time, though unchanged.
+            self._failed(str(error))
             return
         except ValueError as error:
             # Read once more only when it has changed again.

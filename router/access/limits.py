@@ -82,6 +82,8 @@ class Lease:
 
     tenant: str
     _meter: _Meter
+    worked: bool = False
+    """Whether an engine worked for it although it was not served: its client would not wait."""
     _reserved: float = 0.0
     _used: float = 0.0
     _open: bool = True
@@ -115,7 +117,7 @@ class Lease:
     def close(self, now_s: float, *, served: bool) -> None:
         """The request is over: settle what was taken against what was used. Idempotent.
 
-        served: whether an engine worked for it; one that was refused pays no tokens.
+        served: whether it was answered; one that was refused pays no tokens, unless it `worked`.
         """
         if not self._open:
             return
@@ -124,7 +126,7 @@ class Lease:
         bucket = self._meter.tokens
         if bucket is not None:
             bucket.refill(now_s)
-            bucket.level += self._reserved - (self._used if served else 0.0)
+            bucket.level += self._reserved - (self._used if served or self.worked else 0.0)
             bucket.level = min(bucket.level, bucket.capacity)
 
 

@@ -221,6 +221,7 @@ class BodyLimit:
             return
         if body is None:
             return
+        scope.setdefault("state", {})["body_bytes"] = len(body)
         sent = False
 
         async def replay() -> Message:

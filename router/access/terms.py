@@ -25,6 +25,7 @@ from router.live.live_router import LiveRouter
 # Of a prompt that cannot be tokenized here: so many bytes of body are taken for a token.
 _BYTES_PER_TOKEN = 4
 _CLOCK_SLACK_S = 0.005
+_GIVEN_UP = ("client_gone", "deadline")
 
 
 @dataclass(slots=True)
@@ -90,6 +91,12 @@ class Terms:
         if self.deadline is not None and self.expired:
             self.deadline.check(self.deadline.at_s)
 
+    def over(self, end: str) -> None:
+        """An attempt to serve it ended so; what was computed for a client that would not wait, it
+        pays for."""
+        if self.lease is not None and end in _GIVEN_UP:
+            self.lease.worked = True
+
     def generated(self, tokens: int) -> None:
         """Output tokens went out to the client."""
         if self.lease is not None:
@@ -103,14 +110,15 @@ def set_terms(request: Request, body: Any, tenant: Tenant) -> Terms:
         ApiError: 400, its deadline is none.
     """
     isolate(body, tenant)
-    declared = request.headers.get("content-length", "")
+    state = request.scope.setdefault("state", {})
     terms = Terms(
         streamed=bool(getattr(body, "stream", False)),
-        body_bytes=int(declared) if declared.isascii() and declared.isdigit() else 0,
+        # As it was read: a body that comes in pieces declares no length.
+        body_bytes=int(state.get("body_bytes", 0)),
         lease=lease_of(request),
         deadline=deadline_of(request.headers.get(HEADER, ""), arrived_s(request)),
     )
-    request.scope.setdefault("state", {})["terms"] = terms
+    state["terms"] = terms
     return terms
 
 

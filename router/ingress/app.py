@@ -93,8 +93,8 @@ def error_response(request: Request, error: ApiError) -> Response:
         path=request.url.path,
         status=error.status,
         code=error.code,
-        # A validation message may quote the request; codes and parameters do not.
-        param=error.param,
+        # A validation message may quote the request, and so may a place within a parameter.
+        param=None if error.param is None else error.param.partition(".")[0],
     )
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
 

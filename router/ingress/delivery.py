@@ -36,15 +36,16 @@ Call = Callable[[Any, str, Request], AsyncGenerator[Any, None]]
 Ended = Callable[[str, int], None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Attempt:
-    """One request at one worker."""
+    """One request at one worker; end: how it ended, empty until then."""
 
     live: LiveRouter
     decision: Decision | Unsteered
     stream: AsyncGenerator[Any, None]
     wait: Wait
     terms: Terms
+    end: str = ""
 
     def generated(self, tokens: int) -> None:
         """Output tokens go out."""
@@ -52,7 +53,10 @@ class _Attempt:
         self.terms.generated(tokens)
 
     async def over(self, end: str) -> None:
-        """Release and close; harmless to say twice."""
+        """Release and close; harmless to say twice, the first end counts."""
+        if not self.end:
+            self.end = end
+            self.terms.over(end)
         self.live.release(self.decision.request_id, end)
         self.live.members.waits.end(self.decision.worker, self.wait)
         await self.stream.aclose()
@@ -138,8 +142,7 @@ class Delivery:
     ) -> Response:
         async def over() -> None:
             await attempt.over("client_gone")
-            record = attempt.live.records.get(attempt.decision.request_id)
-            ended(record.end if record is not None and record.end else "client_gone", 200)
+            ended(attempt.end, 200)
 
         return EndedStream(
             self._relay(attempt, first),

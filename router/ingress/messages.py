@@ -120,6 +120,18 @@ def max_tokens_of(body: Any) -> int:
     return int(fields.get("max_completion_tokens") or fields.get("max_tokens") or 0)
 
 
+def choices_of(body: Any) -> int:
+    """How many answers a body asks for, each of up to its `max_tokens`: `n` for every prompt."""
+    fields = vars(body)
+    prompt = fields.get("prompt")
+    # A list of numbers is one prompt, in tokens.
+    several = isinstance(prompt, list) and not all(isinstance(part, int) for part in prompt)
+    embedded = fields.get("prompt_embeds")
+    prompts = len(prompt) if several else int(bool(prompt))
+    prompts += len(embedded) if isinstance(embedded, list) else int(bool(embedded))
+    return int(fields.get("n") or 1) * max(prompts, 1)
+
+
 def salt_of_body(body: Any) -> int:
     """The isolation salt of a body, 0 without one."""
     return salt_of(vars(body).get("cache_salt"))

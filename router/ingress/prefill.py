@@ -17,9 +17,10 @@ from fastapi import Request
 
 from kappa import metrics as m
 from kappa.settings.transfer import TransferSettings
-from router.access.terms import terms_of
+from router.access.terms import Terms, terms_of
 from router.decision import NoWorkerError, OverloadedError, RouteRequest
 from router.ingress.app import tenant_of
+from router.ingress.errors import ApiError
 from router.ingress.failures import worker_failed
 from router.ingress.messages import engine_marks, mark, pinned
 from router.ingress.roles import Network, hands_over, prefill_only
@@ -106,10 +107,10 @@ class PrefillElsewhere:
         asked = body.model_copy(update={**told, "kv_transfer_params": dict(_ASKED)})
         mark(asked, engine_marks(decision, tenant, live.charges.elsewhere(decision.worker)))
         stream = self._call(asked, method, pinned(request, decision.worker))
+        wait, terms = live.members.waits.begin(decision.worker), terms_of(request)
         end = "error"
         try:
-            async with asyncio.timeout(terms_of(request).patience_s(self._timeout_s)):
-                first = await anext(stream)
+            first = await wait.next(stream, terms.patience_s(self._timeout_s))
             item = first[0] if isinstance(first, list) and first else first
             params = getattr(item, "kv_transfer_params", None)
             end = "done" if hasattr(item, "choices") else "refused"
@@ -118,7 +119,7 @@ class PrefillElsewhere:
             end = "client_gone"
             raise
         except Exception as error:
-            end = worker_failed(error).end
+            end = _end_of(error, terms)
             log.warning(
                 "prefill_failed", request_id=prefills.request_id, worker=decision.worker,
                 error=type(error).__name__,
@@ -128,7 +129,16 @@ class PrefillElsewhere:
             if end == "done":
                 live.first_token(prefills.request_id)
             live.release(prefills.request_id, end)
+            live.members.waits.end(decision.worker, wait)
+            terms.over(end)
             await stream.aclose()
+
+
+def _end_of(error: Exception, terms: Terms) -> str:
+    """How a prefill that failed ended; if time ran out, that says nothing of its worker."""
+    if isinstance(error, ApiError | TimeoutError):
+        return "deadline" if terms.expired else "timeout"
+    return worker_failed(error).end
 
 
 def _why_kept(here: Candidate) -> str:

@@ -40,6 +40,7 @@ from router.ingress.failures import WorkerFailed
 from router.ingress.footprint import unfit_workers
 from router.ingress.messages import (
     approx_asked_by,
+    choices_of,
     conversation_of,
     engine_marks,
     headers_without_keys,
@@ -50,7 +51,7 @@ from router.ingress.messages import (
     prompt_marks,
     salt_of_body,
 )
-from router.ingress.prefill import PrefillElsewhere
+from router.ingress.prefill import PREFILL_SUFFIX, PrefillElsewhere
 from router.ingress.rendering import PromptRenderer
 from router.ingress.settings import IngressSettings
 from router.live.live_router import LiveRouter
@@ -94,7 +95,7 @@ class RequestPath:
         """Answer a request; `method` is Ray's name for the kind: `chat` or `completions`."""
         body_accepted(request)
         live, tenant = self._live(), tenant_of(request).name
-        request_id = self._open_as(request)
+        request_id = self._open_as(request, live)
         self._observer.received(request_id, tenant, headers_without_keys(request), time.time())
         begun = False
 
@@ -141,11 +142,13 @@ class RequestPath:
 
     # -- parts --------------------------------------------------------------------------------
 
-    def _open_as(self, request: Request) -> str:
-        """The request's id here: a client may send one id twice at a time, and a reservation must
-        not be shared."""
+    def _open_as(self, request: Request, live: LiveRouter) -> str:
+        """The request's id here: a client may send one id twice at a time, or that of another's
+        prefill, and a reservation must not be shared; nor another tenant's record taken over."""
         request_id = request_id_of(request)
-        if request_id in self._open:
+        record = live.records.get(request_id)
+        others = record is not None and record.tenant != tenant_of(request).name
+        if others or request_id in self._open or request_id.endswith(PREFILL_SUFFIX):
             request_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
         self._open.add(request_id)
         return request_id
@@ -172,7 +175,7 @@ class RequestPath:
         tokens = await self.tokenize(body)
         count = None if tokens is None else len(tokens)
         self._observer.tokenized(request_id, count, time.time())
-        terms.tokenized(tokens, max_tokens_of(body))
+        terms.tokenized(tokens, choices_of(body) * max_tokens_of(body))
         said = [state.announcement for state in live.router.state.workers.values()]
         approx = approx_asked_by(request, body)
         unfit = self._unfit(live, body, tokens) | exact_workers(said, approx)
@@ -226,8 +229,9 @@ class RequestPath:
                 body.kv_transfer_params = None
                 routed = replace(routed, exclude=tried, retry=True, handed_tokens=0)
             except BaseException:
-                # Delivery ends what it began; this is for what fails before it.
-                live.release(routed.request_id, "error")
+                # Delivery ends what it began; this is for what fails before it, which says nothing
+                # of the worker: a client must not open its breaker by asking for what it lacks.
+                live.release(routed.request_id, "unsent")
                 raise
         assert last is not None
         if last.error is not None:
@@ -247,9 +251,11 @@ class RequestPath:
         if len(self._open) > self._settings.max_queue:
             raise queue_full(self._settings.max_queue, live.retry_after_s())
         engines = {s.announcement.engine for s in live.router.state.workers.values()}
-        tenant, prompt = tenant_of(request), {}
+        tenant, tokens, prompt = tenant_of(request), None, {}
         if engines & set(PROMPT_ENGINES):
-            prompt = prompt_marks(await self.tokenize(body), plan_asked(request))
+            tokens = await self.tokenize(body)
+            prompt = prompt_marks(tokens, plan_asked(request))
+        terms_of(request).tokenized(tokens, choices_of(body) * max_tokens_of(body))
         mark(body, {**plain_marks(request_id, tenant), **prompt})
         live.metrics.inc(m.ROLLOUT_REQUESTS, "ray")
         try:
@@ -279,19 +285,15 @@ class RequestPath:
         body: Any,
         request: Request,
     ) -> dict[str, str]:
-        """What only an engine of ours is told; releases the reservation if it is refused."""
+        """What only an engine of ours is told; raises ApiError 400 if it is refused."""
         state = live.router.state.workers.get(decision.worker)
         plan = plan_asked(request)
-        try:
-            if state is not None and state.announcement.engine in PROMPT_ENGINES:
-                approx = is_approximate(state.announcement, approx_asked_by(request, body))
-                marks = prompt_marks(routed.token_ids, plan)
-                return {**marks, APPROX_KEY: "ok"} if approx else marks
-            if plan:
-                raise no_plans_here()
-        except ApiError:
-            live.release(routed.request_id, "error")
-            raise
+        if state is not None and state.announcement.engine in PROMPT_ENGINES:
+            approx = is_approximate(state.announcement, approx_asked_by(request, body))
+            marks = prompt_marks(routed.token_ids, plan)
+            return {**marks, APPROX_KEY: "ok"} if approx else marks
+        if plan:
+            raise no_plans_here()
         return {}
 
     def _unfit(self, live: LiveRouter, body: Any, tokens: np.ndarray | None) -> frozenset[str]:

@@ -165,8 +165,8 @@ class LiveRouter:
             self.metrics.inc(m.OUTPUT_TOKENS, record.decision.chosen.node.name, by=count)
 
     def release(self, request_id: str, end: str) -> None:
-        """A request ended: `done`, `refused` by its engine, `error`, `timeout`, `client_gone`,
-        `worker_full` or `worker_died`. Idempotent."""
+        """A request ended: `done`, `refused` by its engine, `error`, `timeout`, `deadline`,
+        `client_gone`, `worker_full`, `worker_died`, or `unsent`: no worker saw it. Idempotent."""
         if not self.router.release(request_id, self.now_s(), complete=end == "done"):
             return
         record = self.records.get(request_id)

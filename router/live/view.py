@@ -65,7 +65,10 @@ def refresh_refusals(live: LiveRouter, state: Any) -> None:
     for (tenant, code), count in state.refused.items():
         label = live.metrics.tenant(tenant)
         live.metrics.total(m.TENANT_REQUESTS, label, code, to=count, source=f"limit {tenant}")
-    for outcome, count in (("read", state.keyring.reloads), ("failed", state.keyring.faults)):
+    keyring = getattr(state, "keyring", None)
+    if keyring is None:
+        return  # Asked by another ingress before any request came here.
+    for outcome, count in (("read", keyring.reloads), ("failed", keyring.faults)):
         live.metrics.total(m.KEY_FILE_READS, outcome, to=count)
 
 

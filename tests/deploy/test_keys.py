@@ -80,3 +80,15 @@ def test_a_list_counts_keys_by_tenant_and_warns_of_those_in_the_clear(tmp_path):
     ]  # fmt: skip
     shown = keys("list", str(file)).output
     assert "in the clear let in whoever reads" in shown.replace("\n", " ") and "hush" not in shown
+
+
+@pytest.mark.parametrize("tenant", ["no", "007", "null", "1e3", "2026-01-02", "team-7"])
+def test_a_tenants_name_that_yaml_takes_for_something_else_is_still_read_as_a_name(
+    tenant, tmp_path
+):
+    file = tmp_path / "keys.yaml"
+    assert keys("new", tenant, "--file", str(file)).exit_code == 0
+    assert keys("new", "alice", "--file", str(file)).exit_code == 0
+    with file.open("a") as out:
+        out.write(keys("hash", tenant, input="sk-mine\n").stdout)
+    assert sorted(read_digests(file).values()) == sorted([tenant, "alice", tenant])

@@ -74,3 +74,16 @@ def test_every_pool_at_fault_is_told_at_once():
 def test_the_demo_fits_the_cluster_that_is_started_for_it():
     pools = load_settings().all_pools
     assert misfits(pools, [machine(CPU=2 * len(pools) + 2)]) == []
+
+
+def test_a_pool_that_few_machines_suit_is_placed_before_a_larger_one():
+    machines = [machine("gpu", CPU=8, GPU=1), machine("cpu", CPU=8)]
+    large, bound = pool(placement={"cpus": 6}), pool("b", placement={"gpus": 1, "cpus": 2})
+    assert misfits([large, bound], machines) == []
+    assert misfits([bound, large], machines) == []
+
+
+def test_fractions_of_a_cpu_add_up_as_ray_counts_them():
+    assert misfits([pool(replicas=5, placement={"cpus": 0.2})], [machine(CPU=6)]) == []
+    (fault,) = misfits([pool(replicas=6, placement={"cpus": 0.2})], [machine(CPU=6)])
+    assert "room for 5 of 6" in fault

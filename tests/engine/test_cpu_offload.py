@@ -12,6 +12,7 @@ from engine.arena import ArenaTooLarge
 from engine.blocks import OutOfBlocks
 from engine.cpu_kv import CpuKv
 from engine.cpu_offload import CpuOffload, Share
+from engine.cpu_profile import LayerProfile
 from engine.transfer import TransferFailed
 from kappa.plan.cpu_offload import MODES
 from tests.engine import hf
@@ -156,3 +157,19 @@ def test_failures_are_told_and_leave_no_thread() -> None:
             made.step()
         made.close()
     assert threading.active_count() <= running + 1
+
+
+@pytest.mark.parametrize("share", [Share("mha", 40), Share("mha-o"), Share("mha-av-o")])
+def test_a_batch_that_was_measured_goes_on_as_planned(share) -> None:
+    with rig("llama", streamed=True) as r:
+        made = offload(r, lambda length: share, sequences=2)
+        made.prefill([prompt(n) for n in (19, 24)])
+        for _ in range(3):
+            made.step()
+        LayerProfile(made, repeats=1)
+        for _ in range(3):
+            made.step()
+        for index, length in enumerate((19, 24)):
+            want, _ = expected("llama", r.dtype, length)
+            assert made.tokens()[index].tolist() == want[:7]
+        made.close()

@@ -1,10 +1,15 @@
 """Growth is judged by the upper end of its interval; what is left behind, exactly."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
+from loadtest.faults.target import FaultsError
+from loadtest.faults.verdict import Seen
 from loadtest.soak.leaks import left_behind, slope_of, slopes
-from loadtest.soak.samples import Held, Sample
+from loadtest.soak.run import _result
+from loadtest.soak.samples import Held, Sample, Sampler
 
 HOUR_S = 3600.0
 
@@ -67,3 +72,46 @@ def test_what_is_left_behind_is_named():
         "reservations: 0 before, 1 after", "index_blocks: 10 before, 12 after",
         "descriptors of worker 1: 9, then 10",
     ]  # fmt: skip
+
+
+def test_counts_that_nobody_gave_are_not_taken_for_equal():
+    silent = sample(0.0, {}, index=-1, reservations=-1)
+    assert left_behind(silent, silent) == [
+        "reservations: not known, as nobody answered",
+        "index_blocks: not known, as nobody answered",
+    ]
+
+
+def soaked(seen, samples):
+    return _result(seen, samples, [], samples[0], samples[-1], 300.0)
+
+
+def test_a_soak_without_a_slope_is_not_kept():
+    steady = [sample(float(t), {1: (100, 9)}) for t in range(0, 301, 5)]
+    assert soaked([], steady).kept
+    # Nobody lived through it, or it was not looked at often enough.
+    changing = [sample(s.t_s, {i: (100, 9)}) for i, s in enumerate(steady)]
+    for samples in (changing, steady[::15]):
+        result = soaked([], samples)
+        assert not result.slopes and not result.kept
+
+
+def test_a_stream_that_was_refused_is_lost_and_not_cut():
+    steady = [sample(float(t), {1: (100, 9)}) for t in range(0, 301, 5)]
+    refused = Seen(0.0, 0.1, 0.1, 503, streamed=True, complete=False)
+    cut = Seen(0.0, 0.1, 0.2, 200, streamed=True, complete=False, told=True)
+    result = soaked([refused, cut], steady)
+    assert (result.lost, result.streams_cut, result.streams_cut_untold) == (1, 1, 0)
+
+
+class Unreadable:
+    """A cluster that cannot be looked at."""
+
+    def __getattr__(self, name):
+        raise OSError("no such process")
+
+
+async def test_a_look_that_failed_is_told():
+    with pytest.raises(FaultsError, match="could not be looked at"):
+        async with Sampler(Unreadable(), 0.01, 0.0) as sampler:
+            await asyncio.wait([sampler._task], timeout=20)

@@ -139,3 +139,10 @@ async def test_a_storm_needs_somebody_who_takes_over(served):
     _, url = served
     with pytest.raises(FaultsError, match="needs two"):
         await storm(Rows(url, [{"node": "a"}]), Storm(10, 1), QUIET, 0, print)
+
+
+async def test_streams_that_were_refused_were_neither_open_nor_quick(served):
+    endpoint, url = served
+    endpoint.mode = "refuse"
+    seen = await crowd(Rows(url), 5, QUIET, 0)
+    assert (seen.failed, seen.most_open, seen.ttft_p99_s) == (5, 0, 0.0)

@@ -274,3 +274,9 @@ async def test_what_fits_no_device_is_refused_and_what_fits_one_goes_there(serve
     for _ in range(3):
         assert (await post(app, max_tokens=200, stream=True)).status_code == 200
     assert ingress.sent == ["b", "b", "b"]
+
+
+async def test_an_ingress_that_nobody_asked_yet_tells_its_peers_its_metrics(serve):
+    ingress, _, app = await serve(words)
+    ingress._asgi_app = app
+    assert b"kappa_requests_total" in await ingress.for_peers("metrics")

@@ -272,6 +272,7 @@ async def test_no_text_of_a_prompt_is_logged_whatever_becomes_of_the_request(clu
             (await ask(here, **prompt, max_tokens=secret)).status_code,
             (await ask(here, messages=[{"role": secret, "content": secret}])).status_code,
             (await ask(here, **prompt, n=secret)).status_code,
+            (await ask(here, **prompt, logit_bias={secret: "x"})).status_code,
             (await ask(here, **prompt, response_format={"type": secret})).status_code,
             (await ask(here, **prompt, max_tokens=10**6)).status_code,
             (await ask(here, path="/v1/completions", prompt=secret, messages=0)).status_code,

@@ -1,6 +1,8 @@
 """Keys change while an ingress runs: new ones are known, removed ones refused, slips survived."""
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +93,23 @@ def test_a_file_that_goes_away_keeps_its_keys_until_it_is_back(file, capsys):
     assert "".join(capsys.readouterr()).count("keys_not_reloaded") == 1
     file.write("sk-new: alice\n")
     assert name(ring, "sk-old", 6.0) is None
+
+
+def test_a_file_that_could_not_be_opened_is_read_again_though_it_has_not_changed(
+    file, monkeypatch, capsys
+):
+    ring = keyring(file)
+    assert name(ring, "sk-old", 0.0) == "alice"
+    file.write("sk-new: alice\n")
+
+    def full(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "open", full)
+        assert name(ring, "sk-old", 2.0) == name(ring, "sk-old", 4.0) == "alice"
+    assert "".join(capsys.readouterr()).count("keys_not_reloaded") == 1
+    assert name(ring, "sk-old", 6.0) is None and name(ring, "sk-new", 6.0) == "alice"
 
 
 def test_a_file_that_this_machine_never_had_leaves_the_keys_of_the_deployment(tmp_path):

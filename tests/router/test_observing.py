@@ -3,15 +3,18 @@
 import asyncio
 import json
 
+import httpx
 import pytest
 import structlog
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 import router.observing.tracing
+from kappa.keys import digest_of
 from kappa.report import Admission, Spent, WorkerReport
 from kappa.settings.observing import ObservingSettings
+from router.access.tenants import Tenants
 from router.ingress.messages import POOL_HEADER
-from tests.router.scripted import event, get, post
+from tests.router.scripted import BODY, PATH, event, get, post
 
 pytestmark = pytest.mark.ray
 
@@ -153,6 +156,29 @@ async def test_rays_own_mode_decides_reserves_and_tokenizes_nothing(begin):
     assert "x-kappa-node" not in answer.headers
     text = (await get(app, "/metrics")).text
     assert "kappa_tokenize_seconds_count 0.0" in text
+    (timeline,) = ingress._observing.observer._timelines.values()
+    assert (timeline.end, timeline.status) == ("done", 200)
+
+
+async def test_another_tenants_account_is_not_had_by_sending_its_requests_id(begin):
+    tenants = Tenants.of_digests(
+        {digest_of(f"sk-{name}"): name for name in ("alice", "bob")}, {}, operators=frozenset()
+    )
+    ingress, live, app = await begin(tenants=tenants)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+
+        async def ask(name, **changes):
+            headers = {"authorization": f"Bearer sk-{name}", "x-request-id": "job-1"}
+            return await client.post(PATH, json=BODY | {"stream": True} | changes, headers=headers)
+
+        assert (await ask("alice")).status_code == 200
+        for changes in ({"model": "none"}, {}):
+            await ask("bob", **changes)
+            assert (await get(app, "/v1/decisions/job-1", "sk-bob")).status_code == 404
+        told = (await get(app, "/v1/decisions/job-1", "sk-alice")).json()
+    assert told["tenant"] == "alice" and told["timeline"]["status"] == 200
+    assert ingress._path._open == set() and live.router.reservations == 0
 
 
 async def test_with_the_collector_down_every_request_is_answered(begin, monkeypatch):

@@ -63,6 +63,8 @@ class Scripted(KappaIngress):
         answer = self.answers[worker]
         if isinstance(answer, Exception):
             raise answer
+        if isinstance(answer, asyncio.Event):
+            await answer.wait()
         yield answer
 
 
@@ -105,11 +107,11 @@ async def serve(renderer, monkeypatch):
     await asyncio.sleep(0.05)
 
 
-async def post(app, text=LONG, **more):
+async def post(app, text=LONG, headers=None, **more):
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": text}], **more}
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        return await client.post(PATH, json=body)
+        return await client.post(PATH, json=body, headers=headers)
 
 
 def handed(place=PLACE):
@@ -174,3 +176,44 @@ async def test_a_client_cannot_say_where_an_engine_reads(serve):
     ingress, _, app = await serve(handed(), workers=(("d", "both", 1e-4),))
     await post(app, kv_transfer_params=PLACE)
     assert ingress.sent == [("d", 9, False, None)]
+
+
+async def test_a_deadline_that_passes_in_a_prefill_says_nothing_of_its_worker(serve):
+    _, live, app = await serve(asyncio.Event())
+    for _ in range(6):
+        answer = await post(app, headers={"x-kappa-deadline-ms": "150"})
+        assert answer.status_code == 504
+    breaker = live.members.breakers.state("p", live.now_s())
+    assert (breaker.standing, breaker.failures) == ("closed", 0)
+    assert {record.end for record in live.records.values()} == {"deadline"}
+    assert live.router.reservations == 0 and len(live.members.waits) == 0
+
+
+async def test_a_prefill_worker_that_is_lost_is_not_waited_for(serve):
+    ingress, live, app = await serve(asyncio.Event())
+    asking = asyncio.create_task(post(app))
+    async with asyncio.timeout(20.0):
+        while not ingress.sent:
+            await asyncio.sleep(0.01)
+        assert live.members.waits.lose("p", "silent", begun=False) == 1
+        answer = await asking
+    assert answer.status_code == 200 and answer.headers["x-kappa-node"] == "d"
+    assert counted(live, "failed") == 1
+    assert live.router.reservations == 0 and len(live.members.waits) == 0
+
+
+async def test_a_clients_id_cannot_be_that_of_anothers_prefill(serve):
+    ingress, live, app = await serve(handed())
+    ingress.answers["d"] = asyncio.Event()
+    asking = [asyncio.create_task(post(app, "hello", headers={"x-request-id": "x-prefill"}))]
+    async with asyncio.timeout(20.0):
+        while not ingress.sent:
+            await asyncio.sleep(0.01)
+        asking.append(asyncio.create_task(post(app, headers={"x-request-id": "x"})))
+        while [worker for worker, *_ in ingress.sent] != ["d", "p", "d"]:
+            await asyncio.sleep(0.01)
+    assert live.router.in_flight_on("d") == 2
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    assert live.router.reservations == 0

@@ -50,3 +50,8 @@ def test_a_shadow_tells_agreement_and_saving_only_once_rays_choice_is_known():
     told = Shadow("w1", "c2c", "load", 1.0, "w2", "pcie", 3.5)
     assert told.agreed is False and told.saving_s == 2.5
     assert Shadow("w1", "c2c", "load", 1.0, "w1", "c2c", 1.0).agreed is True
+
+
+@pytest.mark.parametrize("name", ["\ud800", "alice \udfff", ""])
+def test_a_name_that_is_no_text_has_an_arm_too(name):
+    assert Rollout.parse("canary:50").arm(name) in ("kappa", "ray")

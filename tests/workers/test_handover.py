@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from workers.host_tier import handover
 from workers.host_tier.handover import HandoverError, engine_lock, take_shelf
 
 ME = {"model": "m", "block_tokens": 32}
@@ -156,3 +158,34 @@ def test_what_is_kept_is_readable_by_this_user_only(root):
     shelf = take_shelf(root, ME)
     assert os.stat(shelf.folder).st_mode & 0o077 == 0
     assert os.stat(root).st_mode & 0o077 == 0
+
+
+def test_a_shelf_that_another_replaces_meanwhile_is_not_shared(root, monkeypatch):
+    take_shelf(root, {**ME, "model": "old"}).release()
+    siblings, theirs = [], []
+
+    class Slow(handover.Lock):
+        def __init__(self, path):
+            super().__init__(path)
+            if not siblings:
+                work = lambda: theirs.append(take_shelf(root, ME))  # noqa: E731
+                siblings.append(threading.Thread(target=work))
+                siblings[0].start()
+                siblings[0].join(timeout=1.0)
+
+    monkeypatch.setattr(handover, "Lock", Slow)
+    mine = take_shelf(root, ME)
+    siblings[0].join(timeout=30.0)
+    assert theirs[0].folder != mine.folder
+    assert names(root) == ["shelf-00", "shelf-01"]
+
+
+def test_the_turn_at_the_shelves_is_not_waited_for_without_end(root):
+    root.mkdir(mode=0o700)
+    with (
+        handover._alone(root),
+        pytest.raises(HandoverError, match="locked by another process"),
+        handover._alone(root, wait_s=0.0),
+    ):
+        pass
+    take_shelf(root, ME)

@@ -89,3 +89,21 @@ def test_a_pinned_tier_beyond_the_lock_limit_is_warned_of(monkeypatch):
 
 def test_this_machine_can_be_read():
     assert host_budget().machine_bytes > 0
+
+
+def test_what_lies_on_the_workers_own_shelf_is_not_asked_for_again(machine, tmp_path):
+    cgroups, proc = machine
+    shelf, size = tmp_path / "shelf-00", 8 << 20
+    shelf.mkdir()
+    (shelf / "kv").write_bytes(b"x" * size)
+    before = host_budget(None, cgroups, proc)
+    unshared = host_budget(shelf, cgroups, proc)
+    assert (unshared.cgroup_bytes, unshared.machine_bytes) == (
+        before.cgroup_bytes, before.machine_bytes
+    ), "not memory, or charged elsewhere"  # fmt: skip
+    files(cgroups / "pod", **{"memory.stat": f"shmem {GIB}\n"})
+    files(proc, meminfo=f"MemAvailable: {64 * GIB // 1024} kB\nShmem: {GIB // 1024} kB\n")
+    shared = host_budget(shelf, cgroups, proc)
+    assert shared.cgroup_bytes - before.cgroup_bytes >= size
+    assert shared.machine_bytes - before.machine_bytes >= size
+    assert shared.machine_bytes - before.machine_bytes < 2 * size

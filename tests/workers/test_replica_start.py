@@ -64,6 +64,48 @@ def test_a_tier_that_does_not_fit_is_refused_before_the_engine_starts(plan, monk
     assert prepare_host_memory(replace(plan, kind="emulated")) is None, "it keeps nothing"
 
 
+def test_only_the_own_shelf_counts_as_free_and_a_refused_worker_leaves_it(plan, monkeypatch):
+    sibling = prepare_host_memory(plan)
+    asked = []
+
+    def budget(folder):
+        asked.append(folder)
+        return HostBudget(folder_bytes=1)
+
+    monkeypatch.setattr(replica_start, "host_budget", budget)
+    with pytest.raises(HostBudgetError, match="handover_dir has"):
+        prepare_host_memory(plan)
+    assert asked[0].parent == sibling.folder.parent and asked[0] != sibling.folder
+    monkeypatch.undo()
+    again = prepare_host_memory(plan)
+    assert again.adopted and again.folder == asked[0]
+    again.release()
+    sibling.release()
+
+
+def test_a_shared_server_needs_no_memory_of_the_worker(plan, monkeypatch):
+    monkeypatch.setattr(replica_start, "host_budget", lambda _: HostBudget(machine_bytes=0))
+    own, shared = TierChoice("lmcache"), TierChoice("lmcache", server="tcp://elsewhere:5555")
+    with pytest.raises(HostBudgetError, match="the machine has"):
+        prepare_host_memory(replace(plan, tier=own))
+    assert prepare_host_memory(replace(plan, tier=shared)) is None
+
+
+def test_blocks_of_other_weights_in_the_same_folder_are_not_adopted(plan, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"one")
+    plan = replace(plan, model_source=str(model))
+    prepare_host_memory(plan).release()
+    again = prepare_host_memory(plan)
+    assert again.adopted
+    again.release()
+    (model / "model.safetensors").write_bytes(b"two!")
+    changed = prepare_host_memory(plan)
+    assert not changed.adopted
+    changed.release()
+
+
 def test_the_engine_is_told_of_its_shelf_where_the_host_tier_looks(plan):
     shelf = prepare_host_memory(plan)
     arguments = {"kv_transfer_config": transfer_config(TierChoice(), TierNeeds(1 << 20, ""))}

@@ -107,3 +107,8 @@ def test_answers_that_are_forgotten_come_back_the_same():
     for i in range(5000):  # more than is remembered
         asked.loaded_tokens(0, BLOCK, i)
     assert first == [asked.loaded_tokens(0, BLOCK * (i % 50 + 1), i) for i in range(1, 200)]
+
+
+@pytest.mark.parametrize("count", ["9" * 5000, "9" * 19])
+def test_a_count_of_absurd_length_loads_all_and_harms_no_engine(count):
+    assert tail(0.2).loaded_tokens(0, 2048, 64, f"load={count}") == 2048

@@ -71,6 +71,30 @@ def test_what_does_not_come_is_named_block_by_block_and_the_request_goes_on(move
     assert all(torch.equal(now, was) for now, was in zip(target, cache(2), strict=True))
 
 
+def test_a_failure_of_any_kind_ends_the_requests_wait(mover, tmp_path):
+    (tmp_path / f"{NAME}-0.kv").mkdir()
+    mover.take(Take("r", NAME, [5, 0], 0, 32), cache(2))
+    assert until_done(mover, "r") == {"r"}
+    assert mover.take_lost() == {5, 0} and not mover.wait_for_load(0.0)
+
+
+def test_takes_that_will_not_come_wait_together(tmp_path):
+    waited = []
+
+    class Files:
+        def take(self, name, tokens, since_s):
+            waited.append(since_s)
+            raise TransferError("not there")
+
+    made = Mover(Files())
+    before_s = time.monotonic()
+    for request in "ab":
+        made.take(Take(request, NAME, [0], 0, 16), cache(2))
+    ordered_s = time.monotonic()
+    made.shutdown()
+    assert len(waited) == 2 and all(before_s <= since_s <= ordered_s for since_s in waited)
+
+
 def test_one_that_is_lost_does_not_stop_the_next(mover):
     source, target = cache(1), cache(2)
     mover.take(Take("lost", "cd" * 16, [1], 0, 16), target)

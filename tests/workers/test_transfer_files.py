@@ -118,3 +118,36 @@ def test_each_process_of_an_engine_hands_its_own_part_over(tmp_path):
     for rank, between in enumerate(ranks):
         taken = between.take(one, 96)
         assert all(torch.equal(a, b) for a, b in zip(blocks(rank), taken, strict=True))
+
+
+def test_what_processes_that_are_gone_have_left_is_swept_at_the_next_start(tmp_path):
+    files(tmp_path).give(name(), blocks(), 96)
+    (left,) = (tmp_path / "transfer").iterdir()
+    long_ago = time.time() - 3600
+    os.utime(left, (long_ago, long_ago))
+    files(tmp_path)
+    assert list((tmp_path / "transfer").iterdir()) == []
+
+
+def test_a_transfer_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(_, path):
+        path.write_bytes(b"a part")
+        raise OSError(28, "No space left on device")
+
+    between, one = files(tmp_path, wait_s=3.0), name()
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr("workers.transfer.files.save_file", full)
+        between.give(one, blocks(), 96)
+    with pytest.raises(TransferError, match="refused"):
+        between.take(one, 96)
+    assert list((tmp_path / "transfer").iterdir()) == []
+
+
+def test_a_wait_that_began_before_is_not_begun_again(tmp_path):
+    slept = []
+    between, one = files(tmp_path, wait_s=5.0, clock=lambda: 100.0, sleep=slept.append), name()
+    with pytest.raises(TransferError, match="not there after 5 s"):
+        between.take(one, 96, since_s=95.0)
+    assert slept == []
+    between.give(one, blocks(), 96)
+    assert between.take(one, 96, since_s=0.0), "what is there is taken, however late"

@@ -219,3 +219,13 @@ def test_a_request_that_is_aborted_while_it_takes_leaves_nothing(engine):
     engine.step(finished_recving={"d"})
     engine.step()
     assert engine.free_blocks == free
+
+
+def test_an_answer_that_found_no_room_holds_no_longer(engine):
+    """Asked again, the device and the host tier may hold so much that nothing is taken."""
+    connector = engine.scheduler.connector
+    engine.add("d", PLACE)
+    (request,) = engine.scheduler.requests.values()
+    assert connector.get_num_new_matched_tokens(request, 0) == (WHOLE, True)
+    hit, _ = connector.get_num_new_matched_tokens(request, WHOLE)
+    assert not hit and "d" not in connector._kappa_taking

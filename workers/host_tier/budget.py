@@ -75,17 +75,22 @@ class HostBudget:
 def host_budget(
     folder: Path | None = None, cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
 ) -> HostBudget:
-    """What this process may still use; `folder`: where a kept tier would lie."""
+    """What this process may still use.
+
+    folder: where a kept tier lies, nobody else's; what is there already is taken over or replaced,
+    so it counts as free wherever it was charged.
+    """
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    held = _held(folder)
     return HostBudget(
-        cgroup_bytes=_cgroup_free(cgroups, proc),
-        machine_bytes=_machine_free(proc),
+        cgroup_bytes=_cgroup_free(cgroups, proc, held),
+        machine_bytes=_machine_free(proc, held),
         locked_bytes=None if locked in (resource.RLIM_INFINITY, -1) else locked,
-        folder_bytes=_folder_free(folder),
+        folder_bytes=_folder_free(folder, held),
     )
 
 
-def _cgroup_free(cgroups: Path, proc: Path) -> int | None:
+def _cgroup_free(cgroups: Path, proc: Path, held: int) -> int | None:
     """Below the tightest of the limits from this process' cgroup up to the root (v2, else v1)."""
     path = ""
     with contextlib.suppress(OSError):
@@ -102,8 +107,8 @@ def _cgroup_free(cgroups: Path, proc: Path) -> int | None:
             for limit_name, used_name in names:
                 limit, used = _number(folder / limit_name), _number(folder / used_name)
                 if limit is not None and limit < _UNLIMITED:
-                    cached = _reclaimable(folder)
-                    frees.append(max(limit - max((used or 0) - cached, 0), 0))
+                    free = _reclaimable(folder) + min(held, _shared(folder))
+                    frees.append(max(limit - max((used or 0) - free, 0), 0))
             if folder == root:
                 break
     return min(frees, default=None)
@@ -111,37 +116,47 @@ def _cgroup_free(cgroups: Path, proc: Path) -> int | None:
 
 def _reclaimable(folder: Path) -> int:
     """Page cache that the kernel drops before it kills anybody."""
-    for name in ("inactive_file", "total_inactive_file"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            for line in (folder / "memory.stat").read_text().splitlines():
-                if line.split()[0] == name:
-                    return int(line.split()[1])
-    return 0
+    return _figure(folder / "memory.stat", "inactive_file", "total_inactive_file") or 0
 
 
-def _machine_free(proc: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in (proc / "meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
+def _shared(folder: Path) -> int:
+    """Shared memory that is charged to this cgroup."""
+    return _figure(folder / "memory.stat", "shmem", "total_shmem") or 0
 
 
-def _folder_free(folder: Path | None) -> int | None:
-    """Bytes that may be written there, what lies in the folder counted as free: it is taken over
-    or replaced."""
+def _machine_free(proc: Path, held: int) -> int | None:
+    free, shared = (_figure(proc / "meminfo", name) for name in ("MemAvailable:", "Shmem:"))
+    return None if free is None else 1024 * free + min(held, 1024 * (shared or 0))
+
+
+def _held(folder: Path | None) -> int:
+    """Bytes of memory that a folder's files take now."""
+    held = 0
+    for file in folder.rglob("*") if folder is not None else ():
+        with contextlib.suppress(OSError):
+            held += file.stat().st_blocks * 512 if file.is_file() else 0
+    return held
+
+
+def _folder_free(folder: Path | None, held: int) -> int | None:
+    """Bytes that may be written there, over `held` that are there."""
     if folder is None:
         return None
     existing = next((f for f in (folder, *folder.parents) if f.exists()), None)
     if existing is None:
         return None
     stats = os.statvfs(existing)
-    held = 0
-    if existing == folder:
-        for file in folder.rglob("*"):
-            with contextlib.suppress(OSError):
-                held += file.stat().st_blocks * 512 if file.is_file() else 0
     return stats.f_bavail * stats.f_frsize + held
+
+
+def _figure(path: Path, *names: str) -> int | None:
+    """What a file of names and figures says of the first of these that it has."""
+    for name in names:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for line in path.read_text().splitlines():
+                if line.split()[0] == name:
+                    return int(line.split()[1])
+    return None
 
 
 def _number(path: Path) -> int | None:

@@ -9,12 +9,13 @@ starts; `workers.host_tier.tier` maps what lies on the shelf.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ _MOST_SHELVES = 64
 _POLL_S = 0.2
 _SETTLED_S = 60.0
 _ENGINE_WAIT_S = 15.0
+# Others look through the shelves for moments only, even where they remove some.
+_TURN_WAIT_S = 30.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -98,11 +101,12 @@ def take_shelf(
             )
         until_s = now_s() + wait_s
         while True:
-            shelf, busy = _search(root, wanted, settled_s)
+            with _alone(root):
+                shelf, busy = _search(root, wanted, settled_s)
+                if shelf is None and (not busy or now_s() >= until_s):
+                    shelf = _fresh(root, wanted)
             if shelf is not None:
                 return shelf
-            if not busy or now_s() >= until_s:
-                return _fresh(root, wanted)
             sleep(_POLL_S)
     except OSError as error:
         raise HandoverError(
@@ -124,6 +128,28 @@ def engine_lock(folder: Path, wait_s: float = _ENGINE_WAIT_S) -> Lock:
             raise HandoverError(f"{folder}: another engine still writes there after {wait_s:g} s")
         time.sleep(_POLL_S)
     return lock
+
+
+@contextlib.contextmanager
+def _alone(root: Path, wait_s: float = _TURN_WAIT_S) -> Iterator[None]:
+    """One worker at a time looks through the shelves: what one removes another may be opening, and
+    what one is making looks like nobody's."""
+    turn, until_s = os.open(root, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    raise HandoverError(
+                        f"engine.handover_dir {root}: locked by another process for {wait_s:g} s; "
+                        "end that, or name another folder"
+                    ) from None
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(turn)
 
 
 def _search(root: Path, wanted: Mapping[str, Any], settled_s: float) -> tuple[Shelf | None, bool]:

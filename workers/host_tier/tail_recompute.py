@@ -23,6 +23,8 @@ OVERLAP = 0.0
 # A request that waits is asked about again and again, with the same numbers.
 _ANSWERS_KEPT = 4096
 _LOAD_AT_MOST = "load="
+# More digits than any count has: Python refuses to read thousands of them.
+_DIGITS = 18
 
 
 def tail_rates(shape: ModelShape, node: NodeProfile, *, layers_apart: int = 0) -> dict[str, Any]:
@@ -81,7 +83,7 @@ class TailRecompute:
             return hit
         if asked_for.startswith(_LOAD_AT_MOST):
             tokens = asked_for.removeprefix(_LOAD_AT_MOST)
-            most = int(tokens) if tokens.isdecimal() else hit
+            most = int(tokens) if tokens.isdecimal() and len(tokens) <= _DIGITS else hit
             return min(hit, most // self._block_tokens * self._block_tokens)
         if self._plan is None:
             return hit

@@ -70,6 +70,7 @@ class LmcacheScheduler:
         self._block_tokens, self._workers, self._most = block_tokens, workers, most_blocks
         self._requests: dict[str, Any] = {}
         self._hits: dict[str, int] = {}
+        self._computed: dict[str, int] = {}
         self._loading: dict[str, list[int]] = {}
         self._delayed: set[str] = set()
         self._stores: dict[Stored, tuple[Run, int]] = {}
@@ -98,6 +99,7 @@ class LmcacheScheduler:
         """How many tokens beyond `computed` to load, and whether that takes steps."""
         self._reports.looked_up(request, computed)
         self._requests[request.request_id] = request
+        self._computed[request.request_id] = computed
         inner = self._link.inner
         if inner is None:
             return 0, False
@@ -128,13 +130,16 @@ class LmcacheScheduler:
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Blocks are allocated, `external` tokens will be loaded."""
         self._reports.admitted(request, external)
+        first = self._computed.pop(request.request_id, 0) // self._block_tokens
         inner = self._link.inner
         if inner is None:
             return
         if request.request_id not in inner.request_trackers:
             self._mute(inner, request)
         if external:
-            self._loading[request.request_id] = list(blocks.get_block_ids()[0])
+            # Those before are the device's, and may be others' too: they are not lost with a load.
+            stop = first + -(-external // self._block_tokens)
+            self._loading[request.request_id] = list(blocks.get_block_ids()[0][first:stop])
         self._link.call(LOOKUP, inner.update_state_after_alloc, request, blocks, external)
 
     def metadata(self, output: Any) -> LmcacheMetadata:
@@ -158,6 +163,7 @@ class LmcacheScheduler:
         """A request ended; True: its blocks stay until the workers have stored them."""
         self._reports.finished(request)
         self._requests.pop(request.request_id, None)
+        self._computed.pop(request.request_id, None)
         self._found(request, self._hits.pop(request.request_id, None))
         inner = self._link.inner
         if inner is None or request.request_id not in inner.request_trackers:

@@ -5,7 +5,7 @@ with the parameters for the decode worker, in the words that vLLM's own connecto
 request's blocks are taken while it waits, as a load from the host tier is. What does not come is
 computed again. Blocks travel through `workers.transfer.files`. Named in the engine's
 `kv_transfer_config` as `kv_connector=TransferConnector,
-kv_connector_module_path=workers.transfer_connector`.
+kv_connector_module_path=workers.transfer.connector`.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ class TransferConnector(HostTierConnector):
     ) -> tuple[int | None, bool]:
         """As the host tier's, or what another worker hands over if that is more."""
         hit, loads_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        # What was answered before, when there was no room for the request, holds no longer.
+        self._kappa_taking.pop(request.request_id, None)
         asked = params_of(request)
         if not asked.get("do_remote_prefill") or request.request_id in self._kappa_took:
             return hit, loads_async
@@ -210,6 +212,7 @@ class Mover:
         self._files = files
         self._changed = threading.Condition()
         self._taking = 0
+        self._came_s = float("-inf")
         self._took_s: OrderedDict[str, float] = OrderedDict()
         self._done: set[str] = set()
         self._lost: set[int] = set()
@@ -272,10 +275,18 @@ class Mover:
     def _fetch(self, take: Take, device: list[torch.Tensor], ordered_s: float) -> None:
         lost: set[int] = set()
         try:
-            fill(device, self._files.take(take.name, take.tokens), take.block_ids, take.start)
+            # Those behind one that never came have waited with it: not as long again for each.
+            since_s = max(ordered_s, self._came_s)
+            handed = self._files.take(take.name, take.tokens, since_s)
+            self._came_s = time.monotonic()
+            fill(device, handed, take.block_ids, take.start)
         except TransferError as error:
             lost = set(take.block_ids)
             log.warning("transfer_lost", request_id=take.request_id, reason=str(error))
+        except Exception:
+            # Whatever it was: the request must not wait for ever.
+            lost = set(take.block_ids)
+            log.exception("transfer_failed", request_id=take.request_id)
         with self._changed:
             self._taking -= 1
             self._took_s[take.request_id] = time.monotonic() - ordered_s

@@ -65,6 +65,8 @@ class TransferFiles:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if folder.stat().st_uid != os.getuid():
             raise PermissionError(f"{folder} is another user's: name a folder of your own")
+        # What processes that are long gone have left takes memory until somebody gives again.
+        self.sweep()
 
     def give(self, name: str, blocks: Sequence[torch.Tensor], tokens: int) -> None:
         """Write a request's blocks, int8 tensors of (blocks, bytes of one), and pace it.
@@ -79,20 +81,30 @@ class TransferFiles:
             path.with_suffix(_REFUSED).touch()
             return
         part = path.with_suffix(".part")
-        save_file({str(i): t.contiguous() for i, t in enumerate(blocks)}, part)
+        try:
+            save_file({str(i): t.contiguous() for i, t in enumerate(blocks)}, part)
+        except (OSError, SafetensorError):
+            # No memory: what is there in part takes some, and nobody must wait for it.
+            part.unlink(missing_ok=True)
+            path.with_suffix(_REFUSED).touch()
+            raise
         remaining_s = start_s + self._pace.seconds(tokens) - self._clock()
         if remaining_s > 0:
             self._sleep(remaining_s)
         part.replace(path)
 
-    def take(self, name: str, tokens: int) -> list[torch.Tensor]:
+    def take(self, name: str, tokens: int, since_s: float | None = None) -> list[torch.Tensor]:
         """Wait for a transfer, read it, remove it.
+
+        since_s: when the wait began, on this object's clock; none: now. What is there already is
+        taken however long ago that was.
 
         Raises:
             TransferError: it did not come in time, was refused, or cannot be read.
         """
         path = self._path(name)
-        deadline_s = self._clock() + self._wait_s + self._pace.seconds(tokens)
+        began_s = self._clock() if since_s is None else since_s
+        deadline_s = began_s + self._wait_s + self._pace.seconds(tokens)
         while not path.exists():
             if path.with_suffix(_REFUSED).exists():
                 path.with_suffix(_REFUSED).unlink(missing_ok=True)

@@ -218,6 +218,18 @@ def test_lanes_that_do_not_fit_are_refused_with_both_numbers(monkeypatch):
             over_lanes(r.forward, settings)
 
 
+@pytest.mark.parametrize("retriever", ["hash", "oracle"])
+def test_lanes_fit_where_there_is_exactly_what_they_take(retriever, monkeypatch):
+    with rig("llama", blocks=40) as r:
+        settings = SparseSettings(CloConfig(), lanes=3, max_tokens=1000, retriever=retriever)
+        taken = over_lanes(r.forward, settings).lanes.device_bytes
+        monkeypatch.setattr("engine.sparse.lanes.free_host_bytes", lambda: taken)
+        over_lanes(r.forward, settings)
+        monkeypatch.setattr("engine.sparse.lanes.free_host_bytes", lambda: taken - 1)
+        with pytest.raises(ArenaTooLarge, match=rf"need {taken} bytes"):
+            over_lanes(r.forward, settings)
+
+
 def test_persistent_heads_that_the_model_has_not_are_refused():
     with rig("llama", blocks=40) as r:
         for persistent, why in (

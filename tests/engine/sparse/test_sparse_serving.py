@@ -214,6 +214,50 @@ def test_auto_leaves_a_prefix_where_it_is_only_if_that_is_faster():
             assert exact.account.plan != "sparse" and exact.account.approximate_tokens == 0
 
 
+def test_a_prefix_stays_where_it_is_beside_others_however_small_an_iteration_is():
+    rates = paced(rates_from_law(hf_shape(), node_profile("pcie")))
+    with engine(sparse=lanes(FEW), rates=rates, size=SIZE, budget_tokens=8) as made:
+        generate(made, prompt(96, 1), count=1)
+        evict_device(made)
+        other = made.submit(prompt(9, 7), 30)
+        while not other.output_tokens:
+            made.step()
+        request = made.submit(prompt(96, 1) + prompt(5, 2), 2, approx=True)
+        finish(made)
+        account = request.account
+        assert (account.plan, account.sparse_tokens, account.approximate_tokens) == (
+            "sparse",
+            96,
+            2,
+        )
+        assert answer(other) == expected(prompt(9, 7), 30)
+
+
+def test_who_leaves_a_lane_does_not_make_others_load_twice():
+    with engine(sparse=lanes()) as made:
+        generate(made, prompt(48, 1), count=1)
+        evict_device(made)
+        busy = made.submit(prompt(5, 7), 60)
+        while not busy.output_tokens:
+            made.step()
+        link_of(made).open.clear()
+        asked = [prompt(48, 1) + prompt(3, seed) for seed in (2, 3, 4)]
+        first = made.submit(asked[0], 2, planner="kv")
+        made.step()
+        begins = made.submit(asked[1], 2, approx=True, planner="sparse")
+        made.step()
+        assert begins in made.sparse
+        made.abort(begins.request_id)
+        last = made.submit(asked[2], 2, planner="kv")
+        made.step()
+        # It waits for what is on its way for the first.
+        assert first.load is not None and last.load is None
+        link_of(made).open.set()
+        finish(made)
+        assert answer(last) == expected(asked[2], 2)
+        assert (last.account.device_tokens, last.account.loaded_tokens) == (48, 0)
+
+
 def hf_shape():
     return weights("llama", torch.float64, False, "cpu").config.shape
 

@@ -1,0 +1,64 @@
+"""What is asked of a cluster once a fault is over; that no answer is no good one."""
+
+import pytest
+
+from loadtest.faults import trial
+from loadtest.faults.actions import Action
+from loadtest.faults.catalogue import fault_named
+from loadtest.faults.trial import _index_lies, _settled
+from loadtest.faults.verdict import Seen, judge
+
+FINE = Seen(0.0, 0.1, 0.2, 200, streamed=False, complete=True)
+
+
+class Cluster:
+    """A target that reports `found` of each request, and so many reservations."""
+
+    def __init__(self, found, reservations=0):
+        self.found, self.held, self.family = found, reservations, self
+
+    async def ask(self, document, streamed):
+        return FINE
+
+    def decisions(self, limit):
+        predicted = {"device_tokens": 32, "cached_tokens": 0}
+        return [{"predicted": predicted, "actual": self.found}]
+
+    def reservations(self):
+        return self.held
+
+    def strays(self):
+        return []
+
+    def until(self, question, patience_s):
+        return question()
+
+
+@pytest.fixture(autouse=True)
+def one_probe(monkeypatch):
+    monkeypatch.setattr(trial, "_PROBES", 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "cached", "lie"),
+    [
+        (32, 0, None),
+        (32, None, None),
+        (16, 0, "32 device_tokens predicted, 16 found"),
+        (None, None, "could not be checked"),
+    ],
+)
+async def test_predictions_are_held_against_what_was_found_if_anything_was_told(
+    device, cached, lie
+):
+    cluster = Cluster({"device_tokens": device, "cached_tokens": cached})
+    lies = await _index_lies(cluster, cluster)
+    assert len(lies) == (lie is not None) and all(lie in said for said in lies)
+
+
+@pytest.mark.parametrize(("reservations", "word"), [(0, None), (2, "2 reser"), (-1, "nobody says")])
+async def test_reservations_that_nobody_tells_of_are_no_kept_promise(reservations, word):
+    cluster, fault = Cluster({}, reservations), fault_named("controller_killed")
+    after = await _settled(cluster, fault, cluster, Action(lambda: None), True, None)
+    failed = judge(fault, [FINE], 0.0, after).failed
+    assert len(failed) == (word is not None) and all(word in said for said in failed)
