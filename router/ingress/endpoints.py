@@ -83,6 +83,12 @@ class KappaIngress(OpenAiIngress):
             self._observing.observer,
         )  # fmt: skip
 
+    def __del__(self) -> None:
+        """Ray Serve calls it when the replica goes: its threads end, the last spans are sent."""
+        for part in ("_path", "_observing"):
+            if part in vars(self):
+                vars(self)[part].close()
+
     # -- endpoints ----------------------------------------------------------------------------
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:

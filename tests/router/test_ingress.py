@@ -280,3 +280,14 @@ async def test_an_ingress_that_nobody_asked_yet_tells_its_peers_its_metrics(serv
     ingress, _, app = await serve(words)
     ingress._asgi_app = app
     assert b"kappa_requests_total" in await ingress.for_peers("metrics")
+
+
+async def test_a_replica_that_goes_ends_its_threads_and_sends_its_last_spans(serve, monkeypatch):
+    ingress, _, app = await serve(words)
+    assert (await post(app)).status_code == 200
+    ended = []
+    monkeypatch.setattr(ingress._observing, "close", lambda: ended.append("spans"))
+    ingress.__del__()
+    assert ended == ["spans"]
+    with pytest.raises(RuntimeError, match="shutdown"):
+        ingress._path._threads.submit(len, "")
