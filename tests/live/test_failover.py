@@ -26,7 +26,8 @@ def engines(pid):
 def test_an_engine_that_is_killed_loses_no_request_and_its_worker_comes_back(live, idle):
     before = {row["node"]: row["worker"] for row in live.nodes()}
     cores = engines(live.pid)
-    assert len(cores) >= len(before), "every worker has an engine of its own"
+    family = [process.name() for process in psutil.Process(live.pid).children(recursive=True)]
+    assert len(cores) >= len(before), f"every worker has an engine of its own: {family}"
     url = "/v1/chat/completions"
     body = {
         "model": live.model,

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.live
 
 MIX = Mix(clients=8, documents=16, words=200)
 QUICK = (
-    "worker_killed", "controller_killed", "loads_fail", "events_lost", "worker_clock_back",
+    "worker_killed", "controller_killed", "events_lost", "worker_clock_back",
     "ingress_clock_forward",
 )  # fmt: skip
 STREAMS = int(os.environ.get("KAPPA_STREAMS", "200"))
