@@ -12,14 +12,20 @@ _REQUESTS = 24
 
 
 def engines(pid):
-    """The processes of vLLM's engine cores below a process."""
+    """The processes of vLLM's engine cores below a process: each replica spawns its own.
+
+    Only where setproctitle is installed do they carry a name.
+    """
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         try:
-            if "EngineCore" in process.name() or any("EngineCore" in w for w in process.cmdline()):
-                found.append(process)
+            words = f"{process.name()} {' '.join(process.cmdline())}"
+            parent = process.parent()
+            of_replica = parent is not None and "KappaServer" in " ".join(parent.cmdline())
         except psutil.NoSuchProcess:
             continue
+        if of_replica and ("EngineCore" in words or "spawn_main" in words):
+            found.append(process)
     return found
 
 
