@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import subprocess
 import sys
@@ -14,13 +13,7 @@ import openai
 import psutil
 import pytest
 
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.skipif(
-        not os.environ.get("KAPPA_MORE_CLUSTERS"),
-        reason="starts a cluster of its own: set KAPPA_MORE_CLUSTERS=1",
-    ),
-]
+pytestmark = pytest.mark.live
 
 _START_S = 480.0
 _STOP_S = 60.0
