@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.torch_engine.answers import Answer, BodyRefused, Detokenizer, Stopper, asked
+from workers.own_engine.answers import Answer, BodyRefused, Detokenizer, Stopper, asked
 
 
 def body(tokens=(5, 6, 7), **fields):

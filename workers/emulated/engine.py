@@ -7,15 +7,12 @@ made up, as late as the emulated node would have had them. Every answer says so 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
-from ray.llm._internal.serve.core.engine.protocol import LLMEngine
 from ray.serve.llm.openai_api_models import ChatCompletionResponse, CompletionResponse
 
 from kappa.report import REQUEST_ID_KEY
@@ -24,8 +21,8 @@ from workers.emulated.faults import FaultsFile
 from workers.emulated.loop import EmulatedLoop, EmulatedPace, Job, Told
 from workers.emulated.reports import EmulatedReports
 from workers.identity import WorkerPlan
-from workers.profiler import measure
-from workers.torch_engine.answers import Answer, Asked, BodyRefused, asked
+from workers.own_engine.answers import Answer, Asked, BodyRefused, asked
+from workers.own_engine.base import OwnEngine, error_answer
 from workers.vllm_engine import Pace
 
 log = structlog.get_logger(__name__)
@@ -80,8 +77,10 @@ def emulated_plan(
     )  # fmt: skip
 
 
-class EmulatedEngine(LLMEngine):
-    """What `LLMServer` drives; `engine_kwargs["kappa_emulated"]` is an `EmulatedPlan`."""
+class EmulatedEngine(OwnEngine):
+    """`llm_config.engine_kwargs["kappa_emulated"]` is an `EmulatedPlan`."""
+
+    CALLED = "the emulated engine"
 
     def __init__(self, llm_config: Any) -> None:
         self._plan: EmulatedPlan = llm_config.engine_kwargs["kappa_emulated"]
@@ -113,53 +112,10 @@ class EmulatedEngine(LLMEngine):
         )
         loop.start()
 
-    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """A chat completion, streamed or whole."""
-        async for item in self._answer(request, "chat"):
-            yield item
-
-    async def completions(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncGenerator[Any, None]:
-        """A completion, streamed or whole."""
-        async for item in self._answer(request, "completions"):
-            yield item
-
-    async def embeddings(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncGenerator[Any, None]:
-        """Refused."""
-        yield _error(400, "The emulated engine has no embeddings.")
-
-    async def transcriptions(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncGenerator[Any, None]:
-        """Refused."""
-        yield _error(400, "The emulated engine has no transcriptions.")
-
-    async def resolve_lora(self, lora_model: Any) -> None:
-        """There are no adapters."""
-        raise ValueError("the emulated engine serves no LoRA adapters")
-
-    def routing_stats(self) -> dict[str, Any]:
-        """Nothing of Ray's own; the announcement is added by the replica."""
-        return {}
-
     async def check_health(self) -> None:
         """Raise if the loop has ended: Ray Serve then replaces the replica."""
         if self._loop is None or not self._loop.alive:
             raise RuntimeError("the emulated engine does not run")
-
-    async def reset_prefix_cache(self) -> None:
-        """Nothing asks for it here."""
-        raise NotImplementedError("the emulated engine keeps its caches")
-
-    async def collective_rpc(self, method: str, *_: Any, args: Any = (), **__: Any) -> list[Any]:
-        """`kappa_profile` measures this process, for real; there is no other method."""
-        if method != "kappa_profile":
-            raise ValueError(f"the emulated engine has no method {method!r}")
-        loop = asyncio.get_running_loop()
-        return [await loop.run_in_executor(None, measure, *args)]
 
     async def shutdown(self) -> None:
         """Stop the loop."""
@@ -170,7 +126,8 @@ class EmulatedEngine(LLMEngine):
 
     # -- one request --------------------------------------------------------------------------
 
-    async def _answer(self, body: Any, kind: str) -> AsyncGenerator[Any, None]:
+    async def answer(self, body: Any, kind: str) -> AsyncGenerator[Any, None]:
+        """Made-up tokens, as late as the node would have had them."""
         assert self._loop is not None
         try:
             request = asked(body, ())
@@ -178,16 +135,16 @@ class EmulatedEngine(LLMEngine):
             job = self._job(request, str(extra.get(REQUEST_ID_KEY, body.request_id)))
             self._loop.submit(job)
         except BodyRefused as error:
-            yield _error(400, str(error), error.param)
+            yield error_answer(400, str(error), error.param)
             return
         except ValueError as error:
-            yield _error(400, str(error))
+            yield error_answer(400, str(error))
             return
         try:
             async for item in self._generate(request, job, kind):
                 yield item
         except EngineStopped as error:
-            yield _error(500, str(error))
+            yield error_answer(500, str(error))
         finally:
             job.gone = True
 
@@ -218,8 +175,3 @@ class EmulatedEngine(LLMEngine):
         shape = ChatCompletionResponse if kind == "chat" else CompletionResponse
         whole: Mapping[str, Any] = answer.whole(WORD * made, "length", usage)
         yield shape.model_validate({**whole, "system_fingerprint": FINGERPRINT})
-
-
-def _error(status: int, message: str, param: str | None = None) -> ErrorResponse:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return ErrorResponse(error=ErrorInfo(message=message, type=kind, param=param, code=status))

@@ -10,17 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import msgspec
-import zmq
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from workers.emulated.blocks import Change, Stored
 from workers.emulated.loop import Job
+from workers.own_engine import kv_events
+from workers.own_engine.kv_events import KvPublisher
 from workers.stats_channel import StatsSender
 
-_MEDIA = {"device": "GPU", "host": "CPU"}
-_TOPIC = b"kv"
-_HIGH_WATER_MESSAGES = 100_000
 _COUNTS_EVERY_S = 0.2
 
 
@@ -42,13 +39,8 @@ class EmulatedReports:
     ) -> None:
         self._stats = StatsSender(stats_endpoint)
         self._block_tokens, self._event_fault = block_tokens, event_fault
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._kv: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
-        self._kv.setsockopt(zmq.SNDHWM, _HIGH_WATER_MESSAGES)
-        self._kv.setsockopt(zmq.LINGER, 0)
-        if kv_endpoint:
-            self._kv.bind(kv_endpoint)
-        self._number = 0
+        self._kv = KvPublisher(kv_endpoint)
+        self._batches = 0
         self._late: list[bytes] | None = None
         self._counted_s, self._failed = 0.0, 0
         self._iterations = 0
@@ -110,34 +102,24 @@ class EmulatedReports:
         """Changes of what can be found, as one of vLLM's batches."""
         if not changes:
             return
-        batch = KVEventBatch(ts=time.time(), events=[self._event(change) for change in changes])
-        frames = [_TOPIC, self._number.to_bytes(8, "big"), self._encode(batch)]
-        fault = self._event_fault() if self._number % 2 else ""
-        self._number += 1
+        frames = self._kv.batch([self._event(change) for change in changes])
+        fault = self._event_fault() if self._batches % 2 else ""
+        self._batches += 1
         if fault == "lose":
             return
         if fault == "reorder":
             self._late = frames
             return
         for _ in range(2 if fault == "repeat" else 1):
-            self._kv.send_multipart(frames)
+            self._kv.send(frames)
         if self._late is not None:
-            self._kv.send_multipart(self._late)
+            self._kv.send(self._late)
             self._late = None
 
     def _event(self, change: Change) -> BlockStored | BlockRemoved:
-        medium = _MEDIA[change.place]
         if not isinstance(change, Stored):
-            return BlockRemoved(block_hashes=list(change.digests), medium=medium)
-        first = (change.salt,) if change.salt and change.parent is None else None
-        keys = [first, *[None] * (len(change.digests) - 1)]
-        return BlockStored(
-            block_hashes=list(change.digests),
-            parent_block_hash=change.parent,
-            token_ids=list(change.tokens),
-            block_size=self._block_tokens,
-            lora_id=None,
-            medium=medium,
-            lora_name=None,
-            extra_keys=keys if change.place == "device" else None,
-        )
+            return kv_events.removed(change.place, change.digests)
+        return kv_events.stored(
+            change.place, change.digests, change.parent, change.tokens, self._block_tokens,
+            change.salt,
+        )  # fmt: skip

@@ -17,8 +17,6 @@ from typing import Any
 
 import structlog
 import torch
-from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
-from ray.llm._internal.serve.core.engine.protocol import LLMEngine
 from ray.serve.llm.openai_api_models import ChatCompletionResponse, CompletionResponse
 from transformers import AutoTokenizer
 
@@ -40,8 +38,9 @@ from kappa.report import REQUEST_ID_KEY, TENANT_KEY
 from scheduler.config import FairConfig
 from scheduler.vllm_memory import DEFAULT_TENANT, told
 from workers.identity import measured_node
+from workers.own_engine.answers import Answer, AnswerText, Asked, BodyRefused, asked
+from workers.own_engine.base import OwnEngine, error_answer
 from workers.profiler import measure
-from workers.torch_engine.answers import Answer, AnswerText, Asked, BodyRefused, asked
 from workers.torch_engine.lanes import make_lanes
 from workers.torch_engine.plan import TorchPlan, host_blocks
 from workers.torch_engine.reports import TorchReports
@@ -53,8 +52,10 @@ _STOP_S = 30.0
 _HANG_S = 120.0
 
 
-class TorchEngine(LLMEngine):
-    """What `LLMServer` drives. `llm_config.engine_kwargs["kappa_torch"]` holds a `TorchPlan`."""
+class TorchEngine(OwnEngine):
+    """`llm_config.engine_kwargs["kappa_torch"]` holds a `TorchPlan`."""
+
+    CALLED = "the engine of kind torch"
 
     def __init__(self, llm_config: Any) -> None:
         self._plan: TorchPlan = llm_config.engine_kwargs["kappa_torch"]
@@ -70,38 +71,6 @@ class TorchEngine(LLMEngine):
         """Load the model, measure its rates, start the thread."""
         await asyncio.get_running_loop().run_in_executor(None, self._build)
 
-    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """A chat completion, streamed or whole."""
-        async for item in self._answer(request, "chat"):
-            yield item
-
-    async def completions(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncGenerator[Any, None]:
-        """A completion, streamed or whole."""
-        async for item in self._answer(request, "completions"):
-            yield item
-
-    async def embeddings(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncGenerator[Any, None]:
-        """Refused: this engine generates text."""
-        yield _error(400, "The engine of kind torch has no embeddings.")
-
-    async def transcriptions(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncGenerator[Any, None]:
-        """Refused: this engine generates text."""
-        yield _error(400, "The engine of kind torch has no transcriptions.")
-
-    async def resolve_lora(self, lora_model: Any) -> None:
-        """There are no adapters."""
-        raise ValueError("the engine of kind torch serves no LoRA adapters")
-
-    def routing_stats(self) -> dict[str, Any]:
-        """Nothing of Ray's own; the announcement is added by the replica."""
-        return {}
-
     async def check_health(self) -> None:
         """Raise if the engine's thread has failed or hangs: Ray Serve then replaces the replica."""
         runner, reports = self._runner, self._reports
@@ -115,17 +84,6 @@ class TorchEngine(LLMEngine):
         idle_s = time.monotonic() - reports.ran_s
         if idle_s > _HANG_S and reports.was_busy:
             raise RuntimeError(f"the engine has not ended an iteration for {idle_s:.0f} s")
-
-    async def reset_prefix_cache(self) -> None:
-        """Nothing asks for it here."""
-        raise NotImplementedError("the engine of kind torch keeps its caches")
-
-    async def collective_rpc(self, method: str, *_: Any, args: Any = (), **__: Any) -> list[Any]:
-        """`kappa_profile` measures this process; there is no other method."""
-        if method != "kappa_profile":
-            raise ValueError(f"the engine of kind torch has no method {method!r}")
-        loop = asyncio.get_running_loop()
-        return [await loop.run_in_executor(None, measure, *args)]
 
     def shutdown(self) -> None:
         """Stop the thread, within a bound."""
@@ -210,18 +168,19 @@ class TorchEngine(LLMEngine):
 
     # -- one request --------------------------------------------------------------------------
 
-    async def _answer(self, body: Any, kind: str) -> AsyncGenerator[Any, None]:
+    async def answer(self, body: Any, kind: str) -> AsyncGenerator[Any, None]:
+        """What the model says to it."""
         assert self._runner is not None
         try:
             request = asked(body, self._eos)
             async for item in self._generate(request, body, kind):
                 yield item
         except BodyRefused as error:
-            yield _error(400, str(error), error.param)
+            yield error_answer(400, str(error), error.param)
         except (RequestRefused, ValueError) as error:
-            yield _error(400, str(error))
+            yield error_answer(400, str(error))
         except EngineStopped as error:
-            yield _error(500, str(error))
+            yield error_answer(500, str(error))
 
     async def _generate(self, request: Asked, body: Any, kind: str) -> AsyncGenerator[Any, None]:
         assert self._runner is not None
@@ -289,8 +248,3 @@ class TorchEngine(LLMEngine):
 
 def _tenant(extra: Mapping[str, Any]) -> str:
     return str(extra.get(TENANT_KEY, DEFAULT_TENANT))
-
-
-def _error(status: int, message: str, param: str | None = None) -> ErrorResponse:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return ErrorResponse(error=ErrorInfo(message=message, type=kind, param=param, code=status))

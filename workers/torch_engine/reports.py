@@ -10,21 +10,17 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Sequence as Run
-from typing import Any
 
-import msgspec
-import zmq
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from engine.loop import Engine
 from engine.prefix import BlocksStored, CacheEvent
 from engine.sequence import Sequence
 from scheduler.iteration_log import Iteration, IterationLog
+from workers.own_engine import kv_events
+from workers.own_engine.kv_events import KvPublisher
 from workers.stats_channel import StatsSender
 
-_MEDIA = {"device": "GPU", "host": "CPU"}
-_TOPIC = b"kv"
-_HIGH_WATER_MESSAGES = 100_000
 # At least so many first blocks of salted prompts are known by their salt.
 _LEAST_SALTS = 1024
 
@@ -54,13 +50,7 @@ class TorchReports:
         self._dropped = 0
         self._faults = (0, 0)
         self._salts: OrderedDict[bytes, str] = OrderedDict()
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._number = 0
-        self._kv: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
-        self._kv.setsockopt(zmq.SNDHWM, _HIGH_WATER_MESSAGES)
-        self._kv.setsockopt(zmq.LINGER, 0)
-        if kv_endpoint:
-            self._kv.bind(kv_endpoint)
+        self._kv = KvPublisher(kv_endpoint)
 
     def close(self) -> None:
         """Close the publisher's socket; the engine's thread has ended."""
@@ -120,28 +110,16 @@ class TorchReports:
 
     def publish(self, events: list[CacheEvent]) -> None:
         """Changes of what can be found, as one of vLLM's batches."""
-        batch = KVEventBatch(ts=time.time(), events=[self._event(event) for event in events])
-        number = self._number.to_bytes(8, "big")
-        self._kv.send_multipart([_TOPIC, number, self._encode(batch)])
-        self._number += 1
+        self._kv.send(self._kv.batch([self._event(event) for event in events]))
 
     # -- translation --------------------------------------------------------------------------
 
-    def _event(self, event: CacheEvent) -> Any:
-        medium = _MEDIA[event.place]
+    def _event(self, event: CacheEvent) -> BlockStored | BlockRemoved:
         if not isinstance(event, BlocksStored):
-            return BlockRemoved(block_hashes=list(event.digests), medium=medium)
+            return kv_events.removed(event.place, event.digests)
         salt = self._salts.get(event.digests[0]) if event.parent is None else None
-        keys = [(salt,) if salt else None, *[None] * (len(event.digests) - 1)]
-        return BlockStored(
-            block_hashes=list(event.digests),
-            parent_block_hash=event.parent,
-            token_ids=list(event.tokens),
-            block_size=event.block_tokens,
-            lora_id=None,
-            medium=medium,
-            lora_name=None,
-            extra_keys=keys if event.place == "device" else None,
+        return kv_events.stored(
+            event.place, event.digests, event.parent, event.tokens, event.block_tokens, salt
         )
 
     def _iteration(self, engine: Engine, started_s: float, tokens: int) -> Iteration:
