@@ -24,6 +24,9 @@ KV, REPORT, RESET = b"kv", b"report", b"reset"
 # A step that computes so many tokens waits for FLOPs and not for memory, on any node we know.
 COMPUTE_STEP_TOKENS = 512
 
+# How an error begins in a streamed answer of Ray Serve LLM's, which may hold several events.
+ERROR_EVENT = 'data: {"error"'
+
 # Under these keys the ingress' words to the engine travel in vLLM's `SamplingParams.extra_args`:
 # its request id; the tenant and its weight; how many tokens the prompt has, and how many of them it
 # expects to find on the device and in the host tier; JSON of what other workers charged ({tenant:

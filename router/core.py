@@ -21,8 +21,8 @@ from router.index.kv_events import KVEvent
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
 from router.lateness import Lateness
-from router.live.others import OtherRequests
 from router.offers import Candidate, Offers
+from router.others import OtherRequests
 from router.policy import LeastBacklog, Policy
 from router.pool_view import PoolView
 from router.replication import Replica, ReplicationRule, Replicator

@@ -24,7 +24,7 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from kappa.report import Announcement, EngineDiedError
+from kappa.report import ERROR_EVENT, Announcement, EngineDiedError
 from workers.backlog import Backlog
 from workers.host_tier.choice import LMCACHE
 from workers.identity import WorkerPlan, announce
@@ -43,7 +43,6 @@ log = structlog.get_logger(__name__)
 
 _PROFILE_TIMEOUT_S = 60.0
 _ROLE = '"role":"assistant"'
-ERROR_EVENT = 'data: {"error"'
 
 
 class KappaServer(LLMServer):

@@ -141,27 +141,16 @@ def _slow_link(target: Target, row: dict[str, Any], turn: int) -> Action:
 
 def _loads_fail(target: Target, row: dict[str, Any], turn: int) -> Action:
     node = str(row["node"])
-    failed = _total(target, node, "failed_loads_total")
-
-    def counted() -> bool:
-        more = lambda: _total(target, node, "failed_loads_total") > failed  # noqa: E731
-        return target.until(more, _SHOW_S) is True
-
     return Action(
         lambda: target.tell_engines({node: {"loads_fail": True}}),
-        lambda: target.tell_engines({}), counted, node=node,
+        lambda: target.tell_engines({}), _risen(target, node, "failed_loads_total"), node=node,
     )  # fmt: skip
 
 
 def _events(kind: str) -> Callable[[Target, dict[str, Any], int], Action]:
     def make(target: Target, row: dict[str, Any], turn: int) -> Action:
         node = str(row["node"])
-        gaps = _total(target, node, "event_gaps_total")
-
-        def noticed() -> bool:
-            more = lambda: _total(target, node, "event_gaps_total") > gaps  # noqa: E731
-            return target.until(more, _SHOW_S) is True
-
+        noticed = _risen(target, node, "event_gaps_total")
         return Action(
             lambda: target.tell_engines({node: {"events": kind}}),
             lambda: target.tell_engines({}),
@@ -254,6 +243,16 @@ def _poisoned(target: Target, row: dict[str, Any], turn: int) -> Action:
 def _total(target: Target, node: str, name: str) -> float:
     row = target.node(node)
     return float(((row or {}).get("totals") or {}).get(name, 0))
+
+
+def _risen(target: Target, node: str, name: str) -> Callable[[], bool]:
+    """Whether, soon, more is counted than now."""
+    before = _total(target, node, name)
+
+    def risen() -> bool:
+        return target.until(lambda: _total(target, node, name) > before, _SHOW_S) is True
+
+    return risen
 
 
 def _chosen(target: Target, node: str, since_s: float) -> bool:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,22 +61,10 @@ def started(folder: Path, settings: str, survivors: list[str]) -> Iterator[Targe
     folder.mkdir(parents=True, exist_ok=True)
     config, errors = folder / "cluster.yaml", folder / "cluster.log"
     config.write_text(settings, encoding="utf-8")
-    with errors.open("w") as stderr:
-        process = subprocess.Popen(
-            [
-                sys.executable, str(Path(sys.executable).with_name("kappa")), "serve", "--json",
-                "--port", "0", "--config", str(config),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env={**os.environ, **environment(folder)},
-            # In the background SIGINT is ignored, and so it would be in what we start.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )  # fmt: skip
+    process = launch(config, errors, environment(folder))
     target = None
     try:
-        ready = _ready(process, errors)
+        ready = ready_line(process, errors)
         target = Target(ready["url"], ready["model"], process.pid, folder)
         target.family.members()
         yield target
@@ -84,11 +72,34 @@ def started(folder: Path, settings: str, survivors: list[str]) -> Iterator[Targe
         survivors += _stop(process, target)
 
 
+def launch(config: Path, errors: Path, added: Mapping[str, str]) -> subprocess.Popen[str]:
+    """`kappa serve --json` with this configuration and `added` to the environment, on a free port.
+
+    It writes its log to `errors`; `ready_line` waits until it serves.
+    """
+    kappa = str(Path(sys.executable).with_name("kappa"))
+    with errors.open("w") as stderr:
+        return subprocess.Popen(
+            [sys.executable, kappa, "serve", "--json", "--port", "0", "--config", str(config)],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env={**os.environ, **added},
+            # In the background SIGINT is ignored, and so it would be in what we start.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+
 def _interrupted(*_: object) -> None:
     raise SystemExit(143)
 
 
-def _ready(process: subprocess.Popen[str], errors: Path) -> dict[str, Any]:
+def ready_line(process: subprocess.Popen[str], errors: Path) -> dict[str, Any]:
+    """What `kappa serve --json` says once it serves; `errors`: where its log goes.
+
+    Raises:
+        FaultsError: it ended, or did not serve in time; with what it said last.
+    """
     assert process.stdout is not None
     deadline_s = time.monotonic() + _START_S
     with selectors.DefaultSelector() as selector:

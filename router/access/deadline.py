@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.ingress.errors import ApiError, deadline_passed, deadline_unmeetable
+from router.errors import ApiError, deadline_passed, deadline_unmeetable
 from router.offers import Offers
 
 HEADER = "x-kappa-deadline-ms"

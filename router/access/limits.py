@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from router.ingress.errors import over_rate, request_over_limit, too_many_at_once
+from router.errors import over_rate, request_over_limit, too_many_at_once
 
 _MINUTE_S = 60.0
 

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.access.keyring import Keyring
 from router.access.limits import Allowance, Lease, Limits
 from router.access.tenants import Tenants, keys_sent
-from router.ingress.errors import (
+from router.errors import (
     ApiError,
     body_too_large,
     body_too_slow,

@@ -28,7 +28,7 @@ from router.access.middleware import (
     TenantLimit,
 )
 from router.access.tenants import Tenant
-from router.ingress.errors import ApiError, unreadable_body, validation_error
+from router.errors import ApiError, unreadable_body, validation_error
 
 log = structlog.get_logger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kappa.report import Announcement
-from router.ingress.errors import ApiError
+from router.errors import ApiError
 
 HEADER = "x-kappa-approx"
 _WORDS = {"ok": True, "no": False, "": None}

@@ -18,15 +18,16 @@ import structlog
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from router.access.terms import Terms, terms_of
+from kappa.report import ERROR_EVENT
 from router.decision import Decision
+from router.errors import ApiError, engine_failed
 from router.ingress.app import EndedStream, places_of
-from router.ingress.errors import ApiError, engine_failed
-from router.ingress.failures import ERROR_EVENT, error_in, raise_error_item, worker_failed
+from router.ingress.failures import error_in, raise_error_item, worker_failed
 from router.ingress.messages import approx_headers, as_events, decision_headers, pinned, tokens_in
-from router.ingress.waiting import Wait
+from router.ingress.terms import Terms, terms_of
 from router.live.live_router import LiveRouter
 from router.live.members import ENGINE_DIED
+from router.live.waiting import Wait
 from router.observing.observer import RequestObserver
 from router.rollout import Unsteered
 

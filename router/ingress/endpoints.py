@@ -1,7 +1,7 @@
 """The HTTP face: Ray Serve LLM's OpenAI ingress, with one decision per request taken here.
 
 Endpoints only. What happens to a chat or completion is `router.ingress.request_path`'s; the live
-router is `router.live.start`'s to make. Ray's own ingress does model look-up and delivery.
+router is `router.ingress.start`'s to make. Ray's own ingress does model look-up and delivery.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from router.access.middleware import Access, current_tenants
-from router.access.terms import isolate
 from router.decision import NoWorkerError, RouteRequest
+from router.errors import check_body, no_worker, unknown_request
 from router.ingress.app import make_app, may_see, request_id_of, tenant_of
-from router.ingress.errors import check_body, no_worker, unknown_request
 from router.ingress.messages import (
     POOL_HEADER,
     explanation,
@@ -36,12 +35,13 @@ from router.ingress.pool_handles import PoolHandles
 from router.ingress.rendering import PromptRenderer
 from router.ingress.request_path import RequestPath
 from router.ingress.settings import IngressSettings
+from router.ingress.start import LiveStart
+from router.ingress.terms import isolate
 from router.live import view as live_view
 from router.live.board import PinGoneError
 from router.live.live_router import LiveRouter
 from router.live.merging import merged
 from router.live.peers import Peers
-from router.live.start import LiveStart
 from router.observing.logs import configure
 from router.observing.observers import Observing
 from router.ray_router import PIN_HEADER

@@ -13,13 +13,12 @@ from typing import Any
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 
-from kappa.report import EngineDiedError
-from router.ingress.errors import ApiError, engine_failed, from_engine
-from router.ingress.waiting import WorkerLostError
+from kappa.report import ERROR_EVENT, EngineDiedError
+from router.errors import ApiError, engine_failed, from_engine
 from router.live.board import PinGoneError
 from router.live.members import ENGINE_DIED
+from router.live.waiting import WorkerLostError
 
-ERROR_EVENT = 'data: {"error"'
 # vLLM's and our own engines' words for a dead engine, where their classes do not travel.
 _DEAD_ENGINES = ("EngineDeadError", "EngineDiedError", "EngineStopped")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kappa.report import Announcement
-from router.ingress.errors import context_too_long, footprint_too_large
+from router.errors import context_too_long, footprint_too_large
 
 
 def unfit_workers(

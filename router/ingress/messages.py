@@ -29,10 +29,10 @@ from kappa.report import (
 )
 from router.access.tenants import Tenant
 from router.decision import Decision
+from router.errors import ApiError, unreadable_body, validation_error
 from router.index.prefix_hash import salt_of
 from router.ingress.approx import HEADER as APPROX_HEADER
 from router.ingress.approx import approx_asked
-from router.ingress.errors import ApiError, unreadable_body, validation_error
 from router.ray_router import PIN_HEADER
 
 PLAN_HEADER = "x-kappa-plan"

@@ -17,13 +17,13 @@ from fastapi import Request
 
 from kappa import metrics as m
 from kappa.settings.transfer import TransferSettings
-from router.access.terms import Terms, terms_of
 from router.decision import NoWorkerError, OverloadedError, RouteRequest
+from router.errors import ApiError
 from router.ingress.app import tenant_of
-from router.ingress.errors import ApiError
 from router.ingress.failures import worker_failed
 from router.ingress.messages import engine_marks, mark, pinned
 from router.ingress.roles import Network, hands_over, prefill_only
+from router.ingress.terms import Terms, terms_of
 from router.live.live_router import LiveRouter
 from router.offers import COMPUTE, Candidate
 

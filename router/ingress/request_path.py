@@ -22,12 +22,8 @@ from starlette.responses import Response
 
 from kappa import metrics as m
 from kappa.report import APPROX_KEY, PROMPT_ENGINES
-from router.access.terms import set_terms, terms_of
 from router.decision import Decision, NoWorkerError, OverloadedError, RouteRequest
-from router.ingress.app import body_accepted, request_id_of, tenant_of
-from router.ingress.approx import exact_workers, is_approximate
-from router.ingress.delivery import Call, Delivery
-from router.ingress.errors import (
+from router.errors import (
     ApiError,
     check_body,
     no_plans_here,
@@ -36,6 +32,9 @@ from router.ingress.errors import (
     queue_full,
     unknown_model,
 )
+from router.ingress.app import body_accepted, request_id_of, tenant_of
+from router.ingress.approx import exact_workers, is_approximate
+from router.ingress.delivery import Call, Delivery
 from router.ingress.failures import WorkerFailed
 from router.ingress.footprint import unfit_workers
 from router.ingress.messages import (
@@ -54,6 +53,7 @@ from router.ingress.messages import (
 from router.ingress.prefill import PREFILL_SUFFIX, PrefillElsewhere
 from router.ingress.rendering import PromptRenderer
 from router.ingress.settings import IngressSettings
+from router.ingress.terms import set_terms, terms_of
 from router.live.live_router import LiveRouter
 from router.observing.observer import NoObserver, RequestObserver
 from router.rollout import Rollout, Unsteered

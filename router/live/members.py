@@ -20,11 +20,11 @@ import structlog
 from kappa.report import Announcement, WorkerReport
 from router.core import Router
 from router.decision import MismatchError
-from router.ingress.waiting import Waits
 from router.live.board import Announcements, Board
 from router.live.breaker import Blocked, BreakerRule, Breakers
 from router.live.feed import WorkerFeed
 from router.live.stalls import StallWatch, marks
+from router.live.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

@@ -4,12 +4,9 @@ Its settings are small where a test must reach a limit (device cache, queue, bod
 nodes fast, so that the tests are. The numbers here are the ones that the tests use.
 """
 
-import json
 import os
-import selectors
 import signal
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +17,8 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-_START_S = 480.0
+from loadtest.faults.started import launch, ready_line
+
 _STOP_S = 60.0
 _POLL_S = 0.2
 _IDLE_S = 60.0
@@ -127,19 +125,10 @@ def serving(folder, settings):
     """`kappa serve` with these settings, in a process of its own; gives what it says when ready."""
     config, errors = folder / "cluster.yaml", folder / "stderr.txt"
     config.write_text(settings)
-    kappa = Path(sys.executable).with_name("kappa")
-    with errors.open("w") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, kappa, "serve", "--json", "--port", "0", "--config", config],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            # A test run in the background ignores SIGINT, and so would its children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+    process = launch(config, errors, {})
     survivors = []
     try:
-        yield {**_ready(process, errors), "pid": process.pid}
+        yield {**ready_line(process, errors), "pid": process.pid}
     finally:
         survivors = _stop(process)
     assert not survivors, f"these outlived the cluster: {survivors}\n{errors.read_text()[-4000:]}"
@@ -161,20 +150,6 @@ def idle(live):
     live.wait_idle()
     yield live
     live.wait_idle()
-
-
-def _ready(process, errors):
-    deadline = time.monotonic() + _START_S
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while time.monotonic() < deadline and process.poll() is None:
-            if selector.select(timeout=1.0):
-                line = process.stdout.readline()
-                if line.startswith("{"):
-                    return json.loads(line)
-    raise AssertionError(
-        f"the cluster did not start (exit code {process.poll()}):\n{errors.read_text()[-4000:]}"
-    )
 
 
 def _stop(process):

@@ -17,3 +17,19 @@ async def serve(renderer, monkeypatch):
     scene = Scene(renderer, monkeypatch)
     yield scene
     await scene.close()
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """Makes workers that only a report stream and a test's hands are behind."""
+    from tests.router.stream_worker import StreamWorker
+
+    made = []
+
+    def make(name="w"):
+        made.append(StreamWorker(name, tmp_path))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

@@ -5,7 +5,6 @@ or raises. The fixture `serve` (conftest) makes one, with workers that only thei
 of.
 """
 
-import asyncio
 import json
 from dataclasses import replace
 
@@ -23,6 +22,7 @@ from router.ingress.rendering import PromptRenderer
 from router.ingress.settings import IngressSettings
 from router.live.board import Board
 from router.ray_router import PIN_HEADER
+from tests.router.stream_worker import until as until
 from workers.tiny_model import make_tiny_model
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -133,11 +133,3 @@ class Scene:
 def tiny_renderer(folder):
     """A renderer of a tiny model made in `folder`."""
     return PromptRenderer(str(make_tiny_model(folder, ["hello world " * 20])))
-
-
-async def until(question):
-    """Ask until the answer is true; return it."""
-    async with asyncio.timeout(_PATIENCE_S):
-        while not (answer := question()):
-            await asyncio.sleep(0.01)
-    return answer

@@ -11,8 +11,8 @@ from kappa.keys import digest_of
 from router.access.limits import Allowance
 from router.access.middleware import Access, lease_of
 from router.access.tenants import Tenants
+from router.errors import queue_full
 from router.ingress.app import body_accepted, make_app, may_see, request_id_of
-from router.ingress.errors import queue_full
 
 PATH = "/v1/chat/completions"
 ALICE, OPS = {"authorization": "Bearer sk-alice"}, {"authorization": "Bearer sk-ops"}

@@ -7,8 +7,8 @@ import pytest
 from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.step import StepModel
+from router.errors import ApiError
 from router.ingress.approx import approx_asked, exact_workers, is_approximate
-from router.ingress.errors import ApiError
 
 
 def worker(name, policy=None):

@@ -3,7 +3,7 @@
 import pytest
 
 from router.access.deadline import Deadline, deadline_of, late_workers
-from router.ingress.errors import ApiError
+from router.errors import ApiError
 from tests.router.offering import offers
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace as Body
 
 import pytest
 
-from router.ingress.errors import (
+from router.errors import (
     MAX_CHOICES,
     ApiError,
     body_too_large,

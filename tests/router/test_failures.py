@@ -8,10 +8,10 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
 from kappa.report import EngineDiedError
-from router.ingress.errors import ApiError
+from router.errors import ApiError
 from router.ingress.failures import WorkerFailed, error_in, raise_error_item, worker_failed
-from router.ingress.waiting import WorkerLostError
 from router.live.board import PinGoneError
+from router.live.waiting import WorkerLostError
 
 pytestmark = pytest.mark.ray
 

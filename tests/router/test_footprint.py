@@ -7,7 +7,7 @@ import pytest
 from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.step import StepModel
-from router.ingress.errors import ApiError
+from router.errors import ApiError
 from router.ingress.footprint import unfit_workers
 
 

@@ -9,8 +9,8 @@ from pydantic import BaseModel, field_validator
 
 from router.access.middleware import Access
 from router.access.tenants import Tenants
+from router.errors import queue_full
 from router.ingress.app import body_accepted, make_app, request_id_of, tenant_of
-from router.ingress.errors import queue_full
 
 LIMIT = 2048
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from router.access.limits import Allowance, Bucket, Limits, duration
-from router.ingress.errors import ApiError
+from router.errors import ApiError
 
 FAR_S = 1e6
 

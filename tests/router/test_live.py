@@ -2,82 +2,21 @@
 
 import asyncio
 import time
-from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
-import zmq
 
 import router.live.live_router
-from kappa.hardware import node_profile
-from kappa.report import Announcement, TenantCharge, WorkerReport
-from kappa.step import StepModel
+from kappa.report import TenantCharge, WorkerReport
 from router.core import RouterConfig
 from router.decision import NoWorkerError, RouteRequest
 from router.live.board import Board
 from router.live.live_router import LiveRouter
 from router.live.view import nodes, refresh_gauges
 from router.policies import policy_named
-from workers.report_stream import ReportStream
-from workers.stats_channel import StatsSender
+from tests.router.stream_worker import SIZE, until
 
 pytestmark = pytest.mark.vllm
-
-_PATIENCE_S = 30.0
-SIZE = 16
-
-
-class Worker:
-    """A replica's report stream with the engine's ends in the test's hands."""
-
-    def __init__(self, name, folder):
-        self.name, self.context = name, zmq.Context()
-        kv = f"ipc://{folder}/{name}-kv"
-        self.kv = self.context.socket(zmq.PUB)
-        self.kv.bind(kv)
-        self.stream = ReportStream(name, "127.0.0.1", f"ipc://{folder}/{name}-stats", kv)
-        self.stats = StatsSender(f"ipc://{folder}/{name}-stats")
-        self.stream.start()
-
-    def announcement(self, **changes):
-        node = replace(node_profile("pcie"), name=f"node-{self.name}", source="paced")
-        said = Announcement(
-            worker=self.name, model="m", node=node, step=StepModel(1e-5, 0.0, 1e-3, 0.0),
-            kv_bytes_per_token=1e5, emulated_model="llama-3.1-8b", fingerprint="f",
-            block_tokens=SIZE, device_blocks=100, host_blocks=100, max_batch_tokens=512,
-            max_context_tokens=1024, events_endpoint=self.stream.events_endpoint,
-            snapshot_endpoint=self.stream.snapshot_endpoint,
-        )  # fmt: skip
-        return replace(said, **changes).to_dict()
-
-    def admit(self, request_id, device, host, new):
-        self.stats.send({"kind": "admit", "request_id": request_id, "device_tokens": device,
-                         "host_tokens": host, "new_tokens": new, "t_s": 0.0})  # fmt: skip
-
-    def step(self, *prefilled):
-        spent = [(request_id, 2e-6, 1e-6) for request_id in prefilled]
-        self.stats.send({"kind": "step", "tokens": 1, "running": 1, "prefilled": list(prefilled),
-                         "spent": spent,
-                         "pace_s": 0.1, "took_s": 0.1, "real_s": 0.1, "overrun": True,
-                         "t_s": 0.0})  # fmt: skip
-
-    def close(self):
-        self.stream.close()
-        self.context.destroy(linger=0)
-
-
-@pytest.fixture
-def worker(tmp_path):
-    made = []
-
-    def make(name="w"):
-        made.append(Worker(name, tmp_path))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 @pytest.fixture
@@ -88,13 +27,6 @@ async def scene(monkeypatch):
     yield live, board
     await live.close()
     assert live.members.settled
-
-
-async def until(question):
-    async with asyncio.timeout(_PATIENCE_S):
-        while not (answer := question()):
-            await asyncio.sleep(0.01)
-    return answer
 
 
 def ask(request_id="r", tokens=100):
@@ -159,23 +91,11 @@ async def test_engine_events_reach_the_index(scene, worker):
     live, board = scene
     w = worker()
     await joined(live, board, w)
-    event = {
-        "type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None,
-        "token_ids": list(range(2 * SIZE)), "block_size": SIZE, "lora_id": None, "medium": "GPU",
-        "lora_name": None,
-    }  # fmt: skip
-    seq = 0
+    w.store(1, 2)
 
     def matched():
-        nonlocal seq
-        # A publisher drops what nobody has subscribed to yet: publish until it was heard.
-        payload = msgspec.msgpack.encode([0.0, [event], 0])
-        w.kv.send_multipart([b"kv", seq.to_bytes(8, "big"), payload])
-        seq += 1
-        return live.router.explain(ask(), w_seen()).chosen.counts.device_tokens
-
-    def w_seen():
-        return live.router.state.workers["w"].seen_s
+        seen_s = live.router.state.workers["w"].seen_s
+        return live.router.explain(ask(), seen_s).chosen.counts.device_tokens
 
     assert await until(matched) == 2 * SIZE
 

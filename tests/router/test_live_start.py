@@ -7,8 +7,8 @@ import pytest
 import router.live.live_router
 from kappa.settings.routing import FailoverSettings
 from router.ingress.settings import IngressSettings
+from router.ingress.start import LiveStart, member_rule, record_file, router_config
 from router.live.board import Board
-from router.live.start import LiveStart, member_rule, record_file, router_config
 from tests.router.scripted import announcement
 
 pytestmark = pytest.mark.ray

@@ -1,96 +1,21 @@
 """Who is in the cluster, over real worker streams: joins, deaths, silence, several ingresses."""
 
-import asyncio
 import time
-from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
-import zmq
 
 import router.live.live_router
-from kappa.hardware import node_profile
-from kappa.report import Announcement
-from kappa.step import StepModel
 from router.core import RouterConfig
 from router.decision import NoWorkerError, RouteRequest
-from router.ingress.waiting import WorkerLostError
 from router.live.board import Board
 from router.live.live_router import LiveRouter
 from router.live.members import MemberRule
+from router.live.waiting import WorkerLostError
 from router.policies import policy_named
-from workers.report_stream import ReportStream
-from workers.stats_channel import StatsSender
+from tests.router.stream_worker import SIZE, until
 
 pytestmark = pytest.mark.vllm
-
-_PATIENCE_S = 30.0
-SIZE = 16
-
-
-class Worker:
-    """A replica's report stream, with the engine's ends in the test's hands."""
-
-    def __init__(self, name, folder):
-        self.name, self.context, self.seq = name, zmq.Context(), 0
-        kv = f"ipc://{folder}/{name}-kv"
-        self.kv = self.context.socket(zmq.XPUB)
-        self.kv.bind(kv)
-        self.stream = ReportStream(name, "127.0.0.1", f"ipc://{folder}/{name}-stats", kv)
-        self.stats = StatsSender(f"ipc://{folder}/{name}-stats")
-        self.stream.start()
-        assert self.kv.poll(_PATIENCE_S * 1000), "the stream never listened"
-        self.kv.recv()
-
-    def announcement(self, **changes):
-        said = Announcement(
-            worker=self.name, model="m", node=replace(node_profile("pcie"), name=self.name),
-            step=StepModel(1e-5, 0.0, 1e-3, 0.0), kv_bytes_per_token=1e5, emulated_model="",
-            fingerprint="f", block_tokens=SIZE, device_blocks=1000, host_blocks=100,
-            max_batch_tokens=512, max_context_tokens=1024,
-            events_endpoint=self.stream.events_endpoint,
-            snapshot_endpoint=self.stream.snapshot_endpoint,
-        )  # fmt: skip
-        return replace(said, **changes).to_dict()
-
-    def store(self, *names, start=0):
-        """The engine stores blocks of tokens counted from `start`."""
-        tokens = list(range(start, start + SIZE * len(names)))
-        event = {
-            "type": "BlockStored", "block_hashes": list(names), "parent_block_hash": None,
-            "token_ids": tokens, "block_size": SIZE, "lora_id": None, "medium": "GPU",
-            "lora_name": None,
-        }  # fmt: skip
-        payload = msgspec.msgpack.encode([0.0, [event], 0])
-        self.kv.send_multipart([b"kv", self.seq.to_bytes(8, "big"), payload])
-        self.seq += 1
-
-    def arrives(self, request_id, new=4000, **counts):
-        zero = {"device_tokens": 0, "host_tokens": 0, "max_tokens": 8}
-        self.stats.send(
-            {"kind": "arrive", "request_id": request_id, "new_tokens": new, **zero, **counts}
-        )
-
-    def finishes(self, request_id):
-        self.stats.send({"kind": "finish", "request_id": request_id})
-
-    def close(self):
-        self.stream.close()
-        self.context.destroy(linger=0)
-
-
-@pytest.fixture
-def worker(tmp_path):
-    made = []
-
-    def make(name="w"):
-        made.append(Worker(name, tmp_path))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 @pytest.fixture
@@ -109,13 +34,6 @@ async def ingress(monkeypatch):
     for live in made:
         await live.close()
         assert live.members.settled
-
-
-async def until(question):
-    async with asyncio.timeout(_PATIENCE_S):
-        while not (answer := question()):
-            await asyncio.sleep(0.005)
-    return answer
 
 
 async def ready(live, board, *workers):

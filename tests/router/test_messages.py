@@ -12,7 +12,7 @@ from starlette.requests import Request
 from kappa.report import CHARGES_KEY, Charge
 from kappa.types import TokenCounts
 from router.access.tenants import Tenant
-from router.ingress.errors import ApiError
+from router.errors import ApiError
 from router.ingress.messages import engine_marks, mark, pinned, plan_asked, prompt_marks
 
 pytestmark = pytest.mark.ray

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.ingress.waiting import Waits, WorkerLostError
+from router.live.waiting import Waits, WorkerLostError
 
 _PATIENCE_S = 20.0
 

@@ -1,0 +1,90 @@
+"""A worker for tests of the live router: a real report stream, no engine."""
+
+import asyncio
+from dataclasses import replace
+
+import msgspec
+import zmq
+
+from kappa.hardware import node_profile
+from kappa.report import Announcement
+from kappa.step import StepModel
+from workers.report_stream import ReportStream
+from workers.stats_channel import StatsSender
+
+PATIENCE_S = 30.0
+SIZE = 16
+
+
+class StreamWorker:
+    """A replica's report stream, with the engine's ends in the test's hands."""
+
+    def __init__(self, name, folder):
+        self.name, self.context, self.seq = name, zmq.Context(), 0
+        kv = f"ipc://{folder}/{name}-kv"
+        self.kv = self.context.socket(zmq.XPUB)
+        self.kv.bind(kv)
+        self.stream = ReportStream(name, "127.0.0.1", f"ipc://{folder}/{name}-stats", kv)
+        self.stats = StatsSender(f"ipc://{folder}/{name}-stats")
+        self.stream.start()
+        assert self.kv.poll(PATIENCE_S * 1000), "the stream never listened"
+        self.kv.recv()
+
+    def announcement(self, **changes):
+        node = replace(node_profile("pcie"), name=f"node-{self.name}", source="paced")
+        said = Announcement(
+            worker=self.name, model="m", node=node, step=StepModel(1e-5, 0.0, 1e-3, 0.0),
+            kv_bytes_per_token=1e5, emulated_model="llama-3.1-8b", fingerprint="f",
+            block_tokens=SIZE, device_blocks=100, host_blocks=100, max_batch_tokens=512,
+            max_context_tokens=1024, events_endpoint=self.stream.events_endpoint,
+            snapshot_endpoint=self.stream.snapshot_endpoint,
+        )  # fmt: skip
+        return replace(said, **changes).to_dict()
+
+    def store(self, *names, start=0):
+        """The engine stores blocks of tokens counted from `start`."""
+        tokens = list(range(start, start + SIZE * len(names)))
+        self.tell(
+            {
+                "type": "BlockStored", "block_hashes": list(names), "parent_block_hash": None,
+                "token_ids": tokens, "block_size": SIZE, "lora_id": None, "medium": "GPU",
+                "lora_name": None,
+            }
+        )  # fmt: skip
+
+    def tell(self, *events):
+        """One batch of KV events, as vLLM publishes it."""
+        payload = msgspec.msgpack.encode([0.0, list(events), 0])
+        self.kv.send_multipart([b"kv", self.seq.to_bytes(8, "big"), payload])
+        self.seq += 1
+
+    def arrives(self, request_id, new=4000, **counts):
+        zero = {"device_tokens": 0, "host_tokens": 0, "max_tokens": 8}
+        self.stats.send(
+            {"kind": "arrive", "request_id": request_id, "new_tokens": new, **zero, **counts}
+        )
+
+    def finishes(self, request_id):
+        self.stats.send({"kind": "finish", "request_id": request_id})
+
+    def admit(self, request_id, device, host, new):
+        self.stats.send({"kind": "admit", "request_id": request_id, "device_tokens": device,
+                         "host_tokens": host, "new_tokens": new, "t_s": 0.0})  # fmt: skip
+
+    def step(self, *prefilled):
+        spent = [(request_id, 2e-6, 1e-6) for request_id in prefilled]
+        self.stats.send({"kind": "step", "tokens": 1, "running": 1, "prefilled": list(prefilled),
+                         "spent": spent, "pace_s": 0.1, "took_s": 0.1, "real_s": 0.1,
+                         "overrun": True, "t_s": 0.0})  # fmt: skip
+
+    def close(self):
+        self.stream.close()
+        self.context.destroy(linger=0)
+
+
+async def until(question):
+    """What `question` answers, as soon as that is true."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not (answer := question()):
+            await asyncio.sleep(0.01)
+    return answer
