@@ -76,7 +76,7 @@ class KappaServer(LLMServer):
             from workers.emulated.engine import EmulatedEngine, emulated_plan
 
             engine_cls = EmulatedEngine
-            emulated = emulated_plan(plan, stats_endpoint, kv_endpoint, self._rank)
+            emulated = emulated_plan(plan, self._worker, stats_endpoint, kv_endpoint, self._rank)
             llm_config.update_engine_kwargs(kappa_emulated=emulated)
         else:
             self._tier = self._prepare_tier()

@@ -123,16 +123,16 @@ def _kill_controller(target: Target, row: dict[str, Any], turn: int) -> Action:
 
 
 def _slow_link(target: Target, row: dict[str, Any], turn: int) -> Action:
-    node = str(row["node"])
+    node, worker = str(row["node"]), str(row["worker"])
     loaded = [0.0]
 
     def do() -> None:
-        loaded[0] = _total(target, node, "load_tokens_total")
-        target.tell_engines({node: {"link_slower": 10.0}})
+        loaded[0] = _total(target, worker, "load_tokens_total")
+        target.tell_engines({worker: {"link_slower": 10.0}})
 
     def risen() -> bool | None:
-        now = target.node(node)
-        if now is None or _total(target, node, "load_tokens_total") == loaded[0]:
+        now = target.worker(worker)
+        if now is None or _total(target, worker, "load_tokens_total") == loaded[0]:
             return None if now is not None else False
         return bool(now["calibration"]["link_scale"] > 1.5)
 
@@ -140,19 +140,19 @@ def _slow_link(target: Target, row: dict[str, Any], turn: int) -> Action:
 
 
 def _loads_fail(target: Target, row: dict[str, Any], turn: int) -> Action:
-    node = str(row["node"])
+    node, worker = str(row["node"]), str(row["worker"])
     return Action(
-        lambda: target.tell_engines({node: {"loads_fail": True}}),
-        lambda: target.tell_engines({}), _risen(target, node, "failed_loads_total"), node=node,
+        lambda: target.tell_engines({worker: {"loads_fail": True}}),
+        lambda: target.tell_engines({}), _risen(target, worker, "failed_loads_total"), node=node,
     )  # fmt: skip
 
 
 def _events(kind: str) -> Callable[[Target, dict[str, Any], int], Action]:
     def make(target: Target, row: dict[str, Any], turn: int) -> Action:
-        node = str(row["node"])
-        noticed = _risen(target, node, "event_gaps_total")
+        node, worker = str(row["node"]), str(row["worker"])
+        noticed = _risen(target, worker, "event_gaps_total")
         return Action(
-            lambda: target.tell_engines({node: {"events": kind}}),
+            lambda: target.tell_engines({worker: {"events": kind}}),
             lambda: target.tell_engines({}),
             # A batch that comes twice need not be noticed, only not be believed twice.
             noticed if kind != "repeat" else lambda: None, node=node,
@@ -240,17 +240,17 @@ def _poisoned(target: Target, row: dict[str, Any], turn: int) -> Action:
 # -- parts ----------------------------------------------------------------------------------------
 
 
-def _total(target: Target, node: str, name: str) -> float:
-    row = target.node(node)
+def _total(target: Target, worker: str, name: str) -> float:
+    row = target.worker(worker)
     return float(((row or {}).get("totals") or {}).get(name, 0))
 
 
-def _risen(target: Target, node: str, name: str) -> Callable[[], bool]:
+def _risen(target: Target, worker: str, name: str) -> Callable[[], bool]:
     """Whether, soon, more is counted than now."""
-    before = _total(target, node, name)
+    before = _total(target, worker, name)
 
     def risen() -> bool:
-        return target.until(lambda: _total(target, node, name) > before, _SHOW_S) is True
+        return target.until(lambda: _total(target, worker, name) > before, _SHOW_S) is True
 
     return risen
 

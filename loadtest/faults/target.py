@@ -67,6 +67,10 @@ class Target:
         """The row of the node of that name, if it is there."""
         return next((row for row in self.nodes() if row["node"] == name), None)
 
+    def worker(self, name: str) -> dict[str, Any] | None:
+        """The row of that worker, if it is there; its node may get another name as ranks change."""
+        return next((row for row in self.nodes() if row["worker"] == name), None)
+
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that carry these labels; -1 while nobody answers."""
         try:
@@ -115,7 +119,7 @@ class Target:
     # -- what is told to whom -------------------------------------------------------------------
 
     def tell_engines(self, faults: Mapping[str, Mapping[str, Any]]) -> None:
-        """Faults of emulated engines, by node."""
+        """Faults of emulated engines, by worker."""
         _write(self.folder / "engines.json", faults)
 
     def tell_processes(self, faults: Mapping[str, Any]) -> None:

@@ -37,10 +37,10 @@ class EngineStopped(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EmulatedPlan:
-    """What the engine of one replica must know. node: its name, by which a file of faults may mean
-    it. max_context_tokens: of prompt and answer."""
+    """What the engine of one replica must know. worker: its name, by which a file of faults may
+    mean it. max_context_tokens: of prompt and answer."""
 
-    node: str
+    worker: str
     pace: EmulatedPace
     block_tokens: int
     device_blocks: int
@@ -51,7 +51,7 @@ class EmulatedPlan:
 
 
 def emulated_plan(
-    plan: WorkerPlan, stats_endpoint: str, kv_endpoint: str, rank: int
+    plan: WorkerPlan, worker: str, stats_endpoint: str, kv_endpoint: str, rank: int
 ) -> EmulatedPlan:
     """What the replica of this rank emulates.
 
@@ -63,7 +63,7 @@ def emulated_plan(
         raise ValueError(f"node {node.name} is not paced: an emulated engine has no other speed")
     pace = Pace(plan.emulated, node)
     return EmulatedPlan(
-        node=node.name,
+        worker=worker,
         pace=EmulatedPace(
             pace.step, pace.link["token_s"], pace.link["fixed_s"],
             limits.max_batch_tokens, limits.max_sequences,
@@ -91,7 +91,7 @@ class EmulatedEngine(OwnEngine):
     async def start(self) -> None:
         """Begin to take requests."""
         plan = self._plan
-        faults = FaultsFile.of_environment(plan.node)
+        faults = FaultsFile.of_environment(plan.worker)
         blocks = EmulatedBlocks(plan.block_tokens, plan.device_blocks, plan.host_blocks)
         self._reports = reports = EmulatedReports(
             plan.stats_endpoint, plan.kv_endpoint, plan.block_tokens, lambda: faults.now().events

@@ -1,7 +1,7 @@
 """What is to go wrong in an emulated engine, told by a file while it runs.
 
-`KAPPA_EMULATED_FAULTS` names a JSON file: `{"NODE": {"link_slower": 10, "loads_fail": true,
-"events": "lose"}}`, with `*` for every node. Only emulated engines read it, so nothing of the kind
+`KAPPA_EMULATED_FAULTS` names a JSON file: `{"WORKER": {"link_slower": 10, "loads_fail": true,
+"events": "lose"}}`, with `*` for every worker. Only emulated engines read it, so nothing of the kind
 exists where tokens are real. A file that cannot be read is no fault at all, and is said once.
 """
 
@@ -49,17 +49,17 @@ class EngineFaults:
 
 
 class FaultsFile:
-    """The faults of one node, read again when the file changes, a few times a second at most."""
+    """The faults of one worker, read again when the file changes, a few times a second at most."""
 
-    def __init__(self, path: str, node: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._node, self._clock = path, node, clock
+    def __init__(self, path: str, worker: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._worker, self._clock = path, worker, clock
         self._faults = EngineFaults()
         self._looked_s, self._seen = float("-inf"), 0
 
     @classmethod
-    def of_environment(cls, node: str) -> FaultsFile:
+    def of_environment(cls, worker: str) -> FaultsFile:
         """The file that the environment names, if it names one."""
-        return cls(os.environ.get(ENV, ""), node)
+        return cls(os.environ.get(ENV, ""), worker)
 
     def now(self) -> EngineFaults:
         """What goes wrong at this moment."""
@@ -81,7 +81,9 @@ class FaultsFile:
         self._seen = changed
         try:
             told = json.loads(path.read_text(encoding="utf-8"))
-            self._faults = EngineFaults.from_dict({**told.get("*", {}), **told.get(self._node, {})})
+            self._faults = EngineFaults.from_dict(
+                {**told.get("*", {}), **told.get(self._worker, {})}
+            )
         except (OSError, ValueError, TypeError, AttributeError) as error:
             self._faults = EngineFaults()
             log.warning("faults_unreadable", path=self._path, reason=str(error))
