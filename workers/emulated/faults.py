@@ -1,8 +1,8 @@
 """What is to go wrong in an emulated engine, told by a file while it runs.
 
 `KAPPA_EMULATED_FAULTS` names a JSON file: `{"WORKER": {"link_slower": 10, "loads_fail": true,
-"events": "lose"}}`, with `*` for every worker. Only emulated engines read it, so nothing of the kind
-exists where tokens are real. A file that cannot be read is no fault at all, and is said once.
+"events": "lose"}}`, with `*` for every worker. Only emulated engines read it, so nothing of the
+kind exists where tokens are real. A file that cannot be read is no fault at all, and is said once.
 """
 
 from __future__ import annotations
