@@ -1,8 +1,9 @@
 """What something costs in requests/s, from rounds played in turns with and without it. Pure.
 
 Rounds of one prompt and concurrency are paired in the order in which they were played, so that a
-machine that slows down meanwhile slows both of a pair. The cost is one less the geometric mean of
-the pairs' ratios, with a bootstrap interval.
+machine that slows down meanwhile slows both of a pair. Where the two stand may matter, too: it is
+played once in each order of them, and both count alike. The cost is one less the geometric mean of
+the pairs' ratios, with a bootstrap interval (resampled within each order and cell).
 """
 
 from __future__ import annotations
@@ -17,33 +18,45 @@ from loadtest.bench_serve import Round
 _RESAMPLES = 4000
 
 
-def cost(rounds: Sequence[Round], with_it: str, without: str, seed: int = 0) -> dict[str, Any]:
+def cost(
+    orders: Sequence[Sequence[Round]], with_it: str, without: str, seed: int = 0
+) -> dict[str, Any]:
     """The share of requests/s that `with_it` costs against `without`; negative: it gains.
 
-    Returns cost, its 95 % interval (low, high), the number of pairs, and the same by cell.
+    Args:
+        orders: the rounds of each order of the two, all of the same cells.
+
+    Returns cost, its 95 % interval (low, high), the number of pairs, and the cost by cell and by
+    order.
 
     Raises:
         ValueError: no pairs, or rounds without a partner.
     """
-    cells = list(dict.fromkeys((r.prompt, r.concurrency) for r in rounds))
-    by_cell = {cell: _ratios(rounds, cell, with_it, without) for cell in cells}
-    every = [ratio for ratios in by_cell.values() for ratio in ratios]
-    if not every:
+    cells = list(dict.fromkeys((r.prompt, r.concurrency) for order in orders for r in order))
+    logs = [{cell: _logs(order, cell, with_it, without) for cell in cells} for order in orders]
+    strata = [part for order in logs for part in order.values()]
+    if not strata or min(map(len, strata)) == 0:
         raise ValueError("no rounds to compare: play at least one of each")
-    whole = _interval(np.log(every), np.random.default_rng(seed))
     rows = [
         {
-            "prompt": prompt, "concurrency": concurrency, "pairs": len(ratios),
-            "cost": 1.0 - float(np.exp(np.mean(np.log(ratios)))),
+            "prompt": cell[0], "concurrency": cell[1],
+            "pairs": sum(len(order[cell]) for order in logs),
+            "cost": _cost([order[cell] for order in logs]),
         }
-        for (prompt, concurrency), ratios in by_cell.items()
+        for cell in cells
     ]  # fmt: skip
-    return {**whole, "pairs": len(every), "cells": rows}
+    low, high = _interval(strata, np.random.default_rng(seed))
+    return {
+        "cost": _cost(strata),
+        "low": low,
+        "high": high,
+        "pairs": sum(map(len, strata)),
+        "cells": rows,
+        "by_order": [_cost(list(order.values())) for order in logs],
+    }
 
 
-def _ratios(
-    rounds: Sequence[Round], cell: tuple[str, int], with_it: str, without: str
-) -> list[float]:
+def _logs(rounds: Sequence[Round], cell: tuple[str, int], with_it: str, without: str) -> np.ndarray:
     mine, theirs = (
         [r.rps for r in rounds if (r.prompt, r.concurrency) == cell and r.system == system]
         for system in (with_it, without)
@@ -53,14 +66,16 @@ def _ratios(
             f"{cell[0]}, {cell[1]} clients: {len(mine)} rounds of {with_it}, {len(theirs)} of "
             f"{without}: play them in pairs"
         )
-    return [a / b for a, b in zip(mine, theirs, strict=True)]
+    return np.log(mine) - np.log(theirs)
 
 
-def _interval(logs: np.ndarray, rng: np.random.Generator) -> dict[str, float]:
-    picks = rng.integers(0, len(logs), (_RESAMPLES, len(logs)))
-    low, high = np.quantile(logs[picks].mean(axis=1), (0.025, 0.975))
-    return {
-        "cost": 1.0 - float(np.exp(logs.mean())),
-        "low": 1.0 - float(np.exp(high)),
-        "high": 1.0 - float(np.exp(low)),
-    }
+def _cost(strata: Sequence[np.ndarray]) -> float:
+    return 1.0 - float(np.exp(np.mean([part.mean() for part in strata])))
+
+
+def _interval(strata: Sequence[np.ndarray], rng: np.random.Generator) -> tuple[float, float]:
+    means = [
+        part[rng.integers(0, len(part), (_RESAMPLES, len(part)))].mean(axis=1) for part in strata
+    ]
+    low, high = np.quantile(np.mean(means, axis=0), (0.025, 0.975))
+    return 1.0 - float(np.exp(high)), 1.0 - float(np.exp(low))

@@ -1,8 +1,8 @@
 """Our cluster twice, with everything observed and with nothing: `kappa bench serve --observing`.
 
-One Ray, one HTTP proxy, one unpaced engine each, all settings alike but the observing ones: at `/`
+One Ray, one HTTP proxy, one unpaced engine each, all settings alike but the observing ones: at one
 metrics, a JSON line per request in a file, and spans of every request to a collector here; at
-`/unseen` none of that.
+the other none of that. Started twice, as each of them may stand in either place.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from deploy.app.model import prepare_model
 from kappa.settings.cluster import ClusterSettings
 from kappa.settings.observing import ObservingSettings
 
-SYSTEMS = {"seen": "", "unseen": "/unseen"}
-"""Route prefix of each."""
+SEEN, UNSEEN = "seen", "unseen"
+ORDERS = ((SEEN, UNSEEN), (UNSEEN, SEEN))
+"""Who stands at `/` and who beside it: the place alone may be worth some requests/s."""
+
+BESIDE = "/beside"
 
 _UNSEEN = ObservingSettings(metrics=False, request_log=False)
 
@@ -64,16 +67,23 @@ def seen(settings: ClusterSettings, collector: Collector, log_file: Path) -> Clu
     return settings.model_copy(update={"observing": observing})
 
 
-class ObservingCluster(Cluster):
-    """A cluster of ours, and the same without anything observed beside it."""
+def unseen(settings: ClusterSettings) -> ClusterSettings:
+    """The settings with nothing observed."""
+    return settings.model_copy(update={"observing": _UNSEEN})
 
-    engines_beside = len(SYSTEMS) - 1
 
-    def _start(self) -> None:
-        super()._start()
-        from ray import serve
+def beside(second: ClusterSettings) -> type[Cluster]:
+    """A kind of cluster that has another one beside it, on the same Ray and proxy."""
 
-        self._progress("starting the one that is not observed")
-        unseen = self.settings.model_copy(update={"observing": _UNSEEN})
-        app = build_app(unseen, prepare_model(unseen))
-        serve.run(app, name="unseen", route_prefix=SYSTEMS["unseen"])
+    class PairCluster(Cluster):
+        engines_beside = 1
+
+        def _start(self) -> None:
+            super()._start()
+            from ray import serve
+
+            self._progress("starting the one beside it")
+            app = build_app(second, prepare_model(second))
+            serve.run(app, name="beside", route_prefix=BESIDE)
+
+    return PairCluster

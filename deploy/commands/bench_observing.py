@@ -1,7 +1,7 @@
 """`kappa bench serve --observing`: what metrics, logs and traces cost together in requests/s.
 
-Rounds of streamed chats in turns against two clusters that differ in nothing else
-(`deploy.bench.observing`); the cost is that of the pairs (`loadtest.paired`).
+Rounds of streamed chats in turns against two clusters that differ in nothing else, then again with
+their places swapped (`deploy.bench.observing`); the cost is that of the pairs (`loadtest.paired`).
 """
 
 from __future__ import annotations
@@ -35,24 +35,30 @@ def observing_cost(
     """Play rounds in turns, with everything observed and with nothing; print the cost."""
     # Imports half the system: only when it is wanted.
     from deploy.bench.cluster import one_node
-    from deploy.bench.observing import SYSTEMS, Collector, ObservingCluster, seen
+    from deploy.bench.observing import BESIDE, ORDERS, SEEN, UNSEEN, Collector, beside, seen, unseen
 
     with tempfile.TemporaryDirectory(prefix="kappa-observing-") as folder, Collector() as collector:
         log_file = Path(folder) / "log.jsonl"
-        settings = seen(one_node(settings_or_exit(port=0)), collector, log_file)
-        with running(settings, ObservingCluster) as cluster:
-            urls = {
-                name: f"{cluster.url}{prefix}/v1/chat/completions"
-                for name, prefix in SYSTEMS.items()
-            }
-            played = asyncio.run(
-                serve_law.play(
-                    urls, settings.model.id, concurrencies, requests, rounds, seed, progress
+        plain = one_node(settings_or_exit(port=0))
+        settings = {SEEN: seen(plain, collector, log_file), UNSEEN: unseen(plain)}
+        orders = []
+        for first, second in ORDERS:
+            progress(f"{first} at /, {second} beside it")
+            with running(settings[first], beside(settings[second])) as cluster:
+                urls = {
+                    first: f"{cluster.url}/v1/chat/completions",
+                    second: f"{cluster.url}{BESIDE}/v1/chat/completions",
+                }
+                orders.append(
+                    asyncio.run(
+                        serve_law.play(
+                            urls, plain.model.id, concurrencies, requests, rounds, seed, progress
+                        )
+                    )
                 )
-            )
         lines = sum('"request_done"' in line for line in log_file.open(encoding="utf-8"))
         result = {
-            **cost(played, "seen", "unseen", seed), "goal": GOAL, "log_lines": lines,
+            **cost(orders, SEEN, UNSEEN, seed), "goal": GOAL, "log_lines": lines,
             "span_batches": collector.batches, "paced": False, "machine": machine(),
             "command": command(),
         }  # fmt: skip
@@ -76,6 +82,7 @@ def _print(result: dict[str, Any]) -> None:
     console.print(
         f"all: {result['cost']:.1%}, 95 % within {result['low']:.1%} and {result['high']:.1%} over "
         f"{result['pairs']} pairs; goal under {result['goal']:.0%}: {met}. "
+        f"by place {', '.join(f'{c:.1%}' for c in result['by_order'])}; "
         f"{result['log_lines']} request lines, {result['span_batches']} batches of spans",
         highlight=False,
     )

@@ -22,7 +22,7 @@ def test_a_cost_is_found_though_the_machine_slows_down_meanwhile():
     rng = np.random.default_rng(1)
     machine = np.linspace(100, 20, 40)
     noise = np.exp(rng.normal(0, 0.02, 40))
-    told = cost(played(machine * 0.9 * noise, machine), "with", "without")
+    told = cost([played(machine * 0.9 * noise, machine)], "with", "without")
     assert told["low"] < 0.1 < told["high"] and abs(told["cost"] - 0.1) < 0.02
     assert told["pairs"] == 40
 
@@ -30,22 +30,34 @@ def test_a_cost_is_found_though_the_machine_slows_down_meanwhile():
 def test_no_cost_is_no_cost():
     rng = np.random.default_rng(2)
     noise = np.exp(rng.normal(0, 0.05, (2, 60)))
-    told = cost(played(50 * noise[0], 50 * noise[1]), "with", "without")
+    told = cost([played(50 * noise[0], 50 * noise[1])], "with", "without")
     assert told["low"] < 0 < told["high"] and abs(told["cost"]) < 0.03
 
 
 def test_cells_are_told_apart_and_the_same_seed_gives_the_same_interval():
     rounds = played([9.0] * 4, [10.0] * 4) + played([8.0] * 4, [10.0] * 4, "1k", 32)
-    told = cost(rounds, "with", "without")
+    told = cost([rounds], "with", "without")
     assert [(row["prompt"], round(row["cost"], 6)) for row in told["cells"]] == [
         ("short", 0.1), ("1k", 0.2),
     ]  # fmt: skip
-    assert told == cost(rounds, "with", "without")
+    assert told == cost([rounds], "with", "without")
 
 
 def test_rounds_without_a_partner_are_refused():
     rounds = played([9.0] * 3, [10.0] * 3)
     with pytest.raises(ValueError, match="3 rounds of with, 2 of without: play them in pairs"):
-        cost([r for i, r in enumerate(rounds) if i != 0], "with", "without")
+        cost([[r for i, r in enumerate(rounds) if i != 0]], "with", "without")
     with pytest.raises(ValueError, match="play at least one"):
         cost([], "with", "without")
+
+
+def test_what_a_place_is_worth_is_not_what_the_thing_costs():
+    rng = np.random.default_rng(3)
+    first = 1.08  # times as fast, whoever stands there
+    noise = np.exp(rng.normal(0, 0.01, (2, 2, 30)))
+    there = played(50 * first * noise[0][0], 50 * noise[0][1])
+    swapped = played(50 * noise[1][0], 50 * first * noise[1][1])
+    told = cost([there, swapped], "with", "without")
+    assert abs(told["cost"]) < 0.01 and told["low"] < 0 < told["high"] < 0.01
+    assert told["by_order"][0] < -0.05 and told["by_order"][1] > 0.05
+    assert told["pairs"] == 60
