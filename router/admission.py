@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
+from router.demand import Demand
 from router.fleet import Fleet
 from router.lateness import Lateness
 from router.offers import Floats, Offers
@@ -67,9 +68,9 @@ class Admission:
 
     TTFT within max(floor_s, ttft_factor x idle), TPOT within tpot_factor x idle. The idle TTFT is
     the median over the workers of loading what the best holder has and computing the rest. The
-    defaults are the objective itself. least: what of these limits the dearest requests have at
-    least; those of typical work, or less, have all of them. So what is cheap goes on when not all
-    can: by work, the cluster then serves the most requests.
+    defaults are the objective itself. least: what the dearest requests may use at least of the
+    slack between idle and limit, where many are refused (`router.demand`). So what is cheap goes on
+    when not all can: by work, the cluster then serves the most requests, and an idle one anybody.
     """
 
     floor_s: float = TTFT_FLOOR_S
@@ -90,7 +91,12 @@ class Admission:
         return self.tpot_factor * float(np.median(idle_s))
 
     def judge(
-        self, fleet: Fleet, offers: Offers, lateness: Lateness, sequences: Floats
+        self,
+        fleet: Fleet,
+        offers: Offers,
+        lateness: Lateness,
+        demand: Demand,
+        sequences: Floats,
     ) -> Judgement:
         """Each worker against the request's limits; `sequences`: how many each runs at a time."""
         now_s = offers.now_s
@@ -106,16 +112,28 @@ class Admission:
         )
         pace = np.array([lateness.pace(worker) for worker in offers.workers])
         expected_s = pace * token_s(offers, share)
-        dear = lateness.dearness(float(offers.work_s.min()))
-        room = self.least + (1 - self.least) * min(1.0 / dear, 1.0)
+        room = demand.room(cost_s(offers), self.least)
+        ttft_s = _within(self.ttft_limit_s(fleet, offers), self.ttft_factor, room)
+        tpot_s = _within(self.tpot_limit_s(fleet, offers), self.tpot_factor, room)
         return Judgement(
-            late_s=offers.ttft_s + late_s - room * self.ttft_limit_s(fleet, offers),
-            slow_s=expected_s - room * self.tpot_limit_s(fleet, offers),
+            late_s=offers.ttft_s + late_s - ttft_s,
+            slow_s=expected_s - tpot_s,
             token_s=expected_s,
             # Without a free slot it waits until another ends, which no prediction has priced.
             full=offers.in_flight >= sequences,
             output_tokens=offers.expected_output_tokens,
         )
+
+
+def cost_s(offers: Offers) -> float:
+    """Gpu seconds that the request takes where it takes the fewest."""
+    return float(offers.work_s.min())
+
+
+def _within(limit_s: float, factor: float, room: float) -> float:
+    """A limit of `factor` times idle, for one that may use `room` of what is beyond idle."""
+    idle_s = limit_s / factor
+    return idle_s + room * (limit_s - idle_s)
 
 
 def delay_s(offers: Offers) -> Floats:

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.report import Announcement, WorkerReport
-from router.admission import Admission, delay_s, token_s
+from router.admission import Admission, cost_s, delay_s, token_s
 from router.decision import Decision, NoWorkerError, OverloadedError, RouteRequest
+from router.demand import Demand
 from router.index.kv_events import KVEvent
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
@@ -73,6 +74,7 @@ class Router:
         self._flights: dict[str, _Flight] = {}
         self._outcomes = 0
         self._lateness = Lateness()
+        self._demand = Demand()
         self._replicator = Replicator(config.replication)
         self._others = OtherRequests(self._flights, self.view.reserve_other, self.state.finish)
 
@@ -288,9 +290,11 @@ class Router:
         offers = decision.offers
         assert offers is not None
         judged = admission.judge(
-            self.state.fleet, offers, self._lateness, self._sequences(offers.workers)
-        )
+            self.state.fleet, offers, self._lateness, self._demand,
+            self._sequences(offers.workers),
+        )  # fmt: skip
         refused = judged.refused
+        self._demand.judged(cost_s(offers), not refused.all())
         if not refused[index]:
             return decision, index
         if not refused.all():

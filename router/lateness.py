@@ -17,7 +17,6 @@ _LATE_QUANTILE = 0.8
 _SHORT_S, _LONG_S = 3.0, 12.0
 # News of a worker that is this old (in its dilated seconds) counts for a third.
 _FADE_S = 0.5
-_NO_WORK_S = 1e-9
 _LEAST_PACE, _MOST_PACE = 0.6, 2.0
 
 
@@ -49,7 +48,6 @@ class Lateness:
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
         self._flights: dict[str, _Flight] = {}
-        self._works: deque[float] = deque(maxlen=128)
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -118,11 +116,6 @@ class Lateness:
             flight = self._flights[oldest]
             overdue_s = now_s - flight.sent_s - flight.ttft_s
         return max(learnt_s, overdue_s, 0.0)
-
-    def dearness(self, work_s: float) -> float:
-        """A request's gpu seconds over those of the middle one of those that asked of late."""
-        self._works.append(work_s)
-        return work_s / max(_typical(self._works, work_s), _NO_WORK_S)
 
     def pace(self, worker: str) -> float:
         """How many times longer tokens took there than expected, of late; 1 without news."""

@@ -138,13 +138,3 @@ def test_what_was_cut_short_tells_nothing_of_the_pace(tokens):
     paced(lateness, 0.02, 0.03)
     paced(lateness, 0.02, 9.0, tokens=tokens)
     assert lateness.pace("a") == pytest.approx(1.5)
-
-
-def test_a_request_is_dear_by_those_that_asked_before_it():
-    lateness = Lateness()
-    assert lateness.dearness(0.5) == 1.0
-    for _ in range(50):
-        lateness.dearness(0.1)
-    assert lateness.dearness(0.1) == pytest.approx(1.0)
-    assert lateness.dearness(0.4) == pytest.approx(4.0)
-    assert Lateness().dearness(0.0) == 0.0
