@@ -41,12 +41,23 @@ class PoolHandles:
     async def stream(
         self, pool: str, body: Any, method: str, request: Request
     ) -> AsyncGenerator[Any, None]:
-        """What a worker of the pool answers to `method`; the pinned request says which one."""
+        """What a worker of the pool answers to `method`; the pinned request says which one.
+
+        Closed before its end, the worker is told to stop: Ray does so by itself only while
+        somebody waits for an item, not between two of them.
+        """
         known = pool if pool in self._handles else next(iter(self._handles))
         if known not in self._streaming:
             self._streaming[known] = self._handles[known].options(stream=True)
         if isinstance(body, ChatCompletionRequest):
             body = _sanitize_chat_completion_request(body)
         info = RawRequestInfo.from_starlette_request(request)
-        async for item in getattr(self._streaming[known], method).remote(body, info):
-            yield item
+        answer = getattr(self._streaming[known], method).remote(body, info)
+        ended = False
+        try:
+            async for item in answer:
+                yield item
+            ended = True
+        finally:
+            if not ended:
+                answer.cancel()

@@ -106,7 +106,7 @@ class Record:
 
 
 class Records(OrderedDict[str, Record]):
-    """Records by request id, the oldest first; at most so many."""
+    """Records by request id, the oldest first; at most so many. The oldest that are over go."""
 
     def __init__(self, memory: int = MEMORY) -> None:
         super().__init__()
@@ -118,7 +118,8 @@ class Records(OrderedDict[str, Record]):
         self.pop(request_id, None)
         self[request_id] = record
         while len(self) > self.memory:
-            self.popitem(last=False)
+            # One that is still served is needed until it ends, however old; they are few.
+            del self[next((old for old, kept in self.items() if kept.end), next(iter(self)))]
 
     def of(self, request_id: str, worker: str) -> Record | None:
         """The record of a request if it is on that worker: what another says of it is too late."""

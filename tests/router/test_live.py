@@ -165,6 +165,20 @@ async def test_memory_of_decisions_is_bounded(scene, worker):
     assert list(live.records) == ["r2", "r3", "r4"]
 
 
+async def test_a_request_that_outlives_thousands_of_others_still_ends_as_it_should(scene, worker):
+    live, board = scene
+    live.records.memory = 3
+    await joined(live, board, worker())
+    live.route(ask("long"))
+    for i in range(5):
+        live.route(ask(f"r{i}"))
+        live.release(f"r{i}", "done")
+    assert set(live.records) == {"long", "r3", "r4"}
+    live.release("long", "error")
+    assert live.records["long"].end == "error"
+    assert live.members.breakers.state("w", live.now_s()).failures == 1
+
+
 async def test_charges_are_counted_by_tenant_and_outlive_their_worker(scene, worker):
     live, board = scene
     await joined(live, board, worker("a"), worker("b"))
