@@ -31,18 +31,21 @@ class Judgement:
 
     late_s: seconds by which a first token is expected after the limit; slow_s: the same of each
     token. Negative where there is room. token_s: expected seconds per token. full: no slot is free.
+    idle: nothing is in flight there, so that nobody gains if it waits.
     """
 
     late_s: Floats
     slow_s: Floats
     token_s: Floats
     full: NDArray[np.bool_]
+    idle: NDArray[np.bool_]
     output_tokens: int
 
     @property
     def refused(self) -> NDArray[np.bool_]:
-        """Workers that would miss one or the other."""
-        refused: NDArray[np.bool_] = (self.late_s > 0) | (self.slow_s > 0) | self.full
+        """Workers that have something to do and would miss one or the other."""
+        missing = (self.late_s > 0) | (self.slow_s > 0) | self.full
+        refused: NDArray[np.bool_] = missing & ~self.idle
         return refused
 
     def refusal(self) -> tuple[str, float]:
@@ -121,6 +124,7 @@ class Admission:
             token_s=expected_s,
             # Without a free slot it waits until another ends, which no prediction has priced.
             full=offers.in_flight >= sequences,
+            idle=offers.in_flight == 0,
             output_tokens=offers.expected_output_tokens,
         )
 

@@ -7,7 +7,7 @@ objective; the peak is the best load of the same column. Simulated, as by `kappa
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -44,7 +44,8 @@ def overload(
             cluster=cluster_named(cluster), workload=workload_named(trace),
             shape=model_shape(MODEL), policy=policy, load=chosen[0], seed=seed,
         )  # fmt: skip
-        rows = measure(config, chosen, seconds)
+        with Console(stderr=True).status("computing the capacity bound") as status:
+            rows = measure(config, chosen, seconds, status.update)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if json_output:
@@ -61,7 +62,10 @@ def overload(
 
 
 def measure(
-    config: SimulationConfig, loads: Sequence[float], seconds: float
+    config: SimulationConfig,
+    loads: Sequence[float],
+    seconds: float,
+    progress: Callable[[str], object] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """A row for each load, without admission and with it."""
     capacity_rps = capacity_of(config)
@@ -69,6 +73,7 @@ def measure(
     for admission in (None, Admission()):
         column = []
         for load in loads:
+            progress(f"load {load:g}, {'with' if admission else 'without'} admission")
             run = config.replaced(
                 load=load, capacity_rps=capacity_rps, admission=admission,
                 requests=max(int(load * capacity_rps * seconds), 100),

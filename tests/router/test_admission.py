@@ -151,8 +151,14 @@ def test_cheap_requests_are_let_in_where_dear_ones_are_not():
 
 
 @pytest.mark.parametrize("tokens", [100, 20_000])
-def test_an_idle_cluster_lets_anybody_in_whatever_asked_before(tokens):
+def test_an_idle_cluster_lets_anybody_in_whatever_came_of_others(tokens):
     made = router(Admission(), "a", stale_after_s=1e9)
+    made.route(ask("slow", tokens=100, seed=1), 59.0)
+    made.first_token("slow", 99.0)
+    made.release("slow", 100.0)
     for _ in range(128):
         made._demand.judged(1e-9, False)
-    made.route(ask("dear", tokens=tokens, seed=3), 60.0)
+    assert made._lateness.late_s("a", 100.0) > 3
+    made.route(ask("dear", tokens=tokens, seed=3), 100.0)
+    with pytest.raises(OverloadedError):
+        made.route(ask("next", tokens=tokens, seed=4), 100.0)
