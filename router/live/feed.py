@@ -57,9 +57,9 @@ class WorkerFeed:
         self._stream.setsockopt(zmq.SUBSCRIBE, b"")
         self._stream.setsockopt(zmq.LINGER, 0)
         loop = asyncio.get_running_loop()
-        line = self._stream.get_monitor_socket(_LINE_EVENTS)
+        self._line = self._stream.get_monitor_socket(_LINE_EVENTS)
         self._stream.connect(announcement.events_endpoint)
-        self._tasks = [loop.create_task(self._run()), loop.create_task(self._watch_line(line))]
+        self._tasks = [loop.create_task(self._run()), loop.create_task(self._watch_line())]
 
     async def close(self) -> None:
         """Stop following; returns when the sockets are closed."""
@@ -69,11 +69,13 @@ class WorkerFeed:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self._stream.disable_monitor()
+        # The loop watches it, so that it would never be collected.
+        self._line.close(linger=0)
         self._stream.close()
 
-    async def _watch_line(self, line: zmq.asyncio.Socket) -> None:
+    async def _watch_line(self) -> None:
         while True:
-            event = parse_monitor_message(await line.recv_multipart())["event"]
+            event = parse_monitor_message(await self._line.recv_multipart())["event"]
             up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if up == self.connected:
                 continue

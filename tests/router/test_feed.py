@@ -1,6 +1,8 @@
 """A worker's stream over real sockets: snapshot, deltas, gaps, silence, nonsense."""
 
 import asyncio
+import gc
+import os
 
 import msgspec
 import pytest
@@ -207,3 +209,28 @@ async def test_it_closes_even_at_the_moment_when_its_snapshot_arrives(turns):
     closing.cancel()
     context.destroy(linger=0)
     assert done
+
+
+async def test_workers_that_come_and_go_leave_no_descriptor(scene):
+    worker, heard, _ = scene
+    await worker.answer(0)
+    assert await heard.next() == "reset"
+
+    def open_now():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    async def come_and_go():
+        feed = WorkerFeed(worker.announcement(), heard.blocks, heard.report, heard.gap)
+        await worker.answer(0)
+        assert await heard.next() == "reset"
+        await feed.close()
+
+    await come_and_go()
+    before = open_now()
+    for _ in range(10):
+        await come_and_go()
+    async with asyncio.timeout(_PATIENCE_S):
+        # libzmq's own thread closes what was handed to it.
+        while open_now() > before + 5:
+            await asyncio.sleep(0.01)
