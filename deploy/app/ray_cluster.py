@@ -43,19 +43,30 @@ class OwnRay:
         return [Machine("this machine", {"CPU": float(self._cpus), "GPU": math.inf})]
 
     def start(self, log_level: str) -> None:
-        """Start Ray."""
+        """Start Ray.
+
+        Raises:
+            StartError: it did not come up in Ray's own time.
+        """
         import ray
 
         self._log_level = log_level
         _quiet_ray(log_level)
-        ray.init(
-            num_cpus=self._cpus,
-            include_dashboard=False,
-            configure_logging=True,
-            logging_level=log_level,
-            log_to_driver=log_level in ("DEBUG", "INFO"),
-            object_store_memory=_OBJECT_STORE_BYTES,
-        )
+        try:
+            ray.init(
+                num_cpus=self._cpus,
+                include_dashboard=False,
+                configure_logging=True,
+                logging_level=log_level,
+                log_to_driver=log_level in ("DEBUG", "INFO"),
+                object_store_memory=_OBJECT_STORE_BYTES,
+            )
+        except Exception as error:  # Ray raises a bare one when a process of its own is late.
+            ray.shutdown()
+            raise StartError(
+                f"Ray did not start: {error} Its logs are in /tmp/ray/session_latest/logs; if this "
+                "machine is merely busy, try again when it is less so"
+            ) from error
 
     def machines(self) -> list[Machine]:
         """The machines of the cluster."""
