@@ -36,7 +36,10 @@ def draw(result: SoakResult, path: Path, title: str) -> Path:
         for at_s, _, _ in result.faults:
             axis.axvline(at_s / 60, color="#bbbbbb", lw=0.6, zorder=0)
     reserved.set_xlabel("minutes of load; grey lines: faults")
-    figure.suptitle(title)
+    # Below the picture, where no line is: every process has a line in the first one.
+    handles, roles = rss.get_legend_handles_labels()
+    figure.legend(handles, roles, fontsize=8, ncol=len(roles), loc="outside lower center")
+    figure.suptitle(title, fontsize=10)
     FigureCanvasAgg(figure).print_png(path)
     return path
 
@@ -51,4 +54,3 @@ def _processes(axis: Any, samples: Sequence[Sample], value: Callable[[Held], flo
             color=_COLOURS.get(role, "#888888"), label=role if role not in shown else None,
         )  # fmt: skip
         shown.add(role)
-    axis.legend(fontsize=7, ncol=4, loc="upper right")
