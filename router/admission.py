@@ -136,8 +136,8 @@ def cost_s(offers: Offers) -> float:
 
 def _within(limit_s: float, factor: float, room: float) -> float:
     """A limit of `factor` times idle, for one that may use `room` of what is beyond idle."""
-    idle_s = limit_s / factor
-    return idle_s + room * (limit_s - idle_s)
+    slack_s = limit_s * (1 - 1 / max(factor, 1.0))
+    return limit_s - (1 - room) * slack_s
 
 
 def delay_s(offers: Offers) -> Floats:

@@ -9,6 +9,7 @@ import json
 from dataclasses import replace
 
 import httpx
+import numpy as np
 
 import router.live.live_router
 from kappa.hardware import node_profile
@@ -16,6 +17,8 @@ from kappa.report import Announcement
 from kappa.step import StepModel
 from router.access.middleware import Access
 from router.access.tenants import Tenants
+from router.admission import Admission
+from router.decision import RouteRequest
 from router.ingress.app import make_app
 from router.ingress.endpoints import KappaIngress
 from router.ingress.rendering import PromptRenderer
@@ -133,3 +136,14 @@ class Scene:
 def tiny_renderer(folder):
     """A renderer of a tiny model made in `folder`."""
     return PromptRenderer(str(make_tiny_model(folder, ["hello world " * 20])))
+
+
+def overload(live):
+    """From now on each worker has a request in flight, and whoever comes next would be too late."""
+    workers = frozenset(live.router.state.workers)
+    for worker in workers:
+        busy = RouteRequest(f"on-{worker}", np.arange(16), max_tokens=4, exclude=workers - {worker})
+        live.router.route(busy, live.now_s())
+    strict = Admission(floor_s=0.0, ttft_factor=0.0)
+    live.router.config = replace(live.router.config, admission=strict)
+    return len(workers)

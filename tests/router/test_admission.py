@@ -162,3 +162,10 @@ def test_an_idle_cluster_lets_anybody_in_whatever_came_of_others(tokens):
     made.route(ask("dear", tokens=tokens, seed=3), 100.0)
     with pytest.raises(OverloadedError):
         made.route(ask("next", tokens=tokens, seed=4), 100.0)
+
+
+def test_a_limit_below_idle_refuses_and_does_not_divide_by_it():
+    made = router(Admission(floor_s=0.0, ttft_factor=0.0), "a")
+    made.route(ask("first", tokens=100, seed=1), 1.0)
+    with pytest.raises(OverloadedError, match="too late"):
+        made.route(ask("second", tokens=100, seed=2), 1.0)

@@ -13,8 +13,7 @@ from ray.exceptions import RayActorError
 import router.ingress.request_path
 from kappa.report import TenantCharge, WorkerReport
 from router.access.tenants import Tenants
-from router.admission import Admission
-from tests.router.scripted import BODY, PATH, code, event, get, post, words
+from tests.router.scripted import BODY, PATH, code, event, get, overload, post, words
 
 pytestmark = pytest.mark.ray
 
@@ -65,12 +64,11 @@ async def test_without_workers_it_is_503_with_a_time_to_come_back(serve, monkeyp
 async def test_with_admission_what_would_start_too_late_is_refused(serve):
     _, live, app = await serve(words, admission=True)
     assert (await post(app, stream=True)).status_code == 200
-    strict = Admission(floor_s=0.0, ttft_factor=0.0)
-    live.router.config = replace(live.router.config, admission=strict)
+    busy = overload(live)
     answer = await post(app)
     assert (answer.status_code, code(answer)) == (429, "overloaded")
     assert int(answer.headers["retry-after"]) >= 1
-    assert live.router.reservations == 0
+    assert live.router.reservations == busy
 
 
 async def test_a_worker_that_dies_first_is_replaced_by_another(serve):

@@ -5,7 +5,6 @@ Ray's delivery is replaced by a script, as in test_ingress; everything else is r
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -17,12 +16,11 @@ from router.access.isolation import cache_salt
 from router.access.limits import Allowance
 from router.access.middleware import Access
 from router.access.tenants import Tenant, Tenants
-from router.admission import Admission
 from router.index.prefix_hash import salt_of
 from router.ingress.app import make_app
 from router.ingress.rendering import PromptRenderer
 from router.live.board import Board
-from tests.router.scripted import BODY, PATH, Scripted, announcement, event
+from tests.router.scripted import BODY, PATH, Scripted, announcement, event, overload
 from workers.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.ray
@@ -288,8 +286,7 @@ async def test_no_text_of_a_prompt_is_logged_whatever_becomes_of_the_request(clu
 
 async def test_an_overloaded_cluster_says_so_early_and_when_to_come_back(cluster):
     async with cluster(words, admission=True) as here:
-        strict = Admission(floor_s=0.0, ttft_factor=0.0)
-        here.live.router.config = replace(here.live.router.config, admission=strict)
+        overload(here.live)
         answer = await ask(here)
         assert code(answer, 429) == "overloaded" and int(answer.headers["retry-after"]) >= 1
         assert here.ingress.sent == []
