@@ -39,8 +39,6 @@ def new(
     json_output: Json = False,
 ) -> None:
     """Make a key; print it once, with the line for the keys file."""
-    if not re.fullmatch(TENANT_NAME, tenant):
-        _exit(f"{tenant!r} is no tenant's name: letters, digits, '.', '_' and '-', at most 64")
     key = new_key(secrets.token_bytes(_KEY_BYTES))
     line = _line(key, tenant)
     if file is not None:
@@ -67,8 +65,6 @@ def hash_(
     fault = "is a digest already" if is_hashed(key) else entry_fault(key)
     if fault is not None:
         _exit(f"the key {fault}")
-    if tenant is not None and not re.fullmatch(TENANT_NAME, tenant):
-        _exit(f"{tenant!r} is no tenant's name: letters, digits, '.', '_' and '-', at most 64")
     print(hashed(key) if tenant is None else _line(key, tenant))
 
 
@@ -103,7 +99,12 @@ def list_(
 
 
 def _line(key: str, tenant: str) -> str:
-    """A line for the keys file; a tenant such as `no` or `007`, else read as none, in quotes."""
+    """A line for the keys file; a tenant such as `no` or `007`, else read as none, in quotes.
+
+    Exits with 2 if it is no tenant's name.
+    """
+    if not re.fullmatch(TENANT_NAME, tenant):
+        _exit(f"{tenant!r} is no tenant's name: letters, digits, '.', '_' and '-', at most 64")
     told = tenant if yaml.safe_load(tenant) == tenant else json.dumps(tenant)
     return f"{hashed(key)}: {told}"
 

@@ -40,7 +40,6 @@ class EmulatedReports:
         self._stats = StatsSender(stats_endpoint)
         self._block_tokens, self._event_fault = block_tokens, event_fault
         self._kv = KvPublisher(kv_endpoint)
-        self._batches = 0
         self._late: list[bytes] | None = None
         self._counted_s, self._failed = 0.0, 0
         self._iterations = 0
@@ -102,9 +101,8 @@ class EmulatedReports:
         """Changes of what can be found, as one of vLLM's batches."""
         if not changes:
             return
+        fault = self._event_fault() if self._kv.number % 2 else ""
         frames = self._kv.batch([self._event(change) for change in changes])
-        fault = self._event_fault() if self._batches % 2 else ""
-        self._batches += 1
         if fault == "lose":
             return
         if fault == "reorder":

@@ -19,11 +19,13 @@ class KvPublisher:
 
     Args:
         endpoint: bound here; the report stream reads it. An empty one tells nobody.
+
+    `number`: of the next batch, from 0.
     """
 
     def __init__(self, endpoint: str) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
-        self._number = 0
+        self.number = 0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MESSAGES)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -37,8 +39,8 @@ class KvPublisher:
     def batch(self, events: Sequence[BlockStored | BlockRemoved]) -> list[bytes]:
         """The frames of the next batch: topic, number, events."""
         encoded = self._encode(KVEventBatch(ts=time.time(), events=list(events)))
-        frames = [_TOPIC, self._number.to_bytes(8, "big"), encoded]
-        self._number += 1
+        frames = [_TOPIC, self.number.to_bytes(8, "big"), encoded]
+        self.number += 1
         return frames
 
     def send(self, frames: list[bytes]) -> None:
