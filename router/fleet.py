@@ -1,7 +1,7 @@
 """All workers as columns of one matrix, so that a request is priced on every one of them at once.
 
 A row is one quantity (seconds per token, queued seconds, requests in flight), a column one worker.
-Joining, reserving and releasing touch single cells; `price` is a handful of vector operations.
+Joining, reserving and releasing touch single cells; `price` is one compiled loop.
 The queues are arithmetic, not a forecast step by step (`router.shadow` is, for small pools): the
 work reserved and not yet done, less what the engine must have done since it last finished some.
 Pure: each call takes the time. Seconds are real ones.
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kappa.report import Announcement
 from kappa.types import NodeProfile
 from router import fleet_rows as at
+from router import offer_rows as row
 from router import pricing
 from router.index.prefix_hash import UInt64s
 from router.offers import Floats, Offers
@@ -285,10 +286,7 @@ class Fleet:
 
     def backlog_s(self, worker: str, now_s: float) -> tuple[float, float]:
         """Seconds of queued work on one worker's (link, gpu)."""
-        column = self._cells[:, self._slots[worker]]
-        link_s = min(max(column[at.LINK_FREE] - now_s, 0.0), column[at.LINK_OUT])
-        done_s = min(max(now_s - column[at.GPU_SINCE], 0.0), column[at.GPU_HEAD])
-        return max(float(link_s), 0.0), max(float(column[at.GPU_OUT] - done_s), 0.0)
+        return pricing.backlogs_s(self._cells, self._slots[worker], now_s)
 
     def ready(
         self, now_s: float, stale_after_s: float, exclude: frozenset[str]
@@ -327,26 +325,14 @@ class Fleet:
         cards of both ends, and takes for ever where the host tier has no spare room for it beside
         what was promised to others.
         """
-        cells = self._cells[:, slots]  # A copy: what was priced must not change afterwards.
-        own = pricing.prefill(
-            cells,
-            prompt_tokens,
-            device_tokens + cached_tokens,
-            cells[at.DECODING],
-            cells[at.DECODE_CONTEXT],
-        )
-        load_s = pricing.load_s(cells, cached_tokens)
-        link_s, gpu_s = pricing.backlogs_s(cells, now_s)
-        net_free_s, fetch_s = cells[at.NET_FREE], None
+        fetched, source = _NOTHING, -1
         if fetch_tokens is not None:
-            fetch_s = pricing.fetch_s(cells, fetch_tokens)
-            net_free_s = np.maximum(net_free_s, self._cells[at.NET_FREE, self._slots[fetch_from]])
-        net_s = np.maximum(net_free_s - now_s, 0.0)
-        start_s = link_s if fetch_s is None else np.maximum(link_s, net_s + fetch_s)
-        # A clock that was set back must not make use grow without bound.
-        fade = np.exp(np.minimum(cells[at.USE_AT] - now_s, 0.0) / self.window_s)
-        gpu_use = cells[at.GPU_USE] * fade
-        weighing = pricing.weighing_tokens(cells, own.work_s, load_s, prompt_tokens, output_tokens)
+            fetched, source = fetch_tokens, self._slots[fetch_from]
+        priced = pricing.price(
+            self._cells, slots, now_s, self.window_s, float(prompt_tokens), float(output_tokens),
+            device_tokens, cached_tokens, fetched, source,
+        )  # fmt: skip
+        rows = list(priced)
         return Offers(
             now_s=now_s,
             workers=self._names if len(slots) == len(self._names) else self._named(slots),
@@ -358,62 +344,53 @@ class Fleet:
             expected_output_tokens=output_tokens,
             device_tokens=device_tokens,
             cached_tokens=cached_tokens,
-            new_tokens=own.new_tokens,
-            load_s=load_s,
-            load_token_s=cells[at.LOAD_TOKEN],
-            work_s=own.work_s,
-            compute_s=own.compute_s,
-            fixed_s=cells[at.OVERHEAD],
-            link_backlog_s=link_s,
-            gpu_backlog_s=gpu_s,
-            harm_s=cells[at.DECODING] * np.maximum(own.compute_s - own.read_s, 0.0),
-            decode_s=weighing * (cells[at.TOKEN] + prompt_tokens * cells[at.CONTEXT]),
-            gpu_use=gpu_use,
-            loads_per_s=cells[at.LOADS] * fade,
-            prefills_per_s=cells[at.PREFILLS] * fade,
-            in_flight=cells[at.IN_FLIGHT],
-            waiting=cells[at.WAITING],
-            queued_tokens=cells[at.QUEUED],
-            resident_tokens=cells[at.RESIDENT],
-            capacity_tokens=cells[at.CAPACITY],
-            h2d_bytes_per_s=cells[at.LINK_RATE],
-            flops_per_s=cells[at.FLOPS],
-            cost_per_hour=cells[at.COST],
-            kappa_crit=cells[at.CRIT],
-            fetch_s=fetch_s,
+            new_tokens=rows[row.NEW],
+            load_s=rows[row.LOAD],
+            load_token_s=rows[row.LOAD_TOKEN],
+            work_s=rows[row.WORK],
+            compute_s=rows[row.COMPUTE],
+            fixed_s=rows[row.FIXED],
+            link_backlog_s=rows[row.LINK_BACKLOG],
+            gpu_backlog_s=rows[row.GPU_BACKLOG],
+            harm_s=rows[row.HARM],
+            decode_s=rows[row.DECODE],
+            gpu_use=rows[row.GPU_USE],
+            loads_per_s=rows[row.LOADS],
+            prefills_per_s=rows[row.PREFILLS],
+            in_flight=rows[row.IN_FLIGHT],
+            waiting=rows[row.WAITING],
+            queued_tokens=rows[row.QUEUED],
+            resident_tokens=rows[row.RESIDENT],
+            capacity_tokens=rows[row.CAPACITY],
+            h2d_bytes_per_s=rows[row.LINK_RATE],
+            flops_per_s=rows[row.FLOPS],
+            cost_per_hour=rows[row.COST],
+            kappa_crit=rows[row.CRIT],
+            fetch_s=rows[row.FETCH] if fetch_tokens is not None else None,
             fetch_tokens=fetch_tokens,
             fetch_from=fetch_from,
-            net_backlog_s=net_s,
-            ttft_s=cells[at.OVERHEAD]
-            + np.maximum(start_s + load_s, gpu_s)
-            + own.compute_s
-            + pricing.under_way_s(cells, cached_tokens),
-            tpot_s=pricing.tpot_s(cells, prompt_tokens, gpu_use),
+            net_backlog_s=rows[row.NET_BACKLOG],
+            ttft_s=rows[row.TTFT],
+            tpot_s=rows[row.TPOT],
         )
 
     def idle_ttft_s(
         self, slots: NDArray[np.intp], prompt_tokens: int, held_tokens: float
     ) -> Floats:
         """TTFT on idle workers that hold `held_tokens` of the prompt in their host tiers."""
-        cells = self._cells[:, slots]
-        held = np.full(len(slots), float(held_tokens))
-        own = pricing.prefill(cells, prompt_tokens, held)
-        idle_s: Floats = cells[at.OVERHEAD] + pricing.load_s(cells, held) + own.compute_s
-        return idle_s
+        return pricing.idle_ttft_s(self._cells, slots, float(prompt_tokens), float(held_tokens))
 
     def idle_tpot_s(self, slots: NDArray[np.intp], prompt_tokens: int) -> Floats:
         """Time per output token on idle workers."""
-        cells = self._cells[:, slots]
-        return pricing.reading_step_s(cells, prompt_tokens)
+        return pricing.idle_tpot_s(self._cells, slots, float(prompt_tokens))
 
     def rooms(self, slots: NDArray[np.intp], now_s: float) -> Rooms:
         """What is to be known of workers as targets of copies."""
         cells = self._cells[:, slots]
-        link_s, gpu_s = pricing.backlogs_s(cells, now_s)
         return Rooms(
             spare_tokens=cells[at.SPARE] - cells[at.PROMISED],
             host_tokens=cells[at.HOST],
-            backlog_s=np.maximum(link_s, gpu_s),
+            backlog_s=pricing.busier_s(self._cells, slots, now_s),
             h2d_bytes_per_s=cells[at.LINK_RATE],
             load_token_s=cells[at.LOAD_TOKEN],
             net_tokens_per_s=cells[at.NET],
@@ -445,3 +422,4 @@ class Fleet:
 
 
 _NO_HASHES: UInt64s = np.empty(0, dtype=np.uint64)
+_NOTHING: Floats = np.empty(0)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kappa.compiled import compiled
 from router.offers import Floats, Offers
 from router.placement import FutureLoads, is_first
 from router.policy import Choice, Fetch, least, reason
@@ -52,7 +53,10 @@ class Priced:
 
     def choose(self, offers: Offers) -> Choice:
         """Pick the least sum; ties by requests in flight."""
-        score = offers.ttft_s + toll_s(offers, float(offers.new_tokens.min())) + crowd_s(offers)
+        score = _score_s(
+            offers.ttft_s, offers.new_tokens, offers.work_s, offers.gpu_use, offers.prefills_per_s,
+            offers.gpu_backlog_s, offers.in_flight, offers.decode_s,
+        )  # fmt: skip
         if self._future is not None and is_first(offers):
             score += self._future.cost_s(offers)
         index = least(score, offers.in_flight, -offers.h2d_bytes_per_s)
@@ -62,7 +66,8 @@ class Priced:
         # It must gain the request itself more than the transfer takes of two cards: what is only
         # to spread those that decode, or saves little, fills the nodes that others fetch to.
         sooner = fetching.ttft_s + fetching.fetch_s < offers.ttft_s[index]
-        cost_s = fetching.ttft_s + fetch_toll_s(fetching) + crowd_s(fetching)
+        crowd_s = fetching.in_flight * fetching.decode_s
+        cost_s = fetching.ttft_s + fetch_toll_s(fetching) + crowd_s
         fetched = np.where(sooner, cost_s, np.inf)
         best = int(fetched.argmin())
         tokens = fetching.cached_tokens[best] - offers.cached_tokens[best]
@@ -79,19 +84,28 @@ class Priced:
         """Nothing is kept by worker."""
 
 
-def toll_s(offers: Offers, needed_tokens: float) -> Floats:
-    """Seconds of others' waiting for computing more than `needed_tokens` on each worker."""
-    wasted_s = (1 - needed_tokens / offers.new_tokens) * offers.work_s
-    use = min(_mean(offers.gpu_use), _FULL)
-    price = _mean(offers.prefills_per_s) / (1 - use)
-    cost_s: Floats = wasted_s * (wasted_s + _mean(offers.gpu_backlog_s)) * price
-    return cost_s
+@compiled
+def _score_s(
+    ttft_s: Floats, new_tokens: Floats, work_s: Floats, gpu_use: Floats, prefills_per_s: Floats,
+    gpu_backlog_s: Floats, in_flight: Floats, decode_s: Floats,
+) -> Floats:  # fmt: skip
+    """Own wait, toll and crowd on each worker, in seconds; arrays as in `Offers`.
 
-
-def crowd_s(offers: Offers) -> Floats:
-    """Seconds by which a request's decode delays those in flight beside it."""
-    cost_s: Floats = offers.in_flight * offers.decode_s
-    return cost_s
+    The toll: others' waiting for computing more than the least that any worker would. The crowd:
+    by how much the request's decode delays those in flight beside it.
+    """
+    workers = len(ttft_s)
+    needed_tokens = new_tokens.min()
+    use = min(gpu_use.sum() / workers, _FULL)
+    price = prefills_per_s.sum() / workers / (1 - use)
+    queue_s = gpu_backlog_s.sum() / workers
+    out = np.empty(workers)
+    for i in range(workers):
+        wasted_s = (1 - needed_tokens / new_tokens[i]) * work_s[i]
+        toll_s = wasted_s * (wasted_s + queue_s) * price
+        crowd_s = in_flight[i] * decode_s[i]
+        out[i] = ttft_s[i] + toll_s + crowd_s
+    return out
 
 
 def fetch_toll_s(offers: Offers) -> Floats:
@@ -99,10 +113,5 @@ def fetch_toll_s(offers: Offers) -> Floats:
     assert offers.fetch_s is not None
     # Where it would take for ever, its own TTFT says so.
     moved_s = np.where(np.isfinite(offers.fetch_s), offers.fetch_s, 0.0)
-    cost_s: Floats = moved_s * _mean(offers.loads_per_s) * (offers.net_backlog_s + moved_s)
+    cost_s: Floats = moved_s * float(offers.loads_per_s.mean()) * (offers.net_backlog_s + moved_s)
     return cost_s
-
-
-def _mean(values: Floats) -> float:
-    # A fifth of what `ndarray.mean` takes for as few values as there are workers.
-    return float(np.add.reduce(values)) / len(values)

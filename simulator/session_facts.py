@@ -110,7 +110,12 @@ def _schedule(
 
 def longest_left(earlier: Sequence[TurnShape], turn: TurnShape) -> int:
     """Longest prefix of a turn's prompt, in blocks, that one of the earlier turns left."""
-    return max(shared_prefix(before.kept_blocks, turn.blocks) for before in earlier)
+    longest = 0
+    # Latest first: what an earlier one left is mostly too short to hold more.
+    for before in reversed(earlier):
+        if len(before.kept_blocks) > longest:
+            longest = max(longest, shared_prefix(before.kept_blocks, turn.blocks))
+    return longest
 
 
 def shared_prefix(a: Ids, b: Ids) -> int:

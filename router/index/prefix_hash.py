@@ -1,4 +1,4 @@
-"""Prefix hashes of token sequences, one per full block, in a handful of vector operations.
+"""Prefix hashes of token sequences, one per full block, in one compiled loop.
 
 The ingress hashes each prompt with these to ask the prefix index who holds it; the index
 computes the same hashes from the token ids in KV events. They never decide what KV is reused
@@ -18,16 +18,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kappa.compiled import compiled
+
 UInt64s = NDArray[np.uint64]
 Tokens = NDArray[np.integer] | Sequence[int]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _SALT_FACTOR = 0xD6E8FEB86659FD93
-_HALF = np.uint64(32)
-_PIECE_TOKENS = 16_384
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
+_STEP = np.uint64(_GOLDEN)
 _UNMIX_A, _UNMIX_B = pow(int(_MIX_A), -1, 1 << 64), pow(int(_MIX_B), -1, 1 << 64)
 
 
@@ -82,7 +83,7 @@ class PrefixHasher:
         ValueError: block_tokens below 1 or a secret outside [0, 2^64).
     """
 
-    __slots__ = ("_depths", "_key", "_seed", "_token_key", "_weights", "block_tokens")
+    __slots__ = ("_key", "_seed", "_token_key", "_weights", "block_tokens")
 
     def __init__(self, block_tokens: int, secret: int) -> None:
         if block_tokens < 1:
@@ -90,10 +91,12 @@ class PrefixHasher:
         if not 0 <= secret <= _MASK:
             raise ValueError("secret must fit 64 unsigned bits")
         self.block_tokens = block_tokens
-        keys = _mix(np.array([secret, secret ^ _GOLDEN, ~secret & _MASK], dtype=np.uint64))
-        self._token_key, self._key, self._seed = keys[0], int(keys[1]), keys[2]
+        keys = (secret, secret ^ _GOLDEN, ~secret & _MASK)
+        token_key, key, seed = (_mix(np.uint64(each)) for each in keys)
+        self._token_key, self._key, self._seed = np.uint64(token_key), int(key), np.uint64(seed)
         self._weights: UInt64s = np.empty(0, dtype=np.uint64)
-        self._depths: UInt64s = np.empty(0, dtype=np.uint64)
+        # Compiled now rather than while the first request waits.
+        self.prefix_hashes(range(block_tokens))
 
     def prefix_hashes(self, token_ids: Tokens, salt: int = 0) -> UInt64s:
         """Hashes of all full-block prefixes, shape (len(token_ids) // block_tokens,).
@@ -119,73 +122,64 @@ class PrefixHasher:
         tokens = _as_integers(token_ids)
         blocks = len(tokens) // size
         sums: UInt64s = np.empty(blocks, dtype=np.uint64)
-        if not blocks:
-            return sums, sums.copy()
-        start, count = parent.blocks * size, blocks * size
-        if len(self._weights) < start + count:
-            self._grow(start + count)
-        weights = self._weights[start : start + count].reshape(blocks, size)
-        # In pieces that stay in the processor's caches; scratch of this call's own, since calls
-        # may come from several threads.
-        step = max(1, _PIECE_TOKENS // size)
-        scratch = np.empty((2, min(step, blocks) * size), dtype=np.uint64)
-        for first in range(0, blocks, step):
-            last = min(first + step, blocks)
-            mixed, high = scratch[:, : (last - first) * size]
-            piece = tokens[first * size : last * size]
-            np.bitwise_xor(piece, self._token_key, out=mixed, dtype=np.uint64, casting="unsafe")
-            # One multiply-and-fold: without it, tokens that differ in a high bit only would leave
-            # the low bits of every product equal and shorten the effective hash.
-            mixed *= _MIX_A
-            np.right_shift(mixed, _HALF, out=high)
-            mixed ^= high
-            np.vecdot(mixed.reshape(-1, size), weights[first:last], out=sums[first:last])
-        # On slices: numpy warns about scalars that wrap, and wrapping is meant.
-        sums[:1] += np.array([parent.raw_sum], dtype=np.uint64)
-        np.cumsum(sums, out=sums)
-        return self._finalise(sums, parent.blocks, salt), sums
+        hashes: UInt64s = np.empty(blocks, dtype=np.uint64)
+        if len(self._weights) < (parent.blocks + blocks) * size:
+            self._grow((parent.blocks + blocks) * size)
+        key = np.uint64((self._key + salt * _SALT_FACTOR) & _MASK)
+        _hash_blocks(
+            tokens, self._weights, size, self._token_key, key, np.uint64(parent.raw_sum),
+            parent.blocks, sums, hashes,
+        )  # fmt: skip
+        return hashes, sums
 
     def running(self, prefix_hash: int, blocks: int, salt: int = 0) -> Running:
         """The state behind a prefix hash of so many blocks: the finaliser can be undone."""
         mixed = _unmix(_unmix(prefix_hash) ^ ((self._key + salt * _SALT_FACTOR) & _MASK))
         return Running((mixed - blocks * _GOLDEN) & _MASK, blocks)
 
-    def _finalise(self, sums: UInt64s, blocks_before: int, salt: int) -> UInt64s:
-        last = blocks_before + len(sums)
-        if len(self._depths) < last:
-            self._depths = np.arange(1, 2 * last + 1, dtype=np.uint64)
-            self._depths *= np.uint64(_GOLDEN)
-        mixed = sums + self._depths[blocks_before:last]
-        scratch = np.empty_like(mixed)
-        _mix_in_place(mixed, scratch)
-        mixed ^= np.uint64((self._key + salt * _SALT_FACTOR) & _MASK)
-        _mix_in_place(mixed, scratch)
-        return mixed
-
     def _grow(self, needed: int) -> None:
         length = max(4096, 1 << (needed - 1).bit_length())
-        index = np.arange(1, length + 1, dtype=np.uint64)
-        index *= np.uint64(_GOLDEN)
-        index += self._seed
-        self._weights = _mix(index)
+        self._weights = _weights(self._seed, length)
 
 
-def _mix(values: UInt64s) -> UInt64s:
+@compiled
+def _mix(value: np.uint64) -> np.uint64:
     """A bijective 64-bit scramble (xor-shift and multiply, three rounds)."""
-    mixed = values.copy()
-    _mix_in_place(mixed, np.empty_like(mixed))
-    return mixed
+    value ^= value >> np.uint64(30)
+    value *= _MIX_A
+    value ^= value >> np.uint64(27)
+    value *= _MIX_B
+    return value ^ value >> np.uint64(31)
 
 
-def _mix_in_place(values: UInt64s, scratch: UInt64s) -> None:
-    np.right_shift(values, np.uint64(30), out=scratch)
-    values ^= scratch
-    values *= _MIX_A
-    np.right_shift(values, np.uint64(27), out=scratch)
-    values ^= scratch
-    values *= _MIX_B
-    np.right_shift(values, np.uint64(31), out=scratch)
-    values ^= scratch
+@compiled
+def _weights(seed: np.uint64, length: int) -> UInt64s:
+    """The weight of each position."""
+    weights = np.empty(length, dtype=np.uint64)
+    for position in range(length):
+        weights[position] = _mix(np.uint64(position + 1) * _STEP + seed)
+    return weights
+
+
+@compiled
+def _hash_blocks(
+    tokens: UInt64s, weights: UInt64s, block_tokens: int, token_key: np.uint64, key: np.uint64,
+    raw_sum: np.uint64, blocks_before: int, sums: UInt64s, hashes: UInt64s,
+) -> None:  # fmt: skip
+    """Raw sums and hashes of the blocks that follow `blocks_before` blocks of that raw sum."""
+    for block in range(len(sums)):
+        first = block * block_tokens
+        at = blocks_before * block_tokens + first
+        added = np.uint64(0)
+        for i in range(block_tokens):
+            # One multiply-and-fold: without it, tokens that differ in a high bit only would leave
+            # the low bits of every product equal and shorten the effective hash.
+            mixed = (tokens[first + i] ^ token_key) * _MIX_A
+            added += (mixed ^ mixed >> np.uint64(32)) * weights[at + i]
+        raw_sum += added
+        sums[block] = raw_sum
+        depth = np.uint64(blocks_before + block + 1) * _STEP
+        hashes[block] = _mix(_mix(raw_sum + depth) ^ key)
 
 
 def _unmix(value: int) -> int:
@@ -197,7 +191,8 @@ def _unmix(value: int) -> int:
     return value ^ value >> 30 ^ value >> 60
 
 
-def _as_integers(token_ids: Tokens) -> NDArray[np.integer]:
+def _as_integers(token_ids: Tokens) -> UInt64s:
+    """The ids' bits, widened to 64 with their sign; one type, so that one loop is compiled."""
     if isinstance(token_ids, list | tuple):
         try:
             # Four times as fast as numpy's own conversion, which looks at every item's type first.
@@ -208,8 +203,7 @@ def _as_integers(token_ids: Tokens) -> NDArray[np.integer]:
     if ids.ndim == 1 and ids.size == 0:
         return np.empty(0, dtype=np.uint64)
     if ids.ndim == 1 and ids.dtype.kind in "iu":
-        # The same bits, so that no conversion is needed.
-        return ids.view(np.uint64) if ids.dtype == np.int64 else ids
+        return np.ascontiguousarray(ids, dtype=np.uint64)
     raise ValueError(
         f"token ids must be a one-dimensional run of integers, got shape {ids.shape} of {ids.dtype}"
     )
