@@ -181,6 +181,8 @@ def price(
         slot = slots[i]
         token_s = cells[at.TOKEN, slot] + prompt_tokens * cells[at.CONTEXT, slot]
         out[row.DECODE, i] = weighing * token_s
+        beside_tokens = prompt_tokens + cells[at.RESIDENT, slot]
+        out[row.OWN_DECODE, i] = weighing * reading_step_s(cells, slot, beside_tokens)
     return out
 
 

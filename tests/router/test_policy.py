@@ -181,6 +181,12 @@ def test_priced_pays_for_those_it_decodes_beside():
     assert pick(PRICED, crowded, calm)[0] == 1
 
 
+def test_priced_counts_half_of_its_own_decode():
+    slow = candidate(ttft_s=1.0, own_decode_s=3.0)
+    assert pick(PRICED, slow, candidate(ttft_s=2.4))[0] == 1
+    assert pick(PRICED, slow, candidate(ttft_s=2.6))[0] == 0
+
+
 def test_priced_fetches_from_a_peer_when_that_is_cheaper_than_waiting_or_computing():
     holder = busy(ttft_s=5.0, new_tokens=100, cached_tokens=50_000)
     other = busy(ttft_s=6.0, new_tokens=50_100, work_s=4.0)
