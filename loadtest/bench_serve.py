@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -40,18 +41,27 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of one system: its answers and how long they took together."""
+    """One round of one system: its answers and how long they took together.
+
+    cpu_s: processor seconds that its processes used meanwhile; NaN where nobody looked.
+    """
 
     system: str
     prompt: str
     concurrency: int
     seconds: float
     answers: tuple[Answer, ...]
+    cpu_s: float = math.nan
 
     @property
     def rps(self) -> float:
         """Requests per second."""
         return len(self.answers) / self.seconds
+
+    @property
+    def per_cpu_s(self) -> float:
+        """Requests per processor second."""
+        return len(self.answers) / self.cpu_s
 
 
 def prompt_text(kind: str, random: Random) -> str:
@@ -129,8 +139,12 @@ async def play(
     rounds: int,
     seed: int,
     progress: Progress,
+    cpu_s: Callable[[str], float] | None = None,
 ) -> list[Round]:
-    """All rounds: for each prompt and concurrency the systems take turns, `rounds` times each."""
+    """All rounds: for each prompt and concurrency the systems take turns, `rounds` times each.
+
+    cpu_s: processor seconds that a system's processes have used so far, to be told per round.
+    """
     random = Random(seed)
     done: list[Round] = []
     limits = httpx.Limits(max_connections=128, max_keepalive_connections=128)
@@ -146,10 +160,12 @@ async def play(
                 names = list(urls)
                 names = names[turn % len(names) :] + names[: turn % len(names)]
                 for system in names:
+                    before_s = cpu_s(system) if cpu_s else math.nan
                     played = await play_round(
                         client, system, urls[system], model, prompt, concurrency, count, random
                     )
-                    done.append(played)
+                    used_s = cpu_s(system) - before_s if cpu_s else math.nan
+                    done.append(replace(played, cpu_s=used_s))
             rows = [_row(_of(done, system, prompt, concurrency)) for system in urls]
             told = ", ".join(f"{r['system']} {1e3 * r['ttft_s']['p50']:.0f} ms" for r in rows)
             progress(f"{prompt} prompts, concurrency {concurrency}: TTFT p50 {told}")

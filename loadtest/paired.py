@@ -1,4 +1,4 @@
-"""What something costs in requests/s, from rounds played in turns with and without it. Pure.
+"""What something costs in requests per second, from rounds in turns with and without it. Pure.
 
 Rounds of one prompt and concurrency are paired in the order in which they were played, so that a
 machine that slows down meanwhile slows both of a pair. Where the two stand may matter, too: it is
@@ -8,7 +8,8 @@ the pairs' ratios, with a bootstrap interval (resampled within each order and ce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,19 @@ _RESAMPLES = 4000
 
 
 def cost(
-    orders: Sequence[Sequence[Round]], with_it: str, without: str, seed: int = 0
+    orders: Sequence[Sequence[Round]],
+    with_it: str,
+    without: str,
+    seed: int = 0,
+    rate: Callable[[Round], float] = attrgetter("rps"),
 ) -> dict[str, Any]:
     """The share of requests/s that `with_it` costs against `without`; negative: it gains.
 
     Args:
         orders: the rounds of each order of the two, all of the same cells.
+        with_it: the system that has it; `without`: the one that does not.
+        seed: of the bootstrap.
+        rate: of a round; its requests per processor second cost less noise than those per second.
 
     Returns cost, its 95 % interval (low, high), the number of pairs, and the cost by cell and by
     order.
@@ -33,7 +41,9 @@ def cost(
         ValueError: no pairs, or rounds without a partner.
     """
     cells = list(dict.fromkeys((r.prompt, r.concurrency) for order in orders for r in order))
-    logs = [{cell: _logs(order, cell, with_it, without) for cell in cells} for order in orders]
+    logs = [
+        {cell: _logs(order, cell, with_it, without, rate) for cell in cells} for order in orders
+    ]
     strata = [part for order in logs for part in order.values()]
     if not strata or min(map(len, strata)) == 0:
         raise ValueError("no rounds to compare: play at least one of each")
@@ -56,9 +66,15 @@ def cost(
     }
 
 
-def _logs(rounds: Sequence[Round], cell: tuple[str, int], with_it: str, without: str) -> np.ndarray:
+def _logs(
+    rounds: Sequence[Round],
+    cell: tuple[str, int],
+    with_it: str,
+    without: str,
+    rate: Callable[[Round], float],
+) -> np.ndarray:
     mine, theirs = (
-        [r.rps for r in rounds if (r.prompt, r.concurrency) == cell and r.system == system]
+        [rate(r) for r in rounds if (r.prompt, r.concurrency) == cell and r.system == system]
         for system in (with_it, without)
     )
     if len(mine) != len(theirs):

@@ -7,14 +7,18 @@ the other none of that. Started twice, as each of them may stand in either place
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 from deploy.app.build import build_app
 from deploy.app.cluster import Cluster
 from deploy.app.model import prepare_model
+from deploy.app.ray_cluster import APP
 from kappa.settings.cluster import ClusterSettings
 from kappa.settings.observing import ObservingSettings
 
@@ -23,6 +27,7 @@ ORDERS = ((SEEN, UNSEEN), (UNSEEN, SEEN))
 """Who stands at `/` and who beside it: the place alone may be worth some requests/s."""
 
 BESIDE = "/beside"
+_BESIDE_APP = "beside"
 
 _UNSEEN = ObservingSettings(metrics=False, request_log=False)
 
@@ -72,6 +77,20 @@ def unseen(settings: ClusterSettings) -> ClusterSettings:
     return settings.model_copy(update={"observing": _UNSEEN})
 
 
+def cpu_seconds(first: bool) -> float:
+    """Processor seconds so far of the ingress and engine at `/`, or of those beside it."""
+    title = f"ray::ServeReplica:{APP if first else _BESIDE_APP}:"
+    total_s = 0.0
+    for process in psutil.process_iter():
+        # A process may end while it is looked at; the engines stay.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if (process.cmdline() or [""])[0].startswith(title):
+                for each in (process, *process.children(recursive=True)):
+                    used = each.cpu_times()
+                    total_s += used.user + used.system
+    return total_s
+
+
 def beside(second: ClusterSettings) -> type[Cluster]:
     """A kind of cluster that has another one beside it, on the same Ray and proxy."""
 
@@ -84,6 +103,6 @@ def beside(second: ClusterSettings) -> type[Cluster]:
 
             self._progress("starting the one beside it")
             app = build_app(second, prepare_model(second))
-            serve.run(app, name="beside", route_prefix=BESIDE)
+            serve.run(app, name=_BESIDE_APP, route_prefix=BESIDE)
 
     return PairCluster

@@ -10,7 +10,10 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -49,16 +52,17 @@ def observing_cost(
                     first: f"{cluster.url}/v1/chat/completions",
                     second: f"{cluster.url}{BESIDE}/v1/chat/completions",
                 }
-                orders.append(
-                    asyncio.run(
-                        serve_law.play(
-                            urls, plain.model.id, concurrencies, requests, rounds, seed, progress
-                        )
-                    )
-                )
+                playing = serve_law.play(
+                    urls, plain.model.id, concurrencies, requests, rounds, seed, progress,
+                    partial(_cpu_s, first),
+                )  # fmt: skip
+                orders.append(asyncio.run(playing))
         lines = sum('"request_done"' in line for line in log_file.open(encoding="utf-8"))
         result = {
-            **cost(orders, SEEN, UNSEEN, seed), "goal": GOAL, "log_lines": lines,
+            **cost(orders, SEEN, UNSEEN, seed),
+            "cpu": cost(orders, SEEN, UNSEEN, seed, attrgetter("per_cpu_s")),
+            "cpu_ms": 1e3 / median(r.per_cpu_s for o in orders for r in o if r.system == UNSEEN),
+            "goal": GOAL, "log_lines": lines,
             "span_batches": collector.batches, "paced": False, "machine": machine(),
             "command": command(),
         }  # fmt: skip
@@ -66,6 +70,12 @@ def observing_cost(
         print(json.dumps(result))
     else:
         _print(result)
+
+
+def _cpu_s(first: str, system: str) -> float:
+    from deploy.bench.observing import cpu_seconds
+
+    return cpu_seconds(system == first)
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -78,6 +88,13 @@ def _print(result: dict[str, Any]) -> None:
         )
     console = Console()
     console.print(table)
+    cpu = result["cpu"]
+    console.print(
+        f"processor seconds of ingress and engine, {result['cpu_ms']:.1f} ms a request unobserved: "
+        f"{cpu['cost']:.1%}, 95 % within {cpu['low']:.1%} and {cpu['high']:.1%}; by place "
+        f"{', '.join(f'{c:.1%}' for c in cpu['by_order'])}",
+        highlight=False,
+    )
     met = "met" if result["high"] < result["goal"] else "not shown"
     console.print(
         f"all: {result['cost']:.1%}, 95 % within {result['low']:.1%} and {result['high']:.1%} over "

@@ -1,5 +1,7 @@
 """The cost of something, from paired rounds: found where there is one, else not."""
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 
@@ -61,3 +63,17 @@ def test_what_a_place_is_worth_is_not_what_the_thing_costs():
     assert abs(told["cost"]) < 0.01 and told["low"] < 0 < told["high"] < 0.01
     assert told["by_order"][0] < -0.05 and told["by_order"][1] > 0.05
     assert told["pairs"] == 60
+
+
+def test_processor_seconds_tell_a_cost_that_the_clock_hides():
+    def one(system, seconds, cpu_s):
+        return Round(system, "short", 4, seconds, (Answer(0.1, 0.1, 0.2),) * 10, cpu_s)
+
+    noise = np.exp(np.random.default_rng(4).normal(0, 0.3, (2, 20)))
+    rounds = []
+    for a, b in noise.T.tolist():
+        rounds += [one("with", a, 0.5), one("without", b, 0.49)]
+    told = cost([rounds], "with", "without", rate=attrgetter("per_cpu_s"))
+    assert told["cost"] == pytest.approx(0.02) and told["high"] - told["low"] < 1e-9
+    by_clock = cost([rounds], "with", "without")
+    assert by_clock["high"] - by_clock["low"] > 0.1

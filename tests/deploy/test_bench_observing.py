@@ -1,0 +1,48 @@
+"""What the bench of observing counts as a system's processor seconds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from deploy.bench.observing import Collector, cpu_seconds, seen, unseen
+from kappa.settings.cluster import ClusterSettings
+
+_BURN = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.argv[1], "-c", "sum(range(10**7)); print(1, flush=True); input()"],
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+print("burnt", flush=True)
+input()
+child.communicate(b"\\n")
+"""
+
+
+def test_a_replicas_processor_seconds_count_with_those_of_its_children():
+    # As Ray names the processes of replicas.
+    title = "ray::ServeReplica:beside:EmulatedName"
+    before_s = cpu_seconds(first=False)
+    with subprocess.Popen(
+        [title, "-c", _BURN, sys.executable],
+        executable=sys.executable,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as replica:
+        assert replica.stdout.readline() == b"burnt\n"
+        used_s = cpu_seconds(first=False) - before_s
+        replica.communicate(b"\n")
+    assert used_s > 0.05
+    assert cpu_seconds(first=False) == before_s
+
+
+def test_the_two_differ_in_nothing_but_what_is_observed():
+    plain = ClusterSettings()
+    with Collector() as collector:
+        all_of_it = seen(plain, collector, Path("/tmp/log"))
+    nothing = unseen(plain)
+    assert all_of_it.observing.metrics and all_of_it.observing.request_log
+    assert all_of_it.observing.otlp_endpoint and not nothing.observing.otlp_endpoint
+    assert not nothing.observing.metrics and not nothing.observing.request_log
+    same = plain.observing
+    assert all_of_it.model_copy(update={"observing": same}) == plain
+    assert nothing.model_copy(update={"observing": same}) == plain
