@@ -1,8 +1,8 @@
 """Our cluster twice, with everything observed and with nothing: `kappa bench serve --observing`.
 
 One Ray, one HTTP proxy, one unpaced engine each, all settings alike but the observing ones: at one
-metrics, a JSON line per request in a file, and spans of every request to a collector here; at
-the other none of that. Started twice, as each of them may stand in either place.
+metrics, a JSON line per request in a file and, if wanted, spans of every request to a collector
+here; at the other none of that. Started twice, as each of them may stand in either place.
 """
 
 from __future__ import annotations
@@ -64,11 +64,10 @@ class Collector:
         self._thread.join(5.0)
 
 
-def seen(settings: ClusterSettings, collector: Collector, log_file: Path) -> ClusterSettings:
-    """The settings with everything observed."""
-    observing = ObservingSettings(
-        log_format="json", log_file=str(log_file), otlp_endpoint=collector.url
-    )
+def seen(settings: ClusterSettings, log_file: Path, collector: Collector | None) -> ClusterSettings:
+    """The settings with metrics and logs, and spans of every request if somebody takes them."""
+    endpoint = {"otlp_endpoint": collector.url} if collector is not None else {}
+    observing = ObservingSettings(log_format="json", log_file=str(log_file), **endpoint)
     return settings.model_copy(update={"observing": observing})
 
 

@@ -173,7 +173,10 @@ def serve(
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 1,
     observing: Annotated[
         bool,
-        typer.Option(help="Instead: ours with metrics, logs and traces against ours without."),
+        typer.Option(help="Instead: ours with metrics and logs against ours without."),
+    ] = False,
+    spans: Annotated[
+        bool, typer.Option(help="With --observing: a span of every request to a collector, too.")
     ] = False,
     json_output: Json = False,
 ) -> None:
@@ -185,7 +188,7 @@ def serve(
     if min(concurrencies) < 1:
         raise typer.BadParameter("give numbers from 1", param_hint="--concurrency")
     if observing:
-        observing_cost(concurrencies, requests, rounds, seed, json_output, _progress())
+        observing_cost(concurrencies, requests, rounds, seed, spans, json_output, _progress())
         return
     # Imports half the system: only when it is wanted.
     from deploy.bench.cluster import SYSTEMS, BenchCluster, one_node

@@ -1,4 +1,4 @@
-"""`kappa bench serve --observing`: what metrics, logs and traces cost together in requests/s.
+"""`kappa bench serve --observing`: what metrics and logs (and spans) cost in requests/s.
 
 Rounds of streamed chats in turns against two clusters that differ in nothing else, then again with
 their places swapped (`deploy.bench.observing`); the cost is that of the pairs (`loadtest.paired`).
@@ -32,10 +32,11 @@ def observing_cost(
     requests: int,
     rounds: int,
     seed: int,
+    spans: bool,
     json_output: bool,
     progress: Callable[[str], None],
 ) -> None:
-    """Play rounds in turns, with everything observed and with nothing; print the cost."""
+    """Play rounds in turns, with metrics and logs (and spans) and with nothing; print the cost."""
     # Imports half the system: only when it is wanted.
     from deploy.bench.cluster import one_node
     from deploy.bench.observing import BESIDE, ORDERS, SEEN, UNSEEN, Collector, beside, seen, unseen
@@ -43,7 +44,10 @@ def observing_cost(
     with tempfile.TemporaryDirectory(prefix="kappa-observing-") as folder, Collector() as collector:
         log_file = Path(folder) / "log.jsonl"
         plain = one_node(settings_or_exit(port=0))
-        settings = {SEEN: seen(plain, collector, log_file), UNSEEN: unseen(plain)}
+        settings = {
+            SEEN: seen(plain, log_file, collector if spans else None),
+            UNSEEN: unseen(plain),
+        }
         orders = []
         for first, second in ORDERS:
             progress(f"{first} at /, {second} beside it")
@@ -63,7 +67,7 @@ def observing_cost(
             "cpu": cost(orders, SEEN, UNSEEN, seed, attrgetter("per_cpu_s")),
             "cpu_ms": 1e3 / median(r.per_cpu_s for o in orders for r in o if r.system == UNSEEN),
             "goal": GOAL, "log_lines": lines,
-            "span_batches": collector.batches, "paced": False, "machine": machine(),
+            "spans": spans, "span_batches": collector.batches, "paced": False, "machine": machine(),
             "command": command(),
         }  # fmt: skip
     if json_output:
@@ -79,7 +83,8 @@ def _cpu_s(first: str, system: str) -> float:
 
 
 def _print(result: dict[str, Any]) -> None:
-    table = Table(title="Requests/s that metrics, logs and traces cost, unpaced, one engine each")
+    what = "metrics, logs and spans" if result["spans"] else "metrics and logs"
+    table = Table(title=f"Requests/s that {what} cost, unpaced, one engine each")
     for column in ("prompt", "clients", "pairs", "cost"):
         table.add_column(column, justify="left" if column == "prompt" else "right")
     for row in result["cells"]:

@@ -38,7 +38,8 @@ def test_a_replicas_processor_seconds_count_with_those_of_its_children():
 def test_the_two_differ_in_nothing_but_what_is_observed():
     plain = ClusterSettings()
     with Collector() as collector:
-        all_of_it = seen(plain, collector, Path("/tmp/log"))
+        all_of_it = seen(plain, Path("/tmp/log"), collector)
+        assert seen(plain, Path("/tmp/log"), None).observing.otlp_endpoint is None
     nothing = unseen(plain)
     assert all_of_it.observing.metrics and all_of_it.observing.request_log
     assert all_of_it.observing.otlp_endpoint and not nothing.observing.otlp_endpoint
