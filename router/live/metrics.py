@@ -42,6 +42,8 @@ class RouterMetrics:
         self._counting = counting
         self._registry = CollectorRegistry()
         self._collectors = {metric.name: self._make(metric) for metric in m.ALL if counting}
+        # `labels` of prometheus-client costs several times what counting does.
+        self._children: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
         self._tenants: set[str] = set()
 
@@ -60,8 +62,10 @@ class RouterMetrics:
     def total(self, metric: Metric, *labels: str, to: float, source: str = "") -> None:
         """Bring a counter up to a total that `source` counts; a fall means that it started anew."""
         key = (metric.name, (*labels, source))
-        before = self._totals.get(key, 0.0)
-        self._totals[key] = to
+        known = self._totals.get(key)
+        if known == to:
+            return
+        self._totals[key], before = to, known or 0.0
         gained = to - before if to >= before else to
         # Even at zero: a counter that first appears with its first event shows no increase.
         child = self._child(metric, labels)
@@ -103,9 +107,8 @@ class RouterMetrics:
         """Drop one labelled gauge, of a node that is gone."""
         if not self._counting:
             return
-        collector = self._collectors[metric.name]
-        if metric.labels and tuple(labels) in collector._metrics:
-            collector.remove(*labels)
+        if metric.labels and self._children.pop((metric.name, labels), None) is not None:
+            self._collectors[metric.name].remove(*labels)
 
     def tenant(self, name: str) -> str:
         """The label of a tenant: its name, or `other` once there are too many."""
@@ -126,5 +129,9 @@ class RouterMetrics:
     def _child(self, metric: Metric, labels: tuple[str, ...]) -> Any:
         if not self._counting:
             return _NOTHING
-        collector = self._collectors[metric.name]
-        return collector.labels(*labels) if metric.labels else collector
+        child = self._children.get((metric.name, labels))
+        if child is None:
+            collector = self._collectors[metric.name]
+            child = collector.labels(*labels) if metric.labels else collector
+            self._children[metric.name, labels] = child
+        return child
