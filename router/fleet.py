@@ -85,6 +85,11 @@ class Fleet:
         self._names: list[str] = []
         self._flights: dict[str, Reservation] = {}
         self._queues: list[OrderedDict[str, float]] = []
+        # Compiled now rather than while the first request waits.
+        self.price(
+            self._active, 0.0, prompt_tokens=1, device_tokens=_NOTHING, cached_tokens=_NOTHING,
+            output_tokens=1,
+        )  # fmt: skip
 
     # -- workers ------------------------------------------------------------------------------
 

@@ -52,6 +52,8 @@ class Priced:
         self._future = FutureLoads() if places else None
         self.fetches = fetches
         self.replicates = replicates
+        # Compiled now rather than while the first request waits.
+        _score_s(*[np.ones(1)] * 9)
 
     def choose(self, offers: Offers) -> Choice:
         """Pick the least sum; ties by requests in flight."""

@@ -104,6 +104,8 @@ def weighing_tokens(
     By the service objective, TTFT over TPOT (`kappa.slo`), of the best and the middle idle worker;
     but never more than there will be. `priced` has rows WORK and LOAD filled in.
     """
+    if not len(slots):
+        return output_tokens
     alone_s = np.empty(len(slots))
     idle_s, dilation = math.inf, 0.0
     for i in range(len(slots)):

@@ -15,8 +15,10 @@ from kappa.hardware import node_profile
 from kappa.report import Admission, Announcement, WorkerReport
 from kappa.shapes import model_shape
 from kappa.step import step_model
+from router import prices, pricing
 from router.core import Router, RouterConfig
 from router.decision import MismatchError, NoWorkerError, RouteRequest, without_candidates
+from router.index import prefix_hash
 from router.index.kv_events import BlocksStored, WorkerReset
 from router.policies import policy_named
 
@@ -488,3 +490,14 @@ def test_a_large_pool_is_priced_without_forecasts():
     link_s, gpu_s = large.backlogs_s(1.0)[large.route(ask("y", tokens=5000), 1.0).worker]
     assert (link_s, gpu_s) == (0.0, 0.0)
     assert max(gpu for _, gpu in large.backlogs_s(1.0).values()) > 0
+
+
+def test_the_first_request_waits_for_no_compiler():
+    made = router("w0", policy="priced")
+    loops = (pricing.price, prices._score_s, prefix_hash._hash_blocks, prefix_hash._weights)
+    compiled = [list(loop.signatures) for loop in loops]
+    assert all(compiled)
+    made.route(ask("array", tokens=1000), 1.0)
+    listed = RouteRequest("list", token_ids=prompt(5000).tolist(), max_tokens=10)
+    made.route(listed, 1.0)
+    assert [list(loop.signatures) for loop in loops] == compiled
