@@ -37,7 +37,6 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 
 from kappa.model import kv_bytes_per_token
 from kappa.step import step_model
@@ -352,6 +351,9 @@ def _solve(
 
     Rows are scaled to their supply, so that seconds and bytes meet the solver alike.
     """
+    # Half a second to import: only where it is used, or every command would wait for it.
+    from scipy.optimize import linprog
+
     mean_costs, mean_held = _means(costs, label), _means(held, label)
     clusters, nodes, options, resources = mean_costs.shape
     flows = clusters * nodes * options

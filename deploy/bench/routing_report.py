@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import t as student
 
 Row = dict[str, Any]
 CellKey = tuple[str, str, float, bool, str, bool]
@@ -71,6 +70,9 @@ def by_cell(rows: Iterable[Row]) -> dict[CellKey, dict[str, dict[int, Row]]]:
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     """ours / theirs, pair by pair."""
+    # Half a second to import: only where it is used, or every command would wait for it.
+    from scipy.stats import t as student
+
     logs = np.log(np.asarray(ours, float) / np.asarray(theirs, float))
     mean, count = float(logs.mean()), len(logs)
     if count < 2:

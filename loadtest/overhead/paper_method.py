@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize_scalar
 
 from loadtest.overhead.points import Arm, Point, Sample
 
@@ -94,6 +93,9 @@ def _drawn(values: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.
 
 
 def _critical(ratios: NDArray[np.float64], overheads: NDArray[np.float64]) -> float:
+    # Half a second to import: only where it is used, or every command would wait for it.
+    from scipy.optimize import minimize_scalar
+
     def squares(log_critical: float) -> float:
         return float(((overheads - ratios / (ratios + math.exp(log_critical))) ** 2).sum())
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 from loadtest.soak.samples import Sample
 
@@ -45,6 +44,9 @@ def slope_of(times_s: Sequence[float], values: Sequence[float]) -> tuple[float, 
     Raises:
         ValueError: fewer than 8 samples, or all at one time.
     """
+    # Half a second to import: only where it is used, or every command would wait for it.
+    from scipy import stats
+
     count = len(times_s)
     if count < _LEAST_SAMPLES:
         raise ValueError(f"{count} samples say nothing of a slope: take {_LEAST_SAMPLES} or more")

@@ -9,9 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from loadtest.soak.run import SoakResult
 from loadtest.soak.samples import Held, Sample
 
@@ -23,6 +20,10 @@ _COLOURS = {
 
 def draw(result: SoakResult, path: Path, title: str) -> Path:
     """Draw it into `path`; returns that."""
+    # Half a second to import: only where it is used, or every command would wait for it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 9), layout="constrained")
     rss, fds, index, reserved = figure.subplots(4, 1, sharex=True)
     _processes(rss, result.samples, lambda held: held.rss_bytes / 1e6)
