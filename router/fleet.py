@@ -359,7 +359,7 @@ class Fleet:
             gpu_backlog_s=rows[row.GPU_BACKLOG],
             harm_s=rows[row.HARM],
             decode_s=rows[row.DECODE],
-            own_decode_s=rows[row.OWN_DECODE],
+            own_late_s=rows[row.OWN_LATE],
             gpu_use=rows[row.GPU_USE],
             loads_per_s=rows[row.LOADS],
             prefills_per_s=rows[row.PREFILLS],

@@ -19,6 +19,7 @@ from router import offer_rows as row
 from router.offers import Floats
 
 MOST_USE = 0.95
+MOST_STEP = 0.5
 
 Slots = NDArray[np.intp]
 
@@ -96,16 +97,16 @@ def fetch_s(cells: Floats, slot: int, tokens: float) -> float:
 
 
 @compiled
-def weighing_tokens(
+def objective(
     cells: Floats, slots: Slots, priced: Floats, prompt_tokens: float, output_tokens: float
-) -> float:
-    """Delayed tokens that weigh as much as one first token delayed as long.
+) -> tuple[float, float]:
+    """Delayed tokens that weigh as much as one first token delayed as long; seconds for each.
 
     By the service objective, TTFT over TPOT (`kappa.slo`), of the best and the middle idle worker;
-    but never more than there will be. `priced` has rows WORK and LOAD filled in.
+    but never more tokens than there will be. `priced` has rows WORK and LOAD filled in.
     """
     if not len(slots):
-        return output_tokens
+        return output_tokens, math.inf
     alone_s = np.empty(len(slots))
     idle_s, dilation = math.inf, 0.0
     for i in range(len(slots)):
@@ -116,9 +117,9 @@ def weighing_tokens(
         dilation = max(dilation, cells[at.DILATION, slot])
     tpot_limit_s = TPOT_IDLE_FACTOR * np.sort(alone_s)[len(alone_s) // 2]
     if tpot_limit_s <= 0:
-        return output_tokens
+        return output_tokens, math.inf
     ttft_limit_s = max(TTFT_FLOOR_S * dilation, TTFT_IDLE_FACTOR * idle_s)
-    return min(ttft_limit_s / tpot_limit_s, output_tokens)
+    return min(ttft_limit_s / tpot_limit_s, output_tokens), tpot_limit_s
 
 
 @compiled
@@ -178,13 +179,14 @@ def price(
         out[row.TTFT, i] = cells[at.OVERHEAD, slot] + wait_s + compute_s
         step_s = reading_step_s(cells, slot, prompt_tokens + cells[at.RESIDENT, slot])
         out[row.TPOT, i] = step_s / (1 - min(gpu_use, MOST_USE))
-    weighing = weighing_tokens(cells, slots, out, prompt_tokens, output_tokens)
+    weighing, tpot_limit_s = objective(cells, slots, out, prompt_tokens, output_tokens)
     for i in range(len(slots)):
         slot = slots[i]
         token_s = cells[at.TOKEN, slot] + prompt_tokens * cells[at.CONTEXT, slot]
         out[row.DECODE, i] = weighing * token_s
-        beside_tokens = prompt_tokens + cells[at.RESIDENT, slot]
-        out[row.OWN_DECODE, i] = weighing * reading_step_s(cells, slot, beside_tokens)
+        step_s = reading_step_s(cells, slot, prompt_tokens + cells[at.RESIDENT, slot])
+        # The rest of what the objective allows is for the prefills that come in between.
+        out[row.OWN_LATE, i] = weighing * max(step_s - MOST_STEP * tpot_limit_s, 0.0)
     return out
 
 

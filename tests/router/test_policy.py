@@ -181,8 +181,8 @@ def test_priced_pays_for_those_it_decodes_beside():
     assert pick(PRICED, crowded, calm)[0] == 1
 
 
-def test_priced_counts_half_of_its_own_decode():
-    slow = candidate(ttft_s=1.0, own_decode_s=3.0)
+def test_priced_counts_half_of_what_its_own_tokens_are_late():
+    slow = candidate(ttft_s=1.0, own_late_s=3.0)
     assert pick(PRICED, slow, candidate(ttft_s=2.4))[0] == 1
     assert pick(PRICED, slow, candidate(ttft_s=2.6))[0] == 0
 
