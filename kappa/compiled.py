@@ -17,9 +17,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def compiled(function: F) -> F:
     """`function`, compiled when it is first called with arguments of these types (numba).
 
-    Division by zero gives infinity or NaN, as with arrays. What was compiled is kept for the next
-    process beside the source or in the user's cache; where neither may be written each process
-    compiles for itself, which takes seconds.
+    Division by zero gives infinity or NaN, as with arrays; indices are not checked. What was
+    compiled is kept for the next process beside the source or in the user's cache; where there is
+    no place for it each process compiles for itself, which takes seconds.
+
+    Constants are frozen in, and numba looks only at the age of the function's own file: what it
+    uses, constants and other compiled functions, must stand in that file or come as an argument.
     """
     try:
         made = njit(cache=True, error_model="numpy")(function)

@@ -26,13 +26,13 @@ def cost(
     seed: int = 0,
     rate: Callable[[Round], float] = attrgetter("rps"),
 ) -> dict[str, Any]:
-    """The share of requests/s that `with_it` costs against `without`; negative: it gains.
+    """The share of requests/s (of `rate`) that `with_it` costs; negative: it gains.
 
     Args:
         orders: the rounds of each order of the two, all of the same cells.
         with_it: the system that has it; `without`: the one that does not.
         seed: of the bootstrap.
-        rate: of a round; its requests per processor second cost less noise than those per second.
+        rate: of a round; its requests per processor second vary less than those per second.
 
     Returns cost, its 95 % interval (low, high), the number of pairs, and the cost by cell and by
     order.

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.report import Announcement
+from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
 from kappa.types import NodeProfile
-from router import fleet_rows as at
-from router import offer_rows as row
 from router import pricing
+from router import pricing as at  # the rows: at.GPU_OUT
 from router.index.prefix_hash import UInt64s
 from router.offers import Floats, Offers
 
@@ -90,6 +90,10 @@ class Fleet:
             self._active, 0.0, prompt_tokens=1, device_tokens=_NOTHING, cached_tokens=_NOTHING,
             output_tokens=1,
         )  # fmt: skip
+        self.idle_ttft_s(self._active, 1, 0.0)
+        self.idle_tpot_s(self._active, 1)
+        self.rooms(self._active, 0.0)
+        pricing.backlogs_s(self._cells, 0, 0.0)
 
     # -- workers ------------------------------------------------------------------------------
 
@@ -335,7 +339,7 @@ class Fleet:
             fetched, source = fetch_tokens, self._slots[fetch_from]
         priced = pricing.price(
             self._cells, slots, now_s, self.window_s, float(prompt_tokens), float(output_tokens),
-            device_tokens, cached_tokens, fetched, source,
+            device_tokens, cached_tokens, fetched, source, _SLO,
         )  # fmt: skip
         rows = list(priced)
         return Offers(
@@ -349,35 +353,35 @@ class Fleet:
             expected_output_tokens=output_tokens,
             device_tokens=device_tokens,
             cached_tokens=cached_tokens,
-            new_tokens=rows[row.NEW],
-            load_s=rows[row.LOAD],
-            load_token_s=rows[row.LOAD_TOKEN],
-            work_s=rows[row.WORK],
-            compute_s=rows[row.COMPUTE],
-            fixed_s=rows[row.FIXED],
-            link_backlog_s=rows[row.LINK_BACKLOG],
-            gpu_backlog_s=rows[row.GPU_BACKLOG],
-            harm_s=rows[row.HARM],
-            decode_s=rows[row.DECODE],
-            own_late_s=rows[row.OWN_LATE],
-            gpu_use=rows[row.GPU_USE],
-            loads_per_s=rows[row.LOADS],
-            prefills_per_s=rows[row.PREFILLS],
-            in_flight=rows[row.IN_FLIGHT],
-            waiting=rows[row.WAITING],
-            queued_tokens=rows[row.QUEUED],
-            resident_tokens=rows[row.RESIDENT],
-            capacity_tokens=rows[row.CAPACITY],
-            h2d_bytes_per_s=rows[row.LINK_RATE],
-            flops_per_s=rows[row.FLOPS],
-            cost_per_hour=rows[row.COST],
-            kappa_crit=rows[row.CRIT],
-            fetch_s=rows[row.FETCH] if fetch_tokens is not None else None,
+            new_tokens=rows[at.OUT_NEW],
+            load_s=rows[at.OUT_LOAD],
+            load_token_s=rows[at.OUT_LOAD_TOKEN],
+            work_s=rows[at.OUT_WORK],
+            compute_s=rows[at.OUT_COMPUTE],
+            fixed_s=rows[at.OUT_FIXED],
+            link_backlog_s=rows[at.OUT_LINK_BACKLOG],
+            gpu_backlog_s=rows[at.OUT_GPU_BACKLOG],
+            harm_s=rows[at.OUT_HARM],
+            decode_s=rows[at.OUT_DECODE],
+            own_late_s=rows[at.OUT_OWN_LATE],
+            gpu_use=rows[at.OUT_GPU_USE],
+            loads_per_s=rows[at.OUT_LOADS],
+            prefills_per_s=rows[at.OUT_PREFILLS],
+            in_flight=rows[at.OUT_IN_FLIGHT],
+            waiting=rows[at.OUT_WAITING],
+            queued_tokens=rows[at.OUT_QUEUED],
+            resident_tokens=rows[at.OUT_RESIDENT],
+            capacity_tokens=rows[at.OUT_CAPACITY],
+            h2d_bytes_per_s=rows[at.OUT_LINK_RATE],
+            flops_per_s=rows[at.OUT_FLOPS],
+            cost_per_hour=rows[at.OUT_COST],
+            kappa_crit=rows[at.OUT_CRIT],
+            fetch_s=rows[at.OUT_FETCH] if fetch_tokens is not None else None,
             fetch_tokens=fetch_tokens,
             fetch_from=fetch_from,
-            net_backlog_s=rows[row.NET_BACKLOG],
-            ttft_s=rows[row.TTFT],
-            tpot_s=rows[row.TPOT],
+            net_backlog_s=rows[at.OUT_NET_BACKLOG],
+            ttft_s=rows[at.OUT_TTFT],
+            tpot_s=rows[at.OUT_TPOT],
         )
 
     def idle_ttft_s(
@@ -429,3 +433,4 @@ class Fleet:
 
 _NO_HASHES: UInt64s = np.empty(0, dtype=np.uint64)
 _NOTHING: Floats = np.empty(0)
+_SLO = (TTFT_FLOOR_S, TTFT_IDLE_FACTOR, TPOT_IDLE_FACTOR)

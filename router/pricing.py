@@ -1,6 +1,6 @@
 """What a request takes on every worker: arithmetic over the fleet's matrix, and nothing kept.
 
-Each formula is for one worker, a column of the matrix (`router.fleet_rows`), in real seconds; the
+Each formula is for one worker, a column of the matrix (its rows stand below), in real seconds; the
 loops over workers stand at the end. All is compiled. `router.fleet` keeps the matrix; the queues'
 forecast step by step is elsewhere (`router.shadow`).
 """
@@ -13,15 +13,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.compiled import compiled
-from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
-from router import fleet_rows as at
-from router import offer_rows as row
 from router.offers import Floats
+
+# Rows of the fleet's matrix: one quantity each, a column per worker.
+# What a worker is: seconds per token to load, to compute, per pair of tokens to attend, to read the
+# weights and a token of context; limits and prices; when it was last heard from; its network.
+LOAD_TOKEN, LOAD_FIXED, TOKEN, PAIR, WEIGHTS, CONTEXT, STEP = range(7)
+BUDGET, CAPACITY, CRIT, LINK_RATE, FLOPS, COST, OVERHEAD, SEEN, NET = range(7, 16)
+# What it has to do: work reserved and not done on link and gpu, since when and how much the engine
+# computes at the head of its queue, requests and tokens by state, use of late.
+LINK_OUT, LINK_FREE, GPU_OUT, GPU_SINCE, GPU_HEAD, IN_FLIGHT, WAITING = range(16, 23)
+QUEUED, RESIDENT, DECODING, DECODE_CONTEXT, GPU_USE, USE_AT = range(23, 29)
+DILATION, LOADS, PREFILLS, NET_FREE, SPARE, PROMISED, HOST = range(29, 36)
+ROWS = 36
+
+# Rows of a priced request: the float arrays of `router.offers.Offers`, a column per worker asked.
+OUT_NEW, OUT_LOAD, OUT_LOAD_TOKEN, OUT_WORK, OUT_COMPUTE, OUT_FIXED = range(6)
+OUT_LINK_BACKLOG, OUT_GPU_BACKLOG, OUT_HARM, OUT_DECODE, OUT_GPU_USE, OUT_LOADS = range(6, 12)
+OUT_PREFILLS, OUT_IN_FLIGHT, OUT_WAITING, OUT_QUEUED, OUT_RESIDENT, OUT_CAPACITY = range(12, 18)
+OUT_LINK_RATE, OUT_FLOPS, OUT_COST, OUT_CRIT, OUT_FETCH, OUT_NET_BACKLOG = range(18, 24)
+OUT_TTFT, OUT_TPOT, OUT_OWN_LATE = range(24, 27)
+OUT_ROWS = 27
 
 MOST_USE = 0.95
 MOST_STEP = 0.5
 
 Slots = NDArray[np.intp]
+Slo = tuple[float, float, float]
+"""Least TTFT objective in seconds, and what TTFT and TPOT may be of an idle worker's."""
 
 
 @compiled
@@ -35,15 +54,15 @@ def prefill_s(
     what they take beside those that decode there.
     """
     new = prompt_tokens - held_tokens
-    steps = np.ceil(new / cells[at.BUDGET, slot])
+    steps = np.ceil(new / cells[BUDGET, slot])
     pairs = new * (held_tokens + 0.5 * new)
-    token_s, pair_s = cells[at.TOKEN, slot], cells[at.PAIR, slot]
+    token_s, pair_s = cells[TOKEN, slot], cells[PAIR, slot]
     work_s = new * token_s + pairs * pair_s
     beside_s = decoding * token_s + decode_context * pair_s
     read_s = steps * (
-        cells[at.WEIGHTS, slot] + (prompt_tokens + decode_context) * cells[at.CONTEXT, slot]
+        cells[WEIGHTS, slot] + (prompt_tokens + decode_context) * cells[CONTEXT, slot]
     )
-    compute_s = max(work_s + steps * beside_s, read_s) + steps * cells[at.STEP, slot]
+    compute_s = max(work_s + steps * beside_s, read_s) + steps * cells[STEP, slot]
     return work_s, read_s, compute_s
 
 
@@ -52,15 +71,15 @@ def load_s(cells: Floats, slot: int, cached_tokens: float) -> float:
     """The load of a cached prefix; none takes no time."""
     if cached_tokens <= 0:
         return 0.0
-    return cached_tokens * cells[at.LOAD_TOKEN, slot] + cells[at.LOAD_FIXED, slot]
+    return cached_tokens * cells[LOAD_TOKEN, slot] + cells[LOAD_FIXED, slot]
 
 
 @compiled
 def backlogs_s(cells: Floats, slot: int, now_s: float) -> tuple[float, float]:
     """Work queued on link and gpu."""
-    link_s = min(max(cells[at.LINK_FREE, slot] - now_s, 0.0), cells[at.LINK_OUT, slot])
-    done_s = min(max(now_s - cells[at.GPU_SINCE, slot], 0.0), cells[at.GPU_HEAD, slot])
-    return max(link_s, 0.0), max(cells[at.GPU_OUT, slot] - done_s, 0.0)
+    link_s = min(max(cells[LINK_FREE, slot] - now_s, 0.0), cells[LINK_OUT, slot])
+    done_s = min(max(now_s - cells[GPU_SINCE, slot], 0.0), cells[GPU_HEAD, slot])
+    return max(link_s, 0.0), max(cells[GPU_OUT, slot] - done_s, 0.0)
 
 
 @compiled
@@ -69,37 +88,38 @@ def under_way_s(cells: Floats, slot: int, cached_tokens: float) -> float:
 
     Half of it on average; a load that has landed is heard of one step later.
     """
-    decoding, context = cells[at.DECODING, slot], cells[at.DECODE_CONTEXT, slot]
+    decoding, context = cells[DECODING, slot], cells[DECODE_CONTEXT, slot]
     if decoding <= 0:
         return 0.0
-    beside_s = decoding * cells[at.TOKEN, slot] + context * cells[at.PAIR, slot]
-    read_s = cells[at.WEIGHTS, slot] + context * cells[at.CONTEXT, slot]
-    step_s = max(beside_s, read_s) + cells[at.STEP, slot]
+    beside_s = decoding * cells[TOKEN, slot] + context * cells[PAIR, slot]
+    read_s = cells[WEIGHTS, slot] + context * cells[CONTEXT, slot]
+    step_s = max(beside_s, read_s) + cells[STEP, slot]
     return step_s * (1.5 if cached_tokens > 0 else 0.5)
 
 
 @compiled
 def reading_step_s(cells: Floats, slot: int, context_tokens: float) -> float:
     """A step that waits for memory: the weights and so many tokens' KV are read."""
-    read_s = cells[at.WEIGHTS, slot] + context_tokens * cells[at.CONTEXT, slot]
-    return read_s + cells[at.STEP, slot]
+    read_s = cells[WEIGHTS, slot] + context_tokens * cells[CONTEXT, slot]
+    return read_s + cells[STEP, slot]
 
 
 @compiled
 def fetch_s(cells: Floats, slot: int, tokens: float) -> float:
     """`tokens` over the network: for ever where there is none, or no room for them in the tier."""
-    if tokens > cells[at.SPARE, slot] - cells[at.PROMISED, slot]:
+    if tokens > cells[SPARE, slot] - cells[PROMISED, slot]:
         return math.inf
     if tokens <= 0:
         return 0.0
-    net = cells[at.NET, slot]
+    net = cells[NET, slot]
     return tokens / net if net > 0 else math.inf
 
 
 @compiled
 def objective(
-    cells: Floats, slots: Slots, priced: Floats, prompt_tokens: float, output_tokens: float
-) -> tuple[float, float]:
+    cells: Floats, slots: Slots, priced: Floats, prompt_tokens: float, output_tokens: float,
+    slo: Slo,
+) -> tuple[float, float]:  # fmt: skip
     """Delayed tokens that weigh as much as one first token delayed as long; seconds for each.
 
     By the service objective, TTFT over TPOT (`kappa.slo`), of the best and the middle idle worker;
@@ -107,18 +127,19 @@ def objective(
     """
     if not len(slots):
         return output_tokens, math.inf
+    ttft_floor_s, ttft_factor, tpot_factor = slo
     alone_s = np.empty(len(slots))
     idle_s, dilation = math.inf, 0.0
     for i in range(len(slots)):
         slot = slots[i]
         alone_s[i] = reading_step_s(cells, slot, prompt_tokens)
-        compute_s = max(priced[row.WORK, i], alone_s[i])
-        idle_s = min(idle_s, cells[at.OVERHEAD, slot] + priced[row.LOAD, i] + compute_s)
-        dilation = max(dilation, cells[at.DILATION, slot])
-    tpot_limit_s = TPOT_IDLE_FACTOR * np.sort(alone_s)[len(alone_s) // 2]
+        compute_s = max(priced[OUT_WORK, i], alone_s[i])
+        idle_s = min(idle_s, cells[OVERHEAD, slot] + priced[OUT_LOAD, i] + compute_s)
+        dilation = max(dilation, cells[DILATION, slot])
+    tpot_limit_s = tpot_factor * np.sort(alone_s)[len(alone_s) // 2]
     if tpot_limit_s <= 0:
         return output_tokens, math.inf
-    ttft_limit_s = max(TTFT_FLOOR_S * dilation, TTFT_IDLE_FACTOR * idle_s)
+    ttft_limit_s = max(ttft_floor_s * dilation, ttft_factor * idle_s)
     return min(ttft_limit_s / tpot_limit_s, output_tokens), tpot_limit_s
 
 
@@ -126,67 +147,67 @@ def objective(
 def price(
     cells: Floats, slots: Slots, now_s: float, window_s: float, prompt_tokens: float,
     output_tokens: float, device_tokens: Floats, cached_tokens: Floats,
-    fetch_tokens: Floats, source: int,
+    fetch_tokens: Floats, source: int, slo: Slo,
 ) -> Floats:  # fmt: skip
-    """A request on each of `slots`: shape (ROWS of `router.offer_rows`, len(slots)).
+    """A request on each of `slots`: shape (OUT_ROWS, len(slots)).
 
     device_tokens, cached_tokens, fetch_tokens: shape (len(slots),); the last is empty where nothing
     is fetched, else how much comes from the worker in column `source`.
     """
     fetches = len(fetch_tokens) > 0
-    out = np.empty((row.ROWS, len(slots)))
+    out = np.empty((OUT_ROWS, len(slots)))
     for i in range(len(slots)):
         slot, cached = slots[i], cached_tokens[i]
         held = device_tokens[i] + cached
-        out[row.NEW, i] = prompt_tokens - held
-        out[row.LOAD_TOKEN, i] = cells[at.LOAD_TOKEN, slot]
-        out[row.FIXED, i] = cells[at.OVERHEAD, slot]
-        out[row.IN_FLIGHT, i] = cells[at.IN_FLIGHT, slot]
-        out[row.WAITING, i] = cells[at.WAITING, slot]
-        out[row.QUEUED, i] = cells[at.QUEUED, slot]
-        out[row.RESIDENT, i] = cells[at.RESIDENT, slot]
-        out[row.CAPACITY, i] = cells[at.CAPACITY, slot]
-        out[row.LINK_RATE, i] = cells[at.LINK_RATE, slot]
-        out[row.FLOPS, i] = cells[at.FLOPS, slot]
-        out[row.COST, i] = cells[at.COST, slot]
-        out[row.CRIT, i] = cells[at.CRIT, slot]
+        out[OUT_NEW, i] = prompt_tokens - held
+        out[OUT_LOAD_TOKEN, i] = cells[LOAD_TOKEN, slot]
+        out[OUT_FIXED, i] = cells[OVERHEAD, slot]
+        out[OUT_IN_FLIGHT, i] = cells[IN_FLIGHT, slot]
+        out[OUT_WAITING, i] = cells[WAITING, slot]
+        out[OUT_QUEUED, i] = cells[QUEUED, slot]
+        out[OUT_RESIDENT, i] = cells[RESIDENT, slot]
+        out[OUT_CAPACITY, i] = cells[CAPACITY, slot]
+        out[OUT_LINK_RATE, i] = cells[LINK_RATE, slot]
+        out[OUT_FLOPS, i] = cells[FLOPS, slot]
+        out[OUT_COST, i] = cells[COST, slot]
+        out[OUT_CRIT, i] = cells[CRIT, slot]
 
-        decoding = cells[at.DECODING, slot]
+        decoding = cells[DECODING, slot]
         work_s, read_s, compute_s = prefill_s(
-            cells, slot, prompt_tokens, held, decoding, cells[at.DECODE_CONTEXT, slot]
+            cells, slot, prompt_tokens, held, decoding, cells[DECODE_CONTEXT, slot]
         )
-        out[row.WORK, i], out[row.COMPUTE, i] = work_s, compute_s
-        out[row.HARM, i] = decoding * max(compute_s - read_s, 0.0)
+        out[OUT_WORK, i], out[OUT_COMPUTE, i] = work_s, compute_s
+        out[OUT_HARM, i] = decoding * max(compute_s - read_s, 0.0)
         # A clock that was set back must not make use grow without bound.
-        fade = math.exp(min(cells[at.USE_AT, slot] - now_s, 0.0) / window_s)
-        gpu_use = cells[at.GPU_USE, slot] * fade
-        out[row.GPU_USE, i] = gpu_use
-        out[row.LOADS, i] = cells[at.LOADS, slot] * fade
-        out[row.PREFILLS, i] = cells[at.PREFILLS, slot] * fade
+        fade = math.exp(min(cells[USE_AT, slot] - now_s, 0.0) / window_s)
+        gpu_use = cells[GPU_USE, slot] * fade
+        out[OUT_GPU_USE, i] = gpu_use
+        out[OUT_LOADS, i] = cells[LOADS, slot] * fade
+        out[OUT_PREFILLS, i] = cells[PREFILLS, slot] * fade
 
         loading_s = load_s(cells, slot, cached)
         link_s, gpu_s = backlogs_s(cells, slot, now_s)
-        net_free_s, start_s = cells[at.NET_FREE, slot], link_s
+        net_free_s, start_s = cells[NET_FREE, slot], link_s
         if fetches:
-            net_free_s = max(net_free_s, cells[at.NET_FREE, source])
+            net_free_s = max(net_free_s, cells[NET_FREE, source])
         net_s = max(net_free_s - now_s, 0.0)
         if fetches:
-            out[row.FETCH, i] = fetch_s(cells, slot, fetch_tokens[i])
-            start_s = max(link_s, net_s + out[row.FETCH, i])
-        out[row.LOAD, i], out[row.NET_BACKLOG, i] = loading_s, net_s
-        out[row.LINK_BACKLOG, i], out[row.GPU_BACKLOG, i] = link_s, gpu_s
+            out[OUT_FETCH, i] = fetch_s(cells, slot, fetch_tokens[i])
+            start_s = max(link_s, net_s + out[OUT_FETCH, i])
+        out[OUT_LOAD, i], out[OUT_NET_BACKLOG, i] = loading_s, net_s
+        out[OUT_LINK_BACKLOG, i], out[OUT_GPU_BACKLOG, i] = link_s, gpu_s
         wait_s = max(start_s + loading_s, gpu_s) + under_way_s(cells, slot, cached)
-        out[row.TTFT, i] = cells[at.OVERHEAD, slot] + wait_s + compute_s
-        step_s = reading_step_s(cells, slot, prompt_tokens + cells[at.RESIDENT, slot])
-        out[row.TPOT, i] = step_s / (1 - min(gpu_use, MOST_USE))
-    weighing, tpot_limit_s = objective(cells, slots, out, prompt_tokens, output_tokens)
+        out[OUT_TTFT, i] = cells[OVERHEAD, slot] + wait_s + compute_s
+        step_s = reading_step_s(cells, slot, prompt_tokens + cells[RESIDENT, slot])
+        out[OUT_TPOT, i] = step_s / (1 - min(gpu_use, MOST_USE))
+    weighing, tpot_limit_s = objective(cells, slots, out, prompt_tokens, output_tokens, slo)
     for i in range(len(slots)):
         slot = slots[i]
-        token_s = cells[at.TOKEN, slot] + prompt_tokens * cells[at.CONTEXT, slot]
-        out[row.DECODE, i] = weighing * token_s
-        step_s = reading_step_s(cells, slot, prompt_tokens + cells[at.RESIDENT, slot])
+        token_s = cells[TOKEN, slot] + prompt_tokens * cells[CONTEXT, slot]
+        out[OUT_DECODE, i] = weighing * token_s
+        step_s = reading_step_s(cells, slot, prompt_tokens + cells[RESIDENT, slot])
         # The rest of what the objective allows is for the prefills that come in between.
-        out[row.OWN_LATE, i] = weighing * max(step_s - MOST_STEP * tpot_limit_s, 0.0)
+        out[OUT_OWN_LATE, i] = weighing * max(step_s - MOST_STEP * tpot_limit_s, 0.0)
     return out
 
 
@@ -207,7 +228,7 @@ def idle_ttft_s(cells: Floats, slots: Slots, prompt_tokens: float, held_tokens: 
     for i in range(len(slots)):
         slot = slots[i]
         compute_s = prefill_s(cells, slot, prompt_tokens, held_tokens, 0.0, 0.0)[2]
-        out[i] = cells[at.OVERHEAD, slot] + load_s(cells, slot, held_tokens) + compute_s
+        out[i] = cells[OVERHEAD, slot] + load_s(cells, slot, held_tokens) + compute_s
     return out
 
 

@@ -95,7 +95,8 @@ def _print(result: dict[str, Any]) -> None:
     console.print(table)
     cpu = result["cpu"]
     console.print(
-        f"processor seconds of ingress and engine, {result['cpu_ms']:.1f} ms a request unobserved: "
+        f"requests per processor second of ingress and engine ({result['cpu_ms']:.1f} ms a request "
+        "unobserved): "
         f"{cpu['cost']:.1%}, 95 % within {cpu['low']:.1%} and {cpu['high']:.1%}; by place "
         f"{', '.join(f'{c:.1%}' for c in cpu['by_order'])}",
         highlight=False,

@@ -123,11 +123,12 @@ class PrefixHasher:
         blocks = len(tokens) // size
         sums: UInt64s = np.empty(blocks, dtype=np.uint64)
         hashes: UInt64s = np.empty(blocks, dtype=np.uint64)
-        if len(self._weights) < (parent.blocks + blocks) * size:
-            self._grow((parent.blocks + blocks) * size)
+        weights = self._weights
+        if len(weights) < (parent.blocks + blocks) * size:
+            weights = self._grown((parent.blocks + blocks) * size)
         key = np.uint64((self._key + salt * _SALT_FACTOR) & _MASK)
         _hash_blocks(
-            tokens, self._weights, size, self._token_key, key, np.uint64(parent.raw_sum),
+            tokens, weights, size, self._token_key, key, np.uint64(parent.raw_sum),
             parent.blocks, sums, hashes,
         )  # fmt: skip
         return hashes, sums
@@ -137,9 +138,14 @@ class PrefixHasher:
         mixed = _unmix(_unmix(prefix_hash) ^ ((self._key + salt * _SALT_FACTOR) & _MASK))
         return Running((mixed - blocks * _GOLDEN) & _MASK, blocks)
 
-    def _grow(self, needed: int) -> None:
+    def _grown(self, needed: int) -> UInt64s:
+        """At least so many weights. Whoever asked uses what it was given: calls may come from
+        several threads, and a shorter array may be kept after a longer one.
+        """
         length = max(4096, 1 << (needed - 1).bit_length())
-        self._weights = _weights(self._seed, length)
+        weights = _weights(self._seed, length)
+        self._weights = weights
+        return weights
 
 
 @compiled
@@ -203,7 +209,9 @@ def _as_integers(token_ids: Tokens) -> UInt64s:
     if ids.ndim == 1 and ids.size == 0:
         return np.empty(0, dtype=np.uint64)
     if ids.ndim == 1 and ids.dtype.kind in "iu":
-        return np.ascontiguousarray(ids, dtype=np.uint64)
+        # The same bits, so that no conversion is needed.
+        bits = ids.view(np.uint64) if ids.dtype == np.int64 else ids
+        return np.require(bits, np.uint64, ("C", "A", "W"))
     raise ValueError(
         f"token ids must be a one-dimensional run of integers, got shape {ids.shape} of {ids.dtype}"
     )

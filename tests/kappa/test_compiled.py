@@ -1,12 +1,15 @@
 """Compiled loops: the same results as without a compiler, with a place to keep them or none."""
 
+import ast
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kappa import compiled as module
 from kappa.compiled import compiled
+from router import prices, pricing
 
 
 def _ratio(a: float, b: float) -> float:
@@ -42,10 +45,54 @@ def test_other_errors_are_not_hidden(monkeypatch):
         compiled(_ratio)
 
 
-def test_loops_give_what_python_gives():
-    from router.pricing import prefill_s
+def compiling_files():
+    root = Path(module.__file__).parents[1]
+    files = [p for package in ("kappa", "router") for p in (root / package).rglob("*.py")]
+    return [p for p in files if "@compiled" in p.read_text()]
 
-    cells = np.random.default_rng(0).uniform(0.5, 2.0, (40, 3))
-    for slot in range(3):
-        asked = (cells, slot, 1000.0, 400.0, 3.0, 5000.0)
-        assert prefill_s(*asked) == pytest.approx(prefill_s.py_func(*asked), rel=1e-12)
+
+@pytest.mark.parametrize("path", compiling_files(), ids=lambda p: p.name)
+def test_what_a_loop_freezes_stands_in_its_own_file(path):
+    tree = ast.parse(path.read_text())
+    ours = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("kappa", "router")
+        for alias in node.names
+    }
+    loops = [
+        node for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(d, ast.Name) and d.id == "compiled" for d in node.decorator_list)
+    ]  # fmt: skip
+    assert loops
+    for loop in loops:
+        used = {n.id for line in loop.body for n in ast.walk(line) if isinstance(n, ast.Name)}
+        assert not used & ours, f"{loop.name} freezes {used & ours} of another file"
+
+
+def test_the_prices_are_those_that_python_gives():
+    rng = np.random.default_rng(0)
+    for fetches in (False, True):
+        cells = rng.uniform(0.5, 2.0, (pricing.ROWS, 5))
+        cells[pricing.NET, 0] = cells[pricing.SPARE, 1] = 0.0
+        cells[pricing.DECODING, 2] = 0.0
+        cells[pricing.RESIDENT, 4] = 5000.0
+        slots = np.array([4, 0, 1, 2])
+        device, cached = rng.uniform(0, 100, (2, 4))
+        cached[0] = 0.0
+        fetched = cached / 100 if fetches else np.empty(0)
+        asked = (
+            cells, slots, 3.0, 20.0, 1000.0, 50.0, device, cached, fetched, 3, (0.5, 5.0, 3.0),
+        )  # fmt: skip
+        got, expected = pricing.price(*asked), pricing.price.py_func(*asked)
+        filled = [r for r in range(pricing.OUT_ROWS) if fetches or r != pricing.OUT_FETCH]
+        np.testing.assert_allclose(got[filled], expected[filled], rtol=1e-12)
+        assert (got[pricing.OUT_OWN_LATE] > 0).any() and (got[pricing.OUT_DECODE] > 0).all()
+
+
+def test_the_score_is_the_one_that_python_gives():
+    columns = list(np.random.default_rng(1).uniform(0.1, 0.9, (9, 7)))
+    np.testing.assert_allclose(
+        prices._score_s(*columns), prices._score_s.py_func(*columns), rtol=1e-12
+    )

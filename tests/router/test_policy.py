@@ -210,6 +210,8 @@ def test_priced_fetches_only_for_what_the_request_itself_gains():
     assert policy_named("priced_fetch").choose(asked).fetch is None
     asked.fetching.ttft_s[1] = 0.6
     assert policy_named("priced_fetch").choose(asked).index == 1
+    asked.fetching.own_late_s[1] = 20.0
+    assert policy_named("priced_fetch").choose(asked).fetch is None
 
 
 def test_what_would_take_for_ever_is_not_fetched():
