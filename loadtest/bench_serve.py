@@ -139,7 +139,7 @@ async def play(
     rounds: int,
     seed: int,
     progress: Progress,
-    cpu_s: Callable[[str], float] | None = None,
+    cpu_s: Callable[[str], float] = lambda system: math.nan,
 ) -> list[Round]:
     """All rounds: for each prompt and concurrency the systems take turns, `rounds` times each.
 
@@ -160,12 +160,11 @@ async def play(
                 names = list(urls)
                 names = names[turn % len(names) :] + names[: turn % len(names)]
                 for system in names:
-                    before_s = cpu_s(system) if cpu_s else math.nan
+                    before_s = cpu_s(system)
                     played = await play_round(
                         client, system, urls[system], model, prompt, concurrency, count, random
                     )
-                    used_s = cpu_s(system) - before_s if cpu_s else math.nan
-                    done.append(replace(played, cpu_s=used_s))
+                    done.append(replace(played, cpu_s=cpu_s(system) - before_s))
             rows = [_row(_of(done, system, prompt, concurrency)) for system in urls]
             told = ", ".join(f"{r['system']} {1e3 * r['ttft_s']['p50']:.0f} ms" for r in rows)
             progress(f"{prompt} prompts, concurrency {concurrency}: TTFT p50 {told}")

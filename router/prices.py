@@ -115,5 +115,6 @@ def fetch_toll_s(offers: Offers) -> Floats:
     assert offers.fetch_s is not None
     # Where it would take for ever, its own TTFT says so.
     moved_s = np.where(np.isfinite(offers.fetch_s), offers.fetch_s, 0.0)
-    cost_s: Floats = moved_s * float(offers.loads_per_s.mean()) * (offers.net_backlog_s + moved_s)
+    loads_per_s = float(offers.loads_per_s.sum()) / len(offers)
+    cost_s: Floats = moved_s * loads_per_s * (offers.net_backlog_s + moved_s)
     return cost_s

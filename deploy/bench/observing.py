@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from deploy.app.build import build_app
 from deploy.app.cluster import Cluster
@@ -66,8 +66,8 @@ class Collector:
 
 def seen(settings: ClusterSettings, log_file: Path, collector: Collector | None) -> ClusterSettings:
     """The settings with metrics and logs, and spans of every request if somebody takes them."""
-    endpoint = {"otlp_endpoint": collector.url} if collector is not None else {}
-    observing = ObservingSettings(log_format="json", log_file=str(log_file), **endpoint)
+    endpoint = collector.url if collector is not None else None
+    observing = ObservingSettings(log_format="json", log_file=str(log_file), otlp_endpoint=endpoint)
     return settings.model_copy(update={"observing": observing})
 
 
@@ -76,9 +76,9 @@ def unseen(settings: ClusterSettings) -> ClusterSettings:
     return settings.model_copy(update={"observing": _UNSEEN})
 
 
-def cpu_seconds(first: bool) -> float:
-    """Processor seconds so far of the ingress and engine at `/`, or of those beside it."""
-    title = f"ray::ServeReplica:{APP if first else _BESIDE_APP}:"
+def cpu_seconds(first: str, system: str) -> float:
+    """Processor seconds so far of a system's ingress and engine; `first` is the one at `/`."""
+    title = f"ray::ServeReplica:{APP if system == first else _BESIDE_APP}:"
     total_s = 0.0
     for process in psutil.process_iter():
         # A process may end while it is looked at; the engines stay.

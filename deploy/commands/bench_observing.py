@@ -39,7 +39,17 @@ def observing_cost(
     """Play rounds in turns, with metrics and logs (and spans) and with nothing; print the cost."""
     # Imports half the system: only when it is wanted.
     from deploy.bench.cluster import one_node
-    from deploy.bench.observing import BESIDE, ORDERS, SEEN, UNSEEN, Collector, beside, seen, unseen
+    from deploy.bench.observing import (
+        BESIDE,
+        ORDERS,
+        SEEN,
+        UNSEEN,
+        Collector,
+        beside,
+        cpu_seconds,
+        seen,
+        unseen,
+    )
 
     with tempfile.TemporaryDirectory(prefix="kappa-observing-") as folder, Collector() as collector:
         log_file = Path(folder) / "log.jsonl"
@@ -58,7 +68,7 @@ def observing_cost(
                 }
                 playing = serve_law.play(
                     urls, plain.model.id, concurrencies, requests, rounds, seed, progress,
-                    partial(_cpu_s, first),
+                    partial(cpu_seconds, first),
                 )  # fmt: skip
                 orders.append(asyncio.run(playing))
         lines = sum('"request_done"' in line for line in log_file.open(encoding="utf-8"))
@@ -74,12 +84,6 @@ def observing_cost(
         print(json.dumps(result))
     else:
         _print(result)
-
-
-def _cpu_s(first: str, system: str) -> float:
-    from deploy.bench.observing import cpu_seconds
-
-    return cpu_seconds(system == first)
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 _SOCKET = re.compile(r"@kappa-(\d+)-(.+)-(?:stats|kv)$")
 _ROLES = (

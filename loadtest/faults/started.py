@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from loadtest.faults.processes import alive, kill
 from loadtest.faults.target import FaultsError, Target, environment

@@ -105,8 +105,6 @@ class RouterMetrics:
 
     def forget(self, metric: Metric, *labels: str) -> None:
         """Drop one labelled gauge, of a node that is gone."""
-        if not self._counting:
-            return
         if metric.labels and self._children.pop((metric.name, labels), None) is not None:
             self._collectors[metric.name].remove(*labels)
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deploy.bench.observing import Collector, cpu_seconds, seen, unseen
+from deploy.bench.observing import SEEN, UNSEEN, Collector, cpu_seconds, seen, unseen
 from kappa.settings.cluster import ClusterSettings
 
 _BURN = """
@@ -22,7 +22,7 @@ child.communicate("\\n")
 def test_a_replicas_processor_seconds_count_with_those_of_its_children():
     # As Ray names the processes of replicas.
     title = "ray::ServeReplica:beside:EmulatedName"
-    before_s = cpu_seconds(first=False)
+    before_s = cpu_seconds(SEEN, UNSEEN)
     with subprocess.Popen(
         [title, "-c", _BURN, sys.executable],
         executable=sys.executable,
@@ -31,7 +31,7 @@ def test_a_replicas_processor_seconds_count_with_those_of_its_children():
         text=True,
     ) as replica:
         own_s, childs_s = map(float, replica.stdout.readline().split())
-        used_s = cpu_seconds(first=False) - before_s
+        used_s = cpu_seconds(SEEN, UNSEEN) - before_s
         replica.communicate("\n")
     # The kernel counts in ticks of 10 ms, of user and system each.
     assert used_s >= own_s + childs_s - 0.05 and childs_s > 0.1
