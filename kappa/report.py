@@ -21,7 +21,7 @@ PROTOCOL = 1
 # "forget all blocks".
 KV, REPORT, RESET = b"kv", b"report", b"reset"
 
-# A step that computes so many tokens waits for FLOPs and not for memory, on any node we know.
+# A step of fewer tokens is too short to tell of a FLOP rate.
 COMPUTE_STEP_TOKENS = 512
 
 # How an error begins in a streamed answer of Ray Serve LLM's, which may hold several events.
@@ -242,9 +242,9 @@ class WorkerReport:
     """What a worker measured since its last report, and its totals since it started.
 
     Seconds are real (dilated on a paced node). `*_total` never fall within one worker's life;
-    `admitted`, `prefilled` and `spent` list requests of this report only. `compute_step_*`: only
-    steps of at least `COMPUTE_STEP_TOKENS` tokens, as measured and as the announced step model says
-    that they should have lasted (0: it did not say). Others wait for memory and teach no FLOP rate.
+    `admitted`, `prefilled` and `spent` list requests of this report only. `computed_*`: what steps
+    of at least `COMPUTE_STEP_TOKENS` tokens spent computing, as far as their length tells
+    (`kappa.step.StepParts.computed_s`), and what the announced step model says of the same steps.
     host_spare_blocks: of the host tier, unused or held only as copies of what a peer has.
 
     Of the engine's scheduler: `iterations_total` counts iterations, `queued_iterations_total` those
@@ -263,8 +263,8 @@ class WorkerReport:
     time_s: float
     steps_total: int = 0
     step_seconds_total: float = 0.0
-    compute_step_seconds_total: float = 0.0
-    compute_step_predicted_seconds_total: float = 0.0
+    computed_seconds_total: float = 0.0
+    computed_announced_seconds_total: float = 0.0
     step_tokens_total: int = 0
     overruns_total: int = 0
     load_tokens_total: int = 0

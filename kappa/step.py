@@ -12,10 +12,41 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kappa.model import attention_flops, kv_bytes_per_token, weight_read_bytes
 from kappa.types import ModelShape, NodeProfile
+
+# A step that took so many times as long as its reading did not wait for memory.
+_CLEARLY = 1.25
+
+
+class StepParts(NamedTuple):
+    """Seconds that a step consists of: the longer of computing and reading, then the fixed."""
+
+    compute_s: float
+    read_s: float
+    fixed_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return max(self.compute_s, self.read_s) + self.fixed_s
+
+    def dilated(self, dilation: float) -> StepParts:
+        """Each part `dilation` times as long."""
+        return StepParts(*(part_s * dilation for part_s in self))
+
+    def computed_s(self, took_s: float) -> float:
+        """Seconds of computing in a step with these announced parts that took `took_s`.
+
+        0 where its length does not tell: it may have waited for memory. Where computing is the
+        longer part by the announced rates, though the step took no longer than reading, the true
+        seconds are at most what is returned.
+        """
+        rest_s = took_s - self.fixed_s
+        told = rest_s > _CLEARLY * self.read_s or self.compute_s >= self.read_s
+        return max(rest_s, 0.0) if told else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +77,26 @@ class StepModel:
                     f"StepModel.{field.name} is {value}: give a finite number, {least}"
                 )
 
-    def step_s(self, work: Iterable[tuple[int, int]]) -> float:
-        """Undilated seconds of one step over [(new tokens, context tokens before them)]."""
+    def parts(self, work: Iterable[tuple[int, int]]) -> StepParts:
+        """Undilated parts of one step over [(new tokens, context tokens before them)]."""
         compute_s = 0.0
         read_s = self.weights_s
         for new, context in work:
             compute_s += new * self.token_s + new * (context + 0.5 * new) * self.pair_s
             read_s += (context + new) * self.context_token_s
-        return max(compute_s, read_s) + self.fixed_s
+        return StepParts(compute_s, read_s, self.fixed_s)
+
+    def step_s(self, work: Iterable[tuple[int, int]]) -> float:
+        """Undilated seconds of one step; `work` as in `parts`."""
+        return self.parts(work).step_s
 
     def real_s(self, work: Iterable[tuple[int, int]]) -> float:
         """Real seconds of one step: `step_s` times the dilation."""
-        return self.step_s(work) * self.dilation
+        return self.real_parts(work).step_s
+
+    def real_parts(self, work: Iterable[tuple[int, int]]) -> StepParts:
+        """Real seconds of one step's parts."""
+        return self.parts(work).dilated(self.dilation)
 
     def scaled(self, factor: float) -> StepModel:
         """The same node, `factor` times as slow."""

@@ -81,7 +81,8 @@ class Calibration:
         self.link_scale = self._link.learn(measured_s, announced_s, bound)
 
     def steps(self, measured_s: float, announced_s: float) -> None:
-        """Learn the gpu from some steps: better than from outcomes, which are then left alone."""
+        """Learn the gpu from the computing of some steps: better than from outcomes, which are then
+        left alone."""
         self.compute_scale = self._steps.learn(measured_s, announced_s)
 
 
@@ -188,19 +189,17 @@ class ClusterState:
             return
         tokens = now.load_tokens_total - before.load_tokens_total
         measured_s = now.load_seconds_total - before.load_seconds_total
-        predicted_s = (
-            now.compute_step_predicted_seconds_total - before.compute_step_predicted_seconds_total
-        )
-        steps_s = now.compute_step_seconds_total - before.compute_step_seconds_total
+        announced_s = now.computed_announced_seconds_total - before.computed_announced_seconds_total
+        computed_s = now.computed_seconds_total - before.computed_seconds_total
         learnt = False
         if tokens > 0 and measured_s > 0:
             # What is announced is the link; of a server behind it only measuring tells.
             bound = _BOUND if state.announcement.tier != "lmcache" else _SERVER_BOUND
-            announced_s = tokens * load_token_s(state.announcement)
-            state.calibration.link(measured_s, announced_s, bound)
+            load_s = tokens * load_token_s(state.announcement)
+            state.calibration.link(measured_s, load_s, bound)
             learnt = True
-        if predicted_s > 0 and steps_s > 0:
-            state.calibration.steps(steps_s, predicted_s)
+        if announced_s > 0 and computed_s > 0:
+            state.calibration.steps(computed_s, announced_s)
             learnt = True
         if learnt:
             self._calibrated(state)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 
-from kappa.step import StepModel
+from kappa.step import StepModel, StepParts
 
 
-def step_s(step: StepModel, tokens: int, pairs: float, reads: int) -> float:
-    """`StepModel.step_s` from the sums over a batch: new tokens, pairs, tokens read."""
-    compute_s = tokens * step.token_s + pairs * step.pair_s
-    read_s = step.weights_s + reads * step.context_token_s
-    return (compute_s if compute_s > read_s else read_s) + step.fixed_s
+def step_parts(step: StepModel, tokens: int, pairs: float, reads: int) -> StepParts:
+    """`StepModel.parts` from the sums over a batch: new tokens, pairs, tokens read."""
+    return StepParts(
+        tokens * step.token_s + pairs * step.pair_s,
+        step.weights_s + reads * step.context_token_s,
+        step.fixed_s,
+    )
 
 
 class Stretch:

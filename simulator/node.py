@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kappa.report import COMPUTE_STEP_TOKENS
 from scheduler.batching import Batcher, Step
 from scheduler.catalogue import rule_named
 from simulator.cache import Ids
-from simulator.decode import Stretch, step_s
+from simulator.decode import Stretch, step_parts
 from simulator.decoding import Decoding
 from simulator.job import Job
 from simulator.link import link_class
@@ -63,7 +64,6 @@ class Node:
         self._admitted = admitted
         self._first_token = first_token
         self._finished = finished
-        self._honest = model.step == model.announced_step
         self.link = link_class(model.duplex)(
             loop, link_noise, load_block_s=model.load_block_s, store_block_s=model.store_block_s,
             fixed_s=model.load_fixed_s, loaded=self._loaded, stored=self._stored,
@@ -200,12 +200,12 @@ class Node:
             tokens += new
             pairs += new * (context + 0.5 * new)
             reads += context + new
-        nominal_s = step_s(model.step, tokens, pairs, reads)
+        nominal_s = step_parts(model.step, tokens, pairs, reads).step_s
         seconds = nominal_s * self._noise.factor() * self.slow
-        predicted_s = nominal_s
-        if not self._honest:
-            predicted_s = step_s(model.announced_step, tokens, pairs, reads)
-        self.totals.add_steps(1, tokens, seconds, predicted_s)
+        self.totals.add_steps(1, tokens, seconds)
+        if tokens >= COMPUTE_STEP_TOKENS:
+            announced = step_parts(model.announced_step, tokens, pairs, reads)
+            self.totals.add_computing(seconds, announced)
         self._count_queued(1, tokens)
         self._step = step
         now_s = self._loop.now_s
@@ -267,12 +267,8 @@ class Node:
         assert stretch is not None
         self._stretch = None
         nominal_s = stretch.seconds(steps)
-        predicted_s = nominal_s
-        if not self._honest:
-            believed = Stretch(self.model.announced_step, n, decoding.context_tokens)
-            predicted_s = believed.seconds(steps)
         totals = self.totals
-        totals.add_steps(steps, steps * n, nominal_s * self._stretch_factor, predicted_s)
+        totals.add_steps(steps, steps * n, nominal_s * self._stretch_factor)
         self._count_queued(steps, steps * n)
         totals.busy_s += self._loop.now_s - self._start_s
         self.scheduler.repeat(steps - 1, n)

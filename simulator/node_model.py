@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kappa.report import COMPUTE_STEP_TOKENS
-from kappa.step import StepModel
+from kappa.step import StepModel, StepParts
 from scheduler.batching import Batcher
 from scheduler.config import FairConfig, LinkRates
 
@@ -50,8 +49,8 @@ class NodeTotals:
 
     steps: int = 0
     step_s: float = 0.0
-    compute_step_s: float = 0.0
-    compute_step_predicted_s: float = 0.0
+    computed_s: float = 0.0
+    computed_announced_s: float = 0.0
     step_tokens: int = 0
     held_block_s: float = 0.0
     busy_s: float = 0.0
@@ -65,14 +64,18 @@ class NodeTotals:
     preemptions: int = 0
     failed_loads: int = 0
 
-    def add_steps(self, steps: int, tokens: int, seconds: float, predicted_s: float) -> None:
-        """So many iterations took so long; predicted: by the announced constants."""
+    def add_steps(self, steps: int, tokens: int, seconds: float) -> None:
+        """So many iterations took so long."""
         self.steps += steps
         self.step_tokens += tokens
         self.step_s += seconds
-        if tokens >= steps * COMPUTE_STEP_TOKENS:
-            self.compute_step_s += seconds
-            self.compute_step_predicted_s += predicted_s
+
+    def add_computing(self, seconds: float, announced: StepParts) -> None:
+        """An iteration of `COMPUTE_STEP_TOKENS` or more took so long."""
+        computed_s = announced.computed_s(seconds)
+        if computed_s:
+            self.computed_s += computed_s
+            self.computed_announced_s += announced.compute_s
 
     def add_scheduler(self, scheduler: Batcher) -> None:
         """What a scheduler and its rule counted in their life."""

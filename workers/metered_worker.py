@@ -130,12 +130,14 @@ class Metered:
         start_s = time.monotonic()
         if self._kappa_step_model and start_s - self._kappa_last_end_s < _BACK_TO_BACK_S:
             start_s = self._kappa_last_end_s
+        parts = self._kappa_step_model.real_parts(work) if self._kappa_step_model else None
         self._kappa_step = {
             "kind": "step",
             "tokens": scheduler_output.total_num_scheduled_tokens,
             "prefilled": [request_id for request_id in prefilled if request_id],
             "start_s": start_s,
-            "pace_s": self._kappa_step_model.real_s(work) if self._kappa_step_model else 0.0,
+            "pace_s": parts.step_s if parts else 0.0,
+            "announced": parts,
         }
         for tier in HOST_TIERS:
             tier.begin_step(self._kappa_step["pace_s"])
@@ -147,6 +149,8 @@ class Metered:
         start_s = step.pop("start_s")
         real_s = time.monotonic() - start_s
         owed = [s for s in (tier.owed_s() for tier in HOST_TIERS) if s is not None]
+        if owed:
+            step["announced"] = None
         # A step that waited for loads lasts as long as those and its last layer; it is no overrun.
         remaining_s = max(owed) if owed else step["pace_s"] - real_s
         if remaining_s > 0:

@@ -17,6 +17,7 @@ from kappa.report import (
     TenantCharge,
     WorkerReport,
 )
+from kappa.step import StepParts
 
 _BANDWIDTH_WEIGHT = 0.2
 _TELL_ALL_EVERY_S = 10.0
@@ -94,15 +95,7 @@ class ReportTotals:
             step_tokens_total=r.step_tokens_total + int(_number(m["tokens"])),
             overruns_total=r.overruns_total + bool(m["overrun"]),
         )
-        if _number(m["tokens"]) >= COMPUTE_STEP_TOKENS:
-            r = self._report
-            self._report = replace(
-                r,
-                compute_step_seconds_total=r.compute_step_seconds_total + _number(m["took_s"]),
-                compute_step_predicted_seconds_total=(
-                    r.compute_step_predicted_seconds_total + _number(m["pace_s"])
-                ),
-            )
+        self._add_computing(m)
         prefilled = m["prefilled"]
         assert isinstance(prefilled, list)
         self._prefilled.extend(str(request_id) for request_id in prefilled)
@@ -117,6 +110,24 @@ class ReportTotals:
             Spent(str(request_id), _number(load_s), _number(compute_s))
             for request_id, load_s, compute_s in spent
         )
+
+    def _add_computing(self, m: dict[str, object]) -> None:
+        """A step's length beside what the announced model says of it, if the engine tells that."""
+        announced = m.get("announced")
+        if not announced or _number(m["tokens"]) < COMPUTE_STEP_TOKENS:
+            return
+        assert isinstance(announced, list | tuple)
+        parts = StepParts(*map(_number, announced))
+        computed_s = parts.computed_s(_number(m["took_s"]))
+        if computed_s:
+            r = self._report
+            self._report = replace(
+                r,
+                computed_seconds_total=r.computed_seconds_total + computed_s,
+                computed_announced_seconds_total=(
+                    r.computed_announced_seconds_total + parts.compute_s
+                ),
+            )
 
     def _add_admit(self, m: dict[str, object]) -> None:
         self._admitted.append(

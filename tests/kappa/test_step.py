@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kappa.hardware import node_profile
 from kappa.model import compute_s, decode_step_s
 from kappa.shapes import model_shape
-from kappa.step import StepModel, step_model
+from kappa.step import StepModel, StepParts, step_model
 
 STEP = StepModel(token_s=1.0, pair_s=0.1, weights_s=7.0, context_token_s=0.01, fixed_s=0.5)
 WORK = st.lists(st.tuples(st.integers(1, 500), st.integers(0, 5000)), max_size=5)
@@ -73,6 +73,24 @@ def test_a_paced_node_dilates_its_steps():
     profile = replace(node_profile("h100-pcie5"), source="paced", dilation=30.0, step_fixed_s=0.01)
     step = step_model(model_shape("llama-3.1-8b"), profile)
     assert (step.dilation, step.fixed_s) == (30.0, 0.01)
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 1.0, 3.0])
+@pytest.mark.parametrize(("computes_s", "reads_s"), [(0.3, 0.1), (0.12, 0.1), (0.1, 0.02)])
+def test_a_step_tells_how_far_off_the_announced_flop_rate_is(factor, computes_s, reads_s):
+    took_s = max(computes_s, reads_s) + 0.01
+    parts = StepParts(computes_s / factor, reads_s, 0.01)
+    computed_s = parts.computed_s(took_s)
+    # Between reading and a quarter more it does not tell, unless computing was thought longer.
+    if computes_s > 1.25 * reads_s or parts.compute_s >= reads_s:
+        assert computed_s / parts.compute_s == pytest.approx(factor)
+    else:
+        assert computed_s == 0.0
+
+
+def test_a_step_that_only_read_tells_at_most_how_long_it_computed():
+    assert StepParts(0.05, 0.1, 0.01).computed_s(0.11) == 0.0
+    assert StepParts(0.3, 0.1, 0.01).computed_s(0.11) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("model", ["deepseek-v3", "qwen3-30b-a3b"])

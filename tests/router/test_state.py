@@ -194,11 +194,11 @@ def test_a_worker_that_left_takes_its_forecast_with_it():
 
 
 def steps(state, reports, scale):
-    """Reports of steps that lasted `scale` times as long as the announced model says."""
+    """Reports of computing that lasted `scale` times as long as the announced model says."""
     for i in range(reports):
         report = WorkerReport(
-            "w", float(i), steps_total=10 * i, compute_step_seconds_total=scale * i,
-            compute_step_predicted_seconds_total=float(i), step_seconds_total=50.0 * i,
+            "w", float(i), steps_total=10 * i, computed_seconds_total=scale * i,
+            computed_announced_seconds_total=float(i), step_seconds_total=50.0 * i,
         )  # fmt: skip
         state.report(report, float(i))
 

@@ -128,6 +128,7 @@ def test_a_paced_step_lasts_its_pace(worker):
     run(made, scheduled({"a": 20}, [new("a", 20)]))
     step = report()
     assert step["pace_s"] == pytest.approx(0.04)
+    assert step["announced"] == pytest.approx([0.04, 0.0, 0.0])
     assert step["took_s"] >= step["pace_s"]
     assert (step["tokens"], step["prefilled"]) == (20, ["ours-a"])
     assert step["spent"] == [["ours-a", 0, step["took_s"]]]
@@ -145,7 +146,7 @@ def test_an_unpaced_step_is_reported_and_never_an_overrun(worker):
     made, report = worker(None)
     run(made, scheduled({"a": 1}, [new("a", 1)]))
     step = report()
-    assert (step["pace_s"], step["overrun"]) == (0.0, False)
+    assert (step["pace_s"], step["announced"], step["overrun"]) == (0.0, None, False)
 
 
 def test_steps_back_to_back_keep_the_pace_together(worker):

@@ -92,12 +92,23 @@ def test_all_charges_are_told_again_now_and_then():
 
 def test_only_steps_of_many_tokens_tell_of_the_flop_rate():
     totals = ReportTotals("w")
-    totals.add(step(tokens=COMPUTE_STEP_TOKENS - 1))
+    announced = [0.2, 0.1, 0.05]
+    totals.add(step(tokens=COMPUTE_STEP_TOKENS - 1, announced=announced))
+    totals.add(step(tokens=COMPUTE_STEP_TOKENS, announced=announced))
+    # An engine without a step model, and a step that waited for loads, say nothing.
+    totals.add(step(tokens=COMPUTE_STEP_TOKENS, announced=None))
     totals.add(step(tokens=COMPUTE_STEP_TOKENS))
     report = totals.take(0.0)
-    assert report.step_seconds_total == 0.5
-    assert report.compute_step_seconds_total == 0.25
-    assert report.compute_step_predicted_seconds_total == 0.2
+    assert report.step_seconds_total == 1.0
+    assert report.computed_seconds_total == pytest.approx(0.2)
+    assert report.computed_announced_seconds_total == 0.2
+
+
+def test_a_step_that_waited_for_memory_tells_of_no_flop_rate():
+    totals = ReportTotals("w")
+    totals.add(step(tokens=COMPUTE_STEP_TOKENS, announced=[0.1, 0.2, 0.05]))
+    report = totals.take(0.0)
+    assert (report.computed_seconds_total, report.computed_announced_seconds_total) == (0.0, 0.0)
 
 
 def test_bandwidth_is_smoothed_over_loads():
