@@ -363,6 +363,7 @@ class Fleet:
             gpu_backlog_s=rows[at.OUT_GPU_BACKLOG],
             harm_s=rows[at.OUT_HARM],
             decode_s=rows[at.OUT_DECODE],
+            own_late_s=rows[at.OUT_OWN_LATE],
             gpu_use=rows[at.OUT_GPU_USE],
             loads_per_s=rows[at.OUT_LOADS],
             prefills_per_s=rows[at.OUT_PREFILLS],

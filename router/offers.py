@@ -29,7 +29,9 @@ class Offers:
     work_s: the gpu seconds that it adds to a busy engine (no weight read, no fixed step cost);
     fixed_s: overhead besides the engine. link_backlog_s, gpu_backlog_s: queued ahead of it.
     harm_s: total delay of those that decode there. decode_s: what its decode will add to the steps
-    of each that is in flight beside it, over as many tokens as weigh like one first token.
+    of each that is in flight beside it, over as many tokens as weigh like one first token;
+    own_late_s: by how much as many of its own are late, beside all in flight there and the prompts
+    that come in between: a step may take half of what the objective allows a token.
     gpu_use: seconds of prefill received per second lately (over 1: more than it can do);
     loads_per_s, prefills_per_s: requests a second.
     fetch_s: seconds on the network to bring `fetch_tokens`, what it lacks, from a peer (None:
@@ -62,6 +64,7 @@ class Offers:
     gpu_backlog_s: Floats
     harm_s: Floats
     decode_s: Floats
+    own_late_s: Floats
     gpu_use: Floats
     loads_per_s: Floats
     prefills_per_s: Floats

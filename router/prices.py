@@ -12,7 +12,9 @@ others' waiting, which rise with load by themselves, and no constant to tune.
 Decoding is shared work too: each token that a request will generate makes a step longer for all
 that are in flight beside it. But a late token is no late first token: delays are weighed by what
 the service objective allows of either, so a decode counts as so many of its tokens as the TTFT
-objective is longer than the TPOT objective.
+objective is longer than the TPOT objective. Its own tokens are late, too, where the worker's memory
+is so slow or so full that a step takes more than half of the TPOT objective; of that half counts.
+These halves are measured, not derived (docs/adr/0005-price-wasted-work.md).
 
 r, Q and rho are means over the fleet. A node's own figures mislead where sessions wait for their
 answers before they ask again: a jammed node gets few requests, and would look cheap for it.
@@ -29,6 +31,7 @@ from router.policy import Choice, Fetch, least, reason
 
 # A busy period is not longer than what recent use can tell of.
 _FULL = 0.95
+_OWN_LATE = 0.5
 
 
 class Priced:
@@ -51,13 +54,13 @@ class Priced:
         self.fetches = fetches
         self.replicates = replicates
         # Compiled now rather than while the first request waits.
-        _score_s(*[np.ones(1)] * 8)
+        _score_s(*[np.ones(1)] * 9)
 
     def choose(self, offers: Offers) -> Choice:
         """Pick the least sum; ties by requests in flight."""
         score = _score_s(
             offers.ttft_s, offers.new_tokens, offers.work_s, offers.gpu_use, offers.prefills_per_s,
-            offers.gpu_backlog_s, offers.in_flight, offers.decode_s,
+            offers.gpu_backlog_s, offers.in_flight, offers.decode_s, offers.own_late_s,
         )  # fmt: skip
         if self._future is not None and is_first(offers):
             score += self._future.cost_s(offers)
@@ -69,7 +72,8 @@ class Priced:
         # to spread those that decode, or saves little, fills the nodes that others fetch to.
         sooner = fetching.ttft_s + fetching.fetch_s < offers.ttft_s[index]
         crowd_s = fetching.in_flight * fetching.decode_s
-        cost_s = fetching.ttft_s + fetch_toll_s(fetching) + crowd_s
+        own_s = fetching.ttft_s + _OWN_LATE * fetching.own_late_s
+        cost_s = own_s + fetch_toll_s(fetching) + crowd_s
         fetched = np.where(sooner, cost_s, np.inf)
         best = int(fetched.argmin())
         tokens = fetching.cached_tokens[best] - offers.cached_tokens[best]
@@ -89,9 +93,9 @@ class Priced:
 @compiled
 def _score_s(
     ttft_s: Floats, new_tokens: Floats, work_s: Floats, gpu_use: Floats, prefills_per_s: Floats,
-    gpu_backlog_s: Floats, in_flight: Floats, decode_s: Floats,
+    gpu_backlog_s: Floats, in_flight: Floats, decode_s: Floats, own_late_s: Floats,
 ) -> Floats:  # fmt: skip
-    """Own wait, toll and crowd on each worker, in seconds; arrays as in `Offers`.
+    """Own wait and decode, toll and crowd on each worker, in seconds; arrays as in `Offers`.
 
     The toll: others' waiting for computing more than the least that any worker would. The crowd:
     by how much the request's decode delays those in flight beside it.
@@ -106,7 +110,7 @@ def _score_s(
         wasted_s = (1 - needed_tokens / new_tokens[i]) * work_s[i]
         toll_s = wasted_s * (wasted_s + queue_s) * price
         crowd_s = in_flight[i] * decode_s[i]
-        out[i] = ttft_s[i] + toll_s + crowd_s
+        out[i] = ttft_s[i] + _OWN_LATE * own_late_s[i] + toll_s + crowd_s
     return out
 
 

@@ -32,10 +32,14 @@ OUT_NEW, OUT_LOAD, OUT_LOAD_TOKEN, OUT_WORK, OUT_COMPUTE, OUT_FIXED = range(6)
 OUT_LINK_BACKLOG, OUT_GPU_BACKLOG, OUT_HARM, OUT_DECODE, OUT_GPU_USE, OUT_LOADS = range(6, 12)
 OUT_PREFILLS, OUT_IN_FLIGHT, OUT_WAITING, OUT_QUEUED, OUT_RESIDENT, OUT_CAPACITY = range(12, 18)
 OUT_LINK_RATE, OUT_FLOPS, OUT_COST, OUT_CRIT, OUT_FETCH, OUT_NET_BACKLOG = range(18, 24)
-OUT_TTFT, OUT_TPOT = range(24, 26)
-OUT_ROWS = 26
+OUT_TTFT, OUT_TPOT, OUT_OWN_LATE = range(24, 27)
+OUT_ROWS = 27
 
 MOST_USE = 0.95
+# Shares that simulation chose, not derived (docs/adr/0005): of what the objective allows a token,
+# what its step may take; of the time that prompts take, by which steps count as longer.
+MOST_STEP = 0.5
+FELT_USE = 0.5
 
 Slots = NDArray[np.intp]
 Slo = tuple[float, float, float]
@@ -115,17 +119,17 @@ def fetch_s(cells: Floats, slot: int, tokens: float) -> float:
 
 
 @compiled
-def weighing_tokens(
+def objective(
     cells: Floats, slots: Slots, priced: Floats, prompt_tokens: float, output_tokens: float,
     slo: Slo,
-) -> float:  # fmt: skip
-    """Delayed tokens that weigh as much as one first token delayed as long.
+) -> tuple[float, float]:  # fmt: skip
+    """Delayed tokens that weigh as much as one first token delayed as long; seconds for each.
 
     By the service objective, TTFT over TPOT (`kappa.slo`), of the best and the middle idle worker;
-    but never more than there will be. `priced` has rows WORK and LOAD filled in.
+    but never more tokens than there will be. `priced` has rows WORK and LOAD filled in.
     """
     if not len(slots):
-        return output_tokens
+        return output_tokens, math.inf
     ttft_floor_s, ttft_factor, tpot_factor = slo
     alone_s = np.empty(len(slots))
     idle_s, dilation = math.inf, 0.0
@@ -137,9 +141,9 @@ def weighing_tokens(
         dilation = max(dilation, cells[DILATION, slot])
     tpot_limit_s = tpot_factor * np.sort(alone_s)[len(alone_s) // 2]
     if tpot_limit_s <= 0:
-        return output_tokens
+        return output_tokens, math.inf
     ttft_limit_s = max(ttft_floor_s * dilation, ttft_factor * idle_s)
-    return min(ttft_limit_s / tpot_limit_s, output_tokens)
+    return min(ttft_limit_s / tpot_limit_s, output_tokens), tpot_limit_s
 
 
 @compiled
@@ -199,11 +203,14 @@ def price(
         out[OUT_TTFT, i] = cells[OVERHEAD, slot] + wait_s + compute_s
         step_s = reading_step_s(cells, slot, prompt_tokens + cells[RESIDENT, slot])
         out[OUT_TPOT, i] = step_s / (1 - min(gpu_use, MOST_USE))
-    weighing = weighing_tokens(cells, slots, out, prompt_tokens, output_tokens, slo)
+    weighing, tpot_limit_s = objective(cells, slots, out, prompt_tokens, output_tokens, slo)
     for i in range(len(slots)):
         slot = slots[i]
         token_s = cells[TOKEN, slot] + prompt_tokens * cells[CONTEXT, slot]
         out[OUT_DECODE, i] = weighing * token_s
+        step_s = reading_step_s(cells, slot, prompt_tokens + cells[RESIDENT, slot])
+        step_s /= 1 - FELT_USE * min(out[OUT_GPU_USE, i], MOST_USE)
+        out[OUT_OWN_LATE, i] = weighing * max(step_s - MOST_STEP * tpot_limit_s, 0.0)
     return out
 
 

@@ -77,6 +77,7 @@ def test_the_prices_are_those_that_python_gives():
         cells = rng.uniform(0.5, 2.0, (pricing.ROWS, 5))
         cells[pricing.NET, 0] = cells[pricing.SPARE, 1] = 0.0
         cells[pricing.DECODING, 2] = 0.0
+        cells[pricing.RESIDENT, 4] = 5000.0
         slots = np.array([4, 0, 1, 2])
         device, cached = rng.uniform(0, 100, (2, 4))
         cached[0] = 0.0
@@ -87,11 +88,11 @@ def test_the_prices_are_those_that_python_gives():
         got, expected = pricing.price(*asked), pricing.price.py_func(*asked)
         filled = [r for r in range(pricing.OUT_ROWS) if fetches or r != pricing.OUT_FETCH]
         np.testing.assert_allclose(got[filled], expected[filled], rtol=1e-12)
-        assert (got[pricing.OUT_DECODE] > 0).all()
+        assert (got[pricing.OUT_OWN_LATE] > 0).any() and (got[pricing.OUT_DECODE] > 0).all()
 
 
 def test_the_score_is_the_one_that_python_gives():
-    columns = list(np.random.default_rng(1).uniform(0.1, 0.9, (8, 7)))
+    columns = list(np.random.default_rng(1).uniform(0.1, 0.9, (9, 7)))
     np.testing.assert_allclose(
         prices._score_s(*columns), prices._score_s.py_func(*columns), rtol=1e-12
     )

@@ -181,6 +181,12 @@ def test_priced_pays_for_those_it_decodes_beside():
     assert pick(PRICED, crowded, calm)[0] == 1
 
 
+def test_priced_counts_half_of_what_its_own_tokens_are_late():
+    slow = candidate(ttft_s=1.0, own_late_s=3.0)
+    assert pick(PRICED, slow, candidate(ttft_s=2.4))[0] == 1
+    assert pick(PRICED, slow, candidate(ttft_s=2.6))[0] == 0
+
+
 def test_priced_fetches_from_a_peer_when_that_is_cheaper_than_waiting_or_computing():
     holder = busy(ttft_s=5.0, new_tokens=100, cached_tokens=50_000)
     other = busy(ttft_s=6.0, new_tokens=50_100, work_s=4.0)
@@ -204,7 +210,7 @@ def test_priced_fetches_only_for_what_the_request_itself_gains():
     assert policy_named("priced_fetch").choose(asked).fetch is None
     asked.fetching.ttft_s[1] = 0.6
     assert policy_named("priced_fetch").choose(asked).index == 1
-    asked.fetching.in_flight[1], asked.fetching.decode_s[1] = 100.0, 1.0
+    asked.fetching.own_late_s[1] = 20.0
     assert policy_named("priced_fetch").choose(asked).fetch is None
 
 
