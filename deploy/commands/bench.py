@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.commands import bench_router
-from deploy.commands.bench_observing import observing_cost
+from deploy.commands.bench_observing import LEAST_ROUNDS, observing_cost
 from deploy.commands.provenance import Json, command, machine
 from deploy.commands.serve import running, settings_or_exit
 from kappa.settings.cluster import ClusterSettings
@@ -187,7 +187,14 @@ def serve(
         raise typer.BadParameter("give numbers with commas", param_hint="--concurrency") from None
     if min(concurrencies) < 1:
         raise typer.BadParameter("give numbers from 1", param_hint="--concurrency")
+    if spans and not observing:
+        raise typer.BadParameter("spans are counted with --observing only", param_hint="--spans")
     if observing:
+        if rounds < LEAST_ROUNDS:
+            raise typer.BadParameter(
+                f"--observing takes an interval over rounds: give {LEAST_ROUNDS} or more",
+                param_hint="--rounds",
+            )
         observing_cost(concurrencies, requests, rounds, seed, spans, json_output, _progress())
         return
     # Imports half the system: only when it is wanted.

@@ -26,6 +26,9 @@ from loadtest.paired import cost
 
 GOAL = 0.03
 
+LEAST_ROUNDS = 2
+"""Of each order: one has no spread, and an interval without width would show anything."""
+
 
 def observing_cost(
     concurrencies: Sequence[int],

@@ -126,7 +126,7 @@ class PrefixHasher:
         weights = self._weights
         if len(weights) < (parent.blocks + blocks) * size:
             weights = self._grown((parent.blocks + blocks) * size)
-        key = np.uint64((self._key + salt * _SALT_FACTOR) & _MASK)
+        key = np.uint64(self._salted(salt))
         _hash_blocks(
             tokens, weights, size, self._token_key, key, np.uint64(parent.raw_sum),
             parent.blocks, sums, hashes,
@@ -135,8 +135,11 @@ class PrefixHasher:
 
     def running(self, prefix_hash: int, blocks: int, salt: int = 0) -> Running:
         """The state behind a prefix hash of so many blocks: the finaliser can be undone."""
-        mixed = _unmix(_unmix(prefix_hash) ^ ((self._key + salt * _SALT_FACTOR) & _MASK))
+        mixed = _unmix(_unmix(prefix_hash) ^ self._salted(salt))
         return Running((mixed - blocks * _GOLDEN) & _MASK, blocks)
+
+    def _salted(self, salt: int) -> int:
+        return (self._key + salt * _SALT_FACTOR) & _MASK
 
     def _grown(self, needed: int) -> UInt64s:
         """At least so many weights. Whoever asked uses what it was given: calls may come from

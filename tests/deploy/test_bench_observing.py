@@ -1,10 +1,14 @@
-"""What the bench of observing counts as a system's processor seconds."""
+"""What the bench of observing counts as a system's processor seconds, and what it refuses."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
 from deploy.bench.observing import SEEN, UNSEEN, Collector, cpu_seconds, seen, unseen
+from deploy.cli import app
 from kappa.settings.cluster import ClusterSettings
 
 _BURN = """
@@ -50,3 +54,13 @@ def test_the_two_differ_in_nothing_but_what_is_observed():
     same = plain.observing
     assert all_of_it.model_copy(update={"observing": same}) == plain
     assert nothing.model_copy(update={"observing": same}) == plain
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["--spans"], "--observing"), (["--observing", "--rounds", "1"], "give 2 or more")],
+)
+def test_what_could_show_nothing_is_refused(arguments, told):
+    done = CliRunner().invoke(app, ["bench", "serve", *arguments])
+    assert done.exit_code == 2
+    assert told in done.stderr
