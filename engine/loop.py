@@ -139,6 +139,7 @@ class Engine:
         )  # fmt: skip
         self._stats.requests += 1
         self._live[sequence.request_id] = sequence
+        self.memory.arrived(sequence)
         self.batcher.add(sequence, sequence.arrival_s)
         return sequence
 

@@ -128,6 +128,10 @@ class EngineMemory:
 
     # -- what happens to a request ------------------------------------------------------------
 
+    def arrived(self, sequence: Sequence) -> None:
+        """It waits: what the host tier holds of it is wanted, others are evicted first."""
+        self._touch_host(sequence)
+
     def computed(self, sequence: Sequence, tokens: int) -> None:
         """Its first `tokens` tokens are on the device: others can find their full blocks."""
         table, size = sequence.table, self.block_tokens

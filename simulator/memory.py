@@ -125,6 +125,11 @@ class NodeMemory:
 
     # -- what happens to a request ------------------------------------------------------------
 
+    def arrived(self, job: Job) -> None:
+        """It waits: what the host tier holds of it is wanted, others are evicted first."""
+        usable = (job.total_tokens - 1) // self.block_tokens
+        self.host.touch(*self.host.match(job.ids, usable))
+
     def landed(self, job: Job) -> None:
         """Its host blocks are on the device now."""
         _, stop = self.waited_for.pop(job)

@@ -108,6 +108,7 @@ class Node:
         # As engines bound an answer by the context they can hold.
         room = self.model.device_blocks * self.model.block_tokens - job.prompt_tokens
         job.max_tokens = min(job.max_tokens, room)
+        self.memory.arrived(job)
         if self.scheduler.add(job, self._loop.now_s):
             self._poke()
 

@@ -100,6 +100,20 @@ def test_blocks_behind_a_hole_in_host_memory_are_not_counted_on() -> None:
         host.release(gone)
 
 
+def test_what_a_waiting_request_will_load_is_evicted_last() -> None:
+    with engine() as made:
+        host_only(made)
+        generate(made, prompt(40, seed=6), count=1)
+        host = made.memory.host["kv"]
+        waiting = made.submit([*LONG, 1], 1)
+        keys = made._live[waiting.request_id].keys
+        # Without it the oldest would go, and that is LONG.
+        gone = host.take(host.pool.unused + 5)
+        assert all(host.find(key) is not None for key in keys[:10])
+        host.release(gone)
+        made.abort(waiting.request_id)
+
+
 def test_a_running_request_grows_until_there_is_nothing_left() -> None:
     with engine() as made:
         memory, growing = made.memory, request(prompt(4))

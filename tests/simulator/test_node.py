@@ -281,3 +281,15 @@ def test_nothing_is_held_when_all_is_done():
         assert memory.held == 0 and not memory.waited_for and not bench.node.jobs
         assert memory.device.blocks <= memory.device_blocks
         assert memory.host.blocks <= memory.host_blocks
+
+
+def test_what_a_waiting_request_will_load_is_evicted_last():
+    bench = Bench(host_blocks=20)
+    memory, wanted = bench.node.memory, own_ids(1, 160)
+    in_host(bench, wanted, 10)
+    in_host(bench, own_ids(2, 160), 10)
+    job = Job(1, 170, 1, wanted, 10, 0.0)
+    memory.arrived(job)
+    in_host(bench, own_ids(3, 80), 5)
+    assert memory.host.match(wanted, 10)[1] == 10
+    assert memory.host.match(own_ids(2, 160), 10)[1] < 10

@@ -105,6 +105,9 @@ def test_a_shorter_hit_and_a_load_in_the_prompt_s_own_step_are_known_to_vllm():
     assert "self._current_batch_load_jobs" in source
     assert parameters(states.update_num_hit_chunks) == ["self", "num_cached_tokens"]
     assert "self._req_status" in inspect.getsource(scheduler.OffloadingConnectorScheduler)
+    # What a waiting request will load is kept.
+    assert parameters(states.update_offload_keys) == ["self"]
+    assert parameters(scheduler.OffloadingConnectorScheduler._touch) == ["self", "req_status"]
     assert "kv_cache_config" in parameters(worker.OffloadingConnectorWorker.__init__)
     # A load that is not asynchronous starts before the forward pass, and every layer asks for it.
     assert "has_sync_kv_loads" in fields(SchedulerOutput)

@@ -1,10 +1,15 @@
 """The host tier's copy engine: bytes, order, waiting and pace, on real tensors and threads."""
 
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
 import pytest
 import torch
 import zmq
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -12,8 +17,11 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LookupResult,
     ReqContext,
+    get_offload_block_hash,
+    make_offload_key,
 )
 
+from workers.host_tier.connector import HostTierConnector
 from workers.host_tier.link_queue import FULL, HALF, LinkPace, LinkRules
 from workers.host_tier.tier import CURRENT, HostTierManager, HostTierWorker
 from workers.stats_channel import StatsSender
@@ -263,6 +271,28 @@ def test_a_store_that_was_given_up_is_never_found_nor_announced(manager):
     assert len(tier.prepare_store(keys("a", *"cdefghi"), WHO).keys_to_store) == 8
     tier.complete_store(keys("a", *"cdefghi"), WHO)
     assert tier.lookup(b"a", WHO) == LookupResult.HIT
+
+
+def test_what_a_waiting_request_will_load_is_evicted_last(manager):
+    tier = manager()
+    old, new, fresh = (
+        [make_offload_key(f"{name}{i}".encode(), 0) for i in range(4)]
+        for name in ("old", "new", "fresh")
+    )
+    for stored in (old, new):
+        tier.prepare_store(stored, WHO)
+        tier.complete_store(stored, WHO)
+    scheduler = object.__new__(OffloadingConnectorScheduler)
+    group = SimpleNamespace(group_idx=0, hashes_per_chunk=1, sliding_window_size_in_chunks=None)
+    scheduler.config = SimpleNamespace(kv_group_configs=(group,))
+    scheduler.manager, scheduler._req_status = tier, {}
+    connector = object.__new__(HostTierConnector)
+    connector.connector_scheduler = scheduler
+    hashes = [get_offload_block_hash(key) for key in old]
+    connector.on_new_request(
+        SimpleNamespace(request_id="r", block_hashes=hashes, kv_transfer_params=None)
+    )
+    assert set(tier.prepare_store(fresh, WHO).evicted_keys) == set(new)
 
 
 def test_stores_are_refused_while_too_many_seconds_are_queued(manager):

@@ -1,8 +1,9 @@
-"""vLLM's `OffloadingConnector`, with four additions.
+"""vLLM's `OffloadingConnector`, with five additions.
 
 It loads less than it could where computing the rest anew is faster
-(`workers.host_tier.tail_recompute`). It says what each request took from where: when the scheduler
-has allocated a request, the split of its prompt into device, host and new tokens is known for good.
+(`workers.host_tier.tail_recompute`). It keeps what a waiting request will load from being evicted.
+It says what each request took from where: when the scheduler has allocated a request, the split of
+its prompt into device, host and new tokens is known for good.
 It says whose each load is, so that the host tier can tell what a request's load took. And it
 carries the news of stores that the host tier gave up from the worker to the scheduler, where vLLM
 knows success only. Named in the engine's `kv_transfer_config` as `kv_connector=HostTierConnector,
@@ -130,6 +131,18 @@ class HostTierConnector(OffloadingConnector):
         """As vLLM's; no request waits for a load that came in its own step."""
         sending, receiving = super().get_finished(finished_req_ids)
         return sending, set() if self._kappa_by_layer else receiving
+
+    def on_new_request(self, request: Request) -> None:
+        """As vLLM's; while it waits, others' blocks are evicted from the host tier before its own.
+
+        vLLM notes a use when a request is first looked at, which in a long queue is too late.
+        """
+        super().on_new_request(request)
+        scheduler = self.connector_scheduler
+        assert scheduler is not None
+        status = scheduler._req_status[request.request_id]
+        status.update_offload_keys()
+        scheduler._touch(status)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
