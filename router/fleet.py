@@ -25,6 +25,7 @@ from router.index.prefix_hash import UInt64s
 from router.offers import Floats, Offers
 
 USE_WINDOW_S = 20.0
+_FIRST_COLUMNS = 8
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class Fleet:
         self._known: tuple[NodeProfile, ...] = ()
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
-        self._cells: Floats = np.zeros((at.ROWS, 8))
+        self._cells: Floats = np.zeros((at.ROWS, _FIRST_COLUMNS))
         self._active: NDArray[np.intp] = np.empty(0, dtype=np.intp)
         self._place: list[int] = []
         self._names: list[str] = []
@@ -180,7 +181,9 @@ class Fleet:
     def _grow(self) -> int:
         slot = len(self.workers)
         if slot == self._cells.shape[1]:
-            self._cells = np.hstack([self._cells, np.zeros_like(self._cells)])
+            # Not twice as many: rows whole memory pages apart would share a few cache lines.
+            more = self._cells.shape[1] + _FIRST_COLUMNS
+            self._cells = np.hstack([self._cells, np.zeros((at.ROWS, more))])
         self.workers.append("")
         self._queues.append(OrderedDict())
         return slot

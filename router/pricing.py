@@ -147,6 +147,15 @@ def objective(
 
 
 @compiled
+def blank_rows(rows: int, columns: int) -> Floats:
+    """An array whose rows are no whole memory pages apart, where they would share cache lines."""
+    wide = (columns + 7) // 8 * 8
+    if wide % 512 == 0:
+        wide += 8
+    return np.empty((rows, wide))[:, :columns]
+
+
+@compiled
 def price(
     cells: Floats, slots: Slots, now_s: float, window_s: float, prompt_tokens: float,
     output_tokens: float, device_tokens: Floats, cached_tokens: Floats,
@@ -158,7 +167,7 @@ def price(
     is fetched, else how much comes from the worker in column `source`.
     """
     fetches = len(fetch_tokens) > 0
-    out = np.empty((OUT_ROWS, len(slots)))
+    out = blank_rows(OUT_ROWS, len(slots))
     for i in range(len(slots)):
         slot, cached = slots[i], cached_tokens[i]
         held = device_tokens[i] + cached

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.index.holders import NOBODY, HolderSets
-from router.index.tag_table import Homes, Int32s, RowTable, UInt64s
+from router.index.tag_table import Int32s, RowTable, UInt64s
 
 NO_ROW = 0
 _STEP = 64
@@ -80,16 +80,12 @@ class BlockTable:
         length = int(same.argmin())
         return len(same) if same[length] else length
 
-    def rows_of(self, keys: UInt64s, homes: Homes | None = None) -> Int32s:
+    def rows_of(self, keys: UInt64s) -> Int32s:
         """The row of each prefix hash; NO_ROW where there is none."""
         first = self._rows.get(int(keys[0])) if len(keys) else NO_ROW
         if first and self.run(first, keys) == len(keys):
             return np.arange(first, first + len(keys), dtype=np.int32)
-        return self._rows.values_of(keys, homes)
-
-    def homes(self, keys: UInt64s) -> Homes:
-        """Where the table of rows would keep these; saves time when they are asked, then added."""
-        return self._rows.homes(keys)
+        return self._rows.values_of(keys)
 
     def depth(self, row: int) -> int:
         """How many blocks a prefix has."""
@@ -161,7 +157,6 @@ class BlockTable:
         depths: NDArray[np.uint32],
         salt: int,
         bits: int,
-        homes: Homes | None = None,
     ) -> Int32s:
         """Rows for prefix hashes that have none, held by a set of bits; there must be room."""
         rows = self._allocate(len(keys))
@@ -169,7 +164,7 @@ class BlockTable:
         # Neighbours in one piece: slices are written ten times faster than scattered rows.
         place: slice | Int32s = slice(first, last) if last - first == len(rows) else rows
         self.keys[place] = keys
-        found = self._rows.add(keys, rows, homes)
+        found = self._rows.add(keys, rows)
         self.holders[place] = self.sets.move(NOBODY, bits, len(rows)) if bits else NOBODY
         self.sets.blocks[NOBODY] += len(rows)
         self._depth[place] = depths

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from router.index.block_table import NO_ROW, BlockTable
 from router.index.kv_events import Tier
 from router.index.prefix_hash import UInt64s
-from router.index.tag_table import Homes, Int32s, NameTable
+from router.index.tag_table import Int32s, NameTable
 
 # Blocks no tier holds stay known for a while: a host store is often announced just after the
 # device block went, and only the memory of that block says what the engine's hash stands for.
@@ -64,13 +64,12 @@ class Holdings:
         depths: NDArray[np.uint32],
         salt: int,
         bit: int,
-        homes: Homes | None = None,
     ) -> Int32s:
         """Rows for absent blocks, held with a bit, for as many as there is room beside `keep`."""
         table = self.table
         if len(table) + len(keys) <= table.max_rows:
             table.touch(keep)
-            return table.add(keys, depths, salt, bit, homes)
+            return table.add(keys, depths, salt, bit)
         table.touch(keep)
         room, gone = table.room_after_eviction(len(keys))
         table.evicted += len(gone)

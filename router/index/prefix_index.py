@@ -169,8 +169,7 @@ class PrefixIndex:
 
     def _hold_many(self, prefix_hashes: UInt64s, bit: int) -> None:
         table = self._held.table
-        homes = table.homes(prefix_hashes)
-        rows = table.rows_of(prefix_hashes, homes)
+        rows = table.rows_of(prefix_hashes)
         present = np.flatnonzero(rows)
         if present.size == len(rows):
             table.touch(rows)
@@ -178,7 +177,7 @@ class PrefixIndex:
             return
         if not present.size:
             depths = np.arange(1, len(rows) + 1, dtype=np.uint32)
-            self._held.add(rows, prefix_hashes, depths, 0, bit, homes)
+            self._held.add(rows, prefix_hashes, depths, 0, bit)
             return
         absent = np.flatnonzero(rows == NO_ROW)
         self._held.add(rows, prefix_hashes[absent], (absent + 1).astype(np.uint32), 0, bit)
