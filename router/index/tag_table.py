@@ -248,7 +248,7 @@ def _plain(keys: UInt64s) -> UInt64s:
 
 
 @compiled
-def _home(key: np.uint64, buckets: int) -> tuple[int, np.uint8]:
+def _home(key: np.uint64, buckets: int) -> tuple[np.int64, np.uint8]:
     """First bucket and tag of a key."""
     mixed = key * _MULTIPLIER
     bucket = (mixed >> _HALF) * np.uint64(buckets) >> _HALF
