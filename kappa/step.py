@@ -92,7 +92,7 @@ class StepModel:
 
     def real_s(self, work: Iterable[tuple[int, int]]) -> float:
         """Real seconds of one step: `step_s` times the dilation."""
-        return self.real_parts(work).step_s
+        return self.step_s(work) * self.dilation
 
     def real_parts(self, work: Iterable[tuple[int, int]]) -> StepParts:
         """Real seconds of one step's parts."""

@@ -29,7 +29,7 @@ _MASK = (1 << 64) - 1
 _MULTIPLIER = np.uint64(_GOLDEN)
 _HALF = np.uint64(32)
 _TAG_BITS, _TAG_TOP = np.uint64(0x7F), np.uint64(0x80)
-_CHUNK = 1 << 15
+_LARGE = 1 << 15
 
 
 class TagTable:
@@ -170,7 +170,7 @@ class TagTable:
         entries = self._live + more
         if entries > self.room:
             # Small steps, since memory left over counts against the index's bound.
-            entries = max(64, entries + (entries >> (4 if entries < _CHUNK else 3)))
+            entries = max(64, entries + (entries >> (4 if entries < _LARGE else 3)))
         else:
             entries = self.room
         lanes = self.filled()

@@ -3,11 +3,11 @@
 It loads less than it could where computing the rest anew is faster
 (`workers.host_tier.tail_recompute`). It keeps what a waiting request will load from being evicted.
 It says what each request took from where: when the scheduler has allocated a request, the split of
-its prompt into device, host and new tokens is known for good.
-It says whose each load is, so that the host tier can tell what a request's load took. And it
-carries the news of stores that the host tier gave up from the worker to the scheduler, where vLLM
-knows success only. Named in the engine's `kv_transfer_config` as `kv_connector=HostTierConnector,
-kv_connector_module_path=workers.connector`.
+its prompt into device, host and new tokens is known for good. It says whose each load is, so that
+the host tier can tell what a request's load took. And it carries the news of stores that the host
+tier gave up from the worker to the scheduler, where vLLM knows success only. Named in the engine's
+`kv_transfer_config` as `kv_connector=HostTierConnector,
+kv_connector_module_path=workers.host_tier.connector`.
 """
 
 from __future__ import annotations
