@@ -1,8 +1,8 @@
 """What the router knows of each worker: who it is, what it forecasts, how far off it has been.
 
 Changes only through the methods of `ClusterState`, each with its time. Calibration corrects the
-announced speeds by what requests really took: bounded, from medians, and back to the announced
-values when there are too few samples. Pure.
+announced speeds by what loads, steps and requests really took: bounded, so that no freak counts for
+much, and near the announced values while little has been seen. Pure.
 """
 
 from __future__ import annotations
@@ -22,24 +22,29 @@ _BOUND = 4.0
 _SERVER_BOUND = 1000.0
 _MAX_OVERHEAD_S = 2.0
 _KEEP = 0.9
+_PRIOR_S = 0.05
 _DWARFS = 20.0
 
 
 @dataclass(slots=True)
 class _Scale:
-    """Measured over announced seconds, of late; 1 until there are enough samples."""
+    """Measured over announced seconds, of late.
+
+    It begins as if `_PRIOR_S` had been measured just as announced, which fades. A node that is
+    avoided for what it announced has few reports, and must be believed the first of them.
+    """
 
     samples: int = 0
-    _measured_s: float = 0.0
-    _announced_s: float = 0.0
+    _measured_s: float = _PRIOR_S
+    _announced_s: float = _PRIOR_S
 
-    def learn(self, measured_s: float, announced_s: float, bound: float = _BOUND) -> float:
+    def learn(self, measured_s: float, announced_s: float, bound: float) -> float:
+        """Seconds are emulated ones, so that a paced node needs no more of them."""
+        measured_s = min(max(measured_s, announced_s / bound), announced_s * bound)
         self._measured_s = _KEEP * self._measured_s + measured_s
         self._announced_s = _KEEP * self._announced_s + announced_s
         self.samples += 1
-        if self.samples < _MIN_SAMPLES or self._announced_s <= 0:
-            return 1.0
-        return min(max(self._measured_s / self._announced_s, 1 / bound), bound)
+        return self._measured_s / self._announced_s
 
 
 @dataclass(slots=True)
@@ -83,7 +88,7 @@ class Calibration:
     def steps(self, measured_s: float, announced_s: float) -> None:
         """Learn the gpu from the computing of some steps: better than from outcomes, which are then
         left alone."""
-        self.compute_scale = self._steps.learn(measured_s, announced_s)
+        self.compute_scale = self._steps.learn(measured_s, announced_s, _BOUND)
 
 
 @dataclass(slots=True)
@@ -191,15 +196,16 @@ class ClusterState:
         measured_s = now.load_seconds_total - before.load_seconds_total
         announced_s = now.computed_announced_seconds_total - before.computed_announced_seconds_total
         computed_s = now.computed_seconds_total - before.computed_seconds_total
-        learnt = False
+        said, learnt = state.announcement, False
+        stretch = said.node.dilation
         if tokens > 0 and measured_s > 0:
             # What is announced is the link; of a server behind it only measuring tells.
-            bound = _BOUND if state.announcement.tier != "lmcache" else _SERVER_BOUND
-            load_s = tokens * load_token_s(state.announcement)
-            state.calibration.link(measured_s, load_s, bound)
+            bound = _BOUND if said.tier != "lmcache" else _SERVER_BOUND
+            load_s = tokens * load_token_s(said)
+            state.calibration.link(measured_s / stretch, load_s / stretch, bound)
             learnt = True
         if announced_s > 0 and computed_s > 0:
-            state.calibration.steps(computed_s, announced_s)
+            state.calibration.steps(computed_s / stretch, announced_s / stretch)
             learnt = True
         if learnt:
             self._calibrated(state)

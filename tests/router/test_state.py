@@ -32,7 +32,7 @@ def cluster(**options):
     return state, state.workers["w"]
 
 
-def loads(state, reports, scale=3.0, steps=0, tokens=1000):
+def loads(state, reports, scale=3.0, steps=0, tokens=100_000):
     """Reports of loads that lasted `scale` times as long as announced."""
     second = tokens * load_token_s(announcement()) * scale
     for i in range(reports):
@@ -114,20 +114,48 @@ def test_an_outcome_changes_the_forecast_unless_calibration_is_off():
 
 def test_the_link_is_learnt_from_differences_of_totals():
     state, worker = cluster()
-    loads(state, reports=5)
+    loads(state, reports=1)
     assert worker.calibration.link_scale == 1.0
-    loads_so_far = worker.report.load_tokens_total
+    loads(state, reports=2)
+    assert 2.0 < worker.calibration.link_scale < 3.0
     loads(state, reports=12)
-    assert worker.report.load_tokens_total > loads_so_far
-    assert worker.calibration.link_scale == pytest.approx(3.0)
-    assert worker.shadow.speed.load_token_s == pytest.approx(3 * load_token_s(announcement()))
+    assert worker.calibration.link_scale == pytest.approx(3.0, rel=0.01)
+    assert worker.shadow.speed.load_token_s == pytest.approx(
+        3 * load_token_s(announcement()), rel=0.01
+    )
+
+
+def test_a_paced_node_is_believed_as_soon_as_one_at_its_own_speed():
+    learnt = []
+    for dilation in (1.0, 10.0):
+        said = announcement(node=replace(announcement().node, source="paced", dilation=dilation))
+        state = ClusterState()
+        state.join(said, 0.0)
+        for i in range(2):
+            seconds = 3.0 * i * 1000 * load_token_s(said)
+            state.report(
+                WorkerReport("w", float(i), steps_total=i, load_tokens_total=1000 * i,
+                             load_seconds_total=seconds), float(i))  # fmt: skip
+        learnt.append(state.workers["w"].calibration.link_scale)
+    assert learnt[0] == pytest.approx(learnt[1])
+    assert 1.0 < learnt[0] < 1.2
+
+
+def test_a_freak_counts_as_four_times_what_was_announced_and_fades():
+    state, worker = cluster()
+    loads(state, reports=20, scale=1.0)
+    told, stuck_s = worker.report, 1000.0
+    state.report(
+        replace(told, steps_total=99, load_tokens_total=told.load_tokens_total + 100_000,
+                load_seconds_total=told.load_seconds_total + stuck_s), 99.0)  # fmt: skip
+    assert 1.0 < worker.calibration.link_scale < 1.4
 
 
 @pytest.mark.parametrize(("real", "learnt"), [(1000.0, 4.0), (1e-6, 0.25)])
 def test_the_link_scale_is_bounded(real, learnt):
     state, worker = cluster()
     loads(state, reports=20, scale=real)
-    assert worker.calibration.link_scale == learnt
+    assert worker.calibration.link_scale == pytest.approx(learnt, rel=0.02)
 
 
 def test_totals_of_a_worker_that_started_anew_teach_nothing():
@@ -151,7 +179,7 @@ def test_without_calibration_totals_are_only_kept():
     state, worker = cluster(calibrate=False)
     loads(state, reports=20)
     assert worker.calibration.link_scale == 1.0
-    assert worker.report.load_tokens_total == 19_000
+    assert worker.report.load_tokens_total == 1_900_000
 
 
 # -- workers ------------------------------------------------------------------------------------
@@ -175,7 +203,7 @@ def test_the_same_figures_again_keep_what_was_learnt_and_new_ones_do_not():
         state.outcome("w", 0.001, 0.0, 0.002)
     loads(state, reports=20)
     state.join(announcement(), 30.0)
-    assert worker.calibration.link_scale == pytest.approx(3.0)
+    assert worker.calibration.link_scale == pytest.approx(3.0, rel=0.01)
     slower = replace(announcement().node, h2d_bytes_per_s=21e9)
     state.join(announcement(node=slower), 31.0)
     assert worker.calibration.link_scale == 1.0
@@ -207,9 +235,9 @@ def steps(state, reports, scale):
 def test_the_gpu_is_learnt_from_steps_within_bounds(real, learnt):
     state, worker = cluster()
     steps(state, 8, real)
-    assert worker.calibration.compute_scale == pytest.approx(learnt)
+    assert worker.calibration.compute_scale == pytest.approx(learnt, rel=0.03)
     assert worker.shadow.speed.step.real_s([(9000, 9)]) == pytest.approx(
-        learnt * STEP.real_s([(9000, 9)])
+        worker.calibration.compute_scale * STEP.real_s([(9000, 9)])
     )
 
 
@@ -219,13 +247,16 @@ def test_what_is_learnt_reaches_the_fleet():
     steps(state, 8, 2.0)
     loads(state, 8, scale=2.0, steps=100)
     after_s = state.fleet.idle_ttft_s(state.fleet.ready(0.0, 1e9, frozenset()), 1000, 500)[0]
-    assert after_s == pytest.approx(2 * before_s)
+    assert after_s == pytest.approx(2 * before_s, rel=0.01)
 
 
-def test_too_few_steps_teach_nothing():
+def test_a_little_computing_teaches_little():
     state, worker = cluster()
-    steps(state, 4, 3.0)
-    assert worker.calibration.compute_scale == 1.0
+    state.report(WorkerReport("w", 0.0), 0.0)
+    state.report(
+        WorkerReport("w", 1.0, steps_total=1, computed_seconds_total=0.003,
+                     computed_announced_seconds_total=0.001), 1.0)  # fmt: skip
+    assert 1.0 < worker.calibration.compute_scale < 1.1
 
 
 def test_once_steps_are_reported_outcomes_leave_the_compute_scale_alone():
@@ -233,4 +264,4 @@ def test_once_steps_are_reported_outcomes_leave_the_compute_scale_alone():
     steps(state, 8, 2.0)
     for _ in range(20):
         state.outcome("w", 10.0, 0.0, 90.0)
-    assert worker.calibration.compute_scale == pytest.approx(2.0)
+    assert worker.calibration.compute_scale == pytest.approx(2.0, rel=0.01)
