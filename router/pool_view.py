@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.report import Announcement, Arrival
+from router import pricing
 from router.decision import MismatchError, RouteRequest
 from router.index.kv_events import KVEvent, WorkerGone, WorkerReset
 from router.index.prefix_hash import PrefixHasher
@@ -68,6 +69,8 @@ class PoolView:
         self.outputs = Outputs()
         self.columns: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
         self._fingerprint = ""
+        # Compiled now rather than while the first request waits.
+        pricing.held_tokens(np.zeros((2, 0), dtype=np.int64), self.columns, self.columns, 0, 1)
 
     def join(self, announcement: Announcement, now_s: float) -> None:
         """A worker joins, or announces itself anew.
@@ -164,15 +167,13 @@ class PoolView:
         if request.token_ids is not None:
             hashes = self.hasher.prefix_hashes(request.token_ids, request.salt)
         size, total = self.hasher.block_tokens, request.tokens
-        device, cached = np.zeros(len(slots)), np.zeros(len(slots))
-        if hashes is not None and len(hashes):
+        if hashes is None or not len(hashes):
+            device, cached = np.zeros(len(slots)), np.zeros(len(slots))
+        else:
             # An engine computes at least the last token: a full hit gives its last block back.
             usable = (total - 1) // size
-            columns = self.columns[slots]
-            on_device, in_host = self.index.match_columns(hashes)
-            blocks = np.minimum(on_device[columns], usable)
-            device = blocks * float(size)
-            cached = np.minimum(in_host[columns], usable - blocks) * float(size)
+            held = self.index.match_columns(hashes)
+            device, cached = pricing.held_tokens(held, self.columns, slots, usable, size)
             if self.shared_tiers:
                 names = [self.state.fleet.workers[slot] for slot in slots]
                 self.shared_tiers.widen(names, device, cached)
@@ -193,10 +194,10 @@ class PoolView:
         )
         offers = price(cached_tokens=cached)
         if fetches:
-            held = device + cached
-            holder = least(-held, offers.net_backlog_s)
-            if held[holder]:
-                everywhere = held[holder] - device
+            leading = device + cached
+            holder = least(-leading, offers.net_backlog_s)
+            if leading[holder]:
+                everywhere = leading[holder] - device
                 offers.fetching = price(
                     cached_tokens=everywhere,
                     fetch_tokens=everywhere - cached,

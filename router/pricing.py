@@ -47,6 +47,24 @@ Slo = tuple[float, float, float]
 
 
 @compiled
+def held_tokens(
+    blocks: NDArray[np.int64], columns: Slots, slots: Slots, usable_blocks: int, block_tokens: int
+) -> tuple[Floats, Floats]:
+    """Leading tokens that each of `slots` has on the device, and further ones in host.
+
+    blocks: shape (2, the index's columns), on the device and in host, of which `usable_blocks`
+    count together; columns: of each slot.
+    """
+    device, host = np.empty(len(slots)), np.empty(len(slots))
+    for i in range(len(slots)):
+        column = columns[slots[i]]
+        here = min(blocks[0, column], usable_blocks)
+        device[i] = here * block_tokens
+        host[i] = min(blocks[1, column], usable_blocks - here) * block_tokens
+    return device, host
+
+
+@compiled
 def prefill_s(
     cells: Floats, slot: int, prompt_tokens: float, held_tokens: float,
     decoding: float, decode_context: float,

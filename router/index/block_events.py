@@ -14,10 +14,10 @@ from typing import cast
 import numpy as np
 
 from router.index.block_table import NO_ROW
-from router.index.holdings import Holdings, Worker, bit_of, distinct_rows, rising
+from router.index.holdings import Holdings, Worker, bit_of, distinct_rows
 from router.index.kv_events import BlocksRemoved, BlocksStored, EngineHash, Tier
+from router.index.loops import Int32s, Int64s, rising
 from router.index.prefix_hash import ROOT, PrefixHasher, Running, UInt64s
-from router.index.tag_table import Int32s, Int64s
 
 # So few blocks are faster one by one.
 FEW = 12

@@ -1,8 +1,7 @@
 """The prefix index's store: one row per distinct prefix, shared by all workers that hold it.
 
-Rows are elements of flat arrays. Blocks that come together get neighbouring rows, so a prompt's
-blocks are mostly a few runs of rows: one look-up finds a run's first row, and comparing slices
-tells how far the prompt follows it.
+Rows are elements of flat arrays. Blocks that come together get neighbouring rows, so the row after
+a block's is mostly the next block's, and is tried before the tag table is searched.
 
 Bound: when rows run out the oldest few per cent go at once, by when a block was last stored or
 asked for: those that nobody holds first, and of blocks used together the deepest first. That may
@@ -15,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.index.holders import NOBODY, HolderSets
-from router.index.tag_table import Int32s, RowTable, UInt64s
+from router.index.loops import Int32s, UInt64s
+from router.index.tag_table import RowTable
 
 NO_ROW = 0
 _STEP = 64
@@ -23,6 +23,7 @@ _SAMPLE = 4096
 _PREPARED = 1 << 20
 _FREE = (1 << 32) - 1
 _LAST_TICK = _FREE - 1
+_CHANGES = 256
 
 
 class BlockTable:
@@ -50,6 +51,11 @@ class BlockTable:
         self._salts: list[int] = [0]
         self._salt_number: dict[int, int] = {0: 0}
         self._rows = RowTable(rows, self.keys)
+        self._starts = np.empty(_CHANGES, dtype=np.int64)
+        self._numbers = np.empty(_CHANGES, dtype=np.int32)
+        # Compiled now rather than while the first request waits.
+        self.look_up(self.keys[:0])
+        self.walk(self.keys[:0])
 
     def __len__(self) -> int:
         return self._next - 1 - len(self._free)
@@ -72,20 +78,25 @@ class BlockTable:
         """The row of a prefix hash, or NO_ROW."""
         return self._rows.get(key)
 
-    def run(self, row: int, keys: UInt64s) -> int:
-        """How many of `keys` the rows from `row` on follow."""
-        same = self.keys[row : row + len(keys)] == keys[: len(self.keys) - row]
-        if not len(same):
-            return 0
-        length = int(same.argmin())
-        return len(same) if same[length] else length
+    def look_up(self, keys: UInt64s) -> tuple[Int32s, int]:
+        """The row of each prefix hash, NO_ROW where there is none, and how many have none."""
+        return self._rows.rows_of(keys)
 
     def rows_of(self, keys: UInt64s) -> Int32s:
         """The row of each prefix hash; NO_ROW where there is none."""
-        first = self._rows.get(int(keys[0])) if len(keys) else NO_ROW
-        if first and self.run(first, keys) == len(keys):
-            return np.arange(first, first + len(keys), dtype=np.int32)
-        return self._rows.values_of(keys)
+        return self.look_up(keys)[0]
+
+    def walk(self, keys: UInt64s) -> tuple[list[tuple[int, int]], int, bool]:
+        """Who holds leading keys that have rows, which count as used now.
+
+        Returns (place, set of holders from there on) of every change, how many keys that tells of,
+        and whether the next one may have a row.
+        """
+        passed, changes = self._rows.walk(
+            keys, self.holders, self._used, self.tick, self._starts, self._numbers
+        )
+        told = zip(self._starts[:changes].tolist(), self._numbers[:changes].tolist(), strict=True)
+        return list(told), passed, passed == len(keys) or changes == _CHANGES
 
     def depth(self, row: int) -> int:
         """How many blocks a prefix has."""

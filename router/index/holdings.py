@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 
 from router.index.block_table import NO_ROW, BlockTable
 from router.index.kv_events import Tier
-from router.index.prefix_hash import UInt64s
-from router.index.tag_table import Int32s, NameTable
+from router.index.loops import Int32s, Int64s, UInt64s, renumber, rising, tally
+from router.index.tag_table import NameTable
 
 # Blocks no tier holds stay known for a while: a host store is often announced just after the
 # device block went, and only the memory of that block says what the engine's hash stands for.
 _UNHELD_SHARE = 8
 _SETS_SHARE = 32
 _FEWEST_SETS = 1024
+# Blocks of one prompt are in few sets.
+_FEW_SETS = 32
 
 
 class Worker:
@@ -44,6 +46,11 @@ class Holdings:
         self.free_bits: list[int] = []
         self.device_bits = 0
         self.named = 0
+        # Compiled now rather than while the first request waits.
+        nothing = np.empty(0, dtype=np.int32)
+        self._sets_of(nothing)
+        renumber(nothing, nothing, nothing, nothing)
+        rising(nothing)
 
     def worker(self, name: str) -> Worker:
         """A worker's record, made at its first mention."""
@@ -89,28 +96,37 @@ class Holdings:
         if not rows.size:
             return 0
         holders, sets = self.table.holders, self.table.sets
-        numbers = holders[rows]
-        first = int(numbers[0])
-        if (numbers == first).all():
-            new = self._moved(first, bit, len(rows), present)
-            if new == first:
+        numbers, counts = self._sets_of(rows)
+        if len(numbers) == 1:
+            (old,) = numbers.tolist()
+            new = self._moved(old, bit, len(rows), present)
+            if new == old:
                 return 0
             holders[rows] = new
             return len(rows)
-        distinct, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
         moved, changed = [], 0
         # A set that loses its last block is gone, and its number may come again at once; so the
         # old sets are kept until all rows have moved.
-        old, each = distinct.tolist(), counts.tolist()
-        for number in old:
+        old_sets, each = numbers.tolist(), counts.tolist()
+        for number in old_sets:
             sets.blocks[number] += 1
-        for number, count in zip(old, each, strict=True):
+        for number, count in zip(old_sets, each, strict=True):
             moved.append(self._moved(number, bit, count, present))
             changed += count if moved[-1] != number else 0
-        for number in old:
+        for number in old_sets:
             sets.leave(number, 1)
-        holders[rows] = np.array(moved, dtype=np.int32)[inverse]
+        if changed:
+            renumber(holders, rows, numbers, np.array(moved, dtype=np.int32))
         return changed
+
+    def _sets_of(self, rows: Int32s) -> tuple[Int32s, Int64s]:
+        """The sets that hold some rows, and how many of them each."""
+        numbers, counts = np.empty(_FEW_SETS, dtype=np.int32), np.empty(_FEW_SETS, dtype=np.int64)
+        distinct = tally(self.table.holders, rows, numbers, counts)
+        if distinct < 0:
+            numbers, counts = np.unique(self.table.holders[rows], return_counts=True)
+            return numbers, counts
+        return numbers[:distinct], counts[:distinct]
 
     def change_one(self, row: int, bit: int, *, present: bool) -> int:
         """`change` for one row."""
@@ -219,14 +235,9 @@ def bit_of(worker: Worker, tier: Tier) -> int:
     return 1 << 2 * worker.bit if tier == "device" else 2 << 2 * worker.bit
 
 
-def rising(rows: Int32s) -> bool:
-    """Whether each row is above the one before."""
-    return bool((rows[1:] > rows[:-1]).all())
-
-
 def distinct_rows(rows: Int32s) -> Int32s:
     """Each row once, without NO_ROW."""
-    if rows.size and rows[0] != NO_ROW and rising(rows):
+    if rising(rows):
         return rows
     distinct: Int32s = np.unique(rows[rows != NO_ROW])
     return distinct

@@ -5,12 +5,11 @@ presence is reference-counted. A host tier keeps its chunks by hash and holds a 
 so host presence is a set: a repeated announcement needs no second removal. (With host chunks of
 several blocks, a block that two chunks share is forgotten with the first of them.)
 
-Asking: a prompt's blocks are compared with runs of rows, and their holders with the sets of the
-runs; work is done only where the holders change, and ends where nobody is left. So holes need no
-care: they are where a worker is missing from a set. A binary search would need every worker's
-contiguous run to be maintained block by block on each change, and 13 look-ups a worker and tier;
-one comparison of the whole prompt answers for all at once: 30 µs for 8,000 blocks and 8 workers,
-70 µs if 1,000 hold its beginning, 2 µs if nobody does.
+Asking: one compiled loop goes along a prompt's rows and tells where their holders change; the sets
+of holders are looked at only there, and nothing where nobody is left. So holes need no care: they
+are where a worker is missing from a set. A binary search would need every worker's contiguous run
+to be maintained block by block on each change, and 13 look-ups a worker and tier; one walk answers
+for all at once.
 
 Bound: `max_blocks` distinct blocks, as many names, and a share of that in distinct sets of
 holders. Beyond it the oldest blocks go; if none can, the new block is refused. Either way the
@@ -37,10 +36,11 @@ from router.index.kv_events import (
     WorkerGone,
     WorkerReset,
 )
-from router.index.prefix_hash import PrefixHasher, UInt64s
-from router.index.tag_table import Int32s, Int64s
+from router.index.loops import Int64s, UInt64s, spread
+from router.index.prefix_hash import PrefixHasher
 
-_BATCH = 128
+# Blocks that are walked before it is asked whether anybody still holds them.
+_BATCH = 512
 # What Python takes for a worker's objects besides their arrays.
 _WORKER_BYTES = 2100
 
@@ -74,6 +74,8 @@ class PrefixIndex:
             raise ValueError(f"max_blocks must be at least 1, got {max_blocks}")
         self._held = Holdings(max_blocks)
         self._events = BlockEvents(self._held, hasher, host_extends)
+        # Compiled now rather than while the first request waits.
+        spread(_bytes_of(0), 0, 0, np.empty((2, 0), dtype=np.int64))
 
     # ---- asking
 
@@ -102,13 +104,12 @@ class PrefixIndex:
                 workers ^= lowest
         return answer
 
-    def match_columns(self, prefix_hashes: UInt64s) -> tuple[Int64s, Int64s]:
-        """`match_all` as two columns, blocks on the device and in host, by `column` of a worker."""
+    def match_columns(self, prefix_hashes: UInt64s) -> Int64s:
+        """`match_all` by workers' `column`: shape (2, columns), blocks on device and in host."""
         blocks = np.zeros((2, len(self._held.by_bit)), dtype=np.int64)
         for workers, found in self._matches(prefix_hashes, self._held.device_bits):
-            which = np.flatnonzero(_unpacked(workers))
-            blocks[0, which], blocks[1, which] = found
-        return blocks[0], blocks[1]
+            spread(_bytes_of(workers), *found, blocks)
+        return blocks
 
     def column(self, worker: str) -> int:
         """Where `match_columns` answers for a worker, from now until it is gone."""
@@ -169,19 +170,18 @@ class PrefixIndex:
 
     def _hold_many(self, prefix_hashes: UInt64s, bit: int) -> None:
         table = self._held.table
-        rows = table.rows_of(prefix_hashes)
-        present = np.flatnonzero(rows)
-        if present.size == len(rows):
+        rows, absences = table.look_up(prefix_hashes)
+        if not absences:
             table.touch(rows)
             self._held.change(distinct_rows(rows), bit, present=True)
             return
-        if not present.size:
+        if absences == len(rows):
             depths = np.arange(1, len(rows) + 1, dtype=np.uint32)
             self._held.add(rows, prefix_hashes, depths, 0, bit)
             return
         absent = np.flatnonzero(rows == NO_ROW)
         self._held.add(rows, prefix_hashes[absent], (absent + 1).astype(np.uint32), 0, bit)
-        self._held.change(distinct_rows(rows[present]), bit, present=True)
+        self._held.change(distinct_rows(rows), bit, present=True)
 
     def drop(self, worker: str, tier: Tier, prefix_hashes: UInt64s) -> None:
         """Blocks are no longer present in a tier; those that were not are passed over."""
@@ -233,17 +233,11 @@ class PrefixIndex:
         answer: list[tuple[int, Match]] = []
         # Workers whose device run goes on, and those whose host run does, by where it began.
         device, hosts = asked, list[tuple[int, int]]()
-        at, total, batch = 0, len(prefix_hashes), _BATCH
-        while at < total and (device or hosts):
-            rows, batch = self._next_rows(prefix_hashes[at:], batch)
-            if rows is None:
-                break
-            holders = table.holders[rows]
-            table.touch(rows)
-            starts = [0, *(np.flatnonzero(holders[1:] != holders[:-1]) + 1).tolist()]
-            for start in starts:
-                held = bits[holders[start]]
-                here = at + start
+        at, total, batch, more = 0, len(prefix_hashes), _BATCH, True
+        while more and at < total and (device or hosts):
+            changes, passed, more = table.walk(prefix_hashes[at : at + batch])
+            for start, number in changes:
+                held, here = bits[number], at + start
                 in_host = held >> 1
                 if hosts:
                     hosts = self._follow(hosts, in_host, here, answer)
@@ -257,30 +251,11 @@ class PrefixIndex:
                         answer.append((ended ^ begin, Match(here, 0)))
                 if not device and not hosts:
                     return answer
-            at += len(holders)
+            at, batch = at + passed, 2 * batch
         if at and device:
             answer.append((device, Match(at, 0)))
         answer += ((group, Match(begin, at - begin)) for group, begin in hosts)
         return answer
-
-    def _next_rows(self, keys: UInt64s, batch: int) -> tuple[slice | Int32s | None, int]:
-        """Rows of the first of these blocks, as many as come at once, and the next batch size.
-
-        Neighbouring rows cost one comparison; where rows are scattered (blocks that came one by
-        one), `batch` blocks are looked up together.
-        """
-        table = self._held.table
-        row = table.row_of(int(keys[0]))
-        if not row:
-            return None, batch
-        length = table.run(row, keys)
-        if length >= min(len(keys), FEW):
-            return slice(row, row + length), batch
-        rows = table.rows_of(keys[:batch])
-        absent = rows == NO_ROW
-        if absent.any():
-            rows = rows[: int(absent.argmax())]
-        return rows, 2 * batch
 
     @staticmethod
     def _follow(
@@ -299,5 +274,10 @@ class PrefixIndex:
 
 def _unpacked(workers: int) -> NDArray[np.uint8]:
     """Which device bits are set, by worker."""
-    raw = np.frombuffer(workers.to_bytes(workers.bit_length() // 8 + 1, "little"), np.uint8)
-    return np.unpackbits(raw, bitorder="little")[::2]
+    return np.unpackbits(_bytes_of(workers), bitorder="little")[::2]
+
+
+def _bytes_of(workers: int) -> NDArray[np.uint8]:
+    """Bits of workers as bytes, the lowest first."""
+    size = workers.bit_length() // 8 + 1
+    return np.frombuffer(bytearray(workers.to_bytes(size, "little")), np.uint8)

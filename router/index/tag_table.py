@@ -12,23 +12,25 @@ keys, and a batch of 300 keys a few dictionary look-ups.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kappa.compiled import compiled
-
-UInt8s = NDArray[np.uint8]
-UInt64s = NDArray[np.uint64]
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
+from router.index.loops import (
+    GOLDEN,
+    LANES,
+    Int32s,
+    Int64s,
+    UInt8s,
+    UInt32s,
+    UInt64s,
+    clear,
+    find,
+    find_rows,
+    insert,
+    locate,
+    walk,
+)
 
 _GRAVE_SHARE = 0.07
-_LANES = 8
-_GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-
-_MULTIPLIER = np.uint64(_GOLDEN)
-_HALF = np.uint64(32)
-_TAG_BITS, _TAG_TOP = np.uint64(0x7F), np.uint64(0x80)
 _LARGE = 1 << 15
 
 
@@ -57,7 +59,7 @@ class TagTable:
     @property
     def room(self) -> int:
         """Entries it holds at most before it must grow."""
-        return int(self._buckets * _LANES * self.max_load)
+        return int(self._buckets * LANES * self.max_load)
 
     def nbytes(self) -> int:
         """Bytes of its arrays."""
@@ -79,13 +81,13 @@ class TagTable:
 
     def get(self, key: int) -> int:
         """The value of a key; 0 if it is absent."""
-        mixed = key * _GOLDEN & _MASK
+        mixed = key * GOLDEN & _MASK
         bucket = (mixed >> 32) * self._buckets >> 32
         tag = mixed & 0x7F | 0x80
         find = self._tags.find
         while True:
-            first = bucket * _LANES
-            end = first + _LANES
+            first = bucket * LANES
+            end = first + LANES
             lane = find(tag, first, end)
             while lane >= 0:
                 if self._key_at(lane) == key:
@@ -101,12 +103,12 @@ class TagTable:
         self._put(key, value)
 
     def _put(self, key: int, value: int) -> None:
-        mixed = key * _GOLDEN & _MASK
+        mixed = key * GOLDEN & _MASK
         bucket = (mixed >> 32) * self._buckets >> 32
         tags = self._tags
         while True:
-            first = bucket * _LANES
-            for lane in range(first, first + _LANES):
+            first = bucket * LANES
+            for lane in range(first, first + LANES):
                 if not tags[lane]:
                     tags[lane] = mixed & 0x7F | 0x80
                     self._write_one(lane, key, value)
@@ -119,13 +121,13 @@ class TagTable:
     def values_of(self, keys: UInt64s) -> Int32s:
         """The value of each key; 0 where it is absent."""
         found = np.empty(len(keys), dtype=np.int32)
-        _find(self._bytes, self.values, *self._column(), self._buckets, _plain(keys), found)
+        find(self._bytes, self.values, *self._column(), self._buckets, _plain(keys), found)
         return found
 
     def lanes_of(self, keys: UInt64s) -> Int64s:
         """The lane of each key; -1 where it is absent."""
         lanes = np.empty(len(keys), dtype=np.int64)
-        _locate(self._bytes, self.values, *self._column(), self._buckets, _plain(keys), lanes)
+        locate(self._bytes, self.values, *self._column(), self._buckets, _plain(keys), lanes)
         return lanes
 
     def add(self, keys: UInt64s, values: Int32s) -> Int32s:
@@ -138,7 +140,7 @@ class TagTable:
 
     def clear_lanes(self, lanes: Int64s) -> None:
         """Empty these lanes."""
-        self._graves += _clear(self._bytes, self.values, lanes)
+        self._graves += clear(self._bytes, self.values, lanes)
         self._live -= len(lanes)
 
     def filled(self) -> Int64s:
@@ -148,8 +150,8 @@ class TagTable:
     # ---- inside
 
     def _allocate(self, entries: int) -> None:
-        self._buckets = max(1, -int(-entries // (_LANES * self.max_load)))
-        self._tags = bytearray(self._buckets * _LANES)
+        self._buckets = max(1, -int(-entries // (LANES * self.max_load)))
+        self._tags = bytearray(self._buckets * LANES)
         self._bytes: UInt8s = np.frombuffer(self._tags, dtype=np.uint8)
         self.values: Int32s = np.zeros(len(self._tags), dtype=np.int32)
         self._values_view = self.values.data
@@ -157,7 +159,7 @@ class TagTable:
 
     def _add(self, keys: UInt64s, values: Int32s) -> Int32s:
         now = np.empty(len(keys), dtype=np.int32)
-        self._live += _insert(
+        self._live += insert(
             self._bytes, self.values, *self._column(), self._buckets, _plain(keys), values, now
         )
         return now
@@ -235,6 +237,22 @@ class RowTable(TagTable):
         self._keys = column
         self._keys_view = column.data
 
+    def rows_of(self, keys: UInt64s) -> tuple[Int32s, int]:
+        """The row of each key, 0 where it is absent, and how many are."""
+        rows = np.empty(len(keys), dtype=np.int32)
+        absent = find_rows(self._bytes, self.values, self._keys, self._buckets, _plain(keys), rows)
+        return rows, absent
+
+    def walk(
+        self, keys: UInt64s, holders: Int32s, used: UInt32s, tick: int, starts: Int64s,
+        numbers: Int32s,
+    ) -> tuple[int, int]:  # fmt: skip
+        """As `loops.walk`, whose other arguments are columns of the rows."""
+        return walk(
+            self._bytes, self.values, self._keys, self._buckets, _plain(keys), holders, used, tick,
+            starts, numbers,
+        )  # fmt: skip
+
     def _column(self) -> tuple[UInt64s, bool]:
         return self._keys, True
 
@@ -244,89 +262,6 @@ class RowTable(TagTable):
 
 def _plain(keys: UInt64s) -> UInt64s:
     """The keys as the loops are compiled for: in one piece, and no view that may not be written."""
+    if keys.dtype == np.uint64 and keys.flags.carray:
+        return keys
     return np.require(keys, np.uint64, ("C", "A", "W"))
-
-
-@compiled
-def _home(key: np.uint64, buckets: int) -> tuple[np.int64, np.uint8]:
-    """First bucket and tag of a key."""
-    mixed = key * _MULTIPLIER
-    bucket = (mixed >> _HALF) * np.uint64(buckets) >> _HALF
-    return np.int64(bucket), np.uint8(mixed & _TAG_BITS | _TAG_TOP)
-
-
-@compiled
-def _search(
-    tags: UInt8s, values: Int32s, column: UInt64s, by_value: bool, buckets: int, key: np.uint64
-) -> tuple[int, int, np.uint8]:
-    """The lane of a key, or -1; the first lane free for it; its tag."""
-    bucket, tag = _home(key, buckets)
-    while True:
-        first = bucket * _LANES
-        free = -1
-        for lane in range(first, first + _LANES):
-            if tags[lane] == tag:
-                if column[values[lane] if by_value else lane] == key and values[lane]:
-                    return lane, free, tag
-            elif not tags[lane] and free < 0:
-                free = lane
-        if free >= 0:
-            return -1, free, tag
-        bucket = (bucket + 1) % buckets
-
-
-@compiled
-def _find(
-    tags: UInt8s, values: Int32s, column: UInt64s, by_value: bool, buckets: int, keys: UInt64s,
-    found: Int32s,
-) -> None:  # fmt: skip
-    """Fill in the value of each key; 0 where it is absent."""
-    for i in range(len(keys)):
-        lane = _search(tags, values, column, by_value, buckets, keys[i])[0]
-        found[i] = values[lane] if lane >= 0 else 0
-
-
-@compiled
-def _locate(
-    tags: UInt8s, values: Int32s, column: UInt64s, by_value: bool, buckets: int, keys: UInt64s,
-    lanes: Int64s,
-) -> None:  # fmt: skip
-    """Fill in the lane of each key; -1 where it is absent."""
-    for i in range(len(keys)):
-        lanes[i] = _search(tags, values, column, by_value, buckets, keys[i])[0]
-
-
-@compiled
-def _insert(
-    tags: UInt8s, values: Int32s, column: UInt64s, by_value: bool, buckets: int, keys: UInt64s,
-    given: Int32s, now: Int32s,
-) -> int:  # fmt: skip
-    """Add keys with the values given, fill in what each has now; returns how many were absent."""
-    added = 0
-    for i in range(len(keys)):
-        lane, free, tag = _search(tags, values, column, by_value, buckets, keys[i])
-        if lane < 0:
-            lane = free
-            tags[lane], values[lane] = tag, given[i]
-            if not by_value:
-                column[lane] = keys[i]
-            added += 1
-        now[i] = values[lane]
-    return added
-
-
-@compiled
-def _clear(tags: UInt8s, values: Int32s, lanes: Int64s) -> int:
-    """Empty lanes; returns how many keep their tag, as their bucket is full."""
-    graves = 0
-    for lane in lanes:
-        first = lane // _LANES * _LANES
-        full = True
-        for other in range(first, first + _LANES):
-            full = full and tags[other] != 0
-        if full:
-            graves += 1
-        else:
-            tags[lane] = 0
-        values[lane] = 0
-    return graves

@@ -451,6 +451,24 @@ def test_columns_answer_as_names_do():
     assert column == index.column("stranger") and not index.match_columns(prompt)[0][column]
 
 
+def test_a_prompt_whose_holders_change_at_every_block_is_followed_to_its_end():
+    # More changes than one walk tells of, and more sets than one tally counts.
+    index, blocks = PrefixIndex(None, 10_000), 700
+    prompt = np.random.default_rng(1).integers(1, 2**64, blocks, dtype=np.uint64)
+    for worker in range(1, blocks + 1):
+        index.hold(f"w{worker}", "device", prompt[:worker])
+    answers = index.match_all(prompt)
+    assert all(answers[f"w{n}"] == Match(n, 0) for n in range(1, blocks + 1))
+    index.hold("late", "host", prompt)
+    assert index.match(prompt, "late") == Match(0, blocks)
+    index.drop("late", "host", prompt[300:])
+    index.drop("w700", "device", prompt[500:])
+    assert index.match(prompt, "late") == Match(0, 300)
+    assert index.match(prompt, "w700") == Match(500, 0)
+    assert index.match(prompt, "w699") == Match(699, 0)
+    check_rows(index)
+
+
 def test_a_worker_that_takes_the_place_of_another_inherits_nothing():
     index, prompt = PrefixIndex(None, 100), np.arange(1, 30, dtype=np.uint64)
     index.hold("old", "device", prompt)
