@@ -6,10 +6,10 @@ it for offers and decides among them.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,19 +31,26 @@ _OUTPUTS_KEPT = 256
 _DEFAULT_OUTPUT_TOKENS = 128
 
 
-@dataclass(slots=True)
 class Outputs:
     """Recent output lengths, to guess when a stream ends."""
 
-    lengths: list[int] = field(default_factory=list)
-    typical: int = _DEFAULT_OUTPUT_TOKENS
+    __slots__ = ("_latest", "_ordered", "typical")
+
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque()
+        self._ordered: list[int] = []
+        self.typical = _DEFAULT_OUTPUT_TOKENS
 
     def add(self, tokens: int) -> None:
         """A stream ended after so many."""
-        self.lengths.append(tokens)
-        del self.lengths[:-_OUTPUTS_KEPT]
-        # Here, once per request that ends, not at each guess, once per worker and decision.
-        self.typical = int(median(self.lengths))
+        latest, ordered = self._latest, self._ordered
+        if len(latest) == _OUTPUTS_KEPT:
+            del ordered[bisect_left(ordered, latest.popleft())]
+        latest.append(tokens)
+        insort(ordered, tokens)
+        # The median; here, once per request that ends, not at each guess.
+        half = len(ordered) // 2
+        self.typical = (ordered[half] + ordered[~half]) // 2
 
     def guess(self, max_tokens: int) -> int:
         """How many a request for at most `max_tokens` (0: no bound) will generate."""

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from kappa.shapes import model_shape
@@ -115,9 +116,13 @@ def simulate(
             faults = random_faults(len(where.nodes), horizon_s, trouble, seed, noise)
         else:
             faults = faults_of(config, traffic, misprofile, failures, stragglers, noise)
-        summary = run(
-            config.replaced(faults=faults), traffic=traffic, timer=time.perf_counter
-        ).summary()
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("requests", total=traffic.requests)
+            summary = run(
+                config.replaced(faults=faults), traffic=traffic, timer=time.perf_counter,
+                progress=lambda ended, _: bar.update(task, completed=ended),
+            ).summary()  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if json_output:

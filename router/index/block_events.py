@@ -20,7 +20,7 @@ from router.index.loops import Int32s, Int64s, rising
 from router.index.prefix_hash import ROOT, PrefixHasher, Running, UInt64s
 
 # So few blocks are faster one by one.
-FEW = 12
+FEW = 3
 _MASK = (1 << 64) - 1
 # Engines may number blocks from 0, and an empty lane of a table has name 0.
 _NAME_MARK = 0x9E3779B97F4A7C15

@@ -41,6 +41,8 @@ from router.index.prefix_hash import PrefixHasher
 
 # Blocks that are walked before it is asked whether anybody still holds them.
 _BATCH = 512
+# So few are faster named one by one.
+_FEW_WORKERS = 12
 # What Python takes for a worker's objects besides their arrays.
 _WORKER_BYTES = 2100
 
@@ -94,7 +96,7 @@ class PrefixIndex:
         """`match` for every worker that holds anything of this prompt."""
         answer: dict[str, Match] = {}
         for workers, found in self._matches(prefix_hashes, self._held.device_bits):
-            if workers.bit_count() > FEW:
+            if workers.bit_count() > _FEW_WORKERS:
                 named = compress(self._held.by_bit, _unpacked(workers).tolist())
                 answer.update(dict.fromkeys(named, found))
                 continue

@@ -1,5 +1,6 @@
 """Whole runs: every request ends once, seeds decide everything, faults lose nothing."""
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -56,6 +57,15 @@ def test_a_seed_decides_everything_to_the_last_bit(config, policy):
     same(one, again)
     other = simulate(config.replaced(seed=1))
     assert not np.array_equal(one.records.ttft_s, other.records.ttft_s)
+
+
+def test_a_run_tells_how_far_it_is_and_leaves_the_collector_as_it_was(config):
+    told: list[tuple[int, int]] = []
+    simulate(config.replaced(policy="priced"), progress=lambda *far: told.append(far))
+    ended = [some for some, _ in told]
+    assert len(told) > 5 and ended == sorted(ended) and 0 < ended[-1] <= 200
+    assert {total for _, total in told} == {200}
+    assert gc.isenabled()
 
 
 def test_a_plan_of_the_same_choices_gives_the_same_run(config):
