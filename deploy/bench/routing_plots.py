@@ -1,7 +1,7 @@
-"""Pictures of a grid of routing runs: TTFT distributions, regret, and κ against the chosen node.
+"""Pictures of a grid of routing runs: every cell, TTFT distributions, regret, κ against the node.
 
-Drawn from the per-request records that a grid keeps for its first seed, and from the rows of a
-regret run. Written as PNG, without a display.
+Drawn from a grid's rows, from the per-request records that it keeps for its first seed, and from
+the rows of a regret run. Written as PNG, without a display.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
+from deploy.bench.routing_report import LIMITS, Row, Verdict, by_cell, verdict
+
 _OURS = "priced"
+# Three times as slow as the best peer, or as fast, has the full colour (as a power of two).
+_FULL_COLOUR = 1.5
 _COLOURS = (
     "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#000000",
 )  # fmt: skip
@@ -33,6 +38,57 @@ def draw_all(directory: Path) -> list[Path]:
             path = directory / f"kappa_{cell.name}.png"
             written.append(draw_kappa(records[_OURS], path, f"{cell.name}, {_OURS}"))
     return written
+
+
+def draw_cells(rows: Sequence[Row], path: Path, us: str, ours: Sequence[str]) -> Path | None:
+    """Our quantiles over the best peer's, one square per cell; none where nothing compares.
+
+    Down: clusters and traces. Across: loads, with warm and with cold caches, then what else a grid
+    has. Bold: the whole interval is over the limit; grey: it holds the limit.
+    """
+    cells = by_cell(rows)
+    found = {
+        (quantile, cell): v
+        for quantile in LIMITS
+        for cell, policies in cells.items()
+        if (v := verdict(cell, policies, quantile, us, ours)) is not None
+    }
+    if not found:
+        return None
+    down = sorted({cell[:2] for _, cell in found})
+    across = sorted({cell[2:] for _, cell in found}, key=lambda c: (c[3], c[2], not c[1], c[0]))
+    size = (1.6 + 0.62 * len(across) * len(LIMITS), 1.8 + 0.3 * len(down))
+    figure = Figure(figsize=size, layout="constrained")
+    for axes, quantile in zip(figure.subplots(1, len(LIMITS), sharey=True), LIMITS, strict=True):
+        ratios = np.full((len(down), len(across)), np.nan)
+        for (name, cell), v in found.items():
+            if name == quantile:
+                at = down.index(cell[:2]), across.index(cell[2:])
+                ratios[at] = v.ratio.mean
+                _write(axes, at, v)
+        axes.imshow(
+            np.log2(ratios), cmap="RdYlGn_r", aspect="auto",
+            norm=TwoSlopeNorm(0.0, -_FULL_COLOUR, _FULL_COLOUR),
+        )  # fmt: skip
+        axes.set_title(f"TTFT {quantile}, times the best peer's", fontsize=9)
+        axes.set_xticks(range(len(across)), [_column(cell) for cell in across], fontsize=7)
+        axes.set_yticks(range(len(down)), [" ".join(cell) for cell in down], fontsize=7)
+    return _save(figure, path)
+
+
+def _write(axes: Any, at: tuple[int, int], v: Verdict) -> None:
+    axes.text(
+        at[1], at[0], f"{v.ratio.mean:.2f}" if v.ratio.mean < 10 else f"{v.ratio.mean:.0f}",
+        ha="center", va="center", fontsize=7,
+        fontweight="bold" if v.verdict == "lost" else "normal",
+        color="#606060" if v.verdict == "open" else "black",
+    )  # fmt: skip
+
+
+def _column(cell: tuple[float, bool, str, bool]) -> str:
+    load, warm, faults, admission = cell
+    extra = [faults] * (faults != "none") + ["admission"] * admission
+    return "\n".join([f"{load:g}", "warm" if warm else "cold", *extra])
 
 
 def draw_ttft(records: dict[str, dict[str, Any]], path: Path, title: str) -> Path:

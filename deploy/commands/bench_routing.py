@@ -90,10 +90,11 @@ def routing(
         typer.echo(f"stopped; the same command goes on from {out / 'rows.jsonl'}", err=True)
         raise typer.Exit(130) from None
     if plots:
-        from deploy.bench.routing_plots import draw_all
+        from deploy.bench.routing_plots import draw_all, draw_cells
 
-        for path in draw_all(out):
-            typer.echo(f"drew {path}", err=True)
+        for path in (draw_cells(rows, out / "cells.png", _US, grid.OURS), *draw_all(out)):
+            if path is not None:
+                typer.echo(f"drew {path}", err=True)
     if json_output:
         facts = report.summary(rows, _US, grid.OURS)
         print(json.dumps({"rows": rows, **facts, "machine": machine(), "command": command()}))

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from deploy.bench import routing_grid as grid
 from deploy.bench import routing_report as report
-from deploy.bench.routing_plots import draw_all, draw_regret
+from deploy.bench.routing_plots import draw_all, draw_cells, draw_regret
 from deploy.bench.source_closure import source_closure
 from deploy.cli import app
 
@@ -234,6 +234,16 @@ def test_pictures_are_drawn_from_the_records(tmp_path):
     ]  # fmt: skip
     drawn.append(draw_regret([{"policy": "a", "regret": 1.3}], tmp_path / "r.png", "regret"))
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_every_cell_is_a_square_of_one_picture(tmp_path):
+    rows = cell_rows([1.0, 2.0], [1.0, 1.0]) + cell_rows([9.0], [9.0], load=1.2)
+    rows += [row("priced", s, v, faults="misprofile") for s, v in enumerate([1.1, 2.2])]
+    drawn = draw_cells(rows, tmp_path / "cells.png", "priced", grid.OURS)
+    assert drawn is not None and drawn.read_bytes().startswith(b"\x89PNG")
+    alone = [row("priced", 0, 1.0)]
+    assert draw_cells(alone, tmp_path / "none.png", "priced", grid.OURS) is None
+    assert not (tmp_path / "none.png").exists()
 
 
 # -- the command ------------------------------------------------------------------------------
