@@ -64,6 +64,8 @@ async def test_a_request_is_followed_from_decision_to_end(scene, worker):
     live, board = scene
     w = worker()
     await joined(live, board, w)
+    # What is told before the router listens is lost, and only what a snapshot holds is told again.
+    await until(lambda: live.router.state.workers["w"].report is not None)
     decision = live.route(ask())
     assert decision.informed and live.router.in_flight_on("w") == 1
     w.admit("r", device=0, host=32, new=68)
