@@ -77,7 +77,7 @@ class PoolView:
         self.columns: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
         self._fingerprint = ""
         # Compiled now rather than while the first request waits.
-        pricing.held_tokens(np.zeros((2, 0), dtype=np.int64), self.columns, self.columns, 0, 1)
+        pricing.leading_tokens(np.zeros((2, 0), dtype=np.int64), self.columns, self.columns, 0, 1)
 
     def join(self, announcement: Announcement, now_s: float) -> None:
         """A worker joins, or announces itself anew.
@@ -180,7 +180,7 @@ class PoolView:
             # An engine computes at least the last token: a full hit gives its last block back.
             usable = (total - 1) // size
             held = self.index.match_columns(hashes)
-            device, cached = pricing.held_tokens(held, self.columns, slots, usable, size)
+            device, cached = pricing.leading_tokens(held, self.columns, slots, usable, size)
             if self.shared_tiers:
                 names = [self.state.fleet.workers[slot] for slot in slots]
                 self.shared_tiers.widen(names, device, cached)

@@ -47,7 +47,7 @@ Slo = tuple[float, float, float]
 
 
 @compiled
-def held_tokens(
+def leading_tokens(
     blocks: NDArray[np.int64], columns: Slots, slots: Slots, usable_blocks: int, block_tokens: int
 ) -> tuple[Floats, Floats]:
     """Leading tokens that each of `slots` has on the device, and further ones in host.

@@ -143,7 +143,7 @@ def simulate(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Nothing in a run refers to itself: looking for that would take a fifth of the time."""
+    """Nothing in a run refers to itself: looking for that takes up to a fifth of the time."""
     was = gc.isenabled()
     gc.disable()
     try:

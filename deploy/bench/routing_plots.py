@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from deploy.bench.routing_report import LIMITS, Row, Verdict, by_cell, verdict
+from deploy.bench.routing_report import LIMITS, Row, Verdict, by_cell, verdicts
 
 _OURS = "priced"
 # Three times as slow as the best peer, or as fast, has the full colour (as a power of two).
@@ -46,24 +46,18 @@ def draw_cells(rows: Sequence[Row], path: Path, us: str, ours: Sequence[str]) ->
     Down: clusters and traces. Across: loads, with warm and with cold caches, then what else a grid
     has. Bold: the whole interval is over the limit; grey: it holds the limit.
     """
-    cells = by_cell(rows)
-    found = {
-        (quantile, cell): v
-        for quantile in LIMITS
-        for cell, policies in cells.items()
-        if (v := verdict(cell, policies, quantile, us, ours)) is not None
-    }
+    found = verdicts(by_cell(rows), us, ours)
     if not found:
         return None
-    down = sorted({cell[:2] for _, cell in found})
-    across = sorted({cell[2:] for _, cell in found}, key=lambda c: (c[3], c[2], not c[1], c[0]))
+    down = sorted({v.cell[:2] for v in found})
+    across = sorted({v.cell[2:] for v in found}, key=lambda c: (c[3], c[2], not c[1], c[0]))
     size = (1.6 + 0.62 * len(across) * len(LIMITS), 1.8 + 0.3 * len(down))
     figure = Figure(figsize=size, layout="constrained")
     for axes, quantile in zip(figure.subplots(1, len(LIMITS), sharey=True), LIMITS, strict=True):
         ratios = np.full((len(down), len(across)), np.nan)
-        for (name, cell), v in found.items():
-            if name == quantile:
-                at = down.index(cell[:2]), across.index(cell[2:])
+        for v in found:
+            if v.quantile == quantile:
+                at = down.index(v.cell[:2]), across.index(v.cell[2:])
                 ratios[at] = v.ratio.mean
                 _write(axes, at, v)
         axes.imshow(

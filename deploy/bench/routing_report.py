@@ -109,6 +109,18 @@ def verdict(
     return Verdict(cell, quantile, best[1], ratio, _judge(ratio, LIMITS[quantile]))
 
 
+def verdicts(
+    cells: dict[CellKey, dict[str, dict[int, Row]]], us: str, ours: Sequence[str]
+) -> list[Verdict]:
+    """How `us` did in every cell that compares, by every quantile."""
+    return [
+        v
+        for cell, policies in cells.items()
+        for quantile in LIMITS
+        if (v := verdict(cell, policies, quantile, us, ours)) is not None
+    ]
+
+
 def _judge(ratio: Interval, limit: float) -> str:
     if ratio.low > limit:
         return "lost"
@@ -126,12 +138,7 @@ def _quantile(row: Row, quantile: str) -> float:
 def summary(rows: Sequence[Row], us: str, ours: Sequence[str]) -> dict[str, Any]:
     """All verdicts, their counts, and what overload does, ready for JSON."""
     cells = by_cell(rows)
-    found = [
-        v
-        for cell, policies in cells.items()
-        for quantile in LIMITS
-        if (v := verdict(cell, policies, quantile, us, ours)) is not None
-    ]
+    found = verdicts(cells, us, ours)
     return {
         "us": us,
         "cells": len(cells),

@@ -32,6 +32,7 @@ from simulator.faults import (
     drawn_stragglers,
     misprofiled_third,
 )
+from simulator.outcome import Outcome
 from simulator.run import SimulationConfig, capacity_of, traffic_of
 from simulator.run import simulate as run
 from simulator.traffic import Traffic
@@ -116,19 +117,24 @@ def simulate(
             faults = random_faults(len(where.nodes), horizon_s, trouble, seed, noise)
         else:
             faults = faults_of(config, traffic, misprofile, failures, stragglers, noise)
-        console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("requests", total=traffic.requests)
-            summary = run(
-                config.replaced(faults=faults), traffic=traffic, timer=time.perf_counter,
-                progress=lambda ended, _: bar.update(task, completed=ended),
-            ).summary()  # fmt: skip
+        summary = _played(config.replaced(faults=faults), traffic).summary()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if json_output:
         typer.echo(json.dumps(summary, allow_nan=False))
     else:
         _print(summary)
+
+
+def _played(config: SimulationConfig, traffic: Traffic) -> Outcome:
+    """The run, with a bar of progress on a terminal."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("requests", total=traffic.requests)
+        return run(
+            config, traffic=traffic, timer=time.perf_counter,
+            progress=lambda ended, _: bar.update(task, completed=ended),
+        )  # fmt: skip
 
 
 def known(what: str, name: str, names: Any) -> None:

@@ -80,7 +80,7 @@ class BlockTable:
 
     def look_up(self, keys: UInt64s) -> tuple[Int32s, int]:
         """The row of each prefix hash, NO_ROW where there is none, and how many have none."""
-        return self._rows.rows_of(keys)
+        return self._rows.look_up(keys)
 
     def rows_of(self, keys: UInt64s) -> Int32s:
         """The row of each prefix hash; NO_ROW where there is none."""

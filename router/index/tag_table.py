@@ -237,7 +237,7 @@ class RowTable(TagTable):
         self._keys = column
         self._keys_view = column.data
 
-    def rows_of(self, keys: UInt64s) -> tuple[Int32s, int]:
+    def look_up(self, keys: UInt64s) -> tuple[Int32s, int]:
         """The row of each key, 0 where it is absent, and how many are."""
         rows = np.empty(len(keys), dtype=np.int32)
         absent = find_rows(self._bytes, self.values, self._keys, self._buckets, _plain(keys), rows)

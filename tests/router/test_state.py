@@ -149,6 +149,8 @@ def test_a_freak_counts_as_four_times_what_was_announced_and_fades():
         replace(told, steps_total=99, load_tokens_total=told.load_tokens_total + 100_000,
                 load_seconds_total=told.load_seconds_total + stuck_s), 99.0)  # fmt: skip
     assert 1.0 < worker.calibration.link_scale < 1.4
+    loads(state, reports=60, scale=1.0, steps=100)
+    assert worker.calibration.link_scale == pytest.approx(1.0, rel=0.01)
 
 
 @pytest.mark.parametrize(("real", "learnt"), [(1000.0, 4.0), (1e-6, 0.25)])
