@@ -4,7 +4,11 @@ Past saturation a queue only grows, and work on requests whose clients have give
 others. So a request that no worker is expected to serve within its objective (`kappa.slo`: TTFT
 within a floor or a multiple of what an idle, typical node would take) is refused, with a time to
 retry. What is expected is the prediction, corrected by what came of others of late
-(`router.lateness`). Pure.
+(`router.lateness`).
+
+Engines serve first come, first served, so a prompt that computes for long makes late all who come
+meanwhile and cannot wait as long. One that displaces more than one other so is refused, though it
+would itself be in time, but for a small share of the workers' time. Pure.
 """
 
 from __future__ import annotations
@@ -39,14 +43,27 @@ class Judgement:
     token_s: Floats
     full: NDArray[np.bool_]
     idle: NDArray[np.bool_]
+    displaced: Floats
+    repaid_s: float
+    block_s: Floats
+    slack_s: float
+    work_s: float
     output_tokens: int
 
     @property
     def refused(self) -> NDArray[np.bool_]:
-        """Workers that have something to do and would miss one or the other."""
+        """Workers that are busy and would miss one or the other, or make too many others miss."""
         missing = (self.late_s > 0) | (self.slow_s > 0) | self.full
         refused: NDArray[np.bool_] = missing & ~self.idle
+        if self.repaid_s > 0:
+            refused |= self.displaces
         return refused
+
+    @property
+    def displaces(self) -> NDArray[np.bool_]:
+        """Workers where it would make more others late than it is itself."""
+        displaces: NDArray[np.bool_] = self.displaced > 1
+        return displaces
 
     def refusal(self) -> tuple[str, float]:
         """Why the soonest of them is too late, and seconds until it may be tried again.
@@ -55,11 +72,14 @@ class Judgement:
         """
         ends_s = self.output_tokens * self.token_s
         wait_s = np.maximum(self.late_s, np.where((self.slow_s > 0) | self.full, ends_s, 0.0))
+        wait_s = np.maximum(wait_s, np.where(self.displaces, self.repaid_s, 0.0))
         soonest = int(np.argmin(wait_s))
         if self.late_s[soonest] > 0:
             why = f"it would start {self.late_s[soonest]:.1f} s too late"
         elif self.full[soonest]:
             why = "as many run as may at a time"
+        elif self.slow_s[soonest] <= 0:
+            why = f"its prompt would make {self.displaced[soonest]:.0f} others late"
         else:
             why = f"each token would take {1e3 * self.slow_s[soonest]:.0f} ms too long"
         return why, float(wait_s[soonest])
@@ -80,13 +100,29 @@ class Admission:
     ttft_factor: float = TTFT_IDLE_FACTOR
     tpot_factor: float = TPOT_IDLE_FACTOR
     least: float = 0.2
+    displacing_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        """Refuse a share that would keep long prompts out for ever.
+
+        Raises:
+            ValueError: says what to give instead.
+        """
+        if not 0 < self.displacing_share <= 1:
+            raise ValueError(
+                f"displacing_share is {self.displacing_share}: give a share above 0, at most 1"
+            )
+
+    def idle_ttft_s(self, fleet: Fleet, offers: Offers) -> float:
+        """TTFT on the median worker with nothing else to do, in real seconds."""
+        held = float((offers.device_tokens + offers.cached_tokens).max())
+        idle_s = fleet.idle_ttft_s(offers.slots, offers.prompt_tokens, held)
+        return float(np.median(idle_s))
 
     def ttft_limit_s(self, fleet: Fleet, offers: Offers) -> float:
         """Latest TTFT within the objective, in real seconds."""
-        held = float((offers.device_tokens + offers.cached_tokens).max())
-        idle_s = fleet.idle_ttft_s(offers.slots, offers.prompt_tokens, held)
         floor_s = self.floor_s * float(np.median(fleet.dilation(offers.slots)))
-        return max(floor_s, self.ttft_factor * float(np.median(idle_s)))
+        return max(floor_s, self.ttft_factor * self.idle_ttft_s(fleet, offers))
 
     def tpot_limit_s(self, fleet: Fleet, offers: Offers) -> float:
         """Longest time per output token within the objective, in real seconds."""
@@ -104,29 +140,41 @@ class Admission:
         """Each worker against the request's limits; `sequences`: how many each runs at a time."""
         now_s = offers.now_s
         late_s = np.array([lateness.late_s(worker, now_s) for worker in offers.workers])
-        long = offers.work_s > _LONG_PROMPT_S * fleet.dilation(offers.slots)
-        # Prompts delay the tokens of what decodes beside them: by how much of late, tells how much
-        # they will.
-        share = np.array(
-            [
-                lateness.share(worker, now_s, long=bool(is_long))
-                for worker, is_long in zip(offers.workers, long, strict=True)
-            ]
-        )
-        pace = np.array([lateness.pace(worker) for worker in offers.workers])
-        expected_s = pace * token_s(offers, share)
-        room = demand.room(cost_s(offers), self.least)
-        ttft_s = _within(self.ttft_limit_s(fleet, offers), self.ttft_factor, room)
+        expected_s = _expected_token_s(fleet, offers, lateness)
+        work_s = cost_s(offers)
+        room = demand.room(work_s, self.least)
+        ttft_s = self.ttft_limit_s(fleet, offers)
         tpot_s = _within(self.tpot_limit_s(fleet, offers), self.tpot_factor, room)
         return Judgement(
-            late_s=offers.ttft_s + late_s - ttft_s,
+            late_s=offers.ttft_s + late_s - _within(ttft_s, self.ttft_factor, room),
             slow_s=expected_s - tpot_s,
             token_s=expected_s,
             # Without a free slot it waits until another ends, which no prediction has priced.
             full=offers.in_flight >= sequences,
             idle=offers.in_flight == 0,
+            displaced=demand.displaced(now_s, offers.compute_s),
+            repaid_s=demand.repaid_in_s(now_s, self.displacing_share * len(offers)),
+            block_s=offers.compute_s,
+            slack_s=max(ttft_s - self.idle_ttft_s(fleet, offers), 0.0),
+            work_s=work_s,
             output_tokens=offers.expected_output_tokens,
         )
+
+
+def _expected_token_s(fleet: Fleet, offers: Offers, lateness: Lateness) -> Floats:
+    """Seconds per token on each worker, as far as outcomes of late tell.
+
+    Prompts delay the tokens of what decodes beside them: by how much of late, tells how much they
+    will.
+    """
+    now_s = offers.now_s
+    long = offers.work_s > _LONG_PROMPT_S * fleet.dilation(offers.slots)
+    share = [
+        lateness.share(worker, now_s, long=bool(is_long))
+        for worker, is_long in zip(offers.workers, long, strict=True)
+    ]
+    pace = [lateness.pace(worker) for worker in offers.workers]
+    return np.array(pace) * alone_s(offers) / (1 - np.minimum(share, MOST_USE))
 
 
 def cost_s(offers: Offers) -> float:
@@ -146,18 +194,12 @@ def delay_s(offers: Offers) -> Floats:
     A step that reads the weights and the contexts has FLOPs to spare for it, unless prompts that
     are queued ahead take them: only what exceeds those counts.
     """
-    spare_s = np.maximum(_alone_s(offers) - offers.gpu_backlog_s, 0.0)
+    spare_s = np.maximum(alone_s(offers) - offers.gpu_backlog_s, 0.0)
     delays: Floats = np.maximum(offers.work_s - spare_s, 0.0)
     return delays
 
 
-def _alone_s(offers: Offers) -> Floats:
+def alone_s(offers: Offers) -> Floats:
     """Seconds per token beside all that are in flight, without prompts."""
-    alone_s: Floats = offers.tpot_s * (1 - np.minimum(offers.gpu_use, MOST_USE))
-    return alone_s
-
-
-def token_s(offers: Offers, share: Floats) -> Floats:
-    """Seconds per token on each worker, where prompts delay it by this share of the time."""
-    stretched_s: Floats = _alone_s(offers) / (1 - np.minimum(share, MOST_USE))
-    return stretched_s
+    alone: Floats = offers.tpot_s * (1 - np.minimum(offers.gpu_use, MOST_USE))
+    return alone

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.report import Announcement, WorkerReport
-from router.admission import Admission, cost_s, delay_s, token_s
+from router.admission import Admission, alone_s, delay_s
 from router.decision import Decision, NoWorkerError, OverloadedError, RouteRequest
-from router.demand import Demand
+from router.demand import Asked, Demand
 from router.index.kv_events import KVEvent
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
 from router.lateness import Lateness
-from router.offers import Candidate, Offers
+from router.offers import Candidate
 from router.others import OtherRequests
 from router.policy import LeastBacklog, Policy
 from router.pool_view import PoolView
@@ -226,7 +226,7 @@ class Router:
         if self.config.admission is not None:
             self._lateness.sent(
                 request.request_id, decision.worker, now_s, float(offers.ttft_s[index]),
-                float(delay_s(offers)[index]), self._token_s(offers, index),
+                float(delay_s(offers)[index]), float(alone_s(offers)[index]),
                 decision.chosen.node.dilation,
             )  # fmt: skip
         return decision
@@ -294,20 +294,20 @@ class Router:
             self._sequences(offers.workers),
         )  # fmt: skip
         refused = judged.refused
-        self._demand.judged(cost_s(offers), not refused.all())
-        if not refused[index]:
-            return decision, index
-        if not refused.all():
-            late = frozenset(offers.workers[row] for row in np.flatnonzero(refused))
+        let_in = not refused.all()
+        self._demand.judged(Asked(offers.now_s, judged.work_s, judged.slack_s, let_in))
+        if not let_in:
+            why, retry_after_s = judged.refusal()
+            raise OverloadedError(f"the cluster is full: {why}", retry_after_s)
+        row = index
+        if refused[index]:
+            late = frozenset(offers.workers[at] for at in np.flatnonzero(refused))
             again = replace(request, exclude=request.exclude | late)
-            return self._decide(again, offers.now_s)
-        why, retry_after_s = judged.refusal()
-        raise OverloadedError(f"the cluster is full: {why}", retry_after_s)
-
-    def _token_s(self, offers: Offers, index: int) -> float:
-        """What admission expects of a request's tokens there, before it has learnt anything."""
-        share = self._lateness.share(offers.workers[index], offers.now_s)
-        return float(token_s(offers, np.array([share]))[index])
+            decision, index = self._decide(again, offers.now_s)
+            row = offers.workers.index(decision.worker)
+        if judged.displaces[row]:
+            self._demand.lend(float(judged.block_s[row]))
+        return decision, index
 
     def _sequences(self, workers: list[str]) -> NDArray[np.float64]:
         """How many requests each runs at a time, as it announced; without end if it did not."""

@@ -12,6 +12,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from router.pricing import MOST_USE
+
 _KEPT = 16
 _LATE_QUANTILE = 0.8
 _SHORT_S, _LONG_S = 3.0, 12.0
@@ -25,7 +27,7 @@ class _Flight:
     worker: str
     sent_s: float
     ttft_s: float
-    token_s: float
+    alone_s: float
     first_s: float = math.nan
 
 
@@ -59,10 +61,13 @@ class Lateness:
         now_s: float,
         ttft_s: float,
         delay_s: float,
-        token_s: float = 0.0,
+        alone_s: float = 0.0,
         dilation: float = 1.0,
     ) -> None:
-        """A request goes to `worker`; its TTFT is predicted, and by how much it delays others."""
+        """A request goes to `worker`; its TTFT is predicted, and by how much it delays others.
+
+        alone_s: predicted seconds per token if no prompts come in between; 0: nothing is.
+        """
         self.ended(request_id)
         state = self._workers.setdefault(worker, _Worker())
         state.dilation = dilation
@@ -70,7 +75,7 @@ class Lateness:
         state.short = self.share(worker, now_s) + delay_s / (_SHORT_S * dilation)
         state.long = self.share(worker, now_s, long=True) + delay_s / (_LONG_S * dilation)
         state.sent_at_s = now_s
-        self._flights[request_id] = _Flight(worker, now_s, ttft_s, token_s)
+        self._flights[request_id] = _Flight(worker, now_s, ttft_s, alone_s)
 
     def first_token(self, request_id: str, now_s: float) -> None:
         """Its first token came."""
@@ -90,8 +95,12 @@ class Lateness:
         if flight is None or state is None:
             return
         state.waiting.pop(request_id, None)
-        if tokens > 1 and flight.token_s > 0 and not math.isnan(flight.first_s):
-            state.pace.append((now_s - flight.first_s) / (tokens - 1) / flight.token_s)
+        if tokens > 1 and flight.alone_s > 0 and not math.isnan(flight.first_s):
+            # By the prompts that came meanwhile, not by those before it: else a rise of their share
+            # would count twice, until outcomes of it are in.
+            share = min(self.share(flight.worker, now_s), MOST_USE)
+            expected_s = flight.alone_s / (1 - share)
+            state.pace.append((now_s - flight.first_s) / (tokens - 1) / expected_s)
 
     def left(self, worker: str) -> None:
         """A worker is gone, and what was in flight there."""

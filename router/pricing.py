@@ -37,8 +37,10 @@ OUT_ROWS = 27
 
 MOST_USE = 0.95
 # Shares that simulation chose, not derived (docs/adr/0005): of what the objective allows a token,
-# what its step may take; of the time that prompts take, by which steps count as longer.
+# what its step may take; of what it allows a first token, the wait above which later ones count
+# less; of the time that prompts take, by which steps count as longer.
 MOST_STEP = 0.5
+MOST_WAIT = 0.5
 FELT_USE = 0.5
 
 Slots = NDArray[np.intp]
@@ -140,14 +142,15 @@ def fetch_s(cells: Floats, slot: int, tokens: float) -> float:
 def objective(
     cells: Floats, slots: Slots, priced: Floats, prompt_tokens: float, output_tokens: float,
     slo: Slo,
-) -> tuple[float, float]:  # fmt: skip
-    """Delayed tokens that weigh as much as one first token delayed as long; seconds for each.
+) -> tuple[float, float, float]:  # fmt: skip
+    """Delayed tokens that weigh as much as one first token delayed as long; limits in seconds.
 
-    By the service objective, TTFT over TPOT (`kappa.slo`), of the best and the middle idle worker;
-    but never more tokens than there will be. `priced` has rows WORK and LOAD filled in.
+    Returns the tokens, what a token and what the first one may take. By the service objective
+    (`kappa.slo`), TTFT over TPOT, of the best and the middle idle worker; but never more tokens
+    than there will be. `priced` has rows WORK and LOAD filled in.
     """
     if not len(slots):
-        return output_tokens, math.inf
+        return output_tokens, math.inf, math.inf
     ttft_floor_s, ttft_factor, tpot_factor = slo
     alone_s = np.empty(len(slots))
     idle_s, dilation = math.inf, 0.0
@@ -159,9 +162,22 @@ def objective(
         dilation = max(dilation, cells[DILATION, slot])
     tpot_limit_s = tpot_factor * np.sort(alone_s)[len(alone_s) // 2]
     if tpot_limit_s <= 0:
-        return output_tokens, math.inf
+        return output_tokens, math.inf, math.inf
     ttft_limit_s = max(ttft_floor_s * dilation, ttft_factor * idle_s)
-    return min(ttft_limit_s / tpot_limit_s, output_tokens), tpot_limit_s
+    return min(ttft_limit_s / tpot_limit_s, output_tokens), tpot_limit_s, ttft_limit_s
+
+
+@compiled
+def crowd_share(priced: Floats, ttft_limit_s: float) -> float:
+    """How much of the crowd counts, the same for all workers: all of it while first tokens are due.
+
+    Who waits for a first token past its objective gains nothing by quicker tokens after it, and
+    spreading those that decode then lengthens the queues. `priced` has row TTFT filled in.
+    """
+    soonest_s = math.inf
+    for ttft_s in priced[OUT_TTFT]:
+        soonest_s = min(soonest_s, ttft_s)
+    return min(MOST_WAIT * ttft_limit_s / soonest_s, 1.0) if soonest_s > 0 else 1.0
 
 
 @compiled
@@ -230,11 +246,14 @@ def price(
         out[OUT_TTFT, i] = cells[OVERHEAD, slot] + wait_s + compute_s
         step_s = reading_step_s(cells, slot, prompt_tokens + cells[RESIDENT, slot])
         out[OUT_TPOT, i] = step_s / (1 - min(gpu_use, MOST_USE))
-    weighing, tpot_limit_s = objective(cells, slots, out, prompt_tokens, output_tokens, slo)
+    weighing, tpot_limit_s, ttft_limit_s = objective(
+        cells, slots, out, prompt_tokens, output_tokens, slo
+    )
+    shared = crowd_share(out, ttft_limit_s)
     for i in range(len(slots)):
         slot = slots[i]
         token_s = cells[TOKEN, slot] + prompt_tokens * cells[CONTEXT, slot]
-        out[OUT_DECODE, i] = weighing * token_s
+        out[OUT_DECODE, i] = shared * weighing * token_s
         step_s = reading_step_s(cells, slot, prompt_tokens + cells[RESIDENT, slot])
         step_s /= 1 - FELT_USE * min(out[OUT_GPU_USE, i], MOST_USE)
         out[OUT_OWN_LATE, i] = weighing * max(step_s - MOST_STEP * tpot_limit_s, 0.0)

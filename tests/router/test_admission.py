@@ -10,7 +10,7 @@ from kappa.hardware import node_profile
 from router.admission import Admission
 from router.core import Router, RouterConfig
 from router.decision import NoWorkerError, OverloadedError
-from router.demand import Demand
+from router.demand import Asked, Demand
 from router.policies import policy_named
 from tests.router.test_core import announcement, ask
 
@@ -138,7 +138,7 @@ def test_cheap_requests_are_let_in_where_dear_ones_are_not():
     flood(made)
     demand = Demand()
     for i in range(100):
-        demand.judged(i * 1e-3, i % 2 == 0)
+        demand.judged(Asked(59.0, i * 1e-3, 1.0, i % 2 == 0))
     fleet = made.state.fleet
     idle, room = Admission().tpot_factor, {}
     for name, tokens in (("cheap", 10), ("dear", 20_000)):
@@ -157,7 +157,7 @@ def test_an_idle_cluster_lets_anybody_in_whatever_came_of_others(tokens):
     made.first_token("slow", 99.0)
     made.release("slow", 100.0)
     for _ in range(128):
-        made._demand.judged(1e-9, False)
+        made._demand.judged(Asked(100.0, 1e-9, 1e9, False))
     assert made._lateness.late_s("a", 100.0) > 3
     made.route(ask("dear", tokens=tokens, seed=3), 100.0)
     with pytest.raises(OverloadedError):
@@ -169,3 +169,43 @@ def test_a_limit_below_idle_refuses_and_does_not_divide_by_it():
     made.route(ask("first", tokens=100, seed=1), 1.0)
     with pytest.raises(OverloadedError, match="too late"):
         made.route(ask("second", tokens=100, seed=2), 1.0)
+
+
+def chats(made, start_s, count=120, every_s=0.05):
+    """Short prompts, each ended before the next; returns the time after them."""
+    for i in range(count):
+        now_s = start_s + i * every_s
+        made.route(ask(f"chat{now_s}", tokens=100, seed=i), now_s)
+        made.first_token(f"chat{now_s}", now_s + 0.02)
+        made.release(f"chat{now_s}", now_s + 0.04)
+    return start_s + count * every_s
+
+
+def test_a_long_prompt_that_makes_many_short_ones_late_waits_for_its_share():
+    made = router(Admission(), "a", stale_after_s=1e9)
+    now_s = chats(made, 0.0)
+    # The first is let in: nobody did so of late.
+    first = made.route(ask("long", tokens=40_000, seed=1), now_s)
+    made.first_token("long", now_s + 1.0)
+    made.release("long", now_s + 1.1)
+    now_s = chats(made, now_s + 3.0)
+    with pytest.raises(OverloadedError, match=r"make [0-9]+ others late") as caught:
+        made.route(ask("longer", tokens=40_000, seed=2), now_s)
+    repaid_s = first.chosen.compute_s / Admission().displacing_share
+    assert 1.0 < caught.value.retry_after_s < repaid_s
+    now_s = chats(made, now_s + caught.value.retry_after_s)
+    made.route(ask("longest", tokens=40_000, seed=3), now_s)
+
+
+def test_long_prompts_that_come_alone_displace_nobody():
+    made = router(Admission(), "a", stale_after_s=1e9)
+    for i in range(20):
+        made.route(ask(f"long{i}", tokens=40_000, seed=i), 10.0 * i)
+        made.first_token(f"long{i}", 10.0 * i + 1.0)
+        made.release(f"long{i}", 10.0 * i + 1.1)
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.5, float("nan")])
+def test_a_share_that_would_keep_long_prompts_out_is_refused(share):
+    with pytest.raises(ValueError, match="displacing_share"):
+        Admission(displacing_share=share)

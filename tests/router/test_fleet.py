@@ -134,6 +134,25 @@ def test_an_admission_corrects_what_was_reserved():
     assert offers.link_backlog_s[0] == 0 and offers.queued_tokens[0] == 8000
 
 
+def busy(made, *workers, prompts=30):
+    for worker in workers:
+        for i in range(prompts):
+            offers = ask(made, tokens=20_000)
+            made.reserve(f"{worker}{i}", offers, offers.workers.index(worker))
+
+
+def test_the_crowd_counts_less_on_all_alike_when_the_soonest_first_token_is_late():
+    idle, one, both = fleet("pcie", "pcie"), fleet("pcie", "pcie"), fleet("pcie", "pcie")
+    busy(one, "w0")
+    busy(both, "w0", "w1")
+    plain_s = ask(idle).decode_s
+    assert ask(one).decode_s.tolist() == plain_s.tolist(), "the other is idle"
+    fewer = ask(both).decode_s / plain_s
+    assert fewer[0] == fewer[1] and 0 < fewer[0] < 0.2
+    busy(both, "w0", "w1")
+    assert ask(both).decode_s[0] == pytest.approx(fewer[0] * plain_s[0] / 2, rel=0.1)
+
+
 def test_calibration_scales_prices():
     made = fleet("h100-pcie5")
     before = ask(made, tokens=8000, cached=6000)

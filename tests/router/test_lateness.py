@@ -138,3 +138,17 @@ def test_what_was_cut_short_tells_nothing_of_the_pace(tokens):
     paced(lateness, 0.02, 0.03)
     paced(lateness, 0.02, 9.0, tokens=tokens)
     assert lateness.pace("a") == pytest.approx(1.5)
+
+
+def test_prompts_that_came_meanwhile_are_no_pace():
+    # Each token took twice as long as alone, and prompts took half of the time.
+    lateness = Lateness()
+    for i in range(20):
+        lateness.sent(f"p{i}", "a", 0.0, 0.0, 0.0, 0.02)
+        lateness.first_token(f"p{i}", 0.0)
+    for i in range(20):
+        lateness.sent(f"prompt{i}", "a", 0.4, 0.0, 1.5 / 20)
+    assert lateness.share("a", 0.4) == pytest.approx(0.5)
+    for i in range(20):
+        lateness.ended(f"p{i}", 0.4, 11)
+    assert lateness.pace("a") == pytest.approx(1.0)
