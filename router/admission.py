@@ -39,7 +39,9 @@ class Judgement:
 
     late_s: seconds by which a first token is expected after the limit; slow_s: the same of each
     token. Negative where there is room. token_s: expected seconds per token. full: no slot is free.
-    idle: nothing is in flight there, so that nobody gains if it waits.
+    idle: nothing is in flight there, so that nobody who is there gains if it waits. displaced: how
+    many others its prompt would make late, which computes for block_s. repaid_s: seconds until one
+    that displaces others may go. slack_s, work_s: the request's own, as in `router.demand.Asked`.
     """
 
     late_s: Floats
@@ -98,6 +100,10 @@ class Admission:
     defaults are the objective itself. least: what the dearest requests may use at least of the
     slack between idle and limit, where many are refused (`router.demand`). So what is cheap goes on
     when not all can: by work, the cluster then serves the most requests, and an idle one anybody.
+    displacing_share: of the workers' time, what goes to prompts that each make more than one other
+    late; so that long ones are delayed, but never kept out for good. follow_up_slack: how much
+    longer than the objective tokens may take, as a share of it, for a prompt that is held whole;
+    less in proportion down to one of which `follow_up_held` is, and nothing below.
     """
 
     floor_s: float = TTFT_FLOOR_S
