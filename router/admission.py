@@ -8,11 +8,7 @@ retry. What is expected is the prediction, corrected by what came of others of l
 
 Engines serve first come, first served, so a prompt that computes for long makes late all who come
 meanwhile and cannot wait as long. One that displaces more than one other so is refused, though it
-would itself be in time, but for a small share of the workers' time.
-
-Refusing a turn of a session under way saves little: the next turn brings its tokens again, and none
-of them is cached then. So such turns are refused last (session-based admission control, Cherkasova
-and Phaal 2002): their tokens may take longer than the objective before they are. Pure.
+would itself be in time, but for a small share of the workers' time. Pure.
 """
 
 from __future__ import annotations
@@ -101,9 +97,7 @@ class Admission:
     slack between idle and limit, where many are refused (`router.demand`). So what is cheap goes on
     when not all can: by work, the cluster then serves the most requests, and an idle one anybody.
     displacing_share: of the workers' time, what goes to prompts that each make more than one other
-    late; so that long ones are delayed, but never kept out for good. follow_up_slack: how much
-    longer than the objective tokens may take, as a share of it, for a prompt that is held whole;
-    less in proportion down to one of which `follow_up_held` is, and nothing below.
+    late; so that long ones are delayed, but never kept out for good.
     """
 
     floor_s: float = TTFT_FLOOR_S
@@ -111,19 +105,13 @@ class Admission:
     tpot_factor: float = TPOT_IDLE_FACTOR
     least: float = 0.2
     displacing_share: float = 0.05
-    follow_up_slack: float = 0.75
-    follow_up_held: float = 0.8
 
     def __post_init__(self) -> None:
-        """Refuse shares that are none, as one that would keep long prompts out for ever.
+        """Refuse a share that would keep long prompts out for ever.
 
         Raises:
             ValueError: says what to give instead.
         """
-        if not 0 <= self.follow_up_held < 1:
-            raise ValueError(
-                f"follow_up_held is {self.follow_up_held}: give a share from 0 to less than 1"
-            )
         if not 0 < self.displacing_share <= 1:
             raise ValueError(
                 f"displacing_share is {self.displacing_share}: give a share above 0, at most 1"
@@ -131,7 +119,8 @@ class Admission:
 
     def idle_ttft_s(self, fleet: Fleet, offers: Offers) -> float:
         """TTFT on the median worker with nothing else to do, in real seconds."""
-        idle_s = fleet.idle_ttft_s(offers.slots, offers.prompt_tokens, _held_tokens(offers))
+        held = float((offers.device_tokens + offers.cached_tokens).max())
+        idle_s = fleet.idle_ttft_s(offers.slots, offers.prompt_tokens, held)
         return float(np.median(idle_s))
 
     def ttft_limit_s(self, fleet: Fleet, offers: Offers) -> float:
@@ -160,7 +149,6 @@ class Admission:
         room = demand.room(work_s, self.least)
         ttft_s = self.ttft_limit_s(fleet, offers)
         tpot_s = _within(self.tpot_limit_s(fleet, offers), self.tpot_factor, room)
-        tpot_s *= 1 + self._follow_up_slack(offers)
         return Judgement(
             late_s=offers.ttft_s + late_s - _within(ttft_s, self.ttft_factor, room),
             slow_s=expected_s - tpot_s,
@@ -175,17 +163,6 @@ class Admission:
             work_s=work_s,
             output_tokens=offers.expected_output_tokens,
         )
-
-    def _follow_up_slack(self, offers: Offers) -> float:
-        """What a token may take beyond the objective, as a share of it, for what is held."""
-        held = _held_tokens(offers) / max(offers.prompt_tokens, 1)
-        above = max(held - self.follow_up_held, 0.0) / (1 - self.follow_up_held)
-        return self.follow_up_slack * above
-
-
-def _held_tokens(offers: Offers) -> float:
-    """The most of its prompt that any worker holds."""
-    return float((offers.device_tokens + offers.cached_tokens).max())
 
 
 def _expected_token_s(fleet: Fleet, offers: Offers, lateness: Lateness) -> Floats:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from kappa.hardware import node_profile
@@ -204,27 +203,6 @@ def test_long_prompts_that_come_alone_displace_nobody():
         made.route(ask(f"long{i}", tokens=40_000, seed=i), 10.0 * i)
         made.first_token(f"long{i}", 10.0 * i + 1.0)
         made.release(f"long{i}", 10.0 * i + 1.1)
-
-
-@pytest.mark.parametrize(("held", "slack"), [(0.0, 0.0), (0.8, 0.0), (0.9, 0.5), (1.0, 1.0)])
-def test_a_turn_of_a_session_under_way_may_be_slower_before_it_is_refused(held, slack):
-    made = router(Admission(), "a", "b", stale_after_s=1e9)
-    admission = Admission(follow_up_slack=1.0, follow_up_held=0.8)
-    plain = made.explain(ask("x", tokens=10_000, seed=9), 60.0).offers
-    offers = replace(plain, cached_tokens=np.array([0.0, held * 10_000]))
-    limits_s = []
-    for given in (plain, offers):
-        judged = admission.judge(
-            made.state.fleet, given, made._lateness, Demand(), offers.in_flight + 1
-        )
-        limits_s.append(judged.token_s - judged.slow_s)
-    assert limits_s[1] / limits_s[0] == pytest.approx([1 + slack] * 2)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
-def test_a_held_share_that_is_none_is_refused(share):
-    with pytest.raises(ValueError, match="follow_up_held"):
-        Admission(follow_up_held=share)
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.5, float("nan")])
