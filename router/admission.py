@@ -36,8 +36,8 @@ class Judgement:
     late_s: seconds by which a first token is expected after the limit; slow_s: the same of each
     token. Negative where there is room. token_s: expected seconds per token. full: no slot is free.
     idle: nothing is in flight there, so that nobody who is there gains if it waits. displaced: how
-    many others its prompt would make late, which computes for block_s. repaid_s: seconds until one
-    that displaces others may go. slack_s, work_s: the request's own, as in `router.demand.Asked`.
+    many others its prompt would make late. repaid_s: seconds until one that displaces others may
+    go. slack_s, work_s: the request's own, as in `router.demand.Asked`.
     """
 
     late_s: Floats
@@ -47,7 +47,6 @@ class Judgement:
     idle: NDArray[np.bool_]
     displaced: Floats
     repaid_s: float
-    block_s: Floats
     slack_s: float
     work_s: float
     output_tokens: int
@@ -117,16 +116,16 @@ class Admission:
                 f"displacing_share is {self.displacing_share}: give a share above 0, at most 1"
             )
 
-    def idle_ttft_s(self, fleet: Fleet, offers: Offers) -> float:
-        """TTFT on the median worker with nothing else to do, in real seconds."""
-        held = float((offers.device_tokens + offers.cached_tokens).max())
-        idle_s = fleet.idle_ttft_s(offers.slots, offers.prompt_tokens, held)
-        return float(np.median(idle_s))
+    def idle_and_limit_s(self, fleet: Fleet, offers: Offers) -> tuple[float, float]:
+        """TTFT on the median worker with nothing else to do, and the latest within the objective.
 
-    def ttft_limit_s(self, fleet: Fleet, offers: Offers) -> float:
-        """Latest TTFT within the objective, in real seconds."""
+        In real seconds.
+        """
+        held = float((offers.device_tokens + offers.cached_tokens).max())
+        each_s = fleet.idle_ttft_s(offers.slots, offers.prompt_tokens, held)
+        idle_s = float(np.median(each_s))
         floor_s = self.floor_s * float(np.median(fleet.dilation(offers.slots)))
-        return max(floor_s, self.ttft_factor * self.idle_ttft_s(fleet, offers))
+        return idle_s, max(floor_s, self.ttft_factor * idle_s)
 
     def tpot_limit_s(self, fleet: Fleet, offers: Offers) -> float:
         """Longest time per output token within the objective, in real seconds."""
@@ -147,7 +146,7 @@ class Admission:
         expected_s = _expected_token_s(fleet, offers, lateness)
         work_s = cost_s(offers)
         room = demand.room(work_s, self.least)
-        ttft_s = self.ttft_limit_s(fleet, offers)
+        idle_s, ttft_s = self.idle_and_limit_s(fleet, offers)
         tpot_s = _within(self.tpot_limit_s(fleet, offers), self.tpot_factor, room)
         return Judgement(
             late_s=offers.ttft_s + late_s - _within(ttft_s, self.ttft_factor, room),
@@ -158,8 +157,7 @@ class Admission:
             idle=offers.in_flight == 0,
             displaced=demand.displaced(now_s, offers.compute_s),
             repaid_s=demand.repaid_in_s(now_s, self.displacing_share * len(offers)),
-            block_s=offers.compute_s,
-            slack_s=max(ttft_s - self.idle_ttft_s(fleet, offers), 0.0),
+            slack_s=max(ttft_s - idle_s, 0.0),
             work_s=work_s,
             output_tokens=offers.expected_output_tokens,
         )
@@ -171,14 +169,13 @@ def _expected_token_s(fleet: Fleet, offers: Offers, lateness: Lateness) -> Float
     Prompts delay the tokens of what decodes beside them: by how much of late, tells how much they
     will.
     """
-    now_s = offers.now_s
     long = offers.work_s > _LONG_PROMPT_S * fleet.dilation(offers.slots)
-    share = [
-        lateness.share(worker, now_s, long=bool(is_long))
-        for worker, is_long in zip(offers.workers, long, strict=True)
-    ]
-    pace = [lateness.pace(worker) for worker in offers.workers]
-    return np.array(pace) * alone_s(offers) / (1 - np.minimum(share, MOST_USE))
+    return np.array(
+        [
+            lateness.token_s(worker, offers.now_s, float(alone), long=bool(is_long))
+            for worker, alone, is_long in zip(offers.workers, alone_s(offers), long, strict=True)
+        ]
+    )
 
 
 def cost_s(offers: Offers) -> float:

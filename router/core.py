@@ -306,7 +306,7 @@ class Router:
             decision, index = self._decide(again, offers.now_s)
             row = offers.workers.index(decision.worker)
         if judged.displaces[row]:
-            self._demand.lend(float(judged.block_s[row]))
+            self._demand.lend(float(offers.compute_s[row]))
         return decision, index
 
     def _sequences(self, workers: list[str]) -> NDArray[np.float64]:

@@ -6,12 +6,11 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+
+from router.offers import Floats
 
 _KEPT = 128
 _NONE_REFUSED = 1e-6
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

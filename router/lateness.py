@@ -98,8 +98,7 @@ class Lateness:
         if tokens > 1 and flight.alone_s > 0 and not math.isnan(flight.first_s):
             # By the prompts that came meanwhile, not by those before it: else a rise of their share
             # would count twice, until outcomes of it are in.
-            share = min(self.share(flight.worker, now_s), MOST_USE)
-            expected_s = flight.alone_s / (1 - share)
+            expected_s = _stretched_s(flight.alone_s, self.share(flight.worker, now_s))
             state.pace.append((now_s - flight.first_s) / (tokens - 1) / expected_s)
 
     def left(self, worker: str) -> None:
@@ -133,6 +132,11 @@ class Lateness:
             return 1.0
         return min(max(_typical(state.pace, 1.0), _LEAST_PACE), _MOST_PACE)
 
+    def token_s(self, worker: str, now_s: float, alone_s: float, *, long: bool = False) -> float:
+        """Seconds per token to expect there, where it is `alone_s` without prompts in between."""
+        share = self.share(worker, now_s, long=long)
+        return _stretched_s(self.pace(worker) * alone_s, share)
+
     def share(self, worker: str, now_s: float, *, long: bool = False) -> float:
         """Delay by the prompts sent there, in seconds per second: of the last 3, or of the last 12.
 
@@ -143,6 +147,11 @@ class Lateness:
             return 0.0
         share, window_s = (state.long, _LONG_S) if long else (state.short, _SHORT_S)
         return share * math.exp(-max(now_s - state.sent_at_s, 0.0) / (window_s * state.dilation))
+
+
+def _stretched_s(alone_s: float, share: float) -> float:
+    """Seconds per token where prompts take this share of the time."""
+    return alone_s / (1 - min(share, MOST_USE))
 
 
 def _typical(samples: deque[float], without: float, quantile: float = 0.5) -> float:

@@ -77,7 +77,8 @@ def test_the_floor_is_in_dilated_time(dilation):
     made.join(replace(announcement("a"), node=node), 0.0)
     offers = made.explain(ask(), 1.0).offers
     idle_s = made.state.fleet.idle_ttft_s(offers.slots, offers.prompt_tokens, 0.0)[0]
-    assert Admission().ttft_limit_s(made.state.fleet, offers) == max(0.5 * dilation, 5 * idle_s)
+    _, limit_s = Admission().idle_and_limit_s(made.state.fleet, offers)
+    assert limit_s == max(0.5 * dilation, 5 * idle_s)
 
 
 def test_a_node_with_many_streams_is_too_slow_per_token():
