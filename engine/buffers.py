@@ -27,11 +27,16 @@ class Running:
 
 @dataclass(slots=True)
 class Buffer:
-    """Where an item's rows meet. rows (n, kv_width): loaded, projected, new. acts: loaded ones."""
+    """Where an item's rows meet.
+
+    rows: shape (n, kv_width): loaded, projected, new.
+    acts: loaded activations, as whole blocks.
+    landing: the loaded rows' memory, as whole blocks.
+    """
 
     rows: Tensor
     acts: Tensor
-    landing: tuple[Tensor, ...]
+    landing: Tensor
     # The end of the computation that used it last.
     free: Event | None = None
     kv: Event | None = None

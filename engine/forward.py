@@ -19,7 +19,6 @@ from engine import attention, layers
 from engine.arena import Arena
 from engine.buffers import Buffer, Outgoing, Running
 from engine.cpu_attention import CpuAttention, Pending
-from engine.host_kv import HostKv, Pairs, PlainKv
 from engine.rope import angles, frequencies
 from engine.step import Run, Step
 from engine.transfer import Mover, TransferFailed
@@ -28,6 +27,10 @@ from engine.weights import Weights
 
 Order = Literal["row", "column"]
 Traced = tuple[str, int, int]  # what, layer, step
+
+
+Copies = list[tuple[Tensor, Tensor]]
+"""Targets and sources of equal shapes."""
 
 
 class NoCpuAttention(ValueError):
@@ -41,7 +44,6 @@ class Forward:
         weights: of the model.
         arena: blocks, of the same dtype and on the same device.
         mover: copies between them.
-        host_kv: the form of KV in host memory; the arena's own, exact, if not given.
         cpu_threads: that may attend to KV in host memory; 0: the CPU is not asked to.
 
     `trace`, if set to a list, collects what was begun, in order.
@@ -55,7 +57,6 @@ class Forward:
         weights: Weights,
         arena: Arena,
         mover: Mover,
-        host_kv: HostKv | None = None,
         cpu_threads: int = 0,
     ) -> None:
         config = weights.config
@@ -69,12 +70,6 @@ class Forward:
         if made_for != (shape.layers, shape.hidden, shape.kv_heads, shape.head_dim):
             raise ValueError(f"the arena is for {shape.name}, not for the model of the weights")
         self.weights, self.arena, self.mover, self.config = weights, arena, mover, config
-        self.host_kv = host_kv or PlainKv(arena)
-        if cpu_threads and not self.host_kv.exact:
-            raise ValueError(
-                "the CPU attends to KV as the device made it, and host memory holds it quantised: "
-                "give cpu_threads=0, or plain host KV"
-            )
         self.cpu = CpuAttention(arena, config, cpu_threads) if cpu_threads else None
         self.trace: list[Traced] | None = None
         self.rope: tuple[Tensor, float] | None = None
@@ -154,9 +149,15 @@ class Forward:
         for _ in range(2):
             buffer = torch.empty((rows, self.config.kv_width), dtype=dtype, device=device)
             loaded = torch.empty((acts, *self.arena.act_block_shape), dtype=dtype, device=device)
-            landing = self.host_kv.landing(buffer)
+            landing = self._blocks_of(buffer)
             # New memory may still be in use by what was asked for before.
             self._buffers.append(Buffer(buffer, loaded, landing, free=self.mover.mark()))
+
+    def _blocks_of(self, rows: Tensor) -> Tensor:
+        """The same memory as whole KV blocks (n, *kv_block_shape), where loaded ones land."""
+        shape = self.arena.kv_block_shape
+        block_rows = shape[0] * shape[1]
+        return rows[: len(rows) // block_rows * block_rows].view(-1, *shape)
 
     def _settle(self) -> None:
         """Let what is computed next come after the stores."""
@@ -237,7 +238,8 @@ class Forward:
             buffer.act = self.mover.h2d(copies, after)
         if step.kv_runs:
             self._note("load_cache", layer, which)
-            copies = self.host_kv.load(layer, step.kv_runs, buffer.landing)
+            host = self.arena.kv_host[layer]
+            copies = [(buffer.landing[t : t + n], host[s : s + n]) for t, s, n in step.kv_runs]
             buffer.kv = self.mover.h2d(copies, after)
 
     # -- computation --------------------------------------------------------------------------
@@ -257,7 +259,6 @@ class Forward:
         there = self._attend_on_cpu(layer, step, q)
         if buffer.kv is not None:
             self.mover.wait(buffer.kv)
-            self.host_kv.unpack(buffer.landing, buffer.rows[: step.loaded_rows])
         self._write(layer, step, buffer.rows, a)
         pool = self.arena.kv_device[layer].view(-1, config.kv_width)
         attended = attention.attend(step.groups, q, pool, buffer.rows, config, there)
@@ -317,7 +318,7 @@ class Forward:
         if outgoing.event is not None:
             self.mover.wait(outgoing.event)
         outgoing.sources.clear()
-        copies: Pairs = []
+        copies: Copies = []
         width, hidden = self.config.kv_width, self.config.hidden
         size = 2 * arena.block_tokens
         if step.store_kv is not None:
@@ -339,8 +340,9 @@ class Forward:
         outgoing.event = self.mover.d2h(copies)
 
     def _add_kv(
-        self, layer: int, runs: list[Run], rows: Tensor, copies: Pairs, outgoing: Outgoing
+        self, layer: int, runs: list[Run], rows: Tensor, copies: Copies, outgoing: Outgoing
     ) -> None:
-        more, sources = self.host_kv.store(layer, runs, rows)
-        copies += more
-        outgoing.sources += sources
+        # Host row b·2·block_tokens + i is row i of block b: its keys, then its values.
+        host = self.arena.kv_host[layer].view(-1, self.config.kv_width)
+        copies += [(host[t : t + n], rows[s : s + n]) for s, t, n in runs]
+        outgoing.sources.append(rows)

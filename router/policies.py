@@ -13,7 +13,6 @@ OURS: dict[str, Callable[[], Policy]] = {
     "priced": Priced,
     "priced_fetch": partial(Priced, "priced_fetch", fetches=True),
     "priced_copy": partial(Priced, "priced_copy", fetches=True, replicates=True),
-    "priced_place": partial(Priced, "priced_place", places=True),
     "ttft": LeastTtft,
     "threshold": Threshold,
     "least_backlog": LeastBacklog,

@@ -2,8 +2,7 @@
 
 * `priced`: least predicted TTFT, plus what the choice takes from others: `router.prices`;
   `priced_fetch` may also bring KV from a peer first, and `priced_copy` has hot prefixes copied
-  ahead of demand as well (both simulated only); `priced_place` charges the first request of a
-  prefix for the loads of those that will come back for it: `router.placement`.
+  ahead of demand as well (both simulated only).
 * `ttft`: least predicted time to first token, plus the delay it puts on those that decode there.
 * `threshold`: paper 001 §7.3 as printed. It looks at the request's ratio and at links, not at where
   the cache is, nor at the queue (except to break ties): kept as explanation and baseline.

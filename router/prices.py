@@ -26,7 +26,6 @@ import numpy as np
 
 from kappa.compiled import compiled
 from router.offers import Floats, Offers
-from router.placement import FutureLoads, is_first
 from router.policy import Choice, Fetch, least, reason
 
 # A busy period is not longer than what recent use can tell of.
@@ -37,8 +36,7 @@ _OWN_LATE = 0.5
 class Priced:
     """Predicted TTFT, plus the price of wasted work and of decoding.
 
-    fetches: KV may come from a peer first; replicates: hot prefixes are copied ahead of demand;
-    places: the first request of a prefix pays for the loads of its follow-ups.
+    fetches: KV may come from a peer first; replicates: hot prefixes are copied ahead of demand.
     """
 
     def __init__(
@@ -47,10 +45,8 @@ class Priced:
         *,
         fetches: bool = False,
         replicates: bool = False,
-        places: bool = False,
     ) -> None:
         self.name = name
-        self._future = FutureLoads() if places else None
         self.fetches = fetches
         self.replicates = replicates
         # Compiled now rather than while the first request waits.
@@ -62,8 +58,6 @@ class Priced:
             offers.ttft_s, offers.new_tokens, offers.work_s, offers.gpu_use, offers.prefills_per_s,
             offers.gpu_backlog_s, offers.in_flight, offers.decode_s, offers.own_late_s,
         )  # fmt: skip
-        if self._future is not None and is_first(offers):
-            score += self._future.cost_s(offers)
         index = least(score, offers.in_flight, -offers.h2d_bytes_per_s)
         fetching = offers.fetching
         if fetching is None or fetching.fetch_s is None:
@@ -82,9 +76,7 @@ class Priced:
         return Choice(index, reason(offers, score, index))
 
     def routed(self, offers: Offers, index: int) -> None:
-        """Nothing to remember, what is needed is in the offers, but for what follow-ups do."""
-        if self._future is not None:
-            self._future.routed(offers, index)
+        """Nothing to remember: what is needed is in the offers."""
 
     def left(self, worker: str) -> None:
         """Nothing is kept by worker."""

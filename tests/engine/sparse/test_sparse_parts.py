@@ -1,6 +1,5 @@
-"""Codes, look-ups, gathers and drifting queries, each against what it stands for."""
+"""Codes, look-ups and gathers, each against what it stands for."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -14,7 +13,6 @@ import torch
 
 from engine.arena import ArenaTooLarge
 from engine.sparse import gather_cuda
-from engine.sparse.ar1 import Drift, drive
 from engine.sparse.codes import Hasher, agreement, popcount
 from engine.sparse.forward import over_lanes
 from engine.sparse.gather import Gather, pairs
@@ -150,47 +148,6 @@ def test_the_kernel_does_what_the_plain_copy_does():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"equal": True, "rows_counted": True}
-
-
-@pytest.mark.parametrize("similarity", [0.5, 0.9, 0.99])
-def test_drifting_queries_are_as_alike_as_asked(similarity):
-    drift = Drift(np.full((4, 2), similarity), 64, 1)
-    steps = list(drift.queries(200))
-    seen = torch.stack([cosines(a, b) for a, b in itertools.pairwise(steps)])
-    assert float(seen.mean()) == pytest.approx(similarity, abs=0.02)
-    again = list(Drift(np.full((4, 2), similarity), 64, 1).queries(200))
-    assert all(torch.equal(a, b) for a, b in zip(steps, again, strict=True))
-
-
-def driven(similarity, importance, seed=0, eta=0.8):
-    drift = Drift(np.full((2, 2), similarity), 32, seed)
-    keys = randn(2, 400, 32, seed=seed + 9)
-    return drive(drift, keys, 40, np.full((2, 2), importance), eta, 3.0, 120)
-
-
-def test_hits_grow_with_the_likeness_of_queries_and_fall_with_importance():
-    ratios = [driven(r, 1.0).hit_ratio.mean() for r in (0.5, 0.9, 0.97, 0.995)]
-    assert ratios == sorted(ratios) and ratios[0] < 0.1 and ratios[-1] > 0.8
-    by_importance = [driven(0.9, s).hit_ratio.mean() for s in (0.5, 0.9, 1.0)]
-    assert by_importance == sorted(by_importance, reverse=True)
-
-
-def test_heads_of_little_importance_practically_never_choose_anew():
-    # τ is below -0.4 for scores under three quarters: a hit there means a choice that never moves.
-    assert (driven(0.9, 0.5).hit_ratio == 1.0).all()
-    assert driven(0.9, 0.5).overlap.mean() < driven(0.9, 1.0).overlap.mean()
-
-
-def test_a_higher_threshold_keeps_choices_that_are_better():
-    loose, strict = driven(0.97, 1.0, eta=0.5), driven(0.97, 1.0, eta=0.95)
-    assert strict.hit_ratio.mean() < loose.hit_ratio.mean()
-    assert strict.overlap.mean() > loose.overlap.mean()
-
-
-def test_queries_that_never_drift_or_turn_back_are_refused():
-    for wrong in (1.0, -0.1):
-        with pytest.raises(ValueError, match=r"cosines in \[0, 1\)"):
-            Drift(np.full((1, 1), wrong), 8, 0)
 
 
 @pytest.mark.parametrize(
