@@ -24,7 +24,6 @@ from loadtest.replay.journal import Journal
 from loadtest.replay.play import play as replay
 from loadtest.replay.reading import RECORDS, JournalError, read_records
 from loadtest.replay.runner import Counts, RunSettings
-from loadtest.replay.summary import tpot_s
 from workload.replay import ReplaySession, Request
 
 NAME = "kappa replay"
@@ -75,7 +74,7 @@ def read(folder: Path, cpu_s: float = math.nan) -> Played:
             answers.append(
                 Answer(
                     record.first_token_s - record.sent_s,
-                    tpot_s(record),
+                    float("nan") if record.tpot_s is None else record.tpot_s,
                     record.last_token_s - record.sent_s,
                     record.sent_s - record.scheduled_s,
                 )

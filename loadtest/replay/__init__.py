@@ -2,6 +2,6 @@
 
 `asked` is what is to be sent, `endpoint` sends one request, `runner` keeps the times of all of
 them, `journal` keeps what a run did on disk, `record` is one request's outcome, `play` ties them
-together; `summary`, `slo`, `tables`, `plots` and `report` turn records into answers. Called by
+together; `table`, `figures`, `slo`, `plots` and `report` turn records into answers. Called by
 `kappa replay`.
 """

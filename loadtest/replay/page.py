@@ -289,7 +289,7 @@ def _reading(summary: Mapping[str, Any]) -> str:
         "How to read this",
         "<p class=note>Latencies count from when a request was due, whether or not the client "
         "could send it then: a slow endpoint cannot hide behind a client that waits for it. "
-        "“From sending” is beside it; the difference is the arrival error. Quantiles are within "
-        f"0.5 %. Requests never sent count as failed. Sent: {summary['sent']:,}; retried: "
+        "“From sending” is beside it; the difference is the arrival error. "
+        f"Requests never sent count as failed. Sent: {summary['sent']:,}; retried: "
         f"{summary['retried']:,}.</p>",
     )

@@ -13,13 +13,13 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import polars as pl
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from loadtest.replay.quantiles import Quantiles
-from loadtest.replay.summary import Summary
-from loadtest.replay.timeline import Point
+from loadtest.replay.figures import itl_s, timeline
+from loadtest.replay.table import Floats
 
 _PAGE_COLOUR = "#010203"
 _FAILED = "#d1495b"
@@ -45,14 +45,17 @@ _STYLE: dict[str, Any] = {
 _LEAST_S = 1e-4
 _MOST_NODES = len(_COLOURS)
 _LEGEND_LETTERS = 90
+_POINTS, _MOST_FAILED = 4000, 1000
 
 
-def latency_cdfs(summary: Summary) -> str:
+def latency_cdfs(table: pl.DataFrame) -> str:
     """Share of requests (of tokens, for ITL) within a time: TTFT, ITL and E2E side by side."""
+    done = table.filter(pl.col("error") == "")
+    sent_s = done["first_token_s"] - done["sent_s"]
     pictures = (
-        ("TTFT", (("from when it was due", summary.ttft), ("from sending", summary.ttft_sent))),
-        ("inter-token", (("between chunks", summary.itl),)),
-        ("end-to-end", (("from when it was due", summary.e2e),)),
+        ("TTFT", (("from when it was due", table["ttft_s"]), ("from sending", sent_s))),
+        ("inter-token", (("between chunks", itl_s(table)),)),
+        ("end-to-end", (("from when it was due", table["e2e_s"]),)),
     )
     with _style("cdf"):
         figure = Figure(figsize=(10.5, 2.9), layout="constrained")
@@ -66,19 +69,19 @@ def latency_cdfs(summary: Summary) -> str:
         return _svg(figure, "Cumulative shares of TTFT, inter-token and end-to-end times")
 
 
-def _draw_cdf(axes: Any, values: Quantiles, label: str, number: int) -> None:
-    pairs = values.cdf()
-    if not pairs:
+def _draw_cdf(axes: Any, values: pl.Series, label: str, number: int) -> None:
+    seconds, shares = cdf(values)
+    if not len(seconds):
         axes.plot([], [], label=f"{label}: none")
         return
     # From zero, or values that are all alike would have no line.
-    seconds = np.maximum([pairs[0][0], *(value for value, _ in pairs)], _LEAST_S)
-    shares = [0.0, *(share for _, share in pairs)]
+    seconds = np.maximum(np.concatenate((seconds[:1], seconds)), _LEAST_S)
+    shares = np.concatenate(([0.0], shares))
     style = "-" if not number else "--"
     axes.step(seconds, shares, style, where="post", label=label, color=_COLOURS[number])
 
 
-def ttft_over_time(summary: Summary, limit_s: float | None) -> str:
+def ttft_over_time(table: pl.DataFrame, limit_s: float | None) -> str:
     """TTFT of each request (of a sample of many) against when it was due; errors at their end.
 
     limit_s: the median request's limit, None without an objective.
@@ -86,18 +89,17 @@ def ttft_over_time(summary: Summary, limit_s: float | None) -> str:
     with _style("time"):
         figure = Figure(figsize=(10.5, 3.0), layout="constrained")
         axes = figure.subplots()
-        by_node = _by_node(summary.points.items)
+        by_node = _by_node(sampled(table.drop_nulls("ttft_s")))
         for (node, points), colour in zip(by_node, _COLOURS, strict=False):
             axes.scatter(
-                [p.scheduled_s for p in points],
-                [max(p.ttft_s, _LEAST_S) for p in points],
+                points["scheduled_s"], points["ttft_s"].clip(lower_bound=_LEAST_S),
                 s=7, alpha=0.55, color=colour, label=_short(node) or "requests", linewidths=0,
             )  # fmt: skip
-        failed = summary.failures.items
-        if failed:
+        failed = sampled(table.filter(pl.col("error") != ""), _MOST_FAILED)
+        if failed.height:
             axes.scatter(
-                [p.scheduled_s for p in failed],
-                [max(p.ttft_s, _LEAST_S) for p in failed],
+                failed["scheduled_s"],
+                (failed["ended_s"] - failed["scheduled_s"]).clip(lower_bound=_LEAST_S),
                 s=26, marker="x", color=_FAILED, label="failed, after so long",
             )  # fmt: skip
         if limit_s:
@@ -106,16 +108,16 @@ def ttft_over_time(summary: Summary, limit_s: float | None) -> str:
                 "limit (median)", (1, limit_s), xycoords=("axes fraction", "data"),
                 ha="right", va="bottom", fontsize=8,
             )  # fmt: skip
-        if by_node or failed:
+        if by_node or failed.height:
             _logarithmic(axes, "y")
             _legend_above(axes, markerscale=2)
         axes.set(xlabel="due, seconds since the start", ylabel="TTFT, s")
         return _svg(figure, "Time to first token against time, with failed requests")
 
 
-def rates_over_time(summary: Summary) -> str:
+def rates_over_time(table: pl.DataFrame) -> str:
     """Requests due, completed and failed per second; below, how many were in flight."""
-    line = summary.timeline
+    line = timeline(table)
     times_s = line.times_s()
     with _style("rates"):
         figure = Figure(figsize=(10.5, 4.2), layout="constrained")
@@ -162,10 +164,10 @@ def ttft_by_owner(rows: Sequence[dict[str, Any]], what: str) -> str:
         return _svg(figure, f"Time to first token by {what}")
 
 
-def ratio_by_node(summary: Summary) -> str:
+def ratio_by_node(table: pl.DataFrame) -> str:
     """κ of the sampled requests against the node that served them, with each node's κ_crit."""
-    told = [p for p in summary.points.items if p.ratio is not None and p.node]
-    by_node = _by_node(told)
+    done = table.drop_nulls(["ttft_s", "ratio"])
+    by_node = _by_node(sampled(done.filter(pl.col("node") != "")))
     if not by_node:
         return ""
     with _style("ratio"):
@@ -174,20 +176,35 @@ def ratio_by_node(summary: Summary) -> str:
         rng = np.random.default_rng(0)
         for place, (_, points) in enumerate(by_node):
             # No cached tokens has no logarithm: drawn at the left edge.
-            ratios = np.maximum([p.ratio or 0.0 for p in points], 1e-2)
-            heights = place + rng.uniform(-0.28, 0.28, len(points))
+            ratios = points["ratio"].clip(lower_bound=1e-2)
+            heights = place + rng.uniform(-0.28, 0.28, points.height)
             axes.scatter(
                 ratios, heights, s=7, alpha=0.5, color=_COLOURS[place % len(_COLOURS)],
                 linewidths=0,
             )  # fmt: skip
-            crit = next((p.crit for p in reversed(points) if p.crit), None)
-            if crit:
+            known = points["crit"].drop_nulls()
+            if len(known):
+                crit = known[-1]
                 axes.plot([crit, crit], [place - 0.42, place + 0.42], color=_FAILED, linewidth=1.6)
         axes.set_yticks(range(len(by_node)), [_short(node) for node, _ in by_node])
         _logarithmic(axes, "x")
         axes.set(xlabel="κ = cached / new tokens (0 at 0.01); red: the node's κ_crit")
         axes.set_ylim(len(by_node) - 0.4, -0.6)
         return _svg(figure, "Ratio of cached to new tokens against the chosen node")
+
+
+def cdf(values: pl.Series, points: int = 400) -> tuple[Floats, Floats]:
+    """Values in order, and the share of all that is at most each; at most `points` of them."""
+    ordered = np.sort(values.drop_nulls().to_numpy().astype(np.float64))
+    if not len(ordered):
+        return ordered, ordered
+    at = np.unique(np.linspace(0, len(ordered) - 1, min(points, len(ordered))).astype(np.int64))
+    return ordered[at], (at + 1) / len(ordered)
+
+
+def sampled(table: pl.DataFrame, most: int = _POINTS) -> pl.DataFrame:
+    """Every n-th row, at most so many."""
+    return table.gather_every(max(-(-table.height // most), 1))
 
 
 def _logarithmic(axes: Any, name: str) -> None:
@@ -217,15 +234,16 @@ def _legend_above(axes: Any, **options: Any) -> None:
         )
 
 
-def _by_node(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
+def _by_node(points: pl.DataFrame) -> list[tuple[str, pl.DataFrame]]:
     """Points by node, those with most first; what has no colour of its own shares the last."""
-    found: dict[str, list[Point]] = {}
-    for point in points:
-        found.setdefault(point.node, []).append(point)
-    ordered = sorted(found.items(), key=lambda pair: (-len(pair[1]), pair[0]))
+    found = points.partition_by("node", as_dict=True)
+    ordered = sorted(
+        ((str(name[0]), rows) for name, rows in found.items()),
+        key=lambda pair: (-pair[1].height, pair[0]),
+    )
     if len(ordered) <= _MOST_NODES:
         return ordered
-    rest = [point for _, points in ordered[_MOST_NODES - 1 :] for point in points]
+    rest = pl.concat([rows for _, rows in ordered[_MOST_NODES - 1 :]])
     return [*ordered[: _MOST_NODES - 1], ("all other nodes", rest)]
 
 

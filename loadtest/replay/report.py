@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from loadtest.replay.figures import figures
 from loadtest.replay.page import page
 from loadtest.replay.reading import RUN, JournalError, Records, read_run
 from loadtest.replay.slo import objective_of
-from loadtest.replay.summary import Summary, gather
-from loadtest.replay.tables import write_parquet
+from loadtest.replay.table import Results, results_of
 
 SUMMARY, PARQUET, REPORT = "summary.json", "records.parquet", "report.html"
 
@@ -34,15 +34,17 @@ def write_report(folder: Path) -> Path:
     except (ValueError, TypeError) as error:
         raise JournalError(f"{folder / RUN}: {error}") from None
     records = Records(folder)
-    summary = gather(records, objective, is_closed=_is_closed(run))
-    figures = summary.to_dict()
-    note = _note(run, figures, records.was_cut)
-    result = {**figures, "note": note, "run": dict(run)}
+    found = results_of(records, objective, is_closed=_is_closed(run))
+    summary = figures(found)
+    note = _note(run, summary, records.was_cut)
+    result = {**summary, "note": note, "run": dict(run)}
     target = folder / REPORT
     try:
-        write_parquet(records, folder / PARQUET)
+        part = folder / f".{PARQUET}.part"
+        found.table.write_parquet(part)
+        part.replace(folder / PARQUET)
         _write(folder / SUMMARY, json.dumps(result, indent=1, allow_nan=False) + "\n")
-        _write(target, page(run, figures, pictures(summary, figures), note))
+        _write(target, page(run, summary, pictures(found, summary), note))
     except OSError as error:
         why = error.strerror or error
         raise JournalError(f"{folder}: the report cannot be written: {why}") from None
@@ -55,27 +57,27 @@ def _is_closed(run: Mapping[str, Any]) -> bool:
     return asked.get("closed") is not None or str(asked.get("arrivals")).startswith("closed")
 
 
-def pictures(summary: Summary, figures: Mapping[str, Any]) -> dict[str, str]:
+def pictures(found: Results, summary: Mapping[str, Any]) -> dict[str, str]:
     """Every picture of the report as SVG, by name; empty where there is nothing to show."""
-    if not figures["requests"]:
+    if not summary["requests"]:
         return {}
     # Costs a second to load: only for those who draw.
     from loadtest.replay import plots
 
     return {
-        "cdf": plots.latency_cdfs(summary),
-        "time": plots.ttft_over_time(summary, figures["slo"]["ttft_limit_s_p50"]),
-        "rates": plots.rates_over_time(summary),
-        "nodes": plots.ttft_by_owner(figures["nodes"], "node"),
-        "tenants": plots.ttft_by_owner(figures["tenants"], "tenant"),
-        "ratio": plots.ratio_by_node(summary),
+        "cdf": plots.latency_cdfs(found.table),
+        "time": plots.ttft_over_time(found.table, summary["slo"]["ttft_limit_s_p50"]),
+        "rates": plots.rates_over_time(found.table),
+        "nodes": plots.ttft_by_owner(summary["nodes"], "node"),
+        "tenants": plots.ttft_by_owner(summary["tenants"], "tenant"),
+        "ratio": plots.ratio_by_node(found.table),
     }
 
 
-def _note(run: Mapping[str, Any], figures: Mapping[str, Any], was_cut: bool) -> str:
+def _note(run: Mapping[str, Any], summary: Mapping[str, Any], was_cut: bool) -> str:
     """What a reader must know before any figure."""
     said: list[str] = []
-    if not figures["requests"]:
+    if not summary["requests"]:
         said.append("No request has ended yet: the journal is empty.")
     elif run.get("interrupted"):
         said.append("Partial: the run was stopped before its end.")
@@ -89,12 +91,12 @@ def _note(run: Mapping[str, Any], figures: Mapping[str, Any], was_cut: bool) -> 
             f"{held_back:,} requests were held back: the client had {run.get('max_streams')} "
             "streams open, its limit."
         )
-    if figures["slo"]["met"] is not None and figures["slo"]["not_judged"]:
+    if summary["slo"]["met"] is not None and summary["slo"]["not_judged"]:
         said.append(
-            f"{figures['slo']['not_judged']:,} requests have no objective: the endpoint told too "
+            f"{summary['slo']['not_judged']:,} requests have no objective: the endpoint told too "
             "little of them."
         )
-    late_s = figures["late_s"]["p99"]
+    late_s = summary["late_s"]["p99"]
     if late_s is not None and late_s > 0.1:
         said.append(
             f"The client sent late: 1 % of the requests by {late_s:.2g} s or more. What the "
@@ -110,7 +112,7 @@ def _write(path: Path, text: str) -> None:
     piece.replace(path)
 
 
-def slowest_lines(figures: Mapping[str, Any], most: int = 5) -> Iterable[str]:
+def slowest_lines(summary: Mapping[str, Any], most: int = 5) -> Iterable[str]:
     """The slowest requests as plain lines, for a terminal."""
-    for row in figures["slowest"][:most]:
+    for row in summary["slowest"][:most]:
         yield f"{row['ttft_s']:.2f} s  {row['session']}, turn {row['turn']}: {row['why']}"

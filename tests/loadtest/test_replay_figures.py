@@ -1,40 +1,44 @@
 import json
-import tracemalloc
 from dataclasses import replace
 
 import numpy as np
+import polars as pl
 import pytest
 
-from loadtest.replay.quantiles import Quantiles, jain
+from loadtest.replay.figures import figures as figures_of
+from loadtest.replay.figures import jain, spread, timeline
+from loadtest.replay.plots import cdf, sampled
 from loadtest.replay.slo import Objective, objective_of
-from loadtest.replay.summary import summarize
-from loadtest.replay.timeline import Sample, Timeline
+from loadtest.replay.table import results_of
 from tests.loadtest.replay_records import failed, foreign, many, told
 
 QUICK = Objective(ttft_s=0.95, tpot_s=0.2)
 
 
+def summarize(records, objective, **options):
+    return figures_of(results_of(records, objective, **options))
+
+
 @pytest.mark.parametrize("count", [1, 10, 5000])
-def test_quantiles_are_within_half_a_percent(count):
+def test_quantiles_are_values_that_occurred(count):
     values = np.random.default_rng(1).lognormal(0, 2, count)
-    found = Quantiles()
-    found.add_all(values[: count // 2])
-    for value in values[count // 2 :]:
-        found.add(value)
-    for q in (0.0, 0.01, 0.5, 0.9, 0.99, 1.0):
-        low, high = np.quantile(values, q, method="lower"), np.quantile(values, q, method="higher")
-        assert low * 0.995 <= found.quantile(q) <= high * 1.00501
-    assert found.spread()["mean"] == pytest.approx(values.mean())
-    assert found.spread()["max"] == values.max()
-    assert found.cdf()[-1][1] == pytest.approx(1.0)
+    found = spread(pl.Series(values))
+    for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        assert found[name] == np.quantile(values, q, method="lower")
+    assert found["mean"] == pytest.approx(values.mean())
+    assert found["max"] == values.max()
 
 
-def test_quantiles_know_zero_negative_and_nothing():
-    found = Quantiles()
-    assert found.spread() == {"mean": None, "p50": None, "p90": None, "p99": None, "max": None}
-    found.add_all([-2.0, 0.0, np.nan, 2.0])
-    assert (found.count, found.quantile(0.5)) == (3, 0.0)
-    assert found.quantile(0.0) == pytest.approx(-2.0, rel=0.005)
+def test_spread_of_nothing_is_nothing():
+    assert set(spread(pl.Series([None], dtype=pl.Float64)).values()) == {None}
+
+
+def test_a_cumulative_share_ends_at_one_and_keeps_few_points():
+    values, shares = cdf(pl.Series(np.arange(1000.0)), points=10)
+    assert len(values) == 10
+    assert (values[-1], shares[-1]) == (999.0, 1.0)
+    assert shares[0] == 1 / 1000
+    assert len(cdf(pl.Series([], dtype=pl.Float64))[0]) == 0
 
 
 def test_jain_is_one_when_alike_and_one_over_n_when_one_has_all():
@@ -148,34 +152,32 @@ def test_the_figures_do_not_depend_on_how_the_run_is_cut_into_batches():
     json.dumps(whole, allow_nan=False)
 
 
-def test_memory_does_not_grow_with_the_number_of_requests():
-    def peak_bytes(count):
-        tracemalloc.start()
-        summarize(many(count), Objective())
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return peak
-
-    assert peak_bytes(8_000) < 1.5 * peak_bytes(4_000)
-
-
-def test_a_timeline_keeps_its_counts_as_it_grows():
-    line = Timeline(bins=4, bin_s=1.0)
-    for second in range(20):
-        line.add("sent", second + 0.5)
-        line.add("ended", second + 3.0)
-    assert line.bin_s == 8.0
-    assert line.per_second("sent").sum() * line.bin_s == 20
-    assert line.in_flight()[-1] == 0
-    assert line.in_flight()[0] == 8 - 5
+def test_a_timeline_counts_what_was_in_flight_and_joins_bins_of_long_runs():
+    records = [
+        told(scheduled_s=k, sent_s=k + 0.5, ended_s=k + 3.0, session=str(k)) for k in range(20)
+    ]
+    short = timeline(results_of(records, QUICK).table)
+    assert short.bin_s == 0.25
+    assert short.per_second("sent").sum() * short.bin_s == 20
+    # At the end of the bin from 5.5 to 5.75 s six were sent and three (due at 0, 1 and 2) ended.
+    assert short.in_flight()[22] == 6 - 3
+    assert short.in_flight()[-1] == 0
+    long = timeline(results_of([*records, told(ended_s=100.0)], QUICK).table)
+    assert (long.bin_s, len(long.times_s())) == (0.5, 201)
+    assert long.counts["ended"].sum() == 21
 
 
 def test_a_sample_is_even_and_bounded():
-    sample = Sample(10)
-    for i in range(1000):
-        sample.add(i)
-    assert len(sample.items) <= 10
-    assert set(np.diff(sample.items)) == {sample.stride}
+    sample = sampled(pl.DataFrame({"at": range(1000)}), 10)["at"]
+    assert len(sample) == 10
+    assert set(sample.diff().drop_nulls()) == {100}
+
+
+def test_owners_beyond_a_bound_share_one_row():
+    records = [told(tenant=f"t{k}", session=str(k)) for k in range(600)]
+    rows = summarize(records, QUICK)["tenants"]
+    assert len(rows) == 513
+    assert (rows[0]["name"], rows[0]["requests"]) == ("(all others)", 88)
 
 
 def test_an_empty_run_has_figures_too():
