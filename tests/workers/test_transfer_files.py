@@ -151,3 +151,51 @@ def test_a_wait_that_began_before_is_not_begun_again(tmp_path):
     assert slept == []
     between.give(one, blocks(), 96)
     assert between.take(one, 96, since_s=0.0), "what is there is taken, however late"
+
+
+def long_gone(path):
+    long_ago = time.time() - 3600
+    os.utime(path, (long_ago, long_ago), follow_symlinks=False)
+    return path
+
+
+def test_only_transfers_are_swept_and_counted_whatever_else_lies_in_the_folder(tmp_path):
+    folder = tmp_path / "transfer"
+    folder.mkdir(mode=0o700)
+    foreign = [
+        folder / "notes.txt", folder / f"{name()}.kv", folder / f"{name()}-0.txt",
+        folder / f"{name().upper()}A-0.kv", folder / f"x{name()}-0.kv",
+    ]  # fmt: skip
+    for path in foreign:
+        path.write_bytes(b"x" * 1000)
+        long_gone(path)
+    inside = folder / f"{name()}-0.kv"
+    inside.mkdir()  # of a transfer's name, and no file
+    (inside / "kept").write_bytes(b"x")
+    long_gone(inside)
+    link = folder / f"{name()}-1.kv"
+    link.symlink_to(foreign[0])
+    long_gone(link)
+    ours = [folder / f"{name()}-{rank}{end}" for rank in (0, 12) for end in (".kv", ".part")]
+    ours.append(folder / f"{name()}-3.refused")
+    for path in ours:
+        path.touch()
+        long_gone(path)
+    between, one = files(tmp_path, most_bytes=600), name()
+    assert not any(path.exists() for path in ours)
+    between.give(one, blocks(), 96)  # what is foreign takes none of its bytes
+    assert between.take(one, 96)
+    assert {*foreign, inside, link} == set(folder.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o701, 0o1777])
+def test_a_folder_that_others_may_use_is_refused_by_its_setting_and_untouched(tmp_path, mode):
+    folder = tmp_path / "transfer"
+    folder.mkdir()
+    folder.chmod(mode)
+    old = folder / f"{name()}-0.kv"
+    old.touch()
+    long_gone(old)
+    with pytest.raises(PermissionError, match=r"transfer\.folder .*transfer .*mode 700"):
+        files(tmp_path)
+    assert old.exists()

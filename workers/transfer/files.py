@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 _NAME = re.compile(r"[0-9a-f]{32}")
+_FILE = re.compile(r"[0-9a-f]{32}-\d+\.(kv|part|refused)")
 _SUFFIX, _REFUSED = ".kv", ".refused"
 _POLL_S = 0.005
 
@@ -58,13 +60,17 @@ class TransferFiles:
         rank: of an engine's process, each of which hands its own part over.
 
         Raises:
-            OSError: the folder cannot be made, or is another user's.
+            OSError: the folder cannot be made, is another user's, or is open to others.
         """
         self._folder, self._most_bytes, self._wait_s = folder, most_bytes, wait_s
         self._rank, self._pace, self._clock, self._sleep = rank, pace, clock, sleep
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if folder.stat().st_uid != os.getuid():
-            raise PermissionError(f"{folder} is another user's: name a folder of your own")
+        found = folder.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise PermissionError(
+                f"transfer.folder {folder} is another user's or open to others, and KV cache is as "
+                "good as text: name a folder that is yours alone (mode 700), or that does not exist"
+            )
         # What processes that are long gone have left takes memory until somebody gives again.
         self.sweep()
 
@@ -123,23 +129,26 @@ class TransferFiles:
     def sweep(self) -> int:
         """Remove what nobody took in time; returns how many files."""
         swept = 0
-        for path in self._folder.iterdir():
-            try:
-                if time.time() - path.stat().st_mtime > 2 * self._wait_s + 60:
-                    path.unlink()
-                    swept += 1
-            except FileNotFoundError:
-                continue
+        for path, found in self._files():
+            if time.time() - found.st_mtime > 2 * self._wait_s + 60:
+                path.unlink(missing_ok=True)
+                swept += 1
         return swept
 
     def _held_bytes(self) -> int:
-        held = 0
+        return sum(found.st_size for _, found in self._files())
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """Files of transfers; whatever else lies in the folder is not ours to count or remove."""
         for path in self._folder.iterdir():
+            if not _FILE.fullmatch(path.name):
+                continue
             try:
-                held += path.stat().st_size
+                found = path.lstat()
             except FileNotFoundError:
                 continue
-        return held
+            if stat.S_ISREG(found.st_mode):
+                yield path, found
 
     def _path(self, name: str) -> Path:
         # A name reaches us by way of the request: it must not lead out of the folder.
