@@ -82,6 +82,6 @@ def _seconds(value: Any) -> float:
     """A prediction as the ingress wrote it; nonsense counts as none."""
     try:
         seconds = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return 0.0
     return seconds if math.isfinite(seconds) and seconds > 0 else 0.0

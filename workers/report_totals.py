@@ -6,7 +6,7 @@ then. Totals only rise within one life of a replica; lists start anew with each 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kappa.report import (
@@ -21,6 +21,8 @@ from kappa.step import StepParts
 
 _BANDWIDTH_WEIGHT = 0.2
 _TELL_ALL_EVERY_S = 10.0
+# Sent by the replica itself; every other message is a sign of life of its engine.
+_OWN_KINDS = ("arrive", "finish")
 
 
 class ReportTotals:
@@ -39,6 +41,10 @@ class ReportTotals:
         self._finished: list[str] = []
         self.on_prefilled: Callable[[str], None] = lambda _: None
         """Called, on the stream's thread, with the id of each request whose prompt is computed."""
+        self.present: Callable[[], Mapping[str, Arrival]] | None = None
+        """Says, on the stream's thread, what is in the replica: messages about that may be lost."""
+        self.engine_messages = 0
+        """How many messages came from the engine's processes."""
 
     @property
     def urgent(self) -> bool:
@@ -51,7 +57,9 @@ class ReportTotals:
 
     def add(self, message: dict[str, object]) -> None:
         """Add one measurement from the stats channel; an unknown kind is ignored."""
-        handler = getattr(self, f"_add_{message.get('kind')}", None)
+        kind = message.get("kind")
+        self.engine_messages += kind not in _OWN_KINDS
+        handler = getattr(self, f"_add_{kind}", None)
         if handler is not None:
             handler(message)
 
@@ -70,6 +78,7 @@ class ReportTotals:
         in_flight: tuple[Arrival, ...] | None = None
         if now_s - self._told_all_s >= _TELL_ALL_EVERY_S:
             self._charges, self._told_all_s = self._charged, now_s
+            self._correct_in_flight()
             in_flight = tuple(self._in_flight.values())
         report = replace(
             self._report,
@@ -85,6 +94,15 @@ class ReportTotals:
         self._arrived, self._finished = [], []
         self._admitted, self._prefilled, self._spent, self._charges = [], [], [], {}
         return report
+
+    def _correct_in_flight(self) -> None:
+        """Make up for messages that were lost, by what is in the replica now."""
+        if self.present is None:
+            return
+        present = self.present()
+        # Those that just ended: their message, if it still comes, finds them gone.
+        self._finished.extend(name for name in self._in_flight if name not in present)
+        self._in_flight = {n: self._in_flight.get(n, here) for n, here in present.items()}
 
     def _add_step(self, m: dict[str, object]) -> None:
         r = self._report

@@ -29,10 +29,11 @@ class StatsSender:
             self._socket.connect(endpoint)
 
     def send(self, message: dict[str, object]) -> None:
-        """Send one measurement, or count it as dropped. Call from one thread only."""
+        """Send one measurement, or count it as dropped: also one that cannot be encoded (an int
+        beyond 64 bits). Call from one thread only."""
         if self._socket is None:
             return
         try:
             self._socket.send(self._encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError:
+        except (zmq.ZMQError, OverflowError, TypeError, ValueError, RecursionError):
             self.dropped += 1

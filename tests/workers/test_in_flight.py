@@ -79,8 +79,48 @@ def test_a_request_that_no_ingress_of_ours_sent_is_not_told(scene, words):
     assert not totals.urgent
 
 
-@pytest.mark.parametrize("nonsense", ["x", -3, float("nan"), None, [1]])
+@pytest.mark.parametrize("nonsense", ["x", -3, float("nan"), None, [1], {}, -(10**400)])
 def test_counts_that_are_none_count_as_none(scene, nonsense):
     here, totals = scene
     here.arrived(body(max_tokens=nonsense, kappa_prompt_tokens=nonsense))
     assert totals.take(1.0).arrived == (Arrival("r"),)
+
+
+@pytest.mark.parametrize("huge", [2**31, 2**63, 2**64, 10**400, float("inf"), 1e300])
+def test_a_count_beyond_all_bounds_is_the_bound(scene, huge):
+    here, totals = scene
+    here.arrived(body(max_tokens=huge, kappa_prompt_tokens=huge))
+    most = 2**31 - 1
+    assert totals.take(1.0).arrived == (Arrival("r", new_tokens=most, max_tokens=most),)
+
+
+def lossy():
+    """A replica's requests, its totals, and what was sent: nothing arrives by itself."""
+    sent, totals = [], ReportTotals("w")
+    here = InFlight(sent.append)
+    totals.present = here.present
+    return here, totals, sent
+
+
+def test_a_finish_that_was_lost_is_made_up_for_when_all_is_told():
+    here, totals, sent = lossy()
+    here.arrived(body("a")), here.arrived(body("b"))
+    for message in sent:
+        totals.add(message)
+    assert len(totals.take(100.0).in_flight) == 2
+    here.ended("a")  # and its message is dropped
+    assert totals.take(101.0).finished == ()
+    report = totals.take(120.0)
+    assert report.finished == ("a",) and report.in_flight == (Arrival("b"),)
+    totals.add(sent[-1])  # it comes after all: nothing is finished twice
+    assert totals.take(121.0).finished == ()
+
+
+def test_an_arrival_that_was_lost_is_made_up_for_and_what_became_of_others_is_kept():
+    here, totals, sent = lossy()
+    here.arrived(body("a"))
+    totals.add(sent[-1])
+    totals.add({"kind": "step", "tokens": 1, "prefilled": ["a"], "took_s": 0.1, "overrun": False})
+    here.arrived(body("b", max_tokens=7))
+    report = totals.take(100.0)
+    assert report.in_flight == (Arrival("a", prefilled=True), Arrival("b", max_tokens=7))

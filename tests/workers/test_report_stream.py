@@ -316,3 +316,10 @@ def test_what_is_known_besides_the_engine_goes_into_every_report(engine):
         return msgspec.msgpack.decode(payload)["power_w"] == 123.0
 
     assert engine.next(b"report", told)
+
+
+@pytest.mark.parametrize("odd", [2**64, -(2**63) - 1, "\ud800", object(), {1j: 2}])
+def test_what_cannot_be_encoded_is_dropped_and_counted(tmp_path, odd):
+    sender = StatsSender(f"ipc://{tmp_path}/stats")
+    sender.send({"kind": "arrive", "max_tokens": odd})
+    assert sender.dropped == 1
