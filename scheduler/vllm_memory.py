@@ -13,7 +13,6 @@ tests/scheduler/test_vllm_contract.py.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +31,8 @@ DEFAULT_TENANT = "default"
 _LOOKUP_BLOCKS = 1024
 _LOOKUP_COST = 12
 _KEY_BYTES = 8
+# A number beyond it is nonsense, and may be an int that no float can hold.
+_MOST_NUMBER = 2.0**63
 
 
 class EngineWork(Work):
@@ -50,7 +51,7 @@ class EngineWork(Work):
             request.num_tokens,
             now_s,
             max_tokens=request.max_tokens,
-            tenant=str(extra.get(TENANT_KEY, DEFAULT_TENANT)),
+            tenant=tenant_of(extra) or DEFAULT_TENANT,
             priority=request.priority,
         )
         self.request = request
@@ -204,6 +205,12 @@ def heard(work: EngineWork) -> tuple[dict[str, Charge], dict[str, float]]:
     return told(work.extra, work.tenant)
 
 
+def tenant_of(extra: Mapping[str, Any] | None) -> str:
+    """Whose a request is, as the ingress says; "" if nothing usable says so."""
+    tenant = (extra or {}).get(TENANT_KEY)
+    return tenant if isinstance(tenant, str) else ""
+
+
 def told(extra: Mapping[str, Any], tenant: str) -> tuple[dict[str, Charge], dict[str, float]]:
     """Charges and weight among the ingress' words; what cannot be read is left out."""
     weight: Any = extra.get(WEIGHT_KEY)
@@ -213,13 +220,13 @@ def told(extra: Mapping[str, Any], tenant: str) -> tuple[dict[str, Charge], dict
         return {}, weights
     try:
         charges = {str(tenant): Charge(*seconds) for tenant, seconds in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return {}, weights
-    return {t: c for t, c in charges.items() if all(_is_number(s) for s in c)}, weights
+    return {t: c for t, c in charges.items() if all(_is_number(s) and s >= 0 for s in c)}, weights
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) < _MOST_NUMBER
 
 
 def _count(value: Any) -> int:

@@ -17,13 +17,15 @@ STOCK = "stock"
 @dataclass(frozen=True, slots=True)
 class Options:
     """rule: its name, or `STOCK`; config: the fields of a `FairConfig`; link: token_s and fixed_s
-    of a load, if known; stats: endpoint of the stats channel; log: file for JSON lines."""
+    of a load, if known; stats: endpoint of the stats channel; log: file for JSON lines;
+    tenant_required: an ingress of ours names every request's tenant, so one without is refused."""
 
     rule: str = "fair"
     config: Mapping[str, Any] = field(default_factory=dict)
     link: Mapping[str, float] | None = None
     stats: str = ""
     log: str | None = None
+    tenant_required: bool = False
 
     @classmethod
     def read(cls, additional_config: Mapping[str, Any] | None, policy: str) -> Options:

@@ -10,13 +10,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import structlog
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import RequestStatus
 
 from kappa.report import Charge
 from scheduler.iteration_log import Iteration, IterationLog
+from scheduler.vllm_memory import tenant_of
 from scheduler.vllm_options import Options
 from workers.stats_channel import StatsSender
+
+log = structlog.get_logger(__name__)
 
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
@@ -32,6 +36,19 @@ class RecordedScheduler(AsyncScheduler):
         self._options = Options.read(self.vllm_config.additional_config, self.policy.value)
         self._log = IterationLog(StatsSender(self._options.stats).send, self._options.log)
         self._now = Iteration(0.0)
+
+    def add_request(self, request: Any) -> None:
+        """As vLLM's; a request that no tenant pays for is ended with an error, where an ingress of
+        ours names every tenant (the searches of a beam reach the engine without their names)."""
+        refused = self._options.tenant_required and not _has_tenant(request)
+        if refused:
+            # Blocked, it is never scheduled; vLLM ends it as one whose grammar does not compile.
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            request.structured_output_request = None
+        super().add_request(request)
+        if refused:
+            log.warning("request_without_tenant_refused", request_id=request.request_id)
+            self.grammar_compile_error_reqs.add(request.request_id)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """As vLLM's."""
@@ -83,3 +100,7 @@ class RecordedScheduler(AsyncScheduler):
     def _said(self) -> tuple[int, Mapping[str, Charge]]:
         """Errors of the rule, and what was charged to each tenant."""
         return 0, {}
+
+
+def _has_tenant(request: Any) -> bool:
+    return bool(tenant_of(getattr(request.sampling_params, "extra_args", None)))

@@ -92,13 +92,15 @@ class EngineScheduler:
 
     rule: a name of `scheduler.catalogue`, or `STOCK`. config: fields of a `FairConfig`. link: how
     the host tier orders its link, fields of `workers.host_tier.link_queue.LinkRules`. log: file for
-    JSON lines, one per iteration; each rank writes its own.
+    JSON lines, one per iteration; each rank writes its own. tenant_required: every request comes
+    from an ingress of ours, so one without a tenant is refused.
     """
 
     rule: str = STOCK
     config: Mapping[str, Any] = field(default_factory=dict)
     link: Mapping[str, Any] = field(default_factory=dict)
     log: str | None = None
+    tenant_required: bool = False
 
     def options(self, stats_endpoint: str, pace: Pace | None, rank: int) -> dict[str, Any]:
         """What `scheduler.vllm_adapter` reads."""
@@ -109,6 +111,7 @@ class EngineScheduler:
             "link": loads,
             "stats": stats_endpoint,
             "log": self.log_of(rank),
+            "tenant_required": self.tenant_required,
         }
 
     def log_of(self, rank: int) -> str | None:

@@ -5,6 +5,7 @@ One tiny engine in this process for the whole file, with a host tier; a test put
 
 import os
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -411,6 +412,31 @@ def test_the_rule_hears_what_the_ingress_says(engine):
     assert [work.tenant for work in rule.waiting] == ["x", "y"]
     engine.run()
     assert heard == [({"y": (1.0, 2.0, 3.0)}, {"x": 2.5}), ({}, {})]
+
+
+def test_malformed_metadata_ends_no_engine_and_changes_nobodys_answer(engine, reference):
+    """By way of vLLM's own front end, as a client's words come: no rule fails, all are answered."""
+    engine.use("fair")
+    for i, value in enumerate(["x", 7, [1, 2], -1.5, float("nan"), 2**62, '{"a": [1, 2]}']):
+        for key in ("kv_transfer_params", WEIGHT_KEY, CHARGES_KEY, HOST_TOKENS_KEY, TENANT_KEY):
+            engine.add(f"odd{i}{key}", prompt(300 + i, 40), max_tokens=1, **{key: value})
+    answers = mixed(engine)
+    assert {name: answers[name] for name in reference} == reference
+    assert len(answers) == 20 + 7 * 5
+    assert engine.scheduler._rule.errors_total == 0
+
+
+def test_a_request_without_a_tenant_is_refused_only_behind_an_ingress(engine, monkeypatch):
+    engine.use("fair")
+    engine.add("without", prompt(1, 40), tenant=None)
+    assert len(tokens_of(engine.run())["without"]) == 8, "it is the default tenant's"
+    required = replace(engine.scheduler._options, tenant_required=True)
+    monkeypatch.setattr(engine.scheduler, "_options", required)
+    engine.add("without", prompt(1, 40), tenant=None)
+    engine.add("alice's", prompt(2, 40), tenant="alice")
+    answers = engine.run()
+    assert answers["without"].outputs[0].finish_reason == "error"
+    assert not tokens_of(answers)["without"] and len(tokens_of(answers)["alice's"]) == 8
 
 
 def test_charges_and_fills_reach_the_stats_channel(engine):

@@ -79,6 +79,18 @@ def test_the_fields_that_we_read_exist():
         assert f"self.{name} = " in source or f"self.{name}: " in source, name
 
 
+def test_a_blocked_request_is_ended_with_an_error_as_one_whose_grammar_does_not_compile():
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import RequestStatus
+
+    assert Scheduler._is_blocked_waiting_status(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
+    promote = inspect.getsource(Scheduler._try_promote_blocked_waiting_request)
+    assert "if not structured_output_req or structured_output_req.grammar is None" in promote
+    update = inspect.getsource(Scheduler.update_from_output)
+    assert "error_req_ids = set(self.grammar_compile_error_reqs)" in update
+    assert "error_req_ids, RequestStatus.FINISHED_ERROR" in update
+
+
 def test_first_come_first_served_queues_are_deques():
     from collections import deque
 

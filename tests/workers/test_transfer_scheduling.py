@@ -94,15 +94,15 @@ class Played:
         scheduler = Scheduler if rule == STOCK else FairScheduler
         self.scheduler = scheduler(config, cache, StructuredOutputManager(config), BLOCK)
 
-    def add(self, name, params, tokens=PROMPT, count=4):
+    def add(self, name, params, tokens=PROMPT, count=4, first=100, **extra):
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
         asked = SamplingParams(
-            max_tokens=count, ignore_eos=True, extra_args={"kv_transfer_params": params}
+            max_tokens=count, ignore_eos=True, extra_args={"kv_transfer_params": params, **extra}
         )
         asked.update_from_generation_config({}, 0)
-        prompt = list(range(100, 100 + tokens))
+        prompt = list(range(first, first + tokens))
         self.scheduler.add_request(
             Request(name, prompt, asked, pooling_params=None, block_hasher=self._hasher)
         )
@@ -124,6 +124,11 @@ class Played:
         )
         answers = [answer for group in told.values() for answer in group.outputs]
         return planned.num_scheduled_tokens, planned.kv_connector_metadata, answers
+
+    def taking(self):
+        """Requests that wait for their KV."""
+        found = self.scheduler.requests.values()
+        return {r.request_id for r in found if r.status.name == "WAITING_FOR_REMOTE_KVS"}
 
     @property
     def free_blocks(self):
@@ -229,3 +234,103 @@ def test_an_answer_that_found_no_room_holds_no_longer(engine):
     assert connector.get_num_new_matched_tokens(request, 0) == (WHOLE, True)
     hit, _ = connector.get_num_new_matched_tokens(request, WHOLE)
     assert not hit and "d" not in connector._kappa_taking
+
+
+NO_MAPPINGS = ["x", "", 7, 0, -1.5, float("nan"), True, [1, 2], [], [["do_remote_prefill", True]]]
+ODD = ["", "x", 7, -1, 2**63, 10**400, -1.5, float("nan"), float("inf"), True, [], [[1]], {"a": 1}]
+
+
+@pytest.mark.parametrize("params", NO_MAPPINGS, ids=repr)
+def test_transfer_parameters_that_are_no_mapping_are_ignored(engine, params):
+    engine.add("p", params, count=1)
+    engine.add("honest", {"do_remote_decode": True}, count=1, first=1000)
+    tokens, _, answers = engine.step()
+    assert tokens == {"p": PROMPT, "honest": PROMPT}
+    places = {answer.request_id: answer.kv_transfer_params for answer in answers}
+    assert places["p"] is None and places["honest"]["do_remote_prefill"]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["do_remote_prefill", "do_remote_decode", "transfer_name", "remote_tokens",
+     "max_offload_tokens", "kv_load_tiers"],
+)  # fmt: skip
+def test_transfer_parameters_of_any_content_end_no_engine(engine, key):
+    for i, value in enumerate([*ODD, [{"medium": 7}], [{"locality": []}]]):
+        engine.add(f"d{i}", {**PLACE, key: value}, count=1, first=1000 * i)
+        engine.add(f"honest{i}", None, tokens=BLOCK - 1, count=1, first=1000 * i + 500)
+        answers = engine.step()[2]
+        taking = engine.taking()
+        answers += engine.step(**({"finished_recving": taking} if taking else {}))[2]
+        answers += engine.step()[2]
+        done = {answer.request_id for answer in answers if answer.finished}
+        assert done == {f"d{i}", f"honest{i}"}
+
+
+HINTS = [
+    "kappa_request_id", "kappa_tenant", "kappa_weight", "kappa_prompt_tokens",
+    "kappa_device_tokens", "kappa_host_tokens", "kappa_charges", "kappa_link_s", "kappa_gpu_s",
+    "kappa_plan", "kv_cache_report_mode", "ec_transfer_params",
+]  # fmt: skip
+HINT_VALUES = [
+    *ODD, -(10**400), "\ud800", "load=", "load=" + "9" * 5000, "{broken", "[" * 100_000, '{"a": 1}',
+    '{"a": [1, 2]}', '{"a": [1e999, 0, 0]}', '{"a": [-1, 0, 0]}', '{"a": ["x", [], {}]}', "[1]",
+    '{"a": [1' + "0" * 400 + ", 0, 0]}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", HINTS)
+def test_what_the_ingress_sends_along_may_be_anything_without_harm(engine, key):
+    """Hints: without them a request is priced by what is measured, and charged to nobody else."""
+    for i, value in enumerate(HINT_VALUES):
+        engine.add(f"r{i}", None, tokens=BLOCK + 1, count=1, first=1000 * i, **{key: value})
+        answers = engine.step()[2]
+        assert [(answer.request_id, answer.finished) for answer in answers] == [(f"r{i}", True)]
+    rule = getattr(engine.scheduler, "_rule", None)
+    assert rule is None or rule.errors_total == 0
+    assert not engine.scheduler.requests
+
+
+class Refusing(Played):
+    """Our scheduler in a worker behind our ingress."""
+
+    def __init__(self, config):
+        ours = EngineScheduler("fair", tenant_required=True)
+        config.additional_config = {CONFIG_KEY: ours.options("", None, 0)}
+        super().__init__(config, "fair")
+
+
+@pytest.mark.parametrize("tenant", [None, "", 7, ["a"], {"a": 1}, float("nan")], ids=repr)
+def test_a_request_without_a_tenant_is_ended_with_an_error_and_alone(config, tenant):
+    from vllm.v1.engine import FinishReason
+
+    engine = Refusing(config)
+    free = engine.free_blocks
+    engine.add("nobody's", None, **({} if tenant is None else {"kappa_tenant": tenant}))
+    engine.add("alice's", None, tokens=BLOCK, count=1, kappa_tenant="alice")
+    tokens, _, answers = engine.step()
+    assert tokens == {"alice's": BLOCK}, "it is never scheduled"
+    reasons = {answer.request_id: answer.finish_reason for answer in answers}
+    assert reasons == {"nobody's": FinishReason.ERROR, "alice's": FinishReason.LENGTH}
+    assert engine.free_blocks == free and not engine.scheduler.requests
+    assert not engine.scheduler._works and "default" not in engine.scheduler._rule.charges()
+
+
+def test_a_refused_request_alone_keeps_the_engine_stepping_until_it_is_answered(config):
+    engine = Refusing(config)
+    engine.add("nobody's", None)
+    assert engine.scheduler.has_requests()
+    (answer,) = engine.step()[2]
+    assert (answer.request_id, str(answer.finish_reason)) == ("nobody's", "error")
+    engine.step()
+    assert not engine.scheduler.has_requests()
+
+
+def test_a_refused_request_whose_client_leaves_is_gone(config):
+    from vllm.v1.request import RequestStatus
+
+    engine = Refusing(config)
+    engine.add("nobody's", None)
+    engine.scheduler.finish_requests("nobody's", RequestStatus.FINISHED_ABORTED)
+    assert engine.step()[2] == [] and not engine.scheduler.requests
+    assert not engine.scheduler._works

@@ -10,8 +10,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import structlog
+
 from kappa.report import PLAN_KEY, REQUEST_ID_KEY
 from workers.stats_channel import StatsSender
+
+log = structlog.get_logger(__name__)
 
 
 def kappa_request_id(sampling_params: Any) -> str:
@@ -24,6 +28,24 @@ def asked_plan(sampling_params: Any) -> str:
     """The planner that a request names for its own prefix; "" if none."""
     extra_args = getattr(sampling_params, "extra_args", None) or {}
     return str(extra_args.get(PLAN_KEY, ""))
+
+
+def ignore_malformed_params(request: Any) -> None:
+    """Drop a new request's `kv_transfer_params` unless they are a mapping.
+
+    vLLM's connectors and LMCache's take them for one in the engine's loop, where an exception ends
+    the engine. Without them KV is computed instead of taken over, and the answer is the same.
+    """
+    params = request.kv_transfer_params
+    if params is None or isinstance(params, dict):
+        return
+    log.warning(
+        "kv_transfer_params_ignored",
+        request_id=request.request_id,
+        reason=f"they are of type {type(params).__name__}, not a mapping",
+    )
+    request.kv_transfer_params = None
+    request.sampling_params.extra_args.pop("kv_transfer_params", None)
 
 
 class AdmissionReports:

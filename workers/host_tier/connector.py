@@ -29,7 +29,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
 
-from workers.host_tier.admission_reports import AdmissionReports, asked_plan
+from workers.host_tier.admission_reports import (
+    AdmissionReports,
+    asked_plan,
+    ignore_malformed_params,
+)
 from workers.host_tier.kept_manager import KeptTierManager
 from workers.host_tier.kept_tier import announcement, note_stores
 from workers.host_tier.tail_recompute import TailRecompute
@@ -137,6 +141,7 @@ class HostTierConnector(OffloadingConnector):
 
         vLLM notes a use when a request is first looked at, which in a long queue is too late.
         """
+        ignore_malformed_params(request)
         super().on_new_request(request)
         scheduler = self.connector_scheduler
         assert scheduler is not None

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from workers.host_tier.admission_reports import AdmissionReports
+from workers.host_tier.admission_reports import AdmissionReports, ignore_malformed_params
 from workers.host_tier.link_queue import LinkPace
 from workers.host_tier.tail_recompute import TailRecompute
 from workers.lmcache.guard import LOOKUP, STORE
@@ -142,6 +142,10 @@ class LmcacheConnector(KVConnectorBase_V1, SupportsHMA):
         return told
 
     # -- in the scheduler's process -----------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """What LMCache cannot read must not count as its failure."""
+        ignore_malformed_params(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

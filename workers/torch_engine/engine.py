@@ -34,9 +34,9 @@ from engine.weights import DTYPES, load_weights
 from kappa.plan.planners import Planning
 from kappa.plan.rates import PlanRates, as_measured, rates_from_law, rates_from_measured
 from kappa.plan.support import architecture_from_config
-from kappa.report import REQUEST_ID_KEY, TENANT_KEY
+from kappa.report import REQUEST_ID_KEY
 from scheduler.config import FairConfig
-from scheduler.vllm_memory import DEFAULT_TENANT, told
+from scheduler.vllm_memory import DEFAULT_TENANT, tenant_of, told
 from workers.identity import measured_node
 from workers.own_engine.answers import Answer, AnswerText, Asked, BodyRefused, asked
 from workers.own_engine.base import OwnEngine, error_answer
@@ -247,4 +247,4 @@ class TorchEngine(OwnEngine):
 
 
 def _tenant(extra: Mapping[str, Any]) -> str:
-    return str(extra.get(TENANT_KEY, DEFAULT_TENANT))
+    return tenant_of(extra) or DEFAULT_TENANT
