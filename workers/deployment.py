@@ -31,7 +31,7 @@ from workers.identity import WorkerPlan, announce
 from workers.in_flight import InFlight
 from workers.lmcache.server import LmcacheServer, prepare_lmcache
 from workers.process_age import process_age_s
-from workers.reaper import own_engines, watch_engine
+from workers.reaper import HangWatch, hang_patience_s, own_engines, watch_engine
 from workers.replica_start import keep_on, power_teller, prepare_host_memory, prepare_logs
 from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY
@@ -42,6 +42,8 @@ from workers.vllm_engine import EngineTier, Pace, engine_kwargs
 log = structlog.get_logger(__name__)
 
 _PROFILE_TIMEOUT_S = 60.0
+# Of the requests that an engine took with it, in the error and in the log: the youngest.
+_IN_FLIGHT_NAMED = 16
 _ROLE = '"role":"assistant"'
 
 
@@ -85,7 +87,7 @@ class KappaServer(LLMServer):
                 stats_endpoint,
                 kv_endpoint,
                 pace,
-                plan.scheduler,
+                replace(plan.scheduler, tenant_required=True),
                 self._rank,
                 self._tier,
                 plan.gpus,
@@ -101,16 +103,22 @@ class KappaServer(LLMServer):
         self._stream.totals.on_prefilled = self._backlog.started
         self._stream.start()
         self._in_flight = InFlight(StatsSender(stats_endpoint).send)
+        self._stream.totals.present = self._in_flight.present
         self._announcement: dict[str, Any] = {}
         self._start_s = 0.0
+        self._hang: HangWatch | None = None
+        self._death = ""
         own_engines()
         await super().__init__(llm_config, engine_cls=engine_cls)
         assert self.engine is not None
-        self._watch = asyncio.create_task(watch_engine(self.engine.check_health))
+        self._watch = asyncio.create_task(watch_engine(self.check_health))
         measured, error = await self._measure()
         self._start_s = process_age_s()
         self._announcement = self._announce(measured, error)
-        self._stream.complete = power_teller(plan, Announcement.from_dict(self._announcement))
+        said = Announcement.from_dict(self._announcement)
+        self._stream.complete = power_teller(plan, said)
+        if plan.kind == "vllm":  # our own engines look at their loops themselves
+            self._hang = HangWatch(hang_patience_s(said), time.monotonic())
         log.info("worker_ready", worker=self._worker, node=node.name, paced=node.source == "paced")
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -150,28 +158,45 @@ class KappaServer(LLMServer):
     async def _counted(
         self, request: Any, stream: AsyncGenerator[Any, None]
     ) -> AsyncGenerator[Any, None]:
-        request_id = self._backlog.arrived(getattr(request, "vllm_xargs", None), time.monotonic())
-        here = self._in_flight.arrived(request)
+        request_id = here = ""
         try:
+            words = getattr(request, "vllm_xargs", None)
+            request_id = self._backlog.arrived(words, time.monotonic())
+            here = self._in_flight.arrived(request)
             async for item in stream:
                 if is_error(item):
-                    await self._engine_lives()
+                    await self.check_health()
                 yield item
         except Exception:
-            await self._engine_lives()
+            await self.check_health()
             raise
         finally:
             self._in_flight.ended(here)
             self._backlog.ended(request_id)
             await stream.aclose()
 
-    async def _engine_lives(self) -> None:
-        """Raise `EngineDiedError` if the engine is dead, so that the request is tried elsewhere."""
-        try:
-            assert self.engine is not None
-            await self.engine.check_health()
-        except Exception as error:
-            raise EngineDiedError(f"worker {self._worker}: {error!r}") from None
+    async def check_health(self) -> None:
+        """As Ray's, for it and for ourselves.
+
+        Raises:
+            EngineDiedError: the engine is dead, or hangs; names the requests that were in it.
+        """
+        if not self._death:
+            try:
+                await super().check_health()
+                if self._hang is not None:
+                    signs = self._stream.totals.engine_messages
+                    self._hang.look(time.monotonic(), self._owed(), signs)
+            except Exception as error:
+                last = list(self._in_flight.present())[-_IN_FLIGHT_NAMED:]
+                self._death = f"worker {self._worker}: {error!r}; last of its requests: {last}"
+        if self._death:
+            raise EngineDiedError(self._death)
+
+    def _owed(self) -> int:
+        """Requests that vLLM's engine has not answered, whatever their clients have read of it."""
+        client = getattr(self.engine, "_engine_client", None)
+        return client.output_processor.get_num_unfinished_requests() if client is not None else 0
 
     async def __del__(self) -> None:
         watch = getattr(self, "_watch", None)

@@ -1,8 +1,8 @@
 """Ends what must not outlive something: a replica without an engine, an engine without a replica.
 
-A replica whose engine is dead ends itself: Ray sees a dead process sooner than a sick one, and its
-routers see the line break at once. And a process that an engine started watches the replica: when
-that is gone, killed or not, the process goes, too.
+A replica whose engine is dead, or hangs, ends itself: Ray sees a dead process sooner than a sick
+one, and its routers see the line break at once. And a process that an engine started watches the
+replica: when that is gone, killed or not, the process goes, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 
 import structlog
 
+from kappa.report import Announcement
+
 log = structlog.get_logger(__name__)
 
 OWNER_ENV = "KAPPA_ENGINE_OWNER"
@@ -23,6 +25,57 @@ _LOOK_EVERY_S = 0.25
 # What the engine's last requests were told must get out before the process ends.
 _LAST_WORDS_S = 0.5
 _STARTED_FIELD = 19  # of /proc/PID/stat, after the command's name
+# An engine that owes answers is silent for no longer than a step, or a load, should take.
+_HANG_S = 120.0
+_HANG_STEPS = 10.0
+_LONGEST_LOOK_S = 5.0
+
+
+class EngineHungError(RuntimeError):
+    """An engine owes answers and has shown no sign of life for longer than any step takes."""
+
+
+class HangWatch:
+    """Adds up how long an engine that owes answers has been silent.
+
+    What passed between two looks counts for `_LONGEST_LOOK_S` at most: time in which this process
+    was stopped, or did something else, says nothing of the engine.
+    """
+
+    def __init__(self, patience_s: float, now_s: float) -> None:
+        """`patience_s`: see `hang_patience_s`."""
+        self._patience_s = patience_s
+        self._looked_s = now_s
+        self._silent_s = 0.0
+        self._signs = -1
+
+    def look(self, now_s: float, owed: int, signs: int) -> None:
+        """Look once; owed: requests that the engine has not answered; signs: how often it has shown
+        that it lives, since it started.
+
+        Raises:
+            EngineHungError: it was silent for too long.
+        """
+        passed_s = min(now_s - self._looked_s, _LONGEST_LOOK_S)
+        alive = signs != self._signs or not owed
+        self._silent_s = 0.0 if alive else self._silent_s + passed_s
+        self._looked_s, self._signs = now_s, signs
+        if self._silent_s > self._patience_s:
+            raise EngineHungError(
+                f"the engine owes {owed} answers and has done nothing for {self._silent_s:.0f} s"
+            )
+
+
+def hang_patience_s(said: Announcement) -> float:
+    """Real seconds of silence after which an engine counts as hung, by what was announced of it.
+
+    Two minutes, and ten times the longest step and the longest load that it may have: a full budget
+    behind a full context beside others with a full context, and a full context over the link.
+    """
+    context = said.max_context_tokens
+    batch = [(said.max_batch_tokens, context), *[(0, context)] * said.max_sequences]
+    load_s = context * said.kv_bytes_per_token / said.node.h2d_bytes_per_s
+    return _HANG_S + _HANG_STEPS * (said.step.real_s(batch) + load_s * said.node.dilation)
 
 
 async def watch_engine(

@@ -290,6 +290,18 @@ def test_the_llm_server_has_the_methods_that_we_override():
     assert "self._llm_config" in source and "self.engine" in source
 
 
+def test_the_front_end_counts_what_the_engine_has_not_answered():
+    from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+    from ray.serve.llm.deployment import LLMServer
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    assert inspect.iscoroutinefunction(LLMServer.check_health)
+    assert "self._engine_client = self._start_async_llm_engine" in source_of(VLLMEngine)
+    assert "self.output_processor = OutputProcessor(" in source_of(AsyncLLM)
+    assert parameters(OutputProcessor.get_num_unfinished_requests) == ["self"]
+
+
 def test_the_llm_config_takes_engine_arguments_late_and_callbacks():
     from ray.serve.llm import LLMConfig
 

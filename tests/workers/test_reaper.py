@@ -6,10 +6,18 @@ import select
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from workers.reaper import OWNER_ENV, follow_owner, own_engines, watch_engine
+from kappa.step import StepModel
+from workers.reaper import (
+    OWNER_ENV,
+    follow_owner,
+    hang_patience_s,
+    own_engines,
+    watch_engine,
+)
 
 _PATIENCE_S = 60.0
 
@@ -113,3 +121,14 @@ def test_a_process_ends_with_its_killed_owner_whoever_is_between_them():
         os.close(handle)
         owner.stdin.close()
         owner.stdout.close()
+
+
+def test_patience_is_two_minutes_and_ten_of_the_longest_steps_and_loads():
+    said = SimpleNamespace(
+        max_context_tokens=1000, max_batch_tokens=100, max_sequences=2, kv_bytes_per_token=50.0,
+        step=StepModel(0.01, 0.0, 0.0, 0.001, 0.5, dilation=4.0),
+        node=SimpleNamespace(h2d_bytes_per_s=1e4, dilation=4.0),
+    )  # fmt: skip
+    # Reading 3 contexts and a budget, (1100 + 1000 + 1000) x 0.001 s, is longer than computing
+    # 100 x 0.01 s: a step of 3.1 + 0.5 s. A load: 1000 x 50 / 10^4 = 5 s. Both four times as long.
+    assert hang_patience_s(said) == pytest.approx(120 + 10 * 4 * (3.6 + 5.0))
