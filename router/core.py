@@ -210,7 +210,7 @@ class Router:
         decision, index = self._decide(request, now_s)
         offers = decision.offers
         assert offers is not None
-        if self.config.admission is not None and request.informed and not request.retry:
+        if self.config.admission is not None and request.sized and not request.retry:
             decision, index = self._admitted(self.config.admission, request, decision, index)
             assert decision.offers is not None
             offers = decision.offers

@@ -35,7 +35,8 @@ class RouteRequest:
     token_ids: the prompt (None when it could not be tokenized: routing then fails open);
     salt: isolation of the tenant's cache; exclude: workers that must not be chosen. retry: it was
     let in before, and its worker failed it.
-    prefix_hashes, prompt_tokens: instead of token_ids, from callers that have hashes already.
+    prefix_hashes, prompt_tokens: instead of token_ids, from callers that have hashes already;
+    prompt_tokens alone is the most that a prompt which could not be tokenized comes to.
     session: what the client calls its conversation, for policies that stick to it.
     handed_tokens: of the prompt, computed already and on their way to whichever worker is chosen.
     """
@@ -55,6 +56,11 @@ class RouteRequest:
     def informed(self) -> bool:
         """Whether anything is known of the prompt."""
         return self.token_ids is not None or self.prefix_hashes is not None
+
+    @property
+    def sized(self) -> bool:
+        """Whether the length of the prompt is known or bounded, so that it can be priced."""
+        return self.informed or self.prompt_tokens > 0
 
     @property
     def tokens(self) -> int:

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-MAX_CHOICES = 128
-
 
 class ApiError(Exception):
     """An answer other than success: HTTP status, message, OpenAI's type, code and parameter."""
@@ -253,23 +251,21 @@ def unreadable_body(error: Exception) -> ApiError:
     )  # fmt: skip
 
 
-def check_body(body: Any) -> None:
-    """Refuse what a schema lets through: empty messages, counts out of range.
+def bad_field(where: str, why: str) -> ApiError:
+    """400: a field's value is out of bounds; `where` is its place, of names that are ours."""
+    return ApiError(400, f"{where}: {why}.", code="invalid_value", param=where)
 
-    Raises:
-        ApiError: 400, naming the parameter.
-    """
-    # A schema that keeps what it does not know holds that elsewhere, unchecked.
-    fields = vars(body)
-    messages = fields.get("messages")
-    if messages is not None and len(messages) == 0:
-        raise ApiError(400, "messages: give at least one message.", param="messages",
-                       code="invalid_value")  # fmt: skip
-    n = fields.get("n", 1)
-    if n is not None and not 1 <= n <= MAX_CHOICES:
-        raise ApiError(400, f"n: is {n}; give 1 to {MAX_CHOICES}.", param="n", code="invalid_value")
-    for name in ("max_tokens", "max_completion_tokens"):
-        value = fields.get(name)
-        if value is not None and value < 1:
-            raise ApiError(400, f"{name}: is {value}; give 1 or more.", param=name,
-                           code="invalid_value")  # fmt: skip
+
+def refused_field(name: str, remedy: str) -> ApiError:
+    """400: a field that no client may set here."""
+    return ApiError(
+        400, f"{name}: is not accepted here; {remedy}.", code="unsupported_parameter", param=name
+    )
+
+
+def unknown_field(name: str) -> ApiError:
+    """400, as OpenAI says it; the name is the client's text and no parameter for the log."""
+    return ApiError(
+        400, f"Unrecognized request argument supplied: {name[:80]}; leave it out.",
+        code="unknown_parameter",
+    )  # fmt: skip

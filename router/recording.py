@@ -169,6 +169,7 @@ def _request_out(request: RouteRequest) -> Entry:
         "exclude": sorted(request.exclude),
         "retry": request.retry,
         "handed_tokens": request.handed_tokens,
+        "prompt_tokens": request.prompt_tokens,
     }
 
 
@@ -182,6 +183,7 @@ def _request_in(data: Mapping[str, Any]) -> RouteRequest:
         frozenset(data["exclude"]),
         retry=data.get("retry", False),
         handed_tokens=data.get("handed_tokens", 0),
+        prompt_tokens=data.get("prompt_tokens", 0),
     )
 
 

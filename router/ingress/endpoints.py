@@ -17,15 +17,16 @@ from ray.exceptions import RayActorError
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
-from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from router.access.middleware import Access, current_tenants
 from router.decision import NoWorkerError, RouteRequest
-from router.errors import check_body, no_worker, unknown_request
+from router.errors import no_worker, unknown_request
 from router.ingress.app import make_app, may_see, request_id_of, tenant_of
 from router.ingress.messages import (
     POOL_HEADER,
+    ChatBody,
+    CompletionBody,
     explanation,
     max_tokens_of,
     parse_body,
@@ -91,11 +92,11 @@ class KappaIngress(OpenAiIngress):
 
     # -- endpoints ----------------------------------------------------------------------------
 
-    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+    async def chat(self, body: ChatBody, request: Request) -> Response:
         """OpenAI chat completions, streamed or not."""
         return await self._path.serve(body, "chat", request)
 
-    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
         """OpenAI completions, streamed or not."""
         return await self._path.serve(body, "completions", request)
 
@@ -127,14 +128,14 @@ class KappaIngress(OpenAiIngress):
     async def route(self, request: Request) -> Response:
         """What would be decided for a chat or completion body; nothing is run or reserved."""
         body = await parse_body(request)
-        check_body(body)
         self._path.known_model(body.model)
-        tokens = await self._path.tokenize(body)
+        prompt = await self._path.tokenize(body)
         live = self._live()
         isolate(body, tenant_of(request))
         routed = RouteRequest(
-            request_id_of(request), tokens, max_tokens_of(body), salt_of_body(body)
-        )
+            request_id_of(request), prompt.token_ids, max_tokens_of(body), salt_of_body(body),
+            prompt_tokens=prompt.tokens,
+        )  # fmt: skip
         try:
             decision = live.explain(routed)
         except NoWorkerError as error:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import Request
-from pydantic import ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
 from kappa.report import (
@@ -33,6 +33,7 @@ from router.errors import ApiError, unreadable_body, validation_error
 from router.index.prefix_hash import salt_of
 from router.ingress.approx import HEADER as APPROX_HEADER
 from router.ingress.approx import approx_asked
+from router.ingress.fields import checked_chat, checked_completion, choices_in
 from router.ray_router import PIN_HEADER
 
 PLAN_HEADER = "x-kappa-plan"
@@ -41,25 +42,32 @@ POOL_HEADER = "x-kappa-pool"
 
 _CONVERSATION_KEYS = ("prompt_cache_key", "user")
 
-# Ours to set; and one of vLLM's that would make an engine announce blocks it never removes.
-_RESERVED_XARGS = ("kappa_", "kv_cache_report_mode")
 # For the ingress alone: no worker needs a client's key, or may log one.
 _KEY_HEADERS = (b"authorization", b"x-api-key")
+
+
+ChatBody = Annotated[ChatCompletionRequest, BeforeValidator(checked_chat)]
+"""A chat's body, of which only what may go on reaches the schema; ApiError 400."""
+CompletionBody = Annotated[CompletionRequest, BeforeValidator(checked_completion)]
+"""A completion's body, likewise."""
+_CHAT, _COMPLETION = TypeAdapter(ChatBody), TypeAdapter(CompletionBody)
 
 
 async def parse_body(request: Request) -> Any:
     """A chat or completion body by its own look; ApiError 400 if it is neither."""
     try:
         data = json.loads(await request.body())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(
             400, f"The request body is not valid JSON: {error}.", code="invalid_json"
         ) from None
-    if not isinstance(data, Mapping):
+    if not isinstance(data, dict):
         raise ApiError(400, "The request body is not a JSON object.", code="invalid_value")
-    schema = ChatCompletionRequest if "messages" in data else CompletionRequest
+    schema: Any = _CHAT if "messages" in data else _COMPLETION
     try:
-        return schema.model_validate(data)
+        return schema.validate_python(data)
+    except ApiError:
+        raise
     except ValidationError as error:
         raise validation_error(list(error.errors())) from None
     except Exception as error:
@@ -122,14 +130,7 @@ def max_tokens_of(body: Any) -> int:
 
 def choices_of(body: Any) -> int:
     """How many answers a body asks for, each of up to its `max_tokens`: `n` for every prompt."""
-    fields = vars(body)
-    prompt = fields.get("prompt")
-    # A list of numbers is one prompt, in tokens.
-    several = isinstance(prompt, list) and not all(isinstance(part, int) for part in prompt)
-    embedded = fields.get("prompt_embeds")
-    prompts = len(prompt) if several else int(bool(prompt))
-    prompts += len(embedded) if isinstance(embedded, list) else int(bool(embedded))
-    return int(fields.get("n") or 1) * max(prompts, 1)
+    return choices_in(vars(body))
 
 
 def salt_of_body(body: Any) -> int:
@@ -212,13 +213,8 @@ def approx_headers(body: Any) -> dict[str, str]:
 
 
 def mark(body: Any, marks: Mapping[str, str | int | float]) -> None:
-    """Put our words where the engine's processes find them; drop what a client may not set."""
-    given = {
-        key: value
-        for key, value in (body.vllm_xargs or {}).items()
-        if not key.startswith(_RESERVED_XARGS)
-    }
-    body.vllm_xargs = {**given, **marks}
+    """Put our words, and no others, where the engine's processes find them."""
+    body.vllm_xargs = dict(marks)
 
 
 def pinned(request: Request, worker: str, pool: str | None = None) -> Request:

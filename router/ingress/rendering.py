@@ -1,23 +1,45 @@
 """From a request's body to the token ids that the engine will compute, once, at the ingress.
 
 Uses the model's own tokenizer and chat template through `transformers`, as the engine does. What it
-cannot render for sure (images, several prompts) it does not guess: routing then fails open. Slow
-work: call it off the event loop.
+cannot render for sure (images) it does not guess: routing then fails open, and charges and
+admission control take an upper bound of its length. Slow work: call it off the event loop.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from ray.serve.llm.openai_api_models import ChatCompletionRequest
 from transformers import AutoTokenizer
 
 # A template that looks into a list of content parts gets the list from vLLM, any other one string.
 _LOOKS_INTO_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[^%]*content")
 # What vLLM passes on of a message; a template sees nothing else.
 _KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "task")
+
+# What a template puts around a message, and the most that one image, sound or video comes to: as
+# many as the larger models' default (Qwen2-VL's 16,384 for an image). An engine's exact count is
+# known only to itself.
+_MESSAGE_TOKENS = 8
+_MEDIA_TOKENS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request's prompt. token_ids: None for several, or one that could not be rendered.
+
+    tokens: of all its prompts together, or the most that they can come to; longest_tokens: of the
+    longest one, as far as it is certain, else 0: then only the engine can hold it to its context.
+    """
+
+    token_ids: np.ndarray | None
+    tokens: int
+    longest_tokens: int = 0
 
 
 class PromptRenderer:
@@ -31,26 +53,31 @@ class PromptRenderer:
         self._takes_parts = bool(_LOOKS_INTO_PARTS.search(template))
         self._takes_developers = "developer" in template
 
-    def render(self, body: Any) -> np.ndarray | None:
-        """Token ids of a chat or completion body; None where they are not certain."""
-        ids = self._chat(body) if hasattr(body, "messages") else self._completion(body)
-        return None if ids is None else np.asarray(ids, dtype=np.int64)
+    def render(self, body: Any) -> Prompt:
+        """The prompt of a chat or completion body; bounded where its tokens are not certain."""
+        # A completion may carry a field of any name: its type decides, as it does in the engine.
+        chat = isinstance(body, ChatCompletionRequest)
+        prompts = [self._chat(body)] if chat else self._completion(body)
+        lengths = [len(ids) for ids in prompts if ids is not None]
+        if len(lengths) < len(prompts) or not prompts:
+            return bounded(body)
+        ids = np.asarray(prompts[0], dtype=np.int64) if len(prompts) == 1 else None
+        return Prompt(ids, sum(lengths), max(lengths))
 
-    def _completion(self, body: Any) -> list[int] | None:
+    def _completion(self, body: Any) -> list[list[int] | None]:
+        """Token ids of each prompt; none if there is none."""
         prompt = body.prompt
-        if isinstance(prompt, str):
-            add = bool(getattr(body, "add_special_tokens", True))
-            ids: list[int] = self._tokenizer(prompt, add_special_tokens=add)["input_ids"]
-            return ids
-        if isinstance(prompt, list) and prompt and all(isinstance(i, int) for i in prompt):
-            return prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
-            return prompt[0]
-        return None
+        if not prompt:
+            return []
+        if isinstance(prompt, list) and not isinstance(prompt[0], str):
+            return [prompt] if isinstance(prompt[0], int) else prompt
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        ids: list[list[int] | None] = self._tokenizer(
+            texts, add_special_tokens=body.add_special_tokens
+        )["input_ids"]
+        return ids
 
     def _chat(self, body: Any) -> list[int] | None:
-        if getattr(body, "truncate_prompt_tokens", None) is not None:
-            return None
         messages = [self._plain(message) for message in body.messages]
         if any(message is None for message in messages):
             return None
@@ -63,7 +90,7 @@ class PromptRenderer:
             messages,
             tools=tools,
             documents=getattr(body, "documents", None),
-            chat_template=getattr(body, "chat_template", None) or self._template,
+            chat_template=self._template,
             add_generation_prompt=getattr(body, "add_generation_prompt", True),
             continue_final_message=getattr(body, "continue_final_message", False),
             tokenize=False,
@@ -91,6 +118,46 @@ class PromptRenderer:
         if calls:
             plain["tool_calls"] = [_call(call) for call in calls]
         return plain
+
+
+def bounded(body: Any) -> Prompt:
+    """A prompt that is not tokenized: at most a token for each byte of it, and so many for each
+    image, sound and video."""
+    if not isinstance(body, ChatCompletionRequest):
+        return Prompt(None, max(_prompt_tokens(body.prompt), 1))
+    given = [dict(m) if isinstance(m, dict) else m.model_dump() for m in body.messages]
+    shown = [[tool.model_dump() for tool in body.tools or ()], body.documents]
+    return Prompt(None, sum(map(_message_tokens, given)) + _bytes_in(shown))
+
+
+def _prompt_tokens(prompt: Any) -> int:
+    if not isinstance(prompt, list):
+        return _bytes_in(prompt)
+    ids = bool(prompt) and isinstance(prompt[0], int)
+    return len(prompt) if ids else sum(map(_prompt_tokens, prompt))
+
+
+def _message_tokens(message: Mapping[str, Any]) -> int:
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else [content]
+    each = (_MEDIA_TOKENS if _is_media(part) else _bytes_in(part) for part in parts)
+    around = _bytes_in({key: value for key, value in message.items() if key != "content"})
+    return _MESSAGE_TOKENS + around + sum(each)
+
+
+def _is_media(part: Any) -> bool:
+    return isinstance(part, Mapping) and str(part.get("type")).endswith(("_url", "_audio"))
+
+
+def _bytes_in(value: Any) -> int:
+    """UTF-8 bytes of all that a JSON value shows."""
+    if isinstance(value, str):
+        return len(value.encode(errors="replace"))
+    if isinstance(value, Mapping):
+        return sum(_bytes_in(key) + _bytes_in(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes_in, value))
+    return 0 if value is None else len(str(value))
 
 
 def _text(content: Any) -> str | None:

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import structlog
 from fastapi import Request
 from starlette.responses import Response
@@ -25,7 +24,6 @@ from kappa.report import APPROX_KEY, PROMPT_ENGINES
 from router.decision import Decision, NoWorkerError, OverloadedError, RouteRequest
 from router.errors import (
     ApiError,
-    check_body,
     no_plans_here,
     no_worker,
     overloaded,
@@ -51,7 +49,7 @@ from router.ingress.messages import (
     salt_of_body,
 )
 from router.ingress.prefill import PREFILL_SUFFIX, PrefillElsewhere
-from router.ingress.rendering import PromptRenderer
+from router.ingress.rendering import Prompt, PromptRenderer, bounded
 from router.ingress.settings import IngressSettings
 from router.ingress.terms import set_terms, terms_of
 from router.live.live_router import LiveRouter
@@ -127,18 +125,18 @@ class RequestPath:
         if model is not None and model not in known:
             raise unknown_model(str(model), known)
 
-    async def tokenize(self, body: Any) -> np.ndarray | None:
-        """A body's prompt as token ids; None if it cannot be rendered here."""
+    async def tokenize(self, body: Any) -> Prompt:
+        """A body's prompt as token ids; bounded in length if it cannot be rendered here."""
         start_s = time.perf_counter()
         loop = asyncio.get_running_loop()
         try:
-            tokens = await loop.run_in_executor(self._threads, self._renderer.render, body)
+            prompt = await loop.run_in_executor(self._threads, self._renderer.render, body)
         except Exception as error:
             # The engine renders too and will say what is wrong; routing only knows less.
             log.info("not_tokenized", error=type(error).__name__)
-            return None
+            return bounded(body)
         self._live().metrics.observe(m.TOKENIZE_SECONDS, value=time.perf_counter() - start_s)
-        return tokens
+        return prompt
 
     # -- parts --------------------------------------------------------------------------------
 
@@ -163,25 +161,23 @@ class RequestPath:
         ended: Callable[[str, int], None],
     ) -> Response:
         self.known_model(body.model)
-        check_body(body)
-        # Ours to say: a client's would have an engine read what it names.
-        body.kv_transfer_params = None
         terms = set_terms(request, body, tenant_of(request))
         self._refuse_when_full(live)
         if not self._rollout.asks:
             return await self._by_ray(live, request_id, body, method, request, ended)
         # An ingress that has only just begun may be asked before it was told of any worker.
         await live.members.first_joined(_FIRST_WORKER_S)
-        tokens = await self.tokenize(body)
-        count = None if tokens is None else len(tokens)
+        prompt = await self.tokenize(body)
+        count = None if prompt.token_ids is None else prompt.tokens
         self._observer.tokenized(request_id, count, time.time())
-        terms.tokenized(tokens, choices_of(body) * max_tokens_of(body))
+        terms.tokenized(prompt.tokens, choices_of(body) * max_tokens_of(body))
         said = [state.announcement for state in live.router.state.workers.values()]
         approx = approx_asked_by(request, body)
-        unfit = self._unfit(live, body, tokens) | exact_workers(said, approx)
+        unfit = unfit_workers(said, prompt.longest_tokens, max_tokens_of(body))
         routed = RouteRequest(
-            request_id, tokens, max_tokens_of(body), salt_of_body(body), exclude=unfit
-        )
+            request_id, prompt.token_ids, max_tokens_of(body), salt_of_body(body),
+            exclude=unfit | exact_workers(said, approx), prompt_tokens=prompt.tokens,
+        )  # fmt: skip
         routed = await self._prefill(live, routed, body, method, request)
         # Others were let in while this one was tokenized; from here to the decision nobody waits.
         self._refuse_when_full(live)
@@ -251,12 +247,12 @@ class RequestPath:
         if len(self._open) > self._settings.max_queue:
             raise queue_full(self._settings.max_queue, live.retry_after_s())
         engines = {s.announcement.engine for s in live.router.state.workers.values()}
-        tenant, tokens, prompt = tenant_of(request), None, {}
+        tenant, prompt, marks = tenant_of(request), bounded(body), {}
         if engines & set(PROMPT_ENGINES):
-            tokens = await self.tokenize(body)
-            prompt = prompt_marks(tokens, plan_asked(request))
-        terms_of(request).tokenized(tokens, choices_of(body) * max_tokens_of(body))
-        mark(body, {**plain_marks(request_id, tenant), **prompt})
+            prompt = await self.tokenize(body)
+            marks = prompt_marks(prompt.token_ids, plan_asked(request))
+        terms_of(request).tokenized(prompt.tokens, choices_of(body) * max_tokens_of(body))
+        mark(body, {**plain_marks(request_id, tenant), **marks})
         live.metrics.inc(m.ROLLOUT_REQUESTS, "ray")
         try:
             unsteered = Unsteered(request_id, live.pool_for_ray(request_id))
@@ -295,9 +291,3 @@ class RequestPath:
         if plan:
             raise no_plans_here()
         return {}
-
-    def _unfit(self, live: LiveRouter, body: Any, tokens: np.ndarray | None) -> frozenset[str]:
-        if tokens is None:
-            return frozenset()
-        workers = (state.announcement for state in live.router.state.workers.values())
-        return unfit_workers(workers, len(tokens), max_tokens_of(body))

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 from fastapi import Request
 
 from router.access.deadline import HEADER, Deadline, deadline_of, late_workers
@@ -22,8 +21,6 @@ from router.access.tenants import Tenant
 from router.decision import RouteRequest
 from router.live.live_router import LiveRouter
 
-# Of a prompt that cannot be tokenized here: so many bytes of body are taken for a token.
-_BYTES_PER_TOKEN = 4
 _CLOCK_SLACK_S = 0.005
 _GIVEN_UP = ("client_gone", "deadline")
 
@@ -33,12 +30,11 @@ class Terms:
     """One request's terms. streamed: whether its answer has begun with its first token."""
 
     streamed: bool = True
-    body_bytes: int = 0
     lease: Lease | None = None
     deadline: Deadline | None = None
 
-    def tokenized(self, tokens: np.ndarray | None, max_tokens: int) -> None:
-        """Its prompt is known; None: it could not be tokenized here.
+    def tokenized(self, prompt_tokens: int, max_tokens: int) -> None:
+        """The length of its prompts together is known, or bounded, and that of all its answers.
 
         Raises:
             ApiError: its tenant has no tokens left, or its deadline has passed.
@@ -47,8 +43,7 @@ class Terms:
         if self.deadline is not None:
             self.deadline.check(now_s)
         if self.lease is not None:
-            prompt = self.body_bytes // _BYTES_PER_TOKEN if tokens is None else len(tokens)
-            self.lease.reserve(prompt, max_tokens, now_s)
+            self.lease.reserve(prompt_tokens, max_tokens, now_s)
 
     def narrowed(self, live: LiveRouter, routed: RouteRequest) -> RouteRequest:
         """The same request, kept from workers that are predicted to answer after its deadline.
@@ -62,7 +57,7 @@ class Terms:
         now_s = time.monotonic()
         self.deadline.check(now_s)
         offers = live.explain(routed).offers
-        if offers is None or not routed.informed:
+        if offers is None or not routed.sized:
             return routed
         late = late_workers(self.deadline, offers, now_s, streamed=self.streamed)
         return replace(routed, exclude=routed.exclude | late) if late else routed
@@ -113,8 +108,6 @@ def set_terms(request: Request, body: Any, tenant: Tenant) -> Terms:
     state = request.scope.setdefault("state", {})
     terms = Terms(
         streamed=bool(getattr(body, "stream", False)),
-        # As it was read: a body that comes in pieces declares no length.
-        body_bytes=int(state.get("body_bytes", 0)),
         lease=lease_of(request),
         deadline=deadline_of(request.headers.get(HEADER, ""), arrived_s(request)),
     )

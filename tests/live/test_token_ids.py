@@ -141,7 +141,10 @@ async def test_rendered_ids_are_the_engines(idle, renderer, path, schema, make, 
     rng = random.Random(7)
     bodies = [make(rng) for _ in range(count)]
     theirs = await engine_ids(idle, bodies, path)
-    ours = [renderer.render(schema.model_validate(body | {"model": idle.model})) for body in bodies]
+    ours = [
+        renderer.render(schema.model_validate(body | {"model": idle.model})).token_ids
+        for body in bodies
+    ]
     wrong = [
         body
         for body, mine, engine in zip(bodies, ours, theirs, strict=True)

@@ -53,26 +53,24 @@ def test_what_is_not_known_is_not_told():
 
 
 def test_marks_pass_the_engines_own_schema_and_reach_its_extra_args():
-    made = body(mine=1)
+    made = body()
     mark(made, engine_marks(decision(), ALICE, {"bob": Charge(1.0, 2.0, 3.0)}))
     again = ChatCompletionRequest.model_validate(made.model_dump())
     extra = again.to_sampling_params(16, {}).extra_args
-    assert extra["mine"] == 1
     assert (extra["kappa_tenant"], extra["kappa_weight"]) == ("alice", 2.5)
     assert extra["kappa_host_tokens"] == 64
     assert json.loads(extra["kappa_charges"]) == {"bob": [1.0, 2.0, 3.0]}
 
 
-def test_a_client_cannot_say_them_itself():
+def test_nothing_of_a_clients_stands_beside_our_words():
     forged = body(
         kappa_tenant="root", kappa_weight=1e9, kappa_charges="{}", kappa_anything=1,
-        kv_cache_report_mode="all", mine="kept",
+        kv_cache_report_mode="all", kv_transfer_params="x", foreign="x",
     )  # fmt: skip
-    mark(forged, engine_marks(decision(), ALICE, {}))
-    assert forged.vllm_xargs["kappa_tenant"] == "alice"
-    assert forged.vllm_xargs["kappa_weight"] == 2.5
-    assert forged.vllm_xargs["mine"] == "kept"
-    assert not {CHARGES_KEY, "kappa_anything", "kv_cache_report_mode"} & set(forged.vllm_xargs)
+    marks = engine_marks(decision(), ALICE, {})
+    mark(forged, marks)
+    assert forged.vllm_xargs == marks and marks["kappa_tenant"] == "alice"
+    assert CHARGES_KEY not in forged.vllm_xargs
 
 
 def test_marking_again_for_another_worker_leaves_nothing_of_the_first():

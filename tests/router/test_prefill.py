@@ -174,8 +174,10 @@ async def test_what_fails_elsewhere_is_computed_here(serve, answer):
 
 async def test_a_client_cannot_say_where_an_engine_reads(serve):
     ingress, _, app = await serve(handed(), workers=(("d", "both", 1e-4),))
-    await post(app, kv_transfer_params=PLACE)
-    assert ingress.sent == [("d", 9, False, None)]
+    for name in ("kv_transfer_params", "ec_transfer_params"):
+        answer = await post(app, **{name: PLACE})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+    assert ingress.sent == []
 
 
 async def test_a_deadline_that_passes_in_a_prefill_says_nothing_of_its_worker(serve):
