@@ -20,6 +20,8 @@ ENGINE_CPUS = 1
 # The way back: Ray's own router, which only tells who is there.
 _ROUTERS = {"on": "router.ray_router.KappaRouter", "ray": "router.ray_own.WatchedRayRouter"}
 _SCALING_POLICY = "workers.scaling_policy:BacklogPolicy"
+# A domain that cannot exist: vLLM fetches from any where none is named.
+_NO_MEDIA_DOMAINS = ["nowhere.invalid"]
 # Serve averages what workers say over so long; they say it every 10 s.
 _LOOK_BACK_S = 20.0
 
@@ -30,7 +32,11 @@ def pool_config(settings: ClusterSettings, pool: PoolSettings, model: Model) -> 
 
     engine, gpus = pool.engine_settings(settings.engine), pool.placement.gpus
     bundle = {"CPU": ENGINE_CPUS, **({"GPU": 1} if gpus else {})}
-    arguments: dict[str, Any] = {"enable_prompt_tokens_details": True, **engine.extra}
+    arguments: dict[str, Any] = {
+        "enable_prompt_tokens_details": True,
+        "allowed_media_domains": _NO_MEDIA_DOMAINS,
+        **engine.extra,
+    }
     if gpus > 1:
         arguments.setdefault("tensor_parallel_size", gpus)
     return LLMConfig(

@@ -119,9 +119,18 @@ def _later(_where: str, value: Any) -> Any:
 
 def _ids(where: str, value: list[Any]) -> Any:
     """Token ids: a prompt may have very many, so no Python runs for each."""
-    if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_COUNT):
-        raise bad_field(where, f"give token ids from 0 to {MAX_COUNT}")
-    return value
+    if not set(map(type, value)) <= {int}:
+        raise bad_field(where, _IDS)
+    return _in_range(where, value)
+
+
+def _in_range(where: str, ids: list[int]) -> list[int]:
+    if ids and (min(ids) < 0 or max(ids) > MAX_COUNT):
+        raise bad_field(where, _IDS)
+    return ids
+
+
+_IDS = f"give token ids from 0 to {MAX_COUNT}"
 
 
 def _prompt(where: str, value: Any) -> Any:
@@ -131,7 +140,7 @@ def _prompt(where: str, value: Any) -> Any:
         raise bad_field(where, "give a string, token ids, or a list of one kind of them")
     kinds = set(map(type, value))
     if kinds == {int}:
-        return _ids(where, value)
+        return _in_range(where, value)
     if kinds not in ({str}, {list}):
         raise bad_field(where, "give a string, token ids, or a list of one kind of them")
     if len(value) > MAX_CHOICES:
@@ -432,20 +441,22 @@ def _check_depth(where: str, value: Any) -> None:
     """Bound nesting, and what numbers a compiler in C++ meets, without recursion."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        below: list[Any] = []
         for one in level:
-            if isinstance(one, dict):
-                below.extend(one.values())
-            elif isinstance(one, list):
-                below.extend(one)
-            elif isinstance(one, int) and abs(one) > MAX_INT64:
-                raise bad_field(where, f"numbers must lie within {MAX_INT64}")
-            elif isinstance(one, float) and not math.isfinite(one):
-                raise bad_field(where, "numbers must be finite")
-        if not below:
+            _check_number(where, one)
+        held = [one for one in level if isinstance(one, dict | list)]
+        if not held:
             return
-        level = below
+        level = [
+            inner for one in held for inner in (one.values() if isinstance(one, dict) else one)
+        ]
     raise _too_deep(where)
+
+
+def _check_number(where: str, value: Any) -> None:
+    if isinstance(value, int) and abs(value) > MAX_INT64:
+        raise bad_field(where, f"numbers must lie within {MAX_INT64}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise bad_field(where, "numbers must be finite")
 
 
 def _too_deep(where: str) -> ApiError:

@@ -40,6 +40,22 @@ def test_a_worker_runs_where_the_pool_says_and_nowhere_else():
     assert (options["num_cpus"], options["resources"]) == (4, {"pool-a": 1})
 
 
+def test_engines_fetch_media_only_from_domains_that_the_operator_names():
+    from vllm.multimodal.media.connector import MediaConnector
+
+    def allowed(**engine):
+        return config_of({}, engine=engine).engine_kwargs["allowed_media_domains"]
+
+    connector = MediaConnector(allowed_media_domains=allowed())
+    for address in ("http://169.254.169.254/latest/meta-data", "https://example.com/a.png"):
+        with pytest.raises(ValueError, match="must be from one of the allowed domains"):
+            connector.fetch_image(address)
+    with pytest.raises(RuntimeError, match="allowed-local-media-path"):
+        connector.fetch_image("file:///etc/passwd")
+    named = ["images.example.com"]
+    assert allowed(extra={"allowed_media_domains": named}) == named
+
+
 def test_a_gpu_pool_does_not_get_the_environment_of_a_cpu_engine():
     on_gpu = config_of({"placement": {"gpus": 1}}).runtime_env["env_vars"]
     on_cpu = config_of({}).runtime_env["env_vars"]

@@ -5,7 +5,6 @@ from types import SimpleNamespace as Body
 import pytest
 
 from router.errors import (
-    ApiError,
     body_too_large,
     context_too_long,
     engine_failed,
