@@ -9,6 +9,7 @@ derived and say so. Read by `kappa why` through `GET /v1/decisions/ID`, and by
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ KEPT = 4096
 """Timelines in memory, as many as decisions."""
 
 _CARRIED = "traceparent"
+# As W3C's Trace Context has it: version, trace, span, flags. Anything else is not carried on, and
+# must not be kept, however long it is.
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 Value = str | int | float | bool
 
@@ -40,8 +44,8 @@ class Attempt:
 class Timeline:
     """A request's stations, in seconds since the epoch; None where it did not get.
 
-    traceparent: the W3C header that the client sent, empty without one. end: as the observer's;
-    status: what the client was answered, 0 if it had left.
+    traceparent: the W3C header that the client sent, empty without a valid one. end: as the
+    observer's; status: what the client was answered, 0 if it had left.
     """
 
     request_id: str
@@ -130,7 +134,9 @@ class Timelines:
         self, request_id: str, tenant: str, headers: Mapping[str, str], now_s: float
     ) -> None:
         """See `router.observing.observer`."""
-        self._timelines[request_id] = Timeline(request_id, tenant, now_s, headers.get(_CARRIED, ""))
+        carried = headers.get(_CARRIED, "").strip()
+        parent = carried if _TRACEPARENT.fullmatch(carried) else ""
+        self._timelines[request_id] = Timeline(request_id, tenant, now_s, parent)
         self._timelines.move_to_end(request_id)
         while len(self._timelines) > self._kept:
             self._timelines.popitem(last=False)

@@ -128,8 +128,9 @@ def test_the_oldest_timelines_go_and_late_news_of_them_are_ignored():
 
 
 def test_the_clients_trace_is_kept_and_no_other_header():
-    timeline = served(Timelines(), headers={"traceparent": "00-a-b-01", "cookie": "secret"})
-    assert timeline.traceparent == "00-a-b-01"
+    parent = f"00-{'a' * 32}-{'b' * 16}-01"
+    timeline = served(Timelines(), headers={"traceparent": parent, "cookie": "secret"})
+    assert timeline.traceparent == parent
     assert "secret" not in repr(timeline)
 
 
@@ -157,3 +158,8 @@ def test_spans_never_leave_their_parents(wait_s, load_s, compute_s, stream_s):
     queue, load, prefill = (parents[name] for name in ("queue", "load", "prefill"))
     total_s = queue.seconds + load.seconds + prefill.seconds
     assert total_s == pytest.approx(wait_s, abs=1e-6)
+
+
+@pytest.mark.parametrize("sent", ["0" * 32_000, "00-a-b-01", f"00-{'a' * 32}-{'b' * 16}-01-x"])
+def test_a_traceparent_that_is_none_is_not_kept(sent):
+    assert served(Timelines(), headers={"traceparent": sent}).traceparent == ""
