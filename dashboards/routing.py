@@ -88,9 +88,12 @@ DECISIONS = Row(
         Panel(
             "Blind spots",
             "Blocks per second that the prefix index could not place, and gaps in the workers' "
-            "event streams: what the router does not know.", "cps",
+            "event streams: what the router does not know. Restarts of what follows them, and "
+            "entries that the router's record lost.", "cps",
             (Query(rate(m.INDEX_LOSSES, ("why",)), "lost: {{why}}"),
-             Query(f"{rate(m.STREAM_GAPS)} or vector(0)", "gaps")), absent=RARE,
+             Query(f"{rate(m.STREAM_GAPS)} or vector(0)", "gaps"),
+             Query(rate(m.TASK_RESTARTS, ("task",)), "restarted: {{task}}"),
+             Query(rate(m.RECORD_DROPPED), "not recorded")), absent=RARE,
         ),
     ),
 )  # fmt: skip

@@ -208,6 +208,13 @@ BREAKER_OPENED = Metric(
     "kappa_breaker_opened", "counter", "times that a node's circuit breaker opened, by why",
     ("node", "why"),
 )  # fmt: skip
+TASK_RESTARTS = Metric(
+    "kappa_task_restarts", "counter", "tasks that failed and were started again: what follows a "
+    "worker's stream (feed), its connection (line), or watches over all workers (watch)", ("task",),
+)  # fmt: skip
+RECORD_DROPPED = Metric(
+    "kappa_record_dropped", "counter", "entries that router.record lost, its file having ended"
+)
 WORKERS = Metric("kappa_workers", "gauge", "workers known, by whether they are paced", ("paced",))
 
 ALL: tuple[Metric, ...] = tuple(v for v in list(globals().values()) if isinstance(v, Metric))
@@ -218,7 +225,7 @@ ADDING: frozenset[str] = frozenset(
         DECISIONS, REQUESTS, RATIO, PREDICTED_TTFT, TTFT, TTFT_ERROR, DECISION_SECONDS,
         TOKENIZE_SECONDS, RESERVATIONS, STREAM_GAPS, OUTPUT_TOKENS, TENANT_REQUESTS,
         KEY_FILE_READS, PREFILLS, ROLLOUT_REQUESTS, ROLLOUT_TTFT, SHADOWS, SHADOW_SAVING, RETRIES,
-        BREAKER_OPENED,
+        BREAKER_OPENED, TASK_RESTARTS, RECORD_DROPPED,
     )
 )  # fmt: skip
 """What each of several ingresses counts of its own requests; the rest all hear from workers."""

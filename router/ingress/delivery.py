@@ -54,13 +54,17 @@ class _Attempt:
         self.terms.generated(tokens)
 
     async def over(self, end: str) -> None:
-        """Release and close; harmless to say twice, the first end counts."""
-        if not self.end:
-            self.end = end
+        """Release and close. The first end counts: by a second one, which may come late, the same
+        id can be another request's."""
+        if self.end:
+            return
+        self.end = end
+        try:
             self.terms.over(end)
-        self.live.release(self.decision.request_id, end)
-        self.live.members.waits.end(self.decision.worker, self.wait)
-        await self.stream.aclose()
+            self.live.release(self.decision.request_id, end)
+        finally:
+            self.live.members.waits.end(self.decision.worker, self.wait)
+            await self.stream.aclose()
 
 
 class Delivery:

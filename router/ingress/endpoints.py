@@ -164,8 +164,8 @@ class KappaIngress(OpenAiIngress):
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def ready(self) -> Response:
-        """200 once a worker can be chosen, else 503."""
-        count = len(self._live().router.state.workers)
+        """200 while a worker can be chosen, else 503."""
+        count = self._live().choosable
         return JSONResponse({"workers": count}, status_code=200 if count else 503)
 
     # -- what other ingresses ask ---------------------------------------------------------------
@@ -194,10 +194,17 @@ class KappaIngress(OpenAiIngress):
 
     async def check_health(self) -> None:
         """Called by Ray; the first time, before this ingress is sent any request, it waits until
-        the workers' state is known here, as far as there are workers."""
+        the workers' state is known here, as far as there are workers.
+
+        Raises:
+            RuntimeError: it cannot follow the workers any more; Ray replaces it.
+        """
         if not self._checked:
             self._checked = True
             await self._start.known(_FIRST_SIGHT_S)
+        fault = self._live().members.fault()
+        if fault:
+            raise RuntimeError(f"this ingress must be replaced: {fault}")
 
     def _rank(self) -> int:
         """Which of the ingresses this is; 0 outside of Ray Serve."""

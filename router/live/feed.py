@@ -22,11 +22,11 @@ from zmq.utils.monitor import parse_monitor_message
 from kappa.report import KV, REPORT, RESET, Announcement, WorkerReport
 from router.index.kv_events import KVEvent, WorkerReset
 from router.index.kv_stream import StreamCursor, decode_batch
+from router.live.supervised import pause_s, supervised
 
 log = structlog.get_logger(__name__)
 
 _SNAPSHOT_TIMEOUT_S = 5.0
-_RETRY_S = (0.2, 1.0, 5.0)
 _FRAMES = ("kind", "seq", "payload")
 _LINE_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
@@ -41,8 +41,10 @@ class WorkerFeed:
         on_report: Callable[[WorkerReport], None],
         on_gap: Callable[[str], None],
         on_line: Callable[[str, bool], None] = lambda _worker, _up: None,
+        on_restart: Callable[[str], None] = lambda _task: None,
     ) -> None:
-        """`on_line` is told when the connection stands and when it breaks."""
+        """`on_line` is called when the connection stands and when it breaks, `on_restart` with
+        `feed` or `line` when that task failed and begins anew."""
         self._said = announcement
         self._on_blocks, self._on_report, self._on_gap = on_blocks, on_report, on_gap
         self._on_line = on_line
@@ -59,7 +61,16 @@ class WorkerFeed:
         loop = asyncio.get_running_loop()
         self._line = self._stream.get_monitor_socket(_LINE_EVENTS)
         self._stream.connect(announcement.events_endpoint)
-        self._tasks = [loop.create_task(self._run()), loop.create_task(self._watch_line())]
+        runs = {"feed": self._run, "line": self._watch_line}
+        self._tasks = [
+            loop.create_task(supervised(name, run, on_restart, announcement.worker))
+            for name, run in runs.items()
+        ]
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still follows its worker; not after `close`."""
+        return not any(task.done() for task in self._tasks)
 
     async def close(self) -> None:
         """Stop following; returns when the sockets are closed."""
@@ -139,19 +150,18 @@ class WorkerFeed:
                 # Not wait_for: Python 3.11's swallows a cancellation that meets the answer.
                 async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
                     seq, batches = await self._snapshot()
-                events = self._rebuilt(batches)
+                # The events begin with a reset: what a failure leaves half done is made anew.
+                self._on_blocks(self._rebuilt(batches))
                 break
-            except (TimeoutError, ValueError) as error:
-                pause_s = _RETRY_S[min(attempt, len(_RETRY_S) - 1)]
+            except Exception as error:
                 log.warning(
                     "worker_snapshot_failed",
                     worker=self._said.worker,
                     attempt=attempt,
                     error=repr(error),
                 )
+                await asyncio.sleep(pause_s(attempt))
                 attempt += 1
-                await asyncio.sleep(pause_s)
-        self._on_blocks(events)
         self._cursor.resume(seq + 1)
         self.synced = True
 

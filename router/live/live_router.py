@@ -7,11 +7,10 @@ short memory (`GET /v1/decisions`).
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import structlog
 
@@ -29,7 +28,8 @@ from router.live.board import BOARD
 from router.live.breaker import Blocked
 from router.live.charges import Charges
 from router.live.members import MemberRule, Members
-from router.live.metrics import ENGINE_STATES, POWER_SOURCES, RouterMetrics
+from router.live.metrics import RouterMetrics
+from router.live.record_file import RecordFile
 from router.live.records import Record, Records
 from router.recording import RecordedRouter
 from router.rollout import Arm, Shadow, ray_choice
@@ -56,8 +56,10 @@ class LiveRouter:
         counting: keep metrics. request_log: a line in the log at each request's end.
         """
         self.metrics = RouterMetrics(counting)
+        dropped = partial(self.metrics.inc, m.RECORD_DROPPED)
+        self._record = RecordFile(record, dropped) if record else None
         self._request_log = request_log
-        self.router = RecordedRouter(config, _writer(record)) if record else Router(config)
+        self.router = RecordedRouter(config, self._record) if self._record else Router(config)
         self.charges = Charges()
         self.records = Records()
         self.kappa_eff: dict[str, float | None] = {}
@@ -73,6 +75,7 @@ class LiveRouter:
             on_leave=self._left,
             on_open=self._opened,
             on_gap=self._gap,
+            on_restart=partial(self.metrics.inc, m.TASK_RESTARTS),
         )
         self.members.on_rename = self._forget
 
@@ -83,6 +86,14 @@ class LiveRouter:
     async def close(self) -> None:
         """Follow no worker any more; returns when their sockets are closed."""
         await self.members.close()
+        if self._record is not None:
+            self._record.close()
+
+    @property
+    def choosable(self) -> int:
+        """Workers that could be chosen now: heard from, not gone, not finishing."""
+        stale_after_s, gone = self.router.config.stale_after_s, self.members.blocked().gone
+        return len(self.router.state.fleet.ready(self.now_s(), stale_after_s, gone))
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -253,6 +264,7 @@ class LiveRouter:
     def _left(self, worker: str, node: str, lost: list[str]) -> None:
         self.kappa_eff.pop(worker, None)
         self.charges.left(worker)
+        self.metrics.left(worker)
         for request_id in lost:
             if request_id in self.records:
                 self.records[request_id].end = "worker_died"
@@ -260,15 +272,7 @@ class LiveRouter:
 
     def _forget(self, node: str) -> None:
         """Nobody is called so any more: what was shown of it goes."""
-        for gauge in (
-            m.RESERVATIONS, m.LINK_BACKLOG, m.GPU_BACKLOG, m.CRITICAL_RATIO, m.BREAKER_OPEN,
-        ):  # fmt: skip
-            self.metrics.forget(gauge, node)
-        for engine_state in ENGINE_STATES:
-            self.metrics.forget(m.ENGINE_REQUESTS, node, engine_state)
-        for source in POWER_SOURCES:
-            self.metrics.forget(m.POWER, node, source)
-            self.metrics.forget(m.POWER_CAP, node, source)
+        self.metrics.forget_node(node)
 
     def _opened(self, worker: str, why: str) -> None:
         self.metrics.inc(m.BREAKER_OPENED, self._node(worker), why)
@@ -316,8 +320,3 @@ class LiveRouter:
         source = tier if tier == "lmcache" else "host"
         self.metrics.inc(m.PROMPT_TOKENS, node, source, by=admission.host_tokens)
         self.metrics.inc(m.PROMPT_TOKENS, node, "new", by=admission.new_tokens)
-
-
-def _writer(path: str) -> Callable[[dict[str, Any]], None]:
-    file = open(path, "a", buffering=1)  # noqa: SIM115  # lives as long as the process
-    return lambda entry: print(json.dumps(entry), file=file)

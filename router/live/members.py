@@ -24,12 +24,14 @@ from router.live.board import Announcements, Board
 from router.live.breaker import Blocked, BreakerRule, Breakers
 from router.live.feed import WorkerFeed
 from router.live.stalls import StallWatch, marks
+from router.live.supervised import supervised
 from router.live.waiting import Waits
 
 log = structlog.get_logger(__name__)
 
 DISCONNECTED, SILENT, STALLED, ENGINE_DIED = "disconnected", "silent", "stalled", "engine_died"
 _LOOK_EVERY_S = 0.25
+_UNREADABLE_S = 60.0
 # Ray knows of a death soon, too, and still has what the worker had sent: streams are left to it.
 _GRACE_S = 5.0
 # A request or a step may take so many times as long as was expected before its engine stands still.
@@ -80,6 +82,7 @@ class Members:
         on_leave: Callable[[str, str, list[str]], None],
         on_open: Callable[[str, str], None],
         on_gap: Callable[[str], None],
+        on_restart: Callable[[str], None],
     ) -> None:
         """`clock`: seconds that never jump; the other calls go to the live router."""
         self.rule = rule
@@ -89,6 +92,7 @@ class Members:
         self._router, self._board, self._clock = router, board, clock
         self._on_report, self._on_gap = on_report, on_gap
         self._on_join, self._on_leave, self._on_open = on_join, on_leave, on_open
+        self._on_restart = on_restart
         self.on_rename: Callable[[str], None] = lambda _: None
         """Called with the name that a worker's node had before."""
         self._members: dict[str, Member] = {}
@@ -97,7 +101,8 @@ class Members:
         self._loop = asyncio.get_running_loop()
         self._closing: set[asyncio.Task[None]] = set()
         self._joined = asyncio.Event()
-        self._watch = self._loop.create_task(self._look_again())
+        self._watch = self._loop.create_task(supervised("watch", self._look_again, on_restart, ""))
+        self._readable_s = clock()
         board.listen(self._heard)
 
     # -- what is asked ------------------------------------------------------------------------
@@ -116,6 +121,22 @@ class Members:
         """Whether there are workers, and of each that can be reached the state is known."""
         feeds = [m.feed for m in self._members.values()]
         return bool(feeds) and all(feed.synced for feed in feeds)
+
+    def fault(self) -> str:
+        """Why this ingress can follow the workers no more and should be replaced; empty: it can.
+
+        A single worker that cannot be read is that worker's fault as likely as ours; if none of
+        those that are connected can, it is ours.
+        """
+        if self._watch.done():
+            return "nobody watches over the workers any more"
+        for worker, member in self._members.items():
+            if not member.feed.alive:
+                return f"nobody follows worker {worker} any more"
+        unreadable_s = self._clock() - self._readable_s
+        if unreadable_s > _UNREADABLE_S:
+            return f"no worker's state could be read for {unreadable_s:.0f} s"
+        return ""
 
     def blocked(self) -> Blocked:
         """Who must not be chosen now: those that are finishing count as gone."""
@@ -198,8 +219,9 @@ class Members:
                 self.on_rename(before)
         else:
             feed = WorkerFeed(
-                announcement, self._router.blocks, self._reported, self._on_gap, self._line
-            )
+                announcement, self._router.blocks, self._reported, self._on_gap, self._line,
+                self._on_restart,
+            )  # fmt: skip
             self._members[worker] = Member(deployment, data, feed)
             log.info("worker_joined", worker=worker, node=announcement.node.name)
         if announcement.profile_error:
@@ -268,6 +290,9 @@ class Members:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             now_s = self._clock()
+            feeds = [member.feed for member in self._members.values() if member.feed.connected]
+            if not feeds or any(feed.synced for feed in feeds):
+                self._readable_s = now_s
             for worker, member in list(self._members.items()):
                 try:
                     self._look(worker, member, now_s)

@@ -14,7 +14,8 @@ from kappa.report import WorkerReport
 _TENANT_LABELS = 256
 
 ENGINE_STATES = ("waiting", "loading", "running")
-POWER_SOURCES = ("nvml", "model", "paced")
+# Workers that left whose totals are remembered: one that comes back must not count twice.
+_MAX_GONE = 64
 
 
 class _Nothing:
@@ -44,7 +45,8 @@ class RouterMetrics:
         self._collectors = {metric.name: self._make(metric) for metric in m.ALL if counting}
         # `labels` of prometheus-client costs several times what counting does.
         self._children: dict[tuple[str, tuple[str, ...]], Any] = {}
-        self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._totals: dict[str, dict[tuple[str, tuple[str, ...]], float]] = {}
+        self._gone: dict[str, None] = {}
         self._tenants: set[str] = set()
 
     def inc(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
@@ -61,11 +63,11 @@ class RouterMetrics:
 
     def total(self, metric: Metric, *labels: str, to: float, source: str = "") -> None:
         """Bring a counter up to a total that `source` counts; a fall means that it started anew."""
-        key = (metric.name, (*labels, source))
-        known = self._totals.get(key)
+        key, totals = (metric.name, labels), self._totals.setdefault(source, {})
+        known = totals.get(key)
         if known == to:
             return
-        self._totals[key], before = to, known or 0.0
+        totals[key], before = to, known or 0.0
         gained = to - before if to >= before else to
         # Even at zero: a counter that first appears with its first event shows no increase.
         child = self._child(metric, labels)
@@ -92,6 +94,7 @@ class RouterMetrics:
             *((m.PASSED, (node, why), count) for why, count in report.passed_total.items()),
             *((m.TIER_FAILURES, (node, w), n) for w, n in report.tier_failures_total.items()),
         ]
+        self._gone.pop(report.worker, None)
         for metric, labels, value in totals:
             self.total(metric, *labels, to=value, source=report.worker)
         if report.power_source:
@@ -103,10 +106,27 @@ class RouterMetrics:
         for state in ENGINE_STATES:
             self.set(m.ENGINE_REQUESTS, node, state, to=getattr(report, state))
 
-    def forget(self, metric: Metric, *labels: str) -> None:
-        """Drop one labelled gauge, of a node that is gone."""
-        if metric.labels and self._children.pop((metric.name, labels), None) is not None:
-            self._collectors[metric.name].remove(*labels)
+    def forget_node(self, node: str) -> None:
+        """Drop every gauge of a node that is gone; counters stay, since they must not fall."""
+        gauges = {
+            metric.name: metric.labels.index("node")
+            for metric in m.ALL
+            if metric.kind == "gauge" and "node" in metric.labels
+        }
+        for name, labels in [
+            key for key in self._children if key[0] in gauges and key[1][gauges[key[0]]] == node
+        ]:
+            del self._children[name, labels]
+            self._collectors[name].remove(*labels)
+
+    def left(self, source: str) -> None:
+        """A source of totals is gone; of the last ones the totals are remembered."""
+        self._gone.pop(source, None)
+        self._gone[source] = None
+        while len(self._gone) > _MAX_GONE:
+            oldest = next(iter(self._gone))
+            del self._gone[oldest]
+            self._totals.pop(oldest, None)
 
     def tenant(self, name: str) -> str:
         """The label of a tenant: its name, or `other` once there are too many."""

@@ -10,10 +10,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import structlog
+
 from kappa.settings.observing import ObservingSettings
 from router.live.records import Record
 from router.observing.observer import RequestObserver
 from router.observing.spans import EngineShare, Timeline, Timelines, spans_of
+
+log = structlog.get_logger(__name__)
+
+
+class Guarded:
+    """Passes all on to another observer; what that raises is logged and costs no request."""
+
+    def __init__(self, observer: RequestObserver) -> None:
+        self.received = _unfailing(observer.received)
+        self.tokenized = _unfailing(observer.tokenized)
+        self.decided = _unfailing(observer.decided)
+        self.sent = _unfailing(observer.sent)
+        self.first_token = _unfailing(observer.first_token)
+        self.ended = _unfailing(observer.ended)
+
+
+def _unfailing(call: Callable[..., None]) -> Callable[..., None]:
+    def called(*args: Any) -> None:
+        try:
+            call(*args)
+        except Exception as error:
+            log.error("observer_failed", error=repr(error))
+
+    return called
 
 
 class Observing:
@@ -31,11 +57,12 @@ class Observing:
 
             self._tracing = Tracing(settings, self.engine_share)
         self._timelines = Timelines(self._tracing.ended if self._tracing else None)
+        self._guarded = Guarded(self._timelines)
 
     @property
     def observer(self) -> RequestObserver:
         """Who is to be told of the stations."""
-        return self._timelines
+        return self._guarded
 
     def tenant(self, request_id: str) -> str | None:
         """Whose request it was; None if it is not known (any more)."""

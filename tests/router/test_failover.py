@@ -10,12 +10,15 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError
 
+import router.ingress.delivery
 import router.ingress.endpoints
 import router.ingress.request_path
 from kappa.report import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
 from router.decision import RouteRequest
+from router.ingress.terms import Terms
 from router.live.board import PinGoneError
+from router.observing.observers import Guarded
 from tests.router.scripted import announcement, code, event, get, post, until, words
 
 pytestmark = pytest.mark.ray
@@ -312,3 +315,55 @@ async def test_a_fault_of_ours_between_decision_and_delivery_leaves_nothing_rese
     assert (await post(app)).status_code == 500
     assert ingress.sent == [] and live.router.reservations == 0
     assert ingress._path._open == set()
+
+
+async def test_a_late_second_end_does_not_release_a_later_request_of_the_same_id(serve):
+    _, live, _ = await serve(words)
+    stream = words("a")
+    wait = live.members.waits.begin("a")
+    decision = live.route(RouteRequest("job"))
+    attempt = router.ingress.delivery._Attempt(live, decision, stream, wait, Terms())
+    await attempt.over("client_gone")
+    live.route(RouteRequest("job"))
+    await attempt.over("client_gone")
+    assert live.router.reservations == 1
+    live.release("job", "unsent")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_observer_that_raises_costs_no_request_and_leaves_nothing(serve, stream):
+    ingress, live, app = await serve(words if stream else whole)
+
+    def broken(*_):
+        raise OSError(28, "No space left on device")
+
+    for station in ("received", "tokenized", "decided", "sent", "first_token", "ended"):
+        setattr(ingress._observing._timelines, station, broken)
+    ingress._observing._guarded = Guarded(ingress._observing._timelines)
+    ingress._path._observer = ingress._path._delivery._observer = ingress._observing.observer
+    answer = await post(app, stream=stream)
+    assert answer.status_code == 200 and len(ingress.sent) == 1
+    assert live.router.reservations == 0 and len(live.members.waits) == 0
+    assert ingress._path._open == set()
+
+
+async def test_ready_tells_whether_a_worker_can_be_chosen(serve):
+    ingress, live, app = await serve(words)
+    app.get("/ready")(ingress.ready)
+    answer = await get(app, "/ready")
+    assert (answer.status_code, answer.json()) == (200, {"workers": 2})
+    live.members._trip("a", "silent")
+    assert (await get(app, "/ready")).json() == {"workers": 1}
+    live.members._trip("b", "disconnected")
+    answer = await get(app, "/ready")
+    assert (answer.status_code, answer.json()) == (503, {"workers": 0})
+
+
+async def test_health_fails_when_the_workers_are_followed_no_more(serve, monkeypatch):
+    monkeypatch.setattr(router.ingress.endpoints, "_FIRST_SIGHT_S", 0.05)
+    ingress, live, _ = await serve(words)
+    await ingress.check_health()
+    live.members.get("a").feed._tasks[0].cancel()
+    await until(lambda: not live.members.get("a").feed.alive)
+    with pytest.raises(RuntimeError, match="nobody follows worker a"):
+        await ingress.check_health()

@@ -10,6 +10,7 @@ import zmq
 import zmq.asyncio
 
 import router.live.feed
+import router.live.supervised
 from kappa.hardware import node_profile
 from kappa.report import Admission, Announcement, WorkerReport
 from kappa.step import StepModel
@@ -88,7 +89,7 @@ class Heard:
 
 @pytest.fixture
 async def scene(monkeypatch):
-    monkeypatch.setattr(router.live.feed, "_RETRY_S", (0.01,))
+    monkeypatch.setattr(router.live.supervised, "PAUSES_S", (0.01,))
     context = zmq.asyncio.Context()
     worker, heard = Worker(context), Heard()
     feed = WorkerFeed(worker.announcement(), heard.blocks, heard.report, heard.gap)
@@ -234,3 +235,57 @@ async def test_workers_that_come_and_go_leave_no_descriptor(scene):
         # libzmq's own thread closes what was handed to it.
         while open_now() > before + 5:
             await asyncio.sleep(0.01)
+
+
+async def test_an_error_while_a_snapshot_is_applied_costs_only_a_second_snapshot(monkeypatch):
+    monkeypatch.setattr(router.live.supervised, "PAUSES_S", (0.01,))
+    context = zmq.asyncio.Context()
+    worker, heard = Worker(context), Heard()
+    failures = [OSError(28, "No space left on device"), RuntimeError("a fault of ours")]
+
+    def blocks(events):
+        if failures:
+            raise failures.pop()
+        heard.blocks(events)
+
+    feed = WorkerFeed(worker.announcement(), blocks, heard.report, heard.gap)
+    for _ in range(3):
+        await worker.answer(0, kv(1))
+    assert await heard.next(2) == ["reset", (1,)]
+    await worker.send(b"kv", 1, kv(2))
+    assert await heard.next() == (2,)
+    assert feed.synced and feed.alive
+    await feed.close()
+    assert not feed.alive
+    context.destroy(linger=0)
+
+
+async def test_a_feed_whose_callbacks_fail_is_started_again_and_counted(monkeypatch):
+    monkeypatch.setattr(router.live.supervised, "PAUSES_S", (0.01,))
+    context = zmq.asyncio.Context()
+    worker, heard, restarted = Worker(context), Heard(), []
+    failures = {"gap": 1, "line": 1}
+
+    def gap(_worker):
+        if failures["gap"]:
+            failures["gap"] = 0
+            raise RuntimeError("a fault of ours")
+
+    def line(_worker, _up):
+        if failures["line"]:
+            failures["line"] = 0
+            raise RuntimeError("a fault of ours")
+
+    feed = WorkerFeed(
+        worker.announcement(), heard.blocks, heard.report, gap, line, restarted.append
+    )
+    await worker.answer(0, kv(1))
+    assert await heard.next(2) == ["reset", (1,)]
+    await worker.send(b"kv", 5, kv(2))  # a gap
+    await worker.answer(5, kv(1))
+    assert await heard.next(2) == ["reset", (1,)]
+    await worker.send(b"kv", 6, kv(3))
+    assert await heard.next() == (3,)
+    assert sorted(restarted) == ["feed", "line"] and feed.alive
+    await feed.close()
+    context.destroy(linger=0)

@@ -1,17 +1,24 @@
 """The live router between a real worker stream and the board, without Ray."""
 
 import asyncio
+import errno
+import json
+import os
 import time
 
 import numpy as np
 import pytest
 
 import router.live.live_router
+import router.live.members
+import router.live.record_file
+import router.live.supervised
 from kappa.report import TenantCharge, WorkerReport
 from router.core import RouterConfig
 from router.decision import NoWorkerError, RouteRequest
 from router.live.board import Board
 from router.live.live_router import LiveRouter
+from router.live.record_file import RecordFile
 from router.live.view import nodes, refresh_gauges
 from router.policies import policy_named
 from tests.router.stream_worker import SIZE, until
@@ -204,3 +211,112 @@ async def test_a_decision_and_its_log_line_name_the_tenant(scene, worker, capsys
     live.release("r", "done")
     assert live.records["r"].to_dict()["tenant"] == "alice"
     assert "alice" in "".join(capsys.readouterr())
+
+
+# -- what must go on -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Writes of the record's file fail while the list holds an errno."""
+    failing, real = [], os.write
+
+    def write(file, data):
+        if failing:
+            real(file, data[: len(data) // 2])  # as a disk does that is full in mid-line
+            raise OSError(failing[0], os.strerror(failing[0]))
+        return real(file, data)
+
+    monkeypatch.setattr(router.live.record_file.os, "write", write)
+    return failing
+
+
+async def test_a_full_disk_ends_the_record_and_nothing_else(
+    monkeypatch, tmp_path, worker, full_disk
+):
+    board, path = Board(), tmp_path / "record.jsonl"
+    monkeypatch.setattr(router.live.live_router, "BOARD", board)
+    live = LiveRouter(RouterConfig(policy=policy_named("ttft"), secret=1), record=str(path))
+    w = worker()
+    await joined(live, board, w)
+    await until(lambda: live.members.synced)
+    live.route(ask("before"))
+    full_disk.append(errno.ENOSPC)
+    live.route(ask("during"))
+    for request_id in ("before", "during"):
+        live.release(request_id, "done")
+    w.store(1, 2)
+    w.step()
+    await until(lambda: live.router.state.workers["w"].report.steps_total)
+    await until(lambda: live.router.index.stats()["blocks"] == 2)
+    full_disk.clear()
+    assert live.route(ask("after")).worker == "w"
+    live.release("after", "done")
+    assert live.router.reservations == 0 and live.members.get("w").feed.synced
+    assert sample(live, "kappa_record_dropped_total") >= 3
+    assert sample(live, 'kappa_task_restarts_total{task="feed"}') is None
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    told = [line["request"]["request_id"] for line in lines if line["call"] == "route"]
+    assert told == ["before"], "no line is cut, and none comes after what was lost"
+    assert path.stat().st_mode & 0o777 == 0o600
+    await live.close()
+
+
+def test_a_record_ends_at_its_bound_with_a_whole_line_and_tightens_an_old_files_mode(tmp_path):
+    path, dropped = tmp_path / "record.jsonl", []
+    path.write_text("{}\n")
+    path.chmod(0o644)
+    file = RecordFile(str(path), lambda: dropped.append(1), max_bytes=20)
+    for _ in range(4):
+        file({"n": 1})  # 9 bytes with its line's end; 3 + 9 = 12, and 21 would be too many
+    file.close()
+    assert path.read_text() == '{}\n{"n": 1}\n'
+    assert len(dropped) == 3 and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_record_that_cannot_be_opened_keeps_nothing_from_starting(tmp_path):
+    dropped = []
+    file = RecordFile(str(tmp_path / "missing" / "record"), lambda: dropped.append(1))
+    file({"n": 1})
+    assert dropped == [1]
+
+
+async def test_an_ingress_that_can_follow_nobody_says_so(scene, worker, monkeypatch):
+    live, board = scene
+    await joined(live, board, worker("a"), worker("b"))
+    await until(lambda: live.members.synced)
+    assert live.members.fault() == ""
+    feeds = [live.members.get(name).feed for name in "ab"]
+    monkeypatch.setattr(router.live.members, "_UNREADABLE_S", 0.5)
+    # One of two cannot be read: its own fault as likely as ours.
+    feeds[0]._broken = True
+    monkeypatch.setattr(feeds[0], "_snapshot", unreadable)
+    await until(lambda: not feeds[0].synced)
+    await asyncio.sleep(1.0)
+    assert live.members.fault() == ""
+    feeds[1]._broken = True
+    monkeypatch.setattr(feeds[1], "_snapshot", unreadable)
+    await until(lambda: "could be read" in live.members.fault())
+    live.members._readable_s = live.now_s()
+    feeds[1]._tasks[0].cancel()
+    await until(lambda: live.members.fault() == "nobody follows worker b any more")
+
+
+async def unreadable():
+    raise ValueError("nonsense")
+
+
+async def test_a_watch_that_fails_is_started_again(scene, worker, monkeypatch):
+    live, board = scene
+    monkeypatch.setattr(router.live.supervised, "PAUSES_S", (0.01,))
+    await joined(live, board, worker())
+    real, failures = live.members._clock, [1]
+
+    def clock():
+        if failures and asyncio.current_task() is live.members._watch:
+            raise RuntimeError(f"a fault of ours {failures.pop()}")
+        return real()
+
+    live.members._clock = clock
+    await until(lambda: sample(live, 'kappa_task_restarts_total{task="watch"}') == 1)
+    assert live.members.fault() == ""

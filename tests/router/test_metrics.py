@@ -27,8 +27,36 @@ def test_a_workers_scheduler_is_taken_over_and_a_new_life_adds_to_the_old():
     assert 'kappa_scheduler_passed_total{node="n",reason="vram"} 16.0' in lines
     assert 'kappa_scheduler_fill_total{node="n",resource="budget"} 8.0' in lines
     assert 'kappa_engine_requests{node="n",state="waiting"} 7.0' in lines
-    metrics.forget(m.ENGINE_REQUESTS, "n", "waiting")
-    assert 'state="waiting"' not in metrics.exposition().decode()
+
+
+def test_all_gauges_of_a_node_that_is_gone_are_forgotten_and_its_counters_stay():
+    metrics = RouterMetrics()
+    told = {"power_w": 300.0, "power_source": "model", "h2d_bytes_per_s": 1e9, "steps_total": 3}
+    for node in ("n", "o"):
+        metrics.reported(WorkerReport(f"w-{node}", 1.0, **told), node, paced=False)
+        for gauge in (m.LINK_SCALE, m.COMPUTE_SCALE, m.OVERHEAD, m.BREAKER_OPEN):
+            metrics.set(gauge, node, to=1.0)
+    metrics.forget_node("n")
+    left = [line for line in metrics.exposition().decode().splitlines() if 'node="n"' in line]
+    assert left and all("_total{" in line or "_created{" in line for line in left)
+    lines = metrics.exposition().decode().splitlines()
+    assert f'{m.LINK_SCALE.name}{{node="o"}} 1.0' in lines
+    assert 'kappa_engine_steps_total{node="n",paced="false"} 3.0' in lines
+
+
+def test_totals_of_workers_that_left_are_remembered_for_some_and_then_dropped():
+    metrics = RouterMetrics()
+    for i in range(200):
+        metrics.reported(WorkerReport(f"w{i}", 1.0, steps_total=1), "n", paced=False)
+        metrics.left(f"w{i}")
+    assert len(metrics._totals) == 64
+    steps = 'kappa_engine_steps_total{node="n",paced="false"} '
+    # One that comes back counts only what is new: 200 steps of all, then 4 more of the last.
+    metrics.reported(WorkerReport("w199", 2.0, steps_total=5), "n", paced=False)
+    assert f"{steps}204.0" in metrics.exposition().decode()
+    for i in range(200, 300):
+        metrics.left(f"w{i}")
+    assert "w199" in metrics._totals, "it is here again"
 
 
 def test_power_is_told_with_its_source_and_energy_adds_up_over_restarts():
@@ -55,5 +83,5 @@ def test_without_counting_nothing_is_counted_and_nothing_fails():
     metrics.observe(m.TOKENIZE_SECONDS, value=0.1)
     metrics.reported(WorkerReport("w", 1.0, steps_total=5), "pcie", paced=True)
     metrics.total(m.STEPS, "pcie", "true", to=3)
-    metrics.forget(m.CRITICAL_RATIO, "pcie")
+    metrics.forget_node("pcie")
     assert metrics.exposition() == b""

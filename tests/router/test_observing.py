@@ -73,7 +73,7 @@ async def test_a_requests_account_says_where_its_time_went(begin):
 async def test_a_refused_request_has_an_account_without_a_decision(begin):
     ingress, _, app = await begin(workers=())
     assert (await post(app)).status_code == 503
-    (request_id,) = ingress._observing.observer._timelines
+    (request_id,) = ingress._observing._timelines._timelines
     told = (await account(app, request_id)).json()
     assert told["timeline"]["status"] == 503 and "node" not in told
     assert [span["name"] for span in told["timeline"]["spans"]] == ["ingress", "tokenize"]
@@ -156,7 +156,7 @@ async def test_rays_own_mode_decides_reserves_and_tokenizes_nothing(begin):
     assert "x-kappa-node" not in answer.headers
     text = (await get(app, "/metrics")).text
     assert "kappa_tokenize_seconds_count 0.0" in text
-    (timeline,) = ingress._observing.observer._timelines.values()
+    (timeline,) = ingress._observing._timelines._timelines.values()
     assert (timeline.end, timeline.status) == ("done", 200)
 
 

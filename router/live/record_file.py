@@ -1,0 +1,68 @@
+"""The file that `router.record` names: a diagnosis must not cost a request, nor fill the disk.
+
+Written line by line up to a bound, readable by its owner alone since it holds prompts as token ids.
+A write that fails ends it for the life of this process, as does the bound: a log with a gap, or
+without its beginning, could not be replayed. What a failed write left of a line is taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+MAX_BYTES = 1 << 30
+
+
+class RecordFile:
+    """Appends entries as JSON lines while that works; `on_drop` is called for each that is lost."""
+
+    def __init__(self, path: str, on_drop: Callable[[], None], max_bytes: int = MAX_BYTES) -> None:
+        self._path, self._on_drop, self._max_bytes = path, on_drop, max_bytes
+        self._file: int | None = None
+        self._size = 0
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            # It may be there from before, with another mode.
+            os.fchmod(self._file, 0o600)
+            self._size = os.fstat(self._file).st_size
+        except OSError as error:
+            self._end(str(error))
+
+    def __call__(self, entry: Mapping[str, Any]) -> None:
+        """Append an entry; never raises for what the disk does."""
+        if self._file is None:
+            self._on_drop()
+            return
+        line = json.dumps(entry).encode() + b"\n"
+        if self._size + len(line) > self._max_bytes:
+            self._end(f"it has reached its {self._max_bytes} bytes")
+        else:
+            try:
+                if os.write(self._file, line) == len(line):
+                    self._size += len(line)
+                    return
+                self._end("the disk is full")
+            except OSError as error:
+                self._end(str(error))
+        self._on_drop()
+
+    def close(self) -> None:
+        """Write no more."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.close(file)
+
+    def _end(self, why: str) -> None:
+        log.error("record_ended", path=self._path, why=why)
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)
+        self.close()
