@@ -129,21 +129,23 @@ class Breakers:
     def trip(self, worker: str, why: str, now_s: float, *, needs_sign: bool = True) -> bool:
         """The worker seems gone, or stands still; True if it was not open for that already.
 
-        needs_sign: nothing goes there before it gave a sign of life; else a probe after a pause.
+        needs_sign: nothing goes there before it gave a sign of life. Else one is waited for, too,
+        but after the longest pause it is probed without: an engine that has lost its work, and is
+        well, cannot show that it moves.
         """
-        state, pause_s = self._open.get(worker), self.rule.pause_s
-        if state is not None:
-            if state.silent or (not needs_sign and not state.probes and now_s < state.until_s):
-                return False
-            if not needs_sign:
-                pause_s = min(2 * state.pause_s, self.rule.longest_pause_s)
+        state = self._open.get(worker)
+        if state is not None and (
+            state.silent or (not needs_sign and not state.probes and now_s < state.until_s)
+        ):
+            return False
+        pause_s = self.rule.pause_s if needs_sign else self.rule.longest_pause_s
         self._opens(worker, why, now_s, pause_s, silent=needs_sign)
         return True
 
     def alive(self, worker: str, now_s: float) -> bool:
         """A sign of life; True if the worker may be probed now for the first time since."""
         state = self._open.get(worker)
-        if state is None or not state.silent:
+        if state is None or not (state.silent or now_s < state.until_s):
             return False
         state.silent, state.until_s = False, now_s
         return True

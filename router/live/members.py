@@ -23,7 +23,7 @@ from router.decision import MismatchError
 from router.live.board import Announcements, Board
 from router.live.breaker import Blocked, BreakerRule, Breakers
 from router.live.feed import WorkerFeed
-from router.live.stalls import StallWatch, marks
+from router.live.stalls import Marks, StallWatch, marks
 from router.live.supervised import supervised
 from router.live.waiting import Waits
 
@@ -42,7 +42,8 @@ _PATIENCE = 4.0
 class MemberRule:
     """stall_after_s: a worker without a report, or an engine with work and without progress, for so
     long counts as stalled (later where more was to be expected); lost_after_s: streams of one
-    that gave no sign for so long are ended; drain_s: how long one that Ray takes away may go on."""
+    that gave no sign, or stood still, for so long are ended; drain_s: how long one that Ray takes
+    away may go on."""
 
     stall_after_s: float = 5.0
     lost_after_s: float = 10.0
@@ -60,6 +61,7 @@ class Member:
     heard_s: float | None = None
     leaves_by_s: float | None = None
     lost: bool = False
+    stood_at: Marks | None = None
 
     @property
     def draining(self) -> bool:
@@ -308,29 +310,38 @@ class Members:
         if silent_s > self.rule.stall_after_s:
             self._trip(worker, SILENT)
             self.waits.lose(worker, SILENT, begun=False)
-        elif self._stalled(worker, now_s):
-            self._trip(worker, STALLED, needs_sign=False)
-            self.waits.lose(worker, STALLED, begun=False)
+        else:
+            self._look_at_engine(worker, now_s)
         if silent_s > self.rule.lost_after_s and not member.lost:
             member.lost = True
             self.waits.lose(worker, SILENT, begun=True)
             if member.draining:
                 self._leave(worker, SILENT)
 
-    def _stalled(self, worker: str, now_s: float) -> bool:
-        state = self._router.state.workers.get(worker)
+    def _look_at_engine(self, worker: str, now_s: float) -> None:
+        """What waits for an engine that stands still is lost: first what has not begun, then all.
+
+        It may be chosen again once it has moved.
+        """
+        state, member = self._router.state.workers.get(worker), self._members[worker]
         if state is None or state.report is None or not state.report.steps_total:
-            return False
+            return
+        now = marks(state.report)
+        still_s = self._stalls.still_s(worker, now, busy=self.waits.on(worker), now_s=now_s)
+        if member.stood_at not in (None, now):
+            member.stood_at = None
+            why = self.breakers.state(worker, now_s).why
+            if why == STALLED and self.breakers.alive(worker, now_s):
+                log.info("worker_moves_again", worker=worker)
         said = state.announcement
         step_s = said.step.real_s([(said.max_batch_tokens, said.max_context_tokens)])
         longest_s = max(step_s, self._router.longest_wait_s(worker))
-        return self._stalls.look(
-            worker,
-            marks(state.report),
-            busy=self._router.in_flight_on(worker) > 0,
-            patience_s=max(self.rule.stall_after_s, _PATIENCE * longest_s),
-            now_s=now_s,
-        )
+        patience_s = max(self.rule.stall_after_s, _PATIENCE * longest_s)
+        if still_s > patience_s:
+            member.stood_at = now
+            self._trip(worker, STALLED, needs_sign=False)
+            begun = still_s > max(patience_s, self.rule.lost_after_s)
+            self.waits.lose(worker, STALLED, begun=begun)
 
     def _trip(self, worker: str, why: str, *, needs_sign: bool = True) -> None:
         if worker not in self._members:

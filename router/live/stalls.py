@@ -35,13 +35,13 @@ class StallWatch:
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
 
-    def look(self, worker: str, now: Marks, *, busy: bool, patience_s: float, now_s: float) -> bool:
-        """Whether the worker stands still, given its marks; `busy`: it has work to do."""
+    def still_s(self, worker: str, now: Marks, *, busy: bool, now_s: float) -> float:
+        """For how long the worker has stood still, given its marks; `busy`: it has work to do."""
         seen = self._seen.get(worker)
         if seen is None or not busy or now != seen.marks:
             self._seen[worker] = _Seen(now, now_s)
-            return False
-        return now_s - seen.moved_s > patience_s
+            return 0.0
+        return now_s - seen.moved_s
 
     def leave(self, worker: str) -> None:
         """The worker is gone."""

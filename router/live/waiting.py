@@ -46,6 +46,11 @@ class Wait:
         self.begun = True
         return item
 
+    @property
+    def waiting(self) -> bool:
+        """Whether an item is waited for now, and not a client that reads slowly."""
+        return self._scope is not None
+
     def lose(self, why: str) -> None:
         """The worker is lost: the wait in progress ends now, and each later one at once."""
         if self._why:
@@ -77,6 +82,10 @@ class Waits:
             waits.discard(wait)
             if not waits:
                 del self._by_worker[worker]
+
+    def on(self, worker: str) -> bool:
+        """Whether anybody waits for an item of `worker` now."""
+        return any(wait.waiting for wait in self._by_worker.get(worker, ()))
 
     def lose(self, worker: str, why: str, *, begun: bool) -> int:
         """Fail those that wait for `worker`; `begun`: also those that have had tokens. How many."""

@@ -82,14 +82,17 @@ def test_a_worker_without_a_sign_of_life_stays_blocked_until_there_is_one():
     assert not breakers.alive("w", 1e6)
 
 
-def test_one_that_stands_still_is_probed_after_a_pause_though_nothing_was_heard():
-    breakers = Breakers(RULE)
+def test_one_that_stands_still_is_left_alone_until_it_moves_or_the_longest_pause_is_over():
+    breakers, longest_s = Breakers(RULE), RULE.longest_pause_s
     assert breakers.trip("w", "stalled", 0.0, needs_sign=False)
-    assert breakers.blocked(0.5).failing == {"w"}
-    assert not breakers.blocked(1.0).failing
-    breakers.sent("w", "probe", 1.0)
-    assert breakers.trip("w", "stalled", 5.0, needs_sign=False)
-    assert breakers.retry_after_s(5.0) == 2.0
+    assert not breakers.trip("w", "stalled", 1.0, needs_sign=False), "open for that already"
+    assert breakers.blocked(longest_s - 0.1).failing == {"w"}
+    assert not breakers.blocked(longest_s).failing
+    breakers.sent("w", "probe", longest_s)
+    assert breakers.trip("w", "stalled", longest_s + 5.0, needs_sign=False)
+    assert breakers.retry_after_s(longest_s + 5.0) == longest_s
+    assert breakers.alive("w", longest_s + 6.0)
+    assert breakers.state("w", longest_s + 6.0).standing == "half_open"
 
 
 def test_a_worker_that_left_leaves_nothing_behind():

@@ -227,6 +227,63 @@ async def test_a_stream_of_a_worker_that_stays_silent_ends_with_an_error_event(s
     assert live.router.reservations == 0
 
 
+async def test_a_stream_of_an_engine_that_stands_still_ends_and_it_is_left_alone_until_it_moves(
+    serve,
+):
+    async def script(worker):
+        yield [event("one")]
+        if len(ingress.sent) == 1:
+            await asyncio.sleep(600)
+
+    patient = SLOW.model_copy(update={"stall_after_s": 0.5})
+    ingress, live, app = await serve(script, failover=patient, stale_after_s=1.0)
+    stuck, steps = live.explain(live_request()).worker, [7]
+
+    async def report():
+        while True:
+            for worker in "ab":
+                heard(live, worker, steps_total=steps[0] if worker == stuck else 1)
+            await asyncio.sleep(0.1)
+
+    reporting = asyncio.create_task(report())
+    try:
+        answer = await post(app, stream=True)
+        events = [e for e in answer.text.split("\n\n") if e]
+        assert events[0] == event("one").strip() and len(events) == 2
+        assert json.loads(events[1].removeprefix("data: "))["error"]["code"] == "engine"
+        assert live.router.reservations == 0 and len(live.members.waits) == 0
+        assert live.members.breakers.state(stuck, live.now_s()).why == "stalled"
+        for _ in range(4):
+            assert (await post(app, stream=True)).status_code == 200
+        assert ingress.sent[0] == stuck and stuck not in ingress.sent[1:]
+        steps[0] += 1
+        await until(lambda: stuck not in live.members.blocked().failing)
+        assert live.members.breakers.state(stuck, live.now_s()).standing == "half_open"
+    finally:
+        reporting.cancel()
+
+
+async def test_a_client_that_reads_slowly_is_no_stall(serve):
+    _, live, _ = await serve(words, failover=SOON)
+    wait = live.members.waits.begin("a")
+    live.route(RouteRequest("slow", exclude=frozenset("b")))
+    heard(live, "a", steps_total=7)
+
+    async def report():
+        while True:
+            heard(live, "a", steps_total=7)
+            await asyncio.sleep(0.1)
+
+    reporting = asyncio.create_task(report())
+    try:
+        await asyncio.sleep(4 * SOON.stall_after_s)
+        assert live.members.breakers.state("a", live.now_s()).standing == "closed"
+    finally:
+        reporting.cancel()
+        live.members.waits.end("a", wait)
+        live.release("slow", "done")
+
+
 async def test_a_worker_that_is_taken_away_ends_its_streams_and_gets_nothing_new(serve):
     going = asyncio.Event()
 

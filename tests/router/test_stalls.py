@@ -5,7 +5,7 @@ from router.live.stalls import StallWatch, marks
 
 
 def look(watch, now_s, marks=(1.0,), busy=True, patience_s=5.0):
-    return watch.look("w", marks, busy=busy, patience_s=patience_s, now_s=now_s)
+    return watch.still_s("w", marks, busy=busy, now_s=now_s) > patience_s
 
 
 def test_work_without_progress_is_a_stall_once_patience_is_over():
@@ -33,7 +33,7 @@ def test_who_has_more_to_wait_for_waits_longer():
 def test_each_worker_is_watched_for_itself_and_forgotten_when_it_leaves():
     watch = StallWatch()
     look(watch, 0.0)
-    assert not watch.look("v", (1.0,), busy=True, patience_s=5.0, now_s=6.0)
+    assert watch.still_s("v", (1.0,), busy=True, now_s=6.0) == 0.0
     watch.leave("w")
     assert not look(watch, 6.0)
 
