@@ -8,9 +8,9 @@ routers share the words and nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 from kappa.step import StepModel
 from kappa.types import NodeProfile
@@ -200,6 +200,9 @@ class Spent:
     compute_s: float
 
 
+_Row = TypeVar("_Row", Admission, Arrival, Spent)
+
+
 class Charge(NamedTuple):
     """What was used of one worker, in seconds of the whole resource.
 
@@ -306,6 +309,22 @@ class WorkerReport:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready copy."""
         return asdict(self)
+
+    def renamed(self, name: Callable[[str], str]) -> WorkerReport:
+        """The same report with each request's id as `name` gives it."""
+
+        def ids(rows: Iterable[_Row]) -> tuple[_Row, ...]:
+            return tuple(replace(row, request_id=name(row.request_id)) for row in rows)
+
+        return replace(
+            self,
+            admitted=ids(self.admitted),
+            prefilled=tuple(map(name, self.prefilled)),
+            spent=ids(self.spent),
+            arrived=ids(self.arrived),
+            finished=tuple(map(name, self.finished)),
+            in_flight=None if self.in_flight is None else ids(self.in_flight),
+        )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> WorkerReport:

@@ -149,12 +149,13 @@ def conversation_of(body: Any, request: Request) -> str:
 
 
 def engine_marks(
-    decision: Decision, tenant: Tenant, elsewhere: Mapping[str, Charge]
+    sent_as: str, decision: Decision, tenant: Tenant, elsewhere: Mapping[str, Charge]
 ) -> dict[str, str | int | float]:
-    """What the engine's scheduler is told of a request: whose it is, what of its prompt the chosen
-    worker should hold, and what others than that worker charged, to the millisecond."""
+    """What the engine's scheduler is told of a request: its id there, whose it is, what of its
+    prompt the chosen worker should hold, and what others than that worker charged, to the
+    millisecond."""
     marks: dict[str, str | int | float] = {
-        REQUEST_ID_KEY: decision.request_id,
+        REQUEST_ID_KEY: sent_as,
         TENANT_KEY: tenant.name,
         WEIGHT_KEY: tenant.weight,
     }
@@ -171,9 +172,9 @@ def engine_marks(
     return marks
 
 
-def plain_marks(request_id: str, tenant: Tenant) -> dict[str, str | int | float]:
+def plain_marks(sent_as: str, tenant: Tenant) -> dict[str, str | int | float]:
     """What the engine's scheduler is told of a request that nothing was decided about."""
-    return {REQUEST_ID_KEY: request_id, TENANT_KEY: tenant.name, WEIGHT_KEY: tenant.weight}
+    return {REQUEST_ID_KEY: sent_as, TENANT_KEY: tenant.name, WEIGHT_KEY: tenant.weight}
 
 
 def prompt_marks(tokens: np.ndarray | None, plan: str) -> dict[str, str]:

@@ -105,7 +105,9 @@ class PrefillElsewhere:
             return None
         told = {name: value for name, value in _ONE_TOKEN.items() if hasattr(body, name)}
         asked = body.model_copy(update={**told, "kv_transfer_params": dict(_ASKED)})
-        mark(asked, engine_marks(decision, tenant, live.charges.elsewhere(decision.worker)))
+        sent_as = live.records[prefills.request_id].sent_as
+        elsewhere = live.charges.elsewhere(decision.worker)
+        mark(asked, engine_marks(sent_as, decision, tenant, elsewhere))
         stream = self._call(asked, method, pinned(request, decision.worker))
         wait, terms = live.members.waits.begin(decision.worker), terms_of(request)
         end = "error"

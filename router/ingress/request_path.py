@@ -210,7 +210,10 @@ class RequestPath:
                 raise no_worker(str(error), live.retry_after_s()) from last
             try:
                 self._observer.decided(routed.request_id, decision, attempt, time.time())
-                marks = engine_marks(decision, tenant, live.charges.elsewhere(decision.worker))
+                marks = engine_marks(
+                    live.records[routed.request_id].sent_as, decision, tenant,
+                    live.charges.elsewhere(decision.worker),
+                )  # fmt: skip
                 mark(body, {**marks, **self._torch_marks(live, decision, routed, body, request)})
                 return await self._delivery.send(live, decision, body, method, request, ended)
             except WorkerFailed as failure:
@@ -252,7 +255,7 @@ class RequestPath:
             prompt = await self.tokenize(body)
             marks = prompt_marks(prompt.token_ids, plan_asked(request))
         terms_of(request).tokenized(prompt.tokens, choices_of(body) * max_tokens_of(body))
-        mark(body, {**plain_marks(request_id, tenant), **marks})
+        mark(body, {**plain_marks(live.sent_as(request_id), tenant), **marks})
         live.metrics.inc(m.ROLLOUT_REQUESTS, "ray")
         try:
             unsteered = Unsteered(request_id, live.pool_for_ray(request_id))

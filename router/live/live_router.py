@@ -7,6 +7,8 @@ short memory (`GET /v1/decisions`).
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +32,7 @@ from router.live.charges import Charges
 from router.live.members import MemberRule, Members
 from router.live.metrics import RouterMetrics
 from router.live.record_file import RecordFile
-from router.live.records import Record, Records
+from router.live.records import SENT_MARK, Record, Records
 from router.recording import RecordedRouter
 from router.rollout import Arm, Shadow, ray_choice
 
@@ -62,6 +64,7 @@ class LiveRouter:
         self.router = RecordedRouter(config, self._record) if self._record else Router(config)
         self.charges = Charges()
         self.records = Records()
+        self._nonce, self._sent = secrets.token_hex(8), itertools.count()
         self.kappa_eff: dict[str, float | None] = {}
         # The machine's clock may be set while we run; what is expected must not jump with it.
         self._epoch_s = time.time() - time.monotonic()
@@ -119,10 +122,16 @@ class LiveRouter:
                 attempt=int(request.retry),
                 avoided=tuple(sorted(avoided.gone | avoided.failing)),
                 steered=steered,
+                sent_as=self.sent_as(request.request_id),
             )
         )
         self.metrics.inc(m.ROLLOUT_REQUESTS, steered)
         return decision
+
+    def sent_as(self, request_id: str) -> str:
+        """A new id for a request at its worker. Clients choose their ids, so two ingresses may have
+        one each of the same; what a worker reports must not be taken for the other's."""
+        return f"{request_id}{SENT_MARK}{self._nonce}-{next(self._sent)}"
 
     def route_as_ray(self, request: RouteRequest, tenant: str = "") -> Decision:
         """As `route`, by Ray Serve's rule; what ours would have done is written down beside it."""
@@ -288,6 +297,7 @@ class LiveRouter:
         state = self.router.state.workers.get(report.worker)
         if state is None:
             return
+        report = report.renamed(self.records.own)
         self.router.report(report, self.now_s())
         node = state.announcement.node.name
         for admission in report.admitted:

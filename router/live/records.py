@@ -16,6 +16,9 @@ from router.rollout import Arm, Shadow
 
 MEMORY = 4096
 
+SENT_MARK = "~"
+"""Stands in an id that workers are given before what no other ingress, and no client, knows."""
+
 
 @dataclass(slots=True)
 class Record:
@@ -23,7 +26,7 @@ class Record:
 
     attempt: 0, or 1 if another worker had failed the request before. avoided: workers that were
     passed over because their breaker was open or they were leaving. steered: by whose rule; shadow:
-    what ours would have done, where it was Ray's.
+    what ours would have done, where it was Ray's. sent_as: the id by which its worker knows it.
     """
 
     decision: Decision
@@ -38,6 +41,7 @@ class Record:
     avoided: tuple[str, ...] = ()
     steered: Arm = "kappa"
     shadow: Shadow | None = None
+    sent_as: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, without the candidates."""
@@ -120,6 +124,13 @@ class Records(OrderedDict[str, Record]):
         while len(self) > self.memory:
             # One that is still served is needed until it ends, however old; they are few.
             del self[next((old for old, kept in self.items() if kept.end), next(iter(self)))]
+
+    def own(self, sent_as: str) -> str:
+        """The request that a worker knows by that id, if it is ours as it was last sent; else the
+        id itself, which is then a stranger's: another ingress', or an earlier attempt's."""
+        request_id = sent_as.rpartition(SENT_MARK)[0]
+        record = self.get(request_id)
+        return request_id if record is not None and record.sent_as == sent_as else sent_as
 
     def of(self, request_id: str, worker: str) -> Record | None:
         """The record of a request if it is on that worker: what another says of it is too late."""

@@ -75,9 +75,9 @@ async def test_a_request_is_followed_from_decision_to_end(scene, worker):
     await until(lambda: live.router.state.workers["w"].report is not None)
     decision = live.route(ask())
     assert decision.informed and live.router.in_flight_on("w") == 1
-    w.admit("r", device=0, host=32, new=68)
-    w.step("r")
     record = live.records["r"]
+    w.admit(record.sent_as, device=0, host=32, new=68)
+    w.step(record.sent_as)
     await until(lambda: record.admitted and record.spent and record.ttft_s is not None)
     live.first_token("r")  # the stream notices later than the report: no second time
     live.tokens("r", 3)

@@ -141,12 +141,13 @@ async def test_every_ingress_knows_of_the_others_requests_within_moments(ingress
     await ready(two, ingress.board, a, b)
     chosen = one.route(ask("r", 1000)).worker
     start_s = time.monotonic()
-    {"a": a, "b": b}[chosen].arrives("r", new=1000)
+    there = one.records["r"].sent_as
+    {"a": a, "b": b}[chosen].arrives(there, new=1000)
     await until(lambda: two.router.others_on(chosen) == 1)
     print(f"known to the other after {1e3 * (time.monotonic() - start_s):.1f} ms")
     assert one.router.in_flight == 1, "its own is not counted twice"
     assert two.explain(ask("s", 1000)).worker != chosen
-    {"a": a, "b": b}[chosen].finishes("r")
+    {"a": a, "b": b}[chosen].finishes(there)
     one.release("r", "done")
     await until(lambda: two.router.in_flight == 0)
 
@@ -170,12 +171,49 @@ async def test_one_ingress_that_goes_leaves_nothing_with_the_other(ingress, work
     await ready(one, ingress.board, w)
     await ready(two, ingress.board, w)
     one.route(ask("r"))
-    w.arrives("r")
+    there = one.records["r"].sent_as
+    w.arrives(there)
     await until(lambda: two.router.in_flight == 1)
     await one.close()
-    w.finishes("r")  # Ray cancels what nobody waits for
+    w.finishes(there)  # Ray cancels what nobody waits for
     await until(lambda: two.router.in_flight == 0)
     assert all(link == gpu == 0.0 for link, gpu in two.router.backlogs_s(two.now_s()).values())
+
+
+async def test_what_is_reported_of_one_ingress_request_is_not_taken_for_anothers_of_the_same_id(
+    ingress, worker
+):
+    one, two, w = ingress(), ingress(first=0.5), worker()
+    await ready(one, ingress.board, w)
+    await ready(two, ingress.board, w)
+    one.route(ask("job-1", 500), "alice")
+    two.route(ask("job-1", 500), "bob")
+    bobs = two.records["job-1"].sent_as
+    w.arrives(bobs)
+    await until(lambda: one.router.others_on("w") == 1)
+    assert two.router.others_on("w") == 0, "its own is not counted twice"
+    w.admit(bobs, device=0, host=32, new=468)
+    w.step(bobs)
+    await until(lambda: two.records["job-1"].ttft_s is not None)
+    await until(lambda: one.router.state.workers["w"].report.steps_total == 1)
+    alices = one.records["job-1"]
+    assert (alices.admitted, alices.spent, alices.ttft_s) == (None, None, None)
+    assert not one.router.state.fleet._flights["job-1"].prefilled
+    w.finishes(bobs)
+    await until(lambda: one.router.others_on("w") == 0)
+    assert one.router.in_flight == 1
+
+
+async def test_what_is_reported_of_an_earlier_request_of_the_same_id_is_too_late(ingress, worker):
+    live, w = ingress(), worker()
+    await ready(live, ingress.board, w)
+    live.route(ask("job-1"))
+    earlier = live.records["job-1"].sent_as
+    live.release("job-1", "client_gone")
+    live.route(ask("job-1"))
+    w.step(earlier)
+    await until(lambda: live.router.state.workers["w"].report.steps_total == 1)
+    assert live.records["job-1"].ttft_s is None
 
 
 # -- time ----------------------------------------------------------------------------------------

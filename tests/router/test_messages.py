@@ -36,7 +36,7 @@ def body(**xargs):
 
 def test_the_engine_is_told_whose_it_is_what_to_find_and_what_others_charged():
     elsewhere = {"alice": Charge(1.23456, 2.0, 0.0), "bob": Charge(0.0, 0.5, 0.0)}
-    marks = engine_marks(decision(), ALICE, elsewhere)
+    marks = engine_marks("r", decision(), ALICE, elsewhere)
     charges = json.loads(marks.pop("kappa_charges"))
     assert charges == {"alice": [1.235, 2.0, 0.0], "bob": [0.0, 0.5, 0.0]}
     assert marks == {
@@ -47,14 +47,14 @@ def test_the_engine_is_told_whose_it_is_what_to_find_and_what_others_charged():
 
 
 def test_what_is_not_known_is_not_told():
-    marks = engine_marks(decision(informed=False), ALICE, {})
+    marks = engine_marks("r", decision(informed=False), ALICE, {})
     assert not {"kappa_prompt_tokens", "kappa_device_tokens", "kappa_host_tokens"} & set(marks)
     assert marks["kappa_request_id"] == "r"
 
 
 def test_marks_pass_the_engines_own_schema_and_reach_its_extra_args():
     made = body()
-    mark(made, engine_marks(decision(), ALICE, {"bob": Charge(1.0, 2.0, 3.0)}))
+    mark(made, engine_marks("r", decision(), ALICE, {"bob": Charge(1.0, 2.0, 3.0)}))
     again = ChatCompletionRequest.model_validate(made.model_dump())
     extra = again.to_sampling_params(16, {}).extra_args
     assert (extra["kappa_tenant"], extra["kappa_weight"]) == ("alice", 2.5)
@@ -67,7 +67,7 @@ def test_nothing_of_a_clients_stands_beside_our_words():
         kappa_tenant="root", kappa_weight=1e9, kappa_charges="{}", kappa_anything=1,
         kv_cache_report_mode="all", kv_transfer_params="x", foreign="x",
     )  # fmt: skip
-    marks = engine_marks(decision(), ALICE, {})
+    marks = engine_marks("r", decision(), ALICE, {})
     mark(forged, marks)
     assert forged.vllm_xargs == marks and marks["kappa_tenant"] == "alice"
     assert CHARGES_KEY not in forged.vllm_xargs
@@ -75,8 +75,8 @@ def test_nothing_of_a_clients_stands_beside_our_words():
 
 def test_marking_again_for_another_worker_leaves_nothing_of_the_first():
     made = body()
-    mark(made, engine_marks(decision(), ALICE, {"bob": Charge(1.0, 2.0, 3.0)}))
-    mark(made, engine_marks(decision(informed=False), ALICE, {}))
+    mark(made, engine_marks("r", decision(), ALICE, {"bob": Charge(1.0, 2.0, 3.0)}))
+    mark(made, engine_marks("r", decision(informed=False), ALICE, {}))
     left = {CHARGES_KEY, "kappa_device_tokens", "kappa_host_tokens", "kappa_prompt_tokens"}
     assert not left & set(made.vllm_xargs)
     assert made.vllm_xargs["kappa_tenant"] == "alice"
@@ -84,9 +84,9 @@ def test_marking_again_for_another_worker_leaves_nothing_of_the_first():
 
 def test_all_that_64_tenants_add_to_a_request_is_a_few_kilobytes():
     elsewhere = {f"tenant-{i:03}": Charge(12345.678, 1234.567, 123.456) for i in range(64)}
-    small = len(json.dumps(engine_marks(decision(), ALICE, {})))
+    small = len(json.dumps(engine_marks("r", decision(), ALICE, {})))
     assert small < 250
-    assert len(json.dumps(engine_marks(decision(), ALICE, elsewhere))) < 4096
+    assert len(json.dumps(engine_marks("r", decision(), ALICE, elsewhere))) < 4096
 
 
 def test_a_workers_request_carries_the_pin_and_no_key():
@@ -120,4 +120,4 @@ def test_the_plan_is_asked_for_by_a_header():
 def test_what_is_computed_anew_is_not_announced_as_a_load():
     made = decision()
     made.chosen.recomputed_tokens = 48
-    assert engine_marks(made, ALICE, {})["kappa_host_tokens"] == 16
+    assert engine_marks("r", made, ALICE, {})["kappa_host_tokens"] == 16

@@ -51,10 +51,11 @@ async def test_a_requests_account_says_where_its_time_went(begin):
     await post(app, stream=True)
     (record,) = live.records.values()
     request_id, worker = record.decision.request_id, record.decision.worker
+    there = record.sent_as
     live._reported(
         WorkerReport(
-            worker, 1.0, spent=(Spent(request_id, 0.05, 0.1),),
-            admitted=(Admission(request_id, 16, 32, 8),),
+            worker, 1.0, spent=(Spent(there, 0.05, 0.1),),
+            admitted=(Admission(there, 16, 32, 8),),
         )
     )  # fmt: skip
     told = (await account(app, request_id)).json()
