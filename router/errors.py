@@ -224,6 +224,24 @@ def engine_failed() -> ApiError:
     return ApiError(500, "The engine failed on this request.", kind="server_error", code="engine")
 
 
+def engine_lost(request_id: str, retry_after_s: float) -> ApiError:
+    """503: an engine died with this request alone in it, so no other is given it unasked."""
+    return ApiError(
+        503, f"The engine died while request {request_id} was alone in it; it was not passed on to "
+        "another. It may be sent once more.", kind="server_error", code="engine_died",
+        retry_after_s=retry_after_s,
+    )  # fmt: skip
+
+
+def killed_an_engine() -> ApiError:
+    """422: this content was in two engines that died; sending it again would not help."""
+    return ApiError(
+        422, "Two engines died while they served this request: the same content is refused for ten "
+        "minutes. Change it, or give its x-request-id to whoever runs this cluster.",
+        code="killed_an_engine",
+    )  # fmt: skip
+
+
 def from_engine(error: Any) -> ApiError:
     """An engine's `ErrorResponse` as ours."""
     info = getattr(error, "error", error)

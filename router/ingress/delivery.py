@@ -26,7 +26,6 @@ from router.ingress.failures import error_in, raise_error_item, worker_failed
 from router.ingress.messages import approx_headers, as_events, decision_headers, pinned, tokens_in
 from router.ingress.terms import Terms, terms_of
 from router.live.live_router import LiveRouter
-from router.live.members import ENGINE_DIED
 from router.live.waiting import Wait
 from router.observing.observer import RequestObserver
 from router.rollout import Unsteered
@@ -129,8 +128,7 @@ class Delivery:
         except Exception as error:
             failure = worker_failed(error)
             end = failure.end
-            if failure.why == ENGINE_DIED:
-                live.members.engine_died(decision.worker)
+            live.members.failed(decision.worker, failure.why)
             if failure is not error and failure.why == "error":
                 # Not its text, which may quote the prompt.
                 log.error(
@@ -183,8 +181,7 @@ class Delivery:
             # The status has gone out; an event in OpenAI's shape is the only way left to tell.
             failure = worker_failed(error)
             end = failure.end
-            if failure.why == ENGINE_DIED:
-                live.members.engine_died(attempt.decision.worker)
+            live.members.failed(attempt.decision.worker, failure.why)
             log.warning(
                 "stream_broken", request_id=request_id, why=failure.why, error=type(error).__name__
             )

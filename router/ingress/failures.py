@@ -10,14 +10,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import structlog
+from fastapi import Request
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 
 from kappa.report import ERROR_EVENT, EngineDiedError
-from router.errors import ApiError, engine_failed, from_engine
+from router.errors import ApiError, engine_failed, engine_lost, from_engine, killed_an_engine
+from router.ingress.app import tenant_of
 from router.live.board import PinGoneError
-from router.live.members import ENGINE_DIED
+from router.live.live_router import LiveRouter
+from router.live.members import DIED, ENGINE_DIED
+from router.live.suspects import content_digest
 from router.live.waiting import WorkerLostError
+
+log = structlog.get_logger(__name__)
 
 # vLLM's and our own engines' words for a dead engine, where their classes do not travel.
 _DEAD_ENGINES = ("EngineDeadError", "EngineDiedError", "EngineStopped")
@@ -41,12 +48,45 @@ def worker_failed(error: Exception) -> WorkerFailed:
     if _engine_died(error):
         return WorkerFailed("worker_died", ENGINE_DIED)
     if isinstance(error, RayActorError):
-        return WorkerFailed("worker_died", "died")
+        return WorkerFailed("worker_died", DIED)
     if isinstance(error, PinGoneError):
         return WorkerFailed("worker_full", "left")
     if isinstance(error, BackPressureError):
         return WorkerFailed("worker_full", "full")
     return WorkerFailed("error", "error", engine_failed())
+
+
+def digest_of(request: Request, method: str) -> str:
+    """The content of a request, by its body as it came; empty if that is not known."""
+    # Starlette keeps it for whoever reads it again.
+    body: bytes = getattr(request, "_body", b"")
+    return content_digest(tenant_of(request).name, method, body) if body else ""
+
+
+def refuse_killer(live: LiveRouter, request: Request, method: str) -> None:
+    """Raises ApiError 422 if engines died of that content."""
+    if live.suspects and live.suspects.refused(digest_of(request, method), live.now_s()):
+        raise killed_an_engine()
+
+
+def may_pass_on(
+    live: LiveRouter, request: Request, method: str, request_id: str, worker: str
+) -> None:
+    """A request was lost with a worker before its first token: may another have it?
+
+    Raises:
+        ApiError: 503, it was alone in an engine that died; 422, it was in two.
+    """
+    verdict = live.suspects.blame(worker, digest_of(request, method), live.now_s())
+    if verdict == "retry":
+        return
+    log.error(
+        "request_killed_engine", request_id=request_id, tenant=tenant_of(request).name,
+        worker=worker, verdict=verdict,
+    )  # fmt: skip
+    if verdict == "killer":
+        raise killed_an_engine()
+    raise engine_lost(request_id, live.retry_after_s())
 
 
 def raise_error_item(item: Any) -> None:

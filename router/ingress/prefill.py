@@ -20,7 +20,7 @@ from kappa.settings.transfer import TransferSettings
 from router.decision import NoWorkerError, OverloadedError, RouteRequest
 from router.errors import ApiError
 from router.ingress.app import tenant_of
-from router.ingress.failures import worker_failed
+from router.ingress.failures import may_pass_on, worker_failed
 from router.ingress.messages import engine_marks, mark, pinned
 from router.ingress.roles import Network, hands_over, prefill_only
 from router.ingress.terms import Terms, terms_of
@@ -57,7 +57,8 @@ class PrefillElsewhere:
         """The request as it is to be decided; `body` says where its KV is, if it was handed over.
 
         Raises:
-            ApiError: never; what fails here is only logged and counted.
+            ApiError: a prefill worker died of it, or may have, so that nobody else may have it.
+                Whatever else fails here is only logged and counted.
         """
         said = [state.announcement for state in live.router.state.workers.values()]
         prefill = prefill_only(said)
@@ -126,6 +127,11 @@ class PrefillElsewhere:
                 "prefill_failed", request_id=prefills.request_id, worker=decision.worker,
                 error=type(error).__name__,
             )  # fmt: skip
+            failure = worker_failed(error)
+            live.members.failed(decision.worker, failure.why)
+            if end == "worker_died":
+                name = prefills.request_id.removesuffix(PREFILL_SUFFIX)
+                may_pass_on(live, request, method, name, decision.worker)
             return None
         finally:
             if end == "done":

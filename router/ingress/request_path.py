@@ -33,7 +33,7 @@ from router.errors import (
 from router.ingress.app import body_accepted, request_id_of, tenant_of
 from router.ingress.approx import exact_workers, is_approximate
 from router.ingress.delivery import Call, Delivery
-from router.ingress.failures import WorkerFailed
+from router.ingress.failures import WorkerFailed, digest_of, may_pass_on, refuse_killer
 from router.ingress.footprint import unfit_workers
 from router.ingress.messages import (
     approx_asked_by,
@@ -162,6 +162,7 @@ class RequestPath:
     ) -> Response:
         self.known_model(body.model)
         terms = set_terms(request, body, tenant_of(request))
+        refuse_killer(live, request, method)
         self._refuse_when_full(live)
         if not self._rollout.asks:
             return await self._by_ray(live, request_id, body, method, request, ended)
@@ -199,6 +200,7 @@ class RequestPath:
         """Decide and send; once more elsewhere if the worker fails before its first token."""
         last: WorkerFailed | None = None
         tenant = tenant_of(request)
+        over = self._acquitting(live, method, request, routed.request_id, ended)
         for attempt in range(_ATTEMPTS):
             try:
                 decision = self._decide(live, routed, body, request)
@@ -215,13 +217,15 @@ class RequestPath:
                     live.charges.elsewhere(decision.worker),
                 )  # fmt: skip
                 mark(body, {**marks, **self._torch_marks(live, decision, routed, body, request)})
-                return await self._delivery.send(live, decision, body, method, request, ended)
+                return await self._delivery.send(live, decision, body, method, request, over)
             except WorkerFailed as failure:
                 log.warning(
                     "worker_failed", request_id=routed.request_id, tenant=tenant.name,
                     worker=decision.worker, attempt=attempt, why=failure.why,
                 )  # fmt: skip
                 last = failure
+                if failure.end == "worker_died":
+                    may_pass_on(live, request, method, routed.request_id, decision.worker)
                 live.retried(routed.request_id, failure.why)
                 tried = routed.exclude | {decision.worker}
                 # What was handed over is gone with the worker that took it.
@@ -236,6 +240,26 @@ class RequestPath:
         if last.error is not None:
             raise last.error from None
         raise no_worker("two workers failed on this request", live.retry_after_s()) from last
+
+    def _acquitting(
+        self,
+        live: LiveRouter,
+        method: str,
+        request: Request,
+        request_id: str,
+        ended: Callable[[str, int], None],
+    ) -> Callable[[str, int], None]:
+        """`ended`, which also notes that an engine survived the content, or died in mid-stream."""
+
+        def over(end: str, status: int) -> None:
+            if end == "done" and live.suspects:
+                live.suspects.served(digest_of(request, method))
+            elif end == "worker_died" and request_id in live.records:
+                worker = live.records[request_id].decision.worker
+                live.suspects.blame(worker, digest_of(request, method), live.now_s())
+            ended(end, status)
+
+        return over
 
     async def _by_ray(
         self,

@@ -33,6 +33,7 @@ from router.live.members import MemberRule, Members
 from router.live.metrics import RouterMetrics
 from router.live.record_file import RecordFile
 from router.live.records import SENT_MARK, Record, Records
+from router.live.suspects import Suspects
 from router.recording import RecordedRouter
 from router.rollout import Arm, Shadow, ray_choice
 
@@ -64,6 +65,7 @@ class LiveRouter:
         self.router = RecordedRouter(config, self._record) if self._record else Router(config)
         self.charges = Charges()
         self.records = Records()
+        self.suspects = Suspects()
         self._nonce, self._sent = secrets.token_hex(8), itertools.count()
         self.kappa_eff: dict[str, float | None] = {}
         # The machine's clock may be set while we run; what is expected must not jump with it.
@@ -79,6 +81,7 @@ class LiveRouter:
             on_open=self._opened,
             on_gap=self._gap,
             on_restart=partial(self.metrics.inc, m.TASK_RESTARTS),
+            on_death=self._died,
         )
         self.members.on_rename = self._forget
 
@@ -194,6 +197,7 @@ class LiveRouter:
             return
         record.end = end
         worker, breakers = record.decision.worker, self.members.breakers
+        self.suspects.ended(worker, self.now_s())
         if end in ("done", "refused"):
             breakers.succeeded(worker, request_id)
         elif end in ("error", "worker_died"):
@@ -273,6 +277,7 @@ class LiveRouter:
     def _left(self, worker: str, node: str, lost: list[str]) -> None:
         self.kappa_eff.pop(worker, None)
         self.charges.left(worker)
+        self.suspects.left(worker)
         self.metrics.left(worker)
         for request_id in lost:
             if request_id in self.records:
@@ -282,6 +287,10 @@ class LiveRouter:
     def _forget(self, node: str) -> None:
         """Nobody is called so any more: what was shown of it goes."""
         self.metrics.forget_node(node)
+
+    def _died(self, worker: str) -> None:
+        in_flight = self._in_flight(worker)
+        self.suspects.died(worker, self._node(worker), in_flight, self.now_s())
 
     def _opened(self, worker: str, why: str) -> None:
         self.metrics.inc(m.BREAKER_OPENED, self._node(worker), why)
@@ -299,6 +308,9 @@ class LiveRouter:
             return
         report = report.renamed(self.records.own)
         self.router.report(report, self.now_s())
+        if any(request_id not in self.router for request_id in report.finished):
+            # Not ours that are in flight: of these we are told how they ended, too.
+            self.suspects.ended(report.worker, self.now_s())
         node = state.announcement.node.name
         for admission in report.admitted:
             self._admitted(report.worker, node, admission)

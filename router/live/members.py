@@ -29,7 +29,8 @@ from router.live.waiting import Waits
 
 log = structlog.get_logger(__name__)
 
-DISCONNECTED, SILENT, STALLED, ENGINE_DIED = "disconnected", "silent", "stalled", "engine_died"
+DISCONNECTED, SILENT, STALLED = "disconnected", "silent", "stalled"
+ENGINE_DIED, DIED = "engine_died", "died"
 _LOOK_EVERY_S = 0.25
 _UNREADABLE_S = 60.0
 # Ray knows of a death soon, too, and still has what the worker had sent: streams are left to it.
@@ -85,8 +86,10 @@ class Members:
         on_open: Callable[[str, str], None],
         on_gap: Callable[[str], None],
         on_restart: Callable[[str], None],
+        on_death: Callable[[str], None],
     ) -> None:
-        """`clock`: seconds that never jump; the other calls go to the live router."""
+        """`clock`: seconds that never jump; the other calls go to the live router. `on_death`: a
+        worker's engine or process died, told while its requests are still in flight."""
         self.rule = rule
         self.breakers = Breakers(rule.breaker)
         self.waits = Waits()
@@ -94,7 +97,7 @@ class Members:
         self._router, self._board, self._clock = router, board, clock
         self._on_report, self._on_gap = on_report, on_gap
         self._on_join, self._on_leave, self._on_open = on_join, on_leave, on_open
-        self._on_restart = on_restart
+        self._on_restart, self._on_death = on_restart, on_death
         self.on_rename: Callable[[str], None] = lambda _: None
         """Called with the name that a worker's node had before."""
         self._members: dict[str, Member] = {}
@@ -167,8 +170,16 @@ class Members:
         if self._closing:
             await asyncio.wait(self._closing)
 
-    def engine_died(self, worker: str) -> None:
-        """A request's answer says that the worker's engine is dead; its replica will end itself."""
+    def failed(self, worker: str, why: str) -> None:
+        """A request's answer says what is wrong with its worker, in one word."""
+        if why == DIED:
+            self._death(worker)
+        if why == ENGINE_DIED:
+            self._engine_died(worker)
+
+    def _engine_died(self, worker: str) -> None:
+        """Its replica will end itself."""
+        self._death(worker)
         self._trip(worker, ENGINE_DIED)
         self.waits.lose(worker, ENGINE_DIED, begun=False)
 
@@ -192,7 +203,8 @@ class Members:
         for worker in [w for w in self._members if w not in posted]:
             if self._members[worker].deployment == deployment:
                 if worker in died:
-                    self._leave(worker, "died")
+                    self._death(worker)
+                    self._leave(worker, DIED)
                 else:
                     self._drain(worker)
         for worker in [w for w in self.refused if w in died]:
@@ -270,6 +282,7 @@ class Members:
             return
         if up:
             return  # a report is the sign of life, and follows at once
+        self._death(worker)
         self.waits.lose(worker, DISCONNECTED, begun=False)
         if not member.draining:
             self._router.void(worker, self._clock())
@@ -342,6 +355,12 @@ class Members:
             self._trip(worker, STALLED, needs_sign=False)
             begun = still_s > max(patience_s, self.rule.lost_after_s)
             self.waits.lose(worker, STALLED, begun=begun)
+
+    def _death(self, worker: str) -> None:
+        """The end of one that is finishing is nobody's fault."""
+        member = self._members.get(worker)
+        if member is not None and not member.draining:
+            self._on_death(worker)
 
     def _trip(self, worker: str, why: str, *, needs_sign: bool = True) -> None:
         if worker not in self._members:

@@ -13,8 +13,10 @@ from ray.exceptions import ActorDiedError
 import router.ingress.delivery
 import router.ingress.endpoints
 import router.ingress.request_path
+from kappa.keys import digest_of
 from kappa.report import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
+from router.access.tenants import Tenants
 from router.decision import RouteRequest
 from router.ingress.terms import Terms
 from router.live.board import PinGoneError
@@ -47,6 +49,12 @@ async def whole(_worker):
     yield SimpleNamespace(model_dump=lambda: content)
 
 
+def busy(live):
+    """Others were in each engine a moment ago, so that nobody is alone there."""
+    for worker in live.router.state.workers:
+        live.suspects.ended(worker, live.now_s())
+
+
 def error_event(status):
     told = {"message": "secret detail", "type": "t", "param": None, "code": status}
     return f"data: {json.dumps({'error': told})}\n\n"
@@ -64,6 +72,7 @@ def error_event(status):
 )
 async def test_a_request_that_its_worker_failed_is_served_by_another(serve, error, why, stream):
     ingress, live, app = await serve(failing_first(error, words if stream else whole))
+    busy(live)
     answer = await post(app, stream=stream)
     assert answer.status_code == 200 and len(set(ingress.sent)) == 2
     assert answer.headers["x-kappa-node"] == ingress.sent[1]
@@ -318,6 +327,7 @@ async def test_a_worker_that_died_loses_its_requests_at_once_and_they_go_elsewhe
         yield [event(worker)]
 
     ingress, live, app = await serve(script)
+    busy(live)
     post_one = asyncio.create_task(post(app, stream=True))
     await until(lambda: ingress.sent)
     ingress.board.remove("d", ingress.sent[0])
@@ -424,3 +434,114 @@ async def test_health_fails_when_the_workers_are_followed_no_more(serve, monkeyp
     await until(lambda: not live.members.get("a").feed.alive)
     with pytest.raises(RuntimeError, match="nobody follows worker a"):
         await ingress.check_health()
+
+
+# -- requests that kill engines ------------------------------------------------------------------
+
+
+class Engines:
+    """Engines that die of one text, whoever sends it, and of nothing else."""
+
+    def __init__(self, error=EngineDiedError):
+        self.died, self.error, self.gate = [], error, asyncio.Event()
+        self.gate.set()
+
+    async def __call__(self, worker, text):
+        await self.gate.wait()
+        if text == "kill":
+            self.died.append(worker)
+        if worker in self.died:
+            raise self.error(worker) if self.error is EngineDiedError else self.error()
+        yield [event(worker)]
+
+
+@pytest.fixture
+async def killing(serve, monkeypatch):
+    """Its `ask(text)` sends a chat of it to scripted engines."""
+
+    async def make(error=EngineDiedError, workers=("a", "b", "c", "d"), **changes):
+        engines = Engines(error)
+
+        async def nothing(_worker):
+            yield
+
+        ingress, live, app = await serve(nothing, workers, (100,) * len(workers), **changes)
+
+        async def call(body, _method, request):
+            worker = request.headers["x-kappa-pin"]
+            ingress.sent.append(worker)
+            async for item in engines(worker, body.messages[0]["content"]):
+                yield item
+
+        ingress._path._delivery._call = call
+
+        async def ask(text, **more):
+            said = [{"role": "user", "content": text}]
+            return await post(app, messages=said, stream=True, **more)
+
+        return SimpleNamespace(ingress=ingress, live=live, engines=engines, ask=ask)
+
+    return make
+
+
+@pytest.mark.parametrize("error", [EngineDiedError, ActorDiedError])
+async def test_a_request_alone_in_an_engine_that_died_is_not_given_another(killing, capsys, error):
+    it = await killing(error)
+    answer = await it.ask("kill")
+    assert (answer.status_code, code(answer)) == (503, "engine_died")
+    (request_id,) = it.live.records
+    assert request_id in answer.json()["error"]["message"]
+    assert len(it.ingress.sent) == 1 and it.live.router.reservations == 0
+    printed = "".join(capsys.readouterr())
+    assert "request_killed_engine" in printed and request_id in printed and "kill " not in printed
+
+
+async def test_content_that_was_in_two_engines_that_died_is_refused_at_once(killing):
+    it = await killing()
+    answers = [await it.ask("kill", user=f"{turn}") for turn in range(5)]
+    assert [a.status_code for a in answers] == [503, 422, 422, 422, 422]
+    assert {code(a) for a in answers[1:]} == {"killed_an_engine"}
+    assert len(it.engines.died) == 2 and len(it.ingress.sent) == 2, "two engines of four, not all"
+    assert (await it.ask("hello")).status_code == 200, "another content goes on"
+    it.live._epoch_s += 601.0
+    assert len(it.ingress.sent) == 3 and code(await it.ask("kill")) == "engine_died"
+
+
+async def test_those_that_were_beside_it_are_answered_and_it_stops_after_two_engines(killing):
+    it = await killing(max_queue=20)
+    it.engines.gate.clear()
+    texts = ["kill"] + [f"innocent {i}" for i in range(11)]
+    asking = [asyncio.create_task(it.ask(text)) for text in texts]
+    await until(lambda: it.live.router.reservations == 12 == len(it.ingress.sent))
+    it.engines.gate.set()
+    killer, *innocent = [await task for task in asking]
+    assert (killer.status_code, code(killer)) == (422, "killed_an_engine")
+    assert len(set(it.engines.died)) == 2
+    lost = [a for a in innocent if a.status_code != 200]
+    assert all(code(a) == "killed_an_engine" for a in lost), "only those in both engines"
+    assert len(innocent) - len(lost) >= 5
+    assert it.live.router.reservations == 0 and len(it.live.members.waits) == 0
+
+
+async def test_a_killed_worker_with_several_requests_loses_none_of_them(killing):
+    it = await killing(ActorDiedError, workers=("a", "b"))
+    before = [asyncio.create_task(it.ask(f"before {i}")) for i in range(4)]
+    assert [(await task).status_code for task in before] == [200] * 4
+    it.ingress.sent.clear()
+    it.engines.gate.clear()
+    asking = [asyncio.create_task(it.ask(f"hello {i}")) for i in range(4)]
+    await until(lambda: it.live.router.reservations == 4 == len(it.ingress.sent))
+    it.engines.died.append("a")  # kill -9 of its process
+    it.engines.gate.set()
+    assert [(await task).status_code for task in asking] == [200] * 4
+    assert len(it.live.suspects) == 0, "their second engines acquitted them"
+
+
+async def test_another_tenants_same_content_is_not_refused(killing):
+    digests = {digest_of(f"sk-{name}"): name for name in ("alice", "bob")}
+    tenants = Tenants.of_digests(digests, {}, operators=frozenset())
+    it = await killing(tenants=tenants)
+    for _ in range(3):
+        await it.ask("kill", key="sk-alice")
+    assert len(it.ingress.sent) == 2
+    assert code(await it.ask("kill", key="sk-bob")) == "engine_died"

@@ -78,6 +78,8 @@ async def test_a_worker_that_dies_first_is_replaced_by_another(serve):
         yield [event(worker)]
 
     ingress, live, app = await serve(script)
+    for worker in "ab":  # where nobody was alone
+        live.suspects.ended(worker, live.now_s())
     answer = await post(app, stream=True)
     assert answer.status_code == 200
     assert len(set(ingress.sent)) == 2
@@ -85,14 +87,16 @@ async def test_a_worker_that_dies_first_is_replaced_by_another(serve):
     assert live.router.reservations == 0
 
 
-async def test_two_dying_workers_are_503(serve):
+async def test_a_request_that_two_workers_died_of_is_422(serve):
     async def script(_worker):
         raise RayActorError
         yield
 
     ingress, live, app = await serve(script)
+    for worker in "ab":  # where nobody was alone
+        live.suspects.ended(worker, live.now_s())
     answer = await post(app, stream=True)
-    assert (answer.status_code, code(answer)) == (503, "no_worker")
+    assert (answer.status_code, code(answer)) == (422, "killed_an_engine")
     assert sorted(ingress.sent) == ["a", "b"]
     assert live.router.reservations == 0
 
@@ -227,6 +231,7 @@ async def test_a_worker_is_told_what_the_others_charged(serve):
     for worker, seconds in (("a", 1.0), ("b", 2.0)):
         charge = TenantCharge("alice", seconds, 0.5, 0.0)
         live._reported(WorkerReport(worker, 1.0, charges=(charge,)))
+        live.suspects.ended(worker, live.now_s())  # where nobody was alone
     assert (await post(app, "sk-alice", stream=True)).status_code == 200
     others = {"a": {"alice": [2.0, 0.5, 0.0]}, "b": {"alice": [1.0, 0.5, 0.0]}}
     told = [json.loads(marks["kappa_charges"]) for marks in ingress.told]

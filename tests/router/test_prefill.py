@@ -12,7 +12,7 @@ import pytest
 
 import router.live.live_router
 from kappa.hardware import node_profile
-from kappa.report import Announcement
+from kappa.report import Announcement, EngineDiedError
 from kappa.settings.transfer import TransferSettings
 from kappa.step import StepModel
 from router.access.middleware import Access
@@ -219,3 +219,26 @@ async def test_a_clients_id_cannot_be_that_of_anothers_prefill(serve):
         task.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
     assert live.router.reservations == 0
+
+
+async def test_a_request_that_was_alone_in_a_prefill_engine_that_died_goes_nowhere_else(serve):
+    ingress, live, app = await serve(EngineDiedError("p"))
+    answer = await post(app)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_died")
+    assert [worker for worker, *_ in ingress.sent] == ["p"]
+    assert live.router.reservations == 0 and len(live.members.waits) == 0
+
+
+async def test_one_that_was_among_others_there_is_tried_once_more_and_no_third_time(serve):
+    workers = [("p", "prefill", 1e-4), ("d", "decode", 1e-2), ("e", "decode", 1e-2)]
+    ingress, live, app = await serve(EngineDiedError("p"), workers)
+    ingress.answers["d"] = ingress.answers["e"] = EngineDiedError("decoder")
+    for worker, *_ in workers:
+        live.suspects.ended(worker, live.now_s())
+    answer = await post(app)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "killed_an_engine")
+    first, second = (worker for worker, *_ in ingress.sent)
+    assert first == "p" and second in "de"
+    again = await post(app)
+    assert again.json()["error"]["code"] == "killed_an_engine" and len(ingress.sent) == 2
+    assert live.router.reservations == 0 and len(live.members.waits) == 0

@@ -1,0 +1,139 @@
+"""Which requests may have killed an engine, and what follows for them. Pure.
+
+A request that has had no token is tried again elsewhere, so one that kills engines would take one
+after the other. What is known of a death is who was in the engine: one that was alone there is not
+passed on; among several each may be innocent, and is passed on once. Two engines that died with the
+same content in them, and none that served it in between, are enough: that content is refused. See
+docs/adr/0008-a-request-that-kills-engines.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["retry", "alone", "killer"]
+
+DEATHS = 2
+"""So many engines died of a content that is refused from then on."""
+
+MEMORY = 1024
+KEPT_S = 600.0
+# An engine may die of a request that ended a moment ago: GPU errors come late.
+_RECENT_S = 10.0
+# All who were in an engine learn of its death within this.
+_DEATH_S = 10.0
+# A machine whose idle engine died lately is what is wrong.
+_IDLE_DEATH_S = 60.0
+# What of a body no engine reads: a change of it does not make another content.
+_UNREAD = frozenset(
+    ("user", "request_id", "stream", "stream_options", "prompt_cache_key", "metadata", "store",
+     "safety_identifier", "service_tier", "kv_transfer_params")
+)  # fmt: skip
+
+
+def content_digest(tenant: str, method: str, body: bytes) -> str:
+    """A name for what a tenant asks an engine to do: its JSON `body`, less what no engine reads.
+
+    Tenants do not share one, so none can have another's content refused, or learn of it.
+    """
+    try:
+        fields = json.loads(body)
+        read = {key: value for key, value in fields.items() if key not in _UNREAD}
+        body = json.dumps(read, sort_keys=True).encode()
+    except (ValueError, AttributeError):
+        pass  # No JSON object: as it is.
+    name = f"{len(tenant)} {tenant} {method} ".encode()
+    return hashlib.sha256(name + body).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Death:
+    at_s: float
+    alone: bool
+    blameless: bool
+
+
+class Suspects:
+    """Deaths of engines, and contents that were in them; at most `MEMORY`, for `KEPT_S`."""
+
+    def __init__(self) -> None:
+        self._deaths: OrderedDict[str, _Death] = OrderedDict()
+        self._ended_s: dict[str, float] = {}
+        self._idle_deaths_s: dict[str, float] = {}
+        self._strikes: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Contents that are remembered."""
+        return len(self._strikes)
+
+    # -- what happens -------------------------------------------------------------------------
+
+    def ended(self, worker: str, now_s: float) -> None:
+        """A request left a worker."""
+        self._ended_s[worker] = now_s
+
+    def died(self, worker: str, node: str, in_flight: int, now_s: float) -> None:
+        """A worker's engine died, or its process, with `in_flight` requests there; first of all
+        signs of it."""
+        known = self._deaths.get(worker)
+        if known is not None and now_s - known.at_s <= _DEATH_S:
+            return
+        recent = now_s - self._ended_s.pop(worker, float("-inf")) <= _RECENT_S
+        if in_flight == 0 and not recent:
+            self._idle_deaths_s[node] = now_s
+        blameless = now_s - self._idle_deaths_s.get(node, float("-inf")) <= _IDLE_DEATH_S
+        self._deaths[worker] = _Death(now_s, in_flight == 1 and not recent, blameless)
+        self._deaths.move_to_end(worker)
+        self._forget(now_s)
+
+    def left(self, worker: str) -> None:
+        """A worker is gone; of its death those learn that were in it, and then nobody asks."""
+        self._ended_s.pop(worker, None)
+
+    def blame(self, worker: str, digest: str, now_s: float) -> Verdict:
+        """A request of that content (empty: unknown) was lost with a worker: what may be done.
+
+        retry: it may be tried elsewhere; alone: it may not, though its content may be sent again;
+        killer: its content is refused from now on.
+        """
+        death = self._deaths.get(worker)
+        if death is None or now_s - death.at_s > _DEATH_S or death.blameless:
+            return "retry"
+        if not digest:
+            return "alone" if death.alone else "retry"
+        count = self._count(digest, now_s) + 1
+        self._strikes[digest] = (count, now_s)
+        self._strikes.move_to_end(digest)
+        self._forget(now_s)
+        if count >= DEATHS:
+            return "killer"
+        return "alone" if death.alone else "retry"
+
+    def served(self, digest: str) -> None:
+        """An engine answered that content and lives: it was not what killed the other."""
+        self._strikes.pop(digest, None)
+
+    # -- what is asked ------------------------------------------------------------------------
+
+    def refused(self, digest: str, now_s: float) -> bool:
+        """Whether that content is refused."""
+        return self._count(digest, now_s) >= DEATHS
+
+    def _count(self, digest: str, now_s: float) -> int:
+        count, at_s = self._strikes.get(digest, (0, now_s))
+        return count if now_s - at_s <= KEPT_S else 0
+
+    def _forget(self, now_s: float) -> None:
+        while len(self._strikes) > MEMORY or (
+            self._strikes and now_s - next(iter(self._strikes.values()))[1] > KEPT_S
+        ):
+            self._strikes.popitem(last=False)
+        while self._deaths and now_s - next(iter(self._deaths.values())).at_s > _DEATH_S:
+            self._deaths.popitem(last=False)
+        late = [n for n, at_s in self._idle_deaths_s.items() if now_s - at_s > _IDLE_DEATH_S]
+        for node in late:
+            del self._idle_deaths_s[node]
