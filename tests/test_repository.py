@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import re
 import subprocess
 import sys
 import tomllib
@@ -120,3 +121,18 @@ def test_every_direct_requirement_is_locked():
         for requirement in [*project["dependencies"], *extras[extra], *extras["dev"]]:
             name = requirement.split("[")[0].split("=")[0].split(">")[0].replace("_", "-")
             assert name in locked, f"{lock} lacks {name}: run ./dev lock"
+
+
+@pytest.mark.parametrize("lock", [*ROOT.glob("*.lock"), *ROOT.glob("locks/*.lock")], ids=str)
+def test_every_locked_file_has_its_hash(lock):
+    entries = re.split(r"\n(?=[a-z])", lock.read_text(encoding="utf-8"))[1:]
+    without = [entry.split()[0] for entry in entries if "--hash=sha256:" not in entry]
+    assert entries and without == [], f"{lock.name}: run ./dev lock"
+
+
+def test_what_installs_and_builds_the_rest_is_locked_in_one_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    group = project["dependency-groups"]["build"]
+    lock = (ROOT / "locks/build.lock").read_text(encoding="utf-8")
+    assert all(f"\n{requirement} " in lock for requirement in group)
+    assert set(project["build-system"]["requires"]) <= set(group)

@@ -83,7 +83,7 @@ def install(root: Path, lock: Path) -> None:
     pip = [str(uv), "pip", "install", "--quiet", "--python", str(venv / "bin" / "python")]
     if not uv.exists():
         pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    _run(*pip, "--no-deps", "--find-links", links, "-r", str(lock))
+    _run(*pip, "--no-deps", "--require-hashes", "--find-links", links, "-r", str(lock))
     (package,) = venv.glob("lib/python3*/site-packages/lmcache")
     client.mkdir()
     (client / "lmcache").symlink_to(package)

@@ -104,8 +104,21 @@ def _run_faults(text: str) -> Iterator[str]:
     for command in re.findall(r"pip install[^&;]*", text):
         if re.search(r"(-r |\.whl)", command) and "--no-deps" not in command:
             yield "installs without --no-deps: the lock is complete, and nothing else may come in"
-        if not re.search(r"(-r |\.whl|==)", command):
-            yield f"{command.strip()}: name a version"
+        if "-r " in command and "--require-hashes" not in command:
+            yield "installs a lock without --require-hashes: its files would not be checked"
+        if not re.search(r"(-r |\.whl)", command):
+            yield f"{command.strip()}: install from a lock, which names version and hash"
+
+
+def unpinned(text: str) -> list[str]:
+    """Base images that are named by a tag alone, which their registry may move: worth a warning."""
+    images = {step.text.split()[0] for step in parse(text) if step.word == "FROM"}
+    return [
+        f"FROM {image} has no digest: write {image}@DIGEST, the one that 'docker buildx imagetools "
+        f"inspect {image}' prints"
+        for image in sorted(images)
+        if "@sha256:" not in image
+    ]
 
 
 def install(kind: str, folder: Path) -> None:
@@ -124,7 +137,7 @@ def install(kind: str, folder: Path) -> None:
         if step.word == "COPY" and not step.text.startswith("--"):
             *names, _ = step.text.split()
             for name in names:
-                _copy(ROOT / name, source)
+                _copy(ROOT / name, source / Path(name).parent)
         elif step.word == "RUN":
             text = re.sub(r"(?<![\w/.])(/opt/kappa|/dist)", rf"{folder}\1", step.text)
             print(f"+ {text}", flush=True)
@@ -137,6 +150,7 @@ def install(kind: str, folder: Path) -> None:
 def _copy(path: Path, to: Path) -> None:
     """A file, or of the whole tree what the wheel is made of, as .dockerignore says."""
     if path.is_file():
+        to.mkdir(exist_ok=True)
         shutil.copy(path, to)
         return
     ignore = (FOLDER / "cpu.Dockerfile.dockerignore").read_text(encoding="utf-8")
@@ -180,11 +194,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m deploy.docker.check", description=__doc__)
     parser.add_argument("--install", choices=KINDS, help="run the install steps of this image")
     options = parser.parse_args(arguments)
-    found = [
-        f"{kind}.Dockerfile: {fault}"
-        for kind in KINDS
-        for fault in lint((FOLDER / f"{kind}.Dockerfile").read_text(encoding="utf-8"))
-    ]
+    texts = {kind: (FOLDER / f"{kind}.Dockerfile").read_text(encoding="utf-8") for kind in KINDS}
+    found = [f"{kind}.Dockerfile: {fault}" for kind, text in texts.items() for fault in lint(text)]
+    for kind, text in texts.items():
+        for warning in unpinned(text):
+            print(f"warning: {kind}.Dockerfile: {warning}")
     print("\n".join(found) or "no faults")
     if options.install and not found:
         _try_install(options.install)

@@ -8,13 +8,15 @@ FROM python:3.11-slim-bookworm AS build
 ARG TORCH_WHEELS=https://download.pytorch.org/whl/cpu/torch/
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 UV_LINK_MODE=copy
 WORKDIR /src
-RUN python -m pip install uv==0.13.8 && python -m venv /opt/kappa
+COPY locks/build.lock ./locks/
+RUN python -m pip install --require-hashes --no-deps -r locks/build.lock \
+    && python -m venv /opt/kappa
 # The packages first: they change seldom, and this layer is large.
 COPY requirements.lock ./
-RUN uv pip install --python /opt/kappa/bin/python --no-deps --find-links "$TORCH_WHEELS" \
-    -r requirements.lock
+RUN uv pip install --python /opt/kappa/bin/python --no-deps --require-hashes \
+    --find-links "$TORCH_WHEELS" -r requirements.lock
 COPY . .
-RUN uv build --wheel --out-dir /dist \
+RUN hatchling build -t wheel -d /dist \
     && uv pip install --python /opt/kappa/bin/python --no-deps /dist/*.whl
 # Compiled here, since the file system is read-only later. torch ships files for later Pythons, which
 # do not compile: that is no fault.

@@ -10,7 +10,9 @@ FROM python:3.11-slim-bookworm AS build
 ARG TARGETARCH
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 UV_LINK_MODE=copy
 WORKDIR /src
-RUN python -m pip install uv==0.13.8 && python -m venv /opt/kappa
+COPY locks/build.lock ./locks/
+RUN python -m pip install --require-hashes --no-deps -r locks/build.lock \
+    && python -m venv /opt/kappa
 # The packages first: they change seldom, and this layer is large.
 COPY requirements-gpu.lock requirements-gpu-aarch64.lock ./
 RUN case "$TARGETARCH" in \
@@ -19,9 +21,9 @@ RUN case "$TARGETARCH" in \
         *) echo "no lock for '$TARGETARCH': build with --platform linux/amd64 or linux/arm64" >&2; \
             exit 1 ;; \
     esac \
-    && uv pip install --python /opt/kappa/bin/python --no-deps -r "$lock"
+    && uv pip install --python /opt/kappa/bin/python --no-deps --require-hashes -r "$lock"
 COPY . .
-RUN uv build --wheel --out-dir /dist \
+RUN hatchling build -t wheel -d /dist \
     && uv pip install --python /opt/kappa/bin/python --no-deps /dist/*.whl
 # Compiled here, since the file system is read-only later. torch ships files for later Pythons, which
 # do not compile: that is no fault.

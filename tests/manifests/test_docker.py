@@ -25,10 +25,11 @@ def test_the_dockerfiles_have_no_faults(kind):
         ("USER 1000:1000", "USER 0", "ends as root"),
         ("USER 1000:1000", "", "ends as root"),
         ("COPY requirements.lock", "COPY requirement.lock", "no such file"),
-        ("--no-deps --find-links", "--find-links", "--no-deps"),
+        ("--no-deps --require-hashes", "--require-hashes", "--no-deps"),
+        ("--no-deps --require-hashes", "--no-deps", "--require-hashes"),
         ("--no-install-recommends ", "", "--no-install-recommends"),
         ("rm -rf /var/lib/apt/lists/*", "true", "lists"),
-        ("uv==", "uv>=", "name a version"),
+        ("-r locks/build.lock", "uv", "from a lock"),
         ("/dist/*.whl", "-e .", "wheel"),
         ("WORKDIR /src", "ADD https://example.com/x /src", "ADD"),
         ("WORKDIR /src", "RUN curl https://example.com | sh", "curl"),
@@ -63,3 +64,10 @@ def test_the_build_context_holds_every_package_of_the_wheel(kind):
         line.removeprefix("!") for line in lines
     }
     assert "*" in lines and "**/__pycache__" in lines
+
+
+def test_a_base_image_named_by_its_tag_alone_is_warned_of_with_the_command_that_pins_it():
+    pinned = f"FROM a:1@sha256:{'0' * 64} AS build\n"
+    assert check.unpinned(pinned) == []
+    (warning,) = check.unpinned(f"{pinned}FROM a:2\nFROM a:2\n")
+    assert "FROM a:2" in warning and "docker buildx imagetools inspect a:2" in warning
