@@ -14,6 +14,7 @@ DIGEST_PREFIX = "sha256:"
 KEY_PREFIX = "sk-kappa-"
 
 _DIGEST_HEX = 64
+_LEAST_CHARACTERS = 16
 _KEY_BYTES = 32
 
 
@@ -44,7 +45,16 @@ def is_hashed(entry: str) -> bool:
 
 
 def entry_fault(entry: str) -> str | None:
-    """Why an entry can be no key and no digest of one, without its text; None if it can."""
+    """Why an entry must be no key and no digest of one, without its text; None if it may."""
+    if not is_hashed(entry) and len(entry) < _LEAST_CHARACTERS and _form_fault(entry) is None:
+        return (
+            f"has {len(entry)} characters, so it could be guessed: at least {_LEAST_CHARACTERS}; "
+            "'kappa keys new' makes one"
+        )
+    return _form_fault(entry)
+
+
+def _form_fault(entry: str) -> str | None:
     if is_hashed(entry):
         digits = entry.removeprefix(DIGEST_PREFIX)
         if len(digits) == _DIGEST_HEX and all(c in "0123456789abcdef" for c in digits.lower()):
@@ -65,9 +75,9 @@ def entry_digest(entry: str) -> bytes:
     """The digest of an entry of a keys file: of a key in the clear, or the one that it holds.
 
     Raises:
-        ValueError: it is neither (`entry_fault` says why).
+        ValueError: it is neither.
     """
-    fault = entry_fault(entry)
+    fault = _form_fault(entry)
     if fault is not None:
         raise ValueError(f"a key {fault}")
     if is_hashed(entry):

@@ -7,9 +7,12 @@ whoever reads it can let nobody in.
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
+import stat
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -110,20 +113,35 @@ def _line(key: str, tenant: str) -> str:
 
 
 def _append(file: Path, line: str) -> None:
-    """Add a line, in one write; the file is made for its owner alone."""
+    """Add a line; whoever reads the file sees it as it was or whole. A new one is its owner's."""
     try:
+        text = ""
         if file.exists():
             read_digests(file)  # A faulty file is not made longer.
             text = file.read_text(encoding="utf-8")
-            line = line if not text or text.endswith("\n") else f"\n{line}"
-        else:
-            file.touch(mode=0o600)
-        with file.open("a", encoding="utf-8") as out:
-            out.write(f"{line}\n")
+        _replace(file.resolve(), f"{text}{line}\n")  # a link to it stays
     except ValueError as error:
         _exit(str(error))
     except OSError as error:
         _exit(f"{file}: cannot be written: {error.strerror}")
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file whole and put it in the place of the old one, with its owner and rights."""
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8") as out:
+            if file.exists():
+                was = file.stat()
+                os.fchown(handle, was.st_uid, was.st_gid)
+                os.fchmod(handle, stat.S_IMODE(was.st_mode))
+            out.write(text)
+            out.flush()
+            os.fsync(handle)
+        os.replace(name, file)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 def _exit(why: str) -> None:

@@ -128,7 +128,7 @@ def _without_files(args: dict[str, Any]) -> dict[str, Any]:
     if tenants.pop("keys_file", None):
         named = {*tenants.get("weights", ()), *tenants.get("limits", ()), "default"}
         named |= {*tenants.get("operators", ())}
-        keys = {f"of-the-file-{i}": name for i, name in enumerate(sorted(named))}
+        keys = {f"a-key-of-the-file-{i}": name for i, name in enumerate(sorted(named))}
         tenants["by_key"] = {**tenants.get("by_key", {}), **keys}
     return {**args, "tenants": tenants} if tenants else args
 

@@ -35,7 +35,7 @@ from router.errors import (
 Refuse = Callable[[Request, ApiError], Response]
 
 # What makes engines work, or the ingress: counted against a tenant's limits.
-_LIMITED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/route")
+_LIMITED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/route", "/v1/decisions")
 # What probes ask, who have no key.
 _OPEN_PATHS = ("/health", "/ready")
 _METRICS_PATH = "/metrics"
@@ -131,17 +131,20 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with `tenant` in its state, or answer 401 or 403."""
         if scope["type"] == "http":
-            error = self._admit(scope)
+            error = self._admit(scope, await self._tenants(scope))
             if error is not None:
                 scope["app"].state.keys_refused += error.status == 401
                 await self._refuse(Request(scope), error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _admit(self, scope: Scope) -> ApiError | None:
+    async def _tenants(self, scope: Scope) -> Tenants:
         if self._keyring is None:
             self._keyring = scope["app"].state.keyring = self._access.keyring()
-        tenants = self._keyring.current()
+        await self._keyring.refresh()
+        return self._keyring.current()
+
+    def _admit(self, scope: Scope, tenants: Tenants) -> ApiError | None:
         keys = keys_sent(_header(scope, b"authorization"), _header(scope, b"x-api-key"))
         tenant = tenants.find(keys)
         path = _path(scope)

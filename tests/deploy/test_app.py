@@ -13,14 +13,14 @@ from kappa.shapes import model_shape
 from scheduler.config import FairConfig
 from workers.host_tier.link_queue import LinkRules
 
-KEYED = {"by_key": {"sk-alice": "alice"}, "weights": {"alice": 2.0}}
+KEYED = {"by_key": {"sk-alice-0123456": "alice"}, "weights": {"alice": 2.0}}
 
 
 def test_the_ingress_gets_the_tenants_and_not_their_keys():
     tenants = tenants_table(load_settings(None, tenants={**KEYED, "unknown": "refuse"}))
-    assert tenants.find(["sk-alice"]).weight == 2.0
-    assert tenants.find(["sk-bob"]) is None
-    assert b"sk-alice" not in pickle.dumps(tenants)
+    assert tenants.find(["sk-alice-0123456"]).weight == 2.0
+    assert tenants.find(["sk-bob-012345678"]) is None
+    assert b"sk-alice-0123456" not in pickle.dumps(tenants)
 
 
 def test_without_keys_nobody_is_refused():
@@ -33,15 +33,15 @@ def test_our_own_requests_carry_a_key_only_where_one_is_needed():
     assert own_headers(load_settings(None, tenants=KEYED)) == {}
     refusing = load_settings(None, tenants={**KEYED, "unknown": "refuse"})
     scheme, key = own_headers(refusing)["authorization"].split()
-    assert scheme == "Bearer" and key != "sk-alice"
+    assert scheme == "Bearer" and key != "sk-alice-0123456"
     assert tenants_table(refusing).find([key]).operator
-    assert not tenants_table(refusing).find(["sk-alice"]).operator
+    assert not tenants_table(refusing).find(["sk-alice-0123456"]).operator
 
 
 def test_engines_schedule_by_the_rule_weights_and_link_of_the_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = load_settings(
-        tenants={"by_key": {"k": "a"}, "weights": {"a": 2.0}},
+        tenants={"by_key": {"k" * 16: "a"}, "weights": {"a": 2.0}},
         scheduler={"window": 7, "duplex": "half", "log": "it.jsonl"},
     )
     scheduler = engine_scheduler(settings)

@@ -32,25 +32,34 @@ def test_a_new_key_can_go_into_a_file_that_only_its_owner_reads(tmp_path):
     assert not any(key in file.read_text() for key in made)
 
 
-def test_a_file_without_a_last_line_break_is_continued(tmp_path):
-    file = tmp_path / "keys.yaml"
-    file.write_text("sk-old: alice")
-    keys("new", "bob", "--file", str(file))
-    assert sorted(read_digests(file).values()) == ["alice", "bob"]
+def test_a_file_is_replaced_whole_and_keeps_its_rights_and_the_link_to_it(tmp_path):
+    file, link = tmp_path / "keys.yaml", tmp_path / "link.yaml"
+    file.write_text("sk-old-0123456789: alice\n")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    with file.open() as open_before:
+        keys("new", "bob", "--file", str(link))
+        assert open_before.read() == "sk-old-0123456789: alice\n"
+    assert link.is_symlink() and sorted(read_digests(file).values()) == ["alice", "bob"]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert sorted(tmp_path.iterdir()) == [file, link]
 
 
 def test_a_faulty_file_is_not_made_longer(tmp_path):
     file = tmp_path / "keys.yaml"
-    file.write_text("[sk-hush]\n")
+    file.write_text("[sk-hush-01234567]\n")
     done = keys("new", "bob", "--file", str(file))
     assert done.exit_code == 2 and "is no mapping" in done.output and "hush" not in done.output
-    assert file.read_text() == "[sk-hush]\n"
+    assert file.read_text() == "[sk-hush-01234567]\n"
 
 
 def test_a_key_is_hashed_from_standard_input():
-    assert keys("hash", input="sk-a\n").stdout == f"sha256:{digest_of('sk-a').hex()}\n"
-    line = keys("hash", "alice", input="sk-a\n").stdout
-    assert line == f"sha256:{digest_of('sk-a').hex()}: alice\n"
+    assert (
+        keys("hash", input="sk-a-0123456789a\n").stdout
+        == f"sha256:{digest_of('sk-a-0123456789a').hex()}\n"
+    )
+    line = keys("hash", "alice", input="sk-a-0123456789a\n").stdout
+    assert line == f"sha256:{digest_of('sk-a-0123456789a').hex()}: alice\n"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +68,7 @@ def test_a_key_is_hashed_from_standard_input():
         (("hash",), "", "is empty"),
         (("hash",), "sk hush\n", "without spaces"),
         (("hash",), "sha256:" + "0" * 64 + "\n", "is a digest already"),
-        (("hash", "a b"), "sk-hush\n", "no tenant's name"),
+        (("hash", "a b"), "sk-hush-01234567\n", "no tenant's name"),
         (("new", "a b"), "", "no tenant's name"),
         (("new", "../x"), "", "no tenant's name"),
         (("new", "a", "--file", "/nowhere/keys.yaml"), "", "cannot be written"),
@@ -73,7 +82,7 @@ def test_what_cannot_be_is_told_without_the_key(arguments, text, says):
 
 def test_a_list_counts_keys_by_tenant_and_warns_of_those_in_the_clear(tmp_path):
     file = tmp_path / "keys.yaml"
-    file.write_text(f"sk-hush: alice\nsha256:{'0' * 64}: alice\nsha256:{'1' * 64}: bob\n")
+    file.write_text(f"sk-hush-01234567: alice\nsha256:{'0' * 64}: alice\nsha256:{'1' * 64}: bob\n")
     done = keys("list", str(file), "--json")
     assert json.loads(done.stdout)["tenants"] == [
         {"tenant": "alice", "keys": 2, "in_clear": 1}, {"tenant": "bob", "keys": 1, "in_clear": 0},
@@ -90,5 +99,5 @@ def test_a_tenants_name_that_yaml_takes_for_something_else_is_still_read_as_a_na
     assert keys("new", tenant, "--file", str(file)).exit_code == 0
     assert keys("new", "alice", "--file", str(file)).exit_code == 0
     with file.open("a") as out:
-        out.write(keys("hash", tenant, input="sk-mine\n").stdout)
+        out.write(keys("hash", tenant, input="sk-mine-01234567\n").stdout)
     assert sorted(read_digests(file).values()) == sorted([tenant, "alice", tenant])

@@ -18,8 +18,14 @@ def test_too_few_random_bytes_make_no_key():
 
 
 def test_a_key_and_its_digest_are_the_same_entry():
-    assert entry_digest(hashed("sk-a")) == entry_digest("sk-a") == digest_of("sk-a")
-    assert entry_digest(hashed("sk-a").replace("a", "A").replace("shA", "sha")) == digest_of("sk-a")
+    assert (
+        entry_digest(hashed("sk-a-0123456789a"))
+        == entry_digest("sk-a-0123456789a")
+        == digest_of("sk-a-0123456789a")
+    )
+    assert entry_digest(
+        hashed("sk-a-0123456789a").replace("a", "A").replace("shA", "sha")
+    ) == digest_of("sk-a-0123456789a")
 
 
 @pytest.mark.parametrize(
@@ -34,16 +40,19 @@ def test_what_is_neither_is_told_without_its_text(entry):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("sk-hush: a\nsk-hush: b\n", "line 2 gives a key a second time"),
-        ("sk-hush: a\nsk-hush: a\n", "line 2 gives a key a second time"),
-        ("sk-a: a\n1234: b\n", "entry 2: the key is no text"),
-        ("sk-a: a\nsk-hush: [b]\n", "entry 2: the tenant is no name"),
-        ("sk-a: a\nsk-hush: b c\n", "entry 2: the tenant is no name"),
-        ("sk-a: a\nsha256:hush: b\n", "entry 2: the key is no digest"),
-        ("? [sk-hush]\n: a\n", "is not YAML"),
-        ("- sk-hush\n", "is no mapping"),
+        ("sk-hush-01234567: a\nsk-hush-01234567: b\n", "line 2 gives a key a second time"),
+        ("sk-hush-01234567: a\nsk-hush-01234567: a\n", "line 2 gives a key a second time"),
+        ("sk-a-0123456789a: a\n1234: b\n", "entry 2: the key is no text"),
+        ("sk-a-0123456789a: a\nsk-hush-01234567: [b]\n", "entry 2: the tenant is no name"),
+        ("sk-a-0123456789a: a\nsk-hush-01234567: b c\n", "entry 2: the tenant is no name"),
+        ("sk-a-0123456789a: a\nsha256:hush: b\n", "entry 2: the key is no digest"),
+        ("? [sk-hush-01234567]\n: a\n", "is not YAML"),
+        ("- sk-hush-01234567\n", "is no mapping"),
         ("&a {k: *a}\n", "entry 1: the tenant is no name"),
-        (f"sk-hush: a\n{hashed('sk-hush')}: b\n", "entry 2: another entry gives the same key"),
+        (
+            f"sk-hush-01234567: a\n{hashed('sk-hush-01234567')}: b\n",
+            "entry 2: another entry gives the same key",
+        ),
     ],
 )
 def test_each_fault_of_a_keys_file_is_told_with_its_place_and_no_key(tmp_path, text, says):
@@ -64,5 +73,21 @@ def test_a_keys_file_of_any_size_is_not_read_whole(tmp_path):
 
 def test_clear_and_hashed_keys_stand_side_by_side(tmp_path):
     path = tmp_path / "keys.yaml"
-    path.write_text(f"sk-a: alice\n{hashed('sk-b')}: bob\n")
-    assert read_digests(path) == {digest_of("sk-a"): "alice", digest_of("sk-b"): "bob"}
+    path.write_text(f"sk-a-0123456789a: alice\n{hashed('sk-b-0123456789a')}: bob\n")
+    assert read_digests(path) == {
+        digest_of("sk-a-0123456789a"): "alice",
+        digest_of("sk-b-0123456789a"): "bob",
+    }
+
+
+def test_a_key_in_the_clear_has_sixteen_characters_or_more_and_a_digest_may_be_of_any():
+    assert entry_fault("k" * 16) is None and entry_fault(hashed("k")) is None
+    assert "has 15 characters" in entry_fault("k" * 15)
+    assert "kappa keys new" in entry_fault("k")
+
+
+def test_a_file_cut_short_within_its_last_line_is_refused_with_a_remedy(tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"{hashed('a')}: alice\n{hashed('b')}: bo")
+    with pytest.raises(ValueError, match="may be cut short: end it with one"):
+        read_digests(path)

@@ -106,7 +106,7 @@ def test_an_empty_file_is_the_demo(written):
         ("tenants: {unknown: perhaps}", "tenants.unknown", "refuse"),
         ("tenants: {default_name: 'a b'}", "tenants.default_name", "pattern"),
         ("tenants: {keys_file: nowhere.yaml}", "tenants", "nowhere.yaml: cannot be read"),
-        ("tenants: {by_key: [sk-hush]}", "tenants.by_key", "dictionary"),
+        ("tenants: {by_key: [sk-hush-01234567]}", "tenants.by_key", "dictionary"),
     ],
 )
 def test_each_fault_is_told_with_file_key_and_reason(written, text, key, says):
@@ -180,52 +180,59 @@ def keys(settings):
 
 def test_keys_come_from_the_settings_or_from_a_file_of_their_own(written, tmp_path):
     more = tmp_path / "keys.yaml"
-    more.write_text("sk-b: bob\nsk-b2: bob\nsk-a: alice\n")
+    more.write_text("sk-b-0123456789a: bob\nsk-b2-0123456789: bob\nsk-a-0123456789a: alice\n")
     settings = load_settings(
-        written(f"tenants: {{by_key: {{sk-a: alice}}, keys_file: {more}, weights: {{bob: 2}}}}")
+        written(
+            "tenants: {by_key: {sk-a-0123456789a: alice}, weights: {bob: 2}, "
+            f"keys_file: {more}}}"
+        )
     )
-    assert keys(settings) == {"sk-a": "alice", "sk-b": "bob", "sk-b2": "bob"}
+    assert keys(settings) == {
+        "sk-a-0123456789a": "alice",
+        "sk-b-0123456789a": "bob",
+        "sk-b2-0123456789": "bob",
+    }
     assert settings.tenants.weight("bob") == 2.0 and settings.tenants.weight("alice") == 1.0
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("sk-hush2: 'a b'", "tenants.by_key.(key)"),
-        ("sk-hush2: [alice]", "tenants.by_key.(key)"),
+        ("sk-hush2-0123456: 'a b'", "tenants.by_key.(key)"),
+        ("sk-hush2-0123456: [alice]", "tenants.by_key.(key)"),
         ("12345678: alice", "tenants.by_key.(key)"),
         ("'': alice", "a key of 'alice' is empty"),
         ("'sk hush': alice", "without spaces"),
         ("sk-hüsh: alice", "not plain ASCII"),
-        ("sk-hush: bob", "one key to two tenants"),
-        ("[sk-hush]", "is no mapping"),
-        ("sk-hush", "is no mapping"),
-        ("sk-hush: alice: bob", "is not YAML"),
+        ("sk-hush-01234567: bob", "one key to two tenants"),
+        ("[sk-hush-01234567]", "is no mapping"),
+        ("sk-hush-01234567", "is no mapping"),
+        ("sk-hush-01234567: alice: bob", "is not YAML"),
     ],
 )
 def test_what_is_wrong_with_a_key_is_told_without_the_key(written, tmp_path, text, says):
     more = tmp_path / "keys.yaml"
     more.write_text(text + "\n")
-    message = fault(written(f"tenants: {{by_key: {{sk-hush: alice}}, keys_file: {more}}}"))
+    message = fault(written(f"tenants: {{by_key: {{sk-hush-01234567: alice}}, keys_file: {more}}}"))
     assert says in message
-    for secret in ("sk-hush", "hush", "12345678", "hüsh"):
+    for secret in ("sk-hush-01234567", "hush", "12345678", "hüsh"):
         assert secret not in message
 
 
 def test_a_broken_settings_file_is_told_without_its_keys(written):
-    message = fault(written("tenants:\n  by_key:\n    sk-hush: alice: bob\n"))
+    message = fault(written("tenants:\n  by_key:\n    sk-hush-01234567: alice: bob\n"))
     assert "is not YAML" in message and "line 3" in message
     assert "hush" not in message
 
 
 def test_settings_show_no_key():
-    settings = load_settings(None, tenants={"by_key": {"sk-hush": "alice"}})
+    settings = load_settings(None, tenants={"by_key": {"sk-hush-01234567": "alice"}})
     shown = (repr(settings), str(settings), settings.model_dump_json(), str(settings.model_dump()))
     assert not any("hush" in text for text in shown)
 
 
 def test_more_tenants_than_are_kept_apart_are_refused():
-    by_key = {f"sk-{i}": f"t{i}" for i in range(MAX_TENANTS)}
+    by_key = {f"sk-{i:013}": f"t{i}" for i in range(MAX_TENANTS)}
     assert f"at most {MAX_TENANTS}" in fault(None, tenants={"by_key": by_key})
 
 

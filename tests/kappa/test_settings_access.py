@@ -7,7 +7,8 @@ from kappa.settings.access import HttpSettings
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import load_settings
 
-ALICE = {"by_key": {"sk-alice": "alice"}}
+ALICE = {"by_key": {"sk-alice-0123456": "alice"}}
+HUSH = "sk-hush-01234567"
 CLOSED = {**ALICE, "unknown": "refuse"}
 
 
@@ -57,8 +58,12 @@ def fault(**sections):
             "tenants.by_key", "a key of 'alice' is no digest",
         ),
         (
-            {"tenants": {"by_key": {"sk-hush": "alice", hashed("sk-hush"): "bob"}}},
+            {"tenants": {"by_key": {HUSH: "alice", hashed(HUSH): "bob"}}},
             "tenants.by_key", "given to two tenants",
+        ),
+        (
+            {"tenants": {"by_key": {HUSH[:15]: "alice"}}},
+            "tenants.by_key", "a key of 'alice' has 15 characters, so it could be guessed",
         ),
     ],
 )  # fmt: skip
@@ -96,10 +101,13 @@ def test_on_loopback_no_keys_are_needed():
 
 def test_keys_of_the_settings_are_told_from_those_of_the_file(tmp_path):
     path = tmp_path / "keys.yaml"
-    path.write_text(f"sk-alice: alice\n{hashed('sk-bob')}: bob\n")
+    path.write_text(f"sk-alice-0123456: alice\n{hashed('sk-bob-012345678')}: bob\n")
     tenants = load_settings(None, tenants={**CLOSED, "keys_file": str(path)}).tenants
-    assert tenants.digests == {digest_of("sk-alice"): "alice", digest_of("sk-bob"): "bob"}
-    assert tenants.fixed_digests == {digest_of("sk-alice")}
+    assert tenants.digests == {
+        digest_of("sk-alice-0123456"): "alice",
+        digest_of("sk-bob-012345678"): "bob",
+    }
+    assert tenants.fixed_digests == {digest_of("sk-alice-0123456")}
     assert tenants.keys_in_clear == 1
     assert load_settings().tenants.fixed_digests == frozenset()
 

@@ -167,7 +167,7 @@ def test_the_documented_file_is_sound(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "cluster-file.md").read_text()
     data = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
     keys = tmp_path / "keys.yaml"
-    keys.write_text("sk-r: research\n")
+    keys.write_text("sk-r-0123456789a: research\n")
     data["tenants"]["keys_file"] = str(keys)
     settings = load_settings(None, **data)
     assert [(p.name, p.least, p.most) for p in settings.all_pools] == [

@@ -1,13 +1,14 @@
 """What stands before every endpoint, over a real ASGI round trip: sizes, roles, limits, keys."""
 
 import asyncio
+import os
 
 import httpx
 import pytest
 from fastapi import Request
 from starlette.responses import StreamingResponse
 
-from kappa.keys import digest_of
+from kappa.keys import digest_of, hashed
 from router.access.limits import Allowance
 from router.access.middleware import Access, lease_of
 from router.access.tenants import Tenants
@@ -197,11 +198,12 @@ async def test_more_at_a_time_than_allowed_are_refused_at_once():
 
 async def test_a_key_that_is_taken_out_of_the_file_is_refused_without_a_restart(tmp_path):
     path = tmp_path / "keys.yaml"
-    path.write_text("sk-alice: alice\n")
+    path.write_text(f"{hashed('sk-alice')}: alice\n")
     table = Tenants.of_digests(digests({"sk-alice": "alice"}), {}, refuse=True, fixed=frozenset())
     _, client = client_of(Access(table, keys_file=str(path), keys_check_s=1e-9))
     assert (await client.post(PATH, headers=ALICE)).status_code == 200
-    path.write_text("sk-ops: ops\nsk-more: ops\n")
+    path.write_text(f"{hashed('sk-ops')}: ops\n")
+    os.utime(path, (1.0, 1.0))  # not a moment ago
     assert code(await client.post(PATH, headers=ALICE), 401) == "invalid_api_key"
     assert (await client.post(PATH, headers=OPS)).status_code == 200
 
