@@ -7,7 +7,9 @@ router is `router.ingress.start`'s to make. Ray's own ingress does model look-up
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Callable
+from itertools import islice
 from typing import Any
 
 import structlog
@@ -51,6 +53,9 @@ log = structlog.get_logger(__name__)
 
 _PROFILE_TIMEOUT_S = 90.0
 _WAKE_TIMEOUT_S = 120.0
+_MOST_DECISIONS = 256
+# Of a candidate: what it does for others, which only operators see, as in /v1/nodes.
+_OPERATORS_FIELDS = ("worker", "in_flight", "queue_s", "harm_s")
 # Workers that start with us take longer; one that joins others knows them sooner.
 _FIRST_SIGHT_S = 25.0
 
@@ -140,14 +145,24 @@ class KappaIngress(OpenAiIngress):
             decision = live.explain(routed)
         except NoWorkerError as error:
             raise no_worker(str(error), live.retry_after_s()) from None
-        return JSONResponse(explanation(decision))
+        told = explanation(decision)
+        if not tenant_of(request).operator:
+            for candidate in told["candidates"]:
+                for name in _OPERATORS_FIELDS:
+                    del candidate[name]
+        return JSONResponse(told)
 
     async def decisions(self, request: Request, limit: int = 100) -> Response:
-        """The last decisions with their outcomes, newest last; of other tenants to operators."""
-        told = await self._peers.ask(self.for_peers, "decisions")
-        records = [record for one in told for record in one if may_see(request, record["tenant"])]
-        records.sort(key=lambda record: record["time_s"])
-        return JSONResponse({"decisions": records[-limit:] if limit > 0 else []})
+        """The last decisions with their outcomes, newest last; of other tenants to operators.
+
+        At most `_MOST_DECISIONS` to others.
+        """
+        asker = tenant_of(request)
+        only = None if asker.operator else asker.name
+        count = max(min(limit, sys.maxsize if asker.operator else _MOST_DECISIONS), 0)
+        told = await self._peers.ask(self.for_peers, "decisions", only, count)
+        records = sorted((r for one in told for r in one), key=lambda record: record["time_s"])
+        return JSONResponse({"decisions": records[-count:] if count else []})
 
     async def decision(self, request_id: str, request: Request) -> Response:
         """One request: its decision, what became of it, and where its time went; or 404."""
@@ -176,8 +191,11 @@ class KappaIngress(OpenAiIngress):
             case "metrics":
                 return self._own_metrics()
             case "decisions":
-                records = list(self._live().records.values())
-                return [record.to_dict() for record in records]
+                tenant, count = args
+                # Of the newest first, no more than are wanted: a record takes 7 us of this loop.
+                newest = reversed(self._live().records.values())
+                wanted = (r for r in newest if tenant is None or r.tenant == tenant)
+                return [record.to_dict() for record in islice(wanted, count)]
             case "decision":
                 (request_id,) = args
                 return self._observing.tenant(request_id), self._observing.account(request_id)

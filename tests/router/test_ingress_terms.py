@@ -20,6 +20,7 @@ from router.index.prefix_hash import salt_of
 from router.ingress.app import make_app
 from router.ingress.rendering import PromptRenderer
 from router.live.board import Board
+from router.live.records import Record
 from tests.router.scripted import BODY, PATH, Scripted, announcement, event, overload
 from workers.tiny_model import make_tiny_model
 
@@ -142,6 +143,56 @@ async def test_decisions_of_others_are_an_operators_to_see(cluster):
             answer = await here.client.get("/v1/decisions", headers=headers)
             seen[tenant] = [row["tenant"] for row in answer.json()["decisions"]]
     assert seen == {"alice": ["alice"], "bob": ["bob"], "ops": ["alice", "bob"]}
+
+
+async def test_only_the_newest_decisions_that_are_wanted_are_written_out(cluster, monkeypatch):
+    written = []
+    to_dict = Record.to_dict
+    monkeypatch.setattr(Record, "to_dict", lambda r: written.append(r.tenant) or to_dict(r))
+    monkeypatch.setattr("router.ingress.endpoints._MOST_DECISIONS", 3)
+
+    async def seen(here, tenant, limit):
+        headers = {"authorization": f"Bearer {KEYS[tenant]}"}
+        answer = await here.client.get("/v1/decisions", headers=headers, params={"limit": limit})
+        ids = [row["request_id"] for row in answer.json()["decisions"]]
+        told, written[:] = list(written), []
+        return ids, told
+
+    async with cluster(words) as here:
+        for i in range(4):
+            for tenant in ("alice", "bob"):
+                await ask(here, tenant, headers={"x-request-id": f"{tenant}-{i}"})
+        written.clear()
+        alice = ["alice-1", "alice-2", "alice-3"]
+        assert await seen(here, "alice", 2) == (alice[-2:], ["alice"] * 2)
+        assert await seen(here, "alice", 10**30) == (alice, ["alice"] * 3)
+        assert await seen(here, "ops", 3) == (
+            ["bob-2", "alice-3", "bob-3"],
+            ["bob", "alice", "bob"],
+        )
+        assert len((await seen(here, "ops", 10**30))[0]) == 8
+        for nothing in (0, -1):
+            assert await seen(here, "ops", nothing) == ([], [])
+
+
+async def test_decisions_count_against_a_tenants_requests(cluster):
+    access = {"allowances": {"alice": Allowance(requests_per_minute=2)}}
+    async with cluster(words, access=access) as here:
+        headers = {"authorization": f"Bearer {KEYS['alice']}"}
+        answers = [await here.client.get("/v1/decisions", headers=headers) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+
+
+async def test_a_route_shows_what_workers_do_for_others_to_operators_only(cluster):
+    async with cluster(words) as here:
+        told = {
+            tenant: (await ask(here, tenant, path="/v1/route", stream=False)).json()["candidates"]
+            for tenant in ("alice", "ops")
+        }
+    hidden = {"worker", "in_flight", "queue_s", "harm_s"}
+    assert len(told["alice"]) == len(told["ops"]) == 2
+    for own, all_of_it in zip(told["alice"], told["ops"], strict=True):
+        assert set(all_of_it) - set(own) == hidden and own["ttft_s"] == all_of_it["ttft_s"]
 
 
 async def test_tokens_are_reserved_before_and_settled_after(cluster):
