@@ -21,9 +21,10 @@ from deploy.app.access import own_headers
 from deploy.app.build import build_app
 from deploy.app.model import Model, StartError, prepare_model
 from deploy.app.placing import misfits
-from deploy.app.ports import check_port
+from deploy.app.ports import check_port, reachable
 from deploy.app.ray_cluster import APP, JoinedRay, OwnRay
 from deploy.app.refusals import contradictions
+from kappa.settings.access import HttpSettings, open_door
 from kappa.settings.cluster import ClusterSettings
 
 Progress = Callable[[str], None]
@@ -80,9 +81,13 @@ class Cluster:
         if unplaced:
             raise StartError("\n".join(unplaced))
         host, port = self._ray.serve_on(http.host, http.port)
+        # A Ray Serve that ran there before us listens where others said.
+        refused = open_door(self.settings.tenants, self.settings.access, HttpSettings(host=host))
+        if refused:
+            raise StartError(f"the Ray Serve of the cluster {refused}")
         self._progress(f"starting {self.settings.workers} engines")
         self._deploy(model)
-        self.url = f"http://{host}:{port}"
+        self.url = f"http://{reachable(host)}:{port}"
         self._progress("warming up")
         self._warm_up()
 

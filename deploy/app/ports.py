@@ -26,3 +26,14 @@ def check_port(host: str, port: int) -> None:
                 f"cannot listen on {host}:{port}: {error.strerror}. Stop what listens there, or "
                 "choose another port with --port (0 picks a free one)"
             ) from None
+
+
+def reachable(host: str) -> str:
+    """What to write into a URL for an endpoint of this machine that listens on `host`."""
+    match host.strip("[]"):
+        case "0.0.0.0" | "":
+            return "127.0.0.1"
+        case "::":
+            return "[::1]"
+        case bare:
+            return f"[{bare}]" if ":" in bare else bare

@@ -19,6 +19,11 @@ from deploy.app.ports import free_port
 APP = "kappa"
 """Our application's name in Ray Serve."""
 
+_AUTH_MODE = "RAY_AUTH_MODE"
+_NO_TOKEN = (
+    "Ray's ports listen on every address of this machine and run the code that they are sent: Ray "
+    f"must demand its token, {{}}. Unset {_AUTH_MODE}, or set it to token"
+)
 _OBJECT_STORE_BYTES = 256 << 20
 _REACH_S = 5.0
 # A replica and its engine's worker process, and the controller and proxy beside them.
@@ -46,8 +51,11 @@ class OwnRay:
         """Start Ray.
 
         Raises:
-            StartError: it did not come up in Ray's own time.
+            StartError: it did not come up in Ray's own time, or would run anybody's code.
         """
+        mode = os.environ.get(_AUTH_MODE, "token")
+        if mode.lower() != "token":
+            raise StartError(_NO_TOKEN.format(f"but {_AUTH_MODE} is {mode!r}"))
         import ray
 
         self._log_level = log_level
@@ -67,6 +75,12 @@ class OwnRay:
                 f"Ray did not start: {error} Its logs are in /tmp/ray/session_latest/logs; if this "
                 "machine is merely busy, try again when it is less so"
             ) from error
+        # Ray's default, which must not change unseen.
+        from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+        if not is_token_auth_enabled():
+            ray.shutdown()
+            raise StartError(_NO_TOKEN.format("but it started without one"))
 
     def machines(self) -> list[Machine]:
         """The machines of the cluster."""
@@ -166,7 +180,7 @@ class JoinedRay:
         """Start Ray Serve if it does not run there; returns where it listens.
 
         Raises:
-            StartError: an application of this name is served there already.
+            StartError: an application of this name is served there already, or nothing over HTTP.
         """
         from ray import serve
 
@@ -194,7 +208,7 @@ class JoinedRay:
         try:
             if self._serve_is_ours:
                 serve.shutdown()
-            elif self._deployed:
+            elif self._deployed and APP in serve.status().applications:
                 serve.delete(APP)
         except KeyboardInterrupt:
             pass
@@ -225,8 +239,12 @@ def _serve_address() -> tuple[str, int] | None:
     if client is None:
         return None
     options = client.http_config
-    host = "127.0.0.1" if options.host in (None, "0.0.0.0", "::") else str(options.host)
-    return host, int(options.port)
+    if options.host is None:
+        raise StartError(
+            "Ray Serve runs there without an HTTP proxy, so it can be asked nothing: stop it "
+            "('serve shutdown'), and it is started with one here"
+        )
+    return str(options.host), int(options.port)
 
 
 def _quiet_ray(level: str) -> None:

@@ -1,9 +1,14 @@
-"""The Ray that is started here: when it does not come up, that is told with a remedy."""
+"""Ray as we start or join it: what does not come up, or stands open, is refused with a remedy."""
+
+from types import SimpleNamespace
 
 import pytest
 
+from deploy.app.cluster import Cluster
 from deploy.app.model import StartError
-from deploy.app.ray_cluster import OwnRay
+from deploy.app.ports import reachable
+from deploy.app.ray_cluster import JoinedRay, OwnRay
+from kappa.settings.cluster import load_settings
 
 pytestmark = pytest.mark.ray
 
@@ -21,3 +26,108 @@ def test_a_ray_that_does_not_come_up_is_told_with_its_logs(monkeypatch):
     with pytest.raises(StartError, match=r"timed out during startup.*logs.*try again"):
         OwnRay(workers=2).start("WARNING")
     assert stopped, "what had started of it is stopped"
+
+
+@pytest.mark.parametrize("mode", ["disabled", "", "k8s"])
+def test_a_ray_whose_environment_undoes_its_token_is_not_started(monkeypatch, mode):
+    import ray
+
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("started"))
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    with pytest.raises(StartError, match=f"RAY_AUTH_MODE is '{mode}'. Unset RAY_AUTH_MODE"):
+        OwnRay(workers=2).start("WARNING")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_ray_that_came_up_without_its_token_is_stopped(monkeypatch, enabled):
+    import ray
+    from ray._private.authentication import authentication_utils
+
+    stopped = []
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: stopped.append(True))
+    monkeypatch.setattr(authentication_utils, "is_token_auth_enabled", lambda: enabled)
+    if enabled:
+        OwnRay(workers=2).start("WARNING")
+        assert not stopped
+        return
+    with pytest.raises(StartError, match="started without one"):
+        OwnRay(workers=2).start("WARNING")
+    assert stopped
+
+
+class Joined(JoinedRay):
+    """A cluster that is joined, with everything but the question where its Ray Serve listens."""
+
+    def __init__(self):
+        super().__init__("auto")
+
+    def start(self, log_level):
+        pass
+
+    def machines(self):
+        return [SimpleNamespace(name="m", resources={"CPU": 8.0}, labels={})]
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """`joined(host, **settings)`: the URL that a cluster comes up at which joins a Serve there."""
+    import ray.serve
+    import ray.serve.context
+
+    import deploy.app.cluster
+
+    def start(host, **sections):
+        config = SimpleNamespace(host=host, port=8123)
+        client = SimpleNamespace(http_config=config)
+        monkeypatch.setattr(ray.serve.context, "_get_global_client", lambda **_: client)
+        monkeypatch.setattr(ray.serve, "status", lambda: SimpleNamespace(applications={}))
+        monkeypatch.setattr(deploy.app.cluster, "prepare_model", lambda _: None)
+        monkeypatch.setattr(deploy.app.cluster, "misfits", lambda *_: [])
+        cluster = Cluster(load_settings(None, **sections), address="auto")
+        cluster._ray = Joined()
+        monkeypatch.setattr(cluster, "_deploy", lambda _: deployed.append(True))
+        monkeypatch.setattr(cluster, "_warm_up", lambda: None)
+        deployed = []
+        try:
+            cluster._start()
+        finally:
+            assert bool(deployed) == bool(cluster.url)
+        return cluster.url
+
+    return start
+
+
+CLOSED = {"by_key": {"k" * 16: "alice"}, "unknown": "refuse"}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "my-host"])
+def test_a_joined_serve_beyond_loopback_is_served_on_with_keys_only(joined, host):
+    # These settings alone are fine: they say loopback, and the running Serve does not ask them.
+    with pytest.raises(StartError, match=f"Serve of the cluster listens on {host}.*--allow-open"):
+        joined(host)
+    with pytest.raises(StartError, match="serves anybody without a key"):
+        joined(host, tenants={"by_key": {"k" * 16: "alice"}})
+    url = f"http://{reachable(host)}:8123"
+    assert joined(host, tenants=CLOSED) == joined(host, access={"allow_open": True}) == url
+
+
+def test_a_joined_serve_on_loopback_needs_no_keys(joined):
+    assert joined("127.0.0.1") == "http://127.0.0.1:8123"
+
+
+def test_a_joined_serve_without_a_proxy_is_refused_with_a_remedy(joined):
+    with pytest.raises(StartError, match=r"without an HTTP proxy.*serve shutdown"):
+        joined(None)
+
+
+@pytest.mark.parametrize(
+    ("host", "in_url"),
+    [
+        ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("[::]", "[::1]"), ("10.0.0.7", "10.0.0.7"),
+        ("fe80::1", "[fe80::1]"), ("localhost", "localhost"),
+    ],
+)  # fmt: skip
+def test_an_endpoint_on_every_address_is_reached_by_loopback(host, in_url):
+    assert reachable(host) == in_url
