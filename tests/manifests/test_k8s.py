@@ -288,3 +288,12 @@ def test_quantities():
     assert fits.quantity("4Gi") == 4 << 30
     assert fits.quantity("1500m") == 1.5
     assert fits.quantity(2) == 2
+
+
+def test_nothing_comes_in_from_namespaces_that_no_administrator_has_labelled(rendered):
+    for overlay in rendered.values():
+        policies = [d["spec"] for d in overlay if d["kind"] == "NetworkPolicy"]
+        sources = [s for p in policies for rule in p.get("ingress", ()) for s in rule["from"]]
+        elsewhere = [s["namespaceSelector"] for s in sources if "namespaceSelector" in s]
+        # Clients, the operator and Prometheus.
+        assert len(elsewhere) == 3 and all(s.get("matchLabels") for s in elsewhere)
