@@ -139,6 +139,11 @@ class Cluster:
         }
         client.post("/v1/chat/completions", json=body).raise_for_status()
 
+    def ended(self) -> str:
+        """Why the cluster can serve no more, as "" while it can."""
+        dead = self._ray.dead()
+        return f"Ray's {dead} has ended, and the cluster with it: start it again" if dead else ""
+
     def stop(self) -> None:
         """Take back what was started; safe to call twice. Ctrl-C skips the polite part."""
         with _unheard(self.settings.log_level):

@@ -6,11 +6,14 @@ back, and Ray Serve itself only if nobody else used it before.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import socket
 from typing import Any
+
+import psutil
 
 from deploy.app.model import StartError
 from deploy.app.placing import Machine
@@ -26,6 +29,7 @@ _NO_TOKEN = (
 )
 _OBJECT_STORE_BYTES = 256 << 20
 _REACH_S = 5.0
+_RAYS_OWN = ("gcs_server", "raylet")
 # A replica and its engine's worker process, and the controller and proxy beside them.
 _CPUS_PER_WORKER, _CPUS_BESIDE = 2, 2
 
@@ -92,12 +96,24 @@ class OwnRay:
         _start_serve(host, port, self._log_level)
         return host, port
 
+    def dead(self) -> str:
+        """Which of the processes without which Ray does not run has ended, as "" while none has."""
+        import ray._private.worker
+
+        node = ray._private.worker._global_node
+        gone = [] if node is None else [name for name, _ in node.dead_processes()]
+        return next((name for name in _RAYS_OWN if name in gone), "")
+
     def stop(self) -> None:
         """Stop Serve and Ray; nothing happens if they do not run."""
         import ray
         from ray import serve
 
         if not ray.is_initialized():
+            return
+        if self.dead():
+            # Nobody is left to ask: whatever waits for an answer would wait for a minute.
+            _kill_ray()
             return
         try:
             serve.shutdown()
@@ -176,6 +192,10 @@ class JoinedRay:
         """The machines of the cluster."""
         return _machines()
 
+    def dead(self) -> str:
+        """Nothing: whoever started this cluster looks after its processes."""
+        return ""
+
     def serve_on(self, host: str, port: int) -> tuple[str, int]:
         """Start Ray Serve if it does not run there; returns where it listens.
 
@@ -220,6 +240,15 @@ def _machines() -> list[Machine]:
     import ray
 
     return [Machine.of_ray(node) for node in ray.nodes() if node["Alive"]]
+
+
+def _kill_ray() -> None:
+    """End all that this process started, without asking Ray."""
+    below = psutil.Process().children(recursive=True)
+    for process in below:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(below, _REACH_S)
 
 
 def _start_serve(host: str, port: int, level: str) -> None:

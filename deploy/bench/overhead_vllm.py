@@ -18,17 +18,16 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
 
+from deploy.bench.scheduler_vllm import bench_model
 from kappa.report import REQUEST_ID_KEY
 from kappa.types import ModelShape, NodeProfile
 from loadtest.overhead.points import Arm, Limits, Point, Sample
-from workers.tiny_model import make_tiny_model
 from workers.vllm_engine import CPU_ENV, EngineLimits, Pace, engine_kwargs
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})
@@ -38,7 +37,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 _VOCABULARY = (100, 4000)
-_CORPUS = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
 _REQUEST_LIMIT_S = 60.0
 _REPORT_LIMIT_S = 5.0
 _RESET_LIMIT_S = 20.0
@@ -165,7 +163,7 @@ class OverheadNode:
 
 def engine_arguments(pace: Pace, limits: Limits, endpoint: str) -> dict[str, Any]:
     """A worker's own vLLM arguments, for a bare engine whose stores take no emulated time."""
-    model = make_tiny_model(Path(tempfile.gettempdir()) / "kappa-bench-overhead-model", _CORPUS)
+    model = bench_model()
     sizes = EngineLimits(
         limits.context_tokens, limits.block_tokens,
         # vLLM keeps one block to itself.

@@ -10,12 +10,15 @@ the engine's own reports (its stats channel and the scheduler's iteration log).
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +93,7 @@ def engine_arguments(
             "rule": STOCK if policy.startswith("fcfs") else policy,
             "config": {}, "link": link, "stats": stats, "log": str(folder / "iterations.jsonl"),
         }  # fmt: skip
-    model = make_tiny_model(Path(tempfile.gettempdir()) / "kappa-bench-scheduler-model", _CORPUS)
+    model = bench_model()
     return {
         "model": str(model), "skip_tokenizer_init": True, "dtype": "float32",
         "max_model_len": 1024, "block_size": mix.BLOCK_TOKENS,
@@ -118,7 +121,13 @@ def engine_arguments(
     }  # fmt: skip
 
 
-_CORPUS = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
+@cache
+def bench_model() -> Path:
+    """A tiny model in a folder that nobody else can have made; gone when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="kappa-bench-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    corpus = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
+    return make_tiny_model(folder / "model", corpus)
 
 
 class Engine:

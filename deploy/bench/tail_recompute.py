@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from kappa.hardware import node_profile
@@ -32,12 +31,11 @@ from kappa.step import StepModel
 from kappa.types import ModelShape, NodeProfile
 from workers.host_tier.choice import BY_LAYER, TierChoice, TierNeeds, transfer_config
 from workers.host_tier.tail_recompute import LOAD_ALL, TAIL, tail_rates
-from workers.tiny_model import make_tiny_model
 from workers.vllm_engine import CPU_ENV, Pace
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})
 
-from deploy.bench.scheduler_vllm import BenchWorker
+from deploy.bench.scheduler_vllm import BenchWorker, bench_model
 from workers.host_tier.link_queue import LinkPace
 
 BLOCK_TOKENS = 32
@@ -45,7 +43,6 @@ BLOCK_TOKENS = 32
 LAYERS = 6
 _HOST_BYTES = 1 << 27
 _VOCABULARY = (100, 4000)
-_CORPUS = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
 _STORE_LIMIT_S = 60.0
 # Least real seconds per emulated one: the tiny model itself must not be slower than its pace.
 _LEAST_DILATION = 16.0
@@ -83,10 +80,6 @@ def ratio_of(model: str, node: str, critical: float, longest_tokens: int, load: 
     )
 
 
-def _model() -> Path:
-    return make_tiny_model(Path(tempfile.gettempdir()) / "kappa-bench-tail-model", _CORPUS)
-
-
 class RatioWorker(BenchWorker):
     """Our worker, paced as any node."""
 
@@ -106,7 +99,7 @@ def engine(load: str, context_tokens: int) -> Iterator[Any]:
         needs = TierNeeds(host_bytes=_HOST_BYTES, stats_endpoint=f"ipc://{folder}/stats")
         config = transfer_config(TierChoice(load=load), needs)
         llm = LLM(
-            model=str(_model()), skip_tokenizer_init=True, dtype="float32",
+            model=str(bench_model()), skip_tokenizer_init=True, dtype="float32",
             max_model_len=context_tokens, block_size=BLOCK_TOKENS,
             num_gpu_blocks_override=context_tokens // BLOCK_TOKENS + 8,
             max_num_batched_tokens=context_tokens, max_num_seqs=4, enforce_eager=True,

@@ -16,6 +16,8 @@ from rich.table import Table
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, load_settings
 
+_LOOK_S = 1.0
+
 Config = Annotated[
     Path | None, typer.Option("--config", "-c", help="Cluster file (YAML); default: the demo.")
 ]
@@ -57,8 +59,10 @@ def serve(
             signal.signal(signal.SIGTERM, _interrupt)
             print_ready(cluster.url, settings, json_output)
             is_ready = True
-            while True:
-                signal.pause()
+            while not (why := cluster.ended()):
+                time.sleep(_LOOK_S)
+            Console(stderr=True).print(f"[red]{why}[/red]", highlight=False)
+            raise typer.Exit(1)
     except KeyboardInterrupt:
         raise typer.Exit(0 if is_ready else 130) from None
 

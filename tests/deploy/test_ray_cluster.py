@@ -131,3 +131,65 @@ def test_a_joined_serve_without_a_proxy_is_refused_with_a_remedy(joined):
 )  # fmt: skip
 def test_an_endpoint_on_every_address_is_reached_by_loopback(host, in_url):
     assert reachable(host) == in_url
+
+
+def test_when_rays_head_dies_kappa_serve_says_so_and_ends_with_1(monkeypatch, capsys):
+    import typer
+
+    from deploy.commands import serve as command
+
+    stopped = []
+
+    class Ending:
+        url = "http://127.0.0.1:1"
+
+        def __init__(self, *_):
+            self.looks = iter(["", "", "Ray's gcs_server has ended"])
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            stopped.append(True)
+
+        def ended(self):
+            return next(self.looks)
+
+    monkeypatch.setattr("deploy.app.cluster.Cluster", Ending)
+    monkeypatch.setattr(command, "print_ready", lambda *_: None)
+    monkeypatch.setattr(command, "_LOOK_S", 0.0)
+    with pytest.raises(typer.Exit) as ended:
+        command.serve()
+    assert ended.value.exit_code == 1 and stopped
+    assert "gcs_server has ended" in capsys.readouterr().err
+
+
+def test_a_ray_whose_head_is_dead_is_killed_and_asked_nothing(monkeypatch):
+    import subprocess
+    import sys
+
+    import ray._private.worker
+    import ray.serve
+
+    import deploy.app.ray_cluster
+
+    def process(code):
+        return subprocess.Popen([sys.executable, "-c", code])
+
+    head, raylet = process(""), process("import time; time.sleep(600)")
+    head.wait()
+    gone = [("gcs_server", head)]
+    node = SimpleNamespace(dead_processes=lambda: gone)
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.serve, "shutdown", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(
+        deploy.app.ray_cluster.psutil.Process, "children",
+        lambda self, recursive: [deploy.app.ray_cluster.psutil.Process(raylet.pid)],
+    )  # fmt: skip
+    ours = OwnRay(workers=1)
+    assert ours.dead() == "gcs_server"
+    ours.stop()
+    assert not deploy.app.ray_cluster.psutil.pid_exists(raylet.pid)
+    gone[:] = [("log_monitor", head)]
+    assert ours.dead() == "", "Ray goes on without its log monitor"
