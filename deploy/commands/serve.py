@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -62,9 +63,10 @@ def serve(
             while not (why := cluster.ended()):
                 time.sleep(_LOOK_S)
             Console(stderr=True).print(f"[red]{why}[/red]", highlight=False)
-            raise typer.Exit(1)
     except KeyboardInterrupt:
         raise typer.Exit(0 if is_ready else 130) from None
+    # What Ray does at the end of a process would wait for its dead head, for a minute.
+    os._exit(1)
 
 
 def _interrupt(*_: object) -> None:
