@@ -5,8 +5,8 @@ scarce resource (blocks; for loads, link seconds too). Wanted are the tokens tha
 within the room. Prefill is chunked, so tokens beyond the budget do no harm: the fill is
 min(budget, sum of tokens). Paper 001 §7.4 asks for it; tests measure it against the exact optimum.
 
-Greedy fills in four orders, the best one improved by exchanges, come close; and where first come,
-first served is nearly as good as the best it is taken, so that nobody is passed for little.
+The best of greedy fills in four orders comes close; and where first come, first served is nearly
+as good as the best it is taken, so that nobody is passed for little.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ Floats = NDArray[np.float64]
 
 # First come, first served is kept if it fills this share of what the best fill does.
 _GOOD_ENOUGH = 0.98
-_EXCHANGES = 8
 
 
 def pack(tokens: Floats, sizes: Floats, budget_tokens: float, room: Floats) -> list[int]:
@@ -49,9 +48,6 @@ def pack(tokens: Floats, sizes: Floats, budget_tokens: float, room: Floats) -> l
         chosen = _fill(order, tokens, sizes, budget_tokens, room)
         if _tokens(tokens, chosen) > best_tokens:
             best, best_tokens = chosen, _tokens(tokens, chosen)
-    if best_tokens < budget_tokens:
-        best = _exchange(best, tokens, sizes, budget_tokens, room)
-        best_tokens = _tokens(tokens, best)
     goal = _GOOD_ENOUGH * min(best_tokens, budget_tokens)
     return first_come if _tokens(tokens, first_come) >= goal else sorted(best)
 
@@ -96,45 +92,3 @@ def _fill(
         if budget <= 0:
             break
     return chosen
-
-
-def _exchange(
-    chosen: list[int], tokens: Floats, sizes: Floats, budget: float, room: Floats
-) -> list[int]:
-    """Improve by single exchanges: the one that gains most tokens, as long as one does."""
-    for _ in range(_EXCHANGES):
-        inside = np.array(chosen)
-        total = float(tokens[inside].sum())
-        if total >= budget:
-            break
-        mask = np.ones(len(tokens), dtype=bool)
-        mask[inside] = False
-        outside = np.flatnonzero(mask)
-        if not len(outside):
-            break
-        left = room - sizes[inside].sum(axis=0)
-        gain = tokens[outside][None, :] - tokens[inside][:, None]
-        fits = (sizes[outside][None, :, :] <= sizes[inside][:, None, :] + left + 1e-9).all(axis=2)
-        gain = np.where(fits, np.minimum(gain, budget - total), 0.0)
-        best = int(gain.argmax())
-        if gain.flat[best] <= 0:
-            break
-        out, into = divmod(best, len(outside))
-        chosen[out] = int(outside[into])
-        chosen = _top_up(chosen, tokens, sizes, budget, room)
-    return chosen
-
-
-def _top_up(
-    chosen: list[int], tokens: Floats, sizes: Floats, budget: float, room: Floats
-) -> list[int]:
-    """Add what still fits, most tokens first."""
-    inside = np.array(chosen)
-    left = room - sizes[inside].sum(axis=0)
-    mask = (sizes <= left + 1e-9).all(axis=1)
-    mask[inside] = False
-    rest = np.flatnonzero(mask)
-    if not len(rest):
-        return chosen
-    order = rest[np.argsort(-tokens[rest], kind="stable")]
-    return chosen + _fill(order, tokens, sizes, budget - float(tokens[inside].sum()), left)

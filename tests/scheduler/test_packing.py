@@ -54,6 +54,43 @@ def test_a_choice_fits_is_in_order_and_has_no_room_for_another(seed, resources):
         assert not any((sizes[i] <= left - 1e-6).all() for i in rest)
 
 
+def first_come(tokens, sizes, budget, room):
+    """Whatever fits, oldest first, until the budget is used."""
+    chosen, left, filled = [], room.copy(), 0.0
+    for place, size in enumerate(sizes):
+        if filled < budget and (size <= left).all():
+            chosen.append(place)
+            left = left - size
+            filled += tokens[place]
+    return chosen, min(filled, budget)
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), resources=st.integers(1, 4))
+def test_nobody_is_passed_over_for_less_than_a_fiftieth_of_the_fill(seed, resources):
+    tokens, sizes, budget, room = instance(np.random.default_rng(seed), resources)
+    chosen = pack(tokens, sizes, budget, room)
+    oldest, oldest_tokens = first_come(tokens, sizes, budget, room)
+    if chosen != oldest:
+        assert oldest_tokens < 0.98 * min(budget, tokens[chosen].sum())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "chosen"),
+    [
+        # By most tokens per block (2 and 3 have 10, 1 has 3.3, 0 has 2.5): 60 + 10 + 10 tokens.
+        # Oldest or smallest first gives [0, 1, 3] (30 tokens), most tokens first [0, 2] (70).
+        pytest.param([10, 10, 60, 10], [4, 3, 6, 1], [1, 2, 3], id="most-tokens-per-block"),
+        # By most tokens: 40 + 30. Oldest first gives [0, 1] (60), the other two orders [1, 2] (50).
+        pytest.param([40, 20, 30], [8, 1, 2], [0, 2], id="most-tokens"),
+        # By fewest blocks: 40 + 40 in 9 of 10; request 0 has most tokens, also per block (70 in 7).
+        pytest.param([70, 40, 40], [7, 5, 4], [1, 2], id="fewest-blocks"),
+    ],
+)
+def test_each_order_of_filling_finds_what_the_others_miss(tokens, sizes, chosen):
+    assert packed(tokens, [[size] for size in sizes], 100, [10]) == chosen
+
+
 @pytest.mark.parametrize("resources", [1, 2])
 def test_against_the_exact_optimum(resources):
     """Two and three dimensions, the budget counted."""
