@@ -22,6 +22,7 @@ from router.core import Router, RouterConfig
 from router.decision import MismatchError, NoWorkerError, RouteRequest, without_candidates
 from router.index.kv_events import BlocksStored, WorkerReset
 from router.policies import policy_named
+from router.policy import LeastTtft
 
 SIZE = 16
 SHAPE = model_shape("llama-3.1-8b")
@@ -525,3 +526,36 @@ def test_the_first_request_waits_for_no_compiler():
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+# -- what a policy remembers --------------------------------------------------------------------
+
+
+class Recording(LeastTtft):
+    """Keeps where requests went."""
+
+    def __init__(self):
+        self.went = []
+
+    def routed(self, offers, index):
+        self.went.append((offers.workers[index], offers.prompt_tokens))
+
+
+def test_a_policy_learns_where_informed_requests_went_and_no_others():
+    policy = Recording()
+    made = Router(RouterConfig(policy=policy, secret=7))
+    made.join(announcement("a"), 0.0)
+    made.join(announcement("b"), 0.0)
+    made.route(ask("blind", tokens=None), 1.0)
+    assert policy.went == []
+    chosen = made.route(ask("informed", tokens=100), 1.0).worker
+    assert policy.went == [(chosen, 100)]
+
+
+@pytest.mark.parametrize(("outcomes", "calibrates"), [(2, True), (3, False)])
+def test_calibration_ends_after_as_many_outcomes_as_are_set(outcomes, calibrates):
+    made = router("a", calibrate_requests=2)
+    for i in range(outcomes):
+        made.route(ask(f"r{i}", seed=i), float(i))
+        made.first_token(f"r{i}", i + 0.1)
+    assert made.state.calibrate is calibrates

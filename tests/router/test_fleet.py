@@ -258,3 +258,8 @@ def test_room_is_promised_until_the_request_has_used_it():
     rooms = made.rooms(made.ready(0.0, NEVER, frozenset()), 0.0)
     assert rooms.spare_tokens.tolist() == [0.0, 6000.0]
     assert rooms.host_tokens.tolist() == [16_000.0, 16_000.0]
+
+
+def test_a_device_holds_one_block_less_than_it_has():
+    # Engines keep the first of 20,001 blocks of 16 tokens empty.
+    assert ask(fleet("h100-pcie5")).capacity_tokens.tolist() == [20_000 * 16]

@@ -179,8 +179,9 @@ def test_headers_tell_limit_rest_and_time_to_full():
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.0, "0ms"), (0.0001, "1ms"), (0.35, "350ms"), (0.9999, "1s"), (1.0, "1s"), (1.2, "2s"),
-        (59.5, "1m0s"), (360.0, "6m0s"), (3723.0, "1h2m3s"), (86400.0, "24h0m0s"),
+        (0.0, "0ms"), (0.0001, "1ms"), (0.35, "350ms"), (0.75, "750ms"), (0.9999, "1s"),
+        (1.0, "1s"), (1.2, "2s"), (59.5, "1m0s"), (360.0, "6m0s"), (3723.0, "1h2m3s"),
+        (86400.0, "24h0m0s"),
     ],
 )  # fmt: skip
 def test_durations_are_written_as_openai_does_and_rounded_up(seconds, text):

@@ -6,7 +6,7 @@ from kappa.report import Charge
 from scheduler.batching import Batcher
 from scheduler.config import FairConfig, LinkRates
 from scheduler.core import Fair
-from scheduler.work import BUDGET, LINK, PENDING, RESERVED, VRAM, Quote, Room, Work
+from scheduler.work import BUDGET, CAP, LINK, PENDING, RESERVED, VRAM, Quote, Room, Work
 from tests.scheduler.counted_blocks import Blocks as CountedBlocks
 from tests.scheduler.engine import Blocks, Engine, Request
 
@@ -302,3 +302,36 @@ def test_nothing_is_computed_without_budget():
     rule.add(Request(10), 0.0)
     plan = rule.plan(Room(Blocks(100), 0, 8, 1), 0.0)
     assert not plan.admitted and plan.passed == {BUDGET: 1}
+
+
+def test_requests_of_high_ratio_hold_no_more_than_their_part_while_others_wait():
+    # 100 blocks for a budget of 10 tokens: 10 blocks a token. A request of 41 cached and 4 new
+    # tokens takes 45 blocks, more than 4 x 10: high. One of 5 new takes 5 blocks: not.
+    # High ones want 3 x 45 = 135 blocks, the others 9 x 5 = 45: high ones may hold 100 x 135 / 180
+    # = 75 blocks, so one of them. First come, first served would be two, and one of the others.
+    rule, memory = Fair(FairConfig(), LinkRates(0.01)), Cached(100)
+    works = []
+    for cached, new in [(41, 4)] * 3 + [(0, 5)] * 9:
+        work = Request(cached + new)
+        work.cached = cached
+        works.append(work)
+        rule.add(work, 0.0)
+    plan = rule.plan(Room(memory, 10, 20, 0), 0.0)
+    assert [works.index(work) for work, _ in plan.admitted] == [0, 3, 4]
+    # With the budget spent on others, the next iterations have the same cap.
+    plan = rule.plan(Room(memory, 10, 20, 3), 0.1)
+    assert [works.index(work) for work, _ in plan.admitted] == [5, 6]
+    assert plan.passed[CAP] == 2
+
+
+def test_a_request_that_becomes_due_by_time_alone_gets_its_reservation():
+    """No event, and nothing came free, since the answer was remembered."""
+    rule, memory = Fair(FairConfig(due_after_s=30.0)), Blocks(100)
+    rule.add(Request(60), 0.0)
+    assert len(rule.plan(Room(memory, 100, 8, 0), 0.0).admitted) == 1
+    large = Request(50)
+    rule.add(large, 0.0)
+    for now_s in (0.1, 0.2, 29.9):
+        plan = rule.plan(Room(memory, 100, 8, 1), now_s)
+        assert plan.passed == {VRAM: 1} and plan.reserved is None
+    assert rule.plan(Room(memory, 100, 8, 1), 30.0).reserved is large

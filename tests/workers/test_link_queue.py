@@ -179,3 +179,13 @@ def test_the_rules_of_a_paced_node_are_in_its_own_seconds():
 def test_wrong_rules_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         LinkRules.from_dict(given)
+
+
+def test_the_time_for_late_stores_is_spent_once():
+    # Each takes 5 of 8 blocks' time: there is time for one.
+    queue = LinkQueue(LOADS_FIRST, seconds)
+    for job in (1, 2):
+        queue.add(transfer(job, STORE, 5))
+    late = queue.hurry({1, 2}, budget_s=8 * BLOCK_S, serving=None)
+    assert [t.job_id for t in late] == [2]
+    assert {job for job, *_ in play(queue)} == {1}
