@@ -39,6 +39,7 @@ def test_nobody_does_by_default_and_the_numbers_are_the_papers(tmp_path):
         ("{kind: torch, sparse: {share: 1.5}}", "share"),
         ("{kind: torch, sparse: {eta: 1.2}}", "eta"),
         ("{kind: torch, sparse: {code_bits: 100}}", "give a multiple of 64"),
+        ("{kind: torch, sparse: {code_bits: 100}}", "give a multiple of 64"),
         ("{kind: torch, sparse: {retriever: guess}}", "retriever"),
         ("{kind: torch, sparse: {lanes: 0}}", "lanes"),
         ("{kind: torch, sparse: {recent_tokens: 0}}", "recent_tokens"),

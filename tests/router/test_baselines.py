@@ -377,7 +377,9 @@ def test_llm_d_takes_turns_among_equals():
     offers = offer([0, 0, 0], "ab", waiting=[1, 1, 5])
     assert [policy.choose(offers).index for _ in range(4)] == [0, 1, 0, 1]
     level = offer([0, 0], "ab", waiting=[3, 3], resident_tokens=[10, 0])
-    assert policy.choose(level).index == 1
+    best = policy.choose(level)
+    assert (best.index, best.reason) == (1, "highest_score")
+    assert policy.choose(offers).index == 0, "a choice that was no tie took nobody's turn"
     assert policy.score(level).tolist() == pytest.approx([1.99, 2.0])
 
 
@@ -419,6 +421,8 @@ def test_aibrix_gate_leaves_only_the_idlest_to_match():
     assert choice.index != 0
     assert choice.reason == "fewest_requests"
     assert policy.choose(offer([7, 0, 0, 0], "abcd")).index == 0
+    # 8 > 2 · (2.75 + 1), but the gap is 7.
+    assert policy.choose(offer([8, 1, 1, 1], "abcd")).index == 0
     route(policy, offer([0] * 4, "ab"), row=2)
     choice = policy.choose(offer([8, 0, 0, 0], "abcd"))
     assert (choice.index, choice.reason) == (2, "prefix_match")

@@ -559,3 +559,13 @@ def test_calibration_ends_after_as_many_outcomes_as_are_set(outcomes, calibrates
         made.route(ask(f"r{i}", seed=i), float(i))
         made.first_token(f"r{i}", i + 0.1)
     assert made.state.calibrate is calibrates
+
+
+def test_a_handed_prefix_takes_the_place_of_what_was_to_be_loaded():
+    made = router("a")
+    made.blocks([stored("a", prompt(165), tier="host")])
+    offers = made.explain(ask(tokens=165, handed_tokens=40), 1.0).offers
+    # 160 of 165 tokens are in host; of 40 handed over, 32 are whole blocks of 16: 128 to load.
+    assert offers.device_tokens.tolist() == [32.0]
+    assert offers.cached_tokens.tolist() == [128.0]
+    assert offers.new_tokens.tolist() == [5.0]

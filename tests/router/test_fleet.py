@@ -263,3 +263,13 @@ def test_room_is_promised_until_the_request_has_used_it():
 def test_a_device_holds_one_block_less_than_it_has():
     # Engines keep the first of 20,001 blocks of 16 tokens empty.
     assert ask(fleet("h100-pcie5")).capacity_tokens.tolist() == [20_000 * 16]
+
+
+def test_a_transfer_keeps_the_cards_of_both_ends_busy_until_it_is_done():
+    made = fleet()
+    slots = made.ready(1.0, NEVER, frozenset())
+    made.transfer(slots[:1], 2.0, 1.0)
+    made.transfer(slots, 3.0, 1.0)
+    # The second one waits for the first: until 1 + 2 + 3.
+    assert made.rooms(slots, 1.5).net_backlog_s.tolist() == [4.5, 4.5]
+    assert made.rooms(slots, 9.0).net_backlog_s.tolist() == [0.0, 0.0]

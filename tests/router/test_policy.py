@@ -67,6 +67,13 @@ def test_threshold_breaks_ties_by_backlog_then_by_requests(cached):
     assert pick(THRESHOLD, idle, {**idle, "in_flight": 4})[0] == 1
 
 
+def test_threshold_counts_a_single_new_token_as_one():
+    # 300 cached tokens for 1 new one: a ratio of 300, above the critical 200.
+    one = {"cached_tokens": 300, "new_tokens": 1, "kappa_crit": 200}
+    chosen = policy_named("threshold").choose(offers(one, {**one, "h2d_bytes_per_s": 450e9}))
+    assert (chosen.index, chosen.reason) == (1, "memory_bound_fast_link")
+
+
 def test_threshold_keeps_the_fast_link_free_when_nothing_else_differs():
     assert pick(THRESHOLD, candidate(FAST), candidate(SLOW))[0] == 1
 

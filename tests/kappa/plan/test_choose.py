@@ -115,6 +115,15 @@ def test_effective_ratio_of_loading_is_that_of_the_router(overlap: float) -> Non
                 assert kappa_eff(rates, "load", new) == pytest.approx(expected, rel=1e-6)
 
 
+def test_at_the_effective_ratio_the_first_token_takes_twice_its_computing() -> None:
+    """With tokens on the device in front, which are attended to and not loaded."""
+    rates = law("llama-3.1-8b", 50)
+    kappa = kappa_eff(rates, "load", 128, device_tokens=20_000)
+    loaded = kappa * 128
+    ttft_s = policy_ttft_s(rates, "load", loaded, 128, device_tokens=20_000)
+    assert ttft_s == pytest.approx(2 * rates.prefill_s(128, loaded + 20_000), rel=1e-6)
+
+
 def test_where_computing_outgrows_loading_nothing_is_memory_bound() -> None:
     rates = law("qwen3-30b-a3b", 400)
     assert kappa_eff(rates, "load", 100_000) == math.inf
