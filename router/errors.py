@@ -170,6 +170,52 @@ def context_too_long(prompt_tokens: int, max_tokens: int, limit_tokens: int) -> 
     )
 
 
+def prompt_too_long(text_bytes: int, token_bytes: int, limit_tokens: int) -> ApiError:
+    """400: too many bytes for the context whatever its tokens are, so it was not tokenized."""
+    return ApiError(
+        400,
+        f"This model's context is {limit_tokens} tokens; the prompt's {text_bytes} bytes are at "
+        f"least {-(-text_bytes // token_bytes)}: shorten it.",
+        code="context_length_exceeded", param="messages",
+    )  # fmt: skip
+
+
+def prompt_not_tokenized(prompt_bytes: int, limit_s: float) -> ApiError:
+    """400: tokenizing was ended; nothing says that another try would do better."""
+    return ApiError(
+        400,
+        f"The prompt ({prompt_bytes} bytes) could not be tokenized within {limit_s:.3g} s and the "
+        "memory that its length allows: shorten it.",
+        code="prompt_not_tokenized", param="messages",
+    )  # fmt: skip
+
+
+def tokenizer_not_started() -> ApiError:
+    """503: the process that tokenizes long prompts is not there."""
+    return ApiError(
+        503, "The tokenizer for long prompts did not start; try again later.",
+        kind="server_error", code="tokenizer_not_started", retry_after_s=5.0,
+    )  # fmt: skip
+
+
+def not_tokenized_in_time(limit_s: float) -> ApiError:
+    """504: it waited behind others' prompts."""
+    return ApiError(
+        504, f"The prompt was not tokenized within {limit_s:g} s.",
+        kind="server_error", code="timeout",
+    )  # fmt: skip
+
+
+def bodies_outstanding(who: str, limit: int) -> ApiError:
+    """429: as many bodies as may be are on their way, and its sender has its share of them."""
+    return ApiError(
+        429,
+        f"{limit} requests wait for their bodies, the limit, and {who} has its share of them: send "
+        "bodies without pauses, and try again when one has arrived.",
+        kind="rate_limit_error", code="bodies_outstanding", retry_after_s=1.0,
+    )  # fmt: skip
+
+
 def footprint_too_large(
     prompt_tokens: int, max_tokens: int, blocks: int, device_blocks: int
 ) -> ApiError:

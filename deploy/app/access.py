@@ -52,6 +52,7 @@ def access_of(settings: ClusterSettings) -> Any:
         max_headers=a.max_headers,
         max_header_bytes=a.max_header_bytes,
         body_timeout_s=a.body_timeout_s,
+        max_outstanding_bodies=2 * settings.router.max_queue,
         open_metrics=a.open_metrics,
         default_allowance=Allowance(**t.default_limits.model_dump()),
         allowances={

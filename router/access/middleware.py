@@ -22,9 +22,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.access.keyring import Keyring
 from router.access.limits import Allowance, Lease, Limits
-from router.access.tenants import Tenants, keys_sent
+from router.access.places import Places
+from router.access.tenants import Tenant, Tenants, keys_sent
 from router.errors import (
     ApiError,
+    bodies_outstanding,
     body_too_large,
     body_too_slow,
     headers_too_large,
@@ -49,7 +51,8 @@ _LONGEST_ID = 128
 class Access:
     """What an ingress replica knows of who may ask, how much, and in what size.
 
-    replicas: so many ingresses share every tenant's limits.
+    replicas: so many ingresses share every tenant's limits. max_outstanding_bodies: requests at a
+    time whose bodies have not arrived.
     """
 
     tenants: Tenants = field(default_factory=Tenants)
@@ -59,6 +62,7 @@ class Access:
     max_headers: int = 100
     max_header_bytes: int = 32 << 10
     body_timeout_s: float = 30.0
+    max_outstanding_bodies: int = 512
     open_metrics: bool = True
     default_allowance: Allowance = field(default_factory=Allowance)
     allowances: dict[str, Allowance] = field(default_factory=dict)
@@ -202,19 +206,24 @@ class TenantLimit:
 
 
 class BodyLimit:
-    """Refuses bodies over the limit, declared or not, and those that take too long to come."""
+    """Refuses bodies over the limit, declared or not, and those that take too long to come.
+
+    Only so many are awaited at a time, shared among tenants, or among addresses where there are no
+    keys: each holds one of the ingress' slots.
+    """
 
     def __init__(self, app: ASGIApp, access: Access, refuse: Refuse) -> None:
         self._app, self._access, self._refuse = app, access, refuse
+        self._outstanding = Places(access.max_outstanding_bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body whole and pass it on, or answer 413 or 408."""
+        """Read the body whole and pass it on, or answer 413, 408 or 429."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
             async with asyncio.timeout(self._access.body_timeout_s):
-                body = await self._body(scope, receive)
+                body = await self._awaited(scope, receive)
         except TimeoutError:
             error = body_too_slow(self._access.body_timeout_s)
             await self._refuse(Request(scope), error)(scope, receive, send)
@@ -235,6 +244,21 @@ class BodyLimit:
             return await receive()
 
         await self._app(scope, replay, send)
+
+    async def _awaited(self, scope: Scope, receive: Receive) -> bytes | None:
+        """As `_body`, in one of the places. Raises ApiError 413 or 429."""
+        if scope["method"] in ("GET", "HEAD"):
+            return await self._body(scope, receive)
+        holder, tenant = object(), scope.get("state", {}).get("tenant") or Tenant()
+        if not self._access.tenants.by_digest:
+            tenant = Tenant((scope.get("client") or ("",))[0])
+        if not self._outstanding.take(holder, tenant):
+            who = f"tenant {tenant.name}" if self._access.tenants.by_digest else "this address"
+            raise bodies_outstanding(who, self._access.max_outstanding_bodies)
+        try:
+            return await self._body(scope, receive)
+        finally:
+            self._outstanding.leave(holder)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body; None if the client left. Raises ApiError 413."""

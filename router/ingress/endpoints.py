@@ -39,7 +39,7 @@ from router.ingress.rendering import PromptRenderer
 from router.ingress.request_path import RequestPath
 from router.ingress.settings import IngressSettings
 from router.ingress.start import LiveStart
-from router.ingress.terms import isolate
+from router.ingress.terms import set_terms
 from router.live import view as live_view
 from router.live.board import PinGoneError
 from router.live.live_router import LiveRouter
@@ -134,9 +134,9 @@ class KappaIngress(OpenAiIngress):
         """What would be decided for a chat or completion body; nothing is run or reserved."""
         body = await parse_body(request)
         self._path.known_model(body.model)
-        prompt = await self._path.tokenize(body)
+        set_terms(request, body, tenant_of(request))
+        prompt = await self._path.only_tokenized(body, request)
         live = self._live()
-        isolate(body, tenant_of(request))
         routed = RouteRequest(
             request_id_of(request), prompt.token_ids, max_tokens_of(body), salt_of_body(body),
             prompt_tokens=prompt.tokens,

@@ -1,24 +1,23 @@
 """From a request's body to the token ids that the engine will compute, once, at the ingress.
 
-Uses the model's own tokenizer and chat template through `transformers`, as the engine does. What it
-cannot render for sure (images) it does not guess: routing then fails open, and charges and
-admission control take an upper bound of its length. Slow work: call it off the event loop.
+Uses the model's own tokenizer and chat template (`router.ingress.prompt_tokenizer`), as the engine
+does. What it cannot render for sure (images) it does not guess: routing then fails open, and
+charges and admission control take an upper bound of its length. Slow work: call it off the event
+loop.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from ray.serve.llm.openai_api_models import ChatCompletionRequest
-from transformers import AutoTokenizer
 
-# A template that looks into a list of content parts gets the list from vLLM, any other one string.
-_LOOKS_INTO_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[^%]*content")
+from router.ingress.prompt_tokenizer import PromptTokenizer
+
 # What vLLM passes on of a message; a template sees nothing else.
 _KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "task")
 
@@ -47,37 +46,44 @@ class PromptRenderer:
 
     def __init__(self, source: str, chat_template: str | None = None) -> None:
         """Load the tokenizer of `source` (folder or Hugging Face name)."""
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(source)
-        self._template = chat_template
-        template = str(chat_template or self._tokenizer.chat_template or "")
-        self._takes_parts = bool(_LOOKS_INTO_PARTS.search(template))
-        self._takes_developers = "developer" in template
+        self.source = source
+        self.tokenizer = PromptTokenizer(source, chat_template)
 
-    def render(self, body: Any) -> Prompt:
-        """The prompt of a chat or completion body; bounded where its tokens are not certain."""
+    def render(
+        self, body: Any, tokens: Callable[[dict[str, Any]], np.ndarray] | None = None
+    ) -> Prompt:
+        """The prompt of a chat or completion body; bounded where its tokens are not certain.
+
+        `tokens`: turns what `PromptTokenizer.tokens` takes into ids; by default that.
+        """
+        tokens = self.tokenizer.tokens if tokens is None else tokens
+        prompts = self.plain(body)
+        if not prompts or any(prompt is None for prompt in prompts):
+            return bounded(body)
+        ids = [
+            tokens(each) if isinstance(each, dict) else np.asarray(each, dtype=np.int64)
+            for each in prompts
+        ]
+        lengths = [len(each) for each in ids]
+        return Prompt(ids[0] if len(ids) == 1 else None, sum(lengths), max(lengths))
+
+    def plain(self, body: Any) -> list[list[int] | dict[str, Any] | None]:
+        """For each prompt what `PromptTokenizer.tokens` takes, of JSON's types; the tokens
+        themselves where a body holds them; None where they are not certain."""
         # A completion may carry a field of any name: its type decides, as it does in the engine.
         chat = isinstance(body, ChatCompletionRequest)
-        prompts = [self._chat(body)] if chat else self._completion(body)
-        lengths = [len(ids) for ids in prompts if ids is not None]
-        if len(lengths) < len(prompts) or not prompts:
-            return bounded(body)
-        ids = np.asarray(prompts[0], dtype=np.int64) if len(prompts) == 1 else None
-        return Prompt(ids, sum(lengths), max(lengths))
+        return [self._chat(body)] if chat else self._completion(body)
 
-    def _completion(self, body: Any) -> list[list[int] | None]:
-        """Token ids of each prompt; none if there is none."""
+    def _completion(self, body: Any) -> list[list[int] | dict[str, Any] | None]:
         prompt = body.prompt
         if not prompt:
             return []
         if isinstance(prompt, list) and not isinstance(prompt[0], str):
             return [prompt] if isinstance(prompt[0], int) else prompt
         texts = [prompt] if isinstance(prompt, str) else prompt
-        ids: list[list[int] | None] = self._tokenizer(
-            texts, add_special_tokens=body.add_special_tokens
-        )["input_ids"]
-        return ids
+        return [{"text": text, "add_special_tokens": body.add_special_tokens} for text in texts]
 
-    def _chat(self, body: Any) -> list[int] | None:
+    def _chat(self, body: Any) -> dict[str, Any] | None:
         messages = [self._plain(message) for message in body.messages]
         if any(message is None for message in messages):
             return None
@@ -86,28 +92,29 @@ class PromptRenderer:
         effort = getattr(body, "reasoning_effort", None)
         if effort is not None:
             extra = {"enable_thinking": effort != "none", **extra, "reasoning_effort": effort}
-        text = self._tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            documents=getattr(body, "documents", None),
-            chat_template=self._template,
-            add_generation_prompt=getattr(body, "add_generation_prompt", True),
-            continue_final_message=getattr(body, "continue_final_message", False),
-            tokenize=False,
-            **extra,
-        )
-        add = bool(getattr(body, "add_special_tokens", False))
-        ids: list[int] = self._tokenizer(text, add_special_tokens=add)["input_ids"]
-        return ids
+        chat = {
+            "conversation": messages,
+            "tools": tools,
+            "documents": getattr(body, "documents", None),
+            "chat_template": None,
+            "add_generation_prompt": getattr(body, "add_generation_prompt", True),
+            "continue_final_message": getattr(body, "continue_final_message", False),
+        }
+        if extra.keys() & chat.keys():
+            return None
+        return {
+            "chat": chat | extra,
+            "add_special_tokens": bool(getattr(body, "add_special_tokens", False)),
+        }
 
     def _plain(self, message: Any) -> dict[str, Any] | None:
         """A message as the template sees it: content as a string, arguments as objects."""
         given = dict(message) if isinstance(message, dict) else message.model_dump()
         plain = {key: given[key] for key in _KEYS if given.get(key) is not None}
         content = given.get("content")
-        if self._takes_parts and isinstance(content, list | tuple) and len(content) > 1:
+        if self.tokenizer.takes_parts and isinstance(content, list | tuple) and len(content) > 1:
             return None
-        if plain.get("role") == "developer" and not self._takes_developers:
+        if plain.get("role") == "developer" and not self.tokenizer.takes_developers:
             return None
         plain["content"] = _text(content)
         if plain["content"] is None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +20,14 @@ from starlette.responses import Response
 
 from kappa import metrics as m
 from kappa.report import APPROX_KEY, PROMPT_ENGINES
+from router.access.places import Places
+from router.access.tenants import Tenant
 from router.decision import Decision, NoWorkerError, OverloadedError, RouteRequest
 from router.errors import (
     ApiError,
     no_plans_here,
     no_worker,
+    not_tokenized_in_time,
     overloaded,
     queue_full,
     unknown_model,
@@ -52,13 +54,13 @@ from router.ingress.prefill import PREFILL_SUFFIX, PrefillElsewhere
 from router.ingress.rendering import Prompt, PromptRenderer, bounded
 from router.ingress.settings import IngressSettings
 from router.ingress.terms import set_terms, terms_of
+from router.ingress.tokenizing import Tokenizing
 from router.live.live_router import LiveRouter
 from router.observing.observer import NoObserver, RequestObserver
 from router.rollout import Rollout, Unsteered
 
 log = structlog.get_logger(__name__)
 
-_TOKENIZER_THREADS = 2
 _ATTEMPTS = 2
 _FIRST_WORKER_S = 5.0
 
@@ -76,18 +78,20 @@ class RequestPath:
         observer: RequestObserver | None = None,
     ) -> None:
         """`live`: the live router; `models`: names that are served; `call`: Ray's delivery."""
-        self._settings, self._renderer = settings, renderer
+        self._settings = settings
         self._live, self._models = live, models
         self._observer = NoObserver() if observer is None else observer
         self._rollout = Rollout.parse(settings.mode)
         self._delivery = Delivery(call, self._observer, settings.request_timeout_s)
         self._prefill = PrefillElsewhere(call, settings.transfer, settings.request_timeout_s)
-        self._threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self._tokenizing = Tokenizing(renderer)
         self._open: set[str] = set()
+        # Without keys nobody can be told from another.
+        self._places = Places(settings.max_queue, shared=bool(settings.tenants.by_digest))
 
     def close(self) -> None:
-        """Let the tokenizer's threads go."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Let the tokenizer's threads and process go."""
+        self._tokenizing.close()
 
     async def serve(self, body: Any, method: str, request: Request) -> Response:
         """Answer a request; `method` is Ray's name for the kind: `chat` or `completions`."""
@@ -101,6 +105,7 @@ class RequestPath:
             nonlocal begun
             begun = True
             self._open.discard(request_id)
+            self._places.leave(request_id)
             self._observer.ended(request_id, end, status, time.time())
 
         try:
@@ -125,17 +130,38 @@ class RequestPath:
         if model is not None and model not in known:
             raise unknown_model(str(model), known)
 
-    async def tokenize(self, body: Any) -> Prompt:
-        """A body's prompt as token ids; bounded in length if it cannot be rendered here."""
-        start_s = time.perf_counter()
-        loop = asyncio.get_running_loop()
+    async def only_tokenized(self, body: Any, request: Request) -> Prompt:
+        """As `tokenize`, for a request that ends there: it holds a place until then."""
+        holder = object()
+        self._take_place(self._live(), holder, tenant_of(request))
         try:
-            prompt = await loop.run_in_executor(self._threads, self._renderer.render, body)
+            return await self.tokenize(body, request)
+        finally:
+            self._places.leave(holder)
+
+    async def tokenize(self, body: Any, request: Request) -> Prompt:
+        """A body's prompt as token ids; bounded in length if it cannot be rendered here.
+
+        Raises:
+            ApiError: 400, it cannot fit, or took too much; 503, 504, it was not done in time.
+        """
+        live, terms, start_s = self._live(), terms_of(request), time.perf_counter()
+        limit_s = self._settings.request_timeout_s
+        try:
+            async with asyncio.timeout(terms.patience_s(limit_s)):
+                prompt = await self._tokenizing.tokens(
+                    body, terms.body_bytes, tenant_of(request), _largest_context(live)
+                )
+        except ApiError:
+            raise
+        except TimeoutError:
+            terms.check()
+            raise not_tokenized_in_time(limit_s) from None
         except Exception as error:
             # The engine renders too and will say what is wrong; routing only knows less.
             log.info("not_tokenized", error=type(error).__name__)
             return bounded(body)
-        self._live().metrics.observe(m.TOKENIZE_SECONDS, value=time.perf_counter() - start_s)
+        live.metrics.observe(m.TOKENIZE_SECONDS, value=time.perf_counter() - start_s)
         return prompt
 
     # -- parts --------------------------------------------------------------------------------
@@ -163,12 +189,12 @@ class RequestPath:
         self.known_model(body.model)
         terms = set_terms(request, body, tenant_of(request))
         refuse_killer(live, request, method)
-        self._refuse_when_full(live)
+        self._take_place(live, request_id, tenant_of(request))
         if not self._rollout.asks:
             return await self._by_ray(live, request_id, body, method, request, ended)
         # An ingress that has only just begun may be asked before it was told of any worker.
         await live.members.first_joined(_FIRST_WORKER_S)
-        prompt = await self.tokenize(body)
+        prompt = await self.tokenize(body, request)
         count = None if prompt.token_ids is None else prompt.tokens
         self._observer.tokenized(request_id, count, time.time())
         terms.tokenized(prompt.tokens, choices_of(body) * max_tokens_of(body))
@@ -180,12 +206,15 @@ class RequestPath:
             exclude=unfit | exact_workers(said, approx), prompt_tokens=prompt.tokens,
         )  # fmt: skip
         routed = await self._prefill(live, routed, body, method, request)
-        # Others were let in while this one was tokenized; from here to the decision nobody waits.
-        self._refuse_when_full(live)
         return await self._deliver(live, routed, body, method, request, ended)
 
-    def _refuse_when_full(self, live: LiveRouter) -> None:
-        if live.router.in_flight >= self._settings.max_queue:
+    def _take_place(self, live: LiveRouter, holder: Hashable, tenant: Tenant) -> None:
+        """One of `max_queue` places, held until the request ends; ApiError 429 if it gets none."""
+        here = len(self._places)
+        # Workers report as others' what Ray's router sent them for us: nothing is reserved then.
+        ours = min(live.router.reservations, here) if self._rollout.asks else here
+        elsewhere = max(live.router.in_flight - ours, 0)
+        if not self._places.take(holder, tenant, elsewhere):
             raise queue_full(self._settings.max_queue, live.retry_after_s())
 
     async def _deliver(
@@ -271,12 +300,10 @@ class RequestPath:
         ended: Callable[[str, int], None],
     ) -> Response:
         """Hand a request to Ray's own router; nothing is decided, reserved or foreseen here."""
-        if len(self._open) > self._settings.max_queue:
-            raise queue_full(self._settings.max_queue, live.retry_after_s())
         engines = {s.announcement.engine for s in live.router.state.workers.values()}
         tenant, prompt, marks = tenant_of(request), bounded(body), {}
         if engines & set(PROMPT_ENGINES):
-            prompt = await self.tokenize(body)
+            prompt = await self.tokenize(body, request)
             marks = prompt_marks(prompt.token_ids, plan_asked(request))
         terms_of(request).tokenized(prompt.tokens, choices_of(body) * max_tokens_of(body))
         mark(body, {**plain_marks(live.sent_as(request_id), tenant), **marks})
@@ -318,3 +345,9 @@ class RequestPath:
         if plan:
             raise no_plans_here()
         return {}
+
+
+def _largest_context(live: LiveRouter) -> int | None:
+    """Tokens of the largest context that a worker announced; None before one has."""
+    workers = live.router.state.workers.values()
+    return max((state.announcement.max_context_tokens for state in workers), default=None)

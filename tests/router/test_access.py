@@ -214,3 +214,48 @@ async def test_a_crash_is_logged_by_place_and_not_by_what_it_quotes(capsys):
     told = "".join(capsys.readouterr())
     assert "request_crashed" in told and "RuntimeError" in told and "test_access.py" in told
     assert "swordfish" not in told
+
+
+async def test_a_tenant_whose_bodies_do_not_come_leaves_others_their_share():
+    _, client = client_of(Access(tenants(), max_outstanding_bodies=2))
+    gate, begun = asyncio.Event(), []
+
+    async def slow():
+        begun.append(True)
+        yield b"half"
+        await gate.wait()
+
+    async with asyncio.timeout(20):
+        trickling = [
+            asyncio.create_task(client.post(PATH, content=slow(), headers=ALICE)) for _ in range(2)
+        ]
+        while len(begun) < 2:
+            await asyncio.sleep(0)
+        refused = await client.post(PATH, content=b"x", headers=ALICE)
+        assert code(refused, 429) == "bodies_outstanding" and "tenant alice" in refused.text
+        assert (await client.post(PATH, content=b"x", headers=OPS)).status_code == 200
+        assert (await client.get("/v1/models", headers=ALICE)).status_code == 200
+        gate.set()
+        assert [(await task).status_code for task in trickling] == [200, 200]
+        assert (await client.post(PATH, content=b"x", headers=ALICE)).status_code == 200
+
+
+async def test_without_keys_bodies_are_counted_by_address():
+    app, first = client_of(Access(max_outstanding_bodies=1))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=("10.0.0.2", 1))
+    second = httpx.AsyncClient(transport=transport, base_url="http://test")
+    gate, begun = asyncio.Event(), asyncio.Event()
+
+    async def slow():
+        begun.set()
+        yield b"half"
+        await gate.wait()
+
+    async with asyncio.timeout(20):
+        trickling = asyncio.create_task(first.post(PATH, content=slow()))
+        await begun.wait()
+        refused = await first.post(PATH, content=b"x")
+        assert code(refused, 429) == "bodies_outstanding" and "this address" in refused.text
+        assert (await second.post(PATH, content=b"x")).status_code == 200
+        gate.set()
+        assert (await trickling).status_code == 200
