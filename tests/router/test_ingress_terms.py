@@ -296,9 +296,9 @@ async def test_what_passes_while_it_is_tokenized_never_reaches_an_engine(cluster
     async with cluster(words) as here:
         path, tokenize = here.ingress._path, here.ingress._path.tokenize
 
-        async def late(body):
+        async def late(body, request):
             await asyncio.sleep(0.1)
-            return await tokenize(body)
+            return await tokenize(body, request)
 
         path.tokenize = late
         answer = await ask(here, headers={DEADLINE: "50"})
