@@ -30,6 +30,7 @@ class Terms:
     """One request's terms. streamed: whether its answer has begun with its first token."""
 
     streamed: bool = True
+    body_bytes: int = 0
     lease: Lease | None = None
     deadline: Deadline | None = None
 
@@ -108,6 +109,8 @@ def set_terms(request: Request, body: Any, tenant: Tenant) -> Terms:
     state = request.scope.setdefault("state", {})
     terms = Terms(
         streamed=bool(getattr(body, "stream", False)),
+        # As it was read: a body that comes in pieces declares no length.
+        body_bytes=int(state.get("body_bytes", 0)),
         lease=lease_of(request),
         deadline=deadline_of(request.headers.get(HEADER, ""), arrived_s(request)),
     )

@@ -12,13 +12,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import numpy as np
-
 from router.access.tenants import Tenant
 from router.errors import prompt_too_long
 from router.ingress.fair_queue import FairQueue
 from router.ingress.prompt_tokenizer import PromptTooLong
-from router.ingress.rendering import PromptRenderer
+from router.ingress.rendering import Prompt, PromptRenderer
 from router.ingress.tokenizer_process import TokenizerProcess
 
 # About 10 ms of work.
@@ -86,8 +84,8 @@ class Tokenizing:
 
     async def tokens(
         self, body: Any, body_bytes: int, tenant: Tenant, most_tokens: int | None
-    ) -> np.ndarray | None:
-        """A body's prompt as token ids, int64; None if it cannot be rendered here.
+    ) -> Prompt:
+        """A body's prompt as token ids, int64; bounded in length if it cannot be rendered here.
 
         most_tokens: the largest context of any worker; None: not known.
 
@@ -96,8 +94,7 @@ class Tokenizing:
                 process to do it.
             Exception: whatever the template raises.
         """
-        is_text = isinstance(getattr(body, "prompt", ""), str)
-        short = body_bytes <= SHORT_BYTES or not is_text
+        short = body_bytes <= SHORT_BYTES or not _holds_text(body)
         lane, work = (self._short, self._here) if short else (self._long, self._there)
         try:
             return await lane.run(tenant, body_bytes, lambda: work(body, most_tokens))
@@ -112,14 +109,15 @@ class Tokenizing:
         self._long.close()
         self._process.close()
 
-    def _here(self, body: Any, most_tokens: int | None) -> np.ndarray | None:
-        plain = self._renderer.plain(body)
-        if isinstance(plain, dict):
-            return self._renderer.tokenizer.tokens(plain, most_tokens)
-        return plain
+    def _here(self, body: Any, most_tokens: int | None) -> Prompt:
+        tokenizer = self._renderer.tokenizer
+        return self._renderer.render(body, lambda plain: tokenizer.tokens(plain, most_tokens))
 
-    def _there(self, body: Any, most_tokens: int | None) -> np.ndarray | None:
-        plain = self._renderer.plain(body)
-        if isinstance(plain, dict):
-            return self._process.tokens(plain, most_tokens)
-        return plain
+    def _there(self, body: Any, most_tokens: int | None) -> Prompt:
+        return self._renderer.render(body, lambda plain: self._process.tokens(plain, most_tokens))
+
+
+def _holds_text(body: Any) -> bool:
+    """Whether there is something to tokenize: a prompt may be of token ids."""
+    prompt = getattr(body, "prompt", "")
+    return isinstance(prompt[0] if isinstance(prompt, list) and prompt else prompt, str)
