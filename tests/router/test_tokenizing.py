@@ -6,10 +6,10 @@ import subprocess
 import sys
 import threading
 import unicodedata
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 import router.ingress.tokenizer_process
@@ -142,15 +142,16 @@ def tokenizing(renderer):
 
 
 def prompt(text):
-    return SimpleNamespace(prompt=text)
+    return CompletionRequest(model="m", prompt=text)
 
 
 async def test_only_long_texts_go_to_the_process(tokenizing, renderer):
     tokenizing, process = tokenizing
     short = await tokenizing.tokens(prompt("hello"), SHORT_BYTES, ALICE, None)
-    assert short.tolist() == renderer.render(prompt("hello")).tolist()
+    expected = renderer.render(prompt("hello")).token_ids
+    assert short.token_ids.tolist() == expected.tolist()
     ids = await tokenizing.tokens(prompt([5, 6]), SHORT_BYTES + 1, ALICE, None)
-    assert ids.tolist() == [5, 6] and process.asked == []
+    assert ids.token_ids.tolist() == [5, 6] and process.asked == []
     await tokenizing.tokens(prompt("hello"), SHORT_BYTES + 1, ALICE, 9)
     assert process.asked == [({"text": "hello", "add_special_tokens": True}, 9)]
 
@@ -159,7 +160,7 @@ async def test_a_prompt_of_too_many_bytes_is_refused_untokenized(tokenizing, ren
     tokenizing, _ = tokenizing
     longest = renderer.tokenizer.longest_token_bytes
     fits = await tokenizing.tokens(prompt("a" * 2 * longest), 1, ALICE, 2)
-    assert len(fits) > 2, "the bytes alone do not say so"
+    assert fits.tokens > 2, "the bytes alone do not say so"
     with pytest.raises(ApiError) as error:
         await tokenizing.tokens(prompt("a" * (2 * longest + 1)), 1, ALICE, 2)
     assert (error.value.status, error.value.code) == (400, "context_length_exceeded")
@@ -258,9 +259,10 @@ def test_the_process_gives_the_same_tokens_and_imports_no_torch(renderer):
     process = TokenizerProcess(renderer.source)
     try:
         content = "hé😀 hello world " * 2000
-        chat = SimpleNamespace(messages=[{"role": "user", "content": content}])
-        plain = renderer.plain(chat)
-        assert process.tokens(plain).tolist() == renderer.render(chat).tolist()
+        messages = [{"role": "user", "content": content}]
+        chat = ChatCompletionRequest(model="m", messages=messages)
+        (plain,) = renderer.plain(chat)
+        assert process.tokens(plain).tolist() == renderer.render(chat).token_ids.tolist()
         # 2,000 times 20 bytes, and 31 of <s>, <|user|>, <|end|> and <|assistant|>
         with pytest.raises(PromptTooLong, match="40031"):
             process.tokens(plain, 1)
