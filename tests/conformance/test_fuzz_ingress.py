@@ -153,3 +153,12 @@ def test_half_a_surrogate_pair_is_refused_and_can_be_told(stack, path):
         answer = stack.http.post(path, content=json.dumps(body).encode(), headers=AS_JSON)
         assert answer.status_code in (400, 404, 422), answer.text
         assert not (complaint := judge(answer)), complaint
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_body_nested_too_deeply_to_be_parsed_is_refused(stack, path):
+    for deep in ("[" * 20_000 + "]" * 20_000, '{"a":' * 5000 + "1" + "}" * 5000):
+        body = f'{{"model": "{MODEL}", "messages": {deep}}}'
+        answer = stack.http.post(path, content=body.encode(), headers=AS_JSON)
+        assert answer.status_code in (400, 422), answer.text
+        assert not (complaint := judge(answer)), complaint
