@@ -16,12 +16,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
 from deploy.commands.provenance import Json, command, machine
+from loadtest.faults.bodies import CHAT, COMPLETION
 from loadtest.faults.catalogue import FAULTS, Fault, fault_named
+from loadtest.faults.fuzz import FuzzPlan
 from loadtest.faults.fuzz import fuzz as run_fuzz
-from loadtest.faults.started import SETTINGS, started
+from loadtest.faults.started import CLOSED, SETTINGS, key_of, started
 from loadtest.faults.storm import Storm, crowd, storm
 from loadtest.faults.target import FaultsError, Target
 from loadtest.faults.traffic import Mix
@@ -29,6 +32,8 @@ from loadtest.faults.trial import try_faults
 from loadtest.faults.verdict import Verdict
 
 _MIXES = {"emulated": Mix(), "vllm": Mix(clients=4, documents=12, words=150, max_tokens=6)}
+# vLLM engines as `kappa serve` starts them, but for the bound on answers, which must be awaited.
+_HOSTILE = {"emulated": SETTINGS["emulated"], "vllm": "router: {request_timeout_s: 60}\n"}
 _CROWD = Mix(words=60, max_tokens=20, timeout_s=300.0)
 
 
@@ -69,7 +74,9 @@ def faults(
     console = Console(stderr=True, highlight=False)
     report: dict[str, Any] = {"command": command(), "machine": machine(), "seed": seed}
     try:
-        if storm_requests or storm_kills or streams or fuzz:
+        if fuzz:
+            _hostile(report, engine or "emulated", fuzz, console)
+        elif storm_requests or storm_kills or streams:
             plan = Storm(
                 storm_requests or 1 << 30,
                 storm_kills or 1 << 30,
@@ -77,7 +84,7 @@ def faults(
                 limit_s=limit_s,
             )
             storms = plan if storm_requests or storm_kills else None
-            _long_runs(report, engine or "emulated", storms, streams, fuzz, console)
+            _long_runs(report, engine or "emulated", storms, streams, console)
         else:
             _trials(report, chosen, seed, console)
     except FaultsError as error:
@@ -116,7 +123,6 @@ def _long_runs(
     engine: str,
     plan: Storm | None,
     streams: int,
-    requests: int,
     console: Console,
 ) -> None:
     survivors: list[str] = []
@@ -124,11 +130,6 @@ def _long_runs(
     with tempfile.TemporaryDirectory(prefix="kappa-faults-") as folder:
         console.print(f"[dim]starting a cluster of {engine} engines[/dim]")
         with started(Path(folder), SETTINGS[engine], survivors) as target:
-            if requests:
-                sent = asyncio.run(run_fuzz(target, requests, int(report["seed"])))
-                report["fuzz"] = sent.to_dict()
-                report["kept"] &= not (sent.wrong_total or sent.reservations)
-                console.print(f"fuzz: {report['fuzz']}", markup=False)
             if streams:
                 _crowd(report, target, streams)
                 console.print(f"crowd: {report['crowd']}")
@@ -140,6 +141,45 @@ def _long_runs(
                 report["kept"] &= fine and not done.streams_cut_untold
     report["survivors"] = survivors
     report["kept"] &= not survivors
+
+
+def _hostile(
+    report: dict[str, Any],
+    engine: str,
+    requests: int,
+    console: Console,
+) -> None:
+    """Fuzz, from one tenant beside another."""
+    survivors: list[str] = []
+    report["kept"], report["engine"] = True, engine
+    with tempfile.TemporaryDirectory(prefix="kappa-faults-") as folder:
+        console.print(f"[dim]starting a cluster of {engine} engines[/dim]")
+        settings = _HOSTILE[engine] + CLOSED
+        with started(Path(folder), settings, survivors, key_of("operator")) as target:
+            _fuzz(report, target, requests, console)
+    report["survivors"] = survivors
+    report["kept"] &= not survivors
+
+
+def _fuzz(report: dict[str, Any], target: Target, requests: int, console: Console) -> None:
+    from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+
+    schemas = {
+        CHAT: ChatCompletionRequest.model_json_schema(),
+        COMPLETION: CompletionRequest.model_json_schema(),
+    }
+    plan = FuzzPlan(requests, int(report["seed"]), schemas)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("fuzz", total=requests)
+        sent = asyncio.run(
+            run_fuzz(
+                target, plan, key_of("hostile"), key_of("honest"), lambda: progress.advance(task)
+            )
+        )
+    report["fuzz"] = sent.to_dict()
+    report["summary"] = sent.summary()
+    report["kept"] &= not sent.broken()
 
 
 def _crowd(report: dict[str, Any], target: Target, streams: int) -> None:
@@ -175,7 +215,12 @@ def _print(report: dict[str, Any]) -> None:
                 recovery,
             )
         console.print(table)
-    for name in ("fuzz", "storm", "crowd"):
+    if "fuzz" in report:
+        lines = [report["summary"], *report["fuzz"]["wrong"]]
+        for death in report["fuzz"]["deaths"]:
+            lines += [f"{death['at_s']:.0f} s: {death['lost']} died", *death["suspects"]]
+        console.print("\n".join(lines), markup=False, soft_wrap=True)
+    for name in ("storm", "crowd"):
         if name in report:
             shown = {k: v for k, v in report[name].items() if k != "kills"}
             console.print(f"{name}: {shown}")

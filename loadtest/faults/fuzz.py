@@ -1,89 +1,308 @@
-"""Requests that no client should send, sent to a whole cluster: what its answers were.
+"""Requests that no client should send, sent to a whole cluster beside those of an honest client.
 
-Every answer must come, in OpenAI's shape where it is a refusal, and none may say that we failed.
+Every answer must come in time, in OpenAI's shape where it is a refusal, and none may say that we
+failed. No process of a worker may die, nothing stay reserved; and the honest client, who is another
+tenant, must hardly notice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import aiohttp
+import numpy as np
 
-from loadtest.faults.bodies import Bad, bad_requests
+from loadtest.faults.bodies import Bad, bad_requests, fields_known
+from loadtest.faults.hostile_values import Schema
+from loadtest.faults.processes import alive
 from loadtest.faults.target import Target
+from loadtest.faults.traffic import Mix, Traffic
+from loadtest.faults.verdict import Seen
 
-_AT_ONCE = 8
-_TIMEOUT_S = 120.0
-_MOST_TOLD = 20
-_MARKER = "zqxsecretprompt"
+MARKER = "zqxsecretprompt"
+HONEST = Mix(
+    clients=1, streamed_share=1.0, documents=1, words=12, max_tokens=4, pause_s=0.5, timeout_s=120.0
+)
+"""A small chat, asked again half a second after its answer."""
+
+_IDLE_S = 20.0
+_READ_S = 10.0
+_LOOK_S = 2.0
+_MOST_SHOWN = 20
+_BYTES_SHOWN = 600
+_MOST_RATIO = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class FuzzPlan:
+    """What is sent. schemas: of chat and completion requests, by path. at_once: requests. bound_s:
+    within which every one must be answered."""
+
+    requests: int
+    seed: int
+    schemas: Mapping[str, Schema]
+    at_once: int = 16
+    bound_s: float = 75.0
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Seconds of one client's requests beside others' traffic. failed: by reason."""
+
+    requests: int
+    failed: dict[str, int]
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    max_s: float
+
+    @classmethod
+    def of(cls, seen: Sequence[Seen], *, first_token: bool) -> Beside:
+        """Of what a client saw, until the first token or until the end; failures have no time."""
+        fine = [r for r in seen if r.ok and r.first_s is not None]
+        taken = [(r.first_s if first_token and r.first_s else r.ended_s) - r.sent_s for r in fine]
+        values = np.quantile(taken, [0.5, 0.9, 0.99, 1.0]) if taken else [float("inf")] * 4
+        failed = Counter(r.error or str(r.status) for r in seen if not r.ok)
+        return cls(len(seen), dict(failed), *map(float, values))
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """Processes of a worker that ended, seen so many seconds after the start. suspects: requests
+    that were open then or had just been answered, the latest last."""
+
+    at_s: float
+    lost: tuple[str, ...]
+    suspects: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FuzzResult:
-    """statuses: of the answers; wrong: what was wrong with which request, the first twenty."""
+    """statuses: of the answers; wrong: what was wrong with which request, the first twenty; idle,
+    honest: the honest client before and meanwhile; untried: fields that no request tried."""
 
     requests: int
+    seconds: float
     statuses: dict[str, int]
     wrong_total: int
     wrong: tuple[str, ...]
+    slowest_s: float
+    deaths: tuple[Death, ...]
     reservations: int
+    fields: int
+    untried: tuple[str, ...]
+    idle: Beside
+    honest: Beside
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return asdict(self)
+        per_s = self.requests / self.seconds
+        return {**asdict(self), "per_s": per_s, "ratios": self.ratios, "broken": self.broken()}
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """The honest client's time meanwhile over its idle median."""
+        return {
+            name: getattr(self.honest, f"{name}_s") / self.idle.p50_s
+            for name in ("p50", "p99", "max")
+        }
+
+    def broken(self) -> list[str]:
+        """Which promises were, in words."""
+        worst = self.ratios["max"]
+        found = {
+            f"{self.wrong_total} answers were wrong": self.wrong_total,
+            f"workers' processes died {len(self.deaths)} times": self.deaths,
+            f"{self.reservations} reservations are left": self.reservations,
+            f"the honest client failed: {self.honest.failed}": self.honest.failed,
+            f"the honest client waited {worst:.1f} times its idle time": worst > _MOST_RATIO,
+        }
+        return [words for words, so in found.items() if so]
+
+    def summary(self) -> str:
+        """One line."""
+        ratios = ", ".join(f"{name} {value:.2f}" for name, value in self.ratios.items())
+        return (
+            f"fuzz: {self.requests} requests in {self.seconds:.0f} s "
+            f"({self.requests / self.seconds:.1f}/s), {self.fields - len(self.untried)} of "
+            f"{self.fields} fields tried; statuses {dict(sorted(self.statuses.items()))}; "
+            f"slowest {self.slowest_s:.1f} s; honest client over its idle "
+            f"{self.idle.p50_s:.2f} s: {ratios}; "
+            f"{'; '.join(self.broken()) or 'every promise kept'}"
+        )  # fmt: skip
 
 
-async def fuzz(target: Target, requests: int, seed: int) -> FuzzResult:
-    """Send so many, several at once, and wait until nothing is reserved for them any more."""
-    statuses: Counter[str] = Counter()
-    wrong: list[str] = []
-    drawn = bad_requests(seed, requests, target.model, _MARKER)
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        senders = (_sender(session, target, drawn, statuses, wrong) for _ in range(_AT_ONCE))
-        await asyncio.gather(*senders)
-    loop = asyncio.get_running_loop()
-    await loop.run_in_executor(None, lambda: target.until(lambda: target.reservations() == 0, 60))
+async def fuzz(
+    target: Target,
+    plan: FuzzPlan,
+    hostile: Mapping[str, str],
+    honest: Mapping[str, str],
+    advance: Callable[[], object] = lambda: None,
+) -> FuzzResult:
+    """Send all of the plan, several at once, and wait until nothing is reserved any more.
+
+    Args:
+        target: the cluster.
+        plan: what to send.
+        hostile: headers of the tenant who sends it.
+        honest: headers of the tenant who asks beside it.
+        advance: called after every request.
+    """
+    idle = await _honest_for(target, honest, plan.seed, asyncio.sleep(_IDLE_S))
+    run = _Run(target, plan, hostile, advance)
+    meanwhile = await _honest_for(target, honest, plan.seed, run.all())
+    await _aside(lambda: target.until(lambda: target.reservations() == 0, 120))
+    known = fields_known(plan.schemas)
     return FuzzResult(
-        requests, dict(statuses), len(wrong), tuple(wrong[:_MOST_TOLD]), target.reservations()
-    )
+        sum(run.statuses.values()), run.seconds, dict(run.statuses), run.wrong_total,
+        tuple(run.wrong), run.slowest_s, tuple(run.deaths), await _aside(target.reservations),
+        len(known), tuple(sorted(known - run.tried)), Beside.of(idle, first_token=False),
+        Beside.of(meanwhile, first_token=False),
+    )  # fmt: skip
 
 
-async def _sender(
-    session: aiohttp.ClientSession, target: Target, drawn: Iterator[Bad], statuses: Counter[str],
-    wrong: list[str],
-) -> None:  # fmt: skip
-    for bad in drawn:
+async def _honest_for(
+    target: Target, headers: Mapping[str, str], seed: int, work: Any
+) -> list[Seen]:
+    """What the honest client saw while `work` went on."""
+    async with Traffic(target.url, target.model, HONEST, seed, headers) as traffic:
+        await work
+        await traffic.settle()
+    return traffic.seen
+
+
+@dataclass(slots=True)
+class _Run:
+    """The hostile client, and a look at the workers' processes now and then."""
+
+    target: Target
+    plan: FuzzPlan
+    headers: Mapping[str, str]
+    advance: Callable[[], object]
+    statuses: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    wrong_total: int = 0
+    slowest_s: float = 0.0
+    seconds: float = 0.0
+    tried: set[str] = field(default_factory=set)
+    deaths: list[Death] = field(default_factory=list)
+    _open: dict[int, Bad] = field(default_factory=dict)
+    _done: deque[Bad] = field(default_factory=lambda: deque(maxlen=24))
+
+    async def all(self) -> None:
+        """Send everything."""
+        plan = self.plan
+        drawn = bad_requests(plan.seed, plan.requests, self.target.model, MARKER, plan.schemas)
+        start_s = time.monotonic()
+        watch = asyncio.create_task(self._watch(start_s))
+        timeout = aiohttp.ClientTimeout(total=plan.bound_s)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            await asyncio.gather(*(self._sender(session, drawn) for _ in range(plan.at_once)))
+        self.seconds = time.monotonic() - start_s
+        await asyncio.sleep(_LOOK_S)  # for the death that the last one caused
+        watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
+
+    async def _sender(self, session: aiohttp.ClientSession, drawn: Iterator[Bad]) -> None:
+        for bad in drawn:
+            self._open[id(bad)] = bad
+            sent_s = time.monotonic()
+            status, complaint = await self._send(session, bad)
+            self.slowest_s = max(self.slowest_s, time.monotonic() - sent_s)
+            self._done.append(self._open.pop(id(bad)))
+            self.statuses[status] += 1
+            self.tried.update(bad.fields)
+            if complaint:
+                self.wrong_total += 1
+                if len(self.wrong) < _MOST_SHOWN:
+                    self.wrong.append(f"{complaint}: {_shown(bad)}")
+            self.advance()
+
+    async def _send(self, session: aiohttp.ClientSession, bad: Bad) -> tuple[str, str]:
+        """The status and what is wrong with it; a stream is left after a while."""
+        headers = {**self.headers, **dict(bad.headers)}
         try:
-            # Twice the same name is not what is tried here: a dictionary will do.
-            async with session.post(
-                f"{target.url}{bad.path}", data=bad.body,
-                headers={**target.headers, **dict(bad.headers)},
-            ) as answer:  # fmt: skip
-                text = await answer.text(errors="replace")
-                statuses[str(answer.status)] += 1
-                complaint = complaint_of(answer.status, text)
-        except (TimeoutError, aiohttp.ClientError, ValueError) as error:
-            statuses[type(error).__name__] += 1
-            complaint = repr(error)
-        if complaint:
-            wrong.append(f"{complaint}: {bad.path} {bad.body[:300]!r} {bad.headers}")
+            async with session.request(
+                bad.method, f"{self.target.url}{bad.path}", data=bad.body, headers=headers
+            ) as answer:
+                text = await _begun(answer)
+                return str(answer.status), complaint_of(answer.status, text)
+        except (TimeoutError, aiohttp.ClientError, ValueError, OSError) as error:
+            return type(error).__name__, repr(error)
+
+    async def _watch(self, start_s: float) -> None:
+        known = await _aside(self._processes)
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = await _aside(self._processes)
+            rows = {name for name, pids in now.items() if pids}
+            lost = [
+                f"{name} {pid}" for name, pids in known.items() for pid in pids if not alive(pid)
+            ] + ([f"worker {name}" for name in known.keys() - rows] if rows else [])
+            if lost:
+                suspects = [_shown(bad) for bad in (*self._done, *self._open.values())]
+                self.deaths.append(Death(time.monotonic() - start_s, tuple(lost), tuple(suspects)))
+                known = now
+            known = {**known, **now}
+
+    def _processes(self) -> dict[str, list[int]]:
+        """Pids of each worker that the router knows and of its engine."""
+        engines = set(self.target.family.of_role("engine"))
+        found = {}
+        for row in self.target.nodes():
+            name = str(row["worker"])
+            with suppress(Exception):
+                pid = self.target.pid(name)
+                found[name] = [pid, *(p for p in self.target.family.below(pid) if p in engines)]
+        return found
+
+
+async def _begun(answer: aiohttp.ClientResponse) -> str:
+    """The whole answer, or as much of it as came in a while: the client of a long stream leaves."""
+    read: list[bytes] = []
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_READ_S if answer.status == 200 else None):
+            async for chunk in answer.content.iter_any():
+                read.append(chunk)
+    return b"".join(read).decode(errors="replace")
 
 
 def complaint_of(status: int, text: str) -> str:
-    """What is wrong with an answer; empty if nothing is."""
+    """What is wrong with an answer, or with the error event of a stream; empty if nothing is."""
     if status == 500:
         return f"500 {text[:200]}"
-    if status < 400:
-        return ""
+    events = [line[6:] for line in text.splitlines() if line.startswith('data: {"error"')]
+    for error in [text] if status >= 400 else events:
+        if not _shaped(error):
+            return f"{status} in another shape: {error[:200]}"
+    return ""
+
+
+def _shaped(text: str) -> bool:
+    """Whether an error is in OpenAI's shape."""
     try:
         error = json.loads(text)["error"]
-        right = set(error) == {"message", "type", "param", "code"} and bool(error["message"])
+        return set(error) == {"message", "type", "param", "code"} and bool(error["message"])
     except (ValueError, KeyError, TypeError):
-        right = False
-    return "" if right else f"{status} in another shape: {text[:200]}"
+        return False
+
+
+def _shown(bad: Bad) -> str:
+    body = bad.body
+    if len(body) > _BYTES_SHOWN:
+        body = body[: _BYTES_SHOWN // 2] + b" ... " + body[-_BYTES_SHOWN // 2 :]
+    return f"{bad.method} {bad.path} {bad.fields} {body!r} {bad.headers}"
+
+
+async def _aside(question: Callable[[], Any]) -> Any:
+    """Ask on a thread: the load must not wait for it."""
+    return await asyncio.get_running_loop().run_in_executor(None, question)

@@ -48,10 +48,28 @@ router: {max_queue: 200, request_timeout_s: 60}
 
 SETTINGS = {"emulated": EMULATED, "vllm": VLLM}
 
+_TENANTS = ("operator", "honest", "hostile")
+CLOSED = f"""
+tenants:
+  by_key: {{{", ".join(f"sk-faults-{name}-0123456789abcdef: {name}" for name in _TENANTS)}}}
+  operators: [operator]
+  unknown: refuse
+"""
+"""Nobody without a key: for what one tenant does to another."""
+
+
+def key_of(tenant: str) -> dict[str, str]:
+    """The header that makes a request one of a tenant of `CLOSED`."""
+    return {"authorization": f"Bearer sk-faults-{tenant}-0123456789abcdef"}
+
 
 @contextmanager
-def started(folder: Path, settings: str, survivors: list[str]) -> Iterator[Target]:
+def started(
+    folder: Path, settings: str, survivors: list[str], headers: Mapping[str, str] | None = None
+) -> Iterator[Target]:
     """A cluster with these settings; afterwards `survivors` tells what outlived it.
+
+    `headers`: an operator's, where nobody is served without a key.
 
     Raises:
         FaultsError: it did not start; with what it said last.
@@ -65,7 +83,7 @@ def started(folder: Path, settings: str, survivors: list[str]) -> Iterator[Targe
     target = None
     try:
         ready = ready_line(process, errors)
-        target = Target(ready["url"], ready["model"], process.pid, folder)
+        target = Target(ready["url"], ready["model"], process.pid, folder, headers)
         target.family.members()
         yield target
     finally:

@@ -17,8 +17,10 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
-from loadtest.faults.bodies import PATHS, bad_requests
+from loadtest.faults.bodies import CHAT, COMPLETION, PATHS, bad_requests
+from loadtest.faults.fuzz import complaint_of
 from tests.conformance.conftest import MODEL
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -56,16 +58,7 @@ def listening():
 
 def judge(answer):
     """What is wrong with an answer; empty if nothing is."""
-    if answer.status_code == 500:
-        return f"500: {answer.text[:300]}"
-    if answer.status_code >= 400:
-        try:
-            error = answer.json()["error"]
-        except (ValueError, KeyError, TypeError):
-            return f"{answer.status_code} in another shape: {answer.text[:300]}"
-        if set(error) != {"message", "type", "param", "code"} or not error["message"]:
-            return f"{answer.status_code} in another shape: {answer.text[:300]}"
-    return ""
+    return complaint_of(answer.status_code, answer.text)
 
 
 async def send_all(stack, drawn):
@@ -77,7 +70,9 @@ async def send_all(stack, drawn):
             for bad in drawn:
                 headers = [(k.encode(), v.encode("latin-1")) for k, v in bad.headers]
                 try:
-                    answer = await client.post(bad.path, content=bad.body, headers=headers)
+                    answer = await client.request(
+                        bad.method, bad.path, content=bad.body, headers=headers
+                    )
                 except httpx.HTTPError as error:
                     wrong.append((repr(error), bad))
                     continue
@@ -90,8 +85,12 @@ async def send_all(stack, drawn):
 
 
 def test_seeded_bad_requests_get_answers_and_leave_nothing(stack):
+    schemas = {
+        CHAT: ChatCompletionRequest.model_json_schema(),
+        COMPLETION: CompletionRequest.model_json_schema(),
+    }
     with listening() as heard:
-        drawn = bad_requests(SEED, REQUESTS, MODEL, MARKER)
+        drawn = bad_requests(SEED, REQUESTS, MODEL, MARKER, schemas)
         statuses, wrong = asyncio.run(send_all(stack, drawn))
         deadline_s = time.monotonic() + _REQUEST_S
         while stack.reserved():

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from loadtest.faults.bodies import bad_requests
 from loadtest.faults.processes import Family, alive, freeze, kill, thaw
 from loadtest.faults.target import INJECT, environment
 
@@ -116,10 +115,3 @@ def test_without_a_file_named_nothing_is_changed(tmp_path):
         capture_output=True, text=True, timeout=30, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "time"
-
-
-def test_bad_requests_are_the_same_for_a_seed_and_carry_the_marker():
-    drawn = list(bad_requests(3, 200, "m", "zqx"))
-    assert drawn == list(bad_requests(3, 200, "m", "zqx"))
-    assert drawn != list(bad_requests(4, 200, "m", "zqx"))
-    assert sum(b"zqx" in bad.body for bad in drawn) > 80
