@@ -24,6 +24,8 @@ from loadtest.faults.bodies import CHAT, COMPLETION
 from loadtest.faults.catalogue import FAULTS, Fault, fault_named
 from loadtest.faults.fuzz import FuzzPlan
 from loadtest.faults.fuzz import fuzz as run_fuzz
+from loadtest.faults.isolation import KINDS, Row
+from loadtest.faults.isolation import isolation as run_isolation
 from loadtest.faults.started import CLOSED, SETTINGS, key_of, started
 from loadtest.faults.storm import Storm, crowd, storm
 from loadtest.faults.target import FaultsError, Target
@@ -54,6 +56,12 @@ def faults(
     fuzz: Annotated[
         int, typer.Option(min=0, help="Instead: send so many requests that no client should send.")
     ] = 0,
+    isolation: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="Instead: a small request beside each kind of bad traffic, for so long."
+        ),
+    ] = 0.0,
     limit_s: Annotated[
         float, typer.Option(min=30.0, help="End the killing after so many seconds in any case.")
     ] = 3600.0,
@@ -64,8 +72,9 @@ def faults(
     if list_them:
         _list(json_output)
         return
+    kinds = _kinds(only) if isolation else ()
     try:
-        chosen = [fault_named(name) for name in only] if only else list(FAULTS)
+        chosen = [fault_named(name) for name in only] if only and not kinds else list(FAULTS)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if engine is not None and engine not in SETTINGS:
@@ -73,10 +82,11 @@ def faults(
     chosen = [fault for fault in chosen if engine in (None, fault.engine)]
     console = Console(stderr=True, highlight=False)
     report: dict[str, Any] = {"command": command(), "machine": machine(), "seed": seed}
+    report |= {"engine": engine, "survivors": [], "kept": True}
     try:
-        if fuzz:
-            _hostile(report, engine or "emulated", fuzz, console)
-        elif storm_requests or storm_kills or streams:
+        if fuzz or isolation:
+            _hostile(report, engine or "emulated", fuzz, (isolation, kinds), console)
+        if storm_requests or storm_kills or streams:
             plan = Storm(
                 storm_requests or 1 << 30,
                 storm_kills or 1 << 30,
@@ -85,7 +95,7 @@ def faults(
             )
             storms = plan if storm_requests or storm_kills else None
             _long_runs(report, engine or "emulated", storms, streams, console)
-        else:
+        if not (fuzz or isolation or storm_requests or storm_kills or streams):
             _trials(report, chosen, seed, console)
     except FaultsError as error:
         console.print(f"[red]{error}[/red]")
@@ -114,8 +124,8 @@ def _trials(report: dict[str, Any], chosen: Sequence[Fault], seed: int, console:
                 trial = try_faults(target, mine, _MIXES[engine], seed, console.print)
                 verdicts += asyncio.run(trial)
     report["verdicts"] = [verdict.to_dict() for verdict in verdicts]
-    report["survivors"] = survivors
-    report["kept"] = all(verdict.kept for verdict in verdicts) and not survivors
+    report["survivors"] += survivors
+    report["kept"] &= all(verdict.kept for verdict in verdicts) and not survivors
 
 
 def _long_runs(
@@ -126,7 +136,7 @@ def _long_runs(
     console: Console,
 ) -> None:
     survivors: list[str] = []
-    report["kept"], report["engine"] = True, engine
+    report["engine"] = engine
     with tempfile.TemporaryDirectory(prefix="kappa-faults-") as folder:
         console.print(f"[dim]starting a cluster of {engine} engines[/dim]")
         with started(Path(folder), SETTINGS[engine], survivors) as target:
@@ -139,7 +149,7 @@ def _long_runs(
                 console.print(f"storm: {report['storm']}")
                 fine = not (done.whole_lost or done.reservations or done.orphans)
                 report["kept"] &= fine and not done.streams_cut_untold
-    report["survivors"] = survivors
+    report["survivors"] += survivors
     report["kept"] &= not survivors
 
 
@@ -147,17 +157,22 @@ def _hostile(
     report: dict[str, Any],
     engine: str,
     requests: int,
+    isolation: tuple[float, Sequence[str]],
     console: Console,
 ) -> None:
-    """Fuzz, from one tenant beside another."""
+    """Fuzz, then traffic of every kind, from one tenant beside another."""
     survivors: list[str] = []
-    report["kept"], report["engine"] = True, engine
+    seconds, kinds = isolation
+    report["engine"] = engine
     with tempfile.TemporaryDirectory(prefix="kappa-faults-") as folder:
         console.print(f"[dim]starting a cluster of {engine} engines[/dim]")
         settings = _HOSTILE[engine] + CLOSED
         with started(Path(folder), settings, survivors, key_of("operator")) as target:
-            _fuzz(report, target, requests, console)
-    report["survivors"] = survivors
+            if requests:
+                _fuzz(report, target, requests, console)
+            if kinds:
+                _isolation(report, target, seconds, kinds, console)
+    report["survivors"] += survivors
     report["kept"] &= not survivors
 
 
@@ -180,6 +195,26 @@ def _fuzz(report: dict[str, Any], target: Target, requests: int, console: Consol
     report["fuzz"] = sent.to_dict()
     report["summary"] = sent.summary()
     report["kept"] &= not sent.broken()
+
+
+def _isolation(
+    report: dict[str, Any], target: Target, seconds: float, kinds: Sequence[str], console: Console
+) -> None:
+    tenants = (key_of("hostile"), key_of("honest"))
+    rows: list[Row] = asyncio.run(
+        run_isolation(
+            target, kinds, seconds, tenants, lambda name: console.print(f"[dim]beside {name}[/dim]")
+        )
+    )
+    report["isolation"] = [row.to_dict() for row in rows]
+    report["kept"] &= not any(row.broken() for row in rows)
+
+
+def _kinds(only: Sequence[str] | None) -> Sequence[str]:
+    strangers = sorted(set(only or ()) - set(KINDS))
+    if strangers:
+        raise typer.BadParameter(f"no traffic {strangers}: there are {', '.join(KINDS)}")
+    return only or tuple(KINDS)
 
 
 def _crowd(report: dict[str, Any], target: Target, streams: int) -> None:
@@ -220,6 +255,8 @@ def _print(report: dict[str, Any]) -> None:
         for death in report["fuzz"]["deaths"]:
             lines += [f"{death['at_s']:.0f} s: {death['lost']} died", *death["suspects"]]
         console.print("\n".join(lines), markup=False, soft_wrap=True)
+    if "isolation" in report:
+        console.print(_isolation_table(report["isolation"]))
     for name in ("storm", "crowd"):
         if name in report:
             shown = {k: v for k, v in report[name].items() if k != "kills"}
@@ -228,6 +265,33 @@ def _print(report: dict[str, Any]) -> None:
                 console.print(f"  {each}")
     for survivor in report["survivors"]:
         console.print(f"[red]outlived its cluster: {survivor}[/red]")
+
+
+def _isolation_table(rows: Sequence[dict[str, Any]]) -> Table:
+    title = "time to first token of a small request beside another tenant's traffic"
+    table = Table(title=title, title_justify="left")
+    for column in (
+        "traffic",
+        "p50",
+        "p90",
+        "max",
+        "p50 / fair",
+        "p90 / fair",
+        "answers",
+        "verdict",
+    ):
+        table.add_column(column)
+    for row in rows:
+        ttft = row["ttft"]
+        table.add_row(
+            row["kind"],
+            *(f"{ttft[f'{name}_s']:.3f} s" for name in ("p50", "p90", "max")),
+            f"{row['ratio']:.2f}",
+            f"{row['tail_ratio']:.2f}",
+            f"{sum(ttft['failed'].values())} of {ttft['requests']}",
+            "broken" if row["broken"] else "kept",
+        )
+    return table
 
 
 def _seconds(value: float | None) -> str:

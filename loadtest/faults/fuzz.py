@@ -22,7 +22,7 @@ import numpy as np
 from loadtest.faults.bodies import Bad, bad_requests, fields_known
 from loadtest.faults.hostile_values import Schema
 from loadtest.faults.processes import alive
-from loadtest.faults.target import Target
+from loadtest.faults.target import FaultsError, Target
 from loadtest.faults.traffic import Mix, Traffic
 from loadtest.faults.verdict import Seen
 
@@ -260,7 +260,7 @@ class _Run:
         found = {}
         for row in self.target.nodes():
             name = str(row["worker"])
-            with suppress(Exception):
+            with suppress(FaultsError):
                 pid = self.target.pid(name)
                 found[name] = [pid, *(p for p in self.target.family.below(pid) if p in engines)]
         return found

@@ -1,0 +1,53 @@
+"""Traffic of every kind reaches a real HTTP server as it says; what a row of the table promises."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+
+from loadtest.faults import isolation as isolating
+from loadtest.faults.bodies import CHAT, COMPLETION, ROUTE
+from loadtest.faults.fuzz import Beside
+from loadtest.faults.isolation import FAIR, KINDS, Row, attack
+
+REFUSAL = {"error": {"message": "no", "type": "bad", "param": None, "code": "invalid"}}
+
+
+def test_a_row_is_broken_by_slowness_refusals_or_leaks():
+    fine = Beside(4, {}, 1.0, 1.0, 1.0, 1.0)
+    assert Row("a", "", fine, 2.0, 2.0, {}, 0).broken() == []
+    assert Row("a", "", fine, 2.1, 2.0, {}, 0).broken() == ["2.1 times its fair time"]
+    assert len(Row("a", "", Beside(4, {"429": 1}, 1, 1, 1, 1), 1.0, 3.0, {}, 1).broken()) == 3
+
+
+@pytest.mark.parametrize("name", [*KINDS, "fair"])
+async def test_every_kind_of_traffic_sends_what_it_says(name, monkeypatch):
+    kind = replace(KINDS.get(name, FAIR), clients=2)
+    monkeypatch.setattr(isolating, "_kind", lambda _name: kind)
+    got = []
+
+    async def endpoint(request):
+        got.append((request.method, request.path, await request.read()))
+        return web.json_response(REFUSAL, status=429)
+
+    app = web.Application(client_max_size=1 << 24)
+    app.router.add_route("*", "/{path:.*}", endpoint)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    monkeypatch.setattr(isolating, "_SLOW_S", 0.0)
+    try:
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        loop = asyncio.get_running_loop()
+        statuses = await loop.run_in_executor(None, attack, url, "m", name, {}, 1.0)
+    finally:
+        await runner.cleanup()
+    assert set(statuses) == {"429"}
+    method, path, body = got[0]
+    if name == "decisions":
+        assert (method, path) == ("GET", "/v1/decisions")
+    else:
+        assert path in (CHAT, COMPLETION, ROUTE) and json.loads(body)["model"] == "m"
+    assert kind.title
