@@ -252,6 +252,11 @@ def _print(report: dict[str, Any]) -> None:
         console.print(table)
     if "fuzz" in report:
         lines = [report["summary"], *report["fuzz"]["wrong"]]
+        for slow, *beside in report["fuzz"]["slow"]:
+            lines += [
+                f"the honest client waited {slow}, beside:",
+                *(f"  {each}" for each in beside),
+            ]
         for death in report["fuzz"]["deaths"]:
             lines += [f"{death['at_s']:.0f} s: {death['lost']} died", *death["suspects"]]
         console.print("\n".join(lines), markup=False, soft_wrap=True)

@@ -35,7 +35,9 @@ HONEST = Mix(
 _IDLE_S = 20.0
 _READ_S = 10.0
 _LOOK_S = 2.0
+_LASTING_S = 0.5
 _MOST_SHOWN = 20
+_MOST_SLOW = 5
 _BYTES_SHOWN = 600
 _MOST_RATIO = 3.0
 
@@ -86,7 +88,8 @@ class Death:
 @dataclass(frozen=True, slots=True)
 class FuzzResult:
     """statuses: of the answers; wrong: what was wrong with which request, the first twenty; idle,
-    honest: the honest client before and meanwhile; untried: fields that no request tried."""
+    honest: the honest client before and meanwhile; slow: its slowest requests, each with hostile
+    ones that took long at that time; untried: fields that no request tried."""
 
     requests: int
     seconds: float
@@ -100,6 +103,7 @@ class FuzzResult:
     untried: tuple[str, ...]
     idle: Beside
     honest: Beside
+    slow: tuple[tuple[str, ...], ...]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -164,7 +168,7 @@ async def fuzz(
         sum(run.statuses.values()), run.seconds, dict(run.statuses), run.wrong_total,
         tuple(run.wrong), run.slowest_s, tuple(run.deaths), await _aside(target.reservations),
         len(known), tuple(sorted(known - run.tried)), Beside.of(idle, first_token=False),
-        Beside.of(meanwhile, first_token=False),
+        Beside.of(meanwhile, first_token=False), run.beside(meanwhile),
     )  # fmt: skip
 
 
@@ -193,14 +197,16 @@ class _Run:
     seconds: float = 0.0
     tried: set[str] = field(default_factory=set)
     deaths: list[Death] = field(default_factory=list)
+    _lasting: list[tuple[float, float, str]] = field(default_factory=list)
     _open: dict[int, Bad] = field(default_factory=dict)
+    _start_s: float = 0.0
     _done: deque[Bad] = field(default_factory=lambda: deque(maxlen=24))
 
     async def all(self) -> None:
         """Send everything."""
         plan = self.plan
         drawn = bad_requests(plan.seed, plan.requests, self.target.model, MARKER, plan.schemas)
-        start_s = time.monotonic()
+        self._start_s = start_s = time.monotonic()
         watch = asyncio.create_task(self._watch(start_s))
         timeout = aiohttp.ClientTimeout(total=plan.bound_s)
         connector = aiohttp.TCPConnector(limit=0)
@@ -212,12 +218,30 @@ class _Run:
         with suppress(asyncio.CancelledError):
             await watch
 
+    def beside(self, seen: Sequence[Seen]) -> tuple[tuple[str, ...], ...]:
+        """The slowest of these requests, each with what took long and overlapped it the most."""
+        slow = sorted(seen, key=lambda r: r.sent_s - r.ended_s)[:_MOST_SLOW]
+        found = []
+        for r in slow:
+            overlaps = sorted(
+                ((min(end, r.ended_s) - max(start, r.sent_s), end - start, text)
+                 for start, end, text in self._lasting), reverse=True,
+            )  # fmt: skip
+            beside = (f"{took:.1f} s: {text}" for both, took, text in overlaps[:8] if both > 0)
+            found.append(
+                (f"{r.ended_s - r.sent_s:.1f} s, at {r.sent_s - self._start_s:.0f} s", *beside)
+            )
+        return tuple(found)
+
     async def _sender(self, session: aiohttp.ClientSession, drawn: Iterator[Bad]) -> None:
         for bad in drawn:
             self._open[id(bad)] = bad
             sent_s = time.monotonic()
             status, complaint = await self._send(session, bad)
-            self.slowest_s = max(self.slowest_s, time.monotonic() - sent_s)
+            ended_s = time.monotonic()
+            self.slowest_s = max(self.slowest_s, ended_s - sent_s)
+            if ended_s - sent_s > _LASTING_S:
+                self._lasting.append((sent_s, ended_s, f"{status} {_shown(bad)}"))
             self._done.append(self._open.pop(id(bad)))
             self.statuses[status] += 1
             self.tried.update(bad.fields)
