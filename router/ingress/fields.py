@@ -78,7 +78,12 @@ def _text(most_bytes: int | None = None) -> Check:
     def check(where: str, value: Any) -> Any:
         if not isinstance(value, str):
             raise bad_field(where, "give a string")
-        if most_bytes is not None and len(value.encode(errors="replace")) > most_bytes:
+        try:
+            size_bytes = len(value.encode())
+        except UnicodeEncodeError:
+            # JSON can hold what no tokenizer can encode.
+            raise bad_field(where, "is no text: it holds half a surrogate pair") from None
+        if most_bytes is not None and size_bytes > most_bytes:
             raise bad_field(where, f"give at most {most_bytes} bytes")
         return value
 

@@ -87,3 +87,9 @@ def test_the_client_reads_a_long_unknown_name_shortened():
     with pytest.raises(ApiError) as caught:
         checked_chat({"x" * 5000: 1})
     assert len(caught.value.message) < 200 and caught.value.param is None
+
+
+def test_half_a_surrogate_pair_is_no_text():
+    for name, value in (("bad_words", ["\ud800"]), ("stop", "\udfff"), ("user", "a\ud800b")):
+        with pytest.raises(ApiError, match="half a surrogate pair"):
+            checked_chat({"messages": MESSAGES, name: value})
