@@ -55,7 +55,9 @@ def test_a_decoding_step_is_split_where_the_cpu_may_attend() -> None:
     assert decoding(rates, 4096)["split_s"] is None
     able = replace(rates, attend=LineFit("CPU attention", rates.load_token_s))
     step = decoding(able, 4096)
-    assert step["load_all_s"] == max(able.load.seconds(4096), step["device_s"])
+    assert step["load_all_s"] == able.load.seconds(4096) > step["device_s"]
+    instant = replace(able, load=LineFit("load", 1e-15))
+    assert decoding(instant, 4096)["load_all_s"] == step["device_s"], "nothing is faster than that"
     assert step["split_s"] <= min(step["load_all_s"], step["cpu_all_s"])
     assert step["split_s"] == pytest.approx(min(step["split_s"], step["load_all_s"]))
     assert 0 <= step["cpu_share"] <= 1
