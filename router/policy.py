@@ -8,7 +8,7 @@
   the cache is, nor at the queue (except to break ties): kept as explanation and baseline.
 * `least_backlog`: least queued work; what is left when nothing is known of the request.
 
-What others do is in `router.baselines`; `router.policies` finds any of them by name.
+What others do is in `benchmarks.baselines.routing`; `router.policies` finds any of them by name.
 """
 
 from __future__ import annotations

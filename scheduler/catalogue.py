@@ -1,15 +1,16 @@
-"""Scheduling rules by name: ours and the baselines."""
+"""Scheduling rules by name: ours, vLLM's, and those that are installed as entry points."""
 
 from __future__ import annotations
 
-from scheduler.baselines import BASELINES
+from typing import Any
+
+from kappa.plugins import SCHEDULING_RULES, installed
 from scheduler.config import FairConfig, LinkRates
+from scheduler.fcfs import Fcfs
 from scheduler.work import Rule
 
 FAIR = "fair"
-SCHEDULERS = (FAIR, *BASELINES)
-# Those that go on past a request that does not fit, as a router's forecast should know.
-PACKING = frozenset({FAIR, "greedy", "cap1"})
+SCHEDULERS = (FAIR, Fcfs.name, *installed(SCHEDULING_RULES))
 
 
 def rule_named(name: str, config: FairConfig | None = None, link: LinkRates | None = None) -> Rule:
@@ -17,7 +18,7 @@ def rule_named(name: str, config: FairConfig | None = None, link: LinkRates | No
 
     Args:
         name: one of `SCHEDULERS`.
-        config: weights and settings; baselines use the weights and the window.
+        config: weights and settings; others than ours use the weights and the window.
         link: what loads take, for the rule that cares.
 
     Raises:
@@ -27,6 +28,20 @@ def rule_named(name: str, config: FairConfig | None = None, link: LinkRates | No
         from scheduler.core import Fair
 
         return Fair(config or FairConfig(), link)
-    if name not in BASELINES:
+    rule: Rule = _other(name)(config or FairConfig())
+    return rule
+
+
+def packs(name: str) -> bool:
+    """Whether a rule goes on past a request that does not fit; False if it is none of ours."""
+    return name == FAIR or (name in SCHEDULERS and bool(_other(name).packs))
+
+
+def _other(name: str) -> Any:
+    """The class of a rule that is not ours; called with a `FairConfig` it makes a `Rule`."""
+    if name == Fcfs.name:
+        return Fcfs
+    entry = installed(SCHEDULING_RULES).get(name)
+    if entry is None:
         raise ValueError(f"unknown scheduler {name!r}: choose one of {', '.join(SCHEDULERS)}")
-    return BASELINES[name](config or FairConfig())
+    return entry.load()

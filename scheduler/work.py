@@ -126,9 +126,13 @@ class Plan:
 
 
 class Rule(Protocol):
-    """Owns the waiting requests of one engine; told of everything that happens to the others."""
+    """Owns the waiting requests of one engine; told of everything that happens to the others.
+
+    packs: it goes on past a request that does not fit, as a router's forecast should know.
+    """
 
     name: str
+    packs: bool
     max_skips: int
     max_wait_s: float
 

@@ -24,7 +24,7 @@ from router.admission import Admission
 from router.core import Router, RouterConfig
 from router.policies import policy_named
 from router.policy import Policy
-from scheduler.catalogue import PACKING, SCHEDULERS
+from scheduler.catalogue import SCHEDULERS, packs
 from scheduler.config import FairConfig
 from simulator.clusters import Cluster, NodeSpec, check, kv_room
 from simulator.dispatch import Dispatcher, PlanDispatch, RouterDispatch
@@ -264,7 +264,7 @@ def _announcements(config: SimulationConfig, models: Sequence[NodeModel]) -> lis
                 events_endpoint="",
                 snapshot_endpoint="",
                 net_bytes_per_s=node.network_bytes_per_s,
-                packs=model.rule in PACKING,
+                packs=packs(model.rule),
             )
         )
     return said

@@ -16,7 +16,7 @@ from kappa.report import Announcement
 from kappa.settings.observing import ObservingSettings
 from kappa.step import step_model
 from kappa.types import ModelShape, NodeProfile
-from scheduler.catalogue import PACKING
+from scheduler.catalogue import packs
 from workers.host_tier.choice import BY_LAYER, TierChoice
 from workers.host_tier.tail_recompute import TAIL, tail_rates
 from workers.torch_engine.lanes import LanesPlan
@@ -161,7 +161,7 @@ def announce(
         events_endpoint=endpoints[0],
         snapshot_endpoint=endpoints[1],
         profile_error=error,
-        packs=plan.scheduler.rule in PACKING,
+        packs=packs(plan.scheduler.rule),
         engine=plan.kind,
         load_plan=_load_plan(plan, rates, tail),
         tier=plan.tier.kind,

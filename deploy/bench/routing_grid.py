@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.baselines.routing.catalogue import BASELINES, parameters
 from deploy.bench.source_closure import source_closure
 from kappa.shapes import model_shape
 from router.admission import Admission
-from router.baselines.catalogue import BASELINES, parameters
 from router.policies import policy_named
 from simulator.capacity import capacity_rps
 from simulator.clusters import cluster_named
@@ -477,11 +477,10 @@ def _content(name: str) -> str:
 def _code(policy: str) -> str:
     """Hash of the sources; those of other policies than this one left out."""
     digest = hashlib.sha256()
-    for path in source_closure(("simulator.run", "router.policy")):
-        name = "/".join(path.parts[-3:])
-        if name.endswith("router/prices.py") and policy != "priced":
-            continue
-        if "router/baselines/" in name and policy in OURS:
+    # A baseline comes in through its entry point, which no import shows.
+    baselines = () if policy in OURS else ("benchmarks.baselines.routing.catalogue",)
+    for path in source_closure(("simulator.run", "router.policy", *baselines)):
+        if path.parts[-2:] == ("router", "prices.py") and policy != "priced":
             continue
         digest.update(path.read_bytes())
     return digest.hexdigest()

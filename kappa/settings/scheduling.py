@@ -6,17 +6,17 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from kappa.plugins import SCHEDULING_RULES, installed
 from kappa.settings.base import Finite, Section
 
-SchedulerName = Literal[
-    "fair", "fcfs", "priority", "vtc", "dlpm", "hrrn", "cap1", "greedy", "stock"
-]  # fmt: skip
+BUILT_IN = ("fair", "fcfs", "stock")
+"""Rules that are always there; entry points of `kappa.scheduling_rules` add others."""
 
 
 class SchedulerSettings(Section):
     """How each worker's engine chooses what runs next (`scheduler.config.FairConfig`)."""
 
-    name: SchedulerName = Field("fair", description="the rule; stock: vLLM's own scheduler")
+    name: str = Field("fair", description="the rule; stock: vLLM's own scheduler")
     max_skips: int = Field(64, ge=0, description="a request that others passed so often is due")
     due_after_s: Finite = Field(30.0, ge=0, description="a request that waited so long is due")
     window: int = Field(256, ge=1, le=65_536, description="waiting requests looked at each time")
@@ -29,6 +29,14 @@ class SchedulerSettings(Section):
     )
     duplex: Literal["full", "half"] = Field("full", description="half: loads and stores share")
     link_order: Literal["loads_first", "fifo"] = "loads_first"
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        known = (*BUILT_IN, *installed(SCHEDULING_RULES))
+        if value not in known:
+            raise ValueError(f"{value!r} is not installed: choose one of {', '.join(known)}")
+        return value
 
     @field_validator("log")
     @classmethod

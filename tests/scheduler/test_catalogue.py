@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.catalogue import SCHEDULERS, rule_named
+from scheduler.catalogue import SCHEDULERS, packs, rule_named
 from scheduler.config import FairConfig, LinkRates
 
 
@@ -15,5 +15,10 @@ def test_every_name_gives_a_fresh_rule_of_that_name(name):
 
 
 def test_an_unknown_name_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="'lifo': choose one of fair, fcfs, priority, vtc, dlpm"):
+    with pytest.raises(ValueError, match="'lifo': choose one of fair, fcfs, cap1, dlpm, greedy"):
         rule_named("lifo")
+
+
+def test_rules_that_go_on_past_a_misfit_say_so():
+    assert {name for name in SCHEDULERS if packs(name)} == {"fair", "cap1", "greedy"}
+    assert not packs("stock")

@@ -6,9 +6,9 @@ from collections import OrderedDict
 
 import numpy as np
 
-from router.baselines.base import Baseline, at_least, random_least
-from router.baselines.history import RouteHistory
-from router.baselines.run_tree import Run, longest_of_each
+from benchmarks.baselines.routing.base import Baseline, at_least, random_least
+from benchmarks.baselines.routing.history import RouteHistory
+from benchmarks.baselines.routing.run_tree import Run, longest_of_each
 from router.offers import Floats, Offers
 from router.policy import Choice
 

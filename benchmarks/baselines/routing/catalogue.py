@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 
-from router.baselines.aibrix import Aibrix
-from router.baselines.base import Baseline
-from router.baselines.dynamo import Dynamo
-from router.baselines.llm_d import LlmD
-from router.baselines.production_stack import ProductionStack
-from router.baselines.ray_prefix import RayPrefix
-from router.baselines.ring import ConsistentHash
-from router.baselines.sglang import SglangCacheAware
-from router.baselines.simple import PowerOfTwo, RoundRobin, Sticky
+from benchmarks.baselines.routing.aibrix import Aibrix
+from benchmarks.baselines.routing.base import Baseline
+from benchmarks.baselines.routing.dynamo import Dynamo
+from benchmarks.baselines.routing.llm_d import LlmD
+from benchmarks.baselines.routing.production_stack import ProductionStack
+from benchmarks.baselines.routing.ray_prefix import RayPrefix
+from benchmarks.baselines.routing.ring import ConsistentHash
+from benchmarks.baselines.routing.sglang import SglangCacheAware
+from benchmarks.baselines.routing.simple import PowerOfTwo, RoundRobin, Sticky
 from router.policy import Policy
 
 Value = float | int | str
@@ -35,15 +35,16 @@ BASELINES: dict[str, tuple[type[Baseline], str]] = {cls.name: (cls, cls.source) 
 """Name to class and source line."""
 
 
-def baseline_named(spec: str, seed: int) -> Policy | None:
-    """The baseline of `name` or `name:key=value,...`, its name the whole spec; None if unknown.
+def baseline_named(spec: str, seed: int = 0) -> Policy:
+    """The baseline of `name` or `name:key=value,...`, its name the whole spec.
+
+    What each entry point of `kappa.routing_policies` in pyproject.toml calls.
 
     Raises:
         ValueError: a parameter is unknown, twice there, malformed or out of range.
+        KeyError: there is no such baseline.
     """
     name, colon, text = spec.partition(":")
-    if name not in BASELINES:
-        return None
     cls, _ = BASELINES[name]
     given = _parsed(spec, text, parameters(name)) if colon else {}
     try:

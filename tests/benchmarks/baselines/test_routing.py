@@ -5,10 +5,12 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 
-from router.baselines.catalogue import BASELINES, baseline_named, parameters
-from router.baselines.dynamo import Dynamo
-from router.baselines.llm_d import LlmD
+from benchmarks.baselines.routing.catalogue import BASELINES, baseline_named, parameters
+from benchmarks.baselines.routing.dynamo import Dynamo
+from benchmarks.baselines.routing.llm_d import LlmD
+from kappa.plugins import ROUTING_POLICIES, installed
 from router.offers import Offers
+from router.policies import policy_named
 
 BLOCK = 16
 EVERY = [
@@ -49,9 +51,7 @@ def offer(in_flight, prompt="", session="", workers=None, **arrays) -> Offers:
 
 
 def made(spec, seed=0):
-    policy = baseline_named(spec, seed)
-    assert policy is not None
-    return policy
+    return baseline_named(spec, seed)
 
 
 def route(policy, offers, row=None):
@@ -506,9 +506,17 @@ def test_a_spec_sets_parameters_and_is_the_name():
     assert made("dynamo").name == "dynamo"
 
 
-def test_an_unknown_name_is_nobody():
-    assert baseline_named("nobody", 0) is None
-    assert baseline_named("nobody:c=1", 0) is None
+def test_every_baseline_is_installed_under_its_name():
+    assert [*installed(ROUTING_POLICIES)] == sorted(BASELINES)
+    for name in BASELINES:
+        assert type(policy_named(name)) is BASELINES[name][0]
+    assert policy_named("dynamo:host_credit=0.5", seed=3).name == "dynamo:host_credit=0.5"
+
+
+@pytest.mark.parametrize("spec", ["nobody", "nobody:c=1"])
+def test_an_unknown_policy_is_refused_with_those_installed(spec):
+    with pytest.raises(ValueError, match=r"unknown policy 'nobody.*'aibrix'.*'priced'.*'sticky'"):
+        policy_named(spec)
 
 
 @pytest.mark.parametrize(

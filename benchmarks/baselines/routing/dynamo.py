@@ -7,8 +7,8 @@ from collections import defaultdict, deque
 
 import numpy as np
 
-from router.baselines.base import Baseline, at_least, random_least
-from router.baselines.run_tree import Roster, Run, RunTree, longest_of_each
+from benchmarks.baselines.routing.base import Baseline, at_least, random_least
+from benchmarks.baselines.routing.run_tree import Roster, Run, RunTree, longest_of_each
 from router.index.prefix_hash import UInt64s
 from router.offers import Floats, Offers
 from router.policy import Choice

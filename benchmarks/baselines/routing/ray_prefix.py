@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from router.baselines.base import Baseline, at_least, first_least, power_of_two
-from router.baselines.history import RouteHistory
+from benchmarks.baselines.routing.base import Baseline, at_least, first_least, power_of_two
+from benchmarks.baselines.routing.history import RouteHistory
 from router.offers import Offers
 from router.policy import Choice
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from scheduler.baseline_queue import Queue
+from benchmarks.baselines.scheduling.queue import Queue
 from scheduler.config import FairConfig
 from scheduler.work import Memory, Quote, Work
 

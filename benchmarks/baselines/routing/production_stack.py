@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from router.baselines.base import Baseline, at_least, random_least
-from router.baselines.history import RouteHistory
-from router.baselines.ring import HashRing, hash_of
+from benchmarks.baselines.routing.base import Baseline, at_least, random_least
+from benchmarks.baselines.routing.history import RouteHistory
+from benchmarks.baselines.routing.ring import HashRing, hash_of
 from router.offers import Offers
 from router.policy import Choice
 

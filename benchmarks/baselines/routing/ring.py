@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from hashlib import blake2b
 
-from router.baselines.base import Baseline, at_least
+from benchmarks.baselines.routing.base import Baseline, at_least
 from router.offers import Offers
 from router.policy import Choice
 

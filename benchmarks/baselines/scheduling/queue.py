@@ -23,6 +23,7 @@ class Queue:
     """
 
     name = ""
+    packs = False
     strict = True
     timed = False
 

@@ -6,7 +6,7 @@ at a block boundary. Otherwise it is exact: no sampling.
 
 from __future__ import annotations
 
-from router.baselines.run_tree import Path, Roster, Run, RunTree
+from benchmarks.baselines.routing.run_tree import Path, Roster, Run, RunTree
 from router.offers import Offers
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.baselines.base import Baseline, at_least
-from router.baselines.history import RouteHistory
+from benchmarks.baselines.routing.base import Baseline, at_least
+from benchmarks.baselines.routing.history import RouteHistory
 from router.offers import Offers
 from router.policy import Choice
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.baselines.base import Baseline, power_of_two, random_least
+from benchmarks.baselines.routing.base import Baseline, power_of_two, random_least
 from router.offers import Offers
 from router.policy import Choice
 

@@ -5,9 +5,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from router.baselines.dynamo import ActiveBlocks
-from router.baselines.history import RouteHistory
-from router.baselines.run_tree import longest_of_each
+from benchmarks.baselines.routing.dynamo import ActiveBlocks
+from benchmarks.baselines.routing.history import RouteHistory
+from benchmarks.baselines.routing.run_tree import longest_of_each
 from router.offers import Offers
 
 WORKERS = [f"w{i}" for i in range(5)]

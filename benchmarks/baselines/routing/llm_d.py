@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from router.baselines.base import Baseline, at_least
+from benchmarks.baselines.routing.base import Baseline, at_least
 from router.offers import Floats, Offers
 from router.policy import Choice
 

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from router.baselines.ray_prefix import RayPrefix
+from benchmarks.baselines.routing.ray_prefix import RayPrefix
 from router.offers import Offers
 
 pytestmark = pytest.mark.ray

@@ -1,0 +1,1 @@
+"""Rules and policies of other systems, reimplemented to compare with."""

@@ -1,0 +1,21 @@
+"""What is added by name from outside of a package: the entry points of the installed distributions.
+
+`kappa.commands` adds commands to `kappa`, `kappa.routing_policies` and `kappa.scheduling_rules`
+what their names say. Our own `benchmarks` comes in this way (pyproject.toml).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+COMMANDS = "kappa.commands"
+ROUTING_POLICIES = "kappa.routing_policies"
+SCHEDULING_RULES = "kappa.scheduling_rules"
+
+
+@cache
+def installed(group: str) -> Mapping[str, EntryPoint]:
+    """The entry points of a group, by name in order of the alphabet; nothing is imported yet."""
+    return {entry.name: entry for entry in sorted(entry_points(group=group))}

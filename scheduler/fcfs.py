@@ -1,0 +1,111 @@
+"""First come, first served: what vLLM does by default."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from scheduler.config import FairConfig
+from scheduler.work import BUDGET, PENDING, SLOTS, VRAM, Plan, Room, Work
+
+
+class Fcfs:
+    """vLLM 0.29, policy "fcfs": strict order of arrival, stops at the first misfit.
+
+    Those that need what is being loaded for another are put aside until a load lands, and then go
+    first (vLLM's skipped requests). Costs nothing while the first in line does not fit and memory
+    has not changed: what large simulations run on.
+    """
+
+    name = "fcfs"
+    packs = False
+    timed = False
+
+    def __init__(self, config: FairConfig | None = None) -> None:
+        self.max_skips = 0
+        self.max_wait_s = 0.0
+        self._waiting: deque[Work] = deque()
+        self._delayed: list[Work] = []
+        self._seq = 0
+        self._stuck_version = -1
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._delayed)
+
+    def add(self, work: Work, now_s: float) -> bool:
+        """Only the first in line is looked at."""
+        work.seq = self._seq
+        self._seq += 1
+        self._waiting.append(work)
+        return len(self._waiting) == 1
+
+    def plan(self, room: Room, now_s: float) -> Plan:
+        """From the front of the queue, as long as it fits."""
+        plan, memory, waiting = Plan(), room.memory, self._waiting
+        if waiting and self._stuck_version != memory.version:
+            self._admit(plan, room, now_s)
+        elif waiting:
+            plan.passed[VRAM] = 1
+        if self._delayed:
+            plan.passed[PENDING] = len(self._delayed)
+        return plan
+
+    def _admit(self, plan: Plan, room: Room, now_s: float) -> None:
+        memory, waiting = room.memory, self._waiting
+        budget, slots = room.budget_tokens, room.slots
+        while waiting:
+            if budget <= 0 or slots <= 0:
+                plan.passed[BUDGET if budget <= 0 else SLOTS] = 1
+                return
+            work = waiting[0]
+            quote = memory.quote(work)
+            if quote is None:
+                self._delayed.append(waiting.popleft())
+                continue
+            taken = memory.take(work, quote) if quote.blocks <= memory.available() else None
+            if taken is None:
+                self._stuck_version = memory.version
+                plan.passed[VRAM] = 1
+                return
+            waiting.popleft()
+            plan.admitted.append((work, taken))
+            self.max_wait_s = max(self.max_wait_s, now_s - work.arrival_s)
+            if not taken.host_tokens:
+                slots -= 1
+                budget -= work.total_tokens - taken.device_tokens
+
+    def returned(self, work: Work, now_s: float) -> None:
+        """First in line."""
+        self._waiting.appendleft(work)
+        self._stuck_version = -1
+
+    def landed(self, work: Work, now_s: float) -> None:
+        """Those that waited for it are first in line."""
+        if self._delayed:
+            self._waiting.extendleft(reversed(self._delayed))
+            self._delayed.clear()
+            self._stuck_version = -1
+
+    def preempted(self, work: Work, now_s: float) -> None:
+        """First in line; it waits anew."""
+        work.arrival_s = now_s
+        self.returned(work, now_s)
+
+    def finished(self, work: Work, output_tokens: int, now_s: float) -> None:
+        """Memory's version says so."""
+
+    def aborted(self, work: Work, now_s: float) -> None:
+        """Forget it."""
+        for queue in (self._waiting, self._delayed):
+            if work in queue:
+                queue.remove(work)
+        self._stuck_version = -1
+
+    def ran(
+        self, seconds: float, tokens: Mapping[str, int], now_s: float, iterations: int = 1
+    ) -> None:
+        """Nothing to be charged."""
+
+    def victim(self, running: Sequence[Work]) -> Work:
+        """The last admitted."""
+        return running[-1]
