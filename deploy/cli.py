@@ -1,23 +1,16 @@
-"""The command line `kappa`: one typer application, one file per group of commands."""
+"""The command line `kappa`: one typer application, one file per group of commands.
+
+Installed entry points of `kappa.commands` are commands, too; each is imported when it is used.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from deploy.commands import (
-    bench,
-    bench_clients,
-    bench_offload,
-    bench_overhead,
-    bench_overload,
-    bench_packing,
-    bench_peers,
-    bench_regret,
-    bench_routing,
-    bench_scheduler,
-    bench_soak,
-    bench_tail,
-    bench_validate,
     dashboards,
     demo,
     faults,
@@ -32,9 +25,27 @@ from deploy.commands import (
     why,
     workload,
 )
+from kappa.plugins import COMMANDS, installed
+
+
+class _WithInstalled(TyperGroup):
+    """Our commands, and those that are installed as entry points: typer applications by name."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *installed(COMMANDS)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        own, entry = super().get_command(ctx, cmd_name), installed(COMMANDS).get(cmd_name)
+        if own is not None or entry is None:
+            return own
+        command = typer.main.get_command(entry.load())
+        command.name = cmd_name
+        return command
+
 
 app = typer.Typer(
     name="kappa",
+    cls=_WithInstalled,
     help="LLM serving on unlike nodes: each request goes where its bytes and FLOPs are cheapest.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -55,16 +66,3 @@ app.command()(dashboards.dashboards)
 app.command()(faults.faults)
 app.add_typer(keys.app, name="keys")
 app.add_typer(lmcache.app, name="lmcache")
-bench.app.command()(bench_routing.routing)
-bench.app.command()(bench_scheduler.scheduler)
-bench.app.command()(bench_regret.regret)
-bench.app.command()(bench_peers.peers)
-bench.app.command()(bench_packing.packing)
-bench.app.command()(bench_soak.soak)
-bench.app.command()(bench_clients.clients)
-bench.app.command()(bench_validate.validate)
-bench.app.command("tail-recompute")(bench_tail.tail_recompute)
-bench.app.command("offload")(bench_offload.offload)
-bench.app.command("overload")(bench_overload.overload)
-bench.app.command("offload-overhead")(bench_overhead.offload_overhead)
-app.add_typer(bench.app, name="bench")

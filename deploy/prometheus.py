@@ -24,7 +24,6 @@ import yaml
 
 from deploy.app.ports import free_port
 from kappa.settings.cluster import home
-from loadtest.peers.sidecar import script_command
 
 Tool = Literal["prometheus", "promtool"]
 
@@ -33,6 +32,11 @@ _FETCH_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
 _REMEDY = "put prometheus and promtool (2.42 or later) on the PATH"
+
+
+def tethered(python: str = sys.executable) -> list[str]:
+    """How to run `deploy/tethered.py`, which ends what it runs when its standard input closes."""
+    return [python, "-I", str(Path(__file__).with_name("tethered.py"))]
 
 
 class PrometheusError(RuntimeError):
@@ -158,7 +162,7 @@ class Prometheus:
         # Prometheus would outlive whoever is killed: the tether ends it when our pipe closes.
         with log.open("w", encoding="utf-8") as stderr:
             self._process = subprocess.Popen(
-                script_command(sys.executable, "tethered.py"),
+                tethered(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,

@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.commands import bench_router
 from deploy.commands.bench_observing import LEAST_ROUNDS, observing_cost
 from deploy.commands.provenance import Json, command, machine
 from deploy.commands.serve import running, settings_or_exit
@@ -26,8 +25,7 @@ from loadtest.bench_client import Phase, Player
 from loadtest.bench_traffic import Governor, Traffic, shapes_of
 from workload.sessions import demo_sessions_path, read_sessions
 
-app = typer.Typer(help="Measure the running system.", no_args_is_help=True)
-app.command()(bench_router.router)
+app = typer.Typer(help="Measure the running system.", no_args_is_help=True, add_completion=False)
 
 _WARM_UP_SEED = 1_000_003
 _TARGET_LOAD = 0.72

@@ -20,11 +20,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.routing.peers.venvs import PeerError, peer_python
 from deploy.commands.provenance import Json, command, machine
 from loadtest.clients import aiperf, ours, vllm_bench
 from loadtest.clients.common import ClientError, Plan, Played, prompts
 from loadtest.clients.compare import FIGURES, compared
-from loadtest.peers.venvs import PeerError, peer_python
 
 STUB = "a STUB without a model: the first token after {ttft_s:g} s, the others {gap_s:g} s apart"
 

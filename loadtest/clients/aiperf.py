@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.routing.peers.venvs import Peer
 from loadtest.clients.common import Answer, ClientError, Plan, Played, json_lines, run
-from loadtest.peers.venvs import Peer
 
 AIPERF = Peer("aiperf", "0.13.0")
 NAME = "aiperf"

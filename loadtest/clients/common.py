@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from loadtest.peers.process import bounded_run
+from benchmarks.routing.peers.process import bounded_run
 
 _WORDS = ("the", "file", "test", "error", "value", "return", "class", "list", "name", "line")
 _LAST_LINES = 3

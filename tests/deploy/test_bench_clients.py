@@ -6,10 +6,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from benchmarks.routing.peers.venvs import PeerError, peers_dir
 from deploy.commands import bench_clients
 from loadtest.clients import ours
 from loadtest.clients.common import ClientError
-from loadtest.peers.venvs import PeerError, peers_dir
 
 APP = typer.Typer()
 APP.command()(bench_clients.clients)

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import typer
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -17,16 +18,16 @@ CHAT = {"messages": [{"role": "user", "content": "hello hello"}], "max_tokens": 
 
 def commands():
     """Every command of `kappa` with its arguments and options, by name."""
-    import typer
-
     from deploy.cli import app
 
     return _command(typer.main.get_command(app))
 
 
 def _command(command):
-    if hasattr(command, "commands"):
-        return {name: _command(sub) for name, sub in sorted(command.commands.items())}
+    if hasattr(command, "list_commands"):
+        context = typer.Context(command)
+        names = sorted(command.list_commands(context))
+        return {name: _command(command.get_command(context, name)) for name in names}
     return sorted(
         " ".join([*param.opts, *param.secondary_opts])
         for param in command.params

@@ -1,0 +1,1 @@
+"""Where requests go: policies against each other, against hindsight, and against other routers."""

@@ -1,0 +1,309 @@
+"""`kappa bench router`: how long one decision takes, part by part, beside the real peers.
+
+The router is the one that serves, in this process, in a state such as a busy cluster has: an index
+fed by KV events up to its bound, several requests in flight on every node, prompts of which a part
+is held here and there. Tokenization is excluded, for the peers as well.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, cast
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kappa.hardware import node_profile
+from kappa.report import Announcement
+from kappa.shapes import model_shape
+from kappa.step import step_model
+from router.core import Router, RouterConfig
+from router.decision import RouteRequest
+from router.index.kv_events import BlocksStored, Tier
+from router.index.prefix_hash import UInt64s
+from router.policies import policy_named
+
+LENGTHS = (512, 4096, 32_768, 131_072)
+NODES = (8, 64, 1000)
+_BLOCK_TOKENS = 16
+# Blocks in the index, counted once for each worker that has them.
+_INDEX_BLOCKS = {8: 200_000, 64: 200_000, 1000: 1_000_000}
+# Prompts asked about per length, and the share of each that some node holds.
+_PROMPTS = {512: 64, 4096: 32, 32_768: 16, 131_072: 4}
+_HELD = 0.8
+_SYSTEM_PROMPT_TOKENS = 512
+_FILLER_BLOCKS = 256
+_IN_FLIGHT_PER_NODE = 4
+_VOCABULARY = 128_000
+_PROFILES = ("gh200-c2c", "h100-pcie5", "a100-pcie4")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Tokens = NDArray[np.int32]
+
+
+def router(
+    repeats: Annotated[int, typer.Option(min=20, help="Decisions measured per row.")] = 400,
+    policy: Annotated[str, typer.Option(help="Policy that decides.")] = "priced",
+    peers: Annotated[bool, typer.Option(help="Measure the real peers too.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and state.")] = 1,
+    json_output: Json = False,
+) -> None:
+    """One routing decision in microseconds: hash, look up, score, and all of it."""
+    # `bench` registers this command, so it imports this file first.
+    from deploy.commands.provenance import command, machine
+
+    console = Console(stderr=True)
+    rows: list[dict[str, Any]] = []
+    bytes_per_block = 0.0
+    try:
+        policy_named(policy)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--policy") from None
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("decisions", total=len(NODES) * len(LENGTHS) * 2)
+        for nodes in NODES:
+            state = BusyRouter(nodes, policy, seed)
+            for row in state.rows(repeats):
+                rows.append(row)
+                progress.advance(task)
+            bytes_per_block = max(bytes_per_block, state.bytes_per_block())
+    result = {
+        "rows": rows,
+        "index_bytes_per_block": bytes_per_block,
+        "index_blocks": {str(nodes): blocks for nodes, blocks in _INDEX_BLOCKS.items()},
+        "peers": peer_rows(lambda line: console.print(line, highlight=False)) if peers else [],
+        "policy": policy,
+        "repeats": repeats,
+        "machine": machine(),
+        "command": command(),
+    }
+    if json_output:
+        print(json.dumps(result))
+    else:
+        _print(result)
+
+
+class BusyRouter:
+    """A router in the state of a busy cluster, and prompts to ask it about.
+
+    Args:
+        nodes: how many workers it has.
+        policy: name of its policy.
+        seed: of tokens, places and requests in flight.
+    """
+
+    def __init__(self, nodes: int, policy: str, seed: int) -> None:
+        self.nodes = nodes
+        self._rng = np.random.default_rng(seed)
+        self._names = 0
+        self._ticks = 0
+        self._router = Router(
+            RouterConfig(
+                policy=policy_named(policy, seed=seed),
+                secret=1,
+                index_blocks=_INDEX_BLOCKS[nodes],
+                stale_after_s=float("inf"),
+                forecast_workers=0,
+            )
+        )
+        for number in range(nodes):
+            self._router.join(_announcement(number), 0.0)
+        self._system = self._tokens(_SYSTEM_PROMPT_TOKENS)
+        self.prompts = {
+            length: [self._prompt(length) for _ in range(count)]
+            for length, count in _PROMPTS.items()
+        }
+        self._fill()
+        self._occupy()
+
+    def rows(self, repeats: int) -> Iterator[dict[str, Any]]:
+        """A result row per length and form of input."""
+        for length in LENGTHS:
+            for form in ("array", "list"):
+                yield self._row(length, form, repeats)
+
+    def bytes_per_block(self) -> float:
+        """Index memory per block of a worker, everything counted."""
+        index = self._router.index
+        assert index is not None
+        return index.index_bytes() / self._blocks()
+
+    def _blocks(self) -> int:
+        """Blocks in the index; one that several workers hold counts for each, as its names do."""
+        index = self._router.index
+        assert index is not None
+        now = index.stats()
+        return max(now["names"], now["blocks"])
+
+    # ---- state
+
+    def _tokens(self, count: int) -> Tokens:
+        return self._rng.integers(0, _VOCABULARY, count, dtype=np.int32)
+
+    def _prompt(self, length: int) -> Tokens:
+        return np.concatenate([self._system, self._tokens(length)])[:length]
+
+    def _fill(self) -> None:
+        """The prompts' beginnings on two nodes each, and other sessions up to the bound."""
+        ends = [self._store(node, self._system, "device") for node in range(self.nodes)]
+        for prompts in self.prompts.values():
+            for prompt in prompts:
+                own = prompt[len(self._system) : int(_HELD * len(prompt))]
+                one, other = self._rng.choice(self.nodes, size=2, replace=False).tolist()
+                self._store(one, own[: len(own) // 2], "device", ends[one])
+                self._store(other, own, "host", ends[other])
+        while self._blocks() < _INDEX_BLOCKS[self.nodes] - _FILLER_BLOCKS:
+            tokens = self._tokens(_FILLER_BLOCKS * _BLOCK_TOKENS)
+            self._store(int(self._rng.integers(self.nodes)), tokens, "device")
+
+    def _store(self, node: int, tokens: Tokens, tier: Tier, parent: int | None = None) -> int:
+        """Blocks come to a node, below `parent`; returns the name of the last one."""
+        blocks = len(tokens) // _BLOCK_TOKENS
+        event = BlocksStored(
+            worker=f"worker-{node}",
+            tier=tier,
+            engine_hashes=tuple(range(self._names, self._names + blocks)),
+            parent_engine_hash=parent,
+            token_ids=tokens[: blocks * _BLOCK_TOKENS],
+            block_tokens=_BLOCK_TOKENS,
+            salt=0 if parent is None else None,
+        )
+        self._names += blocks
+        self._router.blocks([event])
+        return self._names - 1
+
+    def _occupy(self) -> None:
+        """Requests in flight, half of them past their first token."""
+        for number in range(_IN_FLIGHT_PER_NODE * self.nodes):
+            name = f"busy-{number}"
+            hashes = self._rng.integers(1, 2**63, 128).astype(np.uint64)
+            request = RouteRequest(
+                name, prefix_hashes=hashes, prompt_tokens=2048, max_tokens=256, session=name
+            )
+            self._router.route(request, self._now_s())
+            if number % 2:
+                self._router.first_token(name, self._now_s())
+
+    def _now_s(self) -> float:
+        self._ticks += 1
+        return 1e-3 * self._ticks
+
+    # ---- measuring
+
+    def _row(self, length: int, form: str, repeats: int) -> dict[str, Any]:
+        hasher, index = self._router.hasher, self._router.index
+        assert hasher is not None and index is not None
+        arrays = self.prompts[length]
+        asked = [prompt if form == "array" else prompt.tolist() for prompt in arrays]
+        hashes = [hasher.prefix_hashes(prompt) for prompt in arrays]
+        total = self._decisions([{"token_ids": cast(Tokens, ids)} for ids in asked], repeats)
+        scored = self._decisions(
+            [{"prefix_hashes": each, "prompt_tokens": length} for each in hashes], repeats
+        )
+        hash_us = _median_us(hasher.prefix_hashes, asked, repeats)
+        lookup_us = _median_us(index.match_all, hashes, repeats)
+        return {
+            "tokens": length,
+            "nodes": self.nodes,
+            "input": form,
+            "hash_us": hash_us,
+            "lookup_us": lookup_us,
+            "score_us": max(statistics.median(scored) - lookup_us, 0.0),
+            "total_us": {
+                "p50": statistics.median(total),
+                "p99": float(np.quantile(total, 0.99)),
+            },
+        }
+
+    def _decisions(self, requests: list[dict[str, Any]], repeats: int) -> list[float]:
+        """Microseconds of one decision each: hash, look up, score, choose and reserve."""
+        taken = []
+        for number in range(-len(requests), repeats):
+            now_s, name = self._now_s(), f"asked-{number}"
+            request = RouteRequest(name, max_tokens=256, **requests[number % len(requests)])
+            begin = time.perf_counter()
+            self._router.route(request, now_s)
+            end = time.perf_counter()
+            self._router.release(name, now_s, complete=False)
+            # The first of each prompt only warms up.
+            if number >= 0:
+                taken.append(1e6 * (end - begin))
+        return taken
+
+
+def peer_rows(say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The real peers' decision times; says which cannot be measured here, and why."""
+    # Makes environments of their own: only when it is wanted.
+    from benchmarks.routing.peers.decision import decision_rows
+
+    return decision_rows(LENGTHS, missing=say)
+
+
+def _median_us(
+    call: Callable[[Any], object], asked: list[Any] | list[UInt64s], repeats: int
+) -> float:
+    taken = []
+    for number in range(repeats):
+        begin = time.perf_counter()
+        call(asked[number % len(asked)])
+        taken.append(1e6 * (time.perf_counter() - begin))
+    return statistics.median(taken)
+
+
+def _announcement(number: int) -> Announcement:
+    shape = model_shape("llama-3.1-8b")
+    profile = node_profile(_PROFILES[number % len(_PROFILES)])
+    return Announcement(
+        worker=f"worker-{number}",
+        model="llama-3.1-8b",
+        node=profile,
+        step=step_model(shape, profile),
+        kv_bytes_per_token=131_072.0,
+        emulated_model="",
+        fingerprint="bench",
+        block_tokens=_BLOCK_TOKENS,
+        device_blocks=30_000,
+        host_blocks=100_000,
+        max_batch_tokens=8192,
+        max_context_tokens=262_144,
+        events_endpoint="",
+        snapshot_endpoint="",
+    )
+
+
+def _print(result: dict[str, Any]) -> None:
+    table = Table(title=f"One decision, policy {result['policy']}; µs")
+    for column in ("tokens", "nodes", "input", "hash", "look-up", "score", "total p50", "p99"):
+        table.add_column(column, justify="left" if column == "input" else "right")
+    for row in result["rows"]:
+        times = (row["hash_us"], row["lookup_us"], row["score_us"], *row["total_us"].values())
+        table.add_row(
+            f"{row['tokens']:,}", f"{row['nodes']:,}", row["input"], *(f"{t:.0f}" for t in times)
+        )
+    console = Console()
+    console.print(table)
+    if result["peers"]:
+        peers = Table(title="The peers, in process; µs")
+        for column in ("peer", "tokens", "workers", "index", "p50", "p99"):
+            left = column in ("peer", "index")
+            peers.add_column(column, justify="left" if left else "right")
+        for row in result["peers"]:
+            peers.add_row(
+                f"{row['peer']} {row['version']}", f"{row['tokens']:,}", str(row["workers"]),
+                row["index"], f"{row['us']['p50']:.0f}", f"{row['us']['p99']:.0f}",
+            )  # fmt: skip
+        console.print(peers)
+        for peer, what in {row["peer"]: row["what"] for row in result["peers"]}.items():
+            console.print(f"{peer}: {what}", highlight=False)
+    console.print(
+        f"index: {result['index_bytes_per_block']:.1f} bytes a block at most",
+        highlight=False,
+    )
+    console.print(f"{result['command']}  on {result['machine']}", highlight=False)

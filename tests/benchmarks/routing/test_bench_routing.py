@@ -1,0 +1,294 @@
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.routing import grid, report
+from benchmarks.routing.plots import draw_all, draw_cells, draw_regret
+from benchmarks.routing.source_closure import source_closure
+from deploy.cli import app
+
+DIRECTORY = tempfile.TemporaryDirectory()
+SETTINGS = grid.Settings(requests=60)
+
+
+def tiny_trace():
+    """A trace of forty requests."""
+    path = Path(DIRECTORY.name) / "tiny.csv"
+    rng = np.random.default_rng(0)
+    lines = [
+        f"2023-11-16 18:{i // 60:02d}:{i % 60:02d}.0000000,{n},{m}"
+        for i, (n, m) in enumerate(rng.integers(2, 4000, (40, 2)).tolist())
+    ]
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(lines) + "\n")
+    return str(path)
+
+
+TRACE = tiny_trace()
+CELL = grid.Cell("small", TRACE, 0.5)
+
+
+def run(directory, policies, seeds=1, cells=(CELL,), settings=SETTINGS):
+    told = []
+    store = grid.Store(directory, settings)
+    rows = grid.run_grid(cells, policies, seeds, store, settings, jobs=1, progress=told.append)
+    return rows, told
+
+
+# -- the grid ---------------------------------------------------------------------------------
+
+
+def test_a_grid_gives_a_row_for_every_run(tmp_path):
+    rows, told = run(tmp_path, ("ttft", "round_robin"), seeds=2)
+    assert [(r["policy"], r["seed"]) for r in rows] == [
+        ("ttft", 0), ("ttft", 1), ("round_robin", 0), ("round_robin", 1),
+    ]  # fmt: skip
+    assert all(r["requests"] == 48 and r["load"] == 0.5 and r["warm"] for r in rows)
+    assert [at.done for at in told] == [1, 2, 3, 4] and told[-1].eta_s == 0
+
+
+def test_a_stopped_grid_goes_on(tmp_path):
+    first, _ = run(tmp_path, ("ttft",))
+    again, told = run(tmp_path, ("ttft", "round_robin"))
+    assert again[0] == first[0]
+    assert len(told) == 1 and "round_robin" in told[0].last
+
+
+def test_a_line_cut_short_is_run_again(tmp_path):
+    run(tmp_path, ("ttft", "round_robin"))
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    rows, told = run(tmp_path, ("ttft", "round_robin"))
+    assert len(told) == 1 and len(rows) == 2
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_other_settings_are_other_runs(tmp_path):
+    run(tmp_path, ("ttft",))
+    _, told = run(tmp_path, ("ttft",), settings=grid.Settings(requests=70))
+    assert len(told) == 1
+
+
+def test_a_changed_trace_file_is_another_run(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("one")
+    key = grid.Store(tmp_path / "out", SETTINGS).key(
+        grid.Run(grid.Cell("small", str(trace), 0.5), "ttft", 0)
+    )
+    trace.write_text("two")
+    grid._content.cache_clear()
+    assert key != grid.Store(tmp_path / "out", SETTINGS).key(
+        grid.Run(grid.Cell("small", str(trace), 0.5), "ttft", 0)
+    )
+
+
+def test_a_policys_key_depends_on_its_own_code_only(tmp_path, monkeypatch):
+    keys = {}
+    for text in ("", "# changed\n"):
+        grid._code.cache_clear()
+        files = []
+        for path in source_closure(("simulator.run", "router.policy")):
+            copy = tmp_path / "/".join(path.parts[-3:])
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(path.read_text() + text * (path.name == "prices.py"))
+            files.append(copy)
+        monkeypatch.setattr(grid, "source_closure", lambda modules, files=files: files)
+        for policy in ("priced", "ttft", "dynamo"):
+            keys.setdefault(policy, []).append(
+                grid.fingerprint(grid.Run(CELL, policy, 0), SETTINGS)
+            )
+    grid._code.cache_clear()
+    assert keys["priced"][0] != keys["priced"][1]
+    assert keys["ttft"][0] == keys["ttft"][1]
+    assert keys["dynamo"][0] == keys["dynamo"][1]
+
+
+def test_what_a_run_executes_is_found_through_its_imports():
+    names = {path.name for path in source_closure(("simulator.run",))}
+    assert {"run.py", "node.py", "core.py", "step.py", "prices.py", "catalogue.py"} <= names
+    assert not names & {"ingress.py", "http_app.py", "clairvoyant.py"}
+
+
+def test_the_tuned_policy_takes_the_best_constant_and_says_which(tmp_path):
+    rows, told = run(tmp_path, ("ttft", grid.TUNED), seeds=2)
+    tuned = [row for row in rows if row["policy"] == grid.TUNED]
+    store = grid.Store(tmp_path, SETTINGS)
+    p99 = {
+        policy: store.find(grid.Run(CELL, policy, grid.TUNING_SEED, tuning=True))["ttft_s"]["p99"]
+        for policy in map(grid.dynamo_with, grid.CREDITS)
+    }
+    assert {row["spec"] for row in tuned} == {min(p99, key=p99.get)}
+    assert [row["seed"] for row in tuned] == [0, 1]
+    assert told[-1].done == told[-1].total == len(grid.CREDITS) + 4
+
+
+def test_faults_are_cells_of_their_own():
+    cells = grid.cells_of(
+        ("small",), ("azure",), (0.5,), (True, False), misprofile=True, failures=True,
+        admission=True,
+    )  # fmt: skip
+    assert [cell.name for cell in cells] == [
+        "small_azure_0.5_warm", "small_azure_0.5_cold", "small_azure_0.5_warm_misprofile",
+        "small_azure_0.5_warm_failure", "small_azure_0.5_warm_admission",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("faults", ["misprofile", "failure"])
+def test_faulty_cells_run(tmp_path, faults):
+    cell = grid.Cell("small", "azure", 0.5, True, faults)
+    rows, _ = run(tmp_path, ("ttft",), cells=(CELL, cell))
+    assert [row["faults"] for row in rows] == ["none", faults]
+    assert rows[0]["ttft_s"] != rows[1]["ttft_s"]
+
+
+# -- what it says -----------------------------------------------------------------------------
+
+
+def row(policy, seed, p99, *, p50=1.0, load=0.8, goodput=5.0, faults="none", cluster="mixed"):
+    return {
+        "key": f"{policy}{seed}", "cluster": cluster, "trace": "t", "load": load, "warm": True,
+        "faults": faults, "admission": False, "policy": policy, "spec": policy, "seed": seed,
+        "ttft_s": {"p50": p50, "p99": p99}, "slo": {"met": 0.9}, "goodput_rps": goodput,
+        "throughput_rps": goodput, "rate_rps": 10 * load, "requests": 10, "rejected": 0,
+    }  # fmt: skip
+
+
+def cell_rows(ours, peer, **facts):
+    return [row("priced", s, v, **facts) for s, v in enumerate(ours)] + [
+        row("dynamo", s, v, **facts) for s, v in enumerate(peer)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "peer", "verdict"),
+    [
+        ([1.0, 1.1, 0.9], [2.0, 2.2, 1.8], "held"),
+        ([2.0, 2.2, 1.8], [1.0, 1.1, 0.9], "lost"),
+        ([1.0, 2.0, 0.5], [1.0, 1.0, 1.0], "open"),
+        ([1.0], [2.0], "open"),
+    ],
+)
+def test_a_cell_is_judged_by_its_whole_interval(ours, peer, verdict):
+    facts = report.summary(cell_rows(ours, peer), "priced", grid.OURS)
+    assert facts["counts"]["p99"] == {w: int(w == verdict) for w in ("held", "open", "lost")}
+
+
+def test_seeds_are_paired():
+    """Seeds differ by far more than policies do; pairs do not."""
+    scale = np.array([1.0, 10.0, 100.0])
+    interval = report.paired(0.9 * scale, scale)
+    assert interval.mean == pytest.approx(0.9)
+    assert interval.low == pytest.approx(0.9) and interval.high == pytest.approx(0.9)
+    assert math.isnan(report.paired([1.0], [1.0]).low)
+
+
+def test_the_best_peer_is_no_policy_of_ours_and_has_all_seeds():
+    rows = cell_rows([2.0, 2.0], [3.0, 3.0])
+    rows += [row("ttft", s, 0.1) for s in range(2)] + [row("llm_d", 0, 0.1)]
+    verdicts = report.summary(rows, "priced", grid.OURS)["verdicts"]
+    assert {v["peer"] for v in verdicts} == {"dynamo"}
+
+
+def test_a_peer_that_serves_nothing_is_never_the_best():
+    rows = cell_rows([2.0, 2.0], [3.0, 3.0])
+    rows += [row("llm_d", s, None, p50=None) for s in range(2)]
+    found = report.summary(rows, "priced", grid.OURS)
+    assert {v["peer"] for v in found["verdicts"]} == {"dynamo"}
+
+
+def test_collapse_and_saturation_are_told_from_loads():
+    rows = cell_rows([1.0], [1.0], load=0.8, goodput=8.0)
+    rows += cell_rows([9.0], [9.0], load=1.2, goodput=2.0)
+    found = report.summary(rows, "priced", grid.OURS)
+    assert {(r["policy"], r["load"], r["share"]) for r in found["overload"]} == {
+        ("priced", 1.2, 0.25), ("dynamo", 1.2, 0.25),
+    }  # fmt: skip
+    assert [r["load_of_best_peer"] for r in found["saturation"]] == [1.0, 1.5]
+
+
+def test_faults_are_compared_with_the_same_policy_without():
+    rows = cell_rows([1.0, 2.0], [1.0, 1.0])
+    rows += [row("priced", s, v, faults="misprofile") for s, v in enumerate([1.1, 2.2])]
+    found = report.summary(rows, "priced", grid.OURS)["faults"]
+    assert [(r["policy"], round(r["p99_ratio"], 6)) for r in found] == [("priced", 1.1)]
+
+
+def test_tables_are_markdown(tmp_path):
+    rows, _ = run(tmp_path, ("priced", "round_robin", grid.TUNED), seeds=2)
+    text = report.markdown(rows, "priced", grid.OURS)
+    assert "| small tiny.csv 0.5 warm |" in text and "dynamo_tuned is dynamo" in text
+    for line in text.splitlines():
+        assert not line.startswith("|") or line.endswith("|")
+
+
+def test_pictures_are_drawn_from_the_records(tmp_path):
+    run(tmp_path, ("priced", "round_robin"))
+    drawn = draw_all(tmp_path)
+    assert [path.name for path in drawn] == [
+        f"{kind}_small_tiny.csv_0.5_warm.png" for kind in ("ttft", "kappa")
+    ]  # fmt: skip
+    drawn.append(draw_regret([{"policy": "a", "regret": 1.3}], tmp_path / "r.png", "regret"))
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_every_cell_is_a_square_of_one_picture(tmp_path):
+    rows = cell_rows([1.0, 2.0], [1.0, 1.0]) + cell_rows([9.0], [9.0], load=1.2)
+    rows += [row("priced", s, v, faults="misprofile") for s, v in enumerate([1.1, 2.2])]
+    drawn = draw_cells(rows, tmp_path / "cells.png", "priced", grid.OURS)
+    assert drawn is not None and drawn.read_bytes().startswith(b"\x89PNG")
+    alone = [row("priced", 0, 1.0)]
+    assert draw_cells(alone, tmp_path / "none.png", "priced", grid.OURS) is None
+    assert not (tmp_path / "none.png").exists()
+
+
+# -- the command ------------------------------------------------------------------------------
+
+
+def command(*words):
+    return CliRunner().invoke(app, ["bench", "routing", *map(str, words)])
+
+
+def test_the_command_prints_rows_and_reports_them_later(tmp_path):
+    words = (
+        "--cluster", "small", "--trace", TRACE, "--load", 0.5, "--policies", "priced,round_robin",
+        "--seeds", 1, "--requests", 60, "--warm", "--jobs", 1, "--out", tmp_path,
+    )  # fmt: skip
+    done = command(*words, "--json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert [r["policy"] for r in rows] == ["priced", "round_robin"]
+    assert {"ttft_s", "goodput_rps", "slo", "nodes", "decision_us"} <= set(rows[0])
+
+    later = command("--report", "--json", "--out", tmp_path)
+    assert json.loads(later.stdout)["rows"] == rows
+    assert "| policy |" in command("--report", "--out", tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--policies", "nobody"), "unknown policy 'nobody'"),
+        (("--policies", "ttft,ttft"), "named twice"),
+        (("--policies", "dynamo:host_credit=x"), "must be a number"),
+        (("--cluster", "smal"), "Did you mean 'small'"),
+        (("--trace", "nowhere.jsonl"), "no workload and no file"),
+        (("--model", "gpt-9"), "gpt-9"),
+        (("--report",), "run the grid into this directory first"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_runs(tmp_path, words, message):
+    out = tmp_path / "out"
+    done = command(*words, "--requests", 60, "--out", out)
+    assert done.exit_code == 2
+    assert message in done.output
+    assert not out.exists()
+
+
+def test_a_damaged_row_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"key": "run|a"}\nnonsense\n')
+    done = command("--report", "--out", tmp_path)
+    assert done.exit_code == 2 and "rows.jsonl:2" in done.output
