@@ -9,15 +9,13 @@ from benchmarks.routing import (
     bench_router,
     bench_routing,
 )
+from benchmarks.scheduling import bench_packing, bench_scheduler, bench_tail
 from deploy.commands import (
     bench,
     bench_clients,
     bench_offload,
     bench_overhead,
-    bench_packing,
-    bench_scheduler,
     bench_soak,
-    bench_tail,
     bench_validate,
 )
 

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from deploy.bench.scheduler_vllm import bench_model
+from benchmarks.scheduling.vllm_runs import bench_model
 from kappa.report import REQUEST_ID_KEY
 from kappa.types import ModelShape, NodeProfile
 from loadtest.overhead.points import Arm, Limits, Point, Sample
@@ -175,7 +175,7 @@ def engine_arguments(pace: Pace, limits: Limits, endpoint: str) -> dict[str, Any
     arguments["kv_transfer_config"]["kv_connector_extra_config"]["kappa_pace"]["store_token_s"] = 0
     return arguments | {
         "model": str(model), "skip_tokenizer_init": True, "disable_log_stats": True,
-        "use_tqdm_on_load": False, "worker_cls": "deploy.bench.scheduler_vllm.BenchWorker",
+        "use_tqdm_on_load": False, "worker_cls": "benchmarks.scheduling.vllm_runs.BenchWorker",
     }  # fmt: skip
 
 

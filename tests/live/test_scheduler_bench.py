@@ -9,8 +9,8 @@ pytestmark = [pytest.mark.live, pytest.mark.vllm]
 @pytest.mark.parametrize("policy", ["fcfs_link", "fair"])
 async def test_answers_do_not_depend_on_where_a_prefix_came_from(policy):
     """A shared link so slow that stores are dropped while prefixes are loaded."""
-    from deploy.bench import scheduler_mix as mix
-    from deploy.bench.scheduler_vllm import Engine
+    from benchmarks.scheduling import mix
+    from benchmarks.scheduling.vllm_runs import Engine
 
     engine = Engine(policy, mix.Setting("mixed", "x1", "shared"), dilation=1.0)
     try:

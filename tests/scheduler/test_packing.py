@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.bench.packing import instance, optimum
+from benchmarks.scheduling.packing import instance, optimum
 from scheduler.packing import pack
 
 

@@ -1,9 +1,9 @@
 """`kappa bench scheduler` in simulated time: one policy on one node, on the bench's workloads.
 
-The same requests, sizes and link as on real vLLM (`deploy.bench.scheduler_mix`), on the simulator's
-node, and the setting of paper 001's Table 4 (`deploy.bench.paper_traffic`). Runs differ in the seed
-of the durations' noise and of drawn arrivals. `fcfs` is stock vLLM: first come, first served on the
-link as well; all others, `fcfs_link` too, have our host tier's order.
+The same requests, sizes and link as on real vLLM (`mix`), on the simulator's node, and the setting
+of paper 001's Table 4 (`paper_traffic`). Runs differ in the seed of the durations' noise and of
+drawn arrivals. `fcfs` is stock vLLM: first come, first served on the link as well; all others,
+`fcfs_link` too, have our host tier's order.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from deploy.bench import paper_traffic
-from deploy.bench import scheduler_mix as mix
-from deploy.bench.scheduler_report import Played, Served, medians, row_of
+from benchmarks.scheduling import mix, paper_traffic
+from benchmarks.scheduling.report import Played, Served, medians, row_of
 from kappa.step import StepModel
 from simulator.job import Job
 from simulator.link import FIFO, FULL, HALF, LOADS_FIRST

@@ -4,10 +4,10 @@ The paper's engine (vLLM 0.10 with LMCache) loads a batch's prefixes inside the 
 requests of an iteration hold their blocks until all are done, and how many tokens an iteration has
 is up to how many requests fit. That engine is played here with our batcher and any rule: an
 iteration lasts as long as its loads and its computation. Our own engine loads while it computes
-(`deploy.bench.scheduler_sim`); there a request computes as soon as its load has landed, and its
-iterations are many and small whatever the rule. Both figures are printed.
+(`simulated`); there a request computes as soon as its load has landed, and its iterations are many
+and small whatever the rule. Both figures are printed.
 
-    python -m deploy.bench.scheduled_tokens --policy fcfs --policy fair
+    python -m benchmarks.scheduling.scheduled_tokens --policy fcfs --policy fair
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from deploy.bench import paper_traffic
-from deploy.bench import scheduler_mix as mix
-from deploy.bench.scheduler_sim import node_of, play
+from benchmarks.scheduling import mix, paper_traffic
+from benchmarks.scheduling.simulated import node_of, play
 from scheduler.batching import Batcher
 from scheduler.catalogue import rule_named
 from scheduler.work import Quote, Work

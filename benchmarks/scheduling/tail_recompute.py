@@ -35,7 +35,7 @@ from workers.vllm_engine import CPU_ENV, Pace
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})
 
-from deploy.bench.scheduler_vllm import BenchWorker, bench_model
+from benchmarks.scheduling.vllm_runs import BenchWorker, bench_model
 from workers.host_tier.link_queue import LinkPace
 
 BLOCK_TOKENS = 32
@@ -105,7 +105,7 @@ def engine(load: str, context_tokens: int) -> Iterator[Any]:
             max_num_batched_tokens=context_tokens, max_num_seqs=4, enforce_eager=True,
             enable_prefix_caching=True, disable_log_stats=True, use_tqdm_on_load=False,
             hf_overrides={"num_hidden_layers": LAYERS}, load_format="dummy",
-            worker_cls="deploy.bench.tail_recompute.RatioWorker",
+            worker_cls="benchmarks.scheduling.tail_recompute.RatioWorker",
             additional_config={"kappa_pace": StepModel(0, 0, 0, 0).to_dict()},
             kv_transfer_config=KVTransferConfig(**config),
         )  # fmt: skip

@@ -20,7 +20,7 @@ def packing(
 ) -> None:
     """Fill of an iteration's budget as a share of the optimum; milliseconds of a decision."""
     # scipy and the scheduler: only when they are wanted.
-    from deploy.bench.packing import decision, shares
+    from benchmarks.scheduling.packing import decision, shares
 
     fills = [
         {"dimensions": resources + 1, "instances": instances}

@@ -2,10 +2,10 @@
 
 import pytest
 
-from deploy.bench import paper_traffic, scheduler_sim
-from deploy.bench import scheduler_mix as mix
-from deploy.bench.scheduled_tokens import loads_beside, loads_inside
-from deploy.bench.scheduler_isolation import Traffic, isolation, share_of
+from benchmarks.scheduling import mix, paper_traffic
+from benchmarks.scheduling import simulated as scheduler_sim
+from benchmarks.scheduling.isolation import Traffic, isolation, share_of
+from benchmarks.scheduling.scheduled_tokens import loads_beside, loads_inside
 
 KEYS = {
     "policy", "workload", "backend", "link", "stores", "ttft_s", "makespan_s", "budget_fill",

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from deploy.bench import scheduler_mix as mix
+from benchmarks.scheduling import mix
 
 _OURS = "fair"
 _MARKERS = "osD^v<>pX"

@@ -5,8 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from deploy.bench import scheduler_mix as mix
-from deploy.bench import scheduler_report as report
+from benchmarks.scheduling import mix, report
 from deploy.cli import app
 
 SETTING = mix.Setting("mixed", "x1", "shared")

@@ -5,7 +5,7 @@ The yardstick is the light tenant's TTFT when the same requests of its have a no
 that has its share (by weight: half) of the blocks, the gpu and the link. Below 1 the light tenant
 is better off beside the heavy one than with a node of its own.
 
-    python -m deploy.bench.scheduler_isolation --policy fcfs --policy fair
+    python -m benchmarks.scheduling.isolation --policy fcfs --policy fair
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from deploy.bench import scheduler_mix as mix
-from deploy.bench.scheduler_report import Played
-from deploy.bench.scheduler_sim import node_of, play
+from benchmarks.scheduling import mix
+from benchmarks.scheduling.report import Played
+from benchmarks.scheduling.simulated import node_of, play
 from simulator.node_model import NodeModel
 
 HEAVY, LIGHT = "heavy", "light"

@@ -20,8 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench import scheduler_mix as mix
-from deploy.bench import scheduler_report as report
+from benchmarks.scheduling import mix, report
 from deploy.commands.provenance import Json, command, machine
 
 Row = dict[str, Any]
@@ -102,7 +101,7 @@ def check(backend: str, policies: tuple[str, ...], settings: list[mix.Setting]) 
             raise ValueError(f"unknown policy {policy!r}: choose of {', '.join(known)}")
     workloads = tuple(mix.WORKLOADS)
     if backend == "simulator":
-        from deploy.bench.scheduler_sim import WORKLOADS
+        from benchmarks.scheduling.simulated import WORKLOADS
 
         workloads = WORKLOADS
     for setting in settings:
@@ -121,7 +120,7 @@ def _play(
     console: Console,
 ) -> Iterator[Run]:
     if backend == "simulator":
-        from deploy.bench.scheduler_sim import runs_of
+        from benchmarks.scheduling.simulated import runs_of
 
         for setting in settings:
             for policy in policies:
@@ -150,7 +149,7 @@ class _Turns:
 
     async def play(self) -> list[Run]:
         """All runs: every policy once before any twice."""
-        from deploy.bench.scheduler_vllm import Engine
+        from benchmarks.scheduling.vllm_runs import Engine
 
         played: list[Run] = []
         with ExitStack() as ended:

@@ -19,7 +19,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.bench import scheduler_mix as mix
+from benchmarks.scheduling import mix
 from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
 from kappa.step import step_model

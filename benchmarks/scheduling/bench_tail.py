@@ -32,7 +32,7 @@ def tail_recompute(
 ) -> None:
     """TTFT of loading all and of computing the back, on paced nodes of several links."""
     # vLLM is imported here: other commands must not wait for it.
-    from deploy.bench import tail_recompute as bench
+    from benchmarks.scheduling import tail_recompute as bench
 
     console = Console(stderr=True)
     sizes = [(int(c), int(n)) for c in cached.split(",") for n in new.split(",")]

@@ -25,8 +25,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from deploy.bench import scheduler_mix as mix
-from deploy.bench.scheduler_report import Played, Served
+from benchmarks.scheduling import mix
+from benchmarks.scheduling.report import Played, Served
 from kappa.report import HOST_TOKENS_KEY, REQUEST_ID_KEY, TENANT_KEY
 from kappa.step import StepModel
 from scheduler.vllm_options import CONFIG_KEY, STOCK
@@ -101,7 +101,8 @@ def engine_arguments(
         "max_num_batched_tokens": mix.BUDGET_TOKENS, "max_num_seqs": mix.MAX_RUNNING,
         "enforce_eager": True, "enable_prefix_caching": True, "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        "worker_cls": "deploy.bench.scheduler_vllm.BenchWorker", "additional_config": additional,
+        "worker_cls": "benchmarks.scheduling.vllm_runs.BenchWorker",
+        "additional_config": additional,
         **({} if policy == BARE else {"scheduler_cls": _SCHEDULER}),
         "kv_transfer_config": {
             "kv_connector": "HostTierConnector",
