@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.offload import bench_offload, bench_overhead
 from benchmarks.routing import (
     bench_overload,
     bench_peers,
@@ -10,14 +11,7 @@ from benchmarks.routing import (
     bench_routing,
 )
 from benchmarks.scheduling import bench_packing, bench_scheduler, bench_tail
-from deploy.commands import (
-    bench,
-    bench_clients,
-    bench_offload,
-    bench_overhead,
-    bench_soak,
-    bench_validate,
-)
+from deploy.commands import bench, bench_clients, bench_soak, bench_validate
 
 app = bench.app
 app.command()(bench_router.router)

@@ -1,0 +1,317 @@
+"""`python -m benchmarks.offload.sparse`: decoding with a sparse choice of a cache in host memory.
+
+CLO with injected hit rates beside what it is compared with in paper 004: the whole choice loaded
+each step one layer ahead ("prefetch-all"), an LRU cache of blocks that the host manages
+("lru-blocks"), and the gather of rows beside a plain copy of as many bytes. Every row says the rate
+that was injected; none is a property of a model. Progress goes to standard error, one JSON object
+to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.offload.rounds import LEAST_REPEATS, Arm, Sample, alternate, ratios, spread
+from benchmarks.offload.sparse_goals import COPY, GATHER, judge
+from benchmarks.offload.sparse_lru import LruDecoder
+from benchmarks.offload.sparse_rig import SparseRig, sparse_rig
+from benchmarks.offload.sparse_settings import (
+    PAPER_HITS,
+    SPARSE_SETTINGS,
+    SparseSetting,
+    sparse_setting,
+)
+from engine.arena import ArenaTooLarge
+from engine.blocks import OutOfBlocks
+from engine.profiling import device_name
+from engine.sparse.cache import Pending, SimilarityCache
+from engine.sparse.forward import SparseForward
+from engine.sparse.gather import Gather, pairs
+from engine.sparse.retriever import Asked
+from engine.sparse.view import View
+from kappa.plan.clo import step_seconds
+from kappa.plan.heads import equal_heads
+
+Told = Callable[[str], None]
+PREFETCH_ALL, LRU, NO_LOADS = "prefetch-all", "lru-blocks", "clo-100"
+NO_COPIES = "choose-only"
+_RIVALS = (PREFETCH_ALL, LRU)
+
+
+class _NoCopies(SimilarityCache):
+    """Chooses anew as often as it misses, and copies nothing: what choosing takes."""
+
+    def _gather(self, asked: Asked, positions: Tensor, wanted: Tensor, view: View) -> Pending:
+        return Pending(self.lanes.mover.mark(), [])
+
+
+class _Cell:
+    """The arms of one cell, and their rows."""
+
+    def __init__(self, setting: SparseSetting, rig: SparseRig) -> None:
+        self.setting, self.rig, self.cell = setting, rig, rig.cell
+        self.hit_ratios: dict[str, float | None] = {}
+        self.managed_s: list[float] = []
+
+    def arms(self) -> list[Arm]:
+        """All ways of decoding, and the two copies."""
+        made = [Arm(PREFETCH_ALL, self._clo(PREFETCH_ALL, 0.0))]
+        for hits in self.cell.hits:
+            name = f"clo-{round(100 * hits)}"
+            made.append(Arm(name, self._clo(name, hits)))
+        made.append(Arm("clo-79-waited", self._clo("clo-79-waited", PAPER_HITS, ahead=False)))
+        made.append(Arm(NO_LOADS, self._clo(NO_LOADS, 1.0)))
+        made.append(Arm(NO_COPIES, self._clo(NO_COPIES, 0.0, kind=_NoCopies)))
+        made.append(Arm(LRU, self._lru))
+        return [*made, Arm(GATHER, self._gather), Arm(COPY, self._copy)]
+
+    def _clo(
+        self, name: str, hits: float, ahead: bool = True,
+        kind: type[SimilarityCache] = SimilarityCache,
+    ) -> Callable[[], Sample]:  # fmt: skip
+        rig = self.rig
+
+        def run() -> Sample:
+            rig.open()
+            heads = equal_heads(rig.forward.config.shape)
+            cache = kind(rig.lanes, heads, injected_hits=hits)
+            sparse = SparseForward(rig.forward, cache, ahead)
+            lanes = range(self.cell.batch)
+            last = torch.zeros((self.cell.batch, 1), dtype=torch.int64, device=rig.arena.device)
+            # The first step has nothing to hit.
+            sparse.run(lanes, last, rig.take_block)
+            before = cache.counts()
+
+            def steps() -> None:
+                now = last
+                for _ in range(self.setting.steps):
+                    now = sparse.run(lanes, now, rig.take_block).argmax(dim=-1)[:, None]
+
+            sample = rig.timed(steps)
+            counts = cache.counts()
+            looked = counts.lookups - before.lookups
+            self.hit_ratios[name] = (counts.hits - before.hits) / looked
+            moved = counts.gathered_bytes - before.gathered_bytes
+            return replace(sample, h2d_bytes=moved)
+
+        return run
+
+    def _lru(self) -> Sample:
+        rig = self.rig
+        rig.open()
+        decoder = LruDecoder(rig, self.cell.batch, self.cell.context, seed=1)
+        decoder.step()
+        found, asked = decoder.counts.found, decoder.counts.asked
+        managed_s = decoder.counts.managed_s
+        sample = rig.timed(lambda: [decoder.step() for _ in range(self.setting.steps)])
+        self.hit_ratios[LRU] = (decoder.counts.found - found) / (decoder.counts.asked - asked)
+        self.managed_s.append(decoder.counts.managed_s - managed_s)
+        return sample
+
+    def _gather(self) -> Sample:
+        """The choice of every head of a layer, at random places, a few times."""
+        rig, lanes = self.rig, self.rig.lanes
+        rows, target, source = self._choice()
+        wanted = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
+        counted = None
+        if rows.device.type == "cuda":
+            counted = torch.zeros(1, dtype=torch.int64, device=rows.device)
+        gather = Gather(target, source, rows, wanted, counted)
+
+        def copies() -> None:
+            for _ in range(self.setting.steps):
+                lanes.mover.h2d(pairs([gather]))
+
+        sample = rig.timed(copies)
+        return replace(sample, h2d_bytes=self.setting.steps * target.nbytes)
+
+    def _copy(self) -> Sample:
+        """As many bytes in one piece."""
+        _, target, source = self._choice()
+        flat = source.flatten()[: target.numel()].view(target.shape)
+
+        def copies() -> None:
+            for _ in range(self.setting.steps):
+                self.rig.mover.h2d([(target, flat)])
+
+        return self.rig.timed(copies)
+
+    def _choice(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        lanes = self.rig.lanes
+        source = lanes.rows(1)
+        chosen = lanes.settings.clo.chosen_tokens(self.cell.context)
+        shape = (self.cell.batch, 2 * lanes.config.kv_heads, chosen)
+        generator = torch.Generator(device=lanes.arena.device)
+        generator.manual_seed(3)
+        rows = torch.randint(0, len(source), shape, generator=generator, device=lanes.arena.device)
+        target = source.new_empty((*shape, source.shape[1]), device=lanes.arena.device)
+        return rows, target, source
+
+    # -- rows ---------------------------------------------------------------------------------
+
+    def rows(self, arms: Sequence[Arm], samples: dict[str, list[Sample]]) -> list[dict[str, Any]]:
+        """One per arm, predicted beside measured."""
+        steps = self.setting.steps
+        medians = {name: spread([s.latency_s for s in samples[name]]).median for name in _RIVALS}
+        best = min(medians, key=medians.__getitem__)
+        link = spread([s.h2d_bytes / s.link_s for s in samples[GATHER] if s.link_s]).median
+        # Other work on the machine only adds: of what plans are made of, the least counts.
+        least = {n: min(s.latency_s for s in samples[n]) / steps for n in (NO_LOADS, NO_COPIES)}
+        found = []
+        for arm in arms:
+            mine = [s.latency_s / steps for s in samples[arm.name]]
+            latency, gain = spread(mine), ratios(samples, best, arm.name)
+            decoding = arm.name not in (GATHER, COPY)
+            predicted = self._predicted(arm.name, link, least)
+            moved = spread([float(s.h2d_bytes) for s in samples[arm.name]]).median
+            found.append({
+                **self._where(), "policy": arm.name,
+                "hits": self.hit_ratios.get(arm.name), "hits_are": _label(arm.name),
+                "latency_s": latency.median, "latency_iqr_s": latency.iqr,
+                "latency_least_s": min(mine), "repeats": len(mine),
+                "tokens_per_s": self.cell.batch / latency.median if decoding else None,
+                "bytes_h2d": moved / steps, "link_gbps": _rate(samples[arm.name]),
+                "predicted_s": predicted,
+                "predicted_error": _error(predicted, latency.median),
+                "predicted_error_of_least": _error(predicted, min(mine)),
+                "baseline": best, "speedup": gain.median if decoding else None,
+                "speedup_iqr": gain.iqr if decoding else None,
+                "managed_s": spread(self.managed_s).median / steps if arm.name == LRU else None,
+            })  # fmt: skip
+        return found
+
+    def _predicted(self, name: str, link: float, least: dict[str, float]) -> float | None:
+        """Seconds of a step by the planner, from the gather's rate and T_comp.
+
+        T_comp is what a step takes that loads nothing, and where choices are only made for what
+        misses (a CPU knows), their part of what choosing takes.
+        """
+        hits = self.hit_ratios.get(name)
+        if hits is None or name in (LRU, NO_LOADS, NO_COPIES):
+            return None
+        layers = self.rig.forward.config.layers
+        step_s = least[NO_LOADS] + (1.0 - hits) * max(0.0, least[NO_COPIES] - least[NO_LOADS])
+        return step_seconds(
+            self.rig.forward.config.shape, self.setting.clo, self.rig.persistent,
+            self.cell.context, miss=1.0 - hits, link=link, layer_s=step_s / layers,
+            batch=self.cell.batch, ahead=not name.endswith("waited"),
+        ).tbt_s  # fmt: skip
+
+    def _where(self) -> dict[str, Any]:
+        link = self.setting.link_bytes_per_s
+        return {
+            "setting": self.setting.name, "system": "decode-sparse", "cell": self.cell.name,
+            "model": self.rig.forward.config.shape.name, "dtype": self.setting.dtype,
+            "batch": self.cell.batch, "context": self.cell.context,
+            "share": self.setting.clo.share,
+            "link": f"emulated, {link / 1e9:g} GB/s" if link else "own",
+        }  # fmt: skip
+
+
+def _error(predicted_s: float | None, measured_s: float) -> float | None:
+    return None if predicted_s is None else predicted_s / measured_s - 1.0
+
+
+def _label(name: str) -> str | None:
+    if name in (GATHER, COPY):
+        return None
+    return "drawn choices" if name == LRU else "injected"
+
+
+def _rate(samples: Sequence[Sample]) -> float | None:
+    rates = [one.h2d_bytes / one.link_s / 1e9 for one in samples if one.link_s]
+    return spread(rates).median if len(rates) > 1 else None
+
+
+def run_sparse(
+    names: Sequence[str], repeats: int, only: Sequence[str] = (), told: Told = lambda line: None,
+    out: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the settings of these names; the result, ready for JSON.
+
+    Raises:
+        ValueError: a name that is not known, no cell that is asked for, or too few repeats.
+    """
+    settings = [sparse_setting(name) for name in names]
+    chosen = [
+        (one, cell)
+        for one in settings
+        for cell in one.cells
+        if not only or any(part in cell.name for part in only)
+    ]
+    if not chosen:
+        raise ValueError(f"no cell has any of {', '.join(only)} in its name")
+    if repeats < LEAST_REPEATS:
+        raise ValueError(f"{repeats} repeats say too little: give {LEAST_REPEATS} or more")
+    load = os.getloadavg()
+    rows: list[dict[str, Any]] = []
+    left_out: list[dict[str, str]] = []
+    for setting, cell in chosen:
+        where = f"{setting.name} {setting.model} {cell.name}"
+        told(where)
+        try:
+            with sparse_rig(setting, cell) as rig:
+                made = _Cell(setting, rig)
+                arms = made.arms()
+                rows += made.rows(arms, alternate(arms, repeats))
+        except (ArenaTooLarge, OutOfBlocks, torch.OutOfMemoryError) as error:
+            told(f"left out: {where}: {error}")
+            left_out.append({"what": where, "why": str(error)})
+        result = _result(settings, rows, left_out, load)
+        if out is not None:
+            out.write_text(json.dumps(result, allow_nan=False, indent=1) + "\n")
+    return result
+
+
+def _result(
+    settings: list[SparseSetting], rows: list[dict[str, Any]], left_out: list[dict[str, str]],
+    load: tuple[float, float, float],
+) -> dict[str, Any]:  # fmt: skip
+    device = torch.device(settings[0].device)
+    return {
+        "device": device_name(device) if rows else settings[0].device,
+        "date": datetime.now(UTC).date().isoformat(),
+        "settings": [one.name for one in settings],
+        "torch": torch.__version__, "cores": os.cpu_count(),
+        "load_average": {"start": load, "end": os.getloadavg()},
+        "hit_rates": "injected: contents are random and no model's",
+        "rows": rows, "goals": judge(rows, device.type), "left_out": left_out,
+    }  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; 0, or 1 where nothing could be measured, or 2 where what was asked for is not there."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.offload.sparse", description=__doc__
+    )
+    add = parser.add_argument
+    add("--setting", action="append", help=f"as often as wanted: {', '.join(SPARSE_SETTINGS)}")
+    add("--repeats", type=int, default=LEAST_REPEATS, help="rounds, beside a warm-up")
+    add("--only", action="append", default=[], help="part of a cell's name: 4x8192")
+    add("--out", type=Path, help="write the JSON object here, after every cell")
+    asked = parser.parse_args(arguments)
+    try:
+        result = run_sparse(
+            asked.setting or ["clo-cpu"], asked.repeats, asked.only,
+            lambda line: print(line, file=sys.stderr), asked.out,
+        )  # fmt: skip
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(result, allow_nan=False))
+    return 0 if result["rows"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

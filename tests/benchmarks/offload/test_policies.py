@@ -1,0 +1,139 @@
+"""What the bench's policies store, load and are predicted to take; and the baseline's model."""
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.offload.bench import rig
+from benchmarks.offload.huggingface import generate, offloaded_refused, their_model
+from benchmarks.offload.needs import arena_size
+from benchmarks.offload.policies import Policies
+from benchmarks.offload.rounds import Sample
+from benchmarks.offload.settings import DecodeCell, Group, PrefixCell, setting
+from benchmarks.offload.shapes import model
+from engine.arena import ArenaSize
+from engine.decode import ACT_HOST, KV_HOST, Decoder, always
+from kappa.plan.fits import LineFit
+from kappa.plan.kvpr import paper_share
+from kappa.plan.rates import PlanRates
+from kappa.step import StepModel
+
+ROW = DecodeCell(4, 256, 17, ("kv-only", "kvpr-ahead"))
+COLUMN = DecodeCell(4, 256, 17, ("kv-only", "hybrid-planned"), batches=3, order="column")
+
+
+def rates(load=1e-6, project=2e-6, fixed_s=1e-4, weights_load_s=0.0, ratio=0.5):
+    return PlanRates(
+        "test", layers=8, kv_bytes=1000.0, activation_bytes=1000.0 * ratio,
+        load=LineFit("load", load), project=LineFit("KV projection", project),
+        step=StepModel(token_s=1e-7, pair_s=0.0, weights_s=0.0, context_token_s=0.0,
+                       fixed_s=fixed_s),
+        weights_load_s=weights_load_s,
+    )  # fmt: skip
+
+
+def policies(cell=ROW, weight_bytes=0.0, **of):
+    return Policies(cell, rates(**of), 16, weight_bytes)
+
+
+def test_loading_kv_takes_every_full_block_at_every_step():
+    found = policies()
+    full = [length // 16 * 16 for length in range(256, 272)]
+    gpu_s = 1e-4 + 4e-7
+    expected = sum(4e-6 * tokens + gpu_s / 8 for tokens in full)
+    assert found.predicted_s(found.way("kv-only")) == pytest.approx(expected)
+
+
+def test_kvprs_split_is_its_share_of_the_full_blocks():
+    found = policies()
+    way = found.way("kvpr-paper")
+    share = paper_share(found.rates)
+    assert abs(way.activations(256) - 256 * share) <= 16 and way.activations(256) % 16 == 0
+    assert way.split(263) == way.activations(256)
+    assert found.way("share-25").activations(256) == 64
+
+
+@pytest.mark.parametrize("cell", [ROW, COLUMN])
+def test_the_choice_is_the_baseline_where_projecting_cannot_pay(cell):
+    weights = {"weight_bytes": 1e6, "weights_load_s": 1e-4} if cell is COLUMN else {}
+    assert policies(cell, project=1e-3, **weights).choice() == "kv-only"
+    assert policies(cell, ratio=2.0, **weights).choice() == "kv-only"
+    assert policies(cell, project=1e-8, **weights).choice() == cell.policies[1]
+
+
+def test_what_is_planned_is_no_worse_than_any_share():
+    found = policies(COLUMN, weight_bytes=1e6, weights_load_s=1e-4)
+    planned = found.predicted_s(found.way("hybrid-planned"))
+    for name in ("kv-only", "activations", "hybrid-25", "hybrid-50", "hybrid-75"):
+        assert planned <= found.predicted_s(found.way(name)) * 1.01
+
+
+def test_streamed_weights_are_shared_by_the_batches_of_a_column():
+    one = policies(COLUMN, weight_bytes=1e6, weights_load_s=0.03)
+    none = policies(COLUMN, weight_bytes=0.0, weights_load_s=0.03)
+    difference = one.step_s(256, 0) - none.step_s(256, 0)
+    assert difference == pytest.approx(0.03)
+
+
+def test_hybrid_blocks_keep_the_ratio_in_what_is_stored_and_in_what_is_predicted():
+    way = policies(COLUMN).way("hybrid-25")
+    kept = []
+    for _ in range(16):
+        act = sum(one is ACT_HOST for one in kept)
+        kept.append(way.placement(len(kept) - act, act))
+    assert set(kept) == {ACT_HOST, KV_HOST}
+    assert 16 * sum(one is ACT_HOST for one in kept) == way.activations(256) == 64
+
+
+def test_equal_ways_have_equal_keys_and_others_do_not():
+    found = policies(COLUMN)
+    key = {name: found.key(found.way(name)) for name in (
+        "kv-only", "hybrid-0", "activations", "hybrid-100", "share-0", "device", "hybrid-50",
+    )}  # fmt: skip
+    assert key["kv-only"] == key["hybrid-0"] and key["activations"] == key["hybrid-100"]
+    # It stores both, though it loads no activations.
+    assert len(set(key.values())) == 5
+
+
+@pytest.mark.parametrize("name", ["kvpr-best", "hybrid-best", "all"])
+def test_a_policy_that_is_not_there(name):
+    with pytest.raises(ValueError, match=f"no policy named '{name}'"):
+        policies().way(name)
+
+
+def test_models_and_arenas_by_name():
+    assert model("opt-6.7b", "float16").shape.kv_dtype_bytes == 2
+    with pytest.raises(ValueError, match="no model named 'gpt'"):
+        model("gpt", "float16")
+    # Grouped queries: activations would be no smaller, and no blocks of them are asked for.
+    size = arena_size(setting("cpu-small"), Group("llama-small", (PrefixCell(1024, 32),)))
+    assert isinstance(size, ArenaSize) and size.act_host == 0 and size.kv_host >= 66
+
+
+def test_the_hugging_face_baseline_computes_with_our_weights():
+    """Its tokens are ours; with their plain cache, as the offloaded one needs a GPU."""
+    from transformers import DynamicCache
+
+    one = setting("cpu-smallest")
+    group = one.groups[0]
+    with rig(one, group) as made:
+        assert "accelerator" in offloaded_refused(made)
+        theirs = their_model(made.forward.weights)
+        ours = made.forward.weights.layers.data_ptr()
+        first = theirs.model.decoder.layers[0].self_attn.k_proj.weight.data_ptr()
+        assert first == ours  # a view, not a copy
+        prompts = made.prompts(3, 21)
+        decoder = Decoder(made.forward, always(KV_HOST))
+        decoder.prefill([prompts])
+        for _ in range(7):
+            decoder.step()
+        want = decoder.tokens()[0]
+        decoder.close()
+
+        def timed(action):
+            action()
+            return Sample(1.0)
+
+        cache = DynamicCache(config=theirs.config)
+        *_, got = generate(theirs, cache, torch.as_tensor(np.stack(prompts)), 8, timed)
+        assert np.array_equal(got.numpy(), want)
