@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typer
+
 from benchmarks.offload import bench_offload, bench_overhead
 from benchmarks.routing import (
     bench_overload,
@@ -11,10 +13,12 @@ from benchmarks.routing import (
     bench_routing,
 )
 from benchmarks.scheduling import bench_packing, bench_scheduler, bench_tail
-from deploy.commands import bench, bench_clients, bench_soak, bench_validate
+from benchmarks.serving import bench_clients, bench_serve, bench_soak, bench_validate
 
-app = bench.app
+app = typer.Typer(help="Measure the running system.", no_args_is_help=True, add_completion=False)
 app.command()(bench_router.router)
+app.command(help=bench_serve.PREDICT_HELP)(bench_serve.predict)
+app.command()(bench_serve.serve)
 app.command()(bench_routing.routing)
 app.command()(bench_scheduler.scheduler)
 app.command()(bench_regret.regret)

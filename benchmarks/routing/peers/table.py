@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.routing.peers.play import Outcome
-from loadtest.bench_predict import quantile
+from benchmarks.serving.predict import quantile
 
 
 def measured(outcomes: Sequence[Outcome], from_s: float) -> list[Outcome]:

@@ -1,0 +1,238 @@
+"""How fast several endpoints answer streamed chats, in alternating rounds: the HTTP side.
+
+TTFT is measured at the client, until the first piece of *text*: an endpoint may send an empty
+first event long before its first token. Each request's prompt is new, so no cache helps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import httpx
+
+from benchmarks.serving.predict import quantile
+
+Progress = Callable[[str], None]
+
+MAX_TOKENS = 16
+PROMPT_WORDS = {"short": 12, "1k": 970}
+"""Words in a prompt, by its name; the tiny model's tokenizer makes a token of each."""
+
+_WORDS = ("the", "file", "test", "error", "value", "return", "class", "list", "name", "line")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One streamed chat as the client saw it; seconds from sending it."""
+
+    ttft_s: float
+    first_event_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of one system: its answers and how long they took together.
+
+    cpu_s: processor seconds that its processes used meanwhile; NaN where nobody looked.
+    """
+
+    system: str
+    prompt: str
+    concurrency: int
+    seconds: float
+    answers: tuple[Answer, ...]
+    cpu_s: float = math.nan
+
+    @property
+    def rps(self) -> float:
+        """Requests per second."""
+        return len(self.answers) / self.seconds
+
+    @property
+    def per_cpu_s(self) -> float:
+        """Requests per processor second."""
+        return len(self.answers) / self.cpu_s
+
+
+def prompt_text(kind: str, random: Random) -> str:
+    """A prompt of common words behind a number, so that no two begin alike."""
+    words = random.choices(_WORDS, k=PROMPT_WORDS[kind])
+    return f"{random.getrandbits(48)} {' '.join(words)}"
+
+
+async def ask(client: httpx.AsyncClient, url: str, model: str, text: str) -> Answer:
+    """Send one streamed chat.
+
+    Raises:
+        RuntimeError: another status than 200, or a stream without text.
+    """
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    start_s = time.perf_counter()
+    first_event_s = ttft_s = None
+    async with client.stream("POST", url, json=body) as answer:
+        if answer.status_code != 200:
+            raise RuntimeError(f"{url}: {answer.status_code} {(await answer.aread())[:300]!r}")
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            since_s = time.perf_counter() - start_s
+            first_event_s = first_event_s or since_s
+            if ttft_s is None and has_text(line):
+                ttft_s = since_s
+    if first_event_s is None or ttft_s is None:
+        raise RuntimeError(f"{url}: the stream held no text")
+    return Answer(ttft_s, first_event_s, time.perf_counter() - start_s)
+
+
+def has_text(line: str) -> bool:
+    """Whether a server-sent event of a chat holds a token rather than only a role."""
+    choices = json.loads(line.removeprefix("data: ")).get("choices") or [{}]
+    delta = choices[0].get("delta") or {}
+    return bool(delta.get("content")) or ("content" in delta and "role" not in delta)
+
+
+async def play_round(
+    client: httpx.AsyncClient,
+    system: str,
+    url: str,
+    model: str,
+    prompt: str,
+    concurrency: int,
+    requests: int,
+    random: Random,
+) -> Round:
+    """`requests` chats from `concurrency` clients, each sending when its last was answered."""
+    texts = iter([prompt_text(prompt, random) for _ in range(requests)])
+    answers: list[Answer] = []
+
+    async def one_client() -> None:
+        for text in texts:
+            answers.append(await ask(client, url, model, text))
+
+    start_s = time.perf_counter()
+    await asyncio.gather(*(one_client() for _ in range(concurrency)))
+    return Round(system, prompt, concurrency, time.perf_counter() - start_s, tuple(answers))
+
+
+async def play(
+    urls: Mapping[str, str],
+    model: str,
+    concurrencies: Sequence[int],
+    requests: int,
+    rounds: int,
+    seed: int,
+    progress: Progress,
+    cpu_s: Callable[[str], float] = lambda system: math.nan,
+) -> list[Round]:
+    """All rounds: for each prompt and concurrency the systems take turns, `rounds` times each.
+
+    cpu_s: processor seconds that a system's processes have used so far, to be told per round.
+    """
+    random = Random(seed)
+    done: list[Round] = []
+    limits = httpx.Limits(max_connections=128, max_keepalive_connections=128)
+    async with httpx.AsyncClient(timeout=120.0, limits=limits) as client:
+        for system, url in urls.items():
+            for _ in range(2):
+                for kind in PROMPT_WORDS:
+                    await play_round(client, system, url, model, kind, 4, 8, random)
+        for prompt, concurrency in itertools.product(PROMPT_WORDS, concurrencies):
+            count = max(requests, 2 * concurrency)
+            for turn in range(rounds):
+                # The order turns too, so that none is always first after a pause.
+                names = list(urls)
+                names = names[turn % len(names) :] + names[: turn % len(names)]
+                for system in names:
+                    before_s = cpu_s(system)
+                    played = await play_round(
+                        client, system, urls[system], model, prompt, concurrency, count, random
+                    )
+                    done.append(replace(played, cpu_s=cpu_s(system) - before_s))
+            rows = [_row(_of(done, system, prompt, concurrency)) for system in urls]
+            told = ", ".join(f"{r['system']} {1e3 * r['ttft_s']['p50']:.0f} ms" for r in rows)
+            progress(f"{prompt} prompts, concurrency {concurrency}: TTFT p50 {told}")
+    return done
+
+
+def summarize(rounds: Sequence[Round], baseline: str) -> dict[str, Any]:
+    """Rows per system, prompt and concurrency; `ratio_p50` sets ours beside the others."""
+    keys = list(dict.fromkeys((r.prompt, r.concurrency) for r in rounds))
+    systems = list(dict.fromkeys(r.system for r in rounds))
+    rows = [
+        _row(_of(rounds, system, prompt, concurrency))
+        for prompt, concurrency in keys
+        for system in systems
+    ]
+    by_key = {(row["system"], row["prompt"], row["concurrency"]): row for row in rows}
+    ratios = []
+    for prompt, concurrency in keys:
+        mine = by_key[baseline, prompt, concurrency]
+        for other in systems:
+            if other != baseline:
+                theirs = by_key[other, prompt, concurrency]
+                ratios.append(
+                    {
+                        "prompt": prompt,
+                        "concurrency": concurrency,
+                        "against": other,
+                        "ttft": mine["ttft_s"]["p50"] / theirs["ttft_s"]["p50"],
+                        "first_event": mine["first_event_s"]["p50"]
+                        / theirs["first_event_s"]["p50"],
+                        "rps": mine["rps"]["median"] / theirs["rps"]["median"],
+                    }
+                )
+    return {"rows": rows, "ratio_p50": ratios}
+
+
+def _of(rounds: Iterable[Round], system: str, prompt: str, concurrency: int) -> list[Round]:
+    key = (system, prompt, concurrency)
+    return [r for r in rounds if (r.system, r.prompt, r.concurrency) == key]
+
+
+def _row(rounds: Sequence[Round]) -> dict[str, Any]:
+    first = rounds[0]
+    return {
+        "system": first.system,
+        "prompt": first.prompt,
+        "concurrency": first.concurrency,
+        "rounds": len(rounds),
+        "requests": sum(len(r.answers) for r in rounds),
+        "ttft_s": _times([[a.ttft_s for a in r.answers] for r in rounds]),
+        "first_event_s": _times([[a.first_event_s for a in r.answers] for r in rounds]),
+        "rps": {
+            "median": statistics.median(r.rps for r in rounds),
+            "spread": _spread([r.rps for r in rounds]),
+        },
+    }
+
+
+def _times(rounds: Sequence[Sequence[float]]) -> dict[str, float | None]:
+    """Quantiles over all answers; the spread is that of the rounds' medians."""
+    every = [value for values in rounds for value in values]
+    return {
+        "p50": quantile(every, 0.5),
+        "p99": quantile(every, 0.99),
+        "spread": _spread([statistics.median(values) for values in rounds]),
+    }
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Largest less smallest, over the median."""
+    return (max(values) - min(values)) / statistics.median(values)

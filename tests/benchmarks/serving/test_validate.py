@@ -1,0 +1,354 @@
+"""`kappa bench validate`: scripts share what the trace shares, and both halves see the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import pytest
+import typer
+
+from benchmarks.serving.bench_validate import Bench
+from benchmarks.serving.validate import Answered, Played, Replayer
+from benchmarks.serving.validate_traffic import (
+    FORCED_TOKEN,
+    SCALINGS,
+    Ask,
+    Scaling,
+    Script,
+    idle_script,
+    salt_of,
+    scripts,
+    shared_tokens,
+)
+from benchmarks.serving.validation import (
+    Cell,
+    Overhead,
+    compared,
+    mirror_of,
+    overhead_of,
+    prefill_s,
+    ranking,
+    saturation_sessions_per_s,
+    simulate,
+)
+from kappa.settings.cluster import ClusterSettings
+from workload.catalogue import workload_named
+
+BLOCK = 32
+SETTINGS = ClusterSettings(dilation=10.0)
+MIRROR = mirror_of(SETTINGS, 512.0)
+OVERHEAD = Overhead(0.014, 0.012, 0.0, 10)
+WORKLOADS = {name: workload_named(name) for name in SCALINGS}
+
+
+def made(name, *, rate=2.0, window_s=5.0, salt=0, scaling=None):
+    return scripts(
+        WORKLOADS[name],
+        scaling or SCALINGS[name],
+        sessions_per_s=rate,
+        window_s=window_s,
+        dilation=10.0,
+        block_tokens=BLOCK,
+        max_context_tokens=8192,
+        rng=np.random.default_rng(1),
+        salt=salt,
+    )
+
+
+def alone(*lengths, output_tokens=4):
+    rng = np.random.default_rng(5)
+    asks = (Ask(1.0, rng.integers(100, 3000, n), output_tokens) for n in lengths)
+    return [Script("s", 0.0, tuple(asks))]
+
+
+# -- scripts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_the_same_seed_makes_the_same_scripts_and_another_salt_shares_no_token_block(name):
+    first, again, other = made(name), made(name), made(name, salt=salt_of("run", 2))
+    assert [s.session for s in first] == [s.session for s in other]
+    assert [s.start_s for s in first] == [s.start_s for s in again] == [s.start_s for s in other]
+    for a, b, c in zip(first, again, other, strict=True):
+        for x, y, z in zip(a.asks, b.asks, c.asks, strict=True):
+            assert (x.prompt == y.prompt).all()
+            assert len(x.prompt) == len(z.prompt)
+            if len(x.prompt) >= BLOCK:
+                assert (x.prompt[:BLOCK] != z.prompt[:BLOCK]).any()
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scaled_scripts_reuse_about_what_the_trace_reuses(name):
+    scaling = replace(SCALINGS[name], most_output_tokens=10_000)
+    total, held = shared_tokens(made(name, rate=8.0, scaling=scaling), BLOCK)
+    size = WORKLOADS[name].block_tokens
+    seen, trace_total, trace_held = set(), 0, 0
+    names = {s.session.rpartition("#")[0] for s in made(name, rate=8.0)}
+    for session in WORKLOADS[name].sessions:
+        if session.id not in names:
+            continue
+        for turn in session.turns[: scaling.turns]:
+            trace_total += turn.input_tokens
+            for block in turn.blocks.tolist():
+                if block not in seen:
+                    break
+                trace_held += size
+            seen.update(turn.kept_blocks.tolist())
+    assert held / total == pytest.approx(trace_held / trace_total, abs=0.12)
+
+
+def test_every_request_fits_the_context():
+    for name in SCALINGS:
+        for script in made(name, rate=10.0):
+            for ask in script.asks:
+                assert 1 <= len(ask.prompt) <= 8192 - ask.output_tokens
+
+
+def test_a_chat_carries_the_forced_answer_in_its_next_prompt():
+    scaling = Scaling(tokens=1.0, turns=3, most_output_tokens=10_000)
+    carried = 0
+    for script in made("sharegpt", rate=8.0, scaling=scaling):
+        for before, after in zip(script.asks, script.asks[1:], strict=False):
+            stop = (len(before.prompt) + before.output_tokens) // BLOCK * BLOCK
+            answer = after.prompt[len(before.prompt) : stop]
+            if len(answer) and (after.prompt[: len(before.prompt)] == before.prompt).all():
+                carried += bool((answer == FORCED_TOKEN).all())
+    assert carried > 0
+
+
+def test_ids_of_a_shape_are_equal_exactly_where_prompts_are():
+    (script,) = alone(100, 200)
+    longer = np.concatenate([script.asks[0].prompt, np.arange(100, 164)])
+    other = replace(script, asks=(script.asks[0], Ask(0.0, longer, 4), script.asks[1]))
+    first, second, third = other.shape(BLOCK).turns
+    assert second.blocks[:3].tolist() == first.blocks.tolist()
+    assert not set(third.blocks.tolist()) & set(second.blocks.tolist())
+    assert len(first.kept_blocks) == 104 // BLOCK
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("tokens", 0.0), ("tokens", 1.5), ("turns", 0), ("most_output_tokens", 2)]
+)
+def test_a_scaling_that_makes_no_traffic_is_refused(field, value):
+    with pytest.raises(ValueError, match=field):
+        Scaling(**{"tokens": 0.5, "turns": 3, field: value})
+
+
+# -- the client -------------------------------------------------------------------------------
+
+
+class Pieces(httpx.AsyncByteStream):
+    """A body that comes in pieces."""
+
+    def __init__(self, *pieces):
+        self._pieces = pieces
+
+    async def __aiter__(self):
+        for piece in self._pieces:
+            yield piece
+
+
+def cluster_that_answers(seen):
+    """An endpoint with the cluster's words."""
+    reports = iter(range(1, 100))
+
+    def answer(request):
+        if request.url.path == "/v1/nodes":
+            n = next(reports)
+            totals = {
+                "time_s": 10.0 * n, "step_seconds_total": 5.0 * n, "load_seconds_total": 0.0,
+                "store_seconds_total": 0.0, "steps_total": n, "overruns_total": 0,
+            }  # fmt: skip
+            return httpx.Response(
+                200, json={"nodes": [{"worker": "w", "node": "pcie", "totals": totals}]}
+            )
+        if request.url.path == "/v1/decisions":
+            said = {
+                "request_id": "id-0", "time_s": 0.0, "predicted": {"ttft_s": 0.5},
+                "actual": {
+                    "ttft_s": 0.4, "device_tokens": 32, "cached_tokens": 64, "new_tokens": 4,
+                },
+            }  # fmt: skip
+            return httpx.Response(200, json={"decisions": [said]})
+        body = json.loads(request.content)
+        seen.append(body)
+        if len(body["prompt"]) == 13:
+            return httpx.Response(503, stream=Pieces())
+        return httpx.Response(
+            200,
+            headers={"x-request-id": f"id-{len(seen) - 1}", "x-kappa-node": "pcie"},
+            stream=Pieces(b'data: {"choices": []}\n\n', b"data: [DONE]\n\n"),
+        )
+
+    return answer
+
+
+def play(lengths, seen):
+    async def run():
+        transport = httpx.MockTransport(cluster_that_answers(seen))
+        async with httpx.AsyncClient(base_url="http://x", transport=transport) as http:
+            played = await Replayer(http, "m").play(
+                [replace(s, asks=tuple(replace(a, after_s=0.0) for a in s.asks))
+                 for s in alone(*lengths)]
+            )  # fmt: skip
+        return played
+
+    return asyncio.run(run())
+
+
+def test_turns_go_out_in_order_with_what_the_router_said_of_them():
+    seen = []
+    played = play((50, 70), seen)
+    assert [len(body["prompt"]) for body in seen] == [50, 70]
+    assert all(body["allowed_token_ids"] == [FORCED_TOKEN] for body in seen)
+    first, second = played.answers
+    assert (first.turn, second.turn) == (0, 1)
+    assert second.sent_s >= first.sent_s + first.total_s
+    assert (first.device_tokens, first.host_tokens, first.new_tokens) == (32, 64, 4)
+    assert second.new_tokens is None
+    assert played.busy_share > 0
+    assert Played.from_dict(json.loads(json.dumps(played.to_dict()))) == played
+
+
+def test_a_session_ends_at_its_first_failure_which_is_told():
+    seen = []
+    played = play((13, 70), seen)
+    assert len(seen) == 1
+    assert [a.error for a in played.answers] == ["HTTP 503"]
+    assert len(played.ttfts_s()) == 0
+
+
+# -- the simulated half -----------------------------------------------------------------------
+
+
+def answered(node, tokens, over_s):
+    engine_s = prefill_s(MIRROR.by_name[node], tokens, MIRROR.budget_tokens)
+    return Answered(
+        "idle", 0, 0.0, tokens, 2, "r", node, engine_s + over_s, 1.0,
+        decided_after_s=0.01, engine_ttft_s=engine_s + 0.008,
+    )  # fmt: skip
+
+
+def test_overhead_is_what_idle_requests_took_besides_their_steps():
+    idle = [answered("pcie", 40, 0.03), answered("c2c", 1500, 0.034), answered("pcie", 9, 0.032)]
+    found = overhead_of(idle, MIRROR.by_name, MIRROR.budget_tokens)
+    assert found.total_s == pytest.approx(0.032)
+    assert found.before_s == pytest.approx(0.014)
+    assert found.samples == 3
+
+
+def test_no_overhead_without_an_answer():
+    failed = replace(answered("pcie", 40, 0.03), error="HTTP 503")
+    with pytest.raises(ValueError, match="idle phase"):
+        overhead_of([failed], MIRROR.by_name, MIRROR.budget_tokens)
+
+
+def test_a_lone_request_takes_its_steps_and_the_overhead():
+    result = simulate(alone(1500), MIRROR, OVERHEAD, "ttft")
+    step = MIRROR.steps[0]
+    expected = prefill_s(step, 1500, MIRROR.budget_tokens) + OVERHEAD.total_s
+    assert result.ttft_s.tolist() == pytest.approx([expected])
+    assert expected > step.dilation * 1500 * step.token_s
+
+
+def test_simulated_runs_are_seeded():
+    jittery = replace(OVERHEAD, jitter_s=0.01)
+    runs = [simulate(made("narrativeqa"), MIRROR, jittery, "ttft", seed) for seed in (1, 1, 2)]
+    assert (runs[0].ttft_s == runs[1].ttft_s).all()
+    assert (runs[0].ttft_s != runs[2].ttft_s).any()
+
+
+def test_a_document_asked_about_again_is_not_computed_again():
+    result = simulate(made("narrativeqa", rate=0.2), MIRROR, OVERHEAD, "ttft")
+    later = result.turn > 0
+    assert later.any()
+    assert (result.new_tokens[later] <= BLOCK).all()
+
+
+def test_saturation_is_less_than_what_arrives_then():
+    asked = []
+
+    def make(rate):
+        asked.append(rate)
+        return made("narrativeqa", rate=rate, window_s=10.0)
+
+    found = saturation_sessions_per_s(make, MIRROR, OVERHEAD, 10.0)
+    assert 0 < found < asked[-1]
+
+
+def test_only_paced_nodes_can_be_mirrored():
+    with pytest.raises(ValueError, match="'pcie' is not paced"):
+        mirror_of(SETTINGS.unpaced(), 512.0)
+
+
+# -- what is made of it -----------------------------------------------------------------------
+
+
+def cell(policy, real, sim, load=0.8):
+    return Cell(
+        "t", load, policy, tuple(np.full(9, r) for r in real), tuple(np.full(9, s) for s in sim)
+    )
+
+
+def test_rows_tell_the_error_beside_the_spread():
+    rows = compared(cell("a", (1.0, 1.1, 0.9), (1.2,)))
+    assert [row["quantile"] for row in rows] == [0.5, 0.9]
+    assert rows[0]["err"] == pytest.approx(0.2)
+    assert rows[0]["spread"] == pytest.approx(0.2)
+
+
+def test_a_ranking_counts_only_where_the_real_runs_tell():
+    a, b, c = (
+        cell("a", (1.0, 1.1), (1.0,)),
+        cell("b", (2.0, 2.1), (3.0,)),
+        cell("c", (1.05,), (9.0,)),
+    )
+    agree = {tuple(p["policies"]): p["agrees"] for p in ranking([a, b, c])}
+    assert agree == {("a", "b"): True, ("a", "c"): None, ("b", "c"): False}
+    assert ranking([a, cell("b", (2.0,), (3.0,), load=0.5)]) == []
+
+
+# -- going on from records --------------------------------------------------------------------
+
+
+def bench(path, **changes):
+    told = {
+        "settings": SETTINGS, "traces": ("narrativeqa",), "loads": (0.8,), "policies": ("ttft",),
+        "runs": 2, "window_s": 5.0, "seed": 1, "records": path,
+    }  # fmt: skip
+    return Bench(**{**told, **changes})
+
+
+def test_finished_runs_are_not_done_again(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    before = bench(path)
+    run = {"kind": "run", "policy": "ttft", "trace": "narrativeqa", "load": 0.8, "run": 0}
+    run |= {"sessions_per_s": 1.5, "digest": before.digest("narrativeqa", 0.8, 1.5)}
+    before.keep({**run, "played": Played().to_dict()})
+    # Of the same name, but other requests: the trace was another then.
+    before.keep({**run, "run": 1, "digest": "other", "played": Played().to_dict()})
+    before.keep({"kind": "idle", "policy": "ttft", "played": Played().to_dict()})
+    after = bench(path)
+    after.load_records()
+    assert after.todo("ttft") == [("narrativeqa", 0.8, 1)]
+    assert after.rates == {("narrativeqa", 0.8): 1.5}
+    assert len(after.idle) == 1
+    other = bench(path, window_s=9.0)
+    other.load_records()
+    assert len(other.todo("ttft")) == 2
+
+
+def test_a_foreign_record_is_refused_by_file_and_line(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"kind": "run"}\n')
+    with pytest.raises(typer.BadParameter, match=r"runs.jsonl:1.*move the file away"):
+        bench(path).load_records()
+
+
+def test_idle_prompts_share_nothing():
+    heads = [tuple(ask.prompt[:16]) for ask in idle_script(np.random.default_rng(1)).asks]
+    assert len(set(heads)) == len(heads)
