@@ -13,7 +13,6 @@ from typer.core import TyperGroup
 from deploy.commands import (
     dashboards,
     demo,
-    faults,
     keys,
     law,
     lmcache,
@@ -63,6 +62,5 @@ app.command()(replay.replay)
 app.command()(power.power)
 app.command()(why.why)
 app.command()(dashboards.dashboards)
-app.command()(faults.faults)
 app.add_typer(keys.app, name="keys")
 app.add_typer(lmcache.app, name="lmcache")

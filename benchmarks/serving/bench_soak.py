@@ -17,14 +17,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from benchmarks.faults.started import EMULATED, started
+from benchmarks.faults.target import FaultsError
+from benchmarks.faults.traffic import Mix
 from benchmarks.serving.soak.leaks import MOST_MB_PER_HOUR
 from benchmarks.serving.soak.picture import draw
 from benchmarks.serving.soak.run import Plan, SoakResult
 from benchmarks.serving.soak.run import soak as run_soak
 from deploy.commands.provenance import Json, command, machine
-from loadtest.faults.started import EMULATED, started
-from loadtest.faults.target import FaultsError
-from loadtest.faults.traffic import Mix
 
 _STEEPEST = 8
 

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
-from loadtest.faults.bodies import CHAT, COMPLETION, PATHS, bad_requests
-from loadtest.faults.fuzz import complaint_of
+from benchmarks.faults.bodies import CHAT, COMPLETION, PATHS, bad_requests
+from benchmarks.faults.fuzz import complaint_of
 from tests.conformance.conftest import MODEL
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]

@@ -8,12 +8,12 @@ import os
 
 import pytest
 
-from loadtest.faults.catalogue import FAULTS, fault_named
-from loadtest.faults.started import EMULATED
-from loadtest.faults.storm import crowd
-from loadtest.faults.target import Target, environment
-from loadtest.faults.traffic import Mix
-from loadtest.faults.trial import try_fault
+from benchmarks.faults.catalogue import FAULTS, fault_named
+from benchmarks.faults.started import EMULATED
+from benchmarks.faults.storm import crowd
+from benchmarks.faults.target import Target, environment
+from benchmarks.faults.traffic import Mix
+from benchmarks.faults.trial import try_fault
 from tests.live.conftest import serving
 
 pytestmark = [

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.faults.actions import action_for
+from benchmarks.faults.catalogue import FAULTS
+from benchmarks.faults.processes import kill
+from benchmarks.faults.target import FaultsError, Target
+from benchmarks.faults.traffic import Mix, Traffic
+from benchmarks.faults.verdict import Seen
 from benchmarks.serving.soak.leaks import Slope, left_behind, slopes
 from benchmarks.serving.soak.samples import Sample, Sampler, look
-from loadtest.faults.actions import action_for
-from loadtest.faults.catalogue import FAULTS
-from loadtest.faults.processes import kill
-from loadtest.faults.target import FaultsError, Target
-from loadtest.faults.traffic import Mix, Traffic
-from loadtest.faults.verdict import Seen
 
 SPARED = ("ingress_killed", "controller_killed", "ingress_clock_forward", "ingress_clock_back")
 _LASTS_S = 10.0

@@ -10,7 +10,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from loadtest.faults.target import FaultsError, Target
+from benchmarks.faults.target import FaultsError, Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
+from benchmarks.faults.target import FaultsError
+from benchmarks.faults.verdict import Seen
 from benchmarks.serving.soak.leaks import left_behind, slope_of, slopes
 from benchmarks.serving.soak.run import _result
 from benchmarks.serving.soak.samples import Held, Sample, Sampler
-from loadtest.faults.target import FaultsError
-from loadtest.faults.verdict import Seen
 
 HOUR_S = 3600.0
 

@@ -8,11 +8,11 @@ import sys
 import pytest
 from aiohttp import web
 
-from loadtest.faults import fuzz as fuzzing
-from loadtest.faults.bodies import CHAT
-from loadtest.faults.fuzz import Beside, FuzzPlan, complaint_of, fuzz
-from loadtest.faults.verdict import Seen
-from tests.faults.test_bodies import SCHEMAS
+from benchmarks.faults import fuzz as fuzzing
+from benchmarks.faults.bodies import CHAT
+from benchmarks.faults.fuzz import Beside, FuzzPlan, complaint_of, fuzz
+from benchmarks.faults.verdict import Seen
+from tests.benchmarks.faults.test_bodies import SCHEMAS
 
 REFUSAL = {"error": {"message": "no", "type": "bad", "param": None, "code": "invalid"}}
 CHUNK = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'

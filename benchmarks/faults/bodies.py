@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.faults.hostile_values import BY_FIELD, Schema, anything, hostile, pick, written
+from benchmarks.faults.hostile_values import BY_FIELD, Schema, anything, hostile, pick, written
 
 CHAT, COMPLETION, ROUTE = PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/route")
 _LOOKED_AT = (

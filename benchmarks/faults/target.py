@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.faults.processes import Family, worker_pids
+from benchmarks.faults.processes import Family, worker_pids
 
 T = TypeVar("T")
 

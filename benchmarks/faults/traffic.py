@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from loadtest.faults.verdict import Seen
+from benchmarks.faults.verdict import Seen
 
 _NODE_HEADER = "x-kappa-node"
 

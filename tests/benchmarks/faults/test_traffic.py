@@ -6,9 +6,9 @@ import json
 import pytest
 from aiohttp import web
 
-from loadtest.faults.storm import Storm, crowd, storm
-from loadtest.faults.target import FaultsError
-from loadtest.faults.traffic import Mix, Traffic
+from benchmarks.faults.storm import Storm, crowd, storm
+from benchmarks.faults.target import FaultsError
+from benchmarks.faults.traffic import Mix, Traffic
 
 CHUNK = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
 ERROR = {"error": {"message": "no", "type": "server_error", "param": None, "code": "no_worker"}}

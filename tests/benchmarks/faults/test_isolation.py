@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
-from loadtest.faults import isolation as isolating
-from loadtest.faults.bodies import CHAT, COMPLETION, ROUTE
-from loadtest.faults.fuzz import Beside
-from loadtest.faults.isolation import FAIR, KINDS, Row, attack
+from benchmarks.faults import isolation as isolating
+from benchmarks.faults.bodies import CHAT, COMPLETION, ROUTE
+from benchmarks.faults.fuzz import Beside
+from benchmarks.faults.isolation import FAIR, KINDS, Row, attack
 
 REFUSAL = {"error": {"message": "no", "type": "bad", "param": None, "code": "invalid"}}
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from loadtest.faults.processes import alive, kill
-from loadtest.faults.target import FaultsError, Target, environment
+from benchmarks.faults.processes import alive, kill
+from benchmarks.faults.target import FaultsError, Target, environment
 
 _START_S = 480.0
 _STOP_S = 60.0

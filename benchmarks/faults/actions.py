@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.faults.catalogue import Fault
-from loadtest.faults.processes import alive, freeze, kill, thaw
-from loadtest.faults.target import FaultsError, Target
+from benchmarks.faults.catalogue import Fault
+from benchmarks.faults.processes import alive, freeze, kill, thaw
+from benchmarks.faults.target import FaultsError, Target
 
 _SHOW_S = 30.0
 _HOUR_S = 3600.0

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from loadtest.faults.actions import Action, action_for
-from loadtest.faults.catalogue import Fault
-from loadtest.faults.target import FaultsError, Target
-from loadtest.faults.traffic import Mix, Traffic
-from loadtest.faults.verdict import After, Seen, Verdict, judge
+from benchmarks.faults.actions import Action, action_for
+from benchmarks.faults.catalogue import Fault
+from benchmarks.faults.target import FaultsError, Target
+from benchmarks.faults.traffic import Mix, Traffic
+from benchmarks.faults.verdict import After, Seen, Verdict, judge
 
 _BEFORE_S = 3.0
 _AFTER_S = 4.0

@@ -2,8 +2,8 @@
 
 import pytest
 
-from loadtest.faults.catalogue import FAULTS, Fault, fault_named
-from loadtest.faults.verdict import After, Seen, first_answer_s, judge
+from benchmarks.faults.catalogue import FAULTS, Fault, fault_named
+from benchmarks.faults.verdict import After, Seen, first_answer_s, judge
 
 KILLED = Fault("killed", "a kill", first_answer_s=1.0, recovers=True)
 BACK = After(recovery_s=30.0, start_s=27.0)
@@ -74,7 +74,7 @@ def test_the_first_answer_is_of_a_request_sent_afterwards():
 
 
 def test_faults_are_found_by_name_and_each_has_a_deed():
-    from loadtest.faults.actions import _MAKERS
+    from benchmarks.faults.actions import _MAKERS
 
     assert {fault.name for fault in FAULTS} == set(_MAKERS)
     assert fault_named("slow_link").engine == "emulated"

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from loadtest.faults.processes import Family, alive, freeze, kill, thaw
-from loadtest.faults.target import INJECT, environment
+from benchmarks.faults.processes import Family, alive, freeze, kill, thaw
+from benchmarks.faults.target import INJECT, environment
 
 _PATIENCE_S = 10.0
 

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from loadtest.faults.processes import kill
-from loadtest.faults.target import FaultsError, Target
-from loadtest.faults.traffic import Mix, Traffic
-from loadtest.faults.verdict import Seen, first_answer_s
+from benchmarks.faults.processes import kill
+from benchmarks.faults.target import FaultsError, Target
+from benchmarks.faults.traffic import Mix, Traffic
+from benchmarks.faults.verdict import Seen, first_answer_s
 
 _POLL_S = 0.2
 _IDLE_S = 60.0

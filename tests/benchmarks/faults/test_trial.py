@@ -2,11 +2,11 @@
 
 import pytest
 
-from loadtest.faults import trial
-from loadtest.faults.actions import Action
-from loadtest.faults.catalogue import fault_named
-from loadtest.faults.trial import _index_lies, _settled
-from loadtest.faults.verdict import Seen, judge
+from benchmarks.faults import trial
+from benchmarks.faults.actions import Action
+from benchmarks.faults.catalogue import fault_named
+from benchmarks.faults.trial import _index_lies, _settled
+from benchmarks.faults.verdict import Seen, judge
 
 FINE = Seen(0.0, 0.1, 0.2, 200, streamed=False, complete=True)
 

@@ -19,12 +19,12 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from loadtest.faults.bodies import Bad, bad_requests, fields_known
-from loadtest.faults.hostile_values import Schema
-from loadtest.faults.processes import alive
-from loadtest.faults.target import FaultsError, Target
-from loadtest.faults.traffic import Mix, Traffic
-from loadtest.faults.verdict import Seen
+from benchmarks.faults.bodies import Bad, bad_requests, fields_known
+from benchmarks.faults.hostile_values import Schema
+from benchmarks.faults.processes import alive
+from benchmarks.faults.target import FaultsError, Target
+from benchmarks.faults.traffic import Mix, Traffic
+from benchmarks.faults.verdict import Seen
 
 MARKER = "zqxsecretprompt"
 HONEST = Mix(

@@ -19,19 +19,19 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
+from benchmarks.faults.bodies import CHAT, COMPLETION
+from benchmarks.faults.catalogue import FAULTS, Fault, fault_named
+from benchmarks.faults.fuzz import FuzzPlan
+from benchmarks.faults.fuzz import fuzz as run_fuzz
+from benchmarks.faults.isolation import KINDS, Row
+from benchmarks.faults.isolation import isolation as run_isolation
+from benchmarks.faults.started import CLOSED, SETTINGS, key_of, started
+from benchmarks.faults.storm import Storm, crowd, storm
+from benchmarks.faults.target import FaultsError, Target
+from benchmarks.faults.traffic import Mix
+from benchmarks.faults.trial import try_faults
+from benchmarks.faults.verdict import Verdict
 from deploy.commands.provenance import Json, command, machine
-from loadtest.faults.bodies import CHAT, COMPLETION
-from loadtest.faults.catalogue import FAULTS, Fault, fault_named
-from loadtest.faults.fuzz import FuzzPlan
-from loadtest.faults.fuzz import fuzz as run_fuzz
-from loadtest.faults.isolation import KINDS, Row
-from loadtest.faults.isolation import isolation as run_isolation
-from loadtest.faults.started import CLOSED, SETTINGS, key_of, started
-from loadtest.faults.storm import Storm, crowd, storm
-from loadtest.faults.target import FaultsError, Target
-from loadtest.faults.traffic import Mix
-from loadtest.faults.trial import try_faults
-from loadtest.faults.verdict import Verdict
 
 _MIXES = {"emulated": Mix(), "vllm": Mix(clients=4, documents=12, words=150, max_tokens=6)}
 # vLLM engines as `kappa serve` starts them, but for the bound on answers, which must be awaited.
@@ -301,3 +301,7 @@ def _isolation_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f} s"
+
+
+app = typer.Typer(add_completion=False)
+app.command()(faults)

@@ -21,10 +21,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from loadtest.faults.bodies import CHAT, COMPLETION, ROUTE, Bad
-from loadtest.faults.fuzz import HONEST, Beside
-from loadtest.faults.target import Target
-from loadtest.faults.traffic import Traffic
+from benchmarks.faults.bodies import CHAT, COMPLETION, ROUTE, Bad
+from benchmarks.faults.fuzz import HONEST, Beside
+from benchmarks.faults.target import Target
+from benchmarks.faults.traffic import Traffic
 
 _PROBE = replace(HONEST, pause_s=0.1)
 _RAMP_S = 5.0

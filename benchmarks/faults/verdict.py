@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from loadtest.faults.catalogue import Fault
+from benchmarks.faults.catalogue import Fault
 
 
 @dataclass(frozen=True, slots=True)
