@@ -140,7 +140,7 @@ _IDS = f"give token ids from 0 to {MAX_COUNT}"
 
 def _prompt(where: str, value: Any) -> Any:
     if isinstance(value, str):
-        return value
+        return _text()(where, value)
     if not isinstance(value, list) or not value:
         raise bad_field(where, "give a string, token ids, or a list of one kind of them")
     kinds = set(map(type, value))
@@ -150,7 +150,8 @@ def _prompt(where: str, value: Any) -> Any:
         raise bad_field(where, "give a string, token ids, or a list of one kind of them")
     if len(value) > MAX_CHOICES:
         raise bad_field(where, f"give at most {MAX_CHOICES} prompts")
-    return value if kinds == {str} else [_ids(f"{where}.{i}", ids) for i, ids in enumerate(value)]
+    check = _text() if kinds == {str} else _ids
+    return [check(f"{where}.{i}", prompt) for i, prompt in enumerate(value)]
 
 
 def _bias(where: str, value: Any) -> Any:
@@ -215,7 +216,7 @@ def _media_url(where: str, value: Any) -> Any:
 
 
 def _content(where: str, value: Any) -> Any:
-    return value if isinstance(value, str) else _PARTS_LIST(where, value)
+    return _text()(where, value) if isinstance(value, str) else _PARTS_LIST(where, value)
 
 
 def _part(where: str, value: Any) -> Any:

@@ -8,7 +8,15 @@ from vllm.entrypoints.chat_utils import MM_PARSER_MAP
 
 from router.errors import ApiError
 from router.ingress import fields
-from router.ingress.fields import CHAT, COMPLETION, DROPPED, REFUSED, checked_chat, choices_in
+from router.ingress.fields import (
+    CHAT,
+    COMPLETION,
+    DROPPED,
+    REFUSED,
+    checked_chat,
+    checked_completion,
+    choices_in,
+)
 
 pytestmark = pytest.mark.ray
 
@@ -93,3 +101,9 @@ def test_half_a_surrogate_pair_is_no_text():
     for name, value in (("bad_words", ["\ud800"]), ("stop", "\udfff"), ("user", "a\ud800b")):
         with pytest.raises(ApiError, match="half a surrogate pair"):
             checked_chat({"messages": MESSAGES, name: value})
+    for messages in ([{"role": "user", "content": "\ud800"}], [{"role": "\udbff"}]):
+        with pytest.raises(ApiError, match="half a surrogate pair"):
+            checked_chat({"messages": messages})
+    for prompt in ("\ud800", ["a", "\ud800"]):
+        with pytest.raises(ApiError, match="half a surrogate pair"):
+            checked_completion({"prompt": prompt})
