@@ -270,6 +270,14 @@ def engine_failed() -> ApiError:
     return ApiError(500, "The engine failed on this request.", kind="server_error", code="engine")
 
 
+def grammar_failed() -> ApiError:
+    """400: the engine could not compile what is to constrain the answer."""
+    return ApiError(
+        400, "The schema, regular expression or grammar that constrains the answer could not be "
+        "compiled, or took too long; simplify it.", code="invalid_grammar",
+    )  # fmt: skip
+
+
 def engine_lost(request_id: str, retry_after_s: float) -> ApiError:
     """503: an engine died with this request alone in it, so no other is given it unasked."""
     return ApiError(

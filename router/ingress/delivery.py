@@ -22,7 +22,7 @@ from kappa.report import ERROR_EVENT
 from router.decision import Decision
 from router.errors import ApiError, engine_failed
 from router.ingress.app import EndedStream, places_of
-from router.ingress.failures import error_in, raise_error_item, worker_failed
+from router.ingress.failures import error_in, raise_error_item, raise_refused, worker_failed
 from router.ingress.messages import approx_headers, as_events, decision_headers, pinned, tokens_in
 from router.ingress.terms import Terms, terms_of
 from router.live.live_router import LiveRouter
@@ -96,9 +96,9 @@ class Delivery:
         attempt = _Attempt(live, decision, stream, wait, terms)
         end = "error"
         try:
-            first = await wait.next(stream, terms.patience_s(self._timeout_s))
+            first = await _first(wait, stream, terms.patience_s(self._timeout_s), body)
             item = first[0] if isinstance(first, list) and first else first
-            raise_error_item(item)
+            raise_error_item(item, body)
             told = {} if isinstance(decision, Unsteered) else decision_headers(decision)
             headers = {**told, **approx_headers(body)}
             live.first_token(request_id)
@@ -188,6 +188,15 @@ class Delivery:
             yield _event(engine_failed())
         finally:
             await attempt.over(end)
+
+
+async def _first(wait: Wait, stream: Any, timeout_s: float, body: Any) -> Any:
+    """A stream's first item; what is the fault of the request's own grammar as ApiError 400."""
+    try:
+        return await wait.next(stream, timeout_s)
+    except Exception as error:
+        raise_refused(error, body)
+        raise
 
 
 def _event(error: ApiError) -> str:

@@ -16,7 +16,14 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 
 from kappa.report import ERROR_EVENT, EngineDiedError
-from router.errors import ApiError, engine_failed, engine_lost, from_engine, killed_an_engine
+from router.errors import (
+    ApiError,
+    engine_failed,
+    engine_lost,
+    from_engine,
+    grammar_failed,
+    killed_an_engine,
+)
 from router.ingress.app import tenant_of
 from router.live.board import PinGoneError
 from router.live.live_router import LiveRouter
@@ -28,6 +35,10 @@ log = structlog.get_logger(__name__)
 
 # vLLM's and our own engines' words for a dead engine, where their classes do not travel.
 _DEAD_ENGINES = ("EngineDeadError", "EngineDiedError", "EngineStopped")
+# vLLM's error of a request that ended in its scheduler. There are two reasons: a load that failed,
+# after which our connectors compute the prompt instead, and a grammar that does not compile.
+_ENDED_BY_SCHEDULER = "Internal server error"
+_CONSTRAINTS = ("structured_outputs", "response_format", "tools")
 
 
 class WorkerFailed(Exception):
@@ -89,11 +100,11 @@ def may_pass_on(
     raise engine_lost(request_id, live.retry_after_s())
 
 
-def raise_error_item(item: Any) -> None:
-    """Raise if what came first is an error instead of an answer.
+def raise_error_item(item: Any, body: Any = None) -> None:
+    """Raise if what came first is an error instead of the answer to a request with that body.
 
     Raises:
-        ApiError: the engine refused the request: it would everywhere.
+        ApiError: the engine refused the request, or could not compile its grammar: so would others.
         WorkerFailed: the engine failed.
     """
     told = error_in(item) if isinstance(item, str) else None
@@ -103,7 +114,21 @@ def raise_error_item(item: Any) -> None:
         return
     if told.status < 500:
         raise told
+    if _ENDED_BY_SCHEDULER in (item if isinstance(item, str) else told.message):
+        _raise_if_constrained(body)
     raise WorkerFailed("error", "error", engine_failed())
+
+
+def raise_refused(error: Exception, body: Any) -> None:
+    """Raises ApiError 400 if an exception out of Ray's delivery is about the request's grammar."""
+    if "GenerationError" in _names(error):
+        _raise_if_constrained(body)
+
+
+def _raise_if_constrained(body: Any) -> None:
+    """Raises ApiError 400 if a schema, an expression or a grammar constrains the answer."""
+    if any(getattr(body, name, None) for name in _CONSTRAINTS):
+        raise grammar_failed() from None
 
 
 def error_in(packet: str) -> ApiError | None:
@@ -123,6 +148,10 @@ def error_in(packet: str) -> ApiError | None:
 
 
 def _engine_died(error: BaseException) -> bool:
+    return isinstance(error, EngineDiedError) or bool(_names(error) & set(_DEAD_ENGINES))
+
+
+def _names(error: BaseException) -> set[str]:
+    """Of the classes of an exception and of what Ray says caused it."""
     cause = getattr(error, "cause", None)
-    names = {type(e).__name__ for e in (error, cause) if e is not None}
-    return isinstance(error, EngineDiedError) or bool(names & set(_DEAD_ENGINES))
+    return {type(e).__name__ for e in (error, cause) if e is not None}

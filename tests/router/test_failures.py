@@ -12,12 +12,17 @@ from router.errors import ApiError
 from router.ingress.failures import WorkerFailed, error_in, raise_error_item, worker_failed
 from router.live.board import PinGoneError
 from router.live.waiting import WorkerLostError
+from tests.router.scripted import code, post
 
 pytestmark = pytest.mark.ray
 
 
 class EngineDeadError(Exception):
     """As vLLM names it; its class need not exist here."""
+
+
+class GenerationError(Exception):
+    """Likewise."""
 
 
 def as_ray_tells(error):
@@ -65,6 +70,37 @@ def test_an_engines_refusal_is_the_clients_and_its_failure_is_not(shape):
     with pytest.raises(WorkerFailed) as failed:
         raise_error_item(item(500))
     assert "secret" not in json.dumps(failed.value.error.body())
+
+
+@pytest.mark.parametrize("shape", ["event", "object"])
+def test_a_grammar_that_does_not_compile_is_the_clients_fault_and_no_workers(shape):
+    def item(message):
+        info = SimpleNamespace(code=500, message=message)
+        return event(500, message) if shape == "event" else SimpleNamespace(error=info)
+
+    body = SimpleNamespace(response_format={"type": "json_schema"})
+    with pytest.raises(ApiError) as refused:
+        raise_error_item(item("Internal server error"), body)
+    assert (refused.value.status, refused.value.code) == (400, "invalid_grammar")
+    # Another failure, and that of a request without a grammar, are the engine's.
+    for failed, of in (("CUDA error", body), ("Internal server error", SimpleNamespace())):
+        with pytest.raises(WorkerFailed):
+            raise_error_item(item(failed), of)
+
+
+async def test_a_grammar_that_does_not_compile_is_not_tried_on_another_worker(serve):
+    async def script(_worker):
+        raise as_ray_tells(GenerationError("Internal server error"))
+        yield
+
+    ingress, live, app = await serve(script)
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
+    for _ in range(6):  # more than what opens a breaker
+        answer = await post(app, response_format=form)
+        assert (answer.status_code, code(answer)) == (400, "invalid_grammar")
+    assert len(ingress.sent) == 6 and live.router.reservations == 0
+    assert code(await post(app)) == "engine"
+    assert len(ingress.sent) == 8  # nobody is spared what is no grammar's fault
 
 
 def test_what_is_no_error_passes():
