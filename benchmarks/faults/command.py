@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
@@ -274,26 +275,17 @@ def _print(report: dict[str, Any]) -> None:
 
 def _isolation_table(rows: Sequence[dict[str, Any]]) -> Table:
     title = "time to first token of a small request beside another tenant's traffic"
-    table = Table(title=title, title_justify="left")
-    for column in (
-        "traffic",
-        "p50",
-        "p90",
-        "max",
-        "p50 / fair",
-        "p90 / fair",
-        "answers",
-        "verdict",
-    ):
-        table.add_column(column)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("traffic", "p50", "p90", "max", "p50/fair", "p90/fair", "lost", "verdict"):
+        table.add_column(column, no_wrap=True)
     for row in rows:
         ttft = row["ttft"]
         table.add_row(
             row["kind"],
-            *(f"{ttft[f'{name}_s']:.3f} s" for name in ("p50", "p90", "max")),
+            *(f"{ttft[f'{name}_s']:.2f} s" for name in ("p50", "p90", "max")),
             f"{row['ratio']:.2f}",
             f"{row['tail_ratio']:.2f}",
-            f"{sum(ttft['failed'].values())} of {ttft['requests']}",
+            f"{sum(ttft['failed'].values())}/{ttft['requests']}",
             "broken" if row["broken"] else "kept",
         )
     return table
