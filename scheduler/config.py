@@ -33,7 +33,9 @@ class FairConfig:
     tenant may be ahead before others go first. credit: seconds of service that a second of waiting
     is worth, until the request is due; a tenant ahead by all of that and the slack gets no blocks
     while one in turn waits for some. reserve: set blocks aside for a due request (off only to show
-    what happens then). expected_output_tokens: length of an answer before any was seen.
+    what happens then). expected_output_tokens: length of an answer before any was seen. headroom:
+    where there are several tenants, the share of slots and blocks that those with something running
+    leave to those with nothing.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -45,10 +47,16 @@ class FairConfig:
     credit: float = 0.1
     reserve: bool = True
     expected_output_tokens: int = 128
+    headroom: float = 1 / 16
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             _at_least("FairConfig", name, getattr(self, name), least)
+        if self.headroom > _MOST_HEADROOM:
+            raise ValueError(
+                f"FairConfig.headroom is {self.headroom}: give at most {_MOST_HEADROOM}, or "
+                "tenants with something running could hardly use the engine"
+            )
         for tenant, weight in {"default": self.default_weight, **self.weights}.items():
             if not (math.isfinite(weight) and weight > 0):
                 raise ValueError(
@@ -57,9 +65,10 @@ class FairConfig:
                 )
 
 
+_MOST_HEADROOM = 0.5
 _LEAST = {
     "max_skips": 0, "due_after_s": 0.0, "window": 1, "slack_s": 0.0, "credit": 0.0,
-    "expected_output_tokens": 1,
+    "expected_output_tokens": 1, "headroom": 0.0,
 }  # fmt: skip
 
 

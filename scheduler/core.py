@@ -10,6 +10,8 @@ context holds up whatever stands behind it. Here:
   of what both classes want, while both wait.
 - Tenants go in the order of the service they had less the credit that waiting earns
   (`scheduler.credits`); within a tenant, first come, first served.
+- Where there are several tenants, those with something running leave some slots and blocks to those
+  with nothing, so that nobody waits for another's answers to end.
 - A request passed over too often, or waiting too long, is due: it goes first in its turn, and if it
   does not fit, blocks are set aside for it (`scheduler.memory`); whoever has them is first of all.
 
@@ -18,6 +20,7 @@ Guarantees and their assumptions: docs/adr/0006. Called by the engine's adapter 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import inf
@@ -209,6 +212,7 @@ class Fair:
         blocks_per_token = memory.capacity_blocks / max(room.budget_tokens, 1)
         reserved = ledger.reserved_for
         seen = Seen(ledger, room)
+        headroom, running = self._headroom(room), {work.tenant for work in self._admitted_s}
         more = _LOOK_FURTHER if self._link.open(now_s) else 0
         candidates: list[Candidate] = []
         turns: Iterator[tuple[Work, int]] = self._waiting.in_turn(now_s)
@@ -229,6 +233,10 @@ class Fair:
                 reserve = ledger.promised(prompt_blocks, reserve)
             due = work.skips > max_skips or work.arrival_s <= due_since_s
             candidate = Candidate(work, quote, prompt_blocks, reserve, blocks_per_token, tier, due)
+            if work.tenant in running:
+                candidate.leaves_blocks, candidate.leaves_slots = headroom
+            # Of those that have nothing, the first only.
+            running.add(work.tenant)
             candidates.append(candidate)
             if seen.full:
                 more -= 1
@@ -241,6 +249,19 @@ class Fair:
             first = candidates[1 if candidates[0].work is reserved else 0]
             first.due = first.due or first.tier == IN_TURN
         return candidates
+
+    def _headroom(self, room: Room) -> tuple[int, int]:
+        """Blocks and slots that tenants with something running leave to those with nothing.
+
+        A request of such a tenant then waits for no answer of another's to end.
+        """
+        share = self.config.headroom
+        if not share or len(self._accounts) < 2:
+            return 0, 0
+        return (
+            math.ceil(share * room.memory.capacity_blocks),
+            math.ceil(share * (room.slots + room.running)),
+        )
 
     def _stuck_by(self, candidates: list[Candidate], room: Room, plan: Plan) -> _Stuck | None:
         """Nothing was admitted: why that stays so for a while, if it does."""

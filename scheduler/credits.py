@@ -63,6 +63,10 @@ class Accounts:
         self._capacity_blocks = 1.0
         self._at_s = 0.0
 
+    def __len__(self) -> int:
+        """Tenants that ever came."""
+        return len(self._accounts)
+
     def _account(self, tenant: str) -> _Account:
         account = self._accounts.get(tenant)
         if account is None:

@@ -26,12 +26,13 @@ class Candidate:
 
     blocks: of the free ones that it takes, now and as it decodes; footprint: all it will hold, its
     shared ones included; new_tokens: to be computed; high: wants more of the VRAM than of the
-    budget. why: it was passed over; admitted: it was not.
+    budget. why: it was passed over; admitted: it was not. leaves_blocks, leaves_slots: what must
+    stay free beside it, for tenants with nothing running.
     """
 
     __slots__ = (
-        "admitted", "blocks", "due", "footprint", "high", "new_tokens", "quote", "reserve", "tier",
-        "why", "work",
+        "admitted", "blocks", "due", "footprint", "high", "leaves_blocks", "leaves_slots",
+        "new_tokens", "quote", "reserve", "tier", "why", "work",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +56,7 @@ class Candidate:
         self.high = self.blocks > self.new_tokens * blocks_per_token
         self.admitted = False
         self.why = ""
+        self.leaves_blocks = self.leaves_slots = 0
 
     @property
     def waits(self) -> bool:
@@ -234,7 +236,9 @@ class Turn:
         if self._alone:
             fits = candidate.quote.blocks <= self._room.memory.available()
             return "" if fits else VRAM
-        if candidate.blocks > self._free:
+        if candidate.leaves_slots and self._room.slots <= candidate.leaves_slots:
+            return SLOTS
+        if candidate.blocks + candidate.leaves_blocks > self._free:
             return VRAM
         ledger = self._ledger
         others = ledger.reserved_for not in (None, candidate.work)

@@ -223,6 +223,45 @@ def test_who_had_least_goes_first():
     assert engine.order[-2:] == a
 
 
+def flooded(*tenants):
+    """An engine of 160 blocks and 16 slots, after a request of each of `tenants` and then ten
+    iterations of a flood of tenant a: requests of 10 blocks that decode for long."""
+    _, engine = fair(blocks=160, budget=1000, slots=16)
+    for tenant in tenants:
+        engine.add(Request(1, tenant=tenant))
+        engine.iterate()
+    for _ in range(40):
+        engine.add(Request(8, output=1000, bound=2, tenant="a"))
+    for _ in range(2):
+        engine.iterate()
+    return engine
+
+
+def test_a_tenant_with_nothing_running_waits_for_no_answer_of_anothers():
+    engine = flooded("b")
+    # A sixteenth stays free: one slot of 16, ten blocks of 160. 15 requests of 10 blocks fit.
+    assert len(engine.held) == 15
+    b = [engine.add(Request(8, bound=2, tenant="b")) for _ in range(2)]
+    engine.iterate()
+    assert admitted(engine) == b[:1], "the second one's tenant has something running"
+
+
+def test_a_tenant_alone_may_use_all_slots_and_blocks():
+    assert len(flooded().held) == 16
+    assert len(flooded("a").held) == 16
+
+
+def test_headroom_keeps_no_large_request_out_for_good():
+    _, engine = fair(blocks=160, budget=1000, slots=16)
+    engine.add(Request(1, tenant="b"))
+    engine.iterate()
+    # 155 of 160 blocks: more than is given beside another request of its tenant.
+    small, large = engine.add(Request(4, tenant="a")), engine.add(Request(155, tenant="a"))
+    for _ in range(4):
+        engine.iterate()
+    assert {small, large} <= set(engine.done)
+
+
 def test_a_newcomer_is_looked_at_though_the_window_is_full_of_others():
     rule = Fair(FairConfig(window=4))
     for _ in range(4):
@@ -290,6 +329,7 @@ def test_the_same_events_give_the_same_plans():
         ({"credit": -0.1}, "credit"),
         ({"weights": {"a": 0.0}}, "tenant 'a'"),
         ({"default_weight": float("inf")}, "default"),
+        ({"headroom": 0.6}, "headroom"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(wrong, names):

@@ -372,7 +372,8 @@ def test_a_tenant_that_spreads_over_two_engines_gets_its_share_and_the_lag_at_mo
 def test_what_fits_and_waits_for_nothing_else_is_admitted(
     sizes, tenants, capacity, used, budget, slots
 ):
-    rule, memory = Fair(FairConfig()), Blocks(capacity)
+    # Headroom for tenants with nothing running is the one thing that idles: none here.
+    rule, memory = Fair(FairConfig(headroom=0.0)), Blocks(capacity)
     engine = Engine(rule, memory, 200, slots)
     if used:
         engine.add(Request(min(used, capacity - 1), 1, bound=0))
