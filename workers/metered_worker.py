@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kappa.step import StepModel
@@ -172,5 +173,41 @@ class Metered:
         self._kappa_stats.send(step)
 
 
+class Rewindable(torch.Generator):
+    """A generator on the CPU that can take back what was drawn since it was marked.
+
+    A request with a seed draws in every step of its prompt. vLLM takes back all draws but the last
+    by the generator's offset, which one on a CPU does not have: its exception ends the engine.
+    """
+
+    def mark(self) -> None:
+        """Where to come back to."""
+        self._marked = self.get_state()
+
+    def get_offset(self) -> int:
+        """Of no meaning here."""
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """Back to the mark, whatever the offset."""
+        self.set_state(self._marked)
+
+
+def mark_generators(runner: Any) -> None:
+    """Make all generators of a model runner's batch rewindable to what they are now."""
+    batch = runner.input_batch
+    for index, generator in batch.generators.items():
+        if not isinstance(generator, Rewindable):
+            plain, generator = generator, Rewindable()
+            generator.set_state(plain.get_state())
+            batch.generators[index] = runner.requests[batch.req_ids[index]].generator = generator
+        generator.mark()
+
+
 class MeteredCPUWorker(Metered, CPUWorker):
     """vLLM's CPU worker, metered."""
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As `Metered`, with generators that vLLM can take a step back."""
+        mark_generators(self.model_runner)
+        return super().sample_tokens(grammar_output)

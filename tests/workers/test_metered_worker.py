@@ -1,14 +1,17 @@
 """What a step computes, which prompts it finishes, and how long a paced one lasts."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
+import torch
 import zmq
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from kappa.step import StepModel
 from workers.host_tier.admission_reports import kappa_request_id
-from workers.metered_worker import MeteredCPUWorker, StepMeter
+from workers.metered_worker import MeteredCPUWorker, StepMeter, mark_generators
 from workers.stats_channel import StatsSender
 
 pytestmark = pytest.mark.vllm
@@ -165,3 +168,23 @@ def test_an_empty_step_reports_nothing(worker):
     run(made, scheduled({}, finished=["x"]))
     run(made, scheduled({"a": 1}, [new("a", 1, name="next")]))
     assert report()["prefilled"] == ["next"]
+
+
+def test_what_a_step_of_an_unfinished_prompt_drew_from_its_seed_is_taken_back():
+    seeded, other = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
+    torch.rand(3, generator=seeded)  # it has drawn before: the state goes on, not the seed
+    torch.rand(3, generator=other)
+    request = SimpleNamespace(generator=seeded)
+    batch = SimpleNamespace(generators={1: seeded}, req_ids=["x", "a"])
+    runner = SimpleNamespace(input_batch=batch, requests={"a": request})
+    expected = torch.rand(3, generator=other)
+    for _ in range(3):
+        mark_generators(runner)
+        made = batch.generators[1]
+        assert made is request.generator
+        assert torch.equal(torch.rand(3, generator=made), expected)
+        made.set_offset(made.get_offset() - 4)  # as vLLM's _bookkeeping_sync does
+    mark_generators(runner)
+    assert torch.equal(torch.rand(3, generator=made), expected)
+    mark_generators(runner)  # that draw counted
+    assert torch.equal(torch.rand(3, generator=made), torch.rand(3, generator=other))
