@@ -1,12 +1,15 @@
 """Settings: the demo by default, and every fault told with its file and key."""
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kappa.report import MAX_TENANTS
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, home, load_settings
+from kappa.settings.pools import PoolSettings, ScalingSettings
 
 
 @pytest.fixture
@@ -242,3 +245,147 @@ def test_an_engine_can_be_given_by_its_kind_alone(written):
     assert (settings.engine.planner, settings.engine.act_share) == ("kvpr", 0.5)
     with pytest.raises(SettingsError, match="'vllm', 'torch'"):
         load_settings(written("engine: sglang\n"))
+
+
+_DOCS = Path(__file__).parents[2] / "docs"
+
+
+def yaml_of(page, heading):
+    """The YAML blocks below a heading of a page in docs/, parsed."""
+    text = (_DOCS / page).read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+
+
+def test_every_default_is_the_documented_one_and_none_is_left_out_of_the_page():
+    cluster, pool, scaling = yaml_of("cluster-file.md", "Defaults")
+    assert ClusterSettings().model_dump(mode="json") == cluster
+    made = PoolSettings(name="a", profile="pcie").model_dump(mode="json")
+    assert made == {"name": "a", "profile": "pcie", **pool}
+    assert ScalingSettings(max_replicas=4).model_dump() == {"max_replicas": 4, **scaling}
+
+
+def test_the_pages_of_the_sections_name_the_same_defaults():
+    cluster, *_ = yaml_of("cluster-file.md", "Defaults")
+    (failover,) = yaml_of("failover.md", "Circuit breakers")
+    assert failover["router"].items() <= cluster["router"].items()
+    (scheduler,) = yaml_of("scheduling.md", "Settings")
+    assert scheduler["scheduler"] == {**cluster["scheduler"], "log": "iterations.jsonl"}
+
+
+def section_fault(path, value):
+    """What is said of a cluster whose setting `path` (a.b.c) is `value`; "" if it is taken."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    try:
+        load_settings(**value)
+    except SettingsError as error:
+        return str(error)
+    return ""
+
+
+# The least that is taken and the first that is not, on either side; None: no bound there.
+BOUNDS = [
+    ("model.seed", (0, -1), None),
+    ("dilation", (1, 0.99), None),
+    ("engine.lmcache.timeout_s", (0.001, 0), (300, 301)),
+    ("engine.lmcache.heartbeat_s", (0.001, 0), (60, 61)),
+    ("engine.lmcache.retry_s", (0.001, 0), (600, 601)),
+    ("engine.act_share", (0, -0.01), (1, 1.01)),
+    ("engine.cpu_room_share", (0, -0.01), (1, 1.01)),
+    ("engine.sparse.share", (0.001, 0), (1, 1.01)),
+    ("engine.sparse.sink_tokens", (0, -1), (1024, 1025)),
+    ("engine.sparse.recent_tokens", (1, 0), (65536, 65537)),
+    ("engine.sparse.eta", (-1, -1.01), (1, 1.01)),
+    ("engine.sparse.power", (0.001, 0), (100, 100.5)),
+    ("engine.sparse.epsilon", (0, -0.01), (2, 2.01)),
+    ("engine.sparse.code_bits", (64, 0), (4096, 4160)),
+    ("engine.sparse.max_age", (0, -1), None),
+    ("engine.sparse.lanes", (1, 0), (4096, 4097)),
+    ("engine.sparse.chunk_tokens", (1, 0), (4096, 4097)),
+    ("engine.sparse.persistent_heads", (0, -1), None),
+    ("engine.max_context_tokens", (64, 63), None),
+    ("engine.host_bytes", (0, -1), None),
+    ("engine.handover_wait_s", (0, -1), (600, 601)),
+    ("engine.max_batch_tokens", (64, 63), None),
+    ("engine.max_sequences", (1, 0), None),
+    ("router.index_blocks", (1, 0), None),
+    ("router.max_body_bytes", (1024, 1023), None),
+    ("router.max_queue", (1, 0), None),
+    ("router.stale_after_s", (0.001, 0), None),
+    ("router.calibrate_requests", (0, -1), None),
+    ("router.forecast_workers", (0, -1), None),
+    ("router.request_timeout_s", (0.001, 0), None),
+    ("router.failover.stall_after_s", (0.001, 0), None),
+    ("router.failover.failures", (1, 0), None),
+    ("router.failover.pause_s", (0.001, 0), (30, 30.1)),
+    ("router.failover.longest_pause_s", (1, 0.9), None),
+    ("scheduler.max_skips", (0, -1), None),
+    ("scheduler.due_after_s", (0, -1), None),
+    ("scheduler.window", (1, 0), (65536, 65537)),
+    ("scheduler.slack_s", (0, -0.01), None),
+    ("scheduler.credit", (0, -0.01), None),
+    ("scheduler.store_backlog_s", (0, -1), None),
+    ("transfer.most_bytes", (1048576, 1048575), None),
+    ("transfer.wait_s", (0.001, 0), None),
+    ("transfer.net_bytes_per_s", (0.001, 0), None),
+    ("transfer.fixed_s", (0, -0.01), None),
+    ("transfer.min_new_tokens", (1, 0), None),
+    ("tenants.keys_check_s", (0.001, 0), (3600, 3601)),
+    ("tenants.default_limits.requests_per_minute", (0.001, 0), None),
+    ("tenants.default_limits.tokens_per_minute", (0.001, 0), None),
+    ("tenants.default_limits.concurrent", (1, 0), None),
+    ("access.max_headers", (16, 15), (10000, 10001)),
+    ("access.max_header_bytes", (4096, 4095), None),
+    ("access.body_timeout_s", (0.001, 0), None),
+    ("http.port", (0, -1), (65535, 65536)),
+    ("http.replicas", (1, 0), (64, 65)),
+    ("observing.trace_share", (0, -0.01), (1, 1.01)),
+]
+
+
+@pytest.mark.parametrize(("path", "low", "high"), BOUNDS, ids=[path for path, *_ in BOUNDS])
+def test_a_number_is_taken_up_to_its_bound_and_refused_beyond_it_by_name(path, low, high):
+    for taken, refused in filter(None, (low, high)):
+        assert section_fault(path, taken) == ""
+        assert path.rsplit(".", 1)[-1] in section_fault(path, refused)
+
+
+def test_the_device_cache_must_hold_one_context_beside_the_block_that_is_never_given_out():
+    # 64 tokens are four blocks of 16; a cache of eight has seven to give: 112 tokens.
+    engine = {"block_tokens": 16, "device_blocks": 8}
+    assert load_settings(engine={**engine, "max_context_tokens": 112}).engine.device_blocks == 8
+    with pytest.raises(SettingsError, match="holds 112 tokens, less than max_context_tokens = 113"):
+        load_settings(engine={**engine, "max_context_tokens": 113})
+    small = {"block_tokens": 16, "device_blocks": 7, "max_context_tokens": 64}
+    with pytest.raises(SettingsError, match="device_blocks"):
+        load_settings(engine=small)
+    with pytest.raises(SettingsError, match="block_tokens"):
+        load_settings(engine={"block_tokens": 15, "max_context_tokens": 64})
+
+
+@pytest.mark.parametrize(
+    ("section", "taken", "refused"),
+    [
+        ({}, {"drain_s": 0.001}, {"drain_s": 0}),
+        ({}, {"replicas": 1}, {"replicas": 0}),
+        ({}, {"cost_per_hour": 0.001}, {"cost_per_hour": 0}),
+        ({}, {"placement": {"cpus": 0.1}}, {"placement": {"cpus": 0.09}}),
+        ({}, {"placement": {"gpus": 0}}, {"placement": {"gpus": -1}}),
+        ({}, {"placement": {"resources": {"a": 0.001}}}, {"placement": {"resources": {"a": 0}}}),
+        ({"max_replicas": 1}, {"min_replicas": 1}, {"min_replicas": 0}),
+        ({"min_replicas": 3}, {"max_replicas": 3}, {"max_replicas": 2}),
+        ({"max_replicas": 1}, {"target_backlog_s": 0.001}, {"target_backlog_s": 0}),
+        ({"max_replicas": 1}, {"target_utilisation": 0.001}, {"target_utilisation": 0}),
+        ({"max_replicas": 1}, {"target_utilisation": 1}, {"target_utilisation": 1.01}),
+        ({"max_replicas": 1}, {"up_after_s": 0}, {"up_after_s": -1}),
+        ({"max_replicas": 1}, {"down_after_s": 0}, {"down_after_s": -1}),
+    ],
+)
+def test_a_pools_number_is_taken_up_to_its_bound_and_refused_beyond_it(section, taken, refused):
+    def pool(given):
+        inside = {"autoscaling": {**section, **given}} if section else given
+        return load_settings(pools=[{"name": "a", "profile": "pcie", **inside}])
+
+    assert pool(taken).pools[0].name == "a"
+    with pytest.raises(SettingsError, match=next(iter(refused))):
+        pool(refused)
