@@ -114,3 +114,35 @@ def test_displacement_is_the_plain_sum(asked, blocks_s):
         over_s = sum(max(block_s - slack_s, 0.0) for _, slack_s in asked)
         expected = over_s / window_s / len(blocks_s) if window_s else 0.0
         assert count == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("refused", "work_s", "room"),
+    [
+        # Half of four refused: the power is 2. Dearness of 1, 2, 3, 4 is 1/8, 3/8, 5/8, 7/8.
+        (2, 1.0, 1 - 0.8 * 0.125**2),
+        (2, 3.0, 1 - 0.8 * 0.625**2),
+        # All refused: the power is 1, and the room falls evenly.
+        (4, 2.0, 1 - 0.8 * 0.375),
+        (4, 9.0, 0.2),
+    ],
+)
+def test_room_by_hand(refused, work_s, room):
+    made = demand([1.0, 2.0, 3.0, 4.0], [i >= refused for i in range(4)])
+    assert made.room(work_s, LEAST) == pytest.approx(room)
+
+
+def test_the_last_128_count_and_not_one_more():
+    made = demand([1.0] * 128, [True] * 128)
+    assert made.dearness(2.0) == 1.0
+    for count in range(1, 65):
+        made.judged(Asked(0.0, 9.0, 1.0, True))
+        assert made.dearness(2.0) == (128 - count) / 128
+
+
+def test_what_is_lent_adds_up():
+    made = Demand()
+    made.lend(3.0), made.lend(1.0)
+    assert made.repaid_in_s(0.0, 0.5) == 8.0
+    # Two seconds at 0.5 repay one of four.
+    assert made.repaid_in_s(2.0, 0.5) == 6.0

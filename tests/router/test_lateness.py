@@ -152,3 +152,54 @@ def test_prompts_that_came_meanwhile_are_no_pace():
     for i in range(20):
         lateness.ended(f"p{i}", 0.4, 11)
     assert lateness.pace("a") == pytest.approx(1.0)
+
+
+def test_without_a_prediction_of_the_pace_its_outcome_tells_nothing():
+    lateness = Lateness()
+    lateness.sent("r", "a", 0.0, 0.1, 0.0)
+    lateness.first_token("r", 0.1)
+    lateness.ended("r", 9.0, 11)
+    assert lateness.pace("a") == 1.0
+
+
+def late(lateness, seconds):
+    for i, late_s in enumerate(seconds):
+        lateness.sent(f"l{i}", "a", -late_s, 0.0, 0.0)
+        lateness.first_token(f"l{i}", 0.0)
+        lateness.ended(f"l{i}")
+    return lateness.late_s("a", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected_s"),
+    [
+        ([3.0], 3.0),
+        # Of five the fourth is passed by one: the place int(0.8·5) = 4 of 0, 1, 2, 3, 4.
+        ([4.0, 0.0, 3.0, 1.0, 2.0], 4.0),
+        ([*range(10)], 8.0),
+        # The last 16 are 4 to 19: the place int(12.8) = 12 of them is 16.
+        ([*range(20)], 16.0),
+    ],
+)
+def test_lateness_is_what_four_of_five_of_the_last_sixteen_did_not_exceed(seconds, expected_s):
+    assert late(Lateness(), seconds) == expected_s
+
+
+def test_news_counts_for_a_third_after_half_a_second():
+    lateness = Lateness()
+    assert late(lateness, [2.0]) == 2.0
+    assert lateness.late_s("a", 0.5) == pytest.approx(2.0 / math.e)
+    assert lateness.late_s("a", -1.0) == 2.0, "a clock may run backwards"
+
+
+def test_two_tokens_are_a_pace_and_the_middle_one_of_the_last_sixteen_counts():
+    lateness = Lateness()
+    for i, factor in enumerate([0.7, 1.2, 1.6]):
+        lateness.sent(f"p{i}", "a", 0.0, 0.0, 0.0, 0.5)
+        lateness.first_token(f"p{i}", 1.0)
+        lateness.ended(f"p{i}", 1.0 + 0.5 * factor, 2)
+    assert lateness.pace("a") == pytest.approx(1.2)
+    # 0.5 s alone, 1.2 times that here, and prompts that take a quarter of the time: 0.6 / 0.75.
+    lateness.sent("prompt", "a", 5.0, 0.0, 0.75)
+    assert lateness.token_s("a", 5.0, 0.5) == pytest.approx(0.8)
+    assert lateness.token_s("a", 5.0, 0.5, long=True) == pytest.approx(0.6 / (1 - 0.75 / 12))

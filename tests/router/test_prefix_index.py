@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.index.holders import HolderSets
 from router.index.kv_events import BlocksRemoved, BlocksStored, TierCleared, WorkerGone, WorkerReset
 from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
 from router.index.prefix_index import Match, PrefixIndex
@@ -582,3 +583,52 @@ def test_time_that_runs_out_keeps_the_order_of_blocks():
     index.hold("w", "device", three)
     assert index.match(one, "w") == index.match(three, "w") == Match(2, 0)
     assert index._held.table.tick < 2**32 - 4
+
+
+def test_a_known_block_ends_what_was_left_out_for_a_second_name():
+    # The engine names block A anew (1), names A+B as before, and brings C behind it.
+    index = PrefixIndex(HASHER, 100)
+    index.handle(stored(A + B))
+    run = (1, name(A + B), name(A + B + C))
+    index.handle(BlocksStored("w", "device", run, None, A + B + C, SIZE, 0))
+    assert ask(index, A + B + C) == Match(3, 0)
+    assert index.stats()["ambiguous"] == 1
+    # Of two unknown ones in a row behind a second name, both are left out.
+    index.handle(BlocksStored("w", "device", (2, 3), None, A + D, SIZE, 0))
+    assert ask(index, A + D) == Match(1, 0)
+    assert index.stats()["ambiguous"] == 3
+
+
+def test_a_copy_more_on_the_device_is_given_back_on_its_own():
+    index = PrefixIndex(HASHER, 100)
+    for _ in range(3):
+        index.handle(stored(A + B + C + D))
+    prefixes = (A, A + B, A + B + C, A + B + C + D)
+    for left in (2, 1, 0):
+        index.handle(removed(*prefixes))
+        assert ask(index, A + B + C + D) == Match(4 if left else 0, 0)
+    assert index.stats()["unknown_removals"] == 0
+    index.handle(removed(*prefixes))
+    assert index.stats()["unknown_removals"] == 4
+
+
+def test_device_copies_say_nothing_of_the_host():
+    index = PrefixIndex(HASHER, 100)
+    for _ in range(2):
+        index.handle(stored(A + B))
+    index.handle(stored(A + B, tier="host"))
+    index.handle(removed(A, A + B, tier="host"))
+    assert ask(index, A + B) == Match(2, 0)
+    index.handle(removed(A, A + B, tier="host"))
+    assert index.stats()["unknown_removals"] == 2
+
+
+def test_the_bytes_of_the_holders_sets_are_about_those_that_they_take():
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    sets = HolderSets()
+    for number in range(1, 20_001):
+        sets.move(0, number << 200, 1)
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert 0.75 < sets.nbytes() / taken < 1.33

@@ -86,3 +86,20 @@ def test_tens_of_thousands_at_once(table):
     assert (table.values_of(keys) == values).all()
     assert len(table.filled()) == len(table) == 40_000
     assert table.nbytes() < 24 * 40_000
+
+
+def test_a_full_table_in_which_names_come_and_go_keeps_its_size():
+    names, keys = NameTable(64), np.random.default_rng(3).permutation(np.arange(1, 4000))
+    keys = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    held, nbytes = list(keys[: names.room]), names.nbytes()
+    names.add(np.array(held), np.arange(1, len(held) + 1, dtype=np.int32))
+    assert len(names) == names.room and names.nbytes() == nbytes
+    for number, key in enumerate(keys[names.room :].tolist(), 1):
+        gone = np.array([held.pop(0)], dtype=np.uint64)
+        names.clear_lanes(names.lanes_of(gone))
+        names.put(key, number)
+        held.append(key)
+    assert names.nbytes() == nbytes and len(names) == names.room
+    assert names.get(held[-1]) == len(keys) - names.room
+    names.put(int(keys[0]), 5)
+    assert names.nbytes() > nbytes, "one more than it has room for"

@@ -185,3 +185,30 @@ def test_what_cannot_be_is_refused() -> None:
         split_context(rates, 1, 0)
     with pytest.raises(ValueError, match="CPU attention fit has R²"):
         replace(rates, attend=LineFit("CPU attention", 1e-6, 0.0, 0.5))
+
+
+def test_a_layer_by_hand() -> None:
+    times = LayerTimes(
+        project_s=1.0, scores_s=2.0, values_s=3.0, out_s=4.0, fc1_s=10.0, qkv_bytes=30.0,
+        out_bytes=10.0, fc1_bytes=40.0, fc2_bytes=40.0, values_bytes=20.0, link_bytes_per_s=2.0,
+    )  # fmt: skip
+    # All of attention is 1 + 2 + 3 + 4, and half of FC1's columns 5 more; 20 + 40 bytes then cross.
+    assert (times.cpu_s("mha"), times.cpu_s("mha", 0.5)) == (10.0, 15.0)
+    assert (times.link_s("mha"), times.link_s("mha", 0.5)) == (40.0, 30.0)
+    # The other modes move no columns: 6 s, 40 + 40 + 10 bytes; 3 s, and 20 bytes of values.
+    assert (times.cpu_s("mha-o", 0.5), times.link_s("mha-o", 0.5)) == (6.0, 45.0)
+    assert (times.cpu_s("mha-av-o", 0.5), times.link_s("mha-av-o", 0.5)) == (3.0, 55.0)
+    assert times.streamed_s == (30 + 10 + 40 + 40) / 2
+    # (40 - 10) / (20 + 10): all columns; the layer then lasts 20 s either way.
+    assert alpha_star(times) == 1.0
+    plan = plan_layer(times, columns=8)
+    assert (plan.mode, plan.columns, plan.alpha, plan.layer_s) == ("mha", 8, 1.0, 20.0)
+    # A CPU of three times the attention: (40 - 30) / 30, 8/3 of 8 columns, by twos 2 (or 4).
+    slow = replace(times, out_s=24.0)
+    assert alpha_star(slow) == pytest.approx(1 / 3)
+    even = plan_layer(slow, columns=8, multiple=2)
+    # With 2 columns the link takes (30 + 40) / 2 = 35 s, the CPU 32.5; with 4, 30 and 35.
+    assert (even.columns, even.alpha, even.layer_s) == (2, 0.25, 35.0)
+    # The device's own part: 6 s, and 8 of FC1, of which a quarter has been taken off.
+    device = replace(times, gpu_s=26.0, gpu_fc1_s=8.0)
+    assert device.layer_s("mha", 0.25) == 12.5 + 26.0 + 6.0

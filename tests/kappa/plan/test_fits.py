@@ -114,3 +114,39 @@ def test_grids_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         ComputeGrid(new, context, seconds)
+
+
+def test_a_fit_is_planned_with_from_the_least_quality_on() -> None:
+    assert require_fit(LineFit("load", 1.0, r2=LEAST_R2)).r2 == LEAST_R2
+    with pytest.raises(ValueError, match="measure again"):
+        require_fit(LineFit("load", 1.0, r2=LEAST_R2 - 1e-6))
+
+
+def test_a_line_scales_with_its_tokens_and_keeps_its_fixed_cost() -> None:
+    line = LineFit("load", 2.0, 5.0, 0.995)
+    assert line.seconds(3) == 3 * 2.0 + 5.0
+    assert line.scaled(4.0) == LineFit("load", 8.0, 5.0, 0.995)
+    # Unless more is known, a line is exact and starts at zero.
+    assert LineFit("load", 2.0) == LineFit("load", 2.0, 0.0, 1.0)
+
+
+def test_least_squares_by_hand() -> None:
+    # Means 2 and 4; slope ((-1)(-1) + 0 + 1·2) / 2 = 1.5, start 4 - 3 = 1. It says 2.5, 4, 5.5;
+    # errors 0.25 + 1 + 0.25 = 1.5 of a spread of 1 + 1 + 4 = 6.
+    with_start = fit_line("load", [1.0, 2.0, 3.0], [3.0, 3.0, 6.0])
+    assert (with_start.per_token_s, with_start.fixed_s) == pytest.approx((1.5, 1.0))
+    assert with_start.r2 == pytest.approx(1 - 1.5 / 6)
+    # Below zero at zero tokens: through the origin instead, (1·1 + 2·4 + 3·7) / (1 + 4 + 9).
+    through = fit_line("load", [1.0, 2.0, 3.0], [1.0, 4.0, 7.0])
+    assert (through.per_token_s, through.fixed_s) == (pytest.approx(30 / 14), 0.0)
+
+
+def test_the_law_is_in_seconds_of_the_steps_that_compute_longer_than_they_read() -> None:
+    # The row of one token reads: 8 + 0.001·(context + 1). The others compute 0.25 s a token + 1 s.
+    new, context = (1.0, 100.0, 200.0, 400.0), (0.0, 1000.0)
+    reads = tuple(8.0 + 0.001 * (s + 1.0) for s in context)
+    computed = tuple(tuple(1.0 + 0.25 * t for _ in context) for t in new[1:])
+    step = fit_step(ComputeGrid(new, context, (reads, *computed)))
+    assert (step.token_s, step.fixed_s) == pytest.approx((0.25, 1.0))
+    # The reads' row has the fixed second inside.
+    assert (step.weights_s, step.context_token_s) == pytest.approx((8.0 - 1.0, 0.001))

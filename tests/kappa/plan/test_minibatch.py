@@ -72,3 +72,9 @@ def test_requests_without_activations_fill_the_buffers() -> None:
 def test_a_request_too_large_for_the_buffers_is_named() -> None:
     with pytest.raises(ValueError, match="request 1 has 2 activation and 11 KV blocks"):
         pack([Blocks(1, 1), Blocks(2, 11)], Blocks(10, 10), PROJECT, LOAD)
+
+
+def test_imbalance_is_a_ratio_whatever_the_seconds() -> None:
+    # 3 blocks project in 3 ms, 1 loads in 1 ms: three times as long, as it is with 3 s and 1 s.
+    fast = LineFit("KV projection", 1e-3), LineFit("load", 1e-3)
+    assert imbalance(Blocks(3, 1), *fast) == imbalance(Blocks(1, 3), *fast) == pytest.approx(3.0)

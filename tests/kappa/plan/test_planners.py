@@ -57,3 +57,11 @@ def test_a_fixed_plan_is_cut_to_what_is_cached() -> None:
     assert [(s.kind, s.start_tokens) for s in tail] == [("K", 0), ("R", 608)]
     with pytest.raises(ValueError, match="give 0 or more"):
         fixed(-1)
+
+
+def test_the_cpu_is_planned_for_only_where_the_engine_can_attend_there() -> None:
+    plain = ("auto", "kv", "hybrid", "recompute", "tail")
+    assert Planning(BLOCK).names == plain and not Planning(BLOCK).cpu
+    assert Planning(BLOCK, cpu=True).names == (*plain, "cpu")
+    with pytest.raises(ValueError, match="cpu"):
+        Planning(BLOCK).named("cpu")

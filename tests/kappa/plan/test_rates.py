@@ -14,6 +14,7 @@ from kappa.model import compute_s, kv_bytes
 from kappa.plan.fits import LineFit
 from kappa.plan.rates import (
     FORMAT,
+    PlanRates,
     activation_bytes_per_token,
     as_measured,
     projection_flops,
@@ -21,6 +22,7 @@ from kappa.plan.rates import (
     rates_from_measured,
 )
 from kappa.shapes import SHAPES, model_shape
+from kappa.step import StepModel
 from kappa.types import NodeProfile
 from tests.kappa.plan.profiles import random_rates
 
@@ -218,3 +220,39 @@ def test_a_busy_processor_takes_no_more_of_the_link_by_attending() -> None:
     assert both.attend.per_token_s == pytest.approx(1e-6 / 0.8)
     assert both.attending() == both
     assert rates.under(storing=True).h2d_attending == 0.4
+
+
+def test_what_was_not_measured_slows_nothing_down() -> None:
+    step = StepModel(token_s=1e-3, pair_s=0.0, weights_s=0.0, context_token_s=0.0, fixed_s=0.0)
+    rates = PlanRates(
+        "bare", 4, 100.0, 50.0, LineFit("load", 1e-6), LineFit("KV projection", 1e-6), step
+    )
+    assert rates.under(storing=True, cpu_busy=True) is rates
+    assert rates.attending() == rates
+    assert (rates.attend_bytes_per_s, rates.weights_load_s, rates.experts_s) == (0.0, 0.0, 0.0)
+    # 100 bytes in 1 us; half of them are activations; one layer of four is not hidden.
+    assert rates.h2d_bytes_per_s == pytest.approx(1e8)
+    assert (rates.activation_ratio, rates.serial_share) == (0.5, 0.25)
+    assert replace(rates, overlap=0.9).serial_share == pytest.approx(0.1)
+    # No step computes less than one token: 1 ms; 10 take 10 ms.
+    assert rates.prefill_s(0, 500) == 1e-3 and rates.prefill_s(10, 500) == pytest.approx(1e-2)
+
+
+def test_a_step_lasts_the_longer_of_computing_and_reading_and_the_fixed_cost() -> None:
+    step = StepModel(token_s=2.0, pair_s=0.5, weights_s=30.0, context_token_s=0.25, fixed_s=7.0)
+    rates = replace(random_rates(default_rng(1)), step=step, experts_s=0.0, grid=None)
+    # 4 new behind 8: pairs 4·(8 + 2) = 40, so 4·2 + 40·0.5 = 28; reads 30 + 12·0.25 = 33.
+    assert (rates.law_s(4, 8), rates.read_s(4, 8)) == (33.0 + 7.0, 33.0)
+    # 8 new: pairs 8·(8 + 4) = 96: 16 + 48 = 64; reads 34.
+    assert rates.law_s(8, 8) == 64.0 + 7.0
+    # Of the weights 16 s are experts, each left alone by a token with probability 1/2: 16/4 by two.
+    idle = replace(rates, experts_s=16.0, expert_idle=0.5)
+    assert idle.read_s(2, 8) == 30.0 - 4.0 + 10 * 0.25
+
+
+@pytest.mark.parametrize("share", ["h2d_while_storing", "h2d_cpu_busy", "h2d_attending"])
+def test_a_share_of_the_link_may_be_all_of_it_and_no_more(share: str) -> None:
+    rates = random_rates(default_rng(1))
+    assert getattr(replace(rates, **{share: 1.0}), share) == 1.0
+    with pytest.raises(ValueError, match=share):
+        replace(rates, **{share: 1.01})

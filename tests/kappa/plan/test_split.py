@@ -19,6 +19,7 @@ from kappa.plan.split import (
     best_tail,
     real_roots,
 )
+from kappa.step import StepModel
 from tests.kappa.plan.profiles import Case, random_cases, random_rates
 
 _ROUNDING = 1 + 1e-12
@@ -194,3 +195,20 @@ def test_activations_are_refused_with_the_ratio_or_the_exchange_rate() -> None:
 )
 def test_roots(poly: tuple[float, float, float], roots: list[float]) -> None:
     assert sorted(set(real_roots(poly))) == pytest.approx(roots, rel=1e-9)
+
+
+def test_a_gpu_that_is_busy_longer_than_the_load_lasts_recomputes_nothing() -> None:
+    # 100 cached tokens load in 1 s; the 10 new ones take 2 s: the link is idle before the gpu is.
+    rates = replace(
+        random_rates(default_rng(0), plain=True), load=LineFit("load", 0.01), overlap=1.0,
+        step=StepModel(token_s=0.2, pair_s=0.0, weights_s=0.0, context_token_s=0.0, fixed_s=0.0),
+    )  # fmt: skip
+    assert balance_tokens(Costs(rates, 100, 10)) == 0.0
+    # 100 new ones less: (100·0.01 - 1·0.2) / (0.2 + 0.01) = 0.8 / 0.21.
+    assert balance_tokens(Costs(rates, 100, 1)) == pytest.approx(0.8 / 0.21)
+
+
+def test_loading_all_is_one_plan_at_whichever_end_the_rest_is_computed() -> None:
+    rates = replace(random_rates(default_rng(0), plain=True), load=LineFit("load", 1e-12))
+    costs = Costs(rates, 640, 64)
+    assert best_tail(costs, 16).split == best_prefix(costs, 16).split == Split()

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from kappa.plan.support import UnsupportedKind, architecture_from_config, architecture_of
+from kappa.plan.support import (
+    Architecture,
+    UnsupportedKind,
+    architecture_from_config,
+    architecture_of,
+)
 from kappa.shapes import SHAPES
 
 LLAMA: dict[str, Any] = {
@@ -71,3 +76,41 @@ def test_a_model_without_any_exact_kind_says_none() -> None:
 def test_a_shape_tells_its_attention() -> None:
     assert architecture_of(SHAPES["deepseek-v3"]).kinds() == frozenset("KR")
     assert architecture_of(SHAPES["llama-3.1-8b"]).kinds() == frozenset("KAR")
+
+
+def test_an_architecture_of_which_nothing_is_said_can_do_all() -> None:
+    plain = Architecture("plain")
+    assert plain.kinds() == {"K", "A", "R"} and plain.peculiar() == "" and plain.refused() == {}
+    plain.require("R")
+
+
+@pytest.mark.parametrize(
+    ("more", "window"),
+    [
+        ({"attention_chunk_size": 256}, 256),
+        ({"sliding_window": 512, "layer_types": ["chunked_attention"]}, 512),
+        ({"layer_types": ["sliding_attention"]}, 1),  # of unknown length: not none
+        ({"sliding_window": 512, "model_type": "qwen2"}, 0),
+        ({"sliding_window": 512, "model_type": "qwen2", "use_sliding_window": True}, 512),
+        # Of 4 layers the first 3 attend to all, then the first 4, so that none has a window.
+        ({"sliding_window": 512, "num_hidden_layers": 4, "max_window_layers": 3}, 512),
+        ({"sliding_window": 512, "num_hidden_layers": 4, "max_window_layers": 4}, 0),
+    ],
+)
+def test_the_window_that_a_config_switches_on(more: dict[str, Any], window: int) -> None:
+    assert architecture_from_config({**LLAMA, **more}).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("more", "layers"),
+    [
+        ({"num_hidden_layers": 48, "model_type": "mamba"}, 48),
+        ({"model_type": "mamba"}, 1),
+        ({"num_hidden_layers": 48}, 0),
+        ({"layer_types": ["full_attention", "linear_attention", "linear_attention"]}, 2),
+    ],
+)
+def test_layers_that_keep_a_state_are_counted(more: dict[str, Any], layers: int) -> None:
+    found = architecture_from_config({**LLAMA, **more})
+    assert found.state_layers == layers
+    assert found.kinds() == (frozenset("R") if layers else frozenset("KAR"))
