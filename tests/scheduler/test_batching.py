@@ -220,3 +220,32 @@ def test_every_request_is_computed_once_within_budget_and_memory(rule, prompts, 
     assert computed == {work: work.total_tokens for work in works}
     if rule == "fcfs" and not memory.cached:
         assert order == works and core.rule.max_skips == 0
+
+
+def test_an_engine_of_which_nothing_is_said_batches_as_vllm_does():
+    core, _ = batcher(blocks=20_000)
+    add(core, Work(10_000, 0.0))
+    assert shares(core.step(0.0, 0)) == [(8192, 0)]
+    assert core.max_running == 256
+
+
+def test_a_budget_that_decoding_takes_whole_leaves_nothing_for_prompts():
+    core, _ = batcher(budget_tokens=100)
+    work = Work(150, 0.0)
+    add(core, work)
+    core.step(0.0, 0)
+    assert shares(core.step(0.1, decoding=100)) == []
+    assert shares(core.step(0.2, decoding=99)) == [(1, 100)]
+    step = core.step(0.3, decoding=51)
+    assert shares(step) == [(49, 101)] and step.prefilled == [work] and not core.prefilling
+
+
+def test_fill_is_the_share_of_the_budget_that_was_given_out():
+    core, _ = batcher(blocks=1000, budget_tokens=100)
+    add(core, Work(30, 0.0))
+    core.step(0.0, 20)
+    assert core.budget_fill == (pytest.approx(0.5), 1)
+    # With nothing at hand neither a step nor its repetitions count.
+    core.step(0.1, 20)
+    core.repeat(5, 20)
+    assert core.budget_fill == (pytest.approx(0.5), 1)

@@ -135,3 +135,54 @@ def test_all_together_are_charged_for_what_is_held_where_prefixes_are_chains(eve
         assert sum(charged.values()) == pytest.approx(memory.used() + sum(reserves.values()))
         assert all(charged[w] == pytest.approx(0) for w in charged if w not in reserves)
         assert all(charged[w] >= -1e-9 for w in charged)
+
+
+def test_a_reservation_is_no_larger_than_the_memory():
+    ledger, memory = Ledger(), Blocks(100)
+    large = Request(150)
+    ledger.reserve(large, 150, memory)
+    assert ledger.spare(memory) == 0
+    # Of the 100 set aside 90 are its prompt's: it may declare 10 more; of 100, and of 101, none.
+    assert [ledger.promised(blocks, 40) for blocks in (90, 100, 101)] == [10, 0, 0]
+    assert ledger.promised(50, 40) == 40
+    ledger.unreserve()
+    assert ledger.spare(memory) == 100 and ledger.promised(0, 40) == 0
+
+
+def test_a_new_reservation_counts_only_those_who_come_after_it():
+    ledger, memory = Ledger(), Blocks(100)
+    ledger.reserve(Request(40), 40, memory)
+    early, _ = admit(ledger, 10, reserve=2)
+    assert ledger.spare(memory) == 100 - 40 - 12
+    ledger.reserve(Request(30), 30, memory)
+    assert ledger.spare(memory) == 70
+    ledger.release(early)
+    assert ledger.spare(memory) == 70
+
+
+def test_what_is_outstanding_is_what_is_declared_beyond_what_was_taken():
+    ledger, memory = Ledger(), Blocks(100)
+    one, _ = admit(ledger, 10, reserve=3)
+    other, _ = admit(ledger, 20, reserve=4)
+    one.grown_blocks, other.grown_blocks = 3, 1
+    assert ledger.outstanding() == 3 and ledger.free(memory) == 97
+    assert one in ledger and len(ledger) == 2
+
+
+def test_a_chain_is_divided_among_those_who_reach_so_far():
+    ledger = Ledger()
+    first, change = admit(ledger, 10, key=7)
+    assert change == {first: 10.0}
+    # 4 blocks of 10 are the first one's: 2 each. It pays 8; the second 2 + 6, and 1
+    # of reserve.
+    second, change = admit(ledger, 10, reserve=1, shared=4, key=7)
+    assert change == {first: -2.0, second: 9.0}
+    # The third found 9: the first's own, all but the last. Of 4 each pays 4/3, of 5 more the first
+    # and the third 5/2 each.
+    third, change = admit(ledger, 12, shared=9, key=7)
+    thirds, halves = 4 / 3, 5 / 2
+    assert change[second] == pytest.approx(6 + 1 + thirds - 9)
+    assert change[third] == pytest.approx(3 + thirds + halves)
+    assert change[first] == pytest.approx(1 + thirds + halves - 8)
+    ledger.release(third)
+    assert ledger.release(second)[second] == ("", pytest.approx(-9.0))

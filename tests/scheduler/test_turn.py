@@ -201,3 +201,54 @@ def test_while_the_cap_may_bind_only_others_fill_the_iteration():
     seen.add(bench.candidate(20), first=False)
     seen.add(bench.candidate(900, cached=860), first=False)
     assert not seen.full
+
+
+def test_what_just_fits_is_admitted_and_a_block_more_is_not():
+    for tokens, why in ((40, ""), (41, VRAM)):
+        bench = Bench(capacity=100, used=60, budget=1000)
+        candidate = bench.candidate(tokens)
+        bench.turn(candidate).computes([candidate])
+        assert (candidate.why, candidate.admitted) == (why, not why)
+
+
+def test_behind_a_reservation_what_it_leaves_is_given_out_to_the_last_block():
+    for tokens, why in ((30, ""), (31, RESERVED)):
+        bench = Bench(capacity=100, used=10, budget=1000)
+        bench.ledger.reserve(Request(70), 70, bench.memory)
+        candidate = bench.candidate(tokens)
+        bench.turn(candidate).computes([candidate])
+        assert candidate.why == why
+
+
+def test_the_part_of_high_ratio_is_their_share_of_what_is_wanted_and_held():
+    # 100 blocks, a budget of 50: two blocks a token are not high yet, 60 for 1 token are.
+    bench = Bench(capacity=100, used=20)
+    high, low = bench.candidate(60, cached=59), bench.candidate(20)
+    assert high.high and not low.high and not bench.candidate(2, cached=1).high
+    # 60 of the 60 + 20 that wait and the 20 that are held.
+    assert bench.turn(high, low)._cap == pytest.approx(100 * 60 / 100)
+    assert bench.turn(high)._cap == bench.turn(low)._cap == 100.0
+
+
+def test_a_candidate_counts_what_it_will_hold_and_computes_a_token_at_least():
+    bench = Bench()
+    candidate = bench.candidate(40, cached=40, reserve=5)
+    assert (candidate.new_tokens, candidate.blocks, candidate.footprint) == (1, 45, 45)
+    other = bench.candidate(40, cached=10, host=7)
+    assert other.new_tokens == 23 and other.waits
+
+
+def test_the_iteration_is_seen_to_be_full_at_its_last_token():
+    bench = Bench(budget=50)
+    seen = Seen(bench.ledger, Room(bench.memory, 50, 8, 0))
+    seen.add(bench.candidate(49), first=False)
+    assert not seen.full
+    seen.add(bench.candidate(1), first=False)
+    assert seen.full
+    assert Seen(bench.ledger, Room(bench.memory, 50, 0, 0)).full, "no slot is left"
+    assert Seen(bench.ledger, Room(bench.memory, 0, 1, 0)).full, "no budget is left"
+    # What exceeds the blocks fills nothing; exactly all of them does.
+    for tokens, full in ((101, False), (100, True)):
+        seen = Seen(bench.ledger, Room(bench.memory, 60, 8, 0))
+        seen.add(bench.candidate(tokens), first=False)
+        assert seen.full is full

@@ -107,3 +107,54 @@ def test_what_lies_on_the_workers_own_shelf_is_not_asked_for_again(machine, tmp_
     assert shared.cgroup_bytes - before.cgroup_bytes >= size
     assert shared.machine_bytes - before.machine_bytes >= size
     assert shared.machine_bytes - before.machine_bytes < 2 * size
+
+
+HEADROOM = 256 << 20
+
+
+def test_a_tier_may_take_all_but_what_the_engine_itself_needs_to_the_byte():
+    budget = HostBudget(cgroup_bytes=2 * GIB, machine_bytes=4 * GIB)
+    budget.check(2 * GIB - HEADROOM)
+    with pytest.raises(HostBudgetError, match="the cgroup"):
+        budget.check(2 * GIB - HEADROOM + 1)
+    HostBudget(folder_bytes=GIB).check(GIB, kept=True)
+    with pytest.raises(HostBudgetError, match="handover_dir has 1 GiB left"):
+        HostBudget(folder_bytes=GIB).check(GIB + 1, kept=True)
+
+
+def test_memory_may_be_locked_up_to_the_limit_itself():
+    assert HostBudget(locked_bytes=GIB).warning(GIB, pinned=True) == ""
+    assert "ulimit -l" in HostBudget(locked_bytes=GIB).warning(GIB + 1, pinned=True)
+    assert HostBudget().warning(GIB, pinned=True) == ""
+
+
+def test_without_a_folder_nothing_counts_as_held(machine):
+    cgroups, proc = machine
+    files(cgroups / "pod", **{"memory.stat": f"shmem {GIB}\n"})
+    files(proc, meminfo="MemAvailable: 7 kB\nShmem: 5 kB\n")
+    budget = host_budget(None, cgroups, proc)
+    assert (budget.cgroup_bytes, budget.machine_bytes) == (6 * GIB, 7 * 1024)
+    assert budget.folder_bytes is None
+
+
+def test_what_a_folder_holds_counts_by_the_blocks_of_its_files(machine, tmp_path):
+    cgroups, proc = machine
+    folder = tmp_path / "kept"
+    (folder / "inner").mkdir(parents=True)
+    for name in ("kv", "inner/kv"):
+        (folder / name).write_bytes(b"x" * 100_000)
+    held = sum((folder / name).stat().st_blocks * 512 for name in ("kv", "inner/kv"))
+    files(proc, meminfo=f"MemAvailable: 7 kB\nShmem: {GIB // 1024} kB\n")
+    assert host_budget(folder, cgroups, proc).machine_bytes == 7 * 1024 + held
+    # No more than is shared memory at all.
+    files(proc, meminfo="MemAvailable: 7 kB\nShmem: 5 kB\n")
+    assert host_budget(folder, cgroups, proc).machine_bytes == 12 * 1024
+
+
+def test_a_cgroup_that_uses_more_than_its_limit_has_nothing_left(machine):
+    cgroups, proc = machine
+    files(cgroups / "pod", **{"memory.current": 9 * GIB})
+    assert host_budget(None, cgroups, proc).cgroup_bytes == 0
+    # A limit of a number that means none.
+    files(cgroups / "pod", **{"memory.max": 1 << 60})
+    assert host_budget(None, cgroups, proc).cgroup_bytes is None

@@ -189,3 +189,52 @@ def test_the_time_for_late_stores_is_spent_once():
     late = queue.hurry({1, 2}, budget_s=8 * BLOCK_S, serving=None)
     assert [t.job_id for t in late] == [2]
     assert {job for job, *_ in play(queue)} == {1}
+
+
+def test_a_store_that_takes_exactly_the_time_there_is_is_kept():
+    for blocks, late in ((8, []), (9, [1])):
+        queue = LinkQueue(LOADS_FIRST, seconds)
+        queue.add(transfer(1, STORE, blocks))
+        found = queue.hurry({1}, budget_s=seconds(STORE, 8), serving=None)
+        assert [t.job_id for t in found] == late
+
+
+def test_what_is_left_of_a_store_counts_and_not_what_it_was():
+    queue = LinkQueue(LOADS_FIRST, seconds)
+    queue.add(transfer(1, STORE, 10))
+    piece = queue.next()
+    assert (piece.start, piece.stop, piece.last) == (0, 4, False)
+    # Six blocks are left.
+    assert queue.hurry({1}, budget_s=seconds(STORE, 6.01), serving=None) == []
+    assert [(p[1], p[2]) for p in play(queue)] == [(4, 8), (8, 10)]
+
+
+def test_a_store_gets_a_piece_once_loads_have_earned_its_seconds():
+    # A piece of a load is 4 blocks long and earns a twentieth of that: 20 pieces for 4 blocks.
+    queue = LinkQueue(LOADS_FIRST, seconds)
+    queue.add(transfer(1, LOAD, 4 * 30))
+    queue.add(transfer(2, STORE, 4))
+    order = [job for job, *_ in play(queue)]
+    assert len(order) == 31 and order.index(2) in (20, 21)
+
+
+def test_layers_travel_one_by_one_in_equal_parts():
+    ids = np.arange(8)
+    queue = LinkQueue(LOADS_FIRST, seconds)
+    queue.add(Transfer(1, LOAD, ids, ids, 0.0, layers=4))
+    pieces = [queue.next() for _ in range(4)]
+    assert [(p.start, p.stop, p.last) for p in pieces] == [
+        (0, 1, False), (1, 2, False), (2, 3, False), (3, 4, True)
+    ]  # fmt: skip
+    assert [p.seconds for p in pieces] == pytest.approx([seconds(LOAD, 8) / 4] * 4)
+    assert queue.next() is None
+    layered = Transfer(2, LOAD, ids, ids, 0.0, layers=4)
+    assert (layered.blocks, layered.units, transfer(3, LOAD, 8).units) == (8, 4, 8)
+
+
+def test_rules_of_which_nothing_is_said():
+    rules = LinkRules()
+    assert (rules.duplex, rules.order) == ("full", "loads_first")
+    assert (rules.store_backlog_s, rules.late_wait_s) == (10.0, 0.01)
+    assert LinkRules(store_backlog_s=0.0, late_wait_s=0.0).late_wait_s == 0.0
+    assert LinkPace().dilation == 1.0

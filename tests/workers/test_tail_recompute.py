@@ -112,3 +112,26 @@ def test_answers_that_are_forgotten_come_back_the_same():
 @pytest.mark.parametrize("count", ["9" * 5000, "9" * 19])
 def test_a_count_of_absurd_length_loads_all_and_harms_no_engine(count):
     assert tail(0.2).loaded_tokens(0, 2048, 64, f"load={count}") == 2048
+
+
+@pytest.mark.parametrize(("layers", "overlap"), [(0, 0.0), (1, 0.0), (4, 0.75), (32, 31 / 32)])
+def test_layers_apart_hide_all_but_one_layers_load(layers, overlap):
+    assert tail_rates(SHAPE, node(1.0), layers_apart=layers)["overlap"] == overlap
+
+
+def test_a_request_without_new_tokens_computes_its_last_one():
+    asked = tail(1.0)
+    assert asked.loaded_tokens(0, 512, 0) == asked.loaded_tokens(0, 512, 1)
+    assert asked.loaded_tokens(0, 0, 16) == asked.loaded_tokens(0, 0, 16, "load=64") == 0
+
+
+def test_rates_alone_mean_the_planner_that_reads_them():
+    extra = {"kappa_plan": {"rates": tail_rates(SHAPE, node(0.2))}}
+    assert TailRecompute.from_config(extra, BLOCK).loaded_tokens(0, 2048, 64) == 0
+
+
+def test_a_count_of_as_many_digits_as_any_has_is_read():
+    asked = TailRecompute("kv", None, BLOCK)
+    assert asked.loaded_tokens(0, 640, 5, "load=" + "64".zfill(18)) == 64
+    assert asked.loaded_tokens(0, 640, 5, "load=" + "64".zfill(19)) == 640
+    assert [asked.loaded_tokens(0, 640, 5, f"load={n}") for n in (31, 32, 63)] == [0, 32, 32]
