@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kappa.step import StepModel
+from kappa.cost import StepModel, StepWork, prompt_s, transfer_s
 
 Floats = NDArray[np.float64]
 
@@ -36,31 +36,18 @@ class IdleSpeed:
 
 def idle_ttft_s(speed: IdleSpeed, cached_tokens: ArrayLike, new_tokens: ArrayLike) -> Floats:
     """Real seconds to the first token: the load, then the prompt in steps of the token budget."""
-    cached = np.asarray(cached_tokens, dtype=np.float64)
-    left = np.maximum(np.asarray(new_tokens, dtype=np.float64), 1.0)
-    step = speed.step
-    total: Floats = np.where(cached > 0, speed.load_fixed_s + cached * speed.load_token_s, 0.0)
-    total = total + np.zeros_like(left)
-    context = cached + np.zeros_like(left)
-    while np.any(left > 0):
-        chunk = np.minimum(left, speed.budget_tokens)
-        compute = chunk * step.token_s + chunk * (context + 0.5 * chunk) * step.pair_s
-        read = step.weights_s + (context + chunk) * step.context_token_s
-        total += np.where(left > 0, np.maximum(compute, read) + step.fixed_s, 0.0)
-        context += chunk
-        left = left - chunk
-    return total * step.dilation
+    tokens = np.broadcast_arrays(cached_tokens, new_tokens)
+    cached, new = (np.asarray(each, dtype=np.float64) for each in tokens)
+    load_s = transfer_s(cached, speed.load_token_s, speed.load_fixed_s)
+    return (load_s + prompt_s(speed.step, new, cached, speed.budget_tokens)) * speed.step.dilation
 
 
 def idle_tpot_s(speed: IdleSpeed, prompt_tokens: ArrayLike, output_tokens: ArrayLike) -> Floats:
     """Real seconds per later token, at the mean context of the output."""
-    step = speed.step
-    context = np.asarray(prompt_tokens, dtype=np.float64)
-    context = context + np.asarray(output_tokens, dtype=np.float64) / 2
-    compute = step.token_s + context * step.pair_s
-    read = step.weights_s + context * step.context_token_s
-    idle: Floats = (np.maximum(compute, read) + step.fixed_s) * step.dilation
-    return idle
+    context = np.asarray(prompt_tokens, float) + np.asarray(output_tokens, float) / 2
+    # Half of the token's own pair and the read of its KV are left out of the objective.
+    work = StepWork(np.ones_like(context), context, context)
+    return speed.step.parts(work).step_s * speed.step.dilation
 
 
 def median_node(by_node: Sequence[Floats], counts: Sequence[int] | None = None) -> Floats:

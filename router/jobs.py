@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kappa.step import StepModel
+from kappa.cost import StepModel, transfer_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class EngineSpeed:
 
     def load_s(self, tokens: int) -> float:
         """Real seconds of link time for `tokens` tokens; none costs nothing."""
-        return self.load_fixed_s + tokens * self.load_token_s if tokens > 0 else 0.0
+        return transfer_s(tokens, self.load_token_s, self.load_fixed_s)
 
 
 @dataclass(slots=True)

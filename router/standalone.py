@@ -104,19 +104,12 @@ class StandaloneRouter:
         )
 
     def _announcement(self, worker: str) -> Announcement:
-        step = step_model(self._shape, self._node)
         per_byte = 1 / _BYTES_PER_TOKEN
         return Announcement(
             worker=worker,
             model=self._shape.name,
             node=self._node,
-            step=type(step)(
-                token_s=step.token_s * per_byte,
-                pair_s=step.pair_s * per_byte**2,
-                weights_s=step.weights_s,
-                context_token_s=step.context_token_s * per_byte,
-                fixed_s=step.fixed_s,
-            ),
+            step=step_model(self._shape, self._node).per_unit(per_byte),
             kv_bytes_per_token=kv_bytes_per_token(self._shape) * per_byte,
             emulated_model="",
             fingerprint="standalone",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kappa.report import Announcement, WorkerReport
 from router.fleet import Fleet, load_token_s
@@ -105,11 +105,7 @@ class WorkerState:
 def engine_speed(said: Announcement, calibration: Calibration) -> EngineSpeed:
     """What a shadow needs: the announced speeds, calibrated."""
     return EngineSpeed(
-        step=replace(
-            said.step,
-            token_s=said.step.token_s * calibration.compute_scale,
-            pair_s=said.step.pair_s * calibration.compute_scale,
-        ),
+        step=said.step.computing_scaled(calibration.compute_scale),
         load_token_s=load_token_s(said) * calibration.link_scale,
         load_fixed_s=said.node.load_fixed_s * said.node.dilation,
         budget_tokens=said.max_batch_tokens,

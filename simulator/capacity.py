@@ -38,8 +38,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kappa.cost import StepWork, chunk_work, load_s, step_model
 from kappa.model import kv_bytes_per_token
-from kappa.step import step_model
 from kappa.types import ModelShape, NodeProfile
 from simulator.reuse import Turns, turns_of
 from workload.expansion import expand
@@ -269,18 +269,17 @@ def request_costs(
     # The prefill gives the first token; every other one is a token of a step.
     decoded = np.maximum(turns.output_tokens - 1.0, 0.0)
     pairs = decoded * (prompt + 0.5 * (decoded + 1.0))
-    fixed_s = decoded / max_seqs * step.fixed_s
-    decode_s = decoded * step.token_s + pairs * step.pair_s + fixed_s
-    prefill_s = new * step.token_s + new * (cached + 0.5 * new) * step.pair_s
-    anew_s = prompt * step.token_s + 0.5 * prompt * prompt * step.pair_s
-    load_s = node.profile.load_fixed_s + cached * token_bytes / node.profile.h2d_bytes_per_s
-    read_s = (prompt + pairs) * step.context_token_s + decoded / max_seqs * step.weights_s
+    # Its weights and fixed cost are shared by as many sequences as a step holds.
+    decode = step.parts(StepWork(decoded, pairs, prompt + pairs), steps=decoded / max_seqs)
+    decode_s = decode.compute_s + decode.fixed_s
+    prefill_s = step.parts(chunk_work(new, cached)).compute_s
+    anew_s = step.parts(chunk_work(prompt, np.zeros_like(prompt))).compute_s
 
     costs = np.zeros((len(turns), len(OPTIONS), len(RESOURCES)))
-    costs[:, 0, 0] = np.where(cached > 0, load_s, 0.0)
+    costs[:, 0, 0] = load_s(shape, node.profile, cached)
     costs[:, (0, 2), 1] = (prefill_s + decode_s)[:, None]
     costs[:, 1, 1] = anew_s + decode_s
-    costs[:, :, 2] = (read_s + fixed_s)[:, None]
+    costs[:, :, 2] = (decode.read_s + decode.fixed_s)[:, None]
     # Blocks that nobody else holds, for as many steps as there are tokens to decode.
     own_bytes = token_bytes * (new + 0.5 * decoded)
     costs[:, :, 3] = (own_bytes * decoded * (step.weights_s + step.fixed_s))[:, None]

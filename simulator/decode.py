@@ -1,4 +1,4 @@
-"""How long iterations last: one of any kind, and many decode-only ones in closed form.
+"""How long many decode-only iterations last, in closed form.
 
 While the same requests decode, each step computes a token for each of them and their contexts grow
 by one: compute time and read time are lines in the step's number, the step lasts the longer of
@@ -9,16 +9,7 @@ from __future__ import annotations
 
 import math
 
-from kappa.step import StepModel, StepParts
-
-
-def step_parts(step: StepModel, tokens: int, pairs: float, reads: int) -> StepParts:
-    """`StepModel.parts` from the sums over a batch: new tokens, pairs, tokens read."""
-    return StepParts(
-        tokens * step.token_s + pairs * step.pair_s,
-        step.weights_s + reads * step.context_token_s,
-        step.fixed_s,
-    )
+from kappa.cost import StepModel, decode_work
 
 
 class Stretch:
@@ -27,13 +18,9 @@ class Stretch:
     __slots__ = ("_cross", "_first", "_fixed_s", "_second")
 
     def __init__(self, step: StepModel, requests: int, context_tokens: int) -> None:
-        n = requests
-        compute = (n * step.token_s + (context_tokens + 0.5 * n) * step.pair_s, n * step.pair_s)
-        read = (
-            step.weights_s + (context_tokens + n) * step.context_token_s,
-            n * step.context_token_s,
-        )
-        self._fixed_s = step.fixed_s
+        compute_s, read_s, self._fixed_s = step.parts(decode_work(requests, context_tokens))
+        compute = (compute_s, requests * step.pair_s)
+        read = (read_s, requests * step.context_token_s)
         # The line that is higher at the start, the other, and the first step at which it overtakes.
         self._first, self._second = (compute, read) if compute[0] >= read[0] else (read, compute)
         lead, gain = self._first[0] - self._second[0], self._second[1] - self._first[1]

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from kappa.step import StepModel
+from kappa.cost import StepModel
 from kappa.types import NodeProfile
 
 Resource = Literal["link", "compute"]
@@ -136,7 +136,5 @@ def announced(
             profile = replace(profile, h2d_bytes_per_s=rate)
         else:
             profile = replace(profile, flops_per_s=profile.flops_per_s * fault.factor)
-            step = replace(
-                step, token_s=step.token_s / fault.factor, pair_s=step.pair_s / fault.factor
-            )
+            step = step.computing_scaled(1.0 / fault.factor)
     return profile, step

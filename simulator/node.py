@@ -15,7 +15,7 @@ from kappa.report import COMPUTE_STEP_TOKENS
 from scheduler.batching import Batcher, Step
 from scheduler.catalogue import rule_named
 from simulator.cache import Ids
-from simulator.decode import Stretch, step_parts
+from simulator.decode import Stretch
 from simulator.decoding import Decoding
 from simulator.job import Job
 from simulator.link import link_class
@@ -190,23 +190,14 @@ class Node:
                 self._admitted(work)
 
     def _start_step(self, step: Step) -> None:
-        n, context_tokens, model = (
-            self._decoding.requests,
-            self._decoding.context_tokens,
-            self.model,
-        )
-        pairs = context_tokens + 0.5 * n
-        tokens, reads = n, context_tokens + n
-        for _, new, context in step.chunks:
-            tokens += new
-            pairs += new * (context + 0.5 * new)
-            reads += context + new
-        nominal_s = step_parts(model.step, tokens, pairs, reads).step_s
-        seconds = nominal_s * self._noise.factor() * self.slow
+        decoding, model = self._decoding, self.model
+        batch = ([(new, context) for _, new, context in step.chunks],
+                 decoding.requests, decoding.context_tokens)  # fmt: skip
+        tokens = decoding.requests + sum(new for _, new, _ in step.chunks)
+        seconds = model.step.batch(*batch).step_s * self._noise.factor() * self.slow
         self.totals.add_steps(1, tokens, seconds)
         if tokens >= COMPUTE_STEP_TOKENS:
-            announced = step_parts(model.announced_step, tokens, pairs, reads)
-            self.totals.add_computing(seconds, announced)
+            self.totals.add_computing(seconds, model.announced_step.batch(*batch))
         self._count_queued(1, tokens)
         self._step = step
         now_s = self._loop.now_s

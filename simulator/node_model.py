@@ -70,7 +70,7 @@ class NodeTotals:
         self.step_tokens += tokens
         self.step_s += seconds
 
-    def add_computing(self, seconds: float, announced: StepParts) -> None:
+    def add_computing(self, seconds: float, announced: StepParts[float]) -> None:
         """An iteration of `COMPUTE_STEP_TOKENS` or more took so long."""
         computed_s = announced.computed_s(seconds)
         if computed_s:

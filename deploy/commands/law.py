@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.commands.law_plans import explain_plans, plan_rates, print_plans
-from kappa import model as law
+from kappa import cost as law
 from kappa import paper
 from kappa.hardware import DEMO_NODES, node_profile
+from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
 from kappa.types import ModelShape, NodeProfile, TokenCounts
 
@@ -129,17 +130,17 @@ def _print_law(
 
 def explain_request(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> dict[str, Any]:
     """What ``explain`` prints for one node; ``kappa_eff`` is None where no κ is memory-bound."""
-    plan = law.plan(counts, shape, node)
-    effective = law.kappa_eff(shape, node, counts.new_tokens)
+    cached, new = counts.cached_tokens, counts.new_tokens
+    effective = law.kappa_eff(shape, node, new)
     return {
         "kappa": counts.ratio,
         "kappa_crit": law.kappa_crit(shape, node),
         "kappa_eff": effective if math.isfinite(effective) else None,
         "bound": law.bound(counts, shape, node),
-        "ttft_s": plan.ttft_s,
-        "load_s": plan.load_s,
-        "compute_s": plan.compute_s,
-        "plan": plan.kind,
+        "ttft_s": law.ttft_s(shape, node, cached, new),
+        "load_s": law.load_s(shape, node, cached),
+        "compute_s": law.compute_s(shape, node, new, cached),
+        "plan": "load",
     }
 
 
@@ -232,7 +233,7 @@ def _draw_ratios(
 ) -> None:
     """Mark where a model's requests of the given κ stand on a node's roofline."""
     peak, link_rate = _roof(*node)
-    flops_per_byte = 2.0 * shape.params_active / law.kv_bytes_per_token(shape)
+    flops_per_byte = 2.0 * shape.params_active / kv_bytes_per_token(shape)
     for ratio in ratios:
         x = flops_per_byte / ratio
         y = min(peak, link_rate * x)

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kappa.model import kappa_crit
+from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
 from loadtest.datasets import open_workload
 from simulator.clusters import Cluster, cluster_named

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kappa.cost import chunk_work
 from kappa.plan.rates import PlanRates
 
 Poly = tuple[float, float, float]
@@ -84,7 +85,7 @@ class Costs:
         """t_gpu(T, S): gpu seconds with everything loaded."""
         # The grid's excess over the law at (T, S), and the fixed cost, go with every split.
         self._start_s = self.plain_s - rates.law_s(self.new, context) + rates.step.fixed_s
-        self.floor_s = rates.read_s(self.new, context) + self._idle_s(0.0)
+        self.floor_s = rates.step.parts(chunk_work(self.new, context)).read_s
         """Seconds of reading all weights and KV: below this no long step goes."""
         serial = rates.serial_share
         self.terms = (
@@ -100,9 +101,9 @@ class Costs:
         At the front x tokens attend to D device tokens and to themselves; at the back x + T
         tokens attend to all before them.
         """
-        phi, alpha, new = self.rates.token_s, self.rates.pair_s, self.new
+        phi, alpha = self.rates.token_s, self.rates.pair_s
         context = self.cached + self.device
-        start = phi * new + alpha * new * (context + 0.5 * new)
+        start = self.rates.step.parts(chunk_work(self.new, context)).compute_s
         if tail:
             return (start, phi + alpha * context, -0.5 * alpha)
         return (start, phi + alpha * self.device, 0.5 * alpha)
@@ -113,22 +114,18 @@ class Costs:
         return self.rates.load.seconds(loaded + self.rates.activation_ratio * split.activations)
 
     def compute_s(self, split: Split) -> float:
-        """Gpu seconds: the new tokens, the recomputed ones, and the projection."""
+        """Gpu seconds: the new tokens, the recomputed ones, and the projection.
+
+        Experts that no token of the step touches are next to nothing from 100 tokens on: they are
+        left out here, but not in the closed form, whose floor is that of all experts.
+        """
         c0, c1, c2 = self.flop_s(tail=split.tail)
         flop_s = c0 + split.recompute * (c1 + split.recompute * c2)
         return (
-            max(flop_s, self.floor_s - self._idle_s(split.recompute))
+            max(flop_s, self.floor_s - self.rates.idle_experts_s(self.new + split.recompute))
             + self._start_s
             + self.rates.project.seconds(split.activations)
         )
-
-    def _idle_s(self, recompute: float) -> float:
-        """Seconds of experts that no token of the step touches: next to nothing from 100 tokens on.
-
-        Priced, but not in the closed form, whose floor is that of all experts.
-        """
-        rates = self.rates
-        return rates.experts_s and rates.experts_s * rates.expert_idle ** (self.new + recompute)
 
     def ttft_s(self, load_s: float, compute_s: float) -> float:
         """Seconds to the first token, of a pipeline over layers on two resources.

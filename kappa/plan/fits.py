@@ -3,7 +3,7 @@
 HybridServe (Section 4.3) plans on two least-squares lines, seconds to load and to project n tokens,
 and trusts them because R² is 0.99; here a line below `LEAST_R2` is refused by name. The seconds of
 a prefill step are no line: they are measured on a grid of new and context tokens, read between its
-points, and carried on beyond it by the law of `kappa.step`, fitted to the same grid.
+points, and carried on beyond it by the law of `kappa.cost`, fitted to the same grid.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import combinations, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.step import StepModel
+from kappa.cost import StepModel, chunk_work, transfer_s
 
 LEAST_R2 = 0.98
 """Below this a line says too little of what it was fitted to; the paper's have 0.99."""
@@ -58,7 +58,7 @@ class LineFit:
 
     def seconds(self, tokens: float) -> float:
         """Seconds of `tokens`; zero for none."""
-        return self.per_token_s * tokens + self.fixed_s if tokens > 0 else 0.0
+        return transfer_s(tokens, self.per_token_s, self.fixed_s)
 
     def scaled(self, factor: float) -> LineFit:
         """The same line where each token takes `factor` times as long."""
@@ -176,7 +176,7 @@ def fit_step(grid: ComputeGrid) -> StepModel:
     bound = y > _ABOVE_FLOOR * (weights_s + context_s * (s + t))
     if bound.sum() < _LEAST_POINTS:
         bound[:] = True
-    columns = np.stack([np.ones_like(t), t, t * (s + 0.5 * t)], axis=1) / y[:, None]
+    columns = np.stack([np.ones_like(t), t, chunk_work(t, s).pairs], axis=1) / y[:, None]
     fixed_s, token_s, pair_s = _not_negative(columns[bound], np.ones(int(bound.sum())))
     # Both sides of the law's maximum carry the fixed cost; the reads were fitted with it inside.
     fixed_s = min(fixed_s, weights_s)

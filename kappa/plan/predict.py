@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kappa.cost import decode_work
 from kappa.plan.costs import Costs, Split
 from kappa.plan.rates import PlanRates
 from kappa.plan.segments import LoadPlan, Segment, layout
@@ -101,21 +102,16 @@ def decode_s(
 def decode_gpu_s(rates: PlanRates, batch: int, context_tokens: float) -> float:
     """Gpu seconds of a decoding step with all keys and values there.
 
-    By the law; where decoding steps are measured, what they last longer (or shorter) than the law
-    says at the nearest measured point is added, as of a prefill step's grid.
+    By the cost model; where decoding steps are measured, what they last longer (or shorter) than
+    it has at the nearest measured point is added, as of a prefill step's grid.
     """
-
-    def law_s(sequences: float, resident: float) -> float:
-        step = rates.step
-        flop_s = sequences * (step.token_s + 0.5 * step.pair_s) + resident * step.pair_s
-        return max(flop_s, rates.read_s(sequences, resident)) + step.fixed_s
-
     resident = batch * context_tokens
-    said_s = law_s(batch, resident)
+    modelled_s = rates.step_s(decode_work(float(batch), resident))
     if rates.decode is None:
-        return said_s
+        return modelled_s
     point = rates.decode.clamp(batch, resident)
-    return max(0.0, said_s + rates.decode.seconds_at(*point) - law_s(*point))
+    excess_s = rates.decode.seconds_at(*point) - rates.step_s(decode_work(*point))
+    return max(0.0, modelled_s + excess_s)
 
 
 def tbt_s(

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kappa.cost import StepModel, StepWork, chunk_work, load_token_s, step_model
 from kappa.json_file import read_json_object
 from kappa.model import kv_bytes
 from kappa.plan.fits import ComputeGrid, LineFit, fit_step, require_fit
 from kappa.plan.measured import attention, decode_grid, grid_of, layers_fit
-from kappa.step import StepModel, step_model
 from kappa.types import ModelShape, NodeProfile
 
 FORMAT = "kappa-load-rates/1"
@@ -141,17 +141,17 @@ class PlanRates:
         return max(0.0, self.law_s(tokens, context_tokens) + self.excess_s(tokens, context_tokens))
 
     def law_s(self, new_tokens: float, context_tokens: float) -> float:
-        """What the law alone says of a step, without the grid."""
-        step = self.step
-        pairs = new_tokens * (context_tokens + 0.5 * new_tokens)
-        flop_s = step.token_s * new_tokens + step.pair_s * pairs
-        return max(flop_s, self.read_s(new_tokens, context_tokens)) + step.fixed_s
+        """Gpu seconds of a prefill step by the cost model alone, without the grid."""
+        return self.step_s(chunk_work(new_tokens, context_tokens))
 
-    def read_s(self, new_tokens: float, context_tokens: float) -> float:
-        """Seconds of reading what a step reads: weights, of experts those touched, and all KV."""
-        idle_s = self.experts_s * self.expert_idle**new_tokens if self.experts_s else 0.0
-        kv_s = self.step.context_token_s * (context_tokens + new_tokens)
-        return self.step.weights_s - idle_s + kv_s
+    def step_s(self, work: StepWork[float]) -> float:
+        """Seconds of a step by the cost model; it reads all KV, and of experts those touched."""
+        parts = self.step.parts(work)
+        return parts._replace(read_s=parts.read_s - self.idle_experts_s(work.tokens)).step_s
+
+    def idle_experts_s(self, tokens: float) -> float:
+        """Seconds that a step of `tokens` saves: the experts that none of them touches."""
+        return self.experts_s * self.expert_idle**tokens if self.experts_s else 0.0
 
     def excess_s(self, new_tokens: float, context_tokens: float) -> float:
         """What the grid measured above the law (below: negative) at the nearest covered point."""
@@ -244,7 +244,7 @@ def rates_from_law(
         layers=shape.layers,
         kv_bytes=token_kv_bytes,
         activation_bytes=tp * activation_bytes_per_token(shape, activation_dtype_bytes),
-        load=LineFit("load", token_kv_bytes / node.h2d_bytes_per_s, node.load_fixed_s),
+        load=LineFit("load", load_token_s(shape, node, tp), node.load_fixed_s),
         project=LineFit("KV projection", heads_flops / node.flops_per_s),
         step=replace(step, weights_s=all_weights_bytes / node.hbm_bytes_per_s),
         overlap=overlap,

@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from deploy.commands.workload import workload
-from kappa.model import kappa_crit
+from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
 from simulator.clusters import cluster_named
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kappa.cost import kappa_crit
 from kappa.hardware import CATALOGUE, DEMO_NODES, node_profile
-from kappa.model import kappa_crit
 from kappa.shapes import model_shape
 
 

@@ -11,6 +11,7 @@ import math
 import numpy as np
 import pytest
 
+from kappa.cost import StepModel, StepWork, chunk_work, transfer_s
 from router import pricing as at
 
 WORKER = {
@@ -249,3 +250,111 @@ def test_idle_workers():
     # 200 new behind 50 loaded: overhead 0.05 + load 0.15; compute max(5, 2 x 0.75) + 0.4.
     assert at.idle_ttft_s(cells, slots(cells), 250.0, 50.0) == pytest.approx(0.05 + 0.15 + 5.4)
     assert at.idle_tpot_s(cells, slots(cells), 250.0) == pytest.approx(0.95)
+
+
+# -- the formulas are those of the cost model, restated: random workers, random requests ------
+
+WORKERS, REQUESTS, BUDGET = 40, 25, 8192
+RELATIVE = 1e-12
+
+
+@pytest.fixture(scope="module")
+def drawing():
+    return np.random.default_rng(7)
+
+
+@pytest.fixture(scope="module")
+def drawn_workers(drawing):
+    """Each a step model and its link's seconds per token and per load, in real seconds."""
+
+    def one():
+        magnitudes = (-6, -3), (-12, -8), (-4, -1), (-9, -6), (-5, -2), (-7, -4), (-5, -2)
+        drawn = [float(10 ** drawing.uniform(*ends)) for ends in magnitudes]
+        return StepModel(*drawn[:5]), drawn[5], drawn[6]
+
+    return [one() for _ in range(WORKERS)]
+
+
+@pytest.fixture(scope="module")
+def drawn_cells(drawn_workers):
+    matrix = np.zeros((at.ROWS, WORKERS))
+    matrix[at.BUDGET] = BUDGET
+    for slot, (step, load_token_s, load_fixed_s) in enumerate(drawn_workers):
+        matrix[at.TOKEN, slot], matrix[at.PAIR, slot] = step.token_s, step.pair_s
+        matrix[at.WEIGHTS, slot], matrix[at.CONTEXT, slot] = step.weights_s, step.context_token_s
+        matrix[at.STEP, slot] = step.fixed_s
+        matrix[at.LOAD_TOKEN, slot], matrix[at.LOAD_FIXED, slot] = load_token_s, load_fixed_s
+    return matrix
+
+
+@pytest.fixture(scope="module")
+def drawn_requests(drawing):
+    """Prompt tokens, those of them that are cached; requests that decode, and their contexts."""
+    drawn = []
+    for _ in range(REQUESTS):
+        prompt = int(drawing.integers(1, 100_000))
+        decoding = int(drawing.integers(0, 60))
+        drawn.append((prompt, int(drawing.integers(0, prompt)), decoding, decoding * 1234))
+    return drawn
+
+
+def test_a_prompt_beside_decoding_requests_costs_what_the_cost_model_says(
+    drawn_workers, drawn_cells, drawn_requests
+):
+    for slot, (step, _, _) in enumerate(drawn_workers):
+        for prompt, held, decoding, context in drawn_requests:
+            new = prompt - held
+            steps = math.ceil(new / BUDGET)
+            alone = chunk_work(float(new), float(held))
+            # Each step decodes a token for each of the others, and reads prompt and contexts.
+            beside = StepWork(
+                new + steps * decoding, alone.pairs + steps * context, steps * (prompt + context)
+            )
+            parts = step.parts(beside, steps)
+            got = at.prefill_s(drawn_cells, slot, float(prompt), float(held), decoding, context)
+            expected = (step.parts(alone).compute_s, parts.read_s, parts.step_s)
+            assert got == pytest.approx(expected, rel=RELATIVE)
+
+
+def test_a_load_costs_what_the_cost_model_says(drawn_workers, drawn_cells, drawn_requests):
+    for slot, (_, token_s, fixed_s) in enumerate(drawn_workers):
+        for _, held, _, _ in [*drawn_requests, (1, 0, 0, 0)]:
+            expected = transfer_s(float(held), token_s, fixed_s)
+            assert at.load_s(drawn_cells, slot, float(held)) == pytest.approx(
+                expected, rel=RELATIVE
+            )
+
+
+def test_a_step_that_only_reads_costs_what_the_cost_model_says(
+    drawn_workers, drawn_cells, drawn_requests
+):
+    for slot, (step, _, _) in enumerate(drawn_workers):
+        for _, _, _, context in drawn_requests:
+            expected = step.parts(StepWork(0.0, 0.0, context)).step_s
+            got = at.reading_step_s(drawn_cells, slot, float(context))
+            assert got == pytest.approx(expected, rel=RELATIVE)
+
+
+def test_half_of_a_decoding_step_is_waited_for_and_one_more_behind_a_load(
+    drawn_workers, drawn_cells, drawn_requests
+):
+    for slot, (step, _, _) in enumerate(drawn_workers):
+        for _, _, decoding, context in drawn_requests:
+            step_s = step.parts(StepWork(decoding, context, context)).step_s if decoding else 0.0
+            drawn_cells[at.DECODING, slot], drawn_cells[at.DECODE_CONTEXT, slot] = decoding, context
+            for cached, share in ((0.0, 0.5), (16.0, 1.5)):
+                got = at.under_way_s(drawn_cells, slot, cached)
+                assert got == pytest.approx(share * step_s, rel=RELATIVE)
+
+
+def test_idle_workers_cost_what_the_cost_model_says(drawn_workers, drawn_cells, drawn_requests):
+    slots = np.arange(WORKERS)
+    for prompt, held, _, _ in drawn_requests:
+        expected_s = []
+        for step, token_s, fixed_s in drawn_workers:
+            steps = math.ceil((prompt - held) / BUDGET)
+            tokens, pairs, _ = chunk_work(float(prompt - held), float(held))
+            parts = step.parts(StepWork(tokens, pairs, float(steps * prompt)), steps)
+            expected_s.append(transfer_s(float(held), token_s, fixed_s) + parts.step_s)
+        got = at.idle_ttft_s(drawn_cells, slots, float(prompt), float(held))
+        assert got == pytest.approx(expected_s, rel=RELATIVE)

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from kappa.cost import kappa_crit
 from kappa.hardware import node_profile
-from kappa.model import kappa_crit
 from kappa.report import Announcement
 from kappa.shapes import model_shape
 from kappa.types import NodeProfile

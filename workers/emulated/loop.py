@@ -2,7 +2,7 @@
 
 Requests wait for room, load what the host tier holds of their prefix over one serial link, compute
 the rest of their prompts in chunks of a token budget, then decode a token per step. Nothing is
-computed: a step lasts as long as `kappa.step` says that it would on the emulated node.
+computed: a step lasts as long as `kappa.cost` says that it would on the emulated node.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kappa.step import StepModel
+from kappa.cost import StepModel, transfer_s
 from workers.emulated.blocks import Change, EmulatedBlocks, digests_of
 
 _IDLE_S = 0.25
@@ -181,7 +181,8 @@ class EmulatedLoop:
 
     def _load(self, job: Job) -> None:
         now_s, pace = time.monotonic(), self._pace
-        took_s = pace.load_fixed_s + job.host_tokens * pace.load_token_s * self._link_slower()
+        token_s = pace.load_token_s * self._link_slower()
+        took_s = transfer_s(job.host_tokens, token_s, pace.load_fixed_s)
         self._link_free_s = max(self._link_free_s, now_s) + took_s
         job.loaded_at_s, job.load_s = self._link_free_s, took_s
         self._loading.append(job)

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.offload.overhead.law_fit import Estimate, LawFit, ModelFacts, fit_law, one_arm_rates
 from benchmarks.offload.overhead.paper_method import Overhead, PaperFit, fit_overhead
 from benchmarks.offload.overhead.points import ARMS, Arm, Point, Sample
-from kappa.model import kappa_crit
+from kappa.cost import kappa_crit
 from kappa.types import ModelShape, NodeProfile
 
 RATES = ("link_bytes_per_s", "flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s")

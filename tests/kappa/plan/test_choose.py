@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from numpy.random import default_rng
 
-from kappa.model import kappa_crit
-from kappa.model import kappa_eff as kappa_eff_loading
+from kappa.cost import kappa_crit
+from kappa.cost import kappa_eff as kappa_eff_loading
 from kappa.plan.choose import EXACT, Policy, choose, kappa_eff, policy_ttft_s
 from kappa.plan.costs import IDLE, Backlog, Costs, Split
 from kappa.plan.rates import PlanRates, rates_from_law
@@ -105,12 +105,18 @@ def test_effective_ratio_of_each_policy() -> None:
 
 @pytest.mark.parametrize("overlap", [0.0, 0.7, 1.0])
 def test_effective_ratio_of_loading_is_that_of_the_router(overlap: float) -> None:
-    """With attention, floors and fixed costs: `kappa.model` solves the same crossing exactly."""
+    """With attention, floors and fixed costs: `kappa.cost` solves the same crossing exactly.
+
+    It loads first and computes then; with overlap a load may last that much longer.
+    """
     for model in ("llama-3.1-8b", "opt-6.7b", "qwen3-30b-a3b"):
         slow = replace(node(15), load_fixed_s=1e-3, step_fixed_s=2e-4)
+        hidden = replace(
+            slow, load_fixed_s=1e-3 / (1 + overlap), h2d_bytes_per_s=15e9 * (1 + overlap)
+        )
         rates = rates_from_law(SHAPES[model], slow, overlap=overlap)
         for new in (1, 64, 4_096):
-            expected = kappa_eff_loading(SHAPES[model], slow, new, overlap=overlap)
+            expected = kappa_eff_loading(SHAPES[model], hidden, new)
             if math.isfinite(expected):
                 assert kappa_eff(rates, "load", new) == pytest.approx(expected, rel=1e-6)
 

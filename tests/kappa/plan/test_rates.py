@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from numpy.random import default_rng
 
-from kappa.model import compute_s, kv_bytes
+from kappa.cost import compute_s
+from kappa.model import kv_bytes
 from kappa.plan.fits import LineFit
 from kappa.plan.rates import (
     FORMAT,

@@ -15,8 +15,8 @@ from benchmarks.offload.overhead.points import (
     check_points,
     parse_points,
 )
+from kappa.cost import kappa_crit, ttft_s
 from kappa.hardware import node_profile
-from kappa.model import kappa_crit, ttft_s
 from kappa.shapes import model_shape
 
 SHAPE = model_shape("llama-3.1-8b")

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.offload.overhead.plot import draw
 from benchmarks.offload.overhead.points import ARMS, Sample, parse_points
 from benchmarks.offload.overhead.result import node_result
+from kappa.cost import kappa_crit, ttft_s
 from kappa.hardware import node_profile
-from kappa.model import kappa_crit, ttft_s
 from kappa.shapes import model_shape
 
 SHAPE = model_shape("llama-3.1-8b")

@@ -1,0 +1,315 @@
+"""The cost model: seconds of a step, of a load, of a prompt on a node. No other file has formulas.
+
+A step computes new tokens of each scheduled request behind the tokens of its context. It costs
+2P FLOPs per token and 4·L·n_q·d per pair of query and key, and reads the weights once and the KV of
+every context; it lasts the longer of computing and reading, plus a fixed cost. Beyond paper 001
+(``kappa.paper``: F = 2P) attention and the floor of the reads count. Numbers may be arrays, except
+where a docstring says otherwise. ``router.pricing`` restates these formulas for its compiled loops,
+and a test holds the two equal.
+
+Seconds are a node's own, undilated, unless a name says ``real``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kappa.model import attention_flops, attention_lines, kv_bytes, weight_read_bytes
+from kappa.types import ModelShape, NodeProfile, TokenCounts
+
+Floats = NDArray[np.float64]
+N = TypeVar("N", float, Floats)
+Bound = Literal["memory", "compute"]
+
+# A step that took so many times as long as its reading did not wait for memory.
+_CLEARLY = 1.25
+# A context so long that the pairs among the new tokens do not count.
+_FAR_TOKENS = 1_000_000.0
+
+
+class StepWork(NamedTuple, Generic[N]):
+    """What steps have to do: new tokens, pairs of query and key, and tokens whose KV is read."""
+
+    tokens: N
+    pairs: N
+    reads: N
+
+
+def chunk_work(new_tokens: N, context_tokens: N) -> StepWork[N]:
+    """Compute new tokens behind a context: each meets all of it and, causally, half the others."""
+    pairs = new_tokens * (context_tokens + 0.5 * new_tokens)
+    return StepWork(new_tokens, pairs, context_tokens + new_tokens)
+
+
+def decode_work(requests: N, context_tokens: N) -> StepWork[N]:
+    """Decode a token for each of `requests` with `context_tokens` between them."""
+    return StepWork(requests, context_tokens + 0.5 * requests, context_tokens + requests)
+
+
+class StepParts(NamedTuple, Generic[N]):
+    """Seconds that steps consist of: the longer of computing and reading, then the fixed cost."""
+
+    compute_s: N
+    read_s: N
+    fixed_s: float | N
+
+    @property
+    def step_s(self) -> N:
+        """Seconds of the step."""
+        return _longer(self.compute_s, self.read_s) + self.fixed_s
+
+    def computed_s(self: StepParts[float], took_s: float) -> float:  # type: ignore[misc]
+        """Seconds of computing in a step with these announced parts that took `took_s`.
+
+        0 where its length does not show: it may have waited for memory. Where computing is the
+        longer part by the announced rates, though the step took no longer than reading, the true
+        seconds are at most what is returned.
+        """
+        rest_s = took_s - self.fixed_s
+        shows = rest_s > _CLEARLY * self.read_s or self.compute_s >= self.read_s
+        return max(rest_s, 0.0) if shows else 0.0
+
+
+def _longer(a: N, b: N) -> N:
+    # `max` refuses arrays, and `np.maximum` takes a microsecond for two numbers.
+    return np.maximum(a, b) if isinstance(a, np.ndarray) else max(a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """The constants of a step on one node, for one model.
+
+    token_s: seconds of GEMM per new token; pair_s: seconds of attention per (query, key) pair;
+    weights_s: seconds to read the weights once; context_token_s: seconds to read one token's KV;
+    fixed_s: launch and scheduling; dilation: real seconds per emulated second.
+    """
+
+    token_s: float
+    pair_s: float
+    weights_s: float
+    context_token_s: float
+    fixed_s: float = 0.0
+    dilation: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse constants that cannot be seconds."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0) or (
+                field.name == "dilation" and not value
+            ):
+                least = "above zero" if field.name == "dilation" else "zero or more"
+                raise ValueError(
+                    f"StepModel.{field.name} is {value}: give a finite number, {least}"
+                )
+
+    def parts(self, work: StepWork[N], steps: float | N = 1) -> StepParts[N]:
+        """Parts of `steps` steps that have this work between them."""
+        return StepParts(
+            work.tokens * self.token_s + work.pairs * self.pair_s,
+            steps * self.weights_s + work.reads * self.context_token_s,
+            steps * self.fixed_s,
+        )
+
+    def batch(
+        self, chunks: Iterable[tuple[int, int]], requests: int = 0, context_tokens: int = 0
+    ) -> StepParts[float]:
+        """Parts of one step over [(new tokens, context tokens before them)] and decoding requests.
+
+        The sum of each chunk's `parts`, written out: forecasts and simulations live in this loop.
+        """
+        compute_s, read_s, fixed_s = self.parts(decode_work(requests, context_tokens))
+        token_s, pair_s, context_token_s = self.token_s, self.pair_s, self.context_token_s
+        for new, context in chunks:
+            compute_s += new * token_s + new * (context + 0.5 * new) * pair_s
+            read_s += (context + new) * context_token_s
+        return StepParts(compute_s, read_s, fixed_s)
+
+    def step_s(self, chunks: Iterable[tuple[int, int]]) -> float:
+        """Seconds of one step over [(new tokens, context tokens before them)]."""
+        return self.batch(chunks).step_s
+
+    def real_s(self, chunks: Iterable[tuple[int, int]]) -> float:
+        """Real seconds of one step: `step_s` times the dilation."""
+        return self.step_s(chunks) * self.dilation
+
+    def real_parts(self, chunks: Iterable[tuple[int, int]]) -> StepParts[float]:
+        """Real seconds of one step's parts."""
+        compute_s, read_s, fixed_s = self.batch(chunks)
+        return StepParts(compute_s * self.dilation, read_s * self.dilation, fixed_s * self.dilation)
+
+    def scaled(self, factor: float) -> StepModel:
+        """The same node, `factor` times as slow."""
+        return replace(self, dilation=self.dilation * factor) if factor != 1.0 else self
+
+    def computing_scaled(self, factor: float) -> StepModel:
+        """The same node with FLOPs that take `factor` times as long; memory is as it was."""
+        return replace(self, token_s=self.token_s * factor, pair_s=self.pair_s * factor)
+
+    def per_unit(self, tokens: float) -> StepModel:
+        """The same node where all is counted in units of `tokens` tokens, as bytes of text."""
+        return replace(
+            self,
+            token_s=self.token_s * tokens,
+            pair_s=self.pair_s * tokens**2,
+            context_token_s=self.context_token_s * tokens,
+        )
+
+    def to_dict(self) -> dict[str, float]:
+        """A JSON-ready copy of the constants."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> StepModel:
+        """Rebuild from `to_dict`; raises ValueError on an unknown or missing constant."""
+        try:
+            return cls(**data)
+        except TypeError as error:
+            raise ValueError(
+                f"StepModel: {error}; expected {[f.name for f in fields(cls)]}"
+            ) from None
+
+
+def step_model(
+    shape: ModelShape,
+    node: NodeProfile,
+    new_tokens: float = 1.0,
+    context_tokens: float = _FAR_TOKENS,
+    tp: int = 1,
+) -> StepModel:
+    """The step constants of a model on a node; counts are plain numbers.
+
+    They hold for every step of a dense model. MLA's attention per pair, and the experts that a
+    mixture reads, depend on the step: they are those of one that computes `new_tokens` behind
+    `context_tokens` (left out: those of a token that is decoded).
+    """
+    pairs = chunk_work(new_tokens, context_tokens).pairs
+    attention_flops_per_s = node.attention_flops_per_s or node.flops_per_s
+    return StepModel(
+        token_s=2.0 * shape.params_active / node.flops_per_s,
+        pair_s=attention_flops(shape, new_tokens, context_tokens) / pairs / attention_flops_per_s,
+        weights_s=weight_read_bytes(shape, new_tokens) / node.hbm_bytes_per_s,
+        context_token_s=kv_bytes(shape, 1, tp) / node.hbm_bytes_per_s,
+        fixed_s=node.step_fixed_s,
+        dilation=node.dilation,
+    )
+
+
+def load_token_s(shape: ModelShape, node: NodeProfile, tp: int = 1) -> float:
+    """Seconds of link time to bring the KV of one token to the device."""
+    return kv_bytes(shape, 1, tp) / node.h2d_bytes_per_s
+
+
+def transfer_s(tokens: N, token_s: float, fixed_s: float) -> N:
+    """Seconds of link time for `tokens`: a fixed cost and so much for each; none costs nothing."""
+    if isinstance(tokens, np.ndarray):
+        return np.where(tokens > 0, fixed_s + tokens * token_s, 0.0)
+    return fixed_s + tokens * token_s if tokens > 0 else 0.0
+
+
+def load_s(shape: ModelShape, node: NodeProfile, cached_tokens: N, tp: int = 1) -> N:
+    """Seconds of link time to bring ``cached_tokens`` to the device; none costs nothing."""
+    return transfer_s(cached_tokens, load_token_s(shape, node, tp), node.load_fixed_s)
+
+
+def prompt_s(step: StepModel, new: Floats, context: Floats, budget_tokens: int) -> Floats:
+    """Seconds to compute prompts, each alone on its node, in steps of the token budget.
+
+    new, context: shape (requests,); at least one token of each is computed.
+    """
+    left = np.maximum(new, 1.0)
+    total = np.zeros_like(left)
+    while np.any(left > 0):
+        chunk = np.minimum(left, budget_tokens)
+        total += np.where(left > 0, step.parts(chunk_work(chunk, context)).step_s, 0.0)
+        context, left = context + chunk, left - chunk
+    return total
+
+
+def compute_s(
+    shape: ModelShape, node: NodeProfile, new_tokens: float, context_tokens: float, tp: int = 1
+) -> float:
+    """Seconds of gpu time for one prefill step of ``new_tokens`` after ``context_tokens``.
+
+    At least one token is computed. Counts are plain numbers.
+    """
+    tokens = max(new_tokens, 1)
+    step = step_model(shape, node, tokens, context_tokens, tp)
+    return step.parts(chunk_work(tokens, context_tokens)).step_s
+
+
+def ttft_s(
+    shape: ModelShape,
+    node: NodeProfile,
+    cached_tokens: float,
+    new_tokens: float,
+    device_tokens: float = 0.0,
+) -> float:
+    """Idle seconds to first token (paper 001, Eq. 3): the load, then one step.
+
+    ``device_tokens`` are in VRAM already: they lengthen the context and cost no transfer.
+    """
+    loading_s = load_s(shape, node, cached_tokens)
+    return loading_s + compute_s(shape, node, new_tokens, cached_tokens + device_tokens)
+
+
+def kappa_crit(shape: ModelShape, node: NodeProfile, tp: int = 1) -> float:
+    """κ_crit = (2P/M)·(B/G), paper 001 Eq. 6: no attention, no floor, no fixed cost."""
+    flops_per_byte = 2.0 * shape.params_active / kv_bytes(shape, 1, tp)
+    return flops_per_byte * node.h2d_bytes_per_s / node.flops_per_s
+
+
+def bound(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> Bound:
+    """The paper's label of a request on a node: memory-bound from κ = κ_crit up (Eq. 5)."""
+    return "memory" if counts.ratio >= kappa_crit(shape, node) else "compute"
+
+
+def kappa_eff(shape: ModelShape, node: NodeProfile, new_tokens: float) -> float:
+    """The least κ at which loading first and computing then takes twice the compute time.
+
+    For a fixed number of new tokens FLOP time and HBM time are lines in the cached tokens, and the
+    crossing is solved exactly: no iteration, attention included.
+
+    Returns:
+        κ, fractional; 0 where the load's fixed cost alone exceeds the compute time; infinity where
+        computing grows with the context faster than loading does, so that no κ is memory-bound.
+    """
+    tokens = max(new_tokens, 1)
+    step = step_model(shape, node, tokens)
+    load_line = (node.load_fixed_s, load_token_s(shape, node))
+    alone = step.parts(chunk_work(tokens, 0.0))
+    read_line = (alone.read_s + step.fixed_s, step.context_token_s)
+    linear_s = step.token_s * tokens + step.fixed_s
+    attention_rate = node.attention_flops_per_s or node.flops_per_s
+    # Loading must outlast the reads and, as the engine takes the cheaper form, any one form.
+    least_tokens = min(
+        _first_crossing(
+            load_line, (linear_s + start / attention_rate, slope / attention_rate), read_line
+        )
+        for start, slope in attention_lines(shape, tokens)
+    )
+    return least_tokens / tokens
+
+
+def _first_crossing(load_line: tuple[float, float], *compute_lines: tuple[float, float]) -> float:
+    """Least x ≥ 0 where the load line reaches every compute line, or infinity.
+
+    Lines are (at zero, slope).
+    """
+    least, most = 0.0, math.inf
+    for start, slope in compute_lines:
+        gain = load_line[1] - slope
+        lead = start - load_line[0]
+        if gain > 0:
+            least = max(least, lead / gain)
+        elif lead > 0:
+            return math.inf
+        elif gain < 0:
+            most = min(most, lead / gain)
+    return least if least <= most else math.inf

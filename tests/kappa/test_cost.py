@@ -1,0 +1,303 @@
+"""The cost model: monotone, consistent with the paper where it must be, and solved by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kappa import cost as law
+from kappa.cost import StepModel, StepParts, step_model
+from kappa.hardware import CATALOGUE, node_profile
+from kappa.model import attention_flops
+from kappa.shapes import SHAPES, model_shape
+from kappa.types import ModelShape, NodeProfile, TokenCounts
+
+shapes = st.sampled_from(sorted(SHAPES)).map(SHAPES.__getitem__)
+nodes = st.builds(
+    dataclasses.replace,
+    st.sampled_from(sorted(CATALOGUE)).map(CATALOGUE.__getitem__),
+    load_fixed_s=st.sampled_from([0.0, 1e-4, 5e-3]),
+    step_fixed_s=st.sampled_from([0.0, 2e-3]),
+    attention_flops_per_s=st.sampled_from([0.0, 2e14]),
+    # Without a read floor the FLOP terms decide everywhere, small prefills too.
+    hbm_bytes_per_s=st.sampled_from([3.35e12, 8e12, 1e30]),
+)
+cached = st.integers(0, 500_000)
+new = st.integers(1, 8192)
+
+LLAMA = model_shape("llama-3.1-8b")
+PCIE = node_profile("pcie")
+STEP = StepModel(token_s=1.0, pair_s=0.1, weights_s=7.0, context_token_s=0.01, fixed_s=0.5)
+WORK = st.lists(st.tuples(st.integers(1, 500), st.integers(0, 5000)), max_size=5)
+
+
+@given(shapes, nodes, cached, new, st.floats(1.0, 50.0))
+def test_ttft_never_rises_with_bandwidth(
+    shape: ModelShape, node: NodeProfile, c: int, n: int, factor: float
+) -> None:
+    faster = dataclasses.replace(node, h2d_bytes_per_s=node.h2d_bytes_per_s * factor)
+    assert law.ttft_s(shape, faster, c, n) <= law.ttft_s(shape, node, c, n)
+
+
+@given(shapes, nodes, cached, new, st.integers(0, 10_000))
+def test_ttft_never_falls_with_cached_tokens(
+    shape: ModelShape, node: NodeProfile, c: int, n: int, more: int
+) -> None:
+    assert law.ttft_s(shape, node, c + more, n) >= law.ttft_s(shape, node, c, n) * (1 - 1e-12)
+
+
+@given(shapes, nodes, cached, new, st.integers(0, 4096))
+def test_ttft_never_falls_with_new_tokens(
+    shape: ModelShape, node: NodeProfile, c: int, n: int, more: int
+) -> None:
+    assert law.ttft_s(shape, node, c, n + more) >= law.ttft_s(shape, node, c, n) * (1 - 1e-12)
+
+
+@given(shapes, nodes)
+def test_kappa_crit_equates_load_and_linear_compute(shape: ModelShape, node: NodeProfile) -> None:
+    bare = dataclasses.replace(node, load_fixed_s=0.0)
+    n = 1000
+    load = law.load_s(shape, bare, law.kappa_crit(shape, bare) * n)
+    assert load == pytest.approx(2 * shape.params_active * n / bare.flops_per_s)
+
+
+@given(shapes, nodes, new)
+def test_kappa_eff_doubles_the_compute_time(shape: ModelShape, node: NodeProfile, n: int) -> None:
+    kappa = law.kappa_eff(shape, node, n)
+    assume(0 < kappa < 1e7)
+    c = kappa * n
+    compute = law.compute_s(shape, node, n, c)
+    assert law.ttft_s(shape, node, c, n) == pytest.approx(2 * compute, rel=1e-6)
+    # It is the least: a little less context is still compute-bound.
+    below = law.ttft_s(shape, node, c * 0.99, n)
+    assert below < 2 * law.compute_s(shape, node, n, c * 0.99) * (1 + 1e-9)
+
+
+@given(shapes, nodes, new)
+def test_infinite_kappa_eff_means_never_memory_bound(
+    shape: ModelShape, node: NodeProfile, n: int
+) -> None:
+    assume(law.kappa_eff(shape, node, n) == math.inf)
+    for kappa in (1, 10, 100, 1000, 10_000):
+        c = kappa * n
+        assert law.load_s(shape, node, c) < law.compute_s(shape, node, n, c)
+
+
+def test_kappa_eff_is_zero_where_the_fixed_load_cost_rules() -> None:
+    slow_start = dataclasses.replace(PCIE, load_fixed_s=10.0)
+    assert law.kappa_eff(LLAMA, slow_start, 100) == 0
+
+
+def test_kappa_eff_reduces_to_kappa_crit_without_attention_or_floor() -> None:
+    ideal = dataclasses.replace(PCIE, hbm_bytes_per_s=1e30, attention_flops_per_s=1e30)
+    critical = law.kappa_crit(LLAMA, ideal)
+    assert law.kappa_eff(LLAMA, ideal, 100) == pytest.approx(critical)
+
+
+def test_small_prefills_are_bound_by_weight_reads() -> None:
+    # Two FLOPs and two bytes per parameter: below G/W_hbm tokens, reading the weights is longer.
+    h100 = node_profile("h100-pcie5")
+    break_even = h100.flops_per_s / h100.hbm_bytes_per_s
+    assert break_even == pytest.approx(295, abs=1)
+    assert law.compute_s(LLAMA, h100, 20, 0) == pytest.approx(
+        law.compute_s(LLAMA, h100, 200, 0), rel=0.01
+    )
+    assert law.compute_s(LLAMA, h100, 600, 0) > 1.9 * law.compute_s(LLAMA, h100, 20, 0)
+
+
+def test_attention_triples_the_computing_of_a_token_at_64k_of_context() -> None:
+    # Llama-3.1-8B on the H100 of the routers' survey: κ_crit 16.8 becomes 53 at 64K of context.
+    linear = 2 * LLAMA.params_active
+    growth = (linear + attention_flops(LLAMA, 1, 64_000)) / linear
+    assert growth * law.kappa_crit(LLAMA, PCIE) == pytest.approx(53, abs=1)
+
+
+def test_load_seconds_of_the_survey() -> None:
+    # 60,000 tokens of Llama-3.1-8B: 143 ms behind PCIe, 21 ms behind C2C.
+    assert law.load_s(LLAMA, PCIE, 60_000) == pytest.approx(0.143, abs=5e-4)
+    assert law.load_s(LLAMA, node_profile("c2c"), 60_000) == pytest.approx(0.021, abs=5e-4)
+    assert law.load_s(LLAMA, dataclasses.replace(PCIE, load_fixed_s=1.0), 0) == 0
+
+
+def test_bound_follows_the_critical_ratio() -> None:
+    critical = law.kappa_crit(LLAMA, PCIE)
+    below = TokenCounts(0, int(critical * 1000) - 1, 1000)
+    above = TokenCounts(0, int(critical * 1000) + 1, 1000)
+    assert law.bound(below, LLAMA, PCIE) == "compute"
+    assert law.bound(above, LLAMA, PCIE) == "memory"
+    # Device tokens cost no transfer, so they do not make a request memory-bound.
+    assert law.bound(TokenCounts(10**6, 0, 1), LLAMA, PCIE) == "compute"
+
+
+def test_a_dilated_node_has_the_same_seconds_of_its_own() -> None:
+    paced = dataclasses.replace(PCIE, source="paced", dilation=20.0)
+    assert law.ttft_s(LLAMA, paced, 1000, 10) == law.ttft_s(LLAMA, PCIE, 1000, 10)
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds"),
+    [
+        # Computing: 10 tokens, 10 * (20 + 5) pairs.
+        ([(10, 20)], 10 + 25 + 0.5),
+        # Reading: the weights once, and 1,001 tokens' KV.
+        ([(1, 0)], 7 + 0.01 + 0.5),
+        ([(10, 20), (1, 100)], 10 + 25 + 1 + 10.05 + 0.5),
+        ([(1, 0), (1, 0), (1, 1)], 7 + 0.04 + 0.5),
+    ],
+)
+def test_a_step_lasts_as_worked_out_by_hand(work, seconds):
+    assert STEP.step_s(work) == pytest.approx(seconds)
+    assert STEP.step_s(iter(work)) == pytest.approx(seconds)
+    assert replace(STEP, dilation=30.0).step_s(work) == pytest.approx(seconds)
+    assert replace(STEP, dilation=30.0).real_s(work) == pytest.approx(30 * seconds)
+
+
+@given(WORK, WORK)
+def test_more_work_never_takes_less(work, more):
+    assert STEP.step_s(work + more) >= STEP.step_s(work)
+
+
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 2000))
+def test_a_prompt_in_chunks_computes_as_many_pairs_as_at_once(first, second, context):
+    free = replace(STEP, weights_s=0.0, context_token_s=0.0, fixed_s=0.0)
+    chunks = free.step_s([(first, context)]) + free.step_s([(second, context + first)])
+    assert chunks == pytest.approx(free.step_s([(first + second, context)]))
+
+
+def test_scaling_slows_all_of_it():
+    paced = replace(STEP, dilation=2.0)
+    assert paced.scaled(1.5).real_s([(9, 9)]) == pytest.approx(1.5 * paced.real_s([(9, 9)]))
+    assert paced.scaled(1.0) is paced
+    with pytest.raises(ValueError, match="dilation"):
+        paced.scaled(0.0)
+
+
+def roofline_s(shape: ModelShape, node: NodeProfile, chunks: list[tuple[int, int]]) -> float:
+    """A dense model's step, written out: 2P per token, 4·L·n_q·d per pair; weights once, all KV."""
+    tokens = sum(new for new, _ in chunks)
+    pairs = sum(new * context + new * new / 2 for new, context in chunks)
+    flops = 2 * shape.params_active * tokens
+    flops += 4 * shape.layers * shape.heads * shape.head_dim * pairs
+    token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.kv_dtype_bytes
+    read_bytes = shape.params_total * shape.weight_dtype_bytes
+    read_bytes += token_bytes * sum(new + context for new, context in chunks)
+    return max(flops / node.flops_per_s, read_bytes / node.hbm_bytes_per_s) + node.step_fixed_s
+
+
+@pytest.mark.parametrize("node", ["h100-pcie5", "gh200-c2c"])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen2.5-14b"])
+def test_a_step_is_the_longer_side_of_the_roofline(model, node):
+    shape, profile = model_shape(model), replace(node_profile(node), step_fixed_s=2e-3)
+    step = step_model(shape, profile)
+    for new, context in ((1, 0), (1, 30_000), (500, 0), (500, 30_000), (8192, 8192)):
+        expected = roofline_s(shape, profile, [(new, context)])
+        assert step.step_s([(new, context)]) == pytest.approx(expected, rel=1e-12)
+        assert law.compute_s(shape, profile, new, context) == pytest.approx(expected, rel=1e-12)
+    batch = [(1, 1000 * i) for i in range(20)]
+    assert step.step_s(batch) == pytest.approx(roofline_s(shape, profile, batch), rel=1e-12)
+
+
+@given(WORK, st.integers(0, 20), st.integers(0, 10_000))
+def test_chunks_beside_decoding_requests_add_up(chunks, requests, context):
+    # Decoding requests are chunks of one token; only the sum of their contexts matters.
+    spread = [(1, context // max(requests, 1))] * requests
+    total = sum(each for _, each in spread)
+    assert STEP.batch(chunks, requests, total) == pytest.approx(STEP.batch(chunks + spread))
+    # Each chunk adds its own part; the weights are read once.
+    each = [STEP.parts(law.chunk_work(new, context), steps=0) for new, context in chunks]
+    expected = (sum(p.compute_s for p in each), 7.0 + sum(p.read_s for p in each), 0.5)
+    assert STEP.batch(chunks) == pytest.approx(expected)
+
+
+def test_arrays_cost_what_each_of_their_numbers_costs():
+    new, context = np.array([1.0, 10.0, 300.0]), np.array([30_000.0, 20.0, 0.0])
+    each = [STEP.step_s([(n, c)]) for n, c in zip((1, 10, 300), (30_000, 20, 0), strict=True)]
+    assert STEP.parts(law.chunk_work(new, context)).step_s == pytest.approx(each)
+    # 0 tokens cost nothing, 3 cost the fixed 5 s and 2 s each.
+    assert law.transfer_s(np.array([0.0, 3.0]), 2.0, 5.0).tolist() == [0.0, 11.0]
+    assert [law.transfer_s(tokens, 2.0, 5.0) for tokens in (0, 3)] == [0.0, 11.0]
+
+
+def test_many_steps_share_their_work_but_each_reads_the_weights():
+    # 2·3 tokens, 0.1·40 of pairs; 4 times the weights and the fixed cost, 50 tokens' KV once.
+    parts = STEP.parts(law.StepWork(6.0, 40.0, 50.0), steps=4)
+    assert parts == pytest.approx((6 + 4, 4 * 7 + 0.5, 4 * 0.5))
+
+
+def test_a_prompt_is_computed_in_chunks_of_the_budget():
+    # 250 tokens behind 40, 100 at a time, and a full hit that computes one token behind 40.
+    chunks = [(100, 40), (100, 140), (50, 240)]
+    seconds = law.prompt_s(STEP, np.array([250.0, 0.0]), np.array([40.0, 40.0]), 100)
+    whole_s = sum(STEP.step_s([chunk]) for chunk in chunks)
+    assert seconds == pytest.approx([whole_s, STEP.step_s([(1, 40)])])
+
+
+def test_slower_flops_leave_the_reads_as_they_are():
+    slow = STEP.computing_scaled(3.0)
+    assert slow.parts(law.StepWork(2.0, 10.0, 5.0)) == pytest.approx((3 * 3.0, 7.05, 0.5))
+
+
+def test_bytes_cost_a_quarter_of_tokens_of_four_bytes():
+    tokens, bytes_ = [(10, 20), (1, 100)], [(40, 80), (4, 400)]
+    assert STEP.per_unit(1 / 4).step_s(bytes_) == pytest.approx(STEP.step_s(tokens))
+    assert STEP.per_unit(1 / 4).real_parts(bytes_) == pytest.approx(STEP.real_parts(tokens))
+
+
+def test_a_paced_node_dilates_its_steps():
+    profile = replace(node_profile("h100-pcie5"), source="paced", dilation=30.0, step_fixed_s=0.01)
+    step = step_model(model_shape("llama-3.1-8b"), profile)
+    assert (step.dilation, step.fixed_s) == (30.0, 0.01)
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 1.0, 3.0])
+@pytest.mark.parametrize(("computes_s", "reads_s"), [(0.3, 0.1), (0.12, 0.1), (0.1, 0.02)])
+def test_a_step_tells_how_far_off_the_announced_flop_rate_is(factor, computes_s, reads_s):
+    took_s = max(computes_s, reads_s) + 0.01
+    parts = StepParts(computes_s / factor, reads_s, 0.01)
+    computed_s = parts.computed_s(took_s)
+    # Between reading and a quarter more it does not show, unless computing was thought longer.
+    if computes_s > 1.25 * reads_s or parts.compute_s >= reads_s:
+        assert computed_s / parts.compute_s == pytest.approx(factor)
+    else:
+        assert computed_s == 0.0
+
+
+def test_a_step_that_only_read_tells_at_most_how_long_it_computed():
+    assert StepParts(0.05, 0.1, 0.01).computed_s(0.11) == 0.0
+    assert StepParts(0.3, 0.1, 0.01).computed_s(0.11) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "qwen3-30b-a3b"])
+def test_a_mixture_reads_what_one_token_touches(model):
+    shape, profile = model_shape(model), node_profile("h200-pcie5")
+    whole_s = shape.params_total * shape.weight_dtype_bytes / profile.hbm_bytes_per_s
+    assert 0 < step_model(shape, profile).weights_s < whole_s / 2
+
+
+def test_a_step_survives_the_wire():
+    assert StepModel.from_dict(STEP.to_dict()) == STEP
+
+
+@pytest.mark.parametrize("field", ["token_s", "pair_s", "weights_s", "context_token_s", "fixed_s"])
+@pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf])
+def test_seconds_that_are_none_are_refused(field, value):
+    with pytest.raises(ValueError, match=rf"StepModel\.{field} is .*zero or more"):
+        replace(STEP, **{field: value})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_dilation_must_be_above_zero(value):
+    with pytest.raises(ValueError, match=r"dilation is .*above zero"):
+        replace(STEP, dilation=value)
+
+
+@pytest.mark.parametrize("data", [{**STEP.to_dict(), "gemm_s": 1.0}, {"token_s": 1.0}])
+def test_a_wrong_constant_is_refused_with_the_right_names(data):
+    with pytest.raises(ValueError, match=r"StepModel: .*(gemm_s|pair_s).*token_s.*dilation"):
+        StepModel.from_dict(data)
