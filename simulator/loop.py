@@ -1,4 +1,4 @@
-"""The event loop: what happens next, and when.
+"""The event loop: what happens next, and when; and how much durations vary, as measured ones do.
 
 Events at one time happen in the order in which they were scheduled, so a seeded run is exact. A
 scheduled event is never removed: whoever scheduled it checks on arrival that it still holds.
@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
+
+import numpy as np
+
+_DRAWS = 1024
 
 
 class Loop:
@@ -37,3 +41,22 @@ class Loop:
     def pending(self) -> int:
         """Events not yet handled, those that no longer hold included."""
         return len(self._heap)
+
+
+class Noise:
+    """Lognormal factors of median 1; `sigma` is the standard deviation of their logarithm."""
+
+    __slots__ = ("_factors", "_rng", "_sigma")
+
+    def __init__(self, rng: np.random.Generator, sigma: float) -> None:
+        self._rng = rng
+        self._sigma = sigma
+        self._factors: list[float] = []
+
+    def factor(self) -> float:
+        """The next factor."""
+        if not self._sigma:
+            return 1.0
+        if not self._factors:
+            self._factors = np.exp(self._rng.normal(0.0, self._sigma, _DRAWS)).tolist()
+        return self._factors.pop()

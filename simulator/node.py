@@ -18,11 +18,10 @@ from simulator.cache import Ids
 from simulator.decode import Stretch
 from simulator.decoding import Decoding
 from simulator.job import Job
-from simulator.link import link_class
-from simulator.loop import Loop
+from simulator.link import Link, LinkModel
+from simulator.loop import Loop, Noise
 from simulator.memory import CacheListener, NodeMemory
 from simulator.node_model import NodeModel, NodeTotals
-from simulator.noise import Noise
 
 _FOREVER = 1 << 60
 
@@ -64,11 +63,11 @@ class Node:
         self._admitted = admitted
         self._first_token = first_token
         self._finished = finished
-        self.link = link_class(model.duplex)(
-            loop, link_noise, load_block_s=model.load_block_s, store_block_s=model.store_block_s,
-            fixed_s=model.load_fixed_s, loaded=self._loaded, stored=self._stored,
-            order=model.link_order,
+        speeds = LinkModel(
+            load_block_s=model.load_block_s, store_block_s=model.store_block_s,
+            fixed_s=model.load_fixed_s, order=model.link_order,
         )  # fmt: skip
+        self.link = Link(loop, link_noise, speeds, self._loaded, self._stored, model.duplex)
         self._version = 0
         self._reset()
 
@@ -127,7 +126,8 @@ class Node:
 
     def set_slow(self, factor: float) -> None:
         """From now on everything takes `factor` times as long; what is under way does not."""
-        self.slow = self.link.slow = factor
+        self.slow = factor
+        self.link.slow_down(factor)
         if self._stretch is not None:
             self._poke()
 

@@ -15,7 +15,7 @@ class NodeModel:
 
     load_block_s, store_block_s: link seconds a block; load_fixed_s: of each transfer besides.
     rule: by name, as `scheduler.catalogue` has it; fair: its settings and the tenants' weights.
-    link_order, duplex: as `simulator.link` has them.
+    link_order, duplex: as `scheduler.link_order` has them.
     """
 
     step: StepModel

@@ -16,11 +16,10 @@ from simulator.dispatch import Dispatcher, Route
 from simulator.faults import Failure, Faults, Trouble
 from simulator.fetching import Fetching
 from simulator.job import Job
-from simulator.loop import Loop
+from simulator.loop import Loop, Noise
 from simulator.network import Network
 from simulator.node import Node
 from simulator.node_model import NodeModel
-from simulator.noise import Noise
 from simulator.traffic import Traffic
 
 
@@ -229,7 +228,7 @@ class Play:
         now_s = self._loop.now_s
         for node in self.nodes:
             link, spare = node.link, node.memory.spare_host_blocks
-            done = (spare, node.totals.steps, link.load_blocks, link.store_blocks)
+            done = (spare, node.totals.steps, link.up.load_blocks, link.down.store_blocks)
             if node.alive and done != self._told[node.index]:
                 self._told[node.index] = done
                 self.dispatcher.report(node, now_s)
@@ -249,7 +248,7 @@ class Play:
         trouble, begins = what
         node = self.nodes[trouble.node]
         if trouble.kind == "slow_link":
-            node.link.slow = trouble.size if begins else node.slow
+            node.link.slow_down(trouble.size if begins else node.slow)
         elif trouble.kind == "loads_fail":
             node.loads_fail = begins
         else:

@@ -346,5 +346,5 @@ def _node_record(spec: NodeSpec, node: Node, network_s: float, end_s: float) -> 
         max_wait_s=totals.max_wait_s,
         max_skips=totals.max_skips,
         preemptions=totals.preemptions,
-        stores_dropped_tokens=node.link.stores_dropped * model.block_tokens,
+        stores_dropped_tokens=node.link.down.stores_dropped * model.block_tokens,
     )

@@ -16,12 +16,11 @@ import numpy as np
 from benchmarks.scheduling import mix, paper_traffic
 from benchmarks.scheduling.report import Played, Served, medians, row_of
 from kappa.step import StepModel
+from scheduler.link_order import FIFO, FULL, HALF, LOADS_FIRST
 from simulator.job import Job
-from simulator.link import FIFO, FULL, HALF, LOADS_FIRST
-from simulator.loop import Loop
+from simulator.loop import Loop, Noise
 from simulator.node import Node
 from simulator.node_model import NodeModel
-from simulator.noise import Noise
 
 NOISE = 0.03
 RUNS = 5

@@ -3,25 +3,26 @@
 import numpy as np
 import pytest
 
+from scheduler.link_order import STORE_SHARE
 from simulator.job import Job
-from simulator.link import DuplexLink, Link, link_class
-from simulator.loop import Loop
-from simulator.noise import Noise
+from simulator.link import STORE_BACKLOG_S, Link, LinkModel
+from simulator.loop import Loop, Noise
 
-IDS = np.arange(100, dtype=np.uint64)
+IDS = np.arange(10_000, dtype=np.uint64)
 
 
 class Bench:
-    """A link alone: a second a block, and what it said, when."""
+    """A link alone: a second a block, and what it announced, when."""
 
-    def __init__(self, kind=Link, **options):
+    def __init__(self, duplex="half", order="loads_first"):
         self.loop = Loop()
-        self.said = []
-        self.link = kind(
-            self.loop, Noise(np.random.default_rng(0), 0.0), load_block_s=1.0, store_block_s=1.0,
-            fixed_s=0.0, loaded=lambda job, _: self.said.append((self.loop.now_s, job.key)),
-            stored=lambda ids, start, stop: self.said.append((self.loop.now_s, (start, stop))),
-            **options,
+        self.landed = []
+        self.link = Link(
+            self.loop, Noise(np.random.default_rng(0), 0.0),
+            LinkModel(load_block_s=1.0, store_block_s=1.0, fixed_s=0.0, order=order),
+            lambda job, _: self.landed.append((self.loop.now_s, job.key)),
+            lambda ids, start, stop: self.landed.append((self.loop.now_s, (start, stop))),
+            duplex,
         )  # fmt: skip
 
     def load(self, at_s, key, blocks):
@@ -33,7 +34,7 @@ class Bench:
 
     def run(self):
         self.loop.run()
-        return self.said
+        return self.landed
 
 
 def test_loads_go_before_stores_and_stores_give_way():
@@ -58,24 +59,24 @@ def test_first_come_first_served_drops_nothing():
         for start in range(0, 60, 6):
             bench.store(0.0, start, start + 6)
         bench.run()
-    assert fifo.link.store_blocks == 60 and fifo.link.stores_dropped == 0
-    assert ours.link.stores_dropped > 0
+    assert fifo.link.down.store_blocks == 60 and fifo.link.down.stores_dropped == 0
+    assert ours.link.down.stores_dropped > 0
 
 
 def test_with_full_duplex_loads_and_stores_do_not_meet():
-    bench = Bench(DuplexLink)
+    bench = Bench("full")
     bench.store(0.0, 0, 4)
     bench.load(1.0, 7, 2)
     assert bench.run() == [(3.0, 7), (4.0, (0, 4))]
-    link = bench.link
-    assert (link.load_blocks, link.store_blocks, link.stores_dropped) == (2, 4, 0)
-    assert (link.load_s, link.store_s, link.busy_s) == (2.0, 4.0, 4.0)
+    up, down = bench.link.up, bench.link.down
+    assert (up.load_blocks, down.store_blocks, down.stores_dropped) == (2, 4, 0)
+    assert (up.load_s, down.store_s, bench.link.busy_s) == (2.0, 4.0, 4.0)
 
 
-@pytest.mark.parametrize("kind", [Link, DuplexLink])
+@pytest.mark.parametrize("duplex", ["half", "full"])
 @pytest.mark.parametrize("order", ["loads_first", "fifo"])
-def test_a_dead_node_forgets_its_transfers_and_starts_anew(kind, order):
-    bench = Bench(kind, order=order)
+def test_a_dead_node_forgets_its_transfers_and_starts_anew(duplex, order):
+    bench = Bench(duplex, order)
     bench.load(0.0, 1, 5)
     bench.store(0.0, 0, 5)
     bench.loop.at(1.0, lambda _: bench.link.reset())
@@ -84,14 +85,55 @@ def test_a_dead_node_forgets_its_transfers_and_starts_anew(kind, order):
 
 
 def test_a_slow_link_takes_longer():
-    bench = Bench(DuplexLink)
-    bench.link.slow = 3.0
+    bench = Bench("full")
+    bench.link.slow_down(3.0)
     bench.load(0.0, 1, 1)
-    assert bench.link.slow == 3.0 and bench.run() == [(3.0, 1)]
+    bench.store(0.0, 0, 2)
+    assert bench.run() == [(3.0, 1), (6.0, (0, 2))]
 
 
-def test_an_unknown_order_is_refused():
+def test_an_unknown_order_or_duplex_is_refused():
     with pytest.raises(ValueError, match="'lifo': choose loads_first or fifo"):
         Bench(order="lifo")
     with pytest.raises(ValueError, match="'simplex': choose half or full"):
-        link_class("simplex")
+        Bench("simplex")
+
+
+def test_loads_are_served_in_order():
+    bench = Bench()
+    bench.load(0.0, 1, 2), bench.load(0.0, 2, 3), bench.load(1.0, 3, 1)
+    assert bench.run() == [(2.0, 1), (5.0, 2), (6.0, 3)]
+
+
+def test_a_store_that_gave_way_goes_on_where_it_was():
+    bench = Bench()
+    bench.store(0.0, 0, 4)
+    bench.load(1.0, 7, 2)
+    # A second of the store, two of the load, three of the store.
+    assert bench.run() == [(3.0, 7), (6.0, (0, 4))]
+    assert (bench.link.busy_s, bench.link.up.load_s, bench.link.down.store_s) == (6.0, 2.0, 4.0)
+
+
+def test_stores_get_their_share_of_a_busy_link():
+    bench = Bench()
+    for key in range(50):
+        bench.load(0.0, key, 2)
+    bench.store(0.5, 0, 2)
+    landed = bench.run()
+    # After loads worth the store's 2 s over the share, it has its turn, and keeps it.
+    (stored_s,) = [at_s for at_s, what in landed if what == (0, 2)]
+    assert stored_s == pytest.approx(2 / STORE_SHARE + 2, abs=2.1)
+    assert landed[-1] == (102.0, 49)
+
+
+def test_a_store_that_would_wait_too_long_is_dropped():
+    bench = Bench()
+    kept = []
+    bench.loop.at(
+        0.0, lambda _: kept.extend(bench.link.store(IDS, i * 6, i * 6 + 6) for i in range(3))
+    )
+    bench.run()
+    # The first is under way; 6 s of the second wait, and 12 s are more than 10.
+    assert kept == [True, True, False] and STORE_BACKLOG_S == 10.0
+    assert bench.link.down.stores_dropped == 6
+    assert bench.loop.now_s == 12.0

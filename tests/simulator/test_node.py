@@ -8,10 +8,9 @@ import pytest
 from kappa.step import StepModel
 from scheduler.catalogue import SCHEDULERS
 from simulator.job import Job
-from simulator.loop import Loop
+from simulator.loop import Loop, Noise
 from simulator.node import Node
 from simulator.node_model import NodeModel
-from simulator.noise import Noise
 
 STEP = StepModel(token_s=1e-4, pair_s=1e-8, weights_s=5e-3, context_token_s=1e-7, fixed_s=1e-3)
 SIZE = 16
@@ -97,7 +96,7 @@ def test_two_loads_queue_on_the_link():
     load_s, compute_s = 0.002 + 20 * 0.01, STEP.step_s([(10, 320)])
     assert bench.first[0] == pytest.approx(load_s + compute_s)
     assert bench.first[1] == pytest.approx(2 * load_s + compute_s)
-    assert bench.node.link.load_s == pytest.approx(2 * load_s)
+    assert bench.node.link.up.load_s == pytest.approx(2 * load_s)
 
 
 def test_what_another_is_loading_is_waited_for_not_loaded_twice():
@@ -107,7 +106,7 @@ def test_what_another_is_loading_is_waited_for_not_loaded_twice():
     bench.send(0, 330, 1, ids)
     second = bench.send(1, 330, 1, ids)
     bench.run()
-    assert bench.node.link.load_blocks == 20
+    assert bench.node.link.up.load_blocks == 20
     assert (second.device_tokens, second.cached_tokens) == (320, 0)
 
 
@@ -157,7 +156,7 @@ def test_computed_blocks_are_written_through_while_the_link_is_idle():
     bench.send(0, 320, 1, ids)
     bench.run()
     assert bench.node.memory.host.match(ids, 20)[1] == 20
-    assert bench.node.link.store_blocks == 20
+    assert bench.node.link.down.store_blocks == 20
 
 
 def test_loads_go_before_stores_that_are_under_way():
@@ -169,7 +168,7 @@ def test_loads_go_before_stores_that_are_under_way():
     bench.run()
     assert bench.first[1] == pytest.approx(0.5 + 0.202 + STEP.step_s([(10, 320)]))
     # The store went on where it was: 2 blocks of a second and the fixed cost, all told.
-    assert bench.node.link.store_s == pytest.approx(2.002)
+    assert bench.node.link.down.store_s == pytest.approx(2.002)
 
 
 @pytest.mark.parametrize("rule", ["cap1", "greedy", "fair"])

@@ -21,8 +21,9 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
+from scheduler.link_order import FULL, HALF
 from workers.host_tier.connector import HostTierConnector
-from workers.host_tier.link_queue import FULL, HALF, LinkPace, LinkRules
+from workers.host_tier.link_queue import LinkPace, LinkRules
 from workers.host_tier.tier import CURRENT, HostTierManager, HostTierWorker
 from workers.stats_channel import StatsSender
 

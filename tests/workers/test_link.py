@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from scheduler.link_order import FIFO, LOADS_FIRST
 from workers.host_tier.link import Link, Route
-from workers.host_tier.link_queue import FIFO, LOAD, LOADS_FIRST, STORE
+from workers.host_tier.link_queue import LOAD, STORE
 
 pytestmark = pytest.mark.vllm
 
@@ -157,7 +158,7 @@ def test_waiting_for_a_store_for_which_there_is_time_keeps_it_and_puts_it_first(
     bench.submit(LOAD, 2, [5])
     bench.submit(STORE, 3, [1])
     waiter = in_thread(bench.link.wait, {3})
-    while not bench.link._queue._urgent:
+    while not bench.link._queue.order.urgent:
         waiter.join(0.001)
     for _ in range(2):
         bench.step()

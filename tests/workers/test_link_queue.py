@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 
+from scheduler.link_order import FIFO, LOADS_FIRST, STORE_SHARE
 from workers.host_tier.link_queue import (
-    FIFO,
     LOAD,
-    LOADS_FIRST,
     PIECE_S,
     STORE,
-    STORE_SHARE,
     LinkPace,
     LinkQueue,
     LinkRules,

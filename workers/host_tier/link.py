@@ -2,7 +2,7 @@
 
 A real copy, and on a paced node as many seconds as the named node's link would take. A full-duplex
 link is two of them, one per direction; a half-duplex one serves loads and stores alike. The order
-is `workers.host_tier.link_queue`'s. Owned by `workers.host_tier.tier`.
+is `scheduler.link_order`'s. Owned by `workers.host_tier.tier`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import structlog
 import torch
 from vllm.v1.kv_offload.base import TransferResult
 
-from workers.host_tier.link_queue import LOADS_FIRST, STORE, LinkQueue, Piece, Transfer
+from scheduler.link_order import LOADS_FIRST
+from workers.host_tier.link_queue import STORE, LinkQueue, Piece, Transfer
 
 log = structlog.get_logger(__name__)
 

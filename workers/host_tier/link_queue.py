@@ -1,25 +1,21 @@
 """In which order a link serves its transfers, and how long each takes. Pure.
 
-Loads before stores, in pieces, so that what is urgent waits for one piece at most; or first come
-first served, as vLLM has it. Stores that wait behind loads get a share of the link, or nothing
-would ever reach the host tier. `workers.host_tier.link` is the thread that serves such a queue.
+The order is `scheduler.link_order`'s, in pieces, so that what is urgent waits for one at most.
+`workers.host_tier.link` is the thread that serves such a queue.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from scheduler.link_order import FIFO, FULL, HALF, LOADS_FIRST, LinkOrder
+
 LOAD, STORE = "load", "store"
-FULL, HALF = "full", "half"
-LOADS_FIRST, FIFO = "loads_first", "fifo"
-# While loads keep a shared link busy, stores get this share of it; the simulator's is the same.
-STORE_SHARE = 0.05
 # A transfer gives way only between pieces of about so many seconds (of one block at least).
 PIECE_S = 0.02
 
@@ -147,29 +143,22 @@ class Piece(NamedTuple):
 class LinkQueue:
     """Transfers that wait for one link, and which piece of which goes next.
 
-    Loads first: urgent stores, then loads, then stores. Stores that wait while loads are served
-    earn credit, `STORE_SHARE` of the loads' seconds, and spend it on pieces of their own.
-
     Args:
         order: "loads_first" or "fifo".
         seconds: what so many blocks take, by direction, from the start of a transfer.
     """
 
     def __init__(self, order: str, seconds: Callable[[str, int], float]) -> None:
-        self._order, self._seconds = order, seconds
-        self._urgent: deque[Transfer] = deque()
-        self._loads: deque[Transfer] = deque()
-        self._stores: deque[Transfer] = deque()
-        self._credit_s = 0.0
+        self._in_pieces, self._seconds = order == LOADS_FIRST, seconds
+        self.order = LinkOrder[Transfer](order, lambda store: self._piece(store).seconds)
 
     def add(self, transfer: Transfer) -> None:
         """Queue a transfer behind those of its direction, or with "fifo" behind all."""
-        first = self._order == FIFO or transfer.direction == LOAD
-        (self._loads if first else self._stores).append(transfer)
+        self.order.add(transfer, load=transfer.direction == LOAD)
 
     def next(self) -> Piece | None:
         """Hand out the next piece; None if nothing waits."""
-        queue = self._choose()
+        queue = self.order.next_queue()
         if queue is None:
             return None
         transfer = queue[0]
@@ -181,11 +170,7 @@ class LinkQueue:
 
     def served(self, piece: Piece, seconds: float) -> None:
         """A piece took `seconds` of the link's time."""
-        if piece.transfer.direction == LOAD:
-            if self._stores:
-                self._credit_s += seconds * STORE_SHARE
-        else:
-            self._credit_s = max(self._credit_s - seconds, 0.0)
+        self.order.served(seconds, load=piece.transfer.direction == LOAD)
 
     def hurry(self, job_ids: set[int], budget_s: float, serving: Transfer | None) -> list[Transfer]:
         """Put these stores before everything else, as many as take `budget_s` together.
@@ -193,14 +178,14 @@ class LinkQueue:
         Returns those that do not fit: they are forgotten, save `serving`, which is only marked.
         """
         dropped: list[Transfer] = []
-        for queue in (self._urgent, self._stores):
+        for queue in (self.order.urgent, self.order.stores):
             for transfer in [t for t in queue if t.job_id in job_ids]:
                 seconds = self._left_s(transfer)
                 if seconds <= budget_s:
                     budget_s -= seconds
-                    if queue is self._stores:
+                    if queue is self.order.stores:
                         queue.remove(transfer)
-                        self._urgent.append(transfer)
+                        self.order.urgent.append(transfer)
                     continue
                 queue.remove(transfer)
                 if transfer is serving:
@@ -211,21 +196,9 @@ class LinkQueue:
 
     def forget(self, transfer: Transfer) -> None:
         """Hand out no more of this transfer."""
-        for queue in (self._urgent, self._loads, self._stores):
+        for queue in (self.order.urgent, self.order.loads, self.order.stores):
             if transfer in queue:
                 queue.remove(transfer)
-
-    def _choose(self) -> deque[Transfer] | None:
-        if self._urgent:
-            return self._urgent
-        if self._loads and not (
-            self._stores and self._piece(self._stores[0]).seconds <= self._credit_s
-        ):
-            return self._loads
-        if self._stores:
-            return self._stores
-        self._credit_s = 0.0
-        return None
 
     def _piece(self, transfer: Transfer) -> Piece:
         start, stop = transfer.done, transfer.units
@@ -233,7 +206,7 @@ class LinkQueue:
             # A layer is waited for on its own, so it travels on its own.
             return Piece(transfer, start, start + 1, self._span_s(transfer, start, start + 1))
         block_s = self._seconds(transfer.direction, 2) - self._seconds(transfer.direction, 1)
-        if self._order == LOADS_FIRST and block_s > 0:
+        if self._in_pieces and block_s > 0:
             stop = min(stop, start + max(int(PIECE_S / block_s + 1e-6), 1))
         return Piece(transfer, start, stop, self._span_s(transfer, start, stop))
 

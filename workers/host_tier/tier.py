@@ -38,10 +38,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+from scheduler.link_order import HALF, LOADS_FIRST
 from workers.host_tier.kept_tier import KEEP_KEY, KeptTier, kept_tensor
 from workers.host_tier.layer_clock import LayerClock
 from workers.host_tier.link import Link, Route
-from workers.host_tier.link_queue import HALF, LOAD, LOADS_FIRST, STORE, LinkPace, LinkRules
+from workers.host_tier.link_queue import LOAD, STORE, LinkPace, LinkRules
 from workers.host_tier.loading_tier import LoadingTier
 from workers.stats_channel import StatsSender
 

@@ -24,9 +24,9 @@ from kappa.types import ModelShape
 from simulator.cache import Ids
 from simulator.clusters import NodeSpec, kv_room
 from simulator.job import Job
+from simulator.loop import Noise
 from simulator.node import Node
 from simulator.node_model import NodeModel
-from simulator.noise import Noise
 
 BUDGET_TOKENS = 8192
 USABLE_HBM = 0.9
@@ -149,7 +149,7 @@ class EmulatedNode:
         """Publish what was measured; seconds are wall seconds."""
         totals, link, real = self.node.totals, self.node.link, self._loop.dilation
         size = self.block_tokens
-        load_tokens, store_tokens = link.load_blocks * size, link.store_blocks * size
+        load_tokens, store_tokens = link.up.load_blocks * size, link.down.store_blocks * size
         token_bytes = kv_bytes_per_token(self.shape)
         report = WorkerReport(
             worker=self.name,
@@ -161,10 +161,10 @@ class EmulatedNode:
             step_tokens_total=totals.step_tokens,
             load_tokens_total=load_tokens,
             load_bytes_total=int(load_tokens * token_bytes),
-            load_seconds_total=link.load_s * real,
+            load_seconds_total=link.up.load_s * real,
             store_tokens_total=store_tokens,
             store_bytes_total=int(store_tokens * token_bytes),
-            store_seconds_total=link.store_s * real,
+            store_seconds_total=link.down.store_s * real,
             h2d_bytes_per_s=self.spec.profile.h2d_bytes_per_s / real,
             admitted=tuple(self._admitted),
             prefilled=tuple(self._prefilled),

@@ -1,0 +1,71 @@
+"""In which order a link between host and device serves its transfers, in engines and simulations.
+
+Loads go before stores, as requests wait for them. Stores that wait behind loads earn credit,
+`STORE_SHARE` of the loads' seconds, and spend it on transfers of their own, or nothing would ever
+reach the host tier. Or first come, first served, as vLLM has it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+LOADS_FIRST, FIFO = "loads_first", "fifo"
+FULL, HALF = "full", "half"
+STORE_SHARE = 0.05
+
+T = TypeVar("T")
+
+
+class LinkOrder(Generic[T]):
+    """Transfers that wait for one link: urgent stores first, then loads, then stores.
+
+    With "fifo" all wait in `loads`, whatever their direction.
+
+    Args:
+        order: "loads_first" or "fifo".
+        store_s: seconds of a store's next piece, which its credit has to cover.
+
+    Raises:
+        ValueError: an unknown order; names both.
+    """
+
+    __slots__ = ("_fifo", "_store_s", "credit_s", "loads", "stores", "urgent")
+
+    def __init__(self, order: str, store_s: Callable[[T], float]) -> None:
+        if order not in (LOADS_FIRST, FIFO):
+            raise ValueError(f"unknown link order {order!r}: choose {LOADS_FIRST} or {FIFO}")
+        self._fifo, self._store_s = order == FIFO, store_s
+        self.urgent: deque[T] = deque()
+        self.loads: deque[T] = deque()
+        self.stores: deque[T] = deque()
+        self.credit_s = 0.0
+
+    def add(self, transfer: T, *, load: bool) -> None:
+        """Queue a transfer behind those of its direction, or with "fifo" behind all."""
+        (self.loads if load or self._fifo else self.stores).append(transfer)
+
+    def next_queue(self) -> deque[T] | None:
+        """The queue whose head is served next; None, and the credit is lost, if nothing waits."""
+        if self.urgent:
+            return self.urgent
+        if self.loads and not (self.stores and self._store_s(self.stores[0]) <= self.credit_s):
+            return self.loads
+        if self.stores:
+            return self.stores
+        self.credit_s = 0.0
+        return None
+
+    def served(self, seconds: float, *, load: bool) -> None:
+        """A transfer, or a piece of one, took `seconds` of the link's time."""
+        if not load:
+            self.credit_s = max(self.credit_s - seconds, 0.0)
+        elif self.stores:
+            self.credit_s += seconds * STORE_SHARE
+
+    def clear(self) -> None:
+        """Forget all that waits."""
+        for queue in (self.urgent, self.loads, self.stores):
+            queue.clear()
+        self.credit_s = 0.0
