@@ -234,6 +234,6 @@ class PrefixCache:
         run.parent = head
         self._runs[run.ids.item(length)] = run
         if not run.pins:
-            # Used as its tail was, and to be evicted after it: both go to the end by whoever asked.
+            # Used as its tail was, and to be evicted after it: the caller puts both to the end.
             (self._copies if run.copy else self._idle)[head] = None
         return head

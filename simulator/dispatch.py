@@ -1,13 +1,13 @@
 """Who decides where a request goes: the live router's core, or a plan made beforehand.
 
-The simulator tells a dispatcher what a router hears in a live cluster, and asks it for decisions.
+The simulator hands a dispatcher what a router receives in a live cluster, and gets decisions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,9 +15,9 @@ from kappa.report import Admission, Announcement, WorkerReport
 from router.core import Router
 from router.decision import NoWorkerError, RouteRequest
 from router.index.kv_events import Tier, WorkerReset
+from router.index.kv_stream import StreamCursor
 from simulator.cache import Ids
-from simulator.event_stream import EventStream
-from simulator.faults import Trouble
+from simulator.faults import TransientFault
 from simulator.job import Job
 from simulator.node import Node
 from workload.shapes import TurnShape
@@ -40,66 +40,60 @@ class Copy:
     target: int
 
 
-class Dispatcher(Protocol):
-    """What the simulation needs of whoever decides; `listens` to caches, jobs and reports if so."""
+class Dispatcher:
+    """Decides, and receives what a router receives in a live cluster, if it `listens`.
 
-    listens: bool
-    decision_s: list[float]
+    decision_s: real seconds of each decision, where they are measured.
+    """
+
+    listens = False
+
+    def __init__(self) -> None:
+        self.decision_s: list[float] = []
 
     def choose(
         self, key: int, turn: TurnShape, session: str, now_s: float, lost_on: int = -1
     ) -> Route | None:
-        """Where request `key` goes; None: nowhere, it is refused. `lost_on`: where it was lost."""
-        ...
+        """Where request `key` goes; None: it is rejected. `lost_on`: the node that lost it."""
+        raise NotImplementedError
 
     def hold(self, node: int, tier: Tier, ids: Ids) -> None:
         """A node holds these blocks now."""
-        ...
 
     def drop(self, node: int, tier: Tier, ids: list[Ids]) -> None:
         """A node holds these blocks no more."""
-        ...
 
     def admitted(self, node: int, job: Job) -> None:
         """An engine admitted a request."""
-        ...
 
     def first_token(self, job: Job, now_s: float) -> None:
         """A request's first token came."""
-        ...
 
     def finished(self, job: Job, now_s: float) -> None:
         """A request ended."""
-        ...
 
     def lost(self, node: int) -> None:
         """A node is gone, and with it what it had."""
-        ...
 
     def back(self, node: int, now_s: float) -> None:
         """It is back, empty."""
-        ...
 
     def report(self, node: Node, now_s: float) -> None:
         """A node reports what it measured."""
-        ...
 
     def copies(self, now_s: float) -> list[Copy]:
         """What should be copied in the background now."""
-        ...
+        return []
 
-    def trouble(self, trouble: Trouble, begins: bool, node: Node) -> None:
-        """Something goes wrong, or right again, with what a node tells, or with a clock."""
-        ...
+    def transient_fault(self, fault: TransientFault, begins: bool, node: Node) -> None:
+        """A fault of a clock or of a node's cache events begins or ends."""
 
 
-class PlanDispatch:
-    """Sends request k to `assignment[k]`; hears nothing."""
-
-    listens = False
+class PlanDispatch(Dispatcher):
+    """Sends request k to `assignment[k]`, whatever happens."""
 
     def __init__(self, assignment: Sequence[int]) -> None:
-        self.decision_s: list[float] = []
+        super().__init__()
         self._nodes = [int(node) for node in assignment]
 
     def choose(
@@ -108,39 +102,8 @@ class PlanDispatch:
         """As planned."""
         return Route(self._nodes[key])
 
-    def hold(self, node: int, tier: Tier, ids: Ids) -> None:
-        """Not listening."""
 
-    def drop(self, node: int, tier: Tier, ids: list[Ids]) -> None:
-        """Not listening."""
-
-    def admitted(self, node: int, job: Job) -> None:
-        """Not listening."""
-
-    def first_token(self, job: Job, now_s: float) -> None:
-        """Not listening."""
-
-    def finished(self, job: Job, now_s: float) -> None:
-        """Not listening."""
-
-    def lost(self, node: int) -> None:
-        """Not listening."""
-
-    def back(self, node: int, now_s: float) -> None:
-        """Not listening."""
-
-    def report(self, node: Node, now_s: float) -> None:
-        """Not listening."""
-
-    def copies(self, now_s: float) -> list[Copy]:
-        """None."""
-        return []
-
-    def trouble(self, trouble: Trouble, begins: bool, node: Node) -> None:
-        """Not listening."""
-
-
-class RouterDispatch:
+class RouterDispatch(Dispatcher):
     """The live router's core.
 
     Args:
@@ -157,18 +120,18 @@ class RouterDispatch:
         announcements: Sequence[Announcement],
         timer: Callable[[], float] | None = None,
     ) -> None:
-        self.decision_s: list[float] = []
+        super().__init__()
         self._router = router
         self._announcements = announcements
         self._timer = timer
-        self._index = {said.worker: i for i, said in enumerate(announcements)}
+        self._index = {each.worker: i for i, each in enumerate(announcements)}
         self._admissions: list[list[Admission]] = [[] for _ in announcements]
         self._replicate = getattr(router, "replicate", None)
         self._clock_s = 0.0
         self._worker_clock_s: dict[int, float] = {}
-        self._streams: dict[int, EventStream] = {}
-        for said in announcements:
-            router.join(said, 0.0)
+        self._streams: dict[int, FaultyStream] = {}
+        for announcement in announcements:
+            router.join(announcement, 0.0)
         assert router.index is not None
 
     def choose(
@@ -201,20 +164,20 @@ class RouterDispatch:
 
     def hold(self, node: int, tier: Tier, ids: Ids) -> None:
         """Into the prefix index, unless it gets lost on the way."""
-        if self._streams and node in self._streams and not self._streams[node].arrives():
-            return
         index = self._router.index
-        if index is not None:
+        if index is not None and self._arrives(node):
             index.hold(self._announcements[node].worker, tier, ids)
 
     def drop(self, node: int, tier: Tier, ids: list[Ids]) -> None:
         """Out of the prefix index, unless it gets lost on the way."""
-        if self._streams and node in self._streams and not self._streams[node].arrives():
-            return
         index = self._router.index
-        if index is not None:
+        if index is not None and self._arrives(node):
             gone = ids[0] if len(ids) == 1 else np.concatenate(ids)
             index.drop(self._announcements[node].worker, tier, gone)
+
+    def _arrives(self, node: int) -> bool:
+        stream = self._streams.get(node) if self._streams else None
+        return stream is None or stream.arrives()
 
     def admitted(self, node: int, job: Job) -> None:
         """Goes with the next report."""
@@ -275,19 +238,19 @@ class RouterDispatch:
             for r in self._replicate(now_s + self._clock_s)
         ]
 
-    def trouble(self, trouble: Trouble, begins: bool, node: Node) -> None:
+    def transient_fault(self, fault: TransientFault, begins: bool, node: Node) -> None:
         """To a clock, or to the stream of a node's cache events."""
-        if trouble.kind == "router_clock":
-            self._clock_s += trouble.size if begins else -trouble.size
-        elif trouble.kind == "worker_clock":
-            self._worker_clock_s[trouble.node] = trouble.size if begins else 0.0
+        if fault.kind == "router_clock":
+            self._clock_s += fault.size if begins else -fault.size
+        elif fault.kind == "worker_clock":
+            self._worker_clock_s[fault.node] = fault.size if begins else 0.0
         elif begins:
-            self._streams[trouble.node] = EventStream(trouble.kind, lambda: self._resync(node))
-        elif (stream := self._streams.pop(trouble.node, None)) is not None:
+            self._streams[fault.node] = FaultyStream(fault.kind, lambda: self._resync(node))
+        elif (stream := self._streams.pop(fault.node, None)) is not None:
             stream.healed()
 
     def _resync(self, node: Node) -> None:
-        """As after a gap: forget the node's blocks, then hear of all that it holds."""
+        """As after a gap: forget the node's blocks, then receive all that it holds."""
         index, worker = self._router.index, self._announcements[node.index].worker
         if index is None or not node.alive:
             return
@@ -296,3 +259,52 @@ class RouterDispatch:
             index.hold(worker, "device", ids)
         for ids in node.memory.host.held():
             index.hold(worker, "host", ids)
+
+
+class FaultyStream:
+    """One node's stream of cache events whose batches are lost, come twice, or come late.
+
+    The live router's cursor judges what arrives; what it calls a gap leads to a resync with what
+    the node holds, as live. Every second batch is hit, so that each fault is followed by its
+    discovery.
+
+    Args:
+        kind: `events_lost`, `events_repeated` or `events_reordered`.
+        resync: makes the router forget the node's blocks and receive all that it holds now.
+    """
+
+    def __init__(self, kind: str, resync: Callable[[], None]) -> None:
+        self._kind, self._resync = kind, resync
+        self._cursor = StreamCursor()
+        self._number = 0
+        self._late: int | None = None
+
+    def arrives(self) -> bool:
+        """The next batch is on its way: whether it is to be applied, and not lost, or known
+        already by the resync that it led to."""
+        number, self._number = self._number, self._number + 1
+        hit = number % 2 == 1
+        if hit and self._kind == "events_lost":
+            return False
+        if hit and self._kind == "events_reordered":
+            self._late = number
+            return False
+        applied = self._receive(number)
+        if hit and self._kind == "events_repeated":
+            self._receive(number)
+        if self._late is not None:
+            self._receive(self._late)
+            self._late = None
+        return applied
+
+    def healed(self) -> None:
+        """The fault is over: what is still missing is found with the next number."""
+        if self._cursor.expected != self._number:
+            self._resync()
+
+    def _receive(self, number: int) -> bool:
+        standing = self._cursor.advance(number)
+        if standing == "gap":
+            self._resync()
+            self._cursor.resume(self._number)
+        return standing == "ok"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -12,11 +12,18 @@ from kappa.cost import StepModel
 from kappa.types import NodeProfile
 
 Resource = Literal["link", "compute"]
-TroubleKind = Literal[
+TransientKind = Literal[
     "slow_link", "loads_fail", "events_lost", "events_repeated", "events_reordered",
     "worker_clock", "router_clock",
 ]  # fmt: skip
 RESOURCES: tuple[Resource, ...] = ("link", "compute")
+KINDS: tuple[str, ...] = ("killed", "stalled", "misprofiled", *get_args(TransientKind))
+_STALL_FACTOR = 50.0
+_SLOW_LINK_FACTOR = 10.0
+_MISPROFILE_FACTOR = 30.0
+_JUMP_S = 3600.0
+_DOWN_S = 60.0
+_SHORTEST_S, _LONGEST_S = 5.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class Misprofile:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class TransientFault:
     """Something else is wrong with a node from `start_s` to `end_s`.
 
     kind: `slow_link`, its link is `size` times as slow; `loads_fail`, no load arrives;
@@ -56,7 +63,7 @@ class Trouble:
     `worker_clock`, `router_clock`: that clock is `size` seconds off (the router's has no node).
     """
 
-    kind: TroubleKind
+    kind: TransientKind
     node: int
     start_s: float
     end_s: float
@@ -71,7 +78,7 @@ class Faults:
     stragglers: tuple[Straggler, ...] = ()
     failures: tuple[Failure, ...] = ()
     misprofiles: tuple[Misprofile, ...] = ()
-    troubles: tuple[Trouble, ...] = ()
+    transients: tuple[TransientFault, ...] = ()
 
 
 def misprofiled_third(
@@ -138,3 +145,57 @@ def announced(
             profile = replace(profile, flops_per_s=profile.flops_per_s * fault.factor)
             step = step.computing_scaled(1.0 / fault.factor)
     return profile, step
+
+
+def random_faults(
+    nodes: int, horizon_s: float, count: int, seed: int, noise_sigma: float = 0.03
+) -> Faults:
+    """`count` faults, of each kind in turn, on nodes and at times that the seed draws.
+
+    They are those tried on a real cluster, as far as a simulated one has what they hit: it has no
+    Serve controller, no files and one router that does not die.
+
+    A node that is killed has no other fault, so that each fault has its own effect.
+
+    Args:
+        nodes: of the cluster.
+        horizon_s: about how long the run lasts; faults begin in its first four fifths.
+        count: how many.
+        seed: of the draws.
+        noise_sigma: of the run's durations.
+
+    Raises:
+        ValueError: fewer than two nodes, or more kills than nodes but one.
+    """
+    kills = -(-count // len(KINDS))
+    if nodes < 2 or kills > nodes // 2:
+        raise ValueError(f"{count} faults kill {kills} of {nodes} nodes: leave half of them alone")
+    if not horizon_s > 0:
+        raise ValueError(f"horizon_s is {horizon_s}: give seconds above zero")
+    rng = np.random.default_rng((seed, 14))
+    order = rng.permutation(nodes).tolist()
+    mortal, others = order[:kills], order[kills:]
+    failures: list[Failure] = []
+    stragglers: list[Straggler] = []
+    wrong: dict[int, Misprofile] = {}
+    transients: list[TransientFault] = []
+    for number in range(count):
+        kind = KINDS[number % len(KINDS)]
+        start_s = float(rng.uniform(0.1, 0.8)) * horizon_s
+        end_s = start_s + float(rng.uniform(_SHORTEST_S, _LONGEST_S))
+        node = int(others[int(rng.integers(len(others)))])
+        sign = 1.0 if rng.random() < 0.5 else -1.0
+        if kind == "killed":
+            failures.append(Failure(int(mortal[len(failures)]), start_s, _DOWN_S))
+        elif kind == "stalled":
+            stragglers.append(Straggler(node, start_s, end_s, _STALL_FACTOR))
+        elif kind == "misprofiled":
+            resource = RESOURCES[int(rng.integers(len(RESOURCES)))]
+            wrong[node] = Misprofile(node, resource, _MISPROFILE_FACTOR**sign)
+        else:
+            size = {"slow_link": _SLOW_LINK_FACTOR, "worker_clock": sign * _JUMP_S,
+                    "router_clock": sign * _JUMP_S}.get(kind, 0.0)  # fmt: skip
+            transients.append(TransientFault(kind, node, start_s, end_s, size))  # type: ignore[arg-type]
+    return Faults(
+        noise_sigma, tuple(stragglers), tuple(failures), tuple(wrong.values()), tuple(transients)
+    )

@@ -1,6 +1,6 @@
 """KV on its way between nodes: fetched by requests that wait for it, or replicated for later ones.
 
-Whether anything has to move is decided when a transfer starts, not when it was asked for: the
+Whether anything has to move is decided when a transfer starts, not when it was queued: the
 request may be gone, the source may have evicted it, the target may hold it by now. The source's
 host blocks are pinned meanwhile, and count as used; its device blocks stay the engine's, so only
 what is left of them at the end arrives. What a request fetched, or others fetched before it to

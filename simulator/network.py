@@ -1,7 +1,7 @@
 """Network cards: KV brought from one node's tiers into another's host tier.
 
 Each card sends or receives one transfer at a time, first come first served. A transfer occupies the
-cards of both ends and runs at the slower one's rate. What it moves is asked when it starts: a
+cards of both ends and runs at the slower one's rate. What it moves is decided when it starts: a
 transfer that waited may have nothing left to do, and then takes no time.
 """
 
@@ -15,8 +15,8 @@ from simulator.loop import Loop
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """From one node's card to another's. begin: told that it starts, returns its size in bytes,
-    0 if it is void; end: told that it is over, or void.
+    """From one node's card to another's. begin: called as it starts, returns its size in bytes,
+    0 if it is void; end: called when it is over, or void.
     """
 
     source: int

@@ -1,7 +1,7 @@
 """A simulated node: one engine on its gpu, its link, its caches.
 
 Iterations are planned by `scheduler.batching` and last what the node's true step constants say,
-times noise. While requests only decode, the iterations between two events are one stretch in closed
+times noise. While requests only decode, the iterations between two events are one run in closed
 form; an arrival or a landed load cuts it at the end of the iteration under way, as a real engine
 would notice it. Under a rule that may change its mind with time, iterations are planned one by one
 while somebody waits. Everything happens at the loop's time.
@@ -15,8 +15,7 @@ from kappa.report import COMPUTE_STEP_TOKENS
 from scheduler.batching import Batcher, Step
 from scheduler.catalogue import rule_named
 from simulator.cache import Ids
-from simulator.decode import Stretch
-from simulator.decoding import Decoding
+from simulator.decode import DecodeRun, Decoding
 from simulator.job import Job
 from simulator.link import Link, LinkModel
 from simulator.loop import Loop, Noise
@@ -33,9 +32,9 @@ class Node:
         index: the node's number.
         model: its constants.
         loop: simulated time.
-        noise: of an iteration's or stretch's duration; link_noise of a transfer's.
-        listener: told of cache changes, if anybody wants to know.
-        admitted, first_token, finished: told of a job's progress, with the time.
+        noise: of an iteration's or run's duration; link_noise of a transfer's.
+        listener: receives cache changes, where one is given.
+        admitted, first_token, finished: called as a job progresses.
     """
 
     def __init__(
@@ -83,13 +82,13 @@ class Node:
         self.jobs: dict[Job, None] = {}
         self._decoding = Decoding(model.block_tokens)
         self._step: Step | None = None
-        self._stretch: Stretch | None = None
-        self._stretch_steps = 0
-        self._stretch_factor = 1.0
+        self._run: DecodeRun | None = None
+        self._run_steps = 0
+        self._run_factor = 1.0
         self._start_s = 0.0
         self._cut = False
         self._held_since_s = self._loop.now_s
-        # Loads that landed during this iteration, and those that it asked for and found landed.
+        # Loads that landed during this iteration, and those known to have landed before it.
         self._landed: list[Job] = []
         self._polled: list[Job] = []
         self._version += 1
@@ -128,7 +127,7 @@ class Node:
         """From now on everything takes `factor` times as long; what is under way does not."""
         self.slow = factor
         self.link.slow_down(factor)
-        if self._stretch is not None:
+        if self._run is not None:
             self._poke()
 
     def close(self) -> None:
@@ -140,7 +139,7 @@ class Node:
 
     def _poke(self) -> None:
         """Something may fit now: plan at once if idle, else at the end of the current iteration."""
-        if self._stretch is None:
+        if self._run is None:
             if self._step is None:
                 self._plan()
             return
@@ -148,20 +147,20 @@ class Node:
             return
         self._cut = True
         now_s = self._loop.now_s
-        factor = self._stretch_factor
-        ends = self._stretch.steps((now_s - self._start_s) / factor) + 1
-        if ends < self._stretch_steps:
-            self._stretch_steps = ends
+        factor = self._run_factor
+        ends = self._run.steps((now_s - self._start_s) / factor) + 1
+        if ends < self._run_steps:
+            self._run_steps = ends
             self._version += 1
-            end_s = max(self._start_s + self._stretch.seconds(ends) * factor, now_s)
-            self._loop.at(end_s, self._end_stretch, self._version)
+            end_s = max(self._start_s + self._run.seconds(ends) * factor, now_s)
+            self._loop.at(end_s, self._end_run, self._version)
 
     def _plan(self) -> None:
         """The engine is between iterations: what next? An idle one polls until it knows all."""
-        self._hear_of_loads()
+        self._learn_of_loads()
         self._plan_next()
-        while self._polled and self._step is None and self._stretch is None:
-            self._hear_of_loads()
+        while self._polled and self._step is None and self._run is None:
+            self._learn_of_loads()
             self._plan_next()
 
     def _plan_next(self) -> None:
@@ -176,7 +175,7 @@ class Node:
             self._start_step(step)
         elif self._decoding.requests:
             # After a preemption the next iteration may admit again.
-            self._start_stretch(_FOREVER if admit else 1)
+            self._start_run(_FOREVER if admit else 1)
         else:
             self._account_held()
 
@@ -233,34 +232,34 @@ class Node:
         self._end_finished()
         self._plan()
 
-    def _start_stretch(self, most: int) -> None:
+    def _start_run(self, most: int) -> None:
         decoding = self._decoding
-        self._stretch = Stretch(self.model.step, decoding.requests, decoding.context_tokens)
-        self._stretch_steps = min(self._stretch_limit(), most)
-        self._stretch_factor = self._noise.factor() * self.slow
+        self._run = DecodeRun(self.model.step, decoding.requests, decoding.context_tokens)
+        self._run_steps = min(self._run_limit(), most)
+        self._run_factor = self._noise.factor() * self.slow
         self._cut = False
         now_s = self._loop.now_s
         self._start_s = now_s
         self._version += 1
-        seconds = self._stretch.seconds(self._stretch_steps) * self._stretch_factor
-        self._loop.at(now_s + seconds, self._end_stretch, self._version)
+        seconds = self._run.seconds(self._run_steps) * self._run_factor
+        self._loop.at(now_s + seconds, self._end_run, self._version)
 
-    def _stretch_limit(self) -> int:
+    def _run_limit(self) -> int:
         """Iterations until something has to be looked at: a load, an end, a want of blocks."""
         if self._polled or (self._timed and self.scheduler.queued):
             return 1
         return self._decoding.steps_ahead(self.memory.available())
 
-    def _end_stretch(self, version: int) -> None:
+    def _end_run(self, version: int) -> None:
         if version != self._version:
             return
-        stretch, steps, decoding = self._stretch, self._stretch_steps, self._decoding
+        run, steps, decoding = self._run, self._run_steps, self._decoding
         n = decoding.requests
-        assert stretch is not None
-        self._stretch = None
-        nominal_s = stretch.seconds(steps)
+        assert run is not None
+        self._run = None
+        nominal_s = run.seconds(steps)
         totals = self.totals
-        totals.add_steps(steps, steps * n, nominal_s * self._stretch_factor)
+        totals.add_steps(steps, steps * n, nominal_s * self._run_factor)
         self._count_queued(steps, steps * n)
         totals.busy_s += self._loop.now_s - self._start_s
         self.scheduler.repeat(steps - 1, n)
@@ -337,14 +336,14 @@ class Node:
             job.stored = blocks
 
     def _loaded(self, job: Job, seconds: float) -> None:
-        """A load has landed; a busy engine asks for it as its next iteration starts."""
+        """A load has landed; a busy engine polls for it as its next iteration starts."""
         self._landed.append(job)
         self._poke()
 
-    def _hear_of_loads(self) -> None:
-        """Between iterations: what was asked for as the last one started is known now.
+    def _learn_of_loads(self) -> None:
+        """Between iterations: what had landed as the last one started is known now.
 
-        vLLM's connector polls its transfers while an iteration runs, and the scheduler hears of
+        vLLM's connector polls its transfers while an iteration runs, and the scheduler knows of
         them with that iteration's output: what lands during one iteration runs after the next.
         """
         for job in self._polled:

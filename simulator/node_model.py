@@ -35,7 +35,7 @@ class NodeModel:
 
     @property
     def link_rates(self) -> LinkRates:
-        """What the node's rule is told of its link."""
+        """What the node's rule knows of its link."""
         return LinkRates(self.load_block_s / self.block_tokens, self.load_fixed_s)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from simulator.clusters import Cluster
 from simulator.dispatch import Dispatcher, Route
-from simulator.faults import Failure, Faults, Trouble
+from simulator.faults import Failure, Faults, TransientFault
 from simulator.fetching import Fetching
 from simulator.job import Job
 from simulator.loop import Loop, Noise
@@ -64,7 +64,7 @@ class Play:
         self._progress: Callable[[int, int], None] | None = None
         self._jobs: dict[int, Job] = {}
         self._again: set[int] = set()
-        self._told = [(-1, 0, 0, 0)] * len(models)
+        self._reported = [(-1, 0, 0, 0)] * len(models)
         self._session_of = np.repeat(
             np.arange(len(traffic.turns)), [len(turns) for turns in traffic.turns]
         ).tolist()
@@ -96,7 +96,7 @@ class Play:
         return nodes
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Play everything to its end; `progress` hears how many requests ended, of how many.
+        """Play everything to its end; `progress` receives how many requests ended, of how many.
 
         Raises:
             SimulationError: requests are left and nothing will ever happen to them.
@@ -110,9 +110,9 @@ class Play:
             loop.at(straggler.end_s, self._slow, (straggler.node, 1.0))
         for failure in self._faults.failures:
             loop.at(failure.at_s, self._fail, failure)
-        for trouble in self._faults.troubles:
-            loop.at(trouble.start_s, self._trouble, (trouble, True))
-            loop.at(trouble.end_s, self._trouble, (trouble, False))
+        for fault in self._faults.transients:
+            loop.at(fault.start_s, self._transient, (fault, True))
+            loop.at(fault.end_s, self._transient, (fault, False))
         if self.dispatcher.listens:
             loop.at(self._period_s, self._report)
         loop.run()
@@ -229,8 +229,8 @@ class Play:
         for node in self.nodes:
             link, spare = node.link, node.memory.spare_host_blocks
             done = (spare, node.totals.steps, link.up.load_blocks, link.down.store_blocks)
-            if node.alive and done != self._told[node.index]:
-                self._told[node.index] = done
+            if node.alive and done != self._reported[node.index]:
+                self._reported[node.index] = done
                 self.dispatcher.report(node, now_s)
         if self._progress is not None:
             self._progress(self.traffic.requests - self._left, self.traffic.requests)
@@ -244,15 +244,15 @@ class Play:
         node, factor = what
         self.nodes[node].set_slow(factor)
 
-    def _trouble(self, what: tuple[Trouble, bool]) -> None:
-        trouble, begins = what
-        node = self.nodes[trouble.node]
-        if trouble.kind == "slow_link":
-            node.link.slow_down(trouble.size if begins else node.slow)
-        elif trouble.kind == "loads_fail":
+    def _transient(self, what: tuple[TransientFault, bool]) -> None:
+        fault, begins = what
+        node = self.nodes[fault.node]
+        if fault.kind == "slow_link":
+            node.link.slow_down(fault.size if begins else node.slow)
+        elif fault.kind == "loads_fail":
             node.loads_fail = begins
         else:
-            self.dispatcher.trouble(trouble, begins, node)
+            self.dispatcher.transient_fault(fault, begins, node)
 
     def _fail(self, failure: Failure) -> None:
         node = self.nodes[failure.node]

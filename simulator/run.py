@@ -113,7 +113,7 @@ def simulate(
         assignment: node of each request of the traffic, instead of the router's choice.
         policy: a fresh policy to use instead of the one named.
         timer: real seconds, to measure the router's decisions by.
-        progress: told now and then of how many requests ended, and of how many in all.
+        progress: receives now and then how many requests ended, and how many there are.
 
     Raises:
         SimulationError: requests were left that nothing would ever serve.
@@ -243,10 +243,10 @@ def _router(config: SimulationConfig, policy: Policy, models: Sequence[NodeModel
 
 
 def _announcements(config: SimulationConfig, models: Sequence[NodeModel]) -> list[Announcement]:
-    said: list[Announcement] = []
+    found: list[Announcement] = []
     for index, (node, model) in enumerate(zip(config.cluster.nodes, models, strict=True)):
         profile, step = announced(index, node.profile, model.step, config.faults.misprofiles)
-        said.append(
+        found.append(
             Announcement(
                 worker=node.name,
                 model=config.shape.name,
@@ -267,7 +267,7 @@ def _announcements(config: SimulationConfig, models: Sequence[NodeModel]) -> lis
                 packs=packs(model.rule),
             )
         )
-    return said
+    return found
 
 
 def _outcome(config: SimulationConfig, policy: str, traffic: Traffic, play: Play) -> Outcome:

@@ -38,7 +38,7 @@ class WatchedNode(Node):
         tokens = 0
         if self._step is not None:
             tokens = sum(new for _, new, _ in self._step.chunks)
-        if self._step is not None or self._stretch is not None:
+        if self._step is not None or self._run is not None:
             tokens += self._decoding.requests
         self.iterations.append(
             {

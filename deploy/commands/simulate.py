@@ -23,7 +23,6 @@ from router.admission import Admission
 from router.policies import policy_named
 from scheduler.catalogue import SCHEDULERS
 from simulator.clusters import cluster_named, scaled
-from simulator.fault_schedule import random_faults
 from simulator.faults import (
     RESOURCES,
     Faults,
@@ -31,6 +30,7 @@ from simulator.faults import (
     drawn_failures,
     drawn_stragglers,
     misprofiled_third,
+    random_faults,
 )
 from simulator.outcome import Outcome
 from simulator.run import SimulationConfig, capacity_of, traffic_of

@@ -1,11 +1,11 @@
-"""Decode-only stretches in closed form against the sum over single steps."""
+"""Decode-only runes in closed form against the sum over single steps."""
 
 import random
 
 import pytest
 
 from kappa.step import StepModel
-from simulator.decode import Stretch
+from simulator.decode import DecodeRun
 
 
 def random_step(rng):
@@ -29,28 +29,28 @@ def one_by_one(step, requests, context, count):
     return total_s
 
 
-def test_a_thousand_stretches_equal_their_steps():
+def test_a_thousand_runes_equal_their_steps():
     rng = random.Random(1)
     for _ in range(1000):
         step, requests = random_step(rng), rng.randint(1, 40)
         context, count = rng.randint(1, 200_000), rng.randint(1, 60)
-        stretch = Stretch(step, requests, context)
+        run = DecodeRun(step, requests, context)
         ends_s = one_by_one(step, requests, context, count)
         for steps, end_s in enumerate(ends_s, 1):
-            assert stretch.seconds(steps) == pytest.approx(end_s, rel=1e-9)
+            assert run.seconds(steps) == pytest.approx(end_s, rel=1e-9)
         for steps, end_s in enumerate(ends_s, 1):
-            assert stretch.steps(end_s * (1 + 1e-7)) == steps
-            assert stretch.steps(end_s * (1 - 1e-7)) == steps - 1
+            assert run.steps(end_s * (1 + 1e-7)) == steps
+            assert run.steps(end_s * (1 - 1e-7)) == steps - 1
 
 
 def test_the_longer_of_two_lines_may_change_once_on_the_way():
     step = StepModel(token_s=1e-3, pair_s=1e-6, weights_s=2e-3, context_token_s=1e-9)
-    stretch = Stretch(step, 1, 0)
+    run = DecodeRun(step, 1, 0)
     slow = [step.step_s([(1, context)]) for context in range(3000)]
     assert slow[0] == pytest.approx(2e-3) and slow[-1] > 3e-3
-    assert stretch.seconds(3000) == pytest.approx(sum(slow))
-    assert stretch.steps(sum(slow[:1500]) + 1e-6) == 1500
+    assert run.seconds(3000) == pytest.approx(sum(slow))
+    assert run.steps(sum(slow[:1500]) + 1e-6) == 1500
 
 
 def test_no_time_has_no_steps():
-    assert Stretch(StepModel(1e-3, 0, 1e-3, 0), 1, 1).steps(0.0) == 0
+    assert DecodeRun(StepModel(1e-3, 0, 1e-3, 0), 1, 1).steps(0.0) == 0

@@ -1,18 +1,27 @@
-"""What goes wrong is drawn from the seed, and within the cluster."""
+"""Faults are drawn from the seed, within the cluster; whatever is drawn, every request ends."""
 
+import numpy as np
 import pytest
 
-from kappa.step import StepModel
-from simulator.clusters import KINDS
+from kappa.cost import StepModel
+from simulator.clusters import KINDS as NODE_KINDS
+from simulator.clusters import Cluster, numbered
+from simulator.dispatch import FaultyStream
 from simulator.faults import (
+    KINDS,
+    Faults,
     Misprofile,
+    TransientFault,
     announced,
     drawn_failures,
     drawn_stragglers,
     misprofiled_third,
+    random_faults,
 )
+from simulator.run import SimulationConfig, simulate, traffic_of
 
 STEP = StepModel(1e-4, 1e-9, 5e-3, 1e-7, 1e-3)
+TRANSIENTS = [kind for kind in KINDS if kind not in ("killed", "stalled", "misprofiled")]
 
 
 def test_a_third_of_the_nodes_is_wrong_in_both_directions():
@@ -26,7 +35,7 @@ def test_a_third_of_the_nodes_is_wrong_in_both_directions():
 
 
 def test_an_announcement_is_wrong_in_the_resource_named_alone():
-    profile = KINDS["h100"].profile
+    profile = NODE_KINDS["h100"].profile
     wrong = (Misprofile(1, "link", 3.0), Misprofile(2, "compute", 0.5))
     assert announced(0, profile, STEP, wrong) == (profile, STEP)
     fast, step = announced(1, profile, STEP, wrong)
@@ -52,3 +61,95 @@ def test_somebody_has_to_stay():
     with pytest.raises(ValueError, match="at most 3"):
         drawn_stragglers(3, 4, 100.0, 3.0, seed=0)
     assert drawn_failures(1, 0, 100.0, 20.0, seed=0) == ()
+
+
+@pytest.fixture(scope="module")
+def many():
+    nodes = [node for kind in ("gh200", "h100", "a100") for node in numbered(NODE_KINDS[kind], 8)]
+    return Cluster("many", tuple(nodes))
+
+
+def config(cluster, workload, shape, **changes):
+    values = {"rate_rps": 80.0, "requests": 500, "warm": True, "policy": "priced"}
+    return SimulationConfig(cluster=cluster, workload=workload, shape=shape, **values | changes)
+
+
+def test_a_schedule_is_its_seeds_and_has_every_kind():
+    faults = random_faults(200, 600.0, 60, seed=1)
+    assert faults == random_faults(200, 600.0, 60, seed=1)
+    assert faults != random_faults(200, 600.0, 60, seed=2)
+    kinds = {fault.kind for fault in faults.transients}
+    assert kinds == set(TRANSIENTS) and faults.failures and faults.stragglers and faults.misprofiles
+    dead = {failure.node for failure in faults.failures}
+    faulty = {t.node for t in faults.transients} | {s.node for s in faults.stragglers}
+    assert len(dead) == len(faults.failures) and not dead & faulty
+    with pytest.raises(ValueError, match="leave half"):
+        random_faults(4, 600.0, 60, seed=1)
+    with pytest.raises(ValueError, match="seconds above zero"):
+        random_faults(200, 0.0, 60, seed=1)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_with_everything_going_wrong_every_request_is_answered(many, documents, shape, seed):
+    base = config(many, documents, shape, seed=seed)
+    traffic = traffic_of(base)
+    horizon_s = float(traffic.planned_s.max())
+    faults = random_faults(len(many.nodes), horizon_s, 30, seed)
+    assert faults.failures
+    outcome = simulate(base.replaced(faults=faults), traffic=traffic)
+    records = outcome.records
+    assert outcome.retried > 0
+    assert not np.isnan(records.e2e_s).any(), "a request was rejected"
+
+
+@pytest.mark.parametrize("kind", TRANSIENTS)
+def test_each_transient_fault_alone_loses_nothing_and_is_felt(many, documents, shape, kind):
+    base = config(many, documents, shape, requests=100, load=0.6, rate_rps=None)
+    traffic = traffic_of(base)
+    size = {"slow_link": 10.0}.get(kind, 3600.0)
+    transients = tuple(
+        TransientFault(kind, node, 0.0, 1e6, size) for node in range(len(many.nodes))
+    )
+    plain = simulate(base.replaced(faults=Faults(0.0)), traffic=traffic)
+    faulty = simulate(base.replaced(faults=Faults(0.0, transients=transients)), traffic=traffic)
+    assert not np.isnan(faulty.records.e2e_s).any()
+    if kind == "slow_link":
+        assert np.mean(faulty.records.ttft_s) > np.mean(plain.records.ttft_s)
+    if kind == "loads_fail":
+        new_tokens = faulty.records.new_tokens.sum(), plain.records.new_tokens.sum()
+        assert new_tokens[0] > new_tokens[1]
+    if kind in ("events_repeated", "worker_clock"):
+        # What comes twice is heard once; the router goes by its own clock.
+        assert np.array_equal(faulty.records.ttft_s, plain.records.ttft_s)
+
+
+def test_a_clock_that_goes_back_while_most_nodes_are_idle_stops_nobody(many, documents, shape):
+    base = config(many, documents, shape, requests=60, rate_rps=100.0)
+    back = TransientFault("router_clock", 0, 0.1, 1e6, -36_000.0)
+    outcome = simulate(base.replaced(faults=Faults(0.0, transients=(back,))))
+    assert not np.isnan(outcome.records.e2e_s).any()
+
+
+def arrivals(kind, count):
+    resyncs = []
+    stream = FaultyStream(kind, lambda: resyncs.append(len(heard)))
+    heard = []
+    for _ in range(count):
+        heard.append(stream.arrives())
+    stream.healed()
+    return heard, resyncs
+
+
+def test_a_lost_batch_is_found_by_the_next_and_the_last_when_it_is_over():
+    heard, resyncs = arrivals("events_lost", 6)
+    assert heard == [True, *[False] * 5]
+    assert resyncs == [2, 4, 6]
+
+
+def test_a_batch_that_comes_twice_is_received_once():
+    assert arrivals("events_repeated", 5) == ([True] * 5, [])
+
+
+def test_a_late_batch_is_a_gap_and_then_old_news():
+    heard, resyncs = arrivals("events_reordered", 5)
+    assert heard[0] and not heard[1] and resyncs
