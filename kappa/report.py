@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
-from kappa.step import StepModel
+from kappa.cost import StepModel
 from kappa.types import NodeProfile
 
 PROTOCOL = 1
@@ -247,7 +247,7 @@ class WorkerReport:
     Seconds are real (dilated on a paced node). `*_total` never fall within one worker's life;
     `admitted`, `prefilled` and `spent` list requests of this report only. `computed_*`: what steps
     of at least `COMPUTE_STEP_TOKENS` tokens spent computing, as far as their length tells
-    (`kappa.step.StepParts.computed_s`), and what the announced step model says of the same steps.
+    (`kappa.cost.StepParts.computed_s`), and what the announced step model says of the same steps.
     host_spare_blocks: of the host tier, unused or held only as copies of what a peer has.
 
     Of the engine's scheduler: `iterations_total` counts iterations, `queued_iterations_total` those

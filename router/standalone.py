@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.report import Announcement
 from kappa.shapes import model_shape
-from kappa.step import step_model
 from router.core import Router, RouterConfig
 from router.decision import NoWorkerError, RouteRequest
 from router.index.kv_events import BlocksStored

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kappa.step import StepModel, StepParts
+from kappa.cost import StepModel, StepParts
 from scheduler.batching import Batcher
 from scheduler.config import FairConfig, LinkRates
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kappa.cost import step_model
 from kappa.model import kv_bytes_per_token
 from kappa.plan.rates import rates_from_measured
 from kappa.report import Announcement
 from kappa.settings.observing import ObservingSettings
-from kappa.step import step_model
 from kappa.types import ModelShape, NodeProfile
 from scheduler.catalogue import packs
 from workers.host_tier.choice import BY_LAYER, TierChoice

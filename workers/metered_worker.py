@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from kappa.step import StepModel
+from kappa.cost import StepModel
 from workers.host_tier.admission_reports import kappa_request_id
 from workers.host_tier.tier import CURRENT as HOST_TIERS
 from workers.stats_channel import StatsSender

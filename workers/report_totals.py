@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from kappa.cost import StepParts
 from kappa.report import (
     COMPUTE_STEP_TOKENS,
     Admission,
@@ -17,7 +18,6 @@ from kappa.report import (
     TenantCharge,
     WorkerReport,
 )
-from kappa.step import StepParts
 
 _BANDWIDTH_WEIGHT = 0.2
 _TELL_ALL_EVERY_S = 10.0

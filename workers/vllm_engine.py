@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kappa.cost import StepModel, step_model
 from kappa.model import kv_bytes_per_token
-from kappa.step import StepModel, step_model
 from kappa.types import ModelShape, NodeProfile
 from scheduler.vllm_options import CONFIG_KEY, STOCK
 from workers.host_tier.choice import TierChoice, TierNeeds, transfer_config

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.shapes import model_shape
-from kappa.step import step_model
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_events import BlocksStored, Tier

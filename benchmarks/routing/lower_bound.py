@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kappa.cost import StepModel
 from kappa.slo import IdleSpeed, idle_ttft_s
-from kappa.step import StepModel
 from simulator.traffic import Traffic
 
 Floats = NDArray[np.float64]

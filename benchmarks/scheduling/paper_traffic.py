@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.scheduling import mix
+from kappa.cost import step_model
 from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
-from kappa.step import step_model
 from simulator.clusters import KINDS, kv_room
 from simulator.node_model import NodeModel
 from workload.catalogue import workload_named

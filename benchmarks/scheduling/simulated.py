@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.scheduling import mix, paper_traffic
 from benchmarks.scheduling.report import Played, Served, medians, row_of
-from kappa.step import StepModel
+from kappa.cost import StepModel
 from scheduler.link_order import FIFO, FULL, HALF, LOADS_FIRST
 from simulator.job import Job
 from simulator.loop import Loop, Noise

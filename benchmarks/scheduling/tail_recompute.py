@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.plan.choose import kappa_eff
@@ -27,7 +28,6 @@ from kappa.plan.rates import PlanRates, rates_from_measured
 from kappa.plan.segments import layout
 from kappa.report import PLAN_KEY
 from kappa.shapes import model_shape
-from kappa.step import StepModel
 from kappa.types import ModelShape, NodeProfile
 from workers.host_tier.choice import BY_LAYER, TierChoice, TierNeeds, transfer_config
 from workers.host_tier.tail_recompute import LOAD_ALL, TAIL, tail_rates

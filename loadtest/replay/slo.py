@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kappa.cost import step_model
 from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
 from kappa.slo import (
@@ -26,7 +27,6 @@ from kappa.slo import (
     limits,
     median_node,
 )
-from kappa.step import step_model
 from kappa.types import NodeProfile
 from loadtest.replay.record import Record
 

@@ -14,9 +14,9 @@ import pytest
 import uvicorn
 
 import router.live.live_router
+from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.report import Announcement
-from kappa.step import StepModel
 from router.access.middleware import Access
 from router.ingress.app import make_app
 from router.ingress.endpoints import ROUTES, KappaIngress

@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.report import (
     PROTOCOL,
@@ -19,7 +20,6 @@ from kappa.report import (
     WorkerReport,
 )
 from kappa.shapes import model_shape
-from kappa.step import step_model
 
 NODE = replace(node_profile("h100-pcie5"), source="paced", dilation=30.0)
 SAID = Announcement(

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from kappa.cost import StepModel
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s, limits, median_node
-from kappa.step import StepModel
 
 STEP = StepModel(token_s=1e-4, pair_s=1e-8, weights_s=5e-3, context_token_s=1e-7, fixed_s=1e-3)
 SPEED = IdleSpeed(STEP, load_token_s=1e-5, load_fixed_s=1e-3, budget_tokens=100)

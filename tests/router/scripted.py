@@ -12,9 +12,9 @@ import httpx
 import numpy as np
 
 import router.live.live_router
+from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.report import Announcement
-from kappa.step import StepModel
 from router.access.middleware import Access
 from router.access.tenants import Tenants
 from router.admission import Admission

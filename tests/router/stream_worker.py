@@ -6,9 +6,9 @@ from dataclasses import replace
 import msgspec
 import zmq
 
+from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.report import Announcement
-from kappa.step import StepModel
 from workers.report_stream import ReportStream
 from workers.stats_channel import StatsSender
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kappa.cost import step_model
 from kappa.hardware import node_profile
-from kappa.step import step_model
 from router.admission import Admission, Judgement, alone_s, delay_s
 from router.core import Router, RouterConfig
 from router.decision import NoWorkerError, OverloadedError

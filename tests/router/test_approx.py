@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.report import Announcement
-from kappa.step import StepModel
 from router.errors import ApiError
 from router.ingress.approx import approx_asked, exact_workers, is_approximate
 

@@ -14,10 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.report import Admission, Announcement, WorkerReport
 from kappa.shapes import model_shape
-from kappa.step import step_model
 from router.core import Router, RouterConfig
 from router.decision import MismatchError, NoWorkerError, RouteRequest, without_candidates
 from router.index.kv_events import BlocksStored, WorkerReset

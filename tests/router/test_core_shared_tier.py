@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.shapes import model_shape
-from kappa.step import step_model
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_events import BlocksRemoved, BlocksStored

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.report import Announcement
 from kappa.shapes import model_shape
-from kappa.step import step_model
 from router.fleet import Fleet
 
 SHAPE = model_shape("llama-3.1-8b")

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.plan.planners import Cached, Planning, room_left
 from kappa.plan.rates import FORMAT, rates_from_measured
 from kappa.report import Announcement
 from kappa.shapes import model_shape
-from kappa.step import step_model
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_events import BlocksStored

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.report import Admission, Announcement, Arrival, WorkerReport
 from kappa.shapes import model_shape
-from kappa.step import step_model
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
 from router.policies import policy_named

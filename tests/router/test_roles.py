@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.report import Announcement
-from kappa.step import StepModel
 from kappa.types import TokenCounts
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kappa.step import StepModel
+from kappa.cost import StepModel
 from router.jobs import EngineSpeed, Job
 from router.shadow import Shadow
 

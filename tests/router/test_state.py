@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.report import Admission, Announcement, WorkerReport
-from kappa.step import StepModel
 from router.jobs import Job
 from router.state import Calibration, ClusterState, engine_speed, load_token_s
 

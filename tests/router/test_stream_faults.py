@@ -13,9 +13,9 @@ import zmq
 import zmq.asyncio
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
+from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.report import Announcement
-from kappa.step import StepModel
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
 from router.live.feed import WorkerFeed

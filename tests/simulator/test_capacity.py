@@ -4,10 +4,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
-from kappa.step import step_model
 from simulator.capacity import (
     NodeClass,
     capacity,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kappa.step import StepModel
+from kappa.cost import StepModel
 from simulator.decode import DecodeRun
 
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from kappa.step import StepModel
+from kappa.cost import StepModel
 from scheduler.catalogue import SCHEDULERS
 from simulator.job import Job
 from simulator.loop import Loop, Noise

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from kappa.cost import StepModel
 from kappa.slo import IdleSpeed
-from kappa.step import StepModel
 from simulator.session_facts import document_blocks
 from simulator.traffic import build_traffic
 from workload.arrivals import poisson

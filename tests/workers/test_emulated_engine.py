@@ -13,7 +13,7 @@ import zmq
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from vllm.distributed.kv_events import KVEventBatch
 
-from kappa.step import StepModel
+from kappa.cost import StepModel
 from workers.emulated.blocks import EmulatedBlocks, Removed, Stored, digests_of
 from workers.emulated.engine import WORD, EmulatedEngine, EmulatedPlan
 from workers.emulated.faults import EngineFaults, FaultsFile

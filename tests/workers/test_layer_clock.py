@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kappa.cost import StepModel
 from kappa.plan.costs import Costs
 from kappa.plan.fits import LineFit
 from kappa.plan.rates import PlanRates
-from kappa.step import StepModel
 from workers.host_tier.layer_clock import LayerClock
 
 

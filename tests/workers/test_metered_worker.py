@@ -9,7 +9,7 @@ import zmq
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from kappa.step import StepModel
+from kappa.cost import StepModel
 from workers.host_tier.admission_reports import kappa_request_id
 from workers.metered_worker import MeteredCPUWorker, StepMeter, mark_generators
 from workers.stats_channel import StatsSender

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.power import gpu_power
 from kappa.report import Announcement, WorkerReport
 from kappa.shapes import model_shape
-from kappa.step import step_model
 from tests.workers.fake_nvml import FakeNvml
 from workers.power_report import PowerTeller
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kappa.step import StepModel
+from kappa.cost import StepModel
 from workers.reaper import (
     OWNER_ENV,
     follow_owner,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
+from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.report import Announcement
-from kappa.step import StepModel
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_stream import decode_batch

@@ -17,9 +17,9 @@ import zmq
 
 from benchmarks.routing.peers.paced_loop import PacedLoop
 from benchmarks.routing.peers.wire import block_tokens
+from kappa.cost import step_model
 from kappa.model import kv_bytes_per_token
 from kappa.report import KV, REPORT, Admission, Announcement, WorkerReport
-from kappa.step import step_model
 from kappa.types import ModelShape
 from simulator.cache import Ids
 from simulator.clusters import NodeSpec, kv_room

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from numpy.random import Generator, default_rng
 
+from kappa.cost import StepModel
 from kappa.plan.costs import Backlog, Costs
 from kappa.plan.fits import LineFit
 from kappa.plan.rates import PlanRates
-from kappa.step import StepModel
 
 
 @dataclass(frozen=True)

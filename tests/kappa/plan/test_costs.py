@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from numpy.random import default_rng
 
+from kappa.cost import StepModel
 from kappa.plan.costs import Backlog, Costs, Split
 from kappa.plan.fits import LineFit
 from kappa.plan.rates import PlanRates
-from kappa.step import StepModel
 from tests.kappa.plan.layer_simulator import Layer, even, simulate
 from tests.kappa.plan.profiles import Case, random_cases
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from numpy.random import default_rng
 
+from kappa.cost import StepModel
 from kappa.plan.fits import LEAST_R2, ComputeGrid, LineFit, fit_line, fit_step, require_fit
-from kappa.step import StepModel
 
 SIZES = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
 
