@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from numpy.random import default_rng
 
-from kappa.cost import compute_s
+from kappa.cost import StepModel, compute_s
 from kappa.model import kv_bytes
 from kappa.plan.fits import LineFit
 from kappa.plan.rates import (
@@ -23,7 +23,6 @@ from kappa.plan.rates import (
     rates_from_measured,
 )
 from kappa.shapes import SHAPES, model_shape
-from kappa.step import StepModel
 from kappa.types import NodeProfile
 from tests.kappa.plan.profiles import random_rates
 
@@ -243,12 +242,13 @@ def test_a_step_lasts_the_longer_of_computing_and_reading_and_the_fixed_cost() -
     step = StepModel(token_s=2.0, pair_s=0.5, weights_s=30.0, context_token_s=0.25, fixed_s=7.0)
     rates = replace(random_rates(default_rng(1)), step=step, experts_s=0.0, grid=None)
     # 4 new behind 8: pairs 4·(8 + 2) = 40, so 4·2 + 40·0.5 = 28; reads 30 + 12·0.25 = 33.
-    assert (rates.law_s(4, 8), rates.read_s(4, 8)) == (33.0 + 7.0, 33.0)
+    assert rates.law_s(4, 8) == 33.0 + 7.0
     # 8 new: pairs 8·(8 + 4) = 96: 16 + 48 = 64; reads 34.
     assert rates.law_s(8, 8) == 64.0 + 7.0
-    # Of the weights 16 s are experts, each left alone by a token with probability 1/2: 16/4 by two.
+    # Of the weights 16 s are experts, each left alone by a token with probability 1/2: 16/4 by two,
+    # who compute for 2·2 + 2·(8 + 1)·0.5 = 13 s meanwhile.
     idle = replace(rates, experts_s=16.0, expert_idle=0.5)
-    assert idle.read_s(2, 8) == 30.0 - 4.0 + 10 * 0.25
+    assert idle.law_s(2, 8) == 30.0 - 4.0 + 10 * 0.25 + 7.0
 
 
 @pytest.mark.parametrize("share", ["h2d_while_storing", "h2d_cpu_busy", "h2d_attending"])

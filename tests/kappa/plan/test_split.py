@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.random import default_rng
 
+from kappa.cost import StepModel
 from kappa.plan.costs import Costs, Split
 from kappa.plan.fits import LineFit
 from kappa.plan.split import (
@@ -19,7 +20,6 @@ from kappa.plan.split import (
     best_tail,
     real_roots,
 )
-from kappa.step import StepModel
 from tests.kappa.plan.profiles import Case, random_cases, random_rates
 
 _ROUNDING = 1 + 1e-12
