@@ -31,12 +31,12 @@ import numpy as np
 import typer
 
 from benchmarks.serving.stub_endpoint import MODEL
-from loadtest.replay.endpoint import EndpointSettings
-from loadtest.replay.feeder import bounded
-from loadtest.replay.journal import Journal
-from loadtest.replay.play import play, streams_allowed
-from loadtest.replay.reading import RECORDS, read_records
-from loadtest.replay.runner import DEFAULT_IN_FLIGHT, Counts, RunSettings
+from loadtest.client import EndpointSettings
+from loadtest.feeder import bounded
+from loadtest.journal import Journal
+from loadtest.reading import RECORDS, read_records
+from loadtest.run import play, streams_allowed
+from loadtest.runner import DEFAULT_IN_FLIGHT, Counts, RunSettings
 from workload.arrivals import poisson
 from workload.catalogue import workload_named
 from workload.replay import ReplayOptions, ReplaySession, replay_sessions

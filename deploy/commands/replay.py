@@ -23,14 +23,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.replay.asked import CHOICES, DEFAULT_ARRIVALS, NAMES, PROMPTS, Asked, file_digest
-from loadtest.replay.endpoint import EndpointSettings
-from loadtest.replay.journal import ASKED, Journal, held
-from loadtest.replay.play import Played, play, streams_allowed
-from loadtest.replay.progress import showing
-from loadtest.replay.reading import JournalError, read_run
-from loadtest.replay.runner import DEFAULT_IN_FLIGHT, Counts, RunSettings
-from loadtest.replay.survey import Surveyed, survey
+from loadtest.client import EndpointSettings
+from loadtest.journal import ASKED, Journal, held
+from loadtest.options import CHOICES, DEFAULT_ARRIVALS, NAMES, PROMPTS, Asked, file_digest
+from loadtest.progress import showing
+from loadtest.reading import JournalError, read_run
+from loadtest.run import Played, play, streams_allowed
+from loadtest.runner import DEFAULT_IN_FLIGHT, Counts, RunSettings
+from loadtest.survey import Surveyed, survey
 from workload.replay import ReplaySession
 
 _KEY_VARIABLES = ("KAPPA_API_KEY", "OPENAI_API_KEY")
@@ -228,7 +228,7 @@ def _objective(
     ttft_s: float | None, tpot_s: float | None, share: float | None, dilation: float
 ) -> dict[str, float]:
     """The limits in real seconds, those that were given."""
-    from loadtest.replay.slo import objective_of
+    from loadtest.slo import objective_of
 
     if not dilation > 0:
         raise ValueError(f"--dilation is {dilation}: give a factor above zero")
@@ -290,7 +290,7 @@ def _command(argv: list[str]) -> list[str]:
 
 def _report(folder: Path, json_output: bool) -> dict[str, Any]:
     """Write the report and tell what it says; returns its figures."""
-    from loadtest.replay.report import write_report
+    from loadtest.report import write_report
 
     page = write_report(folder)
     figures: dict[str, Any] = json.loads((folder / "summary.json").read_text())
@@ -308,8 +308,8 @@ def _exit_code(was_stopped: bool, figures: Mapping[str, Any]) -> int:
 
 
 def _print(figures: Mapping[str, Any], page: Path) -> None:
-    from loadtest.replay.page_parts import unasked
-    from loadtest.replay.report import slowest_lines
+    from loadtest.page_parts import unasked
+    from loadtest.report import slowest_lines
 
     console = Console()
     console.print(

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from deploy.commands.replay import replay
 from kappa.hardware import CATALOGUE
-from loadtest.replay.journal import held
-from loadtest.replay.reading import RECORDS, read_records
-from loadtest.replay.record import Record
+from loadtest.journal import held
+from loadtest.reading import RECORDS, read_records
+from loadtest.record import Record
 from tests.loadtest.rude_endpoint import rude
 
 _RUN = "import typer; from deploy.commands.replay import replay; typer.run(replay)"
@@ -77,7 +77,7 @@ async def ran(*words: object) -> tuple[int, str, str]:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """For runs in this process: drawing takes most of their time. Others draw."""
-    monkeypatch.setattr("loadtest.replay.report.pictures", lambda *_: {})
+    monkeypatch.setattr("loadtest.report.pictures", lambda *_: {})
 
 
 def records(folder: Path) -> dict[tuple[str, int], Record]:

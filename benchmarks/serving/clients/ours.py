@@ -19,11 +19,11 @@ from itertools import count
 from pathlib import Path
 
 from benchmarks.serving.clients.common import Answer, ClientError, Plan, Played, run
-from loadtest.replay.endpoint import EndpointSettings
-from loadtest.replay.journal import Journal
-from loadtest.replay.play import play as replay
-from loadtest.replay.reading import RECORDS, JournalError, read_records
-from loadtest.replay.runner import Counts, RunSettings
+from loadtest.client import EndpointSettings
+from loadtest.journal import Journal
+from loadtest.reading import RECORDS, JournalError, read_records
+from loadtest.run import play as replay
+from loadtest.runner import Counts, RunSettings
 from workload.replay import ReplaySession, Request
 
 NAME = "kappa replay"

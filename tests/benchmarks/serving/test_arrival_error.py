@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.serving.arrival_error import main, measure, report, single_requests, stub
-from loadtest.replay.feeder import bounded
+from loadtest.feeder import bounded
 
 
 def test_a_small_measurement_adds_up(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.replay.decisions import Decisions
-from loadtest.replay.endpoint import Endpoint, EndpointSettings
-from loadtest.replay.feeder import Feeder
-from loadtest.replay.journal import Journal
-from loadtest.replay.runner import Counts, Runner, RunSettings
+from loadtest.client import Endpoint, EndpointSettings
+from loadtest.decisions import Decisions
+from loadtest.feeder import Feeder
+from loadtest.journal import Journal
+from loadtest.runner import Counts, Runner, RunSettings
 from workload.replay import ReplaySession
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -5,11 +5,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from loadtest.replay.figures import figures as figures_of
-from loadtest.replay.figures import jain, spread, timeline
-from loadtest.replay.plots import cdf, sampled
-from loadtest.replay.slo import Objective, objective_of
-from loadtest.replay.table import results_of
+from loadtest.figures import figures as figures_of
+from loadtest.figures import jain, spread, timeline
+from loadtest.plots import cdf, sampled
+from loadtest.slo import Objective, objective_of
+from loadtest.table import results_of
 from tests.loadtest.replay_records import failed, foreign, many, told
 
 QUICK = Objective(ttft_s=0.95, tpot_s=0.2)

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from loadtest.replay.decisions import Decisions
+from loadtest.decisions import Decisions
 
 Told = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from loadtest.replay.slow import NO_SPLIT, split, why_slow, why_slow_tokens
+from loadtest.slow import NO_SPLIT, split, why_slow, why_slow_tokens
 from tests.loadtest.replay_records import failed, foreign, told
 
 

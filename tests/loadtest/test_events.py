@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.replay.events import Stream, StreamFault
+from loadtest.events import Stream, StreamFault
 
 
 def event(data: object) -> bytes:

@@ -1,6 +1,6 @@
 """What the pages of a report are made of: their style, sections, tables and numbers for people.
 
-Used by `loadtest.replay.page`. Text is escaped where it becomes HTML, here or there.
+Used by `loadtest.page`. Text is escaped where it becomes HTML, here or there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from loadtest.replay.slow import seconds
+from loadtest.slow import seconds
 
 CSS = """
 :root { color-scheme: light dark; --page: #fbfaf7; --text: #24262b; --soft: #666b75;

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from loadtest.client import EndpointSettings, base_url
 from loadtest.datasets import open_workload
-from loadtest.replay.endpoint import EndpointSettings, base_url
-from loadtest.replay.feeder import bounded
-from loadtest.replay.runner import DEFAULT_IN_FLIGHT, RunSettings
-from loadtest.replay.survey import Surveyed
+from loadtest.feeder import bounded
+from loadtest.runner import DEFAULT_IN_FLIGHT, RunSettings
+from loadtest.survey import Surveyed
 from workload.arrival_specs import ArrivalSpec, parse_arrivals
 from workload.replay import ReplayOptions, ReplaySession, mean_turns, replay_sessions
 from workload.reuse import ENGINE_BLOCK_TOKENS

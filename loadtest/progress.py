@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from loadtest.replay.runner import Counts
+from loadtest.runner import Counts
 
 _PER_S = 4.0
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from loadtest.replay.endpoint import Endpoint, EndpointSettings
-from loadtest.replay.feeder import Feeder, bounded
-from loadtest.replay.record import Record
-from loadtest.replay.runner import Counts, Runner, RunSettings
+from loadtest.client import Endpoint, EndpointSettings
+from loadtest.feeder import Feeder, bounded
+from loadtest.record import Record
+from loadtest.runner import Counts, Runner, RunSettings
 from tests.loadtest.rude_endpoint import Rude, rude, session
 from workload.replay import ReplaySession
 

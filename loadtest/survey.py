@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from loadtest.replay.endpoint import PROBE_S, EndpointError, base_url, detail_of
+from loadtest.client import PROBE_S, EndpointError, base_url, detail_of
 
 _EOS_OWNERS = ("vllm", "sglang")
 

@@ -18,8 +18,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from loadtest.replay.figures import itl_s, timeline
-from loadtest.replay.table import Floats
+from loadtest.figures import itl_s, timeline
+from loadtest.table import Floats
 
 _PAGE_COLOUR = "#010203"
 _FAILED = "#d1495b"

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from loadtest.replay.endpoint import Prepared
+from loadtest.client import Prepared
 from workload.replay import Prompt, ReplaySession, Request
 
 _SESSIONS_AHEAD = 512

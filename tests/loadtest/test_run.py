@@ -11,12 +11,12 @@ from pathlib import Path
 
 from aiohttp import web
 
-from loadtest.replay.endpoint import EndpointSettings
-from loadtest.replay.journal import ASKED, Journal
-from loadtest.replay.play import play, quick_process, streams_allowed
-from loadtest.replay.reading import RECORDS, read_records
-from loadtest.replay.record import Record
-from loadtest.replay.runner import Counts, RunSettings
+from loadtest.client import EndpointSettings
+from loadtest.journal import ASKED, Journal
+from loadtest.reading import RECORDS, read_records
+from loadtest.record import Record
+from loadtest.run import play, quick_process, streams_allowed
+from loadtest.runner import Counts, RunSettings
 from tests.loadtest.rude_endpoint import Rude, rude, session
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from loadtest.replay.record import Record
+from loadtest.record import Record
 
 RECORDS = "records.jsonl"
 DECISIONS = "decisions.jsonl"

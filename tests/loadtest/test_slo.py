@@ -3,7 +3,7 @@ import pytest
 
 from kappa import slo as law
 from kappa.hardware import CATALOGUE
-from loadtest.replay.slo import Objective, objective_of
+from loadtest.slo import Objective, objective_of
 from tests.loadtest.replay_records import foreign, told
 
 

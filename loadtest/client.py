@@ -21,8 +21,8 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from loadtest.replay.events import Stream, StreamFault, error_message
-from loadtest.replay.record import Record
+from loadtest.events import Stream, StreamFault, error_message
+from loadtest.record import Record
 from workload.replay import Prompt
 
 _ERROR_BYTES = 4096

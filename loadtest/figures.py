@@ -16,10 +16,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import ArrayLike
 
-from loadtest.replay.record import ERROR_KINDS, Record
-from loadtest.replay.slo import BASES
-from loadtest.replay.slow import split, why_slow, why_slow_tokens
-from loadtest.replay.table import PARTS, TOKENS, Floats, Results
+from loadtest.record import ERROR_KINDS, Record
+from loadtest.slo import BASES
+from loadtest.slow import split, why_slow, why_slow_tokens
+from loadtest.table import PARTS, TOKENS, Floats, Results
 
 _EXAMPLES = 3
 _BINS, _FIRST_BIN_S = 240, 0.25

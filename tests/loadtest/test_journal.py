@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.replay.journal import ASKED, Journal, held
-from loadtest.replay.reading import (
+from loadtest.journal import ASKED, Journal, held
+from loadtest.reading import (
     DECISIONS,
     RECORDS,
     RUN,
@@ -17,7 +17,7 @@ from loadtest.replay.reading import (
     read_records,
     read_run,
 )
-from loadtest.replay.record import Record
+from loadtest.record import Record
 
 ASK = {"workload": "w", "seed": 1}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from loadtest.replay.reading import (
+from loadtest.reading import (
     DECISIONS,
     RECORDS,
     RUN,
@@ -26,7 +26,7 @@ from loadtest.replay.reading import (
     read_records,
     read_run,
 )
-from loadtest.replay.record import Record
+from loadtest.record import Record
 
 ASKED = "asked"
 """The part of run.json that two runs must agree on to be parts of one."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from loadtest.replay.page_parts import (
+from loadtest.page_parts import (
     CSS,
     count,
     figures,
@@ -23,7 +23,7 @@ from loadtest.replay.page_parts import (
     table,
     unasked,
 )
-from loadtest.replay.slow import seconds
+from loadtest.slow import seconds
 
 _PARTS = ("late", "queue", "load", "compute", "way", "unknown")
 _PART_NAMES = {

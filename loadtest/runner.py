@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.replay.decisions import Decisions
-from loadtest.replay.endpoint import Endpoint, Prepared
-from loadtest.replay.feeder import Fed, Feeder, NotMade
-from loadtest.replay.record import Record
+from loadtest.client import Endpoint, Prepared
+from loadtest.decisions import Decisions
+from loadtest.feeder import Fed, Feeder, NotMade
+from loadtest.record import Record
 from workload.replay import Request
 
 DEFAULT_IN_FLIGHT = 16_384

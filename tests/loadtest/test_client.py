@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from loadtest.replay.endpoint import Endpoint, EndpointError, EndpointSettings, base_url
-from loadtest.replay.record import Record
-from loadtest.replay.survey import survey
+from loadtest.client import Endpoint, EndpointError, EndpointSettings, base_url
+from loadtest.record import Record
+from loadtest.survey import survey
 from tests.loadtest.rude_endpoint import Rude, rude
 
 

@@ -5,9 +5,9 @@ from html.parser import HTMLParser
 import polars as pl
 import pytest
 
-from loadtest.replay import report
-from loadtest.replay.reading import JournalError
-from loadtest.replay.report import slowest_lines, write_report
+from loadtest import report
+from loadtest.reading import JournalError
+from loadtest.report import slowest_lines, write_report
 from tests.loadtest.replay_records import failed, foreign, many, told
 
 

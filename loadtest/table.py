@@ -1,7 +1,7 @@
 """A load test's records as one table, each held against its objective, and the slowest in full.
 
 A request takes about 2 kB and 4 bytes a token (200,000 requests: a process of 520 MB).
-`loadtest.replay.figures` makes the report's figures of it.
+`loadtest.figures` makes the report's figures of it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from loadtest.replay.record import Record
-from loadtest.replay.slo import Objective
-from loadtest.replay.slow import split
+from loadtest.record import Record
+from loadtest.slo import Objective
+from loadtest.slow import split
 
 Floats = NDArray[np.float64]
 
@@ -50,7 +50,7 @@ SCHEMA: dict[str, Any] = {
 """Columns of the table: a record's own, its seconds as one reads them, and its objective.
 
 ttft_s, tpot_s, e2e_s: null for a request that failed. predicted_*, actual_*: its TTFT split into
-queue, load and compute; split: where the actual one is from (`loadtest.replay.slow`). bound:
+queue, load and compute; split: where the actual one is from (`loadtest.slow`). bound:
 `memory-bound` if its ratio is at or above the node's critical ratio, else `compute-bound`. met:
 null where there was no objective for it.
 """

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from loadtest.replay.figures import figures
-from loadtest.replay.page import page
-from loadtest.replay.reading import RUN, JournalError, Records, read_run
-from loadtest.replay.slo import objective_of
-from loadtest.replay.table import Results, results_of
+from loadtest.figures import figures
+from loadtest.page import page
+from loadtest.reading import RUN, JournalError, Records, read_run
+from loadtest.slo import objective_of
+from loadtest.table import Results, results_of
 
 SUMMARY, PARQUET, REPORT = "summary.json", "records.parquet", "report.html"
 
@@ -62,7 +62,7 @@ def pictures(found: Results, summary: Mapping[str, Any]) -> dict[str, str]:
     if not summary["requests"]:
         return {}
     # Costs a second to load: only for those who draw.
-    from loadtest.replay import plots
+    from loadtest import plots
 
     return {
         "cdf": plots.latency_cdfs(found.table),

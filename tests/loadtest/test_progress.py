@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from loadtest.replay.progress import showing
-from loadtest.replay.runner import Counts
+from loadtest.progress import showing
+from loadtest.runner import Counts
 
 
 def shown(counts: Counts, is_terminal: bool) -> str:
