@@ -3,7 +3,11 @@
 Chats go to `/v1/chat/completions`; texts and token ids to `/v1/completions`. Nothing that the
 endpoint does raises here: a failure becomes the record's kind of error. Little is done per chunk,
 as thousands of streams share one core; bodies are encoded before they are due. The headers of our
-own cluster are read where they are there. Called by the runner.
+own cluster are read where they are there.
+
+A piece of a stream may hold several server-sent events or a part of one. An event counts as output
+if it carries text, or if it is a choice that neither announces the role nor ends the answer:
+engines send tokens without text, too (special tokens, halves of a character).
 """
 
 from __future__ import annotations
@@ -13,29 +17,45 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import SimpleNamespace, TracebackType
-from typing import Any
+from types import SimpleNamespace
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 import numpy as np
 
-from loadtest.events import Stream, StreamFault, error_message
-from loadtest.record import Record
+from loadtest.journal import Record
 from workload.replay import Prompt
 
+PROBE_S = 10.0
+"""What a question about the endpoint itself may take."""
 _ERROR_BYTES = 4096
+_LONGEST_EVENT_BYTES = 4 << 20
 _CONNECT_S = 30.0
 # Below uvicorn's 5 s: a connection that the server is about to close is never used again.
 _KEEPALIVE_S = 2.0
-PROBE_S = 10.0
-"""What a question about the endpoint itself may take."""
 _NO_STREAMS = ("application/json", "text/html")
 
 
 class EndpointError(ValueError):
     """The endpoint cannot be used as asked; the message says where, why and what to do."""
+
+
+class StreamFault(Exception):
+    """The stream is not what it should be; `kind` is one of the kinds of errors of a record."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.kind, self.detail = kind, detail
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request ready to be sent."""
+
+    path: str
+    body: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +64,7 @@ class EndpointSettings:
 
     url: base, with or without `/v1`; model: as the endpoint names it. keys: by tenant, with "" for
     all others. timeout_s: for a whole answer. ignore_eos: whether to send vLLM's option that
-    makes answers as long as asked. usage: ask for token counts at the end of the stream.
+    makes answers as long as requested. usage: ask for token counts at the end of the stream.
     max_output_tokens: bound on every answer, None for what the workload says. as_chat: texts go as
     chats of one message, for endpoints that know no completions.
     """
@@ -58,26 +78,30 @@ class EndpointSettings:
     max_output_tokens: int | None = None
     as_chat: bool = False
 
-    def __post_init__(self) -> None:
-        """Refuse what can never be sent anywhere."""
-        base_url(self.url)
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise EndpointError(f"the timeout is {self.timeout_s} s: give seconds, above zero")
-        if self.max_output_tokens is not None and self.max_output_tokens < 1:
-            raise EndpointError(f"the longest output is {self.max_output_tokens}: give 1 or more")
-
-    def output_tokens(self, asked: int) -> int:
-        """How many tokens to ask for, at least one."""
+    def output_tokens(self, wanted: int) -> int:
+        """How many tokens to request, at least one."""
         bound = self.max_output_tokens
-        return max(asked if bound is None else min(asked, bound), 1)
+        return max(wanted if bound is None else min(wanted, bound), 1)
 
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request ready to be sent."""
-
-    path: str
-    body: bytes
+    def prepare(self, prompt: Prompt, output_tokens: int) -> Prepared:
+        """Encode a request; may run in another thread."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": self.output_tokens(output_tokens),
+            "temperature": 0,
+            "stream": True,
+        }
+        if self.usage:
+            body["stream_options"] = {"include_usage": True}
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        elif not isinstance(prompt, str) or self.as_chat:
+            chat = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+            encoded = msgspec.json.encode(body | {"messages": chat})
+            return Prepared("/v1/chat/completions", encoded)
+        return Prepared("/v1/completions", msgspec.json.encode(body | {"prompt": prompt}))
 
 
 class Endpoint:
@@ -87,6 +111,7 @@ class Endpoint:
     """
 
     def __init__(self, settings: EndpointSettings, now_s: Callable[[], float]) -> None:
+        """Raises EndpointError for a URL that is none."""
         self.settings, self._now_s = settings, now_s
         self._url = base_url(settings.url)
         self._headers = {
@@ -95,41 +120,23 @@ class Endpoint:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Endpoint:
-        self._session = _session(self.settings.timeout_s, self._sent)
+        timeout_s = self.settings.timeout_s
+        trace = aiohttp.TraceConfig()
+        trace.on_request_headers_sent.append(self._sent)
+        connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=300, keepalive_timeout=_KEEPALIVE_S)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, _CONNECT_S)),
+            headers={"content-type": "application/json", "accept": "text/event-stream"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("accept-encoding",),
+            trace_configs=[trace],
+        )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
-
-    def prepare(self, prompt: Prompt, output_tokens: int) -> Prepared:
-        """Encode a request; may run in another thread."""
-        settings = self.settings
-        body: dict[str, Any] = {
-            "model": settings.model,
-            "max_tokens": settings.output_tokens(output_tokens),
-            "temperature": 0,
-            "stream": True,
-        }
-        if settings.usage:
-            body["stream_options"] = {"include_usage": True}
-        if settings.ignore_eos:
-            body["ignore_eos"] = True
-        path = "/v1/completions"
-        if isinstance(prompt, str) and settings.as_chat:
-            prompt = ({"role": "user", "content": prompt},)
-        if isinstance(prompt, str):
-            body["prompt"] = prompt
-        elif isinstance(prompt, np.ndarray):
-            body["prompt"] = prompt.tolist()
-        else:
-            path, body["messages"] = "/v1/chat/completions", prompt
-        return Prepared(path, msgspec.json.encode(body))
 
     async def send(self, prepared: Prepared, record: Record) -> float | None:
         """Send one attempt and fill `record` with what came; returns the seconds of a
@@ -194,21 +201,20 @@ class Endpoint:
                 "protocol" if head else "empty",
                 f"expected text/event-stream, got {response.content_type}: {head[:120]!r}",
             )
-        now_s = self._now_s
         read = response.content.readany
         while piece := await read():
-            came_s = now_s()
+            came_s = self._now_s()
             outputs = stream.feed(piece)
             if outputs:
                 times.extend([came_s] * outputs)
-        times.extend([now_s()] * stream.end())
+        times.extend([self._now_s()] * stream.end())
         if not (stream.done or stream.finished):
             raise StreamFault("cut", f"the stream ended after {stream.outputs} events, unfinished")
         if not stream.outputs:
             raise StreamFault("empty", "the stream ended without a token")
 
     def _plain(self, detail: str) -> str:
-        """What an endpoint said, fit to be kept: some repeat the key that they refuse."""
+        """What an endpoint answered, fit to be kept: some repeat the key that they refuse."""
         for key in filter(None, self.settings.keys.values()):
             detail = detail.replace(key, "…")
         return printable(detail)
@@ -246,21 +252,8 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _session(timeout_s: float, sent: Any) -> aiohttp.ClientSession:
-    trace = aiohttp.TraceConfig()
-    trace.on_request_headers_sent.append(sent)
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=300, keepalive_timeout=_KEEPALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, _CONNECT_S)),
-        headers={"content-type": "application/json", "accept": "text/event-stream"},
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("accept-encoding",),
-        trace_configs=[trace],
-    )
-
-
 def _read_headers(headers: Mapping[str, str], record: Record) -> None:
-    """What our cluster says of the attempt; nothing is left of the attempt before."""
+    """What our cluster reports of the attempt; nothing is left of the attempt before."""
     record.request_id = printable(headers.get("x-request-id", ""))
     record.node = printable(headers.get("x-kappa-node", ""))
     ours = headers if record.node else {}
@@ -273,16 +266,19 @@ def _read_headers(headers: Mapping[str, str], record: Record) -> None:
 
 
 async def _refused(response: aiohttp.ClientResponse, record: Record) -> None:
-    """An answer other than 200: its kind, and what it says."""
-    status = response.status
-    record.error = str(status) if status in (401, 429, 503) else f"http_{status}"
-    said = await response.content.read(_ERROR_BYTES)
+    """An answer other than 200: its kind, and its message."""
+    record.error = _status_kind(response.status)
+    body = await response.content.read(_ERROR_BYTES)
     if not response.content.at_eof():
         response.close()
     try:
-        record.error_detail = error_message(msgspec.json.decode(said))
+        record.error_detail = error_message(msgspec.json.decode(body))
     except msgspec.DecodeError:
-        record.error_detail = error_message(said.decode("utf-8", "replace"))
+        record.error_detail = error_message(body.decode("utf-8", "replace"))
+
+
+def _status_kind(status: int) -> str:
+    return str(status) if status in (401, 429, 503) else f"http_{status}"
 
 
 def _kind(error: BaseException, status: int) -> str:
@@ -293,7 +289,7 @@ def _kind(error: BaseException, status: int) -> str:
     if isinstance(error, aiohttp.ClientResponseError):
         return "protocol"
     if status and status != 200:
-        return str(status) if status in (401, 429, 503) else f"http_{status}"
+        return _status_kind(status)
     if isinstance(error, aiohttp.ClientError | OSError):
         return "cut" if status else "connect"
     return "protocol"
@@ -317,8 +313,8 @@ def _note(record: Record, stream: Stream, times: list[float]) -> None:
     record.first_token_s = times[0] if times else None
     record.last_token_s = times[-1] if times else None
     record.gaps_s = [round(b - a, 6) for a, b in pairwise(times)]
-    told = stream.completion_tokens
-    record.generated_tokens = stream.outputs if told is None else told
+    reported = stream.completion_tokens
+    record.generated_tokens = stream.outputs if reported is None else reported
     record.prompt_tokens = stream.prompt_tokens
 
 
@@ -329,3 +325,127 @@ def _seconds(text: str | None) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) and value >= 0 else None
+
+
+# -- the stream -----------------------------------------------------------------------------------
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: Any = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: Any = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: Any = None
+
+
+# What a table's column of integers holds.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class Stream:
+    """Reads one answer. `outputs` counts events with output; token counts: None until reported."""
+
+    __slots__ = ("_rest", "completion_tokens", "done", "finished", "outputs", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.outputs = 0
+        self.prompt_tokens: int | None = None
+        self.completion_tokens: int | None = None
+        self.finished = self.done = False
+
+    def feed(self, piece: bytes) -> int:
+        """Read on; returns how many events with output ended in this piece.
+
+        Raises:
+            StreamFault: an event that is no JSON of OpenAI's, an error of the endpoint, or
+                bytes without end that are no events.
+        """
+        before = self.outputs
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            self._line(line)
+        if len(self._rest) > _LONGEST_EVENT_BYTES:
+            raise StreamFault("protocol", f"an event longer than {_LONGEST_EVENT_BYTES} bytes")
+        return self.outputs - before
+
+    def end(self) -> int:
+        """The stream ended: read a last line without its end; returns as `feed`.
+
+        A last line that cannot be read is a stream cut in the middle, which its lack of an end
+        tells already.
+        """
+        before = self.outputs
+        rest, self._rest = self._rest, b""
+        try:
+            self._line(rest)
+        except StreamFault as fault:
+            if fault.kind == "stream_error":
+                raise
+        return self.outputs - before
+
+    def _line(self, line: bytes) -> None:
+        if not line.startswith(b"data:"):
+            if not line.strip() or line.startswith((b":", b"event:", b"id:", b"retry:")):
+                return
+            raise StreamFault("protocol", f"expected server-sent events, got {_shown(line)}")
+        payload = line[5:].strip()
+        if payload == b"[DONE]":
+            self.done = True
+            return
+        try:
+            event = _decode(payload)
+        except msgspec.DecodeError as error:
+            raise StreamFault("bad_json", f"{error}: {_shown(payload)}") from None
+        if event.error is not None:
+            raise StreamFault("stream_error", error_message(event.error))
+        if event.usage is not None:
+            self.prompt_tokens = event.usage.prompt_tokens
+            self.completion_tokens = event.usage.completion_tokens
+        if event.choices:
+            self._choice(event.choices[0])
+
+    def _choice(self, choice: _Choice) -> None:
+        ends = choice.finish_reason is not None
+        self.finished = self.finished or ends
+        delta = choice.delta
+        if delta is None:
+            has_text, announces = bool(choice.text), choice.text is None
+        else:
+            texts = (delta.content, delta.reasoning_content, delta.reasoning, delta.tool_calls)
+            has_text, announces = any(texts), delta.role is not None
+        # The only event of an answer of one token may have no text and end it.
+        if has_text or (not announces and (not ends or not self.outputs)):
+            self.outputs += 1
+
+
+def error_message(error: Any) -> str:
+    """What OpenAI's error object says, in a line."""
+    if isinstance(error, dict):
+        inner = error.get("error", error)
+        error = inner.get("message", inner) if isinstance(inner, dict) else inner
+    return str(error).replace("\n", " ")[:300]
+
+
+def _shown(data: bytes) -> str:
+    return repr(data[:80].decode("utf-8", "replace"))

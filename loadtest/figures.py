@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import ArrayLike
 
-from loadtest.record import ERROR_KINDS, Record
+from loadtest.journal import ERROR_KINDS, Record
 from loadtest.slo import BASES
 from loadtest.slow import split, why_slow, why_slow_tokens
 from loadtest.table import PARTS, TOKENS, Floats, Results

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from loadtest.client import EndpointSettings, base_url
+from loadtest.cluster import Surveyed
 from loadtest.datasets import open_workload
 from loadtest.feeder import bounded
 from loadtest.runner import DEFAULT_IN_FLIGHT, RunSettings
-from loadtest.survey import Surveyed
 from workload.arrival_specs import ArrivalSpec, parse_arrivals
 from workload.replay import ReplayOptions, ReplaySession, mean_turns, replay_sessions
 from workload.reuse import ENGINE_BLOCK_TOKENS

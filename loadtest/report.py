@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.figures import figures
+from loadtest.journal import RUN, JournalError, Records, read_run
 from loadtest.page import page
-from loadtest.reading import RUN, JournalError, Records, read_run
 from loadtest.slo import objective_of
 from loadtest.table import Results, results_of
 

@@ -16,10 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 from loadtest.client import Endpoint, EndpointSettings
-from loadtest.decisions import Decisions
+from loadtest.cluster import Decisions
 from loadtest.feeder import Feeder
 from loadtest.journal import Journal
 from loadtest.runner import Counts, Runner, RunSettings
@@ -44,7 +43,7 @@ class Played:
     was_stopped: bool
     elapsed_s: float
     client_cpu_share: float
-    untold: int = 0
+    decisions_missing: int = 0
 
 
 async def play(
@@ -65,7 +64,7 @@ async def play(
         counts: brought up to date as the run goes on.
         on_ready: called with the run's clock just before the first request.
     """
-    with quick_process(), Feeder(sessions, _preparer(endpoint), journal.done) as feeder:
+    with quick_process(), Feeder(sessions, endpoint.prepare, journal.done) as feeder:
         begin_s = time.monotonic() - journal.elapsed_s
 
         def now_s() -> float:
@@ -99,7 +98,7 @@ async def play(
                     stops.append(settling.cancel)
                     with suppress(asyncio.CancelledError):
                         await settling
-    return Played(was_stopped, elapsed_s, cpu_share, decisions.untold)
+    return Played(was_stopped, elapsed_s, cpu_share, decisions.missing)
 
 
 def streams_allowed(asked: int) -> int:
@@ -148,7 +147,3 @@ def _stopping(stops: list[Callable[[], object]]) -> Iterator[None]:
     finally:
         for number in added:
             loop.remove_signal_handler(number)
-
-
-def _preparer(settings: EndpointSettings) -> Any:
-    return Endpoint(settings, time.monotonic).prepare

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from loadtest.client import Endpoint, Prepared
-from loadtest.decisions import Decisions
+from loadtest.cluster import Decisions
 from loadtest.feeder import Fed, Feeder, NotMade
-from loadtest.record import Record
+from loadtest.journal import Record
 from workload.replay import Request
 
 DEFAULT_IN_FLIGHT = 16_384

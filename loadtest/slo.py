@@ -28,7 +28,7 @@ from kappa.slo import (
     median_node,
 )
 from kappa.types import NodeProfile
-from loadtest.record import Record
+from loadtest.journal import Record
 
 Basis = Literal["given", "idle", "predicted", "none"]
 Floats = NDArray[np.float64]

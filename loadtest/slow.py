@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from loadtest.record import Record
+from loadtest.journal import Record
 
 NO_SPLIT = "no split: the endpoint does not tell"
 _PARTS = ("queue_s", "load_s", "compute_s")

@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from loadtest.record import Record
+from loadtest.journal import Record
 from loadtest.slo import Objective
 from loadtest.slow import split
 

@@ -33,8 +33,7 @@ import typer
 from benchmarks.serving.stub_endpoint import MODEL
 from loadtest.client import EndpointSettings
 from loadtest.feeder import bounded
-from loadtest.journal import Journal
-from loadtest.reading import RECORDS, read_records
+from loadtest.journal import RECORDS, Journal, read_records
 from loadtest.run import play, streams_allowed
 from loadtest.runner import DEFAULT_IN_FLIGHT, Counts, RunSettings
 from workload.arrivals import poisson

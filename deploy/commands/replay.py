@@ -24,13 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.client import EndpointSettings
-from loadtest.journal import ASKED, Journal, held
+from loadtest.cluster import Surveyed, survey
+from loadtest.journal import OPTIONS, Journal, JournalError, locked, read_run
 from loadtest.options import CHOICES, DEFAULT_ARRIVALS, NAMES, PROMPTS, Asked, file_digest
 from loadtest.progress import showing
-from loadtest.reading import JournalError, read_run
 from loadtest.run import Played, play, streams_allowed
 from loadtest.runner import DEFAULT_IN_FLIGHT, Counts, RunSettings
-from loadtest.survey import Surveyed, survey
 from workload.replay import ReplaySession
 
 _KEY_VARIABLES = ("KAPPA_API_KEY", "OPENAI_API_KEY")
@@ -139,10 +138,10 @@ def _journal(folder: Path, run: dict[str, Any], stack: ExitStack, *, is_new: boo
     """The journal of a run that begins or goes on, its folder held as long as `stack` lasts."""
     if is_new:
         journal = Journal.create(folder, run)
-        stack.enter_context(held(folder))
+        stack.enter_context(locked(folder))
         return journal
-    stack.enter_context(held(folder))
-    journal = Journal.resume(folder, run[ASKED])
+    stack.enter_context(locked(folder))
+    journal = Journal.resume(folder, run[OPTIONS])
     objective = run["objective"] or journal.run.get("objective") or {}
     journal.note(objective=objective, interrupted=False, end=None)
     return journal
@@ -152,7 +151,7 @@ def _asked(ctx: typer.Context, resume: Path | None) -> Asked:
     """The options that make up a run; with `resume`, those not given are those of that run."""
     given: dict[str, Any] = {name: ctx.params[name] for name in NAMES if name in ctx.params}
     if resume is not None:
-        before = read_run(resume).get(ASKED) or {}
+        before = read_run(resume).get(OPTIONS) or {}
         for name in given:
             source = ctx.get_parameter_source(name)
             if source is None or source.name != "COMMANDLINE":
@@ -214,7 +213,7 @@ def _play(
     if played is not None:
         client |= {
             "cpu_share": played.client_cpu_share, "elapsed_s": played.elapsed_s,
-            "decisions_untold": played.untold,
+            "decisions_untold": played.decisions_missing,
         }  # fmt: skip
     journal.note(
         interrupted=played is None or played.was_stopped,
@@ -271,7 +270,7 @@ def _run(asked: Asked, surveyed: Surveyed | None, max_streams: int) -> dict[str,
         "nodes": list(surveyed.nodes) if surveyed else [],
         "interrupted": False,
         "end": None,
-        ASKED: asked.to_dict(),
+        OPTIONS: asked.to_dict(),
     }
 
 

@@ -19,9 +19,7 @@ from typer.testing import CliRunner
 
 from deploy.commands.replay import replay
 from kappa.hardware import CATALOGUE
-from loadtest.journal import held
-from loadtest.reading import RECORDS, read_records
-from loadtest.record import Record
+from loadtest.journal import RECORDS, Record, locked, read_records
 from tests.loadtest.rude_endpoint import rude
 
 _RUN = "import typer; from deploy.commands.replay import replay; typer.run(replay)"
@@ -144,7 +142,7 @@ async def test_what_cannot_go_on_now_is_refused(tmp_path: Path) -> None:
     async with rude({"/v1/models": cards}) as server:
         words = (file, "--url", server.url, "--model", "tiny", "--closed", 1, "--out", out)
         assert (await ran(*words))[0] == 0
-        with held(out):
+        with locked(out):
             code, _, err = await ran("--resume", out)
         assert (code, "another run is writing" in err) == (2, True)
         assert (await ran("--resume", out))[0] == 0

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from loadtest.reading import RECORDS, read_records
+from loadtest.journal import RECORDS, read_records
 
 pytestmark = pytest.mark.live
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.record import Record
+from loadtest.journal import Record
 
 
 def told(**changes: Any) -> Record:

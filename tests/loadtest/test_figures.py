@@ -1,9 +1,9 @@
 import json
-from dataclasses import replace
 
 import numpy as np
 import polars as pl
 import pytest
+from msgspec.structs import replace
 
 from loadtest.figures import figures as figures_of
 from loadtest.figures import jain, spread, timeline

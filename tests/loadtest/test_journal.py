@@ -8,22 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.journal import ASKED, Journal, held
-from loadtest.reading import (
+from loadtest.journal import (
     DECISIONS,
+    OPTIONS,
     RECORDS,
     RUN,
+    Journal,
     JournalError,
+    Record,
+    RequestDecision,
+    locked,
     read_records,
     read_run,
 )
-from loadtest.record import Record
 
 ASK = {"workload": "w", "seed": 1}
 
 
 def begun(folder: Path) -> Journal:
-    return Journal.create(folder, {ASKED: ASK, "model": "m"})
+    return Journal.create(folder, {OPTIONS: ASK, "model": "m"})
 
 
 def lines(folder: Path) -> list[Record]:
@@ -52,7 +55,7 @@ def test_a_run_goes_on_after_its_last_whole_line(tmp_path: Path) -> None:
     assert [record.key for record in lines(tmp_path)] == [("a", 0), ("a", 1), ("b", 0)]
 
 
-def test_a_run_that_was_asked_otherwise_is_refused(tmp_path: Path) -> None:
+def test_a_run_of_other_options_is_refused(tmp_path: Path) -> None:
     begun(tmp_path).write(Record("a", 0, error="cancelled"))
     with pytest.raises(JournalError, match="seed 1, not 2"):
         Journal.resume(tmp_path, {**ASK, "seed": 2})
@@ -78,7 +81,7 @@ def test_a_folder_that_cannot_be_made_or_holds_no_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "why"),
-    [("{}", "not a record"), ('{"session":"s","turn":0,"x":1}', "unknown field 'x'"), ("[", "")],
+    [("{}", "not a record"), ('{"session":"s","turn":0,"x":1}', "unknown field `x`"), ("[", "")],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, why: str) -> None:
     journal = begun(tmp_path)
@@ -93,14 +96,14 @@ def test_decisions_join_their_records_at_the_end(tmp_path: Path) -> None:
     journal = begun(tmp_path)
     for number in range(3):
         journal.write(Record("s", number, request_id=f"r{number}"))
-    journal.write_decision("r1", {"load_s": 1.0}, {"new_tokens": None})
-    journal.write_decision("r0", {"load_s": 2.0}, {"new_tokens": 5})
-    journal.write_decision("r1", {"load_s": 1.0}, {"new_tokens": 7})
+    journal.write_decision(RequestDecision("r1", {"load_s": 1.0}, {"new_tokens": None}))
+    journal.write_decision(RequestDecision("r0", {"load_s": 2.0}, {"new_tokens": 5}))
+    journal.write_decision(RequestDecision("r1", {"load_s": 1.0}, {"new_tokens": 7}))
     assert all(record.actual is None for record in lines(tmp_path))
     journal.close()
     journal.close()
-    told = [(record.predicted, record.actual) for record in lines(tmp_path)]
-    assert told == [
+    kept = [(record.predicted, record.actual) for record in lines(tmp_path)]
+    assert kept == [
         ({"load_s": 2.0}, {"new_tokens": 5}), ({"load_s": 1.0}, {"new_tokens": 7}), (None, None),
     ]  # fmt: skip
     assert not (tmp_path / DECISIONS).exists()
@@ -109,20 +112,20 @@ def test_decisions_join_their_records_at_the_end(tmp_path: Path) -> None:
 def test_decisions_of_a_killed_run_join_when_it_goes_on(tmp_path: Path) -> None:
     journal = begun(tmp_path)
     journal.write(Record("s", 0, request_id="r0"))
-    journal.write_decision("r0", {}, {"new_tokens": 5})
+    journal.write_decision(RequestDecision("r0", {}, {"new_tokens": 5}))
     with (tmp_path / DECISIONS).open("ab") as file:
         file.write(b'{"request_id":"r1"')
     resumed = Journal.resume(tmp_path, ASK)
     resumed.write(Record("s", 1, request_id="r1"))
-    resumed.write_decision("r1", {}, {"new_tokens": 6})
+    resumed.write_decision(RequestDecision("r1", {}, {"new_tokens": 6}))
     resumed.close()
     assert [record.actual for record in lines(tmp_path)] == [{"new_tokens": 5}, {"new_tokens": 6}]
 
 
-def test_facts_of_a_run_are_kept_beside_what_was_asked(tmp_path: Path) -> None:
+def test_facts_of_a_run_are_kept_beside_its_options(tmp_path: Path) -> None:
     begun(tmp_path).note(interrupted=True)
     assert json.loads((tmp_path / RUN).read_text()) == {
-        ASKED: ASK, "model": "m", "interrupted": True,
+        OPTIONS: ASK, "model": "m", "interrupted": True,
     }  # fmt: skip
 
 
@@ -143,16 +146,16 @@ def test_half_a_line_on_a_full_disk_does_not_spoil_the_rest(tmp_path: Path) -> N
 
 def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
     refused = pytest.raises(JournalError, match="another run is writing")
-    with held(tmp_path), refused, held(tmp_path):
+    with locked(tmp_path), refused, locked(tmp_path):
         pass
-    with held(tmp_path):
+    with locked(tmp_path):
         pass
-    with pytest.raises(JournalError, match="nowhere"), held(tmp_path / "nowhere"):
+    with pytest.raises(JournalError, match="nowhere"), locked(tmp_path / "nowhere"):
         pass
 
 
 def test_a_damaged_decision_is_named(tmp_path: Path) -> None:
-    begun(tmp_path).write_decision("r0", {}, {})
+    begun(tmp_path).write_decision(RequestDecision("r0", {}, {}))
     with (tmp_path / DECISIONS).open("a") as file:
         file.write('{"request_id":1}\n')
     with pytest.raises(JournalError, match=r"decisions\.jsonl:2: "):

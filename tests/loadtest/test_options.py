@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loadtest.cluster import Surveyed
 from loadtest.options import Asked, file_digest
-from loadtest.survey import Surveyed
 from workload.catalogue import workload_named
 from workload.shapes import Workload
 

@@ -2,18 +2,19 @@ import json
 import re
 from html.parser import HTMLParser
 
+import msgspec
 import polars as pl
 import pytest
 
 from loadtest import report
-from loadtest.reading import JournalError
+from loadtest.journal import JournalError
 from loadtest.report import slowest_lines, write_report
 from tests.loadtest.replay_records import failed, foreign, many, told
 
 
 def written(folder, records, run=None, tail=""):
     folder.mkdir(exist_ok=True)
-    lines = "".join(json.dumps(record.to_dict()) + "\n" for record in records)
+    lines = "".join(msgspec.json.encode(record).decode() + "\n" for record in records)
     (folder / "records.jsonl").write_text(lines + tail)
     (folder / "run.json").write_text(json.dumps(run or {"workload": "w", "command": "kappa <x>"}))
     return folder

@@ -12,9 +12,7 @@ from pathlib import Path
 from aiohttp import web
 
 from loadtest.client import EndpointSettings
-from loadtest.journal import ASKED, Journal
-from loadtest.reading import RECORDS, read_records
-from loadtest.record import Record
+from loadtest.journal import OPTIONS, RECORDS, Journal, Record, read_records
 from loadtest.run import play, quick_process, streams_allowed
 from loadtest.runner import Counts, RunSettings
 from tests.loadtest.rude_endpoint import Rude, rude, session
@@ -54,7 +52,7 @@ async def test_decisions_of_a_cluster_of_ours_reach_their_records(tmp_path: Path
 
 
 async def test_a_run_that_goes_on_keeps_its_clock(tmp_path: Path) -> None:
-    journal = Journal.create(tmp_path, {ASKED: {}})
+    journal = Journal.create(tmp_path, {OPTIONS: {}})
     journal.write(Record("s0", 0, ended_s=1000.0))
     resumed = Journal.resume(tmp_path, {})
     async with rude() as server:
@@ -97,5 +95,5 @@ async def test_ctrl_c_ends_the_wait_for_decisions_but_not_the_run(tmp_path: Path
         )  # fmt: skip
     journal.close()
     assert len(asked) == 1
-    assert (told.was_stopped, told.untold) == (False, 1)
+    assert (told.was_stopped, told.decisions_missing) == (False, 1)
     assert [record.error for record in read_records(tmp_path / RECORDS)] == [""]

@@ -11,7 +11,7 @@ import pytest
 
 from loadtest.client import Endpoint, EndpointSettings
 from loadtest.feeder import Feeder, bounded
-from loadtest.record import Record
+from loadtest.journal import Record
 from loadtest.runner import Counts, Runner, RunSettings
 from tests.loadtest.rude_endpoint import Rude, rude, session
 from workload.replay import ReplaySession
@@ -47,7 +47,7 @@ def begin(
     runner = Runner(endpoint, settings or RunSettings(), write or records.append, now_s, Counts())
 
     async def work() -> None:
-        with Feeder(sessions, endpoint.prepare, done) as feeder:
+        with Feeder(sessions, endpoint.settings.prepare, done) as feeder:
             async with endpoint:
                 await runner.run(feeder)
 

@@ -20,8 +20,7 @@ from pathlib import Path
 
 from benchmarks.serving.clients.common import Answer, ClientError, Plan, Played, run
 from loadtest.client import EndpointSettings
-from loadtest.journal import Journal
-from loadtest.reading import RECORDS, JournalError, read_records
+from loadtest.journal import RECORDS, Journal, JournalError, read_records
 from loadtest.run import play as replay
 from loadtest.runner import Counts, RunSettings
 from workload.replay import ReplaySession, Request

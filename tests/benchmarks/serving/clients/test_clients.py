@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks.serving.clients import aiperf, ours, vllm_bench
@@ -44,7 +45,7 @@ def test_the_figures_read_are_those_that_the_client_printed():
 
 
 def test_our_records_are_read_from_sending(tmp_path):
-    lines = (json.dumps(r.to_dict()) + "\n" for r in (told(), failed(session="f")))
+    lines = (msgspec.json.encode(r).decode() + "\n" for r in (told(), failed(session="f")))
     (tmp_path / "records.jsonl").write_text("".join(lines))
     played = ours.read(tmp_path)
     assert (len(played.answers), played.failed) == (1, 1)

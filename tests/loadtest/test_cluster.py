@@ -1,4 +1,4 @@
-"""What a cluster tells of its decisions afterwards reaches the records it belongs to."""
+"""What a cluster reports of its decisions afterwards reaches the records it belongs to."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import json
 from typing import Any
 
-from loadtest.decisions import Decisions
+from loadtest.cluster import Decisions
+from loadtest.journal import RequestDecision
 
-Told = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+Reported = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
 class Cluster:
@@ -33,51 +34,55 @@ class Cluster:
         return json.dumps({"decisions": self.decisions[-limit:]}).encode()
 
 
-def following(cluster: Cluster, patience_s: float = 1000.0) -> tuple[Decisions, Told]:
-    told: Told = {}
-    return Decisions(cluster.fetch, lambda i, p, a: told.update({i: (p, a)}), patience_s), told
+def following(cluster: Cluster, patience_s: float = 1000.0) -> tuple[Decisions, Reported]:
+    reported: Reported = {}
+
+    def write(decision: RequestDecision) -> None:
+        reported[decision.request_id] = decision.predicted, decision.actual
+
+    return Decisions(cluster.fetch, write, patience_s), reported
 
 
 async def test_every_decision_is_found_and_no_more_are_asked_for_than_reach_back() -> None:
     cluster = Cluster()
-    decisions, told = following(cluster)
+    decisions, reported = following(cluster)
     for number in range(1000):
         cluster.decide(f"r{number}")
         ticket = decisions.ticket()
         if number >= 990:
             decisions.want(f"r{number}", ticket)
     await decisions.poll()
-    assert sorted(told) == [f"r{number}" for number in range(990, 1000)]
-    assert told["r990"] == ({"load_s": 0.5}, {"new_tokens": 1})
+    assert sorted(reported) == [f"r{number}" for number in range(990, 1000)]
+    assert reported["r990"] == ({"load_s": 0.5}, {"new_tokens": 1})
     assert (decisions.written, decisions.lost) == (10, 0)
     assert cluster.asked[0] < 100
 
 
 async def test_an_admission_that_is_reported_later_is_waited_for() -> None:
     cluster = Cluster()
-    decisions, told = following(cluster)
+    decisions, reported = following(cluster)
     cluster.decide("r", None)
     decisions.want("r", decisions.ticket())
     await decisions.poll()
-    assert told == {}
+    assert reported == {}
     actual = cluster.decisions[0]["actual"]
     actual |= {"new_tokens": 9, "compute_s": None}
     await decisions.poll()
-    assert told == {}
+    assert reported == {}
     actual["compute_s"] = 0.5
     await decisions.poll()
-    assert told["r"][1] == {"new_tokens": 9, "compute_s": 0.5}
+    assert reported["r"][1] == {"new_tokens": 9, "compute_s": 0.5}
 
 
 async def test_what_is_never_admitted_or_never_found_ends_the_waiting() -> None:
     cluster = Cluster()
-    decisions, told = following(cluster, patience_s=0.1)
+    decisions, reported = following(cluster, patience_s=0.1)
     cluster.decide("refused", None)
     decisions.want("refused", decisions.ticket())
     decisions.want("unknown", decisions.ticket())
     await asyncio.wait_for(decisions.settle(), 30)
-    assert told["refused"][1] == {"new_tokens": None}
-    assert "unknown" not in told
+    assert reported["refused"][1] == {"new_tokens": None}
+    assert "unknown" not in reported
     assert (decisions.written, decisions.lost) == (1, 1)
 
 
@@ -93,12 +98,12 @@ async def test_a_cluster_that_answers_nonsense_does_no_harm() -> None:
 
 async def test_following_fetches_while_the_run_goes_on() -> None:
     cluster = Cluster()
-    decisions, told = following(cluster)
+    decisions, reported = following(cluster)
     follow = asyncio.create_task(decisions.follow())
     for number in range(300):
         cluster.decide(f"r{number}")
         decisions.want(f"r{number}", decisions.ticket())
-    while len(told) < 300:
+    while len(reported) < 300:
         await asyncio.sleep(0.01)
     follow.cancel()
     assert await asyncio.gather(follow, return_exceptions=True)
@@ -108,7 +113,7 @@ async def test_only_figures_are_kept() -> None:
     cluster = Cluster()
     cluster.decide("a")
     cluster.decisions[0]["actual"] |= {"ttft_s": "soon", "queue_s": None, "load_s": True}
-    decisions, told = following(cluster)
+    decisions, reported = following(cluster)
     decisions.want("a", decisions.ticket())
     await decisions.poll()
-    assert told == {"a": ({"load_s": 0.5}, {"new_tokens": 1, "queue_s": None})}
+    assert reported == {"a": ({"load_s": 0.5}, {"new_tokens": 1, "queue_s": None})}

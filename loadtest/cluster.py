@@ -1,0 +1,209 @@
+"""What an endpoint says of itself: before a load test, and of each request afterwards.
+
+Before: models, nodes, what options it takes. vLLM, SGLang and clusters of ours are recognised by
+what they report; an endpoint that is none of these gets plain OpenAI requests. Afterwards: what a
+cluster of ours predicted of each request and what became of that (`/v1/decisions`). It remembers a
+few thousand decisions, newest last; they are fetched while the run goes on, a few hundred at a
+time, so that neither side is busy with it for long, and once more at the end. What is not found any
+more is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from loadtest.client import PROBE_S, EndpointError, base_url, detail_of
+from loadtest.journal import RequestDecision
+
+_EOS_OWNERS = ("vllm", "sglang")
+# What a cluster of ours remembers; router/live/live_router.py.
+_REMEMBERED = 4096
+_BATCH = 256
+_POLL_S = 1.0
+# Others may ask the same cluster; their decisions lie between ours.
+_SLACK = 64
+_SETTLE_S = 0.5
+# Workers report about once a second; what they have not reported by then they never will.
+_PATIENCE_S = 5.0
+# Of what really happened: known when the worker has reported the request's prompt.
+_REPORTED_LAST = ("new_tokens", "compute_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """What an endpoint reports: its models and the contexts of those for which it says one, its
+    nodes if it is a cluster of ours (else none), and whether it is known to take `ignore_eos`,
+    which those take that take token ids."""
+
+    models: tuple[str, ...]
+    contexts: dict[str, int]
+    nodes: tuple[dict[str, Any], ...]
+    takes_ignore_eos: bool
+
+
+async def survey(url: str, key: str = "") -> Surveyed:
+    """Ask an endpoint what it is, without generating anything.
+
+    Raises:
+        EndpointError: nobody answers, the key is refused, or it serves no model.
+    """
+    base = base_url(url)
+    headers = {"authorization": f"Bearer {key}"} if key else None
+    timeout = aiohttp.ClientTimeout(total=PROBE_S)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        cards = await _cards(session, base)
+        rows = (await _object_at(session, f"{base}/v1/nodes")).get("nodes")
+        is_ours = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+        nodes = tuple(rows or ()) if is_ours else ()
+        takes = bool(nodes) or any(card.owned_by in _EOS_OWNERS for card in cards)
+        takes = takes or "version" in await _object_at(session, f"{base}/version")
+    contexts = {c.id: c.max_model_len for c in cards if isinstance(c.max_model_len, int)}
+    return Surveyed(tuple(card.id for card in cards), contexts, nodes, takes)
+
+
+class _Card(msgspec.Struct):
+    id: str
+    owned_by: Any = None
+    max_model_len: Any = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card]
+
+
+async def _cards(session: aiohttp.ClientSession, base: str) -> list[_Card]:
+    try:
+        async with session.get(f"{base}/v1/models") as response:
+            if response.status != 200:
+                hint = "; give its key with --key" if response.status in (401, 403) else ""
+                raise EndpointError(
+                    f"{base}/v1/models answers {response.status}{hint}. Nothing was sent; "
+                    "with --model NAME requests are sent all the same"
+                )
+            cards = msgspec.json.decode(await response.read(), type=_Models).data
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise EndpointError(
+            f"nobody answers at {base}: {detail_of(error)}. Nothing was sent; with --model "
+            "NAME requests are sent all the same, and counted as failed"
+        ) from None
+    except msgspec.DecodeError as error:
+        raise EndpointError(
+            f"{base}/v1/models is not what OpenAI's endpoints answer: {error}"
+        ) from None
+    if not cards:
+        raise EndpointError(f"{base} serves no model")
+    return cards
+
+
+async def _object_at(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """The JSON object at `url`; empty if there is none."""
+    try:
+        async with session.get(url) as response:
+            found = msgspec.json.decode(await response.read()) if response.status == 200 else {}
+    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# -- decisions, afterwards ------------------------------------------------------------------------
+
+
+class _Answer(msgspec.Struct):
+    decisions: list[RequestDecision]
+
+
+class Decisions:
+    """Decisions still to be fetched. `fetch` gives the last so many as JSON; `write` keeps one. A
+    decision is waited for `patience_s` after its request has ended, and then kept as it is."""
+
+    def __init__(
+        self,
+        fetch: Callable[[int], Awaitable[bytes]],
+        write: Callable[[RequestDecision], None],
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        self._fetch, self._write, self._patience_s = fetch, write, patience_s
+        self._made = 0
+        self._wanted: dict[str, tuple[int, float]] = {}
+        self._enough = asyncio.Event()
+        self.written = self.lost = 0
+
+    def ticket(self) -> int:
+        """Call as a request is sent: its place in the order of decisions."""
+        self._made += 1
+        return self._made
+
+    def want(self, request_id: str, ticket: int) -> None:
+        """A request has ended: its decision is to be fetched."""
+        self._wanted[request_id] = (ticket, time.monotonic() + self._patience_s)
+        if len(self._wanted) >= _BATCH:
+            self._enough.set()
+
+    @property
+    def missing(self) -> int:
+        """Requests whose decision was not found, or is still wanted."""
+        return self.lost + len(self._wanted)
+
+    async def follow(self) -> None:
+        """Fetch while the run goes on, until cancelled."""
+        while True:
+            try:
+                await asyncio.wait_for(self._enough.wait(), _POLL_S)
+            except TimeoutError:
+                pass
+            else:
+                self._enough.clear()
+            if self._wanted:
+                await self.poll()
+                # Not more often than this, whatever is wanted.
+                await asyncio.sleep(_POLL_S / 4)
+
+    async def settle(self) -> None:
+        """Fetch the rest: admissions are reported a moment after an answer."""
+        while self._wanted:
+            await asyncio.sleep(min(_SETTLE_S, self._patience_s))
+            await self.poll()
+
+    async def poll(self) -> None:
+        """Fetch once as many decisions as reach back to the oldest one wanted."""
+        oldest = min(ticket for ticket, _ in self._wanted.values())
+        limit = min(self._made - oldest + 1 + _SLACK, _REMEMBERED)
+        answer = await self._fetch(limit)
+        try:
+            found = msgspec.json.decode(answer, type=_Answer).decisions if answer else []
+        except msgspec.DecodeError:
+            found = []
+        by_id = {decision.request_id: decision for decision in found}
+        now_s = time.monotonic()
+        for request_id, (ticket, until_s) in list(self._wanted.items()):
+            decision = by_id.get(request_id)
+            is_last = now_s >= until_s or self._made - ticket >= _REMEMBERED
+            if decision is not None and (is_last or _is_complete(decision)):
+                predicted, actual = _figures(decision.predicted), _figures(decision.actual)
+                self._write(RequestDecision(request_id, predicted, actual))
+                self.written += 1
+            elif is_last:
+                self.lost += 1
+            else:
+                continue
+            del self._wanted[request_id]
+
+
+def _figures(found: dict[str, Any]) -> dict[str, Any]:
+    """Numbers, and what is not known: a report counts with them."""
+    return {name: value for name, value in found.items() if value is None or _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_complete(decision: RequestDecision) -> bool:
+    return all(decision.actual.get(name, 0) is not None for name in _REPORTED_LAST)
