@@ -48,7 +48,7 @@ class Surveyed:
     takes_ignore_eos: bool
 
 
-async def survey(url: str, key: str = "") -> Surveyed:
+async def survey(url: str, key: str = "", timeout_s: float = PROBE_S) -> Surveyed:
     """Ask an endpoint what it is, without generating anything.
 
     Raises:
@@ -56,7 +56,7 @@ async def survey(url: str, key: str = "") -> Surveyed:
     """
     base = base_url(url)
     headers = {"authorization": f"Bearer {key}"} if key else None
-    timeout = aiohttp.ClientTimeout(total=PROBE_S)
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
         cards = await _cards(session, base)
         rows = (await _object_at(session, f"{base}/v1/nodes")).get("nodes")
@@ -83,20 +83,12 @@ async def _cards(session: aiohttp.ClientSession, base: str) -> list[_Card]:
         async with session.get(f"{base}/v1/models") as response:
             if response.status != 200:
                 hint = "; give its key with --key" if response.status in (401, 403) else ""
-                raise EndpointError(
-                    f"{base}/v1/models answers {response.status}{hint}. Nothing was sent; "
-                    "with --model NAME requests are sent all the same"
-                )
+                raise EndpointError(f"{base}/v1/models answers {response.status}{hint}")
             cards = msgspec.json.decode(await response.read(), type=_Models).data
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise EndpointError(
-            f"nobody answers at {base}: {detail_of(error)}. Nothing was sent; with --model "
-            "NAME requests are sent all the same, and counted as failed"
-        ) from None
+        raise EndpointError(f"nobody answers at {base}: {detail_of(error)}") from None
     except msgspec.DecodeError as error:
-        raise EndpointError(
-            f"{base}/v1/models is not what OpenAI's endpoints answer: {error}"
-        ) from None
+        raise EndpointError(f"{base}/v1/models is not OpenAI's list of models: {error}") from None
     if not cards:
         raise EndpointError(f"{base} serves no model")
     return cards

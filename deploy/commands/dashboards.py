@@ -24,7 +24,8 @@ from rich.console import Console
 from deploy.commands.demo import chat_sessions
 from deploy.commands.serve import Config, Policy, Port, running, settings_or_exit
 from deploy.prometheus import Prometheus, PrometheusError, ray_targets, tool
-from loadtest.sessions import ClusterError, replay
+from loadtest.client import EndpointError
+from loadtest.sessions import replay
 from workload.sessions import demo_sessions_path, read_sessions
 
 _ANSWER_TOKENS = 16
@@ -74,7 +75,7 @@ def dashboards(
                 asyncio.run(_traffic(cluster.url, sessions, seconds))
                 if seconds is not None:
                     raise typer.Exit(_evaluate(server.url, seconds, picture))
-    except (PrometheusError, ClusterError) as error:
+    except (PrometheusError, EndpointError) as error:
         error_console.print(f"[red]{error}[/red]", highlight=False)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:

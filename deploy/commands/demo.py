@@ -22,7 +22,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from deploy.commands.serve import Config, Policy, running, settings_or_exit
-from loadtest.sessions import ChatSession, ChatTurn, ClusterError, Outcome, node_rows, replay
+from loadtest.client import EndpointError
+from loadtest.sessions import ChatSession, ChatTurn, Outcome, node_rows, replay
 from workload.sessions import Session, as_messages, demo_sessions_path, read_sessions
 
 # Agents think for seconds; a demo that waits as long shows nothing more.
@@ -68,7 +69,7 @@ def show(url: str, chats: Sequence[ChatSession], max_tokens: int, json_output: b
             console.print(_HEADER, style="bold", highlight=False)
         outcomes = _replay(url, chats, max_tokens, None if json_output else console)
         after = asyncio.run(node_rows(url))
-    except ClusterError as error:
+    except EndpointError as error:
         Console(stderr=True).print(f"[red]{error}[/red]", highlight=False)
         raise typer.Exit(1) from None
     totals = summary(outcomes, before, after)

@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.client import EndpointSettings
+from loadtest.client import EndpointError, EndpointSettings
 from loadtest.cluster import Surveyed, survey
 from loadtest.journal import OPTIONS, Journal, JournalError, locked, read_run
 from loadtest.options import CHOICES, DEFAULT_ARRIVALS, NAMES, PROMPTS, Asked, file_digest
@@ -175,8 +175,11 @@ def _checked(
     surveyed: Surveyed | None = None
     try:
         surveyed = asyncio.run(survey(asked.url, keys.get("", next(iter(keys.values()), ""))))
-    except ValueError as error:
-        if not asked.model or not is_new:
+    except EndpointError as error:
+        if not asked.model and is_new:
+            remedy = "with --model NAME requests are sent all the same, and counted as failed"
+            raise ValueError(f"{error}. Nothing was sent; {remedy}") from None
+        if not is_new:
             raise
         _warn(str(error))
     if surveyed is not None and not asked.model:

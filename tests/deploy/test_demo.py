@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from deploy.cli import app as cli
 from deploy.commands.demo import chat_sessions, shortcomings, summary, title
-from loadtest.sessions import ChatSession, ChatTurn, ClusterError, Outcome, node_rows, replay
+from loadtest.client import EndpointError
+from loadtest.sessions import ChatSession, ChatTurn, Outcome, node_rows, replay
 from workload.sessions import Session, Turn, demo_sessions_path, read_sessions
 
 _PATIENCE_S = 30.0
@@ -25,6 +26,7 @@ class StandIn:
 
     def __init__(self):
         self.nodes, self.host_tokens, self.refuse, self.silent = ["pcie", "c2c"], 640, "", False
+        self.rows = True
         self.asked, self.running, self.most_running, self.records = [], {}, 0, []
         self.app = FastAPI()
         self.app.get("/v1/models")(self.models)
@@ -44,7 +46,7 @@ class StandIn:
              "totals": {"steps_total": steps, "overruns_total": len(self.asked)}}
             for name in ("pcie", "c2c")
         ]  # fmt: skip
-        return {"nodes": rows}
+        return {"nodes": rows} if self.rows else {}
 
     async def decisions(self, limit: int = 100):
         return {"decisions": self.records[-limit:]}
@@ -220,8 +222,14 @@ def test_real_speed_is_said_too():
     assert "PACED" not in title([row]) and "speed of this machine" in title([row])
 
 
+async def test_an_endpoint_without_nodes_is_no_cluster_of_ours(cluster):
+    cluster.rows = False
+    with pytest.raises(EndpointError, match="not a kappa cluster"):
+        await node_rows(cluster.url)
+
+
 async def test_a_cluster_that_does_not_answer_is_one_clear_error():
-    with pytest.raises(ClusterError, match=r"127\.0\.0\.1:9"):
+    with pytest.raises(EndpointError, match=r"127\.0\.0\.1:9"):
         await node_rows("http://127.0.0.1:9")
-    with pytest.raises(ClusterError, match=r"127\.0\.0\.1:9"):
+    with pytest.raises(EndpointError, match=r"127\.0\.0\.1:9"):
         await replay("http://127.0.0.1:9", [], 1)

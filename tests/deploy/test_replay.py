@@ -217,7 +217,7 @@ async def test_an_endpoint_that_is_down_is_bad_input_or_counted_if_its_model_is_
     words = (file, "--url", gone.url, "--out", out)
     code, _, err = await ran(*words)
     assert (code, out.exists()) == (2, False)
-    assert "nobody answers" in err
+    assert "nobody answers" in err and "with --model NAME requests are sent all the same" in err
     code, text, _ = await ran(*words, "--model", "tiny", "--json")
     assert code == 1
     assert {kind: told["count"] for kind, told in json.loads(text)["errors"].items()} == {

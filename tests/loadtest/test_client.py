@@ -205,7 +205,7 @@ async def refuses(_: web.Request) -> web.Response:
 
 
 async def test_a_survey_says_what_is_wrong_and_what_helps() -> None:
-    with pytest.raises(EndpointError, match=r"nobody answers at .* --model"):
+    with pytest.raises(EndpointError, match="nobody answers at http://127"):
         await survey(f"http://127.0.0.1:{free_port()}")
     async with rude({"/v1/models": refuses}) as server:
         with pytest.raises(EndpointError, match="answers 401; give its key with --key"):
@@ -214,7 +214,7 @@ async def test_a_survey_says_what_is_wrong_and_what_helps() -> None:
         with pytest.raises(EndpointError, match="serves no model"):
             await survey(server.url)
     async with rude({"/v1/models": nodes}) as server:
-        with pytest.raises(EndpointError, match="not what OpenAI"):
+        with pytest.raises(EndpointError, match="not OpenAI's list of models"):
             await survey(server.url)
 
 
