@@ -112,7 +112,7 @@ class Endpoint:
 
     def __init__(self, settings: EndpointSettings, now_s: Callable[[], float]) -> None:
         """Raises EndpointError for a URL that is none."""
-        self.settings, self._now_s = settings, now_s
+        self.settings, self.now_s = settings, now_s
         self._url = base_url(settings.url)
         self._headers = {
             tenant: {"authorization": f"Bearer {key}"} for tenant, key in settings.keys.items()
@@ -147,7 +147,7 @@ class Endpoint:
         retry_after_s = None
         stream = Stream()
         times: list[float] = []
-        record.sent_s = self._now_s()
+        record.sent_s = self.now_s()
         record.status, record.error, record.error_detail = 0, "", ""
         _read_headers({}, record)
         try:
@@ -172,7 +172,7 @@ class Endpoint:
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             record.error, record.error_detail = _kind(error, record.status), detail_of(error)
         finally:
-            record.ended_s = self._now_s()
+            record.ended_s = self.now_s()
             record.error_detail = self._plain(record.error_detail)
             _note(record, stream, times)
         return retry_after_s
@@ -203,11 +203,11 @@ class Endpoint:
             )
         read = response.content.readany
         while piece := await read():
-            came_s = self._now_s()
+            came_s = self.now_s()
             outputs = stream.feed(piece)
             if outputs:
                 times.extend([came_s] * outputs)
-        times.extend([self._now_s()] * stream.end())
+        times.extend([self.now_s()] * stream.end())
         if not (stream.done or stream.finished):
             raise StreamFault("cut", f"the stream ended after {stream.outputs} events, unfinished")
         if not stream.outputs:
@@ -227,9 +227,8 @@ class Endpoint:
     async def _sent(
         self, session: aiohttp.ClientSession, context: SimpleNamespace, params: Any
     ) -> None:
-        record = context.trace_request_ctx
-        if record is not None:
-            record.sent_s = self._now_s()
+        if context.trace_request_ctx is not None:
+            context.trace_request_ctx.sent_s = self.now_s()
 
 
 def base_url(url: str) -> str:

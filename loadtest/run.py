@@ -17,6 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
 from loadtest.client import Endpoint, EndpointSettings
 from loadtest.cluster import Decisions
 from loadtest.feeder import Feeder
@@ -37,8 +41,8 @@ _COLLECT_AFTER = (50_000, 20, 50)
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """How a run went: whether it was stopped by a signal, what the client took of one core, and of
-    how many requests our cluster did not tell its decision."""
+    """How a run went: whether it was stopped by a signal, what the client took of one core, and
+    how many requests' decisions our cluster did not report."""
 
     was_stopped: bool
     elapsed_s: float
@@ -71,13 +75,11 @@ async def play(
             return time.monotonic() - begin_s
 
         async with Endpoint(endpoint, now_s) as client:
-            # Nothing is asked of endpoints whose answers do not carry our headers.
+            # Nothing is fetched from endpoints whose answers do not carry our headers.
             decisions = Decisions(client.decisions, journal.write_decision)
-            runner = Runner(
-                client, settings, journal.write, now_s, counts, decisions, journal.elapsed_s
-            )
-            came: list[bool] = []
-            stops: list[Callable[[], object]] = [runner.stop, lambda: came.append(True)]
+            runner = Runner(client, settings, journal.write, counts, decisions, journal.elapsed_s)
+            signals: list[bool] = []
+            stops: list[Callable[[], object]] = [runner.stop, lambda: signals.append(True)]
             with _stopping(stops):
                 await feeder.prime()
                 begin_s, cpu_s = time.monotonic() - journal.elapsed_s, time.process_time()
@@ -85,7 +87,7 @@ async def play(
                 follow = asyncio.create_task(decisions.follow())
                 try:
                     await runner.run(feeder)
-                    was_stopped = bool(came)
+                    was_stopped = bool(signals)
                     elapsed_s = now_s() - journal.elapsed_s
                     cpu_share = (time.process_time() - cpu_s) / max(elapsed_s, 1e-9)
                 finally:
@@ -93,7 +95,7 @@ async def play(
                     with suppress(asyncio.CancelledError):
                         await follow
                 # The records are complete without: whoever is in a hurry need not wait.
-                if len(came) < _IN_A_HURRY:
+                if len(signals) < _IN_A_HURRY:
                     settling = asyncio.create_task(decisions.settle())
                     stops.append(settling.cancel)
                     with suppress(asyncio.CancelledError):
@@ -101,14 +103,14 @@ async def play(
     return Played(was_stopped, elapsed_s, cpu_share, decisions.missing)
 
 
-def streams_allowed(asked: int) -> int:
-    """How many streams may be open at once: as asked, or as many files as the system allows."""
+def streams_allowed(wanted: int) -> int:
+    """How many streams may be open at once: as many as wanted, or as files the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and soft < hard:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-    return asked if soft == resource.RLIM_INFINITY else max(min(asked, soft - _OTHER_FILES), 1)
+    return wanted if soft == resource.RLIM_INFINITY else max(min(wanted, soft - _OTHER_FILES), 1)
 
 
 @contextmanager
@@ -147,3 +149,29 @@ def _stopping(stops: list[Callable[[], object]]) -> Iterator[None]:
     finally:
         for number in added:
             loop.remove_signal_handler(number)
+
+
+@contextmanager
+def showing(counts: Counts, total: int | None, console: Console) -> Iterator[None]:
+    """Show `counts` on a terminal while the block runs; elsewhere show nothing."""
+    if not console.is_terminal:
+        yield
+        return
+    columns = (TextColumn("requests"), BarColumn(), TextColumn("{task.description}"))
+    bar = Progress(*columns, TimeElapsedColumn(), console=console)
+    task = bar.add_task("", total=total)
+
+    def drawn() -> RenderableType:
+        bar.update(task, completed=counts.ended, description=_state(counts))
+        return bar.get_renderable()
+
+    with Live(get_renderable=drawn, console=console, transient=True):
+        yield
+
+
+def _state(counts: Counts) -> str:
+    failed = sum(counts.errors.copy().values())
+    parts = [f"{counts.ended:,} ended", f"{counts.in_flight:,} in flight"]
+    parts += [f"{counts.held_back:,} held back"] if counts.held_back else []
+    parts += [f"[red]{failed:,} failed[/red]"] if failed else []
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Keeps the times of a load test: sends each request when it is due, whatever became of the others.
+"""Sends each request of a load test when it is due, whatever became of those before it.
 
 Open loop: sessions begin at their arrivals. Closed loop: so many sessions at a time. In both, a
 later turn is due a pause after its predecessor has ended. Latency counts from when a request was
@@ -12,7 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from workload.replay import Request
 DEFAULT_IN_FLIGHT = 16_384
 _LONGEST_RETRY_S = 60.0
 _FIRST_RETRY_S = 0.5
-# Timers of an event loop have a resolution of a millisecond: asking for less would spin.
+# Timers of an event loop have a resolution of a millisecond: a shorter one would spin.
 _TICK_S = 0.001
 
 
@@ -62,27 +62,20 @@ class Counts:
 
     def to_dict(self) -> dict[str, Any]:
         """What is worth keeping of them after the run."""
-        return {
-            "sessions": self.sessions,
-            "sent": self.sent,
-            "ended": self.ended,
-            "most_in_flight": self.most_in_flight,
-            "held_back": self.held_back,
-            "retried": self.retried,
-            "errors": dict(sorted(self.errors.items())),
-        }
+        kept = asdict(self) | {"errors": dict(sorted(self.errors.items()))}
+        del kept["in_flight"]
+        return kept
 
 
 class Runner:
     """One run, or the rest of one. `write` is called with every record as its request ends.
 
     Args:
-        endpoint: where to; open.
+        endpoint: where to; open. Its clock is that of all records.
         settings: how.
         write: what keeps records; if it raises, the run stops and raises the same.
-        now_s: seconds since the run began, the clock of all records.
         counts: brought up to date as the run goes on.
-        decisions: asks our cluster about what it decided; None not to ask.
+        decisions: fetches what our cluster decided; None not to.
         begin_s: when this part of the run begins; sessions that came before are due then.
     """
 
@@ -91,13 +84,12 @@ class Runner:
         endpoint: Endpoint,
         settings: RunSettings,
         write: Callable[[Record], None],
-        now_s: Callable[[], float],
         counts: Counts,
         decisions: Decisions | None = None,
         begin_s: float = 0.0,
     ) -> None:
         self._endpoint, self._settings, self._write = endpoint, settings, write
-        self._now_s, self.counts, self._decisions = now_s, counts, decisions
+        self._now_s, self.counts, self._decisions = endpoint.now_s, counts, decisions
         self._slots = asyncio.Semaphore(settings.in_flight)
         self._rng = np.random.default_rng(settings.seed)
         self._begin_s = begin_s
@@ -193,13 +185,9 @@ class Runner:
             left_s = due_s - self._now_s()
             if left_s <= 0:
                 return True
-            if not await self._sleep(max(left_s, _TICK_S)):
+            if not await self._unless_stopped(asyncio.sleep(max(left_s, _TICK_S))):
                 return False
         return False
-
-    async def _sleep(self, seconds: float) -> bool:
-        """False if the run was stopped before the end of it."""
-        return await self._unless_stopped(asyncio.sleep(seconds))
 
     async def _unless_stopped(self, waiting: Awaitable[object]) -> bool:
         """Wait, with nothing on its way; False if the run was stopped meanwhile."""
@@ -220,7 +208,16 @@ class Runner:
 
     async def _request(self, request: Request, due_s: float, made: Prepared | NotMade) -> bool:
         """Send a request until it succeeds or no retry is left; False if the run was stopped."""
-        record = _record(request, due_s, self._endpoint.settings.output_tokens)
+        record = Record(
+            request.session,
+            request.turn,
+            request.tenant,
+            scheduled_s=due_s,
+            input_tokens=request.input_tokens,
+            output_tokens=self._endpoint.settings.output_tokens(request.output_tokens),
+            cached_tokens=request.cached_tokens,
+            new_tokens=request.new_tokens,
+        )
         if isinstance(made, NotMade):
             record.sent_s = record.ended_s = self._now_s()
             record.error, record.error_detail = "prompt", made.why
@@ -234,7 +231,8 @@ class Runner:
                 break
             # Stopped before another attempt: what became of the last one is the record.
             backoff_s = self._backoff_s(record.attempt, retry_after_s)
-            if self.is_stopped or not (await self._sleep(backoff_s) and await self._slot()):
+            waited = not self.is_stopped and await self._unless_stopped(asyncio.sleep(backoff_s))
+            if not waited or not await self._slot():
                 break
             record.retried.append(record.error)
             record.attempt += 1
@@ -276,7 +274,7 @@ class Runner:
             self._fail(error)
 
     def _backoff_s(self, attempt: int, retry_after_s: float | None) -> float:
-        """What the endpoint asked for, else twice as long each time, and less alike."""
+        """What Retry-After said, else twice as long each time, with jitter."""
         if retry_after_s is not None:
             return min(retry_after_s, _LONGEST_RETRY_S)
         jitter = 0.5 + self._rng.random() / 2
@@ -326,19 +324,6 @@ class Runner:
             yield
         finally:
             self._idle.discard(task)
-
-
-def _record(request: Request, due_s: float, output_tokens: Callable[[int], int]) -> Record:
-    return Record(
-        session=request.session,
-        turn=request.turn,
-        tenant=request.tenant,
-        scheduled_s=due_s,
-        input_tokens=request.input_tokens,
-        output_tokens=output_tokens(request.output_tokens),
-        cached_tokens=request.cached_tokens,
-        new_tokens=request.new_tokens,
-    )
 
 
 def _may_pass(error: str) -> bool:

@@ -27,8 +27,7 @@ from loadtest.client import EndpointError, EndpointSettings
 from loadtest.cluster import Surveyed, survey
 from loadtest.journal import OPTIONS, Journal, JournalError, locked, read_run
 from loadtest.options import CHOICES, DEFAULT_ARRIVALS, NAMES, PROMPTS, Asked, file_digest
-from loadtest.progress import showing
-from loadtest.run import Played, play, streams_allowed
+from loadtest.run import Played, play, showing, streams_allowed
 from loadtest.runner import DEFAULT_IN_FLIGHT, Counts, RunSettings
 from workload.replay import ReplaySession
 

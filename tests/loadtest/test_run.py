@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import resource
 import signal
@@ -10,10 +11,11 @@ import sys
 from pathlib import Path
 
 from aiohttp import web
+from rich.console import Console
 
 from loadtest.client import EndpointSettings
 from loadtest.journal import OPTIONS, RECORDS, Journal, Record, read_records
-from loadtest.run import play, quick_process, streams_allowed
+from loadtest.run import play, quick_process, showing, streams_allowed
 from loadtest.runner import Counts, RunSettings
 from tests.loadtest.rude_endpoint import Rude, rude, session
 
@@ -97,3 +99,22 @@ async def test_ctrl_c_ends_the_wait_for_decisions_but_not_the_run(tmp_path: Path
     assert len(asked) == 1
     assert (told.was_stopped, told.decisions_missing) == (False, 1)
     assert [record.error for record in read_records(tmp_path / RECORDS)] == [""]
+
+
+def shown(counts: Counts, is_terminal: bool) -> str:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=is_terminal, width=120)
+    with showing(counts, 10, console):
+        counts.ended, counts.in_flight, counts.held_back = 1234, 5, 6
+        counts.errors["429"] = 7
+    return file.getvalue()
+
+
+def test_a_terminal_sees_the_counts() -> None:
+    told = shown(Counts(), is_terminal=True)
+    assert "1,234 ended, 5 in flight, 6 held back" in told
+    assert "7 failed" in told
+
+
+def test_a_pipe_gets_nothing() -> None:
+    assert shown(Counts(), is_terminal=False) == ""

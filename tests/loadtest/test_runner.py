@@ -44,7 +44,7 @@ def begin(
         return time.monotonic() - begin_s
 
     endpoint = Endpoint(EndpointSettings(server.url, "m"), now_s)
-    runner = Runner(endpoint, settings or RunSettings(), write or records.append, now_s, Counts())
+    runner = Runner(endpoint, settings or RunSettings(), write or records.append, Counts())
 
     async def work() -> None:
         with Feeder(sessions, endpoint.settings.prepare, done) as feeder:
