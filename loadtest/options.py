@@ -1,15 +1,14 @@
-"""What a load test is asked to send: the part of its options that two runs must share to be one.
+"""The options of a load test that two runs must share to be parts of one: what is sent, and how.
 
-Checked before anything is sent; kept in run.json, where a run that goes on finds it again. Called
-by `kappa replay`.
+They are checked before anything is sent, and kept in run.json, where a run that goes on finds them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -32,14 +31,33 @@ PROMPTS = ("auto", "ids", "text", "chat")
 CHOICES = ("auto", "on", "off")
 RATES = ("sessions", "requests")
 
-_AT_LEAST_ONE = ("sessions", "requests", "closed", "max_output", "max_context", "max_turns",
-                 "in_flight", "limit")  # fmt: skip
-_ABOVE_ZERO = ("duration", "timeout")
+
+def _is_factor(text: str) -> bool:
+    try:
+        return Fraction(text) > 0
+    except (ValueError, ZeroDivisionError):
+        return False
+
+
+_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("prompts",), PROMPTS.__contains__, ", ".join(PROMPTS)),
+    (("ignore_eos",), CHOICES.__contains__, ", ".join(CHOICES)),
+    (("rates",), RATES.__contains__, ", ".join(RATES)),
+    (
+        ("sessions", "requests", "closed", "max_output", "max_context", "max_turns", "in_flight",
+         "limit"),
+        lambda value: value >= 1, "1 or more",
+    ),
+    (("duration", "timeout"), lambda v: math.isfinite(v) and v > 0, "seconds, above zero"),
+    (("pause_factor", "retries"), lambda v: math.isfinite(v) and v >= 0, "zero or more"),
+    (("scale",), _is_factor, "a factor such as 1/32 or 0.5"),
+)  # fmt: skip
+"""(options, what their values must satisfy, what to give instead)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A load test, as asked for. None leaves out a bound; seconds and tokens as in `kappa replay`.
+class LoadOptions:
+    """A load test's options. None leaves out a bound; seconds and tokens as in `kappa replay`.
 
     `digest` tells two versions of a workload's file apart.
     """
@@ -73,49 +91,12 @@ class Asked:
         """Refuse what cannot be sent, with a ValueError that names the option."""
         base_url(self.url)
         self.spec()
-        for name, value, known in (
-            ("prompts", self.prompts, PROMPTS), ("ignore-eos", self.ignore_eos, CHOICES),
-            ("rates", self.rates, RATES),
-        ):  # fmt: skip
-            if value not in known:
-                raise ValueError(f"--{name} is {value!r}: give {', '.join(known)}")
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{_option(name)} is {value}: give 1 or more")
-        for name in _ABOVE_ZERO:
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"--{_option(name)} is {value}: give seconds, above zero")
-        if not (math.isfinite(self.pause_factor) and self.pause_factor >= 0):
-            raise ValueError(f"--pause-factor is {self.pause_factor}: give zero or more")
-        try:
-            usable = Fraction(self.scale) > 0
-        except (ValueError, ZeroDivisionError):
-            usable = False
-        if not usable:
-            raise ValueError(f"--scale is {self.scale!r}: give a factor such as 1/32 or 0.5")
-        if self.retries < 0:
-            raise ValueError(f"--retries is {self.retries}: give zero or more")
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Asked:
-        """Rebuild from run.json; options that are not there are as they are by default.
-
-        Raises:
-            ValueError: an unknown option, or one that cannot be.
-        """
-        unknown = sorted(set(data) - NAMES)
-        if unknown:
-            raise ValueError(f"unknown option {unknown[0]!r} of a run")
-        try:
-            return cls(**data)
-        except TypeError as error:
-            raise ValueError(f"not what a run was asked for: {error}") from None
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
+        for names, is_usable, remedy in _RULES:
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not is_usable(value):
+                    option = name.replace("_", "-")
+                    raise ValueError(f"--{option} is {value!r}: give {remedy}")
 
     def open(self) -> Workload:
         """The workload itself; reads its file.
@@ -139,7 +120,7 @@ class Asked:
         return parse_arrivals(self.arrivals)
 
     def endpoint(self, surveyed: Surveyed | None, keys: Mapping[str, str]) -> EndpointSettings:
-        """Where and how to send; `surveyed`: what the endpoint told, None if it was not asked."""
+        """Where and how to send; `surveyed`: None if the endpoint did not answer."""
         takes = surveyed is not None and surveyed.takes_ignore_eos
         return EndpointSettings(
             url=self.url,
@@ -171,11 +152,11 @@ class Asked:
         """
         spec = self.spec()
         factor = 1.0 if self.rates == "sessions" else 1.0 / mean_turns(workload)
-        told = surveyed.contexts.get(self.model or "") if surveyed else None
+        reported = surveyed.contexts.get(self.model or "") if surveyed else None
         is_bounded = any(x is not None for x in (self.sessions, self.requests, self.duration))
         options = ReplayOptions(
             as_text=self._as_text(surveyed),
-            max_context_tokens=told if self.max_context is None else self.max_context,
+            max_context_tokens=reported if self.max_context is None else self.max_context,
             max_output_tokens=self.max_output,
             max_turns=self.max_turns,
             pause_factor=self.pause_factor,
@@ -198,7 +179,7 @@ class Asked:
         return self.prompts != "ids"
 
 
-NAMES = frozenset(f.name for f in fields(Asked))
+NAMES = frozenset(f.name for f in fields(LoadOptions))
 
 
 def file_digest(workload: str) -> str:
@@ -208,7 +189,3 @@ def file_digest(workload: str) -> str:
         return ""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
-def _option(name: str) -> str:
-    return name.replace("_", "-")

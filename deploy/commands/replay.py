@@ -13,7 +13,7 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,7 @@ from rich.table import Table
 from loadtest.client import EndpointError, EndpointSettings
 from loadtest.cluster import Surveyed, survey
 from loadtest.journal import OPTIONS, Journal, JournalError, locked, read_run
-from loadtest.options import CHOICES, DEFAULT_ARRIVALS, NAMES, PROMPTS, Asked, file_digest
+from loadtest.options import CHOICES, DEFAULT_ARRIVALS, NAMES, PROMPTS, LoadOptions, file_digest
 from loadtest.run import Played, play, showing, streams_allowed
 from loadtest.runner import DEFAULT_IN_FLIGHT, Counts, RunSettings
 from workload.replay import ReplaySession
@@ -99,30 +99,30 @@ def replay(
         if report is not None:
             _report(report, json_output)
             return
-        asked = _asked(ctx, resume)
+        options = _options(ctx, resume)
         objective = _objective(slo_ttft, slo_tpot, slo_share, dilation)
         keys = _keys(key, tenant_key)
         if not grace >= 0:
             raise ValueError(f"--grace is {grace}: give seconds, zero or more")
-        asked, surveyed, traffic = _checked(asked, keys, is_new=resume is None)
+        options, surveyed, traffic = _checked(options, keys, is_new=resume is None)
         if surveyed is not None and not surveyed.nodes and set(objective) == {"share"}:
             raise ValueError(
-                f"--slo-share: {asked.url} tells nothing of its nodes, so there is no objective "
-                "to share in: give --slo-ttft or --slo-tpot"
+                f"--slo-share: {options.url} reports no nodes, so there is no objective to share "
+                "in: give --slo-ttft or --slo-tpot"
             )
         folder = resume or out or Path(f"replay-{datetime.now(UTC):%Y%m%d-%H%M%S}")
-        max_streams = streams_allowed(asked.in_flight)
-        run = _run(asked, surveyed, max_streams) | {"objective": objective}
+        max_streams = streams_allowed(options.in_flight)
+        run = _run(options, surveyed, max_streams) | {"objective": objective}
         with ExitStack() as stack:
             journal = _journal(folder, run, stack, is_new=resume is None)
-            held_here = stack.pop_all()
+            lock = stack.pop_all()
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
-    settings = asked.run_settings(max_streams, grace)
-    with held_here:
+    settings = options.run_settings(max_streams, grace)
+    with lock:
         try:
             played = _play(
-                journal, asked.endpoint(surveyed, keys), settings, traffic, asked.requests
+                journal, options.endpoint(surveyed, keys), settings, traffic, options.requests
             )
             figures = _report(folder, json_output)
         except (OSError, JournalError) as error:
@@ -130,11 +130,12 @@ def replay(
             raise typer.Exit(1) from None
     if played is None:
         raise typer.Exit(1)
-    raise typer.Exit(_exit_code(played.was_stopped, figures))
+    missed = figures["slo"]["passed"] is False or not figures["completed"]
+    raise typer.Exit(130 if played.was_stopped else int(missed))
 
 
 def _journal(folder: Path, run: dict[str, Any], stack: ExitStack, *, is_new: bool) -> Journal:
-    """The journal of a run that begins or goes on, its folder held as long as `stack` lasts."""
+    """The journal of a run that begins or goes on, its folder locked as long as `stack` lasts."""
     if is_new:
         journal = Journal.create(folder, run)
         stack.enter_context(locked(folder))
@@ -146,7 +147,7 @@ def _journal(folder: Path, run: dict[str, Any], stack: ExitStack, *, is_new: boo
     return journal
 
 
-def _asked(ctx: typer.Context, resume: Path | None) -> Asked:
+def _options(ctx: typer.Context, resume: Path | None) -> LoadOptions:
     """The options that make up a run; with `resume`, those not given are those of that run."""
     given: dict[str, Any] = {name: ctx.params[name] for name in NAMES if name in ctx.params}
     if resume is not None:
@@ -158,34 +159,34 @@ def _asked(ctx: typer.Context, resume: Path | None) -> Asked:
     for name in ("workload", "url"):
         if not given[name]:
             raise ValueError(f"give {'WORKLOAD' if name == 'workload' else '--url URL'}")
-    return Asked(**{**given, "digest": file_digest(given["workload"])})
+    return LoadOptions(**{**given, "digest": file_digest(given["workload"])})
 
 
 def _checked(
-    asked: Asked, keys: Mapping[str, str], *, is_new: bool
-) -> tuple[Asked, Surveyed | None, Iterator[ReplaySession]]:
+    options: LoadOptions, keys: Mapping[str, str], *, is_new: bool
+) -> tuple[LoadOptions, Surveyed | None, Iterator[ReplaySession]]:
     """Everything that can be wrong before the first request; ValueError says what is.
 
     An endpoint that does not answer is no obstacle if the model is given: then its requests fail,
     and are counted. A run that goes on needs its answer, to send what it would have sent.
     """
-    workload = asked.open()
-    asked.replay(workload, None)
+    workload = options.open()
+    options.replay(workload, None)
     surveyed: Surveyed | None = None
     try:
-        surveyed = asyncio.run(survey(asked.url, keys.get("", next(iter(keys.values()), ""))))
+        surveyed = asyncio.run(survey(options.url, keys.get("", next(iter(keys.values()), ""))))
     except EndpointError as error:
-        if not asked.model and is_new:
+        if not options.model and is_new:
             remedy = "with --model NAME requests are sent all the same, and counted as failed"
             raise ValueError(f"{error}. Nothing was sent; {remedy}") from None
         if not is_new:
             raise
         _warn(str(error))
-    if surveyed is not None and not asked.model:
-        asked = replace(asked, model=surveyed.models[0])
-    elif surveyed is not None and asked.model not in surveyed.models:
-        _warn(f"{asked.url} lists {', '.join(surveyed.models)}, not {asked.model!r}")
-    return asked, surveyed, asked.replay(workload, surveyed)
+    if surveyed is not None and not options.model:
+        options = replace(options, model=surveyed.models[0])
+    elif surveyed is not None and options.model not in surveyed.models:
+        _warn(f"{options.url} lists {', '.join(surveyed.models)}, not {options.model!r}")
+    return options, surveyed, options.replay(workload, surveyed)
 
 
 def _warn(text: str) -> None:
@@ -233,14 +234,11 @@ def _objective(
 
     if not dilation > 0:
         raise ValueError(f"--dilation is {dilation}: give a factor above zero")
-    given = {
-        "ttft_s": None if ttft_s is None else ttft_s * dilation,
-        "tpot_s": None if tpot_s is None else tpot_s * dilation,
-        "share": share,
-    }
-    told = {name: value for name, value in given.items() if value is not None}
-    objective_of({"objective": told})
-    return told
+    limits = {"ttft_s": ttft_s, "tpot_s": tpot_s}
+    given = {name: limit * dilation for name, limit in limits.items() if limit is not None}
+    given |= {} if share is None else {"share": share}
+    objective_of({"objective": given})
+    return given
 
 
 def _keys(key: str | None, tenant_keys: list[str] | None) -> dict[str, str]:
@@ -257,14 +255,14 @@ def _keys(key: str | None, tenant_keys: list[str] | None) -> dict[str, str]:
     return keys
 
 
-def _run(asked: Asked, surveyed: Surveyed | None, max_streams: int) -> dict[str, Any]:
+def _run(options: LoadOptions, surveyed: Surveyed | None, max_streams: int) -> dict[str, Any]:
     """What run.json says of a run that begins."""
     return {
         "command": _command(sys.argv),
-        "workload": asked.workload,
-        "url": asked.url,
-        "model": asked.model,
-        "seed": asked.seed,
+        "workload": options.workload,
+        "url": options.url,
+        "model": options.model,
+        "seed": options.seed,
         "max_streams": max_streams,
         "machine": f"{os.cpu_count()} cores, Python "
         f"{platform.python_version()}, load {os.getloadavg()[0]:.1f}",
@@ -272,7 +270,7 @@ def _run(asked: Asked, surveyed: Surveyed | None, max_streams: int) -> dict[str,
         "nodes": list(surveyed.nodes) if surveyed else [],
         "interrupted": False,
         "end": None,
-        OPTIONS: asked.to_dict(),
+        OPTIONS: asdict(options),
     }
 
 
@@ -290,7 +288,7 @@ def _command(argv: list[str]) -> list[str]:
 
 
 def _report(folder: Path, json_output: bool) -> dict[str, Any]:
-    """Write the report and tell what it says; returns its figures."""
+    """Write the report and print it; returns its figures."""
     from loadtest.report import write_report
 
     page = write_report(folder)
@@ -300,12 +298,6 @@ def _report(folder: Path, json_output: bool) -> dict[str, Any]:
     else:
         _print(figures, page)
     return figures
-
-
-def _exit_code(was_stopped: bool, figures: Mapping[str, Any]) -> int:
-    if was_stopped:
-        return 130
-    return 1 if figures["slo"]["passed"] is False or not figures["completed"] else 0
 
 
 def _print(figures: Mapping[str, Any], page: Path) -> None:
@@ -327,10 +319,12 @@ def _print(figures: Mapping[str, Any], page: Path) -> None:
     console.print(times)
     slo = figures["slo"]
     if slo["met"] is not None:
-        what = f"SLO {'met' if slo['passed'] else 'missed'}: {slo['met']:.1%}, {slo['share']:.1%} "
-        told = unasked(slo) if slo["passed"] is None else f"{what}asked"
+        result = unasked(slo)
+        if slo["passed"] is not None:
+            word = "met" if slo["passed"] else "missed"
+            result = f"SLO {word}: {slo['met']:.1%}, {slo['share']:.1%} asked"
         console.print(
-            f"{told} ({slo['meaning']}), goodput {figures['goodput_rps'] or 0:.4g} requests/s",
+            f"{result} ({slo['meaning']}), goodput {figures['goodput_rps'] or 0:.4g} requests/s",
             highlight=False,
         )
     for kind, error in figures["errors"].items():
