@@ -301,7 +301,7 @@ def _report(folder: Path, json_output: bool) -> dict[str, Any]:
 
 
 def _print(figures: Mapping[str, Any], page: Path) -> None:
-    from loadtest.page_parts import unasked
+    from loadtest.page import own_objective
     from loadtest.report import slowest_lines
 
     console = Console()
@@ -319,7 +319,7 @@ def _print(figures: Mapping[str, Any], page: Path) -> None:
     console.print(times)
     slo = figures["slo"]
     if slo["met"] is not None:
-        result = unasked(slo)
+        result = own_objective(slo)
         if slo["passed"] is not None:
             word = "met" if slo["passed"] else "missed"
             result = f"SLO {word}: {slo['met']:.1%}, {slo['share']:.1%} asked"
