@@ -39,7 +39,7 @@ _NO_STREAMS = ("application/json", "text/html")
 
 
 class EndpointError(ValueError):
-    """The endpoint cannot be used as asked; the message says where, why and what to do."""
+    """The endpoint cannot be used so; the message says where, why and what to do."""
 
 
 class StreamFault(Exception):
@@ -107,7 +107,7 @@ class EndpointSettings:
 class Endpoint:
     """An HTTP session for many streams at once; use as an async context manager.
 
-    `now_s` tells seconds since the run began.
+    `now_s`: seconds since the run began.
     """
 
     def __init__(self, settings: EndpointSettings, now_s: Callable[[], float]) -> None:
@@ -178,7 +178,7 @@ class Endpoint:
         return retry_after_s
 
     async def decisions(self, limit: int) -> bytes:
-        """The last `limit` decisions of our cluster, as JSON; empty if it tells none."""
+        """The last `limit` decisions of our cluster, as JSON; empty if it reports none."""
         headers = self._headers.get("") or next(iter(self._headers.values()), None)
         try:
             async with self._opened().get(
@@ -392,7 +392,7 @@ class Stream:
         """The stream ended: read a last line without its end; returns as `feed`.
 
         A last line that cannot be read is a stream cut in the middle, which its lack of an end
-        tells already.
+        shows already.
         """
         before = self.outputs
         rest, self._rest = self._rest, b""

@@ -111,7 +111,7 @@ class Feeder:
         return asyncio.get_running_loop().run_in_executor(self._thread, self._fill)
 
     def _settle(self) -> None:
-        """Forget a visit that is over; one that failed stays, to be told when nothing is left."""
+        """Forget a visit that is over; one that failed stays, to be raised when nothing is left."""
         visit = self._visit
         if visit is not None and visit.done() and visit.exception() is None:
             self._visit = None

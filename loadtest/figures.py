@@ -9,7 +9,7 @@ is left out: a run has no warm-up that is not measured.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -137,12 +137,12 @@ def _slo(found: Results) -> dict[str, Any]:
         "ttft_limit_s_p50": spread(table["ttft_limit_s"])["p50"],
         "tpot_limit_s_p50": spread(table["tpot_limit_s"])["p50"],
         "basis": named,
-        "meaning": objective.told() if given else BASES[named.split(", ")[0]],
+        "meaning": objective.limits_text() if given else BASES[named.split(", ")[0]],
         "not_judged": not_judged,
-        "asked": objective.is_asked,
+        "asked": objective.is_required,
         "share": objective.share,
-        # What nobody asked for can be met in part, but neither passed nor missed.
-        "passed": met >= objective.share if met is not None and objective.is_asked else None,
+        # What nobody required can be met in part, but neither passed nor missed.
+        "passed": met >= objective.share if met is not None and objective.is_required else None,
     }
 
 
@@ -158,17 +158,17 @@ def _errors(failed: pl.DataFrame) -> dict[str, Any]:
 
 
 def _cached(table: pl.DataFrame) -> dict[str, Any]:
-    """Expected with an unlimited cache, against what engines found, where they told it."""
-    told = table.drop_nulls([f"actual_{name}" for name in TOKENS])
-    device, host, computed = (int(told[f"actual_{name}"].sum()) for name in TOKENS)
+    """Expected with an unlimited cache, against what engines found, where they reported it."""
+    reported = table.drop_nulls([f"actual_{name}" for name in TOKENS])
+    device, host, computed = (int(reported[f"actual_{name}"].sum()) for name in TOKENS)
     return {
         "expected": int(table["cached_tokens"].sum()),
-        "told_requests": told.height,
-        "expected_where_told": int(told["cached_tokens"].sum()),
-        "actual": device + host if told.height else None,
-        "device": device if told.height else None,
-        "host": host if told.height else None,
-        "computed": computed if told.height else None,
+        "told_requests": reported.height,
+        "expected_where_told": int(reported["cached_tokens"].sum()),
+        "actual": device + host if reported.height else None,
+        "device": device if reported.height else None,
+        "host": host if reported.height else None,
+        "computed": computed if reported.height else None,
     }
 
 
@@ -242,7 +242,7 @@ def _owners(table: pl.DataFrame, column: str, nameless: str) -> list[dict[str, A
 
 def _owner(group: pl.DataFrame) -> dict[str, Any]:
     completed = int((group["error"] == "").sum())
-    told = group.drop_nulls("actual_cached_tokens")
+    reported = group.drop_nulls("actual_cached_tokens")
     return {
         "requests": group.height,
         "completed": completed,
@@ -253,7 +253,7 @@ def _owner(group: pl.DataFrame) -> dict[str, Any]:
         "met": group["met"].mean(),
         "kappa_p50": spread(group["ratio"])["p50"],
         "expected_cached_tokens": int(group["cached_tokens"].sum()),
-        **{n: int(told[f"actual_{n}"].sum()) if told.height else None for n in TOKENS},
+        **{n: int(reported[f"actual_{n}"].sum()) if reported.height else None for n in TOKENS},
     }
 
 
@@ -271,7 +271,7 @@ def _slow_row(record: Record) -> dict[str, Any]:
             "ttft_s": record.predicted_ttft_s,
             **{name: predicted.get(name) for name in PARTS},
         },
-        "actual": found.to_dict() if found else None,
+        "actual": asdict(found) if found else None,
         "expected_cached_tokens": record.cached_tokens,
         "actual_tokens": {name: actual.get(name) for name in TOKENS},
         "why": why_slow(record),

@@ -42,7 +42,7 @@ ERROR_KINDS: Mapping[str, str] = {
 
 
 class JournalError(ValueError):
-    """The folder cannot be used as asked; the message says which file, why and what to do."""
+    """The folder cannot be used so; the message says which file, why and what to do."""
 
 
 class Record(msgspec.Struct, forbid_unknown_fields=True):
@@ -330,12 +330,12 @@ class Records:
 
 
 @contextmanager
-def file_errors(place: Path) -> Iterator[None]:
+def file_errors(place: Path, doing: str = "") -> Iterator[None]:
     """Turn an OSError into a JournalError that names the place."""
     try:
         yield
     except OSError as error:
-        raise JournalError(f"{place}: {error.strerror or error}") from None
+        raise JournalError(f"{place}: {doing}{error.strerror or error}") from None
 
 
 _record = msgspec.json.Decoder(Record).decode

@@ -102,7 +102,7 @@ def _facts(run: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[tuple
 
 
 def _findings(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What is to be said of reuse, prediction and fairness, a sentence each."""
+    """Reuse, prediction and fairness, a sentence each."""
     cached, prediction = summary["cached_tokens"], summary["prediction"]
     expected = cached["expected_where_told"]
     if cached["told_requests"] and expected:

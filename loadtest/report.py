@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.figures import figures
-from loadtest.journal import RUN, JournalError, Records, read_run
+from loadtest.journal import OPTIONS, RUN, JournalError, Records, file_errors, read_run, write_whole
 from loadtest.page import page
 from loadtest.slo import objective_of
 from loadtest.table import Results, results_of
@@ -39,22 +39,20 @@ def write_report(folder: Path) -> Path:
     note = _note(run, summary, records.was_cut)
     result = {**summary, "note": note, "run": dict(run)}
     target = folder / REPORT
-    try:
+    with file_errors(folder, "the report cannot be written: "):
         part = folder / f".{PARQUET}.part"
         found.table.write_parquet(part)
         part.replace(folder / PARQUET)
-        _write(folder / SUMMARY, json.dumps(result, indent=1, allow_nan=False) + "\n")
-        _write(target, page(run, summary, pictures(found, summary), note))
-    except OSError as error:
-        why = error.strerror or error
-        raise JournalError(f"{folder}: the report cannot be written: {why}") from None
+        text = json.dumps(result, indent=1, allow_nan=False)
+        write_whole(folder / SUMMARY, f"{text}\n".encode())
+        write_whole(target, page(run, summary, pictures(found, summary), note).encode())
     return target
 
 
 def _is_closed(run: Mapping[str, Any]) -> bool:
     """Whether sessions came when others had ended, so that arrivals have no rate of their own."""
-    asked = run.get("asked") or {}
-    return asked.get("closed") is not None or str(asked.get("arrivals")).startswith("closed")
+    options = run.get(OPTIONS) or {}
+    return options.get("closed") is not None or str(options.get("arrivals")).startswith("closed")
 
 
 def pictures(found: Results, summary: Mapping[str, Any]) -> dict[str, str]:
@@ -76,40 +74,33 @@ def pictures(found: Results, summary: Mapping[str, Any]) -> dict[str, str]:
 
 def _note(run: Mapping[str, Any], summary: Mapping[str, Any], was_cut: bool) -> str:
     """What a reader must know before any figure."""
-    said: list[str] = []
+    notes: list[str] = []
     if not summary["requests"]:
-        said.append("No request has ended yet: the journal is empty.")
+        notes.append("No request has ended yet: the journal is empty.")
     elif run.get("interrupted"):
-        said.append("Partial: the run was stopped before its end.")
+        notes.append("Partial: the run was stopped before its end.")
     elif "interrupted" in run and run.get("end") is None:
-        said.append("Partial: the run has not come to its end.")
+        notes.append("Partial: the run has not come to its end.")
     if was_cut:
-        said.append("The journal's last line was cut off and is left out.")
+        notes.append("The journal's last line was cut off and is left out.")
     held_back = (run.get("client") or {}).get("held_back")
     if held_back:
-        said.append(
+        notes.append(
             f"{held_back:,} requests were held back: the client had {run.get('max_streams')} "
             "streams open, its limit."
         )
     if summary["slo"]["met"] is not None and summary["slo"]["not_judged"]:
-        said.append(
+        notes.append(
             f"{summary['slo']['not_judged']:,} requests have no objective: the endpoint told too "
             "little of them."
         )
     late_s = summary["late_s"]["p99"]
     if late_s is not None and late_s > 0.1:
-        said.append(
+        notes.append(
             f"The client sent late: 1 % of the requests by {late_s:.2g} s or more. What the "
             "endpoint was offered is not quite what was asked for."
         )
-    return " ".join(said)
-
-
-def _write(path: Path, text: str) -> None:
-    """Complete or not at all."""
-    piece = path.with_name(f".{path.name}.part")
-    piece.write_text(text, encoding="utf-8")
-    piece.replace(path)
+    return " ".join(notes)
 
 
 def slowest_lines(summary: Mapping[str, Any], most: int = 5) -> Iterable[str]:

@@ -1,7 +1,7 @@
 """Replays chat sessions against an OpenAI endpoint of ours, and notes what became of each turn.
 
-Sessions run at once, the turns of one in order, each after its pause: the way agents talk. What a
-decision was is asked of the cluster afterwards. Called by `kappa demo` and `kappa dashboards`.
+Sessions run at once, the turns of one in order, each after its pause: the way agents talk. A
+decision is fetched from the cluster afterwards. Called by `kappa demo` and `kappa dashboards`.
 """
 
 from __future__ import annotations

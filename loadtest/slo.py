@@ -1,9 +1,9 @@
 """What a request of a load test may take, and how that was found out.
 
 Three ways, tried in this order: limits that the user gave in seconds; the objective of `kappa.slo`
-on the endpoint's own nodes (`GET /v1/nodes` tells their profiles); five times the idle TTFT that
-the endpoint predicted for the request. An endpoint that tells nothing, without limits given, has no
-objective, and then there is no goodput. Pure: vectors in, vectors out.
+on the endpoint's own nodes (`GET /v1/nodes` reports their profiles); five times the idle TTFT that
+the endpoint predicted for the request. An endpoint that reports nothing, without limits given, has
+no objective, and then there is no goodput. Pure: vectors in, vectors out.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Objective:
     ttft_s, tpot_s: limits given, in seconds; None leaves that one unlimited, or to the endpoint's
     own objective if both are None. share: of the requests that must meet it for the run to pass;
     has_share: whether that was given, so that the endpoint's own objective must be met, too.
-    speeds, dilation: of the endpoint's nodes, one entry per worker; none if it does not tell them.
+    speeds, dilation: of the endpoint's nodes, one entry per worker; none if not reported.
     """
 
     ttft_s: float | None = None
@@ -65,8 +65,8 @@ class Objective:
     has_share: bool = False
 
     @property
-    def is_asked(self) -> bool:
-        """Whether the user asked for any of it: a run can only miss what was."""
+    def is_required(self) -> bool:
+        """Whether the user gave any of it: a run can only miss what was required."""
         return self.has_share or self.ttft_s is not None or self.tpot_s is not None
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Objective:
         if not 0 < self.share <= 1:
             raise ValueError(f"the objective's share is {self.share}: give one above 0, at most 1")
 
-    def told(self) -> str:
+    def limits_text(self) -> str:
         """The limits that were given, in words."""
         ttft, tpot = self.ttft_s, self.tpot_s
         first = "" if ttft is None else f"first token within {ttft:g} s"
@@ -145,7 +145,7 @@ def _predicted_idle_s(record: Record) -> float:
 
 
 def objective_of(run: Mapping[str, Any]) -> Objective:
-    """The objective of a run, from its `run.json`: `objective` as given, `nodes` as told.
+    """The objective of a run, from its `run.json`: `objective` as given, `nodes` as reported.
 
     Raises:
         ValueError: an objective that is none.
@@ -169,15 +169,15 @@ def objective_of(run: Mapping[str, Any]) -> Objective:
 def dilation_of(rows: Sequence[Mapping[str, Any]]) -> float:
     """Real seconds per emulated one, on the node that is slowed down most; 1 without nodes."""
     profiles = (row.get("profile") for row in rows)
-    told = (profile.get("dilation") for profile in profiles if isinstance(profile, Mapping))
-    return max((float(value) for value in told if isinstance(value, int | float)), default=1.0)
+    known = (profile.get("dilation") for profile in profiles if isinstance(profile, Mapping))
+    return max((float(value) for value in known if isinstance(value, int | float)), default=1.0)
 
 
 def node_speeds(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[IdleSpeed, ...]:
     """How fast each node of `GET /v1/nodes` is when idle; empty if one of them cannot be priced.
 
     A paced node is priced as the model that it emulates, any other as the model served: that one's
-    shape must be known by name, or nothing can be said.
+    shape must be known by name, or nothing is known.
     """
     speeds = []
     for row in rows:

@@ -2,21 +2,22 @@
 
 What passed before the request was sent is the client's; what the router saw until the first token
 is split into queue, load and compute; the rest is the way between the two. The split is the
-endpoint's own where it tells one. Where it tells only token counts, load and compute are its
+endpoint's own where it reports one. If it reports only token counts, load and compute are its
 predictions, scaled to the tokens that really were loaded and computed, and the queue is what is
-left: that is marked `derived`. An endpoint that tells nothing leaves one part.
+left: that is marked `derived`. An endpoint that reports nothing leaves one part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from loadtest.journal import Record
 
 NO_SPLIT = "no split: the endpoint does not tell"
 _PARTS = ("queue_s", "load_s", "compute_s")
+_CAUSES = ("late", "queue", "load", "compute", "way", "unknown")
 _MOST = 0.5
 
 Source = Literal["told", "derived", "none"]
@@ -27,7 +28,7 @@ class Split:
     """Seconds of a request until its first token, from when it was due.
 
     late_s: until it was sent. queue_s, load_s, compute_s: of what the router saw; None if unknown.
-    way_s: between client and router (network, HTTP, tokenization); None if the router told nothing.
+    way_s: between client and router (network, HTTP, tokenization); None if that is not reported.
     unknown_s: what nobody splits. ttft_s: their sum.
     """
 
@@ -39,10 +40,6 @@ class Split:
     way_s: float | None = None
     unknown_s: float = 0.0
     source: Source = "none"
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready copy."""
-        return asdict(self)
 
 
 def split(record: Record) -> Split | None:
@@ -65,7 +62,7 @@ def split(record: Record) -> Split | None:
     if priced is None:
         return Split(record.ttft_s, late_s, way_s=way_s, unknown_s=seen_s)
     load_s, compute_s = priced
-    # What was foreseen for these tokens cannot have taken longer than all of it together.
+    # What was predicted for these tokens cannot have taken longer than all of it together.
     excess = max((load_s + compute_s) / seen_s, 1.0) if seen_s else 1.0
     load_s, compute_s = load_s / excess, compute_s / excess
     queue_s = max(seen_s - load_s - compute_s, 0.0)
@@ -76,10 +73,10 @@ def _priced(predicted: Mapping[str, Any], actual: Mapping[str, Any]) -> tuple[fl
     """(load, compute) seconds of the tokens that the engine really took from each source."""
     found = []
     for part, tokens in (("load_s", "cached_tokens"), ("compute_s", "new_tokens")):
-        seconds, foreseen, real = predicted.get(part), predicted.get(tokens), actual.get(tokens)
-        if seconds is None or foreseen is None or real is None or (real and not foreseen):
+        seconds, expected, real = predicted.get(part), predicted.get(tokens), actual.get(tokens)
+        if seconds is None or expected is None or real is None or (real and not expected):
             return None
-        found.append(float(seconds) * float(real) / float(foreseen) if foreseen else 0.0)
+        found.append(float(seconds) * float(real) / float(expected) if expected else 0.0)
     return found[0], found[1]
 
 
@@ -90,17 +87,10 @@ def why_slow(record: Record) -> str:
     found = split(record)
     if found is None:
         return "it ended without a token"
-    parts = {
-        "late": found.late_s,
-        "queue": found.queue_s or 0.0,
-        "load": found.load_s or 0.0,
-        "compute": found.compute_s or 0.0,
-        "way": found.way_s or 0.0,
-        "unknown": found.unknown_s,
-    }
+    parts = {name: getattr(found, f"{name}_s") or 0.0 for name in _CAUSES}
     largest = max(parts, key=lambda name: parts[name])
-    sentence = _SENTENCES[largest](record, found)
-    return sentence + _foreseen(record, largest) + _missed(record)
+    sentence = _sentence(record, found, largest, of(parts[largest], found))
+    return sentence + _predicted(record, largest) + _missed(record)
 
 
 def _why_failed(record: Record) -> str:
@@ -110,59 +100,33 @@ def _why_failed(record: Record) -> str:
     return f"failed ({record.error}) {seconds(after_s)} after it was due{tries}{detail}"
 
 
-def _late(record: Record, found: Split) -> str:
-    if record.attempt:
+def _sentence(record: Record, found: Split, cause: str, took: str) -> str:
+    node, actual = _node(record), record.actual or {}
+    if cause == "late" and record.attempt:
         tries = "once" if record.attempt == 1 else f"{record.attempt} times"
-        return (
-            f"it was refused {tries} before: {of(found.late_s, found)} went by until the attempt "
-            "that was answered"
-        )
-    return f"sent {seconds(found.late_s)} late: the client was at its stream limit, or busy"
+        return f"it was refused {tries} before: {took} went by until the attempt that was answered"
+    if cause == "late":
+        return f"sent {seconds(found.late_s)} late: the client was at its stream limit, or busy"
+    if cause == "queue":
+        return f"waited {took} in the queue of {node}"
+    if cause == "load":
+        what = _count("load of {:,} tokens", actual.get("cached_tokens"), "load")
+        return f"{what} over the link of {node} took {took}"
+    if cause == "compute":
+        what = _count("computing {:,} new tokens", actual.get("new_tokens"), "computing")
+        return f"{what} on {node} took {took}"
+    if cause == "way":
+        return f"{took} passed between client and router (network, HTTP, tokenization)"
+    if actual.get("ttft_s") is not None:
+        return f"{took} in the engine of {node}, which does not say on what"
+    return f"{took} at the endpoint; {NO_SPLIT}"
 
 
-def _queue(record: Record, found: Split) -> str:
-    return f"waited {of(found.queue_s or 0.0, found)} in the queue of {_node(record)}"
+def _count(text: str, tokens: object, unknown: str) -> str:
+    return text.format(tokens) if isinstance(tokens, int) else unknown
 
 
-def _load(record: Record, found: Split) -> str:
-    tokens = (record.actual or {}).get("cached_tokens")
-    what = f"load of {tokens:,} tokens" if isinstance(tokens, int) else "load"
-    return f"{what} over the link of {_node(record)} took {of(found.load_s or 0.0, found)}"
-
-
-def _compute(record: Record, found: Split) -> str:
-    tokens = (record.actual or {}).get("new_tokens")
-    what = f"computing {tokens:,} new tokens" if isinstance(tokens, int) else "computing"
-    return f"{what} on {_node(record)} took {of(found.compute_s or 0.0, found)}"
-
-
-def _way(record: Record, found: Split) -> str:
-    return (
-        f"{of(found.way_s or 0.0, found)} passed between client and router (network, HTTP, "
-        "tokenization)"
-    )
-
-
-def _unknown(record: Record, found: Split) -> str:
-    if record.actual and record.actual.get("ttft_s") is not None:
-        return (
-            f"{of(found.unknown_s, found)} in the engine of {_node(record)}, which does not "
-            "say on what"
-        )
-    return f"{of(found.unknown_s, found)} at the endpoint; {NO_SPLIT}"
-
-
-_SENTENCES = {
-    "late": _late,
-    "queue": _queue,
-    "load": _load,
-    "compute": _compute,
-    "way": _way,
-    "unknown": _unknown,
-}
-
-
-def _foreseen(record: Record, part: str) -> str:
+def _predicted(record: Record, part: str) -> str:
     """What the router had expected of that part, or of the whole."""
     predicted = record.predicted or {}
     expected_s = predicted.get(f"{part}_s")
