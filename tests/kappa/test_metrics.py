@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,9 @@ def test_exposition_parses_and_totals_survive_a_restart_of_their_source() -> Non
     }
     values = {s.name: s.value for s in families["kappa_load_bytes"].samples}
     assert values["kappa_load_bytes_total"] == 187.0
+
+
+@pytest.mark.parametrize("metric", metrics.ALL, ids=lambda m: m.name)
+def test_bounds_of_buckets_rise_from_above_zero(metric: metrics.Metric) -> None:
+    bounds = [0.0, *metric.buckets]
+    assert all(low < high for low, high in pairwise(bounds))

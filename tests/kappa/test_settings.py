@@ -389,3 +389,9 @@ def test_a_pools_number_is_taken_up_to_its_bound_and_refused_beyond_it(section, 
     assert pool(taken).pools[0].name == "a"
     with pytest.raises(SettingsError, match=next(iter(refused))):
         pool(refused)
+
+
+@pytest.mark.parametrize("path", ["model.id", "observing.service_name"])
+def test_a_name_has_a_character_at_least(path):
+    assert section_fault(path, "a") == ""
+    assert path.rsplit(".", 1)[-1] in section_fault(path, "")

@@ -273,3 +273,14 @@ def test_a_transfer_keeps_the_cards_of_both_ends_busy_until_it_is_done():
     # The second one waits for the first: until 1 + 2 + 3.
     assert made.rooms(slots, 1.5).net_backlog_s.tolist() == [4.5, 4.5]
     assert made.rooms(slots, 9.0).net_backlog_s.tolist() == [0.0, 0.0]
+
+
+def test_room_that_others_were_promised_stays_promised():
+    made = with_network()
+    made.spare("w1", 6000.0)
+    made.reserve("a", fetched(made), 1)
+    made.promise("w1", 1000.0)
+    made.prefilled("a", 1.0)
+    # The request's 4,000 are used up, and 1,000 of 6,000 are still to come.
+    assert np.isfinite(fetched(made, 5000.0).ttft_s[1])
+    assert np.isinf(fetched(made, 5001.0).ttft_s[1])

@@ -7,6 +7,7 @@ import pytest
 
 from kappa.cost import step_model
 from kappa.hardware import node_profile
+from kappa.plan.choose import kappa_eff
 from kappa.plan.planners import Cached, Planning, room_left
 from kappa.plan.rates import FORMAT, rates_from_measured
 from kappa.report import Announcement
@@ -214,3 +215,14 @@ def test_what_has_no_room_on_the_device_stays_in_host_memory_as_in_the_engine():
     assert priced(router(all_stay)).plan == "cpu"
     with pytest.raises(ValueError, match="cpu_threads"):
         LoadPlans().join(said(planner="cpu"))
+
+
+@pytest.mark.parametrize(("act_share", "policy"), [(0.99, "recompute"), (1.0, "mixed")])
+def test_a_ratio_counts_on_activations_only_where_all_blocks_have_them(act_share, policy):
+    made = said(planner="auto", load_token_s=4e-6)
+    small = {**made.load_plan["rates"], "activation_bytes_per_token": 32768}
+    plans = LoadPlans()
+    plans.join(replace(made, load_plan={**made.load_plan, "rates": small, "act_share": act_share}))
+    read = rates_from_measured(small)
+    assert plans.kappa_eff("w") == pytest.approx(kappa_eff(read, policy, 128))
+    assert kappa_eff(read, "mixed", 128) > 1.1 * kappa_eff(read, "recompute", 128)

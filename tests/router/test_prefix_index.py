@@ -632,3 +632,9 @@ def test_the_bytes_of_the_holders_sets_are_about_those_that_they_take():
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert 0.75 < sets.nbytes() / taken < 1.33
+
+
+def test_events_with_arrays_of_tokens_can_be_compared():
+    one, other = (BlocksStored("w", "device", (1, 2), None, np.arange(4), SIZE, 0) for _ in "12")
+    # Each is itself alone, as arrays have no single truth value.
+    assert one != other and other not in [one] and one in [one]
