@@ -13,11 +13,17 @@ from benchmarks.routing import (
     bench_routing,
 )
 from benchmarks.scheduling import bench_packing, bench_scheduler, bench_tail
-from benchmarks.serving import bench_clients, bench_serve, bench_soak, bench_validate
+from benchmarks.serving import (
+    bench_clients,
+    bench_predict,
+    bench_serve,
+    bench_soak,
+    bench_validate,
+)
 
 app = typer.Typer(help="Measure the running system.", no_args_is_help=True, add_completion=False)
 app.command()(bench_router.router)
-app.command(help=bench_serve.PREDICT_HELP)(bench_serve.predict)
+app.command(help=bench_predict.PREDICT_HELP)(bench_predict.predict)
 app.command()(bench_serve.serve)
 app.command()(bench_routing.routing)
 app.command()(bench_scheduler.scheduler)

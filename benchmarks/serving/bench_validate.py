@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.serving.validate import Played, Replayer, client
+from benchmarks.serving.cluster_client import ClusterClient
+from benchmarks.serving.serve import progress
+from benchmarks.serving.validate import Played, play
 from benchmarks.serving.validate_traffic import (
     SCALINGS,
     Script,
@@ -39,6 +42,7 @@ from benchmarks.serving.validation import (
     saturation_sessions_per_s,
     simulate,
 )
+from deploy.commands.provenance import Json, command, machine
 from deploy.commands.serve import running, settings_or_exit
 from kappa.model import kv_bytes_per_token
 from kappa.settings.cluster import ClusterSettings
@@ -50,6 +54,7 @@ _SATURATION_WINDOW_S = 20.0
 _MAX_CLIENT_SHARE = 0.2
 _MAX_OVERRUN_SHARE = 0.05
 _GOAL = 0.15
+_TIMEOUT_S = 300.0
 _NO_OVERHEAD = Overhead(0.0, 0.0, 0.0, 0)
 
 CellKey = tuple[str, float]
@@ -89,7 +94,7 @@ class Bench:
                 record = json.loads(line)
                 if record["key"] != self.key():
                     continue
-                played = Played.from_dict(record["played"])
+                played = msgspec.convert(record["played"], Played)
                 if record["kind"] == "idle":
                     self.idle.append(played)
                     continue
@@ -185,7 +190,7 @@ def validate(
     records: Annotated[
         Path | None, typer.Option(help="Keep finished runs here, and go on from them.")
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """The simulator against real paced vLLM: TTFT quantiles, and the ranking of policies."""
     base = settings_or_exit(port=0).model_copy(update={"dilation": dilation})
@@ -214,30 +219,28 @@ def _run_policy(bench: Bench, policy: str) -> None:
 
 
 async def _play(bench: Bench, policy: str, url: str) -> None:
-    console = Console(stderr=True)
+    say = progress()
     todo = bench.todo(policy)
-    async with client(url) as http:
-        replayer = Replayer(http, bench.settings.model.id)
-        idle = await replayer.play([idle_script(np.random.default_rng(bench.seed))])
+    async with ClusterClient(url, bench.settings.model.id, timeout_s=_TIMEOUT_S) as client:
+        idle = await play(client, [idle_script(np.random.default_rng(bench.seed))])
         bench.idle.append(idle)
-        bench.keep({"kind": "idle", "policy": policy, "played": idle.to_dict()})
+        bench.keep({"kind": "idle", "policy": policy, "played": msgspec.to_builtins(idle)})
         for number, (trace, load, run) in enumerate(todo, start=1):
             rate = bench.rates[trace, load]
             salt = salt_of(policy, trace, load, run)
-            played = await replayer.play(bench.scripts(trace, rate, bench.window_s, salt))
+            played = await play(client, bench.scripts(trace, rate, bench.window_s, salt))
             bench.played[policy, trace, load, run] = played
             bench.keep(
                 {
                     "kind": "run", "policy": policy, "trace": trace, "load": load, "run": run,
                     "sessions_per_s": rate, "digest": bench.digest(trace, load, rate),
-                    "played": played.to_dict(),
+                    "played": msgspec.to_builtins(played),
                 }
             )  # fmt: skip
             failed = sum(bool(a.error) for a in played.answers)
-            console.print(
-                f"[dim]{policy} {number}/{len(todo)}: {trace} at {load:g}, run {run + 1}: "
-                f"{len(played.answers)} requests, {failed} failed, {played.seconds:.0f} s[/dim]",
-                highlight=False,
+            say(
+                f"{policy} {number}/{len(todo)}: {trace} at {load:g}, run {run + 1}: "
+                f"{len(played.answers)} requests, {failed} failed, {played.seconds:.0f} s"
             )
 
 
@@ -271,9 +274,6 @@ def _result(bench: Bench, mirror: Mirror) -> dict[str, Any]:
         for run in range(bench.runs)
     ]
     pairs = ranking(cells)
-    # Here, not above: `bench` imports this file.
-    from deploy.commands.provenance import command, machine
-
     return {
         "rows": rows,
         "ranking_agrees": all(pair["agrees"] is not False for pair in pairs),
@@ -285,16 +285,7 @@ def _result(bench: Bench, mirror: Mirror) -> dict[str, Any]:
             for trace in bench.traces
             for load in bench.loads
         ],
-        "scaling": {
-            trace: {
-                "tokens": SCALINGS[trace].tokens,
-                "turns": SCALINGS[trace].turns,
-                "pause_s": SCALINGS[trace].pause_s,
-                "least_output_tokens": SCALINGS[trace].least_output_tokens,
-                "most_output_tokens": SCALINGS[trace].most_output_tokens,
-            }
-            for trace in bench.traces
-        },
+        "scaling": {trace: asdict(SCALINGS[trace]) for trace in bench.traces},
         "overhead": {
             "before_s": overhead.before_s,
             "after_s": overhead.after_s,

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 CLASSES = ("device", "load", "compute", "queue")
 
 CLASS_DEFINITION = (
@@ -148,13 +150,7 @@ def baseline_errors(warm_up: Iterable[Outcome], measured: Sequence[Outcome]) -> 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
     """Linear-interpolated quantile; None of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+    return float(np.quantile(values, share)) if len(values) else None
 
 
 def class_rows(measured: Sequence[Outcome], baseline: Mapping[str, float]) -> list[dict[str, Any]]:

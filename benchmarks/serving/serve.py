@@ -1,7 +1,8 @@
 """How fast several endpoints answer streamed chats, in alternating rounds: the HTTP side.
 
 TTFT is measured at the client, until the first piece of *text*: an endpoint may send an empty
-first event long before its first token. Each request's prompt is new, so no cache helps.
+first event long before its first token. That is why this is not the load test's client, which knows
+of tokens alone. Each request's prompt is new, so no cache helps.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from random import Random
 from typing import Any
 
 import httpx
+from rich.console import Console
 
 from benchmarks.serving.predict import quantile
 
@@ -62,6 +64,12 @@ class Round:
     def per_cpu_s(self) -> float:
         """Requests per processor second."""
         return len(self.answers) / self.cpu_s
+
+
+def progress() -> Progress:
+    """Says how far it is, on standard error."""
+    console = Console(stderr=True)
+    return lambda what: console.print(f"[dim]{what}[/dim]", highlight=False)
 
 
 def prompt_text(kind: str, random: Random) -> str:
@@ -138,7 +146,7 @@ async def play(
     requests: int,
     rounds: int,
     seed: int,
-    progress: Progress,
+    say: Progress,
     cpu_s: Callable[[str], float] = lambda system: math.nan,
 ) -> list[Round]:
     """All rounds: for each prompt and concurrency the systems take turns, `rounds` times each.
@@ -167,7 +175,7 @@ async def play(
                     done.append(replace(played, cpu_s=cpu_s(system) - before_s))
             rows = [_row(_of(done, system, prompt, concurrency)) for system in urls]
             told = ", ".join(f"{r['system']} {1e3 * r['ttft_s']['p50']:.0f} ms" for r in rows)
-            progress(f"{prompt} prompts, concurrency {concurrency}: TTFT p50 {told}")
+            say(f"{prompt} prompts, concurrency {concurrency}: TTFT p50 {told}")
     return done
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 
-import httpx
+import msgspec
 import numpy as np
 import pytest
 import typer
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from benchmarks.serving.bench_validate import Bench
-from benchmarks.serving.validate import Answered, Played, Replayer
+from benchmarks.serving.cluster_client import ClusterClient
+from benchmarks.serving.validate import Answered, Played, play
 from benchmarks.serving.validate_traffic import (
     FORCED_TOKEN,
     SCALINGS,
@@ -141,68 +143,58 @@ def test_a_scaling_that_makes_no_traffic_is_refused(field, value):
 # -- the client -------------------------------------------------------------------------------
 
 
-class Pieces(httpx.AsyncByteStream):
-    """A body that comes in pieces."""
-
-    def __init__(self, *pieces):
-        self._pieces = pieces
-
-    async def __aiter__(self):
-        for piece in self._pieces:
-            yield piece
-
-
 def cluster_that_answers(seen):
-    """An endpoint with the cluster's words."""
+    """A real HTTP server that speaks as a cluster does."""
     reports = iter(range(1, 100))
 
-    def answer(request):
-        if request.url.path == "/v1/nodes":
-            n = next(reports)
-            totals = {
-                "time_s": 10.0 * n, "step_seconds_total": 5.0 * n, "load_seconds_total": 0.0,
-                "store_seconds_total": 0.0, "steps_total": n, "overruns_total": 0,
-            }  # fmt: skip
-            return httpx.Response(
-                200, json={"nodes": [{"worker": "w", "node": "pcie", "totals": totals}]}
-            )
-        if request.url.path == "/v1/decisions":
-            said = {
-                "request_id": "id-0", "time_s": 0.0, "predicted": {"ttft_s": 0.5},
-                "actual": {
-                    "ttft_s": 0.4, "device_tokens": 32, "cached_tokens": 64, "new_tokens": 4,
-                },
-            }  # fmt: skip
-            return httpx.Response(200, json={"decisions": [said]})
-        body = json.loads(request.content)
+    async def nodes(request):
+        n = next(reports)
+        totals = {
+            "time_s": 10.0 * n, "step_seconds_total": 5.0 * n, "load_seconds_total": 0.0,
+            "store_seconds_total": 0.0, "steps_total": n, "overruns_total": 0,
+        }  # fmt: skip
+        return web.json_response({"nodes": [{"worker": "w", "node": "pcie", "totals": totals}]})
+
+    async def decisions(request):
+        actual = {"ttft_s": 0.4, "device_tokens": 32, "cached_tokens": 64, "new_tokens": 4}
+        said = {
+            "request_id": "id-0", "time_s": 0.0, "predicted": {"ttft_s": 0.5}, "actual": actual,
+        }  # fmt: skip
+        return web.json_response({"decisions": [said]})
+
+    async def completions(request):
+        body = await request.json()
         seen.append(body)
         if len(body["prompt"]) == 13:
-            return httpx.Response(503, stream=Pieces())
-        return httpx.Response(
-            200,
-            headers={"x-request-id": f"id-{len(seen) - 1}", "x-kappa-node": "pcie"},
-            stream=Pieces(b'data: {"choices": []}\n\n', b"data: [DONE]\n\n"),
-        )
+            return web.Response(status=503)
+        headers = {"x-request-id": f"id-{len(seen) - 1}", "x-kappa-node": "pcie"}
+        text = 'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\ndata: [DONE]\n\n'
+        return web.Response(text=text, headers=headers, content_type="text/event-stream")
 
-    return answer
+    app = web.Application()
+    app.router.add_get("/v1/nodes", nodes)
+    app.router.add_get("/v1/decisions", decisions)
+    app.router.add_post("/v1/completions", completions)
+    return TestServer(app)
 
 
-def play(lengths, seen):
+def played_at_a_cluster(lengths, seen):
+    sessions = [
+        replace(s, asks=tuple(replace(a, after_s=0.0) for a in s.asks)) for s in alone(*lengths)
+    ]
+
     async def run():
-        transport = httpx.MockTransport(cluster_that_answers(seen))
-        async with httpx.AsyncClient(base_url="http://x", transport=transport) as http:
-            played = await Replayer(http, "m").play(
-                [replace(s, asks=tuple(replace(a, after_s=0.0) for a in s.asks))
-                 for s in alone(*lengths)]
-            )  # fmt: skip
-        return played
+        server = cluster_that_answers(seen)
+        await server.start_server()
+        async with server, ClusterClient(str(server.make_url("")), "m", timeout_s=30.0) as client:
+            return await play(client, sessions)
 
     return asyncio.run(run())
 
 
 def test_turns_go_out_in_order_with_what_the_router_said_of_them():
     seen = []
-    played = play((50, 70), seen)
+    played = played_at_a_cluster((50, 70), seen)
     assert [len(body["prompt"]) for body in seen] == [50, 70]
     assert all(body["allowed_token_ids"] == [FORCED_TOKEN] for body in seen)
     first, second = played.answers
@@ -211,14 +203,14 @@ def test_turns_go_out_in_order_with_what_the_router_said_of_them():
     assert (first.device_tokens, first.host_tokens, first.new_tokens) == (32, 64, 4)
     assert second.new_tokens is None
     assert played.busy_share > 0
-    assert Played.from_dict(json.loads(json.dumps(played.to_dict()))) == played
+    assert msgspec.json.decode(msgspec.json.encode(played), type=Played) == played
 
 
 def test_a_session_ends_at_its_first_failure_which_is_told():
     seen = []
-    played = play((13, 70), seen)
+    played = played_at_a_cluster((13, 70), seen)
     assert len(seen) == 1
-    assert [a.error for a in played.answers] == ["HTTP 503"]
+    assert [a.error for a in played.answers] == ["503"]
     assert len(played.ttfts_s()) == 0
 
 
@@ -242,7 +234,7 @@ def test_overhead_is_what_idle_requests_took_besides_their_steps():
 
 
 def test_no_overhead_without_an_answer():
-    failed = replace(answered("pcie", 40, 0.03), error="HTTP 503")
+    failed = msgspec.structs.replace(answered("pcie", 40, 0.03), error="503")
     with pytest.raises(ValueError, match="idle phase"):
         overhead_of([failed], MIRROR.by_name, MIRROR.budget_tokens)
 
@@ -328,10 +320,10 @@ def test_finished_runs_are_not_done_again(tmp_path):
     before = bench(path)
     run = {"kind": "run", "policy": "ttft", "trace": "narrativeqa", "load": 0.8, "run": 0}
     run |= {"sessions_per_s": 1.5, "digest": before.digest("narrativeqa", 0.8, 1.5)}
-    before.keep({**run, "played": Played().to_dict()})
+    before.keep({**run, "played": msgspec.to_builtins(Played())})
     # Of the same name, but other requests: the trace was another then.
-    before.keep({**run, "run": 1, "digest": "other", "played": Played().to_dict()})
-    before.keep({"kind": "idle", "policy": "ttft", "played": Played().to_dict()})
+    before.keep({**run, "run": 1, "digest": "other", "played": msgspec.to_builtins(Played())})
+    before.keep({"kind": "idle", "policy": "ttft", "played": msgspec.to_builtins(Played())})
     after = bench(path)
     after.load_records()
     assert after.todo("ttft") == [("narrativeqa", 0.8, 1)]
