@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,13 +21,15 @@ from rich.console import Console
 from benchmarks.faults.started import EMULATED, started
 from benchmarks.faults.target import FaultsError
 from benchmarks.faults.traffic import Mix
-from benchmarks.serving.soak.leaks import MOST_MB_PER_HOUR
-from benchmarks.serving.soak.picture import draw
-from benchmarks.serving.soak.run import Plan, SoakResult
-from benchmarks.serving.soak.run import soak as run_soak
+from benchmarks.serving import soak as soaking
+from benchmarks.serving.soak import MOST_MB_PER_HOUR, Held, Plan, Sample, SoakResult
 from deploy.commands.provenance import Json, command, machine
 
 _STEEPEST = 8
+_COLOURS = {
+    "worker": "#4477aa", "ingress": "#ee6677", "controller": "#228833", "proxy": "#ccbb44",
+    "engine": "#66ccee", "raylet": "#aa3377", "gcs": "#bbbbbb", "other": "#888888",
+}  # fmt: skip
 
 
 def soak(
@@ -46,7 +49,7 @@ def soak(
         with tempfile.TemporaryDirectory(prefix="kappa-soak-") as folder:
             console.print("[dim]starting a cluster of emulated engines[/dim]")
             with started(Path(folder), EMULATED, survivors) as target:
-                result = asyncio.run(run_soak(target, plan, mix, console.print))
+                result = asyncio.run(soaking.soak(target, plan, mix, console.print))
     except FaultsError as error:
         console.print(f"[red]{error}[/red]")
         raise typer.Exit(1) from None
@@ -89,3 +92,42 @@ def _print(report: dict[str, Any]) -> None:
     for line in (*report["left_behind"], *report["survivors"]):
         console.print(f"[red]  {line}[/red]")
     console.print("kept" if report["kept"] else "[red]not kept[/red]")
+
+
+def draw(result: SoakResult, path: Path, title: str) -> Path:
+    """Draw memory and descriptors of every process, index and reservations over time, as a PNG."""
+    # Half a second to import: only where it is used, or every command would wait for it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    rss, fds, index, reserved = figure.subplots(4, 1, sharex=True)
+    _processes(rss, result.samples, lambda held: held.rss_bytes / 1e6)
+    _processes(fds, result.samples, lambda held: float(held.fds))
+    minutes = [s.t_s / 60 for s in result.samples]
+    index.plot(minutes, [s.index_blocks for s in result.samples], color="black", lw=1)
+    reserved.plot(minutes, [s.reservations for s in result.samples], color="black", lw=1)
+    names = ("resident memory, MB", "descriptors", "index, blocks", "reservations")
+    for axis, name in zip((rss, fds, index, reserved), names, strict=True):
+        axis.set_ylabel(name)
+        for at_s, _, _ in result.faults:
+            axis.axvline(at_s / 60, color="#bbbbbb", lw=0.6, zorder=0)
+    reserved.set_xlabel("minutes of load; grey lines: faults")
+    # Below the picture, where no line is: every process has a line in the first one.
+    handles, roles = rss.get_legend_handles_labels()
+    figure.legend(handles, roles, fontsize=8, ncol=len(roles), loc="outside lower center")
+    figure.suptitle(title, fontsize=10)
+    FigureCanvasAgg(figure).print_png(path)
+    return path
+
+
+def _processes(axis: Any, samples: Sequence[Sample], value: Callable[[Held], float]) -> None:
+    shown: set[str] = set()
+    for pid in sorted({pid for sample in samples for pid in sample.processes}):
+        there = [(s.t_s / 60, s.processes[pid]) for s in samples if pid in s.processes]
+        role = there[-1][1].role
+        axis.plot(
+            [t for t, _ in there], [value(held) for _, held in there], lw=0.9,
+            color=_COLOURS.get(role, "#888888"), label=role if role not in shown else None,
+        )  # fmt: skip
+        shown.add(role)

@@ -7,9 +7,15 @@ import pytest
 
 from benchmarks.faults.target import FaultsError
 from benchmarks.faults.verdict import Seen
-from benchmarks.serving.soak.leaks import left_behind, slope_of, slopes
-from benchmarks.serving.soak.run import _result
-from benchmarks.serving.soak.samples import Held, Sample, Sampler
+from benchmarks.serving.soak import (
+    Held,
+    Sample,
+    Sampler,
+    _result,
+    left_behind,
+    slope_of,
+    slopes,
+)
 
 HOUR_S = 3600.0
 

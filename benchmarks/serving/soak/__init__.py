@@ -1,1 +1,0 @@
-"""Mixed load for hours, with faults in between, and what every process kept of it."""
