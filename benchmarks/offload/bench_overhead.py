@@ -14,9 +14,11 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -29,9 +31,11 @@ from benchmarks.offload.overhead.points import (
     Sample,
     check_points,
     parse_points,
+    rounds,
 )
 from deploy.commands.provenance import Json, command, machine
 from kappa.hardware import DEMO_NODES, node_profile
+from kappa.paper import pcie_overhead
 from kappa.shapes import model_shape
 from kappa.types import ModelShape, NodeProfile
 
@@ -45,6 +49,7 @@ LIMITS = Limits(
 _WARM_UP_ROUNDS = 2
 _OVERRUNS = 0.05
 _WIDTH = 150
+_ARM_STYLES = (("new", "o", "#4477aa"), ("device", "s", "#228833"), ("host", "^", "#cc3311"))
 
 
 def offload_overhead(
@@ -96,8 +101,6 @@ def offload_overhead(
     if out is not None:
         out.write_text(json.dumps(result, allow_nan=False) + "\n")
     if plot is not None:
-        from benchmarks.offload.overhead.plot import draw
-
         draw(result["nodes"], plot)
     if json_output:
         print(json.dumps(result, allow_nan=False))
@@ -146,7 +149,6 @@ def _measure(
 ) -> None:
     """Start the engines and ask them; every request is put into `samples`, by node."""
     # vLLM: only when it is wanted.
-    from benchmarks.offload.overhead.rounds import rounds
     from benchmarks.offload.overhead.vllm_runs import OverheadNode
 
     # Engines are ended on the way out, whatever the reason.
@@ -192,7 +194,7 @@ def _write_records(path: Path, samples: dict[str, list[Sample]]) -> None:
     with path.open("w") as file:
         for name, found in samples.items():
             for sample in found:
-                print(json.dumps({"node": name, **sample.to_dict()}), file=file)
+                print(json.dumps({"node": name, **asdict(sample)}), file=file)
 
 
 _RECOVERED = (
@@ -277,3 +279,75 @@ def _number(value: float | None, scale: float) -> str:
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:+.1f} %"
+
+
+def draw(nodes: list[dict[str, Any]], path: Path) -> Path:
+    """Draw the rows of `result.node_result`, a column for each node; returns `path`.
+
+    Above: the paper's overhead at each point, the curve of Eq. 8 that the paper's method fits to
+    it, and those of the recovered and the configured κ_crit. Below: the median TTFT of each point
+    and arm against that of the regression.
+    """
+    # Half a second to import: only where it is used, or every command would wait for it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * len(nodes), 8), layout="constrained")
+    panels = figure.subplots(2, len(nodes), squeeze=False)
+    for column, row in enumerate(nodes):
+        _overhead(panels[0][column], row)
+        _ttft(panels[1][column], row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(str(path))
+    return path
+
+
+def _overhead(axes: Any, row: dict[str, Any]) -> None:
+    published, isolated = row["paper_fit"], row["paper_fit_device_baseline"]
+    kappas = [point["kappa"] for point in published["points"]]
+    axes.errorbar(
+        kappas, [point["overhead"] for point in published["points"]],
+        [point["deviation"] for point in published["points"]],
+        fmt="o", color="#cc3311", capsize=2, label="against new tokens only (paper)",
+    )  # fmt: skip
+    axes.plot(
+        kappas, [point["overhead"] for point in isolated["points"]],
+        "s", color="#228833", markersize=4, label="against a device hit",
+    )  # fmt: skip
+    grid = np.geomspace(min(kappas) / 2, max(kappas) * 2, 200)
+    recovered = row["recovered"]["kappa_crit"]["value"]
+    for critical, style, label in (
+        (published["kappa_crit"], "--", "paper's fit"),
+        (recovered, "-", "regression"),
+        (row["configured"]["kappa_crit"], ":", "configured"),
+    ):
+        if critical is not None:
+            axes.plot(
+                grid, [pcie_overhead(kappa, critical) for kappa in grid], style,
+                color={"--": "#cc3311", "-": "#4477aa", ":": "black"}[style],
+                label=f"{label}: κ_crit {critical:.1f}",
+            )  # fmt: skip
+    axes.set(
+        xscale="log", xlabel="κ = C/N", ylabel="link's share of TTFT", ylim=(0, 1),
+        title=f"{row['node']} (paced)",
+    )  # fmt: skip
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+
+
+def _ttft(axes: Any, row: dict[str, Any]) -> None:
+    for arm, marker, colour in _ARM_STYLES:
+        cells = [cell for cell in row["cells"] if cell["arm"] == arm]
+        axes.plot(
+            [1e3 * cell["ttft_fit_s"] for cell in cells],
+            [1e3 * cell["ttft_median_s"] for cell in cells],
+            marker, color=colour, label={"new": "new tokens only"}.get(arm, f"{arm} hit"),
+        )  # fmt: skip
+    most = max(1e3 * cell["ttft_median_s"] for cell in row["cells"])
+    axes.plot([0, most], [0, most], color="black", linewidth=0.8)
+    axes.set(xlabel="fitted TTFT, ms", ylabel="measured TTFT, ms (median)")
+    axes.set_title(
+        f"R² {row['r_squared']:.4f} of requests, {row['cells_r_squared']:.5f} of medians"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)

@@ -7,8 +7,7 @@ pytestmark = [pytest.mark.live, pytest.mark.vllm]
 
 @pytest.mark.usefixtures("fresh_environment")
 async def test_every_arm_moves_and_computes_what_it_asked_for():
-    from benchmarks.offload.overhead.points import Limits, check_points, parse_points
-    from benchmarks.offload.overhead.rounds import rounds
+    from benchmarks.offload.overhead.points import Limits, check_points, parse_points, rounds
     from benchmarks.offload.overhead.vllm_runs import TINY_TOKEN_BYTES, OverheadNode
     from kappa.hardware import node_profile
     from kappa.shapes import model_shape

@@ -1,4 +1,4 @@
-"""What the offload microbenchmark asks for: points, arms, one request's result. Pure.
+"""What the offload microbenchmark asks for, and in which order: points, arms, rounds. Pure.
 
 A point is an exact number of new tokens N behind an exact number of cached ones C. Each is asked
 for in three arms, which differ only in where the C tokens are: nowhere (new tokens only), on the
@@ -8,15 +8,17 @@ apart, are refused before anything is started. Called by the command, the driver
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Arm = Literal["new", "device", "host"]
 ARMS: tuple[Arm, ...] = ("new", "device", "host")
+# The load of a host hit leaves its prefix on the device for the device hit.
+_HITS: tuple[Arm, ...] = ("host", "device")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -75,10 +77,6 @@ class Sample:
         }
         wrong = [f"{k} {found[k]} of {asked[k]} tokens" for k in asked if found[k] != asked[k]]
         return ", ".join(wrong)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return asdict(self)
 
 
 def parse_points(text: str) -> tuple[Point, ...]:
@@ -157,3 +155,36 @@ def _check(point: Point, limits: Limits) -> None:
                 f"point {point}: needs {new + cached + 1} tokens, the engine's {what} limit is "
                 f"{limit}"
             )
+
+
+class Asked(Protocol):
+    """A node that can be asked one request at a time."""
+
+    name: str
+
+    async def ask(self, point: Point, arm: Arm) -> Sample:
+        """One request, measured."""
+        ...
+
+
+async def rounds(
+    nodes: Sequence[Asked],
+    points: Sequence[Point],
+    count: int,
+    warm_up: int,
+    seed: int,
+    heard: Callable[[str, int, Sample], None],
+) -> None:
+    """Ask every point in every arm `warm_up` + `count` times, all interleaved.
+
+    A round asks every point once per arm on every node, points in random order and the arm of new
+    tokens before or after the hits; nodes take turns request by request, so that one rests while
+    another works. `heard` gets the node's name, the round (negative: warm-up), and the sample.
+    """
+    rng = np.random.default_rng(seed)
+    for number in range(-warm_up, count):
+        for index in rng.permutation(len(points)):
+            new_first = bool(rng.integers(2))
+            for arm in ("new", *_HITS) if new_first else (*_HITS, "new"):
+                for node in nodes:
+                    heard(node.name, number, await node.ask(points[index], arm))

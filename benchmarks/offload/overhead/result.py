@@ -1,27 +1,42 @@
 """From a node's requests to what is reported: what was recovered, against what was configured.
 
-Here the fits, which know nothing of the node, meet the node's own constants. Faulty requests (their
-counters differ from what the arm asked for) are counted and left out before. Pure; called by the
-command.
+Beside the regression stands the published way to the same constant. Paper 001 (§6.1, Figures 5 and
+6) takes O = 1 - TTFT(new tokens only)/TTFT(host hit) at each point and reads κ_crit off
+O = κ/(κ + κ_crit), Eq. 8. Its baseline has no cached context, so attention over the C tokens counts
+as link time (κ_crit too low); and below the weight-read floor, or beside a fixed cost, the baseline
+is no line in N (κ_crit too high). With the device hit as the baseline the first error goes and the
+second stays.
+
+Faulty requests (their counters differ from what the arm asked for) are counted and left out before.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.offload.overhead.law_fit import Estimate, LawFit, ModelFacts, fit_law, one_arm_rates
-from benchmarks.offload.overhead.paper_method import Overhead, PaperFit, fit_overhead
+import numpy as np
+
+from benchmarks.offload.overhead.law_fit import (
+    Estimate,
+    Floats,
+    LawFit,
+    ModelFacts,
+    fit_law,
+    one_arm_rates,
+)
 from benchmarks.offload.overhead.points import ARMS, Arm, Point, Sample
 from kappa.cost import kappa_crit
 from kappa.types import ModelShape, NodeProfile
 
-RATES = ("link_bytes_per_s", "flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s")
-"""Recovered constants that a node configures too, besides κ_crit."""
-
 Row = dict[str, Any]
+
+_RESAMPLES = 400
+_KAPPA_RANGE = (1e-3, 1e6)
 
 
 def node_result(
@@ -61,7 +76,7 @@ def node_result(
         "cells": list(_cells(samples, fit)),
         "requests": len(samples),
         "left_out": len(samples) - len(sound),
-        "faults": dict(_counted(sample.fault for sample in samples if sample.fault)),
+        "faults": dict(Counter(sample.fault for sample in samples if sample.fault)),
         "overrun_share": sum(bool(sample.overruns) for sample in samples) / max(len(samples), 1),
         "loaded_bytes": sum(sample.loaded_bytes for sample in samples),
     }
@@ -138,8 +153,83 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _counted(names: Iterable[str]) -> Iterable[tuple[str, int]]:
-    found: dict[str, int] = {}
-    for name in names:
-        found[name] = found.get(name, 0) + 1
-    return found.items()
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """A point's link overhead: mean over requests, and its standard deviation."""
+
+    point: Point
+    overhead: float
+    deviation: float
+
+
+@dataclass(frozen=True, slots=True)
+class PaperFit:
+    """κ_crit by Eq. 8, its 95 % confidence interval over requests, and the points behind it."""
+
+    kappa_crit: float
+    low: float
+    high: float
+    r_squared: float
+    points: tuple[Overhead, ...]
+
+
+def fit_overhead(samples: Sequence[Sample], baseline: Arm = "new", seed: int = 0) -> PaperFit:
+    """Fit Eq. 8 to the mean TTFTs of host hits against those of `baseline`.
+
+    Raises:
+        ValueError: a point lacks requests in one of the two arms.
+    """
+    times: dict[Point, dict[Arm, Floats]] = {}
+    for point in sorted({sample.point for sample in samples}):
+        mine = [sample for sample in samples if sample.point == point]
+        arms: tuple[Arm, ...] = (baseline, "host")
+        times[point] = {a: np.array([s.ttft_s for s in mine if s.arm == a]) for a in arms}
+        for arm, found in times[point].items():
+            if not len(found):
+                raise ValueError(f"point {point} has no request in the arm {arm!r}")
+    ratios = np.array([point.ratio for point in times])
+    overheads = np.array([_overhead(t[baseline], t["host"]) for t in times.values()])
+    critical = _critical(ratios, overheads)
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for _ in range(_RESAMPLES):
+        resampled = [
+            _overhead(_drawn(t[baseline], rng), _drawn(t["host"], rng)) for t in times.values()
+        ]
+        drawn.append(_critical(ratios, np.array(resampled)))
+    left = float(((overheads - ratios / (ratios + critical)) ** 2).sum())
+    spread = float(((overheads - overheads.mean()) ** 2).sum())
+    return PaperFit(
+        critical, float(np.quantile(drawn, 0.025)), float(np.quantile(drawn, 0.975)),
+        1.0 - left / spread if spread else math.nan,
+        tuple(
+            Overhead(point, float(o), _deviation(t[baseline], t["host"]))
+            for (point, t), o in zip(times.items(), overheads, strict=True)
+        ),
+    )  # fmt: skip
+
+
+def _overhead(without: Floats, host: Floats) -> float:
+    return 1.0 - float(without.mean()) / float(host.mean())
+
+
+def _deviation(without: Floats, host: Floats) -> float:
+    """Of one request's overhead, from the deviations of the two TTFTs."""
+    relative = math.hypot(without.std() / without.mean(), host.std() / host.mean())
+    return float(without.mean() / host.mean() * relative)
+
+
+def _drawn(values: Floats, rng: np.random.Generator) -> Floats:
+    return rng.choice(values, size=len(values))
+
+
+def _critical(ratios: Floats, overheads: Floats) -> float:
+    # Half a second to import: only where it is used, or every command would wait for it.
+    from scipy.optimize import minimize_scalar
+
+    def squares(log_critical: float) -> float:
+        return float(((overheads - ratios / (ratios + math.exp(log_critical))) ** 2).sum())
+
+    low, high = (math.log(bound) for bound in _KAPPA_RANGE)
+    found = minimize_scalar(squares, bounds=(low, high), method="bounded")
+    return math.exp(float(found.x))

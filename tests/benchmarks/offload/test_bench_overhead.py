@@ -5,8 +5,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.offload.bench_overhead import LIMITS, POINTS, offload_overhead
-from benchmarks.offload.overhead.points import check_points, parse_points
-from benchmarks.offload.overhead.rounds import rounds
+from benchmarks.offload.overhead.points import check_points, parse_points, rounds
 
 app = typer.Typer()
 app.command()(offload_overhead)

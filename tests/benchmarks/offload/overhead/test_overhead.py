@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from benchmarks.offload.overhead.law_fit import ModelFacts, fit_law, one_arm_rates
-from benchmarks.offload.overhead.paper_method import fit_overhead
 from benchmarks.offload.overhead.points import (
     ARMS,
     Limits,
@@ -15,6 +14,7 @@ from benchmarks.offload.overhead.points import (
     check_points,
     parse_points,
 )
+from benchmarks.offload.overhead.result import fit_overhead
 from kappa.cost import kappa_crit, ttft_s
 from kappa.hardware import node_profile
 from kappa.shapes import model_shape

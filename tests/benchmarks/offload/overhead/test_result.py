@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.offload.overhead.plot import draw
+from benchmarks.offload.bench_overhead import draw
 from benchmarks.offload.overhead.points import ARMS, Sample, parse_points
 from benchmarks.offload.overhead.result import node_result
 from kappa.cost import kappa_crit, ttft_s
