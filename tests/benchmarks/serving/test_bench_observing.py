@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.serving.observing import SEEN, UNSEEN, Collector, cpu_seconds, seen, unseen
+from benchmarks.serving.bench_observing import SEEN, UNSEEN, Collector, cpu_seconds, seen, unseen
 from deploy.cli import app
 from kappa.settings.cluster import ClusterSettings
 
