@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,15 +22,24 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.routing.peers.venvs import PeerError, peer_python
+from benchmarks.serving.arrival_error import stub
 from benchmarks.serving.clients import aiperf, ours, vllm_bench
-from benchmarks.serving.clients.common import ClientError, Plan, Played, prompts
-from benchmarks.serving.clients.compare import FIGURES, compared
+from benchmarks.serving.clients.common import (
+    FIGURES,
+    ClientError,
+    Plan,
+    Played,
+    compared,
+    figures,
+    prompts,
+)
+from benchmarks.serving.serve import Progress, progress
+from benchmarks.serving.stub_endpoint import MODEL
 from deploy.commands.provenance import Json, command, machine
 
 STUB = "a STUB without a model: the first token after {ttft_s:g} s, the others {gap_s:g} s apart"
 
 Play = Callable[[Plan, Path, Path], Played]
-Progress = Callable[[str], None]
 
 _CLIENTS: dict[str, Play] = {
     ours.NAME: ours.play,
@@ -62,7 +72,7 @@ def clients(
         modes.append((f"{rate:g} requests/s, evenly", {"rate_rps": rate}))
     if not modes:
         raise typer.BadParameter("nothing to run: give a --concurrency or a --rate")
-    say = _progress()
+    say = progress()
     pythons, not_run = _pythons(chosen, say)
     results = []
     load_before = os.getloadavg()[0]
@@ -71,7 +81,7 @@ def clients(
     with _endpoint(url, tokens, ttft_s, gap_s) as where:
         for what, pace in modes:
             plan = Plan(
-                url=where, model=model if url else _stub_model(),
+                url=where, model=model if url else MODEL,
                 prompts=prompts(requests, words, seed), output_tokens=tokens,
                 tokenizer=tokenizer, **pace,
             )  # fmt: skip
@@ -157,8 +167,6 @@ def _rounds(
 
 def _fresh(plan: Plan, salt: str, seed: int) -> Plan:
     """The same plan with prompts that no cache holds yet: the same words behind another first."""
-    from dataclasses import replace
-
     words = len(plan.prompts[0].split()) - 1
     salt = salt.replace(" ", "-")
     return replace(plan, prompts=prompts(len(plan.prompts), words, seed, salt))
@@ -169,8 +177,6 @@ def _endpoint(url: str | None, tokens: int, ttft_s: float, gap_s: float) -> Iter
     if url is not None:
         yield url.rstrip("/").removesuffix("/v1")
         return
-    from benchmarks.serving.arrival_error import stub
-
     with stub(tokens, ttft_s, gap_s, set()) as where:
         yield where
 
@@ -184,12 +190,6 @@ def _is_paced(url: str) -> bool:
         return any(row["paced"] for row in answer.raise_for_status().json()["nodes"])
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return False
-
-
-def _stub_model() -> str:
-    from benchmarks.serving.stub_endpoint import MODEL
-
-    return MODEL
 
 
 def _tokenizer() -> str:
@@ -213,16 +213,9 @@ def _versions() -> dict[str, str]:
 
 
 def _told(played: Played) -> str:
-    from benchmarks.serving.clients.compare import figures
-
     found = figures(played)
     ttft, tpot = (_ms(found[name]) for name in ("ttft_s", "tpot_s"))
     return f"TTFT {ttft}, TPOT {tpot}, {len(played.answers)} answers, {played.failed} failed"
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    return lambda what: console.print(f"[dim]{what}[/dim]", highlight=False)
 
 
 def _ms(value: float | None) -> str:

@@ -14,8 +14,15 @@ import msgspec
 import pytest
 
 from benchmarks.serving.clients import aiperf, ours, vllm_bench
-from benchmarks.serving.clients.common import ClientError, Plan, Played, prompts, run
-from benchmarks.serving.clients.compare import compared, figures
+from benchmarks.serving.clients.common import (
+    ClientError,
+    Plan,
+    Played,
+    compared,
+    figures,
+    prompts,
+    run,
+)
 from tests.loadtest.replay_records import failed, told
 
 SAMPLES = Path(__file__).with_name("samples")
