@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.offload.bench import Rig
 from benchmarks.offload.huggingface import offloaded_arm, offloaded_refused
 from benchmarks.offload.policies import Policies, Way
+from benchmarks.offload.rig import Rig
 from benchmarks.offload.rounds import LINK, Arm, Sample
 from benchmarks.offload.settings import DecodeCell
 from engine.decode import Decoder
+from engine.step import Ids
 from kappa.plan.cpu_offload import attention_refused
 
 _COPY_STEPS = 3
@@ -57,15 +58,20 @@ def _run(rig: Rig, cell: DecodeCell, way: Way) -> Callable[[], Sample]:
             on_cpu, bt = way.cpu, rig.block_tokens
             cpu = lambda length: on_cpu(length // bt * bt)  # noqa: E731
         decoder = Decoder(rig.forward, way.placement, order=cell.order, split=way.split, cpu=cpu)
-        try:
-            before = rig.timed(lambda: decoder.prefill(batches))
-            sample = rig.timed(lambda: [decoder.step() for _ in range(cell.gen - 1)])
-            tokens = torch.cat([torch.as_tensor(t) for t in decoder.tokens()])
-        finally:
-            decoder.close()
-        return replace(sample, before_s=before.latency_s, tokens=tuple(tokens.flatten().tolist()))
+        return decoded(rig, decoder, batches, cell.gen)
 
     return run
+
+
+def decoded(rig: Rig, decoder: Decoder, batches: list[list[Ids]], gen: int) -> Sample:
+    """Prompts, then `gen` - 1 steps, which are what is compared; the decoder is closed."""
+    try:
+        before = rig.timed(lambda: decoder.prefill(batches))
+        sample = rig.timed(lambda: [decoder.step() for _ in range(gen - 1)])
+        tokens = torch.cat([torch.as_tensor(t) for t in decoder.tokens()])
+    finally:
+        decoder.close()
+    return replace(sample, before_s=before.latency_s, tokens=tuple(tokens.flatten().tolist()))
 
 
 def _link_arm(rig: Rig, cell: DecodeCell) -> Arm:

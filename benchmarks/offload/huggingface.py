@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.offload.bench import Rig
+from benchmarks.offload.rig import Rig
 from benchmarks.offload.rounds import Arm, Sample
 from benchmarks.offload.settings import DecodeCell
 from engine.weights import Weights, layer_specs, outer_specs

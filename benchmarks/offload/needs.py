@@ -19,11 +19,13 @@ from benchmarks.offload.settings import (
     OffloadCell,
     PrefixCell,
     Setting,
+    SparseCell,
 )
 from benchmarks.offload.shapes import model
 from engine.arena import ArenaSize, ArenaTooLarge, free_host_bytes
 from engine.config import ModelConfig
 from engine.weights import DTYPES, layer_specs, outer_specs
+from kappa.plan.clo import Persistent, memory
 
 STORE_CHUNK_TOKENS = 2_048
 """A prompt that is to be cached is computed and stored in pieces of so many tokens."""
@@ -137,18 +139,52 @@ def refuse_too_large(setting: Setting) -> None:
     Raises:
         ArenaTooLarge: names the setting and model, what is needed and what is free.
     """
-    available = free(setting)
     for group in setting.groups:
-        wanted = needs(setting, group)
-        fits = wanted.device_bytes <= available.device_bytes or not wanted.device_bytes
-        if not fits or wanted.host_bytes > available.host_bytes:
-            raise ArenaTooLarge(
-                f"setting {setting.name!r} with {group.model} needs "
-                f"{_gib(wanted.device_bytes)} of device memory and {_gib(wanted.host_bytes)} of "
-                f"host memory, of which {_gib(available.device_bytes)} and "
-                f"{_gib(available.host_bytes)} are free: choose a smaller setting, such as "
-                "cpu-small, or a larger machine"
-            )
+        what = f"setting {setting.name!r} with {group.model}"
+        _refuse(setting, needs(setting, group), what, "a smaller setting, such as cpu-small")
+
+
+def refuse_sparse(setting: Setting, group: Group, cell: SparseCell) -> None:
+    """Raise unless a cell of sparse decoding fits what is free.
+
+    Raises:
+        ArenaTooLarge: names the cell, what is needed and what is free.
+    """
+    what = f"cell {cell.name} of {setting.name}"
+    _refuse(setting, sparse_needs(setting, group, cell), what, "clo-cpu")
+
+
+def _refuse(setting: Setting, wanted: Needs, what: str, instead: str) -> None:
+    available = free(setting)
+    fits = wanted.device_bytes <= available.device_bytes or not wanted.device_bytes
+    if not fits or wanted.host_bytes > available.host_bytes:
+        raise ArenaTooLarge(
+            f"{what} needs {_gib(wanted.device_bytes)} of device memory and "
+            f"{_gib(wanted.host_bytes)} of host memory, of which {_gib(available.device_bytes)} "
+            f"and {_gib(available.host_bytes)} are free: choose {instead}, or a larger machine"
+        )
+
+
+def sparse_needs(setting: Setting, group: Group, cell: SparseCell) -> Needs:
+    """Of a cell of sparse decoding, weights and a round's tokens included."""
+    config = model(group.model, setting.dtype)
+    persistent = first_layer(config.kv_heads, config.layers)
+    one = memory(config.shape, setting.clo, persistent, longest_tokens(setting, cell))
+    weights = config.shape.params_total * DTYPES[setting.dtype].itemsize
+    # Baselines hold their own caches beside it: one at a time, of three choices.
+    device = math.ceil(weights + cell.batch * (one.device_bytes + 3 * one.cache_bytes))
+    host = math.ceil(cell.batch * one.host_bytes)
+    return Needs(0, device + host) if setting.device == "cpu" else Needs(device, host)
+
+
+def longest_tokens(setting: Setting, cell: SparseCell) -> int:
+    """Of a sequence at the end of a round, the step before it included."""
+    return cell.context + setting.steps + 2
+
+
+def first_layer(kv_heads: int, layers: int) -> Persistent:
+    """All heads of the first layer: no similarities are known of random weights."""
+    return (tuple(range(kv_heads)), *[()] * (layers - 1))
 
 
 def _gib(size_bytes: int) -> str:

@@ -15,8 +15,9 @@ from functools import cache
 
 import torch
 
-from benchmarks.offload.bench import Rig
+from benchmarks.offload.decoding import decoded
 from benchmarks.offload.policies import Policies
+from benchmarks.offload.rig import Rig
 from benchmarks.offload.rounds import LINK, Arm, Sample
 from benchmarks.offload.settings import DecodeCell, OffloadCell
 from engine.cpu_offload import CpuOffload, Plan, Share
@@ -115,14 +116,7 @@ def _streamed(rig: Rig, cell: OffloadCell) -> Arm:
 
     def run() -> Sample:
         decoder = Decoder(rig.forward, always(KV_DEVICE), order="column")
-        try:
-            prompts = rig.prompts(cell.batch, cell.prompt)
-            before = rig.timed(lambda: decoder.prefill([prompts]))
-            sample = rig.timed(lambda: [decoder.step() for _ in range(cell.gen - 1)])
-            tokens = torch.as_tensor(decoder.tokens()[0])
-        finally:
-            decoder.close()
-        return replace(sample, before_s=before.latency_s, tokens=tuple(tokens.ravel().tolist()))
+        return decoded(rig, decoder, [rig.prompts(cell.batch, cell.prompt)], cell.gen)
 
     return Arm(BASELINE, run, policies.predicted_s(policies.way("device")))
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from benchmarks.offload.bench import Rig
 from benchmarks.offload.needs import STORE_CHUNK_TOKENS
+from benchmarks.offload.rig import Rig
 from benchmarks.offload.rounds import LINK, Arm, Sample
 from benchmarks.offload.settings import PrefixCell
 from engine.blocks import BlockType, Place

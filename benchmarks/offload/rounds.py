@@ -15,6 +15,8 @@ from dataclasses import dataclass
 LEAST_REPEATS = 5
 LINK = "link-alone"
 """The arm that copies what the baseline loads, with nothing else to do."""
+GATHER, COPY = "gather-alone", "copy-alone"
+"""Of sparse decoding: a layer's choice, gathered; and as many bytes in one piece."""
 
 
 @dataclass(frozen=True, slots=True)

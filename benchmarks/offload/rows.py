@@ -14,9 +14,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.offload.bench import Rig
+from benchmarks.offload.rig import Rig
 from benchmarks.offload.rounds import LINK, Arm, Sample, leaders, ratios, spread
-from benchmarks.offload.settings import Cell, DecodeCell, OffloadCell, Setting
+from benchmarks.offload.settings import Cell, DecodeCell, OffloadCell, PrefixCell, Setting
 
 
 def rows_of(
@@ -30,7 +30,7 @@ def rows_of(
     """One row per arm, in their order."""
     alone = statistics.median(one.h2d_bytes / one.link_s / 1e9 for one in samples[LINK])
     leads = leaders(arms)
-    want = _tokens(samples[baseline])
+    want = samples[baseline][-1].tokens
     rows = []
     for arm in arms:
         mine = samples[arm.name]
@@ -49,31 +49,30 @@ def rows_of(
             **_copied(arm, mine),
             "alone_gbps": alone,
             "predicted_s": arm.predicted_s,
-            "predicted_error": _error(arm, latency.median),
-            "predicted_error_of_least": _error(arm, least_s),
+            "predicted_error": error(arm.predicted_s, latency.median),
+            "predicted_error_of_least": error(arm.predicted_s, least_s),
             "baseline": baseline,
             "speedup": gain.median if decoding else None,
             "speedup_iqr": gain.iqr if decoding else None,
-            "tokens_equal": _equal(want, _tokens(mine)) if decoding else None,
+            "tokens_equal": _equal(want, mine[-1].tokens) if decoding else None,
             "chosen": arm.chosen,
             "note": arm.note,
             "same_as": None if leads[arm.name] == arm.name else leads[arm.name],
         }
-        if isinstance(cell, DecodeCell | OffloadCell) and decoding:
+        if not isinstance(cell, PrefixCell) and decoding:
             row |= _end_to_end(cell, samples, baseline, arm.name)
         rows.append(row)
     return rows
 
 
 def _where(setting: Setting, rig: Rig, cell: Cell) -> dict[str, Any]:
-    link = setting.link_bytes_per_s
     common = {
         "setting": setting.name,
         "cell": cell.name,
         "model": rig.config.shape.name,
         "dtype": setting.dtype,
         "weights": "streamed" if rig.streamed else "device",
-        "link": f"emulated, {link / 1e9:g} GB/s" if link else "own",
+        "link": setting.link,
     }
     if isinstance(cell, DecodeCell):
         system = {"row": "decode-row", "column": "decode-column"}[cell.order]
@@ -87,17 +86,16 @@ def _where(setting: Setting, rig: Rig, cell: Cell) -> dict[str, Any]:
             "prompt": cell.cached + cell.new, "cached": cell.cached, "gen": 1}  # fmt: skip
 
 
-def _error(arm: Arm, measured_s: float) -> float | None:
-    return None if arm.predicted_s is None else arm.predicted_s / measured_s - 1.0
+def error(predicted_s: float | None, measured_s: float) -> float | None:
+    """Of a prediction, relative to what was measured."""
+    return None if predicted_s is None else predicted_s / measured_s - 1.0
 
 
 def _rate(cell: Cell, latency_s: float) -> float:
     """Generated tokens per second; of decoding, those behind the first one (paper 000)."""
-    if isinstance(cell, DecodeCell):
-        return cell.sequences * (cell.gen - 1) / latency_s
-    if isinstance(cell, OffloadCell):
-        return cell.batch * (cell.gen - 1) / latency_s
-    return 1 / latency_s
+    if isinstance(cell, PrefixCell):
+        return 1 / latency_s
+    return cell.sequences * (cell.gen - 1) / latency_s
 
 
 def _copied(arm: Arm, samples: list[Sample]) -> dict[str, Any]:
@@ -108,15 +106,11 @@ def _copied(arm: Arm, samples: list[Sample]) -> dict[str, Any]:
     return {
         "gpu_busy": None if arm.name == LINK else statistics.median(busy),
         "bytes_h2d": samples[-1].h2d_bytes,
-        "gbps": _gbps(samples),
+        "gbps": statistics.median(one.h2d_bytes / one.latency_s / 1e9 for one in samples),
         "link_gbps": statistics.median(
             one.h2d_bytes / one.link_s / 1e9 if one.link_s else 0.0 for one in samples
         ),
     }
-
-
-def _gbps(samples: list[Sample]) -> float:
-    return statistics.median(one.h2d_bytes / one.latency_s / 1e9 for one in samples)
 
 
 def _end_to_end(
@@ -125,18 +119,13 @@ def _end_to_end(
     """With the prompts' computation (paper 003 counts it): tokens per second, and the speed-up."""
     both = [[one.before_s + one.latency_s for one in samples[which]] for which in (baseline, name)]
     total_s = statistics.median(both[1])
-    sequences = cell.sequences if isinstance(cell, DecodeCell) else cell.batch
     return {
         "prefill_s": statistics.median(one.before_s for one in samples[name]),
-        "end_to_end_tokens_per_s": sequences * cell.gen / total_s,
+        "end_to_end_tokens_per_s": cell.sequences * cell.gen / total_s,
         "end_to_end_speedup": statistics.median(
             base / own for base, own in zip(*both, strict=True)
         ),
     }
-
-
-def _tokens(samples: list[Sample]) -> tuple[int, ...]:
-    return samples[-1].tokens
 
 
 def _equal(want: tuple[int, ...], got: tuple[int, ...]) -> float:

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from benchmarks.offload import decoding, offloading, policies, prefixes
-from benchmarks.offload.bench import Rig, Unsteady, rig
 from benchmarks.offload.goals import judge
 from benchmarks.offload.needs import refuse_too_large
+from benchmarks.offload.rig import Rig, Unsteady, rig, sparse_rig
 from benchmarks.offload.rounds import LEAST_REPEATS, Arm, alternate, leaders
 from benchmarks.offload.rows import rows_of
 from benchmarks.offload.settings import (
@@ -33,13 +33,17 @@ from benchmarks.offload.settings import (
     OffloadCell,
     PrefixCell,
     Setting,
+    SparseCell,
     setting,
 )
+from benchmarks.offload.sparse import SparseArms
 from engine.arena import ArenaTooLarge
 from engine.blocks import OutOfBlocks
 from engine.profiling import device_name
 
 Told = Callable[[str], None]
+
+_KINDS: dict[type, str] = {PrefixCell: "ttft", OffloadCell: "offload", SparseCell: "sparse"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +70,30 @@ def run(names: Sequence[str], options: Options, told: Told = lambda line: None) 
     settings = [_cut(setting(name), options.only) for name in names]
     if len({one.device for one in settings}) > 1:
         raise ValueError("settings for a CPU and for a GPU do not go together: run them apart")
-    if not any(group.cells for one in settings for group in one.groups):
+    if not any(one.groups for one in settings):
         raise ValueError(f"no cell has any of {', '.join(options.only)} in its name")
     for one in settings:
-        refuse_too_large(one)
+        if not one.is_sparse:
+            refuse_too_large(one)
     return _Run(settings, options, told).run()
 
 
 def _cut(setting: Setting, only: tuple[str, ...]) -> Setting:
     """The setting with those cells alone."""
 
-    def wanted(group: Group, cell: Cell) -> bool:
-        kind = "ttft"
-        if not isinstance(cell, PrefixCell):
-            kind = cell.order if isinstance(cell, DecodeCell) else "offload"
+    def wanted(group: Group, cell: Cell | SparseCell) -> bool:
+        kind = cell.order if isinstance(cell, DecodeCell) else _KINDS[type(cell)]
         return not only or any(part in f"{group.model} {kind} {cell.name}" for part in only)
 
     groups = (
-        replace(group, cells=tuple(c for c in group.cells if wanted(group, c)))
+        replace(
+            group,
+            cells=tuple(cell for cell in group.cells if wanted(group, cell)),
+            sparse=tuple(cell for cell in group.sparse if wanted(group, cell)),
+        )
         for group in setting.groups
     )
-    return replace(setting, groups=tuple(group for group in groups if group.cells))
+    return replace(setting, groups=tuple(one for one in groups if one.cells or one.sparse))
 
 
 class _Run:
@@ -110,6 +117,10 @@ class _Run:
         return self.result()
 
     def _group(self, setting: Setting, group: Group) -> None:
+        if setting.is_sparse:
+            for sparse in group.sparse:
+                self._sparse(setting, group, sparse)
+            return
         self.told(f"{setting.name}: {group.model}, measuring rates")
         with rig(setting, group) as made:
             self.profiles.append({"setting": setting.name, **made.measured})
@@ -136,6 +147,19 @@ class _Run:
             left_out = {"all": f"out of memory: {error}"}
         for name, why in left_out.items():
             self._leave_out(f"{where}: {name}", why)
+
+    def _sparse(self, setting: Setting, group: Group, cell: SparseCell) -> None:
+        """One that does not fit is left out, and the others go on."""
+        where = f"{setting.name} {group.model} {cell.name}"
+        self.told(where)
+        try:
+            with sparse_rig(setting, group, cell) as made:
+                ways = SparseArms(setting, made)
+                arms = ways.arms()
+                self.rows += ways.rows(arms, alternate(arms, self.options.repeats))
+        except (ArenaTooLarge, OutOfBlocks, torch.OutOfMemoryError) as error:
+            self._leave_out(where, str(error))
+        self._write()
 
     def _measure(
         self, setting: Setting, made: Rig, cell: Cell, arms: list[Arm], baseline: str
@@ -175,6 +199,8 @@ class _Run:
         return device_name(self.device)
 
     def result(self) -> dict[str, Any]:
+        sparse = any(one.is_sparse for one in self.settings)
+        injected = {"hit_rates": "injected: contents are random and no model's"} if sparse else {}
         return {
             "device": self._device_name(),
             "date": datetime.now(UTC).date().isoformat(),
@@ -188,6 +214,7 @@ class _Run:
             "goals": judge(self.rows, self.device.type),
             "left_out": self.left_out,
             "profiles": self.profiles,
+            **injected,
         }
 
 

@@ -4,6 +4,8 @@ A cell is one point of an experiment: a batch of sequences that decodes behind a
 whose first part is cached. `cpu-*` run anywhere; the others are the shapes of papers 000 and 003
 and need a GPU. In `cpu-paced*` the link is emulated: copies take as long as on a link of the given
 bandwidth, asleep, so that they leave the processor to the computation, as a GPU's copies do.
+`clo-*` decode with a sparse choice of the cache (paper 004, Fig. 10, within 48 GB of device
+memory): weights, keys and values are no trained model's, so hit rates are injected.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ from dataclasses import dataclass, field
 
 from engine.forward import Order
 from engine.profiling import ProfileSettings
+from kappa.plan.clo import CloConfig
 
 GIB = 1 << 30
+PAPER_HITS = 0.79
+"""Mean hit rate that paper 004 reports (79.2 %); its range is 0.65 to 0.90."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +81,28 @@ class OffloadCell:
     cpu_threads: int = 1
 
     @property
+    def sequences(self) -> int:
+        """Of its one batch."""
+        return self.batch
+
+    @property
     def name(self) -> str:
         """As `--only` finds it: offload-30x512/32."""
         return f"offload-{self.batch}x{self.prompt}/{self.gen}"
+
+
+@dataclass(frozen=True, slots=True)
+class SparseCell:
+    """`batch` sequences of `context` tokens each that decode. hits: rates that are injected."""
+
+    batch: int
+    context: int
+    hits: tuple[float, ...] = (PAPER_HITS,)
+
+    @property
+    def name(self) -> str:
+        """As `--only` finds it: 4x8192."""
+        return f"{self.batch}x{self.context}"
 
 
 Cell = DecodeCell | PrefixCell | OffloadCell
@@ -89,12 +113,14 @@ class Group:
     """Cells of one model with its weights in one place.
 
     cpu_threads: that may attend to KV in host memory; with 0 the policies "cpu-*" are refused.
+    sparse: cells of sparse decoding, which have a rig each, and arms and rows of their own.
     """
 
     model: str
     cells: tuple[Cell, ...]
     streamed: bool = False
     cpu_threads: int = 0
+    sparse: tuple[SparseCell, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +129,8 @@ class Setting:
 
     link_bytes_per_s: of an emulated link; 0: the machine's own. cap_bytes: device memory that may
     be used; 0: all of it. threads: that compute on a CPU, besides the link's; 0: as torch decides.
-    profile: how the rates are measured.
+    profile: how the rates are measured. clo, steps: of sparse decoding, what is chosen, and for how
+    many steps.
     """
 
     name: str
@@ -115,6 +142,19 @@ class Setting:
     cap_bytes: int = 0
     threads: int = 0
     profile: ProfileSettings = field(default_factory=ProfileSettings)
+    clo: CloConfig = field(default_factory=CloConfig)
+    steps: int = 16
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether its cells are of sparse decoding."""
+        return any(group.sparse for group in self.groups)
+
+    @property
+    def link(self) -> str:
+        """As rows name it."""
+        pace = self.link_bytes_per_s
+        return f"emulated, {pace / 1e9:g} GB/s" if pace else "own"
 
 
 _SLOW_BYTES_PER_S = 200e6
@@ -276,6 +316,31 @@ _SMALLEST = Setting(
     ),
     block_tokens=8, link_bytes_per_s=40e6, threads=1, profile=_TINY,
 )  # fmt: skip
+_HIT_SWEEP = (0.65, PAPER_HITS, 0.9)
+_CPU_CELLS = (SparseCell(1, 4096, _HIT_SWEEP), SparseCell(4, 2048, _HIT_SWEEP))
+_MEAN = (PAPER_HITS,)
+_BATCHES = tuple(
+    SparseCell(batch, 8192, _HIT_SWEEP if batch == 16 else _MEAN) for batch in (4, 8, 16, 32, 64)
+)
+_LONG = tuple(SparseCell(1, thousands * 1024) for thousands in (32, 64, 128, 256))
+
+
+def _sparse_gpu(name: str, model: str, cells: tuple[SparseCell, ...], epsilon: float) -> Setting:
+    return Setting(
+        name, "cuda", "float16", (Group(model, (), sparse=cells),), cap_bytes=48 * GIB,
+        clo=CloConfig(epsilon=epsilon),
+    )  # fmt: skip
+
+
+def _sparse_cpu(name: str, link_bytes_per_s: float) -> Setting:
+    groups = (Group("llama-small", (), sparse=_CPU_CELLS),)
+    return Setting(name, "cpu", "float32", groups, link_bytes_per_s=link_bytes_per_s, threads=1)
+
+
+_SMALLEST_SPARSE = Setting(
+    "clo-cpu-smallest", "cpu", "float32", (Group("llama-tiny", (), sparse=(SparseCell(2, 256),)),),
+    block_tokens=8, link_bytes_per_s=20e6, threads=1, clo=CloConfig(recent_tokens=16), steps=4,
+)  # fmt: skip
 SETTINGS: dict[str, Setting] = {
     setting.name: setting
     for setting in (
@@ -284,6 +349,11 @@ SETTINGS: dict[str, Setting] = {
         _SMALLEST_OFFLOAD,
         _kvpr("opt-6.7b"), _kvpr("opt-13b"), _kvpr_weights(), _hybrid(), _ttft(),
         _cpu_offload_13b(), *(_cpu_kv(threads) for threads in (1, 4, 8, 15)),
+        _SMALLEST_SPARSE, _sparse_cpu("clo-cpu", 0.0), _sparse_cpu("clo-cpu-paced", 100e6),
+        _sparse_gpu("clo-llama-8k", "llama-3-8b", _BATCHES, 0.1),
+        _sparse_gpu("clo-llama-long", "llama-3-8b", (*_LONG, SparseCell(1, 512 * 1024)), 0.1),
+        _sparse_gpu("clo-qwen-8k", "qwen-2.5-14b", _BATCHES[:3], 0.05),
+        _sparse_gpu("clo-qwen-long", "qwen-2.5-14b", _LONG[:3], 0.05),
     )
 }  # fmt: skip
 

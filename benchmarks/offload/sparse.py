@@ -1,40 +1,25 @@
-"""`python -m benchmarks.offload.sparse`: decoding with a sparse choice of a cache in host memory.
+"""Decoding with a sparse choice of a cache in host memory, one arm per way, and its rows.
 
 CLO with injected hit rates beside what it is compared with in paper 004: the whole choice loaded
 each step one layer ahead ("prefetch-all"), an LRU cache of blocks that the host manages
 ("lru-blocks"), and the gather of rows beside a plain copy of as many bytes. Every row says the rate
-that was injected; none is a property of a model. Progress goes to standard error, one JSON object
-to standard output.
+that was injected; none is a property of a model.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.offload.rounds import LEAST_REPEATS, Arm, Sample, alternate, ratios, spread
-from benchmarks.offload.sparse_goals import COPY, GATHER, judge
+from benchmarks.offload.rig import SparseRig
+from benchmarks.offload.rounds import COPY, GATHER, Arm, Sample, ratios, spread
+from benchmarks.offload.rows import error
+from benchmarks.offload.settings import PAPER_HITS, Setting
 from benchmarks.offload.sparse_lru import LruDecoder
-from benchmarks.offload.sparse_rig import SparseRig, sparse_rig
-from benchmarks.offload.sparse_settings import (
-    PAPER_HITS,
-    SPARSE_SETTINGS,
-    SparseSetting,
-    sparse_setting,
-)
-from engine.arena import ArenaTooLarge
-from engine.blocks import OutOfBlocks
-from engine.profiling import device_name
 from engine.sparse.cache import Pending, SimilarityCache
 from engine.sparse.forward import SparseForward
 from engine.sparse.gather import Gather, pairs
@@ -43,7 +28,6 @@ from engine.sparse.view import View
 from kappa.plan.clo import step_seconds
 from kappa.plan.heads import equal_heads
 
-Told = Callable[[str], None]
 PREFETCH_ALL, LRU, NO_LOADS = "prefetch-all", "lru-blocks", "clo-100"
 NO_COPIES = "choose-only"
 _RIVALS = (PREFETCH_ALL, LRU)
@@ -56,10 +40,10 @@ class _NoCopies(SimilarityCache):
         return Pending(self.lanes.mover.mark(), [])
 
 
-class _Cell:
+class SparseArms:
     """The arms of one cell, and their rows."""
 
-    def __init__(self, setting: SparseSetting, rig: SparseRig) -> None:
+    def __init__(self, setting: Setting, rig: SparseRig) -> None:
         self.setting, self.rig, self.cell = setting, rig, rig.cell
         self.hit_ratios: dict[str, float | None] = {}
         self.managed_s: list[float] = []
@@ -84,7 +68,7 @@ class _Cell:
 
         def run() -> Sample:
             rig.open()
-            heads = equal_heads(rig.forward.config.shape)
+            heads = equal_heads(rig.config.shape)
             cache = kind(rig.lanes, heads, injected_hits=hits)
             sparse = SparseForward(rig.forward, cache, ahead)
             lanes = range(self.cell.batch)
@@ -183,8 +167,8 @@ class _Cell:
                 "tokens_per_s": self.cell.batch / latency.median if decoding else None,
                 "bytes_h2d": moved / steps, "link_gbps": _rate(samples[arm.name]),
                 "predicted_s": predicted,
-                "predicted_error": _error(predicted, latency.median),
-                "predicted_error_of_least": _error(predicted, min(mine)),
+                "predicted_error": error(predicted, latency.median),
+                "predicted_error_of_least": error(predicted, min(mine)),
                 "baseline": best, "speedup": gain.median if decoding else None,
                 "speedup_iqr": gain.iqr if decoding else None,
                 "managed_s": spread(self.managed_s).median / steps if arm.name == LRU else None,
@@ -200,27 +184,22 @@ class _Cell:
         hits = self.hit_ratios.get(name)
         if hits is None or name in (LRU, NO_LOADS, NO_COPIES):
             return None
-        layers = self.rig.forward.config.layers
+        layers = self.rig.config.layers
         step_s = least[NO_LOADS] + (1.0 - hits) * max(0.0, least[NO_COPIES] - least[NO_LOADS])
         return step_seconds(
-            self.rig.forward.config.shape, self.setting.clo, self.rig.persistent,
+            self.rig.config.shape, self.setting.clo, self.rig.persistent,
             self.cell.context, miss=1.0 - hits, link=link, layer_s=step_s / layers,
             batch=self.cell.batch, ahead=not name.endswith("waited"),
         ).tbt_s  # fmt: skip
 
     def _where(self) -> dict[str, Any]:
-        link = self.setting.link_bytes_per_s
         return {
             "setting": self.setting.name, "system": "decode-sparse", "cell": self.cell.name,
-            "model": self.rig.forward.config.shape.name, "dtype": self.setting.dtype,
+            "model": self.rig.config.shape.name, "dtype": self.setting.dtype,
             "batch": self.cell.batch, "context": self.cell.context,
             "share": self.setting.clo.share,
-            "link": f"emulated, {link / 1e9:g} GB/s" if link else "own",
+            "link": self.setting.link,
         }  # fmt: skip
-
-
-def _error(predicted_s: float | None, measured_s: float) -> float | None:
-    return None if predicted_s is None else predicted_s / measured_s - 1.0
 
 
 def _label(name: str) -> str | None:
@@ -232,86 +211,3 @@ def _label(name: str) -> str | None:
 def _rate(samples: Sequence[Sample]) -> float | None:
     rates = [one.h2d_bytes / one.link_s / 1e9 for one in samples if one.link_s]
     return spread(rates).median if len(rates) > 1 else None
-
-
-def run_sparse(
-    names: Sequence[str], repeats: int, only: Sequence[str] = (), told: Told = lambda line: None,
-    out: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure the settings of these names; the result, ready for JSON.
-
-    Raises:
-        ValueError: a name that is not known, no cell that is asked for, or too few repeats.
-    """
-    settings = [sparse_setting(name) for name in names]
-    chosen = [
-        (one, cell)
-        for one in settings
-        for cell in one.cells
-        if not only or any(part in cell.name for part in only)
-    ]
-    if not chosen:
-        raise ValueError(f"no cell has any of {', '.join(only)} in its name")
-    if repeats < LEAST_REPEATS:
-        raise ValueError(f"{repeats} repeats say too little: give {LEAST_REPEATS} or more")
-    load = os.getloadavg()
-    rows: list[dict[str, Any]] = []
-    left_out: list[dict[str, str]] = []
-    for setting, cell in chosen:
-        where = f"{setting.name} {setting.model} {cell.name}"
-        told(where)
-        try:
-            with sparse_rig(setting, cell) as rig:
-                made = _Cell(setting, rig)
-                arms = made.arms()
-                rows += made.rows(arms, alternate(arms, repeats))
-        except (ArenaTooLarge, OutOfBlocks, torch.OutOfMemoryError) as error:
-            told(f"left out: {where}: {error}")
-            left_out.append({"what": where, "why": str(error)})
-        result = _result(settings, rows, left_out, load)
-        if out is not None:
-            out.write_text(json.dumps(result, allow_nan=False, indent=1) + "\n")
-    return result
-
-
-def _result(
-    settings: list[SparseSetting], rows: list[dict[str, Any]], left_out: list[dict[str, str]],
-    load: tuple[float, float, float],
-) -> dict[str, Any]:  # fmt: skip
-    device = torch.device(settings[0].device)
-    return {
-        "device": device_name(device) if rows else settings[0].device,
-        "date": datetime.now(UTC).date().isoformat(),
-        "settings": [one.name for one in settings],
-        "torch": torch.__version__, "cores": os.cpu_count(),
-        "load_average": {"start": load, "end": os.getloadavg()},
-        "hit_rates": "injected: contents are random and no model's",
-        "rows": rows, "goals": judge(rows, device.type), "left_out": left_out,
-    }  # fmt: skip
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run; 0, or 1 where nothing could be measured, or 2 where what was asked for is not there."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.offload.sparse", description=__doc__
-    )
-    add = parser.add_argument
-    add("--setting", action="append", help=f"as often as wanted: {', '.join(SPARSE_SETTINGS)}")
-    add("--repeats", type=int, default=LEAST_REPEATS, help="rounds, beside a warm-up")
-    add("--only", action="append", default=[], help="part of a cell's name: 4x8192")
-    add("--out", type=Path, help="write the JSON object here, after every cell")
-    asked = parser.parse_args(arguments)
-    try:
-        result = run_sparse(
-            asked.setting or ["clo-cpu"], asked.repeats, asked.only,
-            lambda line: print(line, file=sys.stderr), asked.out,
-        )  # fmt: skip
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(result, allow_nan=False))
-    return 0 if result["rows"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

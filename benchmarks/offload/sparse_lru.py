@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.offload.sparse_rig import SparseRig
+from benchmarks.offload.rig import SparseRig
 from engine import layers
 from engine.rope import angles, frequencies
 from engine.sparse.view import View

@@ -7,8 +7,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.offload.bench_offload import offload
-from benchmarks.offload.plot import draw
+from benchmarks.offload.bench_offload import draw, offload
 
 app = typer.Typer()
 app.command()(offload)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.offload.bench import rig
 from benchmarks.offload.huggingface import generate, offloaded_refused, their_model
 from benchmarks.offload.needs import arena_size
 from benchmarks.offload.policies import Policies
+from benchmarks.offload.rig import rig
 from benchmarks.offload.rounds import Sample
 from benchmarks.offload.settings import DecodeCell, Group, PrefixCell, setting
 from benchmarks.offload.shapes import model

@@ -4,17 +4,17 @@ import json
 
 import pytest
 
-from benchmarks.offload import sparse as command
-from benchmarks.offload.sparse import run_sparse
-from benchmarks.offload.sparse_goals import judge
-from benchmarks.offload.sparse_rig import needed_bytes
-from benchmarks.offload.sparse_settings import GIB, SPARSE_SETTINGS
+from benchmarks.offload import __main__ as command
+from benchmarks.offload.goals import judge
+from benchmarks.offload.needs import GIB, sparse_needs
+from benchmarks.offload.run import Options, run
+from benchmarks.offload.settings import SETTINGS
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     out = tmp_path_factory.mktemp("bench") / "rows.json"
-    done = run_sparse(["clo-cpu-smallest"], 5, out=out)
+    done = run(["clo-cpu-smallest"], Options(out=out))
     assert json.loads(out.read_text())["rows"] == json.loads(json.dumps(done["rows"]))
     return done
 
@@ -71,17 +71,18 @@ def test_published_figures_are_judged_on_a_gpu_alone(result):
 
 
 def test_settings_for_a_gpu_fit_the_machine_they_are_for():
-    for setting in SPARSE_SETTINGS.values():
-        for cell in setting.cells:
-            device, host = needed_bytes(setting, cell)
-            assert host < 100 * GIB, (setting.name, cell.name)
-            if setting.device == "cuda":
-                assert device < setting.cap_bytes, (setting.name, cell.name)
+    sparse = [setting for setting in SETTINGS.values() if setting.is_sparse]
+    assert len(sparse) == 7
+    for setting in sparse:
+        for cell in setting.groups[0].sparse:
+            wanted = sparse_needs(setting, setting.groups[0], cell)
+            assert wanted.host_bytes < 100 * GIB, (setting.name, cell.name)
+            assert wanted.device_bytes <= setting.cap_bytes, (setting.name, cell.name)
 
 
 def test_what_does_not_fit_is_left_out_with_both_numbers(monkeypatch):
-    monkeypatch.setattr("benchmarks.offload.sparse_rig.free_host_bytes", lambda: 1000)
-    done = run_sparse(["clo-cpu-smallest"], 5)
+    monkeypatch.setattr("benchmarks.offload.needs.free_host_bytes", lambda: 1000)
+    done = run(["clo-cpu-smallest"], Options())
     assert not done["rows"] and "are free: choose clo-cpu" in done["left_out"][0]["why"]
 
 
