@@ -18,7 +18,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 
 from engine.config import ModelConfig
-from engine.step import Group
+from engine.step import Group, PagedPart
 
 # Scores held at once by `partial`, in elements.
 _SCORES = 1 << 26
@@ -81,17 +81,39 @@ def _partials(
     q = q.view(group.batch, group.queries, config.heads, config.head_dim).transpose(1, 2)
     results: list[Partial] = []
     for part in group.parts:
-        shape = (group.batch, part.keys, config.kv_heads, config.head_dim)
-        source = pool if part.pool else rows
-        k = source.index_select(0, part.k_rows).view(shape).transpose(1, 2)
-        v = source.index_select(0, part.v_rows).view(shape).transpose(1, 2)
-        # Only this step's own tokens can come after a query, and those are not in the pool.
-        causal = group.queries > 1 and not part.pool
+        if isinstance(part, PagedPart):
+            k, v, causal = *_from_blocks(part, group.batch, pool, config), False
+        else:
+            source = pool if part.pool else rows
+            shape = (group.batch, part.keys, config.kv_heads, config.head_dim)
+            k, v = (
+                source.index_select(0, of).view(shape).transpose(1, 2)
+                for of in (part.k_rows, part.v_rows)
+            )
+            # Only this step's own tokens can come after a query, and those are not in the pool.
+            causal = group.queries > 1 and not part.pool
         if len(group.parts) == 1 and not group.on_cpu:
             out = dense(q, k, v, scale, causal=causal, visible=part.visible)
             return [(out, out)]
         results.append(partial(q, k, v, scale, causal=causal, visible=part.visible))
     return results
+
+
+def _from_blocks(
+    part: PagedPart, batch: int, pool: Tensor, config: ModelConfig
+) -> tuple[Tensor, Tensor]:
+    """Keys and values (batch, kv_heads, keys, d) of whole blocks."""
+    halves = pool.view(-1, part.block_tokens, config.kv_heads, config.head_dim)
+    found = []
+    for rows in (part.k_rows, part.v_rows):
+        held = halves.index_select(0, rows)
+        if part.inside is not None:
+            # What nobody wrote may hold no number, and would spoil even what is masked.
+            ends = held.index_select(0, part.last)
+            held.index_copy_(0, part.last, ends.where(part.inside[..., None, None], 0))
+        held = held.view(batch, -1, config.kv_heads, config.head_dim)[:, : part.keys]
+        found.append(held.transpose(1, 2))
+    return found[0], found[1]
 
 
 def dense(

@@ -1,20 +1,24 @@
 """Typed blocks and the tables that say where a sequence's tokens lie: ids only, no tensors.
 
 A `BlockPool` hands out the blocks of one type in one place and counts who uses each; a `BlockTable`
-lists, for one sequence, the block that holds each run of `block_tokens` tokens. Every misuse (a
-block given back twice, one that nobody has, a table longer than its blocks) raises `BlockError` and
-is counted. The tensors behind the pools are in `engine.arena`.
+lists, for one sequence, the device block that holds each run of `block_tokens` tokens. Every misuse
+(a block given back twice, one that nobody has, a table longer than its blocks) raises `BlockError`
+and is counted. The tensors behind the pools are in `engine.arena`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 BlockType = Literal["kv", "act"]
 Place = Literal["device", "host"]
+Ids = NDArray[np.int64]
 
 
 class OutOfBlocks(Exception):
@@ -23,14 +27,6 @@ class OutOfBlocks(Exception):
 
 class BlockError(ValueError):
     """Blocks were used against the rules: the caller has a bug."""
-
-
-class Entry(NamedTuple):
-    """What one block of a sequence's tokens is, where it lies, and which block of that pool."""
-
-    type: BlockType
-    place: Place
-    block: int
 
 
 class BlockPool:
@@ -201,48 +197,36 @@ class BlockPool:
 
 
 class BlockTable:
-    """Where one sequence's tokens lie: block i holds tokens [i·block_tokens, (i+1)·block_tokens).
+    """Where one sequence's KV lies: block i holds tokens [i·block_tokens, (i+1)·block_tokens).
 
-    `tokens` are filled in; the last block may be ragged, and blocks may stand ready behind it. A
-    table names blocks, it does not own them: their users are counted by the pools.
+    device (blocks,): its device blocks, -1 where a block stays in host memory. `tokens` are filled
+    in; the last block may be ragged, and blocks may stand ready behind it. A table names blocks, it
+    does not own them: their users are counted by the pools.
     """
 
-    __slots__ = ("block_tokens", "entries", "tokens")
+    __slots__ = ("block_tokens", "device", "tokens")
 
-    def __init__(self, block_tokens: int, entries: Iterable[Entry] = (), tokens: int = 0) -> None:
+    def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self.entries = list(entries)
-        self.tokens = 0
-        self.fill(tokens)
+        self.clear()
 
     def __len__(self) -> int:
         """Blocks."""
-        return len(self.entries)
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self.entries)
+        return len(self.device)
 
     @property
     def room_tokens(self) -> int:
         """Tokens that its blocks can hold."""
-        return len(self.entries) * self.block_tokens
+        return len(self.device) * self.block_tokens
 
-    def append(self, type: BlockType, place: Place, blocks: Iterable[int]) -> None:
-        """Blocks for the tokens behind."""
-        self.entries.extend(Entry(type, place, block) for block in blocks)
+    def clear(self) -> None:
+        """No blocks, no tokens."""
+        self.device: Ids = np.empty(0, np.int64)
+        self.tokens = 0
 
-    def replace(self, start: int, type: BlockType, place: Place, blocks: Sequence[int]) -> None:
-        """Blocks from index `start` on lie elsewhere now.
-
-        Raises:
-            BlockError: there are not so many.
-        """
-        if not 0 <= start <= start + len(blocks) <= len(self.entries):
-            raise BlockError(
-                f"block table of {len(self.entries)} blocks: "
-                f"cannot replace {start}..{start + len(blocks)}"
-            )
-        self.entries[start : start + len(blocks)] = [Entry(type, place, b) for b in blocks]
+    def append(self, blocks: Sequence[int]) -> None:
+        """Device blocks for the tokens behind; -1 for one in host memory."""
+        self.device = np.concatenate((self.device, np.array(blocks, np.int64)))
 
     def fill(self, tokens: int) -> None:
         """The sequence has `tokens` tokens in its blocks now.
@@ -252,31 +236,27 @@ class BlockTable:
         """
         if not 0 <= tokens <= self.room_tokens:
             raise BlockError(
-                f"block table: {tokens} tokens do not fit {len(self.entries)} blocks of "
-                f"{self.block_tokens}"
+                f"block table: {tokens} tokens do not fit {len(self)} blocks of {self.block_tokens}"
             )
         self.tokens = tokens
 
-    def line(self, type: BlockType, place: Place) -> list[int]:
-        """Ids of all blocks that are of that type and place, -1 for the others."""
-        return [e.block if (e.type, e.place) == (type, place) else -1 for e in self.entries]
+    def on_device(self) -> list[int]:
+        """Ids of all its device blocks."""
+        blocks: list[int] = self.device[self.device >= 0].tolist()
+        return blocks
 
-    def blocks(
-        self, type: BlockType, place: Place, start: int = 0, stop: int | None = None
-    ) -> list[int]:
-        """Ids of the blocks [start, stop), which must all be of that type and place.
+    def blocks(self, start: int = 0, stop: int | None = None) -> list[int]:
+        """Ids of the device blocks [start, stop), all of which must be on the device.
 
         Raises:
             BlockError: one is not; names it.
         """
-        ids = []
-        for index, entry in enumerate(self.entries[start:stop], start):
-            if entry.type != type or entry.place != place:
-                raise BlockError(
-                    f"block {index} of the table is {entry.type} on the {entry.place}, "
-                    f"wanted {type} on the {place}"
-                )
-            ids.append(entry.block)
+        ids: list[int] = self.device[start:stop].tolist()
+        if -1 in ids:
+            raise BlockError(
+                f"block {start + ids.index(-1)} of the table is in host memory, "
+                "wanted on the device"
+            )
         return ids
 
 

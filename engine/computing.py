@@ -14,20 +14,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.forward import Forward
 from engine.loads import Loads
-from engine.rows import Executor, Row
+from engine.prefill import Row, compute_rows
 from engine.sampling import sample
 from engine.sequence import Load, Sequence
 from engine.sparse.serving import SparseServing
-from engine.transfer import Mover, TransferFailed
+from engine.transfer import TransferFailed
 
 
 class Computer:
-    """Computes rows: those of requests that have a lane there, all others by the executor.
+    """Computes rows: those of requests that have a lane there, all others together.
 
     Args:
-        executor: the model.
-        mover: of its loads.
+        forward: the model.
         loads: told which arrived, and which did not.
         row_of: the row of so many tokens of a sequence, from a position on.
         budget_tokens: of a call, where a prefix has to be computed that did not arrive.
@@ -38,14 +38,13 @@ class Computer:
 
     def __init__(
         self,
-        executor: Executor,
-        mover: Mover,
+        forward: Forward,
         loads: Loads,
         row_of: Callable[[Sequence, int, int], Row],
         budget_tokens: int,
     ) -> None:
-        self._executor = executor
-        self._mover = mover
+        self._forward = forward
+        self._mover = forward.mover
         self._loads = loads
         self._row_of = row_of
         self._budget_tokens = budget_tokens
@@ -116,10 +115,11 @@ class Computer:
         most = self._budget_tokens
         for start in range(load.start * load.block_tokens, row.start, most):
             self._run({sequence: self._row_of(sequence, start, min(most, row.start - start))})
-        return self._run({sequence: replace(row, load=None)})
+        new = row.tokens[row.start - row.first :]
+        return self._run({sequence: replace(row, tokens=new, load=None)})
 
     def _run(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
-        logits = self._executor.run(list(rows.values()))
+        logits = compute_rows(self._forward, list(rows.values()))
         return {sequence: logits[index] for index, sequence in enumerate(rows)}
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from engine.arena import Arena
 from engine.attention import Partial, combine
-from engine.blocks import runs
+from engine.blocks import Ids, runs
 from engine.config import ModelConfig
 from engine.cpu_worker import CpuWorker, result
-from engine.host_context import HostContext, Ids, OnCpu
 from engine.mover import Mover
+from engine.step import HostContext, OnCpu
 
 # Of a run read in place, blocks per call: their results are merged while a cache has them.
 _RUN_BLOCKS = 64

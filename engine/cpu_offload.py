@@ -22,10 +22,10 @@ from engine.cpu_kv import CpuKv
 from engine.cpu_weights import CpuWeights, LayerStream
 from engine.cpu_worker import CpuWorker, result
 from engine.forward import Forward
-from engine.index import build_step
 from engine.prefill import Prompt, prompt_work
 from engine.rope import angles
 from engine.step import Ids, Pages
+from engine.step_builder import build_step
 from kappa.plan.cpu_offload import Mode
 
 

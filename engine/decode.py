@@ -18,9 +18,9 @@ from torch import Tensor
 
 from engine.blocks import BlockType, Place
 from engine.forward import Forward, Order
-from engine.index import build_step
 from engine.prefill import Prompt, attend_on_cpu, held_sources, prompt_work
 from engine.step import COLUMNS, Ids, Pages, Source, Step, Work
+from engine.step_builder import build_step
 
 _NEVER = 1 << 60
 

@@ -1,27 +1,24 @@
-"""Which queries of a step are attended to by one call, and the rows of their keys and values.
+"""Which queries of a step are attended to by one call, and where their keys and values are.
 
 A single query (decoding) goes with others of a similar context, padded by less than half; a longer
-run (prefill) with those of the same shape, so that causality needs no mask. Used by `engine.index`,
-which sends all index arrays to the device at once: what is made here is completed afterwards.
+run (prefill) with those of the same shape, so that causality needs no mask.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.step import Group, Ids, Part
+from engine.blocks import Ids
+from engine.step import Decode, Group, PagedPart, Part
 
-# What is indexed is known when all is sent: a function of the tensors that were.
-Later = Callable[[list[Tensor]], Tensor]
-LaterGroup = Callable[[list[Tensor]], Group]
-LaterPart = Callable[[list[Tensor]], Part]
-Send = Callable[[Ids], Later]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -47,31 +44,44 @@ class Queries:
         return self.count, pool, buffer, self.on_cpu
 
 
-def grouped(runs: list[Queries], new_tokens: int, send: Send) -> list[LaterGroup]:
-    """The groups of all runs of a step with so many new tokens."""
-    alike: dict[tuple[int, ...], list[Queries]] = defaultdict(list)
-    for run in runs:
-        alike[run.key].append(run)
-    return [_group(members, new_tokens, send) for _, members in sorted(alike.items())]
+def decode_groups(decodes: list[Decode], blocks: Ids, block_tokens: int) -> list[Group]:
+    """The groups of sequences that decode from device blocks, each from so many."""
+    alike = _alike((int(n).bit_length(), row) for row, n in enumerate(blocks))
+    return [_decode_group(decodes, np.array(rows), blocks[rows], block_tokens) for rows in alike]
 
 
-def _group(runs: list[Queries], new_tokens: int, send: Send) -> LaterGroup:
+def _decode_group(decodes: list[Decode], rows: Ids, blocks: Ids, block_tokens: int) -> Group:
+    most = int(blocks.max())
+    table = np.empty((len(rows), most), np.int64)
+    for line, row, count in zip(table, rows, blocks, strict=True):
+        held = decodes[row].blocks
+        line[:count] = held[:count]
+        # Whoever has fewer blocks than others here has several, and the first of them is full.
+        line[count:] = held[0]
+    lengths = np.array([decodes[row].length for row in rows])
+    keys = int(lengths.max())
+    last = np.arange(len(rows)) * most + blocks - 1
+    halves = 2 * torch.from_numpy(table.ravel())
+    part = PagedPart(
+        block_tokens, halves, halves + 1, keys, torch.from_numpy(last), _unlike(lengths, keys)
+    )
+    return Group(False, len(rows), 1, torch.from_numpy(rows), [part])
+
+
+def query_groups(runs: list[Queries]) -> list[Group]:
+    """The groups of all other queries of a step."""
+    return [_query_group(members) for members in _alike((run.key, run) for run in runs)]
+
+
+def _query_group(runs: list[Queries]) -> Group:
     count = runs[0].count
     tokens = (np.array([run.first for run in runs])[:, None] + np.arange(count)).ravel()
-    in_order = len(tokens) == new_tokens and is_range(tokens)
-    rows = send(tokens)
-    both = (
-        _part(True, [run.pool for run in runs], send),
-        _part(False, [run.buffer for run in runs], send),
-    )
+    both = (_part(True, [run.pool for run in runs]), _part(False, [run.buffer for run in runs]))
     parts = [part for part in both if part is not None]
-    on_cpu = runs[0].on_cpu
-    return lambda sent: Group(
-        in_order, len(runs), count, rows(sent), [part(sent) for part in parts], on_cpu
-    )
+    return Group(False, len(runs), count, torch.from_numpy(tokens), list(parts), runs[0].on_cpu)
 
 
-def _part(pool: bool, rows: list[tuple[Ids, Ids]], send: Send) -> LaterPart | None:
+def _part(pool: bool, rows: list[tuple[Ids, Ids]]) -> Part | None:
     lengths = np.array([len(k) for k, _ in rows])
     keys = int(lengths.max())
     if not keys:
@@ -82,18 +92,20 @@ def _part(pool: bool, rows: list[tuple[Ids, Ids]], send: Send) -> LaterPart | No
         full = np.full((len(rows), keys), next(r[which][0] for r in rows if len(r[which])))
         for line, row in zip(full, rows, strict=True):
             line[: len(row[which])] = row[which]
-        padded.append(send(full))
-    k_rows, v_rows = padded
-    if not (lengths != keys).any():
-        return lambda sent: Part(pool, k_rows(sent), v_rows(sent), keys, None)
-    count = send(lengths)
+        padded.append(torch.from_numpy(full.ravel()))
+    return Part(pool, padded[0], padded[1], keys, _unlike(lengths, keys))
 
-    def part(sent: list[Tensor]) -> Part:
-        upto = count(sent)[:, None]
-        visible = torch.arange(keys, device=upto.device) < upto
-        return Part(pool, k_rows(sent), v_rows(sent), keys, visible)
 
-    return part
+def _unlike(lengths: Ids, keys: int) -> Tensor | None:
+    return torch.from_numpy(lengths) if (lengths != keys).any() else None
+
+
+def _alike(pairs: Iterable[tuple[Hashable, T]]) -> list[list[T]]:
+    """Values by key, in the order of the keys."""
+    groups: dict[Hashable, list[T]] = defaultdict(list)
+    for key, value in pairs:
+        groups[key].append(value)
+    return [groups[key] for key in sorted(groups)]  # type: ignore[type-var]
 
 
 def is_range(rows: Ids) -> bool:

@@ -67,7 +67,7 @@ class Keeper:
             or (index not in captured and not self._store.holds(keys[index]))
         ]
         sequence.stored = max(sequence.stored, stop)
-        blocks = [sequence.table.entries[index].block for index in fresh]
+        blocks: list[int] = sequence.table.device[fresh].tolist() if fresh else []
         pool.share(blocks)
         acts = [captured.pop(index) for index in done]
         as_kv, as_act = [keys[i] for i in fresh], [keys[i] for i in done]

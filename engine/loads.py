@@ -68,7 +68,7 @@ class Loads:
         if not (self._settings.load_ahead and plain and others):
             self._within.append(sequence)
             return
-        targets = sequence.table.blocks("kv", "device", load.start, load.stop)
+        targets = sequence.table.blocks(load.start, load.stop)
         moved = copies(self._arena, "kv", "device", targets, load.kv)
         if not self._events:
             self._progress_s = now_s

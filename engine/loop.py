@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out, one iteration at a time.
 
 `Engine.step` is admit, run, account. What is computed next is decided by `scheduler.batching` and
-any of its rules over the real blocks (`engine.memory`); the model is behind `engine.rows.Executor`;
+any of its rules over the real blocks (`engine.memory`); the model is behind `engine.computing`;
 prefixes come back by load plans, complete blocks go to host memory (`engine.store`). A load that
 fails is counted and its tokens are computed instead. One thread may use an engine at a time:
 `engine.runner` is for several.
@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Run
 
-from engine.arena import Arena
 from engine.computing import Computer, sample_each
+from engine.forward import Forward
 from engine.keep import Keeper
 from engine.loads import Loads
 from engine.memory import EngineMemory
 from engine.outputs import Observer, Output
+from engine.prefill import Row
 from engine.prefix import CacheEvent
-from engine.rows import Executor, Row
 from engine.sampling import GREEDY, Sampling
 from engine.sequence import FinishReason, Sequence, refuse
 from engine.settings import EngineSettings, link_rates
@@ -29,7 +29,6 @@ from engine.sparse.forward import SparseForward
 from engine.sparse.serving import SparseServing, lanes_of
 from engine.stats import EngineStats
 from engine.store import HostStore
-from engine.transfer import Mover
 from kappa.plan.planners import Planner, Planning
 from kappa.report import Charge
 from scheduler.batching import Batcher, Step
@@ -42,9 +41,7 @@ class Engine:
     """Continuous batching with chunked prefill over one model.
 
     Args:
-        executor: the model.
-        arena: its blocks.
-        mover: copies between them. The engine does not stop it.
+        forward: the model, with its blocks and its mover, which the engine does not stop.
         settings: how to run.
         planning: the planners; those that need no rates, if not given.
         clock: seconds.
@@ -57,9 +54,7 @@ class Engine:
 
     def __init__(
         self,
-        executor: Executor,
-        arena: Arena,
-        mover: Mover,
+        forward: Forward,
         settings: EngineSettings | None = None,
         planning: Planning | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -67,10 +62,10 @@ class Engine:
         sparse: SparseForward | None = None,
     ) -> None:
         self.settings = settings = settings or EngineSettings()
+        self.arena = arena = forward.arena
+        self.mover = mover = forward.mover
         self.planning = planning or Planning(arena.block_tokens)
         self.planning.check(settings.planner)
-        self.arena = arena
-        self.mover = mover
         self.memory = EngineMemory(
             arena, self.planning, settings.planner, settings.budget_tokens, self._load_over,
             settings.cpu_room_share,
@@ -88,8 +83,8 @@ class Engine:
         self.batcher = Batcher(self.memory, rule, settings.budget_tokens, settings.max_running)
         self._stats = EngineStats()
         self._loads = Loads(arena, mover, self.memory, self._stats, settings)
-        self._executor = executor
-        self._computer = Computer(executor, mover, self._loads, self._row, settings.budget_tokens)
+        self._config = forward.config
+        self._computer = Computer(forward, self._loads, self._row, settings.budget_tokens)
         self._clock = clock
         self._observer = observer
         self.sparse = None if sparse is None else lanes_of(sparse, self.memory, self.store)
@@ -130,8 +125,8 @@ class Engine:
             ValueError: there is no such planner, or no lane for approximate answers.
         """
         check_asked(approx, planner, self.sparse is not None, self.planning)
-        most = min(self._executor.max_tokens, self.memory.capacity_blocks * self.arena.block_tokens)
-        refuse(tokens, max_tokens, most, self._executor.vocab)
+        most = min(self._config.max_tokens, self.memory.capacity_blocks * self.arena.block_tokens)
+        refuse(tokens, max_tokens, most, self._config.vocab)
         sequence = Sequence(
             self._stats.requests, tokens, self._clock(), min(max_tokens, most - len(tokens)),
             sampling, block_tokens=self.arena.block_tokens, tenant=tenant, priority=priority,
@@ -276,7 +271,7 @@ class Engine:
         self.batcher.ran(end_s - begin_s, 1, end_s)
         for sequence, row in rows.items():
             if not self._in_lane(sequence):
-                self.keeper.computed(sequence, len(row.tokens))
+                self.keeper.computed(sequence, row.stop)
         for sequence, token in zip(sampled, tokens, strict=True):
             self._append(sequence, token, end_s)
         if self.sparse is not None:
@@ -299,8 +294,10 @@ class Engine:
     def _row(self, sequence: Sequence, start: int, new: int) -> Row:
         stop = start + new
         act_blocks = {} if self._in_lane(sequence) else self.keeper.capture(sequence, start, stop)
-        blocks = sequence.table.line("kv", "device")
-        return Row(sequence.tokens[:stop], start, blocks, sequence.load, act_blocks, sequence.kept)
+        load = sequence.load
+        first = start if load is None else load.start * load.block_tokens
+        tokens = sequence.tokens[first:stop]
+        return Row(tokens, start, sequence.table.device, load, act_blocks, sequence.kept)
 
     # -- what happened to a request -----------------------------------------------------------
 

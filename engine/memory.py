@@ -113,11 +113,11 @@ class EngineMemory:
         except OutOfBlocks:
             self.device.release(held)
             return None
-        work.table.entries.clear()
-        work.table.append("kv", "device", held)
+        work.table.clear()
+        work.table.append(held)
         if plan is not None:
             self._keep(work, found, kept, plan)
-        work.table.append("kv", "device", private)
+        work.table.append(private)
         work.table.fill(there * size)
         work.published = there
         if fresh.host_tokens:
@@ -138,9 +138,7 @@ class EngineMemory:
         table.fill(tokens)
         start, stop = sequence.published, min(tokens // size, len(sequence.keys))
         if stop > start:
-            self.device.publish(
-                sequence.keys[start:stop], table.blocks("kv", "device", start, stop)
-            )
+            self.device.publish(sequence.keys[start:stop], table.blocks(start, stop))
             sequence.published = stop
 
     def spare_others(self, sequence: Sequence) -> None:
@@ -163,7 +161,7 @@ class EngineMemory:
         """One more block for a request that decodes; False if there is none."""
         if self.available() < 1:
             return False
-        sequence.table.append("kv", "device", self.device.take(1))
+        sequence.table.append(self.device.take(1))
         sequence.grown_blocks += 1
         return True
 
@@ -183,12 +181,11 @@ class EngineMemory:
         """It is done, or preempted: its private blocks are unused, the findable ones stay."""
         if sequence.load is not None:
             self.end_load(sequence)
-        self.device.release([one for one in sequence.table.line("kv", "device") if one >= 0])
+        self.device.release(sequence.table.on_device())
         if sequence.kept is not None:
             self.host["kv"].release(sequence.kept.blocks)
             sequence.kept = None
-        sequence.table.fill(0)
-        sequence.table.entries.clear()
+        sequence.table.clear()
         sequence.published = 0
 
     def check(self) -> None:
@@ -240,7 +237,7 @@ class EngineMemory:
         blocks = self.host["kv"].hold(work.keys[start : start + count])
         on_cpu = self._planning.on_cpu(count * self.block_tokens)
         work.kept = Kept(start, blocks, plan, on_cpu)
-        work.table.append("kv", "host", blocks)
+        work.table.append([-1] * count)
 
     def _host_stop(self, sequence: Sequence, start: int, usable: int) -> int:
         """Where the run of blocks ends that host memory has in some form, from `start` on.
@@ -329,8 +326,7 @@ class EngineMemory:
     def _take_sparse(self, work: Sequence, plan: LoadPlan) -> Quote:
         """A lane instead of device blocks."""
         assert self.sparse is not None
-        work.table.fill(0)
-        work.table.entries.clear()
+        work.table.clear()
         work.published, work.keeps = 0, None
         work.load = self.sparse.reserve(work, plan)
         return self._sparse_quote(work, plan)

@@ -2,29 +2,25 @@
 
 A plan's segments become sources of tokens: K from host KV blocks, A from activation blocks, R
 computed together with the new tokens. Everything ends up in the device blocks and, if asked, the
-host blocks that the sequence's pages name. `TorchExecutor` is what `engine.loop` drives: prefill
+host blocks that the sequence's pages name. `compute_rows` is what `engine.loop` drives: prefill
 chunks and decoding rows in one pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.blocks import Ids
 from engine.forward import Forward
-from engine.index import build_step
-from engine.step import Ids, Pages, Source, Wanted, Work
+from engine.sequence import Kept, Load
+from engine.step import Decode, Pages, Source, Wanted, Work
+from engine.step_builder import build_step
 from kappa.plan.segments import LoadPlan, Segment
-
-if TYPE_CHECKING:
-    # The executor needs no loop to be imported.
-    from engine.rows import Row
-    from engine.sequence import Kept
 
 Sources = NDArray[np.int8]
 
@@ -63,15 +59,16 @@ def prefill(forward: Forward, prompts: Sequence[Prompt]) -> Tensor:
         NoSuchBlock: a plan for tokens that the pages do not have so.
         TransferFailed: a load failed.
     """
-    bt = forward.arena.block_tokens
-    works = [prompt_work(prompt, bt) for prompt in prompts]
-    _check_length(forward, works)
-    return forward.run([build_step(works, bt, forward.weights.device)])[0]
+    return _compute(
+        forward, [prompt_work(prompt, forward.arena.block_tokens) for prompt in prompts]
+    )
 
 
-def prompt_work(prompt: Prompt, block_tokens: int) -> Work:
+def prompt_work(prompt: Prompt, block_tokens: int) -> Work | Decode:
     """A prompt as part of a step."""
     tokens = np.asarray(prompt.tokens, np.int64)
+    if (found := _as_decode(prompt, tokens, block_tokens)) is not None:
+        return found
     sources = np.full(len(tokens), Source.NEW, np.int8)
     start = prompt.start_tokens
     sources[:start] = held_sources(prompt.pages, start, block_tokens)
@@ -92,6 +89,20 @@ def prompt_work(prompt: Prompt, block_tokens: int) -> Work:
         store_from=end if prompt.store else 1 << 60,
         wanted=prompt.wanted,
     )
+
+
+def _as_decode(prompt: Prompt, tokens: Ids, block_tokens: int) -> Decode | None:
+    """A prompt of which but one token is to be computed behind what device blocks hold."""
+    last = len(tokens) - 1
+    special = prompt.plan is not None or prompt.store or prompt.cpu_tokens
+    if special or prompt.start_tokens != last or prompt.wanted == "none":
+        return None
+    index = last // block_tokens
+    held = prompt.pages.column("kv", "device")[: index + 1]
+    if len(held) <= index or held.min() < 0:
+        return None
+    act = int(prompt.pages.column("act", "device")[index])
+    return Decode(int(tokens[last]), last, held, act)
 
 
 def held_sources(pages: Pages, tokens: int, block_tokens: int, activations: int = 0) -> Sources:
@@ -145,57 +156,85 @@ def plan_sources(
     return np.concatenate(runs) if runs else np.empty(0, np.int8)
 
 
-def _check_length(forward: Forward, works: Sequence[Work]) -> None:
-    """Learned positions end; rotary ones do not."""
-    longest = max(len(work.sources) for work in works)
+def _compute(forward: Forward, works: Sequence[Work | Decode]) -> Tensor:
+    # Learned positions end; rotary ones do not.
+    longest = max(work.length for work in works)
     if not forward.config.rope and longest > forward.config.max_tokens:
         raise ValueError(
             f"a sequence of {longest} tokens: this model has {forward.config.max_tokens} positions"
         )
+    step = build_step(works, forward.arena.block_tokens, forward.weights.device)
+    return forward.run([step])[0]
 
 
-class TorchExecutor:
-    """The loop's executor: rows of prompts and of decoding sequences, in one pass.
+@dataclass(slots=True)
+class Row:
+    """Tokens of one sequence to compute: one if it decodes, a chunk of its prompt otherwise.
 
-    max_tokens: positions of the model; vocab: token ids are below.
+    tokens: ids from position `first` to the last one to compute. start: the first that is new; KV
+    of those before `first` is in `blocks`, and those between come by `load`, whose end is `start`.
+    blocks: device blocks of KV, block i for positions [i·block_tokens, (i+1)·block_tokens); room
+    for all tokens, -1 for what stays in host memory (`kept`). act_blocks: device blocks that take
+    the activations of the blocks computed here, by block index; one without is not captured.
     """
 
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
-        self.max_tokens = forward.config.max_tokens
-        self.vocab = forward.config.vocab
+    tokens: list[int]
+    start: int
+    blocks: Ids
+    load: Load | None = None
+    act_blocks: dict[int, int] = field(default_factory=dict)
+    kept: Kept | None = None
 
-    def run(self, rows: Sequence[Row]) -> Tensor:
-        """Logits (rows, vocabulary) of each row's last token, on the device.
+    @property
+    def first(self) -> int:
+        """The position of the first of `tokens`."""
+        return self.start if self.load is None else self.load.start * self.load.block_tokens
 
-        Raises:
-            TransferFailed: a load failed; running the other rows again is safe.
-        """
-        return prefill(self._forward, [self._prompt(row) for row in rows])
+    @property
+    def stop(self) -> int:
+        """Tokens of the sequence up to the last one to compute."""
+        return self.first + len(self.tokens)
 
-    def _on_cpu(self, kept: Kept, queries: int) -> int:
-        """Up to which token the CPU attends to what stays in host memory."""
-        size = self._forward.arena.block_tokens
-        if not kept.crosses:
-            return (kept.start + len(kept.blocks)) * size
-        return kept.start * size + kept.cpu_tokens if queries <= _FEW_QUERIES else 0
+    @property
+    def new_tokens(self) -> int:
+        """Tokens to compute."""
+        return self.stop - self.start
 
-    def _prompt(self, row: Row) -> Prompt:
-        pages = Pages(len(row.blocks))
-        pages.put(0, "kv", "device", row.blocks)
-        for index, block in row.act_blocks.items():
-            pages.put(index, "act", "device", [block])
-        load = row.load
-        first = row.start if load is None else load.start * self._forward.arena.block_tokens
-        # Only what is computed is read, and a long context is a long list.
-        tokens = np.zeros(len(row.tokens), np.int64)
-        tokens[first:] = row.tokens[first:]
-        cpu_tokens = 0
-        if row.kept is not None:
-            pages.put(row.kept.start, "kv", "host", row.kept.blocks)
-            cpu_tokens = self._on_cpu(row.kept, row.new_tokens)
-        if load is None:
-            return Prompt(tokens, pages, start_tokens=first, cpu_tokens=cpu_tokens)
-        pages.put(load.start, "kv", "host", load.kv)
-        pages.put(load.start, "act", "host", load.act)
-        return Prompt(tokens, pages, load.plan, first, cpu_tokens=cpu_tokens)
+
+def compute_rows(forward: Forward, rows: Sequence[Row]) -> Tensor:
+    """Compute rows together, write their KV; logits (rows, vocabulary) of each one's last token.
+
+    Raises:
+        TransferFailed: a load of one of the rows failed; running the others again is safe.
+    """
+    return _compute(forward, [_row_work(row, forward.arena.block_tokens) for row in rows])
+
+
+def _row_work(row: Row, block_tokens: int) -> Work | Decode:
+    """A row as part of a step: what decodes from the device needs its block table, no more."""
+    if row.new_tokens == 1 and row.load is None and row.kept is None:
+        act = row.act_blocks.get(row.start // block_tokens, -1)
+        return Decode(row.tokens[0], row.start, row.blocks, act)
+    pages = Pages(len(row.blocks))
+    pages.put(0, "kv", "device", row.blocks)
+    for index, block in row.act_blocks.items():
+        pages.put(index, "act", "device", [block])
+    # Of those before only the sources are read.
+    tokens = np.zeros(row.stop, np.int64)
+    tokens[row.first :] = row.tokens
+    prompt = Prompt(tokens, pages, start_tokens=row.first)
+    if row.kept is not None:
+        pages.put(row.kept.start, "kv", "host", row.kept.blocks)
+        prompt.cpu_tokens = _on_cpu(row.kept, row.new_tokens, block_tokens)
+    if row.load is not None:
+        prompt.plan = row.load.plan
+        pages.put(row.load.start, "kv", "host", row.load.kv)
+        pages.put(row.load.start, "act", "host", row.load.act)
+    return prompt_work(prompt, block_tokens)
+
+
+def _on_cpu(kept: Kept, queries: int, block_tokens: int) -> int:
+    """Up to which token the CPU attends to what stays in host memory."""
+    if not kept.crosses:
+        return (kept.start + len(kept.blocks)) * block_tokens
+    return kept.start * block_tokens + kept.cpu_tokens if queries <= _FEW_QUERIES else 0

@@ -16,9 +16,8 @@ import torch
 
 from engine.beside import repeating
 from engine.forward import Forward
-from engine.host_context import HostContext, OnCpu
 from engine.prefill import Prompt, prefill
-from engine.step import Pages
+from engine.step import HostContext, OnCpu, Pages
 
 if TYPE_CHECKING:
     # It imports this file.

@@ -1,9 +1,10 @@
 """One iteration's work: what to compute, and where every token's keys and values come from.
 
-`Work` is one sequence's part, in blocks and positions; `Step` all of it as index tensors, made by
-`engine.index` and used by every layer. A token's source is the device pool, a host block, an
-activation block, or this very step. All but the pool meet in one buffer per layer: rows loaded from
-host, rows projected from activations, and the new tokens' rows.
+`Decode` and `Work` are one sequence's part, in blocks and positions; `Step` all of it as index
+tensors, made by `engine.step_builder` and used by every layer. A sequence that decodes from device
+blocks needs its block table alone. Any other has a source for each token: the device pool, a host
+block, an activation block, or this very step. All but the pool meet in one buffer per layer: rows
+loaded from host, rows projected from activations, and the new tokens' rows.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from enum import IntEnum
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.blocks import BlockTable, BlockType, Place
-from engine.host_context import OnCpu
+from engine.blocks import BlockType, Place
+from engine.blocks import Ids as Ids
 
-Ids = NDArray[np.int64]
 Run = tuple[int, int, int]  # first target, first source, how many
 Wanted = Literal["last", "all", "none"]
 
@@ -61,14 +62,6 @@ class Pages:
     def __init__(self, blocks: int = 0) -> None:
         self.ids = np.full((len(COLUMNS), blocks), -1, np.int64)
 
-    @classmethod
-    def of(cls, table: BlockTable) -> Pages:
-        """As the table says."""
-        pages = cls(len(table))
-        for index, entry in enumerate(table):
-            pages.column(entry.type, entry.place)[index] = entry.block
-        return pages
-
     def __len__(self) -> int:
         """Blocks."""
         return self.ids.shape[1]
@@ -87,8 +80,28 @@ class Pages:
 
 
 @dataclass(slots=True)
+class Decode:
+    """The next token of a sequence, all of whose context is KV in device blocks.
+
+    token: its id. position: of it, which is how many tokens come before it. blocks (n,): device
+    blocks of all of them and of the token, which is written there first. act_block: takes its
+    activation; -1: none does.
+    """
+
+    token: int
+    position: int
+    blocks: Ids
+    act_block: int = -1
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence, this one included."""
+        return self.position + 1
+
+
+@dataclass(slots=True)
 class Work:
-    """One sequence's part of a step.
+    """One sequence's part of a step, with a source for each of its tokens.
 
     tokens: ids of its first tokens; those at positions of source NEW are computed. sources: a
     `Source` for each. store_from: new tokens from this position on are also written to the host
@@ -103,19 +116,76 @@ class Work:
     spill: list[int] = field(default_factory=list)
     wanted: Wanted = "last"
 
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence, those to compute included."""
+        return len(self.sources)
+
+
+@dataclass(slots=True)
+class HostContext:
+    """Context of one sequence that the CPU attends to in host memory, and the queries that see it.
+
+    first, queries: of the new tokens that have any such context, in their order. blocks: of host
+    memory, each once, in any order: all come before whatever is computed, so that every query sees
+    every key. last: the one that is not full, or -1, and how many tokens it holds.
+    """
+
+    first: int
+    queries: int
+    blocks: Ids
+    last: int = -1
+    last_tokens: int = 0
+
+    @property
+    def full(self) -> Ids:
+        """The blocks that are full."""
+        return self.blocks[self.blocks != self.last]
+
+
+@dataclass(slots=True)
+class OnCpu:
+    """What of a step the CPU attends to. rows: which of the step's tokens its queries are."""
+
+    rows: Tensor
+    queries: int
+    contexts: list[HostContext]
+
 
 @dataclass(slots=True)
 class Part:
     """Keys of a group of queries that lie in one place: rows (batch·keys,) of K and of V.
 
-    visible (batch, keys): False where a key is padding; None: there is no padding.
+    lengths (batch,): keys of each query, visible (batch, keys): False behind those; None: all have
+    `keys` of them.
     """
 
     pool: bool
     k_rows: Tensor
     v_rows: Tensor
     keys: int
-    visible: Tensor | None
+    lengths: Tensor | None = None
+    visible: Tensor | None = None
+
+
+@dataclass(slots=True)
+class PagedPart:
+    """Contexts of single queries in the device pool, as whole blocks.
+
+    k_rows, v_rows (batch·most,): the blocks of each context in order, padded with a full one of it,
+    as rows of the pool in halves: a block's keys are half 2·block, its values the next. keys: of
+    the longest context. last (batch,): where in `k_rows` each one ends. lengths, visible: as of
+    `Part`; inside (batch, block_tokens): False behind the end in a context's last block.
+    """
+
+    block_tokens: int
+    k_rows: Tensor
+    v_rows: Tensor
+    keys: int
+    last: Tensor
+    lengths: Tensor | None = None
+    visible: Tensor | None = None
+    inside: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -130,7 +200,7 @@ class Group:
     batch: int
     queries: int
     rows: Tensor
-    parts: list[Part]
+    parts: list[Part | PagedPart]
     on_cpu: bool = False
 
 
@@ -150,6 +220,10 @@ class Out:
     runs: list[Run]
 
 
+def _no_ids() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
 @dataclass(slots=True)
 class Step:
     """An iteration, ready to run on the device.
@@ -162,26 +236,30 @@ class Step:
 
     tokens: Tensor
     positions: Tensor
-    act_positions: Tensor
     logit_rows: Tensor
     groups: list[Group]
-    kv_runs: list[Run]
-    act_runs: list[Run]
-    act_rows: Tensor | None
-    act_device: Tensor | None
-    loaded_rows: int
-    loaded_act_blocks: int
-    act_tokens: int
-    new_tokens: int
-    copied_tokens: int
-    from_pool: Scatter | None
-    to_pool: Scatter | None
-    to_act: Scatter | None
-    store_kv: Out | None
-    store_act: Out | None
-    spill_kv: Out | None
-    spill_act: Out | None
+    to_pool: Scatter | None = None
+    to_act: Scatter | None = None
+    act_positions: Tensor = field(default_factory=_no_ids)
+    act_rows: Tensor | None = None
+    act_device: Tensor | None = None
+    kv_runs: list[Run] = field(default_factory=list)
+    act_runs: list[Run] = field(default_factory=list)
+    loaded_rows: int = 0
+    loaded_act_blocks: int = 0
+    act_tokens: int = 0
+    copied_tokens: int = 0
+    from_pool: Scatter | None = None
+    store_kv: Out | None = None
+    store_act: Out | None = None
+    spill_kv: Out | None = None
+    spill_act: Out | None = None
     on_cpu: OnCpu | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that are computed."""
+        return len(self.tokens)
 
     @property
     def buffer_rows(self) -> int:

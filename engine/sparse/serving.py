@@ -159,7 +159,7 @@ class SparseServing:
         blocks, missing = self._host_blocks(keys)
         if blocks is None:
             return False
-        mine = sequence.table.blocks("kv", "device")
+        mine = sequence.table.blocks()
         lane = self._lane[sequence] = heapq.heappop(self._free)
         copied = open_from_device(self.lanes, lane, tokens, mine, blocks, missing)
         if copied is not None:
@@ -171,8 +171,7 @@ class SparseServing:
                 return False
         self.counts.moved += 1
         self._device.release(mine)
-        sequence.table.fill(0)
-        sequence.table.entries.clear()
+        sequence.table.clear()
         return True
 
     # -- an iteration -------------------------------------------------------------------------

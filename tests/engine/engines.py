@@ -15,7 +15,6 @@ from engine.arena import Arena, ArenaSize
 from engine.forward import Forward
 from engine.loop import Engine
 from engine.outputs import Observer, Output
-from engine.prefill import TorchExecutor
 from engine.settings import EngineSettings
 from engine.sparse.forward import over_lanes
 from engine.sparse.settings import SparseSettings
@@ -64,7 +63,7 @@ def engine(
     link = Link() if device == "cpu" else mover_for(device)
     forward = Forward(model, arena, link, cpu_threads=cpu_threads)
     made = Engine(
-        TorchExecutor(forward), arena, link, EngineSettings(**settings),
+        forward, EngineSettings(**settings),
         Planning(size.block_tokens, rates, cpu=cpu_threads > 0), observer=observer,
         sparse=over_lanes(forward, sparse, **(lanes or {})) if sparse else None,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.blocks import BlockError, BlockPool, BlockTable, Entry, OutOfBlocks, runs
+from engine.blocks import BlockError, BlockPool, BlockTable, OutOfBlocks, runs
 
 COUNT = 24
 
@@ -100,20 +100,22 @@ def test_blocks_come_in_runs_where_there_are_any() -> None:
     pool.check()
 
 
-def test_a_table_knows_its_length_and_types() -> None:
-    table = BlockTable(4, [Entry("kv", "host", 7)], tokens=4)
+def test_a_table_knows_its_length_and_what_is_on_the_device() -> None:
+    table = BlockTable(4)
+    table.append([-1])
+    table.fill(4)
     with pytest.raises(BlockError, match="5 tokens do not fit 1 blocks of 4"):
         table.fill(5)
-    table.append("kv", "device", [2, 3])
+    table.append([2, 3])
     table.fill(9)
     assert (len(table), table.room_tokens, table.tokens) == (3, 12, 9)
-    assert table.blocks("kv", "device", 1) == [2, 3]
-    with pytest.raises(BlockError, match="block 0 of the table is kv on the host, wanted kv on"):
-        table.blocks("kv", "device")
-    table.replace(0, "kv", "device", [5])
-    assert table.blocks("kv", "device") == [5, 2, 3]
-    with pytest.raises(BlockError, match="cannot replace"):
-        table.replace(2, "kv", "device", [1, 2])
+    assert table.blocks(1) == table.on_device() == [2, 3]
+    with pytest.raises(BlockError, match="block 0 of the table is in host memory"):
+        table.blocks()
+    with pytest.raises(BlockError, match="block 0 of the table is in host memory"):
+        table.blocks(0, 2)
+    table.clear()
+    assert (len(table), table.tokens) == (0, 0)
 
 
 @given(

@@ -11,9 +11,9 @@ import torch
 from engine.cpu_worker import CpuWorker, result
 from engine.decode import ACT_HOST, KV_DEVICE, KV_HOST, Decoder, always
 from engine.forward import NoCpuAttention
-from engine.index import build_step
 from engine.prefill import Prompt, prefill
 from engine.step import NoSuchBlock, Source, Work
+from engine.step_builder import build_step
 from engine.transfer import TransferFailed
 from tests.engine import hf
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig
@@ -99,7 +99,7 @@ def test_half_precision_is_widened_before_it_is_summed(dtype) -> None:
         exact = made.arena.kv_host[1].to(dtype).double()
         made.cpu._host = made.arena.kv_host.to(dtype)
         q = torch.randn(2, made.config.heads, made.config.head_dim)
-        from engine.host_context import HostContext
+        from engine.step import HostContext
 
         blocks = np.array([3, 4, 5, 9, 70, 71, 72, 73, 74, 75, 76, 77])
         out, lse = made.cpu.attend(1, HostContext(0, 2, blocks), q)

@@ -217,3 +217,22 @@ def test_half_precision_is_as_near_to_single_as_its_rounding_allows(family, dtyp
 
 def rms(x):
     return float(x.float().pow(2).mean().sqrt())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", hf.FAMILIES)
+def test_sequences_that_decode_from_device_blocks_together_and_beside_a_prompt(family, device):
+    # Context lengths around the ends of blocks of 4, and alike; nothing behind them was written.
+    for lengths in ([1, 3, 4, 5, 7, 8, 21, 30], [12, 12], [9]):
+        with rig(family, device=device, blocks=60) as r:
+            prompts = []
+            for seed, length in enumerate(lengths):
+                tokens = prompt(length + 1, seed)
+                pages = r.pages(len(tokens), ("kv", "device"))
+                prefill(r.forward, [Prompt(tokens[:length], pages)])
+                prompts.append(Prompt(tokens, pages, start_tokens=length))
+            fresh = Prompt(prompt(11, 50), r.pages(11, ("kv", "device")))
+            want = torch.cat([r.expected(one.tokens)[-1:] for one in prompts])
+            assert r.agrees(prefill(r.forward, prompts), want)
+            both = torch.cat((want[:1], r.expected(fresh.tokens)[-1:], want[1:]))
+            assert r.agrees(prefill(r.forward, [prompts[0], fresh, *prompts[1:]]), both)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from engine import computing
 from engine.arena import ArenaSize
-from engine.prefill import TorchExecutor
 from engine.transfer import WAIT_S, TransferFailed
 from kappa.hardware import node_profile
 from kappa.plan.planners import fixed
@@ -53,14 +53,14 @@ def even_rates() -> PlanRates:
 @pytest.mark.parametrize("both_at_once", [False, True])
 def test_what_is_recomputed_at_once_is_within_the_budget(both_at_once, monkeypatch) -> None:
     computed = []
-    run = TorchExecutor.run
+    run = computing.compute_rows
 
-    def counted(self, rows):
+    def counted(forward, rows):
         recomputed = [row.load.plan.tokens("R") for row in rows if row.load is not None]
         computed.append(sum(recomputed))
-        return run(self, rows)
+        return run(forward, rows)
 
-    monkeypatch.setattr(TorchExecutor, "run", counted)
+    monkeypatch.setattr(computing, "compute_rows", counted)
     with engine(budget_tokens=18) as made:
         generate(made, LONG)
         generate(made, OTHER)

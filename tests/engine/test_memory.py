@@ -66,7 +66,7 @@ def test_what_does_not_fit_after_all_is_not_taken() -> None:
         quote = memory.quote(late)
         taken = memory.device.take(SIZE.kv_device - 5)
         assert memory.take(late, quote) is None
-        assert memory.available() == 5 and late.load is None and not late.table.entries
+        assert memory.available() == 5 and late.load is None and not len(late.table)
         assert memory.host["kv"].idle == len(memory.host["kv"])
         memory.device.release(taken)
         memory.check()

@@ -24,7 +24,6 @@ from engine.arena import Arena, ArenaSize
 from engine.config import read_config
 from engine.forward import Forward
 from engine.loop import Engine
-from engine.prefill import TorchExecutor
 from engine.profiling import cached_profile
 from engine.runner import EngineRunner, EngineStopped
 from engine.sequence import RequestRefused
@@ -146,8 +145,7 @@ class TorchEngine(OwnEngine):
         if plan.approx != "never":
             lanes = make_lanes(plan.lanes, forward, rates, plan.max_context_tokens)
         engine = Engine(
-            TorchExecutor(forward), arena, mover, settings, planning, observer=self._reports,
-            sparse=lanes,
+            forward, settings, planning, observer=self._reports, sparse=lanes,
         )  # fmt: skip
         self._tokenizer = AutoTokenizer.from_pretrained(plan.source)
         self._eos = [i for i in (self._tokenizer.eos_token_id,) if i is not None]
