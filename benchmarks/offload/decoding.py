@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.offload.decoder import Decoder
 from benchmarks.offload.huggingface import offloaded_arm, offloaded_refused
 from benchmarks.offload.policies import Policies, Way
 from benchmarks.offload.rig import Rig
 from benchmarks.offload.rounds import LINK, Arm, Sample
 from benchmarks.offload.settings import DecodeCell
-from engine.decode import Decoder
 from engine.step import Ids
 from kappa.plan.cpu_offload import attention_refused
 

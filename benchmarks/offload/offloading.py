@@ -15,14 +15,14 @@ from functools import cache
 
 import torch
 
+from benchmarks.offload.cpu_offload import CpuOffload, Plan, Share
+from benchmarks.offload.cpu_profile import LayerProfile
+from benchmarks.offload.decoder import KV_DEVICE, Decoder, always
 from benchmarks.offload.decoding import decoded
 from benchmarks.offload.policies import Policies
 from benchmarks.offload.rig import Rig
 from benchmarks.offload.rounds import LINK, Arm, Sample
 from benchmarks.offload.settings import DecodeCell, OffloadCell
-from engine.cpu_offload import CpuOffload, Plan, Share
-from engine.cpu_profile import LayerProfile
-from engine.decode import KV_DEVICE, Decoder, always
 from kappa.plan.cpu_offload import MODES, LayerPlan, LayerTimes, plan_layer
 
 BASELINE = "streamed"

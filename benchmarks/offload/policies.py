@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.offload.settings import DecodeCell
-from engine.decode import (
+from benchmarks.offload.decoder import (
     ACT_HOST,
     BOTH_HOST,
     KV_DEVICE,
@@ -24,6 +23,7 @@ from engine.decode import (
     Split,
     always,
 )
+from benchmarks.offload.settings import DecodeCell
 from kappa.plan.choose import LEAST_GAIN
 from kappa.plan.cpu_offload import attention_refused, paper_share, split_context, split_s
 from kappa.plan.hybridserve import (
@@ -42,7 +42,7 @@ BASELINE = "kv-only"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """placement, split: as `engine.decode.Decoder` takes them.
+    """placement, split: as `benchmarks.offload.decoder.Decoder` takes them.
 
     activations: of so many cached tokens of a sequence, all in full blocks, those that come from
     activations; -1 for a cache that stays on the device. stored: what goes to host memory. cpu: of

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.offload.decoder import ACT_HOST, KV_DEVICE, KV_HOST, Decoder, always
 from engine.cpu_worker import CpuWorker, result
-from engine.decode import ACT_HOST, KV_DEVICE, KV_HOST, Decoder, always
 from engine.forward import NoCpuAttention
 from engine.prefill import Prompt, prefill
 from engine.step import NoSuchBlock, Source, Work

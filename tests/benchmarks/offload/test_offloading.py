@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.offload.cpu_offload import Share
 from benchmarks.offload.goals import judge
 from benchmarks.offload.needs import GIB, needs
 from benchmarks.offload.offloading import fixed, planner
 from benchmarks.offload.policies import Policies
 from benchmarks.offload.run import Options, run
 from benchmarks.offload.settings import SETTINGS, DecodeCell, OffloadCell
-from engine.cpu_offload import Share
 from kappa.plan.cpu_offload import LayerTimes, split_context
 from kappa.plan.fits import LineFit
 from tests.kappa.plan.test_predict import opt

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.offload.decoder import ACT_HOST, KV_HOST, Decoder, always
 from benchmarks.offload.huggingface import generate, offloaded_refused, their_model
 from benchmarks.offload.needs import arena_size
 from benchmarks.offload.policies import Policies
@@ -12,7 +13,6 @@ from benchmarks.offload.rounds import Sample
 from benchmarks.offload.settings import DecodeCell, Group, PrefixCell, setting
 from benchmarks.offload.shapes import model
 from engine.arena import ArenaSize
-from engine.decode import ACT_HOST, KV_HOST, Decoder, always
 from kappa.cost import StepModel
 from kappa.plan.fits import LineFit
 from kappa.plan.kvpr import paper_share

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.offload.sparse_decoder import SparseDecoder
 from engine.rope import angles, frequencies, rotate
-from engine.sparse.decode import SparseDecoder
 from engine.sparse.settings import SparseSettings
 from engine.sparse.similarity import InjectedHits
 from kappa.plan.clo import CloConfig

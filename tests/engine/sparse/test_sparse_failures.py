@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from engine.sparse.decode import SparseDecoder
+from benchmarks.offload.sparse_decoder import SparseDecoder
 from engine.sparse.gather import Gather
 from engine.sparse.settings import SparseSettings
 from engine.transfer import TransferFailed

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.decode import (
+from benchmarks.offload.decoder import (
     ACT_DEVICE,
     ACT_HOST,
     BOTH_HOST,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.offload import sparse_measure as command
+from benchmarks.offload.sparse_measure import measure
 from engine.rope import angles, frequencies, rotate
-from engine.sparse import measure as command
-from engine.sparse.measure import measure
 from kappa.plan.heads import HeadProfile, aggregate, read_heads
 from tests.engine import hf
 from tests.engine.rig import prompt, rig

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.offload.cpu_kv import CpuKv
+from benchmarks.offload.cpu_weights import CpuWeights, LayerStream
 from engine import layers
-from engine.cpu_kv import CpuKv
-from engine.cpu_weights import CpuWeights, LayerStream
 from engine.cpu_worker import CpuWorker, result
 from engine.forward import Forward
 from engine.prefill import Prompt, prompt_work

@@ -1,6 +1,6 @@
 """Streamed weights for two who share a layer: the CPU reads its part, the device is sent its own.
 
-Used by `engine.cpu_offload`. The CPU computes with the weights where they lie in host memory, or
+Used by `cpu_offload`. The CPU computes with the weights where they lie in host memory, or
 with wider copies of those it needs, made once. The device has two slots of matrices, of which only
 what its mode and its columns need is copied, one layer ahead; biases and norms stay there.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from benchmarks.offload.cpu_kv import CpuKv
 from engine.arena import ArenaTooLarge, free_host_bytes
-from engine.cpu_kv import CpuKv
 from engine.mover import Event, Mover
 from engine.weights import Layer, Weights
 from kappa.plan.cpu_offload import Mode

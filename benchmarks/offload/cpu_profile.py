@@ -1,4 +1,4 @@
-"""Measures what a plan of `engine.cpu_offload` is made of, on the very batch that is to decode.
+"""Measures what a plan of `cpu_offload` is made of, on the very batch that is to decode.
 
 Each part of a layer on the CPU is timed while the link copies, and the link while the CPU computes:
 each takes memory bandwidth of the other. What grows with the context is measured at two lengths, a
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.offload.cpu_offload import CpuOffload, Share
+from benchmarks.offload.cpu_weights import matrix_bytes
 from engine import layers
 from engine.beside import repeating
-from engine.cpu_offload import CpuOffload, Share
-from engine.cpu_weights import matrix_bytes
 from engine.cpu_worker import result
 from kappa.plan.cpu_offload import LayerTimes
 

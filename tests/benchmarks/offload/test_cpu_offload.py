@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 import torch
 
+from benchmarks.offload.cpu_kv import CpuKv
+from benchmarks.offload.cpu_offload import CpuOffload, Share
+from benchmarks.offload.cpu_profile import LayerProfile
 from engine.arena import ArenaTooLarge
 from engine.blocks import OutOfBlocks
-from engine.cpu_kv import CpuKv
-from engine.cpu_offload import CpuOffload, Share
-from engine.cpu_profile import LayerProfile
 from engine.transfer import TransferFailed
 from kappa.plan.cpu_offload import MODES
 from tests.engine import hf
@@ -109,7 +109,7 @@ def test_half_precision_weights_are_widened_for_the_cpu(dtype) -> None:
 
 def made_logits(r, share):
     """Of a few given tokens, one after the other, so that a near tie changes nothing."""
-    from engine.decode import KV_HOST, Decoder, always
+    from benchmarks.offload.decoder import KV_HOST, Decoder, always
 
     ids, logits = prompt(24), []
     decoder = Decoder(r.forward, always(KV_HOST)) if share is None else None

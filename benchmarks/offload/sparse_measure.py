@@ -1,9 +1,10 @@
 """How alike a model's queries are from step to step: ŝ of Eq. 11, into a file of head importance.
 
 Decodes prompts exactly (a share of 1) and takes the cosine of each query head with the step before,
-per KV head joined as look-ups join them (Eq. 10), averaged. `python -m engine.sparse.measure FOLDER
---importance IN.json --out OUT.json` does it for a model on disk, on prompts from a seed: the paper
-takes tens of random sequences, but of text. Importance itself has to be learned elsewhere.
+per KV head joined as look-ups join them (Eq. 10), averaged.
+`python -m benchmarks.offload.sparse_measure FOLDER --importance IN.json --out OUT.json` does it for
+a model on disk, on prompts from a seed: the paper takes tens of random sequences, but of text.
+Importance itself has to be learned elsewhere.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.offload.sparse_decoder import SparseDecoder
 from engine.arena import Arena, ArenaSize
 from engine.config import read_config
 from engine.forward import Forward
 from engine.sparse.cache import Pending, SimilarityCache
-from engine.sparse.decode import SparseDecoder
 from engine.sparse.forward import SparseForward
 from engine.sparse.settings import SparseSettings
 from engine.sparse.similarity import aggregate, cosines
@@ -97,7 +98,9 @@ def measure(
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure a model on disk; 0, or 2 with the reason where it cannot be."""
-    parser = argparse.ArgumentParser(prog="python -m engine.sparse.measure", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.offload.sparse_measure", description=__doc__
+    )
     add = parser.add_argument
     add("folder", type=Path, help="of the model, in safetensors")
     add("--importance", type=Path, help="file of head importance; without: all heads alike")
