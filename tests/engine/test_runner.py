@@ -99,12 +99,12 @@ async def test_stored_blocks_are_published_also_when_all_is_quiet() -> None:
 async def test_a_failed_iteration_ends_all_and_refuses_what_comes_later() -> None:
     with engine() as made:
         running = EngineRunner(made)
-        run = made._executor.run
+        run = made._computer.compute
 
         def fails(rows):
             raise MemoryError("no more memory")
 
-        made._executor.run = fails
+        made._computer.compute = fails
         waiting = [asyncio.create_task(collect(running, prompt(n))) for n in (5, 9)]
         for task in waiting:
             with pytest.raises(EngineStopped, match="MemoryError: no more memory"):
@@ -113,7 +113,7 @@ async def test_a_failed_iteration_ends_all_and_refuses_what_comes_later() -> Non
             await collect(running, prompt(5))
         assert isinstance(running.error, MemoryError)
         running.stop(20)
-        made._executor.run = run
+        made._computer.compute = run
         for request_id in list(made._live):
             made.abort(request_id)
 
