@@ -9,13 +9,14 @@ refused before anything is allocated, with both numbers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockPool, BlockType, Place
+from engine.blocks import BlockPool, BlockType, Place, runs
 from kappa.types import ModelShape
 
 # Left to the rest of the process and the machine.
@@ -156,6 +157,20 @@ class Arena:
         else:
             host_bytes += device_bytes
         _refuse("host", host_bytes, host_free_bytes)
+
+
+def copies(
+    arena: Arena, type: BlockType, to: Place, targets: Sequence[int], sources: Sequence[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of views that copy whole blocks, layer by layer, runs of consecutive ones at once."""
+    target: Tensor = arena.tensor(type, to)
+    source: Tensor = arena.tensor(type, "host" if to == "device" else "device")
+    merged = runs(targets, sources)
+    return [
+        (target[layer, t : t + n], source[layer, s : s + n])
+        for layer in range(target.shape[0])
+        for t, s, n in merged
+    ]
 
 
 def pin(tensor: Tensor, instead: str) -> None:

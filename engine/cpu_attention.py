@@ -20,8 +20,8 @@ from engine.attention import Partial, combine
 from engine.blocks import Ids, runs
 from engine.config import ModelConfig
 from engine.cpu_worker import CpuWorker, result
-from engine.mover import Mover
 from engine.step import HostContext, OnCpu
+from engine.transfer import Mover
 
 # Of a run read in place, blocks per call: their results are merged while a cache has them.
 _RUN_BLOCKS = 64

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from engine.mover import WAIT_S, TransferFailed
+from engine.transfer import WAIT_S, TransferFailed
 
 T = TypeVar("T")
 

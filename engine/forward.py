@@ -10,6 +10,7 @@ buffers, so an item's load runs while the one before is computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -17,13 +18,49 @@ from torch import Tensor
 
 from engine import attention, layers
 from engine.arena import Arena
-from engine.buffers import Buffer, Outgoing, Running
 from engine.cpu_attention import CpuAttention, Pending
-from engine.rope import angles, frequencies
+from engine.layers import angles, frequencies
 from engine.step import Run, Step
-from engine.transfer import Mover, TransferFailed
+from engine.transfer import Event, Mover, TransferFailed
 from engine.weight_stream import WeightStream
 from engine.weights import Weights
+
+
+@dataclass(slots=True)
+class Running:
+    """A step under way: hidden states, and the angles of its new and its projected tokens."""
+
+    step: Step
+    hidden: Tensor
+    angles: layers.Angles = None
+    act_angles: layers.Angles = None
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Where an item's rows meet.
+
+    rows: shape (n, kv_width): loaded, projected, new.
+    acts: loaded activations, as whole blocks.
+    landing: the loaded rows' memory, as whole blocks.
+    """
+
+    rows: Tensor
+    acts: Tensor
+    landing: Tensor
+    # The end of the computation that used it last.
+    free: Event | None = None
+    kv: Event | None = None
+    act: Event | None = None
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """Copies to host of an item: their sources must stay until the event."""
+
+    sources: list[Tensor] = field(default_factory=list)
+    event: Event | None = None
+
 
 Order = Literal["row", "column"]
 Traced = tuple[str, int, int]  # what, layer, step

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine.arena import Arena
+from engine.arena import Arena, copies
 from engine.memory import EngineMemory
 from engine.sequence import Load, Sequence
 from engine.settings import EngineSettings
 from engine.stats import EngineStats
-from engine.store import copies
 from engine.transfer import WAIT_S, Event, Mover, TransferFailed
 
 

@@ -12,29 +12,41 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Run
+from typing import Protocol
 
 from engine.computing import Computer, sample_each
 from engine.forward import Forward
-from engine.keep import Keeper
 from engine.loads import Loads
 from engine.memory import EngineMemory
-from engine.outputs import Observer, Output
 from engine.prefill import Row
 from engine.prefix import CacheEvent
 from engine.sampling import GREEDY, Sampling
-from engine.sequence import FinishReason, Sequence, refuse
+from engine.sequence import FinishReason, Output, Sequence, refuse
 from engine.settings import EngineSettings, link_rates
-from engine.sparse.asked import check_asked
 from engine.sparse.forward import SparseForward
-from engine.sparse.serving import SparseServing, lanes_of
+from engine.sparse.serving import SparseServing, check_asked
 from engine.stats import EngineStats
-from engine.store import HostStore
+from engine.store import HostStore, Keeper
 from kappa.plan.planners import Planner, Planning
 from kappa.report import Charge
 from scheduler.batching import Batcher, Step
 from scheduler.catalogue import rule_named
 from scheduler.core import Fair
 from scheduler.work import Work
+
+
+class Observer(Protocol):
+    """Told what the engine does, on its thread; must not block."""
+
+    def admitted(self, sequence: Sequence) -> None:
+        """A request got its blocks; its account says what was found, its `load` what comes."""
+        ...
+
+    def iterated(
+        self, engine: Engine, seconds: float, tokens: int, prefilled: Run[Sequence]
+    ) -> None:
+        """An iteration of so many tokens ended, and with it the prompts of `prefilled`."""
+        ...
 
 
 class Engine:
@@ -87,11 +99,20 @@ class Engine:
         self._computer = Computer(forward, self._loads, self._row, settings.budget_tokens)
         self._clock = clock
         self._observer = observer
-        self.sparse = None if sparse is None else lanes_of(sparse, self.memory, self.store)
+        self.sparse = None if sparse is None else self._lanes(sparse)
         self._computer.sparse = self.sparse
         self._live: dict[int, Sequence] = {}
         self._decoding: dict[Sequence, None] = {}
         self._outputs: list[Output] = []
+
+    def _lanes(self, sparse: SparseForward) -> SparseServing:
+        """Known to the memory, and told of what is stored."""
+        memory, store = self.memory, self.store
+        made = SparseServing(
+            sparse, memory.device, memory.host["kv"], lambda key: not store.wants("kv", key)
+        )
+        memory.sparse, store.copied = made, made.store
+        return made
 
     # -- from outside -------------------------------------------------------------------------
 

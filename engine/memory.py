@@ -12,13 +12,11 @@ from collections.abc import Callable
 
 from engine.arena import Arena
 from engine.blocks import BlockType, OutOfBlocks
-from engine.fitted import fit, loaded_tokens
 from engine.prefix import EventLog, PrefixCache
 from engine.sequence import Kept, Load, Sequence
-from engine.sparse.asked import SPARSE
-from engine.sparse.serving import SparseServing
+from engine.sparse.serving import SPARSE, SparseServing
 from kappa.plan.planners import Cached, Planning, room_left
-from kappa.plan.segments import LoadPlan, bounded, layout
+from kappa.plan.segments import Kind, LoadPlan, Segment, bounded, from_runs, layout
 from scheduler.work import Quote, Work
 
 
@@ -337,3 +335,35 @@ class EngineMemory:
 
     def _host(self, type: str) -> PrefixCache:
         return self.host["kv" if type == "kv" else "act"]
+
+
+def loaded_tokens(plan: LoadPlan) -> int:
+    """Cached tokens that come back before the new ones are computed: all but a recomputed tail.
+
+    A tail, and a plan that recomputes all, are no load: the scheduler computes them like new
+    tokens, in chunks that it counts.
+    """
+    if plan.segments and plan.segments[-1].kind == "R":
+        return plan.segments[-1].start_tokens
+    return plan.cached_tokens
+
+
+def fit(plan: LoadPlan, block_tokens: int, kv: list[int], act: list[int]) -> tuple[Segment, ...]:
+    """The plan's segments with every block in a form that host memory has, cut at blocks.
+
+    Args:
+        plan: of any planner; it may cover more tokens than there are blocks.
+        kv, act: the host block of each, -1 where there is none; each block has one of them.
+    """
+    runs: list[tuple[Kind, int]] = []
+    segments = iter(plan.segments)
+    segment = next(segments)
+    for index in range(len(kv)):
+        while segment.end_tokens <= index * block_tokens:
+            segment = next(segments)
+        kind: Kind = segment.kind if segment.kind in ("A", "R") else "K"
+        if kind != "R":
+            wanted = act[index] if kind == "A" else kv[index]
+            kind = kind if wanted >= 0 else ("K" if kind == "A" else "A")
+        runs.append((kind, block_tokens))
+    return from_runs(runs)

@@ -24,11 +24,10 @@ import numpy as np
 import torch
 
 from engine import layers
-from engine.beside import repeating
 from engine.forward import Forward
+from engine.layers import angles, frequencies
 from engine.prefill import Prompt, prefill
-from engine.profiling_decode import attention, decoding
-from engine.rope import angles, frequencies
+from engine.profiling_decode import attention, decoding, repeating
 from engine.step import Pages
 from kappa.model import kv_bytes_per_token
 from kappa.plan.rates import FORMAT
@@ -165,7 +164,12 @@ class _Profiler:
             "load": self._line(self._load_layers),
             "project": self._line(self._projection()),
             "grid": self._grid(),
-            **decoding(self.forward, self.settings, self._least_s),
+            **decoding(
+                self.forward,
+                self.settings.decode_sequences,
+                self.settings.decode_tokens,
+                self._least_s,
+            ),
             "h2d_bytes_per_s": alone,
             "h2d_scattered_bytes_per_s": self._link_bytes_per_s(scattered=True),
             "h2d_while_storing_bytes_per_s": self._while_storing(),

@@ -8,34 +8,77 @@ launch. CPU attention is measured through the path that serves, queries and resu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Run
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
-from engine.beside import repeating
 from engine.forward import Forward
 from engine.prefill import Prompt, prefill
 from engine.step import HostContext, OnCpu, Pages
 
-if TYPE_CHECKING:
-    # It imports this file.
-    from engine.profiling import ProfileSettings
+# An action that takes longer than this is stuck.
+_WAIT_S = 60.0
+
+
+@contextmanager
+def repeating(action: Callable[[], object], threads: int = 1) -> Iterator[None]:
+    """Repeat `action` on that many threads until the block is left; each has done it once before.
+
+    Raises:
+        RuntimeError: the action failed or got stuck, so what was measured is not what it says.
+    """
+    stop = threading.Event()
+    ready = threading.Semaphore(0)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            action()
+            ready.release()
+            while not stop.is_set():
+                action()
+        except BaseException as error:
+            errors.append(error)
+            ready.release()
+
+    running = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    try:
+        if not all(ready.acquire(timeout=_WAIT_S) for _ in running):
+            raise RuntimeError(f"what runs beside the measurement took over {_WAIT_S:g} s")
+        if not errors:
+            yield
+    finally:
+        stop.set()
+        for thread in running:
+            thread.join(_WAIT_S)
+    if errors:
+        raise RuntimeError(f"what ran beside the measurement failed: {errors[0]}") from errors[0]
+
 
 Action = Callable[[], Any]
 Measure = Callable[[Action], float]
 
 
-def decoding(forward: Forward, settings: ProfileSettings, least_s: Measure) -> dict[str, Any]:
+def decoding(
+    forward: Forward, sequences: Run[int], resident: Run[int], least_s: Measure
+) -> dict[str, Any]:
     """{"decode": {"sequences", "resident_tokens", "seconds"}}; nothing, if there is no grid of it.
+
+    sequences, resident: the axes, as counts of sequences and of the context tokens of all.
 
     More context than the arena holds is read from the same blocks again. Where the model has no
     positions for so long a context, the row is continued by its last step; `measured` has how many
     cells of each row are no continuation.
     """
-    sequences = [b for b in settings.decode_sequences if 1 <= b <= forward.arena.size.kv_device]
-    resident = list(settings.decode_tokens)
+    sequences = [b for b in sequences if 1 <= b <= forward.arena.size.kv_device]
+    resident = list(resident)
     most = forward.config.max_tokens - 1
     if len(sequences) < 2 or len([r for r in resident if r <= sequences[0] * most]) < 2:
         return {}

@@ -19,10 +19,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from engine.loop import Engine
-from engine.outputs import Output
 from engine.prefix import CacheEvent
 from engine.sampling import GREEDY, Sampling
-from engine.sequence import FinishReason
+from engine.sequence import FinishReason, Output
 from kappa.plan.planners import Planner
 
 T = TypeVar("T")

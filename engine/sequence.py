@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Run
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -203,3 +203,12 @@ class Sequence(Work):
     def extend_keys(self) -> None:
         """Name the blocks that its latest tokens completed."""
         extend_keys(self.keys, self.tokens, self.table.block_tokens, self.salt)
+
+
+class Output(NamedTuple):
+    """What a request got in an iteration: at most one token; if it ended, why, and its account."""
+
+    request_id: int
+    tokens: list[int]
+    finish_reason: FinishReason | None = None
+    account: Account | None = None

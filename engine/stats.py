@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.arena import Arena
-from engine.keep import Keeper
 from engine.memory import EngineMemory
 from engine.sequence import Account, Sequence
-from engine.store import HostStore
+from engine.store import HostStore, Keeper
 from engine.transfer import Direction, LinkCounters
 from scheduler.batching import Step
 

@@ -3,21 +3,26 @@
 Called when a request's blocks are complete. A store holds its device and host blocks until its
 copy has ended; only then are they published. Where the host pool has nothing to evict, or too many
 stores are on their way, a block is not stored, and counted, nor are those behind it, which nobody
-could find: a later request computes them again.
+could find: a later request computes them again. `Keeper` decides what is stored how: as KV, as
+activations, or as both. Activations are captured while they are computed, into blocks of their own:
+worth storing only if all tokens of the block are there, so capture begins where a block begins. A
+block that could not be captured (no room; found on the device) has its KV stored in any case.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Run
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from engine.arena import Arena
-from engine.blocks import BlockType, Place, runs
+from engine.arena import Arena, copies
+from engine.blocks import BlockPool, BlockType
+from engine.memory import EngineMemory
 from engine.prefix import BlockKey, PrefixCache
-from engine.transfer import Copies, Event, Mover
+from engine.sequence import Sequence
+from engine.settings import EngineSettings
+from engine.transfer import Event, Mover
 
 
 @dataclass(slots=True)
@@ -35,7 +40,7 @@ class StoreCounters:
 @dataclass(slots=True)
 class _Store:
     type: BlockType
-    before: Sequence[BlockKey]
+    before: Run[BlockKey]
     keys: list[BlockKey]
     device: list[int]
     host: list[int]
@@ -86,11 +91,11 @@ class HostStore:
     def store(
         self,
         type: BlockType,
-        keys: Sequence[BlockKey],
-        device: Sequence[int],
+        keys: Run[BlockKey],
+        device: Run[int],
         over: Callable[[list[int]], None],
         *,
-        before: Sequence[BlockKey] = (),
+        before: Run[BlockKey] = (),
         beside: Collection[bytes] = (),
     ) -> None:
         """Start to store full blocks, in the order of their sequence.
@@ -182,15 +187,74 @@ class HostStore:
         self.poll()
 
 
-def copies(
-    arena: Arena, type: BlockType, to: Place, targets: Sequence[int], sources: Sequence[int]
-) -> Copies:
-    """Pairs of views that copy whole blocks, layer by layer, runs of consecutive ones at once."""
-    target: Tensor = arena.tensor(type, to)
-    source: Tensor = arena.tensor(type, "host" if to == "device" else "device")
-    merged = runs(targets, sources)
-    return [
-        (target[layer, t : t + n], source[layer, s : s + n])
-        for layer in range(target.shape[0])
-        for t, s, n in merged
-    ]
+class Keeper:
+    """Publishes and stores what becomes full.
+
+    Args:
+        memory: of the engine.
+        store: to host memory.
+        act_pool: device blocks for captured activations.
+        settings: which blocks are stored how.
+
+    `skipped` counts blocks that were not captured for want of room.
+    """
+
+    def __init__(
+        self, memory: EngineMemory, store: HostStore, act_pool: BlockPool, settings: EngineSettings
+    ) -> None:
+        self.skipped = 0
+        self._memory = memory
+        self._store = store
+        self._pool = act_pool
+        self._settings = settings
+        # Being captured, by sequence and block index.
+        self._captured: dict[Sequence, dict[int, int]] = {}
+
+    def capture(self, sequence: Sequence, start: int, stop: int) -> dict[int, int]:
+        """Blocks, by index, that take the activations of tokens [start, stop) of a sequence."""
+        if not self._settings.act_share:
+            return {}
+        size = self._pool.block_tokens
+        blocks = self._captured.setdefault(sequence, {})
+        for index in range(-(-start // size), -(-stop // size)):
+            if index in blocks or not self._wants(sequence, "act", index):
+                continue
+            if self._pool.unused:
+                blocks[index] = self._pool.allocate(1)[0]
+            else:
+                self.skipped += 1
+        return dict(blocks)
+
+    def computed(self, sequence: Sequence, tokens: int) -> None:
+        """KV of its first `tokens` tokens is in its blocks: publish and store what is full."""
+        memory, pool = self._memory, self._memory.device.pool
+        memory.computed(sequence, tokens)
+        keys, stop = sequence.keys, sequence.published
+        captured = self._captured.get(sequence, {})
+        done = sorted(i for i in captured if (i + 1) * self._pool.block_tokens <= tokens)
+        fresh = [
+            index
+            for index in range(sequence.stored, stop)
+            if self._wants(sequence, "kv", index)
+            or (index not in captured and not self._store.holds(keys[index]))
+        ]
+        sequence.stored = max(sequence.stored, stop)
+        blocks: list[int] = sequence.table.device[fresh].tolist() if fresh else []
+        pool.share(blocks)
+        acts = [captured.pop(index) for index in done]
+        as_kv, as_act = [keys[i] for i in fresh], [keys[i] for i in done]
+        both = {key.digest for key in (*as_kv, *as_act)}
+        front = keys[: min([*fresh, *done], default=0)]
+        over = memory.device.release
+        self._store.store("kv", as_kv, blocks, over, before=front, beside=both)
+        self._store.store("act", as_act, acts, self._pool.free, before=front, beside=both)
+
+    def drop(self, sequence: Sequence) -> None:
+        """It computes no more, or from the start again."""
+        self._pool.free(self._captured.pop(sequence, {}).values())
+
+    def _wants(self, sequence: Sequence, type: BlockType, index: int) -> bool:
+        """Whether that block of it should be stored so."""
+        if not self._settings.stores(type, index):
+            return False
+        return index >= len(sequence.keys) or self._store.wants(type, sequence.keys[index])

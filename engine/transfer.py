@@ -1,7 +1,10 @@
 """Copies between host and device beside the computation: one queue per direction, with events.
 
-The seam is `engine.mover`. On CPU each direction has a thread that copies memory (`CpuMover`), on
-CUDA a stream (`engine.transfer_cuda`). `stop` ends the threads.
+`Mover.h2d` and `d2h` start copies and return an `Event`; `wait` makes what is computed next come
+after it. All bytes pass `_copy`, the one method to override for a link that fails or is slow. Bytes
+and seconds are counted per direction. No wait is without bound. On the CPU each direction has a
+thread that copies memory, on CUDA a stream with timed events: what a copy reads or writes must live
+until it has ended, so callers keep it, or let the current stream wait for the copy first.
 """
 
 from __future__ import annotations
@@ -9,26 +12,230 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from torch import Tensor
 
-from engine.mover import (
-    WAIT_S,
-    Copies,
-    Direction,
-    Event,
-    LinkCounters,
-    Mover,
-    TransferFailed,
-    total_bytes,
-)
-from engine.transfer_cuda import CudaMover
+Direction = Literal["h2d", "d2h"]
+Copies = Sequence[tuple[Tensor, Tensor]]
 
-__all__ = [
-    "WAIT_S", "Copies", "CpuMover", "CudaMover", "Direction", "Event", "LinkCounters", "Mover",
-    "TransferFailed", "mover_for",
-]  # fmt: skip
+# A copy that takes longer than this has failed.
+WAIT_S = 60.0
+
+
+class TransferFailed(RuntimeError):
+    """A copy did not happen, or not in time: its target holds anything."""
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """What one direction did: bytes copied, seconds in which it copied, copies, and failures."""
+
+    copied_bytes: int = 0
+    busy_s: float = 0.0
+    copies: int = 0
+    failed: int = 0
+
+
+class Event(ABC):
+    """The end of what was started together."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether it has ended, well or not; does not block."""
+
+    @abstractmethod
+    def error(self) -> BaseException | None:
+        """Why it failed; None as long as it has not."""
+
+    @abstractmethod
+    def ended(self, timeout_s: float) -> bool:
+        """Wait, in this thread, at most so long; whether it has ended, well or not."""
+
+    def block(self, timeout_s: float = WAIT_S) -> None:
+        """Wait, in this thread, for the end.
+
+        Raises:
+            TransferFailed: it failed, or did not end in time.
+        """
+        if not self.ended(timeout_s):
+            raise TransferFailed(f"a copy did not end within {timeout_s:g} s")
+        error = self.error()
+        if error is not None:
+            raise TransferFailed(f"a copy failed: {error}") from error
+
+
+class Mover(ABC):
+    """Copies between host and device.
+
+    Copies of one direction happen in order; an event is done when all before it are. `counters`
+    are complete for events that are done.
+    """
+
+    def __init__(self) -> None:
+        self.counters: dict[Direction, LinkCounters] = {
+            "h2d": LinkCounters(), "d2h": LinkCounters(),
+        }  # fmt: skip
+
+    def h2d(self, copies: Copies, after: Event | None = None) -> Event:
+        """Copy to the device: (target, source) pairs of equal shape and dtype.
+
+        after: what must have ended before, such as the last use of the targets; see `mark`.
+        """
+        return self._start("h2d", copies, after)
+
+    def d2h(self, copies: Copies, after: Event | None = None) -> Event:
+        """Copy to the host what is computed by now; else like `h2d`."""
+        return self._start("d2h", copies, after or self.mark())
+
+    @abstractmethod
+    def mark(self) -> Event:
+        """The end of what this thread has asked the device to compute until now."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """What this thread computes next comes after `event`.
+
+        Raises:
+            TransferFailed: it failed, or did not end in time.
+        """
+
+    @abstractmethod
+    def drain(self, timeout_s: float = WAIT_S) -> None:
+        """Wait until nothing is on its way.
+
+        Raises:
+            TransferFailed: something still is, after that time.
+        """
+
+    def settle(self) -> None:  # noqa: B027 - a mover whose counters are always right
+        """Bring the counters up to what has ended."""
+
+    @abstractmethod
+    def stop(self, timeout_s: float = WAIT_S) -> None:
+        """End what runs beside the caller; what has not begun is dropped and fails."""
+
+    @abstractmethod
+    def _start(self, direction: Direction, copies: Copies, after: Event | None) -> Event: ...
+
+    def _copy(self, direction: Direction, copies: Copies) -> None:
+        """Move the bytes. The only place where it happens; raise to fail."""
+        for target, source in copies:
+            target.copy_(source, non_blocking=True)
+
+
+def total_bytes(copies: Copies) -> int:
+    """Bytes of the copies; `ValueError` if a pair does not match."""
+    total = 0
+    for target, source in copies:
+        if target.shape != source.shape or target.dtype != source.dtype:
+            raise ValueError(
+                f"cannot copy {tuple(source.shape)} of {source.dtype} "
+                f"to {tuple(target.shape)} of {target.dtype}"
+            )
+        total += target.nbytes
+    return total
+
+
+# Ended copies are counted when somebody asks, and at the latest when so many are not.
+_UNTIMED_EVENTS = 256
+
+
+class _CudaEvent(Event):
+    def __init__(self, event: torch.cuda.Event, error: BaseException | None = None) -> None:
+        self.event = event
+        self._error = error
+
+    def done(self) -> bool:
+        # Also after an error: what was begun before it may still be writing.
+        return bool(self.event.query())
+
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def ended(self, timeout_s: float) -> bool:
+        end_s = time.monotonic() + timeout_s
+        while not self.done():
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(2e-5)
+        return True
+
+
+class CudaMover(Mover):
+    """A stream per direction. Host tensors must be pinned, or copies are not asynchronous."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._streams: dict[Direction, torch.cuda.Stream] = {
+            "h2d": torch.cuda.Stream(device), "d2h": torch.cuda.Stream(device),
+        }  # fmt: skip
+        self._untimed: dict[Direction, deque[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
+            "h2d": deque(), "d2h": deque(),
+        }  # fmt: skip
+        # Whoever copies in one direction counts what has ended in both.
+        self._counting = threading.Lock()
+
+    def mark(self) -> Event:
+        """An event on the current stream."""
+        return _CudaEvent(torch.cuda.current_stream(self._device).record_event())
+
+    def wait(self, event: Event) -> None:
+        """The current stream waits; the caller does not."""
+        if event.error() is not None or not isinstance(event, _CudaEvent):
+            event.block()
+            return
+        torch.cuda.current_stream(self._device).wait_event(event.event)
+
+    def drain(self, timeout_s: float = WAIT_S) -> None:
+        """Wait until both streams are empty."""
+        for stream in self._streams.values():
+            _CudaEvent(stream.record_event()).block(timeout_s)
+        self.settle()
+
+    def stop(self, timeout_s: float = WAIT_S) -> None:
+        """Nothing runs beside the caller but streams: let them end."""
+        self.drain(timeout_s)
+
+    def settle(self) -> None:
+        """Count the seconds of the copies that have ended."""
+        with self._counting:
+            for direction, pairs in self._untimed.items():
+                counters = self.counters[direction]
+                while pairs and pairs[0][1].query():
+                    begin, end = pairs.popleft()
+                    counters.busy_s += begin.elapsed_time(end) / 1e3
+
+    def _start(self, direction: Direction, copies: Copies, after: Event | None) -> Event:
+        size_bytes = total_bytes(copies)
+        stream, counters = self._streams[direction], self.counters[direction]
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        error: BaseException | None = None
+        with torch.cuda.stream(stream):
+            if isinstance(after, _CudaEvent):
+                stream.wait_event(after.event)
+            begin.record(stream)
+            try:
+                if after is not None and after.error() is not None:
+                    raise TransferFailed("what it was to come after failed") from after.error()
+                self._copy(direction, copies)
+                counters.copied_bytes += size_bytes
+                counters.copies += len(copies)
+            except Exception as caught:
+                counters.failed += 1
+                error = caught
+            end.record(stream)
+        self._untimed[direction].append((begin, end))
+        if len(self._untimed[direction]) >= _UNTIMED_EVENTS:
+            self.settle()
+        return _CudaEvent(end, error)
 
 
 def mover_for(device: torch.device | str) -> Mover:

@@ -22,8 +22,8 @@ from benchmarks.offload.cpu_weights import CpuWeights, LayerStream
 from engine import layers
 from engine.cpu_worker import CpuWorker, result
 from engine.forward import Forward
+from engine.layers import angles
 from engine.prefill import Prompt, prompt_work
-from engine.rope import angles
 from engine.step import Ids, Pages
 from engine.step_builder import build_step
 from kappa.plan.cpu_offload import Mode

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from benchmarks.offload.cpu_offload import CpuOffload, Share
 from benchmarks.offload.cpu_weights import matrix_bytes
 from engine import layers
-from engine.beside import repeating
 from engine.cpu_worker import result
+from engine.profiling_decode import repeating
 from kappa.plan.cpu_offload import LayerTimes
 
 

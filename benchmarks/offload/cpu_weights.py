@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.offload.cpu_kv import CpuKv
 from engine.arena import ArenaTooLarge, free_host_bytes
-from engine.mover import Event, Mover
+from engine.transfer import Event, Mover
 from engine.weights import Layer, Weights
 from kappa.plan.cpu_offload import Mode
 

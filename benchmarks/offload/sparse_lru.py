@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.offload.rig import SparseRig
 from engine import layers
-from engine.rope import angles, frequencies
+from engine.layers import angles, frequencies
 from engine.sparse.view import View
 
 CAPACITY = 3

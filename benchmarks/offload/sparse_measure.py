@@ -23,10 +23,9 @@ from benchmarks.offload.sparse_decoder import SparseDecoder
 from engine.arena import Arena, ArenaSize
 from engine.config import read_config
 from engine.forward import Forward
-from engine.sparse.cache import Pending, SimilarityCache
+from engine.sparse.cache import Pending, SimilarityCache, aggregate, cosines
 from engine.sparse.forward import SparseForward
 from engine.sparse.settings import SparseSettings
-from engine.sparse.similarity import aggregate, cosines
 from engine.sparse.view import View
 from engine.step import Ids
 from engine.transfer import mover_for

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine import layers
 from engine.forward import Forward
-from engine.rope import angles, frequencies
+from engine.layers import angles, frequencies
 from engine.sparse.cache import Pending, SimilarityCache
 from engine.sparse.lanes import Lanes
 from engine.sparse.settings import SparseSettings

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.arena import copies
 from engine.sparse.gather import Gather, pairs
 from engine.sparse.lanes import Lanes
 from engine.sparse.view import to_device
-from engine.store import copies
 from engine.transfer import Event
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -21,20 +21,56 @@ from torch import Tensor
 from engine.blocks import OutOfBlocks
 from engine.prefix import BlockKey, PrefixCache
 from engine.sequence import Load, Sequence
-from engine.sparse.asked import SPARSE, Done, SparseCounts
 from engine.sparse.forward import SparseForward
 from engine.sparse.opening import open_from_device, open_from_host
 from engine.sparse.view import to_device
 from engine.transfer import TransferFailed
 from kappa.plan.clo import persistent_share, sparse_plan
-from kappa.plan.planners import Cached
+from kappa.plan.planners import Cached, Planner, Planning
 from kappa.plan.rates import PlanRates
 from kappa.plan.segments import LoadPlan, Segment
 
-if TYPE_CHECKING:
-    # Both know of lanes.
-    from engine.memory import EngineMemory
-    from engine.store import HostStore
+SPARSE = "sparse"
+"""The name of the plan that leaves a prefix in host memory."""
+
+
+@dataclass(slots=True)
+class SparseCounts:
+    """Requests that moved into a lane, that began in one, and that had to leave one; tokens that
+    were computed sparsely; passes that failed."""
+
+    moved: int = 0
+    begun: int = 0
+    expelled: int = 0
+    tokens: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class Done:
+    """What a round of sparse passes gave: logits of each request's last token; those that cannot go
+    on in their lane; and of those that began, seconds of link and bytes."""
+
+    logits: dict[Sequence, Tensor] = field(default_factory=dict)
+    lost: list[Sequence] = field(default_factory=list)
+    begun: dict[Sequence, tuple[float, int]] = field(default_factory=dict)
+
+
+def check_asked(
+    approx: bool, planner: str | Planner | None, lanes: bool, planning: Planning
+) -> None:
+    """Do nothing for a request whose planner there is, and a lane if it may be approximate.
+
+    Raises:
+        ValueError: there is none; says which planners there are, or what a lane needs.
+    """
+    if approx and not lanes:
+        raise ValueError(
+            "approximate answers were asked of an engine without lanes: set engine.approx"
+        )
+    if not (approx and planner == SPARSE):
+        planning.check(planner)
+
 
 # A prefix stays in host memory unasked only if that is predicted to be so much faster.
 _LEAST_GAIN = 0.1
@@ -304,12 +340,3 @@ class SparseServing:
         self.counts.tokens += sum(map(len, tokens))
         sent = to_device(np.array(tokens, np.int64), self.lanes.arena.device)
         return self._sparse.run(lanes, sent, self._take_block)
-
-
-def lanes_of(sparse: SparseForward, memory: EngineMemory, store: HostStore) -> SparseServing:
-    """The lanes of an engine, known to its memory and told of what it stores."""
-    made = SparseServing(
-        sparse, memory.device, memory.host["kv"], lambda key: not store.wants("kv", key)
-    )
-    memory.sparse, store.copied = made, made.store
-    return made

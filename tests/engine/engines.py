@@ -13,8 +13,8 @@ import torch
 
 from engine.arena import Arena, ArenaSize
 from engine.forward import Forward
-from engine.loop import Engine
-from engine.outputs import Observer, Output
+from engine.loop import Engine, Observer
+from engine.sequence import Output
 from engine.settings import EngineSettings
 from engine.sparse.forward import over_lanes
 from engine.sparse.settings import SparseSettings

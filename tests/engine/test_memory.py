@@ -1,7 +1,11 @@
 """The scheduler's view of the blocks: quotes hold, and what cannot be taken leaves no trace."""
 
+import pytest
+
+from engine.memory import fit
 from engine.sampling import GREEDY
 from engine.sequence import Sequence
+from kappa.plan.segments import LoadPlan, layout
 from scheduler.work import Quote
 from tests.engine.engines import BLOCK, SIZE, engine, generate, prompt
 
@@ -124,3 +128,20 @@ def test_a_running_request_grows_until_there_is_nothing_left() -> None:
         assert not memory.grow(growing)
         memory.device.release(rest)
         memory.release(growing)
+
+
+@pytest.mark.parametrize(
+    ("plan", "kv", "act", "fitted"),
+    [
+        (layout(16), [1, 2, 3, 4], [-1] * 4, "KKKK"),
+        (layout(16), [1, -1, 3, -1], [5, 6, -1, 8], "KAKA"),
+        (layout(16, activations=16), [1, -1, 3, -1], [5, 6, -1, 8], "AAKA"),
+        (layout(16, recompute=6), [1, 2, 3, -1], [-1, -1, -1, 8], "RRKA"),
+        (layout(16, recompute=4, activations=4), [1, -1, 3, 4], [-1, 6, -1, -1], "RAKK"),
+        # The scheduler computes a recomputed tail, so blocks end before the plan does.
+        (layout(16, recompute=8, tail=True), [1, 2], [-1, -1], "KK"),
+    ],
+)
+def test_every_block_comes_in_a_form_that_is_there(plan, kv, act, fitted: str) -> None:
+    segments = fit(LoadPlan(plan), 4, kv, act)
+    assert "".join(s.kind * ((s.end_tokens - s.start_tokens) // 4) for s in segments) == fitted

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.outputs import Output
 from engine.prefix import BlocksStored, CacheEvent
 from engine.runner import EngineRunner, EngineStopped
 from engine.sampling import Sampling
-from engine.sequence import RequestRefused
+from engine.sequence import Output, RequestRefused
 from tests.engine.engines import engine, expected, prompt
 
 

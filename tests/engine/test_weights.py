@@ -10,14 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from engine import weights as module
 from engine.arena import Arena, ArenaSize, ArenaTooLarge
-from engine.checkpoint import WeightError
 from engine.config import read_config
 from engine.forward import Forward
 from engine.prefill import Prompt, prefill
 from engine.step import Pages
 from engine.transfer import CpuMover
 from engine.weight_stream import WeightStream
-from engine.weights import load_weights, random_weights
+from engine.weights import WeightError, load_weights, random_weights
 from tests.engine import hf
 from tests.engine.rig import rig
 

@@ -26,7 +26,7 @@ _LEAST_SALTS = 1024
 
 
 class TorchReports:
-    """Follows one engine (`engine.outputs.Observer`) and publishes its cache's changes.
+    """Follows one engine (`engine.loop.Observer`) and publishes its cache's changes.
 
     Args:
         stats_endpoint: of the stats channel; an empty one says nothing.

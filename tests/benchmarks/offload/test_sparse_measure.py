@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.offload import sparse_measure as command
 from benchmarks.offload.sparse_measure import measure
-from engine.rope import angles, frequencies, rotate
+from engine.layers import angles, frequencies, rotate
 from kappa.plan.heads import HeadProfile, aggregate, read_heads
 from tests.engine import hf
 from tests.engine.rig import prompt, rig

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from benchmarks.offload.sparse_decoder import SparseDecoder
-from engine.rope import angles, frequencies, rotate
+from engine.layers import angles, frequencies, rotate
+from engine.sparse.cache import InjectedHits
 from engine.sparse.settings import SparseSettings
-from engine.sparse.similarity import InjectedHits
 from kappa.plan.clo import CloConfig
 from tests.engine import hf
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig

@@ -13,11 +13,11 @@ import torch
 
 from engine.arena import ArenaTooLarge
 from engine.sparse import gather_cuda
+from engine.sparse.cache import aggregate, cosines, is_hit
 from engine.sparse.codes import Hasher, agreement, popcount
 from engine.sparse.forward import over_lanes
 from engine.sparse.gather import Gather, pairs
 from engine.sparse.settings import SparseSettings
-from engine.sparse.similarity import aggregate, cosines, is_hit
 from engine.transfer import CpuMover
 from kappa.plan import heads
 from kappa.plan.clo import CloConfig

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from engine.beside import repeating
+from engine.profiling_decode import repeating
 
 
 def test_it_is_under_way_in_the_block_and_over_after_it() -> None:
