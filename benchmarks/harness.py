@@ -1,0 +1,236 @@
+"""What every bench is measured and reported with: arms in turns, intervals, result, table, plot.
+
+A bench measures, calls `result` with its facts, and hands that to `publish` with a function that
+prints it for a reader. The options of a bench that everybody has are `Json` and `OutFile`.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deploy.commands.provenance import Json, command, machine
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "Interval", "Json", "OutFile", "alternate", "append_line", "command", "finite", "machine",
+    "mean_interval", "new_figure", "note", "paired", "publish", "quantile", "read_lines", "result",
+    "save_figure", "save_json", "spread", "table", "usage_errors",
+]  # fmt: skip
+
+T = TypeVar("T")
+OutFile = Annotated[Path | None, typer.Option(help="Write the result here, as JSON.")]
+
+
+# What came out ------------------------------------------------------------------------------------
+
+
+def result(**facts: Any) -> dict[str, Any]:
+    """The facts of a bench, with what says how to get them again."""
+    today = datetime.now(UTC).date().isoformat()
+    return {**facts, "machine": machine(), "command": command(), "date": today}
+
+
+def publish(
+    facts: Mapping[str, Any],
+    show: Callable[[Console], None],
+    *,
+    json_output: bool,
+    out: Path | None = None,
+    remark: str = "",
+) -> None:
+    """Print a result as one JSON object, or for a reader with the command and machine beneath.
+
+    Args:
+        facts: of `result`.
+        show: prints it for a reader.
+        out: a file that gets it as JSON, too.
+        remark: what else belongs beside the machine, such as "paced".
+    """
+    if out is not None:
+        save_json(facts, out)
+    if json_output:
+        print(_as_json(facts).decode())
+        return
+    console = Console()
+    show(console)
+    made = f"{facts['command']}  on {facts['machine']}"
+    console.print(f"{made}, {remark}" if remark else made, highlight=False, markup=False)
+
+
+def save_json(facts: Mapping[str, Any], path: Path) -> None:
+    """Write a result, indented."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(_as_json(facts), indent=1) + b"\n")
+
+
+def _as_json(facts: Mapping[str, Any]) -> bytes:
+    # msgspec writes null for infinite and NaN, which JSON has not: a figure that was not to be had
+    # must not cost the result of an hour.
+    return msgspec.json.encode(facts)
+
+
+def append_line(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a row to a file of JSON lines, on disk before this returns.
+
+    A last line that a crash cut short is dropped first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+            file.truncate(path.read_bytes().rfind(b"\n") + 1)
+        file.write(_as_json(row) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file of JSON lines, none if there is no file; a last line cut short is left out.
+
+    Raises:
+        ValueError: a line is not a row: file, line and remedy are named.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    rows = []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+        try:
+            rows.append(msgspec.json.decode(line, type=dict[str, Any]))
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path}:{number}: not a row ({error}); remove the line") from None
+    return rows
+
+
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()
+) -> Table:
+    """Columns to the right, but for the first and those of `left`."""
+    made = Table(title=title or None)
+    for number, name in enumerate(columns):
+        made.add_column(name, justify="left" if number == 0 or name in left else "right")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def note(text: str) -> None:
+    """One line of progress, to standard error."""
+    Console(stderr=True).print(text, style="dim", highlight=False, markup=False)
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """End the command with status 2 and one line for input that cannot be used."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+# Measuring ----------------------------------------------------------------------------------------
+
+
+def alternate(
+    arms: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 1
+) -> dict[str, list[T]]:
+    """What each arm returned, round by round; every arm runs once a round, their order reversed
+    each time.
+
+    What drifts (clocks, other work on the machine) hits all arms, and what one leaves in caches
+    hits each as often from either side. The first `warm_up` rounds are dropped. Garbage is
+    collected between rounds only, so that no arm pays for another's.
+    """
+    samples: dict[str, list[T]] = {name: [] for name in arms}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for number in range(-warm_up, rounds):
+            for name in arms if number % 2 == 0 else reversed(list(arms)):
+                sample = arms[name]()
+                if number >= 0:
+                    samples[name].append(sample)
+            gc.collect()
+    finally:
+        if collecting:
+            gc.enable()
+    return samples
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean of `count` values and its 95 % interval; the ends are NaN where there is one value."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Student's t. Raises ValueError where there is nothing."""
+    # Half a second to import: only where it is used, or every command would wait for it.
+    from scipy.stats import t as student
+
+    if not len(values):
+        raise ValueError("no values to average: play at least one round")
+    mean, count = float(np.mean(values)), len(values)
+    if count < 2:
+        return Interval(mean, math.nan, math.nan, count)
+    half = float(student.ppf(0.975, count - 1) * np.std(values, ddof=1) / math.sqrt(count))
+    return Interval(mean, mean - half, mean + half, count)
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    """The geometric mean of ours / theirs, pair by pair, with an interval on the logarithms."""
+    logs = mean_interval(np.log(np.asarray(ours, float) / np.asarray(theirs, float)).tolist())
+    return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high), logs.count)
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """Linear between neighbours; None of nothing."""
+    return float(np.quantile(values, share)) if len(values) else None
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": float(np.median(values)), "least": min(values), "most": max(values)}
+
+
+def finite(value: float) -> float | None:
+    """The number, or None for what JSON has not."""
+    return value if math.isfinite(value) else None
+
+
+# Pictures -----------------------------------------------------------------------------------------
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """A figure of these inches that needs no display. Imports matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_in, height_in), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write it; the same figure gives the same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, metadata={"Software": None} if path.suffix == ".png" else None)
+    return path
