@@ -37,6 +37,9 @@ T = TypeVar("T")
 OutFile = Annotated[Path | None, typer.Option(help="Write the result here, as JSON.")]
 
 
+_FILE_COLUMNS = 170
+
+
 # What came out ------------------------------------------------------------------------------------
 
 
@@ -67,10 +70,12 @@ def publish(
     if json_output:
         print(_as_json(facts).decode())
         return
-    console = Console()
+    # Into a file, a table is as wide as it needs, not as 80 columns.
+    console = Console(width=None if Console().is_terminal else _FILE_COLUMNS)
     show(console)
     made = f"{facts['command']}  on {facts['machine']}"
-    console.print(f"{made}, {remark}" if remark else made, highlight=False, markup=False)
+    made = f"{made}, {remark}" if remark else made
+    console.print(made, highlight=False, markup=False, soft_wrap=True)
 
 
 def save_json(facts: Mapping[str, Any], path: Path) -> None:

@@ -6,14 +6,13 @@ objective; the peak is the best load of the same column. Simulated, as by `kappa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.harness import Json, publish, result, table
 from kappa.shapes import model_shape
 from router.admission import Admission
 from router.policies import policy_named
@@ -34,7 +33,7 @@ def overload(
     ] = ",".join(map(str, LOADS)),
     seconds: Annotated[float, typer.Option(min=1.0, help="Of arrivals, at each load.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Goodput past saturation, with admission and without."""
     try:
@@ -48,17 +47,20 @@ def overload(
             rows = measure(config, chosen, seconds, status.update)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if json_output:
-        typer.echo(json.dumps({"trace": trace, "cluster": cluster, "policy": policy, "rows": rows}))
-        return
-    table = Table("admission", "load", "rate", "goodput", "of its peak", "let in", "met of those")
-    for row in rows:
-        table.add_row(
+    shown = [
+        (
             "on" if row["admission"] else "off", f"{row['load']:g}", f"{row['rate_rps']:.3g}/s",
             f"{row['goodput_rps']:.3g}/s", f"{row['of_peak']:.0%}", f"{row['let_in']:.0%}",
             f"{row['met_of_let_in']:.0%}",
-        )  # fmt: skip
-    Console().print(table)
+        )
+        for row in rows
+    ]  # fmt: skip
+    columns = ("admission", "load", "rate", "goodput", "of its peak", "admitted", "met of those")
+    publish(
+        result(trace=trace, cluster=cluster, policy=policy, rows=rows),
+        lambda console: console.print(table("", columns, shown)),
+        json_output=json_output,
+    )
 
 
 def measure(

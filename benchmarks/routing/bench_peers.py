@@ -8,17 +8,16 @@ their own, ours in one like theirs. Every run starts with fresh processes and em
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import httpx
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.harness import Json, note, publish, result, table
 from benchmarks.routing.peers.play import Outcome, Player
 from benchmarks.routing.peers.routers import (
     OURS,
@@ -34,7 +33,6 @@ from benchmarks.routing.peers.table import against, measured, repeat_row, router
 from benchmarks.routing.peers.traffic import Arrival, Cut, arrivals, longest_tokens
 from benchmarks.routing.peers.venvs import PeerError
 from benchmarks.routing.peers.wire import CHARACTERS_PER_BLOCK
-from deploy.commands.provenance import Json, command, machine
 from workload.errors import WorkloadError
 from workload.shapes import Workload
 
@@ -43,8 +41,6 @@ EMULATED = (
     " routers, it measures no GPU."
 )
 _SETTLE_S = 1.0
-
-Progress = Callable[[str], None]
 
 
 def peers(
@@ -83,41 +79,35 @@ def peers(
         drain_s=seconds, warm_share=0.2, block_tokens=cut_workload.block_tokens,
         scale=scale, policy=policy,
     )  # fmt: skip
-    say = _progress()
-    say(EMULATED)
+    note(EMULATED)
     traffic = {
         s: arrivals(cut_workload, load * capacity, seconds, s) for s in range(seed, seed + repeats)
     }
-    rows, not_run = asyncio.run(_compared([known[n] for n in chosen], traffic, setting, say))
-    result = {
-        "emulated": True,
-        "header": EMULATED,
-        "rows": rows,
-        "not_run": not_run,
-        "against_ours": against(rows, OURS),
-        "workload": workload,
-        "source": cut_workload.source,
-        "cut": f"{cut}; text of {CHARACTERS_PER_BLOCK} characters per block of "
+    rows, not_run = asyncio.run(_compared([known[n] for n in chosen], traffic, setting))
+    facts = result(
+        emulated=True,
+        header=EMULATED,
+        rows=rows,
+        not_run=not_run,
+        against_ours=against(rows, OURS),
+        workload=workload,
+        source=cut_workload.source,
+        cut=f"{cut}; text of {CHARACTERS_PER_BLOCK} characters per block of "
         f"{setting.block_tokens} tokens; ids at full length",
-        "cluster": cluster,
-        "model": model,
-        "load": load,
-        "capacity_rps": capacity,
-        "seeds": list(traffic),
-        "seconds": seconds,
-        "dropped_s": setting.warm_share * seconds,
-        "dilation": dilation,
-        "noise": noise,
-        "policy": policy,
-        "longest_tokens": max(longest_tokens(found) for found in traffic.values()),
-        "late_ms": max((r["late_ms"] for row in rows for r in row["repeats"]), default=0.0),
-        "machine": machine(),
-        "command": command(),
-    }
-    if json_output:
-        print(json.dumps(result))
-    else:
-        _print(result)
+        cluster=cluster,
+        model=model,
+        load=load,
+        capacity_rps=capacity,
+        seeds=list(traffic),
+        seconds=seconds,
+        dropped_s=setting.warm_share * seconds,
+        dilation=dilation,
+        noise=noise,
+        policy=policy,
+        longest_tokens=max(longest_tokens(found) for found in traffic.values()),
+        late_ms=max((r["late_ms"] for row in rows for r in row["repeats"]), default=0.0),
+    )
+    publish(facts, lambda console: _show(facts, console), json_output=json_output)
 
 
 def _prepared(
@@ -152,7 +142,7 @@ class _One:
 
 
 async def _compared(
-    chosen: Sequence[Router], traffic: dict[int, list[Arrival]], setting: Setting, say: Progress
+    chosen: Sequence[Router], traffic: dict[int, list[Arrival]], setting: Setting
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """A row per router, and those that could not be run."""
     repeats: dict[str, list[dict[str, Any]]] = {router.name: [] for router in chosen}
@@ -166,13 +156,13 @@ async def _compared(
                 outcomes, totals = await _run(router, found, setting, seed)
             except (PeerError, SidecarError) as error:
                 failed[router.name] = str(error)
-                say(f"{router.name}: not run: {error}")
+                note(f"{router.name}: not run: {error}")
                 continue
             sent = measured(outcomes, setting.warm_share * setting.seconds)
             row = {"seed": seed, "late_ms": totals["late_ms"], **repeat_row(sent, totals["nodes"])}
             repeats[router.name].append(row)
             ttft = row.get("ttft_s", {})
-            say(
+            note(
                 f"repeat {number + 1}/{len(traffic)} {router.name}: {row['completed']}"
                 f"/{row['requests']} requests, TTFT p50 {ttft.get('p50', float('nan')):.3f} s, "
                 f"p99 {ttft.get('p99', float('nan')):.3f} s; nodes late {row['late_ms']:.0f} ms"
@@ -212,47 +202,38 @@ async def _run(
         await sidecar.close()
 
 
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    return lambda what: console.print(f"[dim]{what}[/dim]", highlight=False)
-
-
-def _print(result: dict[str, Any]) -> None:
-    console = Console()
-    console.print(result["header"], highlight=False)
-    nodes = list(result["rows"][0].get("node_share", {})) if result["rows"] else []
-    table = Table(
-        title=f"{result['workload']} on {result['cluster']} (emulated), load {result['load']:g}; "
+def _show(facts: dict[str, Any], console: Console) -> None:
+    console.print(facts["header"], highlight=False)
+    nodes = list(facts["rows"][0].get("node_share", {})) if facts["rows"] else []
+    columns = (
+        "router", "TTFT p50", "TTFT p99", "e2e p50", "in flight", "requests", "failed",
+        f"share of {', '.join(nodes)}",
+    )  # fmt: skip
+    title = (
+        f"{facts['workload']} on {facts['cluster']} (emulated), load {facts['load']:g}; "
         "s, median of repeats (least to most)"
     )
-    table.add_column("router")
-    for column in ("TTFT p50", "TTFT p99", "e2e p50", "in flight", "requests", "failed"):
-        table.add_column(column, justify="right")
-    table.add_column(f"share of {', '.join(nodes)}")
-    for row in result["rows"]:
-        if "ttft_s" not in row:
-            table.add_row(f"{row['router']} {row['version']}", *["-"] * 7)
-            continue
-        table.add_row(
-            f"{row['router']} {row['version']}",
-            _spread(row["ttft_s"]["p50"]),
-            _spread(row["ttft_s"]["p99"]),
-            _spread(row["e2e_s"]["p50"]),
-            f"{row['in_flight']['median']:.1f}",
-            str(row["requests"]),
-            str(sum(row["failed"].values())),
-            " ".join(f"{100 * row['node_share'][node]:.0f}%" for node in nodes),
-        )
-    console.print(table)
-    for lost in result["not_run"]:
+    console.print(table(title, columns, [_cells(row, nodes) for row in facts["rows"]]))
+    for lost in facts["not_run"]:
         console.print(f"not run: {lost['router']}: {lost['why']}", highlight=False)
     console.print(
-        f"{result['cut']}. {result['seconds']:g} s a run, the first {result['dropped_s']:g} s "
-        f"dropped; noise {result['noise']:g}; capacity {result['capacity_rps']:.2f} requests/s; "
-        f"nodes late by {result['late_ms']:.0f} ms of wall time at most (p99 of a run)",
+        f"{facts['cut']}. {facts['seconds']:g} s a run, the first {facts['dropped_s']:g} s "
+        f"dropped; noise {facts['noise']:g}; capacity {facts['capacity_rps']:.2f} requests/s; "
+        f"nodes late by {facts['late_ms']:.0f} ms of wall time at most (p99 of a run)",
         highlight=False,
     )
-    console.print(f"{result['command']}  on {result['machine']}", highlight=False)
+
+
+def _cells(row: dict[str, Any], nodes: Sequence[str]) -> tuple[str, ...]:
+    name = f"{row['router']} {row['version']}"
+    if "ttft_s" not in row:
+        return (name, *["-"] * 7)
+    return (
+        name, _spread(row["ttft_s"]["p50"]), _spread(row["ttft_s"]["p99"]),
+        _spread(row["e2e_s"]["p50"]), f"{row['in_flight']['median']:.1f}", str(row["requests"]),
+        str(sum(row["failed"].values())),
+        " ".join(f"{100 * row['node_share'][node]:.0f}%" for node in nodes),
+    )  # fmt: skip
 
 
 def _spread(value: dict[str, float]) -> str:

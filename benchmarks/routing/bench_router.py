@@ -7,7 +7,6 @@ is held here and there. Tokenization is excluded, for the peers as well.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +17,8 @@ import typer
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from benchmarks.harness import Json, note, publish, quantile, result, table
 from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.report import Announcement
@@ -44,7 +43,6 @@ _IN_FLIGHT_PER_NODE = 4
 _VOCABULARY = 128_000
 _PROFILES = ("gh200-c2c", "h100-pcie5", "a100-pcie4")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Tokens = NDArray[np.int32]
 
 
@@ -56,17 +54,13 @@ def router(
     json_output: Json = False,
 ) -> None:
     """One routing decision in microseconds: hash, look up, score, and all of it."""
-    # `bench` registers this command, so it imports this file first.
-    from deploy.commands.provenance import command, machine
-
-    console = Console(stderr=True)
     rows: list[dict[str, Any]] = []
     bytes_per_block = 0.0
     try:
         policy_named(policy)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--policy") from None
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("decisions", total=len(NODES) * len(LENGTHS) * 2)
         for nodes in NODES:
             state = BusyRouter(nodes, policy, seed)
@@ -74,20 +68,15 @@ def router(
                 rows.append(row)
                 progress.advance(task)
             bytes_per_block = max(bytes_per_block, state.bytes_per_block())
-    result = {
-        "rows": rows,
-        "index_bytes_per_block": bytes_per_block,
-        "index_blocks": {str(nodes): blocks for nodes, blocks in _INDEX_BLOCKS.items()},
-        "peers": peer_rows(lambda line: console.print(line, highlight=False)) if peers else [],
-        "policy": policy,
-        "repeats": repeats,
-        "machine": machine(),
-        "command": command(),
-    }
-    if json_output:
-        print(json.dumps(result))
-    else:
-        _print(result)
+    facts = result(
+        rows=rows,
+        index_bytes_per_block=bytes_per_block,
+        index_blocks={str(nodes): blocks for nodes, blocks in _INDEX_BLOCKS.items()},
+        peers=peer_rows(note) if peers else [],
+        policy=policy,
+        repeats=repeats,
+    )
+    publish(facts, lambda shown: _show(facts, shown), json_output=json_output)
 
 
 class BusyRouter:
@@ -218,7 +207,7 @@ class BusyRouter:
             "score_us": max(statistics.median(scored) - lookup_us, 0.0),
             "total_us": {
                 "p50": statistics.median(total),
-                "p99": float(np.quantile(total, 0.99)),
+                "p99": quantile(total, 0.99),
             },
         }
 
@@ -278,32 +267,33 @@ def _announcement(number: int) -> Announcement:
     )
 
 
-def _print(result: dict[str, Any]) -> None:
-    table = Table(title=f"One decision, policy {result['policy']}; µs")
-    for column in ("tokens", "nodes", "input", "hash", "look-up", "score", "total p50", "p99"):
-        table.add_column(column, justify="left" if column == "input" else "right")
-    for row in result["rows"]:
-        times = (row["hash_us"], row["lookup_us"], row["score_us"], *row["total_us"].values())
-        table.add_row(
-            f"{row['tokens']:,}", f"{row['nodes']:,}", row["input"], *(f"{t:.0f}" for t in times)
+def _show(facts: dict[str, Any], console: Console) -> None:
+    ours = [
+        (
+            f"{row['tokens']:,}", f"{row['nodes']:,}", row["input"],
+            *(f"{row[key]:.0f}" for key in ("hash_us", "lookup_us", "score_us")),
+            *(f"{time_us:.0f}" for time_us in row["total_us"].values()),
         )
-    console = Console()
-    console.print(table)
-    if result["peers"]:
-        peers = Table(title="The peers, in process; µs")
-        for column in ("peer", "tokens", "workers", "index", "p50", "p99"):
-            left = column in ("peer", "index")
-            peers.add_column(column, justify="left" if left else "right")
-        for row in result["peers"]:
-            peers.add_row(
-                f"{row['peer']} {row['version']}", f"{row['tokens']:,}", str(row["workers"]),
-                row["index"], f"{row['us']['p50']:.0f}", f"{row['us']['p99']:.0f}",
-            )  # fmt: skip
-        console.print(peers)
-        for peer, what in {row["peer"]: row["what"] for row in result["peers"]}.items():
-            console.print(f"{peer}: {what}", highlight=False)
+        for row in facts["rows"]
+    ]  # fmt: skip
+    columns = ("tokens", "nodes", "input", "hash", "look-up", "score", "total p50", "p99")
+    console.print(table(f"One decision, policy {facts['policy']}; µs", columns, ours, ("input",)))
+    if facts["peers"]:
+        _show_peers(facts["peers"], console)
     console.print(
-        f"index: {result['index_bytes_per_block']:.1f} bytes a block at most",
-        highlight=False,
+        f"index: {facts['index_bytes_per_block']:.1f} bytes a block at most", highlight=False
     )
-    console.print(f"{result['command']}  on {result['machine']}", highlight=False)
+
+
+def _show_peers(rows: list[dict[str, Any]], console: Console) -> None:
+    peers = [
+        (
+            f"{row['peer']} {row['version']}", f"{row['tokens']:,}", str(row["workers"]),
+            row["index"], f"{row['us']['p50']:.0f}", f"{row['us']['p99']:.0f}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    columns = ("peer", "tokens", "workers", "index", "p50", "p99")
+    console.print(table("The peers, in process; µs", columns, peers, ("index",)))
+    for peer, what in {row["peer"]: row["what"] for row in rows}.items():
+        console.print(f"{peer}: {what}", highlight=False)

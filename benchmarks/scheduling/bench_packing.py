@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from deploy.commands.provenance import Json, command, machine
+from benchmarks.harness import Json, publish, result
 
 
 def packing(
@@ -34,29 +33,21 @@ def packing(
         for tenants in (1, 8)
         for binds in (True, False)
     ]
-    result = {
-        "fill": fills, "decision": decisions, "seed": seed, "repeats": repeats,
-        "machine": machine(), "command": command(),
-    }  # fmt: skip
-    if json_output:
-        print(json.dumps(result))
-    else:
-        _print(result)
+    facts = result(fill=fills, decision=decisions, seed=seed, repeats=repeats)
 
+    def show(console: Console) -> None:
+        for row in fills:
+            console.print(
+                f"{row['dimensions']} dimensions, {row['instances']} instances: {row['mean']:.4f} "
+                f"of the optimum, 1st percentile {row['p1']:.4f}, least {row['least']:.4f}; "
+                f"{row['choice_us']:.0f} us a choice",
+                highlight=False,
+            )
+        for row in decisions:
+            console.print(
+                f"{row['waiting']} waiting of {row['tenants']} tenants, {row['case']}: median "
+                f"{row['median_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms",
+                highlight=False,
+            )
 
-def _print(result: dict[str, Any]) -> None:
-    console = Console()
-    for row in result["fill"]:
-        console.print(
-            f"{row['dimensions']} dimensions, {row['instances']} instances: {row['mean']:.4f} of "
-            f"the optimum, 1st percentile {row['p1']:.4f}, least {row['least']:.4f}; "
-            f"{row['choice_us']:.0f} us a choice",
-            highlight=False,
-        )
-    for row in result["decision"]:
-        console.print(
-            f"{row['waiting']} waiting of {row['tenants']} tenants, {row['case']}: median "
-            f"{row['median_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms",
-            highlight=False,
-        )
-    console.print(f"{result['command']}  on {result['machine']}", highlight=False)
+    publish(facts, show, json_output=json_output)

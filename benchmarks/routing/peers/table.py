@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.harness import quantile, spread
 from benchmarks.routing.peers.play import Outcome
-from benchmarks.serving.predict import quantile
 
 
 def measured(outcomes: Sequence[Outcome], from_s: float) -> list[Outcome]:
@@ -78,11 +78,6 @@ def router_row(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
         route_ms = [r["route_ms"] for r in whole if r["route_ms"] is not None]
         row["route_ms"] = statistics.median(route_ms) if route_ms else None
     return row
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def against(rows: Sequence[dict[str, Any]], ours: str) -> list[dict[str, Any]]:
