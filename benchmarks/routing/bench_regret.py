@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -15,10 +14,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import Json, note, publish, result, table, usage_errors
 from benchmarks.routing import grid
 from benchmarks.routing.bench_routing import policy_names
 from benchmarks.routing.regret import regret as regret_of
-from deploy.commands.provenance import Json, command, machine
 from kappa.shapes import model_shape
 from simulator.clusters import cluster_named
 from simulator.run import SimulationConfig
@@ -53,12 +52,8 @@ def regret(
         tuple(cluster or ("small",)), tuple(trace or ("narrativeqa", "miniswe")),
         tuple(load or (0.5, 0.8)), (not cold,),
     )  # fmt: skip
-    try:
+    with usage_errors():
         grid.check(cells, names, grid.Settings(requests, model))
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    console = Console(stderr=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     results = []
     with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn")) as pool:
@@ -68,19 +63,17 @@ def regret(
             for seed in range(seeds)
         ]
         for instance in instances:
-            result = instance.result()
-            results.append(result)
-            _print_curve(console, result)
+            results.append(instance.result())
+            note(_curve(results[-1]))
     if out is not None:
-        for result in results:
-            console.print(f"[dim]drew {_draw(result, out)}[/dim]", highlight=False)
-    if json_output:
-        facts = {"instances": results, "machine": machine(), "command": command()}
-        print(json.dumps(facts))
-        return
-    for result in results:
-        Console().print(_table(result))
-    print(f"{command()}  on {machine()}")
+        for one in results:
+            note(f"drew {_draw(one, out)}")
+
+    def show(console: Console) -> None:
+        for one in results:
+            console.print(_table(one))
+
+    publish(result(instances=results), show, json_output=json_output)
 
 
 def _instance(
@@ -109,56 +102,58 @@ def _instance(
     return {**found.summary(), "seconds": time.monotonic() - start_s}
 
 
-def _print_curve(console: Console, result: dict[str, Any]) -> None:
-    plan = result["clairvoyant"]
-    console.print(
-        f"[dim]{_title(result)}: best p99 after evaluations: "
-        + ", ".join(f"{n}: {p99_s:.3g} s" for n, p99_s in plan["curve"])
-        + f" (of {plan['evaluations']}, {result['seconds']:.0f} s)[/dim]",
-        highlight=False,
-    )
-
-
-def _title(result: dict[str, Any]) -> str:
-    caches = "warm" if result["warm"] else "cold"
+def _curve(found: dict[str, Any]) -> str:
+    plan = found["clairvoyant"]
+    curve = ", ".join(f"{n}: {p99_s:.3g} s" for n, p99_s in plan["curve"])
     return (
-        f"{result['cluster']} {result['trace']} {result['load']:g} {caches}, "
-        f"seed {result['seed']}, {result['requests']} requests"
+        f"{_title(found)}: best p99 after evaluations: {curve} "
+        f"(of {plan['evaluations']}, {found['seconds']:.0f} s)"
     )
 
 
-def _table(result: dict[str, Any]) -> Table:
-    plan = result["clairvoyant"]
+def _title(found: dict[str, Any]) -> str:
+    caches = "warm" if found["warm"] else "cold"
+    return (
+        f"{found['cluster']} {found['trace']} {found['load']:g} {caches}, "
+        f"seed {found['seed']}, {found['requests']} requests"
+    )
+
+
+def _table(found: dict[str, Any]) -> Table:
+    plan = found["clairvoyant"]
     reference = (
         f"plan from {plan['start']}: p99 {plan['ttft_s']['p99']:.3g} s"
         if plan["beats_all"]
         else "no plan beat every policy"
     )
-    table = Table(title=f"{_title(result)}; {reference}")
-    for column in ("policy", "p50 s", "p99 s", "p99 / plan", "p99 / bound", "mean / bound"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
-    for row in sorted(result["rows"], key=lambda row: row["ttft_s"]["p99"] or float("inf")):
-        shown = (
-            row["ttft_s"]["p50"], row["ttft_s"]["p99"], row["regret_plan"], row["regret_bound"],
-            row["regret_bound_mean"],
-        )  # fmt: skip
-        table.add_row(row["policy"], *("-" if v is None else f"{v:.3g}" for v in shown))
-    return table
+    rows = [
+        (row["policy"], *("-" if value is None else f"{value:.3g}" for value in _figures(row)))
+        for row in sorted(found["rows"], key=lambda row: row["ttft_s"]["p99"] or float("inf"))
+    ]
+    columns = ("policy", "p50 s", "p99 s", "p99 / plan", "p99 / bound", "mean / bound")
+    return table(f"{_title(found)}; {reference}", columns, rows)
 
 
-def _draw(result: dict[str, Any], directory: Path) -> Path:
+def _figures(row: dict[str, Any]) -> tuple[float | None, ...]:
+    return (
+        row["ttft_s"]["p50"], row["ttft_s"]["p99"], row["regret_plan"], row["regret_bound"],
+        row["regret_bound_mean"],
+    )  # fmt: skip
+
+
+def _draw(found: dict[str, Any], directory: Path) -> Path:
     from benchmarks.routing.plots import draw_regret
 
-    plan = result["clairvoyant"]["beats_all"]
+    plan = found["clairvoyant"]["beats_all"]
     key = "regret_plan" if plan else "regret_bound"
     rows = [
         {"policy": row["policy"], "regret": row[key]}
-        for row in result["rows"]
+        for row in found["rows"]
         if row[key] is not None
     ]
-    caches = "warm" if result["warm"] else "cold"
+    caches = "warm" if found["warm"] else "cold"
     name = "_".join(
-        (result["cluster"], result["trace"], f"{result['load']:g}", caches, f"s{result['seed']}")
+        (found["cluster"], found["trace"], f"{found['load']:g}", caches, f"s{found['seed']}")
     )
-    title = f"{_title(result)}\nreference: {'plan in hindsight' if plan else 'lower bound'}"
+    title = f"{_title(found)}\nreference: {'plan in hindsight' if plan else 'lower bound'}"
     return draw_regret(rows, directory / f"regret_{name}.png", title)

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from benchmarks.harness import Json, note, publish, result, usage_errors
 from benchmarks.routing import grid, report
-from deploy.commands.provenance import Json, command, machine
 
 _CLUSTERS = ("mixed", "small", "uniform")
 _TRACES = ("narrativeqa", "mooncake", "sharegpt", "miniswe", "azure")
@@ -66,25 +66,24 @@ def routing(
 ) -> None:
     """Policies over clusters, traces and loads. Goes on where it was stopped."""
     try:
-        if only_report:
-            rows = reported_rows(out)
-        else:
-            warmth = (True, False) if cold is None else (not cold,)
-            cells = grid.cells_of(
-                tuple(cluster or _CLUSTERS), tuple(trace or _TRACES), tuple(load or _LOADS), warmth,
-                misprofile=misprofile, failures=failures, admission=admission,
-            )  # fmt: skip
-            settings = grid.Settings(requests, model, scheduler)
-            names = policy_names(policies)
-            grid.check(cells, names, settings)
-            rows = grid.run_grid(
-                cells, names, seeds, grid.Store(out, settings), settings,
-                jobs=jobs or os.cpu_count() or 1, progress=_progress(),
-            )  # fmt: skip
-            _remember(out, rows)
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        with usage_errors():
+            if only_report:
+                rows = reported_rows(out)
+            else:
+                warmth = (True, False) if cold is None else (not cold,)
+                cells = grid.cells_of(
+                    tuple(cluster or _CLUSTERS), tuple(trace or _TRACES), tuple(load or _LOADS),
+                    warmth,
+                    misprofile=misprofile, failures=failures, admission=admission,
+                )  # fmt: skip
+                settings = grid.Settings(requests, model, scheduler)
+                names = policy_names(policies)
+                grid.check(cells, names, settings)
+                rows = grid.run_grid(
+                    cells, names, seeds, grid.Store(out, settings), settings,
+                    jobs=jobs or os.cpu_count() or 1, progress=_tell,
+                )  # fmt: skip
+                _remember(out, rows)
     except KeyboardInterrupt:
         typer.echo(f"stopped; the same command goes on from {out / 'rows.jsonl'}", err=True)
         raise typer.Exit(130) from None
@@ -93,13 +92,13 @@ def routing(
 
         for path in (draw_cells(rows, out / "cells.png", _US, grid.OURS), *draw_all(out)):
             if path is not None:
-                typer.echo(f"drew {path}", err=True)
-    if json_output:
-        facts = report.summary(rows, _US, grid.OURS)
-        print(json.dumps({"rows": rows, **facts, "machine": machine(), "command": command()}))
-        return
-    print(report.markdown(rows, _US, grid.OURS))
-    print(f"`{command()}` on {machine()}")
+                note(f"drew {path}")
+
+    def show(console: Console) -> None:
+        print(report.markdown(rows, _US, grid.OURS))
+
+    facts = result(rows=rows, **report.summary(rows, _US, grid.OURS))
+    publish(facts, show, json_output=json_output)
 
 
 def reported_rows(out: Path) -> list[dict[str, Any]]:
@@ -146,11 +145,6 @@ def policy_names(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(separator) if part.strip())
 
 
-def _progress() -> Any:
-    console = Console(stderr=True)
-
-    def tell(at: grid.Progress) -> None:
-        left = "" if at.eta_s is None else f", {at.eta_s / 60:.1f} min left"
-        console.print(f"[dim]{at.done}/{at.total}{left}: {at.last}[/dim]", highlight=False)
-
-    return tell
+def _tell(at: grid.Progress) -> None:
+    left = "" if at.eta_s is None else f", {at.eta_s / 60:.1f} min left"
+    note(f"{at.done}/{at.total}{left}: {at.last}")

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.baselines.routing.catalogue import BASELINES, parameters
+from benchmarks.harness import append_line, read_lines
 from benchmarks.routing.source_closure import source_closure
 from kappa.shapes import model_shape
 from router.admission import Admission
@@ -112,8 +113,8 @@ class Store:
         self.directory = directory
         self._path = directory / "rows.jsonl"
         self._settings = settings
-        self._mend()
-        self._rows = {row["key"]: row for row in self._read()}
+        rows = read_rows(self._path) if self._path.exists() else []
+        self._rows = {row["key"]: row for row in rows}
 
     def key(self, run: Run) -> str:
         """The run, and a fingerprint of all that its outcome depends on."""
@@ -129,45 +130,24 @@ class Store:
     def add(self, run: Run, row: dict[str, Any]) -> None:
         """Keep a finished run, on disk before this returns."""
         row = {"key": self.key(run), **row}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self._path, row)
         self._rows[row["key"]] = row
 
-    def _mend(self) -> None:
-        """A line that a crash cut short is no finished run: drop it."""
-        if not self._path.exists():
-            return
-        data = self._path.read_bytes()
-        if data and not data.endswith(b"\n"):
-            with self._path.open("r+b") as file:
-                file.truncate(data.rfind(b"\n") + 1)
 
-    def _read(self) -> Iterator[dict[str, Any]]:
-        yield from read_rows(self._path, missing_ok=True)
-
-
-def read_rows(path: Path, missing_ok: bool = False) -> list[dict[str, Any]]:
-    """The rows of a grid's file.
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a grid's file, one cut short left out.
 
     Raises:
         ValueError: there is no file, or a line is not a row: file, line and remedy are named.
     """
     if not path.exists():
-        if missing_ok:
-            return []
         raise ValueError(f"{path}: no such file; run the grid into this directory first")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-            row["key"]
-        except (ValueError, TypeError, KeyError) as error:
+    rows = read_lines(path)
+    for number, row in enumerate(rows, start=1):
+        if "key" not in row:
             raise ValueError(
-                f"{path}:{number}: not a finished run ({error}); remove the line to run it again"
-            ) from None
-        rows.append(row)
+                f"{path}:{number}: not a finished run; remove the line to run it again"
+            )
     return rows
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import TwoSlopeNorm
-from matplotlib.figure import Figure
 
+from benchmarks.harness import new_figure, save_figure
 from benchmarks.routing.report import LIMITS, Row, Verdict, by_cell, verdicts
 
 _OURS = "priced"
@@ -51,8 +50,7 @@ def draw_cells(rows: Sequence[Row], path: Path, us: str, ours: Sequence[str]) ->
         return None
     down = sorted({v.cell[:2] for v in found})
     across = sorted({v.cell[2:] for v in found}, key=lambda c: (c[3], c[2], not c[1], c[0]))
-    size = (1.6 + 0.62 * len(across) * len(LIMITS), 1.8 + 0.3 * len(down))
-    figure = Figure(figsize=size, layout="constrained")
+    figure = new_figure(1.6 + 0.62 * len(across) * len(LIMITS), 1.8 + 0.3 * len(down))
     for axes, quantile in zip(figure.subplots(1, len(LIMITS), sharey=True), LIMITS, strict=True):
         ratios = np.full((len(down), len(across)), np.nan)
         for v in found:
@@ -67,7 +65,7 @@ def draw_cells(rows: Sequence[Row], path: Path, us: str, ours: Sequence[str]) ->
         axes.set_title(f"TTFT {quantile}, times the best peer's", fontsize=9)
         axes.set_xticks(range(len(across)), [_column(cell) for cell in across], fontsize=7)
         axes.set_yticks(range(len(down)), [" ".join(cell) for cell in down], fontsize=7)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _write(axes: Any, at: tuple[int, int], v: Verdict) -> None:
@@ -87,7 +85,7 @@ def _column(cell: tuple[float, bool, str, bool]) -> str:
 
 def draw_ttft(records: dict[str, dict[str, Any]], path: Path, title: str) -> Path:
     """Share of requests that had their first token within a time, per policy."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = new_figure(7, 4.2)
     axes = figure.subplots()
     for i, (policy, record) in enumerate(records.items()):
         ttft_s = np.sort(record["ttft_s"][~np.isnan(record["ttft_s"])])
@@ -105,7 +103,7 @@ def draw_ttft(records: dict[str, dict[str, Any]], path: Path, title: str) -> Pat
     axes.set(xscale="log", xlabel="TTFT, s", ylabel="share of requests", ylim=(0, 1), title=title)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, ncols=2)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def draw_kappa(record: dict[str, Any], path: Path, title: str) -> Path:
@@ -113,7 +111,7 @@ def draw_kappa(record: dict[str, Any], path: Path, title: str) -> Path:
     kinds: dict[str, list[int]] = {}
     for index, name in enumerate(record["nodes"].tolist()):
         kinds.setdefault(str(name).rpartition("-")[0] or str(name), []).append(index)
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    figure = new_figure(7, 3.6)
     axes = figure.subplots()
     for place, indices in enumerate(kinds.values()):
         mine = np.isin(record["node"], indices) & ~np.isnan(record["kappa"])
@@ -132,13 +130,13 @@ def draw_kappa(record: dict[str, Any], path: Path, title: str) -> Path:
     axes.set_yticks(range(len(kinds)), labels)
     axes.set(xscale="log", xlabel="κ = cached / new tokens (0 drawn at 0.01)", title=title)
     axes.grid(alpha=0.3, axis="x")
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def draw_regret(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Path:
     """Each policy's p99 TTFT over the reference plan's, or over the bound where there is none."""
     rows = sorted(rows, key=lambda row: float(row["regret"]))
-    figure = Figure(figsize=(7, 0.6 + 0.32 * len(rows)), layout="constrained")
+    figure = new_figure(7, 0.6 + 0.32 * len(rows))
     axes = figure.subplots()
     colours = ["#cc3311" if row["policy"] == _OURS else _COLOURS[0] for row in rows]
     bars = axes.barh([r["policy"] for r in rows], [r["regret"] for r in rows], color=colours)
@@ -146,11 +144,4 @@ def draw_regret(rows: Sequence[dict[str, Any]], path: Path, title: str) -> Path:
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set(xscale="log", xlabel="p99 TTFT, times the reference's", title=title)
     axes.invert_yaxis()
-    return _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    FigureCanvasAgg(figure)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    return path
+    return save_figure(figure, path)

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import Interval, finite, paired
+
 Row = dict[str, Any]
 CellKey = tuple[str, str, float, bool, str, bool]
 Family = tuple[str, str, bool, str, bool]
@@ -24,16 +26,6 @@ Family = tuple[str, str, bool, str, bool]
 
 LIMITS = {"p99": 1.02, "p50": 1.05}
 """Most that our quantile may be of the best peer's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A ratio's geometric mean over seeds, and its 95% interval; NaN ends with a single seed."""
-
-    mean: float
-    low: float
-    high: float
-    seeds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +58,6 @@ def by_cell(rows: Iterable[Row]) -> dict[CellKey, dict[str, dict[int, Row]]]:
     for row in rows:
         cells[cell_key(row)][row["policy"]][row["seed"]] = row
     return {cell: dict(cells[cell]) for cell in sorted(cells)}
-
-
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """ours / theirs, pair by pair."""
-    # Half a second to import: only where it is used, or every command would wait for it.
-    from scipy.stats import t as student
-
-    logs = np.log(np.asarray(ours, float) / np.asarray(theirs, float))
-    mean, count = float(logs.mean()), len(logs)
-    if count < 2:
-        return Interval(math.exp(mean), math.nan, math.nan, count)
-    half = float(student.ppf(0.975, count - 1) * logs.std(ddof=1) / math.sqrt(count))
-    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), count)
 
 
 def verdict(
@@ -155,9 +134,9 @@ def summary(rows: Sequence[Row], us: str, ours: Sequence[str]) -> dict[str, Any]
                 "quantile": v.quantile,
                 "peer": v.peer,
                 "ratio": v.ratio.mean,
-                "low": _or_none(v.ratio.low),
-                "high": _or_none(v.ratio.high),
-                "seeds": v.ratio.seeds,
+                "low": finite(v.ratio.low),
+                "high": finite(v.ratio.high),
+                "seeds": v.ratio.count,
                 "verdict": v.verdict,
             }
             for v in found
@@ -234,7 +213,7 @@ def fault_costs(cells: dict[CellKey, dict[str, dict[int, Row]]]) -> list[dict[st
             costs.append(
                 {
                     "cell": _words(cell), "policy": policy, "p99_ratio": ratio.mean,
-                    "low": _or_none(ratio.low), "high": _or_none(ratio.high),
+                    "low": finite(ratio.low), "high": finite(ratio.high),
                 }
             )  # fmt: skip
     return costs
@@ -355,7 +334,3 @@ def _family(family: Family, load: str = "") -> str:
     text = f"{Path(cluster).name} {Path(trace).name}{load} {'warm' if warm else 'cold'}"
     text += f" {faults}" if faults != "none" else ""
     return text + (" admission" if admission else "")
-
-
-def _or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -7,7 +7,6 @@ so that whatever else the machine does hits all alike.
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -20,12 +19,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import (
+    Json,
+    append_line,
+    note,
+    publish,
+    result,
+    save_json,
+    table,
+    usage_errors,
+)
 from benchmarks.scheduling import mix, report
-from deploy.commands.provenance import Json, command, machine
 
 Row = dict[str, Any]
-# Of the table when it goes into a file.
-_WIDTH = 170
 
 
 def scheduler(
@@ -60,35 +66,31 @@ def scheduler(
         for link in links.split(",")
         for sharing in stores.split(",")
     ]
-    try:
+    with usage_errors():
         check(backend, names, settings)
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
     console = Console(stderr=True)
     rows, details = [], []
     for row, detail in _play(backend, names, settings, runs, dilation, console):
         rows.append(row)
         if detail is not None:
             details.append(detail)
-        _keep(out, row, detail)
+        if out is not None:
+            append_line(out / "runs.jsonl", {"row": row, "detail": detail})
     middle, spread = report.medians(rows)
     if out is not None and (drawn := report.draw_frontier(middle, spread, out / "frontier.png")):
-        console.print(f"[dim]drew {drawn}[/dim]", highlight=False)
-    facts = {
-        "rows": middle, "spread": spread, "details": report.medians(details)[0], "runs": runs,
-        "dilation": dilation if backend == "vllm" else None, "machine": machine(),
-        "command": command(),
-    }  # fmt: skip
+        note(f"drew {drawn}")
+    facts = result(
+        rows=middle, spread=spread, details=report.medians(details)[0], runs=runs,
+        dilation=dilation if backend == "vllm" else None,
+    )  # fmt: skip
     if out is not None:
-        (out / "scheduler.json").write_text(json.dumps(facts) + "\n")
-    if json_output:
-        print(json.dumps(facts))
-        return
-    shown = Console(width=None if Console().is_terminal else _WIDTH)
-    for setting in settings:
-        shown.print(_table(setting, middle, spread))
-    print(f"{command()}  on {machine()}" + (", paced" if backend == "vllm" else ""))
+        save_json(facts, out / "scheduler.json")
+
+    def show(console: Console) -> None:
+        for setting in settings:
+            console.print(_table(setting, middle, spread))
+
+    publish(facts, show, json_output=json_output, remark="paced" if backend == "vllm" else "")
 
 
 def check(backend: str, policies: tuple[str, ...], settings: list[mix.Setting]) -> None:
@@ -172,16 +174,7 @@ class _Turns:
         return played
 
 
-def _keep(out: Path | None, row: Row, detail: Row | None) -> None:
-    if out is None:
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "runs.jsonl").open("a") as file:
-        print(json.dumps({"row": row, "detail": detail}), file=file)
-
-
 def _table(setting: mix.Setting, rows: list[Row], spread: list[Row]) -> Table:
-    table = Table(title=f"{setting.workload}, link {setting.link}, stores {setting.stores}")
     mine = [
         (row, around)
         for row, around in zip(rows, spread, strict=True)
@@ -194,12 +187,14 @@ def _table(setting: mix.Setting, rows: list[Row], spread: list[Row]) -> Table:
         for quantile in ("p50", "p99")
     ]
     columns += [(key.removesuffix("_s"), (key,)) for key in _SHOWN]
-    table.add_column("policy")
-    for name, _ in columns:
-        table.add_column(name.replace("_", " "), justify="right")
-    for row, around in mine:
-        table.add_row(row["policy"], *(_cell(row, around, path) for _, path in columns))
-    return table
+    return table(
+        f"{setting.workload}, link {setting.link}, stores {setting.stores}",
+        ("policy", *(name.replace("_", " ") for name, _ in columns)),
+        [
+            (row["policy"], *(_cell(row, around, path) for _, path in columns))
+            for row, around in mine
+        ],
+    )
 
 
 _SHOWN = (

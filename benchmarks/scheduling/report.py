@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import new_figure, quantile, save_figure
 from benchmarks.scheduling import mix
 
 _OURS = "fair"
@@ -57,7 +58,13 @@ def row_of(policy: str, setting: mix.Setting, backend: str, played: Played) -> d
     return {
         "policy": policy, "workload": setting.workload, "backend": backend,
         "link": setting.link, "stores": setting.stores,
-        "ttft_s": {kind: _quantiles(_ttfts(served, kind)) for kind in kinds},
+        "ttft_s": {
+            kind: {
+                "p50": quantile(_ttfts(served, kind), 0.5),
+                "p99": quantile(_ttfts(served, kind), 0.99),
+            }
+            for kind in kinds
+        },
         "makespan_s": max((s.finished_s for s in served if s.finished_s), default=None),
         "budget_fill": budget_fill, "vram_fill": vram_fill,
         "max_wait_s": max(waits, default=None), "max_skips": max_skips(served),
@@ -154,9 +161,6 @@ def draw_frontier(
 
     Returns None where no row has both kinds.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels: dict[tuple[str, ...], list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
     for row, around in zip(rows, spread, strict=True):
         if row["ttft_s"][mix.FRESH]["p50"] and row["ttft_s"][mix.OFFLOADED]["p50"]:
@@ -165,8 +169,7 @@ def draw_frontier(
         return None
     wide = min(len(panels), 3)
     high = -(-len(panels) // wide)
-    figure = Figure(figsize=(4.4 * wide, 3.6 * high), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(4.4 * wide, 3.6 * high)
     grid = figure.subplots(high, wide, squeeze=False).flat
     for (names, points), axes in zip(panels.items(), grid, strict=False):
         for number, (row, around) in enumerate(points):
@@ -189,9 +192,7 @@ def draw_frontier(
         axes.legend(fontsize=7)
     for axes in list(grid):
         axes.set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    return path
+    return save_figure(figure, path)
 
 
 def _ttft(served: Served) -> float:
@@ -204,13 +205,6 @@ def _ttfts(served: Sequence[Served], kind: str) -> list[float]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
-
-
-def _quantiles(values: Sequence[float]) -> dict[str, float | None]:
-    if not values:
-        return {"p50": None, "p99": None}
-    p50, p99 = np.quantile(values, (0.5, 0.99))
-    return {"p50": float(p50), "p99": float(p99)}
 
 
 def _or_never(time_s: float | None) -> float:

@@ -42,6 +42,12 @@ def test_paired_interval_is_students_t_on_the_logarithms() -> None:
     assert found.count == 2
 
 
+def test_pairs_that_differ_by_far_more_than_their_ratio_have_a_narrow_interval() -> None:
+    scale = [1.0, 10.0, 100.0]
+    found = harness.paired([0.9 * each for each in scale], scale)
+    assert [found.mean, found.low, found.high] == pytest.approx([0.9, 0.9, 0.9])
+
+
 def test_one_pair_has_a_mean_and_no_interval() -> None:
     found = harness.paired([3.0], [2.0])
     assert found.mean == pytest.approx(1.5)

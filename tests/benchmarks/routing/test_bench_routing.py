@@ -1,5 +1,4 @@
 import json
-import math
 import tempfile
 from pathlib import Path
 
@@ -175,15 +174,6 @@ def cell_rows(ours, peer, **facts):
 def test_a_cell_is_judged_by_its_whole_interval(ours, peer, verdict):
     facts = report.summary(cell_rows(ours, peer), "priced", grid.OURS)
     assert facts["counts"]["p99"] == {w: int(w == verdict) for w in ("held", "open", "lost")}
-
-
-def test_seeds_are_paired():
-    """Seeds differ by far more than policies do; pairs do not."""
-    scale = np.array([1.0, 10.0, 100.0])
-    interval = report.paired(0.9 * scale, scale)
-    assert interval.mean == pytest.approx(0.9)
-    assert interval.low == pytest.approx(0.9) and interval.high == pytest.approx(0.9)
-    assert math.isnan(report.paired([1.0], [1.0]).low)
 
 
 def test_the_best_peer_is_no_policy_of_ours_and_has_all_seeds():
