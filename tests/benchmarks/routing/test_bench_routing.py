@@ -108,7 +108,7 @@ def test_a_policys_key_depends_on_its_own_code_only(tmp_path, monkeypatch):
 
 def test_what_a_run_executes_is_found_through_its_imports():
     names = {path.name for path in source_closure(("simulator.run",))}
-    assert {"run.py", "node.py", "core.py", "step.py", "prices.py", "catalogue.py"} <= names
+    assert {"run.py", "node.py", "core.py", "cost.py", "prices.py", "catalogue.py"} <= names
     assert not names & {"ingress.py", "http_app.py", "clairvoyant.py"}
 
 
