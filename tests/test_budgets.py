@@ -54,9 +54,9 @@ def closure(start: str) -> set[str]:
 @pytest.mark.parametrize(
     ("packages", "most"),
     [
-        (PRODUCT, 60_000),  # goal: 33,000
-        (("benchmarks",), 21_000),  # goal: 8,000
-        (("tests",), 51_000),  # goal: 30,000
+        (PRODUCT, 58_100),  # goal: 33,000
+        (("benchmarks",), 21_900),  # goal: 8,000
+        (("tests",), 51_800),  # goal: 30,000
     ],
 )
 def test_code_stays_within_its_budget_of_lines(packages, most):
@@ -68,7 +68,7 @@ def test_code_stays_within_its_budget_of_lines(packages, most):
     [
         ("router.core", 44),  # goal: 20
         ("router.ingress.request_path", 100),  # goal: 40
-        ("engine.loop", 79),
+        ("engine.loop", 70),
     ],
 )
 def test_few_files_have_to_be_read_to_follow_a_module(module, most):
@@ -82,7 +82,7 @@ def test_few_classes_share_a_name():
             if isinstance(node, ast.ClassDef):
                 homes[node.name].add(path)
     shared = {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1}
-    assert len(shared) <= 45, shared  # goal: 0
+    assert len(shared) <= 41, shared  # goal: 0
 
 
 def test_functions_are_short_and_take_few_parameters():
@@ -97,7 +97,7 @@ def test_functions_are_short_and_take_few_parameters():
         for path, f in found
         if not path.startswith("deploy/commands/") and parameters(f) > MOST_PARAMETERS
     ]
-    assert len(wide) <= 42, wide  # goal: 0
+    assert len(wide) <= 37, wide  # goal: 0
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
