@@ -64,7 +64,8 @@ class Suspects:
         self._deaths: OrderedDict[str, _Death] = OrderedDict()
         self._ended_s: dict[str, float] = {}
         self._idle_deaths_s: dict[str, float] = {}
-        self._strikes: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        # Of each content: deaths that it was in, when it was blamed last, and the last death.
+        self._strikes: OrderedDict[str, tuple[int, float, _Death]] = OrderedDict()
 
     def __len__(self) -> int:
         """Contents that are remembered."""
@@ -105,9 +106,12 @@ class Suspects:
             return "retry"
         if not digest:
             return "alone" if death.alone else "retry"
-        count = self._count(digest, now_s) + 1
-        self._strikes[digest] = (count, now_s)
-        self._strikes.move_to_end(digest)
+        count = self._count(digest, now_s)
+        # Several requests of one content may be lost with one engine: that is one death.
+        if not count or self._strikes[digest][2] is not death:
+            count += 1
+            self._strikes[digest] = (count, now_s, death)
+            self._strikes.move_to_end(digest)
         self._forget(now_s)
         if count >= DEATHS:
             return "killer"
@@ -124,8 +128,8 @@ class Suspects:
         return self._count(digest, now_s) >= DEATHS
 
     def _count(self, digest: str, now_s: float) -> int:
-        count, at_s = self._strikes.get(digest, (0, now_s))
-        return count if now_s - at_s <= KEPT_S else 0
+        strikes = self._strikes.get(digest)
+        return strikes[0] if strikes is not None and now_s - strikes[1] <= KEPT_S else 0
 
     def _forget(self, now_s: float) -> None:
         while len(self._strikes) > MEMORY or (

@@ -46,6 +46,15 @@ def test_two_deaths_are_enough_unless_an_engine_served_it_in_between():
     assert suspects.blame("w", "y", 1.0) == "retry" and not suspects.refused("y", 1.0)
 
 
+def test_many_requests_of_one_content_lost_with_one_engine_are_one_death():
+    suspects = Suspects()
+    died(suspects, "v", in_flight=4)
+    assert [suspects.blame("v", "x", 1.0) for _ in range(3)] == ["retry"] * 3
+    assert not suspects.refused("x", 1.0)
+    died(suspects, "w", in_flight=4, now_s=2.0)
+    assert [suspects.blame("w", "x", 2.0) for _ in range(2)] == ["killer"] * 2
+
+
 def test_without_a_death_or_long_after_it_nobody_is_blamed():
     suspects = Suspects()
     assert suspects.blame("w", "x", 0.0) == "retry"
