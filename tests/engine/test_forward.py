@@ -64,10 +64,10 @@ def test_what_a_stuck_copy_may_still_write_to_is_not_used_again(monkeypatch) -> 
         tokens = prompt(29)
         pages = r.stored(tokens, 24)
         plan = LoadPlan(layout(24))
-        before = {buffer.rows.data_ptr() for buffer in r.forward._buffers}
-        whole = mover._copy
+        whole, used = mover._copy, set()
 
         def late(direction, copies):
+            used.update(buffer.rows.data_ptr() for buffer in r.forward._buffers)
             raise OSError("the link is down")
 
         def never(timeout_s=0.0):
@@ -80,4 +80,5 @@ def test_what_a_stuck_copy_may_still_write_to_is_not_used_again(monkeypatch) -> 
         monkeypatch.setattr(mover, "_copy", whole)
         got = prefill(r.forward, [Prompt(tokens, pages, plan)])
         assert r.agrees(got, r.expected(tokens)[-1:])
-        assert not before & {buffer.rows.data_ptr() for buffer in r.forward._buffers}
+        # Of those that the failed pass used: smaller ones before it were given back and may return.
+        assert used and not used & {buffer.rows.data_ptr() for buffer in r.forward._buffers}
