@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+from benchmarks.harness import quantile
 
 CLASSES = ("device", "load", "compute", "queue")
 
@@ -146,11 +146,6 @@ def baseline_errors(warm_up: Iterable[Outcome], measured: Sequence[Outcome]) -> 
             if predicted_s is not None:
                 errors[outcome.request_id] = abs(predicted_s - outcome.actual_s) / outcome.actual_s
     return errors
-
-
-def quantile(values: Sequence[float], share: float) -> float | None:
-    """Linear-interpolated quantile; None of nothing."""
-    return float(np.quantile(values, share)) if len(values) else None
 
 
 def class_rows(measured: Sequence[Outcome], baseline: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from benchmarks.serving.predict import quantile
+from benchmarks.harness import quantile
 
 Progress = Callable[[str], None]
 

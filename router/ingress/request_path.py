@@ -301,10 +301,12 @@ class RequestPath:
     ) -> Response:
         """Hand a request to Ray's own router; nothing is decided, reserved or foreseen here."""
         engines = {s.announcement.engine for s in live.router.state.workers.values()}
-        tenant, prompt, marks = tenant_of(request), bounded(body), {}
+        tenant, marks = tenant_of(request), dict[str, str]()
         if engines & set(PROMPT_ENGINES):
             prompt = await self.tokenize(body, request)
             marks = prompt_marks(prompt.token_ids, plan_asked(request))
+        else:
+            prompt = bounded(body)
         terms_of(request).tokenized(prompt.tokens, choices_of(body) * max_tokens_of(body))
         mark(body, {**plain_marks(live.sent_as(request_id), tenant), **marks})
         live.metrics.inc(m.ROLLOUT_REQUESTS, "ray")
