@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.blocks import BlockPool, BlockType, Place, runs
-from kappa.types import ModelShape
+from kappa.model import ModelShape
 
 # Left to the rest of the process and the machine.
 _SPARE_BYTES = 256 << 20

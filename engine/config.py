@@ -2,7 +2,7 @@
 
 Families: OPT, Llama, Qwen2, Qwen3. Each differs in norm, positions, biases, head norms and MLP; all
 else is one forward pass. An architecture whose attention or positions the engine does not compute
-exactly is refused by name, with the load plans that would work (both from `kappa.plan.support`).
+exactly is refused by name, with the load plans that would work (see `kappa.plans.architecture`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kappa.json_file import read_json_object
-from kappa.plan.support import architecture_from_config, rope_type
+from kappa.model import ModelShape
+from kappa.plans.architecture import architecture_from_config, rope_type
 from kappa.shapes import shape_from_config
-from kappa.types import ModelShape
 
 FAMILIES = ("opt", "llama", "qwen2", "qwen3")
 Activation = Literal["relu", "gelu", "gelu_new", "silu"]

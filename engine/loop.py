@@ -27,8 +27,8 @@ from engine.sparse.forward import SparseForward
 from engine.sparse.serving import SparseServing, check_asked
 from engine.stats import EngineStats
 from engine.store import HostStore, Keeper
-from kappa.plan.planners import Planner, Planning
-from kappa.report import Charge
+from kappa.plans.planners import Planner, Planning
+from kappa.protocol import Charge
 from scheduler.batching import Batcher, Step
 from scheduler.catalogue import rule_named
 from scheduler.core import Fair

@@ -15,8 +15,8 @@ from engine.blocks import BlockType, OutOfBlocks
 from engine.prefix import EventLog, PrefixCache
 from engine.sequence import Kept, Load, Sequence
 from engine.sparse.serving import SPARSE, SparseServing
-from kappa.plan.planners import Cached, Planning, room_left
-from kappa.plan.segments import Kind, LoadPlan, Segment, bounded, from_runs, layout
+from kappa.plans.load_plan import Kind, LoadPlan, Segment, bounded, from_runs, layout
+from kappa.plans.planners import Cached, Planning, room_left
 from scheduler.work import Quote, Work
 
 

@@ -20,7 +20,7 @@ from engine.forward import Forward
 from engine.sequence import Kept, Load
 from engine.step import Decode, Pages, Source, Wanted, Work
 from engine.step_builder import build_step
-from kappa.plan.segments import LoadPlan, Segment
+from kappa.plans.load_plan import LoadPlan, Segment
 
 Sources = NDArray[np.int8]
 

@@ -3,8 +3,8 @@
 Seconds to load n tokens' KV of a layer and to project n tokens' activations, each copy or product
 behind the one before as in a pass; a grid of prefill steps, t_gpu(T, S); and the link's bandwidth
 alone, scattered over blocks, while the device stores, and while the CPU computes. The result is
-JSON that `kappa.plan.rates.rates_from_measured` fits, or refuses. Runs before the engine serves:
-it needs the arena to itself, and writes over its blocks. CUDA and CPU take the same path.
+JSON that `kappa.plans.measured.rates_from_measured` fits, or refuses. Runs before the engine
+serves: it needs the arena to itself, and writes over its blocks. CUDA and CPU take the same path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.prefill import Prompt, prefill
 from engine.profiling_decode import attention, decoding, repeating
 from engine.step import Pages
 from kappa.model import kv_bytes_per_token
-from kappa.plan.rates import FORMAT
+from kappa.plans.measured import FORMAT
 
 _BUSY_SIDE = 512
 

@@ -22,7 +22,7 @@ from engine.loop import Engine
 from engine.prefix import CacheEvent
 from engine.sampling import GREEDY, Sampling
 from engine.sequence import FinishReason, Output
-from kappa.plan.planners import Planner
+from kappa.plans.planners import Planner
 
 T = TypeVar("T")
 Deliver = Callable[[Output], None]

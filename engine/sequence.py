@@ -14,8 +14,8 @@ import numpy as np
 from engine.blocks import BlockTable
 from engine.prefix import BlockKey, extend_keys
 from engine.sampling import Sampling
-from kappa.plan.planners import Planner
-from kappa.plan.segments import LoadPlan
+from kappa.plans.load_plan import LoadPlan
+from kappa.plans.planners import Planner
 from scheduler.work import Work
 
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kappa.plan.planners import Planning
+from kappa.plans.planners import Planning
 from scheduler.catalogue import FAIR, SCHEDULERS
 from scheduler.config import FairConfig, LinkRates
 

@@ -20,15 +20,47 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.model import attention_flops, attention_lines, kv_bytes, weight_read_bytes
-from kappa.types import ModelShape, NodeProfile, TokenCounts
+from kappa.checks import check_not_negative
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape, attention_flops, attention_lines, kv_bytes, weight_read_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """A request's prompt on one node: held in VRAM, held in a slower tier, still to compute."""
+
+    device_tokens: int
+    cached_tokens: int
+    new_tokens: int
+
+    def __post_init__(self) -> None:
+        """Refuse negative counts.
+
+        Raises:
+            ValueError: names the field and what to give instead.
+        """
+        check_not_negative(self, "device_tokens", "cached_tokens", "new_tokens")
+
+    @property
+    def ratio(self) -> float:
+        """κ = cached / new. An engine computes at least the last token, so new is at least 1."""
+        return self.cached_tokens / max(1, self.new_tokens)
+
+    @property
+    def total_tokens(self) -> int:
+        """Length of the prompt."""
+        return self.device_tokens + self.cached_tokens + self.new_tokens
+
 
 Floats = NDArray[np.float64]
+
 N = TypeVar("N", float, Floats)
+
 Bound = Literal["memory", "compute"]
 
 # A step that took so many times as long as its reading did not wait for memory.
 _CLEARLY = 1.25
+
 # A context so long that the pairs among the new tokens do not count.
 _FAR_TOKENS = 1_000_000.0
 

@@ -9,16 +9,120 @@ link's doing. Called by the command line, the simulator and paced workers.
 from __future__ import annotations
 
 import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, Literal
 
+from kappa.checks import check_not_negative, check_positive, refusal
 from kappa.json_file import read_json_object
-from kappa.types import NodeProfile
+
+ProfileSource = Literal["measured", "catalogue", "paced"]
+
+_SOURCES = ("measured", "catalogue", "paced")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProfile:
+    """A worker's hardware, measured, from a catalogue, or paced.
+
+    Rates are per second of the node's own (emulated) time. ``d2h_bytes_per_s`` and
+    ``attention_flops_per_s`` of zero mean the same as their counterparts. Nodes that share a
+    switch or a NUMA node's link name the same ``link_group``; their backlog is common.
+    ``dilation`` above one belongs to a paced node only: every emulated second lasts that many.
+    ``cost_per_hour`` of zero means that no price was given.
+    """
+
+    name: str
+    gpu: str
+    link_name: str
+    h2d_bytes_per_s: float
+    flops_per_s: float
+    hbm_bytes_per_s: float
+    hbm_bytes: float = 0.0
+    d2h_bytes_per_s: float = 0.0
+    load_fixed_s: float = 0.0
+    step_fixed_s: float = 0.0
+    attention_flops_per_s: float = 0.0
+    link_group: str = ""
+    source: ProfileSource = "catalogue"
+    dilation: float = 1.0
+    cost_per_hour: float = 0.0
+    reference: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse rates that would divide by zero later.
+
+        Raises:
+            ValueError: names the field and what to give instead.
+        """
+        for name in _PROFILE_NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise refusal(self, name, value, "give a number")
+        check_positive(self, "h2d_bytes_per_s", "flops_per_s", "hbm_bytes_per_s")
+        check_not_negative(
+            self, "hbm_bytes", "d2h_bytes_per_s", "load_fixed_s", "step_fixed_s",
+            "attention_flops_per_s", "cost_per_hour",
+        )  # fmt: skip
+        if self.source not in _SOURCES:
+            raise refusal(self, "source", self.source, f"use one of {_SOURCES}")
+        if not (math.isfinite(self.dilation) and self.dilation >= 1):
+            raise refusal(
+                "NodeProfile", "dilation", self.dilation, "give a finite number, 1 or more"
+            )
+        if self.dilation > 1 and self.source != "paced":
+            raise refusal(
+                "NodeProfile", "dilation", self.dilation,
+                f"only a paced node dilates time; source is {self.source!r}",
+            )  # fmt: skip
+
+    @property
+    def store_bytes_per_s(self) -> float:
+        """Device-to-host bytes/s; the host-to-device figure where none was given."""
+        return self.d2h_bytes_per_s or self.h2d_bytes_per_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> NodeProfile:
+        """Build from what ``to_dict`` gave, defaults filled in.
+
+        Raises:
+            ValueError: an unknown or missing key, named; or a field out of range.
+        """
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ValueError(
+                f"NodeProfile has no key {', '.join(map(repr, unknown))}: "
+                f"remove it, or use one of {', '.join(sorted(known))}"
+            )
+        missing = [name for name in _PROFILE_REQUIRED if name not in data]
+        if missing:
+            raise ValueError(f"NodeProfile lacks {', '.join(missing)}: add it to the profile")
+        return cls(**data)
+
+
+_PROFILE_REQUIRED = (
+    "name", "gpu", "link_name", "h2d_bytes_per_s", "flops_per_s", "hbm_bytes_per_s",
+)  # fmt: skip
+
+_PROFILE_NUMBERS = tuple(f.name for f in fields(NodeProfile) if f.type == "float")
 
 _PCIE4_BYTES_PER_S = 31.5e9
+
 _PCIE5_BYTES_PER_S = 63.0e9
+
 _C2C_BYTES_PER_S = 450e9
+
 _PCIE4_NOTE = "PCI-SIG PCIe 4.0 x16: 16 GT/s, 128b/130b"
+
 _PCIE5_NOTE = "PCI-SIG PCIe 5.0 x16: 32 GT/s, 128b/130b"
+
 _C2C_NOTE = "NVLink-C2C 900 GB/s counts both directions"
 
 _NODES = (

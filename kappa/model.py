@@ -8,8 +8,75 @@ a ``NodeProfile``'s rates are the sum of. ``kappa.cost`` turns all of this into 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Literal
 
-from kappa.types import ModelShape
+from kappa.checks import check_not_negative, check_positive, refusal
+
+Attention = Literal["mha", "gqa", "mla"]
+
+_ATTENTIONS = ("mha", "gqa", "mla")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the law needs to know of a model.
+
+    ``params_active`` counts the parameters one token passes through, ``params_total`` all of them;
+    they differ for mixtures of experts. For ``attention="mla"`` the KV entry is a latent of
+    ``kv_lora_rank + rope_head_dim`` elements per layer, ``kv_heads`` does not enter its size, and
+    ``head_dim`` is the width of one head without its rotary part.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    params_active: float
+    params_total: float
+    attention: Attention
+    kv_dtype_bytes: float = 2.0
+    weight_dtype_bytes: float = 2.0
+    kv_lora_rank: int = 0
+    rope_head_dim: int = 0
+    experts: int = 0
+    experts_active: int = 0
+    max_context_tokens: int = 0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a shape that no model has.
+
+        Raises:
+            ValueError: names the field and what to give instead.
+        """
+        check_positive(
+            self, "layers", "hidden", "heads", "kv_heads", "head_dim", "params_active",
+            "params_total", "kv_dtype_bytes", "weight_dtype_bytes",
+        )  # fmt: skip
+        check_not_negative(
+            self, "kv_lora_rank", "rope_head_dim", "experts", "experts_active", "max_context_tokens"
+        )
+        if self.attention not in _ATTENTIONS:
+            raise refusal(self, "attention", self.attention, f"use one of {_ATTENTIONS}")
+        if self.attention == "mla" and self.kv_lora_rank == 0:
+            raise refusal(self, "kv_lora_rank", 0, "MLA needs the rank of its KV latent")
+        if self.kv_heads > self.heads:
+            raise refusal(self, "kv_heads", self.kv_heads, f"at most heads = {self.heads}")
+        if self.params_active > self.params_total:
+            raise refusal(
+                self, "params_active", self.params_active,
+                f"at most params_total = {self.params_total}",
+            )  # fmt: skip
+        if self.experts_active > self.experts:
+            raise refusal(
+                self, "experts_active", self.experts_active,
+                f"at most experts = {self.experts}",
+            )  # fmt: skip
+        if self.experts and not self.experts_active:
+            raise refusal(self, "experts_active", 0, "say how many experts a token uses")
 
 
 def kv_bytes_per_token(shape: ModelShape) -> float:

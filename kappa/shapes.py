@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kappa.json_file import read_json_object
-from kappa.types import Attention, ModelShape
+from kappa.model import Attention, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _build(config: _Config, name: str, kv_dtype: str, weight_dtype: str) -> Mode
     if family is None:
         raise config.fail(
             "model_type",
-            f"is {model_type!r}, which has no reader: build kappa.types.ModelShape by hand, "
+            f"is {model_type!r}, which has no reader: build kappa.model.ModelShape by hand, "
             f"or use one of {', '.join(_FAMILIES)}",
         )
     heads = config.integer("num_attention_heads")

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.cost import step_model
+from kappa.hardware import NodeProfile
 from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
 from kappa.slo import (
@@ -27,7 +28,6 @@ from kappa.slo import (
     limits,
     median_node,
 )
-from kappa.types import NodeProfile
 from loadtest.journal import Record
 
 Basis = Literal["given", "idle", "predicted", "none"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.report import Announcement, WorkerReport
+from kappa.protocol import Announcement, WorkerReport
 from router.admission import Admission, alone_s, delay_s
 from router.decision import Decision, NoWorkerError, OverloadedError, RouteRequest
 from router.demand import Asked, Demand

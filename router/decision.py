@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kappa.types import NodeProfile
+from kappa.hardware import NodeProfile
 from router.index.prefix_hash import UInt64s
 from router.offers import Candidate, Offers
 from router.policy import Fetch

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.report import Announcement
+from kappa.hardware import NodeProfile
+from kappa.protocol import Announcement
 from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
-from kappa.types import NodeProfile
 from router import pricing
 from router import pricing as at  # the rows: at.GPU_OUT
 from router.index.prefix_hash import UInt64s

@@ -14,7 +14,7 @@ from kappa.cost import StepModel, transfer_s
 class EngineSpeed:
     """What the forecast needs of a worker: steps, link, budget and room, in real seconds.
 
-    packs: as `kappa.report.Announcement`.
+    packs: as `kappa.protocol.Announcement`.
     """
 
     step: StepModel

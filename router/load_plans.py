@@ -12,14 +12,13 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from kappa.plan.choose import Policy, kappa_eff
-from kappa.plan.planners import Cached, Planning, room_left
-from kappa.plan.rates import rates_from_measured
-from kappa.plan.segments import LoadPlan, bounded, layout
-from kappa.report import Announcement
+from kappa.plans.load_plan import LoadPlan, bounded, layout
+from kappa.plans.measured import rates_from_measured
+from kappa.plans.planners import Cached, Planning, Policy, kappa_eff, room_left
+from kappa.protocol import Announcement
 from router.offers import Offers
 
-# What each planner makes of a prefix, in the words of `kappa.plan.choose`.
+# What each planner makes of a prefix, in the words of `kappa.plans.planners`.
 _POLICIES: dict[str, Policy] = {
     "kv": "load", "recompute": "load", "auto": "auto", "kvpr": "activations",
     "hybrid": "activations", "tail": "tail",

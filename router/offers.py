@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.plan.segments import LoadPlan
-from kappa.types import NodeProfile, TokenCounts
+from kappa.cost import TokenCounts
+from kappa.hardware import NodeProfile
+from kappa.plans.load_plan import LoadPlan
 from router.index.prefix_hash import UInt64s
 
 MEMORY, COMPUTE = "memory", "compute"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 
-from kappa.report import Arrival, WorkerReport
+from kappa.protocol import Arrival, WorkerReport
 
 Reserve = Callable[[str, Arrival, float], None]
 Finish = Callable[[str, str, float], None]

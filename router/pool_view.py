@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.report import Announcement, Arrival
+from kappa.protocol import Announcement, Arrival
 from router import pricing
 from router.decision import MismatchError, RouteRequest
 from router.index.kv_events import KVEvent, WorkerGone, WorkerReset

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kappa.report import Announcement, WorkerReport
+from kappa.protocol import Announcement, WorkerReport
 from router.core import Router
 from router.decision import Decision, NoWorkerError, RouteRequest
 from router.index.kv_events import (

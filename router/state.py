@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-from kappa.report import Announcement, WorkerReport
+from kappa.protocol import Announcement, WorkerReport
 from router.fleet import Fleet, load_token_s
 from router.jobs import EngineSpeed
 from router.shadow import Shadow

@@ -26,7 +26,7 @@ from itertools import chain
 from math import inf
 from typing import NamedTuple
 
-from kappa.report import Charge
+from kappa.protocol import Charge
 from scheduler.config import FairConfig, LinkRates
 from scheduler.credits import Accounts
 from scheduler.link import JustInTime

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from kappa.report import Charge
+from kappa.protocol import Charge
 
 _VRAM, _GPU, _LINK = 0, 1, 2
 # Weight of the newest in the mean charge of a request.

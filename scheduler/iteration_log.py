@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import TextIO
 
-from kappa.report import Charge
+from kappa.protocol import Charge
 
 _SEND_EVERY_S = 0.1
 _MOST_LINES = 10_000

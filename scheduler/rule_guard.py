@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kappa.report import Charge
+from kappa.protocol import Charge
 from scheduler.work import Plan, Room, Rule, Work
 
 _MOST_IN_A_ROW = 3

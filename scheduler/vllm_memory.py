@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kappa.report import (
+from kappa.protocol import (
     CHARGES_KEY,
     DEVICE_TOKENS_KEY,
     HOST_TOKENS_KEY,

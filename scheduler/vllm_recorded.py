@@ -14,7 +14,7 @@ import structlog
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import RequestStatus
 
-from kappa.report import Charge
+from kappa.protocol import Charge
 from scheduler.iteration_log import Iteration, IterationLog
 from scheduler.vllm_memory import tenant_of
 from scheduler.vllm_options import Options

@@ -39,8 +39,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.cost import StepWork, chunk_work, load_s, step_model
-from kappa.model import kv_bytes_per_token
-from kappa.types import ModelShape, NodeProfile
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape, kv_bytes_per_token
 from simulator.reuse import Turns, turns_of
 from workload.expansion import expand
 from workload.shapes import SessionShape, Workload

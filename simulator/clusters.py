@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from kappa.model import kv_bytes_per_token
-from kappa.types import ModelShape, NodeProfile
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape, kv_bytes_per_token
 
 _USABLE_HBM = 0.9
 

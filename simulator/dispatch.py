@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kappa.report import Admission, Announcement, WorkerReport
+from kappa.protocol import Admission, Announcement, WorkerReport
 from router.core import Router
 from router.decision import NoWorkerError, RouteRequest
 from router.index.kv_events import Tier, WorkerReset

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from kappa.cost import StepModel
-from kappa.types import NodeProfile
+from kappa.hardware import NodeProfile
 
 Resource = Literal["link", "compute"]
 TransientKind = Literal[

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kappa.report import COMPUTE_STEP_TOKENS
+from kappa.protocol import COMPUTE_STEP_TOKENS
 from scheduler.batching import Batcher, Step
 from scheduler.catalogue import rule_named
 from simulator.cache import Ids

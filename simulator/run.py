@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from kappa.cost import step_model
-from kappa.model import kv_bytes_per_token
-from kappa.report import Announcement
+from kappa.model import ModelShape, kv_bytes_per_token
+from kappa.protocol import Announcement
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s, limits, median_node
-from kappa.types import ModelShape
 from router.admission import Admission
 from router.core import Router, RouterConfig
 from router.policies import policy_named

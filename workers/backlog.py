@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from kappa.report import GPU_S_KEY, LINK_S_KEY, REQUEST_ID_KEY
+from kappa.protocol import GPU_S_KEY, LINK_S_KEY, REQUEST_ID_KEY
 
 # What arrived counts less and less: after so many seconds by a factor of e.
 _WINDOW_S = 30.0

@@ -24,7 +24,7 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from kappa.report import ERROR_EVENT, Announcement, EngineDiedError
+from kappa.protocol import ERROR_EVENT, Announcement, EngineDiedError
 from workers.backlog import Backlog
 from workers.host_tier.choice import LMCACHE
 from workers.identity import WorkerPlan, announce

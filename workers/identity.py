@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kappa.cost import step_model
-from kappa.model import kv_bytes_per_token
-from kappa.plan.rates import rates_from_measured
-from kappa.report import Announcement
-from kappa.settings.observing import ObservingSettings
-from kappa.types import ModelShape, NodeProfile
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape, kv_bytes_per_token
+from kappa.plans.measured import rates_from_measured
+from kappa.protocol import Announcement
+from kappa.settings.routing import ObservingSettings
 from scheduler.catalogue import packs
 from workers.host_tier.choice import BY_LAYER, TierChoice
 from workers.host_tier.tail_recompute import TAIL, tail_rates

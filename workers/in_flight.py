@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kappa.report import (
+from kappa.protocol import (
     DEVICE_TOKENS_KEY,
     HOST_TOKENS_KEY,
     PROMPT_TOKENS_KEY,

@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from kappa.power import GpuPower, Work, gpu_power, modelled_w
-from kappa.report import Announcement, WorkerReport
+from kappa.protocol import Announcement, WorkerReport
 from workers.power import NoNvmlError, PowerMeter
 
 log = structlog.get_logger(__name__)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import structlog
 
-from kappa.report import Announcement
+from kappa.protocol import Announcement
 
 log = structlog.get_logger(__name__)
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import structlog
 
-from kappa.report import Announcement
+from kappa.logging import configure
+from kappa.protocol import Announcement
 from workers.host_tier.budget import HostBudgetError, host_budget
 from workers.host_tier.choice import OWN
 from workers.host_tier.handover import Shelf, take_shelf
 from workers.host_tier.kept_tier import KEEP_KEY
 from workers.identity import WorkerPlan
-from workers.logs import configure
 from workers.power_report import PowerTeller
 from workers.vllm_engine import fingerprint
 from workers.vllm_plugin import LOG_ENV, log_words

@@ -17,12 +17,7 @@ import msgspec
 import structlog
 import zmq
 
-from kappa.report import (
-    KV,
-    REPORT,
-    RESET,
-    WorkerReport,
-)
+from kappa.protocol import KV, REPORT, RESET, WorkerReport
 from workers.mirror import KvMirror
 from workers.report_totals import ReportTotals
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kappa.cost import StepParts
-from kappa.report import (
+from kappa.protocol import (
     COMPUTE_STEP_TOKENS,
     Admission,
     Arrival,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kappa.cost import StepModel, step_model
-from kappa.model import kv_bytes_per_token
-from kappa.types import ModelShape, NodeProfile
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape, kv_bytes_per_token
 from scheduler.vllm_options import CONFIG_KEY, STOCK
 from workers.host_tier.choice import TierChoice, TierNeeds, transfer_config
 

@@ -49,7 +49,7 @@ def log_words(log_format: str, log_file: str | None, level: str) -> str:
 
 def log_as(words: str) -> None:
     """Log in this process as `log_words` says."""
-    from workers.logs import configure
+    from kappa.logging import configure
 
     log_format, level, log_file = words.split("|", 2)
     configure(log_format, log_file or None, level)

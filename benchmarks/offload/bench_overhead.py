@@ -34,10 +34,10 @@ from benchmarks.offload.overhead.points import (
     rounds,
 )
 from deploy.commands.provenance import Json, command, machine
-from kappa.hardware import DEMO_NODES, node_profile
+from kappa.hardware import DEMO_NODES, NodeProfile, node_profile
+from kappa.model import ModelShape
 from kappa.paper import pcie_overhead
 from kappa.shapes import model_shape
-from kappa.types import ModelShape, NodeProfile
 
 POINTS = "32:4096,64:16384,192:1024,192:16384,256:8192,512:1024,512:4096"
 LIMITS = Limits(

@@ -26,7 +26,7 @@ from engine.layers import angles
 from engine.prefill import Prompt, prompt_work
 from engine.step import Ids, Pages
 from engine.step_builder import build_step
-from kappa.plan.cpu_offload import Mode
+from kappa.plans.cpu_offload import Mode
 
 
 @dataclass(frozen=True, slots=True)

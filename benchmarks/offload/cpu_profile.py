@@ -21,7 +21,7 @@ from benchmarks.offload.cpu_weights import matrix_bytes
 from engine import layers
 from engine.cpu_worker import result
 from engine.profiling_decode import repeating
-from kappa.plan.cpu_offload import LayerTimes
+from kappa.plans.cpu_offload import LayerTimes
 
 
 class LayerProfile:

@@ -17,7 +17,7 @@ from benchmarks.offload.cpu_kv import CpuKv
 from engine.arena import ArenaTooLarge, free_host_bytes
 from engine.transfer import Event, Mover
 from engine.weights import Layer, Weights
-from kappa.plan.cpu_offload import Mode
+from kappa.plans.cpu_offload import Mode
 
 # A matrix's rows with their part of the bias.
 Rows = tuple[Tensor, Tensor | None]

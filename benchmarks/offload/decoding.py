@@ -18,7 +18,7 @@ from benchmarks.offload.rig import Rig
 from benchmarks.offload.rounds import LINK, Arm, Sample
 from benchmarks.offload.settings import DecodeCell
 from engine.step import Ids
-from kappa.plan.cpu_offload import attention_refused
+from kappa.plans.cpu_offload import attention_refused
 
 _COPY_STEPS = 3
 

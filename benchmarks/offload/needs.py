@@ -25,7 +25,7 @@ from benchmarks.offload.shapes import model
 from engine.arena import ArenaSize, ArenaTooLarge, free_host_bytes
 from engine.config import ModelConfig
 from engine.weights import DTYPES, layer_specs, outer_specs
-from kappa.plan.clo import Persistent, memory
+from kappa.plans.clo import Persistent, memory
 
 STORE_CHUNK_TOKENS = 2_048
 """A prompt that is to be cached is computed and stored in pieces of so many tokens."""

@@ -2,8 +2,8 @@
 
 "streamed" is the baseline: every weight crosses, KV stays on the device, the CPU computes nothing.
 "mha", "mha-o", "mha-av-o": the CPU computes attention, but for its last product, or its last two;
-"alpha-N": all of it and N % of FC1's columns; "planned": what `kappa.plan.cpu_offload` makes of the
-measured layer at each length. All are exact; one batch, as in the paper's Table 1.
+"alpha-N": all of it and N % of FC1's columns; "planned": what `kappa.plans.cpu_offload` makes of
+the measured layer at each length. All are exact; one batch, as in the paper's Table 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.offload.policies import Policies
 from benchmarks.offload.rig import Rig
 from benchmarks.offload.rounds import LINK, Arm, Sample
 from benchmarks.offload.settings import DecodeCell, OffloadCell
-from kappa.plan.cpu_offload import MODES, LayerPlan, LayerTimes, plan_layer
+from kappa.plans.cpu_offload import MODES, LayerPlan, LayerTimes, plan_layer
 
 BASELINE = "streamed"
 # FC1's columns go to the CPU in multiples of so many, if there are more than a few of them.

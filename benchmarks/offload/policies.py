@@ -24,18 +24,17 @@ from benchmarks.offload.decoder import (
     always,
 )
 from benchmarks.offload.settings import DecodeCell
-from kappa.plan.choose import LEAST_GAIN
-from kappa.plan.cpu_offload import attention_refused, paper_share, split_context, split_s
-from kappa.plan.hybridserve import (
+from kappa.plans.cpu_offload import attention_refused, paper_share, split_context, split_s
+from kappa.plans.hybridserve import (
     allocate_corrected,
     allocate_paper,
     block_types,
     host_cache,
     next_block_type,
 )
-from kappa.plan.kvpr import split_ahead, split_paper
-from kappa.plan.predict import decode_s
-from kappa.plan.rates import PlanRates
+from kappa.plans.kvpr import split_ahead, split_paper
+from kappa.plans.planners import LEAST_GAIN
+from kappa.plans.rates import PlanRates, decode_s
 
 BASELINE = "kv-only"
 

@@ -22,18 +22,19 @@ from benchmarks.offload.settings import PrefixCell
 from engine.blocks import BlockType, Place
 from engine.prefill import Prompt, prefill
 from engine.step import Ids, Pages
-from kappa.plan.choose import choose
-from kappa.plan.costs import Costs, Split
-from kappa.plan.predict import plan_of
-from kappa.plan.segments import LoadPlan
-from kappa.plan.split import (
+from kappa.cost import TokenCounts
+from kappa.plans.load_plan import LoadPlan
+from kappa.plans.planners import choose
+from kappa.plans.split import (
+    Costs,
+    Split,
     activations_refused,
     best_activations,
     best_mixed,
     best_prefix,
     best_tail,
+    plan_of,
 )
-from kappa.types import TokenCounts
 
 BASELINE = "load-layers"
 

@@ -34,8 +34,9 @@ from engine.sparse.settings import SparseSettings
 from engine.step import Ids
 from engine.transfer import Copies, CpuMover, CudaMover, Direction, Event, Mover
 from engine.weights import DTYPES, Weights, random_weights
-from kappa.plan.clo import Persistent
-from kappa.plan.rates import PlanRates, rates_from_measured
+from kappa.plans.clo import Persistent
+from kappa.plans.measured import rates_from_measured
+from kappa.plans.rates import PlanRates
 
 _PROFILES = 4
 # A run is asked for in advance and waited for at its end.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from engine.forward import Order
 from engine.profiling import ProfileSettings
-from kappa.plan.clo import CloConfig
+from kappa.plans.clo import CloConfig
 
 GIB = 1 << 30
 PAPER_HITS = 0.79

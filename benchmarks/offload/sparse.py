@@ -25,8 +25,7 @@ from engine.sparse.forward import SparseForward
 from engine.sparse.gather import Gather, pairs
 from engine.sparse.retriever import Asked
 from engine.sparse.view import View
-from kappa.plan.clo import step_seconds
-from kappa.plan.heads import equal_heads
+from kappa.plans.clo import equal_heads, step_seconds
 
 PREFETCH_ALL, LRU, NO_LOADS = "prefetch-all", "lru-blocks", "clo-100"
 NO_COPIES = "choose-only"

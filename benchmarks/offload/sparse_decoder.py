@@ -19,8 +19,7 @@ from engine.sparse.forward import over_lanes
 from engine.sparse.opening import open_from_device
 from engine.sparse.settings import SparseSettings
 from engine.step import Ids, Pages
-from kappa.plan.clo import Persistent
-from kappa.plan.heads import HeadProfile
+from kappa.plans.clo import HeadProfile, Persistent
 
 _CHUNK_TOKENS = 2048
 

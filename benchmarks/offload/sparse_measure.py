@@ -30,8 +30,7 @@ from engine.sparse.view import View
 from engine.step import Ids
 from engine.transfer import mover_for
 from engine.weights import load_weights
-from kappa.plan.clo import CloConfig
-from kappa.plan.heads import HeadProfile, equal_heads, heads_to_dict, read_heads
+from kappa.plans.clo import CloConfig, HeadProfile, equal_heads, heads_to_dict, read_heads
 
 _BLOCK_TOKENS = 16
 

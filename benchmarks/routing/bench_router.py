@@ -21,7 +21,7 @@ from rich.progress import Progress
 from benchmarks.harness import Json, note, publish, quantile, result, table
 from kappa.cost import step_model
 from kappa.hardware import node_profile
-from kappa.report import Announcement
+from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest

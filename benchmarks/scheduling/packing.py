@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.report import Charge
+from kappa.protocol import Charge
 from scheduler.config import FairConfig, LinkRates
 from scheduler.core import Fair
 from scheduler.packing import pack

@@ -20,15 +20,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kappa.cost import StepModel
-from kappa.hardware import node_profile
-from kappa.model import kv_bytes_per_token
-from kappa.plan.choose import kappa_eff
-from kappa.plan.planners import Cached, Planning
-from kappa.plan.rates import PlanRates, rates_from_measured
-from kappa.plan.segments import layout
-from kappa.report import PLAN_KEY
+from kappa.hardware import NodeProfile, node_profile
+from kappa.model import ModelShape, kv_bytes_per_token
+from kappa.plans.load_plan import layout
+from kappa.plans.measured import rates_from_measured
+from kappa.plans.planners import Cached, Planning, kappa_eff
+from kappa.plans.rates import PlanRates
+from kappa.protocol import PLAN_KEY
 from kappa.shapes import model_shape
-from kappa.types import ModelShape, NodeProfile
 from workers.host_tier.choice import BY_LAYER, TierChoice, TierNeeds, transfer_config
 from workers.host_tier.tail_recompute import LOAD_ALL, TAIL, tail_rates
 from workers.vllm_engine import CPU_ENV, Pace

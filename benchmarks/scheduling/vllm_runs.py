@@ -28,7 +28,7 @@ import zmq
 from benchmarks.scheduling import mix
 from benchmarks.scheduling.report import Played, Served
 from kappa.cost import StepModel
-from kappa.report import HOST_TOKENS_KEY, REQUEST_ID_KEY, TENANT_KEY
+from kappa.protocol import HOST_TOKENS_KEY, REQUEST_ID_KEY, TENANT_KEY
 from scheduler.vllm_options import CONFIG_KEY, STOCK
 from workers.tiny_model import make_tiny_model
 from workers.vllm_engine import CPU_ENV

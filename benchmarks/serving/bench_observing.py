@@ -30,7 +30,7 @@ from benchmarks.serving.serve import Progress, play
 from deploy.commands.provenance import command, machine
 from deploy.commands.serve import running, settings_or_exit
 from kappa.settings.cluster import ClusterSettings
-from kappa.settings.observing import ObservingSettings
+from kappa.settings.routing import ObservingSettings
 
 if TYPE_CHECKING:
     from deploy.app.cluster import Cluster

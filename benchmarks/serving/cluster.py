@@ -12,7 +12,7 @@ from typing import Any
 from deploy.app.cluster import Cluster
 from deploy.app.model import Model, prepare_model
 from kappa.settings.cluster import ClusterSettings
-from kappa.settings.model import NodeSettings
+from kappa.settings.pools import NodeSettings
 
 SYSTEMS = {"kappa": "", "stock": "/stock", "stock_no_batching": "/stock0"}
 """Route prefix of each system."""

@@ -19,10 +19,10 @@ from benchmarks.serving.validate import Answered
 from benchmarks.serving.validate_traffic import Script
 from deploy.app.plan import worker_nodes
 from kappa.cost import StepModel, step_model
+from kappa.hardware import NodeProfile
 from kappa.model import kv_bytes_per_token
-from kappa.report import Announcement
+from kappa.protocol import Announcement
 from kappa.settings.cluster import ClusterSettings
-from kappa.types import NodeProfile
 from router.core import Router, RouterConfig
 from router.decision import Decision, RouteRequest
 from router.policies import policy_named

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kappa.model import ModelShape
 from kappa.settings.cluster import ClusterSettings, home
 from kappa.shapes import shape_from_config
-from kappa.types import ModelShape
 from workers.tiny_model import make_tiny_model
 from workload.sessions import demo_sessions_path, read_sessions
 

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from deploy.app.model import Model, StartError
-from kappa.hardware import node_profile
-from kappa.plan.clo import CloConfig
-from kappa.plan.heads import read_heads
+from kappa.hardware import NodeProfile, node_profile
+from kappa.plans.clo import CloConfig, read_heads
 from kappa.settings.cluster import ClusterSettings, home
 from kappa.settings.engine import EngineSettings
 from kappa.settings.pools import PoolSettings
-from kappa.types import NodeProfile
 
 
 def worker_nodes(settings: ClusterSettings) -> tuple[NodeProfile, ...]:

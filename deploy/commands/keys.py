@@ -22,9 +22,15 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from kappa.keys import entry_fault, hashed, is_hashed, new_key
-from kappa.settings.base import TENANT_NAME
-from kappa.settings.keys_file import read_digests, read_entries
+from kappa.keys import (
+    TENANT_NAME,
+    entry_fault,
+    hashed,
+    is_hashed,
+    new_key,
+    read_digests,
+    read_entries,
+)
 
 app = typer.Typer(help="API keys: make, hash, list.", no_args_is_help=True)
 

@@ -20,10 +20,10 @@ from rich.table import Table
 from deploy.commands.law_plans import explain_plans, plan_rates, print_plans
 from kappa import cost as law
 from kappa import paper
-from kappa.hardware import DEMO_NODES, node_profile
-from kappa.model import kv_bytes_per_token
+from kappa.cost import TokenCounts
+from kappa.hardware import DEMO_NODES, NodeProfile, node_profile
+from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.shapes import model_shape
-from kappa.types import ModelShape, NodeProfile, TokenCounts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,10 +14,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kappa.plan.alternatives import alternatives, decoding
-from kappa.plan.fits import LineFit
-from kappa.plan.rates import PlanRates, rates_from_law, rates_from_measured
-from kappa.types import ModelShape, NodeProfile, TokenCounts
+from kappa.cost import TokenCounts
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape
+from kappa.plans.measured import rates_from_measured
+from kappa.plans.planners import alternatives, decoding
+from kappa.plans.rates import LineFit, PlanRates, rates_from_law
 
 _WORDS = {"K": "load", "A": "activations", "R": "recompute", "C": "stays in host memory"}
 

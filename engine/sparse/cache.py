@@ -19,7 +19,7 @@ from engine.sparse.lanes import Lanes
 from engine.sparse.retriever import RETRIEVERS, Asked, Retriever, choose
 from engine.sparse.view import View
 from engine.transfer import Event
-from kappa.plan.heads import LEAST_SIMILARITY, HeadProfile, thresholds
+from kappa.plans.clo import LEAST_SIMILARITY, HeadProfile, thresholds
 
 
 def cosines(queries: Tensor, labels: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def cosines(queries: Tensor, labels: Tensor) -> Tensor:
 def aggregate(similarity: Tensor, importance: Tensor) -> Tensor:
     """Eq. 10 over the last axis, the query heads of a group; all of importance 0: the mean.
 
-    As `kappa.plan.heads.aggregate`, on the device.
+    As `kappa.plans.clo.aggregate`, on the device.
     """
     shares = (importance / similarity.clamp_min(LEAST_SIMILARITY)).sum(dim=-1)
     total = importance.sum(dim=-1)

@@ -21,8 +21,7 @@ from engine.sparse.cache import Pending, SimilarityCache
 from engine.sparse.lanes import Lanes
 from engine.sparse.settings import SparseSettings
 from engine.sparse.view import View
-from kappa.plan.clo import Persistent
-from kappa.plan.heads import HeadProfile, equal_heads
+from kappa.plans.clo import HeadProfile, Persistent, equal_heads
 
 
 class SparseForward:

@@ -21,7 +21,7 @@ from engine.sparse.codes import Hasher
 from engine.sparse.settings import SparseSettings
 from engine.sparse.view import Lane, Layout, View, make_view, to_device
 from engine.transfer import Event, Mover, TransferFailed
-from kappa.plan.clo import Persistent
+from kappa.plans.clo import Persistent
 
 
 class Lanes:

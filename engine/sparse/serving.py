@@ -25,10 +25,10 @@ from engine.sparse.forward import SparseForward
 from engine.sparse.opening import open_from_device, open_from_host
 from engine.sparse.view import to_device
 from engine.transfer import TransferFailed
-from kappa.plan.clo import persistent_share, sparse_plan
-from kappa.plan.planners import Cached, Planner, Planning
-from kappa.plan.rates import PlanRates
-from kappa.plan.segments import LoadPlan, Segment
+from kappa.plans.clo import persistent_share, sparse_plan
+from kappa.plans.load_plan import LoadPlan, Segment
+from kappa.plans.planners import Cached, Planner, Planning
+from kappa.plans.rates import PlanRates
 
 SPARSE = "sparse"
 """The name of the plan that leaves a prefix in host memory."""

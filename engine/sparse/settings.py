@@ -1,6 +1,6 @@
 """How an engine decodes sparsely: plain, validated data beside the method's own numbers.
 
-`CloConfig` (`kappa.plan.clo`) has the numbers of paper 004; here is what an engine adds: how many
+`CloConfig` (`kappa.plans.clo`) has the numbers of paper 004; here is what an engine adds: how many
 sequences at a time, how tokens are retrieved, whether a layer ahead, and what is ours (the bound on
 a choice's age; hit rates that are injected for measurements, and say so).
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kappa.plan.clo import CloConfig
+from kappa.plans.clo import CloConfig
 
 RetrieverName = Literal["oracle", "hash"]
 

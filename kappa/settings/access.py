@@ -15,10 +15,9 @@ from pydantic import (
     model_validator,
 )
 
-from kappa.keys import entry_digest, entry_fault, is_hashed
-from kappa.report import MAX_TENANTS
+from kappa.keys import entry_digest, entry_fault, is_hashed, read_entries
+from kappa.protocol import MAX_TENANTS
 from kappa.settings.base import Finite, Section, TenantName, checked
-from kappa.settings.keys_file import read_entries
 
 
 class TenantLimits(Section):

@@ -12,8 +12,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-TENANT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+from kappa.keys import TENANT_NAME
+
 TenantName = Annotated[str, Field(pattern=TENANT_NAME)]
+
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 Fault = tuple[tuple[int | str, ...], str]

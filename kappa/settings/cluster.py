@@ -15,13 +15,16 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kappa.settings.access import AccessSettings, HttpSettings, TenantSettings, open_door
 from kappa.settings.base import Fault, Section, SettingsError, checked
-from kappa.settings.engine import EngineSettings
-from kappa.settings.model import ModelSettings, NodeSettings, node_faults
-from kappa.settings.observing import ObservingSettings
-from kappa.settings.pools import PoolSettings, engine_faults, pool_faults
-from kappa.settings.routing import RouterSettings
-from kappa.settings.scheduling import SchedulerSettings
-from kappa.settings.transfer import TransferSettings
+from kappa.settings.engine import EngineSettings, SchedulerSettings, TransferSettings
+from kappa.settings.pools import (
+    ModelSettings,
+    NodeSettings,
+    PoolSettings,
+    engine_faults,
+    node_faults,
+    pool_faults,
+)
+from kappa.settings.routing import ObservingSettings, RouterSettings
 
 Handler = Callable[[Any], Any]
 

@@ -6,12 +6,127 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from kappa.plugins import SCHEDULING_RULES, installed
 from kappa.settings.base import Finite, Section
-from kappa.settings.sparse import ApproxName, SparseSection
+
+ApproxName = Literal["never", "ask", "always"]
+
+
+class SparseSection(Section):
+    """Sparse decoding: each head attends to sinks, recent tokens and a choice of the rest, which it
+    keeps until its query has moved too far. Changes answers."""
+
+    share: Finite = Field(0.1, gt=0, le=1, description="of the context's tokens, those chosen")
+    sink_tokens: int = Field(4, ge=0, le=1024, description="first tokens, always attended to")
+    recent_tokens: int = Field(64, ge=1, le=65536, description="latest tokens, always attended to")
+    eta: Finite = Field(
+        0.8, ge=-1, le=1, description="cosine below which the most important head chooses anew"
+    )
+    power: Finite = Field(
+        3.0, gt=0, le=100, description="the higher, the fewer heads are held to eta"
+    )
+    epsilon: Finite = Field(
+        0.1, ge=0, le=2, description="margin on a head's measured cosine before it counts as hard"
+    )
+    retriever: Literal["hash", "oracle"] = Field(
+        "hash", description="hash: by codes on the device; oracle: by all keys, which it loads"
+    )
+    code_bits: int = Field(256, ge=64, le=4096, description="of a key's code, in multiples of 64")
+    prefetch: bool = Field(
+        True, description="choose one layer ahead by a predicted query; else wait for the choice"
+    )
+    max_age: int = Field(0, ge=0, description="steps after which a choice is made anew; 0: never")
+    lanes: int = Field(4, ge=1, le=4096, description="requests that decode so at a time")
+    chunk_tokens: int = Field(
+        64, ge=1, le=4096, description="new tokens at a time behind a prefix that is not loaded"
+    )
+    heads: str | None = Field(
+        None, description="file of head importance (JSON); none: all heads count alike"
+    )
+    persistent_heads: int | None = Field(
+        None, ge=0, description="KV heads, over all layers, whose KV may stay on the device; none: "
+        "as many as are hard to reuse",
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _whole_words(self) -> SparseSection:
+        if self.code_bits % 64:
+            raise ValueError(f"code_bits is {self.code_bits}: give a multiple of 64")
+        return self
+
+
+BUILT_IN = ("fair", "fcfs", "stock")
+"""Rules that are always there; entry points of `kappa.scheduling_rules` add others."""
+
+
+class SchedulerSettings(Section):
+    """How each worker's engine chooses what runs next (`scheduler.config.FairConfig`)."""
+
+    name: str = Field("fair", description="the rule; stock: vLLM's own scheduler")
+    max_skips: int = Field(64, ge=0, description="a request that others passed so often is due")
+    due_after_s: Finite = Field(30.0, ge=0, description="a request that waited so long is due")
+    window: int = Field(256, ge=1, le=65_536, description="waiting requests looked at each time")
+    slack_s: Finite = Field(0.25, ge=0, description="service a tenant may be ahead of others")
+    credit: Finite = Field(0.1, ge=0, description="service that a second of waiting is worth")
+    reserve: bool = Field(True, description="set blocks aside for a request that is due")
+    log: str | None = Field(None, description="file for JSON lines, one per iteration; none: off")
+    store_backlog_s: Finite = Field(
+        10.0, ge=0, description="stores to the host tier that would wait longer are dropped"
+    )
+    duplex: Literal["full", "half"] = Field("full", description="half: loads and stores share")
+    link_order: Literal["loads_first", "fifo"] = "loads_first"
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        known = (*BUILT_IN, *installed(SCHEDULING_RULES))
+        if value not in known:
+            raise ValueError(f"{value!r} is not installed: choose one of {', '.join(known)}")
+        return value
+
+    @field_validator("log")
+    @classmethod
+    def _log_named(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("is empty: name a file, or leave it out for no log")
+        return value
+
+
+class TransferSettings(Section):
+    """Used where a pool's role is `prefill`; without such a pool nothing is handed over."""
+
+    connector: Literal["files", "nixl"] = Field(
+        "files", description="files: shared memory of one machine; nixl: vLLM's, between machines"
+    )
+    folder: str = Field("/dev/shm/kappa-transfer", description="of the files, for one user")
+    most_bytes: int = Field(1 << 30, ge=1 << 20, description="bound of all files together")
+    wait_s: Finite = Field(
+        5.0, gt=0, description="blocks that do not come in so long are computed again"
+    )
+    net_bytes_per_s: Finite = Field(
+        12.5e9, gt=0, description="of the network: what the router prices, and paced workers wait"
+    )
+    fixed_s: Finite = Field(0.001, ge=0, description="seconds of a transfer besides its bytes")
+    min_new_tokens: int = Field(
+        256, ge=1, description="prompts with fewer tokens to compute are not worth handing over"
+    )
+
+    @field_validator("folder")
+    @classmethod
+    def _whole_path(cls, value: str) -> str:
+        if not value.startswith("/"):
+            raise ValueError(
+                f"{value!r} is no whole path: workers have working folders of their own"
+            )
+        return value
+
 
 EngineKind = Literal["vllm", "torch", "emulated"]
+
 PlannerName = Literal["auto", "kv", "kvpr", "hybrid", "recompute", "cpu", "tail"]
+
 HostTierName = Literal["own", "lmcache", "native"]
+
 # Of which kind of engine each planner is; both have "auto" and "kv".
 _PLANNERS: dict[str, tuple[str, ...]] = {
     "vllm": ("auto", "kv", "tail"),

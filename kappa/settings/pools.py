@@ -6,16 +6,21 @@ of the cluster file is the short form: each of them becomes a pool of one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from kappa.hardware import node_profile
+from kappa.hardware import NodeProfile, node_profile
+from kappa.model import ModelShape
 from kappa.settings.base import Fault, Finite, Section, faults_in
 from kappa.settings.engine import EngineSettings
+from kappa.shapes import model_shape
 
 Role = Literal["both", "prefill", "decode"]
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+
 LabelText = Annotated[str, Field(min_length=1)]
 
 # Where these differ, blocks of one worker mean nothing to another.
@@ -165,3 +170,52 @@ def _engine_faults(data: dict[str, Any]) -> list[Fault]:
 def value_of(part: Any, key: str) -> Any:
     """A part's value, whether it is validated already or not."""
     return part.get(key) if isinstance(part, dict) else getattr(part, key, None)
+
+
+class ModelSettings(Section):
+    """Which model is served. Without a `source` a tiny random one is made from `seed`."""
+
+    id: str = Field("kappa-tiny", min_length=1, description="name that clients use")
+    source: str | None = Field(None, description="folder or Hugging Face name; none: made here")
+    seed: int = Field(0, ge=0, description="seed of the made model")
+    emulate: str = Field("llama-3.1-8b", description="model whose cost a paced node emulates")
+
+    @field_validator("emulate")
+    @classmethod
+    def _known_shape(cls, value: str) -> str:
+        model_shape(value)
+        return value
+
+    @property
+    def emulated_shape(self) -> ModelShape:
+        """The shape that paced nodes price and pace."""
+        return model_shape(self.emulate)
+
+
+class NodeSettings(Section):
+    """One worker: the hardware that it is, or on a CPU machine the one that it is paced as."""
+
+    name: Name
+    profile: str = Field(description="catalogue name or profile JSON")
+    paced: bool = True
+
+    @field_validator("profile")
+    @classmethod
+    def _known_profile(cls, value: str) -> str:
+        node_profile(value)
+        return value
+
+    def node(self, dilation: float) -> NodeProfile:
+        """The profile to pace by, in dilated time."""
+        profile = node_profile(self.profile)
+        return replace(profile, name=self.name, source="paced", dilation=dilation)
+
+
+def node_faults(nodes: Any) -> list[Fault]:
+    """What is wrong between nodes, as they stand in the file."""
+    if not isinstance(nodes, list | tuple):
+        return []
+    names = [str(value_of(node, "name")) for node in nodes]
+    if len(set(names)) < len(names):
+        return [((), f"two nodes share a name among {names}: names must differ")]
+    return []

@@ -17,8 +17,8 @@ import time
 
 import structlog
 
-from kappa.report import MAX_TENANTS
-from kappa.settings.keys_file import KeysUnreadableError, read_digests
+from kappa.keys import KeysUnreadableError, read_digests
+from kappa.protocol import MAX_TENANTS
 from router.access.tenants import Tenants
 
 log = structlog.get_logger(__name__)

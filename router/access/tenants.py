@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kappa.keys import digest_of, entry_digest
-from kappa.report import Charge
+from kappa.protocol import Charge
 
 _BEARER = "bearer "
 

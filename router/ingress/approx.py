@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kappa.report import Announcement
+from kappa.protocol import Announcement
 from router.errors import ApiError
 
 HEADER = "x-kappa-approx"

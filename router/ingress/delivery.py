@@ -18,7 +18,7 @@ import structlog
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from kappa.report import ERROR_EVENT
+from kappa.protocol import ERROR_EVENT
 from router.decision import Decision
 from router.errors import ApiError, engine_failed
 from router.ingress.app import EndedStream, places_of

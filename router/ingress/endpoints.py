@@ -21,6 +21,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from kappa.logging import configure
 from router.access.middleware import Access, current_tenants
 from router.decision import NoWorkerError, RouteRequest
 from router.errors import no_worker, unknown_request
@@ -45,7 +46,6 @@ from router.live.board import PinGoneError
 from router.live.live_router import LiveRouter
 from router.live.merging import merged
 from router.live.peers import Peers
-from router.observing.logs import configure
 from router.observing.observers import Observing
 from router.ray_router import PIN_HEADER
 

@@ -15,7 +15,7 @@ from fastapi import Request
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 
-from kappa.report import ERROR_EVENT, EngineDiedError
+from kappa.protocol import ERROR_EVENT, EngineDiedError
 from router.errors import (
     ApiError,
     engine_failed,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kappa.report import Announcement
+from kappa.protocol import Announcement
 from router.errors import context_too_long, footprint_too_large
 
 

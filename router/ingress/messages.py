@@ -12,7 +12,7 @@ from fastapi import Request
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
-from kappa.report import (
+from kappa.protocol import (
     APPROX_KEY,
     CHARGES_KEY,
     DEVICE_TOKENS_KEY,

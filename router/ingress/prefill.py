@@ -16,7 +16,7 @@ import structlog
 from fastapi import Request
 
 from kappa import metrics as m
-from kappa.settings.transfer import TransferSettings
+from kappa.settings.engine import TransferSettings
 from router.decision import NoWorkerError, OverloadedError, RouteRequest
 from router.errors import ApiError
 from router.ingress.app import tenant_of

@@ -19,7 +19,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from kappa import metrics as m
-from kappa.report import APPROX_KEY, PROMPT_ENGINES
+from kappa.protocol import APPROX_KEY, PROMPT_ENGINES
 from router.access.places import Places
 from router.access.tenants import Tenant
 from router.decision import Decision, NoWorkerError, OverloadedError, RouteRequest

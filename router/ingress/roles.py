@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kappa.report import Announcement
+from kappa.protocol import Announcement
 from router.offers import Candidate
 
 PREFILL = "prefill"

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kappa.settings.observing import ObservingSettings
-from kappa.settings.routing import FailoverSettings
-from kappa.settings.transfer import TransferSettings
+from kappa.settings.engine import TransferSettings
+from kappa.settings.routing import FailoverSettings, ObservingSettings
 from router.access.tenants import Tenants
 
 

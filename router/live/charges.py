@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kappa.report import MAX_TENANTS, Charge, TenantCharge
+from kappa.protocol import MAX_TENANTS, Charge, TenantCharge
 
 # So many tenants, the most recently active, are told to a worker.
 TOLD_TENANTS = 64

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from kappa.report import Charge
+from kappa.protocol import Charge
 from router.live.records import Record
 
 

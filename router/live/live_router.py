@@ -17,7 +17,7 @@ from functools import partial
 import structlog
 
 from kappa import metrics as m
-from kappa.report import Admission, Announcement, WorkerReport
+from kappa.protocol import Admission, Announcement, WorkerReport
 from router.core import Router, RouterConfig
 from router.decision import (
     Decision,

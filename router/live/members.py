@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from kappa.report import Announcement, WorkerReport
+from kappa.protocol import Announcement, WorkerReport
 from router.core import Router
 from router.decision import MismatchError
 from router.live.board import Announcements, Board

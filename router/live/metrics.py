@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kappa import metrics as m
 from kappa.metrics import Metric
-from kappa.report import WorkerReport
+from kappa.protocol import WorkerReport
 
 # So many tenants have labels of their own; all further ones share one.
 _TENANT_LABELS = 256

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from kappa.report import Admission, Spent
+from kappa.protocol import Admission, Spent
 from router.decision import Decision
 from router.rollout import Arm, Shadow
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kappa.report import WorkerReport
+from kappa.protocol import WorkerReport
 
 Marks = tuple[float, ...]
 

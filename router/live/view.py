@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from kappa import metrics as m
-from kappa.report import WorkerReport
+from kappa.protocol import WorkerReport
 from router.access.tenants import Tenants, shares
 from router.live.fairness import credits_s, oldest_waits_s
 from router.live.live_router import LiveRouter

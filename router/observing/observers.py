@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from kappa.settings.observing import ObservingSettings
+from kappa.settings.routing import ObservingSettings
 from router.live.records import Record
 from router.observing.observer import RequestObserver
 from router.observing.spans import EngineShare, Timeline, Timelines, spans_of

@@ -22,8 +22,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kappa.settings.observing import ObservingSettings
-from router.observing.logs import Sparse
+from kappa.logging import RateLimit
+from kappa.settings.routing import ObservingSettings
 from router.observing.spans import EngineShare, Span, Timeline, spans_of
 
 log = structlog.get_logger(__name__)
@@ -35,7 +35,7 @@ _BATCH_EVERY_MS = 1000
 _EXPORT_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 2.0
 _NS = 1_000_000_000
-_SPARSE = Sparse()
+_ONCE_A_MINUTE = RateLimit()
 
 
 class Tracing:
@@ -132,7 +132,7 @@ def _exporter(settings: ObservingSettings) -> SpanExporter:
     # After the imports: a filter of a parent is not asked for the loggers below it.
     for name in ("opentelemetry.exporter", "opentelemetry.sdk", "urllib3.connectionpool"):
         for logger in _loggers_below(name):
-            logger.addFilter(_SPARSE)
+            logger.addFilter(_ONCE_A_MINUTE)
     return exporter
 
 

@@ -16,7 +16,7 @@ import uvicorn
 import router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
-from kappa.report import Announcement
+from kappa.protocol import Announcement
 from router.access.middleware import Access
 from router.ingress.app import make_app
 from router.ingress.endpoints import ROUTES, KappaIngress

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kappa.report import Announcement, WorkerReport
+from kappa.protocol import Announcement, WorkerReport
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, load_settings
 from router.index.kv_stream import decode_batch

@@ -12,7 +12,7 @@ from deploy.app.plan import worker_nodes
 from deploy.app.ports import check_port, free_port
 from deploy.cli import app
 from kappa.settings.cluster import load_settings
-from kappa.settings.model import ModelSettings
+from kappa.settings.pools import ModelSettings
 
 
 def test_help_names_every_command():

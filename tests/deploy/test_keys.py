@@ -7,8 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.commands.keys import app
-from kappa.keys import digest_of
-from kappa.settings.keys_file import read_digests
+from kappa.keys import digest_of, read_digests
 
 runner = CliRunner()
 

@@ -7,7 +7,7 @@ import pytest
 
 from deploy.app.model import Model, StartError
 from deploy.app.plan import worker_plan
-from kappa.plan.heads import FORMAT
+from kappa.plans.clo import FORMAT
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
 

@@ -19,8 +19,8 @@ from engine.settings import EngineSettings
 from engine.sparse.forward import over_lanes
 from engine.sparse.settings import SparseSettings
 from engine.transfer import Copies, CpuMover, Direction, mover_for
-from kappa.plan.planners import Planning
-from kappa.plan.rates import PlanRates
+from kappa.plans.planners import Planning
+from kappa.plans.rates import PlanRates
 from tests.engine import hf
 from tests.engine.rig import weights
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.arena import Arena, ArenaSize, ArenaTooLarge, free_host_bytes
-from kappa.types import ModelShape
+from kappa.model import ModelShape
 
 SHAPE = ModelShape("tiny", 3, 64, 4, 2, 16, 1e5, 1e5, "gqa")
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine.config import UnsupportedModel, read_config
-from kappa.plan.support import architecture_from_config
+from kappa.plans.architecture import architecture_from_config
 from tests.engine import hf
 
 LLAMA = {

@@ -9,7 +9,7 @@ import torch
 from engine.prefill import PlanRefused, Prompt, prefill
 from engine.step import NoSuchBlock, Pages
 from engine.transfer import TransferFailed
-from kappa.plan.segments import LoadPlan, Segment, layout
+from kappa.plans.load_plan import LoadPlan, Segment, layout
 from tests.engine import hf
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig
 

@@ -8,7 +8,7 @@ import pytest
 from engine.forward import Forward
 from engine.prefill import Prompt, prefill
 from engine.transfer import Copies, CpuMover, Direction, Event, TransferFailed
-from kappa.plan.segments import LoadPlan, layout
+from kappa.plans.load_plan import LoadPlan, layout
 from tests.engine.rig import Rig, prompt, rig
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kappa.plan.fits import LineFit
-from kappa.plan.planners import Cached, Planning
+from kappa.plans.planners import Cached, Planning
+from kappa.plans.rates import LineFit
 from tests.engine.engines import (
     BLOCK,
     SIZE,
@@ -19,7 +19,7 @@ from tests.engine.engines import (
     link_of,
     prompt,
 )
-from tests.kappa.plan.profiles import random_rates
+from tests.kappa.plans.profiles import random_rates
 
 
 def measured(share=1.0):

@@ -8,8 +8,8 @@ from engine import computing
 from engine.arena import ArenaSize
 from engine.transfer import WAIT_S, TransferFailed
 from kappa.hardware import node_profile
-from kappa.plan.planners import fixed
-from kappa.plan.rates import PlanRates, rates_from_law
+from kappa.plans.planners import fixed
+from kappa.plans.rates import PlanRates, rates_from_law
 from tests.engine.engines import (
     BLOCK,
     engine,

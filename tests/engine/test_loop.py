@@ -9,9 +9,9 @@ from engine.arena import ArenaSize
 from engine.sampling import Sampling
 from engine.sequence import RequestRefused
 from kappa.hardware import node_profile
-from kappa.plan.planners import fixed
-from kappa.plan.rates import rates_from_law
-from kappa.report import Charge
+from kappa.plans.planners import fixed
+from kappa.plans.rates import rates_from_law
+from kappa.protocol import Charge
 from scheduler.catalogue import SCHEDULERS
 from scheduler.config import FairConfig
 from tests.engine.engines import (

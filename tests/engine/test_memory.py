@@ -5,7 +5,7 @@ import pytest
 from engine.memory import fit
 from engine.sampling import GREEDY
 from engine.sequence import Sequence
-from kappa.plan.segments import LoadPlan, layout
+from kappa.plans.load_plan import LoadPlan, layout
 from scheduler.work import Quote
 from tests.engine.engines import BLOCK, SIZE, engine, generate, prompt
 

@@ -18,12 +18,11 @@ from engine.forward import Forward
 from engine.profiling import ProfileSettings, cached_profile, device_name, profile
 from engine.transfer import Copies, CpuMover, Direction, TransferFailed
 from engine.weights import random_weights
-from kappa.plan.choose import choose
-from kappa.plan.cpu_offload import attention_refused
-from kappa.plan.fits import LEAST_R2, fit_line
-from kappa.plan.predict import decode_gpu_s
-from kappa.plan.rates import rates_from_measured
-from kappa.types import TokenCounts
+from kappa.cost import TokenCounts
+from kappa.plans.cpu_offload import attention_refused
+from kappa.plans.measured import fit_line, rates_from_measured
+from kappa.plans.planners import choose
+from kappa.plans.rates import LEAST_R2, decode_gpu_s
 
 SETTINGS = ProfileSettings(
     tokens=(16, 32, 64, 128), new_tokens=(1, 16, 64), context_tokens=(0, 32),

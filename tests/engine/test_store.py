@@ -5,7 +5,7 @@ import torch
 from engine.arena import Arena, ArenaSize
 from engine.prefix import EventLog, PrefixCache, extend_keys
 from engine.store import HostStore
-from kappa.types import ModelShape
+from kappa.model import ModelShape
 from tests.engine.engines import Link
 
 SHAPE = ModelShape("tiny", 2, 8, 2, 1, 4, 1e3, 1e3, "gqa")

@@ -12,11 +12,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kappa import cost as law
-from kappa.cost import StepModel, StepParts, step_model
-from kappa.hardware import CATALOGUE, node_profile
-from kappa.model import attention_flops
+from kappa.cost import StepModel, StepParts, TokenCounts, step_model
+from kappa.hardware import CATALOGUE, NodeProfile, node_profile
+from kappa.model import ModelShape, attention_flops
 from kappa.shapes import SHAPES, model_shape
-from kappa.types import ModelShape, NodeProfile, TokenCounts
 
 shapes = st.sampled_from(sorted(SHAPES)).map(SHAPES.__getitem__)
 nodes = st.builds(

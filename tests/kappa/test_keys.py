@@ -2,8 +2,7 @@
 
 import pytest
 
-from kappa.keys import digest_of, entry_digest, entry_fault, hashed, new_key
-from kappa.settings.keys_file import read_digests
+from kappa.keys import digest_of, entry_digest, entry_fault, hashed, new_key, read_digests
 
 
 def test_a_key_can_be_sent_and_two_random_ones_differ():

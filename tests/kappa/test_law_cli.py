@@ -11,10 +11,11 @@ import typer
 from typer.testing import CliRunner
 
 from deploy.commands import law
+from kappa.cost import TokenCounts
 from kappa.hardware import node_profile
-from kappa.plan.rates import as_measured, rates_from_law
+from kappa.plans.measured import as_measured
+from kappa.plans.rates import rates_from_law
 from kappa.shapes import model_shape
-from kappa.types import TokenCounts
 
 EXPLAIN_KEYS = {
     "kappa", "kappa_crit", "kappa_eff", "bound", "ttft_s", "load_s", "compute_s", "plan",

@@ -10,7 +10,7 @@ import pytest
 
 from kappa.cost import step_model
 from kappa.hardware import node_profile
-from kappa.report import (
+from kappa.protocol import (
     PROTOCOL,
     Admission,
     Announcement,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kappa.report import MAX_TENANTS
+from kappa.protocol import MAX_TENANTS
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, home, load_settings
 from kappa.settings.pools import PoolSettings, ScalingSettings

@@ -19,7 +19,7 @@ import zmq
 
 from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
-from kappa.report import PLAN_KEY
+from kappa.protocol import PLAN_KEY
 from kappa.shapes import model_shape
 from workers.host_tier.choice import TierChoice, TierNeeds, transfer_config
 from workers.host_tier.tail_recompute import LOAD_ALL, TAIL, tail_rates

@@ -11,7 +11,7 @@ import numpy as np
 from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
-from kappa.report import Admission, Announcement, Arrival, WorkerReport
+from kappa.protocol import Admission, Announcement, Arrival, WorkerReport
 from kappa.shapes import model_shape
 from router.core import Router, RouterConfig
 from router.decision import NoWorkerError, RouteRequest

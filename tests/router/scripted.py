@@ -14,7 +14,7 @@ import numpy as np
 import router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
-from kappa.report import Announcement
+from kappa.protocol import Announcement
 from router.access.middleware import Access
 from router.access.tenants import Tenants
 from router.admission import Admission

@@ -8,7 +8,7 @@ import zmq
 
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
-from kappa.report import Announcement
+from kappa.protocol import Announcement
 from workers.report_stream import ReportStream
 from workers.stats_channel import StatsSender
 

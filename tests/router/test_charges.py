@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kappa.report import Charge, TenantCharge
+from kappa.protocol import Charge, TenantCharge
 from router.live.charges import Charges
 
 TENANTS, WORKERS = ("a", "b", "c", "d"), ("w0", "w1", "w2")

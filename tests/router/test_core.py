@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kappa.cost import step_model
 from kappa.hardware import node_profile
-from kappa.report import Admission, Announcement, WorkerReport
+from kappa.protocol import Admission, Announcement, WorkerReport
 from kappa.shapes import model_shape
 from router.core import Router, RouterConfig
 from router.decision import MismatchError, NoWorkerError, RouteRequest, without_candidates

@@ -14,7 +14,7 @@ import router.ingress.delivery
 import router.ingress.endpoints
 import router.ingress.request_path
 from kappa.keys import digest_of
-from kappa.report import EngineDiedError, WorkerReport
+from kappa.protocol import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
 from router.access.tenants import Tenants
 from router.decision import RouteRequest

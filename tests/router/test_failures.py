@@ -7,7 +7,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
-from kappa.report import EngineDiedError
+from kappa.protocol import EngineDiedError
 from router.errors import ApiError
 from router.ingress.failures import WorkerFailed, error_in, raise_error_item, worker_failed
 from router.live.board import PinGoneError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kappa.report import Charge
+from kappa.protocol import Charge
 from router.live.fairness import credits_s, oldest_waits_s
 from router.live.records import Record
 

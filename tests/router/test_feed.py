@@ -13,7 +13,7 @@ import router.live.feed
 import router.live.supervised
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
-from kappa.report import Admission, Announcement, WorkerReport
+from kappa.protocol import Admission, Announcement, WorkerReport
 from router.index.kv_events import BlocksStored, WorkerReset
 from router.live.feed import WorkerFeed
 

@@ -10,7 +10,7 @@ import pytest
 
 from kappa.cost import step_model
 from kappa.hardware import node_profile
-from kappa.report import Announcement
+from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from router.fleet import Fleet
 

@@ -6,7 +6,7 @@ import pytest
 
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
-from kappa.report import Announcement
+from kappa.protocol import Announcement
 from router.errors import ApiError
 from router.ingress.footprint import unfit_workers
 

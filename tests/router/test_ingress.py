@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 import router.ingress.request_path
-from kappa.report import TenantCharge, WorkerReport
+from kappa.protocol import TenantCharge, WorkerReport
 from router.access.tenants import Tenants
 from tests.router.scripted import BODY, PATH, code, event, get, overload, post, words
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kappa.keys import digest_of, hashed
-from kappa.report import MAX_TENANTS
-from kappa.settings.keys_file import read_digests
+from kappa.keys import digest_of, hashed, read_digests
+from kappa.protocol import MAX_TENANTS
 from router.access.keyring import Keyring
 from router.access.tenants import Tenants
 

@@ -13,7 +13,7 @@ import router.live.live_router
 import router.live.members
 import router.live.record_file
 import router.live.supervised
-from kappa.report import TenantCharge, WorkerReport
+from kappa.protocol import TenantCharge, WorkerReport
 from router.core import RouterConfig
 from router.decision import NoWorkerError, RouteRequest
 from router.live.board import Board

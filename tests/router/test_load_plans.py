@@ -7,10 +7,9 @@ import pytest
 
 from kappa.cost import step_model
 from kappa.hardware import node_profile
-from kappa.plan.choose import kappa_eff
-from kappa.plan.planners import Cached, Planning, room_left
-from kappa.plan.rates import FORMAT, rates_from_measured
-from kappa.report import Announcement
+from kappa.plans.measured import FORMAT, rates_from_measured
+from kappa.plans.planners import Cached, Planning, kappa_eff, room_left
+from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest

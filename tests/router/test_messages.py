@@ -9,8 +9,8 @@ import pytest
 from ray.serve.llm.openai_api_models import ChatCompletionRequest
 from starlette.requests import Request
 
-from kappa.report import CHARGES_KEY, Charge
-from kappa.types import TokenCounts
+from kappa.cost import TokenCounts
+from kappa.protocol import CHARGES_KEY, Charge
 from router.access.tenants import Tenant
 from router.errors import ApiError
 from router.ingress.messages import engine_marks, mark, pinned, plan_asked, prompt_marks

@@ -1,7 +1,7 @@
 """What workers report is taken over as it is; labels that could multiply are bounded."""
 
 from kappa import metrics as m
-from kappa.report import WorkerReport
+from kappa.protocol import WorkerReport
 from router.live.metrics import RouterMetrics
 
 

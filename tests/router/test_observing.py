@@ -10,8 +10,8 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 
 import router.observing.tracing
 from kappa.keys import digest_of
-from kappa.report import Admission, Spent, WorkerReport
-from kappa.settings.observing import ObservingSettings
+from kappa.protocol import Admission, Spent, WorkerReport
+from kappa.settings.routing import ObservingSettings
 from router.access.tenants import Tenants
 from router.ingress.messages import POOL_HEADER
 from tests.router.scripted import BODY, PATH, event, get, post

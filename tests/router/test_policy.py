@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kappa.types import NodeProfile, TokenCounts
+from kappa.cost import TokenCounts
+from kappa.hardware import NodeProfile
 from router.offers import COMPUTE, MEMORY, Candidate
 from router.policies import policy_named
 from router.policy import Fetch

@@ -13,8 +13,8 @@ import pytest
 import router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
-from kappa.report import Announcement, EngineDiedError
-from kappa.settings.transfer import TransferSettings
+from kappa.protocol import Announcement, EngineDiedError
+from kappa.settings.engine import TransferSettings
 from router.access.middleware import Access
 from router.access.tenants import Tenants
 from router.ingress.app import make_app

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kappa.report import Spent
+from kappa.protocol import Spent
 from router.live.records import Record
 from tests.router.test_core import ask, router
 

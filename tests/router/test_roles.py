@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kappa.cost import StepModel
+from kappa.cost import StepModel, TokenCounts
 from kappa.hardware import node_profile
-from kappa.report import Announcement
-from kappa.types import TokenCounts
+from kappa.protocol import Announcement
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
 from router.index.prefix_hash import secret_from_seed

@@ -1,6 +1,6 @@
 """When an engine counts as standing still."""
 
-from kappa.report import WorkerReport
+from kappa.protocol import WorkerReport
 from router.live.stalls import StallWatch, marks
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
-from kappa.report import Admission, Announcement, WorkerReport
+from kappa.protocol import Admission, Announcement, WorkerReport
 from router.jobs import Job
 from router.state import Calibration, ClusterState, engine_speed, load_token_s
 

@@ -15,7 +15,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
-from kappa.report import Announcement
+from kappa.protocol import Announcement
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
 from router.live.feed import WorkerFeed

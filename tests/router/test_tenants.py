@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from kappa.report import Charge
+from kappa.protocol import Charge
 from router.access.tenants import Tenant, Tenants, keys_sent, shares
 
 KEYS = {"sk-alice": "alice", "sk-alice-2": "alice", "sk-bob": "bob"}

@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kappa.settings.observing import ObservingSettings
+from kappa.settings.routing import ObservingSettings
 from router.observing.spans import EngineShare, Timelines
 from router.observing.tracing import Tracing
 

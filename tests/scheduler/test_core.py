@@ -2,7 +2,7 @@
 
 import pytest
 
-from kappa.report import Charge
+from kappa.protocol import Charge
 from scheduler.batching import Batcher
 from scheduler.config import FairConfig, LinkRates
 from scheduler.core import Fair

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kappa.report import Charge
+from kappa.protocol import Charge
 from scheduler.credits import Accounts
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kappa.report import Charge
+from kappa.protocol import Charge
 from scheduler.config import FairConfig, LinkRates
 from scheduler.core import Fair
 from scheduler.work import CAP, PENDING, RESERVED

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kappa.report import Charge
+from kappa.protocol import Charge
 from scheduler.iteration_log import Iteration, IterationLog
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kappa.report import Charge
+from kappa.protocol import Charge
 from scheduler.config import FairConfig
 from scheduler.credits import Accounts
 from scheduler.queue import TenantQueue

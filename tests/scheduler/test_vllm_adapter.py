@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kappa.report import CHARGES_KEY, DEVICE_TOKENS_KEY, HOST_TOKENS_KEY, TENANT_KEY, WEIGHT_KEY
+from kappa.protocol import CHARGES_KEY, DEVICE_TOKENS_KEY, HOST_TOKENS_KEY, TENANT_KEY, WEIGHT_KEY
 from scheduler.catalogue import SCHEDULERS, rule_named
 from scheduler.config import FairConfig
 from scheduler.work import VRAM, Plan

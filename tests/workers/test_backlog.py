@@ -2,7 +2,7 @@
 
 import pytest
 
-from kappa.report import GPU_S_KEY, LINK_S_KEY, REQUEST_ID_KEY
+from kappa.protocol import GPU_S_KEY, LINK_S_KEY, REQUEST_ID_KEY
 from workers.backlog import Backlog
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from ray.serve.llm.openai_api_models import CompletionRequest
 
-from kappa.report import EngineDiedError
+from kappa.protocol import EngineDiedError
 from workers.backlog import Backlog
 from workers.deployment import KappaServer
 from workers.in_flight import InFlight

@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 
 from kappa.cost import kappa_crit
-from kappa.hardware import node_profile
-from kappa.report import Announcement
+from kappa.hardware import NodeProfile, node_profile
+from kappa.protocol import Announcement
 from kappa.shapes import model_shape
-from kappa.types import NodeProfile
 from workers.identity import WorkerPlan, announce, measured_node
 from workers.vllm_engine import EngineLimits, EngineScheduler, Pace, engine_kwargs, fingerprint
 

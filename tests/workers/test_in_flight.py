@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kappa.report import Arrival
+from kappa.protocol import Arrival
 from workers.in_flight import InFlight
 from workers.report_totals import ReportTotals
 

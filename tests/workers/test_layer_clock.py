@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kappa.cost import StepModel
-from kappa.plan.costs import Costs
-from kappa.plan.fits import LineFit
-from kappa.plan.rates import PlanRates
+from kappa.plans.rates import LineFit, PlanRates
+from kappa.plans.split import Costs
 from workers.host_tier.layer_clock import LayerClock
 
 

@@ -7,7 +7,7 @@ import pytest
 from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.power import gpu_power
-from kappa.report import Announcement, WorkerReport
+from kappa.protocol import Announcement, WorkerReport
 from kappa.shapes import model_shape
 from tests.workers.fake_nvml import FakeNvml
 from workers.power_report import PowerTeller

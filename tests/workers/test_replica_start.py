@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kappa.hardware import node_profile
-from kappa.settings.observing import ObservingSettings
+from kappa.settings.routing import ObservingSettings
 from kappa.shapes import model_shape
 from workers import replica_start
 from workers.host_tier.budget import HostBudget, HostBudgetError
@@ -117,7 +117,7 @@ def test_the_engine_is_told_of_its_shelf_where_the_host_tier_looks(plan):
 def test_power_is_modelled_where_there_is_no_gpu(plan):
     announced = announce(plan, 0, "w", "m", ("tcp://e", "tcp://s"), {}, "")
     teller = power_teller(plan, announced)
-    from kappa.report import WorkerReport
+    from kappa.protocol import WorkerReport
 
     teller(WorkerReport("w", 0.0))
     assert teller(WorkerReport("w", 1.0)).power_source == "model"

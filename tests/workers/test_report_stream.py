@@ -7,7 +7,7 @@ import pytest
 import zmq
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
-from kappa.report import COMPUTE_STEP_TOKENS, Admission, Spent, TenantCharge, WorkerReport
+from kappa.protocol import COMPUTE_STEP_TOKENS, Admission, Spent, TenantCharge, WorkerReport
 from workers.report_stream import ReportStream
 from workers.report_totals import ReportTotals
 from workers.stats_channel import StatsSender

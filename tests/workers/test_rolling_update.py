@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
-from kappa.report import Announcement
+from kappa.protocol import Announcement
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_stream import decode_batch

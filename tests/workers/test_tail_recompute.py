@@ -6,8 +6,9 @@ import pytest
 
 from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
-from kappa.plan.planners import Cached, Planning
-from kappa.plan.rates import rates_from_law, rates_from_measured
+from kappa.plans.measured import rates_from_measured
+from kappa.plans.planners import Cached, Planning
+from kappa.plans.rates import rates_from_law
 from kappa.shapes import model_shape
 from workers.host_tier.tail_recompute import TailRecompute, tail_rates
 

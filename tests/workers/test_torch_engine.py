@@ -13,8 +13,8 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from vllm.distributed.kv_events import KVEventBatch
 
 from kappa.hardware import node_profile
-from kappa.plan.clo import CloConfig
-from kappa.plan.rates import rates_from_measured
+from kappa.plans.clo import CloConfig
+from kappa.plans.measured import rates_from_measured
 from kappa.shapes import model_shape
 from workers.tiny_model import make_tiny_model
 from workers.torch_engine.engine import TorchEngine

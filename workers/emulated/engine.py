@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 from ray.serve.llm.openai_api_models import ChatCompletionResponse, CompletionResponse
 
-from kappa.report import REQUEST_ID_KEY
+from kappa.protocol import REQUEST_ID_KEY
 from workers.emulated.blocks import EmulatedBlocks
 from workers.emulated.faults import FaultsFile
 from workers.emulated.loop import EmulatedLoop, EmulatedPace, Job, Told

@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from kappa.report import PLAN_KEY, REQUEST_ID_KEY
+from kappa.protocol import PLAN_KEY, REQUEST_ID_KEY
 from workers.stats_channel import StatsSender
 
 log = structlog.get_logger(__name__)

@@ -2,7 +2,7 @@
 
 vLLM's connectors answer one question, how many tokens beyond the device's a request may load. A
 shorter answer, at a block's end, has the rest computed with the new tokens, and that is exact. The
-planner is the router's own (`kappa.plan.planners`, "tail"), with the rates that the worker
+planner is the router's own (`kappa.plans.planners`, "tail"), with the rates that the worker
 announced, so that both foresee the same. Pure; asked by the connectors for every admission.
 """
 
@@ -12,9 +12,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from kappa.plan.planners import Cached, Planning
-from kappa.plan.rates import as_measured, rates_from_law, rates_from_measured
-from kappa.types import ModelShape, NodeProfile
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape
+from kappa.plans.measured import as_measured, rates_from_measured
+from kappa.plans.planners import Cached, Planning
+from kappa.plans.rates import rates_from_law
 
 CONFIG_KEY = "kappa_plan"
 TAIL, LOAD_ALL = "tail", "kv"
@@ -77,7 +79,7 @@ class TailRecompute:
         """Of `hit` tokens that could be loaded behind `device` ones, how many to load.
 
         `new` are behind them, to be computed in any case. asked_for: what the request itself asks
-        (`kappa.report.PLAN_KEY`), for experiments: "kv" loads all, "load=640" so many at most.
+        (`kappa.protocol.PLAN_KEY`), for experiments: "kv" loads all, "load=640" so many at most.
         """
         if hit <= 0 or asked_for == LOAD_ALL:
             return hit

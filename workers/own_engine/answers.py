@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from engine.sampling import Sampling
-from kappa.report import APPROX_KEY, PLAN_KEY, PROMPT_KEY
+from kappa.protocol import APPROX_KEY, PLAN_KEY, PROMPT_KEY
 
 # What a body may hold without meaning anything that this engine would have to do.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {

@@ -30,10 +30,11 @@ from engine.sequence import RequestRefused
 from engine.settings import EngineSettings
 from engine.transfer import mover_for
 from engine.weights import DTYPES, load_weights
-from kappa.plan.planners import Planning
-from kappa.plan.rates import PlanRates, as_measured, rates_from_law, rates_from_measured
-from kappa.plan.support import architecture_from_config
-from kappa.report import REQUEST_ID_KEY
+from kappa.plans.architecture import architecture_from_config
+from kappa.plans.measured import as_measured, rates_from_measured
+from kappa.plans.planners import Planning
+from kappa.plans.rates import PlanRates, rates_from_law
+from kappa.protocol import REQUEST_ID_KEY
 from scheduler.config import FairConfig
 from scheduler.vllm_memory import DEFAULT_TENANT, tenant_of, told
 from workers.identity import measured_node

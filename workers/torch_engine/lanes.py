@@ -10,9 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from kappa.plan.clo import CloConfig, layer_seconds, persistent_heads, prefetchable_heads
-from kappa.plan.heads import HeadProfile, equal_heads
-from kappa.plan.rates import PlanRates
+from kappa.plans.clo import (
+    CloConfig,
+    HeadProfile,
+    equal_heads,
+    layer_seconds,
+    persistent_heads,
+    prefetchable_heads,
+)
+from kappa.plans.rates import PlanRates
 
 if TYPE_CHECKING:
     # torch: only where an engine runs.

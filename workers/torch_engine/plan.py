@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kappa.types import ModelShape, NodeProfile
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape
 from workers.identity import WorkerPlan
 from workers.torch_engine.lanes import LanesPlan
 

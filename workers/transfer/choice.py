@@ -29,7 +29,7 @@ TAKES: list[Takes] = []
 
 @dataclass(frozen=True, slots=True)
 class TransferChoice:
-    """Fields as in `kappa.settings.transfer`."""
+    """Fields as in `kappa.settings.engine`."""
 
     connector: str
     folder: str

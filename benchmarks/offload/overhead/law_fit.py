@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.offload.overhead.points import Sample
-from kappa.model import attention_flops, kv_bytes_per_token, weight_read_bytes
-from kappa.types import ModelShape
+from kappa.model import ModelShape, attention_flops, kv_bytes_per_token, weight_read_bytes
 
 Floats = NDArray[np.float64]
 

@@ -31,7 +31,8 @@ from benchmarks.offload.overhead.law_fit import (
 )
 from benchmarks.offload.overhead.points import ARMS, Arm, Point, Sample
 from kappa.cost import kappa_crit
-from kappa.types import ModelShape, NodeProfile
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape
 
 Row = dict[str, Any]
 

@@ -26,8 +26,9 @@ import zmq
 
 from benchmarks.offload.overhead.points import Arm, Limits, Point, Sample
 from benchmarks.scheduling.vllm_runs import bench_model
-from kappa.report import REQUEST_ID_KEY
-from kappa.types import ModelShape, NodeProfile
+from kappa.hardware import NodeProfile
+from kappa.model import ModelShape
+from kappa.protocol import REQUEST_ID_KEY
 from workers.vllm_engine import CPU_ENV, EngineLimits, Pace, engine_kwargs
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})

@@ -18,9 +18,8 @@ import zmq
 from benchmarks.routing.peers.paced_loop import PacedLoop
 from benchmarks.routing.peers.wire import block_tokens
 from kappa.cost import step_model
-from kappa.model import kv_bytes_per_token
-from kappa.report import KV, REPORT, Admission, Announcement, WorkerReport
-from kappa.types import ModelShape
+from kappa.model import ModelShape, kv_bytes_per_token
+from kappa.protocol import KV, REPORT, Admission, Announcement, WorkerReport
 from simulator.cache import Ids
 from simulator.clusters import NodeSpec, kv_room
 from simulator.job import Job

@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from benchmarks.routing.peers.wire import answer, prompt_tokens, read_stdin, serve_lines
-from kappa.report import Announcement, WorkerReport
+from kappa.protocol import Announcement, WorkerReport
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_stream import decode_batch

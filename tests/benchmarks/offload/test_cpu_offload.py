@@ -14,7 +14,7 @@ from benchmarks.offload.cpu_profile import LayerProfile
 from engine.arena import ArenaTooLarge
 from engine.blocks import OutOfBlocks
 from engine.transfer import TransferFailed
-from kappa.plan.cpu_offload import MODES
+from kappa.plans.cpu_offload import MODES
 from tests.engine import hf
 from tests.engine.rig import DEVICES, prompt, rig
 

@@ -13,9 +13,9 @@ from benchmarks.offload.offloading import fixed, planner
 from benchmarks.offload.policies import Policies
 from benchmarks.offload.run import Options, run
 from benchmarks.offload.settings import SETTINGS, DecodeCell, OffloadCell
-from kappa.plan.cpu_offload import LayerTimes, split_context
-from kappa.plan.fits import LineFit
-from tests.kappa.plan.test_predict import opt
+from kappa.plans.cpu_offload import LayerTimes, split_context
+from kappa.plans.rates import LineFit
+from tests.kappa.plans.test_predict import opt
 
 TIMES = LayerTimes(
     0.2, 0.2, 0.2, 0.2, 1.0, qkv_bytes=12.0, out_bytes=4.0, fc1_bytes=16.0, fc2_bytes=16.0,

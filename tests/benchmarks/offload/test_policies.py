@@ -14,9 +14,8 @@ from benchmarks.offload.settings import DecodeCell, Group, PrefixCell, setting
 from benchmarks.offload.shapes import model
 from engine.arena import ArenaSize
 from kappa.cost import StepModel
-from kappa.plan.fits import LineFit
-from kappa.plan.kvpr import paper_share
-from kappa.plan.rates import PlanRates
+from kappa.plans.kvpr import paper_share
+from kappa.plans.rates import LineFit, PlanRates
 
 ROW = DecodeCell(4, 256, 17, ("kv-only", "kvpr-ahead"))
 COLUMN = DecodeCell(4, 256, 17, ("kv-only", "hybrid-planned"), batches=3, order="column")

@@ -9,7 +9,7 @@ import torch
 from benchmarks.offload import sparse_measure as command
 from benchmarks.offload.sparse_measure import measure
 from engine.layers import angles, frequencies, rotate
-from kappa.plan.heads import HeadProfile, aggregate, read_heads
+from kappa.plans.clo import HeadProfile, aggregate, read_heads
 from tests.engine import hf
 from tests.engine.rig import prompt, rig
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from kappa.plan.clo import CloConfig
+from kappa.plans.clo import CloConfig
 from tests.engine import hf
 from tests.engine.rig import BLOCK
 

@@ -10,7 +10,7 @@ from benchmarks.offload.sparse_decoder import SparseDecoder
 from engine.layers import angles, frequencies, rotate
 from engine.sparse.cache import InjectedHits
 from engine.sparse.settings import SparseSettings
-from kappa.plan.clo import CloConfig
+from kappa.plans.clo import CloConfig
 from tests.engine import hf
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig
 from tests.engine.sparse.sparse_reference import Choice, logits

@@ -9,7 +9,7 @@ from benchmarks.offload.sparse_decoder import SparseDecoder
 from engine.sparse.gather import Gather
 from engine.sparse.settings import SparseSettings
 from engine.transfer import TransferFailed
-from kappa.plan.clo import CloConfig
+from kappa.plans.clo import CloConfig
 from tests.engine.engines import engine, evict_device, finish, generate, link_of
 from tests.engine.engines import prompt as tokens_of
 from tests.engine.rig import prompt, rig

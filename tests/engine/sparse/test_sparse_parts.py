@@ -19,8 +19,8 @@ from engine.sparse.forward import over_lanes
 from engine.sparse.gather import Gather, pairs
 from engine.sparse.settings import SparseSettings
 from engine.transfer import CpuMover
-from kappa.plan import heads
-from kappa.plan.clo import CloConfig
+from kappa.plans import clo as heads
+from kappa.plans.clo import CloConfig
 from tests.engine.rig import rig
 
 CPU = torch.device("cpu")

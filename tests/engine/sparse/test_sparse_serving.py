@@ -9,8 +9,8 @@ import torch
 from engine.arena import ArenaSize
 from engine.sparse.settings import SparseSettings
 from kappa.hardware import node_profile
-from kappa.plan.clo import CloConfig
-from kappa.plan.rates import rates_from_law
+from kappa.plans.clo import CloConfig
+from kappa.plans.rates import rates_from_law
 from tests.engine import hf
 from tests.engine.engines import (
     BLOCK,

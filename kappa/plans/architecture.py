@@ -1,0 +1,139 @@
+"""Which kinds of segment a model's architecture allows, exactly, and why not the others.
+
+Keys are cached after their rotary embedding, so they can be made again only where position alone
+decides the rotation, and activations are kept behind the layer's input norm, so there must be one.
+Read from a Hugging Face config; asked by the planners, and by the engine (`engine.config`), which
+computes only what is alike in all layers and refuses the rest for the reasons given here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kappa.model import ModelShape
+from kappa.plans.load_plan import Kind
+
+Positions = Literal["learned", "rope", "dynamic_rope"]
+
+_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+
+# Families that keep a state whether their config lists its layers or not.
+_STATE_FAMILIES = ("mamba", "mamba2", "falcon_mamba", "rwkv", "jamba", "bamba", "qwen3_next")
+
+_TOKEN_KV_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+
+
+class UnsupportedKind(ValueError):
+    """A kind of segment that this architecture cannot execute exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What of a model decides which segments it can execute.
+
+    `sliding_window` is the window of its windowed layers in tokens, 0 where no layer has one.
+    `state_layers` counts layers that keep a state instead of keys and values per token.
+    """
+
+    name: str
+    attention: Literal["mha", "gqa", "mla"] = "mha"
+    positions: Positions = "rope"
+    sliding_window: int = 0
+    state_layers: int = 0
+
+    def refused(self) -> dict[Kind, str]:
+        """The kinds among K, A and R that do not work, each with the property in the way."""
+        reasons: dict[Kind, str] = {}
+        if self.state_layers:
+            why = f"{self.state_layers} layers keep a state instead of keys and values per token"
+            reasons = {"K": why, "A": why}
+        elif self.attention == "mla":
+            reasons["A"] = "multi-head latent attention caches a latent smaller than activations"
+        elif self.sliding_window:
+            reasons["A"] = f"sliding-window layers keep {self.sliding_window} tokens, not all"
+        if self.positions == "dynamic_rope":
+            why = "dynamic RoPE rotates a key by the length at the time, not by position alone"
+            reasons["A"] = reasons["R"] = why
+        return reasons
+
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds among K, A and R that this architecture can execute exactly."""
+        exact: tuple[Kind, ...] = ("K", "A", "R")
+        return frozenset(exact) - self.refused().keys()
+
+    def require(self, kind: Kind) -> None:
+        """Do nothing if `kind` works.
+
+        Raises:
+            UnsupportedKind: it does not; names the model, the reason, and the kinds that would.
+        """
+        reason = self.refused().get(kind)
+        if reason:
+            would = ", ".join(sorted(self.kinds())) or "none"
+            raise UnsupportedKind(
+                f"{self.name}: segments of kind {kind} are refused: {reason}. "
+                f"Kinds that would work: {would}"
+            )
+
+    def peculiar(self) -> str:
+        """Why not all kinds work, and which do; "" where they do: attention over all tokens at
+        positions of their own is all there is."""
+        reasons = self.refused()
+        if not reasons:
+            return ""
+        would = ", ".join(sorted(self.kinds())) or "none"
+        return f"{'; '.join(dict.fromkeys(reasons.values()))}. Load plans that would work: {would}"
+
+
+def architecture_of(shape: ModelShape) -> Architecture:
+    """What a bare shape tells: its attention. The rest is taken to be Llama's."""
+    return Architecture(shape.name, shape.attention)
+
+
+def architecture_from_config(config: Mapping[str, Any], name: str = "") -> Architecture:
+    """From a parsed Hugging Face `config.json` (of the text model)."""
+    heads = config.get("num_attention_heads")
+    kv_heads = config.get("num_key_value_heads") or heads
+    return Architecture(
+        name=name or str(config.get("_name_or_path") or config.get("model_type") or "model"),
+        attention="mla" if config.get("kv_lora_rank") else "mha" if kv_heads == heads else "gqa",
+        positions=_positions(config),
+        sliding_window=_window(config),
+        state_layers=_state_layers(config),
+    )
+
+
+def rope_type(config: Mapping[str, Any]) -> str:
+    """The kind of rotary embedding, as new and old configs write it."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return str(scaling.get("rope_type") or scaling.get("type") or "default")
+
+
+def _positions(config: Mapping[str, Any]) -> Positions:
+    if config.get("model_type") == "opt":
+        return "learned"
+    return "dynamic_rope" if rope_type(config) in _LENGTH_DEPENDENT else "rope"
+
+
+def _state_layers(config: Mapping[str, Any]) -> int:
+    layers = config.get("layer_types")
+    if layers:
+        return sum(kind not in _TOKEN_KV_LAYERS for kind in layers)
+    return (config.get("num_hidden_layers") or 1) * (config.get("model_type") in _STATE_FAMILIES)
+
+
+def _window(config: Mapping[str, Any]) -> int:
+    """Qwen writes a window that is off unless said otherwise; others have it on by naming it."""
+    window = config.get("sliding_window") or config.get("attention_chunk_size") or 0
+    layers = config.get("layer_types")
+    if layers is not None:
+        windowed = any("sliding" in kind or "chunked" in kind for kind in layers)
+        return int(window or 1) if windowed else 0
+    used = config.get("use_sliding_window")
+    if used is None:
+        used = not str(config.get("model_type")).startswith("qwen")
+    # Layers before this one attend to all.
+    first = config.get("max_window_layers") or 0
+    return int(window) if used and first < config.get("num_hidden_layers", first + 1) else 0

@@ -1,0 +1,409 @@
+"""CLO's budgets and seconds: how many heads stay on the device, and what a decoding step loads.
+
+Of a context in host memory each KV head of each layer attends to a choice of k tokens, which stay
+on the device until its query has moved too far (paper 004). What is missed is loaded one layer
+ahead; heads that miss often, and more of which than a layer's computation hides, keep all their KV
+on the device. Pure figures: the engine's half is `engine.sparse`. Changes the model's output.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kappa.json_file import read_json_object
+from kappa.model import ModelShape
+from kappa.plans.load_plan import LoadPlan, Segment
+from kappa.plans.rates import PlanRates, decode_s
+
+FORMAT = "kappa-head-importance/1"
+"""What a file of head importance says under "format"."""
+
+Scores = NDArray[np.float64]
+
+LEAST_SIMILARITY = 1e-3
+"""Cosines below this count as this in Eq. 10, whose harmonic mean they would turn around."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadProfile:
+    """Scores of one model's heads.
+
+    importance (layers, heads): of query heads, in [0, 1]. similarity (layers, kv_heads): mean
+    cosine of the queries of neighbouring steps, in [-1, 1]; None where it was not measured.
+    source: the file, or what they are by default.
+    """
+
+    importance: Scores
+    similarity: Scores | None = None
+    source: str = "all heads alike"
+
+    def kv_importance(self, kv_heads: int) -> Scores:
+        """(layers, kv_heads): of each group of query heads the most important one's."""
+        layers = len(self.importance)
+        most: Scores = self.importance.reshape(layers, kv_heads, -1).max(axis=2)
+        return most
+
+
+def equal_heads(shape: ModelShape, importance: float = 1.0) -> HeadProfile:
+    """All heads of a model alike; 1, the most cautious, unless said otherwise."""
+    if not 0.0 <= importance <= 1.0:
+        raise ValueError(f"importance of heads is {importance}: give a score in [0, 1]")
+    return HeadProfile(np.full((shape.layers, shape.heads), importance))
+
+
+def read_heads(path: str | Path, shape: ModelShape) -> HeadProfile:
+    """The profile in a file, which must be for a model of this shape.
+
+    Raises:
+        ValueError: names the file, the key, what is wrong with it and what it should be.
+    """
+    data = read_json_object(path, "head importance")
+    if data.get("format") != FORMAT:
+        raise ValueError(f"{path}: format is {data.get('format')!r}: give {FORMAT!r}")
+    unknown = sorted(set(data) - {"format", "model", "importance", "similarity", "note"})
+    if unknown:
+        raise ValueError(f"{path}: unknown keys {', '.join(unknown)}: leave them out")
+    if "importance" not in data:
+        raise ValueError(f"{path}: key 'importance' is missing: give one score per query head")
+    importance = _table(path, "importance", data["importance"], (shape.layers, shape.heads), 0.0)
+    similarity = None
+    if data.get("similarity") is not None:
+        wanted = (shape.layers, shape.kv_heads)
+        similarity = _table(path, "similarity", data["similarity"], wanted, -1.0)
+    return HeadProfile(importance, similarity, str(path))
+
+
+def heads_to_dict(profile: HeadProfile, model: str, note: str = "") -> dict[str, Any]:
+    """As `read_heads` reads it, ready for JSON."""
+    measured = None if profile.similarity is None else profile.similarity.tolist()
+    return {
+        "format": FORMAT, "model": model, "note": note,
+        "importance": profile.importance.tolist(), "similarity": measured,
+    }  # fmt: skip
+
+
+def _table(path: str | Path, key: str, value: Any, wanted: tuple[int, int], least: float) -> Scores:
+    layers, heads = wanted
+    expected = f"give {layers} layers of {heads} numbers in [{least:g}, 1]"
+    try:
+        table = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{path}: {key} is no table of numbers: {expected}") from None
+    if table.shape != wanted:
+        raise ValueError(f"{path}: {key} has the shape {table.shape}: {expected}")
+    wrong = np.argwhere(~((table >= least) & (table <= 1.0)))
+    if len(wrong):
+        layer, head = (int(i) for i in wrong[0])
+        raise ValueError(
+            f"{path}: {key} of layer {layer}, head {head} is {table[layer, head]:g}: {expected}"
+        )
+    return table
+
+
+def thresholds(importance: Scores, eta: float, power: float) -> Scores:
+    """τ of each head (Eq. 7-9): η for importance 1, -1 (never refreshed) for importance 0.
+
+    Args:
+        importance: s, of any shape.
+        eta: η, the highest threshold, a cosine.
+        power: p; the higher, the fewer heads are held to a high threshold.
+
+    Raises:
+        ValueError: η is no cosine, or p is not above 0.
+    """
+    if not -1.0 <= eta <= 1.0 or power <= 0.0:
+        raise ValueError(f"eta {eta}, power {power}: give a cosine in [-1, 1] and a power above 0")
+    weight = np.asarray(importance, np.float64) ** power
+    return np.cos(weight * np.arccos(eta) + (1.0 - weight) * np.pi)
+
+
+def aggregate(similarity: Scores, importance: Scores) -> Scores:
+    """One cosine per KV head from those of its query heads (Eq. 10): weighted harmonic mean.
+
+    Args:
+        similarity, importance: (..., heads of a group). Where all importances are 0, the mean.
+    """
+    clamped = np.maximum(similarity, LEAST_SIMILARITY)
+    total = importance.sum(axis=-1)
+    shares = (importance / clamped).sum(axis=-1)
+    mean: Scores = similarity.mean(axis=-1)
+    weighted = np.divide(total, shares, out=np.zeros_like(mean), where=shares > 0)
+    return np.where(total > 0, weighted, mean)
+
+
+def difficulty(tau: Scores, similarity: Scores, epsilon: float) -> Scores:
+    """D of each KV head (Eq. 11): above 0, its queries are mostly too unlike to reuse what it has.
+
+    epsilon: the margin ε that is granted to the measured mean.
+    """
+    hard: Scores = tau - (similarity - epsilon)
+    return hard
+
+
+@dataclass(frozen=True, slots=True)
+class CloConfig:
+    """The numbers of the method; defaults are those of the paper.
+
+    share: k over the context's tokens. sink_tokens, recent_tokens: always on the device. eta,
+    power: of Eq. 7-9; epsilon of Eq. 11. code_bits: of a hash code of a key; 0 where the retriever
+    needs none.
+    """
+
+    share: float = 0.1
+    sink_tokens: int = 4
+    recent_tokens: int = 64
+    eta: float = 0.8
+    power: float = 3.0
+    epsilon: float = 0.1
+    code_bits: int = 256
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            ValueError: names the field and what to give instead.
+        """
+        if not 0.0 < self.share <= 1.0:
+            raise ValueError(f"CloConfig.share is {self.share}: give a share in (0, 1]")
+        if not -1.0 <= self.eta <= 1.0:
+            raise ValueError(f"CloConfig.eta is {self.eta}: give a cosine in [-1, 1]")
+        if not self.power > 0.0:
+            raise ValueError(f"CloConfig.power is {self.power}: give a number above 0")
+        for name in ("sink_tokens", "epsilon"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"CloConfig.{name} is {getattr(self, name)}: give 0 or more")
+        if self.recent_tokens < 1:
+            raise ValueError(
+                f"CloConfig.recent_tokens is {self.recent_tokens}: give 1 or more, as a token "
+                "attends to itself"
+            )
+        if self.code_bits < 0 or self.code_bits % 64:
+            raise ValueError(
+                f"CloConfig.code_bits is {self.code_bits}: give a multiple of 64, or 0"
+            )
+
+    def chosen_tokens(self, context_tokens: int) -> int:
+        """k: ⌈share · context⌉, no more than there are behind the sinks."""
+        most = max(0, context_tokens - self.sink_tokens)
+        # A product that is whole but for its rounding is that whole number.
+        return min(math.ceil(self.share * context_tokens - 1e-9), most)
+
+
+def head_bytes(shape: ModelShape, tokens: float) -> float:
+    """KV bytes of one KV head of one layer over so many tokens."""
+    return tokens * 2 * shape.head_dim * shape.kv_dtype_bytes
+
+
+def prefetchable_heads(
+    shape: ModelShape, config: CloConfig, context_tokens: int, layer_s: float, link: float
+) -> float:
+    """N_p of Eq. 12: heads of a layer whose choice crosses the link while a layer is computed.
+
+    T_comp · B / mem_head; as printed it divides by B, which is no number of heads.
+
+    Args:
+        layer_s: T_comp, seconds of one layer of a decoding step.
+        link: B in bytes/s.
+
+    Raises:
+        ValueError: no context, or negative seconds or bandwidth.
+    """
+    if context_tokens < 1 or layer_s < 0 or link <= 0:
+        raise ValueError(
+            f"context_tokens {context_tokens}, layer_s {layer_s}, link {link}: give a token or "
+            "more, 0 seconds or more, and a bandwidth above 0"
+        )
+    return layer_s * link / head_bytes(shape, max(1, config.chosen_tokens(context_tokens)))
+
+
+Persistent = tuple[tuple[int, ...], ...]
+
+
+def persistent_heads(
+    shape: ModelShape,
+    config: CloConfig,
+    profile: HeadProfile,
+    prefetchable: float,
+    *,
+    most_heads: int | None = None,
+) -> Persistent:
+    """KV heads of each layer that keep all their KV on the device (Eq. 13).
+
+    All of the first layer, which nothing can be prefetched for; of each other one, of the N_d with
+    D > 0 those with the largest D, less the N_p that the layer before hides. Without measured
+    similarities no head is known to be hard.
+
+    Args:
+        prefetchable: N_p; rounded down.
+        most_heads: so many fit device memory over all layers; the first layer's come first, then
+            those with the largest D. None: all fit.
+    """
+    first = [(math.inf, 0, head) for head in range(shape.kv_heads)]
+    others: list[tuple[float, int, int]] = []
+    if profile.similarity is not None:
+        tau = thresholds(profile.kv_importance(shape.kv_heads), config.eta, config.power)
+        hard = difficulty(tau, profile.similarity, config.epsilon)
+        for layer in range(1, shape.layers):
+            order = np.argsort(-hard[layer], kind="stable")
+            count = max(int((hard[layer] > 0).sum()) - math.floor(prefetchable), 0)
+            others += [(float(hard[layer, h]), layer, int(h)) for h in order[:count]]
+    wanted = first + sorted(others, key=lambda one: (-one[0], one[1], one[2]))
+    kept = wanted if most_heads is None else wanted[: max(0, most_heads)]
+    return tuple(
+        tuple(sorted(head for _, at, head in kept if at == layer)) for layer in range(shape.layers)
+    )
+
+
+def persistent_share(shape: ModelShape, persistent: Persistent) -> float:
+    """Of all KV heads of all layers, the share that keeps its KV on the device."""
+    return sum(len(heads) for heads in persistent) / (shape.layers * shape.kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class CloMemory:
+    """Bytes that a sequence takes: cache (choice, sinks, recent), persistent, codes; in host."""
+
+    cache_bytes: float
+    persistent_bytes: float
+    code_bytes: float
+    host_bytes: float
+
+    @property
+    def device_bytes(self) -> float:
+        """All that is on the device."""
+        return self.cache_bytes + self.persistent_bytes + self.code_bytes
+
+
+def memory(
+    shape: ModelShape, config: CloConfig, persistent: Persistent, context_tokens: int
+) -> CloMemory:
+    """What a sequence of so many tokens takes.
+
+    Persistent heads have neither a choice nor codes. Codes are `code_bits` per key, beside keys
+    and values of `head_dim` elements each: 256 of 128 half-precision elements are 6.25 %.
+    """
+    kept = sum(len(heads) for heads in persistent)
+    offloaded = shape.layers * shape.kv_heads - kept
+    resident = config.sink_tokens + config.recent_tokens + config.chosen_tokens(context_tokens)
+    return CloMemory(
+        cache_bytes=offloaded * head_bytes(shape, min(resident, context_tokens)),
+        persistent_bytes=kept * head_bytes(shape, context_tokens),
+        code_bytes=offloaded * context_tokens * config.code_bits / 8,
+        host_bytes=shape.layers * shape.kv_heads * head_bytes(shape, context_tokens),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CloStep:
+    """A decoding step: what the link is asked for, what it adds, and the whole.
+
+    link_s: of all that is missed. waited_s: TBT_load, what the layers before do not hide.
+    compute_s: of the gpu. miss_bytes cross the link.
+    """
+
+    link_s: float
+    waited_s: float
+    compute_s: float
+    miss_bytes: float
+
+    @property
+    def tbt_s(self) -> float:
+        """Seconds between tokens."""
+        return self.compute_s + self.waited_s
+
+
+def step_seconds(
+    shape: ModelShape,
+    config: CloConfig,
+    persistent: Persistent,
+    context_tokens: int,
+    *,
+    miss: float,
+    link: float,
+    layer_s: float,
+    batch: int = 1,
+    ahead: bool = True,
+) -> CloStep:
+    """TBT_load = Σ_l max(0, miss·k·m·(1 - persist_l)·batch/B - T_comp), and what goes with it.
+
+    Args:
+        miss: share of the heads that are not persistent whose choice is loaded anew.
+        link: B in bytes/s.
+        layer_s: T_comp of the whole batch.
+        batch: sequences of this context each.
+        ahead: a layer's choice is loaded while the layer before computes; else all is waited for.
+
+    Raises:
+        ValueError: `miss` is no share, or no sequence.
+    """
+    if not 0.0 <= miss <= 1.0 or batch < 1:
+        raise ValueError(f"miss {miss}, batch {batch}: give a share in [0, 1], and 1 or more")
+    chosen = config.chosen_tokens(context_tokens)
+    loads = [
+        batch * miss * head_bytes(shape, chosen) * (shape.kv_heads - len(heads))
+        for heads in persistent
+    ]
+    # Nothing is computed before the first layer that could hide its load.
+    hidden = [layer_s if ahead and layer else 0.0 for layer in range(shape.layers)]
+    waited_s = sum(max(0.0, size / link - free) for size, free in zip(loads, hidden, strict=True))
+    return CloStep(sum(loads) / link, waited_s, layer_s * shape.layers, sum(loads))
+
+
+def layer_seconds(rates: PlanRates, config: CloConfig, batch: int, context_tokens: int) -> float:
+    """T_comp by a node's rates: a layer of a decoding step that attends to what is resident."""
+    resident = config.sink_tokens + config.recent_tokens + config.chosen_tokens(context_tokens)
+    return decode_s(rates, batch, min(resident, context_tokens))[1] / rates.layers
+
+
+def sparse_plan(
+    rates: PlanRates,
+    config: CloConfig,
+    persistent: float,
+    cached_tokens: int,
+    new_tokens: int,
+    chunk_tokens: int,
+    why: str = "as the request allowed",
+) -> LoadPlan:
+    """A prefix that stays in host memory (one segment S): its choice is loaded for every chunk.
+
+    Seconds by the rates: sinks, recent tokens and persistent heads once, the choice of the other
+    heads with each chunk of new tokens; computing attends to what is resident.
+
+    Args:
+        persistent: share of the heads that keep their KV on the device.
+        chunk_tokens: new tokens that are computed together.
+
+    Raises:
+        ValueError: no cached or no new token, or chunks of none.
+    """
+    if min(cached_tokens, new_tokens, chunk_tokens) < 1:
+        raise ValueError(
+            f"a sparse plan of {cached_tokens} cached and {new_tokens} new tokens in chunks of "
+            f"{chunk_tokens}: give 1 or more of each"
+        )
+    chunks = math.ceil(new_tokens / chunk_tokens)
+    chosen = config.chosen_tokens(cached_tokens)
+    resident = min(config.sink_tokens + config.recent_tokens, cached_tokens)
+    once = (1.0 - persistent) * resident + persistent * cached_tokens
+    crossing = once + chunks * (1.0 - persistent) * chosen
+    load_s = rates.load.seconds(crossing)
+    seen = min(resident + chosen, cached_tokens)
+    whole, rest = divmod(new_tokens, chunk_tokens)
+    compute_s = whole * rates.prefill_s(chunk_tokens, seen)
+    compute_s += rates.prefill_s(rest, seen) if rest else 0.0
+    ttft_s = max(load_s, compute_s) + rates.serial_share * min(load_s, compute_s)
+    return LoadPlan(
+        (Segment("S", 0, cached_tokens),),
+        ttft_s=ttft_s,
+        load_s=load_s,
+        compute_s=compute_s,
+        load_bytes=crossing * rates.kv_bytes,
+        exact=False,
+        why=why,
+    )

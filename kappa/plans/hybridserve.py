@@ -1,0 +1,283 @@
+"""HybridServe's allocation of host memory between KV and activation blocks, and what follows.
+
+Algorithm 1 of the paper (activation checkpointing with a hybrid cache, Section 4.3) as printed, for
+the bench, and corrected, for serving: Eq. 9 forgets that activations cross the link too, Eq. 10 the
+forward pass, and the two steps count the projection's fixed cost thrice. A request's blocks keep
+the allocation's ratio (Eq. 11). Mini-batches are in `kappa.plans.hybridserve`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kappa.plans.rates import LineFit, PlanRates, decode_s, require_fit
+
+BlockType = Literal["kv", "act"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostCache:
+    """What Algorithm 1 is given. Seconds are of one layer, bytes of all; lines are in blocks.
+
+    project: T_kv_gen, seconds to project n activation blocks. load: T_load_kv, to load n KV
+    blocks. weights_load_s: T_load_w. forward_s: the rest of a layer's forward pass, which the
+    paper leaves out. device_blocks: activation blocks in device memory. host_bytes, weight_bytes:
+    host memory, and what the weights take of it. kv_block_bytes, act_block_bytes: S_KV, S_ACT.
+    """
+
+    project: LineFit
+    load: LineFit
+    weights_load_s: float
+    host_bytes: float
+    weight_bytes: float
+    kv_block_bytes: float
+    act_block_bytes: float
+    device_blocks: int = 0
+    forward_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse fits too poor to plan with, and memory that cannot hold the weights.
+
+        Raises:
+            ValueError: names the fit, or the sizes.
+        """
+        require_fit(self.project)
+        require_fit(self.load)
+        for name in ("weights_load_s", "weight_bytes", "device_blocks", "forward_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"HostCache.{name} is {getattr(self, name)}: give 0 or more")
+        if not (self.kv_block_bytes > 0 and self.act_block_bytes > 0):
+            raise ValueError("HostCache: give block sizes above zero")
+        if self.host_bytes < self.weight_bytes:
+            raise ValueError(
+                f"HostCache: weights of {self.weight_bytes:.4g} bytes do not fit host memory of "
+                f"{self.host_bytes:.4g} bytes: give more memory, or a smaller model"
+            )
+
+    @property
+    def free_bytes(self) -> float:
+        """Host memory for blocks."""
+        return self.host_bytes - self.weight_bytes
+
+    @property
+    def ratio(self) -> float:
+        """ρ: S_ACT over S_KV."""
+        return self.act_block_bytes / self.kv_block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Blocks of each type in host memory, and the seconds a layer takes on each resource."""
+
+    act_blocks: int
+    kv_blocks: int
+    link_s: float
+    gpu_s: float
+
+
+def host_cache(
+    rates: PlanRates,
+    block_tokens: int,
+    host_bytes: float,
+    *,
+    weight_bytes: float,
+    device_blocks: int = 0,
+    batch: int = 1,
+    context_tokens: int = 0,
+) -> HostCache:
+    """Algorithm 1's inputs for a model on a node.
+
+    Args:
+        rates: the model on the node.
+        block_tokens: tokens of a block, of either type.
+        host_bytes: host memory for weights and blocks.
+        weight_bytes: of the weights that are streamed; 0 where they stay on the device.
+        device_blocks: activation blocks on the device.
+        batch: sequences whose decoding step is the forward pass that the correction counts.
+        context_tokens: of each of them.
+    """
+    per_layer = 1.0 / rates.layers
+
+    def by_block(fit: LineFit) -> LineFit:
+        return LineFit(
+            fit.name, fit.per_token_s * block_tokens * per_layer, fit.fixed_s * per_layer, fit.r2
+        )
+
+    return HostCache(
+        project=by_block(rates.project),
+        load=by_block(rates.load),
+        weights_load_s=rates.weights_load_s * per_layer if weight_bytes else 0.0,
+        host_bytes=host_bytes,
+        weight_bytes=weight_bytes,
+        kv_block_bytes=rates.kv_bytes * block_tokens,
+        act_block_bytes=rates.activation_bytes * block_tokens,
+        device_blocks=device_blocks,
+        forward_s=decode_s(rates, batch, context_tokens)[1] * per_layer,
+    )
+
+
+def initial_blocks(cache: HostCache) -> tuple[int, int]:
+    """Algorithm 1, lines 10-18: (ACT, KV) blocks that fill what the other resource leaves idle.
+
+    Where the weights load longer than the device's blocks project, more activations; else KV.
+    Blocks that do not fit the memory are not counted.
+    """
+    budget_s = cache.weights_load_s - cache.project.seconds(cache.device_blocks)
+    if budget_s >= 0:
+        return _fitting(_inverse(cache.project, budget_s), cache, cache.act_block_bytes), 0
+    return 0, _fitting(_inverse(cache.load, -budget_s), cache, cache.kv_block_bytes)
+
+
+def remaining_blocks(cache: HostCache, act_init: int, kv_init: int) -> tuple[int, int]:
+    """Algorithm 1, lines 20-27: (ACT, KV) blocks that fill the rest with T_kv_gen = T_load_kv."""
+    left = cache.free_bytes
+    left -= cache.act_block_bytes * act_init + cache.kv_block_bytes * kv_init
+    a_g, b_g = cache.project.per_token_s, cache.project.fixed_s
+    a_l, b_l = cache.load.per_token_s, cache.load.fixed_s
+    s_act, s_kv = cache.act_block_bytes, cache.kv_block_bytes
+    act = (left * a_l + s_kv * (b_l - b_g)) / (s_act * a_l + s_kv * a_g)
+    act_blocks = math.floor(min(max(act, 0.0), left / s_act))
+    return act_blocks, math.floor((left - s_act * act_blocks) / s_kv)
+
+
+def allocate_paper(cache: HostCache) -> Allocation:
+    """Algorithm 1 as printed; the seconds are Eq. 9 and 10, without what they forget."""
+    act_init, kv_init = initial_blocks(cache)
+    act_rest, kv_rest = remaining_blocks(cache, act_init, kv_init)
+    act, kv = act_init + act_rest, kv_init + kv_rest
+    link_s = cache.weights_load_s + cache.load.seconds(kv)
+    return Allocation(act, kv, link_s, cache.project.seconds(act + cache.device_blocks))
+
+
+def allocate_corrected(cache: HostCache) -> Allocation:
+    """The allocation that brings most cached blocks per second, with what the paper forgets.
+
+    T_load_w + T_load(ρ·A + K) = T_kv_gen(A + A_device) + t_forward with the memory full. A full
+    memory takes the same link time whatever the types, so until the two are equal an activation
+    block is a token run for nothing. Beyond, each costs gpu time: blocks per second is then a
+    ratio of two lines, best at one end, so the two ends are priced as well.
+    """
+    most = math.floor(cache.free_bytes / cache.act_block_bytes)
+    link_s = cache.weights_load_s + cache.load.seconds(cache.free_bytes / cache.kv_block_bytes)
+    spare_s = link_s - cache.forward_s - cache.project.fixed_s
+    balance = spare_s / cache.project.per_token_s - cache.device_blocks
+    acts = {0, most, *(min(max(math.floor(balance) + i, 0), most) for i in (0, 1))}
+    return max((priced(cache, act) for act in sorted(acts)), key=blocks_per_s)
+
+
+def priced(cache: HostCache, act_blocks: int) -> Allocation:
+    """The allocation with so many activation blocks and KV in the rest, and all its seconds."""
+    kv = math.floor((cache.free_bytes - cache.act_block_bytes * act_blocks) / cache.kv_block_bytes)
+    link_s = cache.weights_load_s + cache.load.seconds(cache.ratio * act_blocks + kv)
+    gpu_s = cache.project.seconds(act_blocks + cache.device_blocks) + cache.forward_s
+    return Allocation(act_blocks, kv, link_s, gpu_s)
+
+
+def blocks_per_s(allocation: Allocation) -> float:
+    """Host blocks that a layer attends to per second: what a full memory is worth."""
+    blocks = allocation.act_blocks + allocation.kv_blocks
+    longest_s = max(allocation.link_s, allocation.gpu_s)
+    return blocks / longest_s if longest_s > 0 else math.inf
+
+
+def next_block_type(target: tuple[float, float], held: tuple[int, int]) -> BlockType:
+    """The type of a request's next block, so that it keeps the host's ratio (Eq. 11).
+
+    The type that lags most behind its share of the blocks including this one; KV in a tie.
+
+    Args:
+        target: (ACT, KV) of the host, in any unit.
+        held: (ACT, KV) blocks of the request.
+
+    Raises:
+        ValueError: a target below zero, or of nothing at all.
+    """
+    act, kv = target
+    if not (act >= 0 and kv >= 0 and act + kv > 0):
+        raise ValueError(f"target ACT:KV is {act}:{kv}: give two figures of 0 or more, not both 0")
+    blocks = sum(held) + 1
+    act_lag = act / (act + kv) * blocks - held[0]
+    kv_lag = kv / (act + kv) * blocks - held[1]
+    return "act" if act_lag > kv_lag else "kv"
+
+
+def block_types(target: tuple[float, float], count: int) -> Iterator[BlockType]:
+    """The types of a request's first `count` blocks, in order."""
+    act = kv = 0
+    for _ in range(count):
+        kind = next_block_type(target, (act, kv))
+        act, kv = (act + 1, kv) if kind == "act" else (act, kv + 1)
+        yield kind
+
+
+def _inverse(fit: LineFit, seconds: float) -> float:
+    return max(0.0, (seconds - fit.fixed_s) / fit.per_token_s)
+
+
+def _fitting(blocks: float, cache: HostCache, block_bytes: float) -> int:
+    return math.floor(min(blocks, cache.free_bytes / block_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of each type: a request's, a mini-batch's, or what the buffers hold."""
+
+    act: int
+    kv: int
+
+    def __add__(self, other: Blocks) -> Blocks:
+        return Blocks(self.act + other.act, self.kv + other.kv)
+
+    def fits(self, most: Blocks) -> bool:
+        """Whether both types are within `most`."""
+        return self.act <= most.act and self.kv <= most.kv
+
+
+def imbalance(blocks: Blocks, project: LineFit, load: LineFit) -> float:
+    """F_b = max(r, 1/r) of r = T_kv_gen(ACT) / T_load_kv(KV); infinite without either."""
+    project_s, load_s = project.seconds(blocks.act), load.seconds(blocks.kv)
+    if project_s <= 0 or load_s <= 0:
+        return math.inf
+    return max(project_s / load_s, load_s / project_s)
+
+
+def pack(
+    requests: Sequence[Blocks], most: Blocks, project: LineFit, load: LineFit
+) -> list[list[int]]:
+    """Mini-batches as lists of indices into `requests`; each request is in exactly one.
+
+    Args:
+        requests: blocks of each, in order of preference.
+        most: what the two buffers hold.
+        project: T_kv_gen in blocks.
+        load: T_load_kv in blocks.
+
+    Raises:
+        ValueError: a request that exceeds a buffer by itself.
+    """
+    for i, request in enumerate(requests):
+        if not request.fits(most):
+            raise ValueError(
+                f"request {i} has {request.act} activation and {request.kv} KV blocks, and the "
+                f"buffers hold {most.act} and {most.kv}: enlarge them, or change its ratio"
+            )
+    waiting = list(range(len(requests)))
+    batches: list[list[int]] = []
+    while waiting:
+        batch = [waiting.pop(0)]
+        total = requests[batch[0]]
+        joined = True
+        while joined:
+            joined = False
+            for i in list(waiting):
+                grown = total + requests[i]
+                worse = imbalance(grown, project, load) > imbalance(total, project, load)
+                if grown.fits(most) and not worse:
+                    waiting.remove(i)
+                    batch.append(i)
+                    total, joined = grown, True
+        batches.append(batch)
+    return batches

@@ -1,0 +1,472 @@
+"""Planners by name, as engine and router ask them: what is cached and new in, a load plan out.
+
+"auto" takes the earliest predicted first token; "kv" loads all as KV; "kvpr" splits as paper 000;
+"hybrid" takes activations wherever they are held (paper 003); "recompute" loads nothing; "tail"
+loads the front and computes the back anew where that is earlier, all that vLLM can be told; "cpu"
+leaves all in host memory (C), as "auto" does with what exceeds a request's room on the device.
+Without rates, "auto" and "tail" load all, "kvpr" is refused, and no seconds are predicted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from kappa.cost import TokenCounts
+from kappa.plans.cpu_offload import attention_refused, split_context, split_s
+from kappa.plans.kvpr import split_paper
+from kappa.plans.load_plan import Kind, LoadPlan, Segment, from_runs, layout
+from kappa.plans.rates import PlanRates, decode_gpu_s
+from kappa.plans.split import (
+    IDLE,
+    Backlog,
+    Best,
+    Costs,
+    Split,
+    activations_refused,
+    best_activations,
+    best_mixed,
+    best_prefix,
+    best_tail,
+    plan_of,
+    predict,
+)
+
+Policy = Literal["load", "recompute", "tail", "activations", "mixed", "auto"]
+"""What a node may do: load alone; and recompute the front, or the back; and use activations; and
+both of them; or the best of all that pays."""
+
+LEAST_GAIN = 0.02
+"""A plan other than plain loading must promise an earlier first token by this share."""
+
+EXACT: frozenset[Kind] = frozenset({"K", "A", "R"})
+
+_MOST_RATIO = 2.0**40
+
+_RATIO_ERROR = 1e-12
+
+
+def choose(
+    rates: PlanRates,
+    counts: TokenCounts,
+    *,
+    kinds: Set[Kind] = EXACT,
+    block_tokens: int = 16,
+    held_tokens: int | None = None,
+    tail_only: bool = False,
+    backlog: Backlog = IDLE,
+    least_gain: float = LEAST_GAIN,
+) -> LoadPlan:
+    """The plan with the earliest predicted first token.
+
+    Args:
+        rates: the model on the node.
+        counts: the request there.
+        kinds: what architecture and engine allow (`kappa.plans.architecture`); K is always meant.
+        block_tokens: plans cut at multiples of this.
+        held_tokens: activations are held for this many leading cached tokens; None for all.
+        tail_only: the engine can recompute the back of the cached run alone (stock vLLM).
+        backlog: seconds of work that wait on the node; the plan's `ttft_s` counts them.
+        least_gain: see `LEAST_GAIN`.
+
+    Raises:
+        ValueError: no block size, or a kind that is not priced here.
+    """
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens is {block_tokens}: give 1 or more")
+    if not kinds <= EXACT:
+        raise ValueError(
+            f"kinds {sorted(kinds - EXACT)} are not chosen here: give some of {sorted(EXACT)}"
+        )
+    costs = Costs(rates, counts.cached_tokens, counts.new_tokens, counts.device_tokens, backlog)
+    plain = Split()
+    plain_s = costs.of(plain)
+    best = Best(plain, plain_s)
+    notes: list[str] = []
+    if counts.cached_tokens:
+        found, notes = _options(costs, kinds, block_tokens, held_tokens, tail_only)
+        best = min([best, *found], key=lambda one: one.ttft_s)
+    gain = 1.0 - best.ttft_s / plain_s if plain_s > 0 else 0.0
+    if best.split != plain and gain < least_gain:
+        notes.insert(0, f"the best other plan gains {gain:.1%}, less than {least_gain:.1%}")
+        best = Best(plain, plain_s)
+    return plan_of(costs, best.split, _why(costs, best, plain_s, notes))
+
+
+def _options(
+    costs: Costs, kinds: Set[Kind], block_tokens: int, held_tokens: int | None, tail_only: bool
+) -> tuple[list[Best], list[str]]:
+    found: list[Best] = []
+    notes: list[str] = []
+    refused = activations_refused(costs.rates) if "A" in kinds and held_tokens != 0 else "not held"
+    if refused and refused != "not held":
+        notes.append(refused)
+    if not refused and "R" in kinds and not tail_only:
+        return [best_mixed(costs, block_tokens, held_tokens)], notes
+    if not refused:
+        found.append(best_activations(costs, block_tokens, held_tokens))
+    if "R" in kinds:
+        recompute = best_tail if tail_only else best_prefix
+        found.append(recompute(costs, block_tokens))
+    return found, notes
+
+
+def _why(costs: Costs, best: Best, plain_s: float, notes: list[str]) -> str:
+    split = best.split
+    load_s, compute_s = costs.load_s(split), costs.compute_s(split)
+    waits = "link" if load_s + costs.backlog.link_s > compute_s + costs.backlog.gpu_s else "gpu"
+    said = [f"the {waits} is the longer ({load_s:.4g} s link, {compute_s:.4g} s gpu)"]
+    if best.ttft_s < plain_s:
+        said.append(f"plain loading would take {plain_s:.4g} s, this {best.ttft_s:.4g} s")
+    return "; ".join(said + notes)
+
+
+def policy_ttft_s(
+    rates: PlanRates,
+    policy: Policy,
+    cached_tokens: float,
+    new_tokens: float,
+    *,
+    device_tokens: float = 0.0,
+    backlog: Backlog = IDLE,
+    block_tokens: int = 0,
+) -> float:
+    """Predicted seconds to the first token where the node always plans by `policy`.
+
+    Activations are taken to be held wherever the policy uses them; where they cannot pay, "mixed"
+    and "auto" do without them.
+
+    Raises:
+        ValueError: a policy that is not known.
+    """
+    costs = Costs(rates, cached_tokens, new_tokens, device_tokens, backlog)
+    if policy == "auto":
+        policy = "recompute" if activations_refused(rates) else "mixed"
+    solvers: dict[str, Callable[[Costs, int], Best]] = {
+        "recompute": best_prefix,
+        "tail": best_tail,
+        "activations": best_activations,
+        "mixed": best_mixed,
+    }
+    if policy == "load":
+        return costs.of(Split())
+    if policy not in solvers:
+        raise ValueError(f"policy is {policy!r}: use load, auto, or one of {', '.join(solvers)}")
+    return solvers[policy](costs, block_tokens).ttft_s
+
+
+def kappa_eff(
+    rates: PlanRates, policy: Policy, new_tokens: float, device_tokens: float = 0.0
+) -> float:
+    """The least κ at which predicted TTFT reaches twice the gpu time of computing the new tokens.
+
+    Found by doubling and halving, to nine digits. The gpu time is that of the same request with
+    everything loaded, t_gpu(T, S), so attention over a longer context counts.
+
+    Returns:
+        κ, fractional; infinity where computing grows with the context as fast as bringing it back
+        does, so that no request is memory-bound.
+    """
+    new_tokens = max(1.0, new_tokens)
+
+    def bound(ratio: float) -> bool:
+        cached = ratio * new_tokens
+        gpu_s = rates.prefill_s(new_tokens, cached + device_tokens)
+        return (
+            policy_ttft_s(rates, policy, cached, new_tokens, device_tokens=device_tokens)
+            >= 2.0 * gpu_s
+        )
+
+    high = 1.0
+    while not bound(high):
+        high *= 2.0
+        if high > _MOST_RATIO:
+            return math.inf
+    low = high / 2.0 if high > 1.0 else 0.0
+    while high - low > _RATIO_ERROR * high and high > _RATIO_ERROR:
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if bound(middle) else (middle, high)
+    return high
+
+
+LEAST_TAIL_GAIN = 0.05
+"""As `choose.LEAST_GAIN`, for vLLM: its loads are noticed, and its steps begin, when they do."""
+
+
+class Cached(NamedTuple):
+    """A request whose prefix host memory has, in tokens.
+
+    cached: to bring back, behind `device` that are there; new: to compute behind them; held: of
+    the cached ones, how many from the front on have their activations in host memory. room: of
+    them, how many may take device memory; None: all.
+    """
+
+    cached: int
+    new: int
+    device: int = 0
+    held: int = 0
+    room: int | None = None
+
+
+_PLAIN: frozenset[Kind] = frozenset(("K", "R"))
+
+_EXACT: frozenset[Kind] = _PLAIN | {"A"}
+
+_NEEDS = {
+    "kvpr": " (it needs rates: measure this node)",
+    "cpu": " (it needs threads for attention: give the engine cpu_threads)",
+}
+
+# To a plan that covers the cached tokens.
+Planner = Callable[[Cached], LoadPlan]
+
+
+def room_left(room_tokens: int, device: int, new: int) -> int:
+    """Of cached tokens, how many may take device memory, where a request may take `room_tokens`
+    and has `device` tokens there and `new` ones to compute."""
+    return max(0, room_tokens - device - new)
+
+
+def fixed(recompute: int = 0, activations: int = 0, *, tail: bool = False) -> Planner:
+    """A planner that always splits so, as far as there are so many cached tokens.
+
+    For experiments: recompute, activations: tokens; the rest is loaded as KV. Cut at blocks, and
+    what host memory does not have as asked comes as it is there.
+
+    Raises:
+        ValueError: a count below zero.
+    """
+    if min(recompute, activations) < 0:
+        raise ValueError(
+            f"a fixed plan of {recompute} recomputed tokens and {activations} from activations: "
+            "give 0 or more of each"
+        )
+
+    def plan(asked: Cached) -> LoadPlan:
+        first = min(recompute, asked.cached)
+        second = min(activations, asked.cached - first)
+        segments = layout(asked.cached, recompute=first, activations=second, tail=tail)
+        return LoadPlan(segments, why="as the request asked")
+
+    return plan
+
+
+class Planning:
+    """The planners of one engine.
+
+    Args:
+        block_tokens: plans are cut at multiples of this.
+        rates: the model on this node, or None.
+        activations: whether the model's activations can be used at all.
+        cpu: whether the engine can attend to host memory on the CPU.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        rates: PlanRates | None = None,
+        *,
+        activations: bool = True,
+        cpu: bool = False,
+    ) -> None:
+        self.rates = rates
+        self._block_tokens = block_tokens
+        self._kinds = _EXACT if activations else _PLAIN
+        self._planners: dict[str, Planner] = {
+            "auto": self._auto, "kv": self._kv, "hybrid": self._hybrid,
+            "recompute": self._recompute, "tail": self._tail,
+        }  # fmt: skip
+        self.cpu = cpu
+        if cpu:
+            self._planners["cpu"] = self._all_on_cpu
+        if rates is not None:
+            self._planners["kvpr"] = self._kvpr
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the planners that there are."""
+        return tuple(self._planners)
+
+    def named(self, name: str) -> Planner:
+        """The planner of that name.
+
+        Raises:
+            ValueError: there is none; says which there are.
+        """
+        planner = self._planners.get(name)
+        if planner is None:
+            needs = _NEEDS.get(name, "")
+            raise ValueError(
+                f"there is no planner {name!r} here{needs}: choose one of {', '.join(self.names)}"
+            )
+        return planner
+
+    def check(self, planner: str | Planner | None) -> None:
+        """Raise `ValueError` if it is a name that no planner has."""
+        if isinstance(planner, str):
+            self.named(planner)
+
+    def priced(self, asked: Cached, segments: tuple[Segment, ...], why: str) -> LoadPlan:
+        """The plan of these segments, which cover the cached tokens, with what it will take."""
+        if self.rates is None:
+            return LoadPlan(segments, why=why)
+        plan = predict(self._costs(asked), segments, why)
+        kept = plan.tokens("C")
+        if not kept or self.rates.attend is None:
+            return plan
+        on_cpu = self.on_cpu(kept)
+        return replace(plan, step_s=split_s(self.rates, 1, kept, on_cpu))
+
+    def on_cpu(self, kept_tokens: int) -> int:
+        """Of the tokens that stay in host memory, those that the CPU attends to as a request
+        decodes; the rest crosses at every step. All of them, where no rates are known."""
+        if self.rates is None or self.rates.attend is None or not kept_tokens:
+            return kept_tokens
+        return split_context(self.rates, 1, kept_tokens, self._block_tokens).cpu_tokens
+
+    def without_load(self, new: int, device: int) -> LoadPlan:
+        """What a request takes that has nothing to bring back."""
+        return self.priced(Cached(0, new, device), (), "nothing is cached, or nothing is loaded")
+
+    def _costs(self, asked: Cached) -> Costs:
+        assert self.rates is not None
+        return Costs(self.rates, asked.cached, asked.new, asked.device)
+
+    def _auto(self, asked: Cached) -> LoadPlan:
+        if asked.room is not None and asked.cached > asked.room and self.cpu and self.rates:
+            refused = attention_refused(self.rates)
+            if not refused:
+                beyond = -(-(asked.cached - asked.room) // self._block_tokens) * self._block_tokens
+                why = f"{asked.room} of {asked.cached} cached tokens have room on the device"
+                return self._kept(asked, min(beyond, asked.cached), why)
+        return self._chosen(asked, self._kinds)
+
+    def _all_on_cpu(self, asked: Cached) -> LoadPlan:
+        return self._kept(asked, asked.cached, "all stays in host memory, as set")
+
+    def _kept(self, asked: Cached, tokens: int, why: str) -> LoadPlan:
+        segments = from_runs([("C", tokens), ("K", asked.cached - tokens)])
+        return self.priced(asked, segments, why)
+
+    def _tail(self, asked: Cached) -> LoadPlan:
+        return self._chosen(asked, _PLAIN, tail_only=True)
+
+    def _chosen(
+        self, asked: Cached, kinds: frozenset[Kind], *, tail_only: bool = False
+    ) -> LoadPlan:
+        if self.rates is None:
+            return self.priced(asked, layout(asked.cached), "no rates are known: all is loaded")
+        return choose(
+            self.rates,
+            TokenCounts(asked.device, asked.cached, asked.new),
+            kinds=kinds,
+            block_tokens=self._block_tokens,
+            held_tokens=asked.held,
+            tail_only=tail_only,
+            least_gain=LEAST_TAIL_GAIN if tail_only else LEAST_GAIN,
+        )
+
+    def _kv(self, asked: Cached) -> LoadPlan:
+        return self.priced(asked, layout(asked.cached), "all is loaded, as set")
+
+    def _recompute(self, asked: Cached) -> LoadPlan:
+        segments = layout(asked.cached, recompute=asked.cached)
+        return self.priced(asked, segments, "nothing is loaded, as set")
+
+    def _hybrid(self, asked: Cached) -> LoadPlan:
+        segments = layout(asked.cached, activations=asked.cached if "A" in self._kinds else 0)
+        return self.priced(asked, segments, "activations wherever they are held, as set")
+
+    def _kvpr(self, asked: Cached) -> LoadPlan:
+        assert self.rates is not None
+        held = asked.held if "A" in self._kinds else 0
+        split = split_paper(self.rates, 1, asked.cached, self._block_tokens, held)
+        segments = layout(asked.cached, activations=split.tokens)
+        return self.priced(asked, segments, "the split of KVPR (Eq. 12), as set")
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One way; `plan` None where it is refused, and `refused` says why."""
+
+    name: str
+    plan: LoadPlan | None
+    refused: str = ""
+    chosen: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON; seconds undilated."""
+        row: dict[str, Any] = {"plan": self.name, "chosen": self.chosen, "refused": self.refused}
+        if self.plan is not None:
+            segments = [(s.kind, s.start_tokens, s.end_tokens) for s in self.plan.segments]
+            row |= {
+                "ttft_s": self.plan.ttft_s, "load_s": self.plan.load_s,
+                "compute_s": self.plan.compute_s, "load_bytes": self.plan.load_bytes,
+                "step_s": self.plan.step_s, "segments": segments, "why": self.plan.why,
+            }  # fmt: skip
+        return row
+
+
+def alternatives(
+    rates: PlanRates,
+    counts: TokenCounts,
+    *,
+    block_tokens: int = 16,
+    room_tokens: int | None = None,
+    activations: bool = True,
+) -> list[Alternative]:
+    """All ways to bring the cached tokens back, and "auto", which is one of them.
+
+    Args:
+        rates: the model on the node.
+        counts: the request there.
+        block_tokens: plans are cut at multiples of this.
+        room_tokens: that a request may take on the device; None: all it needs.
+        activations: they are stored beside the KV, of every block.
+    """
+    cached, new, device = counts.cached_tokens, counts.new_tokens, counts.device_tokens
+    costs = Costs(rates, cached, new, device)
+    splits = {
+        "load": Split(),
+        "recompute front + load": best_prefix(costs, block_tokens).split,
+        "load + recompute back": best_tail(costs, block_tokens).split,
+        "recompute": Split(cached),
+    }
+    found = [Alternative(name, plan_of(costs, split)) for name, split in splits.items()]
+    refused = activations_refused(rates) if activations else "activations refused: none are stored"
+    best = {"activations + load": best_activations, "activations + recompute": best_mixed}
+    for name, solve in best.items():
+        plan = None if refused else plan_of(costs, solve(costs, block_tokens).split)
+        found.append(Alternative(name, plan, refused))
+    planning = Planning(block_tokens, rates, activations=activations, cpu=True)
+    held = cached if activations else 0
+    room = None if room_tokens is None else room_left(room_tokens, device, new)
+    asked = Cached(cached, new, device, held, room)
+    refused = attention_refused(rates)
+    on_cpu = None if refused or not cached else planning.named("cpu")(asked)
+    found.append(Alternative("cpu (stays in host memory)", on_cpu, refused))
+    found.append(Alternative("auto", planning.named("auto")(asked), chosen=True))
+    return found
+
+
+def decoding(rates: PlanRates, context_tokens: int, block_tokens: int = 16) -> dict[str, Any]:
+    """A decoding step behind so many tokens: on the device, and with all of them in host memory.
+
+    `cpu_share` is c, of those tokens; None with `refused` where the CPU is not to attend.
+    """
+    refused = attention_refused(rates)
+    row: dict[str, Any] = {
+        "device_s": decode_gpu_s(rates, 1, context_tokens), "refused": refused,
+        "load_all_s": None, "cpu_all_s": None, "split_s": None, "cpu_share": None,
+    }  # fmt: skip
+    if context_tokens:
+        row["load_all_s"] = max(rates.load.seconds(context_tokens), row["device_s"])
+    if context_tokens and not refused:
+        split = split_context(rates, 1, context_tokens, block_tokens)
+        row |= {
+            "load_all_s": split.load_all_s, "cpu_all_s": split.cpu_all_s,
+            "split_s": split.step_s, "cpu_share": split.share,
+        }  # fmt: skip
+    return row

@@ -1,0 +1,394 @@
+"""The best split of a cached prefix, in closed form: recompute, activations, load.
+
+Seconds are polynomials of at most second degree between break points, so the best split along a
+line is a break point, a stationary point, or where two of the terms of the time to first token
+cross. The candidates are computed, rounded to blocks both ways, and priced; no search, no step
+size. With perfect overlap, no floor and no backlog the crossing is the positive root of
+(α/2)·l² + (φ + μ)·l - (S·μ - t_gpu) = 0, which `balance_tokens` gives alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from kappa.cost import chunk_work
+from kappa.plans.load_plan import LoadPlan, Segment, layout
+from kappa.plans.rates import PlanRates
+
+Poly = tuple[float, float, float]
+"""c0 + c1·x + c2·x²."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Seconds of queued work that a request finds on each resource."""
+
+    link_s: float = 0.0
+    gpu_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse a backlog below zero.
+
+        Raises:
+            ValueError: names both figures.
+        """
+        if not (self.link_s >= 0 and self.gpu_s >= 0):
+            raise ValueError(
+                f"Backlog of {self.link_s} and {self.gpu_s} s: give seconds, 0 or more"
+            )
+
+
+IDLE = Backlog()
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How many cached tokens are recomputed and how many come from activations.
+
+    `tail` puts the recomputed ones at the back. Fractional in closed forms, whole in plans.
+    """
+
+    recompute: float = 0.0
+    activations: float = 0.0
+    tail: bool = False
+
+
+class Costs:
+    """The costs of one request's splits on one node.
+
+    Args:
+        rates: the model on the node.
+        cached_tokens: S, to bring back.
+        new_tokens: T, to compute; at least one is.
+        device_tokens: D, already in VRAM, before the cached ones.
+        backlog: what link and gpu have to do first.
+
+    Raises:
+        ValueError: a negative count.
+    """
+
+    def __init__(
+        self,
+        rates: PlanRates,
+        cached_tokens: float,
+        new_tokens: float,
+        device_tokens: float = 0.0,
+        backlog: Backlog = IDLE,
+    ) -> None:
+        if min(cached_tokens, new_tokens, device_tokens) < 0:
+            raise ValueError(
+                f"cached {cached_tokens}, new {new_tokens}, device {device_tokens} tokens: "
+                "give counts of 0 or more"
+            )
+        self.rates, self.backlog = rates, backlog
+        self.cached, self.new, self.device = cached_tokens, max(1.0, new_tokens), device_tokens
+        context = cached_tokens + device_tokens
+        self.plain_s = rates.prefill_s(self.new, context)
+        """t_gpu(T, S): gpu seconds with everything loaded."""
+        # The grid's excess over the law at (T, S), and the fixed cost, go with every split.
+        self._start_s = self.plain_s - rates.law_s(self.new, context) + rates.step.fixed_s
+        self.floor_s = rates.step.parts(chunk_work(self.new, context)).read_s
+        """Seconds of reading all weights and KV: below this no long step goes."""
+        serial = rates.serial_share
+        self.terms = (
+            (backlog.gpu_s, 0.0, 1.0),
+            (backlog.link_s, serial, 1.0),
+            (backlog.link_s, 1.0, serial),
+        )
+        """The three terms of `ttft_s` as (backlog, factor of load, factor of compute)."""
+
+    def flop_s(self, *, tail: bool = False) -> Poly:
+        """FLOP seconds over the recomputed tokens x, without floor and projection.
+
+        At the front x tokens attend to D device tokens and to themselves; at the back x + T
+        tokens attend to all before them.
+        """
+        phi, alpha = self.rates.token_s, self.rates.pair_s
+        context = self.cached + self.device
+        start = self.rates.step.parts(chunk_work(self.new, context)).compute_s
+        if tail:
+            return (start, phi + alpha * context, -0.5 * alpha)
+        return (start, phi + alpha * self.device, 0.5 * alpha)
+
+    def load_s(self, split: Split) -> float:
+        """Link seconds: KV of the tokens that are loaded, and activations."""
+        loaded = self.cached - split.recompute - split.activations
+        return self.rates.load.seconds(loaded + self.rates.activation_ratio * split.activations)
+
+    def compute_s(self, split: Split) -> float:
+        """Gpu seconds: the new tokens, the recomputed ones, and the projection.
+
+        Experts that no token of the step touches are next to nothing from 100 tokens on: they are
+        left out here, but not in the closed form, whose floor is that of all experts.
+        """
+        c0, c1, c2 = self.flop_s(tail=split.tail)
+        flop_s = c0 + split.recompute * (c1 + split.recompute * c2)
+        return (
+            max(flop_s, self.floor_s - self.rates.idle_experts_s(self.new + split.recompute))
+            + self._start_s
+            + self.rates.project.seconds(split.activations)
+        )
+
+    def ttft_s(self, load_s: float, compute_s: float) -> float:
+        """Seconds to the first token, of a pipeline over layers on two resources.
+
+        A layer computes when its own load and the layer before are done, so the last to finish is
+        one of three: the gpu with no wait; the gpu after the first layer's load; the last layer
+        after the whole load. Without backlog this is max + (1 - overlap)·min, which for L layers
+        is load/L + (L-1)/L·max + compute/L. A plan that loads nothing waits for no link.
+        """
+        if load_s <= 0:
+            return self.backlog.gpu_s + compute_s
+        return max(queue + u * load_s + v * compute_s for queue, u, v in self.terms)
+
+    def of(self, split: Split) -> float:
+        """Seconds to the first token under a split."""
+        return self.ttft_s(self.load_s(split), self.compute_s(split))
+
+    def pieces(self, *, tail: bool = False, activations: Poly = (0.0, 0.0, 0.0)) -> list[Poly]:
+        """Gpu seconds along a line, as the polynomials whose larger one holds.
+
+        Args:
+            tail: recompute at the back.
+            activations: tokens from activations along the same line.
+        """
+        project = [self.rates.project_token_s * c for c in activations]
+        if activations != (0.0, 0.0, 0.0):
+            project[0] += self.rates.project.fixed_s
+        c0, c1, c2 = self.flop_s(tail=tail)
+        start = self._start_s + project[0]
+        return [
+            (c0 + start, c1 + project[1], c2 + project[2]),
+            (self.floor_s + start, project[1], project[2]),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """A split and the seconds to first token it is priced at."""
+
+    split: Split
+    ttft_s: float
+
+
+def balance_tokens(costs: Costs, *, tail: bool = False) -> float:
+    """Recomputed tokens at which link and gpu seconds are equal, in [0, S]; FLOPs alone count.
+
+    The positive root of the quadratic; without attention (S·μ - T·φ)/(φ + μ).
+    """
+    c0, c1, c2 = costs.pieces(tail=tail)[0]
+    mu = costs.rates.load_token_s
+    lead_s = costs.rates.load.seconds(costs.cached) - c0
+    if lead_s <= 0:
+        return 0.0
+    roots = [x for x in real_roots((-lead_s, c1 + mu, c2)) if x >= 0]
+    return min(costs.cached, *roots) if roots else costs.cached
+
+
+def best_prefix(costs: Costs, block_tokens: int = 0) -> Best:
+    """Recompute the front [0, l), load the rest. `block_tokens` 0 leaves l fractional."""
+    return _recompute(costs, block_tokens, tail=False)
+
+
+def best_tail(costs: Costs, block_tokens: int = 0) -> Best:
+    """Load the front, recompute the last r with the new tokens: what stock engines can do.
+
+    Blocks count from the front, so S - r is a whole number of them.
+    """
+    return _recompute(costs, block_tokens, tail=True)
+
+
+def _recompute(costs: Costs, block_tokens: int, *, tail: bool) -> Best:
+    mu, cached = costs.rates.load_token_s, costs.cached
+    load: Poly = (mu * cached + costs.rates.load.fixed_s, -mu, 0.0)
+    xs = _candidates(costs, load, costs.pieces(tail=tail))
+    anchor = cached if tail else 0.0
+    return _best(
+        costs,
+        (Split(x, tail=tail and x > 0) for x in _rounded(xs, 0.0, cached, block_tokens, anchor)),
+    )
+
+
+def best_activations(
+    costs: Costs, block_tokens: int = 0, held_tokens: float | None = None, recompute: float = 0.0
+) -> Best:
+    """From activations [l, l + a), load the rest.
+
+    Args:
+        costs: the request on the node.
+        block_tokens: 0 leaves a fractional.
+        held_tokens: activations are held for this many leading tokens; None for all.
+        recompute: l, recomputed in front, given.
+    """
+    rates, cached = costs.rates, costs.cached
+    mu, rho = rates.load_token_s, rates.activation_ratio
+    most = max(0.0, (cached if held_tokens is None else min(cached, held_tokens)) - recompute)
+    load: Poly = (mu * (cached - recompute) + rates.load.fixed_s, -(1.0 - rho) * mu, 0.0)
+    plain_s = costs.compute_s(Split(recompute))
+    compute: Poly = (plain_s + rates.project.fixed_s, rates.project_token_s, 0.0)
+    xs = _candidates(costs, load, [compute])
+    return _best(
+        costs,
+        (Split(recompute, a) for a in _rounded(xs, 0.0, most, block_tokens, -recompute)),
+    )
+
+
+def best_mixed(costs: Costs, block_tokens: int = 0, held_tokens: float | None = None) -> Best:
+    """Recompute [0, l), from activations [l, l + a), load the rest: the best of all three.
+
+    Two exchange rates that do not depend on a leave no optimum inside: it lies where nothing is
+    recomputed, where recomputing leaves the shelter of the reads' floor, where nothing comes from
+    activations, or where everything held does that is not recomputed.
+    """
+    cached = costs.cached
+    held = cached if held_tokens is None else min(cached, held_tokens)
+    flop, floor = costs.pieces()
+    fronts = _rounded(real_roots(_minus(flop, floor)), 0.0, held, block_tokens, 0.0)
+    found = [best_prefix(costs, block_tokens)]
+    found += [best_activations(costs, block_tokens, held, front) for front in fronts]
+    mu, rho = costs.rates.load_token_s, costs.rates.activation_ratio
+    fixed_s = costs.rates.load.fixed_s
+    load: Poly = (mu * (cached - held + rho * held) + fixed_s, -mu * rho, 0.0)
+    xs = _candidates(costs, load, costs.pieces(activations=(held, -1.0, 0.0)))
+    fronts = _rounded(xs, 0.0, held, block_tokens, 0.0)
+    found.append(_best(costs, (Split(front, held - front) for front in fronts)))
+    return min(found, key=lambda best: best.ttft_s)
+
+
+def activations_refused(rates: PlanRates) -> str:
+    """Why activations cannot pay on this node, or "" where they can.
+
+    They are on the lower hull of (link, gpu) seconds iff ψ < (1 - ρ)·φ: a gpu second spent on
+    projection must save more link than one spent on recomputing.
+    """
+    rho = rates.activation_ratio
+    if rho >= 1.0:
+        return (
+            f"activations refused: ρ = {rho:.3g}, a token's activations are no smaller than its "
+            "KV, so they cost more bytes and more FLOPs; load (K) and recompute (R) would work"
+        )
+    most_s = (1.0 - rho) * rates.token_s
+    if rates.project_token_s >= most_s:
+        return (
+            f"activations refused: projecting takes ψ = {rates.project_token_s:.3g} s per token, "
+            f"and recomputing saves as much link time from (1 - ρ)·φ = {most_s:.3g} s on; "
+            "load (K) and recompute (R) would work"
+        )
+    return ""
+
+
+def best_1d(price: Callable[[float], float], xs: Iterable[float]) -> tuple[float, float]:
+    """(least price, the x that has it) of some candidates; the smallest x of equals."""
+    return min((price(x), x) for x in xs)
+
+
+def rounded(xs: Iterable[float], low: float, high: float, block_tokens: int) -> list[float]:
+    """Candidates within [low, high], both neighbours in blocks of each, and the two ends."""
+    return _rounded(xs, low, high, block_tokens, 0.0)
+
+
+def _best(costs: Costs, splits: Iterable[Split]) -> Best:
+    return min((Best(split, costs.of(split)) for split in splits), key=lambda best: best.ttft_s)
+
+
+def _rounded(
+    xs: Iterable[float], low: float, high: float, block_tokens: int, anchor: float
+) -> list[float]:
+    """As `rounded`, for blocks whose boundaries are where x - anchor is a multiple."""
+    inside = {low, high}
+    for x in xs:
+        if not block_tokens:
+            inside.add(min(max(x, low), high))
+            continue
+        blocks = math.floor((x - anchor) / block_tokens)
+        for neighbour in (blocks, blocks + 1):
+            inside.add(min(max(anchor + neighbour * block_tokens, low), high))
+    return sorted(inside)
+
+
+def _candidates(costs: Costs, load: Poly, pieces: list[Poly]) -> list[float]:
+    """Where the time to first token can have its least value along a line."""
+    xs: list[float] = []
+    for one, other in combinations(pieces, 2):
+        xs += real_roots(_minus(one, other))
+    for piece in pieces:
+        terms = [
+            (queue + u * load[0] + v * piece[0], u * load[1] + v * piece[1], v * piece[2])
+            for queue, u, v in costs.terms
+        ]
+        xs += [-c1 / (2.0 * c2) for _, c1, c2 in terms if c2]
+        for one, other in combinations(terms, 2):
+            xs += real_roots(_minus(one, other))
+    return xs
+
+
+def _minus(one: Poly, other: Poly) -> Poly:
+    return (one[0] - other[0], one[1] - other[1], one[2] - other[2])
+
+
+def real_roots(poly: Poly) -> list[float]:
+    """The real roots of c0 + c1·x + c2·x², without cancellation between c1 and the square root."""
+    c0, c1, c2 = poly
+    if c2 == 0.0:
+        return [-c0 / c1] if c1 else []
+    inside = c1 * c1 - 4.0 * c2 * c0
+    if inside < 0:
+        return []
+    q = -0.5 * (c1 + math.copysign(math.sqrt(inside), c1))
+    return [root for root in ([q / c2] + ([c0 / q] if q else [])) if math.isfinite(root)]
+
+
+def plan_of(costs: Costs, split: Split, why: str = "") -> LoadPlan:
+    """The plan of a whole-token split, laid out R, A, K (or A, K, R at the tail)."""
+    segments = layout(
+        int(costs.cached),
+        recompute=int(split.recompute),
+        activations=int(split.activations),
+        tail=split.tail,
+    )
+    return _priced(costs, segments, split, why)
+
+
+def predict(costs: Costs, segments: Sequence[Segment], why: str = "as given") -> LoadPlan:
+    """Price segments in any order that a `LoadPlan` allows.
+
+    A run that stays in host memory (C) crosses the link once for the first token, as one of K does:
+    many queries are more than a CPU can attend with. What it costs later is `step_s`, which
+    `kappa.plans.planners` adds.
+
+    Raises:
+        ValueError: segments that do not cover the cached tokens, or of a kind (S) whose cost is not
+            of link and gpu alone.
+    """
+    other = [s for s in segments if s.kind not in ("K", "A", "R", "C")]
+    if other:
+        raise ValueError(
+            f"segment {other[0].kind} [{other[0].start_tokens}, {other[0].end_tokens}): "
+            "only K, A, R and C are priced by link and gpu seconds"
+        )
+    shape = LoadPlan(tuple(segments))
+    if shape.cached_tokens != costs.cached:
+        raise ValueError(
+            f"segments cover {shape.cached_tokens} tokens of {costs.cached:g} cached ones: "
+            "cover them all"
+        )
+    tail = len(segments) > 1 and segments[0].kind != "R" and segments[-1].kind == "R"
+    split = Split(shape.tokens("R"), shape.tokens("A"), tail)
+    return _priced(costs, shape.segments, split, why)
+
+
+def _priced(costs: Costs, segments: tuple[Segment, ...], split: Split, why: str) -> LoadPlan:
+    load_s, compute_s = costs.load_s(split), costs.compute_s(split)
+    rates = costs.rates
+    loaded = costs.cached - split.recompute - split.activations
+    return LoadPlan(
+        segments=segments,
+        ttft_s=costs.ttft_s(load_s, compute_s),
+        load_s=load_s,
+        compute_s=compute_s,
+        load_bytes=loaded * rates.kv_bytes + split.activations * rates.activation_bytes,
+        why=why,
+    )

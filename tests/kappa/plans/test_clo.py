@@ -1,0 +1,186 @@
+"""CLO's budgets and seconds: the paper's figures, brute force, and what cannot be."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kappa.hardware import node_profile
+from kappa.plans.clo import (
+    CloConfig,
+    HeadProfile,
+    difficulty,
+    equal_heads,
+    head_bytes,
+    layer_seconds,
+    memory,
+    persistent_heads,
+    persistent_share,
+    prefetchable_heads,
+    sparse_plan,
+    step_seconds,
+    thresholds,
+)
+from kappa.plans.rates import rates_from_law
+from kappa.shapes import model_shape
+
+LLAMA = model_shape("llama-3.1-8b")
+QWEN = model_shape("qwen2.5-14b")
+CLO = CloConfig()
+FIRST = (tuple(range(8)), *[()] * 31)
+
+
+@pytest.mark.parametrize(
+    ("name", "link", "hbm", "expected"),
+    [("A40", 25e9, 696e9, 2.3), ("H200", 50e9, 4.8e12, 0.8)],
+)
+def test_prefetchable_heads_of_llama_at_128k(name, link, hbm, expected):
+    # A decoding step of one sequence reads each layer's weights, and what is resident.
+    weights = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+    resident = 8 * head_bytes(LLAMA, CLO.chosen_tokens(131_072) + 68)
+    got = prefetchable_heads(LLAMA, CLO, 131_072, (weights + resident) / hbm, link)
+    assert got == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "gigabytes"),
+    [(LLAMA, 32_768, 0.53), (LLAMA, 65_536, 1.09), (QWEN, 16_384, 0.37), (QWEN, 32_768, 0.74)],
+)
+def test_cache_memory_of_table_3_where_only_the_first_layer_persists(shape, tokens, gigabytes):
+    first = (tuple(range(shape.kv_heads)), *[()] * (shape.layers - 1))
+    got = memory(shape, CLO, first, tokens)
+    assert (got.cache_bytes + got.persistent_bytes) / 2**30 == pytest.approx(gigabytes, rel=0.06)
+
+
+def test_codes_of_256_bits_are_a_sixteenth_of_the_kv():
+    got = memory(LLAMA, CLO, ((),) * 32, 10_000)
+    assert got.code_bytes / got.host_bytes == pytest.approx(0.0625)
+    assert got.device_bytes == got.cache_bytes + got.code_bytes and got.persistent_bytes == 0
+    whole = memory(LLAMA, CLO, (tuple(range(8)),) * 32, 10_000)
+    assert whole.device_bytes == whole.host_bytes == 10_000 * 131_072
+
+
+def profile(rng, shape=LLAMA):
+    importance = rng.random((shape.layers, shape.heads))
+    return HeadProfile(importance, rng.uniform(-0.2, 1.0, (shape.layers, shape.kv_heads)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_persistent_heads_are_the_hardest_beyond_what_is_hidden(seed):
+    rng = np.random.default_rng(seed)
+    heads, hidden = profile(rng), float(rng.uniform(0, 8))
+    chosen = persistent_heads(LLAMA, CLO, heads, hidden)
+    assert chosen[0] == tuple(range(8))
+    hard = difficulty(thresholds(heads.kv_importance(8), 0.8, 3.0), heads.similarity, 0.1)
+    for layer in range(1, 32):
+        wanted = max(int((hard[layer] > 0).sum()) - int(hidden), 0)
+        assert len(chosen[layer]) == wanted
+        others = [hard[layer, h] for h in range(8) if h not in chosen[layer]]
+        kept = [hard[layer, h] for h in chosen[layer]]
+        assert not kept or min(kept) > 0
+        assert not (kept and others) or min(kept) >= max(others)
+
+
+def test_with_less_memory_the_first_layer_then_the_hardest_stay():
+    heads = profile(np.random.default_rng(3))
+    every = persistent_heads(LLAMA, CLO, heads, 0.0)
+    total = sum(map(len, every))
+    assert persistent_share(LLAMA, every) == pytest.approx(total / 256)
+    before = every
+    for most in (total, total - 7, 12, 8, 3, 0):
+        fewer = persistent_heads(LLAMA, CLO, heads, 0.0, most_heads=most)
+        assert sum(map(len, fewer)) == most
+        assert all(set(now) <= set(then) for now, then in zip(fewer, before, strict=True))
+        assert len(fewer[0]) == min(8, most)
+        before = fewer
+
+
+def test_without_measured_similarities_no_head_is_known_to_be_hard():
+    assert persistent_heads(LLAMA, CLO, equal_heads(LLAMA), 0.0) == FIRST
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_seconds_of_a_step_are_what_a_simulated_pipeline_takes(seed):
+    rng = np.random.default_rng(seed)
+    persistent = persistent_heads(LLAMA, CLO, profile(rng), 2.0)
+    miss, link, layer_s = rng.random(), rng.uniform(5e9, 60e9), rng.uniform(5e-5, 1e-3)
+    context, batch = int(rng.integers(1_000, 130_000)), int(rng.integers(1, 9))
+    got = step_seconds(
+        LLAMA, CLO, persistent, context, miss=miss, link=link, layer_s=layer_s, batch=batch
+    )
+    # Layer by layer: the load of the next one begins with this one's computation.
+    now = 0.0
+    chosen = CLO.chosen_tokens(context)
+    loads = [batch * miss * (8 - len(heads)) * chosen * 2 * 128 * 2 / link for heads in persistent]
+    for layer in range(32):
+        ahead = loads[layer + 1] if layer + 1 < 32 else 0.0
+        now += max(layer_s, ahead)
+    now += loads[0]
+    assert got.tbt_s == pytest.approx(now)
+    assert got.link_s == pytest.approx(sum(loads))
+    waited = step_seconds(
+        LLAMA, CLO, persistent, context, miss=miss, link=link, layer_s=layer_s, batch=batch,
+        ahead=False,
+    )  # fmt: skip
+    assert waited.tbt_s == pytest.approx(32 * layer_s + sum(loads))
+    assert waited.tbt_s >= got.tbt_s
+
+
+def test_nothing_is_waited_for_where_all_hits_or_all_persists():
+    for persistent, miss in ((FIRST, 0.0), (((tuple(range(8)),) * 32), 1.0)):
+        got = step_seconds(LLAMA, CLO, persistent, 60_000, miss=miss, link=1e9, layer_s=1e-4)
+        assert (got.waited_s, got.miss_bytes) == (0.0, 0.0)
+
+
+def test_the_choice_is_a_share_rounded_up_and_never_more_than_there_is():
+    assert CLO.chosen_tokens(100) == 10 and CLO.chosen_tokens(101) == 11
+    whole = replace(CLO, share=1.0)
+    assert whole.chosen_tokens(50) == 46 and whole.chosen_tokens(3) == 0
+
+
+def test_a_sparse_plan_moves_less_and_is_not_exact():
+    rates = rates_from_law(LLAMA, node_profile("h100-pcie5"))
+    plan = sparse_plan(rates, CLO, persistent_share(LLAMA, FIRST), 32_768, 256, 128)
+    assert (plan.kind, plan.exact, plan.cached_tokens) == ("sparse", False, 32_768)
+    whole = rates.load.seconds(32_768)
+    # Two chunks of a tenth each, and a layer of 32.
+    assert plan.load_s == pytest.approx((0.2 * 31 / 32 + 1 / 32) * whole, rel=0.05)
+    assert plan.load_bytes == pytest.approx(plan.load_s / whole * 32_768 * 131_072, rel=0.01)
+    assert plan.ttft_s < whole
+    one = sparse_plan(rates, CLO, 0.0, 32_768, 100, 128)
+    assert one.load_s < plan.load_s
+
+
+def test_layer_seconds_are_those_of_a_step_that_sees_the_resident_tokens():
+    rates = rates_from_law(LLAMA, node_profile("h100-pcie5"))
+    short = layer_seconds(rates, CLO, 4, 10_000)
+    assert short < layer_seconds(rates, replace(CLO, share=1.0), 4, 10_000)
+    assert layer_seconds(rates, CLO, 64, 100_000) > short
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"share": 0.0}, "share in"),
+        ({"share": 1.1}, "share in"),
+        ({"eta": 2.0}, "cosine"),
+        ({"power": 0.0}, "above 0"),
+        ({"sink_tokens": -1}, "sink_tokens"),
+        ({"recent_tokens": 0}, "recent_tokens"),
+        ({"epsilon": -0.1}, "epsilon"),
+        ({"code_bits": 100}, "multiple of 64"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(changes, why):
+    with pytest.raises(ValueError, match=why):
+        CloConfig(**changes)
+
+
+def test_questions_that_make_no_sense_are_refused():
+    rates = rates_from_law(LLAMA, node_profile("h100-pcie5"))
+    with pytest.raises(ValueError, match="context_tokens 0"):
+        prefetchable_heads(LLAMA, CLO, 0, 1.0, 1.0)
+    with pytest.raises(ValueError, match="miss 2"):
+        step_seconds(LLAMA, CLO, FIRST, 100, miss=2.0, link=1.0, layer_s=1.0)
+    with pytest.raises(ValueError, match="give 1 or more of each"):
+        sparse_plan(rates, CLO, 0.0, 100, 0, 128)
