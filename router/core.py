@@ -9,7 +9,7 @@ time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from router.offers import Candidate
 from router.others import OtherRequests
 from router.policy import LeastBacklog, Policy
 from router.pool_view import PoolView
-from router.replication import Replica, ReplicationRule, Replicator
 from router.state import ClusterState
 
 
@@ -45,9 +44,8 @@ class RouterConfig:
 
     forecast_workers: pools of at most so many workers are forecast step by step for every
     decision; in larger ones queues are arithmetic (`router.fleet`), which costs microseconds.
-    admission: whom to refuse; none: nobody. replication: when to copy hot prefixes, for policies
-    that want it. first: where the order of workers begins, from 0 to below 1; ingresses that share
-    workers take different ones, so that ties are broken differently.
+    admission: whom to refuse; none: nobody. first: where the order of workers begins, from 0 to
+    below 1; ingresses that share workers take different ones, so that ties are broken differently.
     """
 
     policy: Policy
@@ -58,7 +56,6 @@ class RouterConfig:
     calibrate_requests: int | None = None
     forecast_workers: int = 4
     admission: Admission | None = None
-    replication: ReplicationRule = field(default_factory=ReplicationRule)
     first: float = 0.0
 
 
@@ -75,7 +72,6 @@ class Router:
         self._outcomes = 0
         self._lateness = Lateness()
         self._demand = Demand()
-        self._replicator = Replicator(config.replication)
         self._others = OtherRequests(self._flights, self.view.reserve_other, self.state.finish)
 
     # -- what happens -------------------------------------------------------------------------
@@ -214,8 +210,6 @@ class Router:
             decision, index = self._admitted(self.config.admission, request, decision, index)
             assert decision.offers is not None
             offers = decision.offers
-        if self.config.policy.replicates:
-            self._replicator.routed(offers, index)
         self.state.fleet.reserve(request.request_id, offers, index)
         if decision.informed:
             self.config.policy.routed(offers, index)
@@ -230,18 +224,6 @@ class Router:
                 decision.chosen.node.dilation,
             )  # fmt: skip
         return decision
-
-    def replicate(self, now_s: float) -> list[Replica]:
-        """Hot prefixes to copy now, to fast links with room; none unless the policy wants it."""
-        if not self.config.policy.replicates or self.index is None or self.hasher is None:
-            return []
-        fleet = self.state.fleet
-        slots = fleet.ready(now_s, self.config.stale_after_s, frozenset())
-        if not len(slots):
-            return []
-        return self._replicator.replicas(
-            fleet, self.index, slots, self.view.columns[slots], self.hasher.block_tokens, now_s
-        )
 
     def explain(self, request: RouteRequest, now_s: float) -> Decision:
         """What `route` would decide, without reserving anything."""

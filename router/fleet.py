@@ -41,23 +41,6 @@ class Reservation:
     prefilled: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rooms:
-    """Workers as targets of copies, as arrays; seconds are real ones.
-
-    spare_tokens: room in the host tier beside what is promised; host_tokens: all of it; backlog_s:
-    queued work on the busier of link and gpu; net_backlog_s: queued on the network card.
-    """
-
-    spare_tokens: Floats
-    host_tokens: Floats
-    backlog_s: Floats
-    h2d_bytes_per_s: Floats
-    load_token_s: Floats
-    net_tokens_per_s: Floats
-    net_backlog_s: Floats
-
-
 def load_token_s(said: Announcement) -> float:
     """Real seconds to load one token, as announced."""
     return said.node.dilation * said.kv_bytes_per_token / said.node.h2d_bytes_per_s
@@ -93,7 +76,6 @@ class Fleet:
         )  # fmt: skip
         self.idle_ttft_s(self._active, 1, 0.0)
         self.idle_tpot_s(self._active, 1)
-        self.rooms(self._active, 0.0)
         pricing.backlogs_s(self._cells, 0, 0.0)
 
     # -- workers ------------------------------------------------------------------------------
@@ -125,7 +107,6 @@ class Fleet:
         cells = self._cells
         cells[at.BUDGET, slot] = said.max_batch_tokens
         cells[at.CAPACITY, slot] = (said.device_blocks - 1) * said.block_tokens
-        cells[at.HOST, slot] = said.host_blocks * said.block_tokens
         cells[at.CRIT, slot] = said.kappa_crit
         cells[at.LINK_RATE, slot] = said.node.h2d_bytes_per_s
         cells[at.FLOPS, slot] = said.node.flops_per_s
@@ -396,19 +377,6 @@ class Fleet:
     def idle_tpot_s(self, slots: NDArray[np.intp], prompt_tokens: int) -> Floats:
         """Time per output token on idle workers."""
         return pricing.idle_tpot_s(self._cells, slots, float(prompt_tokens))
-
-    def rooms(self, slots: NDArray[np.intp], now_s: float) -> Rooms:
-        """What is to be known of workers as targets of copies."""
-        cells = self._cells[:, slots]
-        return Rooms(
-            spare_tokens=cells[at.SPARE] - cells[at.PROMISED],
-            host_tokens=cells[at.HOST],
-            backlog_s=pricing.busier_s(self._cells, slots, now_s),
-            h2d_bytes_per_s=cells[at.LINK_RATE],
-            load_token_s=cells[at.LOAD_TOKEN],
-            net_tokens_per_s=cells[at.NET],
-            net_backlog_s=np.maximum(cells[at.NET_FREE] - now_s, 0.0),
-        )
 
     def transfer(self, ends: NDArray[np.intp], seconds: float, now_s: float) -> None:
         """A transfer is queued on the network cards of two workers."""

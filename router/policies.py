@@ -12,7 +12,6 @@ from router.prices import Priced
 OURS: dict[str, Callable[[], Policy]] = {
     "priced": Priced,
     "priced_fetch": partial(Priced, "priced_fetch", fetches=True),
-    "priced_copy": partial(Priced, "priced_copy", fetches=True, replicates=True),
     "ttft": LeastTtft,
     "threshold": Threshold,
     "least_backlog": LeastBacklog,

@@ -1,8 +1,7 @@
 """Which worker should serve a request. Each policy looks at `Offers` and says whom, and why.
 
 * `priced`: least predicted TTFT, plus what the choice takes from others: `router.prices`;
-  `priced_fetch` may also bring KV from a peer first, and `priced_copy` has hot prefixes copied
-  ahead of demand as well (both simulated only).
+  `priced_fetch` may also bring KV from a peer first (simulated only).
 * `ttft`: least predicted time to first token, plus the delay it puts on those that decode there.
 * `threshold`: paper 001 §7.3 as printed. It looks at the request's ratio and at links, not at where
   the cache is, nor at the queue (except to break ties): kept as explanation and baseline.
@@ -41,12 +40,11 @@ class Choice:
 class Policy(Protocol):
     """Picks a worker; may remember what it was told.
 
-    fetches: it may bring KV from a peer first; replicates: hot prefixes are copied for it.
+    fetches: it may bring KV from a peer first.
     """
 
     name: str
     fetches: bool
-    replicates: bool
 
     def choose(self, offers: Offers) -> Choice:
         """Pick one of `offers` (at least one)."""
@@ -65,7 +63,6 @@ class Stateless:
     """What policies without a memory share."""
 
     fetches = False
-    replicates = False
 
     def routed(self, offers: Offers, index: int) -> None:
         """Nothing to remember."""

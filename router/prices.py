@@ -36,19 +36,12 @@ _OWN_LATE = 0.5
 class Priced:
     """Predicted TTFT, plus the price of wasted work and of decoding.
 
-    fetches: KV may come from a peer first; replicates: hot prefixes are copied ahead of demand.
+    fetches: KV may come from a peer first.
     """
 
-    def __init__(
-        self,
-        name: str = "priced",
-        *,
-        fetches: bool = False,
-        replicates: bool = False,
-    ) -> None:
+    def __init__(self, name: str = "priced", *, fetches: bool = False) -> None:
         self.name = name
         self.fetches = fetches
-        self.replicates = replicates
         # Compiled now rather than while the first request waits.
         _score_s(*[np.ones(1)] * 9)
 

@@ -24,8 +24,8 @@ BUDGET, CAPACITY, CRIT, LINK_RATE, FLOPS, COST, OVERHEAD, SEEN, NET = range(7, 1
 # computes at the head of its queue, requests and tokens by state, use of late.
 LINK_OUT, LINK_FREE, GPU_OUT, GPU_SINCE, GPU_HEAD, IN_FLIGHT, WAITING = range(16, 23)
 QUEUED, RESIDENT, DECODING, DECODE_CONTEXT, GPU_USE, USE_AT = range(23, 29)
-DILATION, LOADS, PREFILLS, NET_FREE, SPARE, PROMISED, HOST = range(29, 36)
-ROWS = 36
+DILATION, LOADS, PREFILLS, NET_FREE, SPARE, PROMISED = range(29, 35)
+ROWS = 35
 
 # Rows of a priced request: the float arrays of `router.offers.Offers`, a column per worker asked.
 OUT_NEW, OUT_LOAD, OUT_LOAD_TOKEN, OUT_WORK, OUT_COMPUTE, OUT_FIXED = range(6)
@@ -257,16 +257,6 @@ def price(
         step_s = reading_step_s(cells, slot, prompt_tokens + cells[RESIDENT, slot])
         step_s /= 1 - FELT_USE * min(out[OUT_GPU_USE, i], MOST_USE)
         out[OUT_OWN_LATE, i] = weighing * max(step_s - MOST_STEP * tpot_limit_s, 0.0)
-    return out
-
-
-@compiled
-def busier_s(cells: Floats, slots: Slots, now_s: float) -> Floats:
-    """Work queued on the busier of link and gpu."""
-    out = np.empty(len(slots))
-    for i in range(len(slots)):
-        link_s, gpu_s = backlogs_s(cells, slots[i], now_s)
-        out[i] = max(link_s, gpu_s)
     return out
 
 

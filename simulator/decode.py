@@ -15,7 +15,7 @@ import math
 from heapq import heappop, heappush
 
 from kappa.cost import StepModel, decode_work
-from simulator.job import Job
+from simulator.memory import Job
 
 
 class DecodeRun:

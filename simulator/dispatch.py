@@ -6,7 +6,6 @@ The simulator hands a dispatcher what a router receives in a live cluster, and g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from router.index.kv_events import Tier, WorkerReset
 from router.index.kv_stream import StreamCursor
 from simulator.cache import Ids
 from simulator.faults import TransientFault
-from simulator.job import Job
+from simulator.memory import Job
 from simulator.node import Node
 from workload.shapes import TurnShape
 
@@ -29,15 +28,6 @@ class Route(NamedTuple):
     node: int
     fetch_from: int = -1
     fetch_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copy:
-    """Blocks to bring from one node's host tier into another's in the background."""
-
-    ids: Ids
-    source: int
-    target: int
 
 
 class Dispatcher:
@@ -81,10 +71,6 @@ class Dispatcher:
     def report(self, node: Node, now_s: float) -> None:
         """A node reports what it measured."""
 
-    def copies(self, now_s: float) -> list[Copy]:
-        """What should be copied in the background now."""
-        return []
-
     def transient_fault(self, fault: TransientFault, begins: bool, node: Node) -> None:
         """A fault of a clock or of a node's cache events begins or ends."""
 
@@ -126,7 +112,6 @@ class RouterDispatch(Dispatcher):
         self._timer = timer
         self._index = {each.worker: i for i, each in enumerate(announcements)}
         self._admissions: list[list[Admission]] = [[] for _ in announcements]
-        self._replicate = getattr(router, "replicate", None)
         self._clock_s = 0.0
         self._worker_clock_s: dict[int, float] = {}
         self._streams: dict[int, FaultyStream] = {}
@@ -228,15 +213,6 @@ class RouterDispatch(Dispatcher):
             ),
             now_s + self._clock_s,
         )
-
-    def copies(self, now_s: float) -> list[Copy]:
-        """What the router wants replicated."""
-        if self._replicate is None:
-            return []
-        return [
-            Copy(r.hashes, self._index[r.source_worker], self._index[r.target_worker])
-            for r in self._replicate(now_s + self._clock_s)
-        ]
 
     def transient_fault(self, fault: TransientFault, begins: bool, node: Node) -> None:
         """To a clock, or to the stream of a node's cache events."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from scheduler.link_order import FULL, HALF, LOADS_FIRST, LinkOrder
 from simulator.cache import Ids
-from simulator.job import Job
 from simulator.loop import Loop, Noise
+from simulator.memory import Job
 
 STORE_BACKLOG_S = 10.0
 

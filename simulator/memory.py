@@ -1,4 +1,4 @@
-"""A node's blocks: device and host tiers, and what each request holds of them.
+"""A request inside a simulated engine, and its node's blocks in both tiers.
 
 The scheduler's `Memory`. A request's blocks are reserved when it is admitted; until its tokens are
 computed or loaded they are private, then others can find them (on the device at once, in the host
@@ -12,19 +12,64 @@ from typing import Protocol
 from router.index.kv_events import Tier
 from scheduler.work import Quote, Work
 from simulator.cache import Ids, PrefixCache, Run
-from simulator.job import Job
+
+
+class Job(Work):
+    """A request sent to a node; a retried request is a new job.
+
+    key: the request's number in the traffic. prompt_tokens, output_tokens: its lengths. ids: its
+    blocks, prompt and output; kept: how many of them an engine holds at the end. max_tokens: bound
+    on its answer that its client gave, which is all that a rule may know. The rest is the node's:
+    hashed blocks are in the device cache, private ones are held but not (yet) findable.
+    """
+
+    __slots__ = (
+        "cached_tokens", "device_tokens", "finish_at", "first_s", "generated", "grow_at", "hashed",
+        "host_path", "ids", "joined_at", "kept", "key", "output_tokens", "path", "private",
+        "prompt_tokens", "stored",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        key: int,
+        prompt_tokens: int,
+        output_tokens: int,
+        ids: Ids,
+        kept: int,
+        arrival_s: float,
+        max_tokens: int | None = None,
+        tenant: str = "",
+        priority: int = 0,
+    ) -> None:
+        bound = output_tokens if max_tokens is None else max_tokens
+        super().__init__(prompt_tokens, arrival_s, bound, tenant, priority)
+        self.key = key
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.ids = ids
+        self.kept = kept
+        self.path: Run | None = None
+        self.host_path: Run | None = None
+        self.hashed = 0
+        self.private = 0
+        self.stored = 0
+        self.device_tokens = -1
+        self.cached_tokens = 0
+        self.first_s = -1.0
+        # Tokens generated before the last preemption, and the step counts at which it joined the
+        # decoding ones, will be done, and will need its next block.
+        self.generated = 0
+        self.joined_at = self.finish_at = self.grow_at = -1
 
 
 class CacheListener(Protocol):
-    """Told of every change of what a node holds."""
+    """Receives every change of what a node holds."""
 
     def hold(self, node: int, tier: Tier, ids: Ids) -> None:
-        """These blocks are there now, in prefix order."""
-        ...
+        """These blocks, in prefix order, are there now."""
 
     def drop(self, node: int, tier: Tier, ids: list[Ids]) -> None:
         """These runs of blocks are no longer there."""
-        ...
 
 
 class NodeMemory:
@@ -194,35 +239,20 @@ class NodeMemory:
 
     @property
     def spare_host_blocks(self) -> int:
-        """Host blocks unused, or held only as copies of what a peer has: room for more copies."""
+        """Host blocks unused, or held only as copies of what a peer has: room for fetches."""
         return self.host_blocks - self.host.blocks + self.host.spare
 
-    def hold_fetched(self, ids: Ids, stop: int) -> Run | None:
-        """Hold what a request fetched; pinned until its handle goes to `let_go`.
+    def hold_copy(self, ids: Ids, stop: int) -> Run | None:
+        """Hold what was fetched from a peer; pinned until the handle is unpinned.
 
         It is evicted before what is only here.
         """
         return self._into_host(ids, stop, copy=True)[0]
 
-    def hold_replica(self, ids: Ids, stop: int) -> int:
-        """Hold a copy nobody waits for, as far as there is spare room; how many blocks are new."""
-        run, length = self.host.match(ids, stop)
-        # Pinned, or making room for the rest might evict it.
-        path = self.host.pin(run, length)
-        kept = min(stop, length + self.spare_host_blocks)
-        if kept > length:
-            self.host.unpin(self._into_host(ids, kept, copy=True)[0])
-        self.host.unpin(path)
-        return max(kept - length, 0)
-
-    def hold_copy(self, ids: Ids, stop: int) -> Run | None:
+    def pin_copy(self, ids: Ids, stop: int) -> Run | None:
         """Pin the copy, if it is one, that the host tier has of a prefix of `ids[:stop]`."""
         run, length = self.host.match(ids, stop)
         return self.host.pin(run, length) if run is not None and run.copy else None
-
-    def let_go(self, path: Run | None) -> None:
-        """Give back what `hold_fetched` or `hold_copy` returned."""
-        self.host.unpin(path)
 
     def _into_host(self, ids: Ids, stop: int, copy: bool = False) -> tuple[Run | None, int, int]:
         """Pinned in the host tier as far as there is room: the handle, where it ends and began."""

@@ -14,12 +14,10 @@ import numpy as np
 from simulator.clusters import Cluster
 from simulator.dispatch import Dispatcher, Route
 from simulator.faults import Failure, Faults, TransientFault
-from simulator.fetching import Fetching
-from simulator.job import Job
 from simulator.loop import Loop, Noise
-from simulator.network import Network
-from simulator.node import Node
-from simulator.node_model import NodeModel
+from simulator.memory import Job
+from simulator.node import Node, NodeModel
+from simulator.peer_fetch import PeerFetches
 from simulator.traffic import Traffic
 
 
@@ -44,7 +42,6 @@ class Play:
         self.traffic = traffic
         self.dispatcher = dispatcher
         self._loop = Loop()
-        self.network = Network(self._loop, [node.network_bytes_per_s for node in cluster.nodes])
         self._faults = faults
         self._seed = seed
         self._period_s = report_period_s
@@ -70,7 +67,8 @@ class Play:
         ).tolist()
         self.nodes = self._make_nodes(models)
         block_bytes = kv_bytes_per_token * traffic.workload.block_tokens
-        self._fetching = Fetching(self.nodes, self.network, block_bytes)
+        cards = [node.network_bytes_per_s for node in cluster.nodes]
+        self.fetches = PeerFetches(self._loop, self.nodes, cards, block_bytes)
         # What a client sets who sets one limit for all its requests.
         self._max_tokens = int(traffic.output_tokens.max()) if total else 1
         self._most = max(model.device_blocks * model.block_tokens for model in models)
@@ -179,9 +177,9 @@ class Play:
             return
         self._jobs[key] = job
         if route.fetch_tokens:
-            self._fetching.fetch(job, route.fetch_from, route.node, route.fetch_tokens)
+            self.fetches.fetch(job, route.fetch_from, route.node, route.fetch_tokens)
         else:
-            self._fetching.submit(job, route.node)
+            self.fetches.submit(job, route.node)
 
     def _reject(self, key: int) -> None:
         self.node[key] = -1
@@ -205,13 +203,13 @@ class Play:
         now_s, key = self._loop.now_s, job.key
         if key not in self._again or np.isnan(self.ttft_s[key]):
             self.ttft_s[key] = now_s - self.arrival_s[key]
-        self._fetching.used(job)
+        self.fetches.used(job)
         self.dispatcher.first_token(job, now_s)
 
     def _finished(self, job: Job) -> None:
         now_s, key = self._loop.now_s, job.key
         del self._jobs[key]
-        self._fetching.used(job)
+        self.fetches.used(job)
         if job.output_tokens > 1:
             self.tpot_s[key] = (now_s - job.first_s) / (job.output_tokens - 1)
         self.e2e_s[key] = now_s - self.arrival_s[key]
@@ -224,7 +222,7 @@ class Play:
     # -- reports and faults -------------------------------------------------------------------
 
     def _report(self, _: None) -> None:
-        """Nodes that did something report; then whatever the router wants copied is under way."""
+        """Nodes that did something report."""
         now_s = self._loop.now_s
         for node in self.nodes:
             link, spare = node.link, node.memory.spare_host_blocks
@@ -234,8 +232,6 @@ class Play:
                 self.dispatcher.report(node, now_s)
         if self._progress is not None:
             self._progress(self.traffic.requests - self._left, self.traffic.requests)
-        for copy in self.dispatcher.copies(now_s):
-            self._fetching.replicate(copy.ids, copy.source, copy.target)
         # With nothing else ahead the run is stuck, and `run` says so.
         if self._left and self._loop.pending:
             self._loop.at(now_s + self._period_s, self._report)
@@ -258,7 +254,7 @@ class Play:
         node = self.nodes[failure.node]
         if not node.alive:
             return
-        lost = [*self._fetching.lost(failure.node), *node.fail()]
+        lost = [*self.fetches.lost(failure.node), *node.fail()]
         self.dispatcher.lost(failure.node)
         self._loop.at(self._loop.now_s + failure.down_s, self._recover, failure.node)
         for job in lost:

@@ -28,8 +28,7 @@ from scheduler.config import FairConfig
 from simulator.clusters import Cluster, NodeSpec, check, kv_room
 from simulator.dispatch import Dispatcher, PlanDispatch, RouterDispatch
 from simulator.faults import Faults, announced
-from simulator.node import Node
-from simulator.node_model import NodeModel
+from simulator.node import Node, NodeModel
 from simulator.outcome import NodeRecord, Outcome, Records
 from simulator.play import Play
 from simulator.traffic import Traffic, build_traffic
@@ -316,7 +315,7 @@ def _outcome(config: SimulationConfig, policy: str, traffic: Traffic, play: Play
         records=records,
         limits=allowed,
         nodes=tuple(
-            _node_record(spec, node, play.network.busy_s[node.index], play.end_s)
+            _node_record(spec, node, play.fetches.busy_s[node.index], play.end_s)
             for spec, node in zip(config.cluster.nodes, play.nodes, strict=True)
         ),
         tenants=tuple(traffic.tenants),

@@ -21,7 +21,7 @@ import typer
 from benchmarks.scheduling import mix
 from benchmarks.scheduling.report import Played
 from benchmarks.scheduling.simulated import node_of, play
-from simulator.node_model import NodeModel
+from simulator.node import NodeModel
 
 HEAVY, LIGHT = "heavy", "light"
 _SHARE = 0.5

@@ -24,7 +24,7 @@ from kappa.cost import step_model
 from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
 from simulator.clusters import KINDS, kv_room
-from simulator.node_model import NodeModel
+from simulator.node import NodeModel
 from workload.catalogue import workload_named
 from workload.shapes import Workload
 

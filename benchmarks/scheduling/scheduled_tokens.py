@@ -27,7 +27,7 @@ from benchmarks.scheduling.simulated import node_of, play
 from scheduler.batching import Batcher
 from scheduler.catalogue import rule_named
 from scheduler.work import Quote, Work
-from simulator.node_model import NodeModel
+from simulator.node import NodeModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,9 @@ from benchmarks.scheduling import mix, paper_traffic
 from benchmarks.scheduling.report import Played, Served, medians, row_of
 from kappa.cost import StepModel
 from scheduler.link_order import FIFO, FULL, HALF, LOADS_FIRST
-from simulator.job import Job
 from simulator.loop import Loop, Noise
-from simulator.node import Node
-from simulator.node_model import NodeModel
+from simulator.memory import Job
+from simulator.node import Node, NodeModel
 
 NOISE = 0.03
 RUNS = 5

@@ -29,7 +29,7 @@ from router.policies import policy_named
 from simulator.clusters import Cluster, NodeSpec
 from simulator.dispatch import RouterDispatch
 from simulator.faults import Faults
-from simulator.node_model import NodeModel
+from simulator.node import NodeModel
 from simulator.play import Play
 from simulator.traffic import Traffic
 from workload.shapes import Workload

@@ -416,8 +416,8 @@ def test_the_same_events_give_the_same_decisions(seed):
 # -- peers' caches and hashes from outside ---------------------------------------------------------
 
 
-def fetching(net_bytes_per_s, spare_blocks=10_000, policy="priced_fetch"):
-    made = Router(RouterConfig(policy=policy_named(policy), secret=7, forecast_workers=0))
+def fetching(net_bytes_per_s, spare_blocks=10_000):
+    made = Router(RouterConfig(policy=policy_named("priced_fetch"), secret=7, forecast_workers=0))
     for worker in ("a", "b"):
         made.join(announcement(worker, net_bytes_per_s=net_bytes_per_s), 0.0)
     made.report(WorkerReport("b", 0.5, host_spare_blocks=spare_blocks), 0.5)
@@ -451,25 +451,6 @@ def test_nothing_is_fetched_where_there_is_no_room_beside_what_was_promised():
     # The first one is over, and its room promised to nobody.
     made.release("first", 1.0)
     assert made.route(ask("third", tokens=20_000), 1.0).fetch is not None
-
-
-def test_a_prefix_that_many_wait_for_is_copied_ahead():
-    made = fetching(25e9, policy="priced_copy")
-    assert made.replicate(1.0) == []
-    for i in range(5):
-        made.route(ask(f"r{i}", tokens=20_000), 1.0)
-    asked = made.replicate(2.0)
-    assert [(r.source_worker, r.target_worker) for r in asked] == [("a", "b")]
-    hashes = made.hasher.prefix_hashes(prompt(20_000))
-    assert asked[0].hashes.tolist() == hashes[: len(asked[0].hashes)].tolist()
-    assert made.replicate(2.0) == []
-
-
-def test_only_a_policy_that_wants_copies_gets_them():
-    made = fetching(25e9)
-    for i in range(5):
-        made.route(ask(f"r{i}", tokens=20_000), 1.0)
-    assert made.replicate(2.0) == []
 
 
 def test_hashes_from_outside_are_as_good_as_token_ids():
@@ -508,13 +489,12 @@ def loops():
         for key, value in vars(module).items() if isinstance(value, Dispatcher)
     }
 
-made = router("w0", "w1", "w2", policy="priced_copy", admission=Admission(), forecast_workers=0)
+made = router("w0", "w1", "w2", policy="priced_fetch", admission=Admission(), forecast_workers=0)
 before = loops()
 assert sum(before.values()) > 5, before
 made.route(ask("array", tokens=1000), 1.0)
 made.route(RouteRequest("list", prompt(5000).tolist(), max_tokens=10), 1.0)
 made.route(RouteRequest("narrow", prompt(500).astype(np.int32), max_tokens=10), 1.0)
-made.replicate(2.0)
 made.state.fleet.backlog_s("w0", 2.0)
 assert loops() == before, (before, loops())
 """

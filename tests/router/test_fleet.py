@@ -255,9 +255,8 @@ def test_room_is_promised_until_the_request_has_used_it():
     assert np.isinf(fetched(made).ttft_s[1])
     made.promise("w1", -5000.0)
     made.promise("gone", 1.0)
-    rooms = made.rooms(made.ready(0.0, NEVER, frozenset()), 0.0)
-    assert rooms.spare_tokens.tolist() == [0.0, 6000.0]
-    assert rooms.host_tokens.tolist() == [16_000.0, 16_000.0]
+    assert np.isfinite(fetched(made, 6000.0).ttft_s[1])
+    assert np.isinf(fetched(made, 6001.0).ttft_s[1])
 
 
 def test_a_device_holds_one_block_less_than_it_has():
@@ -266,13 +265,12 @@ def test_a_device_holds_one_block_less_than_it_has():
 
 
 def test_a_transfer_keeps_the_cards_of_both_ends_busy_until_it_is_done():
-    made = fleet()
-    slots = made.ready(1.0, NEVER, frozenset())
-    made.transfer(slots[:1], 2.0, 1.0)
-    made.transfer(slots, 3.0, 1.0)
-    # The second one waits for the first: until 1 + 2 + 3.
-    assert made.rooms(slots, 1.5).net_backlog_s.tolist() == [4.5, 4.5]
-    assert made.rooms(slots, 9.0).net_backlog_s.tolist() == [0.0, 0.0]
+    made = with_network()
+    slots = made.ready(0.0, NEVER, frozenset())
+    made.transfer(slots[:1], 2.0, 0.0)
+    made.transfer(slots, 3.0, 0.0)
+    # The second one waits for the first.
+    assert fetched(made).net_backlog_s.tolist() == [5.0, 5.0]
 
 
 def test_room_that_others_were_promised_stays_promised():

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from scheduler.link_order import STORE_SHARE
-from simulator.job import Job
 from simulator.link import STORE_BACKLOG_S, Link, LinkModel
 from simulator.loop import Loop, Noise
+from simulator.memory import Job
 
 IDS = np.arange(10_000, dtype=np.uint64)
 

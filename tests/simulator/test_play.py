@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kappa.model import kv_bytes_per_token
-from simulator.dispatch import Copy, PlanDispatch, Route
+from simulator.dispatch import PlanDispatch, Route
 from simulator.faults import Failure, Faults
 from simulator.play import Play, SimulationError
 from simulator.run import SimulationConfig, node_models, traffic_of
@@ -99,37 +99,9 @@ def test_a_document_is_fetched_from_a_peers_host_tier_once(config):
     dispatcher.nodes = fetched.nodes
     fetched.run()
     assert sum(fetched.new_tokens) < sum(local.new_tokens)
-    assert fetched.network.busy_s[0] > 0 and local.network.busy_s == [0.0] * 3
-    elsewhere = sum(fetched.network.busy_s[1:])
-    assert elsewhere == pytest.approx(fetched.network.busy_s[0])
-
-
-class Copying(PlanDispatch):
-    """Copies one prefix to node 2 as soon as it can."""
-
-    listens = True
-
-    def __init__(self, assignment, copy):
-        super().__init__(assignment)
-        self.wanted = [copy]
-
-    def copies(self, now_s):
-        asked, self.wanted = self.wanted, []
-        return asked
-
-
-def test_a_hot_prefix_is_copied_in_the_background(config):
-    traffic = traffic_of(config)
-    probe = play_of(config, traffic, PlanDispatch([0] * traffic.requests))
-    probe._warm_up()
-    hot = traffic.warm[-1]
-    source = next(n.index for n in probe.nodes if n.memory.host.match(hot, len(hot))[1])
-    target = (source + 1) % 3
-    dispatcher = Copying([source] * traffic.requests, Copy(hot, source, target))
-    play = play_of(config, traffic, dispatcher)
-    play.run()
-    assert play.network.busy_s[target] > 0
-    assert play.nodes[target].memory.host.match(hot, len(hot))[1] > 0
+    assert fetched.fetches.busy_s[0] > 0 and local.fetches.busy_s == [0.0] * 3
+    elsewhere = sum(fetched.fetches.busy_s[1:])
+    assert elsewhere == pytest.approx(fetched.fetches.busy_s[0])
 
 
 class Silent(PlanDispatch):

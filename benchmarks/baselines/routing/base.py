@@ -22,7 +22,6 @@ class Baseline:
     name = ""
     source = ""
     fetches = False
-    replicates = False
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = Random(seed)

@@ -22,10 +22,9 @@ from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import KV, REPORT, Admission, Announcement, WorkerReport
 from simulator.cache import Ids
 from simulator.clusters import NodeSpec, kv_room
-from simulator.job import Job
 from simulator.loop import Noise
-from simulator.node import Node
-from simulator.node_model import NodeModel
+from simulator.memory import Job
+from simulator.node import Node, NodeModel
 
 BUDGET_TOKENS = 8192
 USABLE_HBM = 0.9
