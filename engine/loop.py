@@ -31,7 +31,7 @@ from kappa.plans.planners import Planner, Planning
 from kappa.protocol import Charge
 from scheduler.batching import Batcher, Step
 from scheduler.catalogue import rule_named
-from scheduler.core import Fair
+from scheduler.fair import Fair
 from scheduler.work import Work
 
 

@@ -25,7 +25,7 @@ def rule_named(name: str, config: FairConfig | None = None, link: LinkRates | No
         ValueError: there is no such rule; lists those there are.
     """
     if name == FAIR:
-        from scheduler.core import Fair
+        from scheduler.fair import Fair
 
         return Fair(config or FairConfig(), link)
     rule: Rule = _other(name)(config or FairConfig())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
 
+from scheduler.accounts import Accounts
 from scheduler.config import FairConfig
-from scheduler.credits import Accounts
 from scheduler.queue import TenantQueue
 from scheduler.work import Work
 

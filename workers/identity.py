@@ -17,11 +17,11 @@ from kappa.plans.measured import rates_from_measured
 from kappa.protocol import Announcement
 from kappa.settings.routing import ObservingSettings
 from scheduler.catalogue import packs
-from workers.host_tier.choice import BY_LAYER, TierChoice
-from workers.host_tier.tail_recompute import TAIL, tail_rates
 from workers.torch_engine.lanes import LanesPlan
-from workers.transfer.choice import TransferChoice
-from workers.vllm_engine import EngineLimits, EngineScheduler, EngineTier, fingerprint
+from workers.vllm.arguments import EngineLimits, EngineScheduler, EngineTier, fingerprint
+from workers.vllm.tail_recompute import TAIL, tail_rates
+from workers.vllm.tier_choice import BY_LAYER, TierChoice
+from workers.vllm.transfer_choice import TransferChoice
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What a replica does around its engine's start: logs, memory budget, kept host tier, power.
 
-Each is a small act with the plan in hand, so that `workers.deployment` reads as the order of them.
+Each is a small act with the plan in hand, so that `workers.replica` reads as the order of them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import structlog
 
 from kappa.logging import configure
 from kappa.protocol import Announcement
-from workers.host_tier.budget import HostBudgetError, host_budget
-from workers.host_tier.choice import OWN
-from workers.host_tier.handover import Shelf, take_shelf
-from workers.host_tier.kept_tier import KEEP_KEY
+from workers.host_budget import HostBudgetError, host_budget
 from workers.identity import WorkerPlan
 from workers.power_report import PowerTeller
-from workers.vllm_engine import fingerprint
+from workers.vllm.arguments import fingerprint
+from workers.vllm.kept_tier import KEEP_KEY
+from workers.vllm.tier_choice import OWN
+from workers.vllm.warm_restart import Shelf, take_shelf
 from workers.vllm_plugin import LOG_ENV, log_words
 
 log = structlog.get_logger(__name__)

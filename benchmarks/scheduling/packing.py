@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kappa.protocol import Charge
 from scheduler.config import FairConfig, LinkRates
-from scheduler.core import Fair
+from scheduler.fair import Fair
 from scheduler.packing import pack
 from scheduler.work import Quote, Room, Work
 

@@ -28,14 +28,14 @@ from kappa.plans.planners import Cached, Planning, kappa_eff
 from kappa.plans.rates import PlanRates
 from kappa.protocol import PLAN_KEY
 from kappa.shapes import model_shape
-from workers.host_tier.choice import BY_LAYER, TierChoice, TierNeeds, transfer_config
-from workers.host_tier.tail_recompute import LOAD_ALL, TAIL, tail_rates
-from workers.vllm_engine import CPU_ENV, Pace
+from workers.vllm.arguments import CPU_ENV, Pace
+from workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
+from workers.vllm.tier_choice import BY_LAYER, TierChoice, TierNeeds, transfer_config
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})
 
 from benchmarks.scheduling.vllm_runs import BenchWorker, bench_model
-from workers.host_tier.link_queue import LinkPace
+from workers.vllm.link_queue import LinkPace
 
 BLOCK_TOKENS = 32
 # More than the tiny model has, with random weights: loading by layers is a pipeline of so many.

@@ -29,9 +29,9 @@ from benchmarks.scheduling import mix
 from benchmarks.scheduling.report import Played, Served
 from kappa.cost import StepModel
 from kappa.protocol import HOST_TOKENS_KEY, REQUEST_ID_KEY, TENANT_KEY
-from scheduler.vllm_options import CONFIG_KEY, STOCK
 from workers.tiny_model import make_tiny_model
-from workers.vllm_engine import CPU_ENV
+from workers.vllm.arguments import CPU_ENV
+from workers.vllm.options import CONFIG_KEY, STOCK
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})
 
@@ -40,14 +40,14 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from workers.host_tier.link_queue import LinkPace
-from workers.host_tier.tier import CURRENT, HostTierWorker
-from workers.metered_worker import MeteredCPUWorker
+from workers.vllm.host_tier import CURRENT, HostTierWorker
+from workers.vllm.link_queue import LinkPace
+from workers.vllm.metered_worker import MeteredCPUWorker
 
 _HOST_BYTES = 1 << 28
 _VOCABULARY = (100, 4000)
 _RUN_LIMIT_S = 600.0
-_SCHEDULER = "scheduler.vllm_adapter.FairScheduler"
+_SCHEDULER = "workers.vllm.scheduler.FairScheduler"
 # vLLM's own scheduler class, without even our measuring: to check that it costs nothing.
 BARE = "bare"
 
@@ -82,7 +82,7 @@ def engine_arguments(
     rules: Mapping[str, Any],
 ) -> dict[str, Any]:
     """vLLM's arguments for a policy on a setting; `blocks`: usable ones (vLLM keeps one more);
-    `rules`: of the link (`workers.host_tier.link_queue.LinkRules`), besides duplex and order."""
+    `rules`: of the link (`workers.vllm.link_queue.LinkRules`), besides duplex and order."""
     stats = f"ipc://{folder}/stats"
     token_s = setting.load_token_s * dilation
     link = {"token_s": token_s, "fixed_s": mix.LINK_FIXED_S * dilation}
@@ -106,10 +106,10 @@ def engine_arguments(
         **({} if policy == BARE else {"scheduler_cls": _SCHEDULER}),
         "kv_transfer_config": {
             "kv_connector": "HostTierConnector",
-            "kv_connector_module_path": "workers.host_tier.connector",
+            "kv_connector_module_path": "workers.vllm.connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
-                "spec_name": "HostTierSpec", "spec_module_path": "workers.host_tier.tier",
+                "spec_name": "HostTierSpec", "spec_module_path": "workers.vllm.host_tier",
                 "cpu_bytes_to_use": _HOST_BYTES, "offload_prompt_only": False,
                 "kappa_stats": stats,
                 "kappa_pace": {**link, "store_token_s": token_s, "dilation": dilation},

@@ -46,7 +46,7 @@ def _stock_app(settings: ClusterSettings, model: Model, experimental: dict[str, 
     """`build_openai_app` with our engine limits and nothing else of ours."""
     from ray.serve.llm import LLMConfig, build_openai_app
 
-    from workers.vllm_engine import CPU_ENV
+    from workers.vllm.arguments import CPU_ENV
 
     e = settings.engine
     config = LLMConfig(

@@ -36,9 +36,9 @@ def worker_plan(
     settings: ClusterSettings, pool: PoolSettings, model: Model, stream_host: str
 ) -> Any:
     """What each replica of a pool must know before its engine starts."""
-    from workers.host_tier.choice import TierChoice
     from workers.identity import WorkerPlan
-    from workers.vllm_engine import EngineLimits
+    from workers.vllm.arguments import EngineLimits
+    from workers.vllm.tier_choice import TierChoice
 
     e = pool.engine_settings(settings.engine)
     return WorkerPlan(
@@ -79,7 +79,7 @@ def worker_plan(
 
 def _transfer(settings: ClusterSettings) -> Any:
     """How prompts are handed over, None where every worker keeps its own."""
-    from workers.transfer.choice import TransferChoice
+    from workers.vllm.transfer_choice import TransferChoice
 
     if all(pool.role == "both" for pool in settings.all_pools):
         return None
@@ -111,7 +111,7 @@ def _lanes(engine: EngineSettings, model: Model) -> Any:
 
 def engine_scheduler(settings: ClusterSettings) -> Any:
     """What every engine schedules by."""
-    from workers.vllm_engine import EngineScheduler
+    from workers.vllm.arguments import EngineScheduler
 
     s = settings.scheduler
     return EngineScheduler(

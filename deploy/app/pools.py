@@ -57,7 +57,7 @@ def pool_deployment(
     """The pool's Serve deployment, bound; `config` as `pool_config` makes it."""
     from ray.serve.llm import build_llm_deployment
 
-    from workers.deployment import KappaServer
+    from workers.replica import KappaServer
 
     labels = dict(pool.placement.labels)
     return build_llm_deployment(
@@ -125,7 +125,7 @@ def _deployment(settings: ClusterSettings, pool: PoolSettings) -> dict[str, Any]
 
 
 def _environment(settings: ClusterSettings, *, on_gpu: bool) -> dict[str, str]:
-    from workers.vllm_engine import CPU_ENV
+    from workers.vllm.arguments import CPU_ENV
 
     ours = {name: value for name, value in CPU_ENV.items() if not (on_gpu and _of_cpus(name))}
     return {**ours, "HF_HUB_OFFLINE": _offline(settings)}

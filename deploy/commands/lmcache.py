@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from kappa.settings.cluster import home
-from workers.lmcache.server import (
+from workers.vllm.lmcache.server import (
     STAMP,
     LmcacheInstall,
     LmcacheMissingError,

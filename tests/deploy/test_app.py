@@ -11,7 +11,7 @@ from deploy.app.plan import engine_scheduler
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
 from scheduler.config import FairConfig
-from workers.host_tier.link_queue import LinkRules
+from workers.vllm.link_queue import LinkRules
 
 KEYED = {"by_key": {"sk-alice-0123456": "alice"}, "weights": {"alice": 2.0}}
 

@@ -15,7 +15,7 @@ from ray.serve.llm import LLMConfig, build_openai_app
 from deploy.app.model import prepare_model
 from deploy.app.ports import free_port
 from kappa.settings.cluster import load_settings
-from workers.vllm_engine import CPU_ENV
+from workers.vllm.arguments import CPU_ENV
 
 
 def main() -> None:

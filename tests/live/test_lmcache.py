@@ -14,7 +14,7 @@ import pytest
 
 from kappa.settings.cluster import home
 from tests.live.tier_engine import BLOCK, CONTEXT, TierEngine
-from workers.lmcache.server import LmcacheInstall, LmcacheMissingError, LmcacheServer
+from workers.vllm.lmcache.server import LmcacheInstall, LmcacheMissingError, LmcacheServer
 
 TIMEOUT_S = 1.0
 SERVER_BYTES = 1 << 24

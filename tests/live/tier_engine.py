@@ -21,11 +21,11 @@ from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import PLAN_KEY
 from kappa.shapes import model_shape
-from workers.host_tier.choice import TierChoice, TierNeeds, transfer_config
-from workers.host_tier.tail_recompute import LOAD_ALL, TAIL, tail_rates
 from workers.tiny_model import make_tiny_model
-from workers.transfer.choice import FILES, TransferChoice, transfer_on
-from workers.vllm_engine import CPU_ENV
+from workers.vllm.arguments import CPU_ENV
+from workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
+from workers.vllm.tier_choice import TierChoice, TierNeeds, transfer_config
+from workers.vllm.transfer_choice import FILES, TransferChoice, transfer_on
 
 # What the engine's processes have said of a prompt is here so soon after its answer.
 _NEWS_S = 0.5
@@ -150,7 +150,7 @@ def main():
             block_size=BLOCK, num_gpu_blocks_override=2 * CONTEXT // BLOCK + 4, max_num_seqs=4,
             max_num_batched_tokens=512, enforce_eager=True, enable_prefix_caching=True,
             disable_log_stats=True, use_tqdm_on_load=False,
-            worker_cls="workers.metered_worker.MeteredCPUWorker",
+            worker_cls="workers.vllm.metered_worker.MeteredCPUWorker",
             additional_config={"kappa_stats": listener.stats},
             kv_events_config=KVEventsConfig(
                 enable_kv_cache_events=True, publisher="zmq", endpoint=listener.kv, topic="kv"

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kappa.protocol import Charge
 from scheduler.config import FairConfig, LinkRates
-from scheduler.core import Fair
+from scheduler.fair import Fair
 from scheduler.work import CAP, PENDING, RESERVED
 from tests.scheduler.engine import Blocks, Engine, Request
 

@@ -25,7 +25,7 @@ def fields(cls):
     return {field.name for field in dataclasses.fields(cls)}
 
 
-# -- workers.vllm_plugin ------------------------------------------------------------------------
+# -- workers.vllm_plugin -----------------------------------------------------------------------
 
 
 def test_spin_condition_ends_with_its_busy_loop_default():
@@ -35,7 +35,7 @@ def test_spin_condition_ends_with_its_busy_loop_default():
     assert SpinCondition.__init__.__defaults__ is not None
 
 
-# -- workers.connector --------------------------------------------------------------------------
+# -- workers.connector -------------------------------------------------------------------------
 
 
 def test_the_offloading_connector_has_the_methods_that_we_extend():
@@ -116,7 +116,7 @@ def test_a_shorter_hit_and_a_load_in_the_prompt_s_own_step_are_known_to_vllm():
     assert "@maybe_transfer_kv_layer" in inspect.getsource(attention)
 
 
-# -- workers.lmcache_* --------------------------------------------------------------------------
+# -- workers.vllm.lmcache ----------------------------------------------------------------------
 
 
 def test_connectors_of_vllm_are_asked_what_our_shell_answers():
@@ -124,7 +124,7 @@ def test_connectors_of_vllm_are_asked_what_our_shell_answers():
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
     from vllm.v1.outputs import KVConnectorOutput
 
-    from workers.lmcache.connector import LmcacheConnector
+    from workers.vllm.lmcache.connector import LmcacheConnector
 
     assert issubclass(LmcacheConnector, SupportsHMA)
     assert not LmcacheConnector.__abstractmethods__
@@ -147,14 +147,14 @@ def test_a_failed_load_can_be_computed_instead():
     assert "kv_load_failure_policy" in fields(KVTransferConfig)
 
 
-# -- workers.host_tier --------------------------------------------------------------------------
+# -- workers.vllm.host_tier --------------------------------------------------------------------
 
 
 def test_the_cpu_manager_has_what_ours_extends():
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-    from workers.host_tier.tier import HostTierManager
+    from workers.vllm.host_tier import HostTierManager
 
     for name in ("prepare_store", "complete_store", "reset_cache"):
         theirs, ours = getattr(CPUOffloadingManager, name), getattr(HostTierManager, name)
@@ -181,7 +181,7 @@ def test_the_cpu_spec_tells_sizes_and_takes_our_worker():
 def test_the_offloading_worker_asks_for_no_more_than_we_have():
     from vllm.v1.kv_offload.base import OffloadingWorker
 
-    from workers.host_tier.tier import HostTierWorker
+    from workers.vllm.host_tier import HostTierWorker
 
     assert OffloadingWorker.__abstractmethods__ <= set(vars(HostTierWorker))
     for name in ("submit_store", "submit_load"):
@@ -200,7 +200,7 @@ def test_transfer_types_have_the_fields_that_we_use():
     assert parameters(base.BlockIDsLoadStoreSpec.__init__) == ["self", "block_ids"]
 
 
-# -- workers.metered_worker ---------------------------------------------------------------------
+# -- workers.vllm.metered_worker ---------------------------------------------------------------
 
 
 def test_the_cpu_worker_runs_and_samples_in_two_calls():
@@ -225,7 +225,7 @@ def test_the_scheduler_output_tells_each_requests_tokens():
     assert "additional_config" in VllmConfig.__annotations__
 
 
-# -- workers.mirror, workers.vllm_engine --------------------------------------------------------
+# -- workers.mirror, workers.vllm.arguments ----------------------------------------------------
 
 
 def test_kv_events_have_the_fields_that_mirror_and_decoder_know():
@@ -245,7 +245,7 @@ def test_every_engine_argument_that_we_set_exists():
 
     from kappa.hardware import node_profile
     from kappa.shapes import model_shape
-    from workers.vllm_engine import EngineLimits, EngineScheduler, Pace, engine_kwargs
+    from workers.vllm.arguments import EngineLimits, EngineScheduler, Pace, engine_kwargs
 
     limits = EngineLimits(4096, 32, 200, 1 << 20, 1024, 8, "float32")
     pace = Pace(model_shape("llama-3.1-8b"), node_profile("pcie"))
@@ -258,9 +258,9 @@ def test_the_classes_that_we_name_as_text_exist():
     import importlib
 
     for path in (
-        "workers.metered_worker.MeteredCPUWorker", "workers.host_tier.connector.HostTierConnector",
-        "workers.host_tier.tier.HostTierSpec", "workers.no_download.NoDownload",
-        "router.ray_router.KappaRouter", "scheduler.vllm_adapter.FairScheduler",
+        "workers.vllm.metered_worker.MeteredCPUWorker", "workers.vllm.connector.HostTierConnector",
+        "workers.vllm.host_tier.HostTierSpec", "workers.no_download.NoDownload",
+        "router.ray_router.KappaRouter", "workers.vllm.scheduler.FairScheduler",
     ):  # fmt: skip
         module, name = path.rsplit(".", 1)
         assert inspect.isclass(getattr(importlib.import_module(module), name))
@@ -269,13 +269,13 @@ def test_the_classes_that_we_name_as_text_exist():
 def test_environment_variables_of_vllm_that_we_set_are_known_to_it():
     import vllm.envs
 
-    from workers.vllm_engine import CPU_ENV
+    from workers.vllm.arguments import CPU_ENV
 
     ours = {name for name in CPU_ENV if name.startswith("VLLM_")}
     assert ours <= set(vllm.envs.environment_variables)
 
 
-# -- workers.deployment, workers.no_download ----------------------------------------------------
+# -- workers.replica, workers.no_download ------------------------------------------------------
 
 
 def test_the_llm_server_has_the_methods_that_we_override():
@@ -324,7 +324,7 @@ def test_a_callback_can_switch_the_download_off():
     assert parameters(CallbackBase.on_before_node_init) == ["self"]
 
 
-# -- router.ray_router --------------------------------------------------------------------------
+# -- router.ray_router -------------------------------------------------------------------------
 
 
 def test_the_request_router_has_the_methods_that_we_override():
@@ -360,7 +360,7 @@ def test_replicas_and_requests_tell_what_the_router_reads():
     assert "internal_request_id" in fields(RequestMetadata)
 
 
-# -- router.ingress, router.pool_handles, deploy.app --------------------------------------------
+# -- router.ingress, router.pool_handles, deploy.app -------------------------------------------
 
 
 def test_the_openai_ingress_delivers_the_way_we_call_it():
@@ -423,7 +423,7 @@ def test_a_running_serve_can_be_asked_where_it_listens():
     assert isinstance(ServeControllerClient.http_config, property)
 
 
-# -- workers.transfer_connector -----------------------------------------------------------------
+# -- workers.vllm.transfer ---------------------------------------------------------------------
 
 
 def test_vllms_connectors_give_and_take_the_way_ours_does():

@@ -13,7 +13,7 @@ TOKENS = [f'data: {{"choices":[{{"delta":{{"content":"{i}"}}}}]}}\n\n' for i in 
 
 
 async def sent(items):
-    from workers.deployment import _first_at_once
+    from workers.replica import _first_at_once
 
     asked = asyncio.Event()
 

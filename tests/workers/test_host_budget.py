@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from workers.host_tier.budget import HostBudget, HostBudgetError, host_budget
+from workers.host_budget import HostBudget, HostBudgetError, host_budget
 
 GIB = 1 << 30
 

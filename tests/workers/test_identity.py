@@ -11,7 +11,7 @@ from kappa.hardware import NodeProfile, node_profile
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from workers.identity import WorkerPlan, announce, measured_node
-from workers.vllm_engine import EngineLimits, EngineScheduler, Pace, engine_kwargs, fingerprint
+from workers.vllm.arguments import EngineLimits, EngineScheduler, Pace, engine_kwargs, fingerprint
 
 LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 MEASURED = {
@@ -117,7 +117,7 @@ def test_an_engine_schedules_by_a_rule_or_by_its_own() -> None:
     own = engine_kwargs(LIMITS, "ipc://s", "ipc://k", None)
     assert "scheduler_cls" not in own and "kappa_scheduler" not in own["additional_config"]
     fair = engine_kwargs(LIMITS, "ipc://s", "ipc://k", None, EngineScheduler("fair"))
-    assert fair["scheduler_cls"] == "scheduler.vllm_adapter.FairScheduler"
+    assert fair["scheduler_cls"] == "workers.vllm.scheduler.FairScheduler"
     options = fair["additional_config"]["kappa_scheduler"]
     assert (options["rule"], options["stats"], options["link"]) == ("fair", "ipc://s", None)
     assert options["tenant_required"] is False, "only a replica behind our ingress demands one"

@@ -11,11 +11,11 @@ from kappa.hardware import node_profile
 from kappa.settings.routing import ObservingSettings
 from kappa.shapes import model_shape
 from workers import replica_start
-from workers.host_tier.budget import HostBudget, HostBudgetError
-from workers.host_tier.choice import TierChoice, TierNeeds, transfer_config
+from workers.host_budget import HostBudget, HostBudgetError
 from workers.identity import WorkerPlan, announce
 from workers.replica_start import keep_on, power_teller, prepare_host_memory, prepare_logs
-from workers.vllm_engine import EngineLimits
+from workers.vllm.arguments import EngineLimits
+from workers.vllm.tier_choice import TierChoice, TierNeeds, transfer_config
 from workers.vllm_plugin import LOG_ENV, log_as
 
 pytestmark = pytest.mark.vllm

@@ -15,10 +15,10 @@ from router.core import Router, RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_stream import decode_batch
 from router.policies import policy_named
-from workers.host_tier.handover import take_shelf
-from workers.host_tier.kept_manager import KeptTierManager
-from workers.host_tier.kept_tier import KeptTier, announcement
-from workers.host_tier.link_queue import LinkPace
+from workers.vllm.kept_manager import KeptTierManager
+from workers.vllm.kept_tier import KeptTier, announcement
+from workers.vllm.link_queue import LinkPace
+from workers.vllm.warm_restart import take_shelf
 
 pytestmark = pytest.mark.vllm
 

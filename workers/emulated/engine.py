@@ -23,7 +23,7 @@ from workers.emulated.reports import EmulatedReports
 from workers.identity import WorkerPlan
 from workers.own_engine.answers import Answer, Asked, BodyRefused, asked
 from workers.own_engine.base import OwnEngine, error_answer
-from workers.vllm_engine import Pace
+from workers.vllm.arguments import Pace
 
 log = structlog.get_logger(__name__)
 

@@ -36,7 +36,6 @@ from kappa.plans.planners import Planning
 from kappa.plans.rates import PlanRates, rates_from_law
 from kappa.protocol import REQUEST_ID_KEY
 from scheduler.config import FairConfig
-from scheduler.vllm_memory import DEFAULT_TENANT, tenant_of, told
 from workers.identity import measured_node
 from workers.own_engine.answers import Answer, AnswerText, Asked, BodyRefused, asked
 from workers.own_engine.base import OwnEngine, error_answer
@@ -44,6 +43,7 @@ from workers.profiler import measure
 from workers.torch_engine.lanes import make_lanes
 from workers.torch_engine.plan import TorchPlan, host_blocks
 from workers.torch_engine.reports import TorchReports
+from workers.vllm.blocks import DEFAULT_TENANT, tenant_of, told
 
 log = structlog.get_logger(__name__)
 

@@ -16,7 +16,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from engine.loop import Engine
 from engine.prefix import BlocksStored, CacheEvent
 from engine.sequence import Sequence
-from scheduler.iteration_log import Iteration, IterationLog
+from workers.iteration_log import Iteration, IterationLog
 from workers.own_engine import kv_events
 from workers.own_engine.kv_events import KvPublisher
 from workers.stats_channel import StatsSender

@@ -29,7 +29,7 @@ from benchmarks.scheduling.vllm_runs import bench_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape
 from kappa.protocol import REQUEST_ID_KEY
-from workers.vllm_engine import CPU_ENV, EngineLimits, Pace, engine_kwargs
+from workers.vllm.arguments import CPU_ENV, EngineLimits, Pace, engine_kwargs
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})
 

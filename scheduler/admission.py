@@ -1,0 +1,292 @@
+"""One iteration's admissions, step by step: due ones, loads just in time, then a packed rest.
+
+The half of the fair rule that decides about resources; whose turn it is was decided before, and is
+the order and the tier of the candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from scheduler.blocks import Ledger
+from scheduler.loads import JustInTime
+from scheduler.packing import Floats, pack
+from scheduler.waiting import IN_TURN
+from scheduler.work import BUDGET, CAP, LINK, RESERVED, SLOTS, VRAM, Quote, Room, Work
+
+# Loads in flight that may start although the link is not about to run empty: double buffering.
+_STAGED = 2
+
+
+class Candidate:
+    """A waiting request in the light of one iteration.
+
+    blocks: of the free ones that it takes, now and as it decodes; footprint: all it will hold, its
+    shared ones included; new_tokens: to be computed; high: wants more of the VRAM than of the
+    budget. why: it was passed over; admitted: it was not. leaves_blocks, leaves_slots: what must
+    stay free beside it, for tenants with nothing running.
+    """
+
+    __slots__ = (
+        "admitted", "blocks", "due", "footprint", "high", "leaves_blocks", "leaves_slots",
+        "new_tokens", "quote", "reserve", "tier", "why", "work",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        work: Work,
+        quote: Quote,
+        prompt_blocks: int,
+        reserve: int,
+        blocks_per_token: float,
+        tier: int,
+        due: bool,
+    ) -> None:
+        self.work = work
+        self.quote = quote
+        self.reserve = reserve
+        self.tier = tier
+        self.due = due
+        self.blocks = quote.blocks + reserve
+        self.footprint = prompt_blocks + reserve
+        self.new_tokens = max(work.total_tokens - quote.device_tokens - quote.host_tokens, 1)
+        self.high = self.blocks > self.new_tokens * blocks_per_token
+        self.admitted = False
+        self.why = ""
+        self.leaves_blocks = self.leaves_slots = 0
+
+    @property
+    def waits(self) -> bool:
+        """Neither admitted nor passed over yet."""
+        return not (self.admitted or self.why)
+
+
+class Seen:
+    """Whether those looked at so far fill the iteration by themselves.
+
+    With both classes among them the cap may bind, so then those of high ratio do not count.
+    """
+
+    __slots__ = ("_classes", "_free", "_left", "_left_low", "_spare")
+
+    def __init__(self, ledger: Ledger, room: Room) -> None:
+        self._free = ledger.free(room.memory)
+        self._spare = ledger.spare(room.memory) if ledger.reserved_for is not None else math.inf
+        self._left = self._left_low = room.budget_tokens if room.slots > 0 else 0
+        self._classes: set[bool] = set()
+
+    @property
+    def full(self) -> bool:
+        """No need to look further."""
+        return self._left <= 0 and (len(self._classes) < 2 or self._left_low <= 0)
+
+    def add(self, candidate: Candidate, first: bool) -> None:
+        """One more was looked at; first: the reservation is its own."""
+        self._classes.add(candidate.high)
+        if candidate.quote.host_tokens:
+            return
+        if candidate.blocks > self._free or not (first or candidate.footprint <= self._spare):
+            return
+        self._free -= candidate.blocks
+        self._left -= candidate.new_tokens
+        if not candidate.high:
+            self._left_low -= candidate.new_tokens
+        if not first:
+            self._spare -= candidate.footprint
+
+
+class Turn:
+    """What is left of an iteration, while it is given out.
+
+    Args:
+        ledger, link: of the engine.
+        room: of the iteration; its budget and slots shrink.
+        candidates: in order.
+        reserve: set blocks, and what comes free of budget and slots, aside for a due request.
+        admit: takes the blocks; False if the engine refused, or `why` of the candidate says.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        link: JustInTime,
+        room: Room,
+        now_s: float,
+        candidates: Sequence[Candidate],
+        reserve: bool,
+        admit: Callable[[Candidate], bool],
+    ) -> None:
+        self._ledger = ledger
+        self._link = link
+        self._room = room
+        self._now_s = now_s
+        self._reserve = reserve
+        # A due request waits for budget or a slot, which loads that start now would take from it.
+        self._hold = False
+        self._admit = admit
+        # With nothing running, whatever fits may start: its growth then has all the rest.
+        self._alone = not len(ledger) and not room.running
+        self._free = ledger.free(room.memory)
+        self._cap = self._high_cap(candidates)
+
+    def _high_cap(self, candidates: Sequence[Candidate]) -> float:
+        """Blocks that requests of high ratio may hold: their part of what both classes want."""
+        capacity = self._room.memory.capacity_blocks
+        high = low = 0
+        for candidate in candidates:
+            if candidate.high:
+                high += candidate.footprint
+            else:
+                low += candidate.footprint
+        if not low or not high:
+            return float(capacity)
+        held = capacity - self._free
+        high += self._ledger.high_blocks
+        low += max(held - self._ledger.high_blocks, 0)
+        return capacity * high / (high + low)
+
+    # -- the steps ----------------------------------------------------------------------------
+
+    def due(self, candidate: Candidate) -> None:
+        """Admit a due request; or, if its tenant is in turn, set aside what it lacks."""
+        in_turn = self._reserve and candidate.tier == IN_TURN
+        if candidate.quote.host_tokens:
+            if self._hold or not self._link.open(self._now_s):
+                candidate.why = LINK
+                return
+        elif why := self._full():
+            candidate.why = why
+            self._hold = self._hold or in_turn
+            return
+        why = self._misfit(candidate)
+        if not why:
+            self._take(candidate)
+            return
+        candidate.why = why
+        if in_turn and self._ledger.reserved_for is None:
+            self._ledger.reserve(candidate.work, candidate.footprint, self._room.memory)
+
+    def loads(self, candidates: Sequence[Candidate]) -> None:
+        """Start loads while the link is about to run empty."""
+        if self._link.open(self._now_s) and not self._hold:
+            eligible = [c for c in candidates if not self._passed(c)]
+            space_s = max(self._link.horizon_s() - self._link.backlog_s(self._now_s), 1e-9)
+            # One that is longer than that may start too: the link is open.
+            link_s = [min(self._link.load_s(c.quote.host_tokens), space_s) for c in eligible]
+            for index in self._packed(eligible, np.array(link_s), space_s) if eligible else ():
+                if not self._link.open(self._now_s):
+                    break
+                if not self._passed(eligible[index]):
+                    self._take(eligible[index])
+        for candidate in candidates:
+            if candidate.waits:
+                candidate.why = RESERVED if self._hold else self._misfit(candidate) or LINK
+
+    def computes(self, candidates: Sequence[Candidate]) -> None:
+        """Fill the budget with what can be computed at once."""
+        full = self._full()
+        if not full:
+            eligible = [c for c in candidates if not self._passed(c)]
+            for index in self._packed(eligible) if eligible else ():
+                if full := self._full():
+                    break
+                if not self._passed(eligible[index]):
+                    self._take(eligible[index])
+        for candidate in candidates:
+            if candidate.waits:
+                candidate.why = full or self._misfit(candidate) or BUDGET
+
+    def leave_to_those_in_turn(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether somebody in turn waits for blocks, so that who is far ahead gets none."""
+        if not any(c.tier == IN_TURN and c.why in (VRAM, CAP, RESERVED) for c in candidates):
+            return False
+        for candidate in candidates:
+            if candidate.waits:
+                candidate.why = RESERVED
+        return True
+
+    def stage(self, candidates: Sequence[Candidate]) -> None:
+        """With blocks that nobody else wants, keep a second load ready behind the first."""
+        wanted = (VRAM, CAP, RESERVED)
+        if self._hold or any(c.why in wanted and not c.quote.host_tokens for c in candidates):
+            return
+        for candidate in candidates:
+            if len(self._link) >= _STAGED:
+                return
+            if candidate.why == LINK and not self._misfit(candidate):
+                candidate.why = ""
+                self._take(candidate)
+
+    # -- what fits ----------------------------------------------------------------------------
+
+    def _full(self) -> str:
+        if self._room.budget_tokens <= 0:
+            return BUDGET
+        return SLOTS if self._room.slots <= 0 else ""
+
+    def _passed(self, candidate: Candidate) -> bool:
+        candidate.why = self._misfit(candidate)
+        return bool(candidate.why)
+
+    def _misfit(self, candidate: Candidate) -> str:
+        """Why it cannot have its blocks; empty if it can."""
+        if self._alone:
+            fits = candidate.quote.blocks <= self._room.memory.available()
+            return "" if fits else VRAM
+        if candidate.leaves_slots and self._room.slots <= candidate.leaves_slots:
+            return SLOTS
+        if candidate.blocks + candidate.leaves_blocks > self._free:
+            return VRAM
+        ledger = self._ledger
+        others = ledger.reserved_for not in (None, candidate.work)
+        if others and candidate.footprint > ledger.spare(self._room.memory):
+            return RESERVED
+        capped = candidate.high and not candidate.due and ledger.high_blocks > 0
+        if capped and ledger.high_blocks + candidate.footprint > self._cap:
+            return CAP
+        return ""
+
+    def _packed(
+        self, eligible: Sequence[Candidate], link_s: Floats | None = None, space_s: float = 0.0
+    ) -> list[int]:
+        """Places of those to take: most tokens within blocks, link, reservation and cap."""
+        ledger = self._ledger
+        free = max(self._free, self._room.memory.available() if self._alone else 0)
+        columns = [np.array([c.blocks for c in eligible], dtype=np.float64)]
+        room = [float(free)]
+        if self._alone:
+            columns[0] = np.minimum(columns[0], free)
+        if link_s is not None:
+            columns.append(link_s)
+            room.append(space_s)
+        if ledger.reserved_for is not None:
+            own = ledger.reserved_for
+            columns.append(np.array([0.0 if c.work is own else c.footprint for c in eligible]))
+            room.append(float(ledger.spare(self._room.memory)))
+        if link_s is None and any(c.high for c in eligible):
+            columns.append(np.array([c.footprint if c.high else 0.0 for c in eligible]))
+            # One is always allowed.
+            least = 0 if ledger.high_blocks else min(c.footprint for c in eligible if c.high)
+            room.append(max(self._cap - ledger.high_blocks, least))
+        tokens = np.array([c.new_tokens for c in eligible], dtype=np.float64)
+        budget = max(self._room.budget_tokens, 1)
+        chosen = pack(tokens, np.stack(columns, axis=1), budget, np.array(room))
+        if link_s is None and len(chosen) > self._room.slots:
+            columns.append(np.ones(len(eligible)))
+            room.append(float(self._room.slots))
+            chosen = pack(tokens, np.stack(columns, axis=1), budget, np.array(room))
+        return chosen
+
+    def _take(self, candidate: Candidate) -> None:
+        if not self._admit(candidate):
+            candidate.why = candidate.why or VRAM
+            return
+        candidate.admitted = True
+        self._alone = False
+        self._free -= candidate.blocks
+        if not candidate.quote.host_tokens:
+            self._room.slots -= 1
+            self._room.budget_tokens -= candidate.new_tokens

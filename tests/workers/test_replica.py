@@ -1,0 +1,173 @@
+"""What a replica does around its engine: it counts requests, and looks after the engine's health.
+
+The replica is real but for its start: no Ray, and an engine that does what a test says.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+from ray.serve.llm.openai_api_models import CompletionRequest
+
+from kappa.protocol import EngineDiedError
+from workers.backlog import Backlog
+from workers.in_flight import InFlight
+from workers.reaper import HangWatch
+from workers.replica import KappaServer
+from workers.report_totals import ReportTotals
+from workers.stats_channel import StatsSender
+
+pytestmark = pytest.mark.vllm
+
+PATIENCE_S = 120.0
+STEP = {"kind": "step", "tokens": 1, "prefilled": [], "took_s": 0.1, "overrun": False}
+
+
+class Engine:
+    """Dead or not, with so many requests that it has not answered."""
+
+    def __init__(self):
+        self.error, self.owed = None, 0
+        processor = SimpleNamespace(get_num_unfinished_requests=lambda: self.owed)
+        self._engine_client = SimpleNamespace(output_processor=processor)
+
+    async def check_health(self):
+        if self.error is not None:
+            raise self.error
+
+
+class Replica(KappaServer):
+    """A replica that has started."""
+
+    def __init__(self, endpoint=""):
+        self.engine, self._worker, self._death = Engine(), "w", ""
+        self._stream = SimpleNamespace(totals=ReportTotals("w"))
+        self._backlog = Backlog(0.0, 4)
+        self._in_flight = InFlight(StatsSender(endpoint).send)
+        self._hang = HangWatch(PATIENCE_S, 0.0)
+
+    def __del__(self):
+        """Nothing was started."""
+
+
+def body(request_id="r", **fields):
+    words = {"kappa_request_id": request_id, "kappa_gpu_s": 1.0}
+    given = {"model": "m", "prompt": ["a", "b"], "vllm_xargs": words, **fields}
+    return CompletionRequest.model_validate(given)
+
+
+class Stream:
+    """An answer: its items, then perhaps an error."""
+
+    def __init__(self, *items, error=None):
+        self.items, self.error, self.closed = items, error, False
+
+    async def __aiter__(self):
+        for item in self.items:
+            yield item
+        if self.error is not None:
+            raise self.error
+
+    async def aclose(self):
+        self.closed = True
+
+
+async def everything(stream):
+    return [item async for item in stream]
+
+
+def assert_nothing_is_left(replica, stream):
+    assert stream.closed and len(replica._in_flight) == 0
+    assert replica._backlog.seconds() == (0.0, 0.0) and not replica._backlog._open
+
+
+@pytest.mark.parametrize("number", [2**63, 2**70, 10**400])
+async def test_a_request_of_absurd_numbers_is_served_and_leaves_nothing(tmp_path, number):
+    replica, stream = Replica(f"ipc://{tmp_path}/stats"), Stream("answer")
+    asked = body()
+    asked.max_tokens = number
+    asked.vllm_xargs |= {"kappa_prompt_tokens": number, "kappa_gpu_s": number}
+    assert await everything(replica._counted(asked, stream)) == ["answer"]
+    assert_nothing_is_left(replica, stream)
+
+
+async def test_whatever_counting_raises_leaves_nothing(monkeypatch):
+    replica, stream = Replica(), Stream("answer")
+
+    def broken(_):
+        raise OverflowError("Integer value out of range")
+
+    monkeypatch.setattr(replica._in_flight, "arrived", broken)
+    with pytest.raises(OverflowError):
+        await everything(replica._counted(body(), stream))
+    assert_nothing_is_left(replica, stream)
+
+
+async def test_an_error_of_a_living_engine_is_passed_on_as_it_is():
+    replica, stream = Replica(), Stream(error=ValueError("not this one"))
+    with pytest.raises(ValueError, match="not this one"):
+        await everything(replica._counted(body(), stream))
+
+
+async def test_a_death_names_the_requests_that_were_in_the_engine_to_each_of_them():
+    replica = Replica()
+    streams = [replica._counted(body(name), Stream("a", error=KeyError("x"))) for name in "pq"]
+    for stream in streams:
+        assert await anext(stream) == "a"
+    replica.engine.error = RuntimeError("EngineCore is gone")
+    for stream in streams:  # the second one too, though the first has left by then
+        with pytest.raises(EngineDiedError, match=r"worker w: .*EngineCore is gone.*\['p', 'q'\]"):
+            await anext(stream)
+    with pytest.raises(EngineDiedError, match="EngineCore is gone"):
+        await replica.check_health()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets, in place of the replica's."""
+    now = [0.0]
+    monkeypatch.setattr("workers.replica.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+async def look_for(replica, clock, seconds):
+    for _ in range(int(seconds)):
+        clock[0] += 1.0
+        await replica.check_health()
+
+
+async def test_an_engine_that_owes_answers_and_does_nothing_fails_the_replicas_health(clock):
+    replica = Replica()
+    replica._in_flight.arrived(body("stuck"))
+    replica.engine.owed = 1
+    # The first look sees what was there before: silence counts from then.
+    await look_for(replica, clock, 1 + PATIENCE_S)
+    with pytest.raises(EngineDiedError, match=r"owes 1 answers.*\['stuck'\]"):
+        await look_for(replica, clock, 1)
+
+
+async def test_an_engine_that_works_or_is_idle_is_healthy_however_long(clock):
+    replica = Replica()
+    await look_for(replica, clock, 2 * PATIENCE_S)
+    replica.engine.owed = 3
+    for _ in range(5):
+        await look_for(replica, clock, PATIENCE_S - 1)
+        replica._stream.totals.add(STEP)
+    # What comes to the replica is no sign of its engine's life.
+    replica._stream.totals.add({"kind": "finish", "request_id": "other"})
+    with pytest.raises(EngineDiedError, match="owes 3"):
+        await look_for(replica, clock, 2 + PATIENCE_S)
+
+
+async def test_time_in_which_the_replica_itself_stood_still_is_not_held_against_its_engine(clock):
+    replica = Replica()
+    replica.engine.owed = 1
+    await replica.check_health()
+    clock[0] += 10 * PATIENCE_S
+    await replica.check_health()
+    await look_for(replica, clock, PATIENCE_S - 5)  # the long pause counted for 5 s
+
+
+async def test_a_replica_that_has_not_announced_itself_yet_has_no_engine_that_hangs(clock):
+    replica = Replica()
+    replica._hang, replica.engine.owed = None, 1
+    await look_for(replica, clock, 2 * PATIENCE_S)

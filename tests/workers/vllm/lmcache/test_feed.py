@@ -1,0 +1,88 @@
+"""The server's log of evictions: followed over subscriptions that end, restarts and losses."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from workers.vllm.lmcache import scheduler as lmcache_scheduler
+from workers.vllm.lmcache.scheduler import EvictionFeed
+
+pytestmark = pytest.mark.vllm
+
+
+class Contents:
+    """Keeps what it is told, in order."""
+
+    def __init__(self):
+        self.told = []
+
+    def evicted(self, hashes):
+        self.told += list(hashes)
+
+    def clear(self):
+        self.told.append("cleared")
+
+
+def batch(cursor, *hashes, incarnation=1, lost=False, enabled=True, kind="removed"):
+    events = [SimpleNamespace(kind=kind, block_hashes=list(hashes))] if hashes else []
+    return SimpleNamespace(
+        enabled=enabled, lost=lost, incarnation=incarnation, next_cursor=cursor, events=events
+    )
+
+
+def followed(*subscriptions, monkeypatch):
+    """Follow a server that answers each subscription so; (what was told, the cursors asked)."""
+    monkeypatch.setattr(lmcache_scheduler, "_RESUBSCRIBE_S", 0.0)
+    asked, answers, over = [], list(subscriptions), threading.Event()
+
+    def subscribe(me, model, cursor, most):
+        asked.append(cursor)
+        if not answers:
+            over.set()
+            return iter([batch(cursor, enabled=False)])
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return iter(answer)
+
+    client = SimpleNamespace(subscribe_kv_events=subscribe)
+    adapter = SimpleNamespace(req_clients={"tcp://x:1": client}, model_name="m")
+    contents = Contents()
+    feed = EvictionFeed(adapter, contents)
+    feed.start()
+    assert over.wait(20.0)
+    feed.join(20.0)
+    assert not feed.is_alive()
+    return contents.told, asked
+
+
+def test_a_subscription_that_ended_goes_on_where_it_was(monkeypatch):
+    told, asked = followed(
+        [batch(3, b"a"), batch(5, b"b", b"c")], [batch(7, b"d")], monkeypatch=monkeypatch
+    )
+    assert told == [b"a", b"b", b"c", b"d"]
+    assert asked == [0, 5, 7]
+
+
+def test_what_was_lost_or_came_from_another_server_withdraws_everything(monkeypatch):
+    told, _ = followed(
+        # A log that was trimmed before we came has lost us nothing.
+        [batch(3, b"a", lost=True), batch(9, b"b", lost=True)],
+        [batch(2, b"c", incarnation=2)],
+        monkeypatch=monkeypatch,
+    )
+    assert told == [b"a", "cleared", b"b", "cleared", b"c"]
+
+
+def test_a_log_that_breaks_withdraws_everything_and_is_followed_anew(monkeypatch):
+    told, asked = followed(
+        [batch(3, b"a")], ConnectionError("gone"), [batch(4, b"b")], monkeypatch=monkeypatch
+    )
+    assert told == [b"a", "cleared", b"b"]
+    assert asked == [0, 3, 3, 4]
+
+
+def test_what_was_stored_is_not_taken_for_an_eviction(monkeypatch):
+    told, _ = followed([batch(3, b"a", kind="stored")], monkeypatch=monkeypatch)
+    assert told == []

@@ -1,0 +1,54 @@
+"""When a failing server is left alone, and how often anyone hears of it."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.vllm.lmcache.guard import LOAD, LOOKUP, TierGuard
+
+
+def test_a_failure_closes_the_tier_for_a_while_and_twice_as_long_the_next_time():
+    guard = TierGuard(retry_s=5.0, slow_s=1.0)
+    now_s, pauses = 100.0, []
+    for _ in range(7):
+        assert guard.allows(now_s)
+        guard.failed(LOAD, now_s)
+        closed_s = next(s for s in range(1, 1000) if guard.allows(now_s + s))
+        pauses.append(closed_s)
+        now_s += closed_s
+    assert pauses == [5, 10, 20, 40, 60, 60, 60]
+    guard.answered()
+    guard.failed(LOAD, now_s)
+    assert not guard.allows(now_s + 4.9) and guard.allows(now_s + 5.0)
+
+
+def test_failures_while_it_is_closed_do_not_close_it_for_longer():
+    guard = TierGuard(retry_s=5.0, slow_s=1.0)
+    for moment in (0.0, 1.0, 2.0, 4.9):
+        guard.failed(LOOKUP, moment)
+    assert guard.allows(5.0)
+    assert guard.failures == {LOOKUP: 4}
+
+
+def test_what_is_only_noted_is_counted_and_closes_nothing():
+    guard = TierGuard(retry_s=5.0, slow_s=1.0)
+    guard.noted("absent")
+    assert guard.allows(0.0)
+    assert guard.failures == {"absent": 1}
+    assert guard.warning(0.0) == {"absent": 1}
+
+
+@given(st.lists(st.floats(0.0, 20.0), min_size=1, max_size=200))
+def test_there_is_one_warning_a_minute_at_most_and_it_names_every_failure(gaps):
+    guard, now_s, warned, told = TierGuard(1.0, 1.0), 0.0, [], 0
+    for gap in gaps:
+        now_s += gap
+        guard.failed(LOAD, now_s)
+        due = guard.warning(now_s)
+        if due:
+            warned.append(now_s)
+            told += due[LOAD]
+    assert all(later - sooner >= 60.0 for sooner, later in pairwise(warned))
+    assert told <= len(gaps)
+    assert told + guard.warning(now_s + 61.0).get(LOAD, 0) == len(gaps) == guard.failures[LOAD]

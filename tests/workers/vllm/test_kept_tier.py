@@ -1,0 +1,229 @@
+"""A host tier found again: vLLM's manager and real copies, before and after an engine's end."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+    OffloadingEventsTracker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
+
+from router.index.kv_events import BlocksStored
+from router.index.kv_stream import decode_batch
+from workers.stats_channel import StatsSender
+from workers.vllm.host_tier import CURRENT, HostTierWorker
+from workers.vllm.kept_manager import KeptTierManager
+from workers.vllm.kept_tier import KeptTier, announcement, note_stores
+from workers.vllm.link_queue import LinkPace
+
+pytestmark = pytest.mark.vllm
+
+DEVICE_BLOCKS, HOST_BLOCKS, TOKENS, WIDTH = 16, 6, 4, 64
+CONTEXT = ReqContext(req_id="r")
+
+
+class HostIds(BlockIDsLoadStoreSpec):
+    pass
+
+
+def key_of(n):
+    return make_offload_key(bytes([n]) * 32, 0)
+
+
+class Life:
+    """One engine's life over a shelf."""
+
+    def __init__(self, folder, seed="s", width=WIDTH):
+        torch.manual_seed(7)
+        self.device = torch.randint(-128, 128, (DEVICE_BLOCKS, width), dtype=torch.int8)
+        caches = CanonicalKVCaches(
+            tensors=[CanonicalKVCacheTensor(self.device, width)], group_data_refs=[]
+        )
+        self.worker = HostTierWorker(
+            caches, HOST_BLOCKS, TOKENS, LinkPace(), StatsSender(""), keep=folder
+        )
+        self.kept = KeptTier(folder, HOST_BLOCKS, TOKENS, seed)
+        self.manager = KeptTierManager(
+            self.kept, num_blocks=HOST_BLOCKS, enable_events=True, pace=LinkPace(),
+            block_tokens=TOKENS, backlog_s=10.0, report=lambda _: None,
+        )  # fmt: skip
+        self.jobs = 0
+
+    def store(self, *numbers, success=True, complete=True):
+        """Copy device block n as key n; a chain in the order given."""
+        keys = [key_of(n) for n in numbers]
+        for n, parent in zip(numbers, (None, *numbers), strict=False):
+            before = None if parent is None else bytes([parent]) * 32
+            salt = "alice" if parent is None else ""
+            self.kept.note(bytes(key_of(n)), before, [n] * TOKENS, salt)
+        output = self.manager.prepare_store(keys, CONTEXT)
+        slots = HostIds(output.store_spec.block_ids)
+        self.jobs += 1
+        ids = [int.from_bytes(bytes(k)[:1], "big") for k in output.keys_to_store]
+        device = GPULoadStoreSpec(ids, group_sizes=(len(ids),), block_indices=(0,))
+        self.worker.submit_store(self.jobs, device, slots)
+        self.worker.wait({self.jobs})
+        if complete:
+            self.manager.complete_store(output.keys_to_store, CONTEXT, success)
+
+    def load(self, number, into):
+        assert self.manager.lookup(key_of(number), CONTEXT) == LookupResult.HIT
+        spec = self.manager.prepare_load([key_of(number)], CONTEXT)
+        self.jobs += 1
+        target = GPULoadStoreSpec([into], group_sizes=(1,), block_indices=(0,))
+        self.worker.submit_load(self.jobs, HostIds(spec.block_ids), target)
+        self.worker.wait({self.jobs})
+        self.manager.complete_load([key_of(number)], CONTEXT)
+        return self.device[into].clone()
+
+    def held(self):
+        return {
+            n for n in range(DEVICE_BLOCKS)
+            if self.manager.lookup(key_of(n), CONTEXT) == LookupResult.HIT
+        }  # fmt: skip
+
+    def end(self):
+        self.worker.shutdown()
+        CURRENT.remove(self.worker)
+        self.manager.shutdown()
+
+
+@pytest.fixture
+def life(tmp_path):
+    lives = []
+
+    def begin(**options):
+        while lives:
+            lives.pop().end()
+        lives.append(Life(tmp_path, **options))
+        return lives[-1]
+
+    yield begin
+    while lives:
+        lives.pop().end()
+
+
+def test_a_successor_finds_the_blocks_and_their_bytes(life):
+    first = life()
+    first.store(1, 2, 3)
+    before = first.device.clone()
+    second = life()
+    assert second.held() == {1, 2, 3}
+    second.device.zero_()
+    for n in (1, 2, 3):
+        assert torch.equal(second.load(n, into=9), before[n])
+
+
+def test_the_router_is_told_of_them_with_tokens_parents_and_salt(life):
+    first = life()
+    first.store(1, 2)
+    second = life()
+    batches = announcement(
+        second.kept.found, TOKENS, "CPU", lambda key: bytes(key)[:-4], lambda parent: parent
+    )
+    events = [event for batch in batches for event in decode_batch(batch, "w")]
+    stored = [e for e in events if isinstance(e, BlocksStored) and e.tier == "host"]
+    assert [list(e.token_ids) for e in stored] == [[1] * TOKENS, [2] * TOKENS]
+    assert [e.parent_engine_hash for e in stored] == [None, bytes([1]) * 32]
+    salted = [e for e in events if isinstance(e, BlocksStored) and e.tier == "device"]
+    assert salted[0].salt
+
+
+def test_what_was_evicted_overwritten_or_failed_is_not_found(life):
+    first = life()
+    first.store(1, 2, 3, 4)
+    first.store(5, 6, 7)  # one of the first four has to go
+    first.store(8, success=False)
+    held = first.held()
+    assert len(held) <= HOST_BLOCKS and 8 not in held and 7 in held
+    before = first.device.clone()
+    second = life()
+    assert held <= second.held() <= held | {1, 2, 3, 4}
+    second.device.zero_()
+    for n in second.held():
+        assert torch.equal(second.load(n, into=9), before[n]), n
+
+
+def test_a_store_that_the_engines_end_cut_short_is_not_found(life):
+    first = life()
+    first.store(1)
+    first.store(2, complete=False)
+    assert life().held() == {1}
+
+
+def test_found_blocks_are_evicted_like_any_others_the_oldest_first(life):
+    life().store(1, 2, 3, 4, 5, 6)
+    second = life()
+    second.store(10, 11)
+    assert second.held() == {3, 4, 5, 6, 10, 11}
+    second.store(12)
+    assert life().held() == {4, 5, 6, 10, 11, 12}
+
+
+def test_a_reset_leaves_nothing(life):
+    first = life()
+    first.store(1, 2)
+    first.manager.reset_cache()
+    assert life().held() == set()
+
+
+def test_blocks_of_another_hash_seed_are_not_found(life):
+    life(seed="a").store(1)
+    assert life(seed="b").held() == set()
+
+
+def test_a_tier_of_another_width_starts_empty(life):
+    life().store(1)
+    assert life(width=WIDTH // 2).held() == set()
+
+
+def test_stores_are_noted_with_their_requests_and_special_ones_are_not():
+    noted, recorded = [], []
+    tracker = SimpleNamespace(record_store=lambda *args: recorded.append(args))
+    kept = SimpleNamespace(note=lambda *args: noted.append(args))
+    note_stores(tracker, kept)
+    request = SimpleNamespace(
+        lora_request=None, mm_features=[], cache_salt="alice", all_token_ids=list(range(12)),
+        block_hashes=[b"a", b"b", b"c"],
+    )  # fmt: skip
+    group = SimpleNamespace(sliding_window_size_in_chunks=None, tokens_per_chunk=TOKENS)
+    tracker.record_store(request, group, 0, OffloadKey(b"k0"))
+    tracker.record_store(request, group, 2, OffloadKey(b"k2"))
+    for special in ({"lora_request": "adapter"}, {"mm_features": ["image"]}):
+        other = SimpleNamespace(**{**vars(request), **special})
+        tracker.record_store(other, group, 0, OffloadKey(b"no"))
+    window = SimpleNamespace(sliding_window_size_in_chunks=3, tokens_per_chunk=TOKENS)
+    tracker.record_store(request, window, 0, OffloadKey(b"no"))
+    assert noted == [
+        (b"k0", None, [0, 1, 2, 3], "alice"), (b"k2", b"b", [8, 9, 10, 11], ""),
+    ]  # fmt: skip
+    assert len(recorded) == 5
+
+
+def test_vllm_has_the_names_that_a_handover_needs():
+    """Private names of vLLM in workers/vllm/kept_tier.py, kept_manager.py and connector.py."""
+    tracker = inspect.signature(OffloadingEventsTracker.record_store)
+    assert list(tracker.parameters) == ["self", "req", "group_config", "chunk_idx", "offload_key"]
+    manager = CPUOffloadingManager(4)
+    for name in ("_policy", "_free_list", "_num_allocated_blocks", "_num_evictable_cache_blocks"):
+        assert hasattr(manager, name), name
+    assert "_events_tracker" in inspect.getsource(OffloadingConnectorScheduler)
+    assert isinstance(get_none_hash_seed(), str)
+    assert BlockStatus(3).block_id == 3 and not BlockStatus(3).is_ready

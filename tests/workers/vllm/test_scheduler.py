@@ -1,0 +1,478 @@
+"""Rules inside a real engine: same answers, nobody stuck, nothing left behind.
+
+One tiny engine in this process for the whole file, with a host tier; a test puts its rule into it.
+"""
+
+import os
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kappa.protocol import CHARGES_KEY, DEVICE_TOKENS_KEY, HOST_TOKENS_KEY, TENANT_KEY, WEIGHT_KEY
+from scheduler.catalogue import SCHEDULERS, rule_named
+from scheduler.config import FairConfig
+from scheduler.work import VRAM, Plan
+from workers.tiny_model import make_tiny_model
+from workers.vllm.arguments import CPU_ENV, EngineLimits, EngineScheduler, engine_kwargs
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS, BLOCK, BUDGET, SLOTS = 39, 32, 256, 8
+CORPUS = [f"word{i} and number {i * 7919 % 10007}" for i in range(2000)]
+VOCABULARY = 2000
+MOST_STEPS = 3000
+VLLMS_OWN = "vLLM's own order"
+
+
+class Fifo:
+    """A rule in twenty lines: in order of arrival; with `skip`, past those that do not fit."""
+
+    name, max_skips, max_wait_s = "fifo", 0, 0.0
+
+    def __init__(self, skip=False):
+        self.skip = skip
+        self.waiting = []
+        self.running = []
+        self.events = []
+
+    def __len__(self):
+        return len(self.waiting)
+
+    def add(self, work, now_s):
+        self.waiting.append(work)
+        return True
+
+    def plan(self, room, now_s):
+        plan = Plan()
+        for work in list(self.waiting):
+            if room.slots <= len(plan.admitted):
+                break
+            quote = room.memory.quote(work)
+            if quote is None or quote.blocks > room.memory.available():
+                plan.passed[VRAM] = plan.passed.get(VRAM, 0) + 1
+                if self.skip:
+                    continue
+                break
+            plan.admitted.append((work, room.memory.take(work, quote)))
+            self.waiting.remove(work)
+            self.running.append(work)
+        return plan
+
+    def _again(self, event, work):
+        self.events.append(event)
+        self.running.remove(work)
+        self.waiting.insert(0, work)
+
+    def returned(self, work, now_s):
+        self._again("returned", work)
+
+    def preempted(self, work, now_s):
+        self._again("preempted", work)
+
+    def landed(self, work, now_s):
+        assert work in self.running
+        self.events.append("landed")
+
+    def finished(self, work, output_tokens, now_s):
+        self.events.append("finished")
+        self.running.remove(work)
+
+    def aborted(self, work, now_s):
+        self.events.append("aborted")
+        self.waiting.remove(work)
+
+    def ran(self, seconds, tokens, now_s, iterations=1):
+        assert seconds >= 0 and sum(tokens.values()) > 0
+
+    def victim(self, running):
+        assert set(running) <= set(self.running)
+        return running[0]
+
+
+class Engine:
+    """The engine, and what a test needs of it."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.core = engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.admitted = []
+        self.step_of = 0
+
+    def use(self, make):
+        """Put a rule in: a name, a function that makes one, or VLLMS_OWN."""
+        guard = self.scheduler._rule
+        guard._make = make if callable(make) else lambda: rule_named(make, FairConfig())
+        if make == VLLMS_OWN:
+            guard._make = lambda: None
+        guard._in_a_row = guard.errors_total = 0
+        guard.given_up = False
+        assert guard.restart((), 0.0) == (make != VLLMS_OWN)
+        return guard._rule
+
+    def forget(self, host=True):
+        """Empty the device's cache, and the host tier."""
+        self.settle()
+        assert self.scheduler.reset_prefix_cache(reset_connector=host)
+
+    def add(self, name, prompt, max_tokens=8, tenant="t", **extra):
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True,
+            extra_args={TENANT_KEY: tenant, **extra},
+        )  # fmt: skip
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def step(self):
+        """One step; the answers that it completed."""
+        self.step_of += 1
+        return {o.request_id: o for o in self.engine.step() if o.finished}
+
+    def run(self):
+        """Step until nothing is left; answers by name, in order of completion."""
+        answers = {}
+        for _ in range(MOST_STEPS):
+            if not self.engine.has_unfinished_requests():
+                return answers
+            answers |= self.step()
+        raise AssertionError(f"stuck: {self.scheduler._counts()} wait, load, run")
+
+    def settle(self):
+        """Let transfers end that nobody waits for."""
+        for _ in range(MOST_STEPS):
+            if not self.core.scheduler.has_requests():
+                return
+            self.engine.step()
+        raise AssertionError("transfers do not end")
+
+    def assert_empty(self):
+        self.settle()
+        scheduler = self.scheduler
+        assert scheduler._counts() == (0, 0, 0)
+        assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS
+        assert not scheduler._works and not scheduler.requests
+        guard = scheduler._rule
+        assert not len(guard) and not guard._admitted
+        assert guard._rule is None or not len(guard._rule)
+
+
+def prompt(seed, tokens):
+    return np.random.default_rng(seed).integers(10, VOCABULARY, tokens).tolist()
+
+
+def tokens_of(answers):
+    return {name: list(answer.outputs[0].token_ids) for name, answer in answers.items()}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    model = make_tiny_model(folder / "model", CORPUS, seed=0)
+    before = dict(os.environ)
+    os.environ.update(CPU_ENV, VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
+    del os.environ["KAPPA_DIE_WITH_PARENT"]
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    limits = EngineLimits(1024, BLOCK, BLOCKS + 1, 8 << 20, BUDGET, SLOTS, "float32")
+    given = engine_kwargs(limits, "", f"ipc://{folder}/kv", None, EngineScheduler("fair"))
+    engine = LLMEngine.from_engine_args(EngineArgs(model=str(model), **given))
+    yield Engine(engine)
+    engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def engine(started):
+    started.forget()
+    yield started
+    started.assert_empty()
+
+
+def mixed(engine):
+    """Twenty prompts of all lengths, some with a common beginning; the answers."""
+    shared = prompt(1, 320)
+    for i in range(20):
+        own = prompt(100 + i, 20 + 37 * i % 400)
+        engine.add(f"m{i}", shared + own if i % 3 == 0 else own, 6 + i % 5, tenant=f"t{i % 3}")
+    return tokens_of(engine.run())
+
+
+@pytest.fixture(scope="module")
+def reference(started):
+    started.forget()
+    started.use(VLLMS_OWN)
+    answers = mixed(started)
+    assert len(answers) == 20
+    return answers
+
+
+@pytest.mark.parametrize("rule", SCHEDULERS)
+def test_every_rule_gives_vllms_own_tokens(engine, reference, rule):
+    engine.use(rule)
+    assert mixed(engine) == reference
+    assert engine.scheduler._rule.errors_total == 0
+
+
+def test_vllm_itself_stops_at_the_head_and_a_rule_goes_past_it(engine):
+    def order():
+        """A long decoder holds most blocks; a big prompt waits, a small one behind it."""
+        engine.add("holder", prompt(1, 600), max_tokens=30)
+        engine.step(), engine.step(), engine.step()
+        engine.add("big", prompt(2, 900), max_tokens=2)
+        engine.add("small", prompt(3, 40), max_tokens=2)
+        answers = list(engine.run())
+        engine.forget()
+        return answers
+
+    engine.use(VLLMS_OWN)
+    assert order() == ["holder", "big", "small"]
+    engine.use(Fifo)
+    assert order() == ["holder", "big", "small"]
+    engine.use(lambda: Fifo(skip=True))
+    assert order() == ["small", "holder", "big"]
+
+
+def test_aborts_leave_nothing_behind_wherever_the_request_is(engine):
+    cached = prompt(5, 512)
+    engine.use("fair")
+    engine.add("first", cached)
+    engine.run()
+    engine.forget(host=False)
+    for turn in range(4):
+        engine.add(f"load{turn}", cached, **{HOST_TOKENS_KEY: 480})
+        for i in range(6):
+            engine.add(f"run{turn}-{i}", prompt(50 + i, 200), max_tokens=40)
+        for _ in range(turn):
+            engine.step()
+        # In turn: waiting, loading, just loaded or running, running.
+        counts = engine.scheduler._counts()
+        assert sum(counts) == 7
+        engine.engine.abort_request([f"load{turn}", *(f"run{turn}-{i}" for i in range(6))])
+        assert not engine.engine.has_unfinished_requests()
+        engine.assert_empty()
+        engine.forget(host=False)
+
+
+def test_what_the_host_tier_holds_is_loaded_and_gives_the_same_tokens(engine):
+    rule = engine.use(Fifo)
+    texts = [prompt(60 + i, 480 + i) for i in range(3)]
+    for i, text in enumerate(texts):
+        engine.add(f"cold{i}", text)
+    cold = tokens_of(engine.run())
+    engine.forget(host=False)
+    rule.events.clear()
+    for i, text in enumerate(texts):
+        engine.add(f"warm{i}", text, **{DEVICE_TOKENS_KEY: 0, HOST_TOKENS_KEY: 480})
+    answers = engine.run()
+    assert [answer.num_cached_tokens for answer in answers.values()] == [480] * 3
+    assert list(tokens_of(answers).values()) == list(cold.values())
+    assert rule.events.count("landed") == 3
+
+
+def test_a_wrong_estimate_of_the_host_tier_does_no_harm(engine):
+    rule = engine.use(Fifo)
+    text = prompt(70, 300)
+    engine.add("said to be there", text, **{HOST_TOKENS_KEY: 288})
+    (cold,) = tokens_of(engine.run()).values()
+    assert "landed" in rule.events
+    engine.forget(host=False)
+    engine.add("not said to be there", text)
+    answers = engine.run()
+    (warm,) = tokens_of(answers).values()
+    assert warm == cold
+    assert answers["not said to be there"].num_cached_tokens == 288
+
+
+def test_two_that_want_the_same_blocks_load_them_once(engine):
+    rule = engine.use("fair")
+    text = prompt(80, 500)
+    engine.add("cold", text)
+    (cold,) = tokens_of(engine.run()).values()
+    engine.forget(host=False)
+    for name in "ab":
+        engine.add(name, text, **{HOST_TOKENS_KEY: 480})
+    engine.add("c", text[:200], **{HOST_TOKENS_KEY: 192})
+    answers = engine.run()
+    assert tokens_of(answers)["a"] == tokens_of(answers)["b"] == cold
+    assert rule.max_wait_s < 60
+
+
+@pytest.mark.parametrize("rule", ["fair", Fifo])
+def test_a_preempted_request_comes_back_and_gives_the_same_tokens(engine, rule):
+    def answers():
+        for i in range(8):
+            engine.add(f"p{i}", prompt(20 + i, 130), max_tokens=120)
+        return tokens_of(engine.run())
+
+    engine.use(VLLMS_OWN)
+    before = engine.scheduler._log._preemptions
+    expected = answers()
+    assert engine.scheduler._log._preemptions > before
+    engine.forget()
+    used = engine.use(rule)
+    assert answers() == expected
+    assert engine.scheduler._rule.errors_total == 0
+    if isinstance(used, Fifo):
+        assert "preempted" in used.events
+
+
+def test_the_rules_victim_is_the_one_that_loses_its_blocks(engine):
+    lost = []
+
+    class Picky(Fifo):
+        def victim(self, running):
+            return next(work for work in running if work.tenant == "meek")
+
+        def preempted(self, work, now_s):
+            lost.append(work.tenant)
+            super().preempted(work, now_s)
+
+    engine.use(Picky)
+    engine.add("meek", prompt(30, 130), max_tokens=250, tenant="meek")
+    for i in range(7):
+        engine.add(f"bold{i}", prompt(31 + i, 130), max_tokens=120, tenant="bold")
+    engine.run()
+    assert lost and set(lost) == {"meek"}
+
+
+class Unsound(Fifo):
+    """Raises now and then, wherever it is asked."""
+
+    def __init__(self, seed, share):
+        super().__init__(skip=True)
+        self.random, self.share = random.Random(seed), share
+
+    def __getattribute__(self, name):
+        if name in ("add", "plan", "finished", "preempted", "ran", "landed", "returned"):
+            mine = object.__getattribute__(self, "random")
+            if mine.random() < object.__getattribute__(self, "share"):
+                raise RuntimeError(f"{name} is unsound")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
+def test_a_rule_that_raises_stops_nobody(engine, reference, share):
+    seeds = iter(range(10_000))
+    engine.use(lambda: Unsound(next(seeds), share))
+    assert mixed(engine) == reference
+    guard = engine.scheduler._rule
+    assert guard.errors_total > 1
+    assert guard.given_up or share < 1.0
+
+
+def test_a_rule_that_admits_nobody_is_caught(engine, monkeypatch):
+    class Lazy(Fifo):
+        def plan(self, room, now_s):
+            return Plan()
+
+    monkeypatch.setattr("workers.vllm.rule_guard._STALL_S", 0.05)
+    engine.use(Lazy)
+    engine.add("a", prompt(1, 50))
+    assert set(engine.run()) == {"a"}
+    assert engine.scheduler._rule.errors_total == 1
+
+
+def test_a_rule_that_admits_what_does_not_fit_is_corrected(engine):
+    class Greedy(Fifo):
+        def plan(self, room, now_s):
+            plan = Plan()
+            while self.waiting:
+                work = self.waiting.pop(0)
+                self.running.append(work)
+                quote = room.memory.quote(work)
+                plan.admitted.append((work, quote))
+            return plan
+
+    rule = engine.use(Greedy)
+    for i in range(20):
+        engine.add(f"g{i}", prompt(i, 300))
+    assert len(engine.run()) == 20
+    assert "returned" in rule.events
+    assert engine.scheduler._rule.errors_total == 0
+
+
+def test_the_rule_hears_what_the_ingress_says(engine):
+    heard = []
+
+    class Listening(Fifo):
+        def heard(self, elsewhere, weights, now_s):
+            heard.append((dict(elsewhere), dict(weights)))
+
+    rule = engine.use(Listening)
+    engine.add("a", prompt(1, 40), tenant="x",
+               **{WEIGHT_KEY: 2.5, CHARGES_KEY: '{"y": [1.0, 2.0, 3.0]}'})  # fmt: skip
+    engine.add("b", prompt(2, 40), tenant="y", **{WEIGHT_KEY: "heavy", CHARGES_KEY: "{broken"})
+    assert [work.tenant for work in rule.waiting] == ["x", "y"]
+    engine.run()
+    assert heard == [({"y": (1.0, 2.0, 3.0)}, {"x": 2.5}), ({}, {})]
+
+
+def test_malformed_metadata_ends_no_engine_and_changes_nobodys_answer(engine, reference):
+    """By way of vLLM's own front end, as a client's words come: no rule fails, all are answered."""
+    engine.use("fair")
+    for i, value in enumerate(["x", 7, [1, 2], -1.5, float("nan"), 2**62, '{"a": [1, 2]}']):
+        for key in ("kv_transfer_params", WEIGHT_KEY, CHARGES_KEY, HOST_TOKENS_KEY, TENANT_KEY):
+            engine.add(f"odd{i}{key}", prompt(300 + i, 40), max_tokens=1, **{key: value})
+    answers = mixed(engine)
+    assert {name: answers[name] for name in reference} == reference
+    assert len(answers) == 20 + 7 * 5
+    assert engine.scheduler._rule.errors_total == 0
+
+
+def test_a_request_without_a_tenant_is_refused_only_behind_an_ingress(engine, monkeypatch):
+    engine.use("fair")
+    engine.add("without", prompt(1, 40), tenant=None)
+    assert len(tokens_of(engine.run())["without"]) == 8, "it is the default tenant's"
+    required = replace(engine.scheduler._options, tenant_required=True)
+    monkeypatch.setattr(engine.scheduler, "_options", required)
+    engine.add("without", prompt(1, 40), tenant=None)
+    engine.add("alice's", prompt(2, 40), tenant="alice")
+    answers = engine.run()
+    assert answers["without"].outputs[0].finish_reason == "error"
+    assert not tokens_of(answers)["without"] and len(tokens_of(answers)["alice's"]) == 8
+
+
+def test_charges_and_fills_reach_the_stats_channel(engine):
+    messages = []
+    engine.use("fair")
+    engine.scheduler._log._send = messages.append
+    engine.scheduler._log._sent_charges.clear()
+    mixed(engine)
+    engine.settle()
+    last = messages[-1]
+    assert (last["waiting"], last["loading"], last["running"]) == (0, 0, 0)
+    assert 0 < last["budget_fill"] <= last["queued_iterations"] <= last["iterations"]
+    charged = {t: c for message in messages for t, c in message["charges"].items()}
+    assert {"t0", "t1", "t2"} <= set(charged)
+    assert all(vram_s > 0 and gpu_s > 0 for vram_s, gpu_s, _ in charged.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"rule": "nobody"}, "unknown scheduler 'nobody'.*fair"),
+        ({"rules": "fair"}, "unknown keys.*rules"),
+        ({"config": {"window": 0}}, "window is 0.*at least 1"),
+        ({"config": {"windows": 1}}, "windows"),
+        ({"link": {"token_s": -1.0}}, "token_s is -1"),
+    ],
+)
+def test_a_wrong_option_is_refused_when_the_engine_starts(given, reason):
+    from workers.vllm.options import Options
+
+    with pytest.raises(ValueError, match=reason):
+        Options.read({"kappa_scheduler": given}, "fcfs")
+
+
+def test_vllms_own_priorities_are_refused():
+    from workers.vllm.options import Options
+
+    with pytest.raises(ValueError, match=r"scheduling_policy is 'priority'.*leave it at 'fcfs'"):
+        Options.read({}, "priority")

@@ -1,1 +1,0 @@
-"""vLLM's host tier: connector, link, loads and stores, recomputed tails, handover."""

@@ -1,1 +1,0 @@
-"""KV handed from a prefill worker to a decode worker."""

@@ -1,0 +1,213 @@
+"""vLLM workers that measure every engine step, and on a paced node make it last.
+
+`MeteredCPUWorker` is vLLM's CPU worker plus a report per step on the stats channel: how long,
+how many tokens, which prompts were finished. With a pace in the engine's `additional_config` it
+also runs the real step and then sleeps until the step has lasted as long as it would on the
+named node, in dilated time; a step that cannot keep its pace is reported as an overrun. Chosen by
+`worker_cls="workers.vllm.metered_worker.MeteredCPUWorker"`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from kappa.cost import StepModel
+from workers.stats_channel import StatsSender
+from workers.vllm.admission_reports import kappa_request_id
+from workers.vllm.host_tier import CURRENT as HOST_TIERS
+from workers.vllm.transfer_choice import TAKES
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+# An engine with nothing to compute but loads in flight would poll as fast as it can.
+_LOAD_POLL_S = 0.01
+# Steps closer together than this are one busy period: their overhead is part of the pace.
+_BACK_TO_BACK_S = 0.02
+
+
+class StepMeter:
+    """Follows requests over steps: what each step computes, which prompts it finishes, and how long
+    the steps that computed a prompt took."""
+
+    def __init__(self) -> None:
+        self._prompt_tokens: dict[str, int] = {}
+        self._request_ids: dict[str, str] = {}
+        self._compute_s: dict[str, float] = {}
+        self._computing: list[str] = []
+        self._finishing: list[str] = []
+
+    def work(self, scheduled: SchedulerOutput) -> tuple[list[tuple[int, int]], list[str]]:
+        """Return [(new tokens, context tokens before them)] and the finished prompts' ids."""
+        work: list[tuple[int, int]] = []
+        prefilled: list[str] = []
+        tokens = scheduled.num_scheduled_tokens
+        self._computing, self._finishing = [], []
+        for new in scheduled.scheduled_new_reqs:
+            self._prompt_tokens[new.req_id] = len(new.prompt_token_ids or ())
+            self._request_ids[new.req_id] = kappa_request_id(new.sampling_params)
+            self._add(new.req_id, tokens[new.req_id], new.num_computed_tokens, work, prefilled)
+        cached = scheduled.scheduled_cached_reqs
+        for req_id, context in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            self._add(req_id, tokens[req_id], context, work, prefilled)
+        for req_id in scheduled.finished_req_ids:
+            self._prompt_tokens.pop(req_id, None)
+            self._request_ids.pop(req_id, None)
+            self._compute_s.pop(req_id, None)
+        return work, prefilled
+
+    def took(self, seconds: float) -> list[tuple[str, str, float]]:
+        """The step lasted so long; (vLLM's id, ours, seconds of all steps that computed it) of each
+        prompt that it finished."""
+        for req_id in self._computing:
+            self._compute_s[req_id] = self._compute_s.get(req_id, 0.0) + seconds
+        return [
+            (req_id, self._request_ids.get(req_id, ""), self._compute_s.pop(req_id, 0.0))
+            for req_id in self._finishing
+        ]
+
+    def _add(
+        self,
+        req_id: str,
+        new: int,
+        context: int,
+        work: list[tuple[int, int]],
+        prefilled: list[str],
+    ) -> None:
+        work.append((new, context))
+        prompt_tokens = self._prompt_tokens.get(req_id, 0)
+        if context < prompt_tokens:
+            self._computing.append(req_id)
+        if context < prompt_tokens <= context + new:
+            self._finishing.append(req_id)
+            prefilled.append(self._request_ids.get(req_id, ""))
+
+
+class Metered:
+    """A report per step and, on a paced node, a pace, in front of a vLLM worker's class."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.vllm_config.additional_config  # type: ignore[attr-defined]
+        pace = config.get("kappa_pace")
+        self._kappa_step_model = StepModel.from_dict(pace) if pace else None
+        self._kappa_stats = StatsSender(config.get("kappa_stats", ""))
+        self._kappa_meter = StepMeter()
+        self._kappa_step: dict[str, Any] | None = None
+        self._kappa_last_end_s = 0.0
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Run the real step; the report and the pace follow once its tokens are sampled."""
+        self._kappa_begin(scheduler_output)
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            for loads in (*HOST_TIERS, *TAKES):
+                loads.wait_for_load(_LOAD_POLL_S)
+        elif output is not None:
+            self._kappa_end()
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample as vLLM does, then finish the step's pace and report it."""
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        self._kappa_end()
+        return output
+
+    def kappa_profile(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Measure this process' memory bandwidth and FLOP/s (`workers.profiler.measure`)."""
+        from workers.profiler import measure
+
+        return measure(request)
+
+    def _kappa_begin(self, scheduler_output: SchedulerOutput) -> None:
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            self._kappa_meter.work(scheduler_output)
+            return
+        work, prefilled = self._kappa_meter.work(scheduler_output)
+        start_s = time.monotonic()
+        if self._kappa_step_model and start_s - self._kappa_last_end_s < _BACK_TO_BACK_S:
+            start_s = self._kappa_last_end_s
+        parts = self._kappa_step_model.real_parts(work) if self._kappa_step_model else None
+        self._kappa_step = {
+            "kind": "step",
+            "tokens": scheduler_output.total_num_scheduled_tokens,
+            "prefilled": [request_id for request_id in prefilled if request_id],
+            "start_s": start_s,
+            "pace_s": parts.step_s if parts else 0.0,
+            "announced": parts,
+        }
+        for tier in HOST_TIERS:
+            tier.begin_step(self._kappa_step["pace_s"])
+
+    def _kappa_end(self) -> None:
+        step, self._kappa_step = self._kappa_step, None
+        if step is None:
+            return
+        start_s = step.pop("start_s")
+        real_s = time.monotonic() - start_s
+        owed = [s for s in (tier.owed_s() for tier in HOST_TIERS) if s is not None]
+        if owed:
+            step["announced"] = None
+        # A step that waited for loads lasts as long as those and its last layer; it is no overrun.
+        remaining_s = max(owed) if owed else step["pace_s"] - real_s
+        if remaining_s > 0:
+            time.sleep(remaining_s)
+        end_s = time.monotonic()
+        on_time = remaining_s > 0 and not owed
+        self._kappa_last_end_s = start_s + step["pace_s"] if on_time else end_s
+        step.update(
+            took_s=end_s - start_s,
+            real_s=real_s,
+            overrun=bool(step["pace_s"] and remaining_s < 0 and not owed),
+            spent=[
+                (ours, sum(each.take_load_s(req_id) for each in (*HOST_TIERS, *TAKES)), compute_s)
+                for req_id, ours, compute_s in self._kappa_meter.took(end_s - start_s)
+                if ours
+            ],
+            t_s=time.time(),
+        )
+        self._kappa_stats.send(step)
+
+
+class Rewindable(torch.Generator):
+    """A generator on the CPU that can take back what was drawn since it was marked.
+
+    A request with a seed draws in every step of its prompt. vLLM takes back all draws but the last
+    by the generator's offset, which one on a CPU does not have: its exception ends the engine.
+    """
+
+    def mark(self) -> None:
+        """Where to come back to."""
+        self._marked = self.get_state()
+
+    def get_offset(self) -> int:
+        """Of no meaning here."""
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """Back to the mark, whatever the offset."""
+        self.set_state(self._marked)
+
+
+def mark_generators(runner: Any) -> None:
+    """Make all generators of a model runner's batch rewindable to what they are now."""
+    batch = runner.input_batch
+    for index, generator in batch.generators.items():
+        if not isinstance(generator, Rewindable):
+            plain, generator = generator, Rewindable()
+            generator.set_state(plain.get_state())
+            batch.generators[index] = runner.requests[batch.req_ids[index]].generator = generator
+        generator.mark()
+
+
+class MeteredCPUWorker(Metered, CPUWorker):
+    """vLLM's CPU worker, metered."""
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As `Metered`, with generators that vLLM can take a step back."""
+        mark_generators(self.model_runner)
+        return super().sample_tokens(grammar_output)
