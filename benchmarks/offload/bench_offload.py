@@ -40,7 +40,7 @@ def offload(
         list[str] | None,
         typer.Option(
             help="cpu-small, cpu-paced, cpu-paced-fast, cpu-offload-small, cpu-offload-paced; on a "
-            "GPU kvpr-6.7b, kvpr-13b, kvpr-weights, hybrid-13b, ttft, cpu-offload-13b, cpu-kv-1 "
+            "GPU kvpr-6.7b, kvpr-13b, kvpr-weights, hybrid-13b, ttft, cpu-kv-1 "
             "(4, 8, 15); of sparse decoding, apart, clo-cpu, clo-cpu-paced, on a GPU clo-llama-8k "
             "(-long), clo-qwen-8k (-long); as often as wanted."
         ),

@@ -1,7 +1,7 @@
 """Decoding over an offloaded cache, one arm per policy; and the link alone with the same bytes.
 
 Every run computes its prompts (not timed), then decodes; tokens are compared with the baseline's,
-since all policies are exact. Hugging Face's offloaded cache is an arm where the device is a GPU.
+since all policies are exact.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 
 from benchmarks.offload.decoder import Decoder
-from benchmarks.offload.huggingface import offloaded_arm, offloaded_refused
 from benchmarks.offload.policies import Policies, Way
 from benchmarks.offload.rig import Rig
 from benchmarks.offload.rounds import LINK, Arm, Sample
@@ -32,13 +31,6 @@ def decode_arms(rig: Rig, cell: DecodeCell) -> tuple[list[Arm], dict[str, str]]:
     choice = policies.choice()
     arms = []
     for name in cell.policies:
-        if name == "hf-offloaded":
-            refused = offloaded_refused(rig)
-            if refused:
-                left_out[name] = refused
-            else:
-                arms.append(offloaded_arm(rig, cell))
-            continue
         if name.startswith("cpu-") and rig.rates.attend is None:
             left_out[name] = attention_refused(rig.rates)
             continue

@@ -24,13 +24,11 @@ for, and its bandwidth can be judged over the whole latency."""
 LEAST_CUT = 0.358
 LEAST_THROUGHPUT = 2.19
 _PLAIN = ("kv-only", "load-layers")
-LEAST_MORE_TOKENS = 1.61
-LEAST_AT_30 = 0.98
 LEAST_SPARSE = 1.16
 """Of paper 004's Llama3-8B: the least of its speed-ups over the best of its baselines."""
 LEAST_GATHER = 0.9
 # Not plans: what is not offloaded, what is not ours, what does not overlap.
-_NOT_PLANS = ("device", "streamed", "hf-offloaded", LINK, "load-sequential")
+_NOT_PLANS = ("device", LINK, "load-sequential")
 
 
 def judge(rows: list[Row], device_type: str) -> list[dict[str, Any]]:
@@ -127,18 +125,6 @@ def _choice(policies: dict[str, Row]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _offload(at: tuple[str, str], policies: dict[str, Row]) -> list[dict[str, Any]]:
-    """Table 1 of paper 002: tokens per second of the planned share against streaming all."""
-    if at[0] != "cpu-offload-13b" or "planned" not in policies:
-        return []
-    row = policies["planned"]
-    least = {1: LEAST_MORE_TOKENS, 30: LEAST_AT_30}.get(row["batch"])
-    if least is None:
-        return []
-    said = f"{least} times the tokens per second of streaming all, prompts included (002)"
-    return [_goal(said, row, row["end_to_end_speedup"], least, least=True, text=row["note"])]
-
-
 def _published(policies: dict[str, Row]) -> list[dict[str, Any]]:
     """The papers' best figures, where their setting was measured."""
     row = next(iter(policies.values()))
@@ -155,15 +141,6 @@ def _published(policies: dict[str, Row]) -> list[dict[str, Any]]:
                 least=True, text=f"{best['policy']} against KV alone in this engine",
             )
         )  # fmt: skip
-        if "hf-offloaded" in policies:
-            theirs = 1.0 - best["latency_s"] / policies["hf-offloaded"]["latency_s"]
-            found.append(
-                _goal(
-                    "decode latency cut by 35.8 % against Hugging Face's offloaded cache", best,
-                    theirs, LEAST_CUT, least=True, text=best["policy"],
-                )
-            )  # fmt: skip
-    found += _offload(at, policies)
     if row["setting"] == "hybrid-13b":
         hybrids = [r for name, r in policies.items() if name not in (*_NOT_PLANS, *_PLAIN)]
         best = max(hybrids, key=lambda r: r["end_to_end_speedup"])

@@ -16,7 +16,6 @@ from benchmarks.offload.settings import (
     Cell,
     DecodeCell,
     Group,
-    OffloadCell,
     PrefixCell,
     Setting,
     SparseCell,
@@ -30,10 +29,9 @@ from kappa.plans.clo import Persistent, memory
 STORE_CHUNK_TOKENS = 2_048
 """A prompt that is to be cached is computed and stored in pieces of so many tokens."""
 
-_NO_KV = frozenset({"activations", "device", "hf-offloaded"})
-_NO_ACT = frozenset({"kv-only", "device", "hf-offloaded"})
+_NO_KV = frozenset({"activations", "device"})
+_NO_ACT = frozenset({"kv-only", "device"})
 _CPU = "cpu-"
-_WIDE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +55,6 @@ def arena_size(setting: Setting, group: Group) -> ArenaSize:
             # Where they cannot pay (grouped queries), nobody will ask for them.
             if _activations_smaller(model(group.model, setting.dtype)):
                 act_host = max(act_host, blocks)
-            continue
-        if isinstance(cell, OffloadCell):
-            # The baseline's KV on the device; prompts of the others on their way to the slab.
-            blocks = cell.batch * math.ceil((cell.prompt + cell.gen) / bt)
-            kv_device = max(kv_device, blocks)
-            kv_host = max(kv_host, cell.batch * math.ceil(cell.prompt / bt))
             continue
         blocks = cell.sequences * math.ceil((cell.prompt + cell.gen) / bt)
         # One that fills, and one that leaves.
@@ -91,28 +83,14 @@ def needs(setting: Setting, group: Group) -> Needs:
     device += max(_working(config, cell) for cell in group.cells)
     host = size.kv_host * kv + size.act_host * act
     host += config.layers * layer if group.streamed else 0
-    host += max(_slab(config, cell, each) for cell in group.cells)
     if setting.device == "cpu":
         return Needs(0, (device + host) * each)
     return Needs(device * each, host * each)
 
 
-def _slab(config: ModelConfig, cell: Cell, each: int) -> int:
-    """Elements, of so many bytes, of what the CPU computes with in float32: KV, and weights."""
-    if not isinstance(cell, OffloadCell):
-        return 0
-    kv = config.layers * 2 * config.kv_width * cell.batch * (cell.prompt + cell.gen)
-    attention = 2 * config.hidden * (config.kv_width + config.query_width)
-    mlp = config.inner * config.hidden * (2 if config.gated else 1)
-    wide = config.layers * (attention + mlp) if each < _WIDE_BYTES else 0
-    return math.ceil((kv + wide) * max(each, _WIDE_BYTES) / each)
-
-
 def _working(config: ModelConfig, cell: Cell) -> int:
     """Elements of the largest pass: what is loaded for two items, and what is computed for one."""
-    if isinstance(cell, OffloadCell):
-        loaded, computed = 0, cell.batch * cell.prompt
-    elif isinstance(cell, DecodeCell):
+    if isinstance(cell, DecodeCell):
         loaded, computed = cell.batch * (cell.prompt + cell.gen), cell.batch * cell.prompt
     else:
         loaded = cell.cached

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.offload.rig import Rig
 from benchmarks.offload.rounds import LINK, Arm, Sample, leaders, ratios, spread
-from benchmarks.offload.settings import Cell, DecodeCell, OffloadCell, PrefixCell, Setting
+from benchmarks.offload.settings import Cell, DecodeCell, PrefixCell, Setting
 
 
 def rows_of(
@@ -78,10 +78,6 @@ def _where(setting: Setting, rig: Rig, cell: Cell) -> dict[str, Any]:
         system = {"row": "decode-row", "column": "decode-column"}[cell.order]
         sizes = {"batch": cell.sequences, "batches": cell.batches, "prompt": cell.prompt}
         return {"system": system, **common, **sizes, "gen": cell.gen}
-    if isinstance(cell, OffloadCell):
-        sizes = {"batch": cell.batch, "batches": 1, "prompt": cell.prompt}
-        threads = {"cpu_threads": cell.cpu_threads}
-        return {"system": "cpu-offload", **common, **sizes, "gen": cell.gen, **threads}
     return {"system": "prefix-ttft", **common, "batch": 1, "batches": 1,
             "prompt": cell.cached + cell.new, "cached": cell.cached, "gen": 1}  # fmt: skip
 
@@ -99,9 +95,7 @@ def _rate(cell: Cell, latency_s: float) -> float:
 
 
 def _copied(arm: Arm, samples: list[Sample]) -> dict[str, Any]:
-    """Bytes and rates; of Hugging Face's own copies nothing is known."""
-    if arm.name == "hf-offloaded":
-        return {"gpu_busy": None, "bytes_h2d": None, "gbps": None, "link_gbps": None}
+    """Bytes and rates."""
     busy = [1.0 - min(1.0, one.stalled_s / one.latency_s) for one in samples]
     return {
         "gpu_busy": None if arm.name == LINK else statistics.median(busy),
@@ -114,7 +108,7 @@ def _copied(arm: Arm, samples: list[Sample]) -> dict[str, Any]:
 
 
 def _end_to_end(
-    cell: DecodeCell | OffloadCell, samples: dict[str, list[Sample]], baseline: str, name: str
+    cell: DecodeCell, samples: dict[str, list[Sample]], baseline: str, name: str
 ) -> dict[str, float]:
     """With the prompts' computation (paper 003 counts it): tokens per second, and the speed-up."""
     both = [[one.before_s + one.latency_s for one in samples[which]] for which in (baseline, name)]

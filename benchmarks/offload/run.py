@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.offload import decoding, offloading, policies, prefixes
+from benchmarks.offload import decoding, policies, prefixes
 from benchmarks.offload.goals import judge
 from benchmarks.offload.needs import refuse_too_large
 from benchmarks.offload.rig import Rig, Unsteady, rig, sparse_rig
@@ -30,7 +30,6 @@ from benchmarks.offload.settings import (
     Cell,
     DecodeCell,
     Group,
-    OffloadCell,
     PrefixCell,
     Setting,
     SparseCell,
@@ -43,7 +42,7 @@ from engine.profiling import device_name
 
 Told = Callable[[str], None]
 
-_KINDS: dict[type, str] = {PrefixCell: "ttft", OffloadCell: "offload", SparseCell: "sparse"}
+_KINDS: dict[type, str] = {PrefixCell: "ttft", SparseCell: "sparse"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +133,6 @@ class _Run:
             if isinstance(cell, DecodeCell):
                 arms, left_out = decoding.decode_arms(made, cell)
                 self._measure(setting, made, cell, arms, policies.BASELINE)
-            elif isinstance(cell, OffloadCell):
-                left_out = {}
-                with offloading.offloaded(made, cell) as batch:
-                    arms = offloading.offload_arms(made, cell, batch)
-                    self._measure(setting, made, cell, arms, offloading.BASELINE)
             else:
                 with prefixes.stored(made, cell) as prompt:
                     arms, left_out = prefixes.prefix_arms(made, cell, prompt)

@@ -67,31 +67,6 @@ class PrefixCell:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadCell:
-    """One batch that decodes with weights and KV in host memory; KV on the device as the baseline.
-
-    ways: shares of the CPU, as `benchmarks.offload.offloading` names them. cpu_threads: that
-    compute them.
-    """
-
-    batch: int
-    prompt: int
-    gen: int
-    ways: tuple[str, ...]
-    cpu_threads: int = 1
-
-    @property
-    def sequences(self) -> int:
-        """Of its one batch."""
-        return self.batch
-
-    @property
-    def name(self) -> str:
-        """As `--only` finds it: offload-30x512/32."""
-        return f"offload-{self.batch}x{self.prompt}/{self.gen}"
-
-
-@dataclass(frozen=True, slots=True)
 class SparseCell:
     """`batch` sequences of `context` tokens each that decode. hits: rates that are injected."""
 
@@ -105,7 +80,7 @@ class SparseCell:
         return f"{self.batch}x{self.context}"
 
 
-Cell = DecodeCell | PrefixCell | OffloadCell
+Cell = DecodeCell | PrefixCell
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +152,7 @@ def _cpu(name: str, link_bytes_per_s: float) -> Setting:
     """Small shapes; with a slow link fewer bytes, so that it takes as long."""
     paced = 0 < link_bytes_per_s < _SLOW_BYTES_PER_S
     batch, prompt, gen = (4, 128, 9) if paced else (8, 256, 17)
-    row = DecodeCell(batch, prompt, gen, (*_KVPR, *_SHARES, "device", "hf-offloaded"))
+    row = DecodeCell(batch, prompt, gen, (*_KVPR, *_SHARES, "device"))
     # As much KV as weights, or more: what paper 003 is about.
     column = DecodeCell(
         4, prompt, 5 if paced else 17, (*_COLUMN, *_SWEPT), batches=3 if paced else 4,
@@ -200,7 +175,7 @@ def _kvpr(model: str) -> Setting:
     cells = tuple(
         DecodeCell(
             64, prompt, gen,
-            (*_KVPR, *(_SHARES if gen == 32 else ()), "device", "hf-offloaded"),
+            (*_KVPR, *(_SHARES if gen == 32 else ()), "device"),
         )
         for gen in (32, 128)
         for prompt in (128, 256, 512)
@@ -246,18 +221,13 @@ def _ttft() -> Setting:
     return Setting("ttft", "cuda", "bfloat16", groups)
 
 
-_MODES = ("mha", "mha-o", "mha-av-o")
-_OFFLOAD = (*_MODES, "alpha-25", "alpha-50", "alpha-75", "alpha-100", "planned")
 _CPU_SHARES = ("cpu-25", "cpu-50", "cpu-75", "cpu-100", "cpu-paper", "cpu-ahead")
 
 
 def _cpu_offload(name: str, link_bytes_per_s: float) -> Setting:
-    """Table 1 of paper 002 at a small shape, and the context split with weights on the device."""
-    batches = (1, 4, 16) if link_bytes_per_s else (1, 10, 20, 30)
-    faithful = tuple(OffloadCell(batch, 256, 17, _OFFLOAD) for batch in batches)
+    """The context split of paper 002, weights on the device."""
     split = DecodeCell(8, 512, 17, ("kv-only", *_CPU_SHARES, "device"))
     groups = (
-        Group("opt-small", faithful, streamed=True),
         Group("opt-small", (split,), cpu_threads=1),
         Group("llama-small", (split,), cpu_threads=1),
     )
@@ -265,16 +235,6 @@ def _cpu_offload(name: str, link_bytes_per_s: float) -> Setting:
         name, "cpu", "float32", groups, link_bytes_per_s=link_bytes_per_s, threads=1,
         profile=_SMALL,
     )  # fmt: skip
-
-
-def _cpu_offload_13b() -> Setting:
-    """Table 1 of paper 002: its batches, 512 tokens and 32; weights and KV in host memory."""
-    cells = tuple(
-        OffloadCell(batch, 512, 32, _OFFLOAD, cpu_threads=_GPU_HOST_THREADS)
-        for batch in (1, 10, 20, 30)
-    )
-    groups = (Group("opt-13b", cells, streamed=True),)
-    return Setting("cpu-offload-13b", "cuda", "float16", groups)
 
 
 def _cpu_kv(threads: int) -> Setting:
@@ -291,14 +251,9 @@ def _cpu_kv(threads: int) -> Setting:
     return Setting(f"cpu-kv-{threads}", "cuda", "bfloat16", groups)
 
 
-# Of 16 cores, one is left to the process that launches kernels.
-_GPU_HOST_THREADS = 15
 _SMALLEST_OFFLOAD = Setting(
     "cpu-offload-smallest", "cpu", "float32",
     (
-        Group(
-            "opt-tiny", (OffloadCell(2, 24, 4, ("mha", "alpha-50", "planned")),), streamed=True
-        ),
         Group("opt-tiny", (DecodeCell(2, 24, 4, ("kv-only", "cpu-50", "cpu-ahead")),),
               cpu_threads=1),
     ),
@@ -308,7 +263,7 @@ _SMALLEST = Setting(
     "cpu-smallest", "cpu", "float32",
     (
         Group("opt-tiny", (
-            DecodeCell(2, 24, 4, ("kv-only", "kvpr-ahead", "hf-offloaded")), PrefixCell(64, 8, ()),
+            DecodeCell(2, 24, 4, ("kv-only", "kvpr-ahead")), PrefixCell(64, 8, ()),
         )),
         Group("opt-tiny", (
             DecodeCell(2, 24, 4, ("kv-only", "hybrid-planned"), batches=2, order="column"),
@@ -348,7 +303,7 @@ SETTINGS: dict[str, Setting] = {
         _cpu_offload("cpu-offload-small", 0.0), _cpu_offload("cpu-offload-paced", 600e6),
         _SMALLEST_OFFLOAD,
         _kvpr("opt-6.7b"), _kvpr("opt-13b"), _kvpr_weights(), _hybrid(), _ttft(),
-        _cpu_offload_13b(), *(_cpu_kv(threads) for threads in (1, 4, 8, 15)),
+        *(_cpu_kv(threads) for threads in (1, 4, 8, 15)),
         _SMALLEST_SPARSE, _sparse_cpu("clo-cpu", 0.0), _sparse_cpu("clo-cpu-paced", 100e6),
         _sparse_gpu("clo-llama-8k", "llama-3-8b", _BATCHES, 0.1),
         _sparse_gpu("clo-llama-long", "llama-3-8b", (*_LONG, SparseCell(1, 512 * 1024)), 0.1),

@@ -1,9 +1,8 @@
 """Decoding with a sparse choice of a cache in host memory, one arm per way, and its rows.
 
 CLO with injected hit rates beside what it is compared with in paper 004: the whole choice loaded
-each step one layer ahead ("prefetch-all"), an LRU cache of blocks that the host manages
-("lru-blocks"), and the gather of rows beside a plain copy of as many bytes. Every row says the rate
-that was injected; none is a property of a model.
+each step one layer ahead ("prefetch-all"), and the gather of rows beside a plain copy of as many
+bytes. Every row says the rate that was injected; none is a property of a model.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from benchmarks.offload.rig import SparseRig
 from benchmarks.offload.rounds import COPY, GATHER, Arm, Sample, ratios, spread
 from benchmarks.offload.rows import error
 from benchmarks.offload.settings import PAPER_HITS, Setting
-from benchmarks.offload.sparse_lru import LruDecoder
 from engine.sparse.cache import Pending, SimilarityCache
 from engine.sparse.forward import SparseForward
 from engine.sparse.gather import Gather, pairs
@@ -27,9 +25,8 @@ from engine.sparse.retriever import Asked
 from engine.sparse.view import View
 from kappa.plans.clo import equal_heads, step_seconds
 
-PREFETCH_ALL, LRU, NO_LOADS = "prefetch-all", "lru-blocks", "clo-100"
+PREFETCH_ALL, NO_LOADS = "prefetch-all", "clo-100"
 NO_COPIES = "choose-only"
-_RIVALS = (PREFETCH_ALL, LRU)
 
 
 class _NoCopies(SimilarityCache):
@@ -45,7 +42,6 @@ class SparseArms:
     def __init__(self, setting: Setting, rig: SparseRig) -> None:
         self.setting, self.rig, self.cell = setting, rig, rig.cell
         self.hit_ratios: dict[str, float | None] = {}
-        self.managed_s: list[float] = []
 
     def arms(self) -> list[Arm]:
         """All ways of decoding, and the two copies."""
@@ -56,7 +52,6 @@ class SparseArms:
         made.append(Arm("clo-79-waited", self._clo("clo-79-waited", PAPER_HITS, ahead=False)))
         made.append(Arm(NO_LOADS, self._clo(NO_LOADS, 1.0)))
         made.append(Arm(NO_COPIES, self._clo(NO_COPIES, 0.0, kind=_NoCopies)))
-        made.append(Arm(LRU, self._lru))
         return [*made, Arm(GATHER, self._gather), Arm(COPY, self._copy)]
 
     def _clo(
@@ -89,18 +84,6 @@ class SparseArms:
             return replace(sample, h2d_bytes=moved)
 
         return run
-
-    def _lru(self) -> Sample:
-        rig = self.rig
-        rig.open()
-        decoder = LruDecoder(rig, self.cell.batch, self.cell.context, seed=1)
-        decoder.step()
-        found, asked = decoder.counts.found, decoder.counts.asked
-        managed_s = decoder.counts.managed_s
-        sample = rig.timed(lambda: [decoder.step() for _ in range(self.setting.steps)])
-        self.hit_ratios[LRU] = (decoder.counts.found - found) / (decoder.counts.asked - asked)
-        self.managed_s.append(decoder.counts.managed_s - managed_s)
-        return sample
 
     def _gather(self) -> Sample:
         """The choice of every head of a layer, at random places, a few times."""
@@ -146,15 +129,13 @@ class SparseArms:
     def rows(self, arms: Sequence[Arm], samples: dict[str, list[Sample]]) -> list[dict[str, Any]]:
         """One per arm, predicted beside measured."""
         steps = self.setting.steps
-        medians = {name: spread([s.latency_s for s in samples[name]]).median for name in _RIVALS}
-        best = min(medians, key=medians.__getitem__)
         link = spread([s.h2d_bytes / s.link_s for s in samples[GATHER] if s.link_s]).median
         # Other work on the machine only adds: of what plans are made of, the least counts.
         least = {n: min(s.latency_s for s in samples[n]) / steps for n in (NO_LOADS, NO_COPIES)}
         found = []
         for arm in arms:
             mine = [s.latency_s / steps for s in samples[arm.name]]
-            latency, gain = spread(mine), ratios(samples, best, arm.name)
+            latency, gain = spread(mine), ratios(samples, PREFETCH_ALL, arm.name)
             decoding = arm.name not in (GATHER, COPY)
             predicted = self._predicted(arm.name, link, least)
             moved = spread([float(s.h2d_bytes) for s in samples[arm.name]]).median
@@ -168,9 +149,8 @@ class SparseArms:
                 "predicted_s": predicted,
                 "predicted_error": error(predicted, latency.median),
                 "predicted_error_of_least": error(predicted, min(mine)),
-                "baseline": best, "speedup": gain.median if decoding else None,
+                "baseline": PREFETCH_ALL, "speedup": gain.median if decoding else None,
                 "speedup_iqr": gain.iqr if decoding else None,
-                "managed_s": spread(self.managed_s).median / steps if arm.name == LRU else None,
             })  # fmt: skip
         return found
 
@@ -181,7 +161,7 @@ class SparseArms:
         misses (a CPU knows), their part of what choosing takes.
         """
         hits = self.hit_ratios.get(name)
-        if hits is None or name in (LRU, NO_LOADS, NO_COPIES):
+        if hits is None or name in (NO_LOADS, NO_COPIES):
             return None
         layers = self.rig.config.layers
         step_s = least[NO_LOADS] + (1.0 - hits) * max(0.0, least[NO_COPIES] - least[NO_LOADS])
@@ -204,7 +184,7 @@ class SparseArms:
 def _label(name: str) -> str | None:
     if name in (GATHER, COPY):
         return None
-    return "drawn choices" if name == LRU else "injected"
+    return "injected"
 
 
 def _rate(samples: Sequence[Sample]) -> float | None:

@@ -20,7 +20,7 @@ _US = "priced"
 
 
 def routing(
-    out: Annotated[Path, typer.Option(help="Directory for rows, records and pictures.")],
+    out: Annotated[Path, typer.Option(help="Directory for the rows.")],
     trace: Annotated[
         list[str] | None, typer.Option(help="Workload by name or file; repeat for several.")
     ] = None,
@@ -61,7 +61,6 @@ def routing(
     only_report: Annotated[
         bool, typer.Option("--report", help="Run nothing: tables of what is in the directory.")
     ] = False,
-    plots: Annotated[bool, typer.Option(help="Draw pictures into the directory.")] = False,
     json_output: Json = False,
 ) -> None:
     """Policies over clusters, traces and loads. Goes on where it was stopped."""
@@ -87,12 +86,6 @@ def routing(
     except KeyboardInterrupt:
         typer.echo(f"stopped; the same command goes on from {out / 'rows.jsonl'}", err=True)
         raise typer.Exit(130) from None
-    if plots:
-        from benchmarks.routing.plots import draw_all, draw_cells
-
-        for path in (draw_cells(rows, out / "cells.png", _US, grid.OURS), *draw_all(out)):
-            if path is not None:
-                note(f"drew {path}")
 
     def show(console: Console) -> None:
         print(report.markdown(rows, _US, grid.OURS))

@@ -21,8 +21,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.baselines.routing.catalogue import BASELINES, parameters
 from benchmarks.harness import append_line, read_lines
 from benchmarks.routing.source_closure import source_closure
@@ -110,7 +108,6 @@ class Store:
 
     def __init__(self, directory: Path, settings: Settings) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory = directory
         self._path = directory / "rows.jsonl"
         self._settings = settings
         rows = read_rows(self._path) if self._path.exists() else []
@@ -304,7 +301,7 @@ def _run_missing(
         return
     if jobs == 1:
         for run in missing:
-            store.add(run, simulated(run, settings, _records_path(run, store.directory)))
+            store.add(run, simulated(run, settings))
             meter.step(run)
         return
     # More threads than cores would only hinder each other. Children inherit the environment.
@@ -317,8 +314,7 @@ def _run_missing(
             while True:
                 # Little is submitted ahead, so that an interrupt leaves little to wait for.
                 for ahead in islice(queue, jobs + 1 - len(under_way)):
-                    records = _records_path(ahead, store.directory)
-                    under_way[pool.submit(simulated, ahead, settings, records)] = ahead
+                    under_way[pool.submit(simulated, ahead, settings)] = ahead
                 if not under_way:
                     return
                 for future in wait(under_way, return_when=FIRST_COMPLETED).done:
@@ -330,14 +326,7 @@ def _run_missing(
             raise
 
 
-def _records_path(run: Run, directory: Path) -> Path | None:
-    if run.tuning or run.seed != 0:
-        return None
-    name = run.policy.replace(":", "-").replace("=", "-").replace(",", "-")
-    return directory / "records" / run.cell.name / f"{name}.npz"
-
-
-def simulated(run: Run, settings: Settings, records: Path | None = None) -> dict[str, Any]:
+def simulated(run: Run, settings: Settings) -> dict[str, Any]:
     """Simulate one run: its summary, with the cell's facts beside it."""
     cell = run.cell
     if run.tuning:
@@ -352,8 +341,6 @@ def simulated(run: Run, settings: Settings, records: Path | None = None) -> dict
     start_s = time.perf_counter()
     outcome = simulate(config, traffic=traffic, timer=time.perf_counter)
     wall_s = time.perf_counter() - start_s
-    if records is not None:
-        _write_records(records, outcome)
     return {
         **outcome.summary(),
         **{k: v for k, v in asdict(cell).items() if k not in ("cluster", "trace")},
@@ -419,23 +406,6 @@ def throughput_rps(outcome: Outcome) -> float:
         return 0.0
     ended = r.arrival_s + r.e2e_s
     return float(((ended > start_s) & (ended <= end_s)).sum()) / (end_s - start_s)
-
-
-def _write_records(path: Path, outcome: Outcome) -> None:
-    """Of the measured requests: TTFT, node, κ; and each node's kind."""
-    r = outcome.records
-    picked = r.measured
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".part")
-    with temporary.open("wb") as file:
-        np.savez_compressed(
-            file,
-            ttft_s=r.ttft_s[picked].astype(np.float32),
-            node=r.node[picked].astype(np.int16),
-            kappa=r.kappa[picked].astype(np.float32),
-            nodes=np.array([node.name for node in outcome.nodes]),
-        )
-    temporary.replace(path)
 
 
 def fingerprint(run: Run, settings: Settings) -> str:

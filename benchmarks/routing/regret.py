@@ -1,125 +1,119 @@
-"""How far policies are from what could have been: a lower bound, and a plan that exists.
+"""`kappa bench regret`: policies against the best plan that a search in hindsight finds.
 
-One short instance without noise. Every policy plays it; then `clairvoyant` looks for a better plan,
-and `lower_bound` says what no plan could undercut. If the search does not beat every policy, there
-is no reference plan and the bound alone is reported.
+One short instance without noise and without admission. Every policy plays it; then
+`benchmarks.routing.hindsight` looks for a better plan. If it does not beat every policy there is no
+reference plan, and no regret is given.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
 
-import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
 
-from benchmarks.routing.clairvoyant import Found, Plan, Point, p99, search
-from benchmarks.routing.lower_bound import Bound, lower_bound
+from benchmarks.harness import Json, note, publish, result, table, usage_errors
+from benchmarks.routing.hindsight import Plan, Search, p99_s
+from kappa.shapes import model_shape
+from router.policies import policy_named
+from simulator.clusters import cluster_named
 from simulator.faults import Faults
 from simulator.outcome import Records, spread
-from simulator.run import SimulationConfig, idle_speed, simulate, traffic_of
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Regret:
-    """What came out. policies: each one's records; bounds: for the arrivals that it had."""
-
-    config: SimulationConfig
-    policies: dict[str, Records]
-    bounds: dict[str, Bound]
-    idle: Bound
-    found: Found
-
-    @property
-    def beats_all(self) -> bool:
-        """Whether the plan found is better than what every policy did."""
-        return all(self.found.p99_s < p99(records) for records in self.policies.values())
-
-    def summary(self) -> dict[str, Any]:
-        """The figures, ready for JSON; regrets are ratios of TTFTs, 1 means none."""
-        plan = spread(self.found.records.ttft_s[self.found.records.measured])
-        return {
-            "cluster": self.config.cluster.name,
-            "trace": self.config.workload.name,
-            "load": self.config.load,
-            "seed": self.config.seed,
-            "requests": self.config.requests,
-            "warm": self.config.warm,
-            "idle_bound_s": _bound(self.idle),
-            "clairvoyant": {
-                "beats_all": self.beats_all,
-                "ttft_s": plan,
-                "start": self.found.start,
-                "evaluations": self.found.evaluations,
-                "starts_p99_s": self.found.starts,
-                "curve": [[point.evaluations, point.p99_s] for point in self.found.curve],
-            },
-            "rows": [self._row(name) for name in self.policies],
-        }
-
-    def _row(self, name: str) -> dict[str, Any]:
-        records, bound = self.policies[name], self.bounds[name]
-        ttft_s = spread(records.ttft_s[records.measured])
-        mine = p99(records)
-        return {
-            "policy": name,
-            "ttft_s": ttft_s,
-            "bound_s": _bound(bound),
-            "regret_bound": _ratio(mine, bound.p99_s),
-            "regret_bound_mean": _ratio(ttft_s["mean"], bound.mean_s),
-            "regret_plan": _ratio(mine, self.found.p99_s) if self.beats_all else None,
-        }
+from simulator.run import SimulationConfig, simulate, traffic_of
+from workload.catalogue import workload_named
 
 
 def regret(
-    config: SimulationConfig,
-    policies: Sequence[str],
-    *,
-    evaluations: int,
-    may_go_on: Callable[[], bool] = lambda: True,
-    improved: Callable[[Point], None] = lambda point: None,
-) -> Regret:
-    """Play all policies, search for a better plan, and bound.
+    trace: Annotated[str, typer.Option(help="Workload by name or file.")] = "miniswe",
+    cluster: Annotated[str, typer.Option(help="Cluster by name or file.")] = "small",
+    load: Annotated[float, typer.Option(min=0.01, help="Fraction of the capacity bound.")] = 0.5,
+    policies: Annotated[str, typer.Option(help="With commas.")] = "priced,ttft,llm_d,sticky",
+    seeds: Annotated[int, typer.Option(min=1, help="Instances, a seed each.")] = 1,
+    requests: Annotated[int, typer.Option(min=10, help="Requests of an instance.")] = 1000,
+    evaluations: Annotated[
+        int, typer.Option(min=1, help="Budget of the search: instances played.")
+    ] = 2000,
+    cold: Annotated[bool, typer.Option("--cold/--warm", help="Caches at the start.")] = False,
+    model: Annotated[str, typer.Option(help="Model that the nodes serve.")] = "llama-3.1-8b",
+    json_output: Json = False,
+) -> None:
+    """Policies against the best plan that a search in hindsight finds."""
+    names = policies.split(",")
+    instances = []
+    with usage_errors():
+        for name in names:
+            policy_named(name)
+        for seed in range(seeds):
+            config = SimulationConfig(
+                cluster=cluster_named(cluster), workload=workload_named(trace),
+                shape=model_shape(model), load=load, requests=requests, seed=seed, warm=not cold,
+            )  # fmt: skip
+            instances.append(instance(config, names, evaluations))
+            note(f"{_title(instances[-1])}: (evaluations, p99 s) {instances[-1]['plan']['curve']}")
+
+    def show(console: Console) -> None:
+        for one in instances:
+            console.print(_table(one))
+
+    publish(result(instances=instances), show, json_output=json_output)
+
+
+def instance(config: SimulationConfig, policies: Sequence[str], evaluations: int) -> dict[str, Any]:
+    """Play all policies and search for a better plan; `regret_plan` is a ratio of p99 TTFTs.
 
     Args:
-        config: the instance; its policy and its faults are not used, and nobody is refused.
-        policies: whom to compare.
+        config: the instance; its policy and its faults are not used, and nothing is rejected.
+        policies: that are compared.
         evaluations: budget of the search, in runs.
-        may_go_on: asked before each run of the search; false ends it early.
-        improved: told of each new best plan.
     """
     config = replace(config, faults=Faults(noise_sigma=0.0), admission=None)
     traffic = traffic_of(config)
-    played = {
-        name: simulate(replace(config, policy=name), traffic=traffic).records for name in policies
-    }
 
     def evaluate(plan: Plan) -> Records:
         return simulate(config, traffic=traffic, assignment=plan.tolist()).records
 
-    nodes = config.cluster.nodes
-    found = search(
-        {name: records.node for name, records in played.items()},
-        evaluate, len(nodes), random.Random(config.seed),
-        evaluations=evaluations, may_go_on=may_go_on, improved=improved,
-    )  # fmt: skip
-    speeds = [idle_speed(node, config.shape, config.budget_tokens) for node in nodes]
-    return Regret(
-        config=config,
-        policies=played,
-        bounds={
-            name: lower_bound(traffic, speeds, np.asarray(records.arrival_s))
-            for name, records in played.items()
+    played = {
+        name: simulate(replace(config, policy=name), traffic=traffic).records for name in policies
+    }
+    search = Search(evaluate, len(config.cluster.nodes), random.Random(config.seed), evaluations)
+    best = search.run({name: records.node for name, records in played.items()})
+    plan_s = p99_s(best.records)
+    beats_all = all(plan_s < p99_s(records) for records in played.values())
+    return {
+        "cluster": config.cluster.name, "trace": config.workload.name, "load": config.load,
+        "seed": config.seed, "requests": config.requests, "warm": config.warm,
+        "plan": {
+            "beats_all": beats_all, "start": best.start, "evaluations": search.used,
+            "ttft_s": spread(best.records.ttft_s[best.records.measured]), "curve": search.curve,
         },
-        idle=lower_bound(traffic, speeds),
-        found=found,
-    )
+        "rows": [
+            {
+                "policy": name,
+                "ttft_s": spread(records.ttft_s[records.measured]),
+                "regret_plan": p99_s(records) / plan_s if beats_all else None,
+            }
+            for name, records in played.items()
+        ],
+    }  # fmt: skip
 
 
-def _bound(bound: Bound) -> dict[str, float]:
-    return {"mean": bound.mean_s, "p50": bound.p50_s, "p99": bound.p99_s}
+def _title(found: dict[str, Any]) -> str:
+    caches = "warm" if found["warm"] else "cold"
+    return f"{found['cluster']} {found['trace']} {found['load']:g} {caches}, seed {found['seed']}"
 
 
-def _ratio(value: float | None, reference: float) -> float | None:
-    return value / reference if value is not None and reference > 0 else None
+def _table(found: dict[str, Any]) -> Table:
+    plan = found["plan"]
+    reference = f"plan from {plan['start']}: p99 {plan['ttft_s']['p99']:.3g} s"
+    if not plan["beats_all"]:
+        reference = "no plan beat every policy"
+    rows = [
+        (row["policy"], *("-" if value is None else f"{value:.3g}" for value in figures))
+        for row in found["rows"]
+        for figures in [(row["ttft_s"]["p50"], row["ttft_s"]["p99"], row["regret_plan"])]
+    ]
+    return table(f"{_title(found)}; {reference}", ("policy", "p50 s", "p99 s", "p99 / plan"), rows)

@@ -101,13 +101,8 @@ def check(backend: str, policies: tuple[str, ...], settings: list[mix.Setting]) 
     for policy in policies:
         if policy not in known:
             raise ValueError(f"unknown policy {policy!r}: choose of {', '.join(known)}")
-    workloads = tuple(mix.WORKLOADS)
-    if backend == "simulator":
-        from benchmarks.scheduling.simulated import WORKLOADS
-
-        workloads = WORKLOADS
     for setting in settings:
-        setting.check(workloads)
+        setting.check(tuple(mix.WORKLOADS))
 
 
 Run = tuple[Row, Row | None]

@@ -1,19 +1,19 @@
 """`kappa bench scheduler` in simulated time: one policy on one node, on the bench's workloads.
 
-The same requests, sizes and link as on real vLLM (`mix`), on the simulator's node, and the setting
-of paper 001's Table 4 (`paper_traffic`). Runs differ in the seed of the durations' noise and of
-drawn arrivals. `fcfs` is stock vLLM: first come, first served on the link as well; all others,
-`fcfs_link` too, have our host tier's order.
+The same requests, sizes and link as on real vLLM (`mix`), on the simulator's node. Runs differ in
+the seed of the durations' noise and drawn arrivals. `fcfs` is stock vLLM, first come first served
+on the link as well; all others, `fcfs_link` too, have our host tier's order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from benchmarks.scheduling import mix, paper_traffic
+from benchmarks.scheduling import mix
 from benchmarks.scheduling.report import Played, Served, medians, row_of
 from kappa.cost import StepModel
 from scheduler.link_order import FIFO, FULL, HALF, LOADS_FIRST
@@ -23,7 +23,6 @@ from simulator.node import Node, NodeModel
 
 NOISE = 0.03
 RUNS = 5
-WORKLOADS = (*mix.WORKLOADS, *paper_traffic.WORKLOADS)
 _HOST_BLOCKS = 1 << 40
 
 
@@ -47,21 +46,10 @@ class WatchedNode(Node):
         )  # fmt: skip
 
 
-def workload_of(name: str, seed: int) -> mix.Workload:
-    """The workload of that name; `seed` moves what is drawn."""
-    if name in paper_traffic.WORKLOADS:
-        return paper_traffic.workload_of(name, seed)
-    return mix.workload_of(name, seed)
-
-
 def node_of(policy: str, setting: mix.Setting, blocks: int) -> NodeModel:
     """The bench's engine as a simulated node, under a policy."""
-    if setting.workload in paper_traffic.WORKLOADS:
-        model = paper_traffic.node(mix.LINKS[setting.link])
-    else:
-        model = _mix_node(setting, blocks)
-    return paper_traffic.changed(
-        model,
+    return replace(
+        _mix_node(setting, blocks),
         rule="fcfs" if policy == "fcfs_link" else policy,
         link_order=FIFO if policy == "fcfs" else LOADS_FIRST,
         duplex=HALF if setting.stores == "shared" else FULL,
@@ -138,10 +126,10 @@ def _job(node: Node, key: int, ask: mix.Ask) -> Job:
 
 def runs_of(policy: str, setting: mix.Setting, runs: int = RUNS) -> list[dict[str, Any]]:
     """A row for each of several seeds."""
-    setting.check(WORKLOADS)
+    setting.check(tuple(mix.WORKLOADS))
     found = []
     for run in range(runs):
-        workload = workload_of(setting.workload, mix.SEED + run)
+        workload = mix.workload_of(setting.workload, mix.SEED + run)
         played, node = play(node_of(policy, setting, workload.blocks), workload, run)
         row = row_of(policy, setting, "simulator", played)
         if row["budget_fill"] is not None:
@@ -152,7 +140,7 @@ def runs_of(policy: str, setting: mix.Setting, runs: int = RUNS) -> list[dict[st
 
 def rows(
     policies: Iterable[str] = mix.POLICIES,
-    workloads: Iterable[str] = WORKLOADS,
+    workloads: Iterable[str] = tuple(mix.WORKLOADS),
     links: Sequence[str] = tuple(mix.LINKS),
     stores: Sequence[str] = mix.STORES,
     runs: int = RUNS,

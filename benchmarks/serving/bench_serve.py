@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.serving import serve as rounds_of_chats
-from benchmarks.serving.bench_observing import LEAST_ROUNDS, observing_cost
 from benchmarks.serving.serve import progress
 from deploy.commands.provenance import Json, command, machine
 from deploy.commands.serve import running, settings_or_exit
@@ -27,13 +26,6 @@ def serve(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds per system and point.")] = 6,
     concurrency: Annotated[str, typer.Option(help="Clients at once, several by comma.")] = "1,8,32",
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 1,
-    observing: Annotated[
-        bool,
-        typer.Option(help="Instead: ours with metrics and logs against ours without."),
-    ] = False,
-    spans: Annotated[
-        bool, typer.Option(help="With --observing: a span of every request to a collector, too.")
-    ] = False,
     json_output: Json = False,
 ) -> None:
     """Streamed chats: our ingress and worker against stock Ray Serve LLM on the same engine."""
@@ -43,16 +35,6 @@ def serve(
         raise typer.BadParameter("give numbers with commas", param_hint="--concurrency") from None
     if min(concurrencies) < 1:
         raise typer.BadParameter("give numbers from 1", param_hint="--concurrency")
-    if spans and not observing:
-        raise typer.BadParameter("spans are counted with --observing only", param_hint="--spans")
-    if observing:
-        if rounds < LEAST_ROUNDS:
-            raise typer.BadParameter(
-                f"--observing takes an interval over rounds: give {LEAST_ROUNDS} or more",
-                param_hint="--rounds",
-            )
-        observing_cost(concurrencies, requests, rounds, seed, spans, json_output, progress())
-        return
     # Imports half the system: only when it is wanted.
     from benchmarks.serving.cluster import SYSTEMS, BenchCluster, one_node
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -43,27 +42,18 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of one system: its answers and how long they took together.
-
-    cpu_s: processor seconds that its processes used meanwhile; NaN where nobody looked.
-    """
+    """One round of one system: its answers and how long they took together."""
 
     system: str
     prompt: str
     concurrency: int
     seconds: float
     answers: tuple[Answer, ...]
-    cpu_s: float = math.nan
 
     @property
     def rps(self) -> float:
         """Requests per second."""
         return len(self.answers) / self.seconds
-
-    @property
-    def per_cpu_s(self) -> float:
-        """Requests per processor second."""
-        return len(self.answers) / self.cpu_s
 
 
 def progress() -> Progress:
@@ -147,12 +137,8 @@ async def play(
     rounds: int,
     seed: int,
     say: Progress,
-    cpu_s: Callable[[str], float] = lambda system: math.nan,
 ) -> list[Round]:
-    """All rounds: for each prompt and concurrency the systems take turns, `rounds` times each.
-
-    cpu_s: processor seconds that a system's processes have used so far, to be told per round.
-    """
+    """All rounds: for each prompt and concurrency the systems take turns, `rounds` times each."""
     random = Random(seed)
     done: list[Round] = []
     limits = httpx.Limits(max_connections=128, max_keepalive_connections=128)
@@ -168,11 +154,10 @@ async def play(
                 names = list(urls)
                 names = names[turn % len(names) :] + names[: turn % len(names)]
                 for system in names:
-                    before_s = cpu_s(system)
                     played = await play_round(
                         client, system, urls[system], model, prompt, concurrency, count, random
                     )
-                    done.append(replace(played, cpu_s=cpu_s(system) - before_s))
+                    done.append(played)
             rows = [_row(_of(done, system, prompt, concurrency)) for system in urls]
             told = ", ".join(f"{r['system']} {1e3 * r['ttft_s']['p50']:.0f} ms" for r in rows)
             say(f"{prompt} prompts, concurrency {concurrency}: TTFT p50 {told}")

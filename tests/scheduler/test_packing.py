@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.scheduling.packing import instance, optimum
 from scheduler.packing import pack
+from tests.scheduler.packing_cases import instance, optimum
 
 
 def packed(tokens, sizes, budget, room):

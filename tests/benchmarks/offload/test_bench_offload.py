@@ -39,7 +39,6 @@ def test_a_run_prints_a_table_writes_its_rows_and_draws_them(tmp_path):
     )
     assert done.exit_code == 0, done.stderr
     assert "decode-row 2x24/4" in done.stdout and "kvpr-ahead" in done.stdout
-    assert "left out: cpu-smallest opt-tiny 2x24/4: hf-offloaded" in done.stdout
     written = json.loads(out.read_text())
     assert {row["system"] for row in written["rows"]} == {"decode-row"}
     assert written["machine"] and plot.read_bytes().startswith(b"\x89PNG")

@@ -1,15 +1,10 @@
 """What the bench's policies store, load and are predicted to take; and the baseline's model."""
 
-import numpy as np
 import pytest
-import torch
 
-from benchmarks.offload.decoder import ACT_HOST, KV_HOST, Decoder, always
-from benchmarks.offload.huggingface import generate, offloaded_refused, their_model
+from benchmarks.offload.decoder import ACT_HOST, KV_HOST
 from benchmarks.offload.needs import arena_size
 from benchmarks.offload.policies import Policies
-from benchmarks.offload.rig import rig
-from benchmarks.offload.rounds import Sample
 from benchmarks.offload.settings import DecodeCell, Group, PrefixCell, setting
 from benchmarks.offload.shapes import model
 from engine.arena import ArenaSize
@@ -107,32 +102,3 @@ def test_models_and_arenas_by_name():
     # Grouped queries: activations would be no smaller, and no blocks of them are asked for.
     size = arena_size(setting("cpu-small"), Group("llama-small", (PrefixCell(1024, 32),)))
     assert isinstance(size, ArenaSize) and size.act_host == 0 and size.kv_host >= 66
-
-
-def test_the_hugging_face_baseline_computes_with_our_weights():
-    """Its tokens are ours; with their plain cache, as the offloaded one needs a GPU."""
-    from transformers import DynamicCache
-
-    one = setting("cpu-smallest")
-    group = one.groups[0]
-    with rig(one, group) as made:
-        assert "accelerator" in offloaded_refused(made)
-        theirs = their_model(made.forward.weights)
-        ours = made.forward.weights.layers.data_ptr()
-        first = theirs.model.decoder.layers[0].self_attn.k_proj.weight.data_ptr()
-        assert first == ours  # a view, not a copy
-        prompts = made.prompts(3, 21)
-        decoder = Decoder(made.forward, always(KV_HOST))
-        decoder.prefill([prompts])
-        for _ in range(7):
-            decoder.step()
-        want = decoder.tokens()[0]
-        decoder.close()
-
-        def timed(action):
-            action()
-            return Sample(1.0)
-
-        cache = DynamicCache(config=theirs.config)
-        *_, got = generate(theirs, cache, torch.as_tensor(np.stack(prompts)), 8, timed)
-        assert np.array_equal(got.numpy(), want)

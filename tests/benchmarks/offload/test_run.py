@@ -86,11 +86,6 @@ def test_goals_are_judged_and_say_where(result):
     assert goals[0]["rows"] <= len(result["rows"])
 
 
-def test_what_cannot_run_on_a_cpu_is_left_out_by_name(result):
-    (one,) = [one for one in result["left_out"] if "hf-offloaded" in one["what"]]
-    assert "accelerator" in one["why"]
-
-
 def test_a_machine_without_the_memory_is_refused_with_both_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ArenaTooLarge, match=r"41\.\d GiB of device memory .* 0\.0 GiB and"):

@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.routing import grid, report
-from benchmarks.routing.plots import draw_all, draw_cells, draw_regret
 from benchmarks.routing.source_closure import source_closure
 from deploy.cli import app
 
@@ -109,7 +108,7 @@ def test_a_policys_key_depends_on_its_own_code_only(tmp_path, monkeypatch):
 def test_what_a_run_executes_is_found_through_its_imports():
     names = {path.name for path in source_closure(("simulator.run",))}
     assert {"run.py", "node.py", "core.py", "cost.py", "prices.py", "catalogue.py"} <= names
-    assert not names & {"ingress.py", "http_app.py", "clairvoyant.py"}
+    assert not names & {"ingress.py", "http_app.py", "hindsight.py"}
 
 
 def test_the_tuned_policy_takes_the_best_constant_and_says_which(tmp_path):
@@ -213,26 +212,6 @@ def test_tables_are_markdown(tmp_path):
     assert "| small tiny.csv 0.5 warm |" in text and "dynamo_tuned is dynamo" in text
     for line in text.splitlines():
         assert not line.startswith("|") or line.endswith("|")
-
-
-def test_pictures_are_drawn_from_the_records(tmp_path):
-    run(tmp_path, ("priced", "round_robin"))
-    drawn = draw_all(tmp_path)
-    assert [path.name for path in drawn] == [
-        f"{kind}_small_tiny.csv_0.5_warm.png" for kind in ("ttft", "kappa")
-    ]  # fmt: skip
-    drawn.append(draw_regret([{"policy": "a", "regret": 1.3}], tmp_path / "r.png", "regret"))
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
-
-
-def test_every_cell_is_a_square_of_one_picture(tmp_path):
-    rows = cell_rows([1.0, 2.0], [1.0, 1.0]) + cell_rows([9.0], [9.0], load=1.2)
-    rows += [row("priced", s, v, faults="misprofile") for s, v in enumerate([1.1, 2.2])]
-    drawn = draw_cells(rows, tmp_path / "cells.png", "priced", grid.OURS)
-    assert drawn is not None and drawn.read_bytes().startswith(b"\x89PNG")
-    alone = [row("priced", 0, 1.0)]
-    assert draw_cells(alone, tmp_path / "none.png", "priced", grid.OURS) is None
-    assert not (tmp_path / "none.png").exists()
 
 
 # -- the command ------------------------------------------------------------------------------

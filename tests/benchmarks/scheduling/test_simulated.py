@@ -2,10 +2,8 @@
 
 import pytest
 
-from benchmarks.scheduling import mix, paper_traffic
+from benchmarks.scheduling import mix
 from benchmarks.scheduling import simulated as scheduler_sim
-from benchmarks.scheduling.isolation import Traffic, isolation, share_of
-from benchmarks.scheduling.scheduled_tokens import loads_beside, loads_inside
 
 KEYS = {
     "policy", "workload", "backend", "link", "stores", "ttft_s", "makespan_s", "budget_fill",
@@ -60,7 +58,7 @@ def test_tenants_that_wait_at_the_same_time_get_a_gap_and_an_index():
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        (mix.Setting("mixd", "x1", "free"), "workload 'mixd'.*sharegpt70"),
+        (mix.Setting("mixd", "x1", "free"), "workload 'mixd'.*mixed10"),
         (mix.Setting("mixed", "x2", "free"), "link 'x2'.*x0.25"),
         (mix.Setting("mixed", "x1", "half"), "stores 'half'.*free, shared"),
     ],
@@ -68,42 +66,3 @@ def test_tenants_that_wait_at_the_same_time_get_a_gap_and_an_index():
 def test_unknown_names_are_refused_with_those_there_are(setting, words):
     with pytest.raises(ValueError, match=words):
         scheduler_sim.runs_of("fair", setting, 1)
-
-
-def test_the_papers_node_has_the_blocks_that_eight_gpus_leave():
-    node = paper_traffic.node()
-    tokens = node.device_blocks * node.block_tokens
-    assert 1.3e6 < tokens < 1.4e6
-    assert paper_traffic.node(4.0).load_block_s == pytest.approx(node.load_block_s / 4)
-
-
-@pytest.mark.parametrize("name", paper_traffic.WORKLOADS)
-def test_the_papers_requests_come_at_its_rates_with_their_prefix_offloaded(name):
-    asks = paper_traffic.workload_of(name, 1, 300).asks
-    rate = 130 if name.endswith("130") else 70
-    assert len(asks) / asks[-1].at_s == pytest.approx(rate, rel=0.2)
-    assert all(ask.prefix_tokens % paper_traffic.BLOCK_TOKENS == 0 for ask in asks)
-    assert all(ask.new_tokens >= 1 and ask.output_tokens == 1 for ask in asks)
-
-
-def test_loading_inside_iterations_makes_them_few_and_large():
-    workload = paper_traffic.workload_of("narrativeqa130", 1, 60)
-    inside = loads_inside("fcfs", paper_traffic.node(), workload.asks)
-    beside = loads_beside("fcfs", workload, 1)
-    assert inside.tokens > 5 * beside.tokens and inside.iterations < beside.iterations
-    assert inside.makespan_s > beside.makespan_s * 0.9
-
-
-def test_a_share_of_a_node_is_slower_and_smaller():
-    node = paper_traffic.node()
-    half = share_of(node, 0.5)
-    assert half.device_blocks == node.device_blocks // 2
-    assert half.load_block_s == 2 * node.load_block_s
-    assert half.step.step_s([(100, 0)]) == pytest.approx(2 * node.step.step_s([(100, 0)]))
-
-
-def test_a_heavy_tenant_delays_a_light_one_less_under_a_fair_rule_than_in_order_of_arrival():
-    traffic = Traffic(seconds=8.0)
-    stock, fair = (isolation(policy, traffic=traffic, runs=1) for policy in ("fcfs", "fair"))
-    assert stock.slowdown > 2 * fair.slowdown
-    assert stock.share_p99_s == fair.share_p99_s >= fair.alone_p99_s

@@ -1,1 +1,0 @@
-"""Paper 001's microbenchmark: what loading a cached prefix costs, measured and fitted."""
