@@ -13,8 +13,7 @@ import numpy as np
 from kappa.protocol import Admission, Announcement, WorkerReport
 from router.core import Router
 from router.decision import NoWorkerError, RouteRequest
-from router.index.kv_events import Tier, WorkerReset
-from router.index.kv_stream import StreamCursor
+from router.index.kv_events import StreamCursor, Tier, WorkerReset
 from simulator.cache import Ids
 from simulator.faults import TransientFault
 from simulator.memory import Job

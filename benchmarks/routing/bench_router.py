@@ -197,7 +197,7 @@ class BusyRouter:
             [{"prefix_hashes": each, "prompt_tokens": length} for each in hashes], repeats
         )
         hash_us = _median_us(hasher.prefix_hashes, asked, repeats)
-        lookup_us = _median_us(index.match_all, hashes, repeats)
+        lookup_us = _median_us(index.match_columns, hashes, repeats)
         return {
             "tokens": length,
             "nodes": self.nodes,

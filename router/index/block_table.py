@@ -1,35 +1,100 @@
 """The prefix index's store: one row per distinct prefix, shared by all workers that hold it.
 
-Rows are elements of flat arrays. Blocks that come together get neighbouring rows, so the row after
-a block's is mostly the next block's, and is tried before the tag table is searched.
+A row stores the number of the set of its holders: blocks of one prompt mostly have the same. Rows
+are allocated in order, so blocks that come together get neighbouring ones.
 
 Bound: when rows run out the oldest few per cent go at once, by when a block was last stored or
-asked for: those that nobody holds first, and of blocks used together the deepest first. That may
+looked up: those that nobody holds first, and of blocks used together the deepest first. That may
 leave holes, never a claim that is not true.
 """
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 from numpy.typing import NDArray
 
-from router.index.holders import NOBODY, HolderSets
-from router.index.loops import Int32s, UInt64s
-from router.index.tag_table import RowTable
+from kappa.compiled import compiled
+from router.index.hash_table import HashTable, Int32s, Int64s, UInt64s, find_rows, plain, walk
 
 NO_ROW = 0
-_STEP = 64
+NOBODY = 0
+
+_ROW = np.dtype(
+    [("key", "u8"), ("salt", "u8"), ("holders", "i4"), ("depth", "u4"), ("used", "u4")]
+)  # fmt: skip
+_MAX_LOAD = 0.4
+_EVICTED_SHARE = 64
 _SAMPLE = 4096
-_PREPARED = 1 << 20
 _FREE = (1 << 32) - 1
 _LAST_TICK = _FREE - 1
 _CHANGES = 256
+# Blocks of one prompt are in few sets.
+_FEW_SETS = 32
+
+
+class HolderSets:
+    """Sets of workers by number, with the count of blocks that refer to each; set 0 is nobody's.
+
+    A set is one integer with two bits a worker (2i on the device, 2i+1 in host): intersecting two
+    of a thousand workers takes 50 ns.
+    """
+
+    def __init__(self) -> None:
+        self.bits: list[int] = [0]
+        self.blocks: list[int] = [0]
+        self._number: dict[int, int] = {0: NOBODY}
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._number)
+
+    def move(self, old: int, bits: int, blocks: int) -> int:
+        """`blocks` blocks go from set `old` to the set of these bits; returns its number."""
+        number = self._number.get(bits)
+        if number is None:
+            if self._free:
+                number = self._free.pop()
+                self.bits[number] = bits
+            else:
+                number = len(self.bits)
+                self.bits.append(bits)
+                self.blocks.append(0)
+            self._number[bits] = number
+        self.blocks[number] += blocks
+        self.leave(old, blocks)
+        return number
+
+    def leave(self, number: int, blocks: int) -> None:
+        """`blocks` blocks refer to a set no more."""
+        self.blocks[number] -= blocks
+        if number and not self.blocks[number]:
+            del self._number[self.bits[number]]
+            self.bits[number] = 0
+            self._free.append(number)
+
+    def changed(self, number: int, bit: int, blocks: int, present: bool) -> int:
+        """The set with a bit more or less, to which some blocks of a set go."""
+        bits = self.bits[number]
+        wanted = bits | bit if present else bits & ~bit
+        return number if wanted == bits else self.move(number, wanted, blocks)
+
+    def numbers(self) -> list[int]:
+        """The sets in use."""
+        return list(self._number.values())
+
+    def nbytes(self) -> int:
+        """Bytes of all sets and their tables, Python's objects included."""
+        tables = (self.bits, self.blocks, self._number, self._free)
+        objects = sum(map(sys.getsizeof, self.bits)) + 32 * 2 * len(self.bits)
+        return sum(map(sys.getsizeof, tables)) + objects
 
 
 class BlockTable:
     """Rows by prefix hash: who holds each, how deep it is, its salt, and when it was last used.
 
-    Row 0 is no row. Attributes are columns, for reading.
+    Row 0 is no row. All memory is reserved at the start; the system commits it as it is used.
 
     Args:
         max_rows: the bound.
@@ -42,20 +107,21 @@ class BlockTable:
         self.tick = 1
         self._next = 1
         self._free: Int32s = np.empty(0, dtype=np.int32)
-        rows = min(max_rows, _PREPARED) + 1
-        self.keys: UInt64s = np.zeros(rows, dtype=np.uint64)
-        self.holders: Int32s = np.zeros(rows, dtype=np.int32)
-        self._depth: NDArray[np.uint32] = np.zeros(rows, dtype=np.uint32)
-        self._used: NDArray[np.uint32] = np.zeros(rows, dtype=np.uint32)
-        self._salt: NDArray[np.uint32] = np.zeros(rows, dtype=np.uint32)
-        self._salts: list[int] = [0]
-        self._salt_number: dict[int, int] = {0: 0}
-        self._rows = RowTable(rows, self.keys)
+        self._rows = np.zeros(max_rows + 1, dtype=_ROW)
+        self.keys: UInt64s = self._rows["key"]
+        self.holders: Int32s = self._rows["holders"]
+        self.depth: NDArray[np.uint32] = self._rows["depth"]
+        self.salt: UInt64s = self._rows["salt"]
+        self._used: NDArray[np.uint32] = self._rows["used"]
+        self._by_key = HashTable(max_rows, _MAX_LOAD, self.keys)
         self._starts = np.empty(_CHANGES, dtype=np.int64)
         self._numbers = np.empty(_CHANGES, dtype=np.int32)
         # Compiled now rather than while the first request waits.
-        self.look_up(self.keys[:0])
+        self.find(self.keys[:0])
         self.walk(self.keys[:0])
+        nothing = np.empty(0, dtype=np.int32)
+        self._sets_of(nothing)
+        _renumber(self.holders, nothing, nothing, nothing)
 
     def __len__(self) -> int:
         return self._next - 1 - len(self._free)
@@ -67,48 +133,42 @@ class BlockTable:
 
     def nbytes(self) -> int:
         """Bytes of everything here."""
-        columns = (self.keys, self.holders, self._depth, self._used, self._salt, self._free)
-        salts = 200 * len(self._salts)
-        tables = self._rows.nbytes() + self.sets.nbytes()
-        return sum(column.nbytes for column in columns) + salts + tables
+        arrays = self._rows.nbytes + self._free.nbytes
+        return arrays + self._by_key.nbytes() + self.sets.nbytes()
 
     # ---- reading
 
-    def row_of(self, key: int) -> int:
-        """The row of a prefix hash, or NO_ROW."""
-        return self._rows.get(key)
-
-    def look_up(self, keys: UInt64s) -> tuple[Int32s, int]:
+    def find(self, keys: UInt64s) -> tuple[Int32s, int]:
         """The row of each prefix hash, NO_ROW where there is none, and how many have none."""
-        return self._rows.look_up(keys)
-
-    def rows_of(self, keys: UInt64s) -> Int32s:
-        """The row of each prefix hash; NO_ROW where there is none."""
-        return self.look_up(keys)[0]
+        rows = np.empty(len(keys), dtype=np.int32)
+        return rows, find_rows(self._by_key.values, self._rows, plain(keys), rows)
 
     def walk(self, keys: UInt64s) -> tuple[list[tuple[int, int]], int, bool]:
         """Who holds leading keys that have rows, which count as used now.
 
-        Returns (place, set of holders from there on) of every change, how many keys that tells of,
+        Returns (place, set of holders from there on) of every change, how many keys that covers,
         and whether the next one may have a row.
         """
-        passed, changes = self._rows.walk(
-            keys, self.holders, self._used, self.tick, self._starts, self._numbers
+        passed, changes = walk(
+            self._by_key.values, self._rows, plain(keys), self.tick, self._starts, self._numbers
         )
-        told = zip(self._starts[:changes].tolist(), self._numbers[:changes].tolist(), strict=True)
-        return list(told), passed, passed == len(keys) or changes == _CHANGES
+        found = zip(self._starts[:changes].tolist(), self._numbers[:changes].tolist(), strict=True)
+        return list(found), passed, passed == len(keys) or changes == _CHANGES
 
-    def depth(self, row: int) -> int:
-        """How many blocks a prefix has."""
-        return int(self._depth[row])
+    def held_with(self, rows: Int32s, bits: int) -> NDArray[np.bool_]:
+        """Which rows are held with any of these bits."""
+        numbers = self.holders[rows]
+        having = [n for n in set(numbers.tolist()) if self.sets.bits[n] & bits]
+        return np.isin(numbers, having) if having else np.zeros(len(rows), dtype=bool)
 
-    def salt(self, row: int) -> int:
-        """Salt of the sequence a row is in."""
-        return self._salts[int(self._salt[row])]
+    def unheld_rows(self) -> Int32s:
+        """Rows that nobody holds."""
+        empty = (self.keys[: self._next] != 0) & (self.holders[: self._next] == NOBODY)
+        return np.flatnonzero(empty).astype(np.int32)
 
     # ---- change
 
-    def touch(self, rows: Int32s | slice | int) -> None:
+    def touch(self, rows: Int32s | int) -> None:
         """Count rows as used now."""
         self._used[rows] = self.tick
 
@@ -119,6 +179,66 @@ class BlockTable:
             self.tick >>= 1
         self.tick += 1
 
+    def add(
+        self, keys: UInt64s, depths: NDArray[np.uint32] | NDArray[np.int64], salt: int, bits: int
+    ) -> Int32s:
+        """Rows for prefix hashes that have none, held by a set of bits; there must be room."""
+        rows = self._allocate(len(keys))
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        # Neighbours in one piece: slices are written ten times faster than scattered rows.
+        place: slice | Int32s = slice(first, last) if last - first == len(rows) else rows
+        self.keys[place] = keys
+        self.depth[place] = depths
+        self.salt[place] = salt
+        self._used[place] = self.tick
+        self.holders[place] = self.sets.move(NOBODY, bits, len(rows))
+        self.sets.blocks[NOBODY] += len(rows)
+        now = self._by_key.add(keys, rows)
+        spare = rows[now != rows]
+        if spare.size:
+            self.sets.leave(int(self.holders[spare[0]]), len(spare))
+            self._release(spare)
+        return now
+
+    def change(self, rows: Int32s, bit: int, *, present: bool) -> int:
+        """Add a bit to the holders of distinct rows, or take it; returns how many rows changed."""
+        if not rows.size:
+            return 0
+        sets = self.sets
+        numbers, counts = self._sets_of(rows)
+        old, each = numbers.tolist(), counts.tolist()
+        # A set that loses its last block is gone, and its number may come again at once; so the
+        # old sets are kept until all rows have moved.
+        for number in old:
+            sets.blocks[number] += 1
+        new = [sets.changed(n, bit, count, present) for n, count in zip(old, each, strict=True)]
+        for number in old:
+            sets.leave(number, 1)
+        changed = sum(count for o, n, count in zip(old, new, each, strict=True) if o != n)
+        if changed:
+            _renumber(self.holders, rows, numbers, np.array(new, dtype=np.int32))
+        return changed
+
+    def clear_bits(self, bits: int) -> None:
+        """Take these bits from the holders of all rows."""
+        sets = self.sets
+        new = np.arange(len(sets.bits), dtype=np.int32)
+        for number in sets.numbers():
+            held = sets.bits[number]
+            if held & bits:
+                new[number] = sets.move(number, held & ~bits, sets.blocks[number])
+        self.holders[: self._next] = new[self.holders[: self._next]]
+
+    def remove(self, rows: Int32s) -> None:
+        """Forget rows, whoever holds them."""
+        numbers, counts = np.unique(self.holders[rows], return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            self.sets.leave(number, count)
+        self._by_key.remove(self.keys[rows])
+        self._release(rows)
+
+    # ---- eviction
+
     def room_after_eviction(self, more: int) -> tuple[int, Int32s]:
         """How many of `more` rows there is room for, and the rows to `remove` for that.
 
@@ -127,136 +247,95 @@ class BlockTable:
         short = len(self) + more - self.max_rows
         if short <= 0:
             return more, np.empty(0, dtype=np.int32)
-        gone = self.oldest(max(short, self.max_rows // _STEP))
+        gone = self.oldest(max(short, self.max_rows // _EVICTED_SHARE))
         return more - max(0, short - len(gone)), gone
 
     def oldest(self, count: int) -> Int32s:
         """At most `count` rows, those that should go first; none of this tick's."""
         used, holders = self._used[1 : self._next], self.holders[1 : self._next]
-        rows = self._candidates(used, holders, count)
-        age = used[rows].astype(np.uint64)
-        age[holders[rows] == NOBODY] = 0
+        places = _candidates(used, holders, count, self.tick)
+        age = used[places].astype(np.uint64)
+        age[holders[places] == NOBODY] = 0
         age <<= np.uint64(32)
-        rows += 1
-        age |= np.uint64(_LAST_TICK) - self._depth[rows]
+        rows = places + 1
+        age |= np.uint64(_LAST_TICK) - self.depth[rows]
         if count < len(rows):
             rows = rows[np.argpartition(age, count)[:count]]
         return rows.astype(np.int32)
 
-    def _candidates(
-        self, used: NDArray[np.uint32], holders: Int32s, count: int
-    ) -> NDArray[np.intp]:
-        """Places in these columns among which the `count` oldest rows are."""
-        may_go = (used != _FREE) & (used != self.tick)
-        if len(used) > 4 * _SAMPLE:
-            # The age that a sample gives spares ordering everything.
-            sample = np.sort(used[:: len(used) // _SAMPLE])
-            age = sample[min(len(sample) - 1, _SAMPLE // 32 + 2 * _SAMPLE * count // len(used))]
-            rows = np.flatnonzero(((used <= age) | (holders == NOBODY)) & may_go)
-            if len(rows) >= count:
-                return rows
-        return np.flatnonzero(may_go)
-
-    def unheld_rows(self) -> Int32s:
-        """Rows that nobody holds."""
-        empty = (self.keys[: self._next] != 0) & (self.holders[: self._next] == NOBODY)
-        return np.flatnonzero(empty).astype(np.int32)
-
-    def add(
-        self,
-        keys: UInt64s,
-        depths: NDArray[np.uint32],
-        salt: int,
-        bits: int,
-    ) -> Int32s:
-        """Rows for prefix hashes that have none, held by a set of bits; there must be room."""
-        rows = self._allocate(len(keys))
-        first, last = int(rows[0]), int(rows[-1]) + 1
-        # Neighbours in one piece: slices are written ten times faster than scattered rows.
-        place: slice | Int32s = slice(first, last) if last - first == len(rows) else rows
-        self.keys[place] = keys
-        found = self._rows.add(keys, rows)
-        self.holders[place] = self.sets.move(NOBODY, bits, len(rows)) if bits else NOBODY
-        self.sets.blocks[NOBODY] += len(rows)
-        self._depth[place] = depths
-        self._salt[place] = self._salt_of(salt) if salt else 0
-        self._used[place] = self.tick
-        extra = rows[found != rows]
-        if extra.size:
-            self.sets.leave(int(self.holders[extra[0]]), len(extra))
-            self._give_back(extra)
-        return found
-
-    def add_one(self, key: int, depth: int, salt: int, bits: int) -> int:
-        """`add` for one."""
-        if self._next < len(self.keys):
-            row = self._next
-            self._next += 1
-        else:
-            row = int(self._allocate(1)[0])
-        self.keys[row] = key
-        self._depth[row] = depth
-        self._salt[row] = self._salt_of(salt) if salt else 0
-        self._used[row] = self.tick
-        self._rows.put(key, row)
-        self.holders[row] = self.sets.move(NOBODY, bits, 1) if bits else NOBODY
-        self.sets.blocks[NOBODY] += 1
-        return row
-
-    def remove(self, rows: Int32s) -> None:
-        """Forget rows, whoever holds them."""
-        if not len(rows):
-            return
-        numbers, counts = np.unique(self.holders[rows], return_counts=True)
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            self.sets.leave(number, count)
-        self._rows.clear_lanes(self._rows.lanes_of(self.keys[rows]))
-        self._give_back(rows)
-        if len(self._salts) > 1024 + len(self.keys) // 64:
-            self._forget_salts()
-
     # ---- inside
+
+    def _sets_of(self, rows: Int32s) -> tuple[Int32s, Int64s]:
+        """The sets that hold some rows, and how many of them each."""
+        numbers, counts = np.empty(_FEW_SETS, dtype=np.int32), np.empty(_FEW_SETS, dtype=np.int64)
+        distinct = _tally(self.holders, rows, numbers, counts)
+        if distinct < 0:
+            numbers, counts = np.unique(self.holders[rows], return_counts=True)
+            return numbers, counts
+        return numbers[:distinct], counts[:distinct]
 
     def _allocate(self, count: int) -> Int32s:
         fresh = min(count, self.max_rows + 1 - self._next)
-        if self._next + fresh > len(self.keys):
-            self._grow(self._next + fresh)
         rows = np.arange(self._next, self._next + fresh, dtype=np.int32)
         self._next += fresh
         if fresh == count:
             return rows
-        taken, self._free = self._free[: count - fresh], self._free[count - fresh :]
-        return np.concatenate([rows, taken])
+        again, self._free = self._free[: count - fresh], self._free[count - fresh :]
+        return np.concatenate([rows, again])
 
-    def _give_back(self, rows: Int32s) -> None:
+    def _release(self, rows: Int32s) -> None:
         self.keys[rows] = 0
         self.holders[rows] = NOBODY
         self._used[rows] = _FREE
         # In order, so that blocks that come together get neighbouring rows again.
         self._free = np.sort(np.concatenate([self._free, rows]))
 
-    def _grow(self, needed: int) -> None:
-        rows = min(self.max_rows + 1, needed + needed // 8)
-        more = rows - len(self.keys)
-        self.keys = np.concatenate([self.keys, np.zeros(more, dtype=np.uint64)])
-        self.holders = np.concatenate([self.holders, np.zeros(more, dtype=np.int32)])
-        blank = np.zeros(more, dtype=np.uint32)
-        self._depth = np.concatenate([self._depth, blank])
-        self._used = np.concatenate([self._used, blank])
-        self._salt = np.concatenate([self._salt, blank])
-        self._rows.keys = self.keys
 
-    def _salt_of(self, salt: int) -> int:
-        number = self._salt_number.get(salt)
-        if number is None:
-            number = self._salt_number[salt] = len(self._salts)
-            self._salts.append(salt)
-        return number
+def _candidates(
+    used: NDArray[np.uint32], holders: Int32s, count: int, tick: int
+) -> NDArray[np.intp]:
+    """Places in these columns among which the `count` oldest rows are."""
+    may_go = (used != _FREE) & (used != tick)
+    if len(used) > 4 * _SAMPLE:
+        # The age that a sample gives spares ordering everything.
+        sample = np.sort(used[:: len(used) // _SAMPLE])
+        age = sample[min(len(sample) - 1, _SAMPLE // 32 + 2 * _SAMPLE * count // len(used))]
+        places = np.flatnonzero(((used <= age) | (holders == NOBODY)) & may_go)
+        if len(places) >= count:
+            return places
+    return np.flatnonzero(may_go)
 
-    def _forget_salts(self) -> None:
-        live = np.unique(self._salt[self.keys != 0])
-        self._salts = [0] + [self._salts[i] for i in live.tolist() if i]
-        self._salt_number = {salt: i for i, salt in enumerate(self._salts)}
-        new = np.zeros(int(live.max(initial=0)) + 1, dtype=np.uint32)
-        new[live[live > 0]] = np.arange(1, len(self._salts), dtype=np.uint32)
-        self._salt[self.keys != 0] = new[self._salt[self.keys != 0]]
+
+@compiled
+def _tally(holders: Int32s, rows: Int32s, numbers: Int32s, counts: Int64s) -> int:
+    """Which sets hold these rows, and how many each: fills in as many as there are, if they fit.
+
+    Returns how many there are; -1: more than fit.
+    """
+    distinct, at = 0, 0
+    for row in rows:
+        number = holders[row]
+        if not distinct or numbers[at] != number:
+            at = 0
+            while at < distinct and numbers[at] != number:
+                at += 1
+            if at == len(numbers):
+                return -1
+            if at == distinct:
+                numbers[at], counts[at] = number, 0
+                distinct += 1
+        counts[at] += 1
+    return distinct
+
+
+@compiled
+def _renumber(holders: Int32s, rows: Int32s, numbers: Int32s, moved: Int32s) -> None:
+    """Give each row the set that its own has moved to; `numbers` has the sets of all rows."""
+    at = 0
+    for row in rows:
+        number = holders[row]
+        if numbers[at] != number:
+            at = 0
+            while numbers[at] != number:
+                at += 1
+        holders[row] = moved[at]

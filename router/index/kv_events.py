@@ -1,18 +1,27 @@
-"""What a worker tells the prefix index: typed events, one meaning each.
+"""KV events: what a worker reports to the prefix index, and vLLM's stream decoded into it.
 
-`router.index.kv_stream` makes them from an engine's wire format, the simulator makes them directly,
-and `PrefixIndex.handle` is their only consumer. Engine hashes are opaque: whatever the engine
-calls a block, unique per worker until it resets.
+The simulator makes the typed events directly; `PrefixIndex.handle` is their only consumer. Engine
+hashes are opaque: whatever the engine calls a block, unique per worker until it resets.
+
+A batch of vLLM's is a msgpack array `[ts, events, data_parallel_rank]`; each event is a map whose
+"type" names it (vLLM 0.29). One `StreamCursor` per worker detects lost events; the caller then
+replays from `expected`, or resets the worker in the index and calls `resume`. Pure.
 """
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from router.index.prefix_hash import salt_of
+
 Tier = Literal["device", "host"]
 EngineHash = int | bytes
+
+_TIERS: dict[str, Tier] = {"GPU": "device", "CPU": "host"}
 
 
 # eq=False: token arrays have no single truth value, so generated equality would raise.
@@ -59,7 +68,7 @@ class TierCleared:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReset:
-    """What is known of the worker is void (restart, or events were lost); it lives on."""
+    """What is known of the worker is invalid (restart, or events were lost); it lives on."""
 
     worker: str
 
@@ -72,3 +81,172 @@ class WorkerGone:
 
 
 KVEvent = BlocksStored | BlocksRemoved | TierCleared | WorkerReset | WorkerGone
+
+
+class StreamCursor:
+    """Follows one worker's sequence numbers, which start at 0 and rise by 1 per batch."""
+
+    def __init__(self) -> None:
+        self.expected = 0
+
+    def advance(self, seq: int) -> Literal["ok", "duplicate", "gap"]:
+        """Judge a batch: apply it ("ok"), skip it ("duplicate"), or something is lost ("gap").
+
+        Moves on "ok" only, so after a gap the missing numbers are [expected, seq).
+
+        Raises:
+            ValueError: seq is negative.
+        """
+        if seq < 0:
+            raise ValueError(f"sequence numbers start at 0, got {seq}")
+        if seq != self.expected:
+            return "duplicate" if seq < self.expected else "gap"
+        self.expected += 1
+        return "ok"
+
+    def resume(self, expected: int) -> None:
+        """Go on from `expected`, after a reset of the worker or a snapshot taken before it."""
+        self.expected = expected
+
+
+# ---- vLLM's wire format
+
+
+class _Batch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int | None = None
+
+
+class _Kind(msgspec.Struct, gc=False):
+    type: str
+
+
+class _Stored(msgspec.Struct, gc=False):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+class _Removed(msgspec.Struct, gc=False):
+    block_hashes: list[int | bytes]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+_decode_outer = msgspec.msgpack.Decoder(_Batch).decode
+_decode_kind = msgspec.msgpack.Decoder(_Kind).decode
+_decode_stored = msgspec.msgpack.Decoder(_Stored).decode
+_decode_removed = msgspec.msgpack.Decoder(_Removed).decode
+
+
+def decode_batch(
+    payload: bytes,
+    worker: str,
+    skipped: Counter[str] | None = None,
+    cleared_tier: Tier | None = None,
+) -> list[KVEvent]:
+    """Events of one published batch, in order.
+
+    Args:
+        payload: the message's last frame.
+        worker: name to give the events.
+        skipped: if given, counts events left out, by reason: an unknown type ("type:..."),
+            another medium ("medium:..."), "remote", "other_group" (a hybrid model's further
+            cache groups), "sparse" (tokens do not line up with blocks), "multimodal" (blocks
+            whose content is more than tokens, with those after them in the event).
+        cleared_tier: what AllBlocksCleared clears. The engine sends it for the device cache and
+            nothing for the host's, which may have been cleared with it: the default (both) may
+            forget what is still held, "device" may go on claiming what is not.
+
+    Raises:
+        ValueError: the payload is malformed; names the worker and the reason.
+    """
+    counts = Counter[str]() if skipped is None else skipped
+    try:
+        outer = _decode_outer(payload)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"malformed KV event batch from worker {worker}: {error}") from error
+    try:
+        decoded = [_decode_event(raw, worker, counts, cleared_tier) for raw in outer.events]
+    except (msgspec.DecodeError, OverflowError) as error:
+        raise ValueError(f"malformed KV event from worker {worker}: {error}") from error
+    return [event for event in decoded if event is not None]
+
+
+def _decode_event(
+    raw: msgspec.Raw, worker: str, counts: Counter[str], cleared_tier: Tier | None
+) -> KVEvent | None:
+    kind = _decode_kind(raw).type
+    if kind == "AllBlocksCleared":
+        return TierCleared(worker, cleared_tier)
+    if kind == "BlockStored":
+        return _stored(_decode_stored(raw), worker, counts)
+    if kind == "BlockRemoved":
+        removed = _decode_removed(raw)
+        tier = _tier(removed, counts)
+        return None if tier is None else BlocksRemoved(worker, tier, tuple(removed.block_hashes))
+    counts[f"type:{kind}"] += 1
+    return None
+
+
+def _tier(event: _Stored | _Removed, counts: Counter[str]) -> Tier | None:
+    """The tier an event is about, or None, counted, if it is not about one of ours."""
+    tier = _TIERS.get(event.medium or "")
+    if tier is None:
+        counts[f"medium:{event.medium}"] += 1
+    elif event.locality == "REMOTE":
+        counts["remote"] += 1
+    elif event.group_idx:
+        counts["other_group"] += 1
+    else:
+        return tier
+    return None
+
+
+def _stored(event: _Stored, worker: str, counts: Counter[str]) -> BlocksStored | None:
+    tier = _tier(event, counts)
+    if tier is None:
+        return None
+    hashes: tuple[EngineHash, ...] = tuple(event.block_hashes)
+    # Without tokens the blocks are only named (host events that do not describe themselves).
+    if event.token_ids and len(event.token_ids) != len(hashes) * event.block_size:
+        counts["sparse"] += 1
+        return None
+    plain = _plain_blocks(event)
+    if plain < len(hashes):
+        counts["multimodal"] += 1
+        if not plain:
+            return None
+    tokens = np.array(event.token_ids[: plain * event.block_size], dtype=np.int64)
+    salt = _salt(event) if tier == "device" else None
+    parent = event.parent_block_hash
+    return BlocksStored(worker, tier, hashes[:plain], parent, tokens, event.block_size, salt)
+
+
+def _plain_blocks(event: _Stored) -> int:
+    """How many leading blocks are identified by tokens, adapter and salt alone."""
+    for i, keys in enumerate(event.extra_keys or ()):
+        # Names and salts are strings; images are (identifier, offset) pairs, embeddings bytes.
+        if keys and not all(isinstance(key, str) for key in keys):
+            return i
+    return len(event.block_hashes)
+
+
+def _salt(event: _Stored) -> int | None:
+    """A sequence's salt, which only its first block reports; None for later runs, which inherit."""
+    if event.parent_block_hash is not None:
+        return None
+    first = (event.extra_keys or [None])[0] or []
+    keys = [key for key in first if isinstance(key, str)]
+    if event.lora_name is not None and keys[:1] == [event.lora_name]:
+        keys = keys[1:]
+    return salt_of(keys[0] if keys else None, event.lora_name)

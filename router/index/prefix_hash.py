@@ -1,6 +1,6 @@
 """Prefix hashes of token sequences, one per full block, in one compiled loop.
 
-The ingress hashes each prompt with these to ask the prefix index who holds it; the index
+The ingress hashes each prompt with these to look up in the prefix index who holds it; the index
 computes the same hashes from the token ids in KV events. They never decide what KV is reused
 (engines trust their own hashes), so a collision costs one wrong prediction, not a wrong answer.
 
@@ -71,7 +71,7 @@ class PrefixHasher:
     """Hashes every full-block prefix of a token sequence.
 
     Two different prefixes collide with probability about 2^-59 or less for a random secret; an
-    index of 10 million blocks asked about 1,000-block prompts sees a false match about once in
+    index of 10 million blocks queried with 1,000-block prompts sees a false match about once in
     10^8 queries. The odds hold only while tenants do not know the secret: keep it out of logs,
     metrics and responses, and do not hand out hashes either.
 
@@ -106,32 +106,23 @@ class PrefixHasher:
         Raises:
             ValueError: token_ids is not one-dimensional or not integers.
         """
-        return self.extend(ROOT, token_ids, salt)[0]
+        return self.extend(ROOT, token_ids, salt)
 
-    def extend(self, parent: Running, token_ids: Tokens, salt: int = 0) -> tuple[UInt64s, UInt64s]:
-        """Hashes and raw sums of the prefixes that continue `parent` with `token_ids`.
-
-        Returns:
-            Two arrays of shape (len(token_ids) // block_tokens,): the hashes, and the raw sums
-            for further extension: block j's state is Running(int(sums[j]), parent.blocks + j + 1).
+    def extend(self, parent: Running, token_ids: Tokens, salt: int = 0) -> UInt64s:
+        """Hashes of the prefixes that continue `parent` with `token_ids`, one per full block.
 
         Raises:
             ValueError: token_ids is not one-dimensional or not integers.
         """
         size = self.block_tokens
         tokens = _as_integers(token_ids)
-        blocks = len(tokens) // size
-        sums: UInt64s = np.empty(blocks, dtype=np.uint64)
-        hashes: UInt64s = np.empty(blocks, dtype=np.uint64)
-        weights = self._weights
-        if len(weights) < (parent.blocks + blocks) * size:
-            weights = self._grown((parent.blocks + blocks) * size)
-        key = np.uint64(self._salted(salt))
+        hashes: UInt64s = np.empty(len(tokens) // size, dtype=np.uint64)
+        weights = self._weights_for((parent.blocks + len(hashes)) * size)
+        keys = (self._token_key, np.uint64(self._salted(salt)))
         _hash_blocks(
-            tokens, weights, size, self._token_key, key, np.uint64(parent.raw_sum),
-            parent.blocks, sums, hashes,
-        )  # fmt: skip
-        return hashes, sums
+            tokens, weights, size, keys, (np.uint64(parent.raw_sum), parent.blocks), hashes
+        )
+        return hashes
 
     def running(self, prefix_hash: int, blocks: int, salt: int = 0) -> Running:
         """The state behind a prefix hash of so many blocks: the finaliser can be undone."""
@@ -141,13 +132,14 @@ class PrefixHasher:
     def _salted(self, salt: int) -> int:
         return (self._key + salt * _SALT_FACTOR) & _MASK
 
-    def _grown(self, needed: int) -> UInt64s:
-        """At least so many weights. Whoever asked uses what it was given: calls may come from
-        several threads, and a shorter array may be kept after a longer one.
+    def _weights_for(self, tokens: int) -> UInt64s:
+        """At least so many weights. The caller uses what is returned: calls may come from several
+        threads, and a shorter array may be kept after a longer one.
         """
-        length = max(4096, 1 << (needed - 1).bit_length())
-        weights = _weights(self._seed, length)
-        self._weights = weights
+        weights = self._weights
+        if len(weights) < tokens:
+            weights = _weights(self._seed, max(4096, 1 << (tokens - 1).bit_length()))
+            self._weights = weights
         return weights
 
 
@@ -172,11 +164,13 @@ def _weights(seed: np.uint64, length: int) -> UInt64s:
 
 @compiled
 def _hash_blocks(
-    tokens: UInt64s, weights: UInt64s, block_tokens: int, token_key: np.uint64, key: np.uint64,
-    raw_sum: np.uint64, blocks_before: int, sums: UInt64s, hashes: UInt64s,
+    tokens: UInt64s, weights: UInt64s, block_tokens: int, keys: tuple[np.uint64, np.uint64],
+    parent: tuple[np.uint64, int], hashes: UInt64s,
 ) -> None:  # fmt: skip
-    """Raw sums and hashes of the blocks that follow `blocks_before` blocks of that raw sum."""
-    for block in range(len(sums)):
+    """Hashes of the blocks that follow a parent (raw sum, blocks); keys: of tokens, of hashes."""
+    token_key, key = keys
+    raw_sum, blocks_before = parent
+    for block in range(len(hashes)):
         first = block * block_tokens
         at = blocks_before * block_tokens + first
         added = np.uint64(0)
@@ -186,7 +180,6 @@ def _hash_blocks(
             mixed = (tokens[first + i] ^ token_key) * _MIX_A
             added += (mixed ^ mixed >> np.uint64(32)) * weights[at + i]
         raw_sum += added
-        sums[block] = raw_sum
         depth = np.uint64(blocks_before + block + 1) * _STEP
         hashes[block] = _mix(_mix(raw_sum + depth) ^ key)
 

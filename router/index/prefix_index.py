@@ -1,11 +1,11 @@
-"""Who holds which prefix, in which tier: fed by typed KV events, asked once per request.
+"""Who holds which prefix, in which tier: fed by typed KV events, looked up once per request.
 
 Counting: an engine may hold one hash in several device blocks and reports each, so device
 presence is reference-counted. A host tier keeps its chunks by hash and holds a key at most once,
 so host presence is a set: a repeated announcement needs no second removal. (With host chunks of
 several blocks, a block that two chunks share is forgotten with the first of them.)
 
-Asking: one compiled loop goes along a prompt's rows and tells where their holders change; the sets
+Lookup: one compiled loop goes along a prompt's rows and finds where their holders change; the sets
 of holders are looked at only there, and nothing where nobody is left. So holes need no care: they
 are where a worker is missing from a set. A binary search would need every worker's contiguous run
 to be maintained block by block on each change, and 13 look-ups a worker and tier; one walk answers
@@ -18,15 +18,14 @@ index knows less, and claims nothing untrue.
 
 from __future__ import annotations
 
-from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from router.index.block_events import FEW, BlockEvents
-from router.index.block_table import NO_ROW
-from router.index.holdings import Holdings, bit_of, distinct_rows
+from kappa.compiled import compiled
+from router.index.hash_table import Int64s, UInt64s
+from router.index.holdings import Holdings
 from router.index.kv_events import (
     BlocksRemoved,
     BlocksStored,
@@ -36,13 +35,10 @@ from router.index.kv_events import (
     WorkerGone,
     WorkerReset,
 )
-from router.index.loops import Int64s, UInt64s, spread
 from router.index.prefix_hash import PrefixHasher
 
 # Blocks that are walked before it is asked whether anybody still holds them.
 _BATCH = 512
-# So few are faster named one by one.
-_FEW_WORKERS = 12
 # What Python takes for a worker's objects besides their arrays.
 _WORKER_BYTES = 2100
 
@@ -74,43 +70,30 @@ class PrefixIndex:
     ) -> None:
         if max_blocks < 1:
             raise ValueError(f"max_blocks must be at least 1, got {max_blocks}")
-        self._held = Holdings(max_blocks)
-        self._events = BlockEvents(self._held, hasher, host_extends)
+        self._held = Holdings(hasher, max_blocks, host_extends)
         # Compiled now rather than while the first request waits.
-        spread(_bytes_of(0), 0, 0, np.empty((2, 0), dtype=np.int64))
+        _spread(_bytes_of(0), 0, 0, np.empty((2, 0), dtype=np.int64))
 
-    # ---- asking
+    # ---- lookups
 
     def match(self, prefix_hashes: UInt64s, worker: str) -> Match:
         """Longest prefix `worker` holds; `prefix_hashes` as from `PrefixHasher.prefix_hashes`.
 
         An unknown worker holds nothing. Marks what it found as recently used.
         """
-        record = self._held.workers.get(worker)
-        if record is None:
-            return Match(0, 0)
-        groups = self._matches(prefix_hashes, 1 << 2 * record.bit)
-        return groups[0][1] if groups else Match(0, 0)
+        return self.match_all(prefix_hashes).get(worker, Match(0, 0))
 
     def match_all(self, prefix_hashes: UInt64s) -> dict[str, Match]:
         """`match` for every worker that holds anything of this prompt."""
-        answer: dict[str, Match] = {}
-        for workers, found in self._matches(prefix_hashes, self._held.device_bits):
-            if workers.bit_count() > _FEW_WORKERS:
-                named = compress(self._held.by_bit, _unpacked(workers).tolist())
-                answer.update(dict.fromkeys(named, found))
-                continue
-            while workers:
-                lowest = workers & -workers
-                answer[self._held.by_bit[lowest.bit_length() >> 1]] = found
-                workers ^= lowest
-        return answer
+        device, host = self.match_columns(prefix_hashes).tolist()
+        found = ((w, Match(device[r.bit], host[r.bit])) for w, r in self._held.workers.items())
+        return {worker: match for worker, match in found if any(match)}
 
     def match_columns(self, prefix_hashes: UInt64s) -> Int64s:
-        """`match_all` by workers' `column`: shape (2, columns), blocks on device and in host."""
+        """Blocks on device and in host by workers' `column`, shape (2, columns)."""
         blocks = np.zeros((2, len(self._held.by_bit)), dtype=np.int64)
-        for workers, found in self._matches(prefix_hashes, self._held.device_bits):
-            spread(_bytes_of(workers), *found, blocks)
+        for workers, found in self._matches(prefix_hashes):
+            _spread(_bytes_of(workers), *found, blocks)
         return blocks
 
     def column(self, worker: str) -> int:
@@ -118,7 +101,7 @@ class PrefixIndex:
         return self._held.worker(worker).bit
 
     def workers(self) -> tuple[str, ...]:
-        """Workers heard from and not gone, oldest first."""
+        """Workers mentioned and not gone, oldest first."""
         return tuple(self._held.workers)
 
     def size_blocks(self) -> int:
@@ -146,7 +129,7 @@ class PrefixIndex:
             "holder_sets": len(table.sets),
             "workers": len(self._held.workers),
         }
-        return now | self._events.counts | {"evicted": table.evicted}
+        return now | self._held.counts | {"evicted": table.evicted}
 
     # ---- feeding
 
@@ -155,51 +138,13 @@ class PrefixIndex:
 
         Presence only: blocks held twice need one `drop`. Do not mix with events of one worker.
         """
-        table = self._held.table
-        table.next_tick()
-        bit = bit_of(self._held.worker(worker), tier)
-        if len(prefix_hashes) <= FEW and len(table) + FEW <= table.max_rows:
-            for depth, key in enumerate(prefix_hashes.tolist(), 1):
-                row = table.row_of(key)
-                if row:
-                    table.touch(row)
-                    self._held.change_one(row, bit, present=True)
-                else:
-                    table.add_one(key, depth, 0, bit)
-        elif len(prefix_hashes):
-            self._hold_many(prefix_hashes, bit)
+        self._held.table.next_tick()
+        self._held.hold(worker, tier, prefix_hashes)
         self._held.trim()
 
-    def _hold_many(self, prefix_hashes: UInt64s, bit: int) -> None:
-        table = self._held.table
-        rows, absences = table.look_up(prefix_hashes)
-        if not absences:
-            table.touch(rows)
-            self._held.change(distinct_rows(rows), bit, present=True)
-            return
-        if absences == len(rows):
-            depths = np.arange(1, len(rows) + 1, dtype=np.uint32)
-            self._held.add(rows, prefix_hashes, depths, 0, bit)
-            return
-        absent = np.flatnonzero(rows == NO_ROW)
-        self._held.add(rows, prefix_hashes[absent], (absent + 1).astype(np.uint32), 0, bit)
-        self._held.change(distinct_rows(rows), bit, present=True)
-
     def drop(self, worker: str, tier: Tier, prefix_hashes: UInt64s) -> None:
-        """Blocks are no longer present in a tier; those that were not are passed over."""
-        record = self._held.workers.get(worker)
-        if record is None:
-            return
-        bit = bit_of(record, tier)
-        if len(prefix_hashes) <= FEW:
-            for key in prefix_hashes.tolist():
-                row = self._held.table.row_of(key)
-                if row:
-                    self._held.change_one(row, bit, present=False)
-        else:
-            self._held.change(
-                distinct_rows(self._held.table.rows_of(prefix_hashes)), bit, present=False
-            )
+        """Blocks are no longer present in a tier; those that were not do not matter."""
+        self._held.drop(worker, tier, prefix_hashes)
         self._held.trim()
 
     def handle(self, event: KVEvent) -> None:
@@ -212,10 +157,10 @@ class PrefixIndex:
         self._held.table.next_tick()
         match event:
             case BlocksStored():
-                self._events.check(event)
-                self._events.stored(event)
+                self._held.check(event)
+                self._held.stored(event)
             case BlocksRemoved():
-                self._events.removed(event)
+                self._held.removed(event)
             case TierCleared(worker, tier):
                 if worker in self._held.workers:
                     self._held.clear(self._held.workers[worker], tier)
@@ -225,16 +170,16 @@ class PrefixIndex:
                 self._held.gone(worker)
         self._held.trim()
 
-    # ---- asking, inside
+    # ---- inside
 
-    def _matches(self, prefix_hashes: UInt64s, asked: int) -> list[tuple[int, Match]]:
-        """What workers hold, in groups, of those whose device bit is in `asked`."""
+    def _matches(self, prefix_hashes: UInt64s) -> list[tuple[int, Match]]:
+        """What workers hold, in groups that hold the same; a group is a set of device bits."""
         table = self._held.table
         table.next_tick()
         bits = table.sets.bits
         answer: list[tuple[int, Match]] = []
         # Workers whose device run goes on, and those whose host run does, by where it began.
-        device, hosts = asked, list[tuple[int, int]]()
+        device, hosts = self._held.device_bits, list[tuple[int, int]]()
         at, total, batch, more = 0, len(prefix_hashes), _BATCH, True
         while more and at < total and (device or hosts):
             changes, passed, more = table.walk(prefix_hashes[at : at + batch])
@@ -274,12 +219,18 @@ class PrefixIndex:
         return going
 
 
-def _unpacked(workers: int) -> NDArray[np.uint8]:
-    """Which device bits are set, by worker."""
-    return np.unpackbits(_bytes_of(workers), bitorder="little")[::2]
-
-
 def _bytes_of(workers: int) -> NDArray[np.uint8]:
     """Bits of workers as bytes, the lowest first."""
     size = workers.bit_length() // 8 + 1
     return np.frombuffer(bytearray(workers.to_bytes(size, "little")), np.uint8)
+
+
+@compiled
+def _spread(bits: NDArray[np.uint8], device: int, host: int, blocks: Int64s) -> None:
+    """Fill in what those have whose device bit is set: rows device and host, a column each."""
+    for worker in range(blocks.shape[1]):
+        place = 2 * worker
+        if place >> 3 >= len(bits):
+            return
+        if bits[place >> 3] >> (place & 7) & 1:
+            blocks[0, worker], blocks[1, worker] = device, host

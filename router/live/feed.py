@@ -20,8 +20,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kappa.protocol import KV, REPORT, RESET, Announcement, WorkerReport
-from router.index.kv_events import KVEvent, WorkerReset
-from router.index.kv_stream import StreamCursor, decode_batch
+from router.index.kv_events import KVEvent, StreamCursor, WorkerReset, decode_batch
 from router.live.supervised import pause_s, supervised
 
 log = structlog.get_logger(__name__)

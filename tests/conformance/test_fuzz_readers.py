@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kappa.protocol import Announcement, WorkerReport
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, load_settings
-from router.index.kv_stream import decode_batch
+from router.index.kv_events import decode_batch
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
 from workload.catalogue import workload_named

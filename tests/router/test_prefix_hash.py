@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.index.prefix_hash import ROOT, PrefixHasher, Running, salt_of, secret_from_seed
+from router.index.prefix_hash import ROOT, PrefixHasher, salt_of, secret_from_seed
 
 SECRET = secret_from_seed("tests")
 TOKENS = st.lists(st.integers(0, 200_000), max_size=60)
@@ -29,37 +29,25 @@ def test_hashes_depend_on_the_prefix_only(tokens, other, size, salt):
         assert (one[k] == two[k]) == same
 
 
-@given(TOKENS, st.integers(1, 5), st.integers(0, 2**64 - 1))
-@settings(max_examples=100, deadline=None)
-def test_a_hash_tells_the_state_behind_it(tokens, size, salt):
-    hasher = PrefixHasher(size, SECRET)
-    hashes, sums = hasher.extend(ROOT, tokens, salt)
-    for block, (own, raw_sum) in enumerate(zip(hashes.tolist(), sums.tolist(), strict=True), 1):
-        assert hasher.running(own, block, salt) == Running(raw_sum, block)
-
-
 def test_long_prompts_are_hashed_in_pieces_that_fit_together():
     tokens = np.random.default_rng(0).integers(0, 150_000, 50_000)
     for size in (16, 512, 30_000):
         hasher, reference = PrefixHasher(size, SECRET), PrefixHasher(size, SECRET)
         parent, pieces = ROOT, []
         for first in range(0, len(tokens) - size + 1, size):
-            own, sums = reference.extend(parent, tokens[first : first + size])
-            parent = Running(int(sums[0]), parent.blocks + 1)
-            pieces += own.tolist()
+            pieces += reference.extend(parent, tokens[first : first + size]).tolist()
+            parent = reference.running(pieces[-1], len(pieces))
         assert hasher.prefix_hashes(tokens).tolist() == pieces
 
 
 @given(TOKENS, st.integers(1, 5), st.integers(0, 20), st.integers(0, 2**64 - 1))
 @settings(max_examples=200, deadline=None)
-def test_extending_equals_hashing_from_the_start(tokens, size, cut, salt):
+def test_extending_any_prefix_by_its_hash_equals_hashing_from_the_start(tokens, size, cut, salt):
     hasher = PrefixHasher(size, SECRET)
-    whole, sums = hasher.extend(ROOT, tokens, salt)
+    whole = hasher.prefix_hashes(tokens, salt).tolist()
     cut = min(cut, len(whole))
-    parent = Running(int(sums[cut - 1]), cut) if cut else ROOT
-    rest, rest_sums = hasher.extend(parent, tokens[cut * size :], salt)
-    assert rest.tolist() == whole[cut:].tolist()
-    assert rest_sums.tolist() == sums[cut:].tolist()
+    parent = hasher.running(whole[cut - 1], cut, salt) if cut else ROOT
+    assert hasher.extend(parent, tokens[cut * size :], salt).tolist() == whole[cut:]
 
 
 def test_input_forms_agree():

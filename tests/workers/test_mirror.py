@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-from router.index.kv_stream import decode_batch
+from router.index.kv_events import decode_batch
 from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
 from router.index.prefix_index import PrefixIndex
 from workers.mirror import KvMirror

@@ -13,7 +13,7 @@ from kappa.hardware import node_profile
 from kappa.protocol import Announcement
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
-from router.index.kv_stream import decode_batch
+from router.index.kv_events import decode_batch
 from router.policies import policy_named
 from workers.vllm.kept_manager import KeptTierManager
 from workers.vllm.kept_tier import KeptTier, announcement

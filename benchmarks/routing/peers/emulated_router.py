@@ -23,7 +23,7 @@ from benchmarks.routing.peers.wire import answer, prompt_tokens, read_stdin, ser
 from kappa.protocol import Announcement, WorkerReport
 from router.core import Router, RouterConfig
 from router.decision import RouteRequest
-from router.index.kv_stream import decode_batch
+from router.index.kv_events import decode_batch
 from router.policies import policy_named
 
 

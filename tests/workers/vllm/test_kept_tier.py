@@ -25,8 +25,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
 
-from router.index.kv_events import BlocksStored
-from router.index.kv_stream import decode_batch
+from router.index.kv_events import BlocksStored, decode_batch
 from workers.stats_channel import StatsSender
 from workers.vllm.host_tier import CURRENT, HostTierWorker
 from workers.vllm.kept_manager import KeptTierManager

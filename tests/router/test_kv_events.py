@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.index.kv_events import BlocksRemoved, BlocksStored, TierCleared
-from router.index.kv_stream import StreamCursor, decode_batch, sent_at
+from router.index.kv_events import (
+    BlocksRemoved,
+    BlocksStored,
+    StreamCursor,
+    TierCleared,
+    decode_batch,
+)
 from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
 from router.index.prefix_index import Match, PrefixIndex
 
@@ -41,7 +46,7 @@ def one(event):
     return decoded
 
 
-def test_cursor_tells_order_loss_and_repeats():
+def test_cursor_detects_loss_and_repeats():
     cursor = StreamCursor()
     assert [cursor.advance(seq) for seq in (0, 1, 1, 0, 3, 2, 3)] == [
         "ok", "ok", "duplicate", "duplicate", "gap", "ok", "ok",
@@ -61,16 +66,6 @@ def test_cursor_accepts_each_number_once_in_order(numbers):
     assert accepted == list(range(len(accepted)))
 
 
-def test_cursor_sees_a_restart_by_the_clock():
-    cursor = StreamCursor()
-    for seq in range(3):
-        assert cursor.advance(seq, sent_s=100.0 + seq) == "ok"
-    assert cursor.advance(1, sent_s=101.0) == "duplicate"
-    assert cursor.advance(0, sent_s=200.0) == "gap"
-    cursor.resume(0)
-    assert cursor.advance(0, sent_s=200.0) == "ok"
-
-
 def test_media_become_tiers():
     event = one(stored(size=3, parent=b"p"))
     assert isinstance(event, BlocksStored)
@@ -82,7 +77,7 @@ def test_media_become_tiers():
     assert one(removed(1, medium="CPU")) == BlocksRemoved("w", "host", (1,))
 
 
-def test_salts_are_told_by_the_first_block():
+def test_the_first_block_of_a_sequence_gives_its_salt():
     assert one(stored()).salt == 0
     assert one(stored(extra_keys=[["t1"], None])).salt == salt_of("t1")
     assert one(stored(parent=9, extra_keys=[None, None])).salt is None
@@ -92,13 +87,13 @@ def test_salts_are_told_by_the_first_block():
     assert one(stored(lora_name="a", extra_keys=[["a"], ["a"]])).salt == salt_of(None, "a")
 
 
-def test_clearing_covers_both_tiers_unless_told():
+def test_clearing_covers_both_tiers_unless_one_is_named():
     cleared = batch({"type": "AllBlocksCleared"})
     assert decode_batch(cleared, "w") == [TierCleared("w", None)]
     assert decode_batch(cleared, "w", cleared_tier="device") == [TierCleared("w", "device")]
 
 
-def test_what_is_not_for_the_index_is_counted():
+def test_skipped_events_are_counted_by_reason():
     skipped = Counter()
     events = [
         {"type": "BlockMoved", "to": 3},
@@ -122,13 +117,13 @@ def test_what_is_not_for_the_index_is_counted():
     }
 
 
-def test_blocks_before_an_image_stay():
+def test_blocks_before_an_image_are_kept():
     event = one(stored(hashes=(1, 2, 3), extra_keys=[["t"], [["image", 1]], None]))
     assert event.engine_hashes == (1,)
     assert len(event.token_ids) == 2 and event.salt == salt_of("t")
 
 
-def test_named_only_host_blocks_pass():
+def test_host_blocks_without_tokens_are_passed_on():
     event = one(stored(hashes=(7,), size=0, medium="CPU", token_ids=[]))
     assert (event.engine_hashes, len(event.token_ids)) == ((7,), 0)
 
@@ -149,12 +144,6 @@ def test_named_only_host_blocks_pass():
 def test_malformed_payloads_name_the_worker(payload):
     with pytest.raises(ValueError, match=r"malformed KV event.* from worker w3: ."):
         decode_batch(payload, "w3")
-
-
-def test_the_batch_tells_its_time():
-    assert sent_at(batch(ts=12.25), "w") == 12.25
-    with pytest.raises(ValueError, match="worker w3"):
-        sent_at(b"", "w3")
 
 
 @pytest.mark.vllm
