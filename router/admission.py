@@ -1,43 +1,54 @@
-"""Whether a request is let in: refused at once, rather than served too late for anyone to want it.
+"""Which requests are admitted: one that would be served too late to be wanted is shed at once.
 
 Past saturation a queue only grows, and work on requests whose clients have given up is lost to the
 others. So a request that no worker is expected to serve within its objective (`kappa.slo`: TTFT
-within a floor or a multiple of what an idle, typical node would take) is refused, with a time to
-retry. What is expected is the prediction, corrected by what came of others of late
-(`router.lateness`).
+within a floor or a multiple of what an idle, typical node would take) is rejected, with a time to
+retry. What is expected is the prediction, corrected by recent outcomes (`Lateness`).
 
-Engines serve first come, first served, so a prompt that computes for long makes late all who come
-meanwhile and cannot wait as long. One that displaces more than one other so is refused, though it
-would itself be in time, but for a small share of the workers' time. Pure.
+Engines serve first come, first served, so a prompt that computes for long blocks all who come
+meanwhile and cannot wait as long. One that makes more than one other late so is rejected, though it
+would itself be in time, but for a small share of the workers' time (`Demand`). Pure; seconds are
+real ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
-from router.demand import Demand
-from router.fleet import Fleet
-from router.lateness import Lateness
-from router.offers import Floats, Offers
+from router.decision import Estimates, Floats
+from router.fleet import Fleet, Flight
 from router.pricing import MOST_USE
 
 # Longer prompts, in seconds of their own, are no flood yet when they come one at a time.
 _LONG_PROMPT_S = 0.25
 
+_REQUESTS_KEPT = 128
+_NONE_REJECTED = 1e-6
+
+_OUTCOMES_KEPT = 16
+_LATE_QUANTILE = 0.8
+_SHORT_S, _LONG_S = 3.0, 12.0
+# An outcome on a worker that is this old (in its dilated seconds) counts for a third.
+_FADE_S = 0.5
+_LEAST_SLOWDOWN, _MOST_SLOWDOWN = 0.6, 2.0
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Judgement:
-    """Which workers would miss a request's objective; arrays over the offers' workers.
+class Evaluation:
+    """Which workers would miss a request's objective; arrays over the estimates' workers.
 
     late_s: seconds by which a first token is expected after the limit; slow_s: the same of each
     token. Negative where there is room. token_s: expected seconds per token. full: no slot is free.
-    idle: nothing is in flight there, so that nobody who is there gains if it waits. displaced: how
-    many others its prompt would make late. repaid_s: seconds until one that displaces others may
-    go. slack_s, work_s: the request's own, as in `router.demand.Asked`.
+    idle: nothing is in flight there, so that nobody who is there gains if it waits. blocked: how
+    many others its prompt would make late. budget_wait_s: seconds until the budget allows one that
+    blocks others. slack_s: how long the request could have waited; work_s: gpu seconds that it
+    takes where it takes the fewest.
     """
 
     late_s: Floats
@@ -45,42 +56,42 @@ class Judgement:
     token_s: Floats
     full: NDArray[np.bool_]
     idle: NDArray[np.bool_]
-    displaced: Floats
-    repaid_s: float
+    blocked: Floats
+    budget_wait_s: float
     slack_s: float
     work_s: float
     output_tokens: int
 
     @property
-    def refused(self) -> NDArray[np.bool_]:
+    def rejected(self) -> NDArray[np.bool_]:
         """Workers that are busy and would miss one or the other, or make too many others miss."""
         missing = (self.late_s > 0) | (self.slow_s > 0) | self.full
-        refused: NDArray[np.bool_] = missing & ~self.idle
-        if self.repaid_s > 0:
-            refused |= self.displaces
-        return refused
+        rejected: NDArray[np.bool_] = missing & ~self.idle
+        if self.budget_wait_s > 0:
+            rejected |= self.blocks
+        return rejected
 
     @property
-    def displaces(self) -> NDArray[np.bool_]:
+    def blocks(self) -> NDArray[np.bool_]:
         """Workers where it would make more others late than it is itself."""
-        displaces: NDArray[np.bool_] = self.displaced > 1
-        return displaces
+        blocks: NDArray[np.bool_] = self.blocked > 1
+        return blocks
 
-    def refusal(self) -> tuple[str, float]:
+    def why(self) -> tuple[str, float]:
         """Why the soonest of them is too late, and seconds until it may be tried again.
 
         Where it is only late that is by how much, else when a typical request has ended.
         """
         ends_s = self.output_tokens * self.token_s
         wait_s = np.maximum(self.late_s, np.where((self.slow_s > 0) | self.full, ends_s, 0.0))
-        wait_s = np.maximum(wait_s, np.where(self.displaces, self.repaid_s, 0.0))
+        wait_s = np.maximum(wait_s, np.where(self.blocks, self.budget_wait_s, 0.0))
         soonest = int(np.argmin(wait_s))
         if self.late_s[soonest] > 0:
             why = f"it would start {self.late_s[soonest]:.1f} s too late"
         elif self.full[soonest]:
             why = "as many run as may at a time"
         elif self.slow_s[soonest] <= 0:
-            why = f"its prompt would make {self.displaced[soonest]:.0f} others late"
+            why = f"its prompt would make {self.blocked[soonest]:.0f} others late"
         else:
             why = f"each token would take {1e3 * self.slow_s[soonest]:.0f} ms too long"
         return why, float(wait_s[soonest])
@@ -88,119 +99,288 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Lets in what is expected to start, and then to go on, within its objective.
+    """Admits what is expected to start, and then to go on, within its objective.
 
     TTFT within max(floor_s, ttft_factor x idle), TPOT within tpot_factor x idle. The idle TTFT is
     the median over the workers of loading what the best holder has and computing the rest. The
-    defaults are the objective itself. least: what the dearest requests may use at least of the
-    slack between idle and limit, where many are refused (`router.demand`). So what is cheap goes on
-    when not all can: by work, the cluster then serves the most requests, and an idle one anybody.
-    displacing_share: of the workers' time, what goes to prompts that each make more than one other
-    late; so that long ones are delayed, but never kept out for good.
+    defaults are the objective itself. least_slack: what the costliest requests may use at least of
+    the slack between idle and limit, where many are rejected. So cheap ones go on when not all can:
+    by work, the cluster then serves the most requests, and an idle one anybody. blocking_share: of
+    the workers' time, what goes to prompts that each make more than one other late; so that long
+    ones are delayed, but never kept out for good.
     """
 
     floor_s: float = TTFT_FLOOR_S
     ttft_factor: float = TTFT_IDLE_FACTOR
     tpot_factor: float = TPOT_IDLE_FACTOR
-    least: float = 0.2
-    displacing_share: float = 0.05
+    least_slack: float = 0.2
+    blocking_share: float = 0.05
 
     def __post_init__(self) -> None:
-        """Refuse a share that would keep long prompts out for ever.
-
-        Raises:
-            ValueError: says what to give instead.
-        """
-        if not 0 < self.displacing_share <= 1:
+        if not 0 < self.blocking_share <= 1:
             raise ValueError(
-                f"displacing_share is {self.displacing_share}: give a share above 0, at most 1"
+                f"blocking_share is {self.blocking_share}: give a share above 0, at most 1"
             )
 
-    def idle_and_limit_s(self, fleet: Fleet, offers: Offers) -> tuple[float, float]:
-        """TTFT on the median worker with nothing else to do, and the latest within the objective.
+    def limits_s(self, fleet: Fleet, estimates: Estimates) -> tuple[float, float, float]:
+        """TTFT on the median worker with nothing else to do; the latest TTFT, and the longest time
+        per output token, within the objective."""
+        held = float((estimates.device_tokens + estimates.cached_tokens).max())
+        ttft_s, tpot_s = fleet.idle_s(estimates.slots, estimates.prompt_tokens, held)
+        idle_s = float(np.median(ttft_s))
+        floor_s = self.floor_s * float(np.median(fleet.dilation(estimates.slots)))
+        limit_s = max(floor_s, self.ttft_factor * idle_s)
+        return idle_s, limit_s, self.tpot_factor * float(np.median(tpot_s))
 
-        In real seconds.
-        """
-        held = float((offers.device_tokens + offers.cached_tokens).max())
-        each_s = fleet.idle_ttft_s(offers.slots, offers.prompt_tokens, held)
-        idle_s = float(np.median(each_s))
-        floor_s = self.floor_s * float(np.median(fleet.dilation(offers.slots)))
-        return idle_s, max(floor_s, self.ttft_factor * idle_s)
-
-    def tpot_limit_s(self, fleet: Fleet, offers: Offers) -> float:
-        """Longest time per output token within the objective, in real seconds."""
-        idle_s = fleet.idle_tpot_s(offers.slots, offers.prompt_tokens)
-        return self.tpot_factor * float(np.median(idle_s))
-
-    def judge(
-        self,
-        fleet: Fleet,
-        offers: Offers,
-        lateness: Lateness,
-        demand: Demand,
-        sequences: Floats,
-    ) -> Judgement:
-        """Each worker against the request's limits; `sequences`: how many each runs at a time."""
-        now_s = offers.now_s
-        late_s = np.array([lateness.late_s(worker, now_s) for worker in offers.workers])
-        expected_s = _expected_token_s(fleet, offers, lateness)
-        work_s = cost_s(offers)
-        room = demand.room(work_s, self.least)
-        idle_s, ttft_s = self.idle_and_limit_s(fleet, offers)
-        tpot_s = _within(self.tpot_limit_s(fleet, offers), self.tpot_factor, room)
-        return Judgement(
-            late_s=offers.ttft_s + late_s - _within(ttft_s, self.ttft_factor, room),
-            slow_s=expected_s - tpot_s,
+    def evaluate(
+        self, fleet: Fleet, estimates: Estimates, lateness: Lateness, demand: Demand
+    ) -> Evaluation:
+        """Each worker against the request's limits."""
+        now_s = estimates.now_s
+        late_s = np.array([lateness.late_s(worker, now_s) for worker in estimates.workers])
+        long = estimates.work_s > _LONG_PROMPT_S * fleet.dilation(estimates.slots)
+        # Prompts delay the tokens of what decodes beside them: how much they did tells how much
+        # they will.
+        expected_s = np.array(
+            [
+                lateness.token_s(worker, now_s, float(alone), long=bool(is_long))
+                for worker, alone, is_long in zip(
+                    estimates.workers, alone_s(estimates), long, strict=True
+                )
+            ]
+        )
+        work_s = float(estimates.work_s.min())
+        share = demand.slack_share(work_s, self.least_slack)
+        idle_s, ttft_s, tpot_s = self.limits_s(fleet, estimates)
+        return Evaluation(
+            late_s=estimates.ttft_s + late_s - _within(ttft_s, self.ttft_factor, share),
+            slow_s=expected_s - _within(tpot_s, self.tpot_factor, share),
             token_s=expected_s,
             # Without a free slot it waits until another ends, which no prediction has priced.
-            full=offers.in_flight >= sequences,
-            idle=offers.in_flight == 0,
-            displaced=demand.displaced(now_s, offers.compute_s),
-            repaid_s=demand.repaid_in_s(now_s, self.displacing_share * len(offers)),
+            full=estimates.in_flight >= fleet.max_sequences(estimates.slots),
+            idle=estimates.in_flight == 0,
+            blocked=demand.blocked(now_s, estimates.compute_s),
+            budget_wait_s=demand.budget_wait_s(now_s, self.blocking_share * len(estimates)),
             slack_s=max(ttft_s - idle_s, 0.0),
             work_s=work_s,
-            output_tokens=offers.expected_output_tokens,
+            output_tokens=estimates.expected_output_tokens,
         )
 
 
-def _expected_token_s(fleet: Fleet, offers: Offers, lateness: Lateness) -> Floats:
-    """Seconds per token on each worker, as far as outcomes of late tell.
-
-    Prompts delay the tokens of what decodes beside them: by how much of late, tells how much they
-    will.
-    """
-    long = offers.work_s > _LONG_PROMPT_S * fleet.dilation(offers.slots)
-    return np.array(
-        [
-            lateness.token_s(worker, offers.now_s, float(alone), long=bool(is_long))
-            for worker, alone, is_long in zip(offers.workers, alone_s(offers), long, strict=True)
-        ]
-    )
-
-
-def cost_s(offers: Offers) -> float:
-    """Gpu seconds that the request takes where it takes the fewest."""
-    return float(offers.work_s.min())
-
-
-def _within(limit_s: float, factor: float, room: float) -> float:
-    """A limit of `factor` times idle, for one that may use `room` of what is beyond idle."""
+def _within(limit_s: float, factor: float, share: float) -> float:
+    """A limit of `factor` times idle, for one that may use a share of what is beyond idle."""
     slack_s = limit_s * (1 - 1 / max(factor, 1.0))
-    return limit_s - (1 - room) * slack_s
+    return limit_s - (1 - share) * slack_s
 
 
-def delay_s(offers: Offers) -> Floats:
+def delay_s(estimates: Estimates) -> Floats:
     """Seconds by which the prompt delays each request that decodes beside it, on each worker.
 
     A step that reads the weights and the contexts has FLOPs to spare for it, unless prompts that
     are queued ahead take them: only what exceeds those counts.
     """
-    spare_s = np.maximum(alone_s(offers) - offers.gpu_backlog_s, 0.0)
-    delays: Floats = np.maximum(offers.work_s - spare_s, 0.0)
+    spare_s = np.maximum(alone_s(estimates) - estimates.gpu_backlog_s, 0.0)
+    delays: Floats = np.maximum(estimates.work_s - spare_s, 0.0)
     return delays
 
 
-def alone_s(offers: Offers) -> Floats:
+def alone_s(estimates: Estimates) -> Floats:
     """Seconds per token beside all that are in flight, without prompts."""
-    alone: Floats = offers.tpot_s * (1 - np.minimum(offers.gpu_use, MOST_USE))
+    alone: Floats = estimates.tpot_s * (1 - np.minimum(estimates.gpu_use, MOST_USE))
     return alone
+
+
+# -- recent demand: who goes first when not all can -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluated:
+    at_s: float
+    work_s: float
+    slack_s: float
+    admitted: bool
+
+
+class Demand:
+    """The last requests that admission evaluated: what each would have cost, and whether it was
+    admitted."""
+
+    def __init__(self) -> None:
+        self._last: deque[_Evaluated] = deque(maxlen=_REQUESTS_KEPT)
+        self._owed_s = 0.0
+        self._owed_at_s = 0.0
+
+    def evaluated(self, at_s: float, work_s: float, slack_s: float, *, admitted: bool) -> None:
+        """A request of so many gpu seconds, that could have waited for `slack_s`, came."""
+        self._last.append(_Evaluated(at_s, work_s, slack_s, admitted))
+
+    def cost_rank(self, work_s: float) -> float:
+        """The share of them that were cheaper than this; those that cost the same count half."""
+        cheaper = sum(other.work_s < work_s for other in self._last)
+        alike = sum(other.work_s == work_s for other in self._last)
+        return (cheaper + 0.5 * alike) / max(len(self._last), 1)
+
+    def slack_share(self, work_s: float, least: float) -> float:
+        """What a request of this cost may use of the slack between idle and its limit, 0 to 1.
+
+        While nobody is rejected, all of it. The fewer are admitted, the sooner it falls with the
+        cost rank, down to `least` for the costliest: so the cheapest are admitted, as many as there
+        is room for. (A threshold at the share that is admitted would hold itself down; a power does
+        not.)
+        """
+        rejected = sum(not other.admitted for other in self._last) / max(len(self._last), 1)
+        power = 1.0 / max(rejected, _NONE_REJECTED)
+        return 1.0 - (1.0 - least) * self.cost_rank(work_s) ** power
+
+    def blocked(self, now_s: float, block_s: Floats) -> Floats:
+        """Requests that would be late for one that computes for `block_s` before them.
+
+        block_s: shape (workers,), as long as each would be busy. They come as recently, evenly to
+        the workers; who comes sooner than its slack before the end waits no longer than it may.
+        """
+        slack_s = np.sort([other.slack_s for other in self._last])
+        total_s = np.concatenate(([0.0], np.cumsum(slack_s)))
+        fewer = np.searchsorted(slack_s, block_s)
+        over_s = fewer * block_s - total_s[fewer]
+        # What came in less time than that tells of a burst, not of what comes while it computes.
+        since_s = now_s - self._last[0].at_s if self._last else 0.0
+        window_s = np.maximum(block_s, since_s)
+        counts: Floats = np.divide(
+            over_s, window_s, out=np.zeros_like(over_s), where=window_s > 0
+        ) / len(block_s)
+        return counts
+
+    def spend(self, work_s: float) -> None:
+        """One that blocks others was admitted; `budget_wait_s` was called before, at that time."""
+        self._owed_s += work_s
+
+    def budget_wait_s(self, now_s: float, per_s: float) -> float:
+        """Seconds until what was spent is refilled, at `per_s` seconds of work each second."""
+        passed_s = max(now_s - self._owed_at_s, 0.0)
+        self._owed_s = max(self._owed_s - per_s * passed_s, 0.0)
+        self._owed_at_s = now_s
+        return self._owed_s / per_s
+
+
+# -- recent outcomes: how much later than predicted each worker answers ---------------------------
+
+
+@dataclass(slots=True)
+class _Outcomes:
+    dilation: float = 1.0
+    late_s: deque[float] = field(default_factory=lambda: deque(maxlen=_OUTCOMES_KEPT))
+    late_at_s: float = -math.inf
+    slowdowns: deque[float] = field(default_factory=lambda: deque(maxlen=_OUTCOMES_KEPT))
+    short: float = 0.0
+    long: float = 0.0
+    sent_at_s: float = -math.inf
+    # By request, in the order in which they were sent: the first one has waited longest.
+    waiting: dict[str, Flight] = field(default_factory=dict)
+
+
+class Lateness:
+    """Outcomes against predictions, by worker.
+
+    A prediction prices what is known to be queued. Past saturation more happens to a request than
+    that: slots run out, prompts that come after it slow its tokens. So each outcome is compared
+    with what was predicted for it, and each request that should have begun by now with the clock.
+    Every figure fades while there are no newer ones.
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[str, _Outcomes] = {}
+
+    def sent(self, flight: Flight, now_s: float, delay_s: float) -> None:
+        """A request went out, which delays each token beside it by so many seconds in all."""
+        assert flight.chosen is not None
+        worker, dilation = flight.worker, flight.chosen.node.dilation
+        outcomes = self._workers.setdefault(worker, _Outcomes())
+        outcomes.dilation = dilation
+        outcomes.waiting[flight.request_id] = flight
+        outcomes.short = self.prompt_share(worker, now_s) + delay_s / (_SHORT_S * dilation)
+        outcomes.long = self.prompt_share(worker, now_s, long=True) + delay_s / (_LONG_S * dilation)
+        outcomes.sent_at_s = now_s
+
+    def first_token(self, flight: Flight, now_s: float) -> None:
+        """Its first token came."""
+        outcomes = self._workers.get(flight.worker)
+        if outcomes is None or outcomes.waiting.pop(flight.request_id, None) is None:
+            return
+        outcomes.late_s.append(_overdue_s(flight, now_s))
+        outcomes.late_at_s = now_s
+
+    def ended(self, flight: Flight, now_s: float, tokens: int) -> None:
+        """It is over, whole with so many tokens; 0 tells nothing of their time."""
+        outcomes = self._workers.get(flight.worker)
+        if outcomes is None:
+            return
+        outcomes.waiting.pop(flight.request_id, None)
+        if tokens > 1 and flight.tpot_s > 0 and flight.first_token_s is not None:
+            # By the prompts that came meanwhile, not by those before it: else a rise of their share
+            # would count twice, until outcomes of it are in.
+            expected_s = _stretched_s(flight.tpot_s, self.prompt_share(flight.worker, now_s))
+            measured_s = (now_s - flight.first_token_s) / (tokens - 1)
+            outcomes.slowdowns.append(measured_s / expected_s)
+
+    def left(self, worker: str) -> None:
+        """A worker is gone, and what was in flight there."""
+        self._workers.pop(worker, None)
+
+    def late_s(self, worker: str, now_s: float) -> float:
+        """Seconds by which a first token there comes after its prediction, at least 0.
+
+        Four of five recent ones came no later; and no request has waited longer than this for
+        nothing.
+        """
+        outcomes = self._workers.get(worker)
+        if outcomes is None:
+            return 0.0
+        age_s = max(now_s - outcomes.late_at_s, 0.0)
+        faded = math.exp(-age_s / (_FADE_S * outcomes.dilation))
+        learnt_s = _typical(outcomes.late_s, 0.0, _LATE_QUANTILE) * faded
+        oldest = next(iter(outcomes.waiting.values()), None)
+        overdue_s = _overdue_s(oldest, now_s) if oldest is not None else 0.0
+        return max(learnt_s, overdue_s, 0.0)
+
+    def token_s(self, worker: str, now_s: float, alone_s: float, *, long: bool = False) -> float:
+        """Seconds per token to expect there, where it is `alone_s` without prompts in between."""
+        share = self.prompt_share(worker, now_s, long=long)
+        return _stretched_s(self.slowdown(worker) * alone_s, share)
+
+    def slowdown(self, worker: str) -> float:
+        """How many times longer than expected recent tokens took there; 1 if there were none."""
+        outcomes = self._workers.get(worker)
+        if outcomes is None:
+            return 1.0
+        return min(max(_typical(outcomes.slowdowns, 1.0), _LEAST_SLOWDOWN), _MOST_SLOWDOWN)
+
+    def prompt_share(self, worker: str, now_s: float, *, long: bool = False) -> float:
+        """Delay by the prompts sent there, in seconds per second: of the last 3, or of the last 12.
+
+        In the long view a prompt of a second is not yet a flood.
+        """
+        outcomes = self._workers.get(worker)
+        if outcomes is None:
+            return 0.0
+        share, window_s = (outcomes.long, _LONG_S) if long else (outcomes.short, _SHORT_S)
+        age_s = max(now_s - outcomes.sent_at_s, 0.0)
+        return share * math.exp(-age_s / (window_s * outcomes.dilation))
+
+
+def _overdue_s(flight: Flight, now_s: float) -> float:
+    """Seconds since a first token was predicted."""
+    assert flight.chosen is not None
+    return now_s - flight.sent_s - flight.chosen.ttft_s
+
+
+def _stretched_s(alone_s: float, share: float) -> float:
+    """Seconds per token where prompts take this share of the time."""
+    return alone_s / (1 - min(share, MOST_USE))
+
+
+def _typical(samples: deque[float], without: float, quantile: float = 0.5) -> float:
+    """A quantile of the samples, the middle by default; `without` any there is that instead."""
+    if not samples:
+        return without
+    ordered = sorted(samples)
+    return ordered[int(quantile * len(ordered))]

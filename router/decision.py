@@ -1,15 +1,25 @@
-"""What the router is asked and what it answers: a request, a decision, and why there is none."""
+"""What the router is asked and what it answers: a request, its cost on every worker, a decision.
+
+Policies see `Estimates` and nothing else, so the same ones run live and simulated.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kappa.cost import TokenCounts
 from kappa.hardware import NodeProfile
+from kappa.plans.load_plan import LoadPlan
 from router.index.prefix_hash import UInt64s
-from router.offers import Candidate, Offers
-from router.policy import Fetch
+
+MEMORY, COMPUTE = "memory", "compute"
+
+Floats = NDArray[np.float64]
+Slots = NDArray[np.intp]
 
 
 class NoWorkerError(Exception):
@@ -34,7 +44,7 @@ class RouteRequest:
 
     token_ids: the prompt (None when it could not be tokenized: routing then fails open);
     salt: isolation of the tenant's cache; exclude: workers that must not be chosen. retry: it was
-    let in before, and its worker failed it.
+    admitted before, and its worker failed it.
     prefix_hashes, prompt_tokens: instead of token_ids, from callers that have hashes already;
     prompt_tokens alone is the most that a prompt which could not be tokenized comes to.
     session: what the client calls its conversation, for policies that stick to it.
@@ -70,11 +80,184 @@ class RouteRequest:
         return max(self.prompt_tokens, 1)
 
 
+class Column:
+    """A field of the structured array `rows` of an object, as an attribute of that object."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> Floats:
+        column: Floats = instance.rows[self._name]
+        return column
+
+    def __set__(self, instance: Any, values: Any) -> None:
+        instance.rows[self._name] = values
+
+
+def row_type(table: type) -> np.dtype[np.void]:
+    """A record with a float for each `Column` of a class."""
+    names = [name for name, value in vars(table).items() if isinstance(value, Column)]
+    return np.dtype([(name, np.float64) for name in names])
+
+
+@dataclass(slots=True, eq=False)
+class Estimates:
+    """What one request would cost on each of n workers; seconds are real ones.
+
+    rows: a record per worker, whose fields are the columns below, shape (n,) each.
+    slots: the workers' places in the fleet, constant for life. fetch_from: the worker from which
+    `fetch_tokens` come first, empty if none do. fetching: the estimates if every worker first
+    fetched what its peer `fetch_from` holds; none where nobody can or nothing is to be had.
+    plans: by row, how the worker would bring the prefix back, of those that plan (`load_plans`).
+    """
+
+    now_s: float
+    workers: list[str]
+    slots: Slots
+    rows: NDArray[np.void]
+    prompt_tokens: int
+    block_tokens: int
+    prefix_hashes: UInt64s
+    session: str
+    expected_output_tokens: int
+    fetch_from: str = ""
+    fetching: Estimates | None = None
+    plans: dict[int, LoadPlan] = field(default_factory=dict)
+
+    # Leading tokens of the prompt in each tier, and what is left to compute.
+    device_tokens = Column()
+    cached_tokens = Column()
+    new_tokens = Column()
+    # The request's own seconds: of the link (whole, and per token), of the gpu.
+    load_s = Column()
+    load_token_s = Column()
+    # work_s is what it adds to a busy engine: no weights read, no fixed cost of a step.
+    work_s = Column()
+    compute_s = Column()
+    # Overhead besides the engine.
+    fixed_s = Column()
+    # Queued ahead of it; waiting requests have not had their first token.
+    link_backlog_s = Column()
+    gpu_backlog_s = Column()
+    in_flight = Column()
+    waiting = Column()
+    queued_tokens = Column()
+    # Context of all in flight, and what VRAM holds.
+    resident_tokens = Column()
+    capacity_tokens = Column()
+    # Total delay that its prefill puts on those that decode there.
+    tpot_impact_s = Column()
+    # What its decode adds to the steps of each request in flight beside it, over as many tokens as
+    # weigh like one first token.
+    interference_s = Column()
+    # By how much as many of its own tokens are late: a step may take half of the TPOT objective.
+    own_late_s = Column()
+    # Recent seconds of prefill per second (over 1: more than it can do), recent requests a second.
+    gpu_use = Column()
+    loads_per_s = Column()
+    prefills_per_s = Column()
+    # What the worker is.
+    h2d_bytes_per_s = Column()
+    flops_per_s = Column()
+    cost_per_hour = Column()
+    kappa_crit = Column()
+    # The network: what is fetched, for how long (for ever where there is no room for it), and what
+    # is queued ahead of it on the cards of both ends.
+    fetch_tokens = Column()
+    fetch_s = Column()
+    net_backlog_s = Column()
+    # Predicted time to first token; per output token once all in flight decode beside it, stretched
+    # by recent prefills.
+    ttft_s = Column()
+    tpot_s = Column()
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def backlog_s(self) -> Floats:
+        """Queued work on the busier of link and gpu."""
+        return np.maximum(self.link_backlog_s, self.gpu_backlog_s)
+
+    def candidate(self, index: int, node: NodeProfile) -> Candidate:
+        """Row `index`, as plain numbers."""
+        row = dict(zip(ESTIMATE.names or (), self.rows[index].item(), strict=True))
+        plan = self.plans.get(index)
+        return Candidate(
+            worker=self.workers[index],
+            node=node,
+            counts=TokenCounts(
+                int(row["device_tokens"]), int(row["cached_tokens"]), int(row["new_tokens"])
+            ),
+            kappa_crit=row["kappa_crit"],
+            queue_s=max(row["ttft_s"] - row["load_s"] - row["compute_s"] - row["fixed_s"], 0.0),
+            load_s=row["load_s"],
+            compute_s=row["compute_s"],
+            ttft_s=row["ttft_s"],
+            tpot_impact_s=row["tpot_impact_s"],
+            backlog_s=max(row["link_backlog_s"], row["gpu_backlog_s"]),
+            in_flight=int(row["in_flight"]),
+            plan=plan.kind if plan is not None else "",
+            recomputed_tokens=plan.tokens("R") if plan is not None else 0,
+        )
+
+
+ESTIMATE = row_type(Estimates)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One worker, priced for one request; seconds are real ones.
+
+    queue_s: from now until its own load or prompt could start; ttft_s: prediction until the first
+    token, all included; tpot_impact_s: total delay of those that decode there; backlog_s: queued
+    work on the busier of link and gpu; recomputed_tokens: of the cached ones, those that its plan
+    computes anew.
+    """
+
+    worker: str
+    node: NodeProfile
+    counts: TokenCounts
+    kappa_crit: float
+    queue_s: float
+    load_s: float
+    compute_s: float
+    ttft_s: float
+    tpot_impact_s: float
+    backlog_s: float
+    in_flight: int
+    plan: str = ""
+    recomputed_tokens: int = 0
+
+    @property
+    def bound(self) -> str:
+        """`memory` if the request's ratio here is at or above the node's critical ratio."""
+        return MEMORY if self.counts.ratio >= self.kappa_crit else COMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bring `tokens` leading tokens from a peer before loading."""
+
+    source_worker: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A policy's answer: a row of the estimates, and one word of reason."""
+
+    index: int
+    reason: str
+    fetch: Fetch | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Where a request goes, why, and what is expected of it; seconds are real ones.
 
-    offers: what all workers were priced at (None in logs); fetch: what to bring there first.
+    estimates: what it would cost on every worker (None in logs); index: the chosen row of them;
+    fetch: what to bring there first.
     """
 
     request_id: str
@@ -83,8 +266,9 @@ class Decision:
     policy: str
     prompt_tokens: int
     informed: bool
-    offers: Offers | None = field(default=None, compare=False, repr=False)
-    profiles: tuple[NodeProfile, ...] = field(default=(), compare=False, repr=False)
+    estimates: Estimates | None = field(default=None, compare=False, repr=False)
+    index: int = field(default=-1, compare=False, repr=False)
+    nodes: tuple[NodeProfile, ...] = field(default=(), compare=False, repr=False)
     fetch: Fetch | None = None
 
     @property
@@ -93,11 +277,17 @@ class Decision:
         return self.chosen.worker
 
     @property
+    def priced(self) -> Estimates:
+        """The estimates of a decision that has just been made."""
+        assert self.estimates is not None
+        return self.estimates
+
+    @property
     def candidates(self) -> tuple[Candidate, ...]:
         """Every worker that could have been chosen, priced; none in a log."""
-        if self.offers is None:
+        if self.estimates is None:
             return ()
-        return tuple(self.offers.candidate(i, profile) for i, profile in enumerate(self.profiles))
+        return tuple(self.estimates.candidate(i, node) for i, node in enumerate(self.nodes))
 
     @property
     def kind(self) -> str:
@@ -114,4 +304,4 @@ class Decision:
 
 def without_candidates(decision: Decision) -> Decision:
     """A copy that keeps only the choice, for logs."""
-    return replace(decision, offers=None, profiles=())
+    return replace(decision, estimates=None, index=-1, nodes=())

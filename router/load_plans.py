@@ -1,7 +1,7 @@
 """What workers that plan loads do with a cached prefix: the router asks the very same planner.
 
 A worker whose engine executes load plans announces its planner's name and its rates. For such
-workers the offers' link and gpu seconds, and the predicted TTFT, are the plan's; for all others
+workers the estimates' link and gpu seconds, and the predicted TTFT, are the plan's; for all others
 loading comes first and computing after it, as `router.pricing` has it. An engine of vLLM does that
 too, and may leave the back of a hit to be computed ("tail"): its row is moved by what that changes.
 """
@@ -12,11 +12,13 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from kappa.plans.load_plan import LoadPlan, bounded, layout
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import Cached, Planning, Policy, kappa_eff, room_left
 from kappa.protocol import Announcement
-from router.offers import Offers
+from router.decision import Estimates
 
 # What each planner makes of a prefix, in the words of `kappa.plans.planners`.
 _POLICIES: dict[str, Policy] = {
@@ -120,42 +122,43 @@ class LoadPlans:
         ratio = kappa_eff(rates, policy, KAPPA_EFF_NEW_TOKENS)
         return ratio if math.isfinite(ratio) else None
 
-    def apply(self, offers: Offers) -> None:
-        """Price the planned rows of `offers` as their plans say."""
-        for row, worker in enumerate(offers.workers):
+    def apply(self, estimates: Estimates) -> None:
+        """Price the planned rows of `estimates` as their plans say."""
+        for row, worker in enumerate(estimates.workers):
             plans = self._plans.get(worker)
             if plans is None:
                 continue
             if plans.name != _TAIL or plans.hides:
-                offers.plans[row] = self._priced(offers, row, plans)
-            elif offers.cached_tokens[row]:
-                self._shorten(offers, row, plans)
+                estimates.plans[row] = self._priced(estimates, row, plans)
+            elif estimates.cached_tokens[row]:
+                self._shorten(estimates, row, plans)
 
-    def _priced(self, offers: Offers, row: int, plans: _Plans) -> LoadPlan:
-        plan = plans.plan(
-            int(offers.cached_tokens[row]),
-            int(offers.new_tokens[row]),
-            int(offers.device_tokens[row]),
-        )
-        plan = plans.real(plan)
-        beyond_s = plan.compute_s - offers.compute_s[row]
-        offers.ttft_s[row] += plan.ttft_s - offers.load_s[row] - offers.compute_s[row]
-        offers.work_s[row] = max(offers.work_s[row] + beyond_s, 0.0)
-        offers.load_s[row], offers.compute_s[row] = plan.load_s, plan.compute_s
+    def _priced(self, estimates: Estimates, index: int, plans: _Plans) -> LoadPlan:
+        row = estimates.rows[index]
+        plan = plans.real(plans.plan(*_tokens(row)))
+        beyond_s = plan.compute_s - row["compute_s"]
+        row["ttft_s"] += plan.ttft_s - row["load_s"] - row["compute_s"]
+        row["work_s"] = max(row["work_s"] + beyond_s, 0.0)
+        row["load_s"], row["compute_s"] = plan.load_s, plan.compute_s
         return plan
 
-    def _shorten(self, offers: Offers, row: int, plans: _Plans) -> None:
+    def _shorten(self, estimates: Estimates, index: int, plans: _Plans) -> None:
         """A tail that is computed is not loaded; the rest of the row's figures stays calibrated."""
-        new, device = int(offers.new_tokens[row]), int(offers.device_tokens[row])
-        plan = plans.plan(int(offers.cached_tokens[row]), new, device)
+        row = estimates.rows[index]
+        cached, new, device = _tokens(row)
+        plan = plans.plan(cached, new, device)
         spared = plan.cached_tokens - plan.crossing_tokens
         if not spared:
             return
-        load_s = float(offers.load_s[row])
-        spared_s = spared * float(offers.load_token_s[row]) if plan.crossing_tokens else load_s
+        load_s = float(row["load_s"])
+        spared_s = spared * float(row["load_token_s"]) if plan.crossing_tokens else load_s
         beyond_s = plans.beyond_s(plan, new, device)
-        offers.load_s[row] = max(load_s - spared_s, 0.0)
-        offers.compute_s[row] += beyond_s
-        offers.work_s[row] = max(offers.work_s[row] + beyond_s, 0.0)
-        offers.ttft_s[row] += beyond_s - (load_s - float(offers.load_s[row]))
-        offers.plans[row] = plans.real(plan)
+        row["load_s"] = max(load_s - spared_s, 0.0)
+        row["compute_s"] += beyond_s
+        row["work_s"] = max(row["work_s"] + beyond_s, 0.0)
+        row["ttft_s"] += beyond_s - (load_s - float(row["load_s"]))
+        estimates.plans[index] = plans.real(plan)
+
+
+def _tokens(row: np.void) -> tuple[int, int, int]:
+    return int(row["cached_tokens"]), int(row["new_tokens"]), int(row["device_tokens"])

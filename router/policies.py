@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kappa.plugins import ROUTING_POLICIES, installed
-from router.policy import LeastBacklog, LeastTtft, Policy, Threshold
-from router.prices import Priced
+from router.policy import LeastBacklog, LeastTtft, Policy, Priced, Threshold
 
 OURS: dict[str, Callable[[], Policy]] = {
     "priced": Priced,

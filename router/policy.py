@@ -1,56 +1,40 @@
-"""Which worker should serve a request. Each policy looks at `Offers` and says whom, and why.
+"""Which worker should serve a request. Each policy looks at `Estimates` and says whom, and why.
 
-* `priced`: least predicted TTFT, plus what the choice takes from others: `router.prices`;
-  `priced_fetch` may also bring KV from a peer first (simulated only).
+* `priced`: least predicted TTFT, plus what the choice takes from others; `priced_fetch` may also
+  bring KV from a peer first (simulated only).
 * `ttft`: least predicted time to first token, plus the delay it puts on those that decode there.
 * `threshold`: paper 001 §7.3 as printed. It looks at the request's ratio and at links, not at where
   the cache is, nor at the queue (except to break ties): kept as explanation and baseline.
 * `least_backlog`: least queued work; what is left when nothing is known of the request.
 
-What others do is in `benchmarks.baselines.routing`; `router.policies` finds any of them by name.
+What other systems do is in `benchmarks.baselines.routing`; `router.policies` finds any by name.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from router.offers import Floats, Offers
+from kappa.compiled import compiled
+from router.decision import ESTIMATE, Choice, Estimates, Fetch, Floats
 
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Bring `tokens` leading tokens from a peer before loading."""
-
-    source_worker: str
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A policy's answer: index into the offers, and one word of reason."""
-
-    index: int
-    reason: str
-    fetch: Fetch | None = None
+# A busy period is not longer than what recent use can tell of.
+_FULL = 0.95
+_OWN_LATE = 0.5
 
 
 class Policy(Protocol):
-    """Picks a worker; may remember what it was told.
-
-    fetches: it may bring KV from a peer first.
-    """
+    """Picks a worker; may remember what it was told. fetches: it may bring KV from a peer first."""
 
     name: str
     fetches: bool
 
-    def choose(self, offers: Offers) -> Choice:
-        """Pick one of `offers` (at least one)."""
+    def choose(self, estimates: Estimates) -> Choice:
+        """Pick one of `estimates` (at least one)."""
         ...
 
-    def routed(self, offers: Offers, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int) -> None:
         """The request went to row `index`."""
         ...
 
@@ -64,11 +48,89 @@ class Stateless:
 
     fetches = False
 
-    def routed(self, offers: Offers, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int) -> None:
         """Nothing to remember."""
 
     def left(self, worker: str) -> None:
         """Nothing to forget."""
+
+
+class Priced(Stateless):
+    """Predicted TTFT, plus a price for the work that the choice makes and that nobody needed.
+
+    Least predicted TTFT is selfish: rather than wait for the node that holds its cache, a request
+    recomputes it elsewhere, and what it burns there is missing when others come, who then do the
+    same. The part of its work that it has to bring anyway is not the choice's doing; what it
+    computes beyond that, because it goes where less is held, is. A job of s seconds that joins a
+    first-come queue of Q seconds delays everybody who comes before that queue next runs empty, each
+    by s; in a queue with load rho and r arrivals a second these are r (Q + s) / (1 - rho) on
+    average (Haviv and Ritov, externalities in the M/G/1 queue). So s wasted seconds cost
+    s r (Q + s) / (1 - rho): seconds of others' waiting, which rise with load by themselves, and no
+    constant to tune. r, Q and rho are means over the fleet: a node's own figures mislead where
+    sessions wait for their answers before they ask again, since a jammed node gets few requests.
+
+    Decoding is shared work too: each token that a request will generate makes a step longer for all
+    that are in flight beside it. But a late token is no late first token: delays are weighed by
+    what the service objective allows of either, so a decode counts as so many of its tokens as the
+    TTFT objective is longer than the TPOT objective. Its own tokens are late, too, where a step
+    takes more than half of the TPOT objective; of that half counts. These halves are measured, not
+    derived (docs/adr/0005-price-wasted-work.md).
+    """
+
+    def __init__(self, name: str = "priced", *, fetches: bool = False) -> None:
+        self.name, self.fetches = name, fetches
+        # Compiled now rather than while the first request waits.
+        _score_s(np.ones(1, dtype=ESTIMATE))
+
+    def choose(self, estimates: Estimates) -> Choice:
+        score = _score_s(estimates.rows)
+        index = least(score, estimates.in_flight, -estimates.h2d_bytes_per_s)
+        fetching = estimates.fetching
+        if fetching is not None:
+            # It must gain the request itself more than the transfer takes of two cards: what is
+            # only to spread those that decode, or saves little, fills the nodes that others fetch
+            # to.
+            sooner = fetching.ttft_s + fetching.fetch_s < estimates.ttft_s[index]
+            interference_s = fetching.in_flight * fetching.interference_s
+            own_s = fetching.ttft_s + _OWN_LATE * fetching.own_late_s
+            cost_s = own_s + fetch_externality_s(fetching) + interference_s
+            fetched = np.where(sooner, cost_s, np.inf)
+            best = int(fetched.argmin())
+            tokens = fetching.cached_tokens[best] - estimates.cached_tokens[best]
+            if tokens > 0 and fetched[best] < score[index]:
+                return Choice(best, "peer_fetch", Fetch(fetching.fetch_from, int(tokens)))
+        return Choice(index, reason(estimates, score, index))
+
+
+@compiled
+def _score_s(rows: Any) -> Floats:
+    """Own wait and decode, congestion externality and decode interference, in seconds, per row.
+
+    The externality: others' waiting for computing more than the least that any worker would. The
+    interference: by how much the request's decode delays those in flight beside it.
+    """
+    workers = len(rows)
+    needed_tokens = rows.new_tokens.min()
+    use = min(rows.gpu_use.sum() / workers, _FULL)
+    price = rows.prefills_per_s.sum() / workers / (1 - use)
+    queue_s = rows.gpu_backlog_s.sum() / workers
+    out = np.empty(workers)
+    for i in range(workers):
+        row = rows[i]
+        wasted_s = (1 - needed_tokens / row.new_tokens) * row.work_s
+        externality_s = wasted_s * (wasted_s + queue_s) * price
+        interference_s = row.in_flight * row.interference_s
+        out[i] = row.ttft_s + _OWN_LATE * row.own_late_s + externality_s + interference_s
+    return out
+
+
+def fetch_externality_s(estimates: Estimates) -> Floats:
+    """Waiting that fetching and loading add to those who fetch and load after it, in seconds."""
+    # Where it would take for ever, its own TTFT says so.
+    moved_s = np.where(np.isfinite(estimates.fetch_s), estimates.fetch_s, 0.0)
+    loads_per_s = float(estimates.loads_per_s.sum()) / len(estimates)
+    cost_s: Floats = moved_s * loads_per_s * (estimates.net_backlog_s + moved_s)
+    return cost_s
 
 
 class Threshold(Stateless):
@@ -80,31 +142,29 @@ class Threshold(Stateless):
 
     name = "threshold"
 
-    def choose(self, offers: Offers) -> Choice:
-        """Pick by link or by price; ties by backlog."""
-        backlog_s, speed = offers.backlog_s, offers.h2d_bytes_per_s
-        holder = least(-offers.cached_tokens, backlog_s)
-        ratio = offers.cached_tokens[holder] / max(offers.new_tokens[holder], 1.0)
-        if ratio >= offers.kappa_crit[holder]:
-            return Choice(least(-speed, backlog_s, offers.in_flight), "memory_bound_fast_link")
+    def choose(self, estimates: Estimates) -> Choice:
+        backlog_s, speed = estimates.backlog_s, estimates.h2d_bytes_per_s
+        holder = least(-estimates.cached_tokens, backlog_s)
+        ratio = estimates.cached_tokens[holder] / max(estimates.new_tokens[holder], 1.0)
+        if ratio >= estimates.kappa_crit[holder]:
+            return Choice(least(-speed, backlog_s, estimates.in_flight), "memory_bound_fast_link")
         # A price is no price unless all have one.
-        priced = bool((offers.cost_per_hour > 0).all())
-        price = offers.cost_per_hour / offers.flops_per_s if priced else np.zeros(len(offers))
+        priced = bool((estimates.cost_per_hour > 0).all())
+        cost = estimates.cost_per_hour / estimates.flops_per_s if priced else np.zeros(len(speed))
         # With equal prices the slower link computes as well: keep the fast one free.
-        index = least(price, backlog_s, offers.in_flight, speed)
+        index = least(cost, backlog_s, estimates.in_flight, speed)
         return Choice(index, "compute_bound_cheap_compute")
 
 
 class LeastTtft(Stateless):
-    """Least predicted TTFT plus harm; the reason is what set the winner apart."""
+    """Least predicted TTFT plus delay of those that decode there."""
 
     name = "ttft"
 
-    def choose(self, offers: Offers) -> Choice:
-        """Pick the least sum; ties by requests in flight."""
-        score = offers.ttft_s + offers.harm_s
-        index = least(score, offers.in_flight, -offers.h2d_bytes_per_s)
-        return Choice(index, reason(offers, score, index))
+    def choose(self, estimates: Estimates) -> Choice:
+        score = estimates.ttft_s + estimates.tpot_impact_s
+        index = least(score, estimates.in_flight, -estimates.h2d_bytes_per_s)
+        return Choice(index, reason(estimates, score, index))
 
 
 class LeastBacklog(Stateless):
@@ -112,33 +172,33 @@ class LeastBacklog(Stateless):
 
     name = "least_backlog"
 
-    def choose(self, offers: Offers) -> Choice:
-        """Pick the least loaded."""
-        index = least(offers.backlog_s, offers.in_flight, -offers.h2d_bytes_per_s)
-        return Choice(index, "least_backlog")
+    def choose(self, estimates: Estimates) -> Choice:
+        ties = estimates.in_flight, -estimates.h2d_bytes_per_s
+        return Choice(least(estimates.backlog_s, *ties), "least_backlog")
 
 
-def reason(offers: Offers, score: Floats, index: int) -> str:
+def reason(estimates: Estimates, score: Floats, index: int) -> str:
     """What set row `index` apart from the second best by `score`."""
-    if len(offers) == 1:
+    if len(estimates) == 1:
         return "only_worker"
     others = score.copy()
     others[index] = np.inf
-    rival = int(others.argmin())
-    if others[rival] - score[index] <= 1e-9:
+    second = int(others.argmin())
+    if others[second] - score[index] <= 1e-9:
         return "tie"
-    best, second = _parts(offers, index), _parts(offers, rival)
-    gains = [theirs - ours for ours, theirs in zip(best, second, strict=True)]
+    ours, theirs = _parts(estimates.rows[index]), _parts(estimates.rows[second])
+    gains = [lost - got for got, lost in zip(ours, theirs, strict=True)]
     return _REASONS[gains.index(max(gains))]
 
 
 _REASONS = ("shorter_queue", "faster_load", "less_compute", "less_harm")
 
 
-def _parts(offers: Offers, row: int) -> tuple[float, float, float, float]:
-    load_s, compute_s = offers.load_s.item(row), offers.compute_s.item(row)
-    queue_s = offers.ttft_s.item(row) - load_s - compute_s - offers.fixed_s.item(row)
-    return queue_s, load_s, compute_s, offers.harm_s.item(row)
+def _parts(row: np.void) -> tuple[float, float, float, float]:
+    """Seconds of queue, load, compute and delay; no reason names the overhead besides them."""
+    load_s, compute_s = float(row["load_s"]), float(row["compute_s"])
+    queue_s = float(row["ttft_s"]) - load_s - compute_s - float(row["fixed_s"])
+    return queue_s, load_s, compute_s, float(row["tpot_impact_s"])
 
 
 def least(score: Floats, *ties: Floats) -> int:

@@ -1,39 +1,38 @@
-"""What a request takes on every worker: arithmetic over the fleet's matrix, and nothing kept.
+"""What a request takes on every worker: compiled arithmetic over the fleet's records.
 
-Each formula is for one worker, a column of the matrix (its rows stand below), in real seconds; the
-loops over workers stand at the end. All is compiled. `router.fleet` keeps the matrix; the queues'
-forecast step by step is elsewhere (`router.shadow`).
+Each formula is for one worker, in real seconds; the loops over workers stand at the end.
+`router.fleet` keeps the records. The step formulas are those of `kappa.cost`, restated because a
+compiled loop may use nothing of another file (`kappa.compiled`); a test holds the two equal. Queues
+are arithmetic here: the work reserved and not yet done, less what the engine must have done since
+it last finished some. Their forecast step by step is `router.engine_queue`.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kappa.compiled import compiled
-from router.offers import Floats
+from router.decision import Floats, Slots
 
-# Rows of the fleet's matrix: one quantity each, a column per worker.
-# What a worker is: seconds per token to load, to compute, per pair of tokens to attend, to read the
-# weights and a token of context; limits and prices; when it was last heard from; its network.
-LOAD_TOKEN, LOAD_FIXED, TOKEN, PAIR, WEIGHTS, CONTEXT, STEP = range(7)
-BUDGET, CAPACITY, CRIT, LINK_RATE, FLOPS, COST, OVERHEAD, SEEN, NET = range(7, 16)
-# What it has to do: work reserved and not done on link and gpu, since when and how much the engine
-# computes at the head of its queue, requests and tokens by state, use of late.
-LINK_OUT, LINK_FREE, GPU_OUT, GPU_SINCE, GPU_HEAD, IN_FLIGHT, WAITING = range(16, 23)
-QUEUED, RESIDENT, DECODING, DECODE_CONTEXT, GPU_USE, USE_AT = range(23, 29)
-DILATION, LOADS, PREFILLS, NET_FREE, SPARE, PROMISED = range(29, 35)
-ROWS = 35
-
-# Rows of a priced request: the float arrays of `router.offers.Offers`, a column per worker asked.
-OUT_NEW, OUT_LOAD, OUT_LOAD_TOKEN, OUT_WORK, OUT_COMPUTE, OUT_FIXED = range(6)
-OUT_LINK_BACKLOG, OUT_GPU_BACKLOG, OUT_HARM, OUT_DECODE, OUT_GPU_USE, OUT_LOADS = range(6, 12)
-OUT_PREFILLS, OUT_IN_FLIGHT, OUT_WAITING, OUT_QUEUED, OUT_RESIDENT, OUT_CAPACITY = range(12, 18)
-OUT_LINK_RATE, OUT_FLOPS, OUT_COST, OUT_CRIT, OUT_FETCH, OUT_NET_BACKLOG = range(18, 24)
-OUT_TTFT, OUT_TPOT, OUT_OWN_LATE = range(24, 27)
-OUT_ROWS = 27
+# One worker's record; all are floats.
+_IDENTITY = (
+    "load_token_s", "load_fixed_s", "token_s", "pair_s", "weights_s", "context_token_s",
+    "step_fixed_s", "overhead_s", "dilation", "budget_tokens", "capacity_tokens", "max_sequences",
+    "kappa_crit", "h2d_bytes_per_s", "flops_per_s", "cost_per_hour", "net_tokens_per_s", "seen_s",
+)  # fmt: skip
+# Reserved and not done, on link and gpu: since when, and how much, the engine computes at the head
+# of its queue; requests and tokens by state; recent use, as of `used_s`; the network card, and the
+# host tier's room, of which a part is promised to fetches.
+_LOAD = (
+    "link_reserved_s", "link_free_s", "gpu_reserved_s", "gpu_since_s", "gpu_head_s", "in_flight",
+    "waiting", "queued_tokens", "resident_tokens", "decoding", "decode_context_tokens", "gpu_use",
+    "loads_per_s", "prefills_per_s", "used_s", "net_free_s", "spare_tokens", "promised_tokens",
+)  # fmt: skip
+WORKER = np.dtype([(name, np.float64) for name in (*_IDENTITY, *_LOAD)])
 
 MOST_USE = 0.95
 # Shares that simulation chose, not derived (docs/adr/0005): of what the objective allows a token,
@@ -43,7 +42,8 @@ MOST_STEP = 0.5
 MOST_WAIT = 0.5
 FELT_USE = 0.5
 
-Slots = NDArray[np.intp]
+Workers = NDArray[np.void]
+Rows = NDArray[np.void]
 Slo = tuple[float, float, float]
 """Least TTFT objective in seconds, and what TTFT and TPOT may be of an idle worker's."""
 
@@ -66,88 +66,176 @@ def leading_tokens(
     return device, host
 
 
+# -- one worker -----------------------------------------------------------------------------------
+
+
 @compiled
 def prefill_s(
-    cells: Floats, slot: int, prompt_tokens: float, held_tokens: float,
-    decoding: float, decode_context: float,
-) -> tuple[float, float, float]:  # fmt: skip
+    worker: Any, prompt_tokens: float, held_tokens: float, decoding: float, decode_context: float
+) -> tuple[float, float, float]:
     """A prompt's own gpu work, beside requests that decode (none: an idle engine).
 
     Returns what it adds to a busy engine; the least its steps take, for reading weights and KV; and
     what they take beside those that decode there.
     """
     new = prompt_tokens - held_tokens
-    steps = np.ceil(new / cells[BUDGET, slot])
+    steps = np.ceil(new / worker.budget_tokens)
     pairs = new * (held_tokens + 0.5 * new)
-    token_s, pair_s = cells[TOKEN, slot], cells[PAIR, slot]
-    work_s = new * token_s + pairs * pair_s
-    beside_s = decoding * token_s + decode_context * pair_s
-    read_s = steps * (
-        cells[WEIGHTS, slot] + (prompt_tokens + decode_context) * cells[CONTEXT, slot]
-    )
-    compute_s = max(work_s + steps * beside_s, read_s) + steps * cells[STEP, slot]
+    work_s = new * worker.token_s + pairs * worker.pair_s
+    beside_s = decoding * worker.token_s + decode_context * worker.pair_s
+    read_tokens = prompt_tokens + decode_context
+    read_s = steps * (worker.weights_s + read_tokens * worker.context_token_s)
+    compute_s = max(work_s + steps * beside_s, read_s) + steps * worker.step_fixed_s
     return work_s, read_s, compute_s
 
 
 @compiled
-def load_s(cells: Floats, slot: int, cached_tokens: float) -> float:
+def load_s(worker: Any, cached_tokens: float) -> float:
     """The load of a cached prefix; none takes no time."""
     if cached_tokens <= 0:
         return 0.0
-    return cached_tokens * cells[LOAD_TOKEN, slot] + cells[LOAD_FIXED, slot]
+    return cached_tokens * worker.load_token_s + worker.load_fixed_s
 
 
 @compiled
-def backlogs_s(cells: Floats, slot: int, now_s: float) -> tuple[float, float]:
+def queued_s(worker: Any, now_s: float) -> tuple[float, float]:
     """Work queued on link and gpu."""
-    link_s = min(max(cells[LINK_FREE, slot] - now_s, 0.0), cells[LINK_OUT, slot])
-    done_s = min(max(now_s - cells[GPU_SINCE, slot], 0.0), cells[GPU_HEAD, slot])
-    return max(link_s, 0.0), max(cells[GPU_OUT, slot] - done_s, 0.0)
+    link_s = min(max(worker.link_free_s - now_s, 0.0), worker.link_reserved_s)
+    done_s = min(max(now_s - worker.gpu_since_s, 0.0), worker.gpu_head_s)
+    return max(link_s, 0.0), max(worker.gpu_reserved_s - done_s, 0.0)
 
 
 @compiled
-def under_way_s(cells: Floats, slot: int, cached_tokens: float) -> float:
+def under_way_s(worker: Any, cached_tokens: float) -> float:
     """The wait for the step of decoding that is under way, where there is one.
 
-    Half of it on average; a load that has landed is heard of one step later.
+    Half of it on average; a load that has landed is noticed one step later.
     """
-    decoding, context = cells[DECODING, slot], cells[DECODE_CONTEXT, slot]
+    decoding, context = worker.decoding, worker.decode_context_tokens
     if decoding <= 0:
         return 0.0
-    beside_s = decoding * cells[TOKEN, slot] + context * cells[PAIR, slot]
-    read_s = cells[WEIGHTS, slot] + context * cells[CONTEXT, slot]
-    step_s = max(beside_s, read_s) + cells[STEP, slot]
+    beside_s = decoding * worker.token_s + context * worker.pair_s
+    read_s = worker.weights_s + context * worker.context_token_s
+    step_s = max(beside_s, read_s) + worker.step_fixed_s
     return step_s * (1.5 if cached_tokens > 0 else 0.5)
 
 
 @compiled
-def reading_step_s(cells: Floats, slot: int, context_tokens: float) -> float:
+def reading_step_s(worker: Any, context_tokens: float) -> float:
     """A step that waits for memory: the weights and so many tokens' KV are read."""
-    read_s = cells[WEIGHTS, slot] + context_tokens * cells[CONTEXT, slot]
-    return read_s + cells[STEP, slot]
+    read_s = worker.weights_s + context_tokens * worker.context_token_s
+    return read_s + worker.step_fixed_s
 
 
 @compiled
-def fetch_s(cells: Floats, slot: int, tokens: float) -> float:
+def fetch_s(worker: Any, tokens: float) -> float:
     """`tokens` over the network: for ever where there is none, or no room for them in the tier."""
-    if tokens > cells[SPARE, slot] - cells[PROMISED, slot]:
+    if tokens > worker.spare_tokens - worker.promised_tokens:
         return math.inf
     if tokens <= 0:
         return 0.0
-    net = cells[NET, slot]
-    return tokens / net if net > 0 else math.inf
+    rate = worker.net_tokens_per_s
+    return tokens / rate if rate > 0 else math.inf
+
+
+@compiled
+def fade(worker: Any, now_s: float, window_s: float) -> float:
+    """What is left of recent use; a clock that was set back does not make it grow."""
+    return math.exp(min(worker.used_s - now_s, 0.0) / window_s)
+
+
+# -- reservations: changes of one worker's record -------------------------------------------------
+
+
+@compiled
+def reserve(
+    workers: Workers, slot: int, rows: Rows, index: int, now_s: float, window_s: float
+) -> None:
+    """Put the request that row `index` of the estimates prices on its worker."""
+    worker, row = workers[slot], rows[index]
+    if worker.waiting == 0:
+        worker.gpu_since_s, worker.gpu_head_s = now_s, row.work_s
+    worker.link_reserved_s += row.load_s
+    worker.link_free_s = max(worker.link_free_s, now_s) + row.load_s
+    worker.gpu_reserved_s += row.work_s
+    worker.in_flight += 1
+    worker.waiting += 1
+    worker.queued_tokens += row.new_tokens
+    worker.resident_tokens += row.device_tokens + row.cached_tokens + row.new_tokens
+    left = fade(worker, now_s, window_s)
+    worker.used_s = now_s
+    worker.gpu_use = worker.gpu_use * left + row.work_s / window_s
+    loads = 1.0 if row.load_s > 0 else 0.0
+    worker.loads_per_s = worker.loads_per_s * left + loads / window_s
+    worker.prefills_per_s = worker.prefills_per_s * left + 1 / window_s
+
+
+@compiled
+def admitted_s(
+    workers: Workers, slot: int, host_tokens: float, new_tokens: float, context_tokens: float
+) -> tuple[float, float]:
+    """Link and gpu seconds of a prompt by what its engine found: tokens in host, tokens to compute
+    behind `context_tokens`."""
+    worker = workers[slot]
+    pairs = new_tokens * (context_tokens + 0.5 * new_tokens)
+    gpu_s = new_tokens * worker.token_s + pairs * worker.pair_s
+    return host_tokens * worker.load_token_s, gpu_s
+
+
+@compiled
+def shift(workers: Workers, slot: int, link_s: float, gpu_s: float, new_tokens: float) -> None:
+    """A reservation turned out to be so much more (or less)."""
+    worker = workers[slot]
+    worker.gpu_reserved_s += gpu_s
+    worker.link_reserved_s += link_s
+    worker.link_free_s += link_s
+    worker.queued_tokens += new_tokens
+
+
+@compiled
+def finish_prompt(
+    workers: Workers, slot: int, link_s: float, gpu_s: float, new_tokens: float, now_s: float
+) -> None:
+    """A prompt is no longer ahead of anyone; sums of many small numbers drift, but where nobody
+    waits any more the queue is exactly empty."""
+    worker = workers[slot]
+    worker.link_reserved_s -= link_s
+    worker.gpu_reserved_s -= gpu_s
+    worker.waiting -= 1
+    worker.queued_tokens -= new_tokens
+    if worker.waiting == 0:
+        worker.link_reserved_s = worker.gpu_reserved_s = 0.0
+        worker.link_free_s = now_s
+
+
+@compiled
+def decode(workers: Workers, slot: int, requests: int, context_tokens: float) -> None:
+    """So many more requests (or fewer) decode over so many tokens."""
+    worker = workers[slot]
+    worker.decoding += requests
+    worker.decode_context_tokens += context_tokens
+
+
+@compiled
+def depart(workers: Workers, slot: int, context_tokens: float) -> None:
+    """A request ended."""
+    worker = workers[slot]
+    worker.in_flight -= 1
+    worker.resident_tokens -= context_tokens
+
+
+# -- all workers ----------------------------------------------------------------------------------
 
 
 @compiled
 def objective(
-    cells: Floats, slots: Slots, priced: Floats, prompt_tokens: float, output_tokens: float,
-    slo: Slo,
-) -> tuple[float, float, float]:  # fmt: skip
+    workers: Workers, slots: Slots, rows: Rows, prompt_tokens: float, output_tokens: float, slo: Slo
+) -> tuple[float, float, float]:
     """Delayed tokens that weigh as much as one first token delayed as long; limits in seconds.
 
     Returns the tokens, what a token and what the first one may take. By the service objective
     (`kappa.slo`), TTFT over TPOT, of the best and the middle idle worker; but never more tokens
-    than there will be. `priced` has rows WORK and LOAD filled in.
+    than there will be. `rows` has `work_s` and `load_s` filled in.
     """
     if not len(slots):
         return output_tokens, math.inf, math.inf
@@ -155,11 +243,11 @@ def objective(
     alone_s = np.empty(len(slots))
     idle_s, dilation = math.inf, 0.0
     for i in range(len(slots)):
-        slot = slots[i]
-        alone_s[i] = reading_step_s(cells, slot, prompt_tokens)
-        compute_s = max(priced[OUT_WORK, i], alone_s[i])
-        idle_s = min(idle_s, cells[OVERHEAD, slot] + priced[OUT_LOAD, i] + compute_s)
-        dilation = max(dilation, cells[DILATION, slot])
+        worker, row = workers[slots[i]], rows[i]
+        alone_s[i] = reading_step_s(worker, prompt_tokens)
+        compute_s = max(row.work_s, alone_s[i])
+        idle_s = min(idle_s, worker.overhead_s + row.load_s + compute_s)
+        dilation = max(dilation, worker.dilation)
     tpot_limit_s = tpot_factor * np.sort(alone_s)[len(alone_s) // 2]
     if tpot_limit_s <= 0:
         return output_tokens, math.inf, math.inf
@@ -168,113 +256,101 @@ def objective(
 
 
 @compiled
-def crowd_share(priced: Floats, ttft_limit_s: float) -> float:
-    """How much of the crowd counts, the same for all workers: all of it while first tokens are due.
+def interference_share(rows: Rows, ttft_limit_s: float) -> float:
+    """How much of decode interference counts, the same for all workers: all of it while first
+    tokens are in time.
 
     Who waits for a first token past its objective gains nothing by quicker tokens after it, and
-    spreading those that decode then lengthens the queues. `priced` has row TTFT filled in.
+    spreading those that decode then lengthens the queues. `rows` has `ttft_s` filled in.
     """
     soonest_s = math.inf
-    for ttft_s in priced[OUT_TTFT]:
-        soonest_s = min(soonest_s, ttft_s)
+    for i in range(len(rows)):
+        soonest_s = min(soonest_s, rows[i].ttft_s)
     return min(MOST_WAIT * ttft_limit_s / soonest_s, 1.0) if soonest_s > 0 else 1.0
 
 
 @compiled
-def blank_rows(rows: int, columns: int) -> Floats:
-    """An array whose rows are no whole memory pages apart, where they would share cache lines."""
-    wide = (columns + 7) // 8 * 8
-    if wide % 512 == 0:
-        wide += 8
-    return np.empty((rows, wide))[:, :columns]
-
-
-@compiled
 def price(
-    cells: Floats, slots: Slots, now_s: float, window_s: float, prompt_tokens: float,
-    output_tokens: float, device_tokens: Floats, cached_tokens: Floats,
-    fetch_tokens: Floats, source: int, slo: Slo,
-) -> Floats:  # fmt: skip
-    """A request on each of `slots`: shape (OUT_ROWS, len(slots)).
+    workers: Workers, slots: Slots, rows: Rows, times: tuple[float, float],
+    tokens: tuple[float, float], source: int, slo: Slo,
+) -> None:  # fmt: skip
+    """Price a request on each of `slots`; `rows`, a record each, is filled in.
 
-    device_tokens, cached_tokens, fetch_tokens: shape (len(slots),); the last is empty where nothing
-    is fetched, else how much comes from the worker in column `source`.
+    `rows` has `device_tokens` and `cached_tokens`, and `fetch_tokens` where they come from the
+    worker in place `source` (-1: nothing is fetched). times: now, and the seconds that recent use
+    looks back. tokens: of the prompt, of the output.
     """
-    fetches = len(fetch_tokens) > 0
-    out = blank_rows(OUT_ROWS, len(slots))
+    now_s, window_s = times
+    prompt_tokens, output_tokens = tokens
     for i in range(len(slots)):
-        slot, cached = slots[i], cached_tokens[i]
-        held = device_tokens[i] + cached
-        out[OUT_NEW, i] = prompt_tokens - held
-        out[OUT_LOAD_TOKEN, i] = cells[LOAD_TOKEN, slot]
-        out[OUT_FIXED, i] = cells[OVERHEAD, slot]
-        out[OUT_IN_FLIGHT, i] = cells[IN_FLIGHT, slot]
-        out[OUT_WAITING, i] = cells[WAITING, slot]
-        out[OUT_QUEUED, i] = cells[QUEUED, slot]
-        out[OUT_RESIDENT, i] = cells[RESIDENT, slot]
-        out[OUT_CAPACITY, i] = cells[CAPACITY, slot]
-        out[OUT_LINK_RATE, i] = cells[LINK_RATE, slot]
-        out[OUT_FLOPS, i] = cells[FLOPS, slot]
-        out[OUT_COST, i] = cells[COST, slot]
-        out[OUT_CRIT, i] = cells[CRIT, slot]
+        worker, row = workers[slots[i]], rows[i]
+        cached = row.cached_tokens
+        held = row.device_tokens + cached
+        row.new_tokens = prompt_tokens - held
+        row.load_token_s = worker.load_token_s
+        row.fixed_s = worker.overhead_s
+        row.in_flight = worker.in_flight
+        row.waiting = worker.waiting
+        row.queued_tokens = worker.queued_tokens
+        row.resident_tokens = worker.resident_tokens
+        row.capacity_tokens = worker.capacity_tokens
+        row.h2d_bytes_per_s = worker.h2d_bytes_per_s
+        row.flops_per_s = worker.flops_per_s
+        row.cost_per_hour = worker.cost_per_hour
+        row.kappa_crit = worker.kappa_crit
 
-        decoding = cells[DECODING, slot]
-        work_s, read_s, compute_s = prefill_s(
-            cells, slot, prompt_tokens, held, decoding, cells[DECODE_CONTEXT, slot]
+        row.work_s, read_s, row.compute_s = prefill_s(
+            worker, prompt_tokens, held, worker.decoding, worker.decode_context_tokens
         )
-        out[OUT_WORK, i], out[OUT_COMPUTE, i] = work_s, compute_s
-        out[OUT_HARM, i] = decoding * max(compute_s - read_s, 0.0)
-        # A clock that was set back must not make use grow without bound.
-        fade = math.exp(min(cells[USE_AT, slot] - now_s, 0.0) / window_s)
-        gpu_use = cells[GPU_USE, slot] * fade
-        out[OUT_GPU_USE, i] = gpu_use
-        out[OUT_LOADS, i] = cells[LOADS, slot] * fade
-        out[OUT_PREFILLS, i] = cells[PREFILLS, slot] * fade
+        row.tpot_impact_s = worker.decoding * max(row.compute_s - read_s, 0.0)
+        left = fade(worker, now_s, window_s)
+        row.gpu_use = worker.gpu_use * left
+        row.loads_per_s = worker.loads_per_s * left
+        row.prefills_per_s = worker.prefills_per_s * left
 
-        loading_s = load_s(cells, slot, cached)
-        link_s, gpu_s = backlogs_s(cells, slot, now_s)
-        net_free_s, start_s = cells[NET_FREE, slot], link_s
-        if fetches:
-            net_free_s = max(net_free_s, cells[NET_FREE, source])
-        net_s = max(net_free_s - now_s, 0.0)
-        if fetches:
-            out[OUT_FETCH, i] = fetch_s(cells, slot, fetch_tokens[i])
-            start_s = max(link_s, net_s + out[OUT_FETCH, i])
-        out[OUT_LOAD, i], out[OUT_NET_BACKLOG, i] = loading_s, net_s
-        out[OUT_LINK_BACKLOG, i], out[OUT_GPU_BACKLOG, i] = link_s, gpu_s
-        wait_s = max(start_s + loading_s, gpu_s) + under_way_s(cells, slot, cached)
-        out[OUT_TTFT, i] = cells[OVERHEAD, slot] + wait_s + compute_s
-        step_s = reading_step_s(cells, slot, prompt_tokens + cells[RESIDENT, slot])
-        out[OUT_TPOT, i] = step_s / (1 - min(gpu_use, MOST_USE))
-    weighing, tpot_limit_s, ttft_limit_s = objective(
-        cells, slots, out, prompt_tokens, output_tokens, slo
+        row.load_s = load_s(worker, cached)
+        link_s, gpu_s = queued_s(worker, now_s)
+        net_free_s, start_s = worker.net_free_s, link_s
+        if source >= 0:
+            net_free_s = max(net_free_s, workers[source].net_free_s)
+        row.net_backlog_s = max(net_free_s - now_s, 0.0)
+        if source >= 0:
+            row.fetch_s = fetch_s(worker, row.fetch_tokens)
+            start_s = max(link_s, row.net_backlog_s + row.fetch_s)
+        row.link_backlog_s, row.gpu_backlog_s = link_s, gpu_s
+        wait_s = max(start_s + row.load_s, gpu_s) + under_way_s(worker, cached)
+        row.ttft_s = worker.overhead_s + wait_s + row.compute_s
+        step_s = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
+        row.tpot_s = step_s / (1 - min(row.gpu_use, MOST_USE))
+    weight, tpot_limit_s, ttft_limit_s = objective(
+        workers, slots, rows, prompt_tokens, output_tokens, slo
     )
-    shared = crowd_share(out, ttft_limit_s)
+    share = interference_share(rows, ttft_limit_s)
     for i in range(len(slots)):
-        slot = slots[i]
-        token_s = cells[TOKEN, slot] + prompt_tokens * cells[CONTEXT, slot]
-        out[OUT_DECODE, i] = shared * weighing * token_s
-        step_s = reading_step_s(cells, slot, prompt_tokens + cells[RESIDENT, slot])
-        step_s /= 1 - FELT_USE * min(out[OUT_GPU_USE, i], MOST_USE)
-        out[OUT_OWN_LATE, i] = weighing * max(step_s - MOST_STEP * tpot_limit_s, 0.0)
-    return out
+        worker, row = workers[slots[i]], rows[i]
+        token_s = worker.token_s + prompt_tokens * worker.context_token_s
+        row.interference_s = share * weight * token_s
+        step_s = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
+        step_s /= 1 - FELT_USE * min(row.gpu_use, MOST_USE)
+        row.own_late_s = weight * max(step_s - MOST_STEP * tpot_limit_s, 0.0)
 
 
 @compiled
-def idle_ttft_s(cells: Floats, slots: Slots, prompt_tokens: float, held_tokens: float) -> Floats:
-    """TTFT on idle workers that hold `held_tokens` of the prompt in their host tiers."""
-    out = np.empty(len(slots))
-    for i in range(len(slots)):
-        slot = slots[i]
-        compute_s = prefill_s(cells, slot, prompt_tokens, held_tokens, 0.0, 0.0)[2]
-        out[i] = cells[OVERHEAD, slot] + load_s(cells, slot, held_tokens) + compute_s
-    return out
+def backlog_s(workers: Workers, slot: int, now_s: float) -> tuple[float, float]:
+    """Work queued on link and gpu of the worker in place `slot`."""
+    return queued_s(workers[slot], now_s)
 
 
 @compiled
-def idle_tpot_s(cells: Floats, slots: Slots, prompt_tokens: float) -> Floats:
-    """Time per output token on idle workers."""
-    out = np.empty(len(slots))
+def idle_s(
+    workers: Workers, slots: Slots, prompt_tokens: float, held_tokens: float
+) -> tuple[Floats, Floats]:
+    """TTFT and time per output token on idle workers that hold `held_tokens` of the prompt in their
+    host tiers."""
+    ttft_s, tpot_s = np.empty(len(slots)), np.empty(len(slots))
     for i in range(len(slots)):
-        out[i] = reading_step_s(cells, slots[i], prompt_tokens)
-    return out
+        worker = workers[slots[i]]
+        compute_s = prefill_s(worker, prompt_tokens, held_tokens, 0.0, 0.0)[2]
+        ttft_s[i] = worker.overhead_s + load_s(worker, held_tokens) + compute_s
+        tpot_s[i] = reading_step_s(worker, prompt_tokens)
+    return ttft_s, tpot_s

@@ -1,8 +1,8 @@
 """The router's log: every call with its time, as JSON lines, and the way back.
 
-What a live router was told and asked is written as it happens; replayed through a fresh `Router`
-the same calls give the same decisions. That is how a routing bug is taken home, and how the tests
-hold live and simulated wiring together. Pure: it makes and reads dictionaries, files are others'.
+What a live router is told is written as it happens; replayed through a fresh `Router` the same
+calls give the same decisions. That is how a routing bug is taken home, and how the tests hold live
+and simulated wiring together. Pure: it makes and reads dictionaries, files are others'.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from kappa.protocol import Announcement, WorkerReport
-from router.core import Router
 from router.decision import Decision, NoWorkerError, RouteRequest
 from router.index.kv_events import (
     BlocksRemoved,
@@ -25,86 +24,86 @@ from router.index.kv_events import (
     WorkerGone,
     WorkerReset,
 )
+from router.router import Router, RouterConfig
 
 Entry = dict[str, Any]
 
 _EVENTS: dict[str, type] = {
     cls.__name__: cls for cls in (BlocksStored, BlocksRemoved, TierCleared, WorkerReset, WorkerGone)
 }
+_REQUEST_FIELDS = (
+    "request_id", "max_tokens", "salt", "exclude", "retry", "handed_tokens", "prompt_tokens",
+)  # fmt: skip
 
 
 class RecordedRouter(Router):
-    """A `Router` that hands each call, as a JSON-ready entry, to `write` before it obeys."""
+    """A `Router` that hands each call, as a JSON-ready entry, to `write` before it obeys.
 
-    def __init__(self, config: Any, write: Callable[[Entry], None]) -> None:
+    `explain` is written because a look-up keeps a prefix in the index, `backlogs_s` because it
+    moves the forecasts' clocks.
+    """
+
+    def __init__(self, config: RouterConfig, write: Callable[[Entry], None]) -> None:
         super().__init__(config)
         self._write = write
 
+    def _note(self, call: str, **arguments: Any) -> None:
+        self._write({"call": call, **arguments})
+
     def join(self, announcement: Announcement, now_s: float) -> None:
-        """As `Router.join`, written."""
-        self._write({"call": "join", "now_s": now_s, "announcement": announcement.to_dict()})
+        self._note("join", now_s=now_s, announcement=announcement.to_dict())
         super().join(announcement, now_s)
 
     def leave(self, worker: str) -> list[str]:
-        """As `Router.leave`, written."""
-        self._write({"call": "leave", "worker": worker})
+        self._note("leave", worker=worker)
         return super().leave(worker)
 
     def blocks(self, events: Iterable[KVEvent]) -> None:
-        """As `Router.blocks`, written."""
         events = list(events)
-        self._write({"call": "blocks", "events": [_event_out(event) for event in events]})
+        self._note("blocks", events=[_event_out(event) for event in events])
         super().blocks(events)
 
     def report(self, report: WorkerReport, now_s: float) -> None:
-        """As `Router.report`, written."""
-        self._write({"call": "report", "now_s": now_s, "report": report.to_dict()})
+        self._note("report", now_s=now_s, report=report.to_dict())
         super().report(report, now_s)
 
-    def void(self, worker: str, now_s: float) -> None:
-        """As `Router.void`, written."""
-        self._write({"call": "void", "now_s": now_s, "worker": worker})
-        super().void(worker, now_s)
+    def invalidate(self, worker: str, now_s: float) -> None:
+        self._note("void", now_s=now_s, worker=worker)
+        super().invalidate(worker, now_s)
 
     def first_token(self, request_id: str, now_s: float) -> float | None:
-        """As `Router.first_token`, written."""
-        self._write({"call": "first_token", "now_s": now_s, "request_id": request_id})
+        self._note("first_token", now_s=now_s, request_id=request_id)
         return super().first_token(request_id, now_s)
 
     def tokens(self, request_id: str, count: int) -> None:
-        """As `Router.tokens`, written."""
-        self._write({"call": "tokens", "request_id": request_id, "count": count})
+        self._note("tokens", request_id=request_id, count=count)
         super().tokens(request_id, count)
 
     def release(self, request_id: str, now_s: float, *, complete: bool = True) -> bool:
-        """As `Router.release`, written."""
-        entry = {"call": "release", "now_s": now_s, "request_id": request_id}
-        self._write({**entry, "complete": complete})
+        self._note("release", now_s=now_s, request_id=request_id, complete=complete)
         return super().release(request_id, now_s, complete=complete)
 
     def route(self, request: RouteRequest, now_s: float) -> Decision:
         """As `Router.route`, written with what it decided (no worker: an empty outcome)."""
-        entry = {"call": "route", "now_s": now_s, "request": _request_out(request)}
+        entry = {"now_s": now_s, "request": _request_out(request)}
         try:
             decision = super().route(request, now_s)
         except NoWorkerError:
-            self._write({**entry, "decided": {}})
+            self._note("route", **entry, decided={})
             raise
-        self._write({**entry, "decided": decided(decision)})
+        self._note("route", **entry, decided=decided(decision))
         return decision
 
     def explain(self, request: RouteRequest, now_s: float) -> Decision:
-        """As `Router.explain`, written: looking a prefix up keeps it in the index."""
-        self._write({"call": "explain", "now_s": now_s, "request": _request_out(request)})
+        self._note("explain", now_s=now_s, request=_request_out(request))
         return super().explain(request, now_s)
 
     def backlogs_s(self, now_s: float) -> dict[str, tuple[float, float]]:
-        """As `Router.backlogs_s`, written: asking moves the forecasts' clocks."""
-        self._write({"call": "backlogs_s", "now_s": now_s})
+        self._note("backlogs_s", now_s=now_s)
         return super().backlogs_s(now_s)
 
 
-def decided(decision: Decision) -> dict[str, Any]:
+def decided(decision: Decision) -> Entry:
     """What two equal decisions have in common."""
     chosen = decision.chosen
     return {
@@ -127,31 +126,32 @@ def replay(entries: Iterable[Mapping[str, Any]], router: Router) -> list[tuple[A
 
 
 def _apply(entry: Mapping[str, Any], router: Router) -> Any:
+    now_s: float = entry.get("now_s", 0.0)
     match entry["call"]:
         case "join":
-            router.join(Announcement.from_dict(entry["announcement"]), entry["now_s"])
+            router.join(Announcement.from_dict(entry["announcement"]), now_s)
         case "leave":
             router.leave(entry["worker"])
         case "blocks":
             router.blocks([_event_in(event) for event in entry["events"]])
         case "report":
-            router.report(WorkerReport.from_dict(entry["report"]), entry["now_s"])
+            router.report(WorkerReport.from_dict(entry["report"]), now_s)
         case "void":
-            router.void(entry["worker"], entry["now_s"])
+            router.invalidate(entry["worker"], now_s)
         case "first_token":
-            router.first_token(entry["request_id"], entry["now_s"])
+            router.first_token(entry["request_id"], now_s)
         case "tokens":
             router.tokens(entry["request_id"], entry["count"])
         case "release":
-            router.release(entry["request_id"], entry["now_s"], complete=entry["complete"])
+            router.release(entry["request_id"], now_s, complete=entry["complete"])
         case "backlogs_s":
-            router.backlogs_s(entry["now_s"])
+            router.backlogs_s(now_s)
         case "explain":
             with contextlib.suppress(NoWorkerError):
-                router.explain(_request_in(entry["request"]), entry["now_s"])
+                router.explain(_request_in(entry["request"]), now_s)
         case "route":
             try:
-                return decided(router.route(_request_in(entry["request"]), entry["now_s"]))
+                return decided(router.route(_request_in(entry["request"]), now_s))
             except NoWorkerError:
                 return {}
         case other:
@@ -161,30 +161,19 @@ def _apply(entry: Mapping[str, Any], router: Router) -> Any:
 
 def _request_out(request: RouteRequest) -> Entry:
     tokens = request.token_ids
+    fields = {name: getattr(request, name) for name in _REQUEST_FIELDS}
     return {
-        "request_id": request.request_id,
+        **fields,
         "token_ids": None if tokens is None else [int(t) for t in tokens],
-        "max_tokens": request.max_tokens,
-        "salt": request.salt,
         "exclude": sorted(request.exclude),
-        "retry": request.retry,
-        "handed_tokens": request.handed_tokens,
-        "prompt_tokens": request.prompt_tokens,
     }
 
 
 def _request_in(data: Mapping[str, Any]) -> RouteRequest:
+    fields = {name: data[name] for name in _REQUEST_FIELDS if name in data}
     tokens = data["token_ids"]
-    return RouteRequest(
-        data["request_id"],
-        None if tokens is None else np.asarray(tokens, dtype=np.int64),
-        data["max_tokens"],
-        data["salt"],
-        frozenset(data["exclude"]),
-        retry=data.get("retry", False),
-        handed_tokens=data.get("handed_tokens", 0),
-        prompt_tokens=data.get("prompt_tokens", 0),
-    )
+    ids = None if tokens is None else np.asarray(tokens, dtype=np.int64)
+    return RouteRequest(**{**fields, "token_ids": ids, "exclude": frozenset(data["exclude"])})
 
 
 def _event_out(event: KVEvent) -> Entry:

@@ -20,11 +20,11 @@ from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
-from router.core import Router, RouterConfig
 from router.decision import NoWorkerError, RouteRequest
 from router.index.kv_events import BlocksStored
 from router.index.prefix_hash import secret_from_seed
 from router.policies import policy_named
+from router.router import Router, RouterConfig
 
 # About 32 tokens of English; a byte stands for a quarter of a token in the prices.
 _BLOCK_BYTES = 128
@@ -57,7 +57,7 @@ class StandaloneRouter:
         """These replicas exist now."""
         names = set(names)
         with self._lock:
-            known = set(self._router.state.workers)
+            known = set(self._router.workers)
             for worker in sorted(names - known):
                 self._router.join(self._announcement(worker), time.time())
             for worker in sorted(known - names):
@@ -69,7 +69,7 @@ class StandaloneRouter:
             now_s = time.time()
             self._expire(now_s)
             prompt = _prompt_bytes(args)
-            others_known = frozenset(self._router.state.workers) - set(names)
+            others_known = frozenset(self._router.workers) - set(names)
             request = RouteRequest(request_id, prompt, max_tokens=0, exclude=others_known)
             try:
                 decision = self._router.route(request, now_s)
@@ -78,7 +78,7 @@ class StandaloneRouter:
             self._routed[request_id] = now_s
             if prompt is not None:
                 self._remember(decision.worker, prompt)
-            others = sorted(decision.candidates, key=lambda c: c.ttft_s + c.harm_s)
+            others = sorted(decision.candidates, key=lambda c: c.ttft_s + c.tpot_impact_s)
             order = [decision.worker, *(c.worker for c in others if c.worker != decision.worker)]
             known = [worker for worker in order if worker in names]
             return known + [worker for worker in names if worker not in known]

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kappa.protocol import Admission, Announcement, WorkerReport
-from router.core import Router
 from router.decision import NoWorkerError, RouteRequest
 from router.index.kv_events import StreamCursor, Tier, WorkerReset
+from router.router import Router
 from simulator.cache import Ids
 from simulator.faults import TransientFault
 from simulator.memory import Job

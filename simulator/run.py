@@ -20,9 +20,9 @@ from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import Announcement
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s, limits, median_node
 from router.admission import Admission
-from router.core import Router, RouterConfig
 from router.policies import policy_named
 from router.policy import Policy
+from router.router import Router, RouterConfig
 from scheduler.catalogue import SCHEDULERS, packs
 from scheduler.config import FairConfig
 from simulator.clusters import Cluster, NodeSpec, check, kv_room

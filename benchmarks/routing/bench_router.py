@@ -23,11 +23,11 @@ from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
-from router.core import Router, RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_events import BlocksStored, Tier
 from router.index.prefix_hash import UInt64s
 from router.policies import policy_named
+from router.router import Router, RouterConfig
 
 LENGTHS = (512, 4096, 32_768, 131_072)
 NODES = (8, 64, 1000)

@@ -23,9 +23,9 @@ from kappa.hardware import NodeProfile
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import Announcement
 from kappa.settings.cluster import ClusterSettings
-from router.core import Router, RouterConfig
 from router.decision import Decision, RouteRequest
 from router.policies import policy_named
+from router.router import Router, RouterConfig
 from simulator.clusters import Cluster, NodeSpec
 from simulator.dispatch import RouterDispatch
 from simulator.faults import Faults

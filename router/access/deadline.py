@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from router.decision import Estimates
 from router.errors import ApiError, deadline_passed, deadline_unmeetable
-from router.offers import Offers
 
 HEADER = "x-kappa-deadline-ms"
 _LONGEST_MS = 24 * 3600 * 1000
@@ -37,7 +37,7 @@ class Deadline:
 
 
 def late_workers(
-    deadline: Deadline, offers: Offers, now_s: float, *, streamed: bool
+    deadline: Deadline, estimates: Estimates, now_s: float, *, streamed: bool
 ) -> frozenset[str]:
     """The workers that would answer too late, none if all make it.
 
@@ -47,14 +47,14 @@ def late_workers(
     Raises:
         ApiError: 429 with the seconds that the soonest one lacks, if that is all of them.
     """
-    needed_s = offers.ttft_s
+    needed_s = estimates.ttft_s
     if not streamed:
-        needed_s = needed_s + offers.expected_output_tokens * offers.tpot_s
+        needed_s = needed_s + estimates.expected_output_tokens * estimates.tpot_s
     late = needed_s > deadline.at_s - now_s
     if late.all():
         soonest_s = float(needed_s.min())
         raise deadline_unmeetable(deadline.allowed_s, soonest_s, now_s + soonest_s - deadline.at_s)
-    return frozenset(offers.workers[i] for i in np.flatnonzero(late))
+    return frozenset(estimates.workers[i] for i in np.flatnonzero(late))
 
 
 def deadline_of(header: str, arrived_s: float) -> Deadline | None:

@@ -121,7 +121,7 @@ class KappaIngress(OpenAiIngress):
 
     async def profile(self) -> Response:
         """Measure every worker's machine anew, one after the other, and show the nodes."""
-        for worker in list(self._live().router.state.workers):
+        for worker in list(self._live().router.workers):
             pin = RawRequestInfo(headers={PIN_HEADER: worker})
             handle = self._pools.of(self._live().pool_of(worker))
             try:

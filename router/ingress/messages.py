@@ -113,7 +113,7 @@ def explanation(decision: Decision) -> dict[str, Any]:
                 "load_s": c.load_s,
                 "compute_s": c.compute_s,
                 "ttft_s": c.ttft_s,
-                "harm_s": c.harm_s,
+                "harm_s": c.tpot_impact_s,
                 "in_flight": c.in_flight,
                 "plan": c.plan or None,
             }

@@ -17,7 +17,7 @@ from fastapi import Request
 
 from kappa import metrics as m
 from kappa.settings.engine import TransferSettings
-from router.decision import NoWorkerError, OverloadedError, RouteRequest
+from router.decision import COMPUTE, Candidate, NoWorkerError, OverloadedError, RouteRequest
 from router.errors import ApiError
 from router.ingress.app import tenant_of
 from router.ingress.failures import may_pass_on, worker_failed
@@ -25,7 +25,6 @@ from router.ingress.messages import engine_marks, mark, pinned
 from router.ingress.roles import Network, hands_over, prefill_only
 from router.ingress.terms import Terms, terms_of
 from router.live.live_router import LiveRouter
-from router.offers import COMPUTE, Candidate
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +59,7 @@ class PrefillElsewhere:
             ApiError: a prefill worker died of it, or may have, so that nobody else may have it.
                 Whatever else fails here is only logged and counted.
         """
-        said = [state.announcement for state in live.router.state.workers.values()]
+        said = [state.announcement for state in live.router.workers.values()]
         prefill = prefill_only(said)
         if not prefill:
             return routed
@@ -88,7 +87,7 @@ class PrefillElsewhere:
             here, there = live.explain(decodes), live.explain(prefills)
         except NoWorkerError:
             return False
-        to = live.router.state.workers[here.worker].announcement
+        to = live.router.workers[here.worker].announcement
         transfer_s = self._network.seconds(decodes.tokens, to)
         if hands_over(here.chosen, there.chosen, transfer_s, self._network):
             return True

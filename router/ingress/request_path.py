@@ -198,7 +198,7 @@ class RequestPath:
         count = None if prompt.token_ids is None else prompt.tokens
         self._observer.tokenized(request_id, count, time.time())
         terms.tokenized(prompt.tokens, choices_of(body) * max_tokens_of(body))
-        said = [state.announcement for state in live.router.state.workers.values()]
+        said = [state.announcement for state in live.router.workers.values()]
         approx = approx_asked_by(request, body)
         unfit = unfit_workers(said, prompt.longest_tokens, max_tokens_of(body))
         routed = RouteRequest(
@@ -300,7 +300,7 @@ class RequestPath:
         ended: Callable[[str, int], None],
     ) -> Response:
         """Hand a request to Ray's own router; nothing is decided, reserved or foreseen here."""
-        engines = {s.announcement.engine for s in live.router.state.workers.values()}
+        engines = {s.announcement.engine for s in live.router.workers.values()}
         tenant, marks = tenant_of(request), dict[str, str]()
         if engines & set(PROMPT_ENGINES):
             prompt = await self.tokenize(body, request)
@@ -338,7 +338,7 @@ class RequestPath:
         request: Request,
     ) -> dict[str, str]:
         """What only an engine of ours is told; raises ApiError 400 if it is refused."""
-        state = live.router.state.workers.get(decision.worker)
+        state = live.router.workers.get(decision.worker)
         plan = plan_asked(request)
         if state is not None and state.announcement.engine in PROMPT_ENGINES:
             approx = is_approximate(state.announcement, approx_asked_by(request, body))
@@ -351,5 +351,5 @@ class RequestPath:
 
 def _largest_context(live: LiveRouter) -> int | None:
     """Tokens of the largest context that a worker announced; None before one has."""
-    workers = live.router.state.workers.values()
+    workers = live.router.workers.values()
     return max((state.announcement.max_context_tokens for state in workers), default=None)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kappa.protocol import Announcement
-from router.offers import Candidate
+from router.decision import Candidate
 
 PREFILL = "prefill"
 

@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from router.admission import Admission
-from router.core import RouterConfig
 from router.index.prefix_hash import secret_from_seed
 from router.ingress.settings import IngressSettings
 from router.live.breaker import BreakerRule
 from router.live.live_router import LiveRouter
 from router.live.members import MemberRule
 from router.policies import policy_named
+from router.router import RouterConfig
 
 _ASK_AGAIN_S = 0.05
 _DRAIN_MARGIN_S = 5.0

@@ -57,10 +57,10 @@ class Terms:
             return routed
         now_s = time.monotonic()
         self.deadline.check(now_s)
-        offers = live.explain(routed).offers
-        if offers is None or not routed.sized:
+        estimates = live.explain(routed).estimates
+        if estimates is None or not routed.sized:
             return routed
-        late = late_workers(self.deadline, offers, now_s, streamed=self.streamed)
+        late = late_workers(self.deadline, estimates, now_s, streamed=self.streamed)
         return replace(routed, exclude=routed.exclude | late) if late else routed
 
     def patience_s(self, longest_s: float) -> float:

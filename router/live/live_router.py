@@ -18,7 +18,6 @@ import structlog
 
 from kappa import metrics as m
 from kappa.protocol import Admission, Announcement, WorkerReport
-from router.core import Router, RouterConfig
 from router.decision import (
     Decision,
     NoWorkerError,
@@ -36,6 +35,7 @@ from router.live.records import SENT_MARK, Record, Records
 from router.live.suspects import Suspects
 from router.recording import RecordedRouter
 from router.rollout import Arm, Shadow, ray_choice
+from router.router import Router, RouterConfig
 
 log = structlog.get_logger(__name__)
 
@@ -99,7 +99,7 @@ class LiveRouter:
     def choosable(self) -> int:
         """Workers that could be chosen now: heard from, not gone, not finishing."""
         stale_after_s, gone = self.router.config.stale_after_s, self.members.blocked().gone
-        return len(self.router.state.fleet.ready(self.now_s(), stale_after_s, gone))
+        return len(self.router.pool.fleet.ready(self.now_s(), stale_after_s, gone))
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -139,9 +139,9 @@ class LiveRouter:
     def route_as_ray(self, request: RouteRequest, tenant: str = "") -> Decision:
         """As `route`, by Ray Serve's rule; what ours would have done is written down beside it."""
         ours = self.explain(request)
-        offers = ours.offers
-        assert offers is not None
-        workers = list(offers.workers)
+        estimates = ours.estimates
+        assert estimates is not None
+        workers = list(estimates.workers)
         chosen = ray_choice(workers, self._in_flight, request.request_id)
         others = frozenset(workers) - {chosen}
         decision = self.route(
@@ -150,7 +150,7 @@ class LiveRouter:
         row = workers.index(chosen)
         shadow = Shadow(
             ours.worker, ours.chosen.node.name, ours.reason, ours.chosen.ttft_s,
-            decision.worker, decision.chosen.node.name, float(offers.ttft_s[row]),
+            decision.worker, decision.chosen.node.name, float(estimates.ttft_s[row]),
         )  # fmt: skip
         self.records[request.request_id].shadow = shadow
         self.metrics.inc(m.SHADOWS, "true" if shadow.agreed else "false")
@@ -250,29 +250,29 @@ class LiveRouter:
             return decide(replace(request, exclude=gone), self.now_s())
 
     def _in_flight(self, worker: str) -> int:
-        return self.router.in_flight_on(worker) + self.router.others_on(worker)
+        return self.router.in_flight_on(worker) + self.router.remote_in_flight_on(worker)
 
     def _load(self) -> float:
         """Share of workers that have something to compute or load, right now."""
-        workers = self.router.state.workers.values()
-        return sum(len(s.shadow) > 0 for s in workers) / max(len(workers), 1)
+        workers = self.router.workers.values()
+        return sum(len(s.queue) > 0 for s in workers) / max(len(workers), 1)
 
     # -- workers ------------------------------------------------------------------------------
 
     def pool_of(self, worker: str) -> str:
         """The pool that a worker announced; empty if it is not known."""
-        state = self.router.state.workers.get(worker)
+        state = self.router.workers.get(worker)
         return state.announcement.pool if state is not None else ""
 
     def pool_for_ray(self, request_id: str) -> str:
         """The pool of a request that Ray's router steers: drawn, each with the odds of its workers;
         empty if none is known."""
-        pools = [s.announcement.pool for s in self.router.state.workers.values()]
+        pools = [s.announcement.pool for s in self.router.workers.values()]
         return ray_choice(pools, lambda _: 0, request_id) if pools else ""
 
     def _joined(self, announcement: Announcement) -> None:
         worker = announcement.worker
-        self.kappa_eff[worker] = self.router.view.plans.kappa_eff(worker)
+        self.kappa_eff[worker] = self.router.pool.plans.kappa_eff(worker)
 
     def _left(self, worker: str, node: str, lost: list[str]) -> None:
         self.kappa_eff.pop(worker, None)
@@ -299,11 +299,11 @@ class LiveRouter:
         self.metrics.inc(m.STREAM_GAPS, self._node(worker))
 
     def _node(self, worker: str) -> str:
-        state = self.router.state.workers.get(worker)
+        state = self.router.workers.get(worker)
         return state.announcement.node.name if state is not None else worker
 
     def _reported(self, report: WorkerReport) -> None:
-        state = self.router.state.workers.get(report.worker)
+        state = self.router.workers.get(report.worker)
         if state is None:
             return
         report = report.renamed(self.records.own)
@@ -337,7 +337,7 @@ class LiveRouter:
         if record is not None:
             record.admitted = admission
         self.metrics.inc(m.PROMPT_TOKENS, node, "device", by=admission.device_tokens)
-        state = self.router.state.workers.get(worker)
+        state = self.router.workers.get(worker)
         tier = state.announcement.tier if state is not None else "own"
         source = tier if tier == "lmcache" else "host"
         self.metrics.inc(m.PROMPT_TOKENS, node, source, by=admission.host_tokens)

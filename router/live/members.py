@@ -18,7 +18,6 @@ from typing import Any
 import structlog
 
 from kappa.protocol import Announcement, WorkerReport
-from router.core import Router
 from router.decision import MismatchError
 from router.live.board import Announcements, Board
 from router.live.breaker import Blocked, BreakerRule, Breakers
@@ -26,6 +25,7 @@ from router.live.feed import WorkerFeed
 from router.live.stalls import Marks, StallWatch, marks
 from router.live.supervised import supervised
 from router.live.waiting import Waits
+from router.router import Router
 
 log = structlog.get_logger(__name__)
 
@@ -285,7 +285,7 @@ class Members:
         self._death(worker)
         self.waits.lose(worker, DISCONNECTED, begun=False)
         if not member.draining:
-            self._router.void(worker, self._clock())
+            self._router.invalidate(worker, self._clock())
             self._trip(worker, DISCONNECTED)
 
     def _reported(self, report: WorkerReport) -> None:
@@ -336,7 +336,7 @@ class Members:
 
         It may be chosen again once it has moved.
         """
-        state, member = self._router.state.workers.get(worker), self._members[worker]
+        state, member = self._router.workers.get(worker), self._members[worker]
         if state is None or state.report is None or not state.report.steps_total:
             return
         now = marks(state.report)

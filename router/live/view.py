@@ -23,7 +23,7 @@ def refresh_gauges(live: LiveRouter) -> None:
     now_s = live.now_s()
     backlogs = live.router.backlogs_s(now_s)
     paced = {"true": 0, "false": 0}
-    for worker, state in live.router.state.workers.items():
+    for worker, state in live.router.workers.items():
         said, calibration = state.announcement, state.calibration
         node = said.node.name
         paced["true" if said.node.source == "paced" else "false"] += 1
@@ -82,7 +82,7 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
     now_s = live.now_s()
     backlogs = live.router.backlogs_s(now_s)
     rows = []
-    for worker, state in live.router.state.workers.items():
+    for worker, state in live.router.workers.items():
         said, report = state.announcement, state.report
         link_s, gpu_s = backlogs[worker]
         member = live.members.get(worker)
@@ -106,7 +106,7 @@ def nodes(live: LiveRouter) -> list[dict[str, Any]]:
                 "host_tier": said.tier,
                 "host_tier_contents": "estimated" if said.shared_tier else "told",
                 "in_flight": live.router.in_flight_on(worker),
-                "others_in_flight": live.router.others_on(worker),
+                "others_in_flight": live.router.remote_in_flight_on(worker),
                 "link_backlog_s": link_s,
                 "gpu_backlog_s": gpu_s,
                 "seen_s_ago": now_s - state.seen_s,

@@ -151,7 +151,7 @@ class Serving:
         self.live = ingress._live()
         router.live.live_router.BOARD.post("d", {node.name: node.announcement() for node in nodes})
         async with asyncio.timeout(_PATIENCE_S):
-            while len(self.live.router.state.workers) < len(nodes):
+            while len(self.live.router.workers) < len(nodes):
                 await asyncio.sleep(0.01)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))

@@ -9,9 +9,9 @@ import lzma
 from pathlib import Path
 
 from router.admission import Admission
-from router.core import Router, RouterConfig
 from router.policies import policy_named
 from router.recording import replay
+from router.router import Router, RouterConfig
 
 FOLDER = Path(__file__).parent / "router_logs"
 CONFIGS = json.loads((FOLDER / "router_logs.json").read_text(encoding="utf-8"))

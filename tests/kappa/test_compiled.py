@@ -9,7 +9,8 @@ import pytest
 
 from kappa import compiled as module
 from kappa.compiled import compiled
-from router import prices, pricing
+from router import policy, pricing
+from router.decision import ESTIMATE
 
 
 def _ratio(a: float, b: float) -> float:
@@ -71,28 +72,34 @@ def test_what_a_loop_freezes_stands_in_its_own_file(path):
         assert not used & ours, f"{loop.name} freezes {used & ours} of another file"
 
 
-def test_the_prices_are_those_that_python_gives():
+@pytest.mark.parametrize("source", [-1, 3])
+def test_the_prices_are_those_that_python_gives(source):
     rng = np.random.default_rng(0)
-    for fetches in (False, True):
-        cells = rng.uniform(0.5, 2.0, (pricing.ROWS, 5))
-        cells[pricing.NET, 0] = cells[pricing.SPARE, 1] = 0.0
-        cells[pricing.DECODING, 2] = 0.0
-        cells[pricing.RESIDENT, 4] = 5000.0
-        slots = np.array([4, 0, 1, 2])
-        device, cached = rng.uniform(0, 100, (2, 4))
-        cached[0] = 0.0
-        fetched = cached / 100 if fetches else np.empty(0)
-        asked = (
-            cells, slots, 3.0, 20.0, 1000.0, 50.0, device, cached, fetched, 3, (0.5, 5.0, 3.0),
-        )  # fmt: skip
-        got, expected = pricing.price(*asked), pricing.price.py_func(*asked)
-        filled = [r for r in range(pricing.OUT_ROWS) if fetches or r != pricing.OUT_FETCH]
-        np.testing.assert_allclose(got[filled], expected[filled], rtol=1e-12)
-        assert (got[pricing.OUT_OWN_LATE] > 0).any() and (got[pricing.OUT_DECODE] > 0).all()
+    workers = np.zeros(5, dtype=pricing.WORKER)
+    for name in workers.dtype.names:
+        workers[name] = rng.uniform(0.5, 2.0, 5)
+    workers["net_tokens_per_s"][0] = workers["spare_tokens"][1] = 0.0
+    workers["decoding"][2] = 0.0
+    workers["resident_tokens"][4] = 5000.0
+    asked = np.zeros(4, dtype=ESTIMATE)
+    asked["device_tokens"], asked["cached_tokens"] = rng.uniform(0, 100, (2, 4))
+    asked["cached_tokens"][0] = 0.0
+    asked["fetch_tokens"] = asked["cached_tokens"] / 100
+    rest = (3.0, 20.0), (1000.0, 50.0), source, (0.5, 5.0, 3.0)
+    slots, got, expected = np.array([4, 0, 1, 2]), asked.copy(), asked.copy()
+    pricing.price(workers, slots, got, *rest)
+    # Without a compiler only record arrays have their fields as attributes.
+    records = workers.view(np.recarray), slots, expected.view(np.recarray)
+    pricing.price.py_func(*records, *rest)
+    for name in got.dtype.names:
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-12, err_msg=name)
+    assert (got["own_late_s"] > 0).any() and (got["interference_s"] > 0).all()
 
 
 def test_the_score_is_the_one_that_python_gives():
-    columns = list(np.random.default_rng(1).uniform(0.1, 0.9, (9, 7)))
-    np.testing.assert_allclose(
-        prices._score_s(*columns), prices._score_s.py_func(*columns), rtol=1e-12
-    )
+    rng = np.random.default_rng(1)
+    rows = np.zeros(7, dtype=ESTIMATE)
+    for name in rows.dtype.names:
+        rows[name] = rng.uniform(0.1, 0.9, 7)
+    expected = policy._score_s.py_func(rows.view(np.recarray))
+    np.testing.assert_allclose(policy._score_s(rows), expected, rtol=1e-12)

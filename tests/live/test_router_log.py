@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from router.core import Router, RouterConfig
 from router.policies import policy_named
 from router.recording import replay
+from router.router import Router, RouterConfig
 
 
 def entries(path):

@@ -13,11 +13,11 @@ from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import Admission, Announcement, Arrival, WorkerReport
 from kappa.shapes import model_shape
-from router.core import Router, RouterConfig
 from router.decision import NoWorkerError, RouteRequest
 from router.index.kv_events import BlocksRemoved, BlocksStored, WorkerReset
 from router.policies import policy_named
 from router.recording import RecordedRouter, replay
+from router.router import Router, RouterConfig
 
 BLOCK = 32
 
@@ -89,7 +89,7 @@ def drive(router: Router, seed: int) -> int:
             if rng.random() < 0.5:
                 router.report(WorkerReport(worker, now_s, finished=(f"o{number}",)), now_s)
         elif draw < 0.89:
-            router.void(rng.choice("abc"), now_s)
+            router.invalidate(rng.choice("abc"), now_s)
         elif draw < 0.9:
             router.blocks([WorkerReset(rng.choice("abc"))])
         elif draw < 0.95:

@@ -122,7 +122,7 @@ class Scene:
         ingress.board = board
         said = zip(workers, device_blocks, strict=False)
         board.post("d", {worker: announcement(worker, blocks) for worker, blocks in said})
-        await until(lambda: len(live.router.state.workers) == len(workers))
+        await until(lambda: len(live.router.workers) == len(workers))
         self._made.append(ingress)
         return ingress, live, app
 
@@ -140,7 +140,7 @@ def tiny_renderer(folder):
 
 def overload(live):
     """From now on each worker has a request in flight, and whoever comes next would be too late."""
-    workers = frozenset(live.router.state.workers)
+    workers = frozenset(live.router.workers)
     for worker in workers:
         busy = RouteRequest(f"on-{worker}", np.arange(16), max_tokens=4, exclude=workers - {worker})
         live.router.route(busy, live.now_s())

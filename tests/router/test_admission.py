@@ -1,40 +1,46 @@
-"""Who is refused: those that would start too late, and nobody else."""
+"""Which requests are rejected: those that would start too late, and no others."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kappa.cost import step_model
 from kappa.hardware import node_profile
-from router.admission import Admission, Judgement, alone_s, delay_s
-from router.core import Router, RouterConfig
+from router.admission import Admission, Demand, Evaluation, Lateness, alone_s, delay_s
 from router.decision import NoWorkerError, OverloadedError
-from router.demand import Asked, Demand
-from router.fleet import Fleet
-from router.lateness import Lateness
-from router.policies import policy_named
-from tests.router import test_fleet
-from tests.router.offering import offers
-from tests.router.test_core import SHAPE, announcement, ask
-
-fleet_of, priced = test_fleet.fleet, test_fleet.ask
+from router.fleet import Fleet, Flight
+from tests.router import building
+from tests.router.building import SHAPE, announcement, ask, estimate, fleet_of, join
+from tests.router.offering import estimates
 
 
 def router(admission, *workers, stale_after_s=10.0):
-    config = RouterConfig(
-        policy=policy_named("ttft"), secret=7, admission=admission, stale_after_s=stale_after_s
-    )
-    made = Router(config)
-    for worker in workers or ("a", "b"):
-        made.join(announcement(worker), 0.0)
-    return made
+    return building.router(*workers, admission=admission, stale_after_s=stale_after_s)
+
+
+def sent(lateness, name, worker, now_s, ttft_s, delay_s=0.0, tpot_s=0.0, dilation=1.0):
+    """A request goes to a worker; its TTFT, and its time per token, are predicted."""
+    flight = Flight(name, worker, 0, 0.0, 0.0, 1, 1)
+    flight.sent_s, flight.tpot_s = now_s, tpot_s
+    flight.chosen = SimpleNamespace(ttft_s=ttft_s, node=SimpleNamespace(dilation=dilation))
+    lateness.sent(flight, now_s, delay_s)
+    return flight
+
+
+def first_token(lateness, flight, now_s):
+    flight.first_token_s = now_s
+    lateness.first_token(flight, now_s)
 
 
 def flood(made, limit=200):
-    """Send long prompts at once until one is refused; returns how many were let in."""
+    """Send long prompts at once until one is rejected; returns how many were admitted."""
     for i in range(limit):
         try:
             made.route(ask(f"r{i}", tokens=20_000, seed=i), 1.0)
@@ -43,11 +49,11 @@ def flood(made, limit=200):
     return limit, None
 
 
-def test_without_admission_everybody_is_let_in():
+def test_without_admission_everything_is_admitted():
     assert flood(router(None), limit=60) == (60, None)
 
 
-def test_a_queue_longer_than_the_objective_is_refused_with_a_time_to_come_back():
+def test_a_queue_longer_than_the_objective_is_rejected_with_a_time_to_come_back():
     count, error = flood(router(Admission()))
     # Two nodes, five times the idle TTFT each: at most five on each; VRAM holds fewer at once.
     assert 4 <= count <= 10
@@ -55,7 +61,7 @@ def test_a_queue_longer_than_the_objective_is_refused_with_a_time_to_come_back()
     assert isinstance(error, NoWorkerError)
 
 
-def test_a_refusal_reserves_nothing():
+def test_a_why_reserves_nothing():
     made = router(Admission())
     count, _ = flood(made)
     assert made.reservations == count
@@ -66,13 +72,13 @@ def test_the_floor_lets_short_prompts_in_whatever_their_multiple():
     assert flood(router(strict))[0] < flood(router(Admission(floor_s=10.0, ttft_factor=1.5)))[0]
 
 
-def test_one_that_was_let_in_and_lost_its_worker_is_not_refused():
+def test_one_that_was_admitted_and_lost_its_worker_is_not_rejected():
     made = router(Admission())
     flood(made)
     made.route(ask("again", tokens=20_000, seed=1, exclude=frozenset({"a"}), retry=True), 1.0)
 
 
-def test_an_uninformed_request_is_not_judged():
+def test_an_uninformed_request_is_not_found():
     made = router(Admission())
     flood(made)
     assert made.route(ask("blind", tokens=None), 1.0).reason == "uninformed_least_backlog"
@@ -80,32 +86,31 @@ def test_an_uninformed_request_is_not_judged():
 
 @pytest.mark.parametrize("dilation", [1.0, 30.0])
 def test_the_floor_is_in_dilated_time(dilation):
-    made = Router(RouterConfig(policy=policy_named("ttft"), secret=7))
     node = replace(node_profile("h100-pcie5"), source="paced", dilation=dilation)
-    made.join(replace(announcement("a"), node=node), 0.0)
-    offers = made.explain(ask(), 1.0).offers
-    idle_s = made.state.fleet.idle_ttft_s(offers.slots, offers.prompt_tokens, 0.0)[0]
-    _, limit_s = Admission().idle_and_limit_s(made.state.fleet, offers)
-    assert limit_s == max(0.5 * dilation, 5 * idle_s)
+    made = router(None, announcement("a", node))
+    estimates = made.explain(ask(), 1.0).estimates
+    fleet = made.pool.fleet
+    idle_s = fleet.idle_s(estimates.slots, estimates.prompt_tokens, 0.0)[0][0]
+    assert Admission().limits_s(fleet, estimates)[1] == max(0.5 * dilation, 5 * idle_s)
 
 
 def test_a_node_with_many_streams_is_too_slow_per_token():
     made = router(Admission(ttft_factor=1e9), "a", stale_after_s=1e9)
-    let_in, error = 0, None
+    admitted, error = 0, None
     for i in range(2000):
         try:
             # So far apart that no prompt is in another's way.
             made.route(ask(f"r{i}", tokens=2000, seed=i), 20.0 * i)
-        except OverloadedError as refused:
-            error = refused
+        except OverloadedError as rejected:
+            error = rejected
             break
         made.first_token(f"r{i}", 20.0 * i + 0.1)
-        let_in += 1
+        admitted += 1
     # Three idle steps: the weights twice over, and the first request's own context.
     assert "each token" in str(error) and error.retry_after_s > 0
-    step = made.state.workers["a"].announcement.step
+    step = made.workers["a"].announcement.step
     room_s = 2 * (step.weights_s + step.fixed_s) + 2 * 2000 * step.context_token_s
-    assert let_in == pytest.approx(room_s / (2000 * step.context_token_s), rel=0.6)
+    assert admitted == pytest.approx(room_s / (2000 * step.context_token_s), rel=0.6)
 
 
 def test_one_that_another_worker_can_serve_in_time_goes_there():
@@ -120,7 +125,7 @@ def test_one_that_another_worker_can_serve_in_time_goes_there():
     assert made.in_flight_on(first) and made.in_flight_on(other)
 
 
-def test_no_more_are_let_in_than_a_worker_runs_at_a_time():
+def test_no_more_are_admitted_than_a_worker_runs_at_a_time():
     made = router(Admission(ttft_factor=1e9, tpot_factor=1e9), "a", stale_after_s=1e9)
     made.join(replace(announcement("a"), max_sequences=3), 0.0)
     for i in range(3):
@@ -142,21 +147,21 @@ def test_what_came_later_than_predicted_keeps_the_next_one_out():
     made.route(ask("later", tokens=100, seed=3), 60.0)
 
 
-def test_cheap_requests_are_let_in_where_dear_ones_are_not():
+def test_cheap_requests_are_admitted_where_costly_ones_are_not():
     made = router(Admission(), "a", stale_after_s=1e9)
     flood(made)
     demand = Demand()
     for i in range(100):
-        demand.judged(Asked(59.0, i * 1e-3, 1.0, i % 2 == 0))
-    fleet = made.state.fleet
-    idle, room = Admission().tpot_factor, {}
-    for name, tokens in (("cheap", 10), ("dear", 20_000)):
-        offers = made.explain(ask("x", tokens=tokens, seed=9), 60.0).offers
-        judged = Admission().judge(fleet, offers, made._lateness, demand, offers.in_flight + 1)
-        limit_s = Admission().tpot_limit_s(fleet, offers)
-        room[name] = float((judged.token_s - judged.slow_s)[0]) / limit_s
-    assert room["cheap"] == pytest.approx(1.0, abs=0.05)
-    assert 1 / idle < room["dear"] < 0.7
+        demand.evaluated(59.0, i * 1e-3, 1.0, admitted=i % 2 == 0)
+    fleet = made.pool.fleet
+    idle, allowed = Admission().tpot_factor, {}
+    for name, tokens in (("cheap", 10), ("costly", 20_000)):
+        estimates = made.explain(ask("x", tokens=tokens, seed=9), 60.0).estimates
+        found = Admission().evaluate(fleet, estimates, made._lateness, demand)
+        limit_s = Admission().limits_s(fleet, estimates)[2]
+        allowed[name] = float((found.token_s - found.slow_s)[0]) / limit_s
+    assert allowed["cheap"] == pytest.approx(1.0, abs=0.05)
+    assert 1 / idle < allowed["costly"] < 0.7
 
 
 @pytest.mark.parametrize("tokens", [100, 20_000])
@@ -166,9 +171,9 @@ def test_an_idle_cluster_lets_anybody_in_whatever_came_of_others(tokens):
     made.first_token("slow", 99.0)
     made.release("slow", 100.0)
     for _ in range(128):
-        made._demand.judged(Asked(100.0, 1e-9, 1e9, False))
+        made._demand.evaluated(100.0, 1e-9, 1e9, admitted=False)
     assert made._lateness.late_s("a", 100.0) > 3
-    made.route(ask("dear", tokens=tokens, seed=3), 100.0)
+    made.route(ask("costly", tokens=tokens, seed=3), 100.0)
     with pytest.raises(OverloadedError):
         made.route(ask("next", tokens=tokens, seed=4), 100.0)
 
@@ -193,15 +198,15 @@ def chats(made, start_s, count=120, every_s=0.05):
 def test_a_long_prompt_that_makes_many_short_ones_late_waits_for_its_share():
     made = router(Admission(), "a", stale_after_s=1e9)
     now_s = chats(made, 0.0)
-    # The first is let in: nobody did so of late.
+    # The first is admitted: nobody did so of late.
     first = made.route(ask("long", tokens=40_000, seed=1), now_s)
     made.first_token("long", now_s + 1.0)
     made.release("long", now_s + 1.1)
     now_s = chats(made, now_s + 3.0)
     with pytest.raises(OverloadedError, match=r"make [0-9]+ others late") as caught:
         made.route(ask("longer", tokens=40_000, seed=2), now_s)
-    repaid_s = first.chosen.compute_s / Admission().displacing_share
-    assert 1.0 < caught.value.retry_after_s < repaid_s
+    budget_wait_s = first.chosen.compute_s / Admission().blocking_share
+    assert 1.0 < caught.value.retry_after_s < budget_wait_s
     now_s = chats(made, now_s + caught.value.retry_after_s)
     made.route(ask("longest", tokens=40_000, seed=3), now_s)
 
@@ -215,73 +220,73 @@ def test_long_prompts_that_come_alone_displace_nobody():
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.5, float("nan")])
-def test_a_share_that_would_keep_long_prompts_out_is_refused(share):
-    with pytest.raises(ValueError, match="displacing_share"):
-        Admission(displacing_share=share)
+def test_a_share_that_would_keep_long_prompts_out_is_rejected(share):
+    with pytest.raises(ValueError, match="blocking_share"):
+        Admission(blocking_share=share)
 
 
 def test_the_limit_follows_what_the_best_holder_has_on_the_device_and_in_host():
     # 4,000 tokens, of which one worker has 1,000 on the device and 2,000 in host: the idle TTFT is
     # that of loading 3,000 (131,072 bytes each at 63 GB/s, 6.2 ms) and computing 1,000 behind them.
     fleet = fleet_of("h100-pcie5", "h100-pcie5")
-    offers = priced(fleet, tokens=4000)
-    offers.device_tokens[1], offers.cached_tokens[1] = 1000.0, 2000.0
+    estimates = estimate(fleet, tokens=4000)
+    estimates.device_tokens[1], estimates.cached_tokens[1] = 1000.0, 2000.0
     step = step_model(SHAPE, node_profile("h100-pcie5"))
     expected_s = 3000 * 131072 / 63e9 + step.step_s([(1000, 3000)])
-    idle_s, limit_s = Admission(floor_s=0.0, ttft_factor=4.0).idle_and_limit_s(fleet, offers)
+    idle_s, limit_s, _ = Admission(floor_s=0.0, ttft_factor=4.0).limits_s(fleet, estimates)
     assert idle_s == pytest.approx(expected_s)
     assert limit_s == pytest.approx(4 * expected_s)
-    floor_s = Admission(floor_s=9.0).idle_and_limit_s(fleet, offers)[1]
+    floor_s = Admission(floor_s=9.0).limits_s(fleet, estimates)[1]
     assert floor_s == 9.0
 
 
 @pytest.mark.parametrize("dilation", [1.0, 30.0])
-def test_a_long_prompt_is_judged_by_the_long_view_in_dilated_time(dilation):
+def test_a_long_prompt_is_found_by_the_long_view_in_dilated_time(dilation):
     fleet = Fleet()
     node = replace(node_profile("h100-pcie5"), source="paced", dilation=dilation)
-    fleet.join(replace(announcement("w0"), node=node), 0.0)
+    join(fleet, announcement("w0", node))
     lateness = Lateness()
     # A prompt that delays tokens by 1.2 s: 1.2 / 3 = 0.4 of the last 3 s, 1.2 / 12 = 0.1 of 12 s.
-    lateness.sent("r", "w0", 1.0, 0.1, delay_s=1.2 * dilation, dilation=dilation)
+    sent(lateness, "r", "w0", 1.0, 0.1, 1.2 * dilation, dilation=dilation)
     stretched = {}
     for work_s in (0.24, 0.26):
-        offers = priced(fleet, now_s=1.0)
-        offers.work_s[:] = work_s * dilation
-        alone_s = float(offers.tpot_s[0])
-        judged = Admission().judge(fleet, offers, lateness, Demand(), np.array([8.0]))
-        stretched[work_s] = float(judged.token_s[0]) / alone_s
+        estimates = estimate(fleet, now_s=1.0)
+        estimates.work_s[:] = work_s * dilation
+        alone_s = float(estimates.tpot_s[0])
+        found = Admission().evaluate(fleet, estimates, lateness, Demand())
+        stretched[work_s] = float(found.token_s[0]) / alone_s
     assert stretched == pytest.approx({0.24: 1 / 0.6, 0.26: 1 / 0.9})
 
 
-def test_a_judgement_by_hand():
-    fleet = fleet_of("h100-pcie5")
-    offers = priced(fleet, tokens=4000)
-    offers.ttft_s[0], offers.tpot_s[0], offers.gpu_use[0] = 7.0, 0.5, 0.2
-    offers.in_flight[0] = 4.0
+def test_a_evaluation_by_hand():
+    fleet = Fleet()
+    join(fleet, announcement("w0", max_sequences=4))
+    estimates = estimate(fleet, tokens=4000)
+    estimates.ttft_s[0], estimates.tpot_s[0], estimates.gpu_use[0] = 7.0, 0.5, 0.2
+    estimates.in_flight[0] = 4.0
     step = step_model(SHAPE, node_profile("h100-pcie5"))
     idle_s = step.step_s([(4000, 0)])
     idle_token_s = step.weights_s + 4000 * step.context_token_s + step.fixed_s
-    # Nobody was refused before, so it may use all of the slack: up to 5 and 3 times idle.
+    # Nobody was rejected before, so it may use all of the slack: up to 5 and 3 times idle.
     admission = Admission(floor_s=0.0, ttft_factor=5.0, tpot_factor=3.0)
-    judged = admission.judge(fleet, offers, Lateness(), Demand(), np.array([4.0]))
-    assert judged.late_s == pytest.approx([7.0 - 5 * idle_s])
+    found = admission.evaluate(fleet, estimates, Lateness(), Demand())
+    assert found.late_s == pytest.approx([7.0 - 5 * idle_s])
     # Prompts take 0.2 of the time: 0.5 s a token are 0.4 s without them; none were sent lately.
-    assert judged.token_s == pytest.approx([0.4])
-    assert judged.slow_s == pytest.approx([0.4 - 3 * idle_token_s])
-    assert judged.slack_s == pytest.approx(4 * idle_s)
-    assert judged.work_s == offers.work_s[0]
-    assert judged.full.tolist() == [True] and judged.idle.tolist() == [False]
+    assert found.token_s == pytest.approx([0.4])
+    assert found.slow_s == pytest.approx([0.4 - 3 * idle_token_s])
+    assert found.slack_s == pytest.approx(4 * idle_s)
+    assert found.work_s == estimates.work_s[0]
+    assert found.full.tolist() == [True] and found.idle.tolist() == [False]
 
 
 def test_a_late_worker_is_late_by_what_its_last_requests_were():
     fleet = fleet_of("h100-pcie5")
     lateness = Lateness()
-    lateness.sent("r", "w0", 0.0, ttft_s=0.5, delay_s=0.0)
-    lateness.first_token("r", 2.5)
-    args = (priced(fleet, now_s=2.5), lateness, Demand(), np.array([8.0]))
-    late = Admission().judge(fleet, *args)
-    args = (priced(fleet, now_s=2.5), Lateness(), Demand(), np.array([8.0]))
-    punctual = Admission().judge(fleet, *args)
+    first_token(lateness, sent(lateness, "r", "w0", 0.0, 0.5), 2.5)
+    args = (estimate(fleet, now_s=2.5), lateness, Demand())
+    late = Admission().evaluate(fleet, *args)
+    args = (estimate(fleet, now_s=2.5), Lateness(), Demand())
+    punctual = Admission().evaluate(fleet, *args)
     # It came 2.5 - 0.5 s after its prediction, just now.
     assert late.late_s - punctual.late_s == pytest.approx([2.0])
 
@@ -289,7 +294,7 @@ def test_a_late_worker_is_late_by_what_its_last_requests_were():
 def test_how_long_a_prompt_delays_a_token_beside_it():
     # Without prompts a token takes 0.5 x (1 - 0.2) = 0.4 s. Of that the 0.1 s queued ahead leave
     # 0.3 s for 0.7 s of work. Where 2 s are queued nothing is left; short work delays nobody.
-    made = offers(
+    made = estimates(
         {"tpot_s": 0.5, "gpu_use": 0.2, "gpu_backlog_s": 0.1, "work_s": 0.7},
         {"tpot_s": 0.5, "gpu_use": 0.2, "gpu_backlog_s": 2.0, "work_s": 0.7},
         {"tpot_s": 0.5, "gpu_use": 0.2, "gpu_backlog_s": 0.1, "work_s": 0.2},
@@ -300,48 +305,376 @@ def test_how_long_a_prompt_delays_a_token_beside_it():
 
 def test_an_overloaded_worker_is_stretched_by_no_more_than_the_price_of_a_token_is():
     # Use counts as 0.95 at most, as when the token was priced: 2 s x 0.05.
-    assert alone_s(offers({"tpot_s": 2.0, "gpu_use": 7.0})) == pytest.approx([0.1])
+    assert alone_s(estimates({"tpot_s": 2.0, "gpu_use": 7.0})) == pytest.approx([0.1])
 
 
-def judgement(*workers, repaid_s=0.0):
+def evaluation(*workers, budget_wait_s=0.0):
     rows = {
         name: np.array([float(worker.get(name, plain)) for worker in workers])
-        for name, plain in (("late_s", -1), ("slow_s", -1), ("token_s", 0.1), ("displaced", 0))
+        for name, plain in (("late_s", -1), ("slow_s", -1), ("token_s", 0.1), ("blocked", 0))
     }
     flags = {
         name: np.array([bool(worker.get(name)) for worker in workers]) for name in ("full", "idle")
     }
-    return Judgement(**rows, **flags, repaid_s=repaid_s, slack_s=1.0, work_s=0.1, output_tokens=50)
+    return Evaluation(
+        **rows, **flags, budget_wait_s=budget_wait_s, slack_s=1.0, work_s=0.1, output_tokens=50
+    )
 
 
-def test_who_is_refused_and_where():
-    judged = judgement(
+def test_who_is_rejected_and_where():
+    found = evaluation(
         {}, {"late_s": 0.1}, {"slow_s": 0.1}, {"full": True}, {"late_s": 0.1, "idle": True},
-        {"displaced": 1.0}, {"displaced": 1.5}, {"displaced": 1.5, "idle": True},
+        {"blocked": 1.0}, {"blocked": 1.5}, {"blocked": 1.5, "idle": True},
     )  # fmt: skip
-    assert judged.refused.tolist() == [False, True, True, True, False, False, False, False]
-    again = replace(judged, repaid_s=0.5).refused
+    assert found.rejected.tolist() == [False, True, True, True, False, False, False, False]
+    again = replace(found, budget_wait_s=0.5).rejected
     assert again.tolist() == [False, True, True, True, False, False, True, True]
 
 
 @pytest.mark.parametrize(
-    ("worker", "repaid_s", "why", "wait_s"),
+    ("worker", "budget_wait_s", "why", "wait_s"),
     [
         ({"late_s": 1.25}, 0.0, "it would start 1.2 s too late", 1.25),
         # Until a typical request ends: 50 tokens of 0.1 s.
         ({"full": True}, 0.0, "as many run as may at a time", 5.0),
         ({"slow_s": 0.025}, 0.0, "each token would take 25 ms too long", 5.0),
-        ({"displaced": 3.0}, 7.0, "its prompt would make 3 others late", 7.0),
+        ({"blocked": 3.0}, 7.0, "its prompt would make 3 others late", 7.0),
         ({"late_s": 9.0, "full": True}, 0.0, "it would start 9.0 s too late", 9.0),
     ],
 )
-def test_a_refusal_says_why_and_when_to_come_back(worker, repaid_s, why, wait_s):
+def test_a_rejection_says_why_and_when_to_come_back(worker, budget_wait_s, why, wait_s):
     later = {"late_s": 60.0}
-    refusal = judgement(later, worker, repaid_s=repaid_s).refusal()
-    assert refusal == (why, pytest.approx(wait_s))
+    found = evaluation(later, worker, budget_wait_s=budget_wait_s).why()
+    assert found == (why, pytest.approx(wait_s))
 
 
-@pytest.mark.parametrize("share", [0.0, -0.1, 1.1])
-def test_a_share_that_would_keep_long_prompts_out_for_good_is_refused(share):
-    with pytest.raises(ValueError, match=r"give a share above 0, at most 1"):
-        Admission(displacing_share=share)
+# -- recent demand -------------------------------------------------------------------------------
+
+LEAST = 0.2
+_works = st.floats(0.0, 1e3, allow_nan=False)
+
+
+def demand(works, admitted):
+    made = Demand()
+    for work_s, inside in zip(works, admitted, strict=True):
+        made.evaluated(0.0, work_s, 1.0, admitted=inside)
+    return made
+
+
+def test_before_any_request_nothing_is_costly():
+    assert Demand().cost_rank(5.0) == 0.0 and Demand().slack_share(5.0, LEAST) == 1.0
+
+
+def test_the_cost_rank_counts_equals_half():
+    made = demand([1.0, 2.0, 2.0, 9.0], [True] * 4)
+    assert [made.cost_rank(w) for w in (0.5, 1.0, 2.0, 5.0, 99.0)] == [0.0, 0.125, 0.5, 0.75, 1.0]
+
+
+def test_while_nothing_is_rejected_only_the_costliest_have_less_than_all_the_slack():
+    made = demand(range(100), [True] * 100)
+    assert made.slack_share(99.0, LEAST) > 0.99
+    assert made.slack_share(1e9, LEAST) == pytest.approx(LEAST), "costlier than any that came"
+
+
+def test_the_more_are_rejected_the_more_the_cheap_are_preferred():
+    shares = []
+    for rejected in (10, 50, 90):
+        made = demand(range(100), [i >= rejected for i in range(100)])
+        shares.append([made.slack_share(w, LEAST) for w in (5.0, 50.0, 95.0)])
+    assert all(cheap > middle > costly for cheap, middle, costly in shares)
+    assert shares[0][1] > shares[1][1] > shares[2][1]
+
+
+def test_only_the_last_ones_count():
+    made = demand([1.0] * 50, [False] * 50)
+    for _ in range(128):
+        made.evaluated(0.0, 7.0, 1.0, admitted=True)
+    assert made.cost_rank(1.0) == 0.0 and made.slack_share(7.0, LEAST) == pytest.approx(1.0)
+
+
+@given(st.lists(st.tuples(_works, st.booleans()), max_size=200), _works, _works)
+def test_the_slack_share_is_bounded_and_never_larger_for_the_costlier(history, one, other):
+    made = demand(*zip(*history, strict=True)) if history else Demand()
+    shares = [made.slack_share(w, LEAST) for w in sorted((one, other))]
+    assert LEAST - 1e-9 <= shares[1] <= shares[0] <= 1.0
+
+
+def came(times_s, slack_s):
+    made = Demand()
+    for at_s in times_s:
+        made.evaluated(at_s, 1.0, slack_s, admitted=True)
+    return made
+
+
+def test_who_comes_while_a_prompt_computes_and_cannot_wait_as_long_is_blocked():
+    # One each second; from one that computes 10 s the first 8 s are too long for a slack of 2 s.
+    made = came(range(100), slack_s=2.0)
+    assert made.blocked(100.0, np.array([10.0])) == pytest.approx([8.0])
+
+
+def test_what_the_others_can_wait_for_blocks_nobody():
+    made = came(range(100), slack_s=20.0)
+    assert made.blocked(100.0, np.array([10.0, 20.0])).tolist() == [0.0, 0.0]
+    assert Demand().blocked(100.0, np.array([10.0])).tolist() == [0.0]
+
+
+def test_the_blocked_are_spread_over_the_workers():
+    made = came(range(100), slack_s=2.0)
+    assert made.blocked(100.0, np.array([10.0, 4.0])) == pytest.approx([4.0, 1.0])
+
+
+def test_a_burst_is_not_taken_for_what_comes_while_it_computes():
+    made = came([99.0, 99.001], slack_s=0.0)
+    assert made.blocked(99.001, np.array([10.0])) == pytest.approx([2.0])
+
+
+def test_nobody_is_blocked_by_a_prompt_that_takes_no_time():
+    assert came([5.0], slack_s=0.0).blocked(5.0, np.array([0.0])).tolist() == [0.0]
+
+
+def test_what_was_spent_is_refilled_at_its_rate_and_never_twice():
+    made = Demand()
+    assert made.budget_wait_s(10.0, 0.5) == 0.0
+    made.spend(3.0)
+    assert made.budget_wait_s(10.0, 0.5) == 6.0
+    assert made.budget_wait_s(14.0, 0.5) == pytest.approx(2.0)
+    assert made.budget_wait_s(12.0, 0.5) == pytest.approx(2.0), "a clock set back refills nothing"
+    assert made.budget_wait_s(99.0, 0.5) == 0.0
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 50), st.floats(0, 9)), max_size=40),
+    st.lists(st.floats(0, 20), min_size=1, max_size=5),
+)
+def test_blocking_is_the_plain_sum(asked, blocks_s):
+    asked = sorted(asked)
+    made = Demand()
+    for at_s, slack_s in asked:
+        made.evaluated(at_s, 1.0, slack_s, admitted=True)
+    got = made.blocked(50.0, np.array(blocks_s))
+    for block_s, count in zip(blocks_s, got, strict=True):
+        window_s = max(block_s, 50.0 - asked[0][0] if asked else 0.0)
+        over_s = sum(max(block_s - slack_s, 0.0) for _, slack_s in asked)
+        expected = over_s / window_s / len(blocks_s) if window_s else 0.0
+        assert count == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rejected", "work_s", "share"),
+    [
+        # Half of four rejected: the power is 2. The rank of 1, 2, 3, 4 is 1/8, 3/8, 5/8, 7/8.
+        (2, 1.0, 1 - 0.8 * 0.125**2),
+        (2, 3.0, 1 - 0.8 * 0.625**2),
+        # All rejected: the power is 1, and the share falls evenly.
+        (4, 2.0, 1 - 0.8 * 0.375),
+        (4, 9.0, 0.2),
+    ],
+)
+def test_the_slack_share_by_hand(rejected, work_s, share):
+    made = demand([1.0, 2.0, 3.0, 4.0], [i >= rejected for i in range(4)])
+    assert made.slack_share(work_s, LEAST) == pytest.approx(share)
+
+
+def test_the_last_128_count_and_not_one_more():
+    made = demand([1.0] * 128, [True] * 128)
+    assert made.cost_rank(2.0) == 1.0
+    for count in range(1, 65):
+        made.evaluated(0.0, 9.0, 1.0, admitted=True)
+        assert made.cost_rank(2.0) == (128 - count) / 128
+
+
+def test_what_is_spent_adds_up():
+    made = Demand()
+    made.spend(3.0), made.spend(1.0)
+    assert made.budget_wait_s(0.0, 0.5) == 8.0
+    # Two seconds at 0.5 refill one of four.
+    assert made.budget_wait_s(2.0, 0.5) == 6.0
+
+
+# -- recent outcomes -----------------------------------------------------------------------------
+
+
+def served(lateness, worker, predicted_s, actual_s, count=20, start_s=0.0):
+    """So many requests one after another, each predicted and answered alike; the end's time."""
+    now_s = start_s
+    for i in range(count):
+        flight = sent(lateness, f"{worker}{i}", worker, now_s, predicted_s)
+        now_s += actual_s
+        first_token(lateness, flight, now_s)
+        lateness.ended(flight, now_s, 0)
+    return now_s
+
+
+def test_without_outcomes_nothing_is_added():
+    lateness = Lateness()
+    assert (lateness.late_s("a", 5.0), lateness.prompt_share("a", 5.0)) == (0.0, 0.0)
+
+
+def test_what_comes_later_than_predicted_is_expected_later():
+    lateness = Lateness()
+    now_s = served(lateness, "a", 0.1, 0.3)
+    assert lateness.late_s("a", now_s) == pytest.approx(0.2)
+    assert lateness.late_s("b", now_s) == 0.0
+
+
+def test_what_comes_sooner_than_predicted_earns_nothing():
+    lateness = Lateness()
+    now_s = served(lateness, "a", 0.3, 0.1)
+    assert lateness.late_s("a", now_s) == 0.0
+
+
+def test_two_late_ones_of_twenty_do_not_raise_the_expectation():
+    lateness = Lateness()
+    now_s = served(lateness, "a", 0.1, 0.1, count=20)
+    now_s = served(lateness, "a", 0.1, 5.0, count=2, start_s=now_s)
+    assert lateness.late_s("a", now_s) == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("dilation", [1.0, 30.0])
+def test_an_outcome_fades_in_the_workers_own_time(dilation):
+    lateness = Lateness()
+    first_token(lateness, sent(lateness, "r", "a", 0.0, 0.0, dilation=dilation), 1.0)
+    late_s = [lateness.late_s("a", 1.0 + seconds * dilation) for seconds in (0.0, 0.5, 1.0, 9.0)]
+    assert late_s[0] == 1.0 and late_s == sorted(late_s, reverse=True)
+    assert late_s[2] == pytest.approx(late_s[1] ** 2) and late_s[3] < 0.01
+
+
+def test_an_overdue_first_token_counts_at_once():
+    lateness = Lateness()
+    first = sent(lateness, "first", "a", 0.0, 0.5)
+    sent(lateness, "second", "a", 1.0, 0.5)
+    assert lateness.late_s("a", 0.4) == 0.0
+    assert lateness.late_s("a", 2.0) == pytest.approx(1.5)
+    lateness.ended(first, 2.0, 0)
+    assert lateness.late_s("a", 2.0) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("long", "window_s"), [(False, 3.0), (True, 12.0)])
+@pytest.mark.parametrize("dilation", [1.0, 30.0])
+def test_work_of_prompts_adds_up_and_fades_with_its_window(long, window_s, dilation):
+    lateness = Lateness()
+    for i in range(4):
+        sent(lateness, f"r{i}", "a", 10.0, 0.1, 0.1 * window_s * dilation, dilation=dilation)
+    assert lateness.prompt_share("a", 10.0, long=long) == pytest.approx(0.4)
+    later_s = 10.0 + window_s * dilation
+    assert lateness.prompt_share("a", later_s, long=long) == pytest.approx(0.4 / math.e)
+    assert lateness.prompt_share("a", 9.0, long=long) == pytest.approx(0.4), (
+        "a clock may run backwards"
+    )
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_a_steady_stream_has_its_share(long):
+    lateness = Lateness()
+    for i in range(8000):
+        lateness.ended(sent(lateness, f"r{i}", "a", i * 0.01, 0.1, 0.003), 0.0, 0)
+    assert lateness.prompt_share("a", 80.0, long=long) == pytest.approx(0.3, rel=0.02)
+
+
+def test_nothing_is_kept_of_a_worker_that_left():
+    lateness = Lateness()
+    flight = sent(lateness, "r", "b", 0.0, 0.1, 0.1)
+    lateness.left("b")
+    assert lateness.late_s("b", 99.0) == lateness.prompt_share("b", 0.0) == 0.0
+    first_token(lateness, flight, 9.0)
+    lateness.ended(flight, 9.0, 10)
+    assert lateness.late_s("b", 9.0) == 0.0 and lateness.slowdown("b") == 1.0
+
+
+def test_one_that_was_sent_before_outcomes_were_compared_tells_nothing():
+    lateness = Lateness()
+    sent(lateness, "r", "a", 0.0, 0.5)
+    unknown = Flight("u", "a", 0, 0.0, 0.0, 1, 1)
+    first_token(lateness, unknown, 9.0)
+    lateness.ended(unknown, 99.0, 10)
+    assert lateness.late_s("a", 0.5) == 0.0 and lateness.slowdown("a") == 1.0
+
+
+def slowed(lateness, expected_s, actual_s, tokens=11, count=20):
+    for i in range(count):
+        flight = sent(lateness, f"p{i}", "a", 0.0, 0.0, 0.0, expected_s)
+        first_token(lateness, flight, 0.0)
+        lateness.ended(flight, actual_s * (tokens - 1), tokens)
+
+
+@pytest.mark.parametrize(
+    ("actual_s", "factor"), [(0.03, 1.5), (0.02, 1.0), (0.014, 0.7), (9.0, 2.0), (0.001, 0.6)]
+)
+def test_tokens_are_expected_as_slow_as_recent_ones_within_bounds(actual_s, factor):
+    lateness = Lateness()
+    slowed(lateness, 0.02, actual_s)
+    assert lateness.slowdown("a") == pytest.approx(factor)
+    assert lateness.slowdown("b") == 1.0
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_what_was_cut_short_tells_nothing_of_the_slowdown(tokens):
+    lateness = Lateness()
+    slowed(lateness, 0.02, 0.03)
+    slowed(lateness, 0.02, 9.0, tokens=tokens)
+    assert lateness.slowdown("a") == pytest.approx(1.5)
+
+
+def test_prompts_that_came_meanwhile_are_no_slowdown():
+    # Each token took twice as long as alone, and prompts took half of the time.
+    lateness = Lateness()
+    flights = [sent(lateness, f"p{i}", "a", 0.0, 0.0, 0.0, 0.02) for i in range(20)]
+    for flight in flights:
+        first_token(lateness, flight, 0.0)
+    for i in range(20):
+        sent(lateness, f"prompt{i}", "a", 0.4, 0.0, 1.5 / 20)
+    assert lateness.prompt_share("a", 0.4) == pytest.approx(0.5)
+    for flight in flights:
+        lateness.ended(flight, 0.4, 11)
+    assert lateness.slowdown("a") == pytest.approx(1.0)
+
+
+def test_without_a_predicted_time_per_token_the_outcome_tells_nothing():
+    lateness = Lateness()
+    flight = sent(lateness, "r", "a", 0.0, 0.1)
+    first_token(lateness, flight, 0.1)
+    lateness.ended(flight, 9.0, 11)
+    assert lateness.slowdown("a") == 1.0
+
+
+def late(lateness, seconds):
+    for i, late_s in enumerate(seconds):
+        flight = sent(lateness, f"l{i}", "a", -late_s, 0.0)
+        first_token(lateness, flight, 0.0)
+        lateness.ended(flight, 0.0, 0)
+    return lateness.late_s("a", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected_s"),
+    [
+        ([3.0], 3.0),
+        # Of five the fourth is passed by one: the place int(0.8·5) = 4 of 0, 1, 2, 3, 4.
+        ([4.0, 0.0, 3.0, 1.0, 2.0], 4.0),
+        ([*range(10)], 8.0),
+        # The last 16 are 4 to 19: the place int(12.8) = 12 of them is 16.
+        ([*range(20)], 16.0),
+    ],
+)
+def test_lateness_is_what_four_of_five_of_the_last_sixteen_did_not_exceed(seconds, expected_s):
+    assert late(Lateness(), seconds) == expected_s
+
+
+def test_an_outcome_counts_for_a_third_after_half_a_second():
+    lateness = Lateness()
+    assert late(lateness, [2.0]) == 2.0
+    assert lateness.late_s("a", 0.5) == pytest.approx(2.0 / math.e)
+    assert lateness.late_s("a", -1.0) == 2.0, "a clock may run backwards"
+
+
+def test_two_tokens_are_enough_and_the_middle_one_of_the_last_sixteen_counts():
+    lateness = Lateness()
+    for i, factor in enumerate([0.7, 1.2, 1.6]):
+        flight = sent(lateness, f"p{i}", "a", 0.0, 0.0, 0.0, 0.5)
+        first_token(lateness, flight, 1.0)
+        lateness.ended(flight, 1.0 + 0.5 * factor, 2)
+    assert lateness.slowdown("a") == pytest.approx(1.2)
+    # 0.5 s alone, 1.2 times that here, and prompts that take a quarter of the time: 0.6 / 0.75.
+    sent(lateness, "prompt", "a", 5.0, 0.0, 0.75)
+    assert lateness.token_s("a", 5.0, 0.5) == pytest.approx(0.8)
+    assert lateness.token_s("a", 5.0, 0.5, long=True) == pytest.approx(0.6 / (1 - 0.75 / 12))

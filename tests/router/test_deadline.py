@@ -4,7 +4,7 @@ import pytest
 
 from router.access.deadline import Deadline, deadline_of, late_workers
 from router.errors import ApiError
-from tests.router.offering import offers
+from tests.router.offering import estimates
 
 
 def refused(call, *arguments, **options):
@@ -57,7 +57,7 @@ def test_it_has_passed_from_its_moment_on():
 
 
 def priced(ttft_s, tpot_s=0.1):
-    return offers(
+    return estimates(
         *({"ttft_s": ttft, "tpot_s": tpot_s} for ttft in ttft_s), expected_output_tokens=10
     )
 

@@ -51,7 +51,7 @@ async def whole(_worker):
 
 def busy(live):
     """Others were in each engine a moment ago, so that nobody is alone there."""
-    for worker in live.router.state.workers:
+    for worker in live.router.workers:
         live.suspects.ended(worker, live.now_s())
 
 
@@ -316,7 +316,7 @@ async def test_a_worker_that_is_taken_away_ends_its_streams_and_gets_nothing_new
     answer = await post_one
     assert answer.text.endswith(f"{event('two')}data: [DONE]\n\n")
     assert next(iter(live.records.values())).end == "done"
-    await until(lambda: set(live.router.state.workers) == {stays})
+    await until(lambda: set(live.router.workers) == {stays})
     assert live.router.reservations == 0
 
 
@@ -333,7 +333,7 @@ async def test_a_worker_that_died_loses_its_requests_at_once_and_they_go_elsewhe
     ingress.board.remove("d", ingress.sent[0])
     answer = await post_one
     assert answer.status_code == 200 and ingress.sent[1] != ingress.sent[0]
-    assert set(live.router.state.workers) == {ingress.sent[1]}
+    assert set(live.router.workers) == {ingress.sent[1]}
     assert live.router.reservations == 0
 
 

@@ -373,7 +373,7 @@ async def test_admission_control_refuses_what_cannot_be_routed_by_its_tokens(ser
         answer = await send(client, path, body)
         assert (answer.status_code, code(answer)) == (429, "overloaded")
         assert bodies == [] and live.router.reservations == busy
-        for worker in tuple(live.router.state.workers):
+        for worker in tuple(live.router.workers):
             live.router.release(f"on-{worker}", live.now_s())
 
 
@@ -384,7 +384,7 @@ async def test_deadlines_hold_for_what_cannot_be_routed_by_its_tokens(serve, pat
 
         def behind_a_long_queue(routed):
             decision = explain(routed)
-            decision.offers.ttft_s[:] += 1e4
+            decision.estimates.ttft_s[:] += 1e4
             return decision
 
         live.explain = behind_a_long_queue

@@ -35,7 +35,7 @@ async def test_approximate_answers_are_for_workers_that_may_and_are_told(serve):
     answer = await post(app, stream=True, approx="ok")
     assert (answer.status_code, code(answer)) == (400, "approx_not_allowed")
     assert answer.json()["error"]["param"] == "x-kappa-approx"
-    state = live.router.state.workers["b"]
+    state = live.router.workers["b"]
     state.announcement = replace(
         state.announcement, engine="torch", load_plan={"planner": "auto", "approx": "ask"}
     )

@@ -67,7 +67,7 @@ def cluster(renderer, monkeypatch):
         live = ingress._live()
         board.post("d", {worker: announcement(worker) for worker in workers})
         async with asyncio.timeout(30):
-            while len(live.router.state.workers) < len(workers):
+            while len(live.router.workers) < len(workers):
                 await asyncio.sleep(0.01)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

@@ -14,13 +14,13 @@ import router.live.members
 import router.live.record_file
 import router.live.supervised
 from kappa.protocol import TenantCharge, WorkerReport
-from router.core import RouterConfig
 from router.decision import NoWorkerError, RouteRequest
 from router.live.board import Board
 from router.live.live_router import LiveRouter
 from router.live.record_file import RecordFile
 from router.live.view import nodes, refresh_gauges
 from router.policies import policy_named
+from router.router import RouterConfig
 from tests.router.stream_worker import SIZE, until
 
 pytestmark = pytest.mark.vllm
@@ -47,7 +47,7 @@ def sample(live, text):
 
 async def joined(live, board, *workers, **changes):
     board.post("d", {w.name: w.announcement(**changes) for w in workers})
-    await until(lambda: len(live.router.state.workers) == len(workers))
+    await until(lambda: len(live.router.workers) == len(workers))
 
 
 async def test_without_workers_nothing_is_chosen_and_a_time_is_told(scene):
@@ -62,7 +62,7 @@ async def test_an_unready_replica_is_no_worker_yet(scene, worker):
     live, board = scene
     board.post("d", {"w": {}})
     await asyncio.sleep(0)
-    assert live.router.state.workers == {}
+    assert live.router.workers == {}
     await joined(live, board, worker())
     assert live.route(ask()).worker == "w"
 
@@ -72,7 +72,7 @@ async def test_a_request_is_followed_from_decision_to_end(scene, worker):
     w = worker()
     await joined(live, board, w)
     # What is told before the router listens is lost, and only what a snapshot holds is told again.
-    await until(lambda: live.router.state.workers["w"].report is not None)
+    await until(lambda: live.router.workers["w"].report is not None)
     decision = live.route(ask())
     assert decision.informed and live.router.in_flight_on("w") == 1
     record = live.records["r"]
@@ -103,7 +103,7 @@ async def test_engine_events_reach_the_index(scene, worker):
     w.store(1, 2)
 
     def matched():
-        seen_s = live.router.state.workers["w"].seen_s
+        seen_s = live.router.workers["w"].seen_s
         return live.router.explain(ask(), seen_s).chosen.counts.device_tokens
 
     assert await until(matched) == 2 * SIZE
@@ -117,7 +117,7 @@ async def test_a_worker_that_goes_takes_its_reservations_along(scene, worker):
     stays = ({"a", "b"} - {gone}).pop()
     refresh_gauges(live)
     board.remove("d", gone)
-    await until(lambda: len(live.router.state.workers) == 1)
+    await until(lambda: len(live.router.workers) == 1)
     assert live.records["r"].end == "worker_died"
     assert live.router.reservations == 0
     live.release("r", "error")
@@ -131,7 +131,7 @@ async def test_another_deployments_replicas_are_not_ours_to_drop(scene, worker):
     await joined(live, board, worker())
     board.post("other", {})
     await asyncio.sleep(0.05)
-    assert set(live.router.state.workers) == {"w"}
+    assert set(live.router.workers) == {"w"}
 
 
 async def test_a_worker_of_another_model_is_refused_once(scene, worker):
@@ -140,7 +140,7 @@ async def test_a_worker_of_another_model_is_refused_once(scene, worker):
     await joined(live, board, a)
     board.post("d", {"a": a.announcement(), "b": b.announcement(fingerprint="other")})
     await until(lambda: "b" in live.members.refused)
-    assert set(live.router.state.workers) == {"a"}
+    assert set(live.router.workers) == {"a"}
 
 
 @pytest.mark.parametrize("spoilt", [{"protocol": 99}, {"unheard_of": 1}])
@@ -148,7 +148,7 @@ async def test_an_announcement_that_cannot_be_read_is_refused(scene, worker, spo
     live, board = scene
     board.post("d", {"w": worker().announcement() | spoilt})
     await until(lambda: "w" in live.members.refused)
-    assert live.router.state.workers == {}
+    assert live.router.workers == {}
 
 
 async def test_nodes_tell_what_is_known(scene, worker):
@@ -198,7 +198,7 @@ async def test_charges_are_counted_by_tenant_and_outlive_their_worker(scene, wor
     vram = 'kappa_tenant_charge_seconds_total{resource="vram",tenant="alice"}'
     assert sample(live, vram) == 5.0
     board.remove("d", "a")
-    await until(lambda: len(live.router.state.workers) == 1)
+    await until(lambda: len(live.router.workers) == 1)
     assert live.charges.elsewhere("b")["alice"].vram_s == 5.0
     live._reported(WorkerReport("a", later_s + 2, charges=(TenantCharge("alice", 9.0, 0.5, 0.0),)))
     assert sample(live, vram) == 5.0, "a worker that is gone is not heard"
@@ -247,7 +247,7 @@ async def test_a_full_disk_ends_the_record_and_nothing_else(
         live.release(request_id, "done")
     w.store(1, 2)
     w.step()
-    await until(lambda: live.router.state.workers["w"].report.steps_total)
+    await until(lambda: live.router.workers["w"].report.steps_total)
     await until(lambda: live.router.index.stats()["blocks"] == 2)
     full_disk.clear()
     assert live.route(ask("after")).worker == "w"

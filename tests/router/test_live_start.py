@@ -70,7 +70,7 @@ async def test_it_is_made_once_woken_once_and_closed(board):
     assert woken == [1] and live.members.settled
     board.post("d", {"a": announcement("a")})
     await asyncio.sleep(0.01)
-    assert live.router.state.workers == {}, "it hears nothing any more"
+    assert live.router.workers == {}, "it hears nothing any more"
     await start.close()
 
 

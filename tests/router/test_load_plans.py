@@ -11,11 +11,11 @@ from kappa.plans.measured import FORMAT, rates_from_measured
 from kappa.plans.planners import Cached, Planning, kappa_eff, room_left
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
-from router.core import Router, RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_events import BlocksStored
 from router.load_plans import LoadPlans
 from router.policies import policy_named
+from router.router import Router, RouterConfig
 
 SIZE = 16
 TOKENS = np.arange(64 * SIZE + 5)
@@ -100,7 +100,7 @@ def test_a_worker_without_a_plan_loads_first_and_computes_then():
 def test_its_job_in_the_forecast_computes_what_it_does_not_load():
     made = router(said(planner="recompute"), forecast=4)
     decision = made.route(RouteRequest("r", TOKENS, 8), 1.0)
-    plan = decision.offers.plans[0]
+    plan = decision.estimates.plans[0]
     assert plan.crossing_tokens == 0 and plan.hidden_s == pytest.approx(0.0)
     link_s, gpu_s = made.backlogs_s(1.0)["w"]
     assert link_s == 0.0

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import router.live.live_router
-from router.core import RouterConfig
 from router.decision import NoWorkerError, RouteRequest
 from router.live.board import Board
 from router.live.live_router import LiveRouter
 from router.live.members import MemberRule
 from router.live.waiting import WorkerLostError
 from router.policies import policy_named
+from router.router import RouterConfig
 from tests.router.stream_worker import SIZE, until
 
 pytestmark = pytest.mark.vllm
@@ -38,8 +38,8 @@ async def ingress(monkeypatch):
 
 async def ready(live, board, *workers):
     board.post("d", {w.name: w.announcement() for w in workers})
-    await until(lambda: len(live.router.state.workers) == len(workers) and live.members.synced)
-    await until(lambda: all(live.router.state.workers[w.name].report for w in workers))
+    await until(lambda: len(live.router.workers) == len(workers) and live.members.synced)
+    await until(lambda: all(live.router.workers[w.name].report for w in workers))
 
 
 def ask(request_id="r", tokens=100):
@@ -97,7 +97,7 @@ async def test_one_that_announces_another_model_later_is_dropped(ingress, worker
     w.store(1, 2)
     await until(lambda: device_tokens(live) == 2 * SIZE)
     ingress.board.post("d", {"w": w.announcement(fingerprint="other")})
-    await until(lambda: not live.router.state.workers)
+    await until(lambda: not live.router.workers)
     assert "fingerprint" in live.members.refused["w"]
     assert live.router.index.stats()["blocks"] == 0
 
@@ -111,14 +111,14 @@ async def test_one_that_differs_never_joins_nor_shares_an_entry(ingress, worker,
     b.store(1, 2)
     a.store(1, start=500)
     await until(lambda: live.router.index.stats()["blocks"] == 1)
-    assert set(live.router.state.workers) == {"a"} and device_tokens(live) == 0
+    assert set(live.router.workers) == {"a"} and device_tokens(live) == 0
 
 
 async def test_one_that_is_taken_away_while_idle_goes_at_once(ingress, worker):
     live, w = ingress(), worker()
     await ready(live, ingress.board, w)
     ingress.board.post("d", {})
-    await until(lambda: not live.router.state.workers)
+    await until(lambda: not live.router.workers)
 
 
 async def test_one_that_takes_too_long_to_finish_is_given_up(ingress, worker):
@@ -127,7 +127,7 @@ async def test_one_that_takes_too_long_to_finish_is_given_up(ingress, worker):
     live.route(ask())
     ingress.board.post("d", {})
     await until(lambda: live.members.get("w").draining)
-    await until(lambda: not live.router.state.workers)
+    await until(lambda: not live.router.workers)
     assert live.records["r"].end == "worker_died" and live.router.reservations == 0
 
 
@@ -143,7 +143,7 @@ async def test_every_ingress_knows_of_the_others_requests_within_moments(ingress
     start_s = time.monotonic()
     there = one.records["r"].sent_as
     {"a": a, "b": b}[chosen].arrives(there, new=1000)
-    await until(lambda: two.router.others_on(chosen) == 1)
+    await until(lambda: two.router.remote_in_flight_on(chosen) == 1)
     print(f"known to the other after {1e3 * (time.monotonic() - start_s):.1f} ms")
     assert one.router.in_flight == 1, "its own is not counted twice"
     assert two.explain(ask("s", 1000)).worker != chosen
@@ -190,17 +190,17 @@ async def test_what_is_reported_of_one_ingress_request_is_not_taken_for_anothers
     two.route(ask("job-1", 500), "bob")
     bobs = two.records["job-1"].sent_as
     w.arrives(bobs)
-    await until(lambda: one.router.others_on("w") == 1)
-    assert two.router.others_on("w") == 0, "its own is not counted twice"
+    await until(lambda: one.router.remote_in_flight_on("w") == 1)
+    assert two.router.remote_in_flight_on("w") == 0, "its own is not counted twice"
     w.admit(bobs, device=0, host=32, new=468)
     w.step(bobs)
     await until(lambda: two.records["job-1"].ttft_s is not None)
-    await until(lambda: one.router.state.workers["w"].report.steps_total == 1)
+    await until(lambda: one.router.workers["w"].report.steps_total == 1)
     alices = one.records["job-1"]
     assert (alices.admitted, alices.spent, alices.ttft_s) == (None, None, None)
-    assert not one.router.state.fleet._flights["job-1"].prefilled
+    assert not one.router.pool.flights["job-1"].prefilled
     w.finishes(bobs)
-    await until(lambda: one.router.others_on("w") == 0)
+    await until(lambda: one.router.remote_in_flight_on("w") == 0)
     assert one.router.in_flight == 1
 
 
@@ -212,7 +212,7 @@ async def test_what_is_reported_of_an_earlier_request_of_the_same_id_is_too_late
     live.release("job-1", "client_gone")
     live.route(ask("job-1"))
     w.step(earlier)
-    await until(lambda: live.router.state.workers["w"].report.steps_total == 1)
+    await until(lambda: live.router.workers["w"].report.steps_total == 1)
     assert live.records["job-1"].ttft_s is None
 
 
@@ -222,13 +222,13 @@ async def test_what_is_reported_of_an_earlier_request_of_the_same_id_is_too_late
 async def test_a_clock_that_is_set_changes_nothing(ingress, worker, monkeypatch):
     live, w = ingress(stall_after_s=1.0), worker()
     await ready(live, ingress.board, w)
-    before_s, reported_s = live.now_s(), live.router.state.workers["w"].report.time_s
+    before_s, reported_s = live.now_s(), live.router.workers["w"].report.time_s
     real = time.time
     for jump_s in (3600.0, -3600.0):
         monkeypatch.setattr(time, "time", lambda jump_s=jump_s: real() + jump_s)
         w.arrives(f"r{jump_s}")
-        await until(lambda at=reported_s: live.router.state.workers["w"].report.time_s > at)
+        await until(lambda at=reported_s: live.router.workers["w"].report.time_s > at)
         assert 0 <= live.now_s() - before_s < 60
         assert live.explain(ask("s")).worker == "w"
-        reported_s = live.router.state.workers["w"].report.time_s
+        reported_s = live.router.workers["w"].report.time_s
     assert live.members.breakers.state("w", live.now_s()).standing == "closed"

@@ -1,16 +1,18 @@
-"""Each policy on offers made by hand: whom it picks and what it says."""
+"""Each policy on estimates made by hand: whom it picks and what it says."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
 
 from kappa.cost import TokenCounts
 from kappa.hardware import NodeProfile
-from router.offers import COMPUTE, MEMORY, Candidate
+from router.decision import COMPUTE, MEMORY, Candidate, Fetch
 from router.policies import policy_named
-from router.policy import Fetch
-from tests.router.offering import offers
+from router.policy import Priced, _score_s, fetch_externality_s
+from tests.router.offering import estimates
 
 THRESHOLD, TTFT, BACKLOG, PRICED = (
     policy_named(n) for n in ("threshold", "ttft", "least_backlog", "priced")
@@ -29,7 +31,7 @@ SLOW, FAST = node(link=63e9), node(link=450e9)
 
 
 def pick(policy, *candidates):
-    choice = policy.choose(offers(*candidates))
+    choice = policy.choose(estimates(*candidates))
     return choice.index, choice.reason
 
 
@@ -46,13 +48,13 @@ def test_threshold_sends_memory_bound_requests_to_the_fastest_link():
 
 
 def test_threshold_sends_compute_bound_requests_to_the_cheapest_compute():
-    dear, cheap = candidate(node(FAST["h2d_bytes_per_s"], cost=9)), candidate(node(cost=2))
-    assert pick(THRESHOLD, dear, cheap) == (1, "compute_bound_cheap_compute")
+    costly, cheap = candidate(node(FAST["h2d_bytes_per_s"], cost=9)), candidate(node(cost=2))
+    assert pick(THRESHOLD, costly, cheap) == (1, "compute_bound_cheap_compute")
     twice_as_fast = candidate(node(flops=2e15, cost=3))
     assert pick(THRESHOLD, cheap, twice_as_fast)[0] == 1
 
 
-def test_threshold_asks_the_worker_that_holds_most_what_the_request_is():
+def test_threshold_takes_the_ratio_at_the_worker_that_holds_most():
     # Memory-bound on the fast node, which holds little; compute-bound where most of it is.
     little = candidate(FAST, cached_tokens=500, kappa_crit=1.0)
     most = candidate(SLOW, cached_tokens=2000, kappa_crit=50.0)
@@ -71,7 +73,7 @@ def test_threshold_breaks_ties_by_backlog_then_by_requests(cached):
 def test_threshold_counts_a_single_new_token_as_one():
     # 300 cached tokens for 1 new one: a ratio of 300, above the critical 200.
     one = {"cached_tokens": 300, "new_tokens": 1, "kappa_crit": 200}
-    chosen = policy_named("threshold").choose(offers(one, {**one, "h2d_bytes_per_s": 450e9}))
+    chosen = policy_named("threshold").choose(estimates(one, {**one, "h2d_bytes_per_s": 450e9}))
     assert (chosen.index, chosen.reason) == (1, "memory_bound_fast_link")
 
 
@@ -101,8 +103,8 @@ def test_ttft_takes_the_least_and_names_what_set_it_apart(part, reason):
     assert pick(TTFT, better, worse) == (0, reason)
 
 
-def test_ttft_counts_the_harm_to_others():
-    selfish, kind = candidate(ttft_s=1.0, harm_s=5.0), candidate(ttft_s=2.0)
+def test_ttft_counts_the_delay_of_others():
+    selfish, kind = candidate(ttft_s=1.0, tpot_impact_s=5.0), candidate(ttft_s=2.0)
     assert pick(TTFT, selfish, kind) == (1, "less_harm")
 
 
@@ -138,7 +140,7 @@ def test_a_single_worker_is_chosen_with_a_reason(policy):
     assert policy is not TTFT or reason == "only_worker"
 
 
-def test_an_unknown_policy_is_told_the_known_ones():
+def test_an_unknown_policy_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'fastest'.*least_backlog.*threshold.*ttft"):
         policy_named("fastest")
 
@@ -183,10 +185,10 @@ def test_the_price_of_waste_rises_with_load():
 
 
 def test_priced_pays_for_those_it_decodes_beside():
-    crowded = candidate(ttft_s=1.0, in_flight=20, decode_s=0.1)
-    calm = candidate(ttft_s=2.0, in_flight=2, decode_s=0.1)
-    assert pick(TTFT, crowded, calm)[0] == 0
-    assert pick(PRICED, crowded, calm)[0] == 1
+    beside_many = candidate(ttft_s=1.0, in_flight=20, interference_s=0.1)
+    calm = candidate(ttft_s=2.0, in_flight=2, interference_s=0.1)
+    assert pick(TTFT, beside_many, calm)[0] == 0
+    assert pick(PRICED, beside_many, calm)[0] == 1
 
 
 def test_priced_counts_half_of_what_its_own_tokens_are_late():
@@ -198,8 +200,8 @@ def test_priced_counts_half_of_what_its_own_tokens_are_late():
 def test_priced_fetches_from_a_peer_when_that_is_cheaper_than_waiting_or_computing():
     holder = busy(ttft_s=5.0, new_tokens=100, cached_tokens=50_000)
     other = busy(ttft_s=6.0, new_tokens=50_100, work_s=4.0)
-    asked = offers(holder, other)
-    asked.fetching = offers(
+    asked = estimates(holder, other)
+    asked.fetching = estimates(
         busy(ttft_s=5.0, new_tokens=100, cached_tokens=50_000),
         busy(ttft_s=0.5, new_tokens=100, cached_tokens=50_000),
     )
@@ -209,10 +211,12 @@ def test_priced_fetches_from_a_peer_when_that_is_cheaper_than_waiting_or_computi
 
 
 def test_priced_fetches_only_for_what_the_request_itself_gains():
-    holder = busy(ttft_s=1.0, new_tokens=100, cached_tokens=50_000, in_flight=50, decode_s=0.1)
+    holder = busy(
+        ttft_s=1.0, new_tokens=100, cached_tokens=50_000, in_flight=50, interference_s=0.1
+    )
     other = busy(ttft_s=6.0, new_tokens=50_100, work_s=4.0)
-    asked = offers(holder, other)
-    asked.fetching = offers(holder, busy(ttft_s=0.8, new_tokens=100, cached_tokens=50_000))
+    asked = estimates(holder, other)
+    asked.fetching = estimates(holder, busy(ttft_s=0.8, new_tokens=100, cached_tokens=50_000))
     asked.fetching.fetch_s, asked.fetching.fetch_from = np.array([0.0, 0.3]), "w0"
     # It would be 0.2 s sooner and few decode there, but the transfer takes 0.3 s of two cards.
     assert policy_named("priced_fetch").choose(asked).fetch is None
@@ -223,8 +227,88 @@ def test_priced_fetches_only_for_what_the_request_itself_gains():
 
 
 def test_what_would_take_for_ever_is_not_fetched():
-    asked = offers(busy(ttft_s=5.0, new_tokens=100), busy(ttft_s=6.0, new_tokens=50_100))
-    asked.fetching = offers(busy(ttft_s=5.0), busy(ttft_s=np.inf, cached_tokens=50_000))
+    asked = estimates(busy(ttft_s=5.0, new_tokens=100), busy(ttft_s=6.0, new_tokens=50_100))
+    asked.fetching = estimates(busy(ttft_s=5.0), busy(ttft_s=np.inf, cached_tokens=50_000))
     asked.fetching.fetch_s, asked.fetching.fetch_from = np.array([0.0, np.inf]), "w0"
     choice = policy_named("priced_fetch").choose(asked)
     assert choice.index == 0 and choice.fetch is None
+
+
+# -- the price by hand: own wait, waste that others wait for, decoding beside others -------------
+
+SHORT = {
+    "ttft_s": 1.0, "new_tokens": 100, "work_s": 0.1, "gpu_use": 0.2, "prefills_per_s": 3.0,
+    "gpu_backlog_s": 0.3, "in_flight": 2, "interference_s": 0.05, "own_late_s": 0.2,
+}  # fmt: skip
+LONG = {
+    "ttft_s": 2.0, "new_tokens": 200, "work_s": 0.4, "gpu_use": 0.6, "prefills_per_s": 5.0,
+    "gpu_backlog_s": 0.5, "in_flight": 3, "interference_s": 0.07, "own_late_s": 0.4,
+}  # fmt: skip
+
+
+def score(*workers):
+    return _score_s(estimates(*workers).rows)
+
+
+def test_wasted_work_costs_what_a_queue_of_that_load_makes_others_wait():
+    # Means over both: use 0.4, 4 prompts a second, a queue of 0.4 s; a price of 4 / 0.6 = 6.667.
+    # Short: computes no more than it must: 1 + 0.2 / 2 + 2 x 0.05 = 1.2.
+    # Long: half of its 0.4 s is waste: 0.2 x (0.2 + 0.4) x 6.667 = 0.8; decoding beside 3 others
+    # 3 x 0.07 = 0.21; 2 + 0.4 / 2 + 0.8 + 0.21 = 3.21.
+    assert score(SHORT, LONG) == pytest.approx([1.2, 3.21])
+
+
+def test_beyond_full_use_the_price_of_waste_rises_no_more():
+    # Use of 0.95 at most: 4 / 0.05 = 80, so the waste costs 0.12 x 80 = 9.6 instead of 0.8.
+    fuller = score({**SHORT, "gpu_use": 0.95}, {**LONG, "gpu_use": 0.95})
+    assert fuller == pytest.approx([1.2, 3.21 - 0.8 + 9.6])
+    assert score({**SHORT, "gpu_use": 3.0}, {**LONG, "gpu_use": 7.0}) == pytest.approx(fuller)
+
+
+def test_a_transfer_costs_those_who_fetch_after_it():
+    # 2 loads a second on average: 2 s moved behind 0.5 s of queue cost 2 x 2 x (0.5 + 2) = 10 s.
+    made = estimates(
+        {"loads_per_s": 1.0, "net_backlog_s": 0.5}, {"loads_per_s": 3.0, "net_backlog_s": 9.0}
+    )
+    made.fetch_s = np.array([2.0, math.inf])
+    assert fetch_externality_s(made).tolist() == [10.0, 0.0], "one that is impossible costs nothing"
+
+
+def fetching(tokens, ttft_s, fetch_s=0.1, **others):
+    """Two workers; the second, costly by itself, could first fetch so many more of 500 tokens."""
+    made = estimates(SHORT, {**LONG, "cached_tokens": 500}, now_s=0.0)
+    made.fetching = estimates(
+        SHORT, {**LONG, "ttft_s": ttft_s, "cached_tokens": 500 + tokens} | others
+    )
+    made.fetching.ttft_s[0] = math.inf
+    made.fetching.fetch_s = np.array([fetch_s, fetch_s])
+    made.fetching.fetch_from = "w0"
+    return made
+
+
+def test_a_fetch_that_is_cheaper_than_every_worker_without_one_is_chosen():
+    # Without: 1.2 and 3.21. With: 0.5 + 0.4 / 2 + 3 x 0.07 = 0.91 and nobody else loads.
+    chosen = Priced(fetches=True).choose(fetching(tokens=256, ttft_s=0.5))
+    assert (chosen.index, chosen.reason) == (1, "peer_fetch")
+    assert chosen.fetch is not None
+    assert (chosen.fetch.source_worker, chosen.fetch.tokens) == ("w0", 256)
+
+
+@pytest.mark.parametrize(
+    "offered",
+    [
+        pytest.param(fetching(tokens=0, ttft_s=0.5), id="of nothing"),
+        # 0.8 + 0.41 = 1.21, more than 1.2.
+        pytest.param(fetching(tokens=256, ttft_s=0.8), id="that costs more in all"),
+        # 0.5 + 0.6 s on the network: the request itself gains nothing.
+        pytest.param(fetching(tokens=256, ttft_s=0.5, fetch_s=0.6), id="longer than what it saves"),
+        # 2.05 loads a second: 0.41 + 0.5 + 0.2 x 2.05 x (0.5 + 0.2) = 1.197; at 2.1 it is 1.204.
+        pytest.param(
+            fetching(tokens=256, ttft_s=0.5, fetch_s=0.2, loads_per_s=4.2, net_backlog_s=0.5),
+            id="that makes others wait",
+        ),
+    ],
+)
+def test_no_fetch(offered):
+    chosen = Priced(fetches=True).choose(offered)
+    assert chosen.index == 0 and chosen.fetch is None

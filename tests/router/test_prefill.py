@@ -98,7 +98,7 @@ async def serve(renderer, monkeypatch):
         live = ingress._live()
         board.post("x", {name: announcement(name, role, s) for name, role, s in workers})
         async with asyncio.timeout(30.0):
-            while len(live.router.state.workers) < len(workers):
+            while len(live.router.workers) < len(workers):
                 await asyncio.sleep(0.01)
         return ingress, live, app
 

@@ -12,26 +12,32 @@ import numpy as np
 import pytest
 
 from kappa.cost import StepModel, StepWork, chunk_work, transfer_s
-from router import pricing as at
+from router import pricing
+from router.decision import ESTIMATE
 
 WORKER = {
-    at.LOAD_TOKEN: 0.001, at.LOAD_FIXED: 0.1, at.TOKEN: 0.01, at.PAIR: 0.0001, at.WEIGHTS: 0.5,
-    at.CONTEXT: 0.001, at.STEP: 0.2, at.BUDGET: 100.0, at.OVERHEAD: 0.05, at.DILATION: 1.0,
+    "load_token_s": 0.001, "load_fixed_s": 0.1, "token_s": 0.01, "pair_s": 0.0001, "weights_s": 0.5,
+    "context_token_s": 0.001, "step_fixed_s": 0.2, "budget_tokens": 100.0, "overhead_s": 0.05,
+    "dilation": 1.0,
 }  # fmt: skip
 SLO = (0.5, 5.0, 3.0)
 """TTFT within the longer of 0.5 s and 5 times idle, TPOT within 3 times idle."""
 
 
+def records(names, *rows):
+    made = np.zeros(len(rows), dtype=names)
+    for record, row in zip(made, rows, strict=True):
+        for name, value in row.items():
+            record[name] = value
+    return made
+
+
 def workers(*changes):
-    cells = np.zeros((at.ROWS, max(len(changes), 1)))
-    for slot, changed in enumerate(changes or ({},)):
-        for row, value in {**WORKER, **changed}.items():
-            cells[row, slot] = value
-    return cells
+    return records(pricing.WORKER, *[{**WORKER, **changed} for changed in changes or ({},)])
 
 
-def slots(cells):
-    return np.arange(cells.shape[1])
+def worker(**changes):
+    return workers(changes)[0]
 
 
 # -- a prompt, a load, a fetch ------------------------------------------------------------------
@@ -42,37 +48,36 @@ def test_a_prompt_beside_requests_that_decode():
     # Work: 200 x 0.01 + 30,000 x 0.0001 = 2 + 3 = 5. Beside 4 that decode over 1,000 tokens:
     # 4 x 0.01 + 1,000 x 0.0001 = 0.14 a step. Read: 2 x (0.5 + 1,250 x 0.001) = 3.5.
     # Together max(5 + 2 x 0.14, 3.5) + 2 x 0.2 = 5.68.
-    found = at.prefill_s(workers(), 0, 250.0, 50.0, 4.0, 1000.0)
+    found = pricing.prefill_s(worker(), 250.0, 50.0, 4.0, 1000.0)
     assert found == pytest.approx((5.0, 3.5, 5.68))
 
 
 def test_a_short_prompt_takes_as_long_as_reading_the_weights():
     # 10 new behind 100: pairs 10 x (100 + 5) = 1,050; work 0.1 + 0.105 = 0.205.
     # Read: 0.5 + 110 x 0.001 = 0.61, more than the work; the step adds 0.2.
-    found = at.prefill_s(workers(), 0, 110.0, 100.0, 0.0, 0.0)
+    found = pricing.prefill_s(worker(), 110.0, 100.0, 0.0, 0.0)
     assert found == pytest.approx((0.205, 0.61, 0.81))
 
 
 def test_a_load_takes_its_tokens_and_what_every_load_takes():
-    assert at.load_s(workers(), 0, 400.0) == pytest.approx(0.1 + 400 * 0.001)
-    assert at.load_s(workers(), 0, 0.0) == 0.0
+    assert pricing.load_s(worker(), 400.0) == pytest.approx(0.1 + 400 * 0.001)
+    assert pricing.load_s(worker(), 0.0) == 0.0
 
 
 def test_a_fetch_needs_a_network_and_room_in_the_host_tier():
-    cells = workers({at.SPARE: 1000.0, at.PROMISED: 300.0, at.NET: 100.0})
-    assert at.fetch_s(cells, 0, 700.0) == pytest.approx(7.0)
-    assert at.fetch_s(cells, 0, 701.0) == math.inf, "300 of 1,000 are promised"
-    assert at.fetch_s(cells, 0, 0.0) == 0.0
-    cells[at.NET] = 0.0
-    assert at.fetch_s(cells, 0, 700.0) == math.inf
-    assert at.fetch_s(cells, 0, 0.0) == 0.0
+    networked = worker(spare_tokens=1000.0, promised_tokens=300.0, net_tokens_per_s=100.0)
+    assert pricing.fetch_s(networked, 700.0) == pytest.approx(7.0)
+    assert pricing.fetch_s(networked, 701.0) == math.inf, "300 of 1,000 are promised"
+    assert pricing.fetch_s(networked, 0.0) == 0.0
+    networked["net_tokens_per_s"] = 0.0
+    assert pricing.fetch_s(networked, 700.0) == math.inf
+    assert pricing.fetch_s(networked, 0.0) == 0.0
 
 
 def test_leading_tokens_on_the_device_and_behind_them_in_host():
     # Columns 2 and 0 of the index; only 5 whole blocks of the prompt count, of 16 tokens each.
     blocks = np.array([[3, 0, 2], [9, 0, 1]])
-    columns = np.array([2, 0])
-    device, host = at.leading_tokens(blocks, columns, np.array([0, 1]), 5, 16)
+    device, host = pricing.leading_tokens(blocks, np.array([2, 0]), np.array([0, 1]), 5, 16)
     assert device.tolist() == [2 * 16, 3 * 16]
     assert host.tolist() == [1 * 16, 2 * 16]
 
@@ -90,10 +95,11 @@ def test_leading_tokens_on_the_device_and_behind_them_in_host():
     ],
 )
 def test_queues_shrink_as_time_passes(now_s, link_s, gpu_s):
-    cells = workers(
-        {at.LINK_FREE: 5.0, at.LINK_OUT: 2.0, at.GPU_OUT: 3.0, at.GPU_SINCE: 4.0, at.GPU_HEAD: 1.0}
-    )
-    assert at.backlogs_s(cells, 0, now_s) == pytest.approx((link_s, gpu_s))
+    busy = workers(
+        {}, {"link_free_s": 5.0, "link_reserved_s": 2.0, "gpu_reserved_s": 3.0, "gpu_since_s": 4.0,
+             "gpu_head_s": 1.0},
+    )  # fmt: skip
+    assert pricing.backlog_s(busy, 1, now_s) == pytest.approx((link_s, gpu_s))
 
 
 @pytest.mark.parametrize(
@@ -106,50 +112,52 @@ def test_queues_shrink_as_time_passes(now_s, link_s, gpu_s):
     ],
 )
 def test_the_step_under_way_is_waited_for_half_and_with_a_load_one_more(decoding, context, step_s):
-    cells = workers({at.DECODING: decoding, at.DECODE_CONTEXT: context})
-    assert at.under_way_s(cells, 0, 0.0) == pytest.approx(0.5 * step_s)
-    assert at.under_way_s(cells, 0, 64.0) == pytest.approx(1.5 * step_s)
+    busy = worker(decoding=decoding, decode_context_tokens=context)
+    assert pricing.under_way_s(busy, 0.0) == pytest.approx(0.5 * step_s)
+    assert pricing.under_way_s(busy, 64.0) == pytest.approx(1.5 * step_s)
 
 
 def test_nobody_waits_for_a_step_where_nothing_decodes():
-    assert at.under_way_s(workers({at.DECODE_CONTEXT: 500.0}), 0, 64.0) == 0.0
+    assert pricing.under_way_s(worker(decode_context_tokens=500.0), 64.0) == 0.0
 
 
 # -- what a delay weighs ------------------------------------------------------------------------
 
 
-def objective(cells, work_s, load_s, output_tokens=1e9, slo=SLO):
-    priced = np.zeros((at.OUT_ROWS, cells.shape[1]))
-    priced[at.OUT_WORK], priced[at.OUT_LOAD] = work_s, load_s
-    return at.objective(cells, slots(cells), priced, 300.0, output_tokens, slo)
+def objective(made, work_s, load_s, output_tokens=1e9):
+    rows = np.zeros(len(made), dtype=ESTIMATE)
+    rows["work_s"], rows["load_s"] = work_s, load_s
+    return pricing.objective(made, np.arange(len(made)), rows, 300.0, output_tokens, SLO)
 
 
 def three_workers(dilation=1.0):
-    """Steps that read 300 tokens: 0.5, 1.5 and 2.5 s for the weights, 0.3 + 0.2 s: 1, 2, 3 s."""
-    return workers({at.WEIGHTS: 2.5}, {at.DILATION: dilation}, {at.WEIGHTS: 1.5})
+    """Steps that read 300 tokens: 2.5, 0.5 and 1.5 s for the weights, 0.3 + 0.2 s: 3, 1, 2 s."""
+    return workers({"weights_s": 2.5}, {"dilation": dilation}, {"weights_s": 1.5})
 
 
-def test_a_multiple_of_the_best_idle_worker_limits_the_first_token():
-    # TPOT: 3 x the middle step of 2 s. Idle TTFT: the second worker has 0.05 + 0.35 + max(1.6, 1)
-    # = 2; the first 0.05 + 0 + max(0.9, 3) = 3.05; the third 0.05 + 5 + 2 more. Limit 5 x 2 = 10.
-    found = objective(three_workers(), [0.9, 1.6, 1.0], [0.0, 0.35, 5.0])
-    assert found == pytest.approx((10 / 6, 6.0, 10.0))
-
-
-def test_the_floor_limits_the_first_token_where_it_is_longer_in_dilated_time():
-    # As above, but the floor is 0.5 s times the largest dilation, 30: 15 s, more than 10.
-    found = objective(three_workers(30.0), [0.9, 1.6, 1.0], [0.0, 0.35, 5.0])
-    assert found == pytest.approx((15 / 6, 6.0, 15.0))
-
-
-def test_no_more_tokens_are_delayed_than_there_will_be():
-    found = objective(three_workers(), [0.9, 1.6, 1.0], [0.0, 0.35, 5.0], output_tokens=1.5)
-    assert found[0] == 1.5
+@pytest.mark.parametrize(
+    ("dilation", "output_tokens", "found"),
+    [
+        # TPOT: 3 x the middle step of 2 s. Idle TTFT: the second worker has 0.05 + 0.35 +
+        # max(1.6, 1) = 2; the first 0.05 + 0 + max(0.9, 3) = 3.05; the third 0.05 + 5 + 2 more.
+        # The limit is 5 x 2 = 10.
+        (1.0, 1e9, (10 / 6, 6.0, 10.0)),
+        # The floor is 0.5 s times the largest dilation, 30: 15 s, more than 10.
+        (30.0, 1e9, (15 / 6, 6.0, 15.0)),
+        # No more tokens are delayed than there will be.
+        (1.0, 1.5, (1.5, 6.0, 10.0)),
+    ],
+)
+def test_the_best_idle_worker_limits_the_first_token_and_the_middle_one_the_others(
+    dilation, output_tokens, found
+):
+    made = objective(three_workers(dilation), [0.9, 1.6, 1.0], [0.0, 0.35, 5.0], output_tokens)
+    assert made == pytest.approx(found)
 
 
 def test_without_workers_or_times_there_is_no_objective():
-    assert objective(workers()[:, :0], [], [], 50.0) == (50.0, math.inf, math.inf)
-    timeless = workers({at.WEIGHTS: 0.0, at.CONTEXT: 0.0, at.STEP: 0.0})
+    assert objective(workers()[:0], [], [], 50.0) == (50.0, math.inf, math.inf)
+    timeless = workers({"weights_s": 0.0, "context_token_s": 0.0, "step_fixed_s": 0.0})
     assert objective(timeless, [1.0], [0.0], 50.0) == (50.0, math.inf, math.inf)
 
 
@@ -163,11 +171,10 @@ def test_without_workers_or_times_there_is_no_objective():
     ],
 )
 def test_later_tokens_count_less_the_later_the_soonest_first_token(limit_s, share):
-    priced = np.zeros((at.OUT_ROWS, 2))
-    priced[at.OUT_TTFT] = [8.0, 4.0]
-    assert at.crowd_share(priced, limit_s) == pytest.approx(share)
-    priced[at.OUT_TTFT, 1] = 0.0
-    assert at.crowd_share(priced, limit_s) == 1.0
+    rows = records(ESTIMATE, {"ttft_s": 8.0}, {"ttft_s": 4.0})
+    assert pricing.interference_share(rows, limit_s) == pytest.approx(share)
+    rows["ttft_s"][1] = 0.0
+    assert pricing.interference_share(rows, limit_s) == 1.0
 
 
 # -- all of it ----------------------------------------------------------------------------------
@@ -175,80 +182,140 @@ def test_later_tokens_count_less_the_later_the_soonest_first_token(limit_s, shar
 WINDOW_S = 10 / math.log(2)
 """Ten seconds after it was last brought up to date, recent use counts half."""
 BUSY = {
-    at.DECODING: 4.0, at.DECODE_CONTEXT: 1000.0, at.RESIDENT: 1200.0, at.IN_FLIGHT: 6.0,
-    at.WAITING: 2.0, at.QUEUED: 300.0, at.GPU_USE: 0.4, at.LOADS: 6.0, at.PREFILLS: 2.0,
-    at.USE_AT: 3.0, at.LINK_FREE: 14.0, at.LINK_OUT: 3.0, at.GPU_OUT: 3.0, at.GPU_SINCE: 12.5,
-    at.GPU_HEAD: 1.0, at.NET: 10.0, at.NET_FREE: 13.5, at.SPARE: 1000.0,
+    "decoding": 4.0, "decode_context_tokens": 1000.0, "resident_tokens": 1200.0, "in_flight": 6.0,
+    "waiting": 2.0, "queued_tokens": 300.0, "gpu_use": 0.4, "loads_per_s": 6.0,
+    "prefills_per_s": 2.0, "used_s": 3.0, "link_free_s": 14.0, "link_reserved_s": 3.0,
+    "gpu_reserved_s": 3.0, "gpu_since_s": 12.5, "gpu_head_s": 1.0, "net_tokens_per_s": 10.0,
+    "net_free_s": 13.5, "spare_tokens": 1000.0,
 }  # fmt: skip
 
 
-def priced(cells, now_s=13.0, fetch=(), source=0):
-    return at.price(
-        cells, np.array([0]), now_s, WINDOW_S, 250.0, 50.0, np.array([30.0]), np.array([20.0]),
-        np.array(fetch, dtype=float), source, SLO,
-    )[:, 0]  # fmt: skip
+def priced(made, now_s=13.0, fetch_tokens=0.0, source=-1):
+    """250 tokens on the first worker: 30 on the device, 20 in host; 50 will be generated."""
+    rows = records(
+        ESTIMATE, {"device_tokens": 30.0, "cached_tokens": 20.0, "fetch_tokens": fetch_tokens}
+    )
+    pricing.price(made, np.array([0]), rows, (now_s, WINDOW_S), (250.0, 50.0), source, SLO)
+    return rows[0]
+
+
+def values(row, *names):
+    return [float(row[name]) for name in names]
 
 
 def test_a_request_on_a_busy_worker():
-    """Those of `test_a_prompt_beside_requests_that_decode`: 30 tokens on the device, 20 in host."""
-    out = priced(workers(BUSY))
-    assert out[at.OUT_NEW] == 200
-    assert out[[at.OUT_WORK, at.OUT_COMPUTE]] == pytest.approx([5.0, 5.68])
+    """The prompt of `test_a_prompt_beside_requests_that_decode`."""
+    row = priced(workers(BUSY))
+    assert values(row, "new_tokens", "work_s", "compute_s") == pytest.approx([200, 5.0, 5.68])
     # Each of 4 waits for what computing takes beyond reading: 4 x (5.68 - 3.5).
-    assert out[at.OUT_HARM] == pytest.approx(8.72)
-    use = out[[at.OUT_GPU_USE, at.OUT_LOADS, at.OUT_PREFILLS]]
+    assert row["tpot_impact_s"] == pytest.approx(8.72)
+    use = values(row, "gpu_use", "loads_per_s", "prefills_per_s")
     assert use == pytest.approx([0.2, 3.0, 1.0])
     # The link is free in 1 s; of 3 s of prompts, the half second since 12.5 is done.
-    backlogs = out[[at.OUT_LINK_BACKLOG, at.OUT_GPU_BACKLOG, at.OUT_NET_BACKLOG]]
+    backlogs = values(row, "link_backlog_s", "gpu_backlog_s", "net_backlog_s")
     assert backlogs == pytest.approx([1.0, 2.5, 0.5])
-    assert out[at.OUT_LOAD] == pytest.approx(0.1 + 20 * 0.001)
+    assert row["load_s"] == pytest.approx(0.1 + 20 * 0.001)
     # The step under way, 0.5 + 1,000 x 0.001 + 0.2 = 1.7 s, counts one and a half times: 2.55.
     # Waits max(1 + 0.12, 2.5) + 2.55 = 5.05; overhead 0.05, compute 5.68.
-    assert out[at.OUT_TTFT] == pytest.approx(10.78)
+    assert row["ttft_s"] == pytest.approx(10.78)
     # A step beside all: 0.5 + (250 + 1,200) x 0.001 + 0.2 = 2.15; a fifth goes to prompts.
-    assert out[at.OUT_TPOT] == pytest.approx(2.15 / 0.8)
+    assert row["tpot_s"] == pytest.approx(2.15 / 0.8)
     # Idle: TPOT 0.5 + 0.25 + 0.2 = 0.95, limit 2.85; TTFT 0.05 + 0.12 + 5 = 5.17, limit 25.85.
     # The first token comes in less than half of that, so later ones count in full.
     weight = 25.85 / 2.85
-    assert out[at.OUT_DECODE] == pytest.approx(weight * (0.01 + 250 * 0.001))
+    assert row["interference_s"] == pytest.approx(weight * (0.01 + 250 * 0.001))
     # Half of the use counts: 2.15 / (1 - 0.1), of which half of 2.85 is allowed.
-    assert out[at.OUT_OWN_LATE] == pytest.approx(weight * (2.15 / 0.9 - 1.425))
-    rest = [at.OUT_FIXED, at.OUT_IN_FLIGHT, at.OUT_WAITING, at.OUT_QUEUED, at.OUT_RESIDENT]
-    assert out[rest].tolist() == [0.05, 6, 2, 300, 1200]
+    assert row["own_late_s"] == pytest.approx(weight * (2.15 / 0.9 - 1.425))
+    rest = values(row, "fixed_s", "in_flight", "waiting", "queued_tokens", "resident_tokens")
+    assert rest == [0.05, 6, 2, 300, 1200]
+    assert values(row, "fetch_s", "load_token_s") == [0.0, 0.001]
+
+
+def test_what_a_worker_is_stands_beside_its_price():
+    fields = ("capacity_tokens", "h2d_bytes_per_s", "flops_per_s", "cost_per_hour", "kappa_crit")
+    row = priced(workers({name: float(i) for i, name in enumerate(fields, 1)}))
+    assert values(row, *fields) == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def test_a_request_that_fetches_waits_for_the_network_of_both_ends():
     # The source's card is free at 15, ours at 13.5: 2 s of queue. 20 tokens at 10 a second: 2 s.
     # The load starts after 4 s: waits max(4 + 0.12, 2.5) + 2.55 = 6.67; TTFT 6.67 + 5.73.
-    out = priced(workers(BUSY, {at.NET_FREE: 15.0}), fetch=[20.0], source=1)
-    assert out[[at.OUT_NET_BACKLOG, at.OUT_FETCH]] == pytest.approx([2.0, 2.0])
-    assert out[at.OUT_TTFT] == pytest.approx(12.4)
+    row = priced(workers(BUSY, {"net_free_s": 15.0}), fetch_tokens=20.0, source=1)
+    assert values(row, "net_backlog_s", "fetch_s", "ttft_s") == pytest.approx([2.0, 2.0, 12.4])
 
 
 def test_later_tokens_count_less_where_the_queue_outlasts_the_objective():
     # 50 s of prompts: TTFT = 0.05 + 50 + 2.55 + 5.68 = 58.28 against a limit of 25.85.
-    out = priced(workers({**BUSY, at.GPU_OUT: 50.5}))
+    row = priced(workers({**BUSY, "gpu_reserved_s": 50.5}))
     share = 0.5 * 25.85 / 58.28
-    assert out[at.OUT_DECODE] == pytest.approx(share * 25.85 / 2.85 * 0.26)
+    assert row["interference_s"] == pytest.approx(share * 25.85 / 2.85 * 0.26)
 
 
 def test_a_clock_that_was_set_back_does_not_make_use_grow():
-    assert priced(workers(BUSY), now_s=1.0)[at.OUT_GPU_USE] == pytest.approx(0.4)
+    assert priced(workers(BUSY), now_s=1.0)["gpu_use"] == pytest.approx(0.4)
 
 
 def test_more_prompts_than_a_worker_can_do_do_not_stretch_a_token_for_ever():
     # Use of 3 counts as 0.95: 2.15 / 0.05; for its own lateness half of that: 2.15 / 0.525.
-    out = priced(workers({**BUSY, at.GPU_USE: 6.0}))
-    assert out[at.OUT_GPU_USE] == pytest.approx(3.0)
-    assert out[at.OUT_TPOT] == pytest.approx(2.15 / 0.05)
-    assert out[at.OUT_OWN_LATE] == pytest.approx(25.85 / 2.85 * (2.15 / 0.525 - 1.425))
+    row = priced(workers({**BUSY, "gpu_use": 6.0}))
+    assert values(row, "gpu_use", "tpot_s") == pytest.approx([3.0, 2.15 / 0.05])
+    assert row["own_late_s"] == pytest.approx(25.85 / 2.85 * (2.15 / 0.525 - 1.425))
 
 
 def test_idle_workers():
-    cells = workers()
     # 200 new behind 50 loaded: overhead 0.05 + load 0.15; compute max(5, 2 x 0.75) + 0.4.
-    assert at.idle_ttft_s(cells, slots(cells), 250.0, 50.0) == pytest.approx(0.05 + 0.15 + 5.4)
-    assert at.idle_tpot_s(cells, slots(cells), 250.0) == pytest.approx(0.95)
+    ttft_s, tpot_s = pricing.idle_s(workers(), np.array([0]), 250.0, 50.0)
+    assert ttft_s == pytest.approx(0.05 + 0.15 + 5.4)
+    assert tpot_s == pytest.approx(0.95)
+
+
+# -- reservations -------------------------------------------------------------------------------
+
+
+def test_a_reservation_changes_its_worker_and_nobody_else():
+    made = workers(BUSY, BUSY)
+    rows = records(
+        ESTIMATE, {}, {"load_s": 0.5, "work_s": 2.0, "new_tokens": 100.0, "device_tokens": 30.0,
+                       "cached_tokens": 20.0},
+    )  # fmt: skip
+    pricing.reserve(made, 0, rows, 1, 13.0, WINDOW_S)
+    assert made[1].tolist() == workers(BUSY)[0].tolist()
+    changed = {
+        "link_reserved_s": 3.5, "link_free_s": 14.5, "gpu_reserved_s": 5.0, "in_flight": 7.0,
+        "waiting": 3.0, "queued_tokens": 400.0, "resident_tokens": 1350.0, "used_s": 13.0,
+        # Half is left of 0.4, 6 and 2; one more request, 2 s of work, by the window.
+        "gpu_use": 0.2 + 2.0 / WINDOW_S, "loads_per_s": 3 + 1 / WINDOW_S,
+        "prefills_per_s": 1 + 1 / WINDOW_S,
+    }  # fmt: skip
+    expected = {**WORKER, **BUSY, **changed}
+    assert {name: made[0][name] for name in expected} == pytest.approx(expected)
+
+
+def test_the_first_in_a_queue_is_computed_from_now_on_and_a_free_link_loads_at_once():
+    made = workers({"link_free_s": 2.0})
+    rows = records(ESTIMATE, {"work_s": 2.0, "load_s": 0.5})
+    pricing.reserve(made, 0, rows, 0, 13.0, WINDOW_S)
+    assert values(made[0], "gpu_since_s", "gpu_head_s", "link_free_s") == [13.0, 2.0, 13.5]
+
+
+def test_without_a_load_none_is_counted():
+    made = workers()
+    pricing.reserve(made, 0, records(ESTIMATE, {"work_s": 2.0}), 0, 13.0, WINDOW_S)
+    assert values(made[0], "loads_per_s") == [0.0]
+
+
+def test_an_admission_is_priced_by_what_the_engine_found():
+    # 100 new behind 50: pairs 100 x (50 + 50) = 10,000: 1 + 1 s; 40 in host: 0.04 s.
+    assert pricing.admitted_s(workers(), 0, 40, 100, 50) == pytest.approx((0.04, 2.0))
+
+
+def test_the_last_prompt_that_is_done_leaves_exactly_nothing():
+    made = workers({**BUSY, "waiting": 2.0})
+    pricing.finish_prompt(made, 0, 1.0, 2.0, 100, 20.0)
+    queue = "link_reserved_s", "gpu_reserved_s", "waiting", "queued_tokens", "link_free_s"
+    assert values(made[0], *queue) == [2.0, 1.0, 1.0, 200.0, 14.0]
+    pricing.finish_prompt(made, 0, 1.9, 0.9, 200, 21.0)
+    assert values(made[0], *queue) == [0.0, 0.0, 0.0, 0.0, 21.0]
 
 
 # -- the formulas are those of the cost model, restated: random workers, random requests ------
@@ -258,50 +325,41 @@ RELATIVE = 1e-12
 
 
 @pytest.fixture(scope="module")
-def drawing():
-    return np.random.default_rng(7)
+def drawn():
+    """Pairs of a step model with its link's seconds per token and per load, and their records."""
+    rng = np.random.default_rng(7)
+    magnitudes = (-6, -3), (-12, -8), (-4, -1), (-9, -6), (-5, -2), (-7, -4), (-5, -2)
+    made = []
+    for _ in range(WORKERS):
+        figures = [float(10 ** rng.uniform(*ends)) for ends in magnitudes]
+        step, load_token_s, load_fixed_s = StepModel(*figures[:5]), *figures[5:]
+        record = {
+            "budget_tokens": BUDGET, "token_s": step.token_s, "pair_s": step.pair_s,
+            "weights_s": step.weights_s, "context_token_s": step.context_token_s,
+            "step_fixed_s": step.fixed_s, "load_token_s": load_token_s,
+            "load_fixed_s": load_fixed_s,
+        }  # fmt: skip
+        made.append((step, load_token_s, load_fixed_s, record))
+    return made
 
 
 @pytest.fixture(scope="module")
-def drawn_workers(drawing):
-    """Each a step model and its link's seconds per token and per load, in real seconds."""
-
-    def one():
-        magnitudes = (-6, -3), (-12, -8), (-4, -1), (-9, -6), (-5, -2), (-7, -4), (-5, -2)
-        drawn = [float(10 ** drawing.uniform(*ends)) for ends in magnitudes]
-        return StepModel(*drawn[:5]), drawn[5], drawn[6]
-
-    return [one() for _ in range(WORKERS)]
-
-
-@pytest.fixture(scope="module")
-def drawn_cells(drawn_workers):
-    matrix = np.zeros((at.ROWS, WORKERS))
-    matrix[at.BUDGET] = BUDGET
-    for slot, (step, load_token_s, load_fixed_s) in enumerate(drawn_workers):
-        matrix[at.TOKEN, slot], matrix[at.PAIR, slot] = step.token_s, step.pair_s
-        matrix[at.WEIGHTS, slot], matrix[at.CONTEXT, slot] = step.weights_s, step.context_token_s
-        matrix[at.STEP, slot] = step.fixed_s
-        matrix[at.LOAD_TOKEN, slot], matrix[at.LOAD_FIXED, slot] = load_token_s, load_fixed_s
-    return matrix
-
-
-@pytest.fixture(scope="module")
-def drawn_requests(drawing):
+def requests():
     """Prompt tokens, those of them that are cached; requests that decode, and their contexts."""
-    drawn = []
+    rng = np.random.default_rng(8)
+    made = []
     for _ in range(REQUESTS):
-        prompt = int(drawing.integers(1, 100_000))
-        decoding = int(drawing.integers(0, 60))
-        drawn.append((prompt, int(drawing.integers(0, prompt)), decoding, decoding * 1234))
-    return drawn
+        prompt, decoding = int(rng.integers(1, 100_000)), int(rng.integers(0, 60))
+        made.append((prompt, int(rng.integers(0, prompt)), decoding, decoding * 1234))
+    return made
 
 
-def test_a_prompt_beside_decoding_requests_costs_what_the_cost_model_says(
-    drawn_workers, drawn_cells, drawn_requests
-):
-    for slot, (step, _, _) in enumerate(drawn_workers):
-        for prompt, held, decoding, context in drawn_requests:
+def test_every_formula_is_that_of_the_cost_model(drawn, requests):
+    for step, load_token_s, load_fixed_s, record in drawn:
+        for prompt, held, decoding, context in [*requests, (1, 0, 0, 0)]:
+            (made,) = records(
+                pricing.WORKER, {**record, "decoding": decoding, "decode_context_tokens": context}
+            )
             new = prompt - held
             steps = math.ceil(new / BUDGET)
             alone = chunk_work(float(new), float(held))
@@ -310,50 +368,28 @@ def test_a_prompt_beside_decoding_requests_costs_what_the_cost_model_says(
                 new + steps * decoding, alone.pairs + steps * context, steps * (prompt + context)
             )
             parts = step.parts(beside, steps)
-            got = at.prefill_s(drawn_cells, slot, float(prompt), float(held), decoding, context)
+            got = pricing.prefill_s(made, float(prompt), float(held), decoding, context)
             expected = (step.parts(alone).compute_s, parts.read_s, parts.step_s)
             assert got == pytest.approx(expected, rel=RELATIVE)
-
-
-def test_a_load_costs_what_the_cost_model_says(drawn_workers, drawn_cells, drawn_requests):
-    for slot, (_, token_s, fixed_s) in enumerate(drawn_workers):
-        for _, held, _, _ in [*drawn_requests, (1, 0, 0, 0)]:
-            expected = transfer_s(float(held), token_s, fixed_s)
-            assert at.load_s(drawn_cells, slot, float(held)) == pytest.approx(
-                expected, rel=RELATIVE
-            )
-
-
-def test_a_step_that_only_reads_costs_what_the_cost_model_says(
-    drawn_workers, drawn_cells, drawn_requests
-):
-    for slot, (step, _, _) in enumerate(drawn_workers):
-        for _, _, _, context in drawn_requests:
-            expected = step.parts(StepWork(0.0, 0.0, context)).step_s
-            got = at.reading_step_s(drawn_cells, slot, float(context))
-            assert got == pytest.approx(expected, rel=RELATIVE)
-
-
-def test_half_of_a_decoding_step_is_waited_for_and_one_more_behind_a_load(
-    drawn_workers, drawn_cells, drawn_requests
-):
-    for slot, (step, _, _) in enumerate(drawn_workers):
-        for _, _, decoding, context in drawn_requests:
+            load_s = transfer_s(float(held), load_token_s, load_fixed_s)
+            assert pricing.load_s(made, float(held)) == pytest.approx(load_s, rel=RELATIVE)
+            reading_s = step.parts(StepWork(0.0, 0.0, context)).step_s
+            found_s = pricing.reading_step_s(made, float(context))
+            assert found_s == pytest.approx(reading_s, rel=RELATIVE)
             step_s = step.parts(StepWork(decoding, context, context)).step_s if decoding else 0.0
-            drawn_cells[at.DECODING, slot], drawn_cells[at.DECODE_CONTEXT, slot] = decoding, context
             for cached, share in ((0.0, 0.5), (16.0, 1.5)):
-                got = at.under_way_s(drawn_cells, slot, cached)
+                got = pricing.under_way_s(made, cached)
                 assert got == pytest.approx(share * step_s, rel=RELATIVE)
 
 
-def test_idle_workers_cost_what_the_cost_model_says(drawn_workers, drawn_cells, drawn_requests):
-    slots = np.arange(WORKERS)
-    for prompt, held, _, _ in drawn_requests:
+def test_idle_workers_cost_what_the_cost_model_says(drawn, requests):
+    made = records(pricing.WORKER, *(record for *_, record in drawn))
+    for prompt, held, _, _ in requests:
         expected_s = []
-        for step, token_s, fixed_s in drawn_workers:
+        for step, token_s, fixed_s, _ in drawn:
             steps = math.ceil((prompt - held) / BUDGET)
             tokens, pairs, _ = chunk_work(float(prompt - held), float(held))
             parts = step.parts(StepWork(tokens, pairs, float(steps * prompt)), steps)
             expected_s.append(transfer_s(float(held), token_s, fixed_s) + parts.step_s)
-        got = at.idle_ttft_s(drawn_cells, slots, float(prompt), float(held))
+        got, _ = pricing.idle_s(made, np.arange(WORKERS), float(prompt), float(held))
         assert got == pytest.approx(expected_s, rel=RELATIVE)

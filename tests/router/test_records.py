@@ -4,7 +4,7 @@ import pytest
 
 from kappa.protocol import Spent
 from router.live.records import Record
-from tests.router.test_core import ask, router
+from tests.router.building import ask, router
 
 
 @pytest.mark.parametrize(("ttft_s", "queue_s"), [(1.0, 0.5), (0.4, 0.0)])

@@ -8,13 +8,12 @@ import pytest
 from kappa.cost import StepModel, TokenCounts
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
-from router.core import Router, RouterConfig
-from router.decision import RouteRequest
+from router.decision import Candidate, RouteRequest
 from router.index.prefix_hash import secret_from_seed
 from router.ingress.roles import Network, hands_over, prefill_only
-from router.offers import Candidate
 from router.policies import policy_named
 from router.recording import _request_in, _request_out
+from router.router import Router, RouterConfig
 
 NETWORK = Network(bytes_per_s=1e9, fixed_s=0.01, min_new_tokens=100)
 
@@ -33,7 +32,7 @@ def offer(ttft_s, cached=0.0, new=1000.0, kappa_crit=10.0):
     return Candidate(
         worker="w", node=node_profile("pcie"), counts=TokenCounts(0, int(cached), int(new)),
         kappa_crit=kappa_crit, queue_s=0.0, load_s=0.0, compute_s=ttft_s, ttft_s=ttft_s,
-        harm_s=0.0, backlog_s=0.0, in_flight=0,
+        tpot_impact_s=0.0, backlog_s=0.0, in_flight=0,
     )  # fmt: skip
 
 

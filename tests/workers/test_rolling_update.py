@@ -11,10 +11,10 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
-from router.core import Router, RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_events import decode_batch
 from router.policies import policy_named
+from router.router import Router, RouterConfig
 from workers.vllm.kept_manager import KeptTierManager
 from workers.vllm.kept_tier import KeptTier, announcement
 from workers.vllm.link_queue import LinkPace

@@ -9,8 +9,7 @@ import numpy as np
 from benchmarks.baselines.routing.base import Baseline, at_least, random_least
 from benchmarks.baselines.routing.history import RouteHistory
 from benchmarks.baselines.routing.run_tree import Run, longest_of_each
-from router.offers import Floats, Offers
-from router.policy import Choice
+from router.decision import Choice, Estimates, Floats
 
 
 class Aibrix(Baseline):
@@ -53,19 +52,19 @@ class Aibrix(Baseline):
         self._history = RouteHistory()
         self._recent: OrderedDict[Run, None] = OrderedDict()
 
-    def choose(self, offers: Offers) -> Choice:
+    def choose(self, estimates: Estimates) -> Choice:
         """The longest match with few enough requests, else the fewest requests."""
-        requests = offers.in_flight
+        requests = estimates.in_flight
         mean = float(requests.mean())
-        index = self._matched(offers, mean)
+        index = self._matched(estimates, mean)
         if index is not None:
             return Choice(index, "prefix_match")
         return Choice(random_least(self.rng, requests), "fewest_requests")
 
-    def routed(self, offers: Offers, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int) -> None:
         """Insert the prompt for its pod."""
         # Deepest first, so that a prefix is always more recent than what follows it.
-        for run in reversed(self._history.routed(offers, index)):
+        for run in reversed(self._history.routed(estimates, index)):
             self._recent[run] = None
             self._recent.move_to_end(run)
         tree = self._history.tree
@@ -79,10 +78,10 @@ class Aibrix(Baseline):
         self._history.left(worker)
         self._recent = OrderedDict((run, None) for run in self._recent if run.marks)
 
-    def _matched(self, offers: Offers, mean: float) -> int | None:
-        requests = offers.in_flight
-        path = self._history.match(offers)
-        total = len(offers.prefix_hashes)
+    def _matched(self, estimates: Estimates, mean: float) -> int | None:
+        requests = estimates.in_flight
+        path = self._history.match(estimates)
+        total = len(estimates.prefix_hashes)
         by_percent: dict[int, list[int]] = {}
         roster = self._history.roster
         for workers, blocks in longest_of_each(path, self._allowed(requests, mean)):

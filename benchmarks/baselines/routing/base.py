@@ -8,8 +8,7 @@ from random import Random
 
 import numpy as np
 
-from router.offers import Floats, Offers
-from router.policy import Choice
+from router.decision import Choice, Estimates, Floats
 
 
 class Baseline:
@@ -26,11 +25,11 @@ class Baseline:
     def __init__(self, seed: int = 0) -> None:
         self.rng = Random(seed)
 
-    def choose(self, offers: Offers) -> Choice:
-        """Pick one of `offers` (at least one)."""
+    def choose(self, estimates: Estimates) -> Choice:
+        """Pick one of `estimates` (at least one)."""
         raise NotImplementedError
 
-    def routed(self, offers: Offers, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int) -> None:
         """Remember where a request went; nothing to remember unless a subclass says so."""
 
     def left(self, worker: str) -> None:

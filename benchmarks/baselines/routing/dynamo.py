@@ -9,9 +9,8 @@ import numpy as np
 
 from benchmarks.baselines.routing.base import Baseline, at_least, random_least
 from benchmarks.baselines.routing.run_tree import Roster, Run, RunTree, longest_of_each
+from router.decision import Choice, Estimates, Floats
 from router.index.prefix_hash import UInt64s
-from router.offers import Floats, Offers
-from router.policy import Choice
 
 
 class Dynamo(Baseline):
@@ -74,35 +73,35 @@ class Dynamo(Baseline):
         self._active = ActiveBlocks()
         self._prefills = PrefillQueues()
 
-    def choose(self, offers: Offers) -> Choice:
+    def choose(self, estimates: Estimates) -> Choice:
         """The least cost, or a draw by temperature."""
-        cost = self.cost(offers)
+        cost = self.cost(estimates)
         if self._temperature == 0:
             return Choice(random_least(self.rng, cost), "least_cost")
         return Choice(self._drawn(cost), "drawn_by_cost")
 
-    def cost(self, offers: Offers) -> Floats:
+    def cost(self, estimates: Estimates) -> Floats:
         """Cost of each worker, in blocks."""
-        block = offers.block_tokens
-        credit = self._device_credit * offers.device_tokens
-        queued = self._prefills.tokens(offers)
+        block = estimates.block_tokens
+        credit = self._device_credit * estimates.device_tokens
+        queued = self._prefills.tokens(estimates)
         if self._credit_decay:
-            request_blocks = max(math.ceil(offers.prompt_tokens / block), 1)
+            request_blocks = max(math.ceil(estimates.prompt_tokens / block), 1)
             excess = (queued - queued.min()) / (block * request_blocks)
             credit = credit / (1.0 + self._credit_decay * excess)
-        credit = credit + self._host_credit * offers.cached_tokens
-        raw = queued + offers.prompt_tokens
+        credit = credit + self._host_credit * estimates.cached_tokens
+        raw = queued + estimates.prompt_tokens
         cost = self._overlap_weight * np.maximum(raw - credit, 0.0) / block
-        cost += self._active.decode_blocks(offers)
+        cost += self._active.decode_blocks(estimates)
         if self._request_weight:
-            cost += self._request_weight * offers.in_flight
+            cost += self._request_weight * estimates.in_flight
         return cost
 
-    def routed(self, offers: Offers, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int) -> None:
         """Its blocks are active on its worker from now on, and its prefill queues there."""
-        self._active.add(offers, index)
-        held = offers.device_tokens[index] + self._host_credit * offers.cached_tokens[index]
-        self._prefills.add(offers, index, max(offers.prompt_tokens - float(held), 0.0))
+        self._active.add(estimates, index)
+        held = estimates.device_tokens[index] + self._host_credit * estimates.cached_tokens[index]
+        self._prefills.add(estimates, index, max(estimates.prompt_tokens - float(held), 0.0))
 
     def left(self, worker: str) -> None:
         """Nothing is active there any more."""
@@ -126,23 +125,23 @@ class PrefillQueues:
         self._counts: Floats = np.zeros(8)
         self._tokens: Floats = np.zeros(8)
 
-    def tokens(self, offers: Offers) -> Floats:
+    def tokens(self, estimates: Estimates) -> Floats:
         """Queued tokens of each worker."""
         roster = self._roster
-        roster.read(offers)
+        roster.read(estimates)
         self._counts, self._tokens = roomy(roster, self._counts), roomy(roster, self._tokens)
-        for row in np.flatnonzero(self._counts[roster.columns] > offers.waiting).tolist():
+        for row in np.flatnonzero(self._counts[roster.columns] > estimates.waiting).tolist():
             bit = roster.bits[row]
             sent = self._sent[bit]
-            while len(sent) > offers.waiting[row]:
+            while len(sent) > estimates.waiting[row]:
                 sent.popleft()
             self._counts[bit], self._tokens[bit] = len(sent), sum(sent)
         return self._tokens[roster.columns]
 
-    def add(self, offers: Offers, index: int, tokens: float) -> None:
+    def add(self, estimates: Estimates, index: int, tokens: float) -> None:
         """A prompt was sent to row `index`, and this much of it is to be computed."""
         roster = self._roster
-        roster.read(offers)
+        roster.read(estimates)
         self._counts, self._tokens = roomy(roster, self._counts), roomy(roster, self._tokens)
         bit = roster.bits[index]
         self._sent[bit].append(tokens)
@@ -170,23 +169,25 @@ class ActiveBlocks:
         self._counts: Floats = np.zeros(8)
         self._blocks: Floats = np.zeros(8)
 
-    def decode_blocks(self, offers: Offers) -> Floats:
+    def decode_blocks(self, estimates: Estimates) -> Floats:
         """For each worker: different active blocks if this request went there."""
-        roster, total = self._roster, len(offers.prefix_hashes)
-        roster.read(offers)
-        self._settle(offers)
+        roster, total = self._roster, len(estimates.prefix_hashes)
+        roster.read(estimates)
+        self._settle(estimates)
         blocks = self._blocks[roster.columns] + total
-        for workers, shared in longest_of_each(self._tree.walk(offers.prefix_hashes), roster.mask):
+        for workers, shared in longest_of_each(
+            self._tree.walk(estimates.prefix_hashes), roster.mask
+        ):
             if workers:
                 blocks[roster.rows(workers)] -= shared
         return blocks
 
-    def add(self, offers: Offers, index: int) -> None:
+    def add(self, estimates: Estimates, index: int) -> None:
         """A request is active on row `index`."""
-        self._roster.read(offers)
+        self._roster.read(estimates)
         self._counts = roomy(self._roster, self._counts)
         self._blocks = roomy(self._roster, self._blocks)
-        bit, hashes, depth = self._roster.bits[index], offers.prefix_hashes, 0
+        bit, hashes, depth = self._roster.bits[index], estimates.prefix_hashes, 0
         last: Run | None = None
         for run, depth in self._tree.walk(hashes):
             last = run if depth == run.end else self._tree.split(run, depth)
@@ -205,16 +206,16 @@ class ActiveBlocks:
             del self._sent[bit]
             self._counts[bit] = self._blocks[bit] = 0.0
 
-    def _settle(self, offers: Offers) -> None:
+    def _settle(self, estimates: Estimates) -> None:
         """Let go the oldest where more is remembered than is in flight."""
         self._counts = roomy(self._roster, self._counts)
         self._blocks = roomy(self._roster, self._blocks)
-        over = self._counts[self._roster.columns] > offers.in_flight
+        over = self._counts[self._roster.columns] > estimates.in_flight
         if not over.any():
             return
         for row in np.flatnonzero(over).tolist():
             bit = self._roster.bits[row]
-            while self._counts[bit] > offers.in_flight[row]:
+            while self._counts[bit] > estimates.in_flight[row]:
                 self._remove(bit, self._sent[bit].popleft())
             self._blocks[bit] = self._tree.size(bit)
 

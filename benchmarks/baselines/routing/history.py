@@ -7,7 +7,7 @@ at a block boundary. Otherwise it is exact: no sampling.
 from __future__ import annotations
 
 from benchmarks.baselines.routing.run_tree import Path, Roster, Run, RunTree
-from router.offers import Offers
+from router.decision import Estimates
 
 
 class RouteHistory:
@@ -18,15 +18,15 @@ class RouteHistory:
         self.roster = Roster()
         self._tick = 0
 
-    def match(self, offers: Offers) -> Path:
+    def match(self, estimates: Estimates) -> Path:
         """Known runs along the request, whoever was sent them."""
-        self.roster.read(offers)
-        return self.tree.walk(offers.prefix_hashes)
+        self.roster.read(estimates)
+        return self.tree.walk(estimates.prefix_hashes)
 
-    def routed(self, offers: Offers, index: int) -> list[Run]:
+    def routed(self, estimates: Estimates, index: int) -> list[Run]:
         """The request's prefix was sent to row `index`; returns its runs from the root on."""
-        tree, hashes = self.tree, offers.prefix_hashes
-        self.roster.read(offers)
+        tree, hashes = self.tree, estimates.prefix_hashes
+        self.roster.read(estimates)
         self._tick += 1
         bit, depth = self.roster.bits[index], 0
         runs: list[Run] = []
@@ -45,9 +45,9 @@ class RouteHistory:
         tree.mark(runs[-1], bit, self._tick)
         return runs
 
-    def bit(self, offers: Offers, index: int) -> int:
+    def bit(self, estimates: Estimates, index: int) -> int:
         """Number of the worker of row `index`."""
-        self.roster.read(offers)
+        self.roster.read(estimates)
         return self.roster.bits[index]
 
     def size(self, bit: int) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.baselines.routing.base import Baseline, at_least
-from router.offers import Floats, Offers
-from router.policy import Choice
+from router.decision import Choice, Estimates, Floats
 
 
 class LlmD(Baseline):
@@ -50,9 +49,9 @@ class LlmD(Baseline):
         self._host_weight = host_weight
         self._turn = 0
 
-    def choose(self, offers: Offers) -> Choice:
+    def choose(self, estimates: Estimates) -> Choice:
         """The highest score; equal ones in turn."""
-        score = self.score(offers)
+        score = self.score(estimates)
         rows = np.flatnonzero(score == score.max())
         if len(rows) == 1:
             return Choice(int(rows[0]), "highest_score")
@@ -60,15 +59,17 @@ class LlmD(Baseline):
         self._turn = (self._turn + 1) % len(rows)
         return Choice(index, "equal_scores_in_turn")
 
-    def score(self, offers: Offers) -> Floats:
+    def score(self, estimates: Estimates) -> Floats:
         """Weighted sum of the three scores of each worker."""
-        tokens = max(len(offers.prefix_hashes) * offers.block_tokens, 1)
-        held = offers.device_tokens + self._host_weight * offers.cached_tokens
+        tokens = max(len(estimates.prefix_hashes) * estimates.block_tokens, 1)
+        held = estimates.device_tokens + self._host_weight * estimates.cached_tokens
         prefix = np.minimum(held / tokens, 1.0)
-        kv = 1.0 - np.minimum(offers.resident_tokens / np.maximum(offers.capacity_tokens, 1.0), 1.0)
-        waiting = offers.waiting
+        kv = 1.0 - np.minimum(
+            estimates.resident_tokens / np.maximum(estimates.capacity_tokens, 1.0), 1.0
+        )
+        waiting = estimates.waiting
         most, least = waiting.max(), waiting.min()
         score: Floats = self._prefix_weight * prefix + self._kv_weight * kv
-        queue = (most - waiting) / (most - least) if most > least else np.ones(len(offers))
+        queue = (most - waiting) / (most - least) if most > least else np.ones(len(estimates))
         score += self._queue_weight * queue
         return score

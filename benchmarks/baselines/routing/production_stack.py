@@ -5,8 +5,7 @@ from __future__ import annotations
 from benchmarks.baselines.routing.base import Baseline, at_least, random_least
 from benchmarks.baselines.routing.history import RouteHistory
 from benchmarks.baselines.routing.ring import HashRing, hash_of
-from router.offers import Offers
-from router.policy import Choice
+from router.decision import Choice, Estimates
 
 _VARIANTS = ("prefixaware", "loadaware")
 _VIRTUAL_NODES = 100
@@ -41,22 +40,22 @@ class ProductionStack(Baseline):
         self._history = RouteHistory()
         self._ring = HashRing(_VIRTUAL_NODES)
 
-    def choose(self, offers: Offers) -> Choice:
+    def choose(self, estimates: Estimates) -> Choice:
         """By the variant asked for."""
-        return self._by_load(offers) if self._load_aware else self._by_prefix(offers)
+        return self._by_load(estimates) if self._load_aware else self._by_prefix(estimates)
 
-    def routed(self, offers: Offers, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int) -> None:
         """Insert the prompt for its endpoint."""
         if not self._load_aware:
-            self._history.routed(offers, index)
+            self._history.routed(estimates, index)
 
     def left(self, worker: str) -> None:
         """Forget what it was sent."""
         self._history.left(worker)
         self._ring.left(worker)
 
-    def _by_prefix(self, offers: Offers) -> Choice:
-        path = self._history.match(offers)
+    def _by_prefix(self, estimates: Estimates) -> Choice:
+        path = self._history.match(estimates)
         roster = self._history.roster
         staying = roster.mask
         for run, _ in path:
@@ -65,20 +64,22 @@ class ProductionStack(Baseline):
                 break
             staying = sent
         if staying == roster.mask:
-            return Choice(self.rng.randrange(len(offers)), "any")
+            return Choice(self.rng.randrange(len(estimates)), "any")
         return Choice(self.rng.choice(roster.rows(staying)), "prefix_match")
 
-    def _by_load(self, offers: Offers) -> Choice:
-        held = offers.device_tokens + offers.cached_tokens
+    def _by_load(self, estimates: Estimates) -> Choice:
+        held = estimates.device_tokens + estimates.cached_tokens
         if not held.any():
-            return self._by_session(offers)
-        load = offers.in_flight
+            return self._by_session(estimates)
+        load = estimates.in_flight
         mean = float(load.mean())
         penalty = self._beta * (load - mean) / max(1.0, mean)
-        return Choice(int((held / max(offers.prompt_tokens, 1) - penalty).argmax()), "best_score")
+        return Choice(
+            int((held / max(estimates.prompt_tokens, 1) - penalty).argmax()), "best_score"
+        )
 
-    def _by_session(self, offers: Offers) -> Choice:
-        if not offers.session:
-            return Choice(random_least(self.rng, offers.in_flight), "nothing_held")
-        self._ring.read(offers.workers)
-        return Choice(next(self._ring.clockwise(hash_of(offers.session))), "nothing_held")
+    def _by_session(self, estimates: Estimates) -> Choice:
+        if not estimates.session:
+            return Choice(random_least(self.rng, estimates.in_flight), "nothing_held")
+        self._ring.read(estimates.workers)
+        return Choice(next(self._ring.clockwise(hash_of(estimates.session))), "nothing_held")

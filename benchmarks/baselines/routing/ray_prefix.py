@@ -6,8 +6,7 @@ import math
 
 from benchmarks.baselines.routing.base import Baseline, at_least, first_least, power_of_two
 from benchmarks.baselines.routing.history import RouteHistory
-from router.offers import Offers
-from router.policy import Choice
+from router.decision import Choice, Estimates
 
 _EVICTION_TARGET = 0.9
 
@@ -48,12 +47,12 @@ class RayPrefix(Baseline):
         self._eviction_tokens = eviction_tokens
         self._history = RouteHistory()
 
-    def choose(self, offers: Offers) -> Choice:
+    def choose(self, estimates: Estimates) -> Choice:
         """Balance, then affinity, then the smallest tree."""
-        queue = offers.in_flight
+        queue = estimates.in_flight
         if queue.max() - queue.min() > self._imbalanced:
             return Choice(power_of_two(self.rng, queue), "imbalanced")
-        path = self._history.match(offers)
+        path = self._history.match(estimates)
         roster = self._history.roster
         holders, blocks = roster.mask, 0
         for run, matched in path:
@@ -61,18 +60,18 @@ class RayPrefix(Baseline):
             if not sent:
                 break
             holders, blocks = sent, matched
-        if blocks * offers.block_tokens >= self._match_rate * offers.prompt_tokens:
+        if blocks * estimates.block_tokens >= self._match_rate * estimates.prompt_tokens:
             return Choice(first_least(roster.rows(holders), queue), "prefix_match")
         sizes = [self._history.size(bit) for bit in roster.bits]
         smallest = min(sizes)
         rows = [row for row, size in enumerate(sizes) if size == smallest]
         return Choice(first_least(rows, queue), "smallest_tree")
 
-    def routed(self, offers: Offers, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int) -> None:
         """Insert the prompt for its replica."""
-        self._history.routed(offers, index)
-        bit = self._history.bit(offers, index)
-        most = self._eviction_tokens / offers.block_tokens
+        self._history.routed(estimates, index)
+        bit = self._history.bit(estimates, index)
+        most = self._eviction_tokens / estimates.block_tokens
         if self._history.size(bit) > most:
             self._history.trim(bit, _EVICTION_TARGET * most)
 

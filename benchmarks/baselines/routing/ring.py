@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 
 from benchmarks.baselines.routing.base import Baseline, at_least
-from router.offers import Offers
-from router.policy import Choice
+from router.decision import Choice, Estimates
 
 
 def hash_of(key: str) -> int:
@@ -87,17 +86,17 @@ class ConsistentHash(Baseline):
         self._bound = c
         self._ring = HashRing(virtual_nodes)
 
-    def choose(self, offers: Offers) -> Choice:
+    def choose(self, estimates: Estimates) -> Choice:
         """The owner of the session, or the next on the ring with room."""
-        self._ring.read(offers.workers)
-        session = offers.session
+        self._ring.read(estimates.workers)
+        session = estimates.session
         point = hash_of(session) if session else self.rng.getrandbits(64)
         rows = self._ring.clockwise(point)
         owner = next(rows)
         if math.isinf(self._bound):
             return Choice(owner, "session_owner" if session else "no_session")
-        queue = offers.in_flight
-        most = math.ceil(self._bound * (float(queue.sum()) + 1.0) / len(offers))
+        queue = estimates.in_flight
+        most = math.ceil(self._bound * (float(queue.sum()) + 1.0) / len(estimates))
         if queue[owner] < most:
             return Choice(owner, "session_owner" if session else "no_session")
         return Choice(next(row for row in rows if queue[row] < most), "owner_full")

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from router.decision import Estimates
 from router.index.prefix_hash import UInt64s
-from router.offers import Offers
 
 
 class Run:
@@ -162,7 +162,7 @@ def longest_of_each(path: Path, among: int) -> Iterator[tuple[int, int]]:
 
 
 class Roster:
-    """Numbers for workers, kept for life, and where each is among the offers read last."""
+    """Numbers for workers, kept for life, and where each is among the estimates read last."""
 
     def __init__(self) -> None:
         self._bits: dict[str, int] = {}
@@ -174,11 +174,11 @@ class Roster:
         self.mask = 0
         self.highest = -1
 
-    def read(self, offers: Offers) -> None:
-        """Take over the offers' workers; `bits`, `columns`, `mask`, `highest` are theirs."""
-        if offers.workers == self._names:
+    def read(self, estimates: Estimates) -> None:
+        """Take over the estimates' workers; `bits`, `columns`, `mask`, `highest` are theirs."""
+        if estimates.workers == self._names:
             return
-        self._names = list(offers.workers)
+        self._names = list(estimates.workers)
         self.bits = [self._bit(worker) for worker in self._names]
         self.columns = np.array(self.bits, dtype=np.intp)
         self._rows = {bit: row for row, bit in enumerate(self.bits)}
@@ -186,7 +186,7 @@ class Roster:
         self.highest = max(self.bits)
 
     def rows(self, workers: int) -> list[int]:
-        """Rows of a set of workers, all of them in the offers read last."""
+        """Rows of a set of workers, all of them in the estimates read last."""
         rows = []
         while workers:
             low = workers & -workers

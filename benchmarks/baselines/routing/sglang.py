@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from benchmarks.baselines.routing.base import Baseline, at_least
 from benchmarks.baselines.routing.history import RouteHistory
-from router.offers import Offers
-from router.policy import Choice
+from router.decision import Choice, Estimates
 
 _SLACK = 1.1
 
@@ -50,26 +49,26 @@ class SglangCacheAware(Baseline):
         self._max_tree_tokens = max_tree_tokens
         self._history = RouteHistory()
 
-    def choose(self, offers: Offers) -> Choice:
+    def choose(self, estimates: Estimates) -> Choice:
         """Balance, then affinity, then the shortest queue."""
-        load = offers.in_flight
+        load = estimates.in_flight
         least, most = float(load.min()), float(load.max())
         if most - least > self._balance_abs and most > self._balance_rel * least:
             return Choice(int(load.argmin()), "imbalanced")
-        path = self._history.match(offers)
+        path = self._history.match(estimates)
         if path:
             run, blocks = path[-1]
-            if blocks * offers.block_tokens > self._cache_threshold * offers.prompt_tokens:
+            if blocks * estimates.block_tokens > self._cache_threshold * estimates.prompt_tokens:
                 first = run.first if run.first in run.marks else next(iter(run.marks))
                 row = self._history.roster.row(first)
                 return Choice(row or 0, "prefix_match" if row is not None else "match_not_on_offer")
         return Choice(int(load.argmin()), "shortest_queue")
 
-    def routed(self, offers: Offers, index: int) -> None:
+    def routed(self, estimates: Estimates, index: int) -> None:
         """Insert the prompt for its worker."""
-        self._history.routed(offers, index)
-        bit = self._history.bit(offers, index)
-        most = self._max_tree_tokens / offers.block_tokens
+        self._history.routed(estimates, index)
+        bit = self._history.bit(estimates, index)
+        most = self._max_tree_tokens / estimates.block_tokens
         if self._history.size(bit) > _SLACK * most:
             self._history.trim(bit, most)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.baselines.routing.base import Baseline, power_of_two, random_least
-from router.offers import Offers
-from router.policy import Choice
+from router.decision import Choice, Estimates
 
 
 class RoundRobin(Baseline):
@@ -17,9 +16,9 @@ class RoundRobin(Baseline):
         super().__init__(seed)
         self._count = 0
 
-    def choose(self, offers: Offers) -> Choice:
+    def choose(self, estimates: Estimates) -> Choice:
         """The next one."""
-        index = self._count % len(offers)
+        index = self._count % len(estimates)
         self._count += 1
         return Choice(index, "next_in_turn")
 
@@ -34,9 +33,9 @@ class PowerOfTwo(Baseline):
     name = "power_of_two"
     source = "ray/serve/_private/request_router/pow_2_router.py (Ray 2.60.0)"
 
-    def choose(self, offers: Offers) -> Choice:
+    def choose(self, estimates: Estimates) -> Choice:
         """The less loaded of two."""
-        return Choice(power_of_two(self.rng, offers.in_flight), "shorter_of_two_queues")
+        return Choice(power_of_two(self.rng, estimates.in_flight), "shorter_of_two_queues")
 
 
 class Sticky(Baseline):
@@ -48,12 +47,12 @@ class Sticky(Baseline):
     name = "sticky"
     source = "affinity alone, on the prefix index: a reference point, nobody's default"
 
-    def choose(self, offers: Offers) -> Choice:
+    def choose(self, estimates: Estimates) -> Choice:
         """The holder; holders of equal length by requests in flight, then at random."""
-        held = offers.device_tokens + offers.cached_tokens
+        held = estimates.device_tokens + estimates.cached_tokens
         longest = held.max()
         if longest <= 0:
-            return Choice(random_least(self.rng, offers.in_flight), "nobody_holds_it")
-        cost = offers.in_flight.copy()
+            return Choice(random_least(self.rng, estimates.in_flight), "nobody_holds_it")
+        cost = estimates.in_flight.copy()
         cost[held < longest] = float("inf")
         return Choice(random_least(self.rng, cost), "prefix_holder")

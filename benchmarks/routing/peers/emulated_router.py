@@ -1,4 +1,4 @@
-"""Our router before emulated nodes: `router.core` behind JSON lines, for `kappa bench peers`.
+"""Our router before emulated nodes: `router.router` behind JSON lines, for `kappa bench peers`.
 
 The same process as the peers' routers get: one line asks where a request goes, others tell of its
 first token and its end. What the nodes hold and how fast they are it learns as it does live, from
@@ -21,10 +21,10 @@ import zmq.asyncio
 
 from benchmarks.routing.peers.wire import answer, prompt_tokens, read_stdin, serve_lines
 from kappa.protocol import Announcement, WorkerReport
-from router.core import Router, RouterConfig
 from router.decision import RouteRequest
 from router.index.kv_events import decode_batch
 from router.policies import policy_named
+from router.router import Router, RouterConfig
 
 
 class Chooser:

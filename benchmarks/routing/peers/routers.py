@@ -1,7 +1,7 @@
 """The routers that `kappa bench peers` puts before the emulated nodes: real ones, and ours.
 
 sglang-router is a proxy in a process of its own; Dynamo's SelectionService, Ray's router classes
-and our `router.core` are each asked over the same JSON lines, in a process of their own.
+and our `router.router` are each asked over the same JSON lines, in a process of their own.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def routers() -> dict[str, Router]:
     sglang = SGLANG_ROUTER.version
     in_process = "Ray's own class and defaults, no cluster: exact queue lengths, no actor calls"
     found = (
-        Router(OURS, version("kappa-serve"), "router.core, fed by KV events and reports", _ours),
+        Router(OURS, version("kappa-serve"), "router.router, fed by KV events and reports", _ours),
         Router("dynamo", DYNAMO.version, "SelectionService and its defaults", _dynamo({})),
         Router(
             "dynamo-prefill", DYNAMO.version, "SelectionService, prefill_load_scale 8 instead of 1",

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from benchmarks.baselines.routing.ray_prefix import RayPrefix
-from router.offers import Offers
+from router.decision import Estimates
 
 pytestmark = pytest.mark.ray
 WORKERS = [f"w{i}" for i in range(5)]
 
 
-def offer(in_flight, prompt) -> Offers:
+def offer(in_flight, prompt) -> Estimates:
     prefixes = [prompt[: i + 1].encode() for i in range(len(prompt))]
     ids = [int.from_bytes(blake2b(p, digest_size=8).digest()) for p in prefixes]
-    values = {field.name: np.zeros(len(WORKERS)) for field in fields(Offers)}
+    values = {field.name: np.zeros(len(WORKERS)) for field in fields(Estimates)}
     values |= {
         "workers": WORKERS,
         "slots": np.arange(len(WORKERS)),
@@ -26,7 +26,7 @@ def offer(in_flight, prompt) -> Offers:
         "prefix_hashes": np.array(ids, dtype=np.uint64),
         "in_flight": np.array(in_flight, dtype=float),
     }
-    return Offers(**values)
+    return Estimates(**values)
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -43,8 +43,8 @@ def test_decisions_equal_those_of_rays_prefix_tree(seed):
         if len(matched) / len(prompt) < 0.1:
             candidates = tree.get_smallest_tenants()
         expected = min(candidates, key=lambda worker: queue[WORKERS.index(worker)])
-        offers = offer(queue, prompt)
-        index = policy.choose(offers).index
+        estimates = offer(queue, prompt)
+        index = policy.choose(estimates).index
         assert WORKERS[index] == expected
-        policy.routed(offers, index)
+        policy.routed(estimates, index)
         tree.insert(prompt, expected, float(step + 1))

@@ -9,7 +9,7 @@ from benchmarks.baselines.routing.catalogue import BASELINES, baseline_named, pa
 from benchmarks.baselines.routing.dynamo import Dynamo
 from benchmarks.baselines.routing.llm_d import LlmD
 from kappa.plugins import ROUTING_POLICIES, installed
-from router.offers import Offers
+from router.decision import Estimates
 from router.policies import policy_named
 
 BLOCK = 16
@@ -32,10 +32,10 @@ def chain(labels: str) -> np.ndarray:
     )
 
 
-def offer(in_flight, prompt="", session="", workers=None, **arrays) -> Offers:
+def offer(in_flight, prompt="", session="", workers=None, **arrays) -> Estimates:
     """A prompt of one block a letter on as many workers as there are queues."""
     count = len(in_flight)
-    values = {field.name: np.zeros(count) for field in fields(Offers)}
+    values = {field.name: np.zeros(count) for field in fields(Estimates)}
     values |= {
         "workers": workers or [f"w{i}" for i in range(count)],
         "slots": np.arange(count),
@@ -47,29 +47,29 @@ def offer(in_flight, prompt="", session="", workers=None, **arrays) -> Offers:
         "capacity_tokens": np.full(count, 1000.0),
     }
     values |= {name: np.array(value, dtype=float) for name, value in arrays.items()}
-    return Offers(**values)
+    return Estimates(**values)
 
 
 def made(spec, seed=0):
     return baseline_named(spec, seed)
 
 
-def route(policy, offers, row=None):
+def route(policy, estimates, row=None):
     """Choose (or be told) and remember; returns the row."""
-    index = policy.choose(offers).index if row is None else row
-    policy.routed(offers, index)
+    index = policy.choose(estimates).index if row is None else row
+    policy.routed(estimates, index)
     return index
 
 
-def picks(policy, offers, times=200):
-    return Counter(policy.choose(offers).index for _ in range(times))
+def picks(policy, estimates, times=200):
+    return Counter(policy.choose(estimates).index for _ in range(times))
 
 
 # -- all of them ------------------------------------------------------------------------------
 
 
 def stream(count, workers, seed=5):
-    """Offers of a small mixed workload, on queues and caches drawn at random."""
+    """Estimates of a small mixed workload, on queues and caches drawn at random."""
     rng = np.random.default_rng(seed)
     size = len(workers)
     for i in range(count):
@@ -104,11 +104,11 @@ def test_workers_come_and_go(spec):
         for worker in sorted(known - set(fleet)):
             policy.left(worker)
         known = set(fleet)
-        for offers in stream(40, fleet):
-            choice = policy.choose(offers)
+        for estimates in stream(40, fleet):
+            choice = policy.choose(estimates)
             assert 0 <= choice.index < len(fleet)
             assert choice.reason and " " not in choice.reason
-            policy.routed(offers, choice.index)
+            policy.routed(estimates, choice.index)
     policy.left("never-there")
 
 
@@ -122,10 +122,10 @@ def test_a_prompt_shorter_than_a_block_is_placed(spec):
 @pytest.mark.parametrize("spec", EVERY)
 def test_the_offers_are_left_as_they_were(spec):
     policy = made(spec, 0)
-    for offers in stream(30, ["a", "b", "c"]):
-        before = {f.name: np.copy(getattr(offers, f.name)) for f in fields(Offers)}
-        route(policy, offers)
-        after = {f.name: getattr(offers, f.name) for f in fields(Offers)}
+    for estimates in stream(30, ["a", "b", "c"]):
+        before = {f.name: np.copy(getattr(estimates, f.name)) for f in fields(Estimates)}
+        route(policy, estimates)
+        after = {f.name: getattr(estimates, f.name) for f in fields(Estimates)}
         assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
@@ -306,10 +306,10 @@ def test_sglang_bounds_its_tree():
 def test_dynamo_cost_by_hand():
     # Blocks: prompt 8; device 4, 0, 0; host 2, 4, 0; nothing queued or active.
     arrays = {"device_tokens": [64, 0, 0], "cached_tokens": [32, 64, 0]}
-    offers = offer([1, 2, 3], "abcdefgh", **arrays)
-    assert Dynamo().cost(offers).tolist() == [8 - 5.5 + 8, 8 - 3 + 8, 8 + 8]
+    estimates = offer([1, 2, 3], "abcdefgh", **arrays)
+    assert Dynamo().cost(estimates).tolist() == [8 - 5.5 + 8, 8 - 3 + 8, 8 + 8]
     tuned = Dynamo(host_credit=0.5, device_credit=2.0, overlap_weight=3.0, request_weight=1.0)
-    assert tuned.cost(offers).tolist() == [0 + 8 + 1, 3 * 6 + 8 + 2, 3 * 8 + 8 + 3]
+    assert tuned.cost(estimates).tolist() == [0 + 8 + 1, 3 * 6 + 8 + 2, 3 * 8 + 8 + 3]
 
 
 def test_dynamo_queues_what_the_caches_leave_and_host_blocks_in_part():
@@ -329,27 +329,27 @@ def test_dynamo_queues_what_the_caches_leave_and_host_blocks_in_part():
 def test_dynamo_fades_the_device_credit_with_the_queue():
     policy = Dynamo(credit_decay=1.0)
     route(policy, offer([0, 0], "stuvwxyz"), row=0)
-    offers = offer([1, 0], "abcdefgh", waiting=[1, 0], device_tokens=[64, 0])
+    estimates = offer([1, 0], "abcdefgh", waiting=[1, 0], device_tokens=[64, 0])
     # Excess of 8 blocks over a request of 8: credit 4 / (1 + 1 · 1).
-    assert policy.cost(offers).tolist() == [16 - 2 + 8 + 8, 8 + 8]
+    assert policy.cost(estimates).tolist() == [16 - 2 + 8 + 8, 8 + 8]
 
 
 def test_dynamo_counts_what_active_requests_share_once():
     policy = Dynamo()
     route(policy, offer([0, 0], "abcdef"), row=0)
-    offers = offer([1, 0], "abcdxy")
+    estimates = offer([1, 0], "abcdxy")
     # Worker 0: 6 blocks active, 2 more; worker 1: all 6.
-    assert policy.cost(offers).tolist() == [6 + 8, 6 + 6]
+    assert policy.cost(estimates).tolist() == [6 + 8, 6 + 6]
     ended = offer([0, 0], "abcdxy")
     assert policy.cost(ended).tolist() == [12, 12]
 
 
 def test_dynamo_breaks_ties_at_random_and_draws_by_temperature():
     assert min(picks(Dynamo(seed=1), offer([0, 0, 0], "ab")).values()) > 40
-    offers = offer([0, 0], "abcd", cached_tokens=[16, 0])
-    assert picks(Dynamo(seed=1), offers) == {0: 200}
+    estimates = offer([0, 0], "abcd", cached_tokens=[16, 0])
+    assert picks(Dynamo(seed=1), estimates) == {0: 200}
     # exp(0) : exp(-1 / 1), whatever the costs' range.
-    counts = picks(Dynamo(seed=1, temperature=1.0), offers, 2000)
+    counts = picks(Dynamo(seed=1, temperature=1.0), estimates, 2000)
     assert counts[0] / 2000 == pytest.approx(1 / (1 + np.exp(-1)), abs=0.03)
     assert len(picks(Dynamo(seed=1, temperature=1.0), offer([0, 0], "ab"))) == 2
 
@@ -358,7 +358,7 @@ def test_dynamo_breaks_ties_at_random_and_draws_by_temperature():
 
 
 def test_llm_d_score_by_hand():
-    offers = offer(
+    estimates = offer(
         [0, 0, 0],
         "abcdefgh",
         device_tokens=[64, 0, 0],
@@ -367,19 +367,19 @@ def test_llm_d_score_by_hand():
         waiting=[4, 2, 0],
     )
     expected = [2 * 0.5 + 0.5 + 0, 2 * 0.8 + 0.75 + 0.5, 0 + 0 + 1]
-    assert LlmD().score(offers).tolist() == pytest.approx(expected)
+    assert LlmD().score(estimates).tolist() == pytest.approx(expected)
     tuned = LlmD(prefix_weight=1, kv_weight=0, queue_weight=0, host_weight=0.25)
-    assert tuned.score(offers).tolist() == pytest.approx([0.5, 0.25, 0])
+    assert tuned.score(estimates).tolist() == pytest.approx([0.5, 0.25, 0])
 
 
 def test_llm_d_takes_turns_among_equals():
     policy = LlmD()
-    offers = offer([0, 0, 0], "ab", waiting=[1, 1, 5])
-    assert [policy.choose(offers).index for _ in range(4)] == [0, 1, 0, 1]
+    estimates = offer([0, 0, 0], "ab", waiting=[1, 1, 5])
+    assert [policy.choose(estimates).index for _ in range(4)] == [0, 1, 0, 1]
     level = offer([0, 0], "ab", waiting=[3, 3], resident_tokens=[10, 0])
     best = policy.choose(level)
     assert (best.index, best.reason) == (1, "highest_score")
-    assert policy.choose(offers).index == 0, "a choice that was no tie took nobody's turn"
+    assert policy.choose(estimates).index == 0, "a choice that was no tie took nobody's turn"
     assert policy.score(level).tolist() == pytest.approx([1.99, 2.0])
 
 
@@ -451,9 +451,9 @@ def test_production_stack_picks_at_random_among_the_longest_matches():
 def test_production_stack_load_aware_score_by_hand():
     # Loads 4, 1, 1: mean 2, penalties beta · (1, −0.5, −0.5).
     held = {"device_tokens": [16, 0, 0], "cached_tokens": [48, 0, 0]}
-    offers = offer([4, 1, 1], "abcd", **held)
-    assert made("production_stack:variant=loadaware").choose(offers).index == 1
-    assert made("production_stack:variant=loadaware,beta=0.6").choose(offers).index == 0
+    estimates = offer([4, 1, 1], "abcd", **held)
+    assert made("production_stack:variant=loadaware").choose(estimates).index == 1
+    assert made("production_stack:variant=loadaware,beta=0.6").choose(estimates).index == 0
     # Below one request on average the divisor stays 1.
     quiet = offer([1, 0, 0, 0], "abcd", cached_tokens=[64, 0, 0, 0])
     assert made("production_stack:variant=loadaware,beta=0.9").choose(quiet).index == 0
@@ -500,8 +500,8 @@ def test_every_baseline_says_where_it_comes_from():
 def test_a_spec_sets_parameters_and_is_the_name():
     policy = made("dynamo:host_credit=0.5, overlap_weight=2")
     assert policy.name == "dynamo:host_credit=0.5, overlap_weight=2"
-    offers = offer([0], "abcd", cached_tokens=[32])
-    assert policy.cost(offers).tolist() == [2 * (4 - 1) + 4]
+    estimates = offer([0], "abcd", cached_tokens=[32])
+    assert policy.cost(estimates).tolist() == [2 * (4 - 1) + 4]
     assert parameters("dynamo")["host_credit"] == 0.75
     assert made("dynamo").name == "dynamo"
 

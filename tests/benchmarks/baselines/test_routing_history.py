@@ -8,7 +8,7 @@ import pytest
 from benchmarks.baselines.routing.dynamo import ActiveBlocks
 from benchmarks.baselines.routing.history import RouteHistory
 from benchmarks.baselines.routing.run_tree import longest_of_each
-from router.offers import Offers
+from router.decision import Estimates
 
 WORKERS = [f"w{i}" for i in range(5)]
 
@@ -23,7 +23,7 @@ def chain(labels: str) -> np.ndarray:
 
 def offer(labels: str, workers: list[str] | None = None, in_flight: list[int] | None = None):
     workers = workers or WORKERS
-    values = {field.name: np.zeros(len(workers)) for field in fields(Offers)}
+    values = {field.name: np.zeros(len(workers)) for field in fields(Estimates)}
     values |= {
         "workers": workers,
         "slots": np.arange(len(workers)),
@@ -33,7 +33,7 @@ def offer(labels: str, workers: list[str] | None = None, in_flight: list[int] | 
     }
     if in_flight is not None:
         values["in_flight"] = np.array(in_flight, dtype=float)
-    return Offers(**values)
+    return Estimates(**values)
 
 
 def random_prompt(rng: Random) -> str:
@@ -59,8 +59,8 @@ def test_a_history_agrees_with_a_linear_one(seed):
     rng, history, linear = Random(seed), RouteHistory(), Linear()
     for step in range(120):
         prompt = random_prompt(rng)
-        offers = offer(prompt)
-        path = history.match(offers)
+        estimates = offer(prompt)
+        path = history.match(estimates)
         expected = {worker: linear.longest(prompt, worker) for worker in WORKERS}
         assert (path[-1][1] if path else 0) == max(expected.values())
         found = dict.fromkeys(WORKERS, 0)
@@ -68,13 +68,13 @@ def test_a_history_agrees_with_a_linear_one(seed):
             found |= {WORKERS[row]: depth for row in history.roster.rows(workers)}
         assert found == expected
         row = rng.randrange(len(WORKERS))
-        history.routed(offers, row)
+        history.routed(estimates, row)
         linear.routed(prompt, WORKERS[row])
         if step % 25 == 24:
             gone = rng.choice(WORKERS)
             history.left(gone)
             linear.sent[gone] = set()
-        history.roster.read(offers)
+        history.roster.read(estimates)
         sizes = [history.size(bit) for bit in history.roster.bits]
         assert sizes == [len(linear.sent[worker]) for worker in WORKERS]
         assert history.tree.blocks == len(set().union(*linear.sent.values()))
@@ -82,10 +82,10 @@ def test_a_history_agrees_with_a_linear_one(seed):
 
 def test_only_the_workers_asked_for_count():
     history = RouteHistory()
-    offers = offer("abcd")
-    history.routed(offers, 0)
+    estimates = offer("abcd")
+    history.routed(estimates, 0)
     history.routed(offer("ab"), 1)
-    path = history.match(offers)
+    path = history.match(estimates)
     assert list(longest_of_each(path, 0b10)) == [(0b10, 2)]
     assert list(longest_of_each(path, 0b11)) == [(0b10, 2), (0b01, 4)]
     assert not list(longest_of_each([], 0b11))
@@ -137,14 +137,14 @@ def test_active_blocks_agree_with_a_count_of_each(seed):
         for queue in sent.values():
             # Some ended since: the oldest, as far as a router can tell.
             del queue[: rng.randrange(3)]
-        offers = offer(prompt, in_flight=[len(sent[worker]) for worker in WORKERS])
+        estimates = offer(prompt, in_flight=[len(sent[worker]) for worker in WORKERS])
         expected = [
             len({p[: i + 1] for p in [*sent[worker], prompt] for i in range(len(p))})
             for worker in WORKERS
         ]
-        assert active.decode_blocks(offers).tolist() == expected
+        assert active.decode_blocks(estimates).tolist() == expected
         row = rng.randrange(len(WORKERS))
-        active.add(offers, row)
+        active.add(estimates, row)
         sent[WORKERS[row]].append(prompt)
 
 

@@ -1,11 +1,11 @@
-"""A worker's shadow: the router's running forecast of one engine.
+"""The engine queue model: the router's running, step-by-step forecast of one engine.
 
 It replays, in closed form where it can, what a scheduler with chunked prefill does with the
-requests that the router sent there: loads queue on the link, prompts share the step's token budget,
+requests that were sent there: loads queue on the link, prompts share the step's token budget,
 decoding requests take a token each, blocks bound how many run. First come, first served; but an
 engine that packs goes on past one that does not fit, and queues no load behind a busy link. Tenants
-and due requests are not forecast. Reports and first tokens correct it. Asked "when would this one's
-first token come?", it runs a copy of itself forward.
+and starving requests are not forecast. Reports and first tokens correct it. To tell when one more
+request would have its first token, it runs a copy of itself forward.
 
 Pure: every method takes the time; the clock is real seconds (dilated on a paced node).
 """
@@ -13,9 +13,9 @@ Pure: every method takes the time; the clock is real seconds (dilated on a paced
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from router.jobs import EngineSpeed, Job
+from kappa.cost import StepModel, transfer_s
 
 # A forecast that would take longer than this many steps is cut off: it is "very late" anyway.
 _MAX_STEPS = 2_000
@@ -24,37 +24,81 @@ _NEVER = float("inf")
 _ROUNDING = 1e-6
 
 
-class Shadow:
+@dataclass(frozen=True, slots=True)
+class EngineSpeed:
+    """What is to be known of an engine: steps, link, budget and room, in real seconds.
+
+    packs: as `kappa.protocol.Announcement`.
+    """
+
+    step: StepModel
+    load_token_s: float
+    load_fixed_s: float
+    budget_tokens: int
+    capacity_tokens: int
+    packs: bool = False
+
+    def load_s(self, tokens: int) -> float:
+        """Real seconds of link time for `tokens` tokens; none costs nothing."""
+        return transfer_s(tokens, self.load_token_s, self.load_fixed_s)
+
+
+@dataclass(slots=True)
+class EngineJob:
+    """One request in the queue.
+
+    context_tokens: tokens in the cache before the next new one (device and host hits).
+    new_tokens: prompt tokens still to compute. output_tokens: what it is expected to decode.
+    The rest is the forecast's own: queued_s is when it was admitted, its load put on the link,
+    loaded_s when that lands; prefilled_tokens are what it has computed of the prompt.
+    """
+
+    request_id: str
+    arrival_s: float
+    host_tokens: int
+    context_tokens: int
+    new_tokens: int
+    output_tokens: int
+    queued_s: float = 0.0
+    loaded_s: float | None = None
+    admitted: bool = False
+    prefilled_tokens: int = 0
+    decoded_tokens: int = 0
+
+    @property
+    def footprint_tokens(self) -> int:
+        """Cache room it holds once admitted."""
+        return self.context_tokens + self.new_tokens
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its prompt is done."""
+        return self.new_tokens <= 0
+
+    @property
+    def loads(self) -> bool:
+        """Whether a part of its prompt comes over the link."""
+        return self.host_tokens > 0
+
+
+class EngineQueue:
     """The forecast of one engine; jobs are kept in the order of their arrival."""
 
     def __init__(self, speed: EngineSpeed) -> None:
         self.speed = speed
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, EngineJob] = {}
         self._now_s = 0.0
         self._link_free_s = 0.0
         # A busy engine asks for landed loads as a step starts, and schedules them after it.
         self._polled_s = 0.0
         # A forecast lets streams end after the tokens they are expected to make; the live state
-        # keeps them until their end is heard of.
+        # keeps them until their end is reported.
         self._guess_ends = False
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._jobs
-
-    @property
-    def waiting(self) -> int:
-        """Requests whose first token has not come."""
-        return sum(not job.decoding for job in self._jobs.values())
-
-    @property
-    def decoding(self) -> int:
-        """Requests that decode."""
-        return sum(job.decoding for job in self._jobs.values())
-
-    def submit(self, job: Job, now_s: float) -> None:
+    def submit(self, job: EngineJob, now_s: float) -> None:
         """A request was sent to the engine."""
         self.advance(now_s)
         self._jobs[job.request_id] = replace(job)
@@ -107,10 +151,10 @@ class Shadow:
         self.advance(now_s)
         self._jobs.pop(request_id, None)
 
-    def first_token_s(self, job: Job, now_s: float) -> float:
+    def first_token_s(self, job: EngineJob, now_s: float) -> float:
         """When the first token of `job` would come if it were sent now (same clock as `now_s`)."""
         self.advance(now_s)
-        ahead = Shadow(self.speed)
+        ahead = EngineQueue(self.speed)
         ahead._jobs = {known.request_id: replace(known) for known in self._jobs.values()}
         ahead._jobs.pop(job.request_id, None)
         mine = ahead._jobs[job.request_id] = replace(job)
@@ -165,7 +209,7 @@ class Shadow:
         if not any(self._runnable(job, self._now_s) for job in self._jobs.values()):
             self._now_s = self._polled_s = max(self._now_s, now_s)
 
-    def _runnable(self, job: Job, at_s: float) -> bool:
+    def _runnable(self, job: EngineJob, at_s: float) -> bool:
         return job.decoding or (job.loaded_s is not None and job.loaded_s <= at_s)
 
     def _step(self, until_s: float) -> bool:
@@ -178,8 +222,8 @@ class Shadow:
         if self._now_s + duration_s > until_s:
             return False
         if all(self._jobs[request_id].decoding for request_id in done):
-            steps, leap_s, last_s = self._leap(work, duration_s, until_s)
-            self._now_s += leap_s
+            steps, forward_s, last_s = self._fast_forward(work, duration_s, until_s)
+            self._now_s += forward_s
             self._polled_s = self._now_s - last_s
             self._compute(done, steps)
             return True
@@ -207,29 +251,29 @@ class Shadow:
         self._now_s = self._polled_s = min(later)
         return True
 
-    def _known(self, job: Job) -> bool:
+    def _known(self, job: EngineJob) -> bool:
         """Whether the engine knows that the job can run: there was no load, or it has landed."""
         assert job.loaded_s is not None
-        seen_s = self._polled_s if job.host_tokens > 0 else self._now_s
+        seen_s = self._polled_s if job.loads else self._now_s
         return job.loaded_s <= seen_s
 
-    def _unseen(self, job: Job) -> bool:
+    def _unseen(self, job: EngineJob) -> bool:
         """Its load has landed, and the engine does not know yet."""
         return (
             not job.decoding
-            and job.host_tokens > 0
+            and job.loads
             and job.loaded_s is not None
             and self._polled_s < job.loaded_s <= self._now_s
         )
 
-    def _leap(
+    def _fast_forward(
         self, work: list[tuple[int, int]], first_s: float, until_s: float
     ) -> tuple[int, float, float]:
         """Decode-only steps until something else happens: how many, their seconds, the last's."""
         jobs = self._jobs.values()
         waiting = [job for job in jobs if not job.decoding]
         arrivals = [job.arrival_s for job in waiting if not job.admitted]
-        landings = [j.loaded_s for j in waiting if j.host_tokens > 0 and j.loaded_s is not None]
+        landings = [j.loaded_s for j in waiting if j.loads and j.loaded_s is not None]
         steps = 1 if any(self._unseen(job) for job in waiting) else _MANY
         if self._guess_ends:
             ends = (j.output_tokens - j.decoded_tokens for j in jobs if j.decoding)
@@ -277,7 +321,7 @@ class Shadow:
                     budget -= max(job.new_tokens, 1)
         packs, capacity = self.speed.packs, self.speed.capacity_tokens
         for job in waiting:
-            loads = job.host_tokens > 0
+            loads = job.loads
             fits = not held or held + job.footprint_tokens <= capacity
             if packs and loads:
                 fits = fits and self._link_free_s <= self._now_s
@@ -289,34 +333,32 @@ class Shadow:
                 break
             held += job.footprint_tokens
             self._queue(job, self._now_s)
-            if job.host_tokens <= 0:
+            if not job.loads:
                 budget -= job.new_tokens
 
-    def _queue(self, job: Job, at_s: float) -> None:
+    def _queue(self, job: EngineJob, at_s: float) -> None:
         """Admit a job: its load, if it has one, goes to the end of the link's queue."""
         job.admitted, job.queued_s, job.loaded_s = True, at_s, at_s
-        if job.host_tokens > 0:
+        if job.loads:
             start_s = max(at_s, self._link_free_s)
             job.loaded_s = self._link_free_s = start_s + self.speed.load_s(job.host_tokens)
 
-    def _load_from(self, job: Job, now_s: float) -> None:
+    def _load_from(self, job: EngineJob, now_s: float) -> None:
         """Its load was put on the link only now, which may be later than was thought."""
-        if job.host_tokens <= 0 or job.prefilled_tokens > 0 or job.loaded_s is None:
+        if not job.loads or job.prefilled_tokens > 0 or job.loaded_s is None:
             return
         before = [
             other.loaded_s
             for other in self._jobs.values()
-            if other.host_tokens > 0
-            and other.loaded_s is not None
-            and other.loaded_s < job.loaded_s
+            if other.loads and other.loaded_s is not None and other.loaded_s < job.loaded_s
         ]
         job.queued_s = now_s
         self._land(job, max([now_s, *before]) + self.speed.load_s(job.host_tokens))
 
-    def _reload(self, job: Job, host_tokens: int) -> None:
+    def _reload(self, job: EngineJob, host_tokens: int) -> None:
         """An admitted job's load is of another size."""
         assert job.loaded_s is not None
-        if job.host_tokens <= 0:
+        if not job.loads:
             job.host_tokens = host_tokens
             self._queue(job, job.queued_s)
             return
@@ -326,14 +368,14 @@ class Shadow:
         if host_tokens <= 0:
             job.loaded_s = job.queued_s
 
-    def _land(self, job: Job, at_s: float) -> None:
+    def _land(self, job: EngineJob, at_s: float) -> None:
         """A load lands at another time than was thought: those behind it on the link follow."""
         was_s, job.loaded_s = job.loaded_s, at_s
         assert was_s is not None
         others = [
             (other.loaded_s, other)
             for other in self._jobs.values()
-            if other is not job and other.host_tokens > 0 and other.loaded_s is not None
+            if other is not job and other.loads and other.loaded_s is not None
         ]
         free_s = at_s
         for landed_s, other in sorted(others, key=lambda item: item[0]):

@@ -7,106 +7,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kappa.cost import step_model
-from kappa.hardware import node_profile
-from kappa.protocol import Admission, Announcement, WorkerReport
-from kappa.shapes import model_shape
-from router.core import Router, RouterConfig
-from router.decision import MismatchError, NoWorkerError, RouteRequest, without_candidates
-from router.index.kv_events import BlocksStored, WorkerReset
+from kappa.protocol import Admission, WorkerReport
+from router.decision import NoWorkerError, RouteRequest, without_candidates
 from router.policies import policy_named
 from router.policy import LeastTtft
-
-SIZE = 16
-SHAPE = model_shape("llama-3.1-8b")
-
-
-def announcement(worker, node="h100-pcie5", **changes):
-    profile = node_profile(node)
-    said = Announcement(
-        worker=worker, model="m", node=profile, step=step_model(SHAPE, profile),
-        kv_bytes_per_token=131072.0, emulated_model="", fingerprint="f", block_tokens=SIZE,
-        device_blocks=2001, host_blocks=0, max_batch_tokens=512, max_context_tokens=30_000,
-        events_endpoint="", snapshot_endpoint="",
-    )  # fmt: skip
-    return replace(said, **changes)
-
-
-def router(*workers, policy="ttft", **options):
-    made = Router(RouterConfig(policy=policy_named(policy), secret=7, **options))
-    for worker in workers or ("a", "b"):
-        made.join(announcement(worker), 0.0)
-    return made
-
-
-def prompt(tokens, seed=0):
-    return np.random.default_rng(seed).integers(0, 1000, tokens)
-
-
-def ask(name="r", tokens=100, seed=0, **options):
-    token_ids = None if tokens is None else prompt(tokens, seed)
-    return RouteRequest(name, token_ids, max_tokens=50, **options)
-
-
-def stored(worker, token_ids, tier="device"):
-    blocks = len(token_ids) // SIZE
-    names = tuple(
-        f"{worker}{token_ids[: (i + 1) * SIZE].tobytes()!r}".encode() for i in range(blocks)
-    )
-    return BlocksStored(worker, tier, names, None, token_ids[: blocks * SIZE], SIZE, 0)
-
-
-def priced(decision, worker):
-    return next(c for c in decision.candidates if c.worker == worker)
-
-
-# -- workers ------------------------------------------------------------------------------------
-
-
-def test_the_first_worker_sets_what_the_pool_serves():
-    made = router("a")
-    with pytest.raises(MismatchError, match=r"worker b has fingerprint g, the pool f"):
-        made.join(announcement("b", fingerprint="g"), 0.0)
-    assert list(made.state.workers) == ["a"]
-    made.leave("a")
-    made.join(announcement("b", fingerprint="g", block_tokens=32), 0.0)
-    assert made.hasher.block_tokens == 32
-
-
-def test_a_worker_with_other_blocks_is_refused_whatever_its_fingerprint():
-    with pytest.raises(MismatchError, match="32"):
-        router("a").join(announcement("b", block_tokens=32), 0.0)
-
-
-def test_a_worker_that_leaves_takes_reservations_and_blocks_along():
-    made = router("a", "b")
-    made.blocks([stored("a", prompt(160)), stored("b", prompt(160))])
-    for i in range(6):
-        made.route(ask(f"r{i}", seed=i), 1.0)
-    on_a = made.in_flight_on("a")
-    lost = made.leave("a")
-    assert 0 < len(lost) == on_a
-    assert made.reservations == 6 - on_a == made.in_flight_on("b")
-    assert made.index.workers() == ("b",)
-    assert made.leave("a") == []
-    assert not made.release(lost[0], 2.0)
-    assert made.first_token(lost[0], 2.0) is None
-
-
-def test_blocks_of_a_worker_that_is_gone_are_not_kept():
-    made = router("a", "b")
-    made.leave("a")
-    made.blocks([WorkerReset("a"), stored("a", prompt(160))])
-    assert made.index.size_blocks() == 0
-    assert made.index.workers() == ("b",)
-
+from router.router import Router, RouterConfig
+from tests.router.building import KV_BYTES, SHAPE, SIZE, announcement, ask, prompt, router, stored
 
 # -- reservations -------------------------------------------------------------------------------
 
@@ -114,10 +27,10 @@ def test_blocks_of_a_worker_that_is_gone_are_not_kept():
 def test_a_reservation_is_released_once():
     made = router("a")
     assert made.route(ask(), 1.0).worker == "a"
-    assert made.reservations == made.in_flight_on("a") == len(made.state.workers["a"].shadow) == 1
+    assert made.reservations == made.in_flight_on("a") == len(made.workers["a"].queue) == 1
     assert made.release("r", 2.0)
     assert not made.release("r", 2.0)
-    assert made.reservations == len(made.state.workers["a"].shadow) == 0
+    assert made.reservations == len(made.workers["a"].queue) == 0
 
 
 def test_an_id_that_is_routed_again_holds_one_reservation():
@@ -126,7 +39,7 @@ def test_an_id_that_is_routed_again_holds_one_reservation():
     second = made.route(ask(exclude=frozenset({first.worker})), 1.0)
     assert second.worker != first.worker
     assert made.reservations == 1
-    assert len(made.state.workers[first.worker].shadow) == 0
+    assert len(made.workers[first.worker].queue) == 0
 
 
 def test_the_first_token_is_counted_once():
@@ -135,7 +48,7 @@ def test_the_first_token_is_counted_once():
     assert made.first_token("r", 1.5) == pytest.approx(0.5)
     assert made.first_token("r", 1.6) is None
     assert made.first_token("unknown", 1.6) is None
-    assert made.state.workers["a"].shadow.decoding == 1
+    assert [job.decoding for job in made.workers["a"].queue._jobs.values()] == [True]
 
 
 def test_output_lengths_are_learnt_from_complete_streams_only():
@@ -145,13 +58,13 @@ def test_output_lengths_are_learnt_from_complete_streams_only():
         made.tokens(name, count)
         made.release(name, 2.0, complete=complete)
     made.tokens("gone", 5)
-    assert made.view.outputs.guess(0) == 7
-    assert made.view.outputs.guess(3) == 3
+    assert made.pool.outputs.guess(0) == 7
+    assert made.pool.outputs.guess(3) == 3
 
 
 def test_only_a_request_that_met_nobody_teaches():
     made = router("a", stale_after_s=100.0)
-    calibration = made.state.workers["a"].calibration
+    calibration = made.workers["a"].calibration
     for i in range(12):
         made.route(ask(f"r{i}", seed=i), 1.0 + i)
         made.route(ask(f"s{i}", seed=100 + i), 1.0 + i)
@@ -171,13 +84,13 @@ def test_an_idle_worker_is_priced_by_load_and_compute():
     chosen = made.explain(ask(tokens=400), 1.0).chosen
     counts = chosen.counts
     assert (counts.device_tokens, counts.cached_tokens, counts.new_tokens) == (160, 160, 80)
-    assert chosen.load_s == pytest.approx(160 * 131072 / 63e9)
+    assert chosen.load_s == pytest.approx(160 * KV_BYTES / 63e9)
     said = announcement("a")
     assert chosen.compute_s == pytest.approx(said.step.real_s([(80, 320)]))
     assert chosen.ttft_s == pytest.approx(chosen.load_s + chosen.compute_s, abs=1e-6)
     assert chosen.queue_s == pytest.approx(0.0, abs=1e-6)
-    assert (chosen.harm_s, chosen.backlog_s, chosen.in_flight) == (0.0, 0.0, 0)
-    assert chosen.kappa_crit == pytest.approx(2 * SHAPE.params_active * 63e9 / (989e12 * 131072))
+    assert (chosen.tpot_impact_s, chosen.backlog_s, chosen.in_flight) == (0.0, 0.0, 0)
+    assert chosen.kappa_crit == pytest.approx(2 * SHAPE.params_active * 63e9 / (989e12 * KV_BYTES))
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
@@ -221,8 +134,9 @@ def test_a_busy_worker_is_avoided():
 def test_the_prediction_includes_the_overhead():
     made = router("a")
     before_s = made.explain(ask(), 1.0).chosen.ttft_s
+    nothing = SimpleNamespace(compute_s=0.0, load_s=0.0)
     for _ in range(5):
-        made.state.outcome("a", 0.0, 0.0, 0.4)
+        made.pool.outcome(SimpleNamespace(worker="a", chosen=nothing), 0.4)
     after = made.explain(ask(), 1.0).chosen
     assert after.ttft_s == pytest.approx(before_s + 0.4)
     assert after.queue_s == pytest.approx(0.0, abs=1e-6)
@@ -237,8 +151,8 @@ def test_explaining_reserves_nothing_and_changes_no_prediction():
         for k in range(5):
             asked.explain(ask("other", tokens=500 * k + 1, seed=99), at_s + 0.0005 * k)
         assert asked.reservations == quiet.reservations == i + 1
-    for worker, state in asked.state.workers.items():
-        assert len(state.shadow) == asked.in_flight_on(worker) == quiet.in_flight_on(worker)
+    for worker, state in asked.workers.items():
+        assert len(state.queue) == asked.in_flight_on(worker) == quiet.in_flight_on(worker)
     ours, theirs = (m.explain(ask("x", seed=50), 1.05) for m in (asked, quiet))
     assert [c.ttft_s for c in ours.candidates] == pytest.approx(
         [c.ttft_s for c in theirs.candidates], abs=1e-9
@@ -279,7 +193,7 @@ def test_without_tokens_it_fails_open_to_the_least_backlog(policy):
     assert (decision.reason, decision.policy) == ("uninformed_least_backlog", "least_backlog")
     assert not decision.informed and decision.prompt_tokens == 0
     made.first_token("y", 1.5)
-    assert not made.state.workers[decision.worker].calibration._overheads
+    assert not made.workers[decision.worker].calibration._overheads
     assert made.release("y", 2.0)
 
 
@@ -308,7 +222,7 @@ class Reservations(RuleBasedStateMachine):
     def tick(self, seconds):
         self.now_s += seconds
 
-    @precondition(lambda self: self.made.state.workers)
+    @precondition(lambda self: self.made.workers)
     @rule(tokens=st.integers(0, 900), seed=st.integers(0, 3), known=st.booleans())
     def route(self, tokens, seed, known):
         name = f"r{self.count}"
@@ -320,7 +234,7 @@ class Reservations(RuleBasedStateMachine):
             assert counts.device_tokens + counts.cached_tokens <= max(tokens - 1, 0)
             assert counts.new_tokens >= 1
             assert candidate.ttft_s > 0
-            assert min(candidate.queue_s, candidate.harm_s, candidate.backlog_s) >= 0
+            assert min(candidate.queue_s, candidate.tpot_impact_s, candidate.backlog_s) >= 0
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
@@ -371,9 +285,9 @@ class Reservations(RuleBasedStateMachine):
     @invariant()
     def all_is_accounted_for(self):
         assert self.made.reservations == len(self.flying)
-        for worker, state in self.made.state.workers.items():
+        for worker, state in self.made.workers.items():
             here = sum(at == worker for at in self.flying.values())
-            assert len(state.shadow) == self.made.in_flight_on(worker) == here
+            assert len(state.queue) == self.made.in_flight_on(worker) == here
 
 
 TestReservations = Reservations.TestCase
@@ -413,11 +327,11 @@ def test_the_same_events_give_the_same_decisions(seed):
     assert run_of_events(seed) == run_of_events(seed)
 
 
-# -- peers' caches and hashes from outside ---------------------------------------------------------
+# -- peers' caches and hashes from outside ------------------------------------------------------
 
 
-def fetching(net_bytes_per_s, spare_blocks=10_000):
-    made = Router(RouterConfig(policy=policy_named("priced_fetch"), secret=7, forecast_workers=0))
+def fetching(net_bytes_per_s, spare_blocks=10_000, policy="priced_fetch"):
+    made = Router(RouterConfig(policy=policy_named(policy), secret=7, forecast_workers=0))
     for worker in ("a", "b"):
         made.join(announcement(worker, net_bytes_per_s=net_bytes_per_s), 0.0)
     made.report(WorkerReport("b", 0.5, host_spare_blocks=spare_blocks), 0.5)
@@ -467,8 +381,8 @@ def test_a_large_pool_is_priced_without_forecasts():
     large = router(*"abcde")
     for made in (small, large):
         made.route(ask("x", tokens=5000), 1.0)
-    assert sum(len(s.shadow) for s in small.state.workers.values()) == 1
-    assert sum(len(s.shadow) for s in large.state.workers.values()) == 0
+    assert sum(len(s.queue) for s in small.workers.values()) == 1
+    assert sum(len(s.queue) for s in large.workers.values()) == 0
     link_s, gpu_s = large.backlogs_s(1.0)[large.route(ask("y", tokens=5000), 1.0).worker]
     assert (link_s, gpu_s) == (0.0, 0.0)
     assert max(gpu for _, gpu in large.backlogs_s(1.0).values()) > 0
@@ -480,7 +394,7 @@ import numpy as np
 from numba.core.dispatcher import Dispatcher
 from router.admission import Admission
 from router.decision import RouteRequest
-from tests.router.test_core import ask, prompt, router
+from tests.router.building import ask, prompt, router
 
 def loops():
     return {
@@ -495,7 +409,7 @@ assert sum(before.values()) > 5, before
 made.route(ask("array", tokens=1000), 1.0)
 made.route(RouteRequest("list", prompt(5000).tolist(), max_tokens=10), 1.0)
 made.route(RouteRequest("narrow", prompt(500).astype(np.int32), max_tokens=10), 1.0)
-made.state.fleet.backlog_s("w0", 2.0)
+made.pool.fleet.backlog_s("w0", 2.0)
 assert loops() == before, (before, loops())
 """
 
@@ -517,8 +431,8 @@ class Recording(LeastTtft):
     def __init__(self):
         self.went = []
 
-    def routed(self, offers, index):
-        self.went.append((offers.workers[index], offers.prompt_tokens))
+    def routed(self, estimates, index):
+        self.went.append((estimates.workers[index], estimates.prompt_tokens))
 
 
 def test_a_policy_learns_where_informed_requests_went_and_no_others():
@@ -538,14 +452,14 @@ def test_calibration_ends_after_as_many_outcomes_as_are_set(outcomes, calibrates
     for i in range(outcomes):
         made.route(ask(f"r{i}", seed=i), float(i))
         made.first_token(f"r{i}", i + 0.1)
-    assert made.state.calibrate is calibrates
+    assert made.pool.calibrate is calibrates
 
 
 def test_a_handed_prefix_takes_the_place_of_what_was_to_be_loaded():
     made = router("a")
     made.blocks([stored("a", prompt(165), tier="host")])
-    offers = made.explain(ask(tokens=165, handed_tokens=40), 1.0).offers
+    estimates = made.explain(ask(tokens=165, handed_tokens=40), 1.0).estimates
     # 160 of 165 tokens are in host; of 40 handed over, 32 are whole blocks of 16: 128 to load.
-    assert offers.device_tokens.tolist() == [32.0]
-    assert offers.cached_tokens.tolist() == [128.0]
-    assert offers.new_tokens.tolist() == [5.0]
+    assert estimates.device_tokens.tolist() == [32.0]
+    assert estimates.cached_tokens.tolist() == [128.0]
+    assert estimates.new_tokens.tolist() == [5.0]

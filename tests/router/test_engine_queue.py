@@ -1,4 +1,4 @@
-"""The shadow's forecast against an engine that is stepped one iteration at a time."""
+"""The engine queue model against an engine that is stepped one iteration at a time."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kappa.cost import StepModel
-from router.jobs import EngineSpeed, Job
-from router.shadow import Shadow
+from router.engine_queue import EngineJob, EngineQueue, EngineSpeed
 
 STEP = StepModel(token_s=0.01, pair_s=1e-5, weights_s=0.05, context_token_s=1e-5, fixed_s=0.002)
 SPEED = EngineSpeed(STEP, 0.001, 0.01, budget_tokens=64, capacity_tokens=10_000)
 
 
 def job(name, at_s=0.0, host=0, context=None, new=10, output=20):
-    return Job(name, at_s, host, host if context is None else context, new, output)
+    return EngineJob(name, at_s, host, host if context is None else context, new, output)
 
 
-def decoding(shadow, name, now_s, context=100, output=50):
+def decoding(queue, name, now_s, context=100, output=50):
     """Put a request there that has just had its first token."""
-    shadow.submit(job(name, now_s, context=context, new=1, output=output), now_s)
-    shadow.prefilled(name, now_s)
+    queue.submit(job(name, now_s, context=context, new=1, output=output), now_s)
+    queue.prefilled(name, now_s)
 
 
-def inside(shadow):
+def inside(queue):
     """Its jobs by id, for checks of what no method shows."""
-    return shadow._jobs
+    return queue._jobs
 
 
 def prompt_s(speed, new, context):
@@ -156,22 +155,22 @@ def scenario(rng):
         host = rng.choice([0, rng.randint(1, 100)])
         device = rng.choice([0, rng.randint(1, 60)])
         new, output = rng.randint(1, 90), rng.randint(1, 60)
-        jobs.append((at_s, Job(f"r{i}", at_s + delay_s, host, host + device, new, output)))
+        jobs.append((at_s, EngineJob(f"r{i}", at_s + delay_s, host, host + device, new, output)))
     return speed, jobs
 
 
 @pytest.mark.parametrize("block", range(10))
 def test_forecasts_equal_those_of_an_engine_stepped_one_by_one(block):
     # Two things differ on purpose and are kept out of here: events that fall on the very boundary
-    # of a step (rounding decides), and ends of streams, which the shadow hears of late.
+    # of a step (rounding decides), and ends of streams, which the queue hears of late.
     for seed in range(block * 60, block * 60 + 60):
         rng = random.Random(seed)
         speed, jobs = scenario(rng)
-        shadow, sent, clock_s = Shadow(speed), [], 0.0
+        queue, sent, clock_s = EngineQueue(speed), [], 0.0
         for at_s, sent_job in jobs:
             while rng.random() < 0.7 and clock_s < at_s:
                 clock_s += (at_s - clock_s) * rng.random()
-                shadow.advance(clock_s)
+                queue.advance(clock_s)
             clock_s = at_s
             sent.append(sent_job)
             requests = [
@@ -180,8 +179,8 @@ def test_forecasts_equal_those_of_an_engine_stepped_one_by_one(block):
                 for j in sent
             ]  # fmt: skip
             expected = Engine(speed, requests, at_s).run(sent_job.request_id)
-            assert shadow.first_token_s(sent_job, at_s) == pytest.approx(expected, abs=1e-6), seed
-            shadow.submit(sent_job, at_s)
+            assert queue.first_token_s(sent_job, at_s) == pytest.approx(expected, abs=1e-6), seed
+            queue.submit(sent_job, at_s)
 
 
 # -- what one can reckon by hand ----------------------------------------------------------------
@@ -190,28 +189,28 @@ def test_forecasts_equal_those_of_an_engine_stepped_one_by_one(block):
 def test_an_idle_worker_takes_the_load_and_then_the_chunks():
     asked = job("x", 5.0, host=300, new=200)
     expected = 5.0 + SPEED.load_s(300) + prompt_s(SPEED, 200, 300)
-    assert Shadow(SPEED).first_token_s(asked, 5.0) == pytest.approx(expected)
+    assert EngineQueue(SPEED).first_token_s(asked, 5.0) == pytest.approx(expected)
 
 
 def test_loads_queue_on_one_link():
-    shadow = Shadow(SPEED)
+    queue = EngineQueue(SPEED)
     for name in "ab":
-        shadow.submit(job(name, 0.0, host=1000, new=1), 0.0)
+        queue.submit(job(name, 0.0, host=1000, new=1), 0.0)
     asked = job("x", 0.0, host=1000, new=1)
     alone_s = 3 * SPEED.load_s(1000) + prompt_s(SPEED, 1, 1000)
     # It may land within a step of those before it: the next one sees it, the one after runs it.
-    assert 0 <= shadow.first_token_s(asked, 0.0) - alone_s < 0.2
-    link_s, gpu_s = shadow.backlog_s(0.0)
+    assert 0 <= queue.first_token_s(asked, 0.0) - alone_s < 0.2
+    link_s, gpu_s = queue.backlog_s(0.0)
     assert link_s == pytest.approx(2 * SPEED.load_s(1000))
     assert gpu_s == pytest.approx(2 * STEP.real_s([(1, 1000)]))
-    assert shadow.backlog_s(0.5)[0] == pytest.approx(2 * SPEED.load_s(1000) - 0.5)
+    assert queue.backlog_s(0.5)[0] == pytest.approx(2 * SPEED.load_s(1000) - 0.5)
 
 
 def test_a_prompt_without_a_load_does_not_wait_for_the_link():
-    shadow = Shadow(SPEED)
-    shadow.submit(job("loading", 0.0, host=5000), 0.0)
+    queue = EngineQueue(SPEED)
+    queue.submit(job("loading", 0.0, host=5000), 0.0)
     expected = prompt_s(SPEED, 30, 0)
-    assert shadow.first_token_s(job("x", new=30), 0.0) == pytest.approx(expected)
+    assert queue.first_token_s(job("x", new=30), 0.0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -226,31 +225,31 @@ def test_a_prompt_without_a_load_does_not_wait_for_the_link():
 )
 def test_skipping_decode_steps_equals_stepping(step):
     speed = replace(SPEED, step=step)
-    shadow = Shadow(speed)
-    decoding(shadow, "a", 0.0, context=300)
-    decoding(shadow, "b", 0.0, context=40)
-    work = [(1, c.context_tokens) for c in inside(shadow).values()]
+    queue = EngineQueue(speed)
+    decoding(queue, "a", 0.0, context=300)
+    decoding(queue, "b", 0.0, context=40)
+    work = [(1, c.context_tokens) for c in inside(queue).values()]
     ends = []
     for k in range(1000):
         ends.append((ends[-1] if ends else 0.0) + step.real_s([(n, c + k) for n, c in work]))
-    shadow.advance(ends[-1] + 1e-6)
-    assert [j.decoded_tokens for j in inside(shadow).values()] == [1000, 1000]
-    assert shadow._now_s == pytest.approx(ends[-1], abs=1e-6)
+    queue.advance(ends[-1] + 1e-6)
+    assert [j.decoded_tokens for j in inside(queue).values()] == [1000, 1000]
+    assert queue._now_s == pytest.approx(ends[-1], abs=1e-6)
 
 
-def test_a_leap_never_passes_the_time_it_was_given():
-    shadow = Shadow(SPEED)
-    decoding(shadow, "a", 0.0)
-    shadow.submit(job("later", 9.99), 0.0)
-    shadow.advance(10.0)
-    assert shadow._now_s <= 10.0
+def test_fast_forwarding_never_passes_the_time_it_was_given():
+    queue = EngineQueue(SPEED)
+    decoding(queue, "a", 0.0)
+    queue.submit(job("later", 9.99), 0.0)
+    queue.advance(10.0)
+    assert queue._now_s <= 10.0
 
 
 def test_many_small_advances_equal_a_big_one():
     for seed in range(60):
         rng = random.Random(seed)
         speed, jobs = scenario(rng)
-        at_once, by_and_by = Shadow(speed), Shadow(speed)
+        at_once, by_and_by = EngineQueue(speed), EngineQueue(speed)
         for at_s, sent in jobs:
             at_once.submit(sent, at_s)
             by_and_by.submit(sent, at_s)
@@ -266,22 +265,22 @@ def test_many_small_advances_equal_a_big_one():
         )
 
 
-def test_asking_changes_nothing_and_keeps_what_it_was_given():
-    shadow = Shadow(SPEED)
-    shadow.submit(job("a", 0.0, host=50, new=100), 0.0)
+def test_a_forecast_changes_neither_the_queue_nor_the_job():
+    queue = EngineQueue(SPEED)
+    queue.submit(job("a", 0.0, host=50, new=100), 0.0)
     asked = job("x", 1.0, host=10)
     before = replace(asked)
-    first = shadow.first_token_s(asked, 1.0)
-    assert [shadow.first_token_s(asked, 1.0) for _ in range(3)] == [first] * 3
+    first = queue.first_token_s(asked, 1.0)
+    assert [queue.first_token_s(asked, 1.0) for _ in range(3)] == [first] * 3
     assert asked == before
-    assert len(shadow) == 1 and "x" not in shadow
+    assert len(queue) == 1 and "x" not in inside(queue)
 
 
-def test_a_request_asked_for_again_goes_to_the_end_of_the_queue():
-    shadow = Shadow(SPEED)
-    shadow.submit(job("x", 0.0, new=640), 0.0)
-    shadow.submit(job("y", 0.0, new=640), 0.0)
-    assert shadow.first_token_s(job("x", 0.0, new=1), 0.0) >= prompt_s(SPEED, 640, 0)
+def test_a_job_that_is_already_queued_is_forecast_at_the_end_of_the_queue():
+    queue = EngineQueue(SPEED)
+    queue.submit(job("x", 0.0, new=640), 0.0)
+    queue.submit(job("y", 0.0, new=640), 0.0)
+    assert queue.first_token_s(job("x", 0.0, new=1), 0.0) >= prompt_s(SPEED, 640, 0)
 
 
 # -- room ---------------------------------------------------------------------------------------
@@ -289,166 +288,166 @@ def test_a_request_asked_for_again_goes_to_the_end_of_the_queue():
 
 def test_without_room_a_prompt_waits_until_a_stream_ends():
     speed = replace(SPEED, capacity_tokens=200)
-    shadow = Shadow(speed)
-    decoding(shadow, "a", 0.0, context=150, output=10)
+    queue = EngineQueue(speed)
+    decoding(queue, "a", 0.0, context=150, output=10)
     ten = sum(STEP.real_s([(1, 151 + k)]) for k in range(10))
     expected = ten + prompt_s(speed, 60, 0)
-    assert shadow.first_token_s(job("x", new=60), 0.0) == pytest.approx(expected)
+    assert queue.first_token_s(job("x", new=60), 0.0) == pytest.approx(expected)
 
 
 def test_a_prompt_larger_than_the_cache_gets_an_answer():
-    shadow = Shadow(replace(SPEED, capacity_tokens=50))
-    shadow.submit(job("a", 3.0, new=40), 3.0)
-    at_s = shadow.first_token_s(job("x", 3.0, new=500), 3.0)
+    queue = EngineQueue(replace(SPEED, capacity_tokens=50))
+    queue.submit(job("a", 3.0, new=40), 3.0)
+    at_s = queue.first_token_s(job("x", 3.0, new=500), 3.0)
     assert 3.0 < at_s < math.inf
 
 
 def test_a_forecast_that_cannot_end_is_never_in_the_past():
-    shadow = Shadow(replace(SPEED, budget_tokens=0))
-    decoding(shadow, "a", 0.0)
-    shadow.submit(job("b", 0.0, host=5), 0.0)
+    queue = EngineQueue(replace(SPEED, budget_tokens=0))
+    decoding(queue, "a", 0.0)
+    queue.submit(job("b", 0.0, host=5), 0.0)
     for now_s in (0.5, 7.0):
-        assert shadow.first_token_s(job("x", now_s, host=10), now_s) >= now_s
-    assert shadow.first_token_s(job("done", 9.0, new=0), 9.0) >= 9.0
+        assert queue.first_token_s(job("x", now_s, host=10), now_s) >= now_s
+    assert queue.first_token_s(job("done", 9.0, new=0), 9.0) >= 9.0
 
 
 def test_a_free_step_does_not_hang():
     speed = replace(SPEED, step=StepModel(0.0, 0.0, 0.0, 0.0))
-    shadow = Shadow(speed)
-    decoding(shadow, "a", 0.0)
-    shadow.advance(10.0)
-    assert shadow.first_token_s(job("x", 10.0), 10.0) == pytest.approx(10.0)
+    queue = EngineQueue(speed)
+    decoding(queue, "a", 0.0)
+    queue.advance(10.0)
+    assert queue.first_token_s(job("x", 10.0), 10.0) == pytest.approx(10.0)
 
 
 # -- corrections --------------------------------------------------------------------------------
 
 
 def test_a_load_that_was_not_needed_moves_up_those_behind_it():
-    shadow = Shadow(SPEED)
+    queue = EngineQueue(SPEED)
     for name in "abc":
-        shadow.submit(job(name, 0.0, host=1000, new=10), 0.0)
-    shadow.advance(0.1)
-    shadow.correct("a", 1000, 0, 10, 0.1)
+        queue.submit(job(name, 0.0, host=1000, new=10), 0.0)
+    queue.advance(0.1)
+    queue.correct("a", 1000, 0, 10, 0.1)
     one = SPEED.load_s(1000)
-    assert inside(shadow)["b"].loaded_s == pytest.approx(one)
-    assert inside(shadow)["c"].loaded_s == pytest.approx(2 * one)
-    assert shadow.backlog_s(0.1)[0] == pytest.approx(2 * one - 0.1)
+    assert inside(queue)["b"].loaded_s == pytest.approx(one)
+    assert inside(queue)["c"].loaded_s == pytest.approx(2 * one)
+    assert queue.backlog_s(0.1)[0] == pytest.approx(2 * one - 0.1)
     asked = job("x", 0.1, host=1000, new=1)
-    assert 0 <= shadow.first_token_s(asked, 0.1) - 3 * one - prompt_s(SPEED, 1, 1000) < 0.1
+    assert 0 <= queue.first_token_s(asked, 0.1) - 3 * one - prompt_s(SPEED, 1, 1000) < 0.1
 
 
 def test_a_larger_load_than_thought_moves_back_those_behind_it():
-    shadow = Shadow(SPEED)
-    shadow.submit(job("a", 0.0, host=1000), 0.0)
-    shadow.submit(job("b", 0.0, host=1000), 0.0)
-    shadow.correct("a", 0, 3000, 10, 0.5)
-    assert inside(shadow)["a"].loaded_s == pytest.approx(SPEED.load_s(3000))
-    assert inside(shadow)["b"].loaded_s == pytest.approx(SPEED.load_s(3000) + SPEED.load_s(1000))
+    queue = EngineQueue(SPEED)
+    queue.submit(job("a", 0.0, host=1000), 0.0)
+    queue.submit(job("b", 0.0, host=1000), 0.0)
+    queue.correct("a", 0, 3000, 10, 0.5)
+    assert inside(queue)["a"].loaded_s == pytest.approx(SPEED.load_s(3000))
+    assert inside(queue)["b"].loaded_s == pytest.approx(SPEED.load_s(3000) + SPEED.load_s(1000))
 
 
 def test_a_load_nobody_expected_goes_to_the_end_of_the_link():
-    shadow = Shadow(SPEED)
-    shadow.submit(job("b", 0.0, host=500), 0.0)
-    shadow.submit(job("a", 0.0, new=1000), 0.0)
-    shadow.correct("a", 0, 600, 400, 0.1)
+    queue = EngineQueue(SPEED)
+    queue.submit(job("b", 0.0, host=500), 0.0)
+    queue.submit(job("a", 0.0, new=1000), 0.0)
+    queue.correct("a", 0, 600, 400, 0.1)
     expected = SPEED.load_s(500) + SPEED.load_s(600)
-    assert inside(shadow)["a"].loaded_s == pytest.approx(expected)
-    assert shadow.backlog_s(0.1)[0] == pytest.approx(expected - 0.1)
+    assert inside(queue)["a"].loaded_s == pytest.approx(expected)
+    assert queue.backlog_s(0.1)[0] == pytest.approx(expected - 0.1)
 
 
 def test_behind_a_long_prompt_not_even_a_load_begins():
-    shadow = Shadow(SPEED)
-    shadow.submit(job("long", 0.0, new=3 * SPEED.budget_tokens), 0.0)
+    queue = EngineQueue(SPEED)
+    queue.submit(job("long", 0.0, new=3 * SPEED.budget_tokens), 0.0)
     asked = job("asked", 0.0, host=100, new=1)
     prompt = prompt_s(SPEED, 3 * SPEED.budget_tokens, 0)
     # Decoding `long` and the load begin together; the load is seen one step after it landed.
-    assert shadow.first_token_s(asked, 0.0) > prompt + SPEED.load_s(100)
+    assert queue.first_token_s(asked, 0.0) > prompt + SPEED.load_s(100)
 
 
 def test_a_prompt_that_has_begun_goes_on_before_an_earlier_one_whose_load_was_slow():
-    shadow = Shadow(SPEED)
-    shadow.submit(job("slow", 0.0, host=600, new=60), 0.0)
+    queue = EngineQueue(SPEED)
+    queue.submit(job("slow", 0.0, host=600, new=60), 0.0)
     long = job("long", 0.0, new=4 * SPEED.budget_tokens)
     alone = prompt_s(SPEED, 4 * SPEED.budget_tokens, 0)
-    assert shadow.first_token_s(long, 0.0) == pytest.approx(alone)
+    assert queue.first_token_s(long, 0.0) == pytest.approx(alone)
 
 
 def test_a_load_that_starts_late_lands_late():
-    shadow = Shadow(SPEED)
-    shadow.submit(job("a", 0.0, host=500), 0.0)
-    shadow.advance(0.1)
-    shadow.correct("a", 0, 500, 10, 0.3)
-    assert inside(shadow)["a"].loaded_s == pytest.approx(0.3 + SPEED.load_s(500))
+    queue = EngineQueue(SPEED)
+    queue.submit(job("a", 0.0, host=500), 0.0)
+    queue.advance(0.1)
+    queue.correct("a", 0, 500, 10, 0.3)
+    assert inside(queue)["a"].loaded_s == pytest.approx(0.3 + SPEED.load_s(500))
 
 
-def test_an_admission_heard_of_before_the_forecast_expected_it_still_runs():
-    shadow = Shadow(SPEED)
-    shadow.submit(job("a", 5.0, host=100, new=10), 0.0)
-    shadow.correct("a", 0, 200, 20, 1.0)
-    assert inside(shadow)["a"].loaded_s == pytest.approx(1.0 + SPEED.load_s(200))
-    shadow.advance(3.0)
-    assert shadow.waiting == 0
+def test_an_admission_before_the_forecast_expected_it_is_believed():
+    queue = EngineQueue(SPEED)
+    queue.submit(job("a", 5.0, host=100, new=10), 0.0)
+    queue.correct("a", 0, 200, 20, 1.0)
+    assert inside(queue)["a"].loaded_s == pytest.approx(1.0 + SPEED.load_s(200))
+    queue.advance(3.0)
+    assert all(known.decoding for known in inside(queue).values())
 
 
-def test_hearing_what_was_forecast_keeps_the_progress():
-    told, untold = Shadow(SPEED), Shadow(SPEED)
-    for shadow in (told, untold):
-        shadow.submit(job("a", 0.0, host=100, new=640), 0.0)
+def test_a_correction_to_what_was_forecast_keeps_the_progress():
+    reported, silent = EngineQueue(SPEED), EngineQueue(SPEED)
+    for queue in (reported, silent):
+        queue.submit(job("a", 0.0, host=100, new=640), 0.0)
     at_s = SPEED.load_s(100) + prompt_s(SPEED, 192, 100) + 1e-6
-    told.correct("a", 0, 100, 640, at_s)
+    reported.correct("a", 0, 100, 640, at_s)
     asked = job("x", at_s)
-    assert told.first_token_s(asked, at_s) == untold.first_token_s(asked, at_s)
-    assert inside(told)["a"].prefilled_tokens == 192
+    assert reported.first_token_s(asked, at_s) == silent.first_token_s(asked, at_s)
+    assert inside(reported)["a"].prefilled_tokens == 192
 
 
 def test_a_first_token_credits_the_others_in_its_step():
-    shadow = Shadow(SPEED)
-    decoding(shadow, "d", 0.0)
-    shadow.submit(job("a", 0.0, new=20), 0.0)
-    shadow.submit(job("b", 0.0, new=100), 0.0)
-    shadow.prefilled("a", 0.05)
-    jobs = inside(shadow)
+    queue = EngineQueue(SPEED)
+    decoding(queue, "d", 0.0)
+    queue.submit(job("a", 0.0, new=20), 0.0)
+    queue.submit(job("b", 0.0, new=100), 0.0)
+    queue.prefilled("a", 0.05)
+    jobs = inside(queue)
     assert jobs["a"].decoding and jobs["a"].decoded_tokens == 0
     assert jobs["d"].decoded_tokens == 1
     assert jobs["b"].new_tokens == 100 - (64 - 1 - 20)
-    shadow.prefilled("a", 0.05)
+    queue.prefilled("a", 0.05)
     assert jobs["d"].decoded_tokens == 1
 
 
 def test_a_first_token_means_that_its_load_has_landed():
-    shadow = Shadow(SPEED)
+    queue = EngineQueue(SPEED)
     for name in "ab":
-        shadow.submit(job(name, 0.0, host=1000), 0.0)
-    shadow.prefilled("a", 0.2)
-    assert inside(shadow)["b"].loaded_s == pytest.approx(0.2 + SPEED.load_s(1000))
+        queue.submit(job(name, 0.0, host=1000), 0.0)
+    queue.prefilled("a", 0.2)
+    assert inside(queue)["b"].loaded_s == pytest.approx(0.2 + SPEED.load_s(1000))
 
 
 def test_the_unknown_is_ignored():
-    shadow = Shadow(SPEED)
-    shadow.correct("x", 1, 1, 1, 1.0)
-    shadow.prefilled("x", 1.0)
-    shadow.finish("x", 1.0)
-    assert len(shadow) == 0
+    queue = EngineQueue(SPEED)
+    queue.correct("x", 1, 1, 1, 1.0)
+    queue.prefilled("x", 1.0)
+    queue.finish("x", 1.0)
+    assert len(queue) == 0
 
 
-# -- harm ---------------------------------------------------------------------------------------
+# -- delay ---------------------------------------------------------------------------------------
 
 
 def test_a_prompt_delays_a_token_of_each_stream_per_step():
-    shadow = Shadow(SPEED)
-    assert shadow.decode_delay_s(1000, 0) == 0.0
-    decoding(shadow, "a", 0.0, context=99, output=50)
+    queue = EngineQueue(SPEED)
+    assert queue.decode_delay_s(1000, 0) == 0.0
+    decoding(queue, "a", 0.0, context=99, output=50)
     alone_s = STEP.real_s([(1, 100)])
     chunk = SPEED.budget_tokens - 1
     expected = sum(STEP.real_s([(1, 100), (chunk, 500 + i * chunk)]) - alone_s for i in range(3))
-    assert shadow.decode_delay_s(3 * chunk, 500) == pytest.approx(expected)
+    assert queue.decode_delay_s(3 * chunk, 500) == pytest.approx(expected)
 
 
 def test_a_stream_about_to_end_is_delayed_no_longer_than_it_lasts():
-    shadow = Shadow(SPEED)
-    decoding(shadow, "a", 0.0, context=99, output=1)
-    once = shadow.decode_delay_s(SPEED.budget_tokens - 1, 0)
-    assert shadow.decode_delay_s(10_000, 0) == pytest.approx(once)
+    queue = EngineQueue(SPEED)
+    decoding(queue, "a", 0.0, context=99, output=1)
+    once = queue.decode_delay_s(SPEED.budget_tokens - 1, 0)
+    assert queue.decode_delay_s(10_000, 0) == pytest.approx(once)
 
 
 # -- invariants ---------------------------------------------------------------------------------
@@ -469,35 +468,34 @@ ACTIONS = st.one_of(
     st.lists(st.tuples(st.floats(0, 2), ACTIONS), max_size=40),
     st.sampled_from([300, 10_000]),
 )
-def test_whatever_is_said_the_forecast_stays_sound(actions, capacity):
-    shadow, now_s = Shadow(replace(SPEED, capacity_tokens=capacity)), 100.0
+def test_any_sequence_of_events_keeps_the_forecast_sound(actions, capacity):
+    queue, now_s = EngineQueue(replace(SPEED, capacity_tokens=capacity)), 100.0
     for wait_s, (what, *rest) in actions:
         now_s += wait_s
         match what, rest:
             case "submit", [name, host, device, new]:
-                if name not in shadow:
-                    sent = Job(name, now_s + wait_s / 4, host, host + device, new, 20)
-                    shadow.submit(sent, now_s)
+                if name not in inside(queue):
+                    sent = EngineJob(name, now_s + wait_s / 4, host, host + device, new, 20)
+                    queue.submit(sent, now_s)
             case "correct", [name, device, host, new]:
-                shadow.correct(name, device, host, new, now_s)
+                queue.correct(name, device, host, new, now_s)
             case "prefilled", [name]:
-                shadow.prefilled(name, now_s)
-                assert name not in shadow or inside(shadow)[name].decoding
+                queue.prefilled(name, now_s)
+                assert name not in inside(queue) or inside(queue)[name].decoding
             case "finish", [name]:
-                shadow.finish(name, now_s)
-                assert name not in shadow
+                queue.finish(name, now_s)
+                assert name not in inside(queue)
             case _:
-                at_s = shadow.first_token_s(job("asked", now_s, host=50, new=70), now_s)
+                at_s = queue.first_token_s(job("asked", now_s, host=50, new=70), now_s)
                 assert now_s < at_s < math.inf
-        assert shadow._now_s <= now_s
-        assert shadow.waiting + shadow.decoding == len(shadow)
-        assert min(shadow.backlog_s(now_s)) >= 0
-        for known in inside(shadow).values():
+        assert queue._now_s <= now_s
+        assert min(queue.backlog_s(now_s)) >= 0
+        for known in inside(queue).values():
             assert min(known.host_tokens, known.new_tokens, known.prefilled_tokens) >= 0
             assert known.context_tokens >= known.prefilled_tokens
             assert known.admitted == (known.loaded_s is not None)
             if known.host_tokens and known.loaded_s is not None and known.loaded_s > now_s:
-                assert shadow._link_free_s >= known.loaded_s
+                assert queue._link_free_s >= known.loaded_s
 
 
 class TestAnEngineThatPacks:
@@ -505,33 +503,33 @@ class TestAnEngineThatPacks:
 
     def running(self):
         """A forecast of an engine that decodes a request of 60 of its 110 tokens."""
-        shadow = Shadow(self.SPEED)
-        shadow.submit(Job("runs", 0.0, 0, 0, 60, 1000), 0.0)
-        shadow.prefilled("runs", 1.0)
-        return shadow
+        queue = EngineQueue(self.SPEED)
+        queue.submit(EngineJob("runs", 0.0, 0, 0, 60, 1000), 0.0)
+        queue.prefilled("runs", 1.0)
+        return queue
 
     def test_goes_on_past_a_request_that_does_not_fit(self):
-        small = Job("small", 1.0, 0, 0, 10, 1)
+        small = EngineJob("small", 1.0, 0, 0, 10, 1)
         first_s = {}
         for packs in (True, False):
-            shadow = self.running()
-            shadow.speed = replace(self.SPEED, packs=packs)
-            shadow.submit(Job("large", 1.0, 0, 0, 90, 1), 1.0)
-            first_s[packs] = shadow.first_token_s(small, 1.0)
+            queue = self.running()
+            queue.speed = replace(self.SPEED, packs=packs)
+            queue.submit(EngineJob("large", 1.0, 0, 0, 90, 1), 1.0)
+            first_s[packs] = queue.first_token_s(small, 1.0)
         assert first_s[True] < first_s[False]
 
     def test_a_load_that_waits_for_the_link_holds_no_room(self):
         first_s = {}
         for packs in (True, False):
-            shadow = self.running()
-            shadow.speed = replace(self.SPEED, packs=packs)
+            queue = self.running()
+            queue.speed = replace(self.SPEED, packs=packs)
             for name in ("loads", "waits"):
-                shadow.submit(Job(name, 1.0, 15, 15, 1, 1), 1.0)
-            first_s[packs] = shadow.first_token_s(Job("fresh", 1.0, 0, 0, 20, 1), 1.0)
+                queue.submit(EngineJob(name, 1.0, 15, 15, 1, 1), 1.0)
+            first_s[packs] = queue.first_token_s(EngineJob("fresh", 1.0, 0, 0, 20, 1), 1.0)
         assert first_s[True] < first_s[False]
 
     def test_loads_one_after_the_other_without_a_gap(self):
-        shadow = self.running()
-        shadow.submit(Job("first", 1.0, 15, 15, 1, 1), 1.0)
-        second = Job("second", 1.0, 15, 15, 1, 1)
-        assert shadow.first_token_s(second, 1.0) >= 1.0 + 2 * self.SPEED.load_s(15)
+        queue = self.running()
+        queue.submit(EngineJob("first", 1.0, 15, 15, 1, 1), 1.0)
+        second = EngineJob("second", 1.0, 15, 15, 1, 1)
+        assert queue.first_token_s(second, 1.0) >= 1.0 + 2 * self.SPEED.load_s(15)

@@ -1,0 +1,81 @@
+"""What the tests of the router's core are built from: workers, prompts, blocks, routers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from kappa.cost import step_model
+from kappa.hardware import node_profile
+from kappa.protocol import Announcement
+from kappa.shapes import model_shape
+from router.calibration import Calibration, engine_speed
+from router.decision import RouteRequest
+from router.fleet import Fleet, Prompt
+from router.index.kv_events import BlocksStored
+from router.policies import policy_named
+from router.router import Router, RouterConfig
+
+SIZE = 16
+SHAPE = model_shape("llama-3.1-8b")
+KV_BYTES = 131072.0
+NEVER = float("inf")
+
+
+def announcement(worker, node="h100-pcie5", **changes):
+    """A worker of Llama-3.1-8B on a node, by its profile or its name in the catalogue."""
+    profile = node_profile(node) if isinstance(node, str) else node
+    announced = Announcement(
+        worker=worker, model="m", node=profile, step=step_model(SHAPE, profile),
+        kv_bytes_per_token=KV_BYTES, emulated_model="", fingerprint="f", block_tokens=SIZE,
+        device_blocks=20_001, host_blocks=1000, max_batch_tokens=8192, max_context_tokens=200_000,
+        events_endpoint="", snapshot_endpoint="",
+    )  # fmt: skip
+    return replace(announced, **changes)
+
+
+def router(*workers, policy="ttft", **options):
+    """A router with these workers (names or announcements) from time 0 on."""
+    made = Router(RouterConfig(policy=policy_named(policy), secret=7, **options))
+    for worker in workers or ("a", "b"):
+        made.join(announcement(worker) if isinstance(worker, str) else worker, 0.0)
+    return made
+
+
+def prompt(tokens, seed=0):
+    return np.random.default_rng(seed).integers(0, 1000, tokens)
+
+
+def ask(name="r", tokens=100, seed=0, **options):
+    """A request with a random prompt; None: one that could not be tokenized."""
+    token_ids = None if tokens is None else prompt(tokens, seed)
+    return RouteRequest(name, token_ids, max_tokens=50, **options)
+
+
+def stored(worker, token_ids, tier="device"):
+    """The event that a worker holds the whole blocks of a prompt."""
+    blocks = len(token_ids) // SIZE
+    names = tuple(
+        f"{worker}{token_ids[: (i + 1) * SIZE].tobytes()!r}".encode() for i in range(blocks)
+    )
+    return BlocksStored(worker, tier, names, None, token_ids[: blocks * SIZE], SIZE, 0)
+
+
+def join(fleet, announced, now_s=0.0):
+    fleet.join(announced, engine_speed(announced, Calibration()), now_s)
+
+
+def fleet_of(*nodes):
+    """A fleet of workers w0, w1, ... on nodes of the catalogue."""
+    made = Fleet()
+    for i, node in enumerate(nodes or ("h100-pcie5", "gh200-c2c")):
+        join(made, announcement(f"w{i}", node))
+    return made
+
+
+def estimate(fleet, now_s=0.0, tokens=4000, cached=0, device=0):
+    """What a request costs on all workers of a fleet."""
+    slots = fleet.ready(now_s, NEVER, frozenset())
+    device, cached = np.full(len(slots), float(device)), np.full(len(slots), float(cached))
+    return fleet.estimate(slots, now_s, Prompt(tokens, 100), device, cached)

@@ -1,0 +1,385 @@
+"""The workers of one model: who may join, what they hold, and what other ingresses sent them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kappa.protocol import Admission, Arrival, WorkerReport
+from router.decision import MismatchError, RouteRequest
+from router.engine_queue import EngineJob
+from router.index.kv_events import WorkerReset
+from router.router import Router
+from tests.router import building
+from tests.router.building import NEVER, SIZE, announcement, prompt, stored
+
+STEP = announcement("w").step
+
+
+def router(*workers, forecast=True, **options):
+    return building.router(
+        *workers, calibrate=False, stale_after_s=NEVER,
+        forecast_workers=len(workers) if forecast else 0, **options,
+    )  # fmt: skip
+
+
+def report(worker="a", time_s=1.0, **what):
+    return WorkerReport(worker, time_s, **what)
+
+
+def arrival(name="r", new=4000, **what):
+    return Arrival(name, new_tokens=new, **what)
+
+
+def ask(name, tokens=4000):
+    return RouteRequest(name, np.arange(tokens) % 1000, max_tokens=1)
+
+
+def empty(made, now_s=1.0):
+    return all(link_s == gpu_s == 0.0 for link_s, gpu_s in made.backlogs_s(now_s).values())
+
+
+# -- workers ------------------------------------------------------------------------------------
+
+
+def test_the_first_worker_sets_what_the_pool_serves():
+    made = router("a")
+    with pytest.raises(MismatchError, match=r"worker b has fingerprint g, the pool f"):
+        made.join(announcement("b", fingerprint="g"), 0.0)
+    assert list(made.workers) == ["a"]
+    made.leave("a")
+    made.join(announcement("b", fingerprint="g", block_tokens=32), 0.0)
+    assert made.hasher.block_tokens == 32
+
+
+def test_a_worker_with_other_blocks_is_refused_whatever_its_fingerprint():
+    with pytest.raises(MismatchError, match="32"):
+        router("a").join(announcement("b", block_tokens=32), 0.0)
+
+
+def test_a_worker_that_leaves_takes_reservations_and_blocks_along():
+    made = router("a", "b")
+    made.blocks([stored("a", prompt(160)), stored("b", prompt(160))])
+    for i in range(6):
+        made.route(building.ask(f"r{i}", seed=i), 1.0)
+    on_a = made.in_flight_on("a")
+    lost = made.leave("a")
+    assert 0 < len(lost) == on_a
+    assert made.reservations == 6 - on_a == made.in_flight_on("b")
+    assert made.index.workers() == ("b",)
+    assert made.leave("a") == []
+    assert not made.release(lost[0], 2.0)
+    assert made.first_token(lost[0], 2.0) is None
+
+
+def test_blocks_of_a_worker_that_is_gone_are_not_kept():
+    made = router("a", "b")
+    made.leave("a")
+    made.blocks([WorkerReset("a"), stored("a", prompt(160))])
+    assert made.index.size_blocks() == 0
+    assert made.index.workers() == ("b",)
+
+
+def test_a_worker_that_comes_back_finds_its_forecast_empty():
+    made = router("a")
+    made.workers["a"].queue.submit(EngineJob("r", 1.0, 0, 0, 10, 10), 1.0)
+    made.leave("a")
+    made.join(announcement("a"), 2.0)
+    assert len(made.workers["a"].queue) == 0
+
+
+def test_a_report_is_a_sign_of_life_and_corrects_the_forecast():
+    made = router("a")
+    state = made.workers["a"]
+    for name in "rs":
+        state.queue.submit(EngineJob(name, 1.0, 64, 64, 9000, 10), 1.0)
+    admitted = (Admission("r", 128, 0, 100), Admission("unknown", 1, 1, 1))
+    made.report(report(admitted=admitted, prefilled=("s", "unknown")), 1.001)
+    assert state.seen_s == 1.001
+    jobs = state.queue._jobs
+    assert (jobs["r"].footprint_tokens, jobs["s"].decoding) == (128 + 100, True)
+    made.report(report("nobody"), 9.0)
+    assert state.seen_s == 1.001
+
+
+# -- tiers that several workers share -------------------------------------------------------------
+
+BLOCKS = 20
+TOKENS = np.arange(BLOCKS * SIZE + 5)
+
+
+def sharing(*servers):
+    """A router whose workers w0, w1, ... have these servers ("": none) as their host tiers."""
+    return router(
+        *(announcement(f"w{i}", tier="lmcache" if s else "own", shared_tier=s)
+          for i, s in enumerate(servers)), forecast=False,
+    )  # fmt: skip
+
+
+def cached(made):
+    candidates = made.explain(RouteRequest("r", TOKENS, 8), 1.0).candidates
+    return [c.counts.cached_tokens for c in candidates]
+
+
+def hold(made, worker, blocks, first=0, tier="host"):
+    hashes = made.hasher.prefix_hashes(TOKENS)
+    made.index.hold(worker, tier, hashes[first : first + blocks])
+
+
+def test_a_worker_that_never_saw_a_prompt_is_priced_with_what_its_server_has():
+    made = sharing("s", "s", "")
+    hold(made, "w0", BLOCKS)
+    assert cached(made) == [320, 320, 0]
+    made.index.drop("w0", "host", made.hasher.prefix_hashes(TOKENS)[-5:])
+    assert cached(made) == [240, 240, 0], "what left the server counts for nobody"
+
+
+def test_what_is_on_a_device_is_in_the_server_too_behind_each_ones_own():
+    made = sharing("s", "s")
+    hold(made, "w0", 8, tier="device")
+    hold(made, "w0", 2, first=8)
+    hold(made, "w1", 4, tier="device")
+    assert cached(made) == [32, 96]
+
+
+def test_servers_are_kept_apart_and_a_tier_of_ones_own_is_nobody_elses():
+    made = sharing("s", "s", "t", "t", "")
+    hold(made, "w0", 6)
+    hold(made, "w2", 4)
+    assert cached(made) == [96, 96, 64, 64, 0]
+
+
+def test_a_worker_that_left_its_server_or_the_cluster_shares_no_more():
+    made = sharing("s", "s", "s")
+    hold(made, "w0", 6)
+    made.join(announcement("w1"), 0.0)
+    assert cached(made) == [96, 0, 96]
+    made.leave("w0")
+    assert cached(made) == [0, 0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4))
+def test_all_of_a_server_reach_as_far_and_nobody_holds_less(held):
+    made = sharing(*["s"] * len(held))
+    for i, (device, host) in enumerate(held):
+        hold(made, f"w{i}", device, tier="device")
+        hold(made, f"w{i}", host, first=device)
+    reach = max(device + host for device, host in held) * SIZE
+    candidates = made.explain(RouteRequest("r", TOKENS, 8), 1.0).candidates
+    for (_, host), candidate in zip(held, candidates, strict=True):
+        counts = candidate.counts
+        assert counts.device_tokens + counts.cached_tokens == reach
+        assert counts.cached_tokens >= host * SIZE
+
+
+# -- what other ingresses sent --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forecast", [True, False])
+def test_remote_request_counts_until_it_is_finished(forecast):
+    made = router("a", "b", forecast=forecast)
+    made.report(report(arrived=(arrival(),)), 1.0)
+    assert made.route(ask("mine"), 1.0).worker == "b"
+    assert (made.reservations, made.in_flight, made.remote_in_flight_on("a")) == (1, 2, 1)
+    made.release("mine", 1.0)
+    made.report(report(finished=("r",)), 1.0)
+    assert (made.in_flight, made.remote_in_flight_on("a")) == (0, 0)
+    assert empty(made)
+
+
+@pytest.mark.parametrize("forecast", [True, False])
+def test_remote_request_is_worth_what_the_same_one_of_ours_is(forecast):
+    ours, others = (router("a", forecast=forecast) for _ in range(2))
+    ours.route(RouteRequest("r", np.arange(4000), max_tokens=8), 1.0)
+    others.report(report(arrived=(arrival(max_tokens=8),)), 1.0)
+    assert others.backlogs_s(1.0)["a"] == pytest.approx(ours.backlogs_s(1.0)["a"])
+    told = report(admitted=(Admission("r", 0, 0, 1000),))
+    for made in (ours, others):
+        made.report(told, 1.0)
+    assert others.backlogs_s(1.0)["a"] == pytest.approx(ours.backlogs_s(1.0)["a"])
+
+
+def test_a_request_of_ones_own_is_not_taken_for_another_ingress():
+    made = router("a")
+    made.route(ask("r"), 1.0)
+    before = made.backlogs_s(1.0)
+    made.report(report(arrived=(arrival("r"),)), 1.0)
+    made.report(report(in_flight=(arrival("r"),)), 1.0)
+    assert made.backlogs_s(1.0) == before and made.in_flight == 1
+    made.report(report(finished=("r",)), 1.0)
+    assert made.in_flight == 1, "its ingress says when it is over"
+    made.release("r", 1.0)
+    assert empty(made)
+
+
+def test_one_that_comes_back_under_an_id_of_another_ingress_is_reserved_once():
+    made = router("a")
+    made.report(report(arrived=(arrival("r"),)), 1.0)
+    made.route(ask("r"), 1.0)
+    made.release("r", 1.0)
+    assert made.in_flight == 0 and empty(made)
+
+
+def test_a_report_of_all_in_flight_replaces_what_was_known():
+    made = router("a", "b")
+    made.report(report(arrived=(arrival("gone"), arrival("stays"))), 1.0)
+    made.report(report("b", arrived=(arrival("elsewhere"),)), 1.0)
+    made.report(report(in_flight=(arrival("stays"), arrival("new", prefilled=True))), 1.0)
+    assert (made.remote_in_flight_on("a"), made.remote_in_flight_on("b")) == (2, 1)
+    # One whose prompt is done is no backlog any more.
+    only_one = router("a", "b")
+    only_one.report(report(arrived=(arrival("stays"),)), 1.0)
+    assert made.backlogs_s(1.0)["a"] == pytest.approx(only_one.backlogs_s(1.0)["a"])
+    made.report(report(in_flight=()), 1.0)
+    assert made.remote_in_flight_on("a") == 0 and made.backlogs_s(1.0)["a"] == (0.0, 0.0)
+
+
+def test_an_id_that_two_workers_report_is_counted_once_and_ends_where_it_began():
+    made = router("a", "b")
+    made.report(report("a", arrived=(arrival("r"),)), 1.0)
+    made.report(report("b", arrived=(arrival("r"),)), 1.0)
+    made.report(report("b", finished=("r",)), 1.0)
+    assert (made.remote_in_flight_on("a"), made.remote_in_flight_on("b")) == (1, 0)
+    made.report(report("a", finished=("r",)), 1.0)
+    assert made.in_flight == 0 and empty(made)
+
+
+@pytest.mark.parametrize("how", ["leave", "void"])
+def test_a_worker_that_goes_takes_the_others_requests_along(how):
+    made = router("a", "b")
+    made.report(report(arrived=(arrival("r"), arrival("s"))), 1.0)
+    made.leave("a") if how == "leave" else made.invalidate("a", 1.0)
+    assert made.in_flight == 0
+    if how == "void":
+        assert made.backlogs_s(1.0)["a"] == (0.0, 0.0)
+        made.report(report(in_flight=(arrival("r"),)), 1.0)
+        assert made.remote_in_flight_on("a") == 1, "told anew, known anew"
+
+
+def test_an_uninformed_request_of_another_ingress_counts_as_one_in_flight():
+    made = router("a", "b")
+    made.report(report(arrived=(Arrival("r"),)), 1.0)
+    assert made.explain(ask("x"), 1.0).worker == "b"
+
+
+def test_what_a_former_worker_says_of_a_request_tried_elsewhere_is_not_believed():
+    made = router("a", "b")
+    first = made.route(ask("r"), 1.0).worker
+    second = ({"a", "b"} - {first}).pop()
+    made.route(replace(ask("r"), exclude=frozenset({first}), retry=True), 1.0)
+    waiting = made.backlogs_s(1.0)[second]
+    made.report(report(first, admitted=(Admission("r", 0, 0, 10),), prefilled=("r",)), 1.0)
+    assert made.backlogs_s(1.0)[second] == waiting
+
+
+@pytest.mark.parametrize("wrong", [{"new_tokens": -1}, {"host_tokens": 1.5}, {"max_tokens": "9"}])
+def test_an_arrival_that_counts_nonsense_is_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        WorkerReport.from_dict(report().to_dict() | {"arrived": [{"request_id": "r", **wrong}]})
+
+
+# -- herding ------------------------------------------------------------------------------------
+
+
+@dataclass(order=True)
+class _Event:
+    at_s: float
+    number: int
+    what: object = field(compare=False)
+
+
+@dataclass
+class Herd:
+    """First-come workers, routers that share them, and the network's delay between the two.
+
+    A decision reaches its worker after `delay_s`, a worker's report every router after `delay_s`.
+    `reporting`: workers tell of arrivals and ends; if not, of admissions and prefills only, which
+    mean nothing to a router that does not know the request.
+    """
+
+    routers: list[Router]
+    workers: tuple[str, ...]
+    delay_s: float
+    reporting: bool = True
+    waited_s: list[float] = field(default_factory=list)
+    _queue: list[_Event] = field(default_factory=list)
+    _free_s: dict[str, float] = field(default_factory=dict)
+    _numbers: itertools.count = field(default_factory=itertools.count)
+
+    def run(self, requests: int, load: float, seed: int) -> np.ndarray:
+        """Seconds that each request waited for its worker, at this load of all workers."""
+        rng = np.random.default_rng(seed)
+        sizes = rng.integers(1000, 8000, requests)
+        service_s = np.array([STEP.real_s([(int(n), 0)]) for n in sizes])
+        gaps = rng.exponential(service_s.mean() / (load * len(self.workers)), requests)
+        for i, at_s in enumerate(np.cumsum(gaps)):
+            made = self.routers[int(rng.integers(len(self.routers)))]
+            self._at(float(at_s), lambda t, i=i, made=made: self._ask(i, made, sizes, service_s, t))
+        while self._queue:
+            event = heapq.heappop(self._queue)
+            event.what(event.at_s)
+        assert all(made.in_flight == 0 for made in self.routers), "a reservation leaked"
+        return np.array(self.waited_s)
+
+    def _ask(self, i, made, sizes, service_s, now_s):
+        tokens = int(sizes[i])
+        # Nothing is cached: every prompt is its own.
+        request = RouteRequest(f"r{i}", np.arange(tokens) + 10_000 * i, max_tokens=1)
+        worker = made.route(request, now_s).worker
+        self._at(
+            now_s + self.delay_s,
+            lambda t: self._serve(f"r{i}", made, worker, tokens, float(service_s[i]), t),
+        )
+
+    def _serve(self, name, made, worker, tokens, service_s, now_s):
+        start_s = max(now_s, self._free_s.get(worker, 0.0))
+        end_s = self._free_s[worker] = start_s + service_s
+        self.waited_s.append(start_s - now_s)
+        here = Arrival(name, new_tokens=tokens)
+        if self.reporting:
+            self._report(now_s, report(worker, now_s, arrived=(here,)))
+        self._report(start_s, report(worker, start_s, admitted=(Admission(name, 0, 0, tokens),)))
+        self._report(end_s, report(worker, end_s, prefilled=(name,)))
+        if self.reporting:
+            self._report(end_s, report(worker, end_s, finished=(name,)))
+        self._at(end_s + self.delay_s, lambda t: made.release(name, t))
+
+    def _report(self, at_s, what):
+        def received(now_s):
+            for made in self.routers:
+                made.report(what, now_s)
+
+        self._at(at_s + self.delay_s, received)
+
+    def _at(self, at_s, what):
+        heapq.heappush(self._queue, _Event(at_s, next(self._numbers), what))
+
+
+def waits_s(count, *, reporting=True, spread=True, forecast=False, delay_s=0.01, seed=0):
+    workers = tuple(f"w{i}" for i in range(8))
+    routers = [
+        router(*workers, forecast=forecast, first=i / count if spread else 0.0)
+        for i in range(count)
+    ]
+    return Herd(routers, workers, delay_s, reporting).run(1200, load=0.8, seed=seed)
+
+
+@pytest.mark.parametrize("forecast", [True, False])
+def test_routers_that_know_of_each_other_queue_less_than_those_that_do_not(forecast):
+    def mean_s(count, **options):
+        return float(waits_s(count, forecast=forecast, delay_s=0.002, **options).mean())
+
+    one, two, blind = mean_s(1), mean_s(2), mean_s(2, reporting=False)
+    same_order = mean_s(2, spread=False)
+    print(
+        f"mean wait: one {one:.4f}, two {two:.4f}, blind {blind:.4f}, same order {same_order:.4f}"
+    )
+    assert two < 1.6 * one, "two ingresses decide almost as well as one"
+    assert blind > 1.3 * two, "what workers tell is worth something"
+    assert same_order > two, "and so is breaking ties differently"
