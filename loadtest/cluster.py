@@ -38,9 +38,11 @@ _REPORTED_LAST = ("new_tokens", "compute_s")
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """What an endpoint reports: its models and the contexts of those for which it says one, its
-    nodes if it is a cluster of ours (else none), and whether it is known to take `ignore_eos`,
-    which those take that take token ids."""
+    """What an endpoint reports.
+
+    models; contexts: of those for which it gives one; nodes: none unless it is a cluster of ours;
+    takes_ignore_eos: whether it is known to, which those do that take token ids.
+    """
 
     models: tuple[str, ...]
     contexts: dict[str, int]

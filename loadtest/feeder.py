@@ -102,7 +102,6 @@ class Feeder:
         return fed
 
     async def make(self, request: Request) -> Prepared | NotMade:
-        """A later turn's request."""
         if request.after_s < _WORTH_A_THREAD_S:
             return self._make(request)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, request)
@@ -117,7 +116,6 @@ class Feeder:
             self._visit = None
 
     def _fill(self) -> None:
-        """Runs in the thread."""
         until_s = time.monotonic() + _VISIT_S
         while (
             len(self._ready) < _SESSIONS_AHEAD

@@ -16,10 +16,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import ArrayLike
 
+from loadtest.explain import split, why_slow, why_slow_tokens
 from loadtest.journal import ERROR_KINDS, Record
-from loadtest.slo import BASES
-from loadtest.slow import split, why_slow, why_slow_tokens
-from loadtest.table import PARTS, TOKENS, Floats, Results
+from loadtest.results import BASES, PARTS, TOKENS, Floats, Results
 
 _EXAMPLES = 3
 _BINS, _FIRST_BIN_S = 240, 0.25
@@ -53,7 +52,7 @@ def figures(found: Results) -> dict[str, Any]:
         "output_tokens": output_tokens,
         "output_tokens_per_s": _per(output_tokens, duration_s),
         "ttft_s": spread(table["ttft_s"]),
-        "ttft_sent_s": spread(_ttft_sent_s(done)),
+        "ttft_sent_s": spread(done["first_token_s"] - done["sent_s"]),
         "itl_s": spread(itl_s(table)),
         "tpot_s": spread(table["tpot_s"]),
         "e2e_s": spread(table["e2e_s"]),
@@ -66,10 +65,10 @@ def figures(found: Results) -> dict[str, Any]:
         "prediction": _prediction(done),
         **_fairness(table),
         "reasons": _counts(table.filter(pl.col("reason") != "")["reason"]),
-        "nodes": _owners(table, "node", "(not told)"),
+        "nodes": _owners(table, "node", "(not reported)"),
         "tenants": _owners(table, "tenant", "(none)"),
         "classes": _owners(table.with_columns(pl.col("bound").fill_null("")), "bound",
-                           "(not told)"),
+                           "(not reported)"),
         "slowest": [_slow_row(record) for record in found.slowest],
         "slowest_tokens": [_slow_tokens_row(record) for record in found.slowest_tokens],
         "paced_requests": int(table["paced"].sum()),
@@ -93,10 +92,6 @@ def spread(values: pl.Series) -> dict[str, float | None]:
 def itl_s(table: pl.DataFrame) -> pl.Series:
     """Seconds between neighbouring chunks with output, of requests that did not fail."""
     return table.filter(pl.col("error") == "")["gaps_s"].explode()
-
-
-def _ttft_sent_s(done: pl.DataFrame) -> pl.Series:
-    return done["first_token_s"] - done["sent_s"]
 
 
 def _span_s(first: pl.Series, last: pl.Series) -> float:
@@ -128,7 +123,7 @@ def _slo(found: Results) -> dict[str, Any]:
         name: int(table[name].sum()) / judged if has_any else None
         for name in ("met", "ttft_met", "tpot_met")
     }
-    given = objective.ttft_s is not None or objective.tpot_s is not None
+    given = objective.has_limits
     named = ", ".join(name for name in BASES if name in basis and name != "none")
     named = named or ("given" if given else "none")
     met = shares["met"]
@@ -151,8 +146,8 @@ def _errors(failed: pl.DataFrame) -> dict[str, Any]:
     for kind, count in _counts(failed["error"]).items():
         details = failed.filter(pl.col("error") == kind)["error_detail"]
         examples = details.filter(details != "").unique(maintain_order=True).head(_EXAMPLES)
-        known = ERROR_KINDS.get(kind)
-        meaning = known or (ERROR_KINDS["http_NNN"] if kind.startswith("http_") else "")
+        name = "http_NNN" if kind.startswith("http_") else kind
+        meaning = ERROR_KINDS.get(name, "")
         rows[kind] = {"count": count, "meaning": meaning, "examples": examples.to_list()}
     return rows
 
@@ -309,7 +304,10 @@ def _named(record: Record) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """What happened in each of at most `_BINS` bins of `bin_s` seconds; `counts` by series."""
+    """What happened in each of at most `_BINS` bins of `bin_s` seconds; `counts` by series.
+
+    in_flight: requests sent and not yet ended, waiting: due and not yet sent; at the end of a bin.
+    """
 
     bin_s: float
     counts: Mapping[str, Floats]
@@ -319,19 +317,15 @@ class Timeline:
         return (np.arange(len(self.counts["due"]), dtype=np.float64) + 0.5) * self.bin_s
 
     def per_second(self, series: str) -> Floats:
-        """The rate of a series in each bin."""
         return self.counts[series] / self.bin_s
 
     def in_flight(self) -> Floats:
-        """Requests sent and not yet ended, at the end of each bin."""
         return np.cumsum(self.counts["sent"] - self.counts["ended"])
 
     def waiting(self) -> Floats:
-        """Requests due and not yet sent, at the end of each bin."""
         return np.maximum(np.cumsum(self.counts["due"] - self.counts["sent"]), 0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: one list per series, an entry per bin."""
         return {
             "bin_s": self.bin_s,
             **{name: counts.astype(int).tolist() for name, counts in self.counts.items()},

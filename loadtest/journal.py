@@ -96,7 +96,6 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """What names the request in its run: session and turn."""
         return self.session, self.turn
 
     @property
@@ -125,11 +124,13 @@ class RequestDecision(msgspec.Struct):
 
 
 class Journal:
-    """The open files of one run. `done`: turns already answered, by session; `elapsed_s`: when the
-    last of them ended, in seconds since the run began."""
+    """The open files of one run, from `create` or `resume`.
+
+    done: turns already answered, by session; elapsed_s: when the last of them ended, in seconds
+    since the run began.
+    """
 
     def __init__(self, folder: Path, run: dict[str, Any]) -> None:
-        """For `create` and `resume`."""
         self.folder, self.run = folder, run
         self.done: dict[str, int] = {}
         self.elapsed_s = 0.0
@@ -181,11 +182,9 @@ class Journal:
         return journal
 
     def write(self, record: Record) -> None:
-        """Keep a request that has ended."""
         _append(self._records, record)
 
     def write_decision(self, decision: RequestDecision) -> None:
-        """Keep what the cluster reported of a request."""
         if self._decisions < 0:
             self._decisions = _appending(self.folder / DECISIONS)
         _append(self._decisions, decision)
@@ -243,7 +242,6 @@ def _require_same(folder: Path, before: Mapping[str, Any], options: Mapping[str,
 
 
 def _merge_decisions(folder: Path) -> None:
-    """Put decisions.jsonl into records.jsonl, and remove it."""
     path = folder / DECISIONS
     if path.exists():
         with _joining(path) as join:
@@ -312,21 +310,21 @@ def read_records(path: Path) -> Iterator[Record]:
         yield _decoded(line, _record, f"{path}:{number}")
 
 
-class Records:
-    """A run's records with the decisions on them, read anew whenever they are iterated over.
+def read_joined(folder: Path) -> Iterator[Record]:
+    """A run's records with the decisions on them; raises as `read_records`."""
+    with _joining(folder / DECISIONS) as join:
+        yield from map(join, read_records(folder / RECORDS))
 
-    was_cut: whether the last line had no end, as when its writer was killed; it is left out.
-    """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / RECORDS
-        self._decisions = folder / DECISIONS
-        self.was_cut = _is_cut(self.path)
-
-    def __iter__(self) -> Iterator[Record]:
-        """Every record, in the file's order; raises as `read_records`."""
-        with _joining(self._decisions) as join:
-            yield from map(join, read_records(self.path))
+def was_cut(folder: Path) -> bool:
+    """Whether the last line of the records has no end, as when its writer was killed."""
+    path = folder / RECORDS
+    with file_errors(path):
+        if not path.exists() or not path.stat().st_size:
+            return False
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
 
 
 @contextmanager
@@ -377,12 +375,3 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             if line.endswith(b"\n"):
                 yield number, place, line
             place += len(line)
-
-
-def _is_cut(path: Path) -> bool:
-    with file_errors(path):
-        if not path.exists():
-            return False
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            return size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"

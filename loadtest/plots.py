@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from loadtest.figures import itl_s, timeline
-from loadtest.table import Floats
+from loadtest.results import Floats
 
 _PAGE_COLOUR = "#010203"
 _FAILED = "#d1495b"

@@ -1,24 +1,47 @@
 """From a replay's folder to its report: `summary.json`, `records.parquet` and `report.html`.
 
 Reads `run.json` and `records.jsonl`, which a run writes as it goes, so a run that was stopped or
-killed has a report too, and so has one without a single request. Called by `kappa replay` at its
-end, and by `kappa replay --report FOLDER`.
+killed has a report too, and so has one without a single request. The page has no script and needs
+no network: `page.html` lays out the summary, what was run and the pictures; jinja2 escapes what
+came from outside (names, errors, commands). Called by `kappa replay` at its end, and by
+`kappa replay --report FOLDER`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
+from loadtest.explain import seconds
 from loadtest.figures import figures
-from loadtest.journal import OPTIONS, RUN, JournalError, Records, file_errors, read_run, write_whole
-from loadtest.page import page
-from loadtest.slo import objective_of
-from loadtest.table import Results, results_of
+from loadtest.journal import (
+    OPTIONS,
+    RUN,
+    JournalError,
+    file_errors,
+    read_joined,
+    read_run,
+    was_cut,
+    write_whole,
+)
+from loadtest.results import Results, objective_of, results_of
 
 SUMMARY, PARQUET, REPORT = "summary.json", "records.parquet", "report.html"
+
+_LATE_S = 0.1
+"""A client that sends a hundredth of its requests later than this did not offer the load."""
+_PICTURES = ("cdf", "time", "rates", "nodes", "tenants", "ratio")
+_PARTS = {
+    "late": "sent late", "queue": "queue", "load": "load", "compute": "compute",
+    "way": "between client and router", "unknown": "not split",
+}  # fmt: skip
+_RUN_KEYS = (
+    "command", "workload", "url", "model", "machine", "start", "end", "seed", "max_streams",
+)  # fmt: skip
 
 
 def write_report(folder: Path) -> Path:
@@ -33,19 +56,18 @@ def write_report(folder: Path) -> Path:
         objective = objective_of(run)
     except (ValueError, TypeError) as error:
         raise JournalError(f"{folder / RUN}: {error}") from None
-    records = Records(folder)
-    found = results_of(records, objective, is_closed=_is_closed(run))
+    is_cut = was_cut(folder)
+    found = results_of(read_joined(folder), objective, is_closed=_is_closed(run))
     summary = figures(found)
-    note = _note(run, summary, records.was_cut)
-    result = {**summary, "note": note, "run": dict(run)}
+    note = " ".join(_notes(run, summary, is_cut))
     target = folder / REPORT
     with file_errors(folder, "the report cannot be written: "):
         part = folder / f".{PARQUET}.part"
         found.table.write_parquet(part)
         part.replace(folder / PARQUET)
-        text = json.dumps(result, indent=1, allow_nan=False)
+        text = json.dumps({**summary, "note": note, "run": run}, indent=1, allow_nan=False)
         write_whole(folder / SUMMARY, f"{text}\n".encode())
-        write_whole(target, page(run, summary, pictures(found, summary), note).encode())
+        write_whole(target, _page(run, summary, pictures(found, summary), note).encode())
     return target
 
 
@@ -72,38 +94,181 @@ def pictures(found: Results, summary: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _note(run: Mapping[str, Any], summary: Mapping[str, Any], was_cut: bool) -> str:
+def _notes(run: Mapping[str, Any], summary: Mapping[str, Any], is_cut: bool) -> Iterator[str]:
     """What a reader must know before any figure."""
-    notes: list[str] = []
     if not summary["requests"]:
-        notes.append("No request has ended yet: the journal is empty.")
+        yield "No request has ended yet: the journal is empty."
     elif run.get("interrupted"):
-        notes.append("Partial: the run was stopped before its end.")
+        yield "Partial: the run was stopped before its end."
     elif "interrupted" in run and run.get("end") is None:
-        notes.append("Partial: the run has not come to its end.")
-    if was_cut:
-        notes.append("The journal's last line was cut off and is left out.")
+        yield "Partial: the run has not come to its end."
+    if is_cut:
+        yield "The journal's last line was cut off and is left out."
     held_back = (run.get("client") or {}).get("held_back")
     if held_back:
-        notes.append(
+        yield (
             f"{held_back:,} requests were held back: the client had {run.get('max_streams')} "
             "streams open, its limit."
         )
-    if summary["slo"]["met"] is not None and summary["slo"]["not_judged"]:
-        notes.append(
-            f"{summary['slo']['not_judged']:,} requests have no objective: the endpoint told too "
-            "little of them."
+    slo = summary["slo"]
+    if slo["met"] is not None and slo["not_judged"]:
+        yield (
+            f"{slo['not_judged']:,} requests have no objective: the endpoint reported too little "
+            "of them."
         )
     late_s = summary["late_s"]["p99"]
-    if late_s is not None and late_s > 0.1:
-        notes.append(
+    if late_s is not None and late_s > _LATE_S:
+        yield (
             f"The client sent late: 1 % of the requests by {late_s:.2g} s or more. What the "
             "endpoint was offered is not quite what was asked for."
         )
-    return " ".join(notes)
 
 
-def slowest_lines(summary: Mapping[str, Any], most: int = 5) -> Iterable[str]:
+def slowest_lines(summary: Mapping[str, Any], most: int = 5) -> Iterator[str]:
     """The slowest requests as plain lines, for a terminal."""
     for row in summary["slowest"][:most]:
         yield f"{row['ttft_s']:.2f} s  {row['session']}, turn {row['turn']}: {row['why']}"
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def _page(
+    run: Mapping[str, Any], summary: Mapping[str, Any], drawn: Mapping[str, str], note: str
+) -> str:
+    headline, kind = _headline(summary)
+    return _template().render(
+        run={"workload": run.get("workload"), "url": run.get("url")},
+        summary=summary,
+        pictures={name: drawn.get(name) for name in _PICTURES},
+        note=note,
+        headline=headline,
+        kind=kind,
+        cards=_cards(summary),
+        facts=list(_facts(run, summary)),
+        findings=list(_findings(summary)),
+        parts=_PARTS,
+    )
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    texts: dict[str, Callable[..., str]] = {
+        "seconds": _seconds, "percent": _percent, "number": _number, "count": _count,
+        "split": _split,
+    }  # fmt: skip
+    environment.filters.update(texts)
+    return environment.get_template("page.html")
+
+
+def _headline(summary: Mapping[str, Any]) -> tuple[str, str]:
+    """What came of it, and whether that is good or bad (or nothing)."""
+    slo, requests = summary["slo"], summary["requests"]
+    if not requests:
+        return "No request was made", "bad"
+    if slo["met"] is None:
+        return f"{requests:,} requests, no objective", ""
+    if slo["passed"] is None:
+        return f"{requests:,} requests; {own_objective(slo)}", ""
+    word, kind = ("met", "good") if slo["passed"] else ("missed", "bad")
+    of = f"{_percent(slo['met'])} of {requests:,} requests within it"
+    return f"SLO {word}: {of}, {_percent(slo['share'])} asked", kind
+
+
+def own_objective(slo: Mapping[str, Any]) -> str:
+    """How far an objective was met that nobody requested: the endpoint's own."""
+    return f"{slo['basis']} objective: {_percent(slo['met'])} met"
+
+
+def _cards(summary: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return (
+        ("requests", _count(summary["requests"])),
+        ("failed", _count(summary["failed"])),
+        ("offered", _rate(summary["rate_rps"])),
+        ("goodput", _rate(summary["goodput_rps"])),
+        ("TTFT p50 / p99", _median_and_p99(summary["ttft_s"])),
+        ("inter-token p50 / p99", _median_and_p99(summary["itl_s"])),
+        ("end-to-end p50 / p99", _median_and_p99(summary["e2e_s"])),
+        ("output tokens/s", _number(summary["output_tokens_per_s"])),
+    )
+
+
+def _facts(run: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What was run, by name."""
+    for key in _RUN_KEYS:
+        value = run.get(key)
+        if value is not None:
+            text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            yield key.replace("_", " "), text
+    if summary["paced_requests"]:
+        paced = [str(row.get("node")) for row in run.get("nodes") or () if row.get("paced")]
+        names = ", ".join(paced) or "nodes"
+        yield "paced", f"emulated: {names} spend time as the hardware they are paced as"
+
+
+def _findings(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Reuse, prediction and fairness, a sentence each."""
+    cached, prediction = summary["cached_tokens"], summary["prediction"]
+    expected = cached["expected_where_told"]
+    if cached["told_requests"] and expected:
+        yield (
+            f"Cached tokens: {expected:,} expected with an unlimited cache, {cached['actual']:,} "
+            f"found ({_percent(cached['actual'] / expected)}): {cached['device']:,} on the device, "
+            f"{cached['host']:,} loaded; reported of {cached['told_requests']:,} requests."
+        )
+    elif cached["expected"]:
+        yield (
+            f"Cached tokens: {cached['expected']:,} expected with an unlimited cache; the endpoint "
+            "does not report what was found."
+        )
+    if prediction["requests"]:
+        error = prediction["client_error"]
+        router = ""
+        if prediction["router_requests"]:
+            router = f"; by {_percent(prediction['router_error']['p50'])} of what the router saw"
+        yield (
+            f"Predicted TTFT: off by {_percent(error['p50'])} (median), {_percent(error['p90'])} "
+            f"(p90) of what the client saw, over {prediction['requests']:,} requests{router}."
+        )
+    if summary["jain"] is not None:
+        yield f"Jain's index: {summary['jain']:.3f} ({summary['jain_of']})."
+
+
+# Text for people; a dash stands for what is not known.
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else seconds(value)
+
+
+def _median_and_p99(spread: Mapping[str, float | None]) -> str:
+    return f"{_seconds(spread['p50']).removesuffix(' s')} / {_seconds(spread['p99'])}"
+
+
+def _split(row: Mapping[str, Any]) -> str:
+    return " / ".join(_seconds(row[name]) for name in ("queue_s", "load_s", "compute_s"))
+
+
+def _rate(value: float | None) -> str:
+    return "–" if value is None else f"{_number(value)} req/s"
+
+
+def _number(value: float | None) -> str:
+    """Three digits that mean something."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"

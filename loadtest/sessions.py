@@ -43,7 +43,7 @@ class ChatSession:
 
 
 @dataclass(slots=True)
-class Outcome:
+class TurnOutcome:
     """What became of one turn, from 1. Seconds are the client's own; `error` is empty on success.
 
     `decision` is the cluster's record of it (`GET /v1/decisions`), empty if it has none.
@@ -64,8 +64,8 @@ async def replay(
     url: str,
     sessions: Sequence[ChatSession],
     max_tokens: int,
-    on_outcome: Callable[[Outcome], None] = lambda _: None,
-) -> list[Outcome]:
+    on_outcome: Callable[[TurnOutcome], None] = lambda _: None,
+) -> list[TurnOutcome]:
     """Replay `sessions`, all at once, and return every turn's outcome in order of completion.
 
     Args:
@@ -77,7 +77,7 @@ async def replay(
     Raises:
         EndpointError: nobody answers at `url`, or it serves no model.
     """
-    outcomes: list[Outcome] = []
+    outcomes: list[TurnOutcome] = []
     settings = EndpointSettings(url, (await survey(url)).models[0])
     async with Endpoint(settings, time.monotonic) as endpoint:
 
@@ -109,12 +109,12 @@ async def node_rows(url: str) -> tuple[dict[str, Any], ...]:
     return nodes
 
 
-def _outcome(record: Record) -> Outcome:
+def _outcome(record: Record) -> TurnOutcome:
     first_s, error = record.first_token_s, ""
     if record.error:
         kind = f"HTTP {record.status}" if record.status not in (0, 200) else record.error
         error = f"{kind}: {record.error_detail}"
-    return Outcome(
+    return TurnOutcome(
         record.session,
         record.turn,
         record.request_id,

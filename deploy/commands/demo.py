@@ -23,7 +23,7 @@ from rich.table import Table
 
 from deploy.commands.serve import Config, Policy, running, settings_or_exit
 from loadtest.client import EndpointError
-from loadtest.sessions import ChatSession, ChatTurn, Outcome, node_rows, replay
+from loadtest.sessions import ChatSession, ChatTurn, TurnOutcome, node_rows, replay
 from workload.sessions import Session, as_messages, demo_sessions_path, read_sessions
 
 # Agents think for seconds; a demo that waits as long shows nothing more.
@@ -118,7 +118,7 @@ def title(nodes: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def line(outcome: Outcome) -> str:
+def line(outcome: TurnOutcome) -> str:
     """One request as a row under `_HEADER`; tokens are those that the engine reported."""
     head = f"{outcome.session + '/' + str(outcome.turn):<13} {outcome.node or '-':<8} "
     if outcome.error:
@@ -132,7 +132,7 @@ def line(outcome: Outcome) -> str:
     )
 
 
-def to_dict(outcome: Outcome) -> dict[str, Any]:
+def to_dict(outcome: TurnOutcome) -> dict[str, Any]:
     """One request, JSON-ready."""
     device, host, new = _tokens(outcome)
     return {
@@ -155,7 +155,7 @@ def to_dict(outcome: Outcome) -> dict[str, Any]:
 
 
 def summary(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[TurnOutcome],
     before: Sequence[dict[str, Any]],
     after: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def summary(
 
 
 def shortcomings(
-    outcomes: Sequence[Outcome], nodes: Sequence[str], totals: dict[str, Any]
+    outcomes: Sequence[TurnOutcome], nodes: Sequence[str], totals: dict[str, Any]
 ) -> list[str]:
     """Why the demo did not show what it is for; empty when it did."""
     faults = [f"session {o.session} turn {o.turn} failed: {o.error}" for o in outcomes if o.error]
@@ -202,8 +202,8 @@ def shortcomings(
 
 def _replay(
     url: str, chats: Sequence[ChatSession], max_tokens: int, console: Console | None
-) -> list[Outcome]:
-    def run(on_outcome: Callable[[Outcome], None]) -> list[Outcome]:
+) -> list[TurnOutcome]:
+    def run(on_outcome: Callable[[TurnOutcome], None]) -> list[TurnOutcome]:
         return asyncio.run(replay(url, chats, max_tokens, on_outcome))
 
     if console is None:
@@ -213,7 +213,7 @@ def _replay(
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("requests", total=sum(len(chat.turns) for chat in chats))
 
-        def on_outcome(outcome: Outcome) -> None:
+        def on_outcome(outcome: TurnOutcome) -> None:
             progress.console.print(line(outcome), highlight=False, markup=False)
             progress.advance(task)
 
@@ -240,7 +240,7 @@ def _print_totals(console: Console, totals: dict[str, Any]) -> None:
     console.print(table)
 
 
-def _tokens(outcome: Outcome) -> tuple[int, int, int]:
+def _tokens(outcome: TurnOutcome) -> tuple[int, int, int]:
     """Prompt tokens found on the device, loaded, computed."""
     actual = outcome.decision.get("actual") or {}
     device, host, new = (
@@ -249,7 +249,7 @@ def _tokens(outcome: Outcome) -> tuple[int, int, int]:
     return device, host, new
 
 
-def _split_held(outcome: Outcome) -> bool:
+def _split_held(outcome: TurnOutcome) -> bool:
     predicted = outcome.decision.get("predicted") or {}
     keys = ("device_tokens", "cached_tokens", "new_tokens")
     return tuple(predicted.get(key) for key in keys) == _tokens(outcome)

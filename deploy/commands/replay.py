@@ -230,7 +230,7 @@ def _objective(
     ttft_s: float | None, tpot_s: float | None, share: float | None, dilation: float
 ) -> dict[str, float]:
     """The limits in real seconds, those that were given."""
-    from loadtest.slo import objective_of
+    from loadtest.results import objective_of
 
     if not dilation > 0:
         raise ValueError(f"--dilation is {dilation}: give a factor above zero")
@@ -301,8 +301,7 @@ def _report(folder: Path, json_output: bool) -> dict[str, Any]:
 
 
 def _print(figures: Mapping[str, Any], page: Path) -> None:
-    from loadtest.page import own_objective
-    from loadtest.report import slowest_lines
+    from loadtest.report import own_objective, slowest_lines
 
     console = Console()
     console.print(

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from deploy.cli import app as cli
 from deploy.commands.demo import chat_sessions, shortcomings, summary, title
 from loadtest.client import EndpointError
-from loadtest.sessions import ChatSession, ChatTurn, Outcome, node_rows, replay
+from loadtest.sessions import ChatSession, ChatTurn, TurnOutcome, node_rows, replay
 from workload.sessions import Session, Turn, demo_sessions_path, read_sessions
 
 _PATIENCE_S = 30.0
@@ -210,7 +210,7 @@ def test_pauses_are_the_recorded_ones_up_to_a_bound():
 
 def test_totals_of_nothing_are_empty_not_an_error():
     rows = [{"node": "a", "paced": False, "totals": None}]
-    failed = [Outcome("s", 1, error="gone")]
+    failed = [TurnOutcome("s", 1, error="gone")]
     totals = summary(failed, rows, rows)
     assert (totals["failed"], totals["host_tokens"], totals["overrun_share"]) == (1, 0, None)
     assert totals["ttft_error_median"] is None

@@ -8,8 +8,7 @@ from msgspec.structs import replace
 from loadtest.figures import figures as figures_of
 from loadtest.figures import jain, spread, timeline
 from loadtest.plots import cdf, sampled
-from loadtest.slo import Objective, objective_of
-from loadtest.table import results_of
+from loadtest.results import Objective, objective_of, results_of
 from tests.loadtest.replay_records import failed, foreign, many, told
 
 QUICK = Objective(ttft_s=0.95, tpot_s=0.2)
@@ -100,11 +99,11 @@ def test_owners_have_their_own_figures():
     on_c2c = told(node="c2c", tenant="b", ratio=200.0, crit=114.9, session="t")
     figures = summarize([told(), told(turn=1), on_c2c, foreign(session="f")], QUICK)
     assert [(r["name"], r["requests"]) for r in figures["nodes"]] == [
-        ("pcie", 2), ("(not told)", 1), ("c2c", 1),
+        ("pcie", 2), ("(not reported)", 1), ("c2c", 1),
     ]  # fmt: skip
     assert {r["name"]: r["requests"] for r in figures["tenants"]} == {"a": 3, "b": 1}
     assert {r["name"]: r["requests"] for r in figures["classes"]} == {
-        "compute-bound": 2, "memory-bound": 1, "(not told)": 1,
+        "compute-bound": 2, "memory-bound": 1, "(not reported)": 1,
     }  # fmt: skip
     assert figures["nodes"][0]["cached_tokens"] == 3200
 

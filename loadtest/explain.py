@@ -15,21 +15,19 @@ from typing import Any, Literal
 
 from loadtest.journal import Record
 
-NO_SPLIT = "no split: the endpoint does not tell"
+NO_SPLIT = "no split: the endpoint does not report one"
 _PARTS = ("queue_s", "load_s", "compute_s")
 _CAUSES = ("late", "queue", "load", "compute", "way", "unknown")
 _MOST = 0.5
 
-Source = Literal["told", "derived", "none"]
-
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """Seconds of a request until its first token, from when it was due.
+class TtftSplit:
+    """Seconds of a request until its first token, from when it was due; `ttft_s` is their sum.
 
     late_s: until it was sent. queue_s, load_s, compute_s: of what the router saw; None if unknown.
     way_s: between client and router (network, HTTP, tokenization); None if that is not reported.
-    unknown_s: what nobody splits. ttft_s: their sum.
+    unknown_s: what nobody splits.
     """
 
     ttft_s: float
@@ -39,10 +37,10 @@ class Split:
     compute_s: float | None = None
     way_s: float | None = None
     unknown_s: float = 0.0
-    source: Source = "none"
+    source: Literal["told", "derived", "none"] = "none"
 
 
-def split(record: Record) -> Split | None:
+def split(record: Record) -> TtftSplit | None:
     """Where the seconds until the first token went; None if none came."""
     if record.ttft_s is None or record.first_token_s is None:
         return None
@@ -51,22 +49,22 @@ def split(record: Record) -> Split | None:
     actual = record.actual or {}
     seen_s = actual.get("ttft_s")
     if seen_s is None:
-        return Split(record.ttft_s, late_s, unknown_s=since_sent_s)
+        return TtftSplit(record.ttft_s, late_s, unknown_s=since_sent_s)
     seen_s = min(float(seen_s), since_sent_s)
     way_s = since_sent_s - seen_s
     if all(actual.get(part) is not None for part in _PARTS):
         queue_s, load_s, compute_s = (float(actual[part]) for part in _PARTS)
-        unknown_s = max(seen_s - queue_s - load_s - compute_s, 0.0)
-        return Split(record.ttft_s, late_s, queue_s, load_s, compute_s, way_s, unknown_s, "told")
+        rest_s = max(seen_s - queue_s - load_s - compute_s, 0.0)
+        return TtftSplit(record.ttft_s, late_s, queue_s, load_s, compute_s, way_s, rest_s, "told")
     priced = _priced(record.predicted or {}, actual)
     if priced is None:
-        return Split(record.ttft_s, late_s, way_s=way_s, unknown_s=seen_s)
+        return TtftSplit(record.ttft_s, late_s, way_s=way_s, unknown_s=seen_s)
     load_s, compute_s = priced
     # What was predicted for these tokens cannot have taken longer than all of it together.
     excess = max((load_s + compute_s) / seen_s, 1.0) if seen_s else 1.0
     load_s, compute_s = load_s / excess, compute_s / excess
     queue_s = max(seen_s - load_s - compute_s, 0.0)
-    return Split(record.ttft_s, late_s, queue_s, load_s, compute_s, way_s, 0.0, "derived")
+    return TtftSplit(record.ttft_s, late_s, queue_s, load_s, compute_s, way_s, source="derived")
 
 
 def _priced(predicted: Mapping[str, Any], actual: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -83,24 +81,20 @@ def _priced(predicted: Mapping[str, Any], actual: Mapping[str, Any]) -> tuple[fl
 def why_slow(record: Record) -> str:
     """One plain sentence: what made its first token late, or why there was none."""
     if record.error:
-        return _why_failed(record)
+        after_s = max(record.ended_s - record.scheduled_s, 0.0)
+        tries = f" at attempt {record.attempt + 1}" if record.attempt else ""
+        detail = f": {record.error_detail}" if record.error_detail else ""
+        return f"failed ({record.error}) {seconds(after_s)} after it was due{tries}{detail}"
     found = split(record)
     if found is None:
         return "it ended without a token"
     parts = {name: getattr(found, f"{name}_s") or 0.0 for name in _CAUSES}
-    largest = max(parts, key=lambda name: parts[name])
-    sentence = _sentence(record, found, largest, of(parts[largest], found))
-    return sentence + _predicted(record, largest) + _missed(record)
+    cause = max(parts, key=lambda name: parts[name])
+    took = _part_of(parts[cause], found.ttft_s)
+    return _sentence(record, found, cause, took) + _predicted(record, cause) + _missed(record)
 
 
-def _why_failed(record: Record) -> str:
-    after_s = max(record.ended_s - record.scheduled_s, 0.0)
-    tries = f" at attempt {record.attempt + 1}" if record.attempt else ""
-    detail = f": {record.error_detail}" if record.error_detail else ""
-    return f"failed ({record.error}) {seconds(after_s)} after it was due{tries}{detail}"
-
-
-def _sentence(record: Record, found: Split, cause: str, took: str) -> str:
+def _sentence(record: Record, found: TtftSplit, cause: str, took: str) -> str:
     node, actual = _node(record), record.actual or {}
     if cause == "late" and record.attempt:
         tries = "once" if record.attempt == 1 else f"{record.attempt} times"
@@ -110,11 +104,13 @@ def _sentence(record: Record, found: Split, cause: str, took: str) -> str:
     if cause == "queue":
         return f"waited {took} in the queue of {node}"
     if cause == "load":
-        what = _count("load of {:,} tokens", actual.get("cached_tokens"), "load")
-        return f"{what} over the link of {node} took {took}"
+        tokens = actual.get("cached_tokens")
+        load = "load" if tokens is None else f"load of {tokens:,} tokens"
+        return f"{load} over the link of {node} took {took}"
     if cause == "compute":
-        what = _count("computing {:,} new tokens", actual.get("new_tokens"), "computing")
-        return f"{what} on {node} took {took}"
+        tokens = actual.get("new_tokens")
+        computing = "computing" if tokens is None else f"computing {tokens:,} new tokens"
+        return f"{computing} on {node} took {took}"
     if cause == "way":
         return f"{took} passed between client and router (network, HTTP, tokenization)"
     if actual.get("ttft_s") is not None:
@@ -122,14 +118,9 @@ def _sentence(record: Record, found: Split, cause: str, took: str) -> str:
     return f"{took} at the endpoint; {NO_SPLIT}"
 
 
-def _count(text: str, tokens: object, unknown: str) -> str:
-    return text.format(tokens) if isinstance(tokens, int) else unknown
-
-
 def _predicted(record: Record, part: str) -> str:
     """What the router had expected of that part, or of the whole."""
-    predicted = record.predicted or {}
-    expected_s = predicted.get(f"{part}_s")
+    expected_s = (record.predicted or {}).get(f"{part}_s")
     if expected_s is not None:
         return f"; predicted {seconds(float(expected_s))}"
     if record.predicted_ttft_s is not None and part != "late":
@@ -144,33 +135,32 @@ def _missed(record: Record) -> str:
     if device is None or cached is None:
         return ""
     missing = record.cached_tokens - device - cached
-    if missing <= max(0.1 * record.cached_tokens, 0):
+    if missing <= 0.1 * record.cached_tokens:
         return ""
     return f"; {missing:,} of {record.cached_tokens:,} reusable tokens were in no cache there"
 
 
 def why_slow_tokens(record: Record) -> str:
     """One plain sentence about a request whose later tokens came slowly."""
-    if not record.gaps_s:
+    gaps_s = record.gaps_s
+    if not gaps_s:
         return "it has no second token"
-    total_s, longest_s = sum(record.gaps_s), max(record.gaps_s)
-    place = record.gaps_s.index(longest_s) + 2
+    chunks, total_s, longest_s = len(gaps_s) + 1, sum(gaps_s), max(gaps_s)
     where = f" on {_node(record)}" if record.node else ""
-    if longest_s >= _MOST * total_s and len(record.gaps_s) > 2:
+    if longest_s >= _MOST * total_s and chunks > 3:
         return (
-            f"one pause of {seconds(longest_s)}{where}, before chunk {place} of "
-            f"{len(record.gaps_s) + 1}, made most of its {seconds(total_s)} of decoding"
+            f"one pause of {seconds(longest_s)}{where}, before chunk {gaps_s.index(longest_s) + 2} "
+            f"of {chunks}, made most of its {seconds(total_s)} of decoding"
         )
     return (
-        f"{len(record.gaps_s) + 1} chunks in {seconds(total_s)}{where}, evenly: the longest pause "
-        f"was {seconds(longest_s)}"
+        f"{chunks} chunks in {seconds(total_s)}{where}, evenly: the longest pause was "
+        f"{seconds(longest_s)}"
     )
 
 
-def of(part_s: float, found: Split) -> str:
+def _part_of(part_s: float, whole_s: float) -> str:
     """A part, beside the whole if they differ."""
-    whole = seconds(found.ttft_s)
-    part = seconds(part_s)
+    part, whole = seconds(part_s), seconds(whole_s)
     return part if part == whole else f"{part.removesuffix(' s')} of {whole}"
 
 

@@ -1,7 +1,7 @@
 import pytest
 from msgspec.structs import replace
 
-from loadtest.slow import NO_SPLIT, split, why_slow, why_slow_tokens
+from loadtest.explain import NO_SPLIT, split, why_slow, why_slow_tokens
 from tests.loadtest.replay_records import failed, foreign, told
 
 
