@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 Ids = NDArray[np.uint64]
 
 
-class Run:
+class PrefixRun:
     """Blocks `ids[start:stop]`; `start` is also the number of blocks before it in the prefix.
 
     copy: another node holds them too, or did when they came; so is then all that follows them.
@@ -29,7 +29,13 @@ class Run:
     __slots__ = ("children", "copy", "ids", "parent", "pins", "start", "stop")
 
     def __init__(
-        self, ids: Ids, start: int, stop: int, parent: Run | None, pins: int, copy: bool = False
+        self,
+        ids: Ids,
+        start: int,
+        stop: int,
+        parent: PrefixRun | None,
+        pins: int,
+        copy: bool = False,
     ) -> None:
         self.ids = ids
         self.start = start
@@ -62,9 +68,9 @@ class PrefixCache:
     __slots__ = ("_copies", "_idle", "_runs", "blocks", "pinned", "spare")
 
     def __init__(self) -> None:
-        self._runs: dict[int, Run] = {}
-        self._idle: OrderedDict[Run, None] = OrderedDict()
-        self._copies: OrderedDict[Run, None] = OrderedDict()
+        self._runs: dict[int, PrefixRun] = {}
+        self._idle: OrderedDict[PrefixRun, None] = OrderedDict()
+        self._copies: OrderedDict[PrefixRun, None] = OrderedDict()
         self.blocks = 0
         self.pinned = 0
         self.spare = 0
@@ -79,8 +85,8 @@ class PrefixCache:
         return [run.ids[run.start : run.stop] for run in self._runs.values()]
 
     def match(
-        self, ids: Ids, limit: int, run: Run | None = None, start: int = 0
-    ) -> tuple[Run | None, int]:
+        self, ids: Ids, limit: int, run: PrefixRun | None = None, start: int = 0
+    ) -> tuple[PrefixRun | None, int]:
         """Longest held prefix of `ids[:limit]`: the run it ends in, perhaps inside, and its length.
 
         `run` and `start`, if given, are a match already known to go on from.
@@ -101,7 +107,7 @@ class PrefixCache:
                 break
         return last, at
 
-    def unpinned(self, run: Run | None, length: int) -> int:
+    def unpinned(self, run: PrefixRun | None, length: int) -> int:
         """Blocks of the prefix of `length` ending in `run` that no one has pinned."""
         while run is not None and not run.pins:
             run = run.parent
@@ -109,7 +115,9 @@ class PrefixCache:
             return length
         return max(length - run.stop, 0)
 
-    def pin(self, run: Run | None, length: int, upto: Run | None = None) -> Run | None:
+    def pin(
+        self, run: PrefixRun | None, length: int, upto: PrefixRun | None = None
+    ) -> PrefixRun | None:
         """Pin the first `length` blocks of a match that ends in `run`, down to (without) `upto`.
 
         Returns the run that ends at `length`: the handle for `unpin`.
@@ -118,7 +126,7 @@ class PrefixCache:
             return None
         if length < run.stop:
             run = self._split(run, length)
-        at: Run | None = run
+        at: PrefixRun | None = run
         idle = self._idle
         while at is not None and at is not upto:
             if not at.pins:
@@ -132,7 +140,7 @@ class PrefixCache:
             at = at.parent
         return run
 
-    def unpin(self, run: Run | None) -> None:
+    def unpin(self, run: PrefixRun | None) -> None:
         """Give back what `pin` or `extend` returned; it counts as used just now."""
         idle = self._idle
         while run is not None:
@@ -146,20 +154,20 @@ class PrefixCache:
                 self.pinned -= run.stop - run.start
             run = run.parent
 
-    def touch(self, run: Run | None, length: int) -> None:
+    def touch(self, run: PrefixRun | None, length: int) -> None:
         """Count a match as used just now."""
         if run is None:
             return
         if length < run.stop and not run.pins:
             run = self._split(run, length)
         idle = self._idle
-        at: Run | None = run
+        at: PrefixRun | None = run
         while at is not None:
             if not at.pins:
                 (self._copies if at.copy else idle).move_to_end(at)
             at = at.parent
 
-    def extend(self, run: Run | None, ids: Ids, stop: int, copy: bool = False) -> Run:
+    def extend(self, run: PrefixRun | None, ids: Ids, stop: int, copy: bool = False) -> PrefixRun:
         """Add blocks after a pinned prefix that ends in `run`, up to `stop`, pinned as it is.
 
         None of them may be held yet. Returns the new handle of the whole prefix. `copy`: another
@@ -179,7 +187,7 @@ class PrefixCache:
                 run.stop = stop
                 return run
             run.children += 1
-        new = Run(ids, start, stop, run, 1, copy)
+        new = PrefixRun(ids, start, stop, run, 1, copy)
         self._runs[ids.item(start)] = new
         return new
 
@@ -225,9 +233,9 @@ class PrefixCache:
         self._copies.clear()
         self.blocks = self.pinned = self.spare = 0
 
-    def _split(self, run: Run, length: int) -> Run:
+    def _split(self, run: PrefixRun, length: int) -> PrefixRun:
         """Cut a run in two at `length`; `run` stays the tail, the new head is returned."""
-        head = Run(run.ids, run.start, length, run.parent, run.pins, run.copy)
+        head = PrefixRun(run.ids, run.start, length, run.parent, run.pins, run.copy)
         head.children = 1
         self._runs[run.ids.item(run.start)] = head
         run.start = length

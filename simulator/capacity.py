@@ -33,7 +33,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +40,7 @@ from numpy.typing import NDArray
 from kappa.cost import StepWork, chunk_work, load_s, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
+from simulator.clusters import NodeSpec
 from simulator.reuse import Turns, turns_of
 from workload.expansion import expand
 from workload.shapes import SessionShape, Workload
@@ -61,110 +61,45 @@ _CLARITIES = 6
 _TOLERANCE = 1e-3
 
 
-class Spec(Protocol):
-    """What the bound needs of a node: its true profile, and its host memory for KV, in bytes."""
-
-    @property
-    def profile(self) -> NodeProfile:
-        """Rates, and device memory."""
-        ...
-
-    @property
-    def host_bytes(self) -> float:
-        """Host memory for KV."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class NodeClass:
-    """`count` like nodes, by the name of the first."""
+    """`count` like nodes, by the profile of the first."""
 
     profile: NodeProfile
     host_bytes: float
     count: int
 
 
-def node_classes(nodes: Iterable[Spec]) -> list[NodeClass]:
+def node_classes(nodes: Iterable[NodeSpec | NodeClass]) -> list[NodeClass]:
     """Nodes that differ by name only, counted together."""
     alike: dict[tuple[NodeProfile, float], list[NodeProfile]] = {}
     for node in nodes:
-        profile = node.profile
-        anonymous = replace(profile, name="", link_group="")
-        alike.setdefault((anonymous, node.host_bytes), []).append(profile)
+        anonymous = replace(node.profile, name="", link_group="")
+        alike.setdefault((anonymous, node.host_bytes), []).append(node.profile)
     return [NodeClass(some[0], key[1], len(some)) for key, some in alike.items()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Capacity:
-    """The bound, and the plan and the prices behind it.
-
-    rps: no policy serves more requests per second for long; lp_rps: what the clustered program
-    reaches, at most `rps`; flow_rps[cluster, node class, option]: its plan; use[node class,
-    resource]: share of each resource that the plan takes; prices[node class, resource]: requests
-    per second that one more unit would add; memory_price: the same for a byte of all memory.
-    nodes: the first of each class of like nodes, and counts, how many it has.
+class Bound:
+    """rps: no policy serves more requests per second for long; lp_rps: what the clustered program
+    reaches, at most `rps`, by the flows flow_rps[cluster of requests, node class, option].
     """
 
     rps: float
     lp_rps: float
-    nodes: tuple[str, ...]
-    counts: tuple[int, ...]
-    shares: Floats
-    cached_tokens: Floats
-    new_tokens: Floats
-    output_tokens: Floats
     flow_rps: Floats
-    use: Floats
-    prices: Floats
-    memory_price: float
-
-    def summary(self) -> dict[str, Any]:
-        """What binds, ready for JSON."""
-        option_rps = self.flow_rps.sum(axis=0)
-        return {
-            "rps": self.rps,
-            "lp_rps": self.lp_rps,
-            "clusters": len(self.shares),
-            "nodes": [
-                {
-                    "node": name,
-                    "count": self.counts[i],
-                    "rps": float(option_rps[i].sum()),
-                    "options": dict(zip(OPTIONS, option_rps[i].tolist(), strict=True)),
-                    "use": dict(zip(RESOURCES, self.use[i].tolist(), strict=True)),
-                }
-                for i, name in enumerate(self.nodes)
-            ],
-        }
 
 
 def capacity_rps(
     workload: Workload,
-    nodes: Sequence[Spec],
+    nodes: Sequence[NodeSpec | NodeClass],
     shape: ModelShape,
     *,
     warm: bool = False,
     requests: int = 25_000,
     seed: int = 0,
-    max_seqs: float = MAX_SEQS,
 ) -> float:
-    """The bound on requests/s alone; see `capacity`."""
-    return capacity(
-        workload, nodes, shape, warm=warm, requests=requests, seed=seed, max_seqs=max_seqs
-    ).rps
-
-
-def capacity(
-    workload: Workload,
-    nodes: Sequence[Spec],
-    shape: ModelShape,
-    *,
-    warm: bool = False,
-    requests: int = 25_000,
-    seed: int = 0,
-    max_seqs: float = MAX_SEQS,
-) -> Capacity:
-    """The bound for the first `requests` turns of the expanded workload.
+    """The bound, in requests/s, for the first `requests` turns of the expanded workload.
 
     Args:
         workload: the session shapes.
@@ -173,7 +108,6 @@ def capacity(
         warm: whether the documents that sessions are about are in the caches beforehand.
         requests: turns to count; a run of that many finds that much reuse.
         seed: order of the sessions.
-        max_seqs: sequences that one step can hold.
 
     Raises:
         ValueError: no nodes, an empty workload, or a model that leaves a node no KV memory.
@@ -184,15 +118,14 @@ def capacity(
     classes = node_classes(nodes)
     # The rate sets how long prefixes shared by sessions must be held: the faster, the shorter.
     # From an endless rate down, every round is a bound; the rounds shrink to a fixed point.
-    found = None
+    found_rps = math.inf
     for _ in range(_ROUNDS):
-        rate_rps = found.rps if found else math.inf
+        rate_rps = found_rps
         turns = turns_of(sessions, workload.block_tokens, rate_rps, warm=warm)
-        found = capacity_of(turns, classes, shape, max_seqs=max_seqs)
-        if found.rps >= rate_rps * (1 - _TOLERANCE):
+        found_rps = bound_of(turns, classes, shape).rps
+        if found_rps >= rate_rps * (1 - _TOLERANCE):
             break
-    assert found is not None
-    return found
+    return found_rps
 
 
 def _first_sessions(sessions: Iterable[SessionShape], requests: int) -> list[SessionShape]:
@@ -206,18 +139,11 @@ def _first_sessions(sessions: Iterable[SessionShape], requests: int) -> list[Ses
     return taken
 
 
-def capacity_of(
-    turns: Turns,
-    nodes: Sequence[NodeClass],
-    shape: ModelShape,
-    *,
-    max_seqs: float = MAX_SEQS,
-    refinements: int = _REFINEMENTS,
-) -> Capacity:
+def bound_of(turns: Turns, nodes: Sequence[NodeClass], shape: ModelShape) -> Bound:
     """The bound for requests like `turns`, whose holding times are given."""
     if not nodes:
         raise ValueError("the cluster has no nodes: give at least one")
-    costs = np.stack([request_costs(turns, node, shape, max_seqs) for node in nodes], axis=1)
+    costs = np.stack([request_costs(turns, node, shape) for node in nodes], axis=1)
     supply = np.array([_supply(node, shape) for node in nodes])
     host_bytes = sum(node.count * node.host_bytes for node in nodes)
     memory_bytes = float(host_bytes + supply[:, RESOURCES.index("device")].sum())
@@ -226,41 +152,25 @@ def capacity_of(
 
     label = _by_size(turns)
     bound_rps = math.inf
-    best = None
-    for _ in range(1 + refinements):
+    best: _Plan | None = None
+    for _ in range(1 + _REFINEMENTS):
         plan = _solve(costs, held, label, supply, memory_bytes)
         # Weak duality over single requests: what all supply is worth / a mean request's least cost.
         worth = float((plan.prices * supply).sum() + plan.memory_price * memory_bytes)
         priced = np.einsum("rgok,gk->rgo", costs, plan.prices)
         priced = (priced + plan.memory_price * held[:, None, :]).reshape(len(turns), -1)
         bound_rps = min(bound_rps, worth / float(priced.min(axis=1).mean()))
-        if best is None or plan.rps > best[0].rps:
-            best = (plan, label)
-        if best[0].rps > (1 - _TOLERANCE) * bound_rps:
+        if best is None or plan.rps > best.rps:
+            best = plan
+        if best.rps > (1 - _TOLERANCE) * bound_rps:
             break
         label = _by_choice(priced)
     assert best is not None
-    plan, label = best
-    return Capacity(
-        # The plan is one for single requests too: rounding must not let the bound undercut it.
-        rps=max(bound_rps, plan.rps),
-        lp_rps=plan.rps,
-        nodes=tuple(node.profile.name for node in nodes),
-        counts=tuple(node.count for node in nodes),
-        shares=np.bincount(label) / len(turns),
-        cached_tokens=_means(turns.cached_tokens, label),
-        new_tokens=_means(turns.new_tokens, label),
-        output_tokens=_means(turns.output_tokens, label),
-        flow_rps=plan.flow_rps,
-        use=np.einsum("cgo,cgok->gk", plan.flow_rps, _means(costs, label)) / supply,
-        prices=plan.prices,
-        memory_price=plan.memory_price,
-    )
+    # The plan is one for single requests too: rounding must not let the bound undercut it.
+    return Bound(max(bound_rps, best.rps), best.rps, best.flow_rps)
 
 
-def request_costs(
-    turns: Turns, node: NodeClass, shape: ModelShape, max_seqs: float = MAX_SEQS
-) -> Floats:
+def request_costs(turns: Turns, node: NodeClass, shape: ModelShape) -> Floats:
     """What each request takes of one node, [request, option, resource], at the very least."""
     step = step_model(shape, node.profile)
     token_bytes = kv_bytes_per_token(shape)
@@ -270,7 +180,7 @@ def request_costs(
     decoded = np.maximum(turns.output_tokens - 1.0, 0.0)
     pairs = decoded * (prompt + 0.5 * (decoded + 1.0))
     # Its weights and fixed cost are shared by as many sequences as a step holds.
-    decode = step.parts(StepWork(decoded, pairs, prompt + pairs), steps=decoded / max_seqs)
+    decode = step.parts(StepWork(decoded, pairs, prompt + pairs), steps=decoded / MAX_SEQS)
     decode_s = decode.compute_s + decode.fixed_s
     prefill_s = step.parts(chunk_work(new, cached)).compute_s
     anew_s = step.parts(chunk_work(prompt, np.zeros_like(prompt))).compute_s
@@ -311,7 +221,7 @@ def _by_size(turns: Turns) -> NDArray[np.int64]:
 
 
 def _by_choice(priced: Floats) -> NDArray[np.int64]:
-    """Clusters by the node and option that prices tell each to take, and by how clearly."""
+    """Clusters by the node and option that is cheapest at these prices, and by how clearly."""
     ranked = np.sort(priced, axis=1)[:, :2]
     clearly = ranked[:, -1] - ranked[:, 0]
     label = priced.argmin(axis=1) * _CLARITIES

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kappa.cost import StepModel, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
+from scheduler.config import FairConfig, LinkRates
 
 _USABLE_HBM = 0.9
 
@@ -43,13 +45,12 @@ class NodeSpec:
 
     @property
     def name(self) -> str:
-        """The node's name, also its worker's."""
         return self.profile.name
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
-    """Named nodes."""
+class SimulatedCluster:
+    """Nodes, each of a name of its own."""
 
     name: str
     nodes: tuple[NodeSpec, ...]
@@ -81,46 +82,87 @@ def kv_room(node: NodeSpec, shape: ModelShape, block_tokens: int) -> KVRoom:
     return KVRoom(int(free // block_bytes), int(node.host_bytes // block_bytes))
 
 
-def _node(
-    gpu: str,
-    link: str,
-    *,
-    link_bytes_per_s: float,
-    flops_per_s: float,
-    hbm_bytes_per_s: float,
-    hbm_bytes: float,
-    host_bytes: float,
-    cost_per_hour: float,
-    watts: float,
-) -> NodeSpec:
+@dataclass(frozen=True, slots=True)
+class NodeModel:
+    """The true constants of a node, and the step constants that its announcement claims.
+
+    load_block_s, store_block_s: link seconds a block; load_fixed_s: of each transfer besides.
+    rule: by name, as `scheduler.catalogue` has it; fair: its settings and the tenants' weights.
+    link_order, duplex: as `scheduler.link_order` has them. block_bytes, network_bytes_per_s: for KV
+    fetched from a peer.
+    """
+
+    step: StepModel
+    announced_step: StepModel
+    block_tokens: int
+    device_blocks: int
+    host_blocks: int
+    load_block_s: float
+    store_block_s: float
+    load_fixed_s: float
+    budget_tokens: int = 8192
+    max_running: int = 256
+    rule: str = "fcfs"
+    fair: FairConfig = field(default_factory=FairConfig)
+    link_order: str = "loads_first"
+    duplex: str = "half"
+    block_bytes: float = 0.0
+    network_bytes_per_s: float = 25e9
+
+    @property
+    def link_rates(self) -> LinkRates:
+        """What the node's rule knows of its link."""
+        return LinkRates(self.load_block_s / self.block_tokens, self.load_fixed_s)
+
+
+def node_model(spec: NodeSpec, shape: ModelShape, block_tokens: int) -> NodeModel:
+    """The constants of a node that serves a model, and announces the truth.
+
+    Raises:
+        ClusterError: the model does not fit.
+    """
+    profile, room = spec.profile, kv_room(spec, shape, block_tokens)
+    block_bytes = kv_bytes_per_token(shape) * block_tokens
+    step = step_model(shape, profile)
+    return NodeModel(
+        step=step,
+        announced_step=step,
+        block_tokens=block_tokens,
+        device_blocks=room.device_blocks,
+        host_blocks=room.host_blocks,
+        load_block_s=block_bytes / profile.h2d_bytes_per_s,
+        store_block_s=block_bytes / profile.store_bytes_per_s,
+        load_fixed_s=profile.load_fixed_s,
+        block_bytes=block_bytes,
+        network_bytes_per_s=spec.network_bytes_per_s,
+    )
+
+
+def _node(gpu: str, link: str, host_bytes: float, watts: float, **rates: Any) -> NodeSpec:
     profile = NodeProfile(
         name=gpu.lower(),
         gpu=gpu,
         link_name=link,
-        h2d_bytes_per_s=link_bytes_per_s,
-        flops_per_s=flops_per_s,
-        hbm_bytes_per_s=hbm_bytes_per_s,
-        hbm_bytes=hbm_bytes,
         load_fixed_s=1e-3,
         step_fixed_s=2e-3,
-        cost_per_hour=cost_per_hour,
         reference="effective rates, assumed; HBM and power from data sheets",
+        **rates,
     )
     return NodeSpec(profile, host_bytes, watts)
 
 
 KINDS: dict[str, NodeSpec] = {
     "a100": _node(
-        "A100", "PCIe-4 x16", link_bytes_per_s=25e9, flops_per_s=180e12, hbm_bytes_per_s=2.0e12,
-        hbm_bytes=80e9, host_bytes=128e9, cost_per_hour=1.8, watts=400.0,
+        "A100", "PCIe-4 x16", host_bytes=128e9, watts=400.0, h2d_bytes_per_s=25e9,
+        flops_per_s=180e12, hbm_bytes_per_s=2.0e12, hbm_bytes=80e9, cost_per_hour=1.8,
     ),
     "h100": _node(
-        "H100", "PCIe-5 x16", link_bytes_per_s=55e9, flops_per_s=400e12, hbm_bytes_per_s=3.35e12,
-        hbm_bytes=80e9, host_bytes=256e9, cost_per_hour=3.0, watts=700.0,
+        "H100", "PCIe-5 x16", host_bytes=256e9, watts=700.0, h2d_bytes_per_s=55e9,
+        flops_per_s=400e12, hbm_bytes_per_s=3.35e12, hbm_bytes=80e9, cost_per_hour=3.0,
     ),
     "gh200": _node(
-        "GH200", "NVLink-C2C", link_bytes_per_s=375e9, flops_per_s=400e12, hbm_bytes_per_s=4.0e12,
-        hbm_bytes=96e9, host_bytes=480e9, cost_per_hour=3.3, watts=900.0,
+        "GH200", "NVLink-C2C", host_bytes=480e9, watts=900.0, h2d_bytes_per_s=375e9,
+        flops_per_s=400e12, hbm_bytes_per_s=4.0e12, hbm_bytes=96e9, cost_per_hour=3.3,
     ),
 }  # fmt: skip
 """The kinds of node that a cluster file may name."""
@@ -140,15 +182,17 @@ def numbered(spec: NodeSpec, count: int, first: int = 0) -> list[NodeSpec]:
     ]
 
 
-def scaled(cluster: Cluster, nodes: int) -> Cluster:
+def scaled(cluster: SimulatedCluster, nodes: int) -> SimulatedCluster:
     """A cluster of `nodes` nodes with the same mix of kinds, in turn."""
     specs = [cluster.nodes[i % len(cluster.nodes)] for i in range(nodes)]
-    named = [replace(s, profile=replace(s.profile, name=f"{i}-{s.name}")) for i, s in
-             enumerate(specs)]  # fmt: skip
-    return Cluster(f"{cluster.name} x{nodes}", tuple(named))
+    named = (
+        replace(spec, profile=replace(spec.profile, name=f"{i}-{spec.name}"))
+        for i, spec in enumerate(specs)
+    )
+    return SimulatedCluster(f"{cluster.name} x{nodes}", tuple(named))
 
 
-def cluster_named(name_or_path: str) -> Cluster:
+def cluster_named(name_or_path: str) -> SimulatedCluster:
     """A built-in cluster, or one from a YAML or JSON file.
 
     A file holds a list of nodes (or a mapping with `nodes`), each with a `kind` to start from, or
@@ -160,19 +204,23 @@ def cluster_named(name_or_path: str) -> Cluster:
     mix = _BUILT_IN.get(name_or_path.lower())
     if mix is not None:
         nodes = [node for kind, count in mix for node in numbered(KINDS[kind], count)]
-        return Cluster(name_or_path.lower(), tuple(nodes))
+        return SimulatedCluster(name_or_path.lower(), tuple(nodes))
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
         return _read(path)
-    near = difflib.get_close_matches(name_or_path.lower(), _BUILT_IN, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ClusterError(
-        f"no cluster named {name_or_path!r}.{hint} Known: {', '.join(sorted(_BUILT_IN))}; "
-        "or give the path of a YAML or JSON file."
+        f"no cluster named {name_or_path!r}.{_known(name_or_path.lower(), _BUILT_IN)}; or give the "
+        "path of a YAML or JSON file."
     )
 
 
-def _read(path: Path) -> Cluster:
+def _known(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{hint} Known: {', '.join(sorted(names))}"
+
+
+def _read(path: Path) -> SimulatedCluster:
     try:
         text = path.read_text(encoding="utf-8")
         data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -190,60 +238,63 @@ def _read(path: Path) -> Cluster:
         first = seen.get(spec.name, 0)
         nodes += numbered(spec, count, first)
         seen[spec.name] = first + count
-    return Cluster(path.stem, tuple(nodes))
+    return SimulatedCluster(path.stem, tuple(nodes))
 
 
-_PROFILE_KEYS = {f.name for f in fields(NodeProfile)}
-_SPEC_KEYS = ("host_bytes", "watts", "network_bytes_per_s")
+_Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-def _parse(row: object, where: str) -> tuple[NodeSpec, int]:
-    if not isinstance(row, Mapping):
-        raise ClusterError(f"{where}: expected a mapping, found {type(row).__name__}")
-    given: dict[str, Any] = dict(row)
-    count = given.pop("count", 1)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ClusterError(f"{where}: count is {count!r}: give a whole number, 1 or more")
-    kind = given.pop("kind", None)
-    where = f"{where} ({given.get('name', kind)})"
-    if kind is not None and str(kind).lower() not in KINDS:
-        near = difflib.get_close_matches(str(kind).lower(), KINDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ClusterError(f"{where}: no kind {kind!r}.{hint} Known: {', '.join(sorted(KINDS))}")
-    unknown = sorted(set(given) - _PROFILE_KEYS - set(_SPEC_KEYS))
+class _Row(BaseModel):
+    """An entry of a cluster file: what a profile does not hold; its other keys are a profile's."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    kind: str | None = None
+    count: Annotated[int, Field(ge=1)] = 1
+    host_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    watts: _Above0 | None = None
+    network_bytes_per_s: _Above0 | None = None
+
+
+_OWN_KEYS = ("host_bytes", "watts", "network_bytes_per_s")
+_KEYS = {*_OWN_KEYS, *(f.name for f in fields(NodeProfile))}
+
+
+def _parse(data: object, where: str) -> tuple[NodeSpec, int]:
+    """A node and how many there are of it; ClusterError says what is wrong with it."""
+    if not isinstance(data, Mapping):
+        raise ClusterError(f"{where}: expected a mapping, found {type(data).__name__}")
+    where = f"{where} ({data.get('name', data.get('kind'))})"
+    try:
+        row = _Row.model_validate(dict(data))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, message = first["loc"][0], first["msg"]
+        raise ClusterError(f"{where}: {key} is {first['input']!r}: {message}") from None
+    profile: dict[str, Any] = row.model_extra or {}
+    unknown = sorted(set(profile) - _KEYS)
     if unknown:
         raise ClusterError(
             f"{where}: no key {', '.join(map(repr, unknown))}: remove it, or use kind, count or "
-            f"one of {', '.join(sorted(_PROFILE_KEYS | set(_SPEC_KEYS)))}"
+            f"one of {', '.join(sorted(_KEYS))}"
         )
-    base = KINDS[str(kind).lower()] if kind is not None else None
-    start = base.profile.to_dict() if base is not None else {"name": "", "gpu": "", "link_name": ""}
-    extra = {
-        key: given.pop(key, getattr(base, key, None) if base is not None else None)
-        for key in _SPEC_KEYS
-    }
+    base = None if row.kind is None else KINDS.get(row.kind.lower())
+    if row.kind is not None and base is None:
+        known = _known(row.kind.lower(), KINDS)
+        raise ClusterError(f"{where}: no kind {row.kind!r}.{known}")
+    start = {"name": "", "gpu": "", "link_name": ""} if base is None else base.profile.to_dict()
+    own = {key: getattr(row, key) for key in _OWN_KEYS if getattr(row, key) is not None}
     try:
-        profile = NodeProfile.from_dict({**start, **given})
-        spec = NodeSpec(profile, **{k: v for k, v in extra.items() if v is not None})
+        made = NodeProfile.from_dict({**start, **profile})
+        spec = NodeSpec(made, **own) if base is None else replace(base, profile=made, **own)
     except (TypeError, ValueError) as error:
         raise ClusterError(f"{where}: {error}") from None
-    if not profile.name:
+    if not spec.name:
         raise ClusterError(f"{where}: has neither a kind nor a name: give one")
-    _check_spec(spec, where)
-    return spec, count
+    return spec, row.count
 
 
-def _check_spec(spec: NodeSpec, where: str) -> None:
-    for key in _SPEC_KEYS:
-        value = getattr(spec, key)
-        least = 0.0 if key == "host_bytes" else math.ulp(0.0)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ClusterError(f"{where}: {key} is {value!r}: give a number")
-        if not (math.isfinite(value) and value >= least):
-            raise ClusterError(f"{where}: {key} is {value!r}: give a finite number above zero")
-
-
-def check(cluster: Cluster, shape: ModelShape, block_tokens: int) -> None:
+def check(cluster: SimulatedCluster, shape: ModelShape, block_tokens: int) -> None:
     """Refuse a cluster without nodes, with two of one name, or with one that cannot hold the model.
 
     Raises:
@@ -256,5 +307,4 @@ def check(cluster: Cluster, shape: ModelShape, block_tokens: int) -> None:
         if node.name in names:
             raise ClusterError(f"node {node.name}: the name is there twice in {cluster.name}")
         names.add(node.name)
-        _check_spec(node, f"node {node.name}")
         kv_room(node, shape, block_tokens)

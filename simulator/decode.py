@@ -15,7 +15,7 @@ import math
 from heapq import heappop, heappush
 
 from kappa.cost import StepModel, decode_work
-from simulator.memory import Job
+from simulator.memory import SimulatedJob
 
 
 class DecodeRun:
@@ -87,10 +87,10 @@ class Decoding:
         self.count = 0
         self._block_tokens = block_tokens
         self._order = 0
-        self._finish: list[tuple[int, int, Job]] = []
-        self._grow: list[tuple[int, int, Job]] = []
+        self._finish: list[tuple[int, int, SimulatedJob]] = []
+        self._grow: list[tuple[int, int, SimulatedJob]] = []
 
-    def join(self, job: Job, left: int) -> None:
+    def join(self, job: SimulatedJob, left: int) -> None:
         """Its prompt is computed and `left` tokens are still to come."""
         self._order += 1
         count, context = self.count, job.total_tokens
@@ -104,7 +104,7 @@ class Decoding:
         self.requests += 1
         self.context_tokens += context
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: SimulatedJob) -> None:
         """It decodes no more; what it has generated is noted on it."""
         steps = self.count - job.joined_at
         job.generated += steps
@@ -117,7 +117,7 @@ class Decoding:
         self.count += steps
         self.context_tokens += steps * self.requests
 
-    def next_finished(self) -> Job | None:
+    def next_finished(self) -> SimulatedJob | None:
         """One that is done by now; it has left."""
         finish = self._finish
         while finish and finish[0][0] <= self.count:
@@ -127,7 +127,7 @@ class Decoding:
                 return job
         return None
 
-    def next_growing(self, count: int) -> Job | None:
+    def next_growing(self, count: int) -> SimulatedJob | None:
         """One that needs a block for the steps up to `count`; `grown` says that it got it."""
         grow = self._grow
         while grow and grow[0][0] <= count:
@@ -137,7 +137,7 @@ class Decoding:
             heappop(grow)
         return None
 
-    def grown(self, job: Job) -> None:
+    def grown(self, job: SimulatedJob) -> None:
         """The first in line got its block, and will need another in so many steps."""
         at, order, _ = heappop(self._grow)
         following = at + self._block_tokens

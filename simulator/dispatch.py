@@ -16,7 +16,7 @@ from router.index.kv_events import StreamCursor, Tier, WorkerReset
 from router.router import Router
 from simulator.cache import Ids
 from simulator.faults import TransientFault
-from simulator.memory import Job
+from simulator.memory import SimulatedJob
 from simulator.node import Node
 from workload.shapes import TurnShape
 
@@ -52,13 +52,13 @@ class Dispatcher:
     def drop(self, node: int, tier: Tier, ids: list[Ids]) -> None:
         """A node holds these blocks no more."""
 
-    def admitted(self, node: int, job: Job) -> None:
+    def admitted(self, node: int, job: SimulatedJob) -> None:
         """An engine admitted a request."""
 
-    def first_token(self, job: Job, now_s: float) -> None:
+    def first_token(self, job: SimulatedJob, now_s: float) -> None:
         """A request's first token came."""
 
-    def finished(self, job: Job, now_s: float) -> None:
+    def finished(self, job: SimulatedJob, now_s: float) -> None:
         """A request ended."""
 
     def lost(self, node: int) -> None:
@@ -163,18 +163,18 @@ class RouterDispatch(Dispatcher):
         stream = self._streams.get(node) if self._streams else None
         return stream is None or stream.arrives()
 
-    def admitted(self, node: int, job: Job) -> None:
+    def admitted(self, node: int, job: SimulatedJob) -> None:
         """Goes with the next report."""
         total, device, host = job.total_tokens, job.device_tokens, job.cached_tokens
         self._admissions[node].append(
             Admission(str(job.key), device, host, max(total - device - host, 1))
         )
 
-    def first_token(self, job: Job, now_s: float) -> None:
+    def first_token(self, job: SimulatedJob, now_s: float) -> None:
         """To the router."""
         self._router.first_token(str(job.key), now_s + self._clock_s)
 
-    def finished(self, job: Job, now_s: float) -> None:
+    def finished(self, job: SimulatedJob, now_s: float) -> None:
         """To the router: the tokens it made, and that it is over."""
         name = str(job.key)
         self._router.tokens(name, job.output_tokens)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from scheduler.link_order import FULL, HALF, LOADS_FIRST, LinkOrder
 from simulator.cache import Ids
 from simulator.loop import Loop, Noise
-from simulator.memory import Job
+from simulator.memory import SimulatedJob
 
 STORE_BACKLOG_S = 10.0
 
@@ -35,13 +35,13 @@ class _Transfer:
 
     seconds: float
     blocks: int
-    job: Job | None = None
+    job: SimulatedJob | None = None
     ids: Ids | None = None
     stop: int = 0
 
 
 class LinkServer:
-    """Serves one transfer at a time; loaded, stored: as `Link` takes them."""
+    """Serves one transfer at a time; loaded, stored: as `NodeLink` takes them."""
 
     __slots__ = (
         "_busy", "_end_s", "_loaded", "_loop", "_model", "_noise", "_order", "_queued_store_s",
@@ -54,7 +54,7 @@ class LinkServer:
         loop: Loop,
         noise: Noise,
         model: LinkModel,
-        loaded: Callable[[Job, float], None],
+        loaded: Callable[[SimulatedJob, float], None],
         stored: Callable[[Ids, int, int], None],
     ) -> None:
         self._loop, self._noise, self._model = loop, noise, model
@@ -68,7 +68,7 @@ class LinkServer:
         self.busy_s = self.load_s = self.store_s = 0.0
         self.load_blocks = self.store_blocks = self.stores_dropped = 0
 
-    def load(self, job: Job, blocks: int) -> None:
+    def load(self, job: SimulatedJob, blocks: int) -> None:
         """Bring a job's blocks to the device."""
         seconds = self._model.fixed_s + blocks * self._model.load_block_s
         self._order.add(_Transfer(seconds, blocks, job), load=True)
@@ -143,7 +143,7 @@ class LinkServer:
         self._stored(transfer.ids, transfer.stop - transfer.blocks, transfer.stop)
 
 
-class Link:
+class NodeLink:
     """One node's link: `up` serves loads and `down` stores, one and the same with half duplex.
 
     Args:
@@ -165,7 +165,7 @@ class Link:
         loop: Loop,
         noise: Noise,
         model: LinkModel,
-        loaded: Callable[[Job, float], None],
+        loaded: Callable[[SimulatedJob, float], None],
         stored: Callable[[Ids, int, int], None],
         duplex: str = HALF,
     ) -> None:

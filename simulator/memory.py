@@ -11,10 +11,10 @@ from typing import Protocol
 
 from router.index.kv_events import Tier
 from scheduler.work import Quote, Work
-from simulator.cache import Ids, PrefixCache, Run
+from simulator.cache import Ids, PrefixCache, PrefixRun
 
 
-class Job(Work):
+class SimulatedJob(Work):
     """A request sent to a node; a retried request is a new job.
 
     key: the request's number in the traffic. prompt_tokens, output_tokens: its lengths. ids: its
@@ -48,8 +48,8 @@ class Job(Work):
         self.output_tokens = output_tokens
         self.ids = ids
         self.kept = kept
-        self.path: Run | None = None
-        self.host_path: Run | None = None
+        self.path: PrefixRun | None = None
+        self.host_path: PrefixRun | None = None
         self.hashed = 0
         self.private = 0
         self.stored = 0
@@ -101,7 +101,7 @@ class NodeMemory:
         self.host = PrefixCache()
         self.private = 0
         self.version = 0
-        self.waited_for: dict[Job, tuple[int, int]] = {}
+        self.waited_for: dict[SimulatedJob, tuple[int, int]] = {}
 
     @property
     def held(self) -> int:
@@ -124,7 +124,7 @@ class NodeMemory:
 
         At least one token of a prompt is computed, so a full hit gives its last block back.
         """
-        assert isinstance(work, Job)
+        assert isinstance(work, SimulatedJob)
         size, ids, total = self.block_tokens, work.ids, work.total_tokens
         usable = (total - 1) // size
         run, found = self.device.match(ids, usable)
@@ -146,7 +146,7 @@ class NodeMemory:
 
     def take(self, work: Work, quote: Quote) -> Quote:
         """Reserve a request's blocks and pin what it found."""
-        assert isinstance(work, Job)
+        assert isinstance(work, SimulatedJob)
         size, ids = self.block_tokens, work.ids
         found = quote.device_tokens // size
         run, found = self.device.match(ids, found)
@@ -170,19 +170,19 @@ class NodeMemory:
 
     # -- what happens to a request ------------------------------------------------------------
 
-    def arrived(self, job: Job) -> None:
+    def arrived(self, job: SimulatedJob) -> None:
         """It waits: what the host tier holds of it is wanted, others are evicted first."""
         usable = (job.total_tokens - 1) // self.block_tokens
         self.host.touch(*self.host.match(job.ids, usable))
 
-    def landed(self, job: Job) -> None:
+    def landed(self, job: SimulatedJob) -> None:
         """Its host blocks are on the device now."""
         _, stop = self.waited_for.pop(job)
         self.host.unpin(job.host_path)
         job.host_path = None
         self.computed(job, stop)
 
-    def load_failed(self, job: Job) -> None:
+    def load_failed(self, job: SimulatedJob) -> None:
         """Its host blocks did not arrive: they are computed."""
         start, stop = self.waited_for.pop(job)
         self.host.unpin(job.host_path)
@@ -191,7 +191,7 @@ class NodeMemory:
         job.computed_tokens -= lost
         job.cached_tokens = max(job.cached_tokens - lost, 0)
 
-    def computed(self, job: Job, stop: int) -> None:
+    def computed(self, job: SimulatedJob, stop: int) -> None:
         """Its first `stop` blocks are on the device: others can find them from now on."""
         device, ids, hashed = self.device, job.ids, job.hashed
         if stop <= hashed:
@@ -208,7 +208,7 @@ class NodeMemory:
         self.private -= stop - hashed
         self.version += 1
 
-    def grow(self, job: Job) -> bool:
+    def grow(self, job: SimulatedJob) -> bool:
         """One more block for a decoding request; False if there is none."""
         if self.available() < 1:
             return False
@@ -217,7 +217,7 @@ class NodeMemory:
         self.private += 1
         return True
 
-    def release(self, job: Job) -> None:
+    def release(self, job: SimulatedJob) -> None:
         """It is done, or preempted: its own blocks are free, the findable ones stay as cache."""
         self.private -= job.private
         job.private = 0
@@ -242,19 +242,21 @@ class NodeMemory:
         """Host blocks unused, or held only as copies of what a peer has: room for fetches."""
         return self.host_blocks - self.host.blocks + self.host.spare
 
-    def hold_copy(self, ids: Ids, stop: int) -> Run | None:
+    def hold_copy(self, ids: Ids, stop: int) -> PrefixRun | None:
         """Hold what was fetched from a peer; pinned until the handle is unpinned.
 
         It is evicted before what is only here.
         """
         return self._into_host(ids, stop, copy=True)[0]
 
-    def pin_copy(self, ids: Ids, stop: int) -> Run | None:
+    def pin_copy(self, ids: Ids, stop: int) -> PrefixRun | None:
         """Pin the copy, if it is one, that the host tier has of a prefix of `ids[:stop]`."""
         run, length = self.host.match(ids, stop)
         return self.host.pin(run, length) if run is not None and run.copy else None
 
-    def _into_host(self, ids: Ids, stop: int, copy: bool = False) -> tuple[Run | None, int, int]:
+    def _into_host(
+        self, ids: Ids, stop: int, copy: bool = False
+    ) -> tuple[PrefixRun | None, int, int]:
         """Pinned in the host tier as far as there is room: the handle, where it ends and began."""
         host = self.host
         run, length = host.match(ids, stop)

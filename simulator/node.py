@@ -10,50 +10,20 @@ while somebody waits. Everything happens at the loop's time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kappa.cost import StepModel, StepParts
+from kappa.cost import StepParts
 from kappa.protocol import COMPUTE_STEP_TOKENS
 from scheduler.batching import Batcher, Step
 from scheduler.catalogue import rule_named
-from scheduler.config import FairConfig, LinkRates
 from simulator.cache import Ids
+from simulator.clusters import NodeModel
 from simulator.decode import DecodeRun, Decoding
-from simulator.link import Link, LinkModel
+from simulator.link import LinkModel, NodeLink
 from simulator.loop import Loop, Noise
-from simulator.memory import CacheListener, Job, NodeMemory
+from simulator.memory import CacheListener, NodeMemory, SimulatedJob
 
 _FOREVER = 1 << 60
-
-
-@dataclass(frozen=True, slots=True)
-class NodeModel:
-    """The true constants of a node, and the step constants that its announcement claims.
-
-    load_block_s, store_block_s: link seconds a block; load_fixed_s: of each transfer besides.
-    rule: by name, as `scheduler.catalogue` has it; fair: its settings and the tenants' weights.
-    link_order, duplex: as `scheduler.link_order` has them.
-    """
-
-    step: StepModel
-    announced_step: StepModel
-    block_tokens: int
-    device_blocks: int
-    host_blocks: int
-    load_block_s: float
-    store_block_s: float
-    load_fixed_s: float
-    budget_tokens: int = 8192
-    max_running: int = 256
-    rule: str = "fcfs"
-    fair: FairConfig = field(default_factory=FairConfig)
-    link_order: str = "loads_first"
-    duplex: str = "half"
-
-    @property
-    def link_rates(self) -> LinkRates:
-        """What the node's rule knows of its link."""
-        return LinkRates(self.load_block_s / self.block_tokens, self.load_fixed_s)
 
 
 @dataclass(slots=True)
@@ -82,7 +52,6 @@ class NodeTotals:
     failed_loads: int = 0
 
     def add_steps(self, steps: int, tokens: int, seconds: float) -> None:
-        """So many iterations took so long."""
         self.steps += steps
         self.step_tokens += tokens
         self.step_s += seconds
@@ -95,7 +64,6 @@ class NodeTotals:
             self.computed_announced_s += announced.compute_s
 
     def add_scheduler(self, scheduler: Batcher) -> None:
-        """What a scheduler and its rule counted in their life."""
         fill, steps = scheduler.budget_fill
         self.fill += fill
         self.fill_steps += steps
@@ -125,9 +93,9 @@ class Node:
         link_noise: Noise,
         listener: CacheListener | None,
         *,
-        admitted: Callable[[Job], None] | None,
-        first_token: Callable[[Job], None],
-        finished: Callable[[Job], None],
+        admitted: Callable[[SimulatedJob], None] | None,
+        first_token: Callable[[SimulatedJob], None],
+        finished: Callable[[SimulatedJob], None],
     ) -> None:
         self.index = index
         self.model = model
@@ -145,7 +113,7 @@ class Node:
             load_block_s=model.load_block_s, store_block_s=model.store_block_s,
             fixed_s=model.load_fixed_s, order=model.link_order,
         )  # fmt: skip
-        self.link = Link(loop, link_noise, speeds, self._loaded, self._stored, model.duplex)
+        self.link = NodeLink(loop, link_noise, speeds, self._loaded, self._stored, model.duplex)
         self._version = 0
         self._reset()
 
@@ -158,7 +126,7 @@ class Node:
         self.scheduler = Batcher(self.memory, rule, model.budget_tokens, model.max_running)
         # Whether the rule may admit with time what it did not before, though nothing happened.
         self._timed: bool = getattr(rule, "timed", True)
-        self.jobs: dict[Job, None] = {}
+        self.jobs: dict[SimulatedJob, None] = {}
         self._decoding = Decoding(model.block_tokens)
         self._step: Step | None = None
         self._run: DecodeRun | None = None
@@ -168,8 +136,8 @@ class Node:
         self._cut = False
         self._held_since_s = self._loop.now_s
         # Loads that landed during this iteration, and those known to have landed before it.
-        self._landed: list[Job] = []
-        self._polled: list[Job] = []
+        self._landed: list[SimulatedJob] = []
+        self._polled: list[SimulatedJob] = []
         self._version += 1
 
     # -- from outside -------------------------------------------------------------------------
@@ -179,7 +147,7 @@ class Node:
         size = self.model.block_tokens
         return -(-(prompt_tokens + output_tokens) // size) <= self.model.device_blocks
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SimulatedJob) -> None:
         """A request arrives; it must fit."""
         self.jobs[job] = None
         # As engines bound an answer by the context they can hold.
@@ -189,7 +157,7 @@ class Node:
         if self.scheduler.add(job, self._loop.now_s):
             self._poke()
 
-    def fail(self) -> list[Job]:
+    def fail(self) -> list[SimulatedJob]:
         """The node dies: all it held is gone; returns the requests it had."""
         lost = list(self.jobs)
         self.totals.add_scheduler(self.scheduler)
@@ -199,7 +167,6 @@ class Node:
         return lost
 
     def recover(self) -> None:
-        """It is back, empty."""
         self.alive = True
 
     def set_slow(self, factor: float) -> None:
@@ -261,7 +228,7 @@ class Node:
     def _start_admitted(self, step: Step) -> None:
         size = self.model.block_tokens
         for work, quote in step.admitted:
-            assert isinstance(work, Job)
+            assert isinstance(work, SimulatedJob)
             if quote.host_tokens:
                 self.link.load(work, quote.host_tokens // size)
             if self._admitted is not None:
@@ -296,7 +263,7 @@ class Node:
             self._decoding.advance(1)
         size, memory = self.model.block_tokens, self.memory
         for work, new, context in step.chunks:
-            assert isinstance(work, Job)
+            assert isinstance(work, SimulatedJob)
             blocks = (context + new) // size
             limit = len(work.ids)
             if blocks > limit:
@@ -306,7 +273,7 @@ class Node:
             if blocks > work.stored:
                 self._store(work, blocks)
         for work in step.prefilled:
-            assert isinstance(work, Job)
+            assert isinstance(work, SimulatedJob)
             self._join(work)
         self._end_finished()
         self._plan()
@@ -350,7 +317,7 @@ class Node:
 
     # -- decoding requests --------------------------------------------------------------------
 
-    def _join(self, job: Job) -> None:
+    def _join(self, job: SimulatedJob) -> None:
         """Its prompt is computed, and with it its next token."""
         first = job.first_s < 0
         if first:
@@ -367,7 +334,7 @@ class Node:
         while (job := self._decoding.next_finished()) is not None:
             self._end_job(job)
 
-    def _end_job(self, job: Job) -> None:
+    def _end_job(self, job: SimulatedJob) -> None:
         self._account_held()
         size = self.model.block_tokens
         # The last token is not computed, so its block is not complete with it.
@@ -399,7 +366,7 @@ class Node:
     def _preempt(self) -> None:
         self._account_held()
         victim = self.scheduler.preempt(self._loop.now_s)
-        assert isinstance(victim, Job)
+        assert isinstance(victim, SimulatedJob)
         if victim.finish_at >= 0:
             self._decoding.leave(victim)
             # It has to be computed again up to its latest token, which then gives the next.
@@ -408,13 +375,13 @@ class Node:
 
     # -- transfers ----------------------------------------------------------------------------
 
-    def _store(self, job: Job, blocks: int) -> None:
+    def _store(self, job: SimulatedJob, blocks: int) -> None:
         """Write through what the host tier lacks of its first `blocks` blocks."""
         start = max(job.stored, self.memory.host.match(job.ids, blocks)[1])
         if start >= blocks or self.link.store(job.ids, start, blocks):
             job.stored = blocks
 
-    def _loaded(self, job: Job, seconds: float) -> None:
+    def _loaded(self, job: SimulatedJob, seconds: float) -> None:
         """A load has landed; a busy engine polls for it as its next iteration starts."""
         self._landed.append(job)
         self._poke()

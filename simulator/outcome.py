@@ -9,7 +9,6 @@ busy or not: at idle 30% of a node's full power, the rest in proportion to its g
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.slo import Limits
+from simulator.node import NodeTotals
 
 IDLE_POWER_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Records:
+class RequestRecords:
     """One entry per request of the traffic; seconds, NaN where there is nothing.
 
     node: -1 where rejected. device, cached and new tokens: where its prompt came from on its node.
@@ -50,24 +50,16 @@ class Records:
 class NodeRecord:
     """What one node did over the whole run, with its price and power.
 
-    fill, fill_steps: of the budget, over iterations with work at hand. queued_tokens, queued_steps:
-    tokens of the iterations before which requests waited.
+    held_share: of its device blocks, the mean share that requests held.
     """
 
     name: str
     cost_per_hour: float
     watts: float
-    gpu_busy_s: float
+    totals: NodeTotals
     link_busy_s: float
     network_busy_s: float
     held_share: float
-    fill: float
-    fill_steps: int
-    queued_tokens: int
-    queued_steps: int
-    max_wait_s: float
-    max_skips: int
-    preemptions: int
     stores_dropped_tokens: int
 
 
@@ -85,7 +77,7 @@ class Outcome:
     seed: int
     end_s: float
     retried: int
-    records: Records
+    records: RequestRecords
     limits: Limits
     nodes: tuple[NodeRecord, ...]
     tenants: tuple[str, ...]
@@ -98,9 +90,10 @@ class Outcome:
         done = picked & ~np.isnan(r.e2e_s)
         window_s = self._window_s()
         output = float(r.output_tokens[done].sum())
-        fill_steps = sum(node.fill_steps for node in self.nodes)
-        queued_steps = sum(node.queued_steps for node in self.nodes)
-        queued_tokens = sum(node.queued_tokens for node in self.nodes)
+        totals = [node.totals for node in self.nodes]
+        fill_steps = sum(node.fill_steps for node in totals)
+        queued_steps = sum(node.queued_steps for node in totals)
+        queued_tokens = sum(node.queued_tokens for node in totals)
         return {
             "policy": self.policy,
             "scheduler": self.scheduler,
@@ -120,15 +113,18 @@ class Outcome:
             "slo": self._slo(picked, done),
             "cost_per_mtok": self._cost(window_s) / output * 1e6 if output else None,
             "energy_j_per_tok": self._energy_j(window_s) / output if output else None,
-            "decision_us": _decision(self.decision_s),
-            "budget_fill": sum(n.fill for n in self.nodes) / fill_steps if fill_steps else None,
+            "decision_us": {
+                name: _scaled(_quantile(self.decision_s, q), 1e6)
+                for name, q in (("p50", 0.5), ("p99", 0.99))
+            },
+            "budget_fill": sum(node.fill for node in totals) / fill_steps if fill_steps else None,
             "scheduled_tokens": queued_tokens / queued_steps if queued_steps else None,
-            "vram_fill": _mean([node.held_share for node in self.nodes]),
-            "max_wait_s": max(node.max_wait_s for node in self.nodes),
-            "max_skips": max(node.max_skips for node in self.nodes),
+            "vram_fill": sum(node.held_share for node in self.nodes) / len(self.nodes),
+            "max_wait_s": max(node.max_wait_s for node in totals),
+            "max_skips": max(node.max_skips for node in totals),
             "jain": self._jain(done),
             "retried": self.retried,
-            "preemptions": sum(node.preemptions for node in self.nodes),
+            "preemptions": sum(node.preemptions for node in totals),
             "nodes": [self._node(i) for i in range(len(self.nodes))],
         }
 
@@ -158,7 +154,7 @@ class Outcome:
         run_s = max(self.end_s, 1e-9)
         return sum(
             node.watts
-            * (IDLE_POWER_SHARE + (1 - IDLE_POWER_SHARE) * min(node.gpu_busy_s / run_s, 1.0))
+            * (IDLE_POWER_SHARE + (1 - IDLE_POWER_SHARE) * min(node.totals.busy_s / run_s, 1.0))
             * window_s
             for node in self.nodes
         )
@@ -188,7 +184,7 @@ class Outcome:
         return {
             "name": node.name,
             "requests": int(mine.sum()),
-            "gpu_busy": node.gpu_busy_s / run_s,
+            "gpu_busy": node.totals.busy_s / run_s,
             "link_busy": node.link_busy_s / run_s,
             "network_busy": node.network_busy_s / run_s,
             "vram_fill": node.held_share,
@@ -196,7 +192,7 @@ class Outcome:
             "cached_tokens": int(r.cached_tokens[mine].sum()),
             "new_tokens": int(r.new_tokens[mine].sum()),
             "kappa_p50": _quantile(r.kappa[mine & ~np.isnan(r.kappa)], 0.5),
-            "preemptions": node.preemptions,
+            "preemptions": node.totals.preemptions,
             "stores_dropped_tokens": node.stores_dropped_tokens,
         }
 
@@ -210,13 +206,6 @@ def spread(values: NDArray[np.float64]) -> dict[str, float | None]:
     return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
 
 
-def _decision(seconds: NDArray[np.float64]) -> dict[str, float | None]:
-    return {
-        "p50": _scaled(_quantile(seconds, 0.5), 1e6),
-        "p99": _scaled(_quantile(seconds, 0.99), 1e6),
-    }
-
-
 def _scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
@@ -226,7 +215,3 @@ def _quantile(values: NDArray[np.float64], q: float) -> float | None:
         return None
     found = float(np.quantile(values, q))
     return found if math.isfinite(found) else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.cache import Ids, Run
+from simulator.cache import Ids, PrefixRun
 from simulator.loop import Loop
-from simulator.memory import Job, NodeMemory
+from simulator.memory import NodeMemory, SimulatedJob
 from simulator.node import Node
 
 
@@ -27,34 +27,26 @@ class _Fetch:
     memory: the source's as the transfer started (a node that died has a new one); path: its pin.
     """
 
-    job: Job
+    job: SimulatedJob
     stop: int
     source: Node
     target: Node
     memory: NodeMemory | None = None
-    path: Run | None = None
+    path: PrefixRun | None = None
 
 
 class PeerFetches:
-    """All fetches between `nodes`, whose cards have `bytes_per_s`; busy_s: of each card."""
+    """All fetches between `nodes`; busy_s: of each one's network card."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        nodes: Sequence[Node],
-        bytes_per_s: Sequence[float],
-        block_bytes: float,
-        fixed_s: float = 1e-3,
-    ) -> None:
-        self._loop, self._nodes = loop, nodes
-        self._rates, self._block_bytes, self._fixed_s = list(bytes_per_s), block_bytes, fixed_s
+    def __init__(self, loop: Loop, nodes: Sequence[Node], fixed_s: float = 1e-3) -> None:
+        self._loop, self._nodes, self._fixed_s = loop, nodes, fixed_s
         self._in_use = [False] * len(nodes)
         self._queue: list[_Fetch] = []
-        self._waiting: list[dict[Job, None]] = [{} for _ in nodes]
-        self._pinned: dict[Job, tuple[NodeMemory, Run | None]] = {}
+        self._waiting: list[dict[SimulatedJob, None]] = [{} for _ in nodes]
+        self._pinned: dict[SimulatedJob, tuple[NodeMemory, PrefixRun | None]] = {}
         self.busy_s = [0.0] * len(nodes)
 
-    def submit(self, job: Job, node: int) -> None:
+    def submit(self, job: SimulatedJob, node: int) -> None:
         """Submit a job that fetches nothing; a copy that it finds there stays until `used`."""
         target = self._nodes[node]
         usable = (job.prompt_tokens - 1) // target.model.block_tokens
@@ -63,7 +55,7 @@ class PeerFetches:
             self._pinned[job] = target.memory, path
         target.submit(job)
 
-    def fetch(self, job: Job, source: int, target: int, tokens: int) -> None:
+    def fetch(self, job: SimulatedJob, source: int, target: int, tokens: int) -> None:
         """Bring a job's leading tokens to its node, then submit it there."""
         size = self._nodes[target].model.block_tokens
         stop = min(tokens, job.prompt_tokens - 1) // size
@@ -71,14 +63,14 @@ class PeerFetches:
         self._queue.append(_Fetch(job, stop, self._nodes[source], self._nodes[target]))
         self._start_next()
 
-    def used(self, job: Job) -> None:
+    def used(self, job: SimulatedJob) -> None:
         """A job has its first token, or is over: nothing is kept for it any more."""
         pinned = self._pinned.pop(job, None)
         if pinned is not None:
             memory, path = pinned
             memory.host.unpin(path)
 
-    def lost(self, node: int) -> list[Job]:
+    def lost(self, node: int) -> list[SimulatedJob]:
         """A node died, with all it had pinned; returns the jobs whose KV was on its way there."""
         lost = list(self._waiting[node])
         self._waiting[node].clear()
@@ -121,12 +113,12 @@ class PeerFetches:
         return missing
 
     def _start(self, fetch: _Fetch, blocks: int) -> None:
-        ends = fetch.source.index, fetch.target.index
-        rate = min(self._rates[card] for card in ends)
-        seconds = self._fixed_s + blocks * self._block_bytes / rate
-        for card in ends:
-            self._in_use[card] = True
-            self.busy_s[card] += seconds
+        ends = fetch.source, fetch.target
+        rate = min(node.model.network_bytes_per_s for node in ends)
+        seconds = self._fixed_s + blocks * fetch.target.model.block_bytes / rate
+        for node in ends:
+            self._in_use[node.index] = True
+            self.busy_s[node.index] += seconds
         self._loop.at(self._loop.now_s + seconds, self._end, fetch)
 
     def _end(self, fetch: _Fetch) -> None:

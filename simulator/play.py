@@ -11,12 +11,12 @@ from math import nan
 
 import numpy as np
 
-from simulator.clusters import Cluster
+from simulator.clusters import NodeModel
 from simulator.dispatch import Dispatcher, Route
 from simulator.faults import Failure, Faults, TransientFault
 from simulator.loop import Loop, Noise
-from simulator.memory import Job
-from simulator.node import Node, NodeModel
+from simulator.memory import SimulatedJob
+from simulator.node import Node
 from simulator.peer_fetch import PeerFetches
 from simulator.traffic import Traffic
 
@@ -30,13 +30,11 @@ class Play:
 
     def __init__(
         self,
-        cluster: Cluster,
         models: Sequence[NodeModel],
         traffic: Traffic,
         dispatcher: Dispatcher,
         faults: Faults,
         seed: int,
-        kv_bytes_per_token: float,
         report_period_s: float,
     ) -> None:
         self.traffic = traffic
@@ -59,16 +57,14 @@ class Play:
         self._starts = iter(sorted(zip(traffic.first_s, traffic.base, strict=True)))
         self._left = total
         self._progress: Callable[[int, int], None] | None = None
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, SimulatedJob] = {}
         self._again: set[int] = set()
         self._reported = [(-1, 0, 0, 0)] * len(models)
         self._session_of = np.repeat(
             np.arange(len(traffic.turns)), [len(turns) for turns in traffic.turns]
         ).tolist()
         self.nodes = self._make_nodes(models)
-        block_bytes = kv_bytes_per_token * traffic.workload.block_tokens
-        cards = [node.network_bytes_per_s for node in cluster.nodes]
-        self.fetches = PeerFetches(self._loop, self.nodes, cards, block_bytes)
+        self.fetches = PeerFetches(self._loop, self.nodes)
         # What a client sets who sets one limit for all its requests.
         self._max_tokens = int(traffic.output_tokens.max()) if total else 1
         self._most = max(model.device_blocks * model.block_tokens for model in models)
@@ -151,8 +147,7 @@ class Play:
         self._arrive(key)
 
     def _arrive(self, key: int) -> None:
-        now_s = self._loop.now_s
-        self.arrival_s[key] = now_s
+        self.arrival_s[key] = self._loop.now_s
         self._send(key)
 
     def _send(self, key: int, lost_on: int = -1) -> None:
@@ -162,7 +157,7 @@ class Play:
         route: Route | None = None
         if turn.input_tokens + turn.output_tokens <= self._most:
             route = self.dispatcher.choose(key, turn, traffic.ids[session], now_s, lost_on)
-        job = Job(
+        job = SimulatedJob(
             key, turn.input_tokens, turn.output_tokens, turn.kept_blocks, len(turn.kept_blocks),
             now_s, max_tokens=self._max_tokens, tenant=traffic.tenants[session],
         )  # fmt: skip
@@ -196,17 +191,17 @@ class Play:
         if following - base < len(turns):
             self._loop.at(now_s + turns[following - base].after_s, self._arrive, following)
 
-    def _admitted(self, job: Job) -> None:
+    def _admitted(self, job: SimulatedJob) -> None:
         self.dispatcher.admitted(self.node[job.key], job)
 
-    def _first_token(self, job: Job) -> None:
+    def _first_token(self, job: SimulatedJob) -> None:
         now_s, key = self._loop.now_s, job.key
         if key not in self._again or np.isnan(self.ttft_s[key]):
             self.ttft_s[key] = now_s - self.arrival_s[key]
         self.fetches.used(job)
         self.dispatcher.first_token(job, now_s)
 
-    def _finished(self, job: Job) -> None:
+    def _finished(self, job: SimulatedJob) -> None:
         now_s, key = self._loop.now_s, job.key
         del self._jobs[key]
         self.fetches.used(job)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.session_facts import document_blocks
+from simulator.traffic import document_blocks
 from workload.shapes import SessionShape
 
 Floats = NDArray[np.float64]

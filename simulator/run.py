@@ -25,11 +25,11 @@ from router.policy import Policy
 from router.router import Router, RouterConfig
 from scheduler.catalogue import SCHEDULERS, packs
 from scheduler.config import FairConfig
-from simulator.clusters import Cluster, NodeSpec, check, kv_room
+from simulator.clusters import NodeModel, NodeSpec, SimulatedCluster, check, node_model
 from simulator.dispatch import Dispatcher, PlanDispatch, RouterDispatch
 from simulator.faults import Faults, announced
-from simulator.node import Node, NodeModel
-from simulator.outcome import NodeRecord, Outcome, Records
+from simulator.node import Node
+from simulator.outcome import NodeRecord, Outcome, RequestRecords
 from simulator.play import Play
 from simulator.traffic import Traffic, build_traffic
 from workload.catalogue import arrivals_for
@@ -50,7 +50,7 @@ class SimulationConfig:
     settings and the tenants' weights in `fair`.
     """
 
-    cluster: Cluster
+    cluster: SimulatedCluster
     workload: Workload
     shape: ModelShape
     policy: str = "ttft"
@@ -132,8 +132,7 @@ def simulate(
         dispatcher = RouterDispatch(
             _router(config, chosen, models), _announcements(config, models), timer
         )
-    play = Play(config.cluster, models, traffic, dispatcher, config.faults, config.seed,
-                kv_bytes_per_token(config.shape), config.report_period_s)  # fmt: skip
+    play = Play(models, traffic, dispatcher, config.faults, config.seed, config.report_period_s)
     with _uncollected():
         play.run(progress)
     return _outcome(config, name, traffic, play)
@@ -201,22 +200,14 @@ def idle_speed(node: NodeSpec, shape: ModelShape, budget_tokens: int = BUDGET_TO
 
 def node_models(config: SimulationConfig) -> list[NodeModel]:
     """The constants of each node."""
-    size = config.workload.block_tokens
-    block_bytes = kv_bytes_per_token(config.shape) * size
     models: list[NodeModel] = []
     for index, node in enumerate(config.cluster.nodes):
-        profile, holds = node.profile, kv_room(node, config.shape, size)
-        step = step_model(config.shape, profile)
+        model = node_model(node, config.shape, config.workload.block_tokens)
+        wrong = config.faults.misprofiles
         models.append(
-            NodeModel(
-                step=step,
-                announced_step=announced(index, profile, step, config.faults.misprofiles)[1],
-                block_tokens=size,
-                device_blocks=holds.device_blocks,
-                host_blocks=holds.host_blocks,
-                load_block_s=block_bytes / profile.h2d_bytes_per_s,
-                store_block_s=block_bytes / profile.store_bytes_per_s,
-                load_fixed_s=profile.load_fixed_s,
+            replace(
+                model,
+                announced_step=announced(index, node.profile, model.step, wrong)[1],
                 budget_tokens=config.budget_tokens,
                 max_running=config.max_running,
                 rule=config.scheduler,
@@ -284,7 +275,7 @@ def _outcome(config: SimulationConfig, policy: str, traffic: Traffic, play: Play
     cached, new_tokens = np.array(play.cached_tokens), np.array(play.new_tokens)
     nodes = np.array(play.node, dtype=np.int64)
     e2e_s = np.array(play.e2e_s)
-    records = Records(
+    records = RequestRecords(
         arrival_s=np.array(play.arrival_s),
         ttft_s=ttft_s,
         tpot_s=tpot_s,
@@ -307,7 +298,7 @@ def _outcome(config: SimulationConfig, policy: str, traffic: Traffic, play: Play
         trace=config.workload.name,
         cluster=config.cluster.name,
         load=config.load,
-        capacity_rps=config.capacity_rps or _capacity_used(config, traffic),
+        capacity_rps=config.capacity_rps or (config.load and traffic.rate_rps / config.load),
         rate_rps=traffic.rate_rps,
         seed=config.seed,
         end_s=play.end_s,
@@ -323,26 +314,15 @@ def _outcome(config: SimulationConfig, policy: str, traffic: Traffic, play: Play
     )
 
 
-def _capacity_used(config: SimulationConfig, traffic: Traffic) -> float | None:
-    return traffic.rate_rps / config.load if config.load is not None else None
-
-
 def _node_record(spec: NodeSpec, node: Node, network_s: float, end_s: float) -> NodeRecord:
-    totals, model = node.totals, node.model
+    held_s = node.model.device_blocks * end_s
     return NodeRecord(
         name=spec.name,
         cost_per_hour=spec.profile.cost_per_hour,
         watts=spec.watts,
-        gpu_busy_s=totals.busy_s,
+        totals=node.totals,
         link_busy_s=node.link.busy_s,
         network_busy_s=network_s,
-        held_share=totals.held_block_s / (model.device_blocks * end_s) if end_s else 0.0,
-        fill=totals.fill,
-        fill_steps=totals.fill_steps,
-        queued_tokens=totals.queued_tokens,
-        queued_steps=totals.queued_steps,
-        max_wait_s=totals.max_wait_s,
-        max_skips=totals.max_skips,
-        preemptions=totals.preemptions,
-        stores_dropped_tokens=node.link.down.stores_dropped * model.block_tokens,
+        held_share=node.totals.held_block_s / held_s if end_s else 0.0,
+        stores_dropped_tokens=node.link.down.stores_dropped * node.model.block_tokens,
     )

@@ -9,16 +9,15 @@ began before it and are not over come in with the turns that they have left.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.slo import IdleSpeed
+from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s
 from simulator.cache import Ids, common_blocks
-from simulator.session_facts import Facts, longest_left, session_facts, shared_prefix
 from workload.arrivals import ArrivalProcess
 from workload.block_ids import salt_of
 from workload.expansion import expand
@@ -57,7 +56,6 @@ class Traffic:
 
     @property
     def requests(self) -> int:
-        """How many requests there are."""
         return len(self.planned_s)
 
 
@@ -100,7 +98,10 @@ def build_traffic(
 
 
 def _under_way(
-    workload: Workload, facts: dict[str, Facts], session_rate: float, rng: np.random.Generator
+    workload: Workload,
+    facts: dict[str, SessionFacts],
+    session_rate: float,
+    rng: np.random.Generator,
 ) -> list[tuple[float, SessionShape]]:
     """Sessions that began before time 0 and are not over, with when they began.
 
@@ -137,18 +138,18 @@ def _copy(session: SessionShape, copy: int) -> SessionShape:
 
 def _collect(
     traffic: Traffic,
-    facts: dict[str, Facts],
+    facts: dict[str, SessionFacts],
     sessions: Iterable[tuple[float, SessionShape]],
     requests: int,
     warm: bool,
 ) -> Traffic:
     """Take sessions until the planned times of `requests` requests are known for good."""
-    found: list[tuple[SessionShape, Facts, float, int]] = []
+    found: list[tuple[SessionShape, SessionFacts, float, int]] = []
     planned: list[list[float]] = []
     ahead: list[float] = []
     settled = 0
     for start_s, session in sessions:
-        known = facts.get(session.id) or facts[_base_id(session.id)]
+        known = facts.get(session.id) or facts[session.id.rpartition("~")[0]]
         if start_s + known.starts_s[-1] < 0:
             continue
         while ahead and ahead[0] <= start_s:
@@ -175,7 +176,7 @@ def _collect(
 
 def _fill(
     traffic: Traffic,
-    found: list[tuple[SessionShape, Facts, float, int]],
+    found: list[tuple[SessionShape, SessionFacts, float, int]],
     planned: list[list[float]],
     chosen: NDArray[np.bool_],
     warm: bool,
@@ -250,5 +251,103 @@ def _history(session: SessionShape, done: int) -> Ids:
     return best.kept_blocks
 
 
-def _base_id(session_id: str) -> str:
-    return session_id.rpartition("~")[0]
+# -- what all copies of a session have in common --------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class SessionFacts:
+    """What all copies of a session have in common.
+
+    starts_s: of each turn since the session's first, if nobody queues; ends_s its last token's end.
+    reuse_blocks: longest prefix of each turn that one of its predecessors left. shared_blocks:
+    leading blocks of the first turn that other sessions use too. document_blocks: leading blocks
+    that all turns share.
+    """
+
+    starts_s: list[float]
+    end_s: float
+    reuse_blocks: list[int]
+    shared_blocks: int
+    document_blocks: int
+
+
+def session_facts(workload: Workload, speed: IdleSpeed) -> dict[str, SessionFacts]:
+    """Facts of every session of a workload, by its id; `speed` of a typical node."""
+    in_several = _shared_blocks(workload)
+    facts: dict[str, SessionFacts] = {}
+    for session in workload.sessions:
+        reuse = [0] * len(session.turns)
+        for number in range(1, len(session.turns)):
+            reuse[number] = longest_left(session.turns[:number], session.turns[number])
+        first = session.turns[0]
+        shared = sum(1 for _ in takewhile(in_several.__contains__, first.blocks.tolist()))
+        document = document_blocks(session, reuse)
+        starts, end_s = _schedule(session, reuse, workload.block_tokens, speed)
+        facts[session.id] = SessionFacts(starts, end_s, reuse, shared, document)
+    return facts
+
+
+def document_blocks(session: SessionShape, reuse: Sequence[int] | None = None) -> int:
+    """Leading blocks of a text that all turns are about; 0 in a talk.
+
+    Turns about a text share that and nothing else (`reuse`: longest prefix of each turn that a
+    predecessor left, if known). A talk's turns go on from one another; where blocks are too long to
+    show it, every prompt is longer than the one before and its answer.
+    """
+    turns = session.turns
+    grows = all(
+        later.input_tokens >= earlier.input_tokens + earlier.output_tokens
+        for earlier, later in pairwise(turns)
+    )
+    if grows:
+        return 0
+    document = shared_prefix(turns[0].blocks, turns[1].blocks)
+    shared = (
+        reuse[1:]
+        if reuse is not None
+        else [longest_left(turns[:number], turn) for number, turn in enumerate(turns) if number]
+    )
+    return document if all(blocks == document for blocks in shared) else 0
+
+
+def _shared_blocks(workload: Workload) -> set[int]:
+    """The blocks that occur in several sessions."""
+    own = [
+        np.unique(np.concatenate([turn.kept_blocks for turn in session.turns]))
+        for session in workload.sessions
+    ]
+    blocks, counts = np.unique(np.concatenate(own), return_counts=True)
+    return set(blocks[counts > 1].tolist())
+
+
+def _schedule(
+    session: SessionShape, reuse: list[int], block_tokens: int, speed: IdleSpeed
+) -> tuple[list[float], float]:
+    """When each turn would start if nobody queued, and when the last one would end."""
+    prompts = np.array([turn.input_tokens for turn in session.turns])
+    outputs = np.array([turn.output_tokens for turn in session.turns])
+    cached = np.minimum(np.array(reuse) * block_tokens, prompts - 1)
+    service = idle_ttft_s(speed, cached, prompts - cached)
+    service = service + (outputs - 1) * idle_tpot_s(speed, prompts, outputs)
+    starts: list[float] = []
+    now_s = 0.0
+    for turn, service_s in zip(session.turns, service.tolist(), strict=True):
+        now_s += turn.after_s
+        starts.append(now_s)
+        now_s += service_s
+    return starts, now_s
+
+
+def longest_left(earlier: Sequence[TurnShape], turn: TurnShape) -> int:
+    """Longest prefix of a turn's prompt, in blocks, that one of the earlier turns left."""
+    longest = 0
+    # Latest first: what an earlier one left is mostly too short to hold more.
+    for before in reversed(earlier):
+        if len(before.kept_blocks) > longest:
+            longest = max(longest, shared_prefix(before.kept_blocks, turn.blocks))
+    return longest
+
+
+def shared_prefix(a: Ids, b: Ids) -> int:
+    """How many leading blocks two prompts share."""
+    return common_blocks(a, b, 0, min(len(a), len(b)))

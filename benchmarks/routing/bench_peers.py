@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import httpx
@@ -128,17 +127,7 @@ def _prepared(
     nodes, shape = cluster_named(cluster), model_shape(model)
     check(nodes, shape, found.block_tokens)
     specs = [scaled_memory(spec, shape, cut.scale) for spec in nodes.nodes]
-    alike = [_One(spec.profile, spec.host_bytes) for spec in specs]
-    return found, capacity_rps(found, alike, shape, requests=5_000, seed=seed)
-
-
-@dataclass(frozen=True, slots=True)
-class _One:
-    """A node as the capacity's program wants it."""
-
-    profile: Any
-    host_bytes: float
-    count: int = 1
+    return found, capacity_rps(found, specs, shape, requests=5_000, seed=seed)
 
 
 async def _compared(

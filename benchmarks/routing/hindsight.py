@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.outcome import Records
+from simulator.outcome import RequestRecords
 
 Plan = NDArray[np.int64]
-Evaluate = Callable[[Plan], Records]
+Evaluate = Callable[[Plan], RequestRecords]
 
 _WORST_SHARE = 0.03
 _EXPLORING_SHARE = 0.4  # of the budget, to develop every start
@@ -35,7 +35,7 @@ class Candidate:
 
     start: str
     plan: Plan
-    records: Records
+    records: RequestRecords
     score: float
 
 
@@ -108,7 +108,7 @@ class Search:
                 break
         return plan
 
-    def _worst(self, records: Records) -> int:
+    def _worst(self, records: RequestRecords) -> int:
         """One of the requests that waited longest."""
         wait_s = np.where(records.measured, np.nan_to_num(records.ttft_s, nan=np.inf), -np.inf)
         count = max(1, int(records.measured.sum() * _WORST_SHARE))
@@ -121,17 +121,17 @@ class Search:
         drawn = self.rng.randrange(self.nodes - 1)
         return drawn + (drawn >= node)
 
-    def _move_one(self, plan: Plan, records: Records) -> None:
+    def _move_one(self, plan: Plan, records: RequestRecords) -> None:
         request = self._worst(records)
         plan[request] = self._other_node(int(plan[request]))
 
-    def _move_rest(self, plan: Plan, records: Records) -> None:
+    def _move_rest(self, plan: Plan, records: RequestRecords) -> None:
         """The request and the later turns of its session."""
         request = self._worst(records)
         session = np.flatnonzero(records.session == records.session[request])
         plan[session[session >= request]] = self._other_node(int(plan[request]))
 
-    def _move_ahead(self, plan: Plan, records: Records) -> None:
+    def _move_ahead(self, plan: Plan, records: RequestRecords) -> None:
         """Some of the requests that came to its node shortly before it, mostly large ones."""
         request = self._worst(records)
         node, arrival_s = plan[request], records.arrival_s[request]
@@ -145,7 +145,7 @@ class Search:
         for blocker in picked:
             self._move_session(plan, records, blocker, self._other_node(int(node)))
 
-    def _swap(self, plan: Plan, records: Records) -> None:
+    def _swap(self, plan: Plan, records: RequestRecords) -> None:
         """Its session goes to another node, and one from there comes instead."""
         request = self._worst(records)
         node = int(plan[request])
@@ -156,7 +156,7 @@ class Search:
             self._move_session(plan, records, back, node)
         self._move_session(plan, records, request, other)
 
-    def _move_session(self, plan: Plan, records: Records, request: int, node: int) -> None:
+    def _move_session(self, plan: Plan, records: RequestRecords, request: int, node: int) -> None:
         """All turns of the request's session that are where it is."""
         together = (records.session == records.session[request]) & (plan == plan[request])
         plan[together] = node
@@ -168,13 +168,13 @@ class Search:
         return copy
 
 
-def p99_s(records: Records) -> float:
+def p99_s(records: RequestRecords) -> float:
     """99th percentile of TTFT over the measured requests; infinite if one was never served."""
     ttft_s = records.ttft_s[records.measured]
     return float("inf") if np.isnan(ttft_s).any() else float(np.quantile(ttft_s, 0.99))
 
 
-def score(records: Records) -> float:
+def score(records: RequestRecords) -> float:
     """What the search lowers: the p99, and a little of the tail and the mean, to see a slope."""
     ttft_s = records.ttft_s[records.measured]
     if np.isnan(ttft_s).any():

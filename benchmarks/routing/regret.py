@@ -22,7 +22,7 @@ from kappa.shapes import model_shape
 from router.policies import policy_named
 from simulator.clusters import cluster_named
 from simulator.faults import Faults
-from simulator.outcome import Records, spread
+from simulator.outcome import RequestRecords, spread
 from simulator.run import SimulationConfig, simulate, traffic_of
 from workload.catalogue import workload_named
 
@@ -73,7 +73,7 @@ def instance(config: SimulationConfig, policies: Sequence[str], evaluations: int
     config = replace(config, faults=Faults(noise_sigma=0.0), admission=None)
     traffic = traffic_of(config)
 
-    def evaluate(plan: Plan) -> Records:
+    def evaluate(plan: Plan) -> RequestRecords:
         return simulate(config, traffic=traffic, assignment=plan.tolist()).records
 
     played = {

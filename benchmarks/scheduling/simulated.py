@@ -17,9 +17,10 @@ from benchmarks.scheduling import mix
 from benchmarks.scheduling.report import Played, Served, medians, row_of
 from kappa.cost import StepModel
 from scheduler.link_order import FIFO, FULL, HALF, LOADS_FIRST
+from simulator.clusters import NodeModel
 from simulator.loop import Loop, Noise
-from simulator.memory import Job
-from simulator.node import Node, NodeModel
+from simulator.memory import SimulatedJob
+from simulator.node import Node
 
 NOISE = 0.03
 RUNS = 5
@@ -85,15 +86,15 @@ def play(
     asks = workload.asks
     served = [Served(ask, ask.at_s) for ask in asks]
 
-    def admitted(job: Job) -> None:
+    def admitted(job: SimulatedJob) -> None:
         if served[job.key].admitted_s is None:
             served[job.key].admitted_s = loop.now_s
 
-    def first_token(job: Job) -> None:
+    def first_token(job: SimulatedJob) -> None:
         served[job.key].first_s = loop.now_s
         served[job.key].cached_tokens = job.device_tokens + job.cached_tokens
 
-    def finished(job: Job) -> None:
+    def finished(job: SimulatedJob) -> None:
         served[job.key].finished_s = loop.now_s
 
     rngs = [np.random.default_rng((seed, i)) for i in range(2)]
@@ -112,13 +113,13 @@ def play(
     return Played(workload, served, node.iterations, {}), node
 
 
-def _job(node: Node, key: int, ask: mix.Ask) -> Job:
+def _job(node: Node, key: int, ask: mix.Ask) -> SimulatedJob:
     """A request with blocks of its own, its prefix in the node's host tier."""
     size = node.model.block_tokens
     blocks = (ask.prompt_tokens + ask.output_tokens) // size
     ids = np.arange(blocks, dtype=np.uint64) + np.uint64((key + 1) << 32)
     node.memory.put_in_host(ids, ask.prefix_tokens // size)
-    return Job(
+    return SimulatedJob(
         key, ask.prompt_tokens, ask.output_tokens, ids, blocks, ask.at_s, ask.output_tokens,
         ask.tenant, ask.priority,
     )  # fmt: skip

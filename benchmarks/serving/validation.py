@@ -26,10 +26,9 @@ from kappa.settings.cluster import ClusterSettings
 from router.decision import Decision, RouteRequest
 from router.policies import policy_named
 from router.router import Router, RouterConfig
-from simulator.clusters import Cluster, NodeSpec
+from simulator.clusters import NodeModel
 from simulator.dispatch import RouterDispatch
 from simulator.faults import Faults
-from simulator.node import NodeModel
 from simulator.play import Play
 from simulator.traffic import Traffic
 from workload.shapes import Workload
@@ -209,7 +208,6 @@ def simulate(
     """
     traffic = _traffic(scripts, mirror, overhead, np.random.default_rng((seed, 17)))
     models = [_model(mirror, i) for i in range(len(mirror.profiles))]
-    specs = tuple(NodeSpec(profile, 0.0) for profile in mirror.profiles)
     config = RouterConfig(
         policy=policy_named(policy, seed=seed),
         secret=1,
@@ -219,8 +217,7 @@ def simulate(
     router = _ToldLengths(config, traffic.output_tokens.tolist())
     said = [_announcement(mirror, i) for i in range(len(mirror.profiles))]
     play = Play(
-        Cluster("mirror", specs), models, traffic, RouterDispatch(router, said), _STEADY, seed,
-        mirror.kv_bytes_per_token, _REPORT_PERIOD_S,
+        models, traffic, RouterDispatch(router, said), _STEADY, seed, _REPORT_PERIOD_S,
     )  # fmt: skip
     play.run()
     return _simulated(scripts, play, overhead, [p.name for p in mirror.profiles])

@@ -18,7 +18,7 @@ from rich.table import Table
 from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
 from loadtest.datasets import open_workload
-from simulator.clusters import Cluster, cluster_named
+from simulator.clusters import SimulatedCluster, cluster_named
 from workload.analysis import Ratios, analyse, engine_ratios, source_ratios
 from workload.reuse import ENGINE_BLOCK_TOKENS
 from workload.shapes import Workload
@@ -72,7 +72,7 @@ def workload(
         _print(figures, where)
 
 
-def _draw(read: Workload, where: Cluster, critical: dict[str, float], path: Path) -> None:
+def _draw(read: Workload, where: SimulatedCluster, critical: dict[str, float], path: Path) -> None:
     """Distribution functions of new, cached and κ, with each kind of node's κ_crit."""
     # Drawing is rare and matplotlib slow to import; the other commands should not wait for it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -110,7 +110,7 @@ def _draw(read: Workload, where: Cluster, critical: dict[str, float], path: Path
         raise ValueError(f"--plot {path}: {error.strerror}") from None
 
 
-def _kinds(where: Cluster, critical: dict[str, float]) -> dict[str, float]:
+def _kinds(where: SimulatedCluster, critical: dict[str, float]) -> dict[str, float]:
     """κ_crit of each kind of node: what those with one GPU, link and κ_crit are called."""
     kinds: dict[str, float] = {}
     for node in where.nodes:
@@ -121,7 +121,7 @@ def _kinds(where: Cluster, critical: dict[str, float]) -> dict[str, float]:
     return kinds
 
 
-def _print(figures: dict[str, Any], where: Cluster) -> None:
+def _print(figures: dict[str, Any], where: SimulatedCluster) -> None:
     console = Console()
     console.print(
         f"{figures['workload']}: {figures['requests']:,} requests of {figures['sessions']:,} "

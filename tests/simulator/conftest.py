@@ -3,7 +3,7 @@
 import pytest
 
 from kappa.shapes import model_shape
-from simulator.clusters import KINDS, Cluster, numbered
+from simulator.clusters import KINDS, SimulatedCluster, numbered
 from workload.block_ids import key_of, stream_ids
 from workload.shapes import SessionShape, Workload, turn_of
 
@@ -52,4 +52,4 @@ def shape():
 @pytest.fixture(scope="session")
 def trio():
     nodes = [numbered(KINDS[kind], 1)[0] for kind in ("gh200", "h100", "a100")]
-    return Cluster("trio", tuple(nodes))
+    return SimulatedCluster("trio", tuple(nodes))

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -8,15 +9,9 @@ from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
-from simulator.capacity import (
-    NodeClass,
-    capacity,
-    capacity_of,
-    capacity_rps,
-    node_classes,
-    request_costs,
-)
+from simulator.capacity import NodeClass, bound_of, capacity_rps, node_classes, request_costs
 from simulator.reuse import Turns, turns_of
+from workload.expansion import expand
 from workload.shapes import SessionShape, TurnShape, Workload
 
 BLOCK = 16
@@ -25,7 +20,6 @@ SHAPE = model_shape("llama-3.1-8b")
 
 FAST = NodeClass(node_profile("gh200-c2c"), host_bytes=512e9, count=1)
 SLOW = NodeClass(node_profile("a100-pcie4"), host_bytes=512e9, count=1)
-TINY = replace(FAST, profile=replace(FAST.profile, hbm_bytes=10e9))
 FEW = 200  # requests to count
 
 
@@ -83,23 +77,23 @@ def test_cached_prompts_are_bound_by_the_link():
     held = replace(loads, held_token_s=loads.cached_tokens * 1e6)
     roomy = replace(SLOW, host_bytes=1e18)
     load_s = 20_000 * kv_bytes_per_token(SHAPE) / SLOW.profile.h2d_bytes_per_s
-    bound = capacity_of(held, [roomy], SHAPE)
+    bound = bound_of(held, [roomy], SHAPE)
     by_link = bound.flow_rps[0, 0, 0] * load_s
     assert by_link == pytest.approx(1.0)
-    assert bound.rps > capacity_of(turns(cached=0, new=20_001), [roomy], SHAPE).rps
+    assert bound.rps > bound_of(turns(cached=0, new=20_001), [roomy], SHAPE).rps
 
 
 def test_a_device_hit_needs_no_link_but_room():
-    quick = capacity_of(turns(cached=20_000, new=1, held_s=0.0), [SLOW], SHAPE)
-    slow = capacity_of(turns(cached=20_000, new=1, held_s=1e6), [SLOW], SHAPE)
+    quick = bound_of(turns(cached=20_000, new=1, held_s=0.0), [SLOW], SHAPE)
+    slow = bound_of(turns(cached=20_000, new=1, held_s=1e6), [SLOW], SHAPE)
     assert quick.flow_rps[:, :, 2].sum() == pytest.approx(quick.lp_rps)
     assert quick.rps > 2 * slow.rps
 
 
 def test_memory_that_cannot_hold_prefixes_leaves_recomputing():
     tight = replace(SLOW, host_bytes=0.0)
-    never = capacity_of(turns(cached=20_000, new=1, held_s=1e9), [tight], SHAPE)
-    anew = capacity_of(turns(cached=0, new=20_001), [tight], SHAPE)
+    never = bound_of(turns(cached=20_000, new=1, held_s=1e9), [tight], SHAPE)
+    anew = bound_of(turns(cached=0, new=20_001), [tight], SHAPE)
     assert never.rps == pytest.approx(anew.rps, rel=1e-3)
 
 
@@ -126,11 +120,11 @@ def test_unlike_nodes_are_worth_more_than_each_alone():
     cached = np.where(rng.random(500) < 0.8, 60_000.0, 0.0)
     mix = turns(cached=cached, new=np.where(cached > 0, 16.0, 9_000.0), held_s=1e5)
     roomy = [replace(node, host_bytes=1e18) for node in (FAST, SLOW)]
-    parts = sum(capacity_of(mix, [node], SHAPE).rps for node in roomy)
-    assert capacity_of(mix, roomy, SHAPE).rps > 1.1 * parts
+    parts = sum(bound_of(mix, [node], SHAPE).rps for node in roomy)
+    assert bound_of(mix, roomy, SHAPE).rps > 1.1 * parts
 
 
-def test_the_bound_is_above_the_clustered_plan_and_close_to_it():
+def test_the_bound_is_above_the_clustered_plan_and_close_to_it(monkeypatch):
     rng = np.random.default_rng(4)
     mix = turns(
         cached=rng.pareto(1.5, 3_000) * 4_000,
@@ -138,8 +132,9 @@ def test_the_bound_is_above_the_clustered_plan_and_close_to_it():
         output=rng.integers(1, 400, 3_000),
         held_s=rng.exponential(600, 3_000),
     )
-    coarse = capacity_of(mix, [FAST, SLOW], SHAPE, refinements=0)
-    fine = capacity_of(mix, [FAST, SLOW], SHAPE)
+    fine = bound_of(mix, [FAST, SLOW], SHAPE)
+    monkeypatch.setattr("simulator.capacity._REFINEMENTS", 0)
+    coarse = bound_of(mix, [FAST, SLOW], SHAPE)
     assert coarse.lp_rps <= coarse.rps * (1 + 1e-9)
     assert fine.lp_rps <= coarse.rps * (1 + 1e-9)
     assert coarse.lp_rps <= fine.rps * (1 + 1e-9)
@@ -152,7 +147,7 @@ def test_the_bound_holds_for_every_assignment_that_can_be_tried():
     rng = np.random.default_rng(5)
     mix = turns(cached=rng.uniform(0, 50_000, 5), new=rng.uniform(1, 5_000, 5), held_s=1e7)
     roomy = [replace(node, host_bytes=1e18) for node in (FAST, SLOW)]
-    bound = capacity_of(mix, roomy, SHAPE).rps
+    bound = bound_of(mix, roomy, SHAPE).rps
     costs = np.stack([request_costs(mix, node, SHAPE) for node in roomy], axis=1)[..., :3]
     best = math.inf
     for code in range(4**5):
@@ -172,13 +167,13 @@ def test_decoding_takes_compute_and_reads():
     assert chatty < 0.55 * silent
 
 
-def test_few_sequences_per_step_make_decoding_dearer():
+def test_few_sequences_per_step_make_decoding_cost_more(monkeypatch):
     work = fresh_prompts(tokens=512, output=512)
-    free = capacity(work, [FAST], SHAPE, requests=FEW)
-    crowded = capacity(work, [FAST], SHAPE, requests=FEW, max_seqs=8)
+    free = capacity_rps(work, [FAST], SHAPE, requests=FEW)
+    monkeypatch.setattr("simulator.capacity.MAX_SEQS", 8.0)
+    bound = capacity_rps(work, [FAST], SHAPE, requests=FEW)
     step_s = step_model(SHAPE, FAST.profile).weights_s
-    assert crowded.rps < free.rps
-    assert crowded.rps <= 8 / (511 * step_s)
+    assert bound < free and bound <= 8 / (511 * step_s)
 
 
 def test_reuse_is_found_across_turns_and_sessions_but_not_across_copies():
@@ -192,8 +187,8 @@ def test_reuse_is_found_across_turns_and_sessions_but_not_across_copies():
     assert found.held_token_s[2] == pytest.approx(1.5 * 159)
     assert found.held_token_s[1] == pytest.approx(28.5 * 176, rel=1e-6)
 
-    twice = capacity(documents(questions=1, count=20), [FAST], SHAPE, requests=40)
-    assert twice.cached_tokens.max() == 0
+    copies = list(islice(expand(documents(questions=1, count=20), 0), 40))
+    assert turns_of(copies, BLOCK, math.inf).cached_tokens.max() == 0
 
 
 def test_warm_caches_hold_the_documents_of_sessions_but_not_their_histories():
@@ -228,14 +223,6 @@ def test_same_input_gives_the_same_bits():
     assert first == second
 
 
-def test_the_summary_names_nodes_and_what_they_spend():
-    bound = capacity(documents(), [FAST, SLOW], SHAPE, requests=FEW)
-    rows = bound.summary()["nodes"]
-    assert [row["node"] for row in rows] == ["gh200-c2c", "a100-pcie4"]
-    assert sum(row["rps"] for row in rows) == pytest.approx(bound.lp_rps)
-    assert max(row["use"]["compute"] for row in rows) == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize(
     ("nodes", "work", "message"),
     [
@@ -250,4 +237,4 @@ def test_the_summary_names_nodes_and_what_they_spend():
 )
 def test_what_cannot_be_bounded_is_refused(nodes, work, message):
     with pytest.raises(ValueError, match=message):
-        capacity(work, nodes, SHAPE)
+        capacity_rps(work, nodes, SHAPE)

@@ -5,7 +5,7 @@ import pytest
 
 from kappa.cost import StepModel
 from simulator.clusters import KINDS as NODE_KINDS
-from simulator.clusters import Cluster, numbered
+from simulator.clusters import SimulatedCluster, numbered
 from simulator.dispatch import FaultyStream
 from simulator.faults import (
     KINDS,
@@ -66,7 +66,7 @@ def test_somebody_has_to_stay():
 @pytest.fixture(scope="module")
 def many():
     nodes = [node for kind in ("gh200", "h100", "a100") for node in numbered(NODE_KINDS[kind], 8)]
-    return Cluster("many", tuple(nodes))
+    return SimulatedCluster("many", tuple(nodes))
 
 
 def config(cluster, workload, shape, **changes):

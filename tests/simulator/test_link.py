@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from scheduler.link_order import STORE_SHARE
-from simulator.link import STORE_BACKLOG_S, Link, LinkModel
+from simulator.link import STORE_BACKLOG_S, LinkModel, NodeLink
 from simulator.loop import Loop, Noise
-from simulator.memory import Job
+from simulator.memory import SimulatedJob
 
 IDS = np.arange(10_000, dtype=np.uint64)
 
@@ -17,7 +17,7 @@ class Bench:
     def __init__(self, duplex="half", order="loads_first"):
         self.loop = Loop()
         self.landed = []
-        self.link = Link(
+        self.link = NodeLink(
             self.loop, Noise(np.random.default_rng(0), 0.0),
             LinkModel(load_block_s=1.0, store_block_s=1.0, fixed_s=0.0, order=order),
             lambda job, _: self.landed.append((self.loop.now_s, job.key)),
@@ -26,7 +26,7 @@ class Bench:
         )  # fmt: skip
 
     def load(self, at_s, key, blocks):
-        job = Job(key, 1, 1, IDS, 0, at_s)
+        job = SimulatedJob(key, 1, 1, IDS, 0, at_s)
         self.loop.at(at_s, lambda _: self.link.load(job, blocks))
 
     def store(self, at_s, start, stop):

@@ -7,9 +7,10 @@ import pytest
 
 from kappa.cost import StepModel
 from scheduler.catalogue import SCHEDULERS
+from simulator.clusters import NodeModel
 from simulator.loop import Loop, Noise
-from simulator.memory import Job
-from simulator.node import Node, NodeModel
+from simulator.memory import SimulatedJob
+from simulator.node import Node
 
 STEP = StepModel(token_s=1e-4, pair_s=1e-8, weights_s=5e-3, context_token_s=1e-7, fixed_s=1e-3)
 SIZE = 16
@@ -44,7 +45,7 @@ class Bench:
         self.end[job.key] = self.loop.now_s
 
     def send(self, key, prompt, output, ids, at_s=0.0, **who):
-        job = Job(key, prompt, output, ids, (prompt + output) // SIZE, at_s, **who)
+        job = SimulatedJob(key, prompt, output, ids, (prompt + output) // SIZE, at_s, **who)
         self.loop.at(at_s, self.node.submit, job)
         return job
 
@@ -286,7 +287,7 @@ def test_what_a_waiting_request_will_load_is_evicted_last():
     memory, wanted = bench.node.memory, own_ids(1, 160)
     in_host(bench, wanted, 10)
     in_host(bench, own_ids(2, 160), 10)
-    job = Job(1, 170, 1, wanted, 10, 0.0)
+    job = SimulatedJob(1, 170, 1, wanted, 10, 0.0)
     memory.arrived(job)
     in_host(bench, own_ids(3, 80), 5)
     assert memory.host.match(wanted, 10)[1] == 10

@@ -1,10 +1,12 @@
 """KV from a peer: what arrives, who goes first, what stays pinned for whom, what is not moved."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from simulator.loop import Loop
-from simulator.memory import Job, NodeMemory
+from simulator.memory import NodeMemory, SimulatedJob
 from simulator.peer_fetch import PeerFetches
 
 SIZE = 16
@@ -13,10 +15,10 @@ SIZE = 16
 class StubNode:
     """A node that only notes what is submitted, and when: the engine is not what is tested."""
 
-    def __init__(self, index, loop, host_blocks):
+    def __init__(self, index, loop, host_blocks, rate):
         self.index, self.loop, self.host_blocks = index, loop, host_blocks
         self.alive, self.submitted = True, []
-        self.model = type("Model", (), {"block_tokens": SIZE})
+        self.model = SimpleNamespace(block_tokens=SIZE, block_bytes=1.0, network_bytes_per_s=rate)
         self.forget()
 
     def forget(self):
@@ -31,8 +33,8 @@ class Bench:
 
     def __init__(self, host_blocks=100, rates=(1.0,) * 4, fixed_s=0.0):
         self.loop = Loop()
-        self.nodes = [StubNode(i, self.loop, host_blocks) for i in range(len(rates))]
-        self.fetches = PeerFetches(self.loop, self.nodes, rates, 1.0, fixed_s)
+        self.nodes = [StubNode(i, self.loop, host_blocks, r) for i, r in enumerate(rates)]
+        self.fetches = PeerFetches(self.loop, self.nodes, fixed_s)
 
     def hold(self, node, ids, tier="host"):
         memory = self.nodes[node].memory
@@ -45,7 +47,7 @@ class Bench:
         return self.nodes[node].memory.host.match(ids, len(ids))[1]
 
     def fetch(self, key, ids, source=0, target=1):
-        job = Job(key, len(ids) * SIZE + 1, 10, ids, len(ids), 0.0)
+        job = SimulatedJob(key, len(ids) * SIZE + 1, 10, ids, len(ids), 0.0)
         self.fetches.fetch(job, source, target, len(ids) * SIZE)
         return job
 
@@ -111,7 +113,7 @@ def test_a_copy_is_pinned_for_whoever_is_sent_to_it():
     bench.hold(0, ids)
     job = bench.fetch(1, ids)
     bench.loop.run()
-    other = Job(2, len(ids) * SIZE + 1, 10, ids, len(ids), 0.0)
+    other = SimulatedJob(2, len(ids) * SIZE + 1, 10, ids, len(ids), 0.0)
     bench.fetches.submit(other, 1)
     bench.fetches.used(job)
     bench.hold(1, prefix(2, 12))

@@ -5,7 +5,6 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from kappa.model import kv_bytes_per_token
 from simulator.dispatch import PlanDispatch, Route
 from simulator.faults import Failure, Faults
 from simulator.play import Play, SimulationError
@@ -21,8 +20,8 @@ def config(trio, documents, shape):
 
 def play_of(config, traffic, dispatcher, faults=None):
     return Play(
-        config.cluster, node_models(config), traffic, dispatcher, faults or Faults(), config.seed,
-        kv_bytes_per_token(config.shape), config.report_period_s,
+        node_models(config), traffic, dispatcher, faults or Faults(), config.seed,
+        config.report_period_s,
     )  # fmt: skip
 
 

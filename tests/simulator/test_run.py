@@ -8,7 +8,7 @@ import pytest
 
 from router.admission import Admission
 from scheduler.catalogue import SCHEDULERS
-from simulator.clusters import Cluster, ClusterError
+from simulator.clusters import ClusterError, SimulatedCluster
 from simulator.faults import Failure, Faults, Straggler, misprofiled_third
 from simulator.run import SimulationConfig, simulate, traffic_of
 from workload.shapes import SessionShape, Workload, turn_of
@@ -131,7 +131,7 @@ def test_a_request_lost_twice_is_rejected(config, trio):
 
 
 def test_a_straggler_slows_what_runs_there(config):
-    lone = config.replaced(cluster=Cluster("one", config.cluster.nodes[:1]), rate_rps=1.0)
+    lone = config.replaced(cluster=SimulatedCluster("one", config.cluster.nodes[:1]), rate_rps=1.0)
     slow = Faults(noise_sigma=0.0, stragglers=(Straggler(0, 0.0, 1e9, 3.0),))
     quick = simulate(lone.replaced(faults=Faults(noise_sigma=0.0))).summary()
     late = simulate(lone.replaced(faults=slow)).summary()

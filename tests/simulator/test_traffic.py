@@ -5,8 +5,7 @@ import pytest
 
 from kappa.cost import StepModel
 from kappa.slo import IdleSpeed
-from simulator.session_facts import document_blocks
-from simulator.traffic import build_traffic
+from simulator.traffic import build_traffic, document_blocks
 from workload.arrivals import poisson
 from workload.shapes import SessionShape, TurnShape, Workload
 

@@ -21,10 +21,10 @@ from kappa.cost import step_model
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import KV, REPORT, Admission, Announcement, WorkerReport
 from simulator.cache import Ids
-from simulator.clusters import NodeSpec, kv_room
+from simulator.clusters import NodeSpec, node_model
 from simulator.loop import Noise
-from simulator.memory import Job
-from simulator.node import Node, NodeModel
+from simulator.memory import SimulatedJob
+from simulator.node import Node
 
 BUDGET_TOKENS = 8192
 USABLE_HBM = 0.9
@@ -50,7 +50,7 @@ class EmulatedNode:
         self.name, self.spec, self.shape = spec.name, spec, shape
         self.block_tokens = int(hello["block_tokens"])
         self._loop = loop
-        self._tickets: dict[Job, Ticket] = {}
+        self._tickets: dict[SimulatedJob, Ticket] = {}
         self._parents: dict[int, int | None] = {}
         self._admitted: list[Admission] = []
         self._prefilled: list[str] = []
@@ -84,14 +84,14 @@ class EmulatedNode:
         for before, block in zip([None, *kept[:-1]], kept, strict=True):
             self._parents[block] = before
         ids = np.array(kept, dtype=np.uint64)
-        job = Job(self._served, prompt_tokens, output, ids, len(ids), self._loop.now_s)
+        job = SimulatedJob(self._served, prompt_tokens, output, ids, len(ids), self._loop.now_s)
         self._served += 1
         ticket = Ticket(request_id, asyncio.Event(), asyncio.Event())
         self._tickets[job] = ticket
         self.node.submit(job)
         return ticket
 
-    def _on_admitted(self, job: Job) -> None:
+    def _on_admitted(self, job: SimulatedJob) -> None:
         cached = job.device_tokens + job.cached_tokens
         self._admitted.append(
             Admission(
@@ -100,12 +100,12 @@ class EmulatedNode:
             )
         )  # fmt: skip
 
-    def _on_first(self, job: Job) -> None:
+    def _on_first(self, job: SimulatedJob) -> None:
         ticket = self._tickets[job]
         self._prefilled.append(ticket.request_id)
         ticket.first.set()
 
-    def _on_finished(self, job: Job) -> None:
+    def _on_finished(self, job: SimulatedJob) -> None:
         ticket = self._tickets.pop(job)
         self._found["prompt_tokens"] += job.prompt_tokens
         self._found["device_tokens"] += job.device_tokens
@@ -206,24 +206,6 @@ def scaled_memory(spec: NodeSpec, shape: ModelShape, scale: int) -> NodeSpec:
     hbm_bytes = (weights_bytes + free_bytes / scale) / USABLE_HBM
     profile = replace(spec.profile, hbm_bytes=hbm_bytes)
     return replace(spec, profile=profile, host_bytes=spec.host_bytes / scale)
-
-
-def node_model(spec: NodeSpec, shape: ModelShape, block_tokens: int) -> NodeModel:
-    """The true constants of a node in simulated seconds, which it also announces."""
-    profile, fits = spec.profile, kv_room(spec, shape, block_tokens)
-    block_bytes = kv_bytes_per_token(shape) * block_tokens
-    step = step_model(shape, profile)
-    return NodeModel(
-        step=step,
-        announced_step=step,
-        block_tokens=block_tokens,
-        device_blocks=fits.device_blocks,
-        host_blocks=fits.host_blocks,
-        load_block_s=block_bytes / profile.h2d_bytes_per_s,
-        store_block_s=block_bytes / profile.store_bytes_per_s,
-        load_fixed_s=profile.load_fixed_s,
-        budget_tokens=BUDGET_TOKENS,
-    )
 
 
 def _publisher() -> tuple[Any, str]:
