@@ -13,14 +13,14 @@ Seconds are a node's own, undilated, unless a name says ``real``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.checks import check_not_negative
+from kappa.checks import check_not_negative, check_positive, record_from
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, attention_flops, attention_lines, kv_bytes, weight_read_bytes
 
@@ -34,11 +34,6 @@ class TokenCounts:
     new_tokens: int
 
     def __post_init__(self) -> None:
-        """Refuse negative counts.
-
-        Raises:
-            ValueError: names the field and what to give instead.
-        """
         check_not_negative(self, "device_tokens", "cached_tokens", "new_tokens")
 
     @property
@@ -48,7 +43,6 @@ class TokenCounts:
 
     @property
     def total_tokens(self) -> int:
-        """Length of the prompt."""
         return self.device_tokens + self.cached_tokens + self.new_tokens
 
 
@@ -93,7 +87,6 @@ class StepParts(NamedTuple, Generic[N]):
 
     @property
     def step_s(self) -> N:
-        """Seconds of the step."""
         return _longer(self.compute_s, self.read_s) + self.fixed_s
 
     def computed_s(self: StepParts[float], took_s: float) -> float:  # type: ignore[misc]
@@ -130,16 +123,8 @@ class StepModel:
     dilation: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse constants that cannot be seconds."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0) or (
-                field.name == "dilation" and not value
-            ):
-                least = "above zero" if field.name == "dilation" else "zero or more"
-                raise ValueError(
-                    f"StepModel.{field.name} is {value}: give a finite number, {least}"
-                )
+        check_positive(self, "dilation")
+        check_not_negative(self, *(field.name for field in fields(self)))
 
     def parts(self, work: StepWork[N], steps: float | N = 1) -> StepParts[N]:
         """Parts of `steps` steps that have this work between them."""
@@ -194,18 +179,12 @@ class StepModel:
         )
 
     def to_dict(self) -> dict[str, float]:
-        """A JSON-ready copy of the constants."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> StepModel:
+    def from_dict(cls, data: Mapping[str, Any]) -> StepModel:
         """Rebuild from `to_dict`; raises ValueError on an unknown or missing constant."""
-        try:
-            return cls(**data)
-        except TypeError as error:
-            raise ValueError(
-                f"StepModel: {error}; expected {[f.name for f in fields(cls)]}"
-            ) from None
+        return record_from(cls, data, "StepModel")
 
 
 def step_model(
@@ -289,6 +268,11 @@ def ttft_s(
     """
     loading_s = load_s(shape, node, cached_tokens)
     return loading_s + compute_s(shape, node, new_tokens, cached_tokens + device_tokens)
+
+
+def critical_ratio(token_s: float, link_bytes_per_s: float, token_bytes: float) -> float:
+    """κ_crit: seconds to compute a new token over seconds to load a cached one."""
+    return token_s * link_bytes_per_s / token_bytes
 
 
 def kappa_crit(shape: ModelShape, node: NodeProfile, tp: int = 1) -> float:

@@ -1,4 +1,4 @@
-"""Nodes by name: a catalogue of data-sheet peaks, and the two nodes of the default demo.
+"""A node's hardware, and nodes by name: data-sheet peaks, and the two nodes of the default demo.
 
 Catalogue figures are vendor peaks: dense FP16/BF16, one direction of the link, one GPU. They are
 priors and what-ifs only; the profiler's measured ``NodeProfile`` replaces them in a live cluster.
@@ -11,16 +11,14 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
-from kappa.checks import check_not_negative, check_positive, refusal
+from kappa.checks import check_not_negative, check_positive, record_from, refusal
 from kappa.json_file import read_json_object
 
 ProfileSource = Literal["measured", "catalogue", "paced"]
-
-_SOURCES = ("measured", "catalogue", "paced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +50,7 @@ class NodeProfile:
     reference: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse rates that would divide by zero later.
-
-        Raises:
-            ValueError: names the field and what to give instead.
-        """
-        for name in _PROFILE_NUMBERS:
+        for name in _NUMBERS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise refusal(self, name, value, "give a number")
@@ -66,17 +59,13 @@ class NodeProfile:
             self, "hbm_bytes", "d2h_bytes_per_s", "load_fixed_s", "step_fixed_s",
             "attention_flops_per_s", "cost_per_hour",
         )  # fmt: skip
-        if self.source not in _SOURCES:
-            raise refusal(self, "source", self.source, f"use one of {_SOURCES}")
+        if self.source not in get_args(ProfileSource):
+            raise refusal(self, "source", self.source, f"use one of {get_args(ProfileSource)}")
         if not (math.isfinite(self.dilation) and self.dilation >= 1):
-            raise refusal(
-                "NodeProfile", "dilation", self.dilation, "give a finite number, 1 or more"
-            )
+            raise refusal(self, "dilation", self.dilation, "give a finite number, 1 or more")
         if self.dilation > 1 and self.source != "paced":
-            raise refusal(
-                "NodeProfile", "dilation", self.dilation,
-                f"only a paced node dilates time; source is {self.source!r}",
-            )  # fmt: skip
+            remedy = f"only a paced node dilates time; source is {self.source!r}"
+            raise refusal(self, "dilation", self.dilation, remedy)
 
     @property
     def store_bytes_per_s(self) -> float:
@@ -84,142 +73,91 @@ class NodeProfile:
         return self.d2h_bytes_per_s or self.h2d_bytes_per_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, ready for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> NodeProfile:
-        """Build from what ``to_dict`` gave, defaults filled in.
-
-        Raises:
-            ValueError: an unknown or missing key, named; or a field out of range.
-        """
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(data) - known)
-        if unknown:
-            raise ValueError(
-                f"NodeProfile has no key {', '.join(map(repr, unknown))}: "
-                f"remove it, or use one of {', '.join(sorted(known))}"
-            )
-        missing = [name for name in _PROFILE_REQUIRED if name not in data]
-        if missing:
-            raise ValueError(f"NodeProfile lacks {', '.join(missing)}: add it to the profile")
-        return cls(**data)
+        """From what `to_dict` gave; ValueError names an unknown, missing or unusable key."""
+        return record_from(cls, data, "NodeProfile")
 
 
-_PROFILE_REQUIRED = (
-    "name", "gpu", "link_name", "h2d_bytes_per_s", "flops_per_s", "hbm_bytes_per_s",
-)  # fmt: skip
+_NUMBERS = tuple(f.name for f in fields(NodeProfile) if f.type == "float")
 
-_PROFILE_NUMBERS = tuple(f.name for f in fields(NodeProfile) if f.type == "float")
 
-_PCIE4_BYTES_PER_S = 31.5e9
+class _Link(NamedTuple):
+    """One direction of a link, and where its figure is from."""
 
-_PCIE5_BYTES_PER_S = 63.0e9
+    name: str
+    bytes_per_s: float
+    note: str
 
-_C2C_BYTES_PER_S = 450e9
 
-_PCIE4_NOTE = "PCI-SIG PCIe 4.0 x16: 16 GT/s, 128b/130b"
+_PCIE4 = _Link("PCIe-4 x16", 31.5e9, "PCI-SIG PCIe 4.0 x16: 16 GT/s, 128b/130b")
+_PCIE5 = _Link("PCIe-5 x16", 63.0e9, "PCI-SIG PCIe 5.0 x16: 32 GT/s, 128b/130b")
+_C2C = _Link("NVLink-C2C", 450e9, "NVLink-C2C 900 GB/s counts both directions")
 
-_PCIE5_NOTE = "PCI-SIG PCIe 5.0 x16: 32 GT/s, 128b/130b"
 
-_C2C_NOTE = "NVLink-C2C 900 GB/s counts both directions"
+def _node(
+    name: str, gpu: str, link: _Link, rates: tuple[float, float, float], reference: str
+) -> NodeProfile:
+    """rates: FLOP/s, bytes/s of the device's memory, and its bytes."""
+    flops_per_s, hbm_bytes_per_s, hbm_bytes = rates
+    return NodeProfile(
+        name=name,
+        gpu=gpu,
+        link_name=link.name,
+        h2d_bytes_per_s=link.bytes_per_s,
+        flops_per_s=flops_per_s,
+        hbm_bytes_per_s=hbm_bytes_per_s,
+        hbm_bytes=hbm_bytes,
+        reference=reference.format(link=link.note),
+    )
+
 
 _NODES = (
-    NodeProfile(
-        name="a100-pcie4",
-        gpu="A100-SXM4-80GB",
-        link_name="PCIe-4 x16",
-        h2d_bytes_per_s=_PCIE4_BYTES_PER_S,
-        flops_per_s=312e12,
-        hbm_bytes_per_s=2.039e12,
-        hbm_bytes=80e9,
-        reference=f"NVIDIA A100 Tensor Core GPU data sheet; {_PCIE4_NOTE}",
+    _node(
+        "a100-pcie4", "A100-SXM4-80GB", _PCIE4, (312e12, 2.039e12, 80e9),
+        "NVIDIA A100 Tensor Core GPU data sheet; {link}",
     ),
-    NodeProfile(
-        name="h100-pcie5",
-        gpu="H100-SXM5-80GB",
-        link_name="PCIe-5 x16",
-        h2d_bytes_per_s=_PCIE5_BYTES_PER_S,
-        flops_per_s=989e12,
-        hbm_bytes_per_s=3.35e12,
-        hbm_bytes=80e9,
-        reference=f"NVIDIA H100 Tensor Core GPU data sheet, half its sparse FP16; {_PCIE5_NOTE}",
+    _node(
+        "h100-pcie5", "H100-SXM5-80GB", _PCIE5, (989e12, 3.35e12, 80e9),
+        "NVIDIA H100 Tensor Core GPU data sheet, half its sparse FP16; {link}",
     ),
-    NodeProfile(
-        name="h200-pcie5",
-        gpu="H200-SXM-141GB",
-        link_name="PCIe-5 x16",
-        h2d_bytes_per_s=_PCIE5_BYTES_PER_S,
-        flops_per_s=989e12,
-        hbm_bytes_per_s=4.8e12,
-        hbm_bytes=141e9,
-        reference=f"NVIDIA H200 Tensor Core GPU data sheet, half its sparse FP16; {_PCIE5_NOTE}",
+    _node(
+        "h200-pcie5", "H200-SXM-141GB", _PCIE5, (989e12, 4.8e12, 141e9),
+        "NVIDIA H200 Tensor Core GPU data sheet, half its sparse FP16; {link}",
     ),
-    NodeProfile(
-        name="b200-pcie5",
-        gpu="B200-HGX-180GB",
-        link_name="PCIe-5 x16",
-        h2d_bytes_per_s=_PCIE5_BYTES_PER_S,
-        flops_per_s=2250e12,
-        hbm_bytes_per_s=8e12,
-        hbm_bytes=180e9,
-        reference=f"NVIDIA DGX B200 data sheet, an eighth, half its sparse FP16; {_PCIE5_NOTE}",
+    _node(
+        "b200-pcie5", "B200-HGX-180GB", _PCIE5, (2250e12, 8e12, 180e9),
+        "NVIDIA DGX B200 data sheet, an eighth, half its sparse FP16; {link}",
     ),
-    NodeProfile(
-        name="gh200-c2c",
-        gpu="GH200-96GB",
-        link_name="NVLink-C2C",
-        h2d_bytes_per_s=_C2C_BYTES_PER_S,
-        flops_per_s=989e12,
-        hbm_bytes_per_s=4e12,
-        hbm_bytes=96e9,
-        reference=f"NVIDIA GH200 Grace Hopper Superchip data sheet; {_C2C_NOTE}",
+    _node(
+        "gh200-c2c", "GH200-96GB", _C2C, (989e12, 4e12, 96e9),
+        "NVIDIA GH200 Grace Hopper Superchip data sheet; {link}",
     ),
-    NodeProfile(
-        name="gb200-c2c",
-        gpu="GB200-186GB",
-        link_name="NVLink-C2C",
-        h2d_bytes_per_s=_C2C_BYTES_PER_S,
-        flops_per_s=2500e12,
-        hbm_bytes_per_s=8e12,
-        hbm_bytes=186e9,
+    replace(
+        _node(
+            "gb200-c2c", "GB200-186GB", _C2C, (2500e12, 8e12, 186e9),
+            "NVIDIA GB200 NVL72 data sheet, one GPU, half its sparse FP16; {link}; "
+            "one Grace serves two GPUs, so both name its link group",
+        ),
         link_group="grace",
-        reference="NVIDIA GB200 NVL72 data sheet, one GPU, half its sparse FP16; "
-        f"{_C2C_NOTE}; one Grace serves two GPUs, so both name its link group",
     ),
-    NodeProfile(
-        name="unified-hbm",
-        gpu="B200-class, CPU on package",
-        link_name="unified HBM",
-        h2d_bytes_per_s=8e12,
-        flops_per_s=2500e12,
-        hbm_bytes_per_s=8e12,
-        hbm_bytes=186e9,
-        reference="what-if of paper 001 §7.1: the host tier is the HBM itself, at 8 TB/s",
+    _node(
+        "unified-hbm", "B200-class, CPU on package", _Link("unified HBM", 8e12, ""),
+        (2500e12, 8e12, 186e9),
+        "what-if of paper 001 §7.1: the host tier is the HBM itself, at 8 TB/s",
     ),
-    NodeProfile(
-        name="pcie",
-        gpu="demo GPU",
-        link_name="PCIe-5 x16, sustained",
-        h2d_bytes_per_s=55e9,
-        flops_per_s=400e12,
-        hbm_bytes_per_s=3.35e12,
-        hbm_bytes=80e9,
-        reference="demo: an H100's assumed sustained rates (55 GB/s, 400 TFLOP/s), not measured",
+    _node(
+        "pcie", "demo GPU", _Link("PCIe-5 x16, sustained", 55e9, ""), (400e12, 3.35e12, 80e9),
+        "demo: an H100's assumed sustained rates (55 GB/s, 400 TFLOP/s), not measured",
     ),
-    NodeProfile(
-        name="c2c",
-        gpu="demo GPU",
-        link_name="NVLink-C2C, sustained",
-        h2d_bytes_per_s=375e9,
-        flops_per_s=400e12,
-        hbm_bytes_per_s=3.35e12,
-        hbm_bytes=80e9,
-        reference="demo: as pcie but for a GH200's assumed sustained link of 375 GB/s "
+    _node(
+        "c2c", "demo GPU", _Link("NVLink-C2C, sustained", 375e9, ""), (400e12, 3.35e12, 80e9),
+        "demo: as pcie but for a GH200's assumed sustained link of 375 GB/s "
         "(342 GB/s is reported in vllm issue 6496)",
     ),
-)
+)  # fmt: skip
 
 CATALOGUE: dict[str, NodeProfile] = {node.name: node for node in _NODES}
 """Every built-in node by name."""

@@ -1,4 +1,4 @@
-"""What a model takes of a node: bytes of KV and of weights, FLOPs of attention.
+"""A model's shape, and what it takes of a node: bytes of KV and weights, FLOPs of attention.
 
 Beyond paper 001 (see ``kappa.paper``) attention over the context, mixtures of experts, MLA, and KV
 heads replicated under tensor parallelism count. ``tp`` is the number of tensor-parallel ranks that
@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kappa.checks import check_not_negative, check_positive, refusal
 
 Attention = Literal["mha", "gqa", "mla"]
 
-_ATTENTIONS = ("mha", "gqa", "mla")
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the law needs to know of a model.
+    """What the cost model needs to know of a model.
 
     ``params_active`` counts the parameters one token passes through, ``params_total`` all of them;
     they differ for mixtures of experts. For ``attention="mla"`` the KV entry is a latent of
@@ -47,11 +45,6 @@ class ModelShape:
     source: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a shape that no model has.
-
-        Raises:
-            ValueError: names the field and what to give instead.
-        """
         check_positive(
             self, "layers", "hidden", "heads", "kv_heads", "head_dim", "params_active",
             "params_total", "kv_dtype_bytes", "weight_dtype_bytes",
@@ -59,22 +52,18 @@ class ModelShape:
         check_not_negative(
             self, "kv_lora_rank", "rope_head_dim", "experts", "experts_active", "max_context_tokens"
         )
-        if self.attention not in _ATTENTIONS:
-            raise refusal(self, "attention", self.attention, f"use one of {_ATTENTIONS}")
+        if self.attention not in get_args(Attention):
+            raise refusal(self, "attention", self.attention, f"use one of {get_args(Attention)}")
         if self.attention == "mla" and self.kv_lora_rank == 0:
             raise refusal(self, "kv_lora_rank", 0, "MLA needs the rank of its KV latent")
         if self.kv_heads > self.heads:
             raise refusal(self, "kv_heads", self.kv_heads, f"at most heads = {self.heads}")
         if self.params_active > self.params_total:
-            raise refusal(
-                self, "params_active", self.params_active,
-                f"at most params_total = {self.params_total}",
-            )  # fmt: skip
+            remedy = f"at most params_total = {self.params_total}"
+            raise refusal(self, "params_active", self.params_active, remedy)
         if self.experts_active > self.experts:
-            raise refusal(
-                self, "experts_active", self.experts_active,
-                f"at most experts = {self.experts}",
-            )  # fmt: skip
+            remedy = f"at most experts = {self.experts}"
+            raise refusal(self, "experts_active", self.experts_active, remedy)
         if self.experts and not self.experts_active:
             raise refusal(self, "experts_active", 0, "say how many experts a token uses")
 
@@ -136,16 +125,42 @@ def attention_lines(shape: ModelShape, new_tokens: float) -> tuple[tuple[float, 
     )
 
 
+def expert_params(shape: ModelShape) -> tuple[float, float]:
+    """Parameters in experts, and the chance that a token leaves an expert alone; 0, 0 if dense."""
+    if shape.experts <= shape.experts_active:
+        return 0.0, 0.0
+    idle = 1.0 - shape.experts_active / shape.experts
+    # total - active is what the E - k idle experts hold, so both parts follow from the two counts.
+    return (shape.params_total - shape.params_active) / idle, idle
+
+
 def weight_read_bytes(shape: ModelShape, tokens: float) -> float:
     """Weight bytes a step of ``tokens`` tokens reads.
 
     A mixture of experts reads what every token shares and the experts touched: with k of E chosen
     evenly, E·(1 - (1 - k/E)^T) of them are expected.
     """
-    if shape.experts <= shape.experts_active:
-        return shape.params_total * shape.weight_dtype_bytes
-    share = shape.experts_active / shape.experts
-    # total - active is what the E - k idle experts hold, so both parts follow from the two counts.
-    in_experts = (shape.params_total - shape.params_active) / (1.0 - share)
-    touched: float = 1.0 - (1.0 - share) ** max(1.0, tokens)
+    in_experts, idle = expert_params(shape)
+    touched: float = 1.0 - idle ** max(1.0, tokens)
     return (shape.params_total - in_experts * (1.0 - touched)) * shape.weight_dtype_bytes
+
+
+def activation_bytes_per_token(shape: ModelShape) -> float:
+    """Bytes of one token's layer inputs over all layers: L·h·p.
+
+    p is the KV's own, but no less than two: KV in eight bits is made from activations in sixteen.
+    """
+    return shape.layers * shape.hidden * max(2.0, shape.kv_dtype_bytes)
+
+
+def projection_flops(shape: ModelShape) -> float:
+    """FLOPs to make one token's KV from its layer inputs, over all layers.
+
+    4·h·n_kv·d per layer, which for one KV head per query head is KVPR's 4h² (Eq. 9); for MLA the
+    product that gives the latent and its rotary part.
+    """
+    if shape.attention == "mla":
+        width = float(shape.kv_lora_rank + shape.rope_head_dim)
+    else:
+        width = 2.0 * shape.kv_heads * shape.head_dim
+    return 2.0 * shape.layers * shape.hidden * width

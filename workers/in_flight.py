@@ -9,8 +9,9 @@ its event loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
+
+from msgspec.structs import asdict
 
 from kappa.protocol import (
     DEVICE_TOKENS_KEY,

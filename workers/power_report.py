@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from kappa.power import GpuPower, Work, gpu_power, modelled_w
 from kappa.protocol import Announcement, WorkerReport

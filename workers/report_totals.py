@@ -7,7 +7,8 @@ then. Totals only rise within one life of a replica; lists start anew with each 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from kappa.cost import StepParts
 from kappa.protocol import (

@@ -170,7 +170,7 @@ def test_an_announcement_of_anything_is_refused(data):
 
 @QUICK
 @given(
-    data=st.dictionaries(st.sampled_from(sorted(WorkerReport.__dataclass_fields__)), JSON),
+    data=st.dictionaries(st.sampled_from(sorted(WorkerReport.__struct_fields__)), JSON),
     named=st.booleans(),
 )
 def test_a_report_of_anything_is_read_or_refused(data, named):

@@ -57,7 +57,7 @@ def test_unknown_name_suggests_a_near_one() -> None:
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [("{", "not JSON"), ("[]", "JSON object"), ('{"name": "x"}', "lacks gpu")],
+    [("{", "not JSON"), ("[]", "JSON object"), ('{"name": "x"}', r"lacks \['gpu'")],
 )
 def test_bad_files_are_named(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "bad.json"

@@ -76,7 +76,7 @@ def test_profile_takes_integers_from_json() -> None:
 def test_profile_names_unknown_and_missing_keys() -> None:
     with pytest.raises(ValueError, match="'pcie_gen'"):
         NodeProfile.from_dict({**NODE, "pcie_gen": 5})
-    with pytest.raises(ValueError, match="lacks gpu"):
+    with pytest.raises(ValueError, match=r"lacks \['gpu'\]"):
         NodeProfile.from_dict({k: v for k, v in NODE.items() if k != "gpu"})
 
 

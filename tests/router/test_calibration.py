@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
@@ -154,7 +155,7 @@ def test_an_outlier_counts_as_four_times_what_was_announced_and_fades():
     loads(pool, reports=20, scale=1.0)
     last, stuck_s = worker.report, 1000.0
     pool.report(
-        replace(last, steps_total=99, load_tokens_total=last.load_tokens_total + 100_000,
+        structs.replace(last, steps_total=99, load_tokens_total=last.load_tokens_total + 100_000,
                 load_seconds_total=last.load_seconds_total + stuck_s), 99.0)  # fmt: skip
     assert 1.0 < worker.calibration.link_scale < 1.4
     loads(pool, reports=60, scale=1.0, steps=100)

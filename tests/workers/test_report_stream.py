@@ -1,10 +1,9 @@
 """A replica's stream over real sockets: events and measurements in, one numbered stream out."""
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 import zmq
+from msgspec.structs import replace
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from kappa.protocol import COMPUTE_STEP_TOKENS, Admission, Spent, TenantCharge, WorkerReport

@@ -81,30 +81,30 @@ def without(data, name):
         (Announcement, {**SAID.to_dict(), "colour": 1}, r"announcement: unknown keys \['colour'\]"),
         (Announcement, without(SAID.to_dict(), "node"), r"announcement: lacks \['node'\]"),
         (Announcement, {}, r"announcement: lacks \['worker', 'model'"),
-        (WorkerReport, {**REPORT.to_dict(), "colour": 1}, r"report: unknown keys \['colour'\]"),
-        (WorkerReport, {"worker": "w"}, r"report: lacks \['time_s'\]"),
+        (WorkerReport, {**REPORT.to_dict(), "colour": 1}, r"report: .*unknown field `colour`"),
+        (WorkerReport, {"worker": "w"}, r"report: .*missing required field `time_s`"),
         (
             WorkerReport,
             {"worker": "w", "time_s": 1.0, "admitted": [{"request_id": "r", "colour": 1}]},
-            r"admission: unknown keys \['colour'\]",
+            r"unknown field `colour` - at `\$\.admitted",
         ),
         (
             WorkerReport,
             {"worker": "w", "time_s": 1.0, "admitted": [{"request_id": "r"}]},
-            r"admission: lacks \['device_tokens'",
+            r"required field `device_tokens` - at `\$\.admitted",
         ),
         (
             WorkerReport,
             {"worker": "w", "time_s": 1.0, "charges": [{"tenant": "a", "colour": 1}]},
-            r"charge: unknown keys \['colour'\]",
+            r"unknown field `colour` - at `\$\.charges",
         ),
         (
             WorkerReport,
             {"worker": "w", "time_s": 1.0, "charges": [{"tenant": "a"}]},
-            r"charge: lacks \['vram_s'",
+            r"required field `vram_s` - at `\$\.charges",
         ),
         (Announcement, {**SAID.to_dict(), "step": {"token_s": 1.0}}, "StepModel"),
-        (Announcement, {**SAID.to_dict(), "node": {"name": "n"}}, "NodeProfile lacks gpu"),
+        (Announcement, {**SAID.to_dict(), "node": {"name": "n"}}, r"NodeProfile: lacks \['gpu'"),
     ],
 )
 def test_what_is_malformed_is_named(read, data, complaint):
@@ -114,10 +114,18 @@ def test_what_is_malformed_is_named(read, data, complaint):
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), "3", None])
 def test_a_charge_that_is_no_time_is_refused_by_name(wrong):
-    with pytest.raises(ValueError, match=r"charge: gpu_s of 'alice' is .*; give seconds"):
-        TenantCharge("alice", 1.0, wrong, 0.0)
-    with pytest.raises(ValueError, match="charge: tenant is 7"):
-        TenantCharge(7, 1.0, 1.0, 1.0)
+    charge = {"tenant": "alice", "vram_s": 1.0, "gpu_s": wrong, "link_s": 0.0}
+    with pytest.raises(ValueError, match=r"Expected `float`.*\.charges\[0\]\.gpu_s"):
+        WorkerReport.from_dict({"worker": "w", "time_s": 1.0, "charges": [charge]})
+    with pytest.raises(ValueError, match=r"Expected `str`.*tenant"):
+        WorkerReport.from_dict({"worker": "w", "time_s": 1.0, "charges": [{**charge, "tenant": 7}]})
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "3"])
+def test_an_arrival_without_a_count_is_refused_by_name(wrong):
+    arrival = {"request_id": "r", "host_tokens": wrong}
+    with pytest.raises(ValueError, match=r"Expected `int`.*\.arrived\[0\]\.host_tokens"):
+        WorkerReport.from_dict({"worker": "w", "time_s": 1.0, "arrived": [arrival]})
 
 
 def test_a_tenants_charge_is_its_seconds_without_the_name():
