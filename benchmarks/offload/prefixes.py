@@ -22,7 +22,6 @@ from benchmarks.offload.settings import PrefixCell
 from engine.blocks import BlockType, Place
 from engine.prefill import Prompt, prefill
 from engine.step import Ids, Pages
-from kappa.cost import TokenCounts
 from kappa.plans.load_plan import LoadPlan
 from kappa.plans.planners import choose
 from kappa.plans.split import (
@@ -83,8 +82,7 @@ def prefix_arms(rig: Rig, cell: PrefixCell, prompt: Stored) -> tuple[list[Arm], 
     """The cell's arms, and those left out by name, with the reason."""
     costs = Costs(rig.rates, cell.cached, cell.new)
     plans, left_out = _plans(rig, cell, costs)
-    counts = TokenCounts(0, cell.cached, cell.new)
-    auto = choose(rig.rates, counts, block_tokens=rig.block_tokens)
+    auto = choose(costs, block_tokens=rig.block_tokens)
     plans["auto"] = auto
     arms = [_sequential(rig, prompt, costs)]
     for name, plan in plans.items():

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kappa.model import ModelShape
 from kappa.plans.load_plan import Kind
 
 Positions = Literal["learned", "rope", "dynamic_rope"]
@@ -23,10 +22,6 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 _STATE_FAMILIES = ("mamba", "mamba2", "falcon_mamba", "rwkv", "jamba", "bamba", "qwen3_next")
 
 _TOKEN_KV_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-
-
-class UnsupportedKind(ValueError):
-    """A kind of segment that this architecture cannot execute exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +58,6 @@ class Architecture:
         exact: tuple[Kind, ...] = ("K", "A", "R")
         return frozenset(exact) - self.refused().keys()
 
-    def require(self, kind: Kind) -> None:
-        """Do nothing if `kind` works.
-
-        Raises:
-            UnsupportedKind: it does not; names the model, the reason, and the kinds that would.
-        """
-        reason = self.refused().get(kind)
-        if reason:
-            would = ", ".join(sorted(self.kinds())) or "none"
-            raise UnsupportedKind(
-                f"{self.name}: segments of kind {kind} are refused: {reason}. "
-                f"Kinds that would work: {would}"
-            )
-
     def peculiar(self) -> str:
         """Why not all kinds work, and which do; "" where they do: attention over all tokens at
         positions of their own is all there is."""
@@ -85,11 +66,6 @@ class Architecture:
             return ""
         would = ", ".join(sorted(self.kinds())) or "none"
         return f"{'; '.join(dict.fromkeys(reasons.values()))}. Load plans that would work: {would}"
-
-
-def architecture_of(shape: ModelShape) -> Architecture:
-    """What a bare shape tells: its attention. The rest is taken to be Llama's."""
-    return Architecture(shape.name, shape.attention)
 
 
 def architecture_from_config(config: Mapping[str, Any], name: str = "") -> Architecture:

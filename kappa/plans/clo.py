@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kappa.checks import check_not_negative, check_positive, check_share
 from kappa.json_file import read_json_object
 from kappa.model import ModelShape
 from kappa.plans.load_plan import LoadPlan, Segment
 from kappa.plans.rates import PlanRates, decode_s
 
 FORMAT = "kappa-head-importance/1"
-"""What a file of head importance says under "format"."""
+"""The value of "format" in a file of head importance."""
 
 Scores = NDArray[np.float64]
 
@@ -164,20 +165,11 @@ class CloConfig:
     code_bits: int = 256
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            ValueError: names the field and what to give instead.
-        """
-        if not 0.0 < self.share <= 1.0:
-            raise ValueError(f"CloConfig.share is {self.share}: give a share in (0, 1]")
+        check_share(self, "share")
+        check_positive(self, "power")
+        check_not_negative(self, "sink_tokens", "epsilon")
         if not -1.0 <= self.eta <= 1.0:
             raise ValueError(f"CloConfig.eta is {self.eta}: give a cosine in [-1, 1]")
-        if not self.power > 0.0:
-            raise ValueError(f"CloConfig.power is {self.power}: give a number above 0")
-        for name in ("sink_tokens", "epsilon"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"CloConfig.{name} is {getattr(self, name)}: give 0 or more")
         if self.recent_tokens < 1:
             raise ValueError(
                 f"CloConfig.recent_tokens is {self.recent_tokens}: give 1 or more, as a token "
@@ -276,7 +268,6 @@ class CloMemory:
 
     @property
     def device_bytes(self) -> float:
-        """All that is on the device."""
         return self.cache_bytes + self.persistent_bytes + self.code_bytes
 
 
@@ -314,7 +305,6 @@ class CloStep:
 
     @property
     def tbt_s(self) -> float:
-        """Seconds between tokens."""
         return self.compute_s + self.waited_s
 
 

@@ -9,10 +9,10 @@ is loaded, and both are merged by log-sum-exp. All splits are closed forms, roun
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from kappa.checks import check_not_negative, check_positive
 from kappa.plans.rates import LineFit, PlanRates, decode_s
 from kappa.plans.split import best_1d, rounded
 
@@ -51,18 +51,8 @@ class LayerTimes:
     gpu_fc1_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse figures that cannot be.
-
-        Raises:
-            ValueError: names the figure.
-        """
-        for field in fields(self):
-            value = getattr(self, field.name)
-            least = "above zero" if field.name == "link_bytes_per_s" else "0 or more"
-            if not (math.isfinite(value) and value >= 0) or (least[0] == "a" and value == 0):
-                raise ValueError(
-                    f"LayerTimes.{field.name} is {value!r}: give a finite number, {least}"
-                )
+        check_not_negative(self, *(field.name for field in fields(self)))
+        check_positive(self, "link_bytes_per_s")
 
     def cpu_s(self, mode: Mode, alpha: float = 0.0) -> float:
         """Seconds of the CPU; `alpha` of the FC1 columns only where it computes all attention."""
@@ -83,7 +73,6 @@ class LayerTimes:
         return moved
 
     def link_s(self, mode: Mode, alpha: float = 0.0) -> float:
-        """Seconds of the link."""
         return self.link_bytes(mode, alpha) / self.link_bytes_per_s
 
     def layer_s(self, mode: Mode, alpha: float = 0.0) -> float:
@@ -91,12 +80,6 @@ class LayerTimes:
         left = 1.0 - (alpha if mode == "mha" else 0.0)
         computed_s = self.cpu_s(mode, alpha) + self.gpu_s + left * self.gpu_fc1_s
         return max(computed_s, self.link_s(mode, alpha))
-
-    @property
-    def streamed_s(self) -> float:
-        """Seconds of the layer where the device computes all and every weight crosses."""
-        weights = self.qkv_bytes + self.out_bytes + self.fc1_bytes + self.fc2_bytes
-        return max(weights / self.link_bytes_per_s, self.gpu_s + self.gpu_fc1_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,29 +121,15 @@ def plan_layer(times: LayerTimes, columns: int, multiple: int = 1) -> LayerPlan:
     if columns < 1 or multiple < 1:
         raise ValueError(f"columns {columns}, multiple {multiple}: give 1 or more")
 
-    def full_s(moved: float) -> float:
-        return times.layer_s("mha", moved / columns)
+    def planned(mode: Mode, moved: int = 0) -> LayerPlan:
+        alpha = moved / columns
+        cpu_s, link_s = times.cpu_s(mode, alpha), times.link_s(mode, alpha)
+        return LayerPlan(mode, moved, alpha, cpu_s, link_s, times.layer_s(mode, alpha))
 
-    layer_s, moved = best_1d(
-        full_s, rounded([alpha_star(times) * columns], 0.0, float(columns), multiple)
-    )
-    best, alpha = _plan(times, "mha", int(moved), columns), moved / columns
-    assert best.layer_s == layer_s and best.alpha == alpha
-    for mode in MODES[1:]:
-        other = _plan(times, mode, 0, columns)
-        best = other if other.layer_s < best.layer_s else best
-    return best
-
-
-def _plan(times: LayerTimes, mode: Mode, moved: int, columns: int) -> LayerPlan:
-    alpha = moved / columns
-    return LayerPlan(
-        mode, moved, alpha, times.cpu_s(mode, alpha), times.link_s(mode, alpha),
-        times.layer_s(mode, alpha),
-    )  # fmt: skip
-
-
-# -- the context, split --------------------------------------------------------------------------
+    at = rounded([alpha_star(times) * columns], float(columns), multiple)
+    _, moved = best_1d(lambda moved: times.layer_s("mha", moved / columns), at)
+    plans = [planned("mha", int(moved)), *(planned(mode) for mode in MODES[1:])]
+    return min(plans, key=lambda plan: plan.layer_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +148,6 @@ class ContextSplit:
 
     @property
     def share(self) -> float:
-        """c."""
         return self.cpu_tokens / self.context_tokens
 
 
@@ -264,7 +232,7 @@ def split_context(
     def price(tokens: float) -> float:
         return split_s(rates, batch, context_tokens, tokens)
 
-    step_s, tokens = best_1d(price, rounded([balance], 0.0, float(context_tokens), block_tokens))
+    step_s, tokens = best_1d(price, rounded([balance], float(context_tokens), block_tokens))
     return ContextSplit(int(tokens), context_tokens, step_s, price(0), price(context_tokens))
 
 

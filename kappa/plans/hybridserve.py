@@ -3,7 +3,8 @@
 Algorithm 1 of the paper (activation checkpointing with a hybrid cache, Section 4.3) as printed, for
 the bench, and corrected, for serving: Eq. 9 forgets that activations cross the link too, Eq. 10 the
 forward pass, and the two steps count the projection's fixed cost thrice. A request's blocks keep
-the allocation's ratio (Eq. 11). Mini-batches are in `kappa.plans.hybridserve`.
+the allocation's ratio (Eq. 11). Mini-batches (Section 4.3.3), what the device's two
+buffers hold at once, are packed so that projecting and loading take equally long (`pack`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kappa.plans.rates import LineFit, PlanRates, decode_s, require_fit
+from kappa.checks import check_not_negative, check_positive
+from kappa.plans.rates import LineFit, PlanRates, decode_s
 
 BlockType = Literal["kv", "act"]
 
@@ -39,18 +41,10 @@ class HostCache:
     forward_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse fits too poor to plan with, and memory that cannot hold the weights.
-
-        Raises:
-            ValueError: names the fit, or the sizes.
-        """
-        require_fit(self.project)
-        require_fit(self.load)
-        for name in ("weights_load_s", "weight_bytes", "device_blocks", "forward_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"HostCache.{name} is {getattr(self, name)}: give 0 or more")
-        if not (self.kv_block_bytes > 0 and self.act_block_bytes > 0):
-            raise ValueError("HostCache: give block sizes above zero")
+        self.project.require()
+        self.load.require()
+        check_not_negative(self, "weights_load_s", "weight_bytes", "device_blocks", "forward_s")
+        check_positive(self, "kv_block_bytes", "act_block_bytes")
         if self.host_bytes < self.weight_bytes:
             raise ValueError(
                 f"HostCache: weights of {self.weight_bytes:.4g} bytes do not fit host memory of "
@@ -237,7 +231,8 @@ class Blocks:
 
 
 def imbalance(blocks: Blocks, project: LineFit, load: LineFit) -> float:
-    """F_b = max(r, 1/r) of r = T_kv_gen(ACT) / T_load_kv(KV); infinite without either."""
+    """F_b = max(r, 1/r) of r = T_kv_gen(ACT) / T_load_kv(KV); infinite without either,
+    which the paper leaves open (Eq. 12 and 13)."""
     project_s, load_s = project.seconds(blocks.act), load.seconds(blocks.kv)
     if project_s <= 0 or load_s <= 0:
         return math.inf
@@ -248,6 +243,9 @@ def pack(
     requests: Sequence[Blocks], most: Blocks, project: LineFit, load: LineFit
 ) -> list[list[int]]:
     """Mini-batches as lists of indices into `requests`; each request is in exactly one.
+
+    Requests join in their order if they fit and do not make the imbalance F_b worse; when none can,
+    the next mini-batch begins.
 
     Args:
         requests: blocks of each, in order of preference.

@@ -8,10 +8,10 @@ and which counts the rest of the step. Both are closed forms, rounded to blocks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from kappa.plans.rates import PlanRates, decode_s, tbt_s
+from kappa.plans.rates import PlanRates, decode_s
 from kappa.plans.split import best_1d, rounded
 
 
@@ -29,7 +29,6 @@ class KvprSplit:
 
     @property
     def share(self) -> float:
-        """l / s."""
         return self.tokens / self.context_tokens
 
     @property
@@ -94,7 +93,7 @@ def split_ahead(
     """
 
     def price(tokens: float) -> float:
-        return tbt_s(rates, batch, context_tokens, tokens, streamed=streamed, ahead=True)
+        return max(decode_s(rates, batch, context_tokens, tokens, streamed=streamed))
 
     rho = rates.activation_ratio
     link_s, rest_s = decode_s(rates, batch, context_tokens, streamed=streamed)
@@ -112,37 +111,5 @@ def _best(
             f"context_tokens {context_tokens}, block_tokens {block_tokens}: give 1 or more"
         )
     most = context_tokens if held is None else max(0, min(context_tokens, held))
-    step_s, tokens = best_1d(price, rounded([at], 0.0, most, block_tokens))
+    step_s, tokens = best_1d(price, rounded([at], most, block_tokens))
     return KvprSplit(int(tokens), context_tokens, step_s, price(0))
-
-
-def splits_while_decoding(
-    plan: Callable[[int], KvprSplit], prompt_tokens: int, new_tokens: int, block_tokens: int
-) -> Iterator[KvprSplit]:
-    """The split of every decoding step but the prefill's, planned anew when s has grown a block.
-
-    Between two plans the split's tokens stay, so what the engine keeps of activations need not
-    move. The first decoding step has `prompt_tokens` + 0 tokens of context to bring.
-
-    Args:
-        plan: the planner, of the context's length.
-        prompt_tokens: s at the first step.
-        new_tokens: generated, the prefill's one included: there are `new_tokens` - 1 steps.
-        block_tokens: how far s grows between two plans.
-    """
-    for grown in range(new_tokens - 1):
-        if grown % block_tokens == 0:
-            planned = plan(prompt_tokens + grown)
-        yield planned
-
-
-def column_step_s(
-    rates: PlanRates, batch: int, batches: int, context_tokens: int, tokens: int
-) -> float:
-    """Seconds of a decoding step of the column-by-column schedule (Algorithm 1), weights streamed.
-
-    A layer's weights serve `batches` batches in turn; each turn loads the next batch's share and a
-    part of the next layer's weights while it computes, and all wait for the longer of the two.
-    """
-    link_s, gpu_s = decode_s(rates, batch, context_tokens, tokens)
-    return batches * max(rates.weights_load_s / batches + link_s, gpu_s)

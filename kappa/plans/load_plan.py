@@ -9,10 +9,11 @@ values, which alone changes the model's output.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from kappa.checks import check_not_negative
 
 Kind = Literal["K", "A", "R", "C", "S"]
 
@@ -28,11 +29,6 @@ class Segment:
     end_tokens: int
 
     def __post_init__(self) -> None:
-        """Refuse an unknown kind and an empty or reversed run.
-
-        Raises:
-            ValueError: names the segment and what to give instead.
-        """
         if self.kind not in get_args(Kind):
             raise ValueError(f"Segment.kind is {self.kind!r}: use one of {get_args(Kind)}")
         if not 0 <= self.start_tokens < self.end_tokens:
@@ -43,7 +39,6 @@ class Segment:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the run has."""
         return self.end_tokens - self.start_tokens
 
 
@@ -69,15 +64,8 @@ class LoadPlan:
     why: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a plan that leaves a token out, or that no causal model can execute.
-
-        Raises:
-            ValueError: names the segment or the field and what to give instead.
-        """
-        for name in ("ttft_s", "load_s", "compute_s", "load_bytes", "step_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"LoadPlan.{name} is {value!r}: give a finite number, 0 or more")
+        """Refuse a plan that leaves a token out, or that no causal model can execute."""
+        check_not_negative(self, "ttft_s", "load_s", "compute_s", "load_bytes", "step_s")
         _check_cover(self.segments)
         _check_recompute(self.segments)
         if self.exact and any(s.kind == "S" for s in self.segments):
@@ -85,7 +73,6 @@ class LoadPlan:
 
     @property
     def cached_tokens(self) -> int:
-        """How many cached tokens the plan brings back."""
         return self.segments[-1].end_tokens if self.segments else 0
 
     @property
@@ -142,13 +129,7 @@ def _check_recompute(segments: Sequence[Segment]) -> None:
 def layout(
     cached_tokens: int, *, recompute: int = 0, activations: int = 0, tail: bool = False
 ) -> tuple[Segment, ...]:
-    """Segments R, A, K in this order, or A, K, R with `tail`; empty runs are left out.
-
-    Args:
-        cached_tokens: S, all of them.
-        recompute: tokens of R.
-        activations: tokens of A; the rest is K.
-        tail: recompute at the back rather than at the front.
+    """Segments R, A, K in this order, or A, K, R with `tail`; what is neither R nor A is K.
 
     Raises:
         ValueError: a count below zero, or the two together above `cached_tokens`.

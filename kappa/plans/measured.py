@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,10 @@ from kappa.json_file import read_json_object
 from kappa.plans.rates import LEAST_R2, ComputeGrid, LineFit, PlanRates
 
 FORMAT = "kappa-load-rates/1"
-"""What a file of measured rates says under "format"."""
+"""The value of "format" in a file of measured rates."""
 
 # A step counts as compute-bound where it lasts this much longer than the reads beneath it.
 _ABOVE_FLOOR = 1.5
-
 _LEAST_POINTS = 4
 
 
@@ -52,7 +51,7 @@ def fit_line(name: str, tokens: Sequence[float], seconds: Sequence[float]) -> Li
 
 
 def fit_step(grid: ComputeGrid) -> StepModel:
-    """The law of a step that comes nearest to a measured grid.
+    """The cost model of a step that comes nearest to a measured grid.
 
     The row of fewest new tokens gives the reads: weights, and KV per context token. A fixed cost,
     GEMM seconds per token and attention seconds per pair are fitted, in relative error, to the
@@ -60,23 +59,17 @@ def fit_step(grid: ComputeGrid) -> StepModel:
     below zero.
     """
     context = np.asarray(grid.context_tokens)
-    least_new = grid.new_tokens[0]
-    columns = np.stack([np.ones_like(context), context + least_new], axis=1)
+    columns = np.stack([np.ones_like(context), context + grid.new_tokens[0]], axis=1)
     weights_s, context_s = _not_negative(columns, np.asarray(grid.seconds[0]))
-    points = np.array(
-        [
-            (t, s, grid.seconds[i][j])
-            for i, t in enumerate(grid.new_tokens)
-            for j, s in enumerate(grid.context_tokens)
-        ]
-    )
-    t, s, y = points.T
-    bound = y > _ABOVE_FLOOR * (weights_s + context_s * (s + t))
+    new, behind = (axis.ravel() for axis in np.meshgrid(grid.new_tokens, context, indexing="ij"))
+    seconds = np.asarray(grid.seconds).ravel()
+    bound = seconds > _ABOVE_FLOOR * (weights_s + context_s * (behind + new))
     if bound.sum() < _LEAST_POINTS:
         bound[:] = True
-    columns = np.stack([np.ones_like(t), t, chunk_work(t, s).pairs], axis=1) / y[:, None]
+    columns = np.stack([np.ones_like(new), new, chunk_work(new, behind).pairs], axis=1)
+    columns /= seconds[:, None]
     fixed_s, token_s, pair_s = _not_negative(columns[bound], np.ones(int(bound.sum())))
-    # Both sides of the law's maximum carry the fixed cost; the reads were fitted with it inside.
+    # Both sides of the model's maximum carry the fixed cost; the reads were fitted with it inside.
     fixed_s = min(fixed_s, weights_s)
     return StepModel(token_s, pair_s, weights_s - fixed_s, context_s, fixed_s)
 
@@ -93,49 +86,6 @@ def _not_negative(columns: NDArray[np.float64], values: NDArray[np.float64]) -> 
             for index, value in zip(used, some, strict=True):
                 best[index] = float(value)
     return best
-
-
-class Attention(NamedTuple):
-    """As `PlanRates` has them: the line, the link's share beside it, its own beside a load."""
-
-    attend: LineFit | None = None
-    h2d_attending: float = 1.0
-    attend_loading: float = 1.0
-
-
-def layers_fit(name: str, samples: Mapping[str, Any], layers: int) -> LineFit:
-    """A line over all layers from the samples of one: {"tokens": [...], "seconds": [...]}."""
-    return fit_line(name, samples["tokens"], [layers * float(s) for s in samples["seconds"]])
-
-
-def grid_of(data: Mapping[str, Any], rows: str, columns: str) -> ComputeGrid:
-    """A grid from {rows: [...], columns: [...], "seconds": [[...]]}."""
-    return ComputeGrid(
-        tuple(map(float, data[rows])),
-        tuple(map(float, data[columns])),
-        tuple(tuple(map(float, row)) for row in data["seconds"]),
-    )
-
-
-def decode_grid(data: Mapping[str, Any]) -> ComputeGrid | None:
-    """Decoding steps by sequences and by context tokens of all of them; None if not measured."""
-    found = data.get("decode")
-    return None if found is None else grid_of(found, "sequences", "resident_tokens")
-
-
-def attention(data: Mapping[str, Any], layers: int, alone_bytes_per_s: float) -> Attention:
-    """CPU attention: {"tokens", "seconds"} of one layer, and the two rates of both at once."""
-    found = data.get("attend")
-    if found is None:
-        return Attention()
-    try:
-        line = layers_fit("CPU attention", found, layers)
-    except ValueError:
-        return Attention()
-    if not line.r2 >= LEAST_R2:
-        return Attention()
-    link = min(1.0, float(found["h2d_bytes_per_s"]) / alone_bytes_per_s)
-    return Attention(line, link, min(1.0, float(found["share_while_loading"])))
 
 
 def rates_from_measured(
@@ -159,31 +109,66 @@ def rates_from_measured(
     if overlap is None and data.get("overlap") is not None:
         overlap = float(data["overlap"])
     try:
-        layers = int(data["layers"])
-        alone = float(data["h2d_bytes_per_s"])
-        grid = grid_of(data["grid"], "new_tokens", "context_tokens")
-        return PlanRates(
-            name=f"{data['model']} on {data['device']}",
-            layers=layers,
-            kv_bytes=float(data["kv_bytes_per_token"]),
-            activation_bytes=float(data["activation_bytes_per_token"]),
-            load=layers_fit("load", data["load"], layers),
-            project=layers_fit("KV projection", data["project"], layers),
-            step=fit_step(grid),
-            grid=grid,
-            overlap=overlap,
-            h2d_while_storing=min(1.0, float(data["h2d_while_storing_bytes_per_s"]) / alone),
-            h2d_cpu_busy=min(1.0, float(data["h2d_cpu_busy_bytes_per_s"]) / alone),
-            weights_load_s=float(data["weight_bytes"]) / alone,
-            decode=decode_grid(data),
-            **attention(data, layers, alone)._asdict(),
-        )
+        return _fitted(data, overlap)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{origin}: lacks or garbles {error}: profile anew") from error
 
 
+def _fitted(data: Mapping[str, Any], overlap: float | None) -> PlanRates:
+    layers = int(data["layers"])
+    alone = float(data["h2d_bytes_per_s"])
+    grid = _grid(data["grid"], "new_tokens", "context_tokens")
+    decode = data.get("decode")
+    attend = _attend(data.get("attend"), layers)
+    beside = data["attend"] if attend else {"h2d_bytes_per_s": alone, "share_while_loading": 1.0}
+    return PlanRates(
+        name=f"{data['model']} on {data['device']}",
+        layers=layers,
+        kv_bytes=float(data["kv_bytes_per_token"]),
+        activation_bytes=float(data["activation_bytes_per_token"]),
+        load=_layers_line("load", data["load"], layers),
+        project=_layers_line("KV projection", data["project"], layers),
+        step=fit_step(grid),
+        grid=grid,
+        overlap=overlap,
+        h2d_cpu_busy=min(1.0, float(data["h2d_cpu_busy_bytes_per_s"]) / alone),
+        weights_load_s=float(data["weight_bytes"]) / alone,
+        decode=None if decode is None else _grid(decode, "sequences", "resident_tokens"),
+        attend=attend,
+        h2d_attending=min(1.0, float(beside["h2d_bytes_per_s"]) / alone),
+        attend_loading=min(1.0, float(beside["share_while_loading"])),
+    )
+
+
+def _layers_line(name: str, samples: Mapping[str, Any], layers: int) -> LineFit:
+    """A line over all layers from the samples of one: {"tokens": [...], "seconds": [...]}."""
+    return fit_line(name, samples["tokens"], [layers * float(s) for s in samples["seconds"]])
+
+
+def _grid(data: Mapping[str, Any], rows: str, columns: str) -> ComputeGrid:
+    return ComputeGrid(
+        tuple(map(float, data[rows])),
+        tuple(map(float, data[columns])),
+        tuple(tuple(map(float, row)) for row in data["seconds"]),
+    )
+
+
+def _attend(samples: Mapping[str, Any] | None, layers: int) -> LineFit | None:
+    """CPU attention; a line too poor to plan with counts as not measured, and the CPU is not asked.
+
+    The rest of the file is as good as it was.
+    """
+    if samples is None:
+        return None
+    try:
+        line = _layers_line("CPU attention", samples, layers)
+    except ValueError:
+        return None
+    return line if line.r2 >= LEAST_R2 else None
+
+
 def as_measured(rates: PlanRates, model: str, device: str) -> dict[str, Any]:
-    """Rates in the form of a measurement, for those who only know the law of a node.
+    """Rates in the form of a measurement, for nodes that are known by formula alone.
 
     `rates_from_measured` gives them back, but for the points between those of the grid.
     """
@@ -213,6 +198,6 @@ def as_measured(rates: PlanRates, model: str, device: str) -> dict[str, Any]:
             "seconds": [[rates.prefill_s(n, s) for s in context] for n in new],
         },
         "h2d_bytes_per_s": link,
-        "h2d_while_storing_bytes_per_s": link * rates.h2d_while_storing,
+        "h2d_while_storing_bytes_per_s": link,
         "h2d_cpu_busy_bytes_per_s": link * rates.h2d_cpu_busy,
     }

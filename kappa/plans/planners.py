@@ -1,10 +1,12 @@
-"""Planners by name, as engine and router ask them: what is cached and new in, a load plan out.
+"""Which load plan a request gets: the best of all kinds, and planners by name.
 
-"auto" takes the earliest predicted first token; "kv" loads all as KV; "kvpr" splits as paper 000;
-"hybrid" takes activations wherever they are held (paper 003); "recompute" loads nothing; "tail"
-loads the front and computes the back anew where that is earlier, all that vLLM can be told; "cpu"
-leaves all in host memory (C), as "auto" does with what exceeds a request's room on the device.
-Without rates, "auto" and "tail" load all, "kvpr" is refused, and no seconds are predicted.
+Engine and router ask `Planning`: what is cached and new in, a load plan out. "auto" takes the
+earliest predicted first token; "kv" loads all as KV; "kvpr" splits as paper 000; "hybrid" takes
+activations wherever they are held (paper 003); "recompute" loads nothing; "tail" loads the front
+and computes the back anew where that is earlier, all that vLLM can be made to do; "cpu" leaves all
+in host memory (C), as "auto" does with what exceeds a request's room on the device. Without rates,
+"auto" and "tail" load all, "kvpr" is refused, and no seconds are predicted. `alternatives` is what
+`kappa explain` prints.
 """
 
 from __future__ import annotations
@@ -20,8 +22,6 @@ from kappa.plans.kvpr import split_paper
 from kappa.plans.load_plan import Kind, LoadPlan, Segment, from_runs, layout
 from kappa.plans.rates import PlanRates, decode_gpu_s
 from kappa.plans.split import (
-    IDLE,
-    Backlog,
     Best,
     Costs,
     Split,
@@ -39,36 +39,36 @@ Policy = Literal["load", "recompute", "tail", "activations", "mixed", "auto"]
 both of them; or the best of all that pays."""
 
 LEAST_GAIN = 0.02
-"""A plan other than plain loading must promise an earlier first token by this share."""
+"""A plan other than plain loading must promise an earlier first token by this share, which
+prediction error does not eat."""
 
-EXACT: frozenset[Kind] = frozenset({"K", "A", "R"})
+LEAST_TAIL_GAIN = 0.05
+"""As `LEAST_GAIN`, for vLLM: its loads are noticed, and its steps begin, when they do."""
+
+PLAIN: frozenset[Kind] = frozenset({"K", "R"})
+EXACT: frozenset[Kind] = PLAIN | {"A"}
 
 _MOST_RATIO = 2.0**40
-
 _RATIO_ERROR = 1e-12
 
 
 def choose(
-    rates: PlanRates,
-    counts: TokenCounts,
+    costs: Costs,
     *,
     kinds: Set[Kind] = EXACT,
     block_tokens: int = 16,
     held_tokens: int | None = None,
     tail_only: bool = False,
-    backlog: Backlog = IDLE,
     least_gain: float = LEAST_GAIN,
 ) -> LoadPlan:
     """The plan with the earliest predicted first token.
 
     Args:
-        rates: the model on the node.
-        counts: the request there.
+        costs: the request on the node, with what waits there.
         kinds: what architecture and engine allow (`kappa.plans.architecture`); K is always meant.
         block_tokens: plans cut at multiples of this.
         held_tokens: activations are held for this many leading cached tokens; None for all.
         tail_only: the engine can recompute the back of the cached run alone (stock vLLM).
-        backlog: seconds of work that wait on the node; the plan's `ttft_s` counts them.
         least_gain: see `LEAST_GAIN`.
 
     Raises:
@@ -80,19 +80,17 @@ def choose(
         raise ValueError(
             f"kinds {sorted(kinds - EXACT)} are not chosen here: give some of {sorted(EXACT)}"
         )
-    costs = Costs(rates, counts.cached_tokens, counts.new_tokens, counts.device_tokens, backlog)
-    plain = Split()
-    plain_s = costs.of(plain)
-    best = Best(plain, plain_s)
+    plain = Best(Split(), costs.of(Split()))
+    best = plain
     notes: list[str] = []
-    if counts.cached_tokens:
+    if costs.cached:
         found, notes = _options(costs, kinds, block_tokens, held_tokens, tail_only)
         best = min([best, *found], key=lambda one: one.ttft_s)
-    gain = 1.0 - best.ttft_s / plain_s if plain_s > 0 else 0.0
-    if best.split != plain and gain < least_gain:
+    gain = 1.0 - best.ttft_s / plain.ttft_s if plain.ttft_s > 0 else 0.0
+    if best.split != plain.split and gain < least_gain:
         notes.insert(0, f"the best other plan gains {gain:.1%}, less than {least_gain:.1%}")
-        best = Best(plain, plain_s)
-    return plan_of(costs, best.split, _why(costs, best, plain_s, notes))
+        best = plain
+    return plan_of(costs, best.split, _why(costs, best, plain.ttft_s, notes))
 
 
 def _options(
@@ -100,12 +98,14 @@ def _options(
 ) -> tuple[list[Best], list[str]]:
     found: list[Best] = []
     notes: list[str] = []
-    refused = activations_refused(costs.rates) if "A" in kinds and held_tokens != 0 else "not held"
-    if refused and refused != "not held":
+    held = "A" in kinds and held_tokens != 0
+    refused = activations_refused(costs.rates) if held else ""
+    if refused:
         notes.append(refused)
-    if not refused and "R" in kinds and not tail_only:
+    activations = held and not refused
+    if activations and "R" in kinds and not tail_only:
         return [best_mixed(costs, block_tokens, held_tokens)], notes
-    if not refused:
+    if activations:
         found.append(best_activations(costs, block_tokens, held_tokens))
     if "R" in kinds:
         recompute = best_tail if tail_only else best_prefix
@@ -114,36 +114,25 @@ def _options(
 
 
 def _why(costs: Costs, best: Best, plain_s: float, notes: list[str]) -> str:
-    split = best.split
-    load_s, compute_s = costs.load_s(split), costs.compute_s(split)
+    load_s, compute_s = costs.load_s(best.split), costs.compute_s(best.split)
     waits = "link" if load_s + costs.backlog.link_s > compute_s + costs.backlog.gpu_s else "gpu"
-    said = [f"the {waits} is the longer ({load_s:.4g} s link, {compute_s:.4g} s gpu)"]
+    reasons = [f"the {waits} is the longer ({load_s:.4g} s link, {compute_s:.4g} s gpu)"]
     if best.ttft_s < plain_s:
-        said.append(f"plain loading would take {plain_s:.4g} s, this {best.ttft_s:.4g} s")
-    return "; ".join(said + notes)
+        reasons.append(f"plain loading would take {plain_s:.4g} s, this {best.ttft_s:.4g} s")
+    return "; ".join(reasons + notes)
 
 
-def policy_ttft_s(
-    rates: PlanRates,
-    policy: Policy,
-    cached_tokens: float,
-    new_tokens: float,
-    *,
-    device_tokens: float = 0.0,
-    backlog: Backlog = IDLE,
-    block_tokens: int = 0,
-) -> float:
+def policy_ttft_s(costs: Costs, policy: Policy, block_tokens: int = 0) -> float:
     """Predicted seconds to the first token where the node always plans by `policy`.
 
-    Activations are taken to be held wherever the policy uses them; where they cannot pay, "mixed"
-    and "auto" do without them.
+    Activations are taken to be held wherever the policy uses them; where they cannot pay, "auto"
+    does without them.
 
     Raises:
         ValueError: a policy that is not known.
     """
-    costs = Costs(rates, cached_tokens, new_tokens, device_tokens, backlog)
     if policy == "auto":
-        policy = "recompute" if activations_refused(rates) else "mixed"
+        policy = "recompute" if activations_refused(costs.rates) else "mixed"
     solvers: dict[str, Callable[[Costs, int], Best]] = {
         "recompute": best_prefix,
         "tail": best_tail,
@@ -162,6 +151,7 @@ def kappa_eff(
 ) -> float:
     """The least κ at which predicted TTFT reaches twice the gpu time of computing the new tokens.
 
+    κ0 where loading comes first, 2κ0 where it overlaps, 2κ0 + 1 where the front is recomputed.
     Found by doubling and halving, to nine digits. The gpu time is that of the same request with
     everything loaded, t_gpu(T, S), so attention over a longer context counts.
 
@@ -172,12 +162,8 @@ def kappa_eff(
     new_tokens = max(1.0, new_tokens)
 
     def bound(ratio: float) -> bool:
-        cached = ratio * new_tokens
-        gpu_s = rates.prefill_s(new_tokens, cached + device_tokens)
-        return (
-            policy_ttft_s(rates, policy, cached, new_tokens, device_tokens=device_tokens)
-            >= 2.0 * gpu_s
-        )
+        costs = Costs(rates, ratio * new_tokens, new_tokens, device_tokens)
+        return policy_ttft_s(costs, policy) >= 2.0 * costs.plain_s
 
     high = 1.0
     while not bound(high):
@@ -189,10 +175,6 @@ def kappa_eff(
         middle = 0.5 * (low + high)
         low, high = (low, middle) if bound(middle) else (middle, high)
     return high
-
-
-LEAST_TAIL_GAIN = 0.05
-"""As `choose.LEAST_GAIN`, for vLLM: its loads are noticed, and its steps begin, when they do."""
 
 
 class Cached(NamedTuple):
@@ -210,17 +192,13 @@ class Cached(NamedTuple):
     room: int | None = None
 
 
-_PLAIN: frozenset[Kind] = frozenset(("K", "R"))
-
-_EXACT: frozenset[Kind] = _PLAIN | {"A"}
+Planner = Callable[[Cached], LoadPlan]
+"""To a plan that covers the cached tokens."""
 
 _NEEDS = {
     "kvpr": " (it needs rates: measure this node)",
     "cpu": " (it needs threads for attention: give the engine cpu_threads)",
 }
-
-# To a plan that covers the cached tokens.
-Planner = Callable[[Cached], LoadPlan]
 
 
 def room_left(room_tokens: int, device: int, new: int) -> int:
@@ -244,10 +222,10 @@ def fixed(recompute: int = 0, activations: int = 0, *, tail: bool = False) -> Pl
             "give 0 or more of each"
         )
 
-    def plan(asked: Cached) -> LoadPlan:
-        first = min(recompute, asked.cached)
-        second = min(activations, asked.cached - first)
-        segments = layout(asked.cached, recompute=first, activations=second, tail=tail)
+    def plan(request: Cached) -> LoadPlan:
+        first = min(recompute, request.cached)
+        second = min(activations, request.cached - first)
+        segments = layout(request.cached, recompute=first, activations=second, tail=tail)
         return LoadPlan(segments, why="as the request asked")
 
     return plan
@@ -272,13 +250,13 @@ class Planning:
         cpu: bool = False,
     ) -> None:
         self.rates = rates
+        self.cpu = cpu
         self._block_tokens = block_tokens
-        self._kinds = _EXACT if activations else _PLAIN
+        self._kinds = EXACT if activations else PLAIN
         self._planners: dict[str, Planner] = {
             "auto": self._auto, "kv": self._kv, "hybrid": self._hybrid,
             "recompute": self._recompute, "tail": self._tail,
         }  # fmt: skip
-        self.cpu = cpu
         if cpu:
             self._planners["cpu"] = self._all_on_cpu
         if rates is not None:
@@ -286,15 +264,10 @@ class Planning:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the planners that there are."""
         return tuple(self._planners)
 
     def named(self, name: str) -> Planner:
-        """The planner of that name.
-
-        Raises:
-            ValueError: there is none; says which there are.
-        """
+        """The planner of that name; ValueError if there is none, with those that there are."""
         planner = self._planners.get(name)
         if planner is None:
             needs = _NEEDS.get(name, "")
@@ -308,16 +281,15 @@ class Planning:
         if isinstance(planner, str):
             self.named(planner)
 
-    def priced(self, asked: Cached, segments: tuple[Segment, ...], why: str) -> LoadPlan:
+    def priced(self, request: Cached, segments: tuple[Segment, ...], why: str) -> LoadPlan:
         """The plan of these segments, which cover the cached tokens, with what it will take."""
         if self.rates is None:
             return LoadPlan(segments, why=why)
-        plan = predict(self._costs(asked), segments, why)
+        plan = predict(_costs(self.rates, request), segments, why)
         kept = plan.tokens("C")
         if not kept or self.rates.attend is None:
             return plan
-        on_cpu = self.on_cpu(kept)
-        return replace(plan, step_s=split_s(self.rates, 1, kept, on_cpu))
+        return replace(plan, step_s=split_s(self.rates, 1, kept, self.on_cpu(kept)))
 
     def on_cpu(self, kept_tokens: int) -> int:
         """Of the tokens that stay in host memory, those that the CPU attends to as a request
@@ -330,61 +302,58 @@ class Planning:
         """What a request takes that has nothing to bring back."""
         return self.priced(Cached(0, new, device), (), "nothing is cached, or nothing is loaded")
 
-    def _costs(self, asked: Cached) -> Costs:
-        assert self.rates is not None
-        return Costs(self.rates, asked.cached, asked.new, asked.device)
+    def _auto(self, request: Cached) -> LoadPlan:
+        room, cached = request.room, request.cached
+        attends = self.cpu and self.rates is not None and not attention_refused(self.rates)
+        if not attends or room is None or cached <= room:
+            return self._chosen(request)
+        beyond = -(-(cached - room) // self._block_tokens) * self._block_tokens
+        why = f"{room} of {cached} cached tokens have room on the device"
+        return self._kept(request, min(beyond, cached), why)
 
-    def _auto(self, asked: Cached) -> LoadPlan:
-        if asked.room is not None and asked.cached > asked.room and self.cpu and self.rates:
-            refused = attention_refused(self.rates)
-            if not refused:
-                beyond = -(-(asked.cached - asked.room) // self._block_tokens) * self._block_tokens
-                why = f"{asked.room} of {asked.cached} cached tokens have room on the device"
-                return self._kept(asked, min(beyond, asked.cached), why)
-        return self._chosen(asked, self._kinds)
+    def _all_on_cpu(self, request: Cached) -> LoadPlan:
+        return self._kept(request, request.cached, "all stays in host memory, as set")
 
-    def _all_on_cpu(self, asked: Cached) -> LoadPlan:
-        return self._kept(asked, asked.cached, "all stays in host memory, as set")
+    def _kept(self, request: Cached, tokens: int, why: str) -> LoadPlan:
+        segments = from_runs([("C", tokens), ("K", request.cached - tokens)])
+        return self.priced(request, segments, why)
 
-    def _kept(self, asked: Cached, tokens: int, why: str) -> LoadPlan:
-        segments = from_runs([("C", tokens), ("K", asked.cached - tokens)])
-        return self.priced(asked, segments, why)
+    def _tail(self, request: Cached) -> LoadPlan:
+        return self._chosen(request, tail_only=True)
 
-    def _tail(self, asked: Cached) -> LoadPlan:
-        return self._chosen(asked, _PLAIN, tail_only=True)
-
-    def _chosen(
-        self, asked: Cached, kinds: frozenset[Kind], *, tail_only: bool = False
-    ) -> LoadPlan:
+    def _chosen(self, request: Cached, *, tail_only: bool = False) -> LoadPlan:
         if self.rates is None:
-            return self.priced(asked, layout(asked.cached), "no rates are known: all is loaded")
+            return self.priced(request, layout(request.cached), "no rates are known: all is loaded")
         return choose(
-            self.rates,
-            TokenCounts(asked.device, asked.cached, asked.new),
-            kinds=kinds,
+            _costs(self.rates, request),
+            kinds=PLAIN if tail_only else self._kinds,
             block_tokens=self._block_tokens,
-            held_tokens=asked.held,
+            held_tokens=request.held,
             tail_only=tail_only,
             least_gain=LEAST_TAIL_GAIN if tail_only else LEAST_GAIN,
         )
 
-    def _kv(self, asked: Cached) -> LoadPlan:
-        return self.priced(asked, layout(asked.cached), "all is loaded, as set")
+    def _kv(self, request: Cached) -> LoadPlan:
+        return self.priced(request, layout(request.cached), "all is loaded, as set")
 
-    def _recompute(self, asked: Cached) -> LoadPlan:
-        segments = layout(asked.cached, recompute=asked.cached)
-        return self.priced(asked, segments, "nothing is loaded, as set")
+    def _recompute(self, request: Cached) -> LoadPlan:
+        segments = layout(request.cached, recompute=request.cached)
+        return self.priced(request, segments, "nothing is loaded, as set")
 
-    def _hybrid(self, asked: Cached) -> LoadPlan:
-        segments = layout(asked.cached, activations=asked.cached if "A" in self._kinds else 0)
-        return self.priced(asked, segments, "activations wherever they are held, as set")
+    def _hybrid(self, request: Cached) -> LoadPlan:
+        segments = layout(request.cached, activations=request.cached if "A" in self._kinds else 0)
+        return self.priced(request, segments, "activations wherever they are held, as set")
 
-    def _kvpr(self, asked: Cached) -> LoadPlan:
+    def _kvpr(self, request: Cached) -> LoadPlan:
         assert self.rates is not None
-        held = asked.held if "A" in self._kinds else 0
-        split = split_paper(self.rates, 1, asked.cached, self._block_tokens, held)
-        segments = layout(asked.cached, activations=split.tokens)
-        return self.priced(asked, segments, "the split of KVPR (Eq. 12), as set")
+        held = request.held if "A" in self._kinds else 0
+        split = split_paper(self.rates, 1, request.cached, self._block_tokens, held)
+        segments = layout(request.cached, activations=split.tokens)
+        return self.priced(request, segments, "the split of KVPR (Eq. 12), as set")
+
+
+def _costs(rates: PlanRates, request: Cached) -> Costs:
+    return Costs(rates, request.cached, request.new, request.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +386,7 @@ def alternatives(
     room_tokens: int | None = None,
     activations: bool = True,
 ) -> list[Alternative]:
-    """All ways to bring the cached tokens back, and "auto", which is one of them.
+    """Every way to bring the cached tokens back, each at its best split, and what "auto" chooses.
 
     Args:
         rates: the model on the node.
@@ -443,11 +412,11 @@ def alternatives(
     planning = Planning(block_tokens, rates, activations=activations, cpu=True)
     held = cached if activations else 0
     room = None if room_tokens is None else room_left(room_tokens, device, new)
-    asked = Cached(cached, new, device, held, room)
+    request = Cached(cached, new, device, held, room)
     refused = attention_refused(rates)
-    on_cpu = None if refused or not cached else planning.named("cpu")(asked)
+    on_cpu = None if refused or not cached else planning.named("cpu")(request)
     found.append(Alternative("cpu (stays in host memory)", on_cpu, refused))
-    found.append(Alternative("auto", planning.named("auto")(asked), chosen=True))
+    found.append(Alternative("auto", planning.named("auto")(request), chosen=True))
     return found
 
 

@@ -1,10 +1,11 @@
-"""The best split of a cached prefix, in closed form: recompute, activations, load.
+"""How to split a request's cached tokens: what a split costs, and the best one in closed form.
 
-Seconds are polynomials of at most second degree between break points, so the best split along a
-line is a break point, a stationary point, or where two of the terms of the time to first token
-cross. The candidates are computed, rounded to blocks both ways, and priced; no search, no step
-size. With perfect overlap, no floor and no backlog the crossing is the positive root of
-(α/2)·l² + (φ + μ)·l - (S·μ - t_gpu) = 0, which `balance_tokens` gives alone.
+A request of S cached and T new tokens behind D tokens on the device is cut into l recomputed, a
+from activations, and the rest loaded. Seconds are polynomials of l and a of at most second degree
+between break points, so the best split along a line is a break point, a stationary point, or where
+two of the terms of the time to first token cross. These candidates are rounded to blocks both ways
+and priced; no search, no step size. With perfect overlap, no floor and no backlog the crossing is
+the positive root of (α/2)·l² + (φ + μ)·l - (S·μ - t_gpu) = 0.
 """
 
 from __future__ import annotations
@@ -30,11 +31,6 @@ class Backlog:
     gpu_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse a backlog below zero.
-
-        Raises:
-            ValueError: names both figures.
-        """
         if not (self.link_s >= 0 and self.gpu_s >= 0):
             raise ValueError(
                 f"Backlog of {self.link_s} and {self.gpu_s} s: give seconds, 0 or more"
@@ -88,10 +84,11 @@ class Costs:
         context = cached_tokens + device_tokens
         self.plain_s = rates.prefill_s(self.new, context)
         """t_gpu(T, S): gpu seconds with everything loaded."""
-        # The grid's excess over the law at (T, S), and the fixed cost, go with every split.
-        self._start_s = self.plain_s - rates.law_s(self.new, context) + rates.step.fixed_s
-        self.floor_s = rates.step.parts(chunk_work(self.new, context)).read_s
-        """Seconds of reading all weights and KV: below this no long step goes."""
+        parts = rates.step.parts(chunk_work(self.new, context))
+        self._new_flop_s, self._floor_s = parts.compute_s, parts.read_s
+        # The grid's excess over the model at (T, S), and the fixed cost, go with every split.
+        modelled_s = rates.modelled_prefill_s(self.new, context)
+        self._start_s = self.plain_s - modelled_s + rates.step.fixed_s
         serial = rates.serial_share
         self.terms = (
             (backlog.gpu_s, 0.0, 1.0),
@@ -100,18 +97,17 @@ class Costs:
         )
         """The three terms of `ttft_s` as (backlog, factor of load, factor of compute)."""
 
-    def flop_s(self, *, tail: bool = False) -> Poly:
+    def _flop_s(self, *, tail: bool) -> Poly:
         """FLOP seconds over the recomputed tokens x, without floor and projection.
 
         At the front x tokens attend to D device tokens and to themselves; at the back x + T
         tokens attend to all before them.
         """
         phi, alpha = self.rates.token_s, self.rates.pair_s
-        context = self.cached + self.device
-        start = self.rates.step.parts(chunk_work(self.new, context)).compute_s
         if tail:
-            return (start, phi + alpha * context, -0.5 * alpha)
-        return (start, phi + alpha * self.device, 0.5 * alpha)
+            context = self.cached + self.device
+            return (self._new_flop_s, phi + alpha * context, -0.5 * alpha)
+        return (self._new_flop_s, phi + alpha * self.device, 0.5 * alpha)
 
     def load_s(self, split: Split) -> float:
         """Link seconds: KV of the tokens that are loaded, and activations."""
@@ -124,10 +120,10 @@ class Costs:
         Experts that no token of the step touches are next to nothing from 100 tokens on: they are
         left out here, but not in the closed form, whose floor is that of all experts.
         """
-        c0, c1, c2 = self.flop_s(tail=split.tail)
+        c0, c1, c2 = self._flop_s(tail=split.tail)
         flop_s = c0 + split.recompute * (c1 + split.recompute * c2)
         return (
-            max(flop_s, self.floor_s - self.rates.idle_experts_s(self.new + split.recompute))
+            max(flop_s, self._floor_s - self.rates.idle_experts_s(self.new + split.recompute))
             + self._start_s
             + self.rates.project.seconds(split.activations)
         )
@@ -151,18 +147,16 @@ class Costs:
     def pieces(self, *, tail: bool = False, activations: Poly = (0.0, 0.0, 0.0)) -> list[Poly]:
         """Gpu seconds along a line, as the polynomials whose larger one holds.
 
-        Args:
-            tail: recompute at the back.
-            activations: tokens from activations along the same line.
+        activations: tokens from activations along the same line.
         """
         project = [self.rates.project_token_s * c for c in activations]
         if activations != (0.0, 0.0, 0.0):
             project[0] += self.rates.project.fixed_s
-        c0, c1, c2 = self.flop_s(tail=tail)
+        c0, c1, c2 = self._flop_s(tail=tail)
         start = self._start_s + project[0]
         return [
             (c0 + start, c1 + project[1], c2 + project[2]),
-            (self.floor_s + start, project[1], project[2]),
+            (self._floor_s + start, project[1], project[2]),
         ]
 
 
@@ -172,20 +166,6 @@ class Best:
 
     split: Split
     ttft_s: float
-
-
-def balance_tokens(costs: Costs, *, tail: bool = False) -> float:
-    """Recomputed tokens at which link and gpu seconds are equal, in [0, S]; FLOPs alone count.
-
-    The positive root of the quadratic; without attention (S·μ - T·φ)/(φ + μ).
-    """
-    c0, c1, c2 = costs.pieces(tail=tail)[0]
-    mu = costs.rates.load_token_s
-    lead_s = costs.rates.load.seconds(costs.cached) - c0
-    if lead_s <= 0:
-        return 0.0
-    roots = [x for x in real_roots((-lead_s, c1 + mu, c2)) if x >= 0]
-    return min(costs.cached, *roots) if roots else costs.cached
 
 
 def best_prefix(costs: Costs, block_tokens: int = 0) -> Best:
@@ -205,11 +185,8 @@ def _recompute(costs: Costs, block_tokens: int, *, tail: bool) -> Best:
     mu, cached = costs.rates.load_token_s, costs.cached
     load: Poly = (mu * cached + costs.rates.load.fixed_s, -mu, 0.0)
     xs = _candidates(costs, load, costs.pieces(tail=tail))
-    anchor = cached if tail else 0.0
-    return _best(
-        costs,
-        (Split(x, tail=tail and x > 0) for x in _rounded(xs, 0.0, cached, block_tokens, anchor)),
-    )
+    xs = rounded(xs, cached, block_tokens, anchor=cached if tail else 0.0)
+    return _best(costs, (Split(x, tail=tail and x > 0) for x in xs))
 
 
 def best_activations(
@@ -229,11 +206,8 @@ def best_activations(
     load: Poly = (mu * (cached - recompute) + rates.load.fixed_s, -(1.0 - rho) * mu, 0.0)
     plain_s = costs.compute_s(Split(recompute))
     compute: Poly = (plain_s + rates.project.fixed_s, rates.project_token_s, 0.0)
-    xs = _candidates(costs, load, [compute])
-    return _best(
-        costs,
-        (Split(recompute, a) for a in _rounded(xs, 0.0, most, block_tokens, -recompute)),
-    )
+    xs = rounded(_candidates(costs, load, [compute]), most, block_tokens, anchor=-recompute)
+    return _best(costs, (Split(recompute, a) for a in xs))
 
 
 def best_mixed(costs: Costs, block_tokens: int = 0, held_tokens: float | None = None) -> Best:
@@ -246,14 +220,14 @@ def best_mixed(costs: Costs, block_tokens: int = 0, held_tokens: float | None = 
     cached = costs.cached
     held = cached if held_tokens is None else min(cached, held_tokens)
     flop, floor = costs.pieces()
-    fronts = _rounded(real_roots(_minus(flop, floor)), 0.0, held, block_tokens, 0.0)
+    fronts = rounded(real_roots(_minus(flop, floor)), held, block_tokens)
     found = [best_prefix(costs, block_tokens)]
     found += [best_activations(costs, block_tokens, held, front) for front in fronts]
     mu, rho = costs.rates.load_token_s, costs.rates.activation_ratio
     fixed_s = costs.rates.load.fixed_s
     load: Poly = (mu * (cached - held + rho * held) + fixed_s, -mu * rho, 0.0)
     xs = _candidates(costs, load, costs.pieces(activations=(held, -1.0, 0.0)))
-    fronts = _rounded(xs, 0.0, held, block_tokens, 0.0)
+    fronts = rounded(xs, held, block_tokens)
     found.append(_best(costs, (Split(front, held - front) for front in fronts)))
     return min(found, key=lambda best: best.ttft_s)
 
@@ -285,28 +259,26 @@ def best_1d(price: Callable[[float], float], xs: Iterable[float]) -> tuple[float
     return min((price(x), x) for x in xs)
 
 
-def rounded(xs: Iterable[float], low: float, high: float, block_tokens: int) -> list[float]:
-    """Candidates within [low, high], both neighbours in blocks of each, and the two ends."""
-    return _rounded(xs, low, high, block_tokens, 0.0)
+def rounded(
+    xs: Iterable[float], high: float, block_tokens: int, anchor: float = 0.0
+) -> list[float]:
+    """Candidates within [0, high], both neighbours in blocks of each, and the two ends.
+
+    Block boundaries are where x - anchor is a multiple; without blocks candidates stay as they are.
+    """
+    inside = {0.0, high}
+    for x in xs:
+        if not block_tokens:
+            inside.add(min(max(x, 0.0), high))
+            continue
+        blocks = math.floor((x - anchor) / block_tokens)
+        for neighbour in (blocks, blocks + 1):
+            inside.add(min(max(anchor + neighbour * block_tokens, 0.0), high))
+    return sorted(inside)
 
 
 def _best(costs: Costs, splits: Iterable[Split]) -> Best:
     return min((Best(split, costs.of(split)) for split in splits), key=lambda best: best.ttft_s)
-
-
-def _rounded(
-    xs: Iterable[float], low: float, high: float, block_tokens: int, anchor: float
-) -> list[float]:
-    """As `rounded`, for blocks whose boundaries are where x - anchor is a multiple."""
-    inside = {low, high}
-    for x in xs:
-        if not block_tokens:
-            inside.add(min(max(x, low), high))
-            continue
-        blocks = math.floor((x - anchor) / block_tokens)
-        for neighbour in (blocks, blocks + 1):
-            inside.add(min(max(anchor + neighbour * block_tokens, low), high))
-    return sorted(inside)
 
 
 def _candidates(costs: Costs, load: Poly, pieces: list[Poly]) -> list[float]:
@@ -353,7 +325,7 @@ def plan_of(costs: Costs, split: Split, why: str = "") -> LoadPlan:
 
 
 def predict(costs: Costs, segments: Sequence[Segment], why: str = "as given") -> LoadPlan:
-    """Price segments in any order that a `LoadPlan` allows.
+    """Price segments in any order that a `LoadPlan` allows, as an experiment's or a planner's own.
 
     A run that stays in host memory (C) crosses the link once for the first token, as one of K does:
     many queries are more than a CPU can attend with. What it costs later is `step_s`, which

@@ -44,10 +44,10 @@ def even_rates() -> PlanRates:
     with engine("opt") as made:
         shape = made.arena.shape
     node = node_profile("h100-pcie5")
-    law = rates_from_law(shape, node, activation_dtype_bytes=4)
+    law = rates_from_law(shape, node)
     flops_per_s = node.flops_per_s * law.project_token_s / law.load_token_s
     alike = replace(node, flops_per_s=flops_per_s, step_fixed_s=0.0, load_fixed_s=0.0)
-    return rates_from_law(shape, alike, activation_dtype_bytes=4)
+    return rates_from_law(shape, alike)
 
 
 @pytest.mark.parametrize("both_at_once", [False, True])

@@ -231,10 +231,10 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     with engine("opt") as plain:
         shape = plain.arena.shape
     node = node_profile("h100-pcie5")
-    rates = rates_from_law(shape, node, activation_dtype_bytes=4)
+    rates = rates_from_law(shape, node)
     # A link and a gpu that are alike to it, so that half of the prefix comes each way.
     alike = node.flops_per_s * rates.project_token_s / rates.load_token_s
-    rates = rates_from_law(shape, replace(node, flops_per_s=alike), activation_dtype_bytes=4)
+    rates = rates_from_law(shape, replace(node, flops_per_s=alike))
     with engine("opt", rates=rates, act_share=1.0, planner="kvpr") as made:
         generate(made, LONG)
         evict_device(made)

@@ -18,11 +18,11 @@ from engine.forward import Forward
 from engine.profiling import ProfileSettings, cached_profile, device_name, profile
 from engine.transfer import Copies, CpuMover, Direction, TransferFailed
 from engine.weights import random_weights
-from kappa.cost import TokenCounts
 from kappa.plans.cpu_offload import attention_refused
 from kappa.plans.measured import fit_line, rates_from_measured
 from kappa.plans.planners import choose
 from kappa.plans.rates import LEAST_R2, decode_gpu_s
+from kappa.plans.split import Costs
 
 SETTINGS = ProfileSettings(
     tokens=(16, 32, 64, 128), new_tokens=(1, 16, 64), context_tokens=(0, 32),
@@ -99,7 +99,7 @@ def _planned_or_refused(measured: dict[str, Any]) -> None:
             rates_from_measured(measured)
         return
     rates = rates_from_measured(measured)
-    plan = choose(rates, TokenCounts(0, 64, 8), block_tokens=8)
+    plan = choose(Costs(rates, 64, 8), block_tokens=8)
     assert plan.cached_tokens == 64
     assert plan.ttft_s > 0
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from numpy.random import Generator, default_rng
 
 from kappa.cost import StepModel
-from kappa.plans.rates import LineFit, PlanRates
+from kappa.hardware import NodeProfile
+from kappa.plans.rates import LineFit, PlanRates, rates_from_law
 from kappa.plans.split import Backlog, Costs
+from kappa.shapes import SHAPES
 
 
 @dataclass(frozen=True)
@@ -78,3 +80,12 @@ def random_cases(count: int, seed: int, most_blocks: int = 64) -> Iterator[Case]
             backlog=Backlog(scale * rng.random(), scale * rng.random()) if busy else Backlog(),
             block=block,
         )
+
+
+def opt_rates() -> PlanRates:
+    """OPT-6.7B on an H200: 524,288 bytes of KV per token, half of it activations."""
+    node = NodeProfile(
+        name="h200", gpu="H200", link_name="PCIe 5", h2d_bytes_per_s=50e9, flops_per_s=600e12,
+        hbm_bytes_per_s=4.8e12,
+    )  # fmt: skip
+    return rates_from_law(SHAPES["opt-6.7b"], node)

@@ -10,14 +10,12 @@ from numpy.random import default_rng
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes
 from kappa.plans.kvpr import (
-    column_step_s,
     paper_s,
     paper_share,
     split_ahead,
     split_paper,
-    splits_while_decoding,
 )
-from kappa.plans.rates import PlanRates, decode_s, rates_from_law, tbt_s
+from kappa.plans.rates import PlanRates, decode_s, rates_from_law
 from kappa.shapes import SHAPES, shape_from_config
 from tests.kappa.plans.profiles import random_rates
 
@@ -75,7 +73,7 @@ def test_the_split_that_loads_ahead_is_the_best_of_every_split(streamed: bool) -
         context = min(context, 300)
         found = split_ahead(rates, batch, context, block, streamed=streamed)
         least_s = min(
-            tbt_s(rates, batch, context, at, streamed=streamed, ahead=True)
+            max(decode_s(rates, batch, context, at, streamed=streamed))
             for at in cuts(context, block)
         )
         assert found.step_s <= least_s * (1 + 1e-12)
@@ -142,31 +140,6 @@ def test_what_is_held_bounds_the_split() -> None:
         split_paper(rates, 8, 1_000, 16, held=10_000).tokens
         == split_paper(rates, 8, 1_000, 16).tokens
     )
-
-
-def test_splits_are_planned_anew_each_block() -> None:
-    rates = rates_from_law(SHAPES["opt-6.7b"], A100)
-    asked: list[int] = []
-
-    def plan(context: int):  # type: ignore[no-untyped-def]
-        asked.append(context)
-        return split_paper(rates, 64, context, 16)
-
-    splits = list(splits_while_decoding(plan, 128, 33, 16))
-    assert asked == [128, 144]
-    assert len(splits) == 32
-    assert splits[0].tokens <= splits[-1].tokens
-    assert list(splits_while_decoding(plan, 128, 1, 16)) == []
-
-
-def test_columns_share_the_weights() -> None:
-    rates = rates_from_law(SHAPES["opt-6.7b"], A100)
-    one = column_step_s(rates, 32, 1, 512, 0)
-    eight = column_step_s(rates, 32, 8, 512, 0)
-    assert eight < 8 * one
-    link_s, gpu_s = decode_s(rates, 32, 512)
-    assert link_s > gpu_s
-    assert eight == pytest.approx(rates.weights_load_s + 8 * link_s)
 
 
 @pytest.mark.parametrize(("context", "block"), [(0, 16), (16, 0)])

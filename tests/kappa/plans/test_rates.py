@@ -1,10 +1,8 @@
-"""Rates from the law and from measurements."""
+"""Rates of a model on a node, from the cost model; lines and grids that they consist of."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +10,18 @@ from numpy.random import default_rng
 
 from kappa.cost import StepModel, compute_s
 from kappa.hardware import NodeProfile
-from kappa.model import kv_bytes
-from kappa.plans.measured import FORMAT, as_measured, rates_from_measured
+from kappa.model import activation_bytes_per_token, kv_bytes, projection_flops
 from kappa.plans.rates import (
+    LEAST_R2,
+    ComputeGrid,
     LineFit,
     PlanRates,
-    activation_bytes_per_token,
-    projection_flops,
+    decode_gpu_s,
+    decode_s,
     rates_from_law,
 )
 from kappa.shapes import SHAPES, model_shape
-from tests.kappa.plans.profiles import random_rates
+from tests.kappa.plans.profiles import opt_rates, random_rates
 
 NODE = NodeProfile(
     name="h200", gpu="H200", link_name="PCIe 5", h2d_bytes_per_s=50e9, flops_per_s=600e12,
@@ -86,97 +85,6 @@ def test_activation_dtype_follows_the_kv_unless_that_is_smaller() -> None:
     shape = SHAPES["opt-6.7b"]
     assert activation_bytes_per_token(shape) == 32 * 4096 * 2
     assert activation_bytes_per_token(replace(shape, kv_dtype_bytes=4.0)) == 32 * 4096 * 4
-    assert activation_bytes_per_token(shape, 1.0) == 32 * 4096
-
-
-def measured(**changes: Any) -> dict[str, Any]:
-    new, context, sizes = [1, 64, 1024], [0, 1024, 8192], [128, 256, 512, 1024]
-    return {
-        "format": FORMAT,
-        "device": "test", "model": "opt-6.7b", "dtype": "float16", "layers": 32,
-        "kv_bytes_per_token": 524288, "activation_bytes_per_token": 262144,
-        "weight_bytes": 13e9,
-        "load": {"tokens": sizes, "seconds": [4e-7 * n + 1e-5 for n in sizes]},
-        "project": {"tokens": sizes, "seconds": [1e-7 * n + 5e-6 for n in sizes]},
-        "grid": {
-            "new_tokens": new,
-            "context_tokens": context,
-            "seconds": [[4e-3 + 3e-5 * t + 1e-9 * t * s for s in context] for t in new],
-        },
-        "h2d_bytes_per_s": 40e9,
-        "h2d_while_storing_bytes_per_s": 30e9,
-        "h2d_cpu_busy_bytes_per_s": 36e9,
-        **changes,
-    }  # fmt: skip
-
-
-def test_measured_rates_are_those_of_all_layers() -> None:
-    rates = rates_from_measured(measured())
-    assert rates.name == "opt-6.7b on test"
-    assert rates.load_token_s == pytest.approx(32 * 4e-7)
-    assert rates.project.fixed_s == pytest.approx(32 * 5e-6)
-    assert rates.activation_ratio == 0.5
-    assert rates.weights_load_s == 13e9 / 40e9
-    assert rates.load.r2 == pytest.approx(1.0)
-
-
-def test_the_grid_overrides_the_law_inside_and_carries_on_outside() -> None:
-    rates = rates_from_measured(measured())
-    assert rates.prefill_s(64, 1024) == pytest.approx(4e-3 + 3e-5 * 64 + 1e-9 * 64 * 1024)
-    inside, edge = rates.prefill_s(1024, 8192), rates.prefill_s(2048, 8192)
-    more_pairs = 2048 * (8192 + 1024) - 1024 * (8192 + 512)
-    assert edge - inside == pytest.approx(1024 * 3e-5 + 1e-9 * more_pairs, rel=0.1)
-
-
-def test_a_link_that_shares_is_slower() -> None:
-    rates = rates_from_measured(measured())
-    assert rates.under() is rates
-    storing = rates.under(storing=True)
-    assert storing.load_token_s == pytest.approx(rates.load_token_s * 40 / 30)
-    assert storing.weights_load_s == pytest.approx(rates.weights_load_s * 40 / 30)
-    both = rates.under(storing=True, cpu_busy=True)
-    assert both.load_token_s == pytest.approx(rates.load_token_s * 40 / 30 * 40 / 36)
-    assert storing.under(storing=True) == storing  # never charged twice
-
-
-def test_rates_are_read_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "rates.json"
-    path.write_text(json.dumps(measured()), encoding="utf-8")
-    assert rates_from_measured(path) == rates_from_measured(measured())
-
-
-@pytest.mark.parametrize("name", ["load", "project"])
-def test_a_poor_fit_is_refused_by_name(name: str) -> None:
-    noisy = {"tokens": [1, 2, 3, 4, 5], "seconds": [1.0, 5.0, 2.0, 6.0, 3.0]}
-    with pytest.raises(ValueError, match=r"the (load|KV projection) fit has R²"):
-        rates_from_measured(measured(**{name: noisy}))
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"format": "other"}, "format is 'other'"),
-        ({"grid": {}}, "new_tokens"),
-        ({"layers": None}, "profile anew"),
-        ({"h2d_bytes_per_s": "fast"}, "could not convert"),
-        ({"h2d_bytes_per_s": 0.0}, "division by zero: profile anew"),
-    ],
-)
-def test_a_garbled_file_is_refused(changes: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        rates_from_measured(measured(**changes))
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.json: cannot read"):
-        rates_from_measured(tmp_path / "none.json")
-    path = tmp_path / "rates.json"
-    path.write_text("[1", encoding="utf-8")
-    with pytest.raises(ValueError, match="not JSON"):
-        rates_from_measured(path)
-    path.write_text("[1]", encoding="utf-8")
-    with pytest.raises(ValueError, match="holds list"):
-        rates_from_measured(path)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +92,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     [
         {"layers": 0},
         {"overlap": 1.5},
-        {"h2d_while_storing": 0.0},
+        {"h2d_cpu_busy": 0.0},
         {"weights_load_s": -1.0},
         {"experts_s": 1.0},
     ],
@@ -193,16 +101,6 @@ def test_rates_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     rates = rates_from_law(SHAPES["opt-6.7b"], NODE)
     with pytest.raises(ValueError, match=f"PlanRates.{next(iter(changes))}"):
         replace(rates, **changes)
-
-
-def test_a_law_in_the_form_of_a_measurement_is_read_back_as_the_law() -> None:
-    law = rates_from_law(model_shape("llama-3.1-8b"), NODE)
-    again = rates_from_measured(json.loads(json.dumps(as_measured(law, "m", "d"))))
-    assert again.load_token_s == pytest.approx(law.load_token_s)
-    assert again.project_token_s == pytest.approx(law.project_token_s)
-    assert again.activation_ratio == law.activation_ratio
-    for new, context in ((1, 0), (128, 8192), (512, 2048)):
-        assert again.prefill_s(new, context) == pytest.approx(law.prefill_s(new, context))
 
 
 def test_a_busy_processor_takes_no_more_of_the_link_by_attending() -> None:
@@ -217,7 +115,7 @@ def test_a_busy_processor_takes_no_more_of_the_link_by_attending() -> None:
     assert both.attend is not None
     assert both.attend.per_token_s == pytest.approx(1e-6 / 0.8)
     assert both.attending() == both
-    assert rates.under(storing=True).h2d_attending == 0.4
+    assert rates.under(cpu_busy=False).h2d_attending == 0.4
 
 
 def test_what_was_not_measured_slows_nothing_down() -> None:
@@ -225,7 +123,7 @@ def test_what_was_not_measured_slows_nothing_down() -> None:
     rates = PlanRates(
         "bare", 4, 100.0, 50.0, LineFit("load", 1e-6), LineFit("KV projection", 1e-6), step
     )
-    assert rates.under(storing=True, cpu_busy=True) is rates
+    assert rates.under(cpu_busy=True) is rates
     assert rates.attending() == rates
     assert (rates.attend_bytes_per_s, rates.weights_load_s, rates.experts_s) == (0.0, 0.0, 0.0)
     # 100 bytes in 1 us; half of them are activations; one layer of four is not hidden.
@@ -240,18 +138,104 @@ def test_a_step_lasts_the_longer_of_computing_and_reading_and_the_fixed_cost() -
     step = StepModel(token_s=2.0, pair_s=0.5, weights_s=30.0, context_token_s=0.25, fixed_s=7.0)
     rates = replace(random_rates(default_rng(1)), step=step, experts_s=0.0, grid=None)
     # 4 new behind 8: pairs 4·(8 + 2) = 40, so 4·2 + 40·0.5 = 28; reads 30 + 12·0.25 = 33.
-    assert rates.law_s(4, 8) == 33.0 + 7.0
+    assert rates.modelled_prefill_s(4, 8) == 33.0 + 7.0
     # 8 new: pairs 8·(8 + 4) = 96: 16 + 48 = 64; reads 34.
-    assert rates.law_s(8, 8) == 64.0 + 7.0
+    assert rates.modelled_prefill_s(8, 8) == 64.0 + 7.0
     # Of the weights 16 s are experts, each left alone by a token with probability 1/2: 16/4 by two,
     # who compute for 2·2 + 2·(8 + 1)·0.5 = 13 s meanwhile.
     idle = replace(rates, experts_s=16.0, expert_idle=0.5)
-    assert idle.law_s(2, 8) == 30.0 - 4.0 + 10 * 0.25 + 7.0
+    assert idle.modelled_prefill_s(2, 8) == 30.0 - 4.0 + 10 * 0.25 + 7.0
 
 
-@pytest.mark.parametrize("share", ["h2d_while_storing", "h2d_cpu_busy", "h2d_attending"])
+@pytest.mark.parametrize("share", ["h2d_cpu_busy", "h2d_attending", "attend_loading"])
 def test_a_share_of_the_link_may_be_all_of_it_and_no_more(share: str) -> None:
     rates = random_rates(default_rng(1))
     assert getattr(replace(rates, **{share: 1.0}), share) == 1.0
     with pytest.raises(ValueError, match=share):
         replace(rates, **{share: 1.01})
+
+
+def test_nothing_costs_nothing_though_something_has_a_fixed_cost() -> None:
+    fit = LineFit("load", 2.0, 5.0)
+    assert [fit.seconds(n) for n in (0, 1, 10)] == [0.0, 7.0, 25.0]
+    assert fit.scaled(3.0).seconds(10) == 65.0
+
+
+@pytest.mark.parametrize(("slope", "fixed", "r2"), [(0, 0, 1), (1, -1, 1), (1, 0, 2)])
+def test_lines_that_cannot_be_are_refused(slope: float, fixed: float, r2: float) -> None:
+    with pytest.raises(ValueError, match="the load fit"):
+        LineFit("load", slope, fixed, r2)
+
+
+def test_a_grid_is_exact_at_its_points_linear_between_and_flat_beyond() -> None:
+    grid = ComputeGrid((1.0, 3.0), (0.0, 10.0), ((1.0, 2.0), (3.0, 8.0)))
+    assert grid.seconds_at(1, 0) == 1.0
+    assert grid.seconds_at(3, 10) == 8.0
+    assert grid.seconds_at(2, 0) == 2.0
+    assert grid.seconds_at(2, 5) == 3.5
+    assert grid.seconds_at(9, 99) == 8.0
+    assert grid.seconds_at(0, 0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("new", "context", "seconds", "problem"),
+    [
+        ((1.0,), (0.0, 1.0), ((1.0, 1.0),), "new_tokens"),
+        ((1.0, 2.0), (1.0, 1.0), ((1.0, 1.0), (1.0, 1.0)), "context_tokens"),
+        ((1.0, 2.0), (0.0, 1.0), ((1.0, 1.0),), "give 2 rows of 2"),
+        ((1.0, 2.0), (0.0, 1.0), ((1.0, 1.0), (1.0, 0.0)), "above zero"),
+    ],
+)
+def test_grids_that_cannot_be_are_refused(
+    new: tuple[float, ...],
+    context: tuple[float, ...],
+    seconds: tuple[tuple[float, ...], ...],
+    problem: str,
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        ComputeGrid(new, context, seconds)
+
+
+def test_a_fit_is_planned_with_from_the_least_quality_on() -> None:
+    assert LineFit("load", 1.0, r2=LEAST_R2).require() is None
+    with pytest.raises(ValueError, match="measure again"):
+        LineFit("load", 1.0, r2=LEAST_R2 - 1e-6).require()
+
+
+def test_a_line_scales_with_its_tokens_and_keeps_its_fixed_cost() -> None:
+    line = LineFit("load", 2.0, 5.0, 0.995)
+    assert line.seconds(3) == 3 * 2.0 + 5.0
+    assert line.scaled(4.0) == LineFit("load", 8.0, 5.0, 0.995)
+    # Unless more is known, a line is exact and starts at zero.
+    assert LineFit("load", 2.0) == LineFit("load", 2.0, 0.0, 1.0)
+
+
+def test_decoding_loads_what_is_asked() -> None:
+    rates = opt_rates()
+    link_s, gpu_s = decode_s(rates, 4, 1_000, 400)
+    assert link_s == pytest.approx(4 * (600 * 524_288 + 400 * 262_144) / 50e9)
+    assert gpu_s > decode_s(rates, 4, 1_000)[1]
+    assert decode_s(rates, 4, 1_000)[1] == pytest.approx(rates.step.step_s([(1, 1_000)] * 4))
+    streamed_s, _ = decode_s(rates, 4, 1_000, 400, streamed=True)
+    assert streamed_s - link_s == pytest.approx(2 * SHAPES["opt-6.7b"].params_total / 50e9)
+
+
+@pytest.mark.parametrize(("batch", "activations"), [(0, 0), (1, 11), (1, -1)])
+def test_decoding_steps_that_cannot_be_are_refused(batch: int, activations: int) -> None:
+    with pytest.raises(ValueError, match="one sequence or more"):
+        decode_s(opt_rates(), batch, 10, activations)
+
+
+def test_measured_decoding_steps_overrule_the_law_inside_their_grid_and_correct_it_beyond() -> None:
+    rates = opt_rates()
+    sequences, resident = (1.0, 8.0), (0.0, 4_000.0)
+    law = [[decode_gpu_s(rates, b, r / b) for r in resident] for b in sequences]
+    grid = ComputeGrid(sequences, resident, tuple(tuple(1.3 * s for s in row) for row in law))
+    measured = replace(rates, decode=grid)
+    for b, row in zip((1, 8), law, strict=True):
+        for r, seconds in zip(resident, row, strict=True):
+            assert decode_gpu_s(measured, b, r / b) == pytest.approx(1.3 * seconds)
+    assert decode_s(measured, 8, 500)[1] == pytest.approx(1.3 * law[1][1])
+    # Beyond: the law, and what the nearest point lasts longer.
+    beyond = decode_gpu_s(rates, 32, 1_000)
+    assert decode_gpu_s(measured, 32, 1_000) == pytest.approx(beyond + 0.3 * law[1][1])

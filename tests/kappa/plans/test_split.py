@@ -1,4 +1,4 @@
-"""The closed forms of the split against every split there is."""
+"""Splits: costs against a simulated pipeline, the best of every split, and prices of plans."""
 
 from __future__ import annotations
 
@@ -9,19 +9,139 @@ import pytest
 from numpy.random import default_rng
 
 from kappa.cost import StepModel
-from kappa.plans.rates import LineFit
+from kappa.plans.load_plan import from_runs, layout
+from kappa.plans.rates import LineFit, PlanRates
 from kappa.plans.split import (
+    Backlog,
     Costs,
     Split,
     activations_refused,
-    balance_tokens,
     best_activations,
     best_mixed,
     best_prefix,
     best_tail,
+    plan_of,
+    predict,
     real_roots,
 )
-from tests.kappa.plans.profiles import Case, random_cases, random_rates
+from tests.kappa.plans.layer_simulator import Layer, even, simulate
+from tests.kappa.plans.profiles import Case, opt_rates, random_cases, random_rates
+
+
+def splits(case: Case, seed: int) -> list[Split]:
+    rng = default_rng(seed)
+    front = int(rng.integers(0, case.cached + 1))
+    taken = int(rng.integers(0, case.cached - front + 1))
+    return [Split(), Split(front), Split(front, tail=True), Split(front, taken), Split(0, taken)]
+
+
+def test_closed_form_is_the_simulated_pipeline() -> None:
+    compared = 0
+    for seed, case in enumerate(random_cases(1_000, seed=11)):
+        if case.rates.overlap is not None:
+            continue  # then the pipeline is not one of layers
+        costs, backlog = case.costs, case.backlog
+        for split in splits(case, seed):
+            load_s, compute_s = costs.load_s(split), costs.compute_s(split)
+            layers = even(load_s, compute_s, case.rates.layers)
+            if load_s == 0:
+                layers = [Layer((), ((compute_s / case.rates.layers, 0),))] * case.rates.layers
+            simulated_s = simulate(
+                layers, link_free_s=backlog.link_s if load_s else 0.0, gpu_free_s=backlog.gpu_s
+            )
+            assert costs.of(split) == pytest.approx(simulated_s, rel=1e-9)
+            compared += 1
+    assert compared > 1_000
+
+
+def test_two_buffers_are_enough() -> None:
+    """Bounding the loads ahead to one layer changes nothing where all layers are alike."""
+    for case in random_cases(200, seed=12):
+        costs = case.costs
+        layers = even(costs.load_s(Split()), costs.plain_s, case.rates.layers)
+        assert simulate(layers, buffers=2) == pytest.approx(simulate(layers))
+
+
+def test_no_better_order_within_a_layer_saves_more_than_the_fill() -> None:
+    """Activations first, projected while KV loads: at most the closed form, less one layer."""
+    compared = 0
+    for seed, case in enumerate(random_cases(500, seed=13)):
+        rates = case.rates
+        if rates.overlap is not None or case.backlog != Backlog():
+            continue
+        costs = case.costs
+        split = splits(case, seed)[4]
+        load_s, compute_s = costs.load_s(split), costs.compute_s(split)
+        loaded_s = rates.load_token_s * (case.cached - split.activations)
+        project_s = rates.project.seconds(split.activations)
+        n = rates.layers
+        layer = Layer(
+            ((load_s - loaded_s) / n, loaded_s / n),
+            ((project_s / n, 1), ((compute_s - project_s) / n, 2)),
+        )
+        simulated_s = simulate([layer] * n)
+        closed_s = costs.of(split)
+        assert simulated_s <= closed_s * (1 + 1e-9)
+        assert closed_s - simulated_s <= (load_s + compute_s) / n
+        compared += 1
+    assert compared > 50
+
+
+def test_overlap_runs_from_load_first_to_all_hidden() -> None:
+    """Eq. 3 and 4 of paper 001: load + compute - overlap · min."""
+    for overlap, expected in ((0.0, 5.0), (0.5, 4.0), (1.0, 3.0)):
+        rates = simple_rates(overlap=overlap)
+        costs = Costs(rates, 20, 3)
+        assert (costs.load_s(Split()), costs.compute_s(Split())) == (2.0, 3.0)
+        assert costs.of(Split()) == expected
+
+
+def simple_rates(overlap: float | None = None) -> PlanRates:
+    return PlanRates(
+        name="simple", layers=4, kv_bytes=8.0, activation_bytes=4.0,
+        load=LineFit("load", 0.1), project=LineFit("KV projection", 0.25),
+        step=StepModel(token_s=1.0, pair_s=0.0, weights_s=0.0, context_token_s=0.0),
+        overlap=overlap,
+    )  # fmt: skip
+
+
+def test_what_each_kind_costs() -> None:
+    costs = Costs(simple_rates(), 20, 3)
+    assert costs.load_s(Split(4)) == pytest.approx(1.6)
+    assert costs.compute_s(Split(4)) == 7.0
+    assert costs.load_s(Split(4, 10)) == pytest.approx(1.1)
+    assert costs.compute_s(Split(4, 10)) == 9.5
+
+
+def test_attention_counts_the_pairs_there_are() -> None:
+    step = StepModel(token_s=0.0, pair_s=1.0, weights_s=0.0, context_token_s=0.0)
+    rates = simple_rates()
+    rates = PlanRates(rates.name, 4, 8.0, 4.0, rates.load, rates.project, step, overlap=1.0)
+    costs = Costs(rates, cached_tokens=20, new_tokens=4, device_tokens=10)
+    new = 4 * (30 + 2)
+    assert costs.compute_s(Split()) == new
+    assert costs.compute_s(Split(6)) == new + 6 * (10 + 3)  # six behind ten on the device
+    assert costs.compute_s(Split(6, tail=True)) == 10 * (24 + 5)  # ten behind 24
+    everything = 24 * (10 + 12)
+    assert costs.compute_s(Split(20)) == costs.compute_s(Split(20, tail=True)) == everything
+
+
+def test_a_plan_that_loads_nothing_waits_for_no_link() -> None:
+    costs = Costs(simple_rates(), 20, 3, backlog=Backlog(link_s=1_000.0, gpu_s=2.0))
+    assert costs.of(Split(20)) == 2.0 + 23.0
+    assert costs.of(Split(19)) > 1_000.0
+
+
+@pytest.mark.parametrize("counts", [(-1, 1, 0), (1, -1, 0), (1, 1, -1)])
+def test_negative_counts_are_refused(counts: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="counts of 0 or more"):
+        Costs(simple_rates(), *counts)
+
+
+def test_negative_backlog_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Backlog of -1\.0"):
+        Backlog(-1.0, 0.0)
+
 
 _ROUNDING = 1 + 1e-12
 
@@ -112,32 +232,6 @@ def test_the_unrounded_mix_is_below_every_mix() -> None:
         assert found.ttft_s <= least_s * (1 + 1e-9)
 
 
-def test_balance_without_attention_is_the_ratio_of_rates() -> None:
-    for seed in range(50):
-        rates = random_rates(default_rng(seed), plain=True)
-        costs = Costs(rates, 10_000, 7)
-        phi, mu = rates.token_s, rates.load_token_s
-        expected = max(0.0, (10_000 * mu - 7 * phi) / (phi + mu))
-        assert balance_tokens(costs) == pytest.approx(expected)
-        # Without attention it does not matter at which end tokens are computed.
-        assert balance_tokens(costs, tail=True) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("tail", [False, True])
-def test_balance_is_where_link_and_gpu_take_equally_long(tail: bool) -> None:
-    tried = 0
-    for case in random_cases(300, seed=6):
-        costs = case.costs
-        at = balance_tokens(costs, tail=tail)
-        split = Split(at, tail=tail)
-        if not 0 < at < case.cached:
-            continue
-        c0, c1, c2 = costs.pieces(tail=tail)[0]
-        assert costs.load_s(split) == pytest.approx(c0 + at * (c1 + at * c2))
-        tried += 1
-    assert tried > 50
-
-
 def test_recomputing_is_free_below_the_floor_of_reads() -> None:
     """A step of one new token reads all weights anyway; more tokens ride along."""
     rates = random_rates(default_rng(0), plain=True)
@@ -198,18 +292,50 @@ def test_roots(poly: tuple[float, float, float], roots: list[float]) -> None:
     assert sorted(set(real_roots(poly))) == pytest.approx(roots, rel=1e-9)
 
 
-def test_a_gpu_that_is_busy_longer_than_the_load_lasts_recomputes_nothing() -> None:
-    # 100 cached tokens load in 1 s; the 10 new ones take 2 s: the link is idle before the gpu is.
-    rates = replace(
-        random_rates(default_rng(0), plain=True), load=LineFit("load", 0.01), overlap=1.0,
-        step=StepModel(token_s=0.2, pair_s=0.0, weights_s=0.0, context_token_s=0.0, fixed_s=0.0),
-    )  # fmt: skip
-    assert balance_tokens(Costs(rates, 100, 10)) == 0.0
-    # 100 new ones less: (100·0.01 - 1·0.2) / (0.2 + 0.01) = 0.8 / 0.21.
-    assert balance_tokens(Costs(rates, 100, 1)) == pytest.approx(0.8 / 0.21)
-
-
 def test_loading_all_is_one_plan_at_whichever_end_the_rest_is_computed() -> None:
     rates = replace(random_rates(default_rng(0), plain=True), load=LineFit("load", 1e-12))
     costs = Costs(rates, 640, 64)
     assert best_tail(costs, 16).split == best_prefix(costs, 16).split == Split()
+
+
+def test_a_planners_plan_and_the_same_one_given_cost_the_same() -> None:
+    rng = default_rng(61)
+    for case in random_cases(200, seed=61):
+        front = int(rng.integers(0, case.cached + 1))
+        taken = int(rng.integers(0, case.cached - front + 1))
+        for split in (Split(front, taken), Split(front, taken, tail=front < case.cached)):
+            planned = plan_of(case.costs, split)
+            given = predict(case.costs, planned.segments)
+            assert replace(given, why="") == planned
+
+
+def test_bytes_are_those_that_cross_the_link() -> None:
+    costs = Costs(opt_rates(), 100, 10)
+    plan = plan_of(costs, Split(20, 30))
+    assert plan.load_bytes == 50 * 524_288 + 30 * 262_144
+    assert plan.load_s == pytest.approx(plan.load_bytes / 50e9)
+    everything = plan_of(costs, Split(100))
+    assert (everything.load_bytes, everything.load_s) == (0, 0)
+    assert everything.ttft_s == everything.compute_s
+
+
+def test_typed_blocks_in_any_order_cost_the_same() -> None:
+    costs = Costs(opt_rates(), 96, 10)
+    mixed = predict(costs, from_runs([("A", 16), ("K", 32), ("A", 16), ("K", 32)]))
+    sorted_ = predict(costs, from_runs([("A", 32), ("K", 64)]))
+    assert (mixed.ttft_s, mixed.load_bytes) == (sorted_.ttft_s, sorted_.load_bytes)
+
+
+def test_segments_that_cannot_be_priced_are_refused() -> None:
+    costs = Costs(opt_rates(), 96, 10)
+    with pytest.raises(ValueError, match="cover 64 tokens of 96"):
+        predict(costs, layout(64))
+    with pytest.raises(ValueError, match=r"segment S \[0, 96\)"):
+        predict(costs, from_runs([("S", 96)]))
+
+
+def test_what_stays_in_host_memory_crosses_once_for_the_first_token() -> None:
+    costs = Costs(opt_rates(), 96, 10)
+    stays, loaded = (predict(costs, from_runs([(kind, 96)])) for kind in ("C", "K"))
+    assert replace(stays, segments=()) == replace(loaded, segments=())
+    assert stays.kind == "cpu" and stays.crossing_tokens == 96 and stays.exact
