@@ -118,14 +118,9 @@ def _siblings() -> Any:
 
 
 def _panel(panel: Panel) -> Any:
-    built: Any = {
-        "timeseries": _timeseries,
-        "stat": _stat,
-        "bars": _bars,
-        "heatmap": _heatmap,
-    }[panel.kind](panel)
     built = (
-        built.title(panel.title)
+        _empty_panel(panel)
+        .title(panel.title)
         .description(panel.description)
         .unit(panel.unit)
         .datasource(DATASOURCE)
@@ -169,18 +164,21 @@ def _timeseries(panel: Panel) -> Any:
     return built
 
 
-def _stat(_: Panel) -> Any:
-    last = common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False)
-    return stat.Panel().reduce_options(last).graph_mode(choices.BigValueGraphMode.AREA)
+def _last_value() -> Any:
+    return common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False)
 
 
-def _bars(_: Panel) -> Any:
-    last = common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False)
-    return bargauge.Panel().reduce_options(last).orientation(choices.VizOrientation.HORIZONTAL)
-
-
-def _heatmap(_: Panel) -> Any:
-    return heatmap.Panel()
+def _empty_panel(panel: Panel) -> Any:
+    """A panel of the right kind, without queries."""
+    if panel.kind == "stat":
+        area = choices.BigValueGraphMode.AREA
+        return stat.Panel().reduce_options(_last_value()).graph_mode(area)
+    if panel.kind == "bars":
+        across = choices.VizOrientation.HORIZONTAL
+        return bargauge.Panel().reduce_options(_last_value()).orientation(across)
+    if panel.kind == "heatmap":
+        return heatmap.Panel()
+    return _timeseries(panel)
 
 
 def _thresholds(panel: Panel) -> Any:

@@ -1,7 +1,7 @@
-"""Asks a live Prometheus every query of every panel, and tells which return nothing.
+"""Sends every query of every panel to a live Prometheus, and reports which return nothing.
 
-`python -m dashboards.check --prometheus URL [--window S] [--picture FILE]`: what is asked is read
-from the committed JSON, with the dashboards' variables filled in as Grafana would. The picture
+`python -m dashboards.check --prometheus URL [--window S] [--picture FILE]`: queries are read from
+the committed JSON, with the dashboards' variables filled in as Grafana would. The picture
 (`dashboards.sheet`) draws the answers; it is no Grafana screenshot and says so. Exits with 1 if a
 panel that must show something shows nothing.
 """
@@ -15,11 +15,11 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
-from dashboards.answers import Answer, Series
 from dashboards.build import DASHBOARDS, FOLDER
 
 _TIMEOUT_S = 30.0
@@ -30,6 +30,36 @@ _ALLOWED_ABSENT = {
     for panel in board.panels
     if panel.absent
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a panel: its name, and its points (seconds since the epoch, value)."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    bucket: str = ""
+
+
+@dataclass(slots=True)
+class PanelAnswer:
+    """What Prometheus says to one panel.
+
+    empty: the panel's queries that returned no series with a number. absent: why that may be so.
+    """
+
+    dashboard: str
+    title: str
+    kind: str
+    unit: str
+    series: list[Series] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)
+    absent: str = ""
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether a query that must return something returned nothing."""
+        return bool(self.empty) and not self.absent
 
 
 class CheckError(RuntimeError):
@@ -64,7 +94,7 @@ def panels_of(board: dict) -> Iterator[dict]:
 
 def ask(
     url: str, window_s: float, rate_window_s: float, end_s: float, folder: Path = FOLDER
-) -> list[Answer]:
+) -> list[PanelAnswer]:
     """Evaluate every panel over the `window_s` seconds before `end_s`.
 
     Raises:
@@ -76,7 +106,7 @@ def ask(
             board = json.loads((folder / f"{built.uid}.json").read_text(encoding="utf-8"))
             variables = variables_of(board, rate_window_s)
             for panel in panels_of(board):
-                answer = Answer(
+                answer = PanelAnswer(
                     built.uid,
                     panel["title"],
                     panel["type"],
@@ -124,13 +154,13 @@ def _name(legend: str, labels: dict[str, str]) -> str:
     return re.sub(r"{{\s*(\w+)\s*}}", lambda match: labels.get(match[1], ""), legend).strip()
 
 
-def report(answers: Sequence[Answer]) -> str:
+def report(answers: Sequence[PanelAnswer]) -> str:
     """Which panels returned nothing, and why that may be so."""
     lines = [f"{len(answers)} panels, {sum(len(a.series) for a in answers)} series"]
     for answer in answers:
         if answer.empty:
-            verdict = f"may be empty: {answer.absent}" if answer.absent else "MISSING"
-            lines.append(f"{answer.dashboard} / {answer.title}: {verdict}")
+            state = f"may be empty: {answer.absent}" if answer.absent else "MISSING"
+            lines.append(f"{answer.dashboard} / {answer.title}: {state}")
             lines += [f"    {expr}" for expr in answer.empty]
     return "\n".join(lines)
 

@@ -23,7 +23,7 @@ class Foreign:
     labels: tuple[str, ...] = ()
 
 
-VLLM: tuple[Foreign, ...] = (
+FOREIGN: tuple[Foreign, ...] = (
     Foreign("ray_vllm_e2e_request_latency_seconds", "histogram", "a request, first to last"),
     Foreign("ray_vllm_inter_token_latency_seconds", "histogram", "between two tokens"),
     Foreign("ray_vllm_request_queue_time_seconds", "histogram", "a request, waiting in its engine"),
@@ -31,64 +31,39 @@ VLLM: tuple[Foreign, ...] = (
     Foreign("ray_vllm_request_decode_time_seconds", "histogram", "a request, in decode"),
     Foreign("ray_vllm_request_prompt_tokens", "histogram", "prompt tokens of a request"),
     Foreign("ray_vllm_request_generation_tokens", "histogram", "generated tokens of a request"),
-    Foreign(
-        "ray_vllm_request_max_num_generation_tokens", "histogram", "most tokens a request may get"
-    ),
-    Foreign(
-        "ray_vllm_request_success_total", "counter", "ended requests",
-        ("finished_reason", "model_name"),
-    ),
+    Foreign("ray_vllm_request_max_num_generation_tokens", "histogram",
+            "most tokens a request may get"),
+    Foreign("ray_vllm_request_success_total", "counter",
+            "ended requests", ("finished_reason", "model_name")),
     Foreign("ray_vllm_prefix_cache_queries_total", "counter", "tokens looked for on the device"),
     Foreign("ray_vllm_prefix_cache_hits_total", "counter", "tokens found on the device"),
-    Foreign(
-        "ray_vllm_external_prefix_cache_queries_total", "counter", "tokens looked for in host"
-    ),
+    Foreign("ray_vllm_external_prefix_cache_queries_total", "counter", "tokens looked for in host"),
     Foreign("ray_vllm_external_prefix_cache_hits_total", "counter", "tokens found in host"),
     Foreign("ray_vllm_kv_cache_usage_perc", "gauge", "share of the device's blocks in use"),
-    Foreign(
-        "ray_vllm_kv_offload_cpu_cache_usage_perc", "gauge", "share of the host tier in use"
-    ),
-    Foreign(
-        "ray_vllm_num_requests_waiting_by_reason", "gauge", "waiting requests, by why", ("reason",)
-    ),
-)  # fmt: skip
-
-RAY: tuple[Foreign, ...] = (
-    Foreign(
-        "ray_serve_deployment_replica_healthy", "gauge", "1 if a replica passed its health check",
-        ("deployment", "replica"),
-    ),
-    Foreign(
-        "ray_serve_autoscaling_target_replicas", "gauge", "replicas wanted", ("deployment",)
-    ),
-    Foreign(
-        "ray_serve_deployment_queued_queries", "gauge", "requests queued before a deployment",
-        ("deployment",),
-    ),
-    Foreign(
-        "ray_serve_http_request_latency_ms", "histogram", "a request at Serve's proxy",
-        ("route", "status_code"),
-    ),
+    Foreign("ray_vllm_kv_offload_cpu_cache_usage_perc", "gauge", "share of the host tier in use"),
+    Foreign("ray_vllm_num_requests_waiting_by_reason", "gauge",
+            "waiting requests, by why", ("reason",)),
+    Foreign("ray_serve_deployment_replica_healthy", "gauge",
+            "1 if a replica passed its health check", ("deployment", "replica")),
+    Foreign("ray_serve_autoscaling_target_replicas", "gauge", "replicas wanted", ("deployment",)),
+    Foreign("ray_serve_deployment_queued_queries", "gauge",
+            "requests queued before a deployment", ("deployment",)),
+    Foreign("ray_serve_http_request_latency_ms", "histogram",
+            "a request at Serve's proxy", ("route", "status_code")),
     Foreign("ray_node_cpu_utilization", "gauge", "percent of a machine's cores in use", ("ip",)),
     Foreign("ray_node_mem_used", "gauge", "bytes of memory in use on a machine", ("ip",)),
     Foreign("ray_node_mem_total", "gauge", "bytes of memory of a machine", ("ip",)),
     Foreign("ray_node_disk_usage", "gauge", "bytes of disk in use on a machine", ("ip",)),
     Foreign("ray_node_disk_free", "gauge", "bytes of disk free on a machine", ("ip",)),
-    Foreign(
-        "ray_node_network_receive_speed", "gauge", "bytes received per second", ("ip",)
-    ),
+    Foreign("ray_node_network_receive_speed", "gauge", "bytes received per second", ("ip",)),
     Foreign("ray_node_network_send_speed", "gauge", "bytes sent per second", ("ip",)),
-    Foreign(
-        "ray_node_gpus_utilization", "gauge", "percent of a GPU's time in use",
-        ("ip", "GpuIndex"),
-    ),
+    Foreign("ray_node_gpus_utilization", "gauge",
+            "percent of a GPU's time in use", ("ip", "GpuIndex")),
     Foreign("ray_node_gram_used", "gauge", "MiB of a GPU's memory in use", ("ip", "GpuIndex")),
-    Foreign(
-        "ray_node_gpu_power_milliwatts", "gauge", "what a GPU draws", ("ip", "GpuIndex")
-    ),
+    Foreign("ray_node_gpu_power_milliwatts", "gauge", "what a GPU draws", ("ip", "GpuIndex")),
 )  # fmt: skip
 
-FOREIGN: tuple[Foreign, ...] = VLLM + RAY
+_ALL: tuple[Metric | Foreign, ...] = (*m.ALL, *FOREIGN)
 
 NO_GPU = frozenset(
     {"ray_node_gpus_utilization", "ray_node_gram_used", "ray_node_gpu_power_milliwatts"}
@@ -98,18 +73,6 @@ NO_GPU = frozenset(
 _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
 
-def series() -> dict[str, Kind]:
-    """Every series name that a scrape may hold, and the kind of its metric."""
-    known: dict[str, Kind] = {}
-    for metric in m.ALL:
-        known.update({metric.name + suffix: metric.kind for suffix in _SUFFIXES[metric.kind]})
-    for foreign in FOREIGN:
-        # A foreign counter is listed under its name in a scrape, which has its suffix.
-        suffixes = ("",) if foreign.kind == "counter" else _SUFFIXES[foreign.kind]
-        known.update({foreign.name + suffix: foreign.kind for suffix in suffixes})
-    return known
-
-
 def of(metric: Metric, part: str = "") -> str:
     """The series name of one of our metrics; `part` is `bucket`, `sum` or `count`."""
     if part:
@@ -117,17 +80,25 @@ def of(metric: Metric, part: str = "") -> str:
     return f"{metric.name}_total" if metric.kind == "counter" else metric.name
 
 
+def _series_of(metric: Metric | Foreign) -> list[str]:
+    # A foreign counter is listed under its name in a scrape, which has its suffix.
+    if isinstance(metric, Foreign) and metric.kind == "counter":
+        return [metric.name]
+    return [metric.name + suffix for suffix in _SUFFIXES[metric.kind]]
+
+
+def series() -> dict[str, Kind]:
+    """Every series name that a scrape may hold, and the kind of its metric."""
+    return {name: metric.kind for metric in _ALL for name in _series_of(metric)}
+
+
 def documented(name: str) -> tuple[str, str]:
     """Where a series is explained: the file below docs/, and the name that its line holds."""
-    for metric in m.ALL:
-        row = of(metric)
-        if name in (row, *(of(metric, part) for part in ("bucket", "sum", "count"))):
-            return "metrics.md", row
-    for foreign in FOREIGN:
-        if name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") in (
-            foreign.name,
-        ):
-            return "dashboards.md", foreign.name
+    for metric in _ALL:
+        if name in _series_of(metric):
+            if isinstance(metric, Foreign):
+                return "dashboards.md", metric.name
+            return "metrics.md", of(metric)
     raise KeyError(f"{name}: not in kappa/metrics.py, not in dashboards/names.py")
 
 

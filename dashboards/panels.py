@@ -52,7 +52,7 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PanelRow:
     """Panels under one heading."""
 
     title: str
@@ -66,7 +66,7 @@ class Dashboard:
     uid: str
     title: str
     description: str
-    rows: tuple[Row, ...]
+    rows: tuple[PanelRow, ...]
 
     @property
     def panels(self) -> tuple[Panel, ...]:
@@ -121,6 +121,14 @@ def spread(
 def heat(metric: Metric | str, where: str = "") -> tuple[Query, ...]:
     """A histogram's buckets, for a heatmap: observations in the window."""
     return (Query(rate(metric, ("le",), where, "bucket", how="increase"), "{{le}}"),)
+
+
+def rate_by_node(metric: Metric | str, legend: str = "{{node}}") -> Query:
+    return Query(rate(metric, ("node",), NODE), legend)
+
+
+def gauge_by_node(metric: Metric | str, legend: str = "{{node}}") -> Query:
+    return Query(gauge(metric, "max", ("node",), NODE), legend)
 
 
 def _braces(where: str) -> str:

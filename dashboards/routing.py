@@ -1,6 +1,6 @@
 """The dashboard "Routing and fairness": why requests went where they went, and who got how much.
 
-The law first (ratio against critical ratio), then decisions and the quality of their forecast,
+The ratio against the critical ratio first, then decisions and the quality of their forecast,
 tenants, and how full iterations and steps are. Its panels use our metrics only.
 """
 
@@ -11,90 +11,69 @@ from dashboards.panels import (
     RARE,
     Dashboard,
     Panel,
+    PanelRow,
     Query,
-    Row,
     gauge,
+    gauge_by_node,
     mean,
     quantile,
     rate,
+    rate_by_node,
     spread,
 )
 from kappa import metrics as m
 
-LAW = Row(
+RATIOS = PanelRow(
     "Ratio against critical ratio",
     (
-        Panel(
-            "Ratio of the requests, and the node's critical ratio",
-            "Cached over new tokens of the requests that a node got, and the ratio from which a "
-            "request is memory-bound there. Above the line the link decides, below it the GPU.",
-            "none",
-            (Query(quantile(0.5, m.RATIO, ("node",), NODE), "{{node}} P50"),
-             Query(quantile(0.9, m.RATIO, ("node",), NODE), "{{node}} P90"),
-             Query(gauge(m.CRITICAL_RATIO, "max", ("node",), NODE), "{{node}} critical")),
-            width=10,
-        ),
-        Panel(
-            "Memory-bound or compute-bound",
-            "Decisions per second by what bounds the request on its node.", "reqps",
-            (Query(rate(m.DECISIONS, ("bound",), NODE), "{{bound}}"),), width=7, stacked=True,
-        ),
-        Panel(
-            "Share of decisions by node", "Where requests go.", "percentunit",
-            (Query(f"{rate(m.DECISIONS, ('node',), NODE)} / on () group_left () "
-                   f"{rate(m.DECISIONS)}", "{{node}}"),), width=7, stacked=True, top=1.0,
-        ),
+        Panel("Ratio of the requests, and the node's critical ratio", "Cached over new tokens of "
+              "the requests that a node got, and the ratio from which a request is memory-bound "
+              "there. Above the line the link decides, below it the GPU.", "none",
+              (Query(quantile(0.5, m.RATIO, ("node",), NODE), "{{node}} P50"),
+               Query(quantile(0.9, m.RATIO, ("node",), NODE), "{{node}} P90"),
+               gauge_by_node(m.CRITICAL_RATIO, "{{node}} critical")), width=10),
+        Panel("Memory-bound or compute-bound", "Decisions per second by what bounds the request on "
+              "its node.", "reqps", (Query(rate(m.DECISIONS, ("bound",), NODE), "{{bound}}"),),
+              width=7, stacked=True),
+        Panel("Share of decisions by node", "Where requests go.", "percentunit",
+              (Query(f"{rate(m.DECISIONS, ('node',), NODE)} / on () group_left () "
+               f"{rate(m.DECISIONS)}", "{{node}}"),), width=7, stacked=True, top=1.0),
     ),
 )  # fmt: skip
 
-DECISIONS = Row(
+DECISIONS = PanelRow(
     "Decisions",
     (
-        Panel(
-            "Decisions by reason",
-            "What set the chosen node apart: a shorter queue, a faster load, less to compute, less "
-            "harm to others, or nothing (tie).", "reqps",
-            (Query(rate(m.DECISIONS, ("reason",), NODE), "{{reason}}"),), stacked=True,
-        ),
-        Panel(
-            "Predicted and real time to first token", "Means over the requests that a node served.",
-            "s",
-            (Query(mean(m.PREDICTED_TTFT, ("node",), NODE), "{{node}} predicted"),
-             Query(mean(m.TTFT, ("node",), NODE), "{{node}} real")),
-        ),
-        Panel(
-            "Error of the prediction",
-            "Absolute error as a share of the real time to first token, by what the request waited "
-            "for.", "percentunit",
-            tuple(Query(quantile(q, m.TTFT_ERROR, ("kind",), NODE), f"{{{{kind}}}} P{100 * q:g}")
-                  for q in (0.5, 0.9)),
-        ),
+        Panel("Decisions by reason", "What set the chosen node apart: a shorter queue, a faster "
+              "load, less to compute, less harm to others, or nothing (tie).", "reqps",
+              (Query(rate(m.DECISIONS, ("reason",), NODE), "{{reason}}"),), stacked=True),
+        Panel("Predicted and real time to first token", "Means over the requests that a node "
+              "served.", "s", (Query(mean(m.PREDICTED_TTFT, ("node",), NODE), "{{node}} predicted"),
+               Query(mean(m.TTFT, ("node",), NODE), "{{node}} real"))),
+        Panel("Error of the prediction", "Absolute error as a share of the real time to first "
+              "token, by what the request waited for.", "percentunit",
+              tuple(Query(quantile(q, m.TTFT_ERROR, ("kind",), NODE), f"{{{{kind}}}} P{100 * q:g}")
+               for q in (0.5, 0.9))),
         Panel("Time of a decision", "Seconds that one decision takes, on the request's path.", "s",
               spread(m.DECISION_SECONDS), width=6),
         Panel("Link backlog", "Seconds of loads that are queued on a node's link.", "s",
-              (Query(gauge(m.LINK_BACKLOG, "max", ("node",), NODE), "{{node}}"),), width=6),
+              (gauge_by_node(m.LINK_BACKLOG),), width=6),
         Panel("GPU backlog", "Seconds of prompts that are queued on a node's GPU.", "s",
-              (Query(gauge(m.GPU_BACKLOG, "max", ("node",), NODE), "{{node}}"),), width=6),
+              (gauge_by_node(m.GPU_BACKLOG),), width=6),
         Panel("Measured bandwidth", "Host to device, as the last loads went.", "Bps",
-              (Query(gauge(m.LOAD_BANDWIDTH, "max", ("node",), NODE), "{{node}}"),), width=6),
-        Panel(
-            "Calibration", "Measured over announced seconds: 1 is what the profile promised, above "
-            "is slower.", "none",
-            (Query(gauge(m.LINK_SCALE, "max", ("node",), NODE), "{{node}} link"),
-             Query(gauge(m.COMPUTE_SCALE, "max", ("node",), NODE), "{{node}} compute")),
-        ),
+              (gauge_by_node(m.LOAD_BANDWIDTH),), width=6),
+        Panel("Calibration", "Measured over announced seconds: 1 is what the profile promised, "
+              "above is slower.", "none", (gauge_by_node(m.LINK_SCALE, "{{node}} link"),
+               gauge_by_node(m.COMPUTE_SCALE, "{{node}} compute"))),
         Panel("Cost beside the engine", "Seconds of a request outside its engine, as learnt.", "s",
-              (Query(gauge(m.OVERHEAD, "max", ("node",), NODE), "{{node}}"),)),
-        Panel(
-            "Blind spots",
-            "Blocks per second that the prefix index could not place, and gaps in the workers' "
-            "event streams: what the router does not know. Restarts of what follows them, and "
-            "entries that the router's record lost.", "cps",
-            (Query(rate(m.INDEX_LOSSES, ("why",)), "lost: {{why}}"),
-             Query(f"{rate(m.STREAM_GAPS)} or vector(0)", "gaps"),
-             Query(rate(m.TASK_RESTARTS, ("task",)), "restarted: {{task}}"),
-             Query(rate(m.RECORD_DROPPED), "not recorded")), absent=RARE,
-        ),
+              (gauge_by_node(m.OVERHEAD),)),
+        Panel("Blind spots", "Blocks per second that the prefix index could not place, and gaps in "
+              "the workers' event streams: what the router does not know. Restarts of what follows "
+              "them, and entries that the router's record lost.", "cps",
+              (Query(rate(m.INDEX_LOSSES, ("why",)), "lost: {{why}}"),
+               Query(f"{rate(m.STREAM_GAPS)} or vector(0)", "gaps"),
+               Query(rate(m.TASK_RESTARTS, ("task",)), "restarted: {{task}}"),
+               Query(rate(m.RECORD_DROPPED), "not recorded")), absent=RARE),
     ),
 )  # fmt: skip
 
@@ -102,41 +81,33 @@ _CHARGE = f"max by (tenant) ({rate(m.TENANT_CHARGE, ('tenant', 'resource'))})"
 _WEIGHED = f"({_CHARGE} / on (tenant) max by (tenant) ({m.TENANT_WEIGHT.name}))"
 _POSITIVE = f"({_WEIGHED} > 0)"
 
-TENANTS = Row(
+TENANTS = PanelRow(
     "Tenants",
     (
         Panel("Requests by tenant", "Requests per second by tenant and outcome.", "reqps",
               (Query(rate(m.TENANT_REQUESTS, ("tenant", "outcome")), "{{tenant}} {{outcome}}"),),
               stacked=True),
-        Panel(
-            "Charged by tenant",
-            "Seconds of the whole resource per second that a tenant was charged, of the resource "
-            "it used most.", "none", (Query(_CHARGE, "{{tenant}}"),), stacked=True,
-        ),
+        Panel("Charged by tenant", "Seconds of the whole resource per second that a tenant was "
+              "charged, of the resource it used most.", "none", (Query(_CHARGE, "{{tenant}}"),),
+              stacked=True),
         Panel("Charged by resource", "Seconds of vram, gpu and link charged per second.", "none",
               (Query(rate(m.TENANT_CHARGE, ("resource",)), "{{resource}}"),)),
-        Panel(
-            "Jain's index of the charges",
-            "1: the tenants that were served were charged alike, by weight; 1/n: one of n had it "
-            "all. Demand is not taken into account.", "none",
-            (Query(f"sum({_POSITIVE}) ^ 2 / (count({_POSITIVE}) * sum({_POSITIVE} ^ 2))",
-                   "Jain's index"),), top=1.0,
-        ),
+        Panel("Jain's index of the charges", "1: the tenants that were served were charged alike, "
+              "by weight; 1/n: one of n had it all. Demand is not taken into account.", "none",
+              (Query(f"sum({_POSITIVE}) ^ 2 / (count({_POSITIVE}) * sum({_POSITIVE} ^ 2))",
+               "Jain's index"),), top=1.0),
         Panel("Credit by tenant", "Seconds of service, by weight, that a tenant is behind the mean "
               "of all that were charged (below 0: ahead of it).", "s",
               (Query(gauge(m.TENANT_CREDIT, "max", ("tenant",)), "{{tenant}}"),)),
         Panel("Oldest wait by tenant", "How long a tenant's oldest request has waited for an "
-              "engine to admit it.", "s",
-              (Query(gauge(m.TENANT_OLDEST, "max", ("tenant",)), "{{tenant}}"),)),
-        Panel(
-            "Passed over, by reason", "Waiting requests per second that the rule looked at and "
-            "left, by why.", "cps",
-            (Query(rate(m.PASSED, ("reason",), NODE), "{{reason}}"),), stacked=True,
-            absent="a request is passed over only when the engine is short of something",
-        ),
+              "engine to admit it.", "s", (Query(gauge(m.TENANT_OLDEST, "max", ("tenant",)),
+               "{{tenant}}"),)),
+        Panel("Passed over, by reason", "Waiting requests per second that the rule looked at and "
+              "left, by why.", "cps", (Query(rate(m.PASSED, ("reason",), NODE), "{{reason}}"),),
+              stacked=True,
+              absent="a request is passed over only when the engine is short of something"),
         Panel("Failures of the rule", "Iterations per second in which the scheduling rule failed "
-              "and arrival order took over.", "cps",
-              (Query(rate(m.RULE_ERRORS, ("node",), NODE), "{{node}}"),)),
+              "and arrival order took over.", "cps", (rate_by_node(m.RULE_ERRORS),)),
     ),
 )  # fmt: skip
 
@@ -148,7 +119,7 @@ def _fill(resource: str) -> str:
     )
 
 
-FILL = Row(
+FILL = PanelRow(
     "Fill and pace",
     (
         Panel("Budget fill", "Share of the token budget in use, over iterations with requests that "
@@ -156,24 +127,23 @@ FILL = Row(
         Panel("VRAM fill", "Share of the device's blocks in use, over iterations with requests "
               "that wait.", "percentunit", (Query(_fill("vram"), "{{node}}"),), top=1.0),
         Panel("Iterations", "Iterations of the engines' schedulers per second, and those with "
-              "requests that wait.", "cps",
-              (Query(rate(m.ITERATIONS, ("node",), NODE), "{{node}}"),
-               Query(rate(m.QUEUED_ITERATIONS, ("node",), NODE), "{{node}} waiting"))),
+              "requests that wait.", "cps", (rate_by_node(m.ITERATIONS),
+               rate_by_node(m.QUEUED_ITERATIONS, "{{node}} waiting"))),
         Panel("Steps", "Engine steps per second.", "cps",
               (Query(rate(m.STEPS, ("node", "paced"), NODE), "{{node}} paced: {{paced}}"),)),
         Panel("Tokens per step", "Tokens that a step computes: how full its batch is.", "none",
               (Query(f"{rate(m.STEP_TOKENS, ('node',), NODE)} / {rate(m.STEPS, ('node',), NODE)}",
-                     "{{node}}"),)),
+               "{{node}}"),)),
         Panel("Overrun pace", "Share of a paced node's steps that took longer than their pace: its "
               "figures are worth that much less.", "percentunit",
               (Query(f"{rate(m.OVERRUNS, ('node',), NODE)} / {rate(m.STEPS, ('node',), NODE)}",
-                     "{{node}}"),), absent="only paced nodes can overrun"),
+               "{{node}}"),), absent="only paced nodes can overrun"),
     ),
 )  # fmt: skip
 
 _POWER_NONE = "told of GPUs that NVML or the catalogue knows"
 
-POWER = Row(
+POWER = PanelRow(
     "Power and energy",
     (
         Panel("Power", "What a node's GPUs draw and may draw; source: nvml is measured, model and "
@@ -183,26 +153,25 @@ POWER = Row(
               absent=_POWER_NONE),
         Panel("Energy per token", "Joules for each token that a node's engine computed.", "joule",
               (Query(f"{rate(m.ENERGY, ('node',), NODE)} / {rate(m.STEP_TOKENS, ('node',), NODE)}",
-                     "{{node}}"),), absent=_POWER_NONE),
+               "{{node}}"),), absent=_POWER_NONE),
         Panel("Watts below the caps", "What the nodes may draw and do not: headroom of the rack.",
               "watt",
               (Query(f"{gauge(m.POWER_CAP, 'sum', (), NODE)} - {gauge(m.POWER, 'sum', (), NODE)}",
-                     "headroom"),), absent=_POWER_NONE),
+               "headroom"),), absent=_POWER_NONE),
     ),
 )  # fmt: skip
 
-FAILOVER = Row(
+FAILOVER = PanelRow(
     "Failures and several ingresses",
     (
         Panel("Circuit breakers", "0: closed, 0.5: half open (a trial is under way), 1: open, the "
-              "node gets nothing.", "none",
-              (Query(gauge(m.BREAKER_OPEN, "max", ("node",), NODE), "{{node}}"),), top=1.0),
+              "node gets nothing.", "none", (gauge_by_node(m.BREAKER_OPEN),), top=1.0),
         Panel("Breakers opened", "How often per second a node's breaker opened, by why.", "cps",
               (Query(rate(m.BREAKER_OPENED, ("node", "why"), NODE), "{{node}} {{why}}"),),
               absent=RARE),
         Panel("Tried elsewhere", "Requests per second that a node failed before their first token "
-              "and another served, by why.", "reqps",
-              (Query(rate(m.RETRIES, ("node", "why"), NODE), "{{node}} {{why}}"),), absent=RARE),
+              "and another served, by why.", "reqps", (Query(rate(m.RETRIES, ("node", "why"), NODE),
+               "{{node}} {{why}}"),), absent=RARE),
         Panel("Sent by other ingresses", "Requests in flight that other ingress replicas sent.",
               "none", (Query(gauge(m.OTHERS_RESERVATIONS, "max"), "in flight"),), width=6),
         Panel("Prompts by where they were computed", "With prefill workers: handed over, kept by "
@@ -213,29 +182,29 @@ FAILOVER = Row(
               "second; each is followed by computing the tokens.", "cps",
               (Query(rate(m.TIER_FAILURES, ("node", "why"), NODE), "{{node}} {{why}}"),),
               absent=RARE, width=6),
-        Panel("File of keys", "Reads per second of the file of API keys, by outcome.",
-              "cps", (Query(rate(m.KEY_FILE_READS, ("outcome",)), "{{outcome}}"),), width=6),
+        Panel("File of keys", "Reads per second of the file of API keys, by outcome.", "cps",
+              (Query(rate(m.KEY_FILE_READS, ("outcome",)), "{{outcome}}"),), width=6),
     ),
 )  # fmt: skip
 
 _AGREED = 'agreed="true"'
 _SHADOW_NONE = "counted where Ray's rule steers some requests (router.mode shadow or canary)"
 
-ROLLOUT = Row(
+ROLLOUT = PanelRow(
     "Rollout",
     (
         Panel("Who steers", "Requests per second by whose rule chose their worker.", "reqps",
               (Query(rate(m.ROLLOUT_REQUESTS, ("arm",)), "{{arm}}"),), stacked=True),
         Panel("Time to first token by who steered", "P50 and P90 of the real time.", "s",
               tuple(Query(quantile(q, m.ROLLOUT_TTFT, ("arm",)), f"{{{{arm}}}} P{100 * q:g}")
-                    for q in (0.5, 0.9))),
+               for q in (0.5, 0.9))),
         Panel("Shadow", "Of the requests that Ray's rule steered: the share where ours would have "
               "chosen the same worker.", "percentunit",
-              (Query(f"{rate(m.SHADOWS, (), _AGREED)} / {rate(m.SHADOWS)}", "agreed"),),
-              top=1.0, absent=_SHADOW_NONE, width=4),
+              (Query(f"{rate(m.SHADOWS, (), _AGREED)} / {rate(m.SHADOWS)}", "agreed"),), top=1.0,
+              absent=_SHADOW_NONE, width=4),
         Panel("Predicted saving", "Seconds to the first token that ours would have saved, per "
-              "second, as foreseen.", "none",
-              (Query(rate(m.SHADOW_SAVING), "saved"),), absent=_SHADOW_NONE, width=4),
+              "second, as foreseen.", "none", (Query(rate(m.SHADOW_SAVING), "saved"),),
+              absent=_SHADOW_NONE, width=4),
     ),
 )  # fmt: skip
 
@@ -243,5 +212,5 @@ ROUTING = Dashboard(
     "kappa-routing",
     "kappa-serve: Routing and fairness",
     "Why requests went where they went, how good the forecast was, and who got how much.",
-    (LAW, DECISIONS, TENANTS, FILL, FAILOVER, POWER, ROLLOUT),
+    (RATIOS, DECISIONS, TENANTS, FILL, FAILOVER, POWER, ROLLOUT),
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dashboards.answers import Answer
+    from dashboards.check import PanelAnswer
 
 _COLUMNS = 5
 _CELL_INCHES = (3.9, 2.5)
@@ -23,7 +23,7 @@ _UNITS = {
 }  # fmt: skip
 
 
-def draw(answers: Sequence[Answer], path: Path) -> None:
+def draw(answers: Sequence[PanelAnswer], path: Path) -> None:
     """Write the sheet to `path`: a cell per panel, dashboards one after the other."""
     from matplotlib.figure import Figure
 
@@ -49,7 +49,7 @@ def draw(answers: Sequence[Answer], path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
-def _cell(axes: Any, answer: Answer, start_s: float) -> None:
+def _cell(axes: Any, answer: PanelAnswer, start_s: float) -> None:
     unit = _UNITS.get(answer.unit, answer.unit)
     axes.set_title(f"{answer.title}{f' ({unit})' if unit else ''}", fontsize=7)
     axes.tick_params(labelsize=6)
@@ -64,7 +64,7 @@ def _cell(axes: Any, answer: Answer, start_s: float) -> None:
     )
 
 
-def _lines(axes: Any, answer: Answer, start_s: float) -> None:
+def _lines(axes: Any, answer: PanelAnswer, start_s: float) -> None:
     for series in answer.series:
         times = [when - start_s for when, _ in series.points]
         values = [value for _, value in series.points]
@@ -75,7 +75,7 @@ def _lines(axes: Any, answer: Answer, start_s: float) -> None:
         axes.legend(fontsize=5, loc="upper left", framealpha=0.6)
 
 
-def _stat(axes: Any, answer: Answer, start_s: float) -> None:
+def _stat(axes: Any, answer: PanelAnswer, start_s: float) -> None:
     _lines(axes, answer, start_s)
     axes.text(
         0.97, 0.08, f"{answer.series[0].points[-1][1]:.3g}", transform=axes.transAxes,
@@ -83,12 +83,12 @@ def _stat(axes: Any, answer: Answer, start_s: float) -> None:
     )  # fmt: skip
 
 
-def _bars(axes: Any, answer: Answer, _: float) -> None:
+def _bars(axes: Any, answer: PanelAnswer, _: float) -> None:
     names = [series.name for series in answer.series]
     axes.barh(names, [series.points[-1][1] for series in answer.series])
 
 
-def _heatmap(axes: Any, answer: Answer, start_s: float) -> None:
+def _heatmap(axes: Any, answer: PanelAnswer, start_s: float) -> None:
     """Observations per bucket: Prometheus' buckets are cumulative, so neighbours are subtracted."""
     ordered = sorted(answer.series, key=lambda series: float(series.bucket or "inf"))
     times = sorted({when for series in ordered for when, _ in series.points})

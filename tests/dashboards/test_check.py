@@ -83,12 +83,12 @@ def test_the_sheet_is_drawn_for_every_kind_of_panel(tmp_path):
     points = tuple((float(t), t / 2) for t in range(5))
     kinds = ("timeseries", "stat", "bargauge", "heatmap")
     answers = [
-        check.Answer("board", kind, kind, "s", [
+        check.PanelAnswer("board", kind, kind, "s", [
             check.Series("a", points, "0.5"), check.Series("b", points, "+Inf"),
         ])
         for kind in kinds
     ]  # fmt: skip
-    answers.append(check.Answer("other", "empty", "stat", "none"))
+    answers.append(check.PanelAnswer("other", "empty", "stat", "none"))
     path = tmp_path / "sheet.png"
     sheet.draw(answers, path)
     assert path.read_bytes().startswith(b"\x89PNG")
