@@ -55,7 +55,7 @@ def test_failures_and_stragglers_are_of_different_nodes_within_the_run():
     assert all(s.end_s - s.start_s == pytest.approx(20.0) for s in slow)
 
 
-def test_somebody_has_to_stay():
+def test_more_failures_than_nodes_but_one_are_refused():
     with pytest.raises(ValueError, match="leave at least one"):
         drawn_failures(3, 3, 100.0, 20.0, seed=0)
     with pytest.raises(ValueError, match="at most 3"):
@@ -65,16 +65,16 @@ def test_somebody_has_to_stay():
 
 @pytest.fixture(scope="module")
 def many():
-    nodes = [node for kind in ("gh200", "h100", "a100") for node in numbered(NODE_KINDS[kind], 8)]
+    nodes = [node for kind in ("gh200", "h100", "a100") for node in numbered(NODE_KINDS[kind], 3)]
     return SimulatedCluster("many", tuple(nodes))
 
 
 def config(cluster, workload, shape, **changes):
-    values = {"rate_rps": 80.0, "requests": 500, "warm": True, "policy": "priced"}
+    values = {"rate_rps": 30.0, "requests": 200, "warm": True, "policy": "priced"}
     return SimulationConfig(cluster=cluster, workload=workload, shape=shape, **values | changes)
 
 
-def test_a_schedule_is_its_seeds_and_has_every_kind():
+def test_a_seed_decides_a_schedule_of_every_kind():
     faults = random_faults(200, 600.0, 60, seed=1)
     assert faults == random_faults(200, 600.0, 60, seed=1)
     assert faults != random_faults(200, 600.0, 60, seed=2)
@@ -90,7 +90,7 @@ def test_a_schedule_is_its_seeds_and_has_every_kind():
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_with_everything_going_wrong_every_request_is_answered(many, documents, shape, seed):
+def test_every_request_is_answered_whatever_faults_are_drawn(many, documents, shape, seed):
     base = config(many, documents, shape, seed=seed)
     traffic = traffic_of(base)
     horizon_s = float(traffic.planned_s.max())
@@ -103,8 +103,8 @@ def test_with_everything_going_wrong_every_request_is_answered(many, documents, 
 
 
 @pytest.mark.parametrize("kind", TRANSIENTS)
-def test_each_transient_fault_alone_loses_nothing_and_is_felt(many, documents, shape, kind):
-    base = config(many, documents, shape, requests=100, load=0.6, rate_rps=None)
+def test_each_transient_fault_alone_loses_no_request(many, documents, shape, kind):
+    base = config(many, documents, shape, requests=100, rate_rps=20.0)
     traffic = traffic_of(base)
     size = {"slow_link": 10.0}.get(kind, 3600.0)
     transients = tuple(
@@ -119,12 +119,12 @@ def test_each_transient_fault_alone_loses_nothing_and_is_felt(many, documents, s
         new_tokens = faulty.records.new_tokens.sum(), plain.records.new_tokens.sum()
         assert new_tokens[0] > new_tokens[1]
     if kind in ("events_repeated", "worker_clock"):
-        # What comes twice is heard once; the router goes by its own clock.
+        # What comes twice is applied once; the router goes by its own clock.
         assert np.array_equal(faulty.records.ttft_s, plain.records.ttft_s)
 
 
 def test_a_clock_that_goes_back_while_most_nodes_are_idle_stops_nobody(many, documents, shape):
-    base = config(many, documents, shape, requests=60, rate_rps=100.0)
+    base = config(many, documents, shape, requests=60, rate_rps=40.0)
     back = TransientFault("router_clock", 0, 0.1, 1e6, -36_000.0)
     outcome = simulate(base.replaced(faults=Faults(0.0, transients=(back,))))
     assert not np.isnan(outcome.records.e2e_s).any()
@@ -132,17 +132,17 @@ def test_a_clock_that_goes_back_while_most_nodes_are_idle_stops_nobody(many, doc
 
 def arrivals(kind, count):
     resyncs = []
-    stream = FaultyStream(kind, lambda: resyncs.append(len(heard)))
-    heard = []
+    stream = FaultyStream(kind, lambda: resyncs.append(len(applied)))
+    applied = []
     for _ in range(count):
-        heard.append(stream.arrives())
+        applied.append(stream.arrives())
     stream.healed()
-    return heard, resyncs
+    return applied, resyncs
 
 
 def test_a_lost_batch_is_found_by_the_next_and_the_last_when_it_is_over():
-    heard, resyncs = arrivals("events_lost", 6)
-    assert heard == [True, *[False] * 5]
+    applied, resyncs = arrivals("events_lost", 6)
+    assert applied == [True, *[False] * 5]
     assert resyncs == [2, 4, 6]
 
 
@@ -150,6 +150,6 @@ def test_a_batch_that_comes_twice_is_received_once():
     assert arrivals("events_repeated", 5) == ([True] * 5, [])
 
 
-def test_a_late_batch_is_a_gap_and_then_old_news():
-    heard, resyncs = arrivals("events_reordered", 5)
-    assert heard[0] and not heard[1] and resyncs
+def test_a_late_batch_is_a_gap_and_then_ignored():
+    applied, resyncs = arrivals("events_reordered", 5)
+    assert applied[0] and not applied[1] and resyncs
