@@ -75,11 +75,6 @@ class PrefixCache:
         self.pinned = 0
         self.spare = 0
 
-    @property
-    def evictable(self) -> int:
-        """Blocks that `evict` could free."""
-        return self.blocks - self.pinned
-
     def held(self) -> list[Ids]:
         """All blocks, run by run."""
         return [run.ids[run.start : run.stop] for run in self._runs.values()]
@@ -191,18 +186,6 @@ class PrefixCache:
         self._runs[ids.item(start)] = new
         return new
 
-    def add(self, ids: Ids, stop: int) -> int:
-        """Hold the first `stop` blocks, as used just now, unpinned; returns how many were missing.
-
-        The caller has made room.
-        """
-        run, length = self.match(ids, stop)
-        pinned = self.pin(run, length)
-        if length < stop:
-            pinned = self.extend(pinned, ids, stop)
-        self.unpin(pinned)
-        return stop - length
-
     def evict(self, blocks: int) -> list[Ids]:
         """Drop at least `blocks` blocks if so many are evictable; returns the ids dropped."""
         dropped: list[Ids] = []
@@ -225,13 +208,6 @@ class PrefixCache:
                 run.parent.children -= 1
             blocks -= length
         return dropped
-
-    def clear(self) -> None:
-        """Forget everything, pins included."""
-        self._runs.clear()
-        self._idle.clear()
-        self._copies.clear()
-        self.blocks = self.pinned = self.spare = 0
 
     def _split(self, run: PrefixRun, length: int) -> PrefixRun:
         """Cut a run in two at `length`; `run` stays the tail, the new head is returned."""

@@ -13,6 +13,7 @@ import numpy as np
 from kappa.protocol import Admission, Announcement, WorkerReport
 from router.decision import NoWorkerError, RouteRequest
 from router.index.kv_events import StreamCursor, Tier, WorkerReset
+from router.index.prefix_index import PrefixIndex
 from router.router import Router
 from simulator.cache import Ids
 from simulator.faults import TransientFault
@@ -84,7 +85,6 @@ class PlanDispatch(Dispatcher):
     def choose(
         self, key: int, turn: TurnShape, session: str, now_s: float, lost_on: int = -1
     ) -> Route | None:
-        """As planned."""
         return Route(self._nodes[key])
 
 
@@ -116,12 +116,16 @@ class RouterDispatch(Dispatcher):
         self._streams: dict[int, FaultyStream] = {}
         for announcement in announcements:
             router.join(announcement, 0.0)
-        assert router.index is not None
+
+    @property
+    def _prefixes(self) -> PrefixIndex:
+        index = self._router.index
+        assert index is not None, "it is there from the first join on"
+        return index
 
     def choose(
         self, key: int, turn: TurnShape, session: str, now_s: float, lost_on: int = -1
     ) -> Route | None:
-        """Ask the router."""
         request = RouteRequest(
             str(key),
             exclude=frozenset((self._announcements[lost_on].worker,) if lost_on >= 0 else ()),
@@ -147,50 +151,41 @@ class RouterDispatch(Dispatcher):
         return Route(node, self._index[fetch.source_worker], fetch.tokens)
 
     def hold(self, node: int, tier: Tier, ids: Ids) -> None:
-        """Into the prefix index, unless it gets lost on the way."""
-        index = self._router.index
-        if index is not None and self._arrives(node):
-            index.hold(self._announcements[node].worker, tier, ids)
+        if self._arrives(node):
+            self._prefixes.hold(self._announcements[node].worker, tier, ids)
 
     def drop(self, node: int, tier: Tier, ids: list[Ids]) -> None:
-        """Out of the prefix index, unless it gets lost on the way."""
-        index = self._router.index
-        if index is not None and self._arrives(node):
+        if self._arrives(node):
             gone = ids[0] if len(ids) == 1 else np.concatenate(ids)
-            index.drop(self._announcements[node].worker, tier, gone)
+            self._prefixes.drop(self._announcements[node].worker, tier, gone)
 
     def _arrives(self, node: int) -> bool:
         stream = self._streams.get(node) if self._streams else None
         return stream is None or stream.arrives()
 
     def admitted(self, node: int, job: SimulatedJob) -> None:
-        """Goes with the next report."""
+        # Goes with the next report.
         total, device, host = job.total_tokens, job.device_tokens, job.cached_tokens
         self._admissions[node].append(
             Admission(str(job.key), device, host, max(total - device - host, 1))
         )
 
     def first_token(self, job: SimulatedJob, now_s: float) -> None:
-        """To the router."""
         self._router.first_token(str(job.key), now_s + self._clock_s)
 
     def finished(self, job: SimulatedJob, now_s: float) -> None:
-        """To the router: the tokens it made, and that it is over."""
         name = str(job.key)
         self._router.tokens(name, job.output_tokens)
         self._router.release(name, now_s + self._clock_s)
 
     def lost(self, node: int) -> None:
-        """To the router."""
         self._admissions[node].clear()
         self._router.leave(self._announcements[node].worker)
 
     def back(self, node: int, now_s: float) -> None:
-        """To the router."""
         self._router.join(self._announcements[node], now_s + self._clock_s)
 
     def report(self, node: Node, now_s: float) -> None:
-        """To the router."""
         totals, link, tokens = node.totals, node.link, node.model.block_tokens
         admissions = tuple(self._admissions[node.index])
         self._admissions[node.index].clear()
@@ -214,7 +209,6 @@ class RouterDispatch(Dispatcher):
         )
 
     def transient_fault(self, fault: TransientFault, begins: bool, node: Node) -> None:
-        """To a clock, or to the stream of a node's cache events."""
         if fault.kind == "router_clock":
             self._clock_s += fault.size if begins else -fault.size
         elif fault.kind == "worker_clock":
@@ -226,8 +220,8 @@ class RouterDispatch(Dispatcher):
 
     def _resync(self, node: Node) -> None:
         """As after a gap: forget the node's blocks, then receive all that it holds."""
-        index, worker = self._router.index, self._announcements[node.index].worker
-        if index is None or not node.alive:
+        index, worker = self._prefixes, self._announcements[node.index].worker
+        if not node.alive:
             return
         index.handle(WorkerReset(worker))
         for ids in node.memory.device.held():

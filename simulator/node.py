@@ -30,8 +30,8 @@ _FOREVER = 1 << 60
 class NodeTotals:
     """What a node did since the start; survives its failures.
 
-    queued_steps: iterations before which somebody waited, with the tokens that they computed and
-    the blocks that were held. fill, fill_steps: of the budget, over those with work at hand.
+    queued_steps, queued_tokens: iterations before which somebody waited, and their tokens. fill,
+    fill_steps: of the budget, over those with work at hand.
     """
 
     steps: int = 0
@@ -43,7 +43,6 @@ class NodeTotals:
     busy_s: float = 0.0
     queued_steps: int = 0
     queued_tokens: int = 0
-    queued_blocks: int = 0
     fill: float = 0.0
     fill_steps: int = 0
     max_wait_s: float = 0.0
@@ -414,7 +413,6 @@ class Node:
             totals = self.totals
             totals.queued_steps += steps
             totals.queued_tokens += tokens
-            totals.queued_blocks += steps * self.memory.held
 
     def _account_held(self) -> None:
         """Integrate the blocks held over time; called before they change."""

@@ -35,7 +35,7 @@ class Play:
         dispatcher: Dispatcher,
         faults: Faults,
         seed: int,
-        report_period_s: float,
+        report_period_s: float = 1.0,
     ) -> None:
         self.traffic = traffic
         self.dispatcher = dispatcher

@@ -21,10 +21,8 @@ from kappa.protocol import Announcement
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s, limits, median_node
 from router.admission import Admission
 from router.policies import policy_named
-from router.policy import Policy
 from router.router import Router, RouterConfig
 from scheduler.catalogue import SCHEDULERS, packs
-from scheduler.config import FairConfig
 from simulator.clusters import NodeModel, NodeSpec, SimulatedCluster, check, node_model
 from simulator.dispatch import Dispatcher, PlanDispatch, RouterDispatch
 from simulator.faults import Faults, announced
@@ -35,9 +33,6 @@ from simulator.traffic import Traffic, build_traffic
 from workload.catalogue import arrivals_for
 from workload.shapes import Workload
 
-BUDGET_TOKENS = 8192
-MAX_RUNNING = 256
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
@@ -46,8 +41,7 @@ class SimulationConfig:
     policy: as `router.policies.policy_named` takes it. load: fraction of the capacity bound, or
     rate_rps: requests a second; one of them. capacity_rps: the bound, if it is known already.
     warm: host tiers hold documents and histories at the start. faults: what goes wrong.
-    admission: whom the router refuses; none: nobody. scheduler: the rule of every node, with its
-    settings and the tenants' weights in `fair`.
+    admission: whom the router refuses; none: nobody. scheduler: the rule of every node.
     """
 
     cluster: SimulatedCluster
@@ -63,10 +57,6 @@ class SimulationConfig:
     warm: bool = True
     faults: Faults = field(default_factory=Faults)
     admission: Admission | None = None
-    fair: FairConfig = field(default_factory=FairConfig)
-    budget_tokens: int = BUDGET_TOKENS
-    max_running: int = MAX_RUNNING
-    report_period_s: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run, before any work.
@@ -76,13 +66,12 @@ class SimulationConfig:
         """
         if (self.load is None) == (self.rate_rps is None):
             raise ValueError("give either load, a fraction of capacity, or rate_rps")
-        for name in ("load", "rate_rps", "report_period_s"):
+        for name in ("load", "rate_rps"):
             value = getattr(self, name)
             if value is not None and not (np.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value}: give a finite number above zero")
-        for name in ("requests", "budget_tokens", "max_running"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give 1 or more")
+        if self.requests < 1:
+            raise ValueError(f"requests is {self.requests}: give 1 or more")
         if self.scheduler not in SCHEDULERS:
             raise ValueError(
                 f"unknown scheduler {self.scheduler!r}: choose one of {', '.join(SCHEDULERS)}"
@@ -99,7 +88,6 @@ def simulate(
     *,
     traffic: Traffic | None = None,
     assignment: Sequence[int] | None = None,
-    policy: Policy | None = None,
     timer: Callable[[], float] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
@@ -109,33 +97,26 @@ def simulate(
         config: what to simulate.
         traffic: from `traffic_of`, where several runs share it.
         assignment: node of each request of the traffic, instead of the router's choice.
-        policy: a fresh policy to use instead of the one named.
         timer: real seconds, to measure the router's decisions by.
         progress: receives now and then how many requests ended, and how many there are.
 
     Raises:
         SimulationError: requests were left that nothing would ever serve.
     """
-    config, traffic = _with_traffic(config, traffic)
+    traffic = traffic or traffic_of(config)
     models = node_models(config)
     dispatcher: Dispatcher
-    name = config.policy
-    if assignment is not None:
-        if len(assignment) != traffic.requests:
-            raise ValueError(
-                f"the plan has {len(assignment)} entries for {traffic.requests} requests"
-            )
-        dispatcher, name = PlanDispatch(assignment), "plan"
+    if assignment is None:
+        router, announcements = _router(config, models), _announcements(config, models)
+        dispatcher = RouterDispatch(router, announcements, timer)
+    elif len(assignment) == traffic.requests:
+        dispatcher = PlanDispatch(assignment)
     else:
-        chosen = policy or policy_named(config.policy, seed=config.seed)
-        name = chosen.name if policy is not None else config.policy
-        dispatcher = RouterDispatch(
-            _router(config, chosen, models), _announcements(config, models), timer
-        )
-    play = Play(models, traffic, dispatcher, config.faults, config.seed, config.report_period_s)
+        raise ValueError(f"the plan has {len(assignment)} entries for {traffic.requests} requests")
+    play = Play(models, traffic, dispatcher, config.faults, config.seed)
     with _uncollected():
         play.run(progress)
-    return _outcome(config, name, traffic, play)
+    return _outcome(config, "plan" if assignment is not None else config.policy, traffic, play)
 
 
 @contextmanager
@@ -152,21 +133,13 @@ def _uncollected() -> Iterator[None]:
 
 def traffic_of(config: SimulationConfig) -> Traffic:
     """The requests of a run; the same for all policies, schedulers and faults."""
-    return _with_traffic(config, None)[1]
-
-
-def _with_traffic(
-    config: SimulationConfig, traffic: Traffic | None
-) -> tuple[SimulationConfig, Traffic]:
-    if traffic is not None:
-        return config, traffic
     rate_rps = config.rate_rps
     if rate_rps is None:
         assert config.load is not None
         rate_rps = config.load * capacity_of(config)
-    speeds = [idle_speed(node, config.shape, config.budget_tokens) for node in config.cluster.nodes]
+    speeds = [idle_speed(node, config.shape) for node in config.cluster.nodes]
     typical = sorted(speeds, key=lambda s: s.step.token_s)[(len(speeds) - 1) // 2]
-    traffic = build_traffic(
+    return build_traffic(
         config.workload,
         arrivals_for(config.workload.name),
         typical,
@@ -175,7 +148,6 @@ def _with_traffic(
         seed=config.seed,
         warm=config.warm,
     )
-    return config, traffic
 
 
 def capacity_of(config: SimulationConfig) -> float:
@@ -187,15 +159,11 @@ def capacity_of(config: SimulationConfig) -> float:
     return capacity_rps(config.workload, config.cluster.nodes, config.shape, warm=config.warm)
 
 
-def idle_speed(node: NodeSpec, shape: ModelShape, budget_tokens: int = BUDGET_TOKENS) -> IdleSpeed:
+def idle_speed(node: NodeSpec, shape: ModelShape) -> IdleSpeed:
     """A node's true speed for a request that it serves alone."""
     profile = node.profile
-    return IdleSpeed(
-        step_model(shape, profile),
-        kv_bytes_per_token(shape) / profile.h2d_bytes_per_s,
-        profile.load_fixed_s,
-        budget_tokens,
-    )
+    load_token_s = kv_bytes_per_token(shape) / profile.h2d_bytes_per_s
+    return IdleSpeed(step_model(shape, profile), load_token_s, profile.load_fixed_s)
 
 
 def node_models(config: SimulationConfig) -> list[NodeModel]:
@@ -208,20 +176,17 @@ def node_models(config: SimulationConfig) -> list[NodeModel]:
             replace(
                 model,
                 announced_step=announced(index, node.profile, model.step, wrong)[1],
-                budget_tokens=config.budget_tokens,
-                max_running=config.max_running,
                 rule=config.scheduler,
-                fair=config.fair,
             )
         )
     return models
 
 
-def _router(config: SimulationConfig, policy: Policy, models: Sequence[NodeModel]) -> Router:
+def _router(config: SimulationConfig, models: Sequence[NodeModel]) -> Router:
     blocks = sum(model.device_blocks + model.host_blocks for model in models)
     return Router(
         RouterConfig(
-            policy=policy,
+            policy=policy_named(config.policy, seed=config.seed),
             secret=1,
             index_blocks=blocks,
             stale_after_s=float("inf"),
@@ -263,7 +228,7 @@ def _outcome(config: SimulationConfig, policy: str, traffic: Traffic, play: Play
     prompts, outputs = traffic.prompt_tokens, traffic.output_tokens
     kinds: dict[IdleSpeed, int] = {}
     for node in config.cluster.nodes:
-        speed = idle_speed(node, config.shape, config.budget_tokens)
+        speed = idle_speed(node, config.shape)
         kinds[speed] = kinds.get(speed, 0) + 1
     counts = list(kinds.values())
     new = prompts - traffic.reuse_tokens

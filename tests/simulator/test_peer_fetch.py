@@ -41,7 +41,7 @@ class Bench:
         if tier == "host":
             memory.put_in_host(ids, len(ids))
         else:
-            memory.device.add(ids, len(ids))
+            memory.device.unpin(memory.device.extend(None, ids, len(ids)))
 
     def held(self, node, ids):
         return self.nodes[node].memory.host.match(ids, len(ids))[1]

@@ -20,8 +20,7 @@ def config(trio, documents, shape):
 
 def play_of(config, traffic, dispatcher, faults=None):
     return Play(
-        node_models(config), traffic, dispatcher, faults or Faults(), config.seed,
-        config.report_period_s,
+        node_models(config), traffic, dispatcher, faults or Faults(), config.seed
     )  # fmt: skip
 
 
