@@ -17,8 +17,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 import router.live.board
 import router.standalone
-
-PIN_HEADER = "x-kappa-pin"
+from router.api.metadata import PIN_HEADER
 
 
 class KappaRouter(RequestRouter):

@@ -20,27 +20,26 @@ _OWN_KEY = new_key(secrets.token_bytes(32))
 
 def tenants_table(settings: ClusterSettings) -> Any:
     """The tenants' table; of their keys it holds digests only."""
-    from router.access.tenants import Tenants
+    from router.api.auth import Tenants
 
     t = settings.tenants
     own = {digest_of(_OWN_KEY): OWN_TENANT} if t.closed else {}
-    return Tenants.of_digests(
-        {**t.digests, **own},
-        t.weights,
-        t.default_name,
+    table = Tenants(
         refuse=t.closed,
+        weights=dict(t.weights),
         # Without keys nobody can be told from an operator.
         operators=frozenset({*t.operators, *own.values()}) if t.by_key else None,
         own_caches=bool(t.by_key) and not t.share_cache,
-        fixed=t.fixed_digests | own.keys(),
         blind=secrets.token_bytes(32),
     )
+    fixed = t.fixed_digests | own.keys()
+    return table.with_digests({**t.digests, **own}, t.default_name, fixed)
 
 
 def access_of(settings: ClusterSettings) -> Any:
     """What every ingress replica knows of who may ask, how much, and in what size."""
-    from router.access.limits import Allowance
-    from router.access.middleware import Access
+    from router.api.app import Access
+    from router.api.limits import Allowance
 
     t, a = settings.tenants, settings.access
     return Access(

@@ -29,7 +29,7 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
     from ray import serve
     from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
 
-    from router.ingress.endpoints import make_ingress
+    from router.api.endpoints import make_ingress
 
     model_id, limits = settings.model.id, settings.router
     pools = settings.all_pools
@@ -43,7 +43,7 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
         name="KappaIngress",
         num_replicas=settings.http.replicas,
         # Room for the requests that are served and the bodies that are awaited, twice `max_queue`,
-        # also where tenants below their shares come on top (`router.access.places`).
+        # also where tenants below their shares come on top (`router.api.limits`).
         max_ongoing_requests=8 * limits.max_queue,
         # Bounded, too: beyond it Ray Serve answers 503 at once.
         max_queued_requests=4 * limits.max_queue,
@@ -62,7 +62,7 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
 
 def _ingress_settings(settings: ClusterSettings, model: Model) -> Any:
     """What the ingress is told; the secret of its hashes is new at every start."""
-    from router.ingress.settings import IngressSettings
+    from router.api.start import IngressSettings
 
     r = settings.router
     return IngressSettings(

@@ -17,13 +17,12 @@ import router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
-from router.access.middleware import Access
-from router.ingress.app import make_app
-from router.ingress.endpoints import ROUTES, KappaIngress
-from router.ingress.rendering import PromptRenderer
-from router.ingress.settings import IngressSettings
+from router.api.app import Access, make_app
+from router.api.endpoints import ROUTES, KappaIngress
+from router.api.metadata import PIN_HEADER
+from router.api.render import PromptRenderer
+from router.api.start import IngressSettings
 from router.live.board import Board
-from router.ray_router import PIN_HEADER
 from workers.emulated.engine import EmulatedEngine, EmulatedPlan
 from workers.emulated.loop import EmulatedPace
 from workers.report_stream import ReportStream
@@ -91,8 +90,8 @@ class InProcess(KappaIngress):
     async def profile(self):
         return await self.nodes()
 
-    async def _call(self, body, method, request):
-        engine = self._engines[request.headers[PIN_HEADER]]
+    async def _call(self, body, method, headers):
+        engine = self._engines[headers[PIN_HEADER]]
         async for item in getattr(engine, method)(body):
             yield item
 

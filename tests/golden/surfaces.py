@@ -87,7 +87,7 @@ def manifests():
 def http():
     """Paths, methods, keys of answers and names of headers, of the real ingress application over
     two emulated engines."""
-    from router.ingress.rendering import PromptRenderer
+    from router.api.render import PromptRenderer
     from tests.conformance.conftest import MODEL, Serving
     from workers.tiny_model import make_tiny_model
 

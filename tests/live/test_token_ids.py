@@ -13,7 +13,7 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 
 from deploy.app.model import prepare_model
 from kappa.settings.cluster import load_settings
-from router.ingress.rendering import PromptRenderer
+from router.api.render import PromptRenderer
 
 pytestmark = pytest.mark.live
 

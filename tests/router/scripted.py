@@ -15,16 +15,15 @@ import router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
-from router.access.middleware import Access
-from router.access.tenants import Tenants
 from router.admission import Admission
+from router.api.app import Access, make_app
+from router.api.auth import Tenants
+from router.api.endpoints import KappaIngress
+from router.api.metadata import PIN_HEADER
+from router.api.render import PromptRenderer
+from router.api.start import IngressSettings
 from router.decision import RouteRequest
-from router.ingress.app import make_app
-from router.ingress.endpoints import KappaIngress
-from router.ingress.rendering import PromptRenderer
-from router.ingress.settings import IngressSettings
 from router.live.board import Board
-from router.ray_router import PIN_HEADER
 from tests.router.stream_worker import until as until
 from workers.tiny_model import make_tiny_model
 
@@ -55,11 +54,11 @@ class Scripted(KappaIngress):
     async def _wake_router(self):
         return
 
-    async def _call(self, body, method, request):
-        worker = request.headers[PIN_HEADER]
+    async def _call(self, body, method, headers):
+        worker = headers[PIN_HEADER]
         self.sent.append(worker)
         self.told.append(dict(body.vllm_xargs))
-        self.headers.append(dict(request.headers))
+        self.headers.append(headers)
         try:
             async for item in self._script(worker):
                 yield item

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 
-from router.ingress.tokenizer_main import main
+from router.api.tokenizer import main
 
 
 class Script:

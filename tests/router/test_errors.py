@@ -4,7 +4,7 @@ from types import SimpleNamespace as Body
 
 import pytest
 
-from router.errors import (
+from router.api.errors import (
     body_too_large,
     context_too_long,
     engine_failed,

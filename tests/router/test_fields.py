@@ -6,9 +6,9 @@ from openai.types.chat import completion_create_params as chat_create_params
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from vllm.entrypoints.chat_utils import MM_PARSER_MAP
 
-from router.errors import ApiError
-from router.ingress import fields
-from router.ingress.fields import (
+from router.api import fields
+from router.api.errors import ApiError
+from router.api.fields import (
     CHAT,
     COMPLETION,
     DROPPED,

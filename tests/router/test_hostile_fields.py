@@ -12,10 +12,9 @@ import pytest
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
-from router.access.limits import Allowance
-from router.access.middleware import Access
-from router.ingress import fields
-from router.ingress.app import make_app
+from router.api import fields
+from router.api.app import Access, make_app
+from router.api.limits import Allowance
 from tests.router.scripted import BODY, PATH, code, event, overload
 
 pytestmark = pytest.mark.ray
@@ -43,7 +42,7 @@ async def cluster(serve, tokens_per_minute=None, **changes):
     app.post(ROUTE)(ingress.route)
     bodies = []
 
-    async def call(body, method, request):
+    async def call(body, method, headers):
         # Ray pickles a body on its way.
         bodies.append(pickle.loads(pickle.dumps(body)))
         yield [event("one")]

@@ -12,13 +12,12 @@ import pytest
 
 import router.live.live_router
 from kappa.keys import digest_of
-from router.access.isolation import cache_salt
-from router.access.limits import Allowance
-from router.access.middleware import Access
-from router.access.tenants import Tenant, Tenants
+from router.api.app import Access, make_app
+from router.api.auth import Tenant, Tenants
+from router.api.constraints import cache_salt
+from router.api.limits import Allowance
+from router.api.render import PromptRenderer
 from router.index.prefix_hash import salt_of
-from router.ingress.app import make_app
-from router.ingress.rendering import PromptRenderer
 from router.live.board import Board
 from router.live.records import Record
 from tests.router.scripted import BODY, PATH, Scripted, announcement, event, overload
@@ -27,10 +26,9 @@ from workers.tiny_model import make_tiny_model
 pytestmark = pytest.mark.ray
 
 KEYS = {"alice": "sk-alice", "bob": "sk-bob", "ops": "sk-ops"}
-OWN = Tenants.of_digests(
-    {digest_of(key): name for name, key in KEYS.items()}, {}, own_caches=True,
-    operators=frozenset({"ops"}),
-)  # fmt: skip
+OWN = Tenants(own_caches=True, operators=frozenset({"ops"})).with_digests(
+    {digest_of(key): name for name, key in KEYS.items()}
+)
 DEADLINE = "x-kappa-deadline-ms"
 
 
@@ -43,9 +41,9 @@ def renderer(tmp_path_factory):
 class Salted(Scripted):
     """Keeps the bodies as engines would get them."""
 
-    async def _call(self, body, method, request):
+    async def _call(self, body, method, headers):
         self.bodies = [*getattr(self, "bodies", []), body.model_copy(deep=True)]
-        async for item in super()._call(body, method, request):
+        async for item in super()._call(body, method, headers):
             yield item
 
 
@@ -149,7 +147,7 @@ async def test_only_the_newest_decisions_that_are_wanted_are_written_out(cluster
     written = []
     to_dict = Record.to_dict
     monkeypatch.setattr(Record, "to_dict", lambda r: written.append(r.tenant) or to_dict(r))
-    monkeypatch.setattr("router.ingress.endpoints._MOST_DECISIONS", 3)
+    monkeypatch.setattr("router.api.endpoints._MOST_DECISIONS", 3)
 
     async def seen(here, tenant, limit):
         headers = {"authorization": f"Bearer {KEYS[tenant]}"}
@@ -295,13 +293,13 @@ async def test_past_its_first_token_a_stream_is_not_cut_by_its_deadline(cluster)
 
 async def test_what_passes_while_it_is_tokenized_never_reaches_an_engine(cluster):
     async with cluster(words) as here:
-        path, tokenize = here.ingress._path, here.ingress._path.tokenize
+        path, tokenized = here.ingress._path, here.ingress._path._tokenized
 
-        async def late(body, request):
+        async def late(request):
             await asyncio.sleep(0.1)
-            return await tokenize(body, request)
+            return await tokenized(request)
 
-        path.tokenize = late
+        path._tokenized = late
         answer = await ask(here, headers={DEADLINE: "50"})
         assert code(answer, 504) == "deadline_exceeded"
         assert here.ingress.sent == [] and here.live.router.reservations == 0

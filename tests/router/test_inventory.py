@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from router.access.middleware import _OPERATOR_PATHS
-from router.ingress.app import make_app
-from router.ingress.endpoints import ROUTES
+from router.api.app import _OPERATOR_PATHS, make_app
+from router.api.endpoints import ROUTES
 
 pytestmark = pytest.mark.ray
 

@@ -10,8 +10,8 @@ import pytest
 
 from kappa.keys import digest_of, hashed, read_digests
 from kappa.protocol import MAX_TENANTS
-from router.access.keyring import Keyring
-from router.access.tenants import Tenants
+from router.api.auth import Tenants
+from router.api.keyring import Keyring
 
 
 class File:
@@ -45,9 +45,8 @@ def file(tmp_path):
 
 def keyring(file, fixed=("sk-fixed-0123456",), refuse=True, at_start=("sk-old-012345678",)):
     by_digest = {digest_of(key): "alice" for key in (*fixed, *at_start)}
-    tenants = Tenants.of_digests(
-        by_digest, {"bob": 3.0}, refuse=refuse, fixed=frozenset(map(digest_of, fixed)), blind=b"x"
-    )
+    table = Tenants(refuse=refuse, weights={"bob": 3.0}, blind=b"x")
+    tenants = table.with_digests(by_digest, fixed=map(digest_of, fixed))
     return Keyring(tenants, str(file.path), check_s=2.0)
 
 
@@ -271,7 +270,7 @@ async def test_the_file_is_read_on_a_thread_and_only_by_the_request_that_finds_i
         assert go_on.wait(30.0)
         return read_digests(path)
 
-    monkeypatch.setattr("router.access.keyring.read_digests", slowly)
+    monkeypatch.setattr("router.api.keyring.read_digests", slowly)
     file.write("sk-new-012345678: alice\n")
     first = asyncio.create_task(ring.refresh(2.0))
     assert await asyncio.to_thread(started.wait, 30.0)

@@ -14,11 +14,11 @@ import router.live.members
 import router.live.record_file
 import router.live.supervised
 from kappa.protocol import TenantCharge, WorkerReport
+from router.api.status import nodes, refresh_gauges
 from router.decision import NoWorkerError, RouteRequest
 from router.live.board import Board
 from router.live.live_router import LiveRouter
 from router.live.record_file import RecordFile
-from router.live.view import nodes, refresh_gauges
 from router.policies import policy_named
 from router.router import RouterConfig
 from tests.router.stream_worker import SIZE, until

@@ -8,12 +8,12 @@ import pytest
 import structlog
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-import router.observing.tracing
+import router.tracing
 from kappa.keys import digest_of
 from kappa.protocol import Admission, Spent, WorkerReport
 from kappa.settings.routing import ObservingSettings
-from router.access.tenants import Tenants
-from router.ingress.messages import POOL_HEADER
+from router.api.auth import Tenants
+from router.api.metadata import POOL_HEADER
 from tests.router.scripted import BODY, PATH, event, get, post
 
 pytestmark = pytest.mark.ray
@@ -74,7 +74,7 @@ async def test_a_requests_account_says_where_its_time_went(begin):
 async def test_a_refused_request_has_an_account_without_a_decision(begin):
     ingress, _, app = await begin(workers=())
     assert (await post(app)).status_code == 503
-    (request_id,) = ingress._observing._timelines._timelines
+    (request_id,) = ingress._telemetry._timelines
     told = (await account(app, request_id)).json()
     assert told["timeline"]["status"] == 503 and "node" not in told
     assert [span["name"] for span in told["timeline"]["spans"]] == ["ingress", "tokenize"]
@@ -143,8 +143,8 @@ async def test_rays_own_mode_decides_reserves_and_tokenizes_nothing(begin):
 
     ingress, live, app = await begin(script, mode="ray")
 
-    async def call(body, method, request):
-        sent.append((dict(request.headers), dict(body.vllm_xargs)))
+    async def call(body, method, headers):
+        sent.append((headers, dict(body.vllm_xargs)))
         yield [event("one")]
 
     ingress._path._delivery._call = call
@@ -157,13 +157,13 @@ async def test_rays_own_mode_decides_reserves_and_tokenizes_nothing(begin):
     assert "x-kappa-node" not in answer.headers
     text = (await get(app, "/metrics")).text
     assert "kappa_tokenize_seconds_count 0.0" in text
-    (timeline,) = ingress._observing._timelines._timelines.values()
+    (timeline,) = ingress._telemetry._timelines.values()
     assert (timeline.end, timeline.status) == ("done", 200)
 
 
 async def test_another_tenants_account_is_not_had_by_sending_its_requests_id(begin):
-    tenants = Tenants.of_digests(
-        {digest_of(f"sk-{name}"): name for name in ("alice", "bob")}, {}, operators=frozenset()
+    tenants = Tenants(operators=frozenset()).with_digests(
+        {digest_of(f"sk-{name}"): name for name in ("alice", "bob")}
     )
     ingress, live, app = await begin(tenants=tenants)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -193,12 +193,12 @@ async def test_with_the_collector_down_every_request_is_answered(begin, monkeypa
         def force_flush(self, timeout_millis=0):
             return True
 
-    monkeypatch.setattr(router.observing.tracing, "_exporter", lambda _: Broken())
+    monkeypatch.setattr(router.tracing, "_exporter", lambda _: Broken())
     seen = ObservingSettings(otlp_endpoint="http://127.0.0.1:9")
     ingress, _, app = await begin(observing=seen)
     for _ in range(5):
         assert (await post(app, stream=True)).status_code == 200
-    ingress._observing.close()
+    ingress._tracing.close()
 
 
 async def test_a_request_becomes_one_trace_with_the_clients(begin, monkeypatch):
@@ -215,14 +215,14 @@ async def test_a_request_becomes_one_trace_with_the_clients(begin, monkeypatch):
         def force_flush(self, timeout_millis=0):
             return True
 
-    monkeypatch.setattr(router.observing.tracing, "_exporter", lambda _: Kept())
-    monkeypatch.setattr(router.observing.tracing, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(router.tracing, "_exporter", lambda _: Kept())
+    monkeypatch.setattr(router.tracing, "_SETTLE_S", 0.0)
     seen = ObservingSettings(otlp_endpoint="http://127.0.0.1:9")
     ingress, _, app = await begin(observing=seen)
-    ingress._observing._tracing._settle_s = 0.0
+    ingress._tracing._settle_s = 0.0
     await post(app, stream=True)
     await asyncio.sleep(0.05)
-    ingress._observing.close()
+    ingress._tracing.close()
     assert {"ingress", "tokenize", "decide", "first_token", "stream"} <= {s.name for s in got}
     assert len({span.context.trace_id for span in got}) == 1
 

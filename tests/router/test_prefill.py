@@ -1,29 +1,36 @@
-"""Prefill elsewhere: a prefill worker first, then the decode worker, told where the KV is.
-
-The engines are a script; router, prices and the path of the request are real.
-"""
+"""Prefill elsewhere: a prefill worker first, then the decode worker, told where the KV is."""
 
 import asyncio
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 
 import router.live.live_router
-from kappa.cost import StepModel
+from kappa.cost import StepModel, TokenCounts
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement, EngineDiedError
 from kappa.settings.engine import TransferSettings
-from router.access.middleware import Access
-from router.access.tenants import Tenants
-from router.ingress.app import make_app
-from router.ingress.endpoints import KappaIngress
-from router.ingress.rendering import PromptRenderer
-from router.ingress.settings import IngressSettings
+from router.api.app import Access, make_app
+from router.api.auth import Tenants
+from router.api.endpoints import KappaIngress
+from router.api.metadata import PIN_HEADER
+from router.api.prefill import Network, prefill_only
+from router.api.render import PromptRenderer
+from router.api.start import IngressSettings
+from router.decision import Candidate, RouteRequest
+from router.index.prefix_hash import secret_from_seed
 from router.live.board import Board
-from router.ray_router import PIN_HEADER
+from router.policies import policy_named
+from router.recording import _request_in, _request_out
+from router.router import Router, RouterConfig
 from workers.tiny_model import make_tiny_model
+
+# -- whether it is worth it --------------------------------------------------------------------
+
 
 pytestmark = [
     pytest.mark.ray,
@@ -31,14 +38,79 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using extra keyword arguments"),
 ]
 
+NETWORK = Network(bytes_per_s=1e9, fixed_s=0.01, min_new_tokens=100)
+
+
+def said(worker, role="both", dilation=1.0):
+    return Announcement(
+        worker=worker, model="m",
+        node=replace(node_profile("pcie"), dilation=dilation, source="paced"),
+        step=StepModel(1e-5, 0.0, 1e-3, 0.0), kv_bytes_per_token=1e5, emulated_model="",
+        fingerprint="f", block_tokens=16, device_blocks=100, host_blocks=0, max_batch_tokens=512,
+        max_context_tokens=1024, events_endpoint="e", snapshot_endpoint="s", role=role,
+    )  # fmt: skip
+
+
+def offer(ttft_s, cached=0.0, new=1000.0, kappa_crit=10.0):
+    return Candidate(
+        worker="w", node=node_profile("pcie"), counts=TokenCounts(0, int(cached), int(new)),
+        kappa_crit=kappa_crit, queue_s=0.0, load_s=0.0, compute_s=ttft_s, ttft_s=ttft_s,
+        tpot_impact_s=0.0, backlog_s=0.0, in_flight=0,
+    )  # fmt: skip
+
+
+def test_only_workers_of_role_prefill_never_decode():
+    assert prefill_only([said("a"), said("b", "prefill"), said("c", "decode")]) == {"b"}
+
+
+def test_a_transfer_costs_its_bytes_in_the_nodes_own_time():
+    assert NETWORK.seconds(1000, said("a")) == pytest.approx(0.01 + 1000 * 1e5 / 1e9)
+    assert NETWORK.seconds(1000, said("a", dilation=10)) == pytest.approx(1.1)
+
+
+def test_a_compute_bound_prompt_goes_where_its_first_token_comes_sooner():
+    assert NETWORK.hands_over(offer(1.0), offer(0.5), 0.4)
+    assert not NETWORK.hands_over(offer(1.0), offer(0.5), 0.6)
+
+
+def test_a_memory_bound_prompt_stays_with_its_kv():
+    memory_bound = offer(1.0, cached=20_000.0)
+    assert memory_bound.bound == "memory"
+    assert not NETWORK.hands_over(memory_bound, offer(0.0), 0.0)
+
+
+def test_a_short_prompt_is_not_worth_it():
+    assert not NETWORK.hands_over(offer(1.0, new=99.0), offer(0.0), 0.0)
+
+
+def test_what_is_handed_over_need_not_be_computed_and_is_recorded():
+    router = Router(RouterConfig(policy=policy_named("ttft"), secret=secret_from_seed("s")))
+    router.join(said("a"), 0.0)
+    tokens = np.arange(640)
+    fresh = router.explain(RouteRequest("r", tokens), 0.0).chosen
+    request = RouteRequest("r", tokens, handed_tokens=640)
+    handed = router.explain(request, 0.0).chosen
+    # An engine computes at least the last token, so the last block is not used.
+    assert (handed.counts.device_tokens, handed.counts.new_tokens) == (624, 16)
+    assert (fresh.counts.device_tokens, fresh.counts.new_tokens) == (0, 640)
+    assert handed.ttft_s < fresh.ttft_s
+    recorded = _request_in(_request_out(request))
+    assert recorded.handed_tokens == 640
+
+
+# -- over HTTP ---------------------------------------------------------------------------------
+
+
 PATH = "/v1/chat/completions"
 PLACE = {"do_remote_prefill": True, "transfer_name": "f" * 32, "remote_tokens": 96}
 LONG = "hello world " * 200
 
 
 class Answer(SimpleNamespace):
-    def model_dump(self):
-        return {"choices": self.choices, "usage": {"completion_tokens": 1}}
+    usage = None
+
+    def model_dump_json(self):
+        return json.dumps({"choices": self.choices})
 
 
 class Scripted(KappaIngress):
@@ -57,8 +129,8 @@ class Scripted(KappaIngress):
     async def _wake_router(self):
         return
 
-    async def _call(self, body, method, request):
-        worker = request.headers[PIN_HEADER]
+    async def _call(self, body, method, headers):
+        worker = headers[PIN_HEADER]
         self.sent.append((worker, body.max_tokens, body.stream, body.kv_transfer_params))
         answer = self.answers[worker]
         if isinstance(answer, Exception):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from router.ingress.tokenizing import SHORT_BYTES
+from router.api.tokenizing import SHORT_BYTES
 from tests.router.scripted import event
 from tests.router.stream_worker import until
 from tests.router.test_ingress_terms import DEADLINE, ask, cluster, code, renderer, words

@@ -10,9 +10,8 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from router.access.limits import Allowance
-from router.access.middleware import Access
-from router.ingress.app import make_app
+from router.api.app import Access, make_app
+from router.api.limits import Allowance
 from tests.router.scripted import BODY, PATH, code, event, until, words
 
 pytestmark = pytest.mark.ray
@@ -80,7 +79,7 @@ async def test_tokens_are_limited_where_rays_own_router_steers_too(serve):
     async with limited(serve, mode="ray") as (ingress, _, client):
         sent = []
 
-        async def call(body, method, request):
+        async def call(body, method, headers):
             sent.append(body)
             yield [event("one")]
 

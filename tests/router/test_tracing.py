@@ -12,8 +12,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kappa.settings.routing import ObservingSettings
-from router.observing.spans import EngineShare, Timelines
-from router.observing.tracing import Tracing
+from router.telemetry import EngineShare, Telemetry
+from router.tracing import Tracing
 
 SHARE = EngineShare(0.25, 0.5, 10, 320, 64)
 
@@ -45,21 +45,27 @@ def collector(answer=200, delay_s=0.0):
         thread.join(5)
 
 
-def serve(timelines, request_id="r", status=200, headers=None):
+def noting(tracing):
+    telemetry = Telemetry(lambda _: None)
+    telemetry.on_end = tracing.ended
+    return telemetry
+
+
+def serve(telemetry, request_id="r", status=200, traceparent=""):
     chosen = SimpleNamespace(node=SimpleNamespace(name="c2c"))
     decision = SimpleNamespace(chosen=chosen, worker="w", reason="load")
-    timelines.received(request_id, "alice", headers or {}, 100.0)
-    timelines.tokenized(request_id, 394, 100.1)
-    timelines.decided(request_id, decision, 0, 100.2)
-    timelines.sent(request_id, "w", 100.3)
-    timelines.first_token(request_id, 101.3)
-    timelines.ended(request_id, "done" if status == 200 else "engine_error", status, 102.0)
+    timeline = telemetry.begin(request_id, "alice", 100.0, traceparent)
+    timeline.tokenized(394, 100.1)
+    timeline.decided(decision, 100.2)
+    timeline.sent(100.3)
+    timeline.first_item(101.3)
+    telemetry.end(timeline, "done" if status == 200 else "engine_error", status, 102.0)
 
 
 def remembered(**settings):
     exporter = InMemorySpanExporter()
     tracing = Tracing(ObservingSettings(**settings), lambda _: SHARE, exporter)
-    return tracing, Timelines(tracing.ended), exporter
+    return tracing, noting(tracing), exporter
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1/traces"])
@@ -67,7 +73,7 @@ def test_a_collector_gets_the_request_as_one_trace(suffix):
     with collector() as (url, got):
         settings = ObservingSettings(otlp_endpoint=url + suffix, service_name="mine")
         tracing = Tracing(settings, lambda _: SHARE)
-        serve(Timelines(tracing.ended))
+        serve(noting(tracing))
         tracing.close()
     assert {path for path, _ in got} == {"/v1/traces"}
     resource = got[0][1].resource_spans[0]
@@ -89,10 +95,10 @@ def test_a_collector_gets_the_request_as_one_trace(suffix):
 def test_the_clients_trace_goes_on():
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     tracing, timelines, exporter = remembered(trace_share=0.0)
-    serve(timelines, "told", headers={"traceparent": parent})
+    serve(timelines, "told", traceparent=parent)
     serve(timelines, "not told")
-    serve(timelines, "unsampled", headers={"traceparent": parent[:-1] + "0"})
-    serve(timelines, "nonsense", headers={"traceparent": "x" * 300})
+    serve(timelines, "unsampled", traceparent=parent[:-1] + "0")
+    serve(timelines, "nonsense", traceparent="x" * 300)
     tracing.close()
     roots = [s for s in exporter.get_finished_spans() if s.name == "ingress"]
     assert [s.attributes["kappa.request_id"] for s in roots] == ["told"]
@@ -122,7 +128,7 @@ def test_spans_wait_for_the_workers_word_off_the_path():
 
     async def run():
         tracing = Tracing(ObservingSettings(), words.get, exporter, settle_s=0.01)
-        serve(Timelines(tracing.ended))
+        serve(noting(tracing))
         assert not exporter.get_finished_spans()
         words["r"] = SHARE
         await asyncio.sleep(0.05)
@@ -137,7 +143,7 @@ def test_a_request_that_ended_as_the_ingress_stops_is_let_go():
 
     async def run():
         tracing = Tracing(ObservingSettings(), lambda _: None, exporter, settle_s=30.0)
-        serve(Timelines(tracing.ended))
+        serve(noting(tracing))
         tracing.close()
 
     asyncio.run(run())
@@ -148,10 +154,10 @@ def test_a_request_that_ended_as_the_ingress_stops_is_let_go():
 def test_with_the_collector_down_requests_end_as_ever_and_closing_is_bounded(protocol, caplog):
     settings = ObservingSettings(otlp_endpoint="http://127.0.0.1:9", otlp_protocol=protocol)
     tracing = Tracing(settings, lambda _: SHARE)
-    timelines = Timelines(tracing.ended)
+    timelines = noting(tracing)
     for i in range(3000):  # more than the queue holds
         serve(timelines, str(i))
-    assert timelines.get("2999").end == "done"
+    assert timelines.timeline("2999").end == "done"
     tracing.close(timeout_s=0.2)
     spans = [t for t in threading.enumerate() if t.name == "spans" and t.is_alive()]
     for thread in spans:
@@ -164,10 +170,10 @@ def test_with_the_collector_down_requests_end_as_ever_and_closing_is_bounded(pro
 def test_a_collector_that_refuses_or_sleeps_costs_spans_only():
     with collector(answer=503, delay_s=0.05) as (url, got):
         tracing = Tracing(ObservingSettings(otlp_endpoint=url), lambda _: SHARE)
-        timelines = Timelines(tracing.ended)
+        timelines = noting(tracing)
         serve(timelines)
         tracing.close(timeout_s=0.2)
-        assert got and timelines.get("r").end == "done"
+        assert got and timelines.timeline("r").end == "done"
 
 
 def test_a_share_that_cannot_be_had_is_no_error_of_the_request():
@@ -177,7 +183,7 @@ def test_a_share_that_cannot_be_had_is_no_error_of_the_request():
         raise KeyError("gone")
 
     tracing = Tracing(ObservingSettings(), broken, exporter)
-    timelines = Timelines(tracing.ended)
+    timelines = noting(tracing)
     serve(timelines)
     tracing.close()
-    assert timelines.get("r").end == "done" and not exporter.get_finished_spans()
+    assert timelines.timeline("r").end == "done" and not exporter.get_finished_spans()

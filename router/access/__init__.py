@@ -1,1 +1,0 @@
-"""Who may ask, for how much, and how late: keys, tenants, limits, deadlines."""

@@ -1,0 +1,296 @@
+"""The HTTP face: Ray Serve LLM's OpenAI ingress, with one decision per request taken here.
+
+What happens to a chat or completion is `router.api.request_path`'s; the live router is made by
+`router.api.start`. Ray's own ingress does model look-up and delivery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator, Callable
+from itertools import islice
+from typing import Annotated, Any
+
+import structlog
+from fastapi import FastAPI, Request
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.llm._internal.serve.core.protocol import RawRequestInfo
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
+from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from kappa.logging import configure
+from router.api import status
+from router.api.app import Access, arrival_of, current_tenants, make_app
+from router.api.errors import (
+    ApiError,
+    invalid_json,
+    no_worker,
+    unknown_request,
+    unreadable_body,
+    validation_error,
+)
+from router.api.fields import checked_chat, checked_completion
+from router.api.metadata import PIN_HEADER, POOL_HEADER
+from router.api.pools import PoolHandles
+from router.api.render import PromptRenderer
+from router.api.request_path import RequestPath
+from router.api.start import IngressSettings, LiveStart
+from router.decision import NoWorkerError
+from router.live.board import PinGoneError
+from router.live.live_router import LiveRouter
+from router.live.merging import merged
+from router.live.peers import Peers
+from router.telemetry import Telemetry
+
+log = structlog.get_logger(__name__)
+
+_PROFILE_TIMEOUT_S = 90.0
+_WAKE_TIMEOUT_S = 120.0
+_MOST_DECISIONS = 256
+# Of a candidate: what it does for others, which only operators see, as in /v1/nodes.
+_OPERATORS_FIELDS = ("worker", "in_flight", "queue_s", "harm_s")
+# Workers that start with us take longer; one that joins others knows them sooner.
+_FIRST_SIGHT_S = 25.0
+
+ChatBody = Annotated[ChatCompletionRequest, BeforeValidator(checked_chat)]
+"""A chat's body, of which only what may go on reaches the schema; ApiError 400."""
+CompletionBody = Annotated[CompletionRequest, BeforeValidator(checked_completion)]
+"""A completion's body, likewise."""
+_CHAT, _COMPLETION = TypeAdapter(ChatBody), TypeAdapter(CompletionBody)
+
+
+class KappaIngress(OpenAiIngress):
+    """OpenAI endpoints, `GET /v1/nodes`, `GET /v1/tenants`, `POST /v1/route`,
+    `GET /v1/decisions`, `GET /v1/decisions/ID`, `GET /metrics`."""
+
+    def __init__(
+        self,
+        pools: dict[str, Any],
+        model_cards: dict[str, Any],
+        *,
+        kappa: IngressSettings,
+    ) -> None:
+        seen = kappa.observing
+        configure(seen.log_format, seen.log_file, kappa.log_level)
+        self._pools = PoolHandles(pools)
+        # Ray's ingress knows one deployment for each model; it is never asked to deliver.
+        super().__init__(dict.fromkeys(model_cards, self._pools.all()[0]), model_cards)
+        self._wire(kappa, PromptRenderer(kappa.tokenizer_source))
+
+    def _wire(self, settings: IngressSettings, renderer: PromptRenderer) -> None:
+        self._settings = settings
+        self._start = LiveStart(settings, self._wake_router, self._rank())
+        self._checked = False
+        self._peers = Peers(settings.replicas, "for_peers")
+        self._telemetry = Telemetry(lambda request_id: self._live().records.get(request_id))
+        self._tracing = None
+        if settings.observing.otlp_endpoint is not None:
+            # Half a second of imports that nobody needs without a collector.
+            from router.tracing import Tracing
+
+            self._tracing = Tracing(settings.observing, self._telemetry.engine_share)
+            self._telemetry.on_end = self._tracing.ended
+        self._path = RequestPath(
+            settings, renderer, self._live, lambda: list(self._model_cards), self._call,
+            self._telemetry,
+        )  # fmt: skip
+
+    def __del__(self) -> None:
+        """Ray Serve calls it when the replica goes: its threads end, the last spans are sent."""
+        for part in ("_path", "_tracing"):
+            if vars(self).get(part) is not None:
+                vars(self)[part].close()
+
+    # -- endpoints ----------------------------------------------------------------------------
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """OpenAI chat completions, streamed or not."""
+        return await self._path.serve(body, "chat", request)
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        """OpenAI completions, streamed or not."""
+        return await self._path.serve(body, "completions", request)
+
+    async def model_data(self, model: str) -> Any:
+        """One model's card, or 404."""
+        self._path.known_model(model)
+        return await super().model_data(model)
+
+    async def nodes(self) -> Response:
+        """Every worker with its profile, backlogs and critical ratio."""
+        return JSONResponse({"nodes": status.nodes(self._live())})
+
+    async def tenants(self, request: Request) -> Response:
+        """Every tenant with its weight, what it was charged, and its share of all charges."""
+        known = current_tenants(request.app, self._settings.tenants)
+        return JSONResponse({"tenants": status.tenants(self._live(), known)})
+
+    async def profile(self) -> Response:
+        """Measure every worker's machine anew, one after the other, and show the nodes."""
+        for worker in list(self._live().router.workers):
+            pin = RawRequestInfo(headers={PIN_HEADER: worker})
+            handle = self._pools.of(self._live().pool_of(worker))
+            try:
+                await asyncio.wait_for(handle.profile.remote(None, pin), _PROFILE_TIMEOUT_S)
+            except (TimeoutError, RayActorError, BackPressureError, PinGoneError):
+                raise no_worker(f"worker {worker} could not be measured", 10.0) from None
+        return await self.nodes()
+
+    async def route(self, request: Request) -> Response:
+        """What would be decided for a chat or completion body; nothing is run or reserved."""
+        routed = await self._path.to_explain(await _parsed(request), request)
+        live = self._live()
+        try:
+            decision = live.explain(routed)
+        except NoWorkerError as error:
+            raise no_worker(str(error), live.retry_after_s()) from None
+        explained = status.explanation(decision)
+        if not arrival_of(request).tenant.operator:
+            for candidate in explained["candidates"]:
+                for name in _OPERATORS_FIELDS:
+                    del candidate[name]
+        return JSONResponse(explained)
+
+    async def decisions(self, request: Request, limit: int = 100) -> Response:
+        """The last decisions with their outcomes, newest last; of other tenants to operators.
+
+        At most `_MOST_DECISIONS` to others.
+        """
+        asker = arrival_of(request).tenant
+        only = None if asker.operator else asker.name
+        count = max(min(limit, sys.maxsize if asker.operator else _MOST_DECISIONS), 0)
+        answers = await self._peers.ask(self.for_peers, "decisions", only, count)
+        records = sorted((r for one in answers for r in one), key=lambda record: record["time_s"])
+        return JSONResponse({"decisions": records[-count:] if count else []})
+
+    async def decision(self, request_id: str, request: Request) -> Response:
+        """One request: its decision, what became of it, and where its time went; or 404."""
+        asker = arrival_of(request)
+        for tenant, account in await self._peers.ask(self.for_peers, "decision", request_id):
+            if account is not None and tenant is not None and asker.may_see(tenant):
+                return JSONResponse(account)
+        raise unknown_request(request_id)
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus metrics, of all ingresses together."""
+        self._asgi_app = request.app
+        answers = await self._peers.ask(self.for_peers, "metrics")
+        text = merged(answers) if len(answers) > 1 else answers[0]
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def ready(self) -> Response:
+        """200 while a worker can be chosen, else 503."""
+        count = self._live().choosable
+        return JSONResponse({"workers": count}, status_code=200 if count else 503)
+
+    # -- what other ingresses ask ---------------------------------------------------------------
+
+    async def for_peers(self, what: str, *args: Any) -> Any:
+        """What this ingress alone knows: its `metrics`, its last `decisions`, or one `decision`."""
+        match what:
+            case "metrics":
+                return self._own_metrics()
+            case "decisions":
+                tenant, count = args
+                # Of the newest first, no more than are wanted: a record takes 7 us of this loop.
+                newest = reversed(self._live().records.values())
+                wanted = (r for r in newest if tenant is None or r.tenant == tenant)
+                return [record.to_dict() for record in islice(wanted, count)]
+            case "decision":
+                (request_id,) = args
+                return self._telemetry.tenant(request_id), self._telemetry.account(request_id)
+        raise ValueError(f"an ingress asked for {what!r}, which this one does not know")
+
+    def _own_metrics(self) -> bytes:
+        live, app = self._live(), self._asgi_app
+        status.refresh_gauges(live)
+        status.refresh_tenants(live, current_tenants(app, self._settings.tenants))
+        status.refresh_refusals(live, app.state)
+        return live.metrics.exposition()
+
+    # -- what Ray asks, and is asked ------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """Called by Ray; the first time, before this ingress is sent any request, it waits until
+        the workers' state is known here, as far as there are workers.
+
+        Raises:
+            RuntimeError: it cannot follow the workers any more; Ray replaces it.
+        """
+        if not self._checked:
+            self._checked = True
+            await self._start.known(_FIRST_SIGHT_S)
+        fault = self._live().members.fault()
+        if fault:
+            raise RuntimeError(f"this ingress must be replaced: {fault}")
+
+    def _rank(self) -> int:
+        """Which of the ingresses this is; 0 outside of Ray Serve."""
+        try:
+            return int(serve.get_replica_context().rank.rank)
+        except RayServeException:
+            return 0
+
+    def _live(self) -> LiveRouter:
+        return self._start()
+
+    def _call(self, body: Any, method: str, headers: dict[str, str]) -> AsyncGenerator[Any, None]:
+        pool = headers.get(POOL_HEADER) or self._live().pool_of(headers.get(PIN_HEADER, ""))
+        return self._pools.stream(pool, body, method, headers)
+
+    async def _wake_router(self) -> None:
+        """Ray makes a handle's router at its first call; until then nobody posts announcements."""
+        for handle in self._pools.all():
+            try:
+                await asyncio.wait_for(handle.llm_config.remote(), _WAKE_TIMEOUT_S)
+            except Exception as error:
+                log.warning("workers_not_reached", error=repr(error))
+
+
+async def _parsed(request: Request) -> Any:
+    """A chat or completion body by its own look; ApiError 400 if it is neither."""
+    try:
+        data = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise invalid_json(error) from None
+    if not isinstance(data, dict):
+        raise ApiError(400, "The request body is not a JSON object.", code="invalid_value")
+    schema: TypeAdapter[Any] = _CHAT if "messages" in data else _COMPLETION
+    try:
+        return schema.validate_python(data)
+    except ApiError:
+        raise
+    except ValidationError as error:
+        raise validation_error(list(error.errors())) from None
+    except Exception as error:
+        raise unreadable_body(error) from None
+
+
+ROUTES: dict[str, Callable[[FastAPI], Any]] = {
+    "models": lambda a: a.get("/v1/models"),
+    "model_data": lambda a: a.get("/v1/models/{model:path}"),
+    "chat": lambda a: a.post("/v1/chat/completions"),
+    "completions": lambda a: a.post("/v1/completions"),
+    "nodes": lambda a: a.get("/v1/nodes"),
+    "tenants": lambda a: a.get("/v1/tenants"),
+    "profile": lambda a: a.post("/v1/nodes/profile"),
+    "route": lambda a: a.post("/v1/route"),
+    "decisions": lambda a: a.get("/v1/decisions"),
+    "decision": lambda a: a.get("/v1/decisions/{request_id:path}"),
+    "metrics": lambda a: a.get("/metrics", response_class=PlainTextResponse),
+    "ready": lambda a: a.get("/ready"),
+}
+"""Every endpoint by the method that answers it: how it is added to an application."""
+
+
+def make_ingress(access: Access | None = None) -> type:
+    """The ingress class with its routes, ready for `serve.deployment`."""
+    app: FastAPI = make_app(access)
+    ingress: type = make_fastapi_ingress(KappaIngress, endpoint_map=ROUTES, app=app)
+    return ingress

@@ -1,0 +1,148 @@
+"""What the ingress is configured with, and the start and stop of its live router.
+
+`IngressSettings` are plain values, sent with the deployment; `deploy` makes them from a cluster's
+settings, of which whole sections stand in them as they are. The live router must be made on the
+event loop that it lives on, which is the one of the first health check or request. Until Ray has
+made the router of a handle nobody posts announcements, so it is woken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kappa.settings.engine import TransferSettings
+from kappa.settings.routing import FailoverSettings, ObservingSettings
+from router.admission import Admission
+from router.api.auth import Tenants
+from router.index.prefix_hash import secret_from_seed
+from router.live.breaker import BreakerRule
+from router.live.live_router import LiveRouter
+from router.live.members import MemberRule
+from router.policies import policy_named
+from router.router import RouterConfig
+
+_POLL_S = 0.05
+_DRAIN_MARGIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class IngressSettings:
+    """What the ingress is configured with.
+
+    drain_s: the longest that any pool's worker may take to finish its requests when it is taken
+    away; replicas: how many ingresses there are.
+    """
+
+    tokenizer_source: str
+    policy: str
+    index_blocks: int
+    max_queue: int
+    stale_after_s: float
+    calibrate: bool
+    calibrate_requests: int | None
+    request_timeout_s: float
+    secret: str
+    record: str | None
+    forecast_workers: int = 4
+    admission: bool = False
+    tenants: Tenants = field(default_factory=Tenants)
+    mode: str = "on"
+    observing: ObservingSettings = field(default_factory=ObservingSettings)
+    log_level: str = "WARNING"
+    failover: FailoverSettings = field(default_factory=FailoverSettings)
+    drain_s: float = 60.0
+    replicas: int = 1
+    transfer: TransferSettings = field(default_factory=TransferSettings)
+
+
+def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:
+    """The pure router's part of the settings, for the ingress of this rank."""
+    return RouterConfig(
+        policy=policy_named(settings.policy),
+        secret=secret_from_seed(settings.secret),
+        index_blocks=settings.index_blocks,
+        stale_after_s=settings.stale_after_s,
+        calibrate=settings.calibrate,
+        calibrate_requests=settings.calibrate_requests,
+        forecast_workers=settings.forecast_workers,
+        admission=Admission() if settings.admission else None,
+        first=rank % settings.replicas / settings.replicas,
+    )
+
+
+def member_rule(settings: IngressSettings) -> MemberRule:
+    """When a worker counts as gone."""
+    failover = settings.failover
+    return MemberRule(
+        stall_after_s=failover.stall_after_s,
+        lost_after_s=max(settings.stale_after_s, failover.stall_after_s),
+        # Ray ends it at its own time; a little later it is gone for us, too.
+        drain_s=settings.drain_s + _DRAIN_MARGIN_S,
+        breaker=BreakerRule(
+            failures=failover.failures,
+            pause_s=failover.pause_s,
+            longest_pause_s=failover.longest_pause_s,
+        ),
+    )
+
+
+def record_file(settings: IngressSettings, rank: int) -> str | None:
+    """Where the ingress of this rank writes its log: each its own, where there are several."""
+    if settings.record is None or settings.replicas == 1:
+        return settings.record
+    path = Path(settings.record)
+    return str(path.with_name(f"{path.stem}-{rank}{path.suffix}"))
+
+
+class LiveStart:
+    """The live router, made when first asked for."""
+
+    def __init__(
+        self, settings: IngressSettings, wake: Callable[[], Awaitable[None]], rank: int = 0
+    ) -> None:
+        """`wake`: has Ray announce the workers; runs once, beside everything else. `rank`: which
+        of the ingresses this is."""
+        self._settings, self._wake, self._rank = settings, wake, rank
+        self._live: LiveRouter | None = None
+        self._waking: asyncio.Future[None] | None = None
+
+    def __call__(self) -> LiveRouter:
+        """The live router; the first call makes it, on the running event loop."""
+        if self._live is None:
+            seen = self._settings.observing
+            self._live = LiveRouter(
+                router_config(self._settings, self._rank),
+                record=record_file(self._settings, self._rank),
+                rule=member_rule(self._settings),
+                counting=seen.metrics,
+                request_log=seen.request_log,
+            )
+            self._waking = asyncio.ensure_future(self._wake())
+        return self._live
+
+    async def known(self, within_s: float) -> bool:
+        """Wait until what the workers hold is known, at most so long; whether it is.
+
+        Nobody should be sent to an ingress that has only just begun to ask.
+        """
+        live = self()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not live.members.synced:
+                    await asyncio.sleep(_POLL_S)
+        return live.members.synced
+
+    async def close(self) -> None:
+        """Stop following workers; returns when nothing of the live router runs any more."""
+        live, waking = self._live, self._waking
+        self._live = self._waking = None
+        if waking is not None:
+            waking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await waking
+        if live is not None:
+            await live.close()

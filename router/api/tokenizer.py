@@ -1,0 +1,205 @@
+"""The model's own tokenizer and chat template, from plain values to token ids; and as a program.
+
+`python -m router.api.tokenizer SOURCE` tokenizes long prompts for an ingress. Its standard input is
+a socket, on which frames come as `multiprocessing.connection` sends them. It dies with its parent,
+and each prompt may take only so much memory; its other side is
+`router.api.tokenizing.TokenizerProcess`. So this file imports little: no Ray, no vLLM, no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# A template that looks into a list of content parts gets the list from vLLM, any other one string.
+_LOOKS_INTO_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[^%]*content")
+# Bytes of text that one byte after the normalizer can come from, at most. NFC: 3.5, of the 7 bytes
+# U+1FBE U+0308 U+0301, which become U+0390 of 2; a test tries every character.
+_SHRINKS = {"": 1, "NFC": 4}
+# Pre-tokenizers that only cut; others, or a split that removes, make text disappear.
+_CUTTING = ("ByteLevel", "Digits", "Split")
+_BYTE_VALUES = 256
+# Measured: 233 bytes of memory for each of 3.9 million one-byte tokens.
+_SPARE_BYTES, _MEMORY_PER_BYTE = 256 << 20, 400
+_LARGE_BYTES = 1 << 20
+_PR_SET_PDEATHSIG = 1
+
+
+class PromptTooLong(Exception):  # about a prompt, not a fault
+    """A text has too many bytes for the context, whatever its tokens; `args`: its bytes."""
+
+
+class PromptTokenizer:
+    """Tokenizes for one model; slow work, to be called off the event loop.
+
+    longest_token_bytes: bytes of text that one token stands for, at most; None where that is not
+    certain.
+    """
+
+    def __init__(self, source: str, chat_template: str | None = None) -> None:
+        """Load the tokenizer of `source` (folder or Hugging Face name)."""
+        # The program keeps torch away from it first.
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(source)
+        self._template = chat_template
+        template = str(chat_template or self._tokenizer.chat_template or "")
+        self.takes_parts = bool(_LOOKS_INTO_PARTS.search(template))
+        self.takes_developers = "developer" in template
+        self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        self.longest_token_bytes = longest_token_bytes(self._backend)
+        # The first call takes truncation and padding out of the backend; see `_ids`.
+        self._tokenizer("a")
+
+    def tokens(self, plain: Mapping[str, Any], most_tokens: int | None = None) -> np.ndarray:
+        """Token ids, int64, of a text or of messages with what their template is given.
+
+        plain: `{"text": str}` or `{"chat": {...}}` with the arguments of `apply_chat_template`, and
+        `add_special_tokens`. most_tokens: the largest context; None: not known.
+
+        Raises:
+            PromptTooLong: it cannot fit, found before it is tokenized.
+            Exception: whatever a template raises.
+        """
+        text = plain["text"] if "text" in plain else self._rendered(plain["chat"])
+        if most_tokens is not None and self.longest_token_bytes is not None:
+            text_bytes = len(text.encode(errors="replace"))
+            if text_bytes > most_tokens * self.longest_token_bytes:
+                raise PromptTooLong(text_bytes)
+        return np.asarray(self._ids(text, plain["add_special_tokens"]), dtype=np.int64)
+
+    def _rendered(self, chat: Mapping[str, Any]) -> str:
+        template = chat.get("chat_template") or self._template
+        return str(
+            self._tokenizer.apply_chat_template(
+                **{**chat, "chat_template": template}, tokenize=False
+            )
+        )
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """As the tokenizer's own call gives them, which also builds masks, offsets and lists that
+        nobody reads: as long as tokenizing itself."""
+        if self._backend is None:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+            return ids
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(found.ids)
+
+
+def longest_token_bytes(backend: Any) -> int | None:
+    """Bytes of text that one token stands for, at most; None if that cannot be said for sure.
+
+    It can of a byte-level vocabulary with all 256 bytes in it, before which nothing takes text away
+    but a normalizer whose worst is known. backend: a `tokenizers.Tokenizer`.
+    """
+    if backend is None or backend.truncation is not None:
+        return None
+    shrinks = _SHRINKS.get(str(_state(backend.normalizer).get("type", "")))
+    added = backend.get_added_tokens_decoder().values()
+    if shrinks is None or any(token.lstrip or token.rstrip for token in added):
+        return None
+    parts = list(_parts(_state(backend.pre_tokenizer)))
+    if not any(part["type"] == "ByteLevel" for part in parts) or not all(map(_keeps, parts)):
+        return None
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    if sum(len(token) == 1 for token in vocabulary) < _BYTE_VALUES:
+        return None
+    # A character of a byte-level token is a byte; an added token is found as the text it is.
+    lengths = [len(token) for token in vocabulary]
+    lengths += [len(token.content.encode()) for token in added]
+    return max(lengths) * shrinks
+
+
+def _state(part: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
+    return state or {}
+
+
+def _parts(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if state.get("type") == "Sequence":
+        for part in state["pretokenizers"]:
+            yield from _parts(part)
+    elif state:
+        yield state
+
+
+def _keeps(part: Mapping[str, Any]) -> bool:
+    return part["type"] in _CUTTING and part.get("behavior") != "Removed"
+
+
+# -- the program ------------------------------------------------------------------------------
+
+
+def main(source: str, load: Callable[[str], Any] = PromptTokenizer) -> None:
+    """Load the tokenizer of `source` and serve on standard input."""
+    _die_with_parent()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # `transformers` imports them if they are there; a tokenizer needs none of them, and they are
+    # three quarters of the memory.
+    for name in ("torch", "torchvision", "scipy", "sklearn", "pandas"):
+        sys.modules[name] = None  # type: ignore[assignment]
+    with contextlib.suppress(EOFError, OSError):
+        _serve(load(source), Connection(os.dup(0)))
+
+
+def _serve(tokenizer: Any, pipe: Connection) -> None:
+    """Answer until the ingress is gone: ids as little-endian int32 after a space, or a JSON object
+    with `error` or `too_long`."""
+    pipe.send_bytes(b"ready")
+    while True:
+        question = pipe.recv_bytes()
+        _bound_memory(_data_bytes() + _SPARE_BYTES + _MEMORY_PER_BYTE * len(question))
+        pipe.send_bytes(_answer(tokenizer, question))
+        if len(question) > _LARGE_BYTES:
+            # What a long prompt took would stay for good.
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _answer(tokenizer: Any, question: bytes) -> bytes:
+    try:
+        asked = json.loads(question)
+        ids = tokenizer.tokens(asked["plain"], asked["most_tokens"])
+        return b" " + bytes(ids.astype("<i4").tobytes())
+    except PromptTooLong as error:
+        return json.dumps({"too_long": error.args[0]}).encode()
+    except MemoryError:
+        # numpy has one of its own name.
+        return json.dumps({"error": MemoryError.__name__}).encode()
+    except Exception as error:
+        # Not its text, which may quote the prompt.
+        return json.dumps({"error": type(error).__name__}).encode()
+
+
+def _data_bytes() -> int:
+    """What this process has of private memory that it may write, as RLIMIT_DATA counts it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    return pages * resource.getpagesize()
+
+
+def _bound_memory(limit_bytes: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or limit_bytes < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before we asked
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

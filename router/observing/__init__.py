@@ -1,1 +1,0 @@
-"""What looks on as requests pass: timelines, spans, logs."""

@@ -1,0 +1,164 @@
+"""Requests' timelines as OpenTelemetry spans, sent to a collector by OTLP.
+
+A request's spans are made once it has ended, a moment later so that its worker's report is there;
+on its way nothing happens. The SDK's batches are bounded and sent by a thread of their own: with
+the collector down or slow, spans are dropped and one warning a minute says so. The client's
+`traceparent` is continued, and decides whether a request is traced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kappa.logging import RateLimit
+from kappa.settings.routing import ObservingSettings
+from router.telemetry import EngineShare, RequestTimeline, Span, spans_of
+
+log = structlog.get_logger(__name__)
+
+_SETTLE_S = 1.0
+_QUEUED_SPANS = 8192
+_BATCH_SPANS = 512
+_BATCH_EVERY_MS = 1000
+_EXPORT_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 2.0
+_NS = 1_000_000_000
+_ONCE_A_MINUTE = RateLimit()
+
+
+class Tracing:
+    """Turns timelines that ended into spans and sends them; call `close` at the end."""
+
+    def __init__(
+        self,
+        settings: ObservingSettings,
+        engine_share: Callable[[str], EngineShare | None],
+        exporter: SpanExporter | None = None,
+        settle_s: float = _SETTLE_S,
+    ) -> None:
+        """`engine_share`: what a request's worker spent, asked `settle_s` after its end.
+        `exporter`: instead of the one that the settings ask for.
+        """
+        self._engine_share, self._settle_s = engine_share, settle_s
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(settings.trace_share)),
+            resource=Resource.create({"service.name": settings.service_name}),
+            shutdown_on_exit=False,
+        )
+        self._exporter = exporter or _exporter(settings)
+        processor = BatchSpanProcessor(
+            self._exporter,
+            max_queue_size=_QUEUED_SPANS,
+            max_export_batch_size=_BATCH_SPANS,
+            schedule_delay_millis=_BATCH_EVERY_MS,
+        )
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("kappa-serve")
+        self._later: set[asyncio.TimerHandle] = set()
+
+    def ended(self, timeline: RequestTimeline) -> None:
+        """A request ended; its spans follow in a moment."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._export(timeline)
+            return
+        handle: asyncio.TimerHandle
+
+        def export() -> None:
+            self._later.discard(handle)
+            self._export(timeline)
+
+        handle = loop.call_later(self._settle_s, export)
+        self._later.add(handle)
+
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
+        """Send what is queued, and stop; what is not taken within `timeout_s` is lost."""
+        for handle in self._later:
+            handle.cancel()
+        self._later.clear()
+        # The SDK's own time limits do not cover an exporter that tries again and again.
+        closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
+        closing.start()
+        closing.join(timeout_s)
+        if closing.is_alive():
+            self._exporter.shutdown()
+
+    def _export(self, timeline: RequestTimeline) -> None:
+        try:
+            spans = spans_of(timeline, self._engine_share(timeline.request_id))
+            self._emit(timeline, spans)
+        except Exception as error:
+            # A trace is never worth a request.
+            log.warning("spans_not_made", request_id=timeline.request_id, error=repr(error))
+
+    def _emit(self, timeline: RequestTimeline, spans: list[Span]) -> None:
+        carrier = {"traceparent": timeline.traceparent} if timeline.traceparent else {}
+        outside = TraceContextTextMapPropagator().extract(carrier)
+        contexts: dict[str, Any] = {"": outside}
+        opened = []
+        for span in spans:
+            attributes = {**span.attributes, **({"kappa.derived": True} if span.derived else {})}
+            made = self._tracer.start_span(
+                span.name,
+                context=contexts[span.parent],
+                kind=trace.SpanKind.INTERNAL if span.parent else trace.SpanKind.SERVER,
+                attributes=attributes,
+                start_time=int(span.start_s * _NS),
+            )
+            contexts[span.name] = trace.set_span_in_context(made, outside)
+            opened.append((made, span))
+        if timeline.status >= 500 and opened:
+            opened[0][0].set_status(trace.StatusCode.ERROR, timeline.end)
+        for made, span in reversed(opened):
+            made.end(end_time=int(span.end_s * _NS))
+
+
+def _exporter(settings: ObservingSettings) -> SpanExporter:
+    """The exporter that the settings name; its complaints are thinned out."""
+    exporter = _made(settings)
+    # After the imports: a filter of a parent is not asked for the loggers below it.
+    for name in ("opentelemetry.exporter", "opentelemetry.sdk", "urllib3.connectionpool"):
+        for logger in _loggers_below(name):
+            logger.addFilter(_ONCE_A_MINUTE)
+    return exporter
+
+
+def _made(settings: ObservingSettings) -> SpanExporter:
+    assert settings.otlp_endpoint is not None
+    if settings.otlp_protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
+            OTLPSpanExporter as GrpcExporter,
+        )
+
+        insecure = settings.otlp_endpoint.startswith("http://")
+        return GrpcExporter(
+            endpoint=settings.otlp_endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S
+        )
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
+        OTLPSpanExporter as HttpExporter,
+    )
+
+    address = settings.otlp_endpoint.removesuffix("/v1/traces")
+    return HttpExporter(endpoint=f"{address}/v1/traces", timeout=_EXPORT_TIMEOUT_S)
+
+
+def _loggers_below(name: str) -> list[logging.Logger]:
+    """A logger and those that exist below it."""
+    found = [logging.getLogger(name)]
+    for below, logger in list(logging.Logger.manager.loggerDict.items()):
+        if below.startswith(f"{name}.") and isinstance(logger, logging.Logger):
+            found.append(logger)
+    return found

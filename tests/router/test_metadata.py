@@ -1,0 +1,97 @@
+"""What passes beside a body: the engine's metadata, which no client can write, and headers."""
+
+import base64
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from ray.serve.llm.openai_api_models import ChatCompletionRequest
+
+from kappa.cost import TokenCounts
+from kappa.protocol import CHARGES_KEY, Charge
+from router.api.auth import Tenant
+from router.api.errors import ApiError
+from router.api.metadata import (
+    prompt_metadata,
+    routed_metadata,
+    tenant_metadata,
+    worker_headers,
+)
+
+pytestmark = pytest.mark.ray
+
+
+def decision(informed=True, recomputed_tokens=0):
+    chosen = SimpleNamespace(
+        counts=TokenCounts(device_tokens=32, cached_tokens=64, new_tokens=5), load_s=0.25,
+        compute_s=0.5, recomputed_tokens=recomputed_tokens,
+    )  # fmt: skip
+    return SimpleNamespace(
+        request_id="r", informed=informed, chosen=chosen, prompt_tokens=101 if informed else 0
+    )
+
+
+def metadata(made=None, elsewhere=None):
+    sent = tenant_metadata("r", Tenant("alice", 2.5))
+    return sent | routed_metadata(made or decision(), elsewhere or {})
+
+
+def test_an_engine_is_sent_whose_it_is_what_to_find_and_what_others_charged():
+    elsewhere = {"alice": Charge(1.23456, 2.0, 0.0), "bob": Charge(0.0, 0.5, 0.0)}
+    sent = metadata(elsewhere=elsewhere)
+    charges = json.loads(sent.pop("kappa_charges"))
+    assert charges == {"alice": [1.235, 2.0, 0.0], "bob": [0.0, 0.5, 0.0]}
+    assert sent == {
+        "kappa_request_id": "r", "kappa_tenant": "alice", "kappa_weight": 2.5,
+        "kappa_device_tokens": 32, "kappa_host_tokens": 64, "kappa_prompt_tokens": 101,
+        "kappa_link_s": 0.25, "kappa_gpu_s": 0.5,
+    }  # fmt: skip
+
+
+def test_what_is_not_known_is_not_sent():
+    sent = metadata(decision(informed=False))
+    unknown = {"kappa_prompt_tokens", "kappa_device_tokens", "kappa_host_tokens", CHARGES_KEY}
+    assert not unknown & set(sent) and sent["kappa_request_id"] == "r"
+
+
+def test_what_is_computed_anew_is_not_announced_as_a_load():
+    assert metadata(decision(recomputed_tokens=48))["kappa_host_tokens"] == 16
+
+
+def test_metadata_passes_the_engines_own_schema_and_reaches_its_extra_args():
+    body = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "x"}])
+    body.vllm_xargs = metadata(elsewhere={"bob": Charge(1.0, 2.0, 3.0)})
+    again = ChatCompletionRequest.model_validate(body.model_dump())
+    extra = again.to_sampling_params(16, {}).extra_args
+    assert (extra["kappa_tenant"], extra["kappa_weight"]) == ("alice", 2.5)
+    assert extra["kappa_host_tokens"] == 64
+    assert json.loads(extra["kappa_charges"]) == {"bob": [1.0, 2.0, 3.0]}
+
+
+def test_all_that_64_tenants_add_to_a_request_is_a_few_kilobytes():
+    elsewhere = {f"tenant-{i:03}": Charge(12345.678, 1234.567, 123.456) for i in range(64)}
+    assert len(json.dumps(metadata())) < 250
+    assert len(json.dumps(metadata(elsewhere=elsewhere))) < 4096
+
+
+def test_a_workers_request_carries_the_pin_and_no_key():
+    headers = {
+        "authorization": "Bearer sk-a", "x-api-key": "sk-a", "x-kappa-pin": "forged",
+        "x-kappa-pool": "forged", "accept": "*/*",
+    }  # fmt: skip
+    assert worker_headers(headers, "w", None) == {"accept": "*/*", "x-kappa-pin": "w"}
+    assert worker_headers(headers, "", "p") == {"accept": "*/*", "x-kappa-pool": "p"}
+
+
+def test_an_engine_that_does_not_tokenize_is_sent_the_tokens_and_the_plan():
+    sent = prompt_metadata(np.array([1, 70_000, 3]), "kv")
+    tokens = np.frombuffer(base64.b64decode(sent["kappa_prompt"]), dtype="<i4")
+    assert (tokens.tolist(), sent["kappa_plan"]) == ([1, 70_000, 3], "kv")
+    assert "kappa_plan" not in prompt_metadata(np.array([1]), "")
+
+
+def test_a_prompt_that_could_not_be_rendered_is_refused_for_such_an_engine():
+    with pytest.raises(ApiError) as refused:
+        prompt_metadata(None, "")
+    assert (refused.value.status, refused.value.code) == (400, "unsupported_prompt")

@@ -1,0 +1,297 @@
+"""What the ingress does when workers are missing, die, fail or stall, and when clients leave.
+
+Ray's delivery is replaced by a script (fault injection); routing, limits and HTTP are real.
+"""
+
+import asyncio
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import RayActorError
+
+import router.api.request_path
+from kappa.protocol import TenantCharge, WorkerReport
+from router.api.auth import Tenants
+from tests.router.scripted import BODY, PATH, code, event, get, overload, post, words
+
+pytestmark = pytest.mark.ray
+
+_PATIENCE_S = 30.0
+
+
+async def test_a_stream_is_relayed_and_released(serve):
+    ingress, live, app = await serve(words)
+    answer = await post(app, stream=True)
+    assert answer.status_code == 200
+    assert answer.text == event("one") + event("two") + event("three") + "data: [DONE]\n\n"
+    assert answer.headers["x-kappa-node"] in ("a", "b")
+    (record,) = live.records.values()
+    assert (record.end, live.router.reservations, ingress.closed) == ("done", 0, 1)
+
+
+async def test_approximate_answers_are_for_workers_that_may_and_are_told(serve):
+    ingress, live, app = await serve(words)
+    answer = await post(app, stream=True, approx="ok")
+    assert (answer.status_code, code(answer)) == (400, "approx_not_allowed")
+    assert answer.json()["error"]["param"] == "x-kappa-approx"
+    state = live.router.workers["b"]
+    state.announcement = replace(
+        state.announcement, engine="torch", load_plan={"planner": "auto", "approx": "ask"}
+    )
+    for _ in range(3):
+        answer = await post(app, stream=True, approx="ok")
+        assert (answer.status_code, answer.headers["x-kappa-approx"]) == (200, "ok")
+    assert ingress.sent == ["b"] * 3 and ingress.told[-1]["kappa_approx"] == "ok"
+    # A client cannot set the mark itself, and who does not ask gets an exact answer.
+    marked = await post(app, stream=True, vllm_xargs={"kappa_approx": "ok"})
+    assert marked.status_code == 200 and "x-kappa-approx" not in marked.headers
+    assert "kappa_approx" not in ingress.told[-1]
+    answer = await post(app, approx="perhaps")
+    assert (answer.status_code, code(answer)) == (400, "invalid_value")
+    assert live.router.reservations == 0
+
+
+async def test_without_workers_it_is_503_with_a_time_to_come_back(serve, monkeypatch):
+    monkeypatch.setattr(router.api.request_path, "_FIRST_WORKER_S", 0.05)
+    _, live, app = await serve(words, workers=())
+    answer = await post(app)
+    assert (answer.status_code, code(answer)) == (503, "no_worker")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert live.router.reservations == 0
+
+
+async def test_with_admission_what_would_start_too_late_is_refused(serve):
+    _, live, app = await serve(words, admission=True)
+    assert (await post(app, stream=True)).status_code == 200
+    busy = overload(live)
+    answer = await post(app)
+    assert (answer.status_code, code(answer)) == (429, "overloaded")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert live.router.reservations == busy
+
+
+async def test_a_worker_that_dies_first_is_replaced_by_another(serve):
+    async def script(worker):
+        if len(ingress.sent) == 1:
+            raise RayActorError
+        yield [event(worker)]
+
+    ingress, live, app = await serve(script)
+    for worker in "ab":  # where nobody was alone
+        live.suspects.ended(worker, live.now_s())
+    answer = await post(app, stream=True)
+    assert answer.status_code == 200
+    assert len(set(ingress.sent)) == 2
+    assert answer.headers["x-kappa-node"] == ingress.sent[1]
+    assert live.router.reservations == 0
+
+
+async def test_a_request_that_two_workers_died_of_is_422(serve):
+    async def script(_worker):
+        raise RayActorError
+        yield
+
+    ingress, live, app = await serve(script)
+    for worker in "ab":  # where nobody was alone
+        live.suspects.ended(worker, live.now_s())
+    answer = await post(app, stream=True)
+    assert (answer.status_code, code(answer)) == (422, "killed_an_engine")
+    assert sorted(ingress.sent) == ["a", "b"]
+    assert live.router.reservations == 0
+
+
+async def test_an_engine_that_fails_is_500_without_details(serve):
+    async def script(_worker):
+        raise RuntimeError("secret detail")
+        yield
+
+    _, live, app = await serve(script)
+    answer = await post(app)
+    assert (answer.status_code, code(answer)) == (500, "engine")
+    assert "secret" not in answer.text
+    assert live.router.reservations == 0
+
+
+async def test_an_engine_that_stalls_is_504(serve):
+    async def script(_worker):
+        await asyncio.sleep(600)
+        yield
+
+    _, live, app = await serve(script, request_timeout_s=0.05)
+    answer = await post(app)
+    assert (answer.status_code, code(answer)) == (504, "timeout")
+    assert live.router.reservations == 0
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_event(serve):
+    async def script(_worker):
+        yield [event("one")]
+        raise RuntimeError("secret detail")
+
+    _, live, app = await serve(script)
+    answer = await post(app, stream=True)
+    events = [e for e in answer.text.split("\n\n") if e]
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "engine"
+    assert "secret" not in answer.text and "[DONE]" not in answer.text
+    (record,) = live.records.values()
+    assert (record.end, live.router.reservations) == ("error", 0)
+
+
+async def test_no_more_than_the_limit_are_let_in_however_they_arrive(serve):
+    gate = asyncio.Event()
+
+    async def script(_worker):
+        await gate.wait()
+        yield [event("late")]
+
+    _, live, app = await serve(script)
+    posts = [asyncio.create_task(post(app, stream=True)) for _ in range(20)]
+    async with asyncio.timeout(_PATIENCE_S):
+        while sum(task.done() for task in posts) < 12:
+            await asyncio.sleep(0.01)
+    gate.set()
+    answers = [await task for task in posts]
+    statuses = [answer.status_code for answer in answers]
+    assert (statuses.count(200), statuses.count(429)) == (8, 12)
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert code(refused) == "queue_full" and int(refused.headers["retry-after"]) >= 1
+    assert live.router.reservations == 0
+
+
+@pytest.mark.parametrize("leaves_after", [0, 1, 2])
+async def test_a_client_that_leaves_at_any_moment_frees_its_reservation(serve, leaves_after):
+    async def script(_worker):
+        for number in range(1000):
+            yield [event(str(number))]
+            await asyncio.sleep(0.001)
+
+    ingress, live, app = await serve(script)
+    sent = []
+    gone = asyncio.Event()
+    if not leaves_after:
+        gone.set()
+    text = json.dumps(BODY | {"stream": True}).encode()
+    read = False
+
+    async def receive():
+        nonlocal read
+        if not read:
+            read = True
+            return {"type": "http.request", "body": text, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        await asyncio.sleep(0.01)  # as a socket may: others run meanwhile
+        sent.append(message)
+        if len(sent) >= leaves_after:
+            gone.set()
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST",
+        "path": PATH, "raw_path": PATH.encode(), "query_string": b"", "root_path": "",
+        "scheme": "http", "http_version": "1.1", "server": ("test", 80), "client": ("c", 1),
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    async with asyncio.timeout(_PATIENCE_S):
+        await app(scope, receive, send)
+    assert live.router.reservations == 0
+    assert ingress.closed == len(ingress.sent) == 1
+    (record,) = live.records.values()
+    assert record.end == "client_gone"
+
+
+TENANTS = Tenants.of({"sk-alice": "alice", "sk-bob": "bob"}, {"alice": 2.0})
+
+
+async def test_the_tenant_goes_with_the_request_to_the_engine_and_the_key_does_not(serve):
+    ingress, live, app = await serve(words, tenants=TENANTS)
+    forged = {"kappa_tenant": "root", "kappa_charges": "{}", "mine": 1}
+    answer = await post(app, "sk-alice", stream=True, vllm_xargs=forged)
+    assert answer.status_code == 200
+    (told,), (headers,) = ingress.told, ingress.headers
+    assert (told["kappa_tenant"], told["kappa_weight"]) == ("alice", 2.0) and "mine" not in told
+    assert told["kappa_device_tokens"] == told["kappa_host_tokens"] == 0
+    assert "kappa_charges" not in told
+    assert "authorization" not in headers
+    (record,) = live.records.values()
+    assert record.to_dict()["tenant"] == "alice"
+    await post(app, stream=True)
+    assert (ingress.told[1]["kappa_tenant"], ingress.told[1]["kappa_weight"]) == ("default", 1.0)
+
+
+async def test_a_worker_is_told_what_the_others_charged(serve):
+    async def script(_worker):
+        if len(ingress.sent) == 1:
+            raise RayActorError
+        yield [event("x")]
+
+    ingress, live, app = await serve(script, tenants=TENANTS)
+    for worker, seconds in (("a", 1.0), ("b", 2.0)):
+        charge = TenantCharge("alice", seconds, 0.5, 0.0)
+        live._reported(WorkerReport(worker, 1.0, charges=(charge,)))
+        live.suspects.ended(worker, live.now_s())  # where nobody was alone
+    assert (await post(app, "sk-alice", stream=True)).status_code == 200
+    others = {"a": {"alice": [2.0, 0.5, 0.0]}, "b": {"alice": [1.0, 0.5, 0.0]}}
+    told = [json.loads(marks["kappa_charges"]) for marks in ingress.told]
+    assert told == [others[worker] for worker in ingress.sent]
+    assert len(set(ingress.sent)) == 2
+
+
+async def test_unknown_keys_are_refused_counted_and_cost_nothing(serve):
+    tenants = Tenants.of({"sk-alice": "alice"}, {}, refuse=True)
+    ingress, live, app = await serve(words, tenants=tenants)
+    answer = await post(app, "sk-hush")
+    assert (answer.status_code, code(answer)) == (401, "invalid_api_key")
+    assert (await post(app, "sk-alice", stream=True)).status_code == 200
+    assert (await post(app, "sk-alice", model="gpt-x")).status_code == 404
+    assert len(ingress.sent) == 1 and live.router.reservations == 0
+    samples = (await get(app, "/metrics")).text
+    for tenant, outcome in (
+        ("unknown", "invalid_api_key"), ("alice", "answered"), ("alice", "model_not_found"),
+    ):  # fmt: skip
+        line = f'kappa_tenant_requests_total{{outcome="{outcome}",tenant="{tenant}"}} 1.0'
+        assert line in samples
+
+
+async def test_tenants_are_shown_with_weight_charge_and_share(serve):
+    _, live, app = await serve(words, tenants=TENANTS)
+    live._reported(WorkerReport("a", 1.0, charges=(TenantCharge("bob", 1.0, 1.0, 0.0),)))
+    live._reported(WorkerReport("b", 1.0, charges=(TenantCharge("alice", 3.0, 0.0, 0.0),)))
+    rows = {row["tenant"]: row for row in (await get(app, "/v1/tenants")).json()["tenants"]}
+    assert {name: row["weight"] for name, row in rows.items()} == {
+        "alice": 2.0, "bob": 1.0, "default": 1.0,
+    }  # fmt: skip
+    assert rows["alice"]["share"] == {"vram": 0.75, "gpu": 0.0, "link": 0.0}
+    samples = (await get(app, "/metrics")).text
+    assert 'kappa_tenant_charge_seconds_total{resource="vram",tenant="alice"} 3.0' in samples
+
+
+async def test_what_fits_no_device_is_refused_and_what_fits_one_goes_there(serve):
+    ingress, live, app = await serve(words, device_blocks=(9, 21))  # 128 and 320 tokens
+    answer = await post(app, max_tokens=400)
+    assert (answer.status_code, code(answer)) == (400, "footprint_too_large")
+    assert "has 20" in answer.json()["error"]["message"]
+    assert ingress.sent == [] and live.router.reservations == 0
+    for _ in range(3):
+        assert (await post(app, max_tokens=200, stream=True)).status_code == 200
+    assert ingress.sent == ["b", "b", "b"]
+
+
+async def test_an_ingress_that_nobody_asked_yet_tells_its_peers_its_metrics(serve):
+    ingress, _, app = await serve(words)
+    ingress._asgi_app = app
+    assert b"kappa_requests_total" in await ingress.for_peers("metrics")
+
+
+async def test_a_replica_that_goes_ends_its_threads_and_sends_its_last_spans(serve):
+    ingress, _, app = await serve(words)
+    assert (await post(app)).status_code == 200
+    ended = []
+    ingress._tracing = SimpleNamespace(close=lambda: ended.append("spans"))
+    ingress.__del__()
+    assert ended == ["spans"]
+    with pytest.raises(RuntimeError, match="shutdown"):
+        ingress._path._tokenizing._short._thread.submit(len, "")

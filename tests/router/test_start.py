@@ -1,0 +1,83 @@
+"""Start and stop of the live router: from settings to rules, and when it may be asked."""
+
+import asyncio
+
+import pytest
+
+import router.live.live_router
+from kappa.settings.routing import FailoverSettings
+from router.api.start import IngressSettings, LiveStart, member_rule, record_file, router_config
+from router.live.board import Board
+from tests.router.scripted import announcement
+
+pytestmark = pytest.mark.ray
+
+
+def settings(**changes):
+    values = {
+        "tokenizer_source": "", "policy": "ttft", "index_blocks": 1000, "max_queue": 8,
+        "stale_after_s": 10.0, "calibrate": False, "calibrate_requests": None,
+        "request_timeout_s": 60.0, "secret": "s", "record": None,
+    }  # fmt: skip
+    return IngressSettings(**values | changes)
+
+
+@pytest.fixture
+def board(monkeypatch):
+    made = Board()
+    monkeypatch.setattr(router.live.live_router, "BOARD", made)
+    return made
+
+
+async def nothing():
+    return
+
+
+def test_the_settings_say_when_a_worker_is_gone():
+    failover = FailoverSettings(stall_after_s=20, failures=2, pause_s=3, longest_pause_s=9)
+    rule = member_rule(settings(failover=failover, drain_s=100.0))
+    assert (rule.stall_after_s, rule.lost_after_s) == (20.0, 20.0), "never lost before it stalls"
+    assert rule.drain_s > 100.0, "Ray ends it first"
+    assert (rule.breaker.failures, rule.breaker.pause_s, rule.breaker.longest_pause_s) == (2, 3, 9)
+    assert member_rule(settings()).lost_after_s == 10.0
+
+
+def test_each_of_several_ingresses_writes_a_log_of_its_own():
+    assert record_file(settings(), 0) is None
+    assert record_file(settings(record="/x/log.jsonl"), 0) == "/x/log.jsonl"
+    several = settings(record="/x/log.jsonl", replicas=2)
+    assert [record_file(several, rank) for rank in (0, 1)] == ["/x/log-0.jsonl", "/x/log-1.jsonl"]
+
+
+def test_each_of_several_ingresses_breaks_ties_from_another_worker_on():
+    firsts = [router_config(settings(replicas=4), rank).first for rank in range(5)]
+    assert firsts == [0.0, 0.25, 0.5, 0.75, 0.0]
+
+
+async def test_it_is_made_once_woken_once_and_closed(board):
+    woken = []
+
+    async def wake():
+        woken.append(1)
+        await asyncio.sleep(600)
+
+    start = LiveStart(settings(), wake)
+    live = start()
+    assert start() is live
+    await asyncio.sleep(0)
+    await start.close()
+    assert woken == [1] and live.members.settled
+    board.post("d", {"a": announcement("a")})
+    await asyncio.sleep(0.01)
+    assert live.router.workers == {}, "it hears nothing any more"
+    await start.close()
+
+
+async def test_what_is_not_known_in_time_is_said(board):
+    start = LiveStart(settings(), nothing)
+    assert not await start.known(0.05)
+    board.post("d", {"a": announcement("a")})
+    assert not await start.known(0.05), "it is there, but its state is not known"
+    start().members.get("a").feed.synced = True
+    assert await start.known(5.0)
+    await start.close()

@@ -1,0 +1,166 @@
+"""Spans of a request: contiguous, within each other, and split by what the worker reported."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.telemetry import EngineShare, Telemetry, spans_of
+
+
+def decision(worker="w1", node="pcie", reason="load"):
+    chosen = SimpleNamespace(node=SimpleNamespace(name=node))
+    return SimpleNamespace(chosen=chosen, worker=worker, reason=reason)
+
+
+def kept(most=10):
+    return Telemetry(lambda _: None, most)
+
+
+def served(telemetry=None, request_id="r", traceparent=""):
+    telemetry = kept() if telemetry is None else telemetry
+    timeline = telemetry.begin(request_id, "alice", 10.0, traceparent)
+    timeline.tokenized(500, 10.1)
+    timeline.decided(decision(), 10.12)
+    timeline.sent(10.13)
+    timeline.first_item(11.13)
+    telemetry.end(timeline, "done", 200, 12.0)
+    return timeline
+
+
+def by_name(spans):
+    return {span.name: span for span in spans}
+
+
+def test_a_served_request_is_split_into_its_stations():
+    spans = by_name(spans_of(served(), EngineShare(0.5, 0.3, 64, 320, 116)))
+    assert list(spans) == [
+        "ingress", "tokenize", "decide", "first_token", "queue", "load", "prefill", "stream",
+    ]  # fmt: skip
+    seconds = {name: round(span.seconds, 6) for name, span in spans.items()}
+    assert seconds == {
+        "ingress": 2.0, "tokenize": 0.1, "decide": 0.02, "first_token": 1.0,
+        "queue": 0.2, "load": 0.5, "prefill": 0.3, "stream": 0.87,
+    }  # fmt: skip
+    assert spans["load"].attributes == {"tokens": 320}
+    assert spans["queue"].parent == "first_token" and spans["first_token"].parent == "ingress"
+    assert [name for name, span in spans.items() if span.derived] == ["queue", "load", "prefill"]
+    assert spans["ingress"].attributes["kappa.tenant"] == "alice"
+    assert spans["decide"].attributes["kappa.node"] == "pcie"
+
+
+def test_an_answer_that_is_not_streamed_had_its_first_token_before_it_came_back():
+    spans = by_name(spans_of(served(), EngineShare(0.1, 0.1, ttft_s=0.41)))
+    assert spans["first_token"].end_s == pytest.approx(10.53)
+    assert spans["queue"].seconds == pytest.approx(0.2)
+    assert spans["stream"].start_s == spans["prefill"].end_s == spans["first_token"].end_s
+    late = by_name(spans_of(served(), EngineShare(0.1, 0.1, ttft_s=99.0)))
+    assert late["first_token"].end_s == 11.13, "no later than what came back"
+    early = by_name(spans_of(served(), EngineShare(0.1, 0.1, ttft_s=0.0)))
+    assert early["first_token"].seconds == 0.0
+
+
+def test_without_the_workers_word_the_wait_is_one_span():
+    names = [span.name for span in spans_of(served())]
+    assert names == ["ingress", "tokenize", "decide", "first_token", "stream"]
+
+
+def test_a_worker_that_died_shows_as_given_up_and_the_next_as_served():
+    telemetry = kept()
+    timeline = telemetry.begin("r", "t", 0.0)
+    timeline.tokenized(None, 0.1)
+    timeline.decided(decision("w1"), 0.2)
+    timeline.sent(0.3)
+    timeline.decided(decision("w2", "c2c"), 1.3)
+    timeline.sent(1.4)
+    timeline.first_item(2.0)
+    telemetry.end(timeline, "done", 200, 2.5)
+    spans = spans_of(timeline, EngineShare(0.1, 0.2))
+    assert [s.name for s in spans] == [
+        "ingress", "tokenize", "decide", "given_up", "decide", "first_token",
+        "queue", "load", "prefill", "stream",
+    ]  # fmt: skip
+    given_up = by_name(spans)["given_up"]
+    assert (given_up.start_s, given_up.end_s) == (0.3, 1.3)
+    assert given_up.attributes["kappa.worker"] == "w1"
+    assert by_name(spans)["first_token"].attributes["kappa.worker"] == "w2"
+
+
+@pytest.mark.parametrize(
+    ("events", "names"),
+    [
+        ([], ["ingress"]),
+        (["tokenized"], ["ingress", "tokenize"]),
+        (["tokenized", "decided"], ["ingress", "tokenize", "decide"]),
+        (["tokenized", "decided", "sent"], ["ingress", "tokenize", "decide", "given_up"]),
+    ],
+)
+def test_a_request_that_ended_on_the_way_has_the_spans_that_it_reached(events, names):
+    telemetry = kept()
+    timeline = telemetry.begin("r", "t", 0.0)
+    calls = {
+        "tokenized": lambda: timeline.tokenized(9, 1.0),
+        "decided": lambda: timeline.decided(decision(), 2.0),
+        "sent": lambda: timeline.sent(3.0),
+    }
+    for event in events:
+        calls[event]()
+    telemetry.end(timeline, "client_gone", 0, 4.0)
+    spans = spans_of(timeline, EngineShare(1.0, 1.0))
+    assert [span.name for span in spans] == names
+    assert spans[0].end_s == 4.0
+
+
+def test_a_request_under_way_has_no_spans_yet():
+    with pytest.raises(ValueError, match="r has not ended"):
+        spans_of(kept().begin("r", "t", 0.0))
+
+
+def test_the_oldest_timelines_go_and_a_later_one_takes_the_place_of_its_id():
+    ends, telemetry = [], kept(2)
+    telemetry.on_end = ends.append
+    for i in range(3):
+        served(telemetry, str(i))
+    assert len(telemetry) == 2 and telemetry.timeline("0") is None
+    assert [t.request_id for t in ends] == ["0", "1", "2"]
+    again = served(telemetry, "1")
+    served(telemetry, "3")
+    assert telemetry.timeline("1") is again and telemetry.timeline("2") is None
+    assert telemetry.tenant("1") == "alice" and telemetry.tenant("2") is None
+
+
+def test_the_clients_trace_is_kept():
+    parent = f"00-{'a' * 32}-{'b' * 16}-01"
+    assert served(traceparent=f" {parent} ").traceparent == parent
+
+
+@given(
+    wait_s=st.floats(0, 100),
+    load_s=st.floats(0, 200),
+    compute_s=st.floats(0, 200),
+    stream_s=st.floats(0, 10),
+)
+def test_spans_never_leave_their_parents(wait_s, load_s, compute_s, stream_s):
+    telemetry = kept()
+    timeline = telemetry.begin("r", "t", 0.0)
+    timeline.tokenized(1, 0.5)
+    timeline.decided(decision(), 0.75)
+    timeline.sent(1.0)
+    timeline.first_item(1.0 + wait_s)
+    telemetry.end(timeline, "done", 200, 1.0 + wait_s + stream_s)
+    spans = spans_of(timeline, EngineShare(load_s, compute_s))
+    parents = by_name(spans)
+    for span in spans:
+        assert span.start_s <= span.end_s + 1e-9
+        if span.parent:
+            parent = parents[span.parent]
+            assert parent.start_s - 1e-9 <= span.start_s and span.end_s <= parent.end_s + 1e-9
+    queue, load, prefill = (parents[name] for name in ("queue", "load", "prefill"))
+    total_s = queue.seconds + load.seconds + prefill.seconds
+    assert total_s == pytest.approx(wait_s, abs=1e-6)
+
+
+@pytest.mark.parametrize("sent", ["0" * 32_000, "00-a-b-01", f"00-{'a' * 32}-{'b' * 16}-01-x"])
+def test_a_traceparent_that_is_none_is_not_kept(sent):
+    assert served(traceparent=sent).traceparent == ""
