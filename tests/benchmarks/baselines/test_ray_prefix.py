@@ -1,14 +1,13 @@
 """The reimplemented prefix affinity decides as Ray's own tree says, if a letter is a block."""
 
-from dataclasses import fields
 from hashlib import blake2b
 from random import Random
 
-import numpy as np
 import pytest
 
 from benchmarks.baselines.routing.ray_prefix import RayPrefix
 from router.decision import Estimates
+from tests.router.offering import estimates as estimates_of
 
 pytestmark = pytest.mark.ray
 WORKERS = [f"w{i}" for i in range(5)]
@@ -17,16 +16,10 @@ WORKERS = [f"w{i}" for i in range(5)]
 def offer(in_flight, prompt) -> Estimates:
     prefixes = [prompt[: i + 1].encode() for i in range(len(prompt))]
     ids = [int.from_bytes(blake2b(p, digest_size=8).digest()) for p in prefixes]
-    values = {field.name: np.zeros(len(WORKERS)) for field in fields(Estimates)}
-    values |= {
-        "workers": WORKERS,
-        "slots": np.arange(len(WORKERS)),
-        "block_tokens": 16,
-        "prompt_tokens": 16 * len(prompt),
-        "prefix_hashes": np.array(ids, dtype=np.uint64),
-        "in_flight": np.array(in_flight, dtype=float),
-    }
-    return Estimates(**values)
+    return estimates_of(
+        *({"in_flight": queue} for queue in in_flight), names=WORKERS,
+        prompt_tokens=16 * len(prompt), prefix_hashes=ids,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(15))

@@ -1,4 +1,3 @@
-from dataclasses import fields
 from hashlib import blake2b
 from random import Random
 
@@ -8,7 +7,7 @@ import pytest
 from benchmarks.baselines.routing.dynamo import ActiveBlocks
 from benchmarks.baselines.routing.history import RouteHistory
 from benchmarks.baselines.routing.run_tree import longest_of_each
-from router.decision import Estimates
+from tests.router.offering import estimates as estimates_of
 
 WORKERS = [f"w{i}" for i in range(5)]
 
@@ -23,17 +22,11 @@ def chain(labels: str) -> np.ndarray:
 
 def offer(labels: str, workers: list[str] | None = None, in_flight: list[int] | None = None):
     workers = workers or WORKERS
-    values = {field.name: np.zeros(len(workers)) for field in fields(Estimates)}
-    values |= {
-        "workers": workers,
-        "slots": np.arange(len(workers)),
-        "block_tokens": 16,
-        "prompt_tokens": 16 * len(labels),
-        "prefix_hashes": chain(labels),
-    }
-    if in_flight is not None:
-        values["in_flight"] = np.array(in_flight, dtype=float)
-    return Estimates(**values)
+    queues = in_flight or [0] * len(workers)
+    return estimates_of(
+        *({"in_flight": queue} for queue in queues), names=workers,
+        prompt_tokens=16 * len(labels), prefix_hashes=chain(labels),
+    )  # fmt: skip
 
 
 def random_prompt(rng: Random) -> str:
