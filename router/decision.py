@@ -6,14 +6,13 @@ Policies see `Estimates` and nothing else, so the same ones run live and simulat
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kappa.cost import TokenCounts
 from kappa.hardware import NodeProfile
-from kappa.plans.load_plan import LoadPlan
 from router.index.prefix_hash import UInt64s
 
 MEMORY, COMPUTE = "memory", "compute"
@@ -100,6 +99,17 @@ def row_type(table: type) -> np.dtype[np.void]:
     return np.dtype([(name, np.float64) for name in names])
 
 
+class PlannedLoad(NamedTuple):
+    """How a worker would bring a cached prefix back: in words, tokens that it computes anew, tokens
+    that cross the link, real seconds of the shorter of link and gpu work that hide behind the
+    longer."""
+
+    kind: str
+    recomputed_tokens: int
+    crossing_tokens: int
+    hidden_s: float
+
+
 @dataclass(slots=True, eq=False)
 class Estimates:
     """What one request would cost on each of n workers; seconds are real ones.
@@ -122,7 +132,7 @@ class Estimates:
     expected_output_tokens: int
     fetch_from: str = ""
     fetching: Estimates | None = None
-    plans: dict[int, LoadPlan] = field(default_factory=dict)
+    plans: dict[int, PlannedLoad] = field(default_factory=dict)
 
     # Leading tokens of the prompt in each tier, and what is left to compute.
     device_tokens = Column()
@@ -198,7 +208,7 @@ class Estimates:
             backlog_s=max(row["link_backlog_s"], row["gpu_backlog_s"]),
             in_flight=int(row["in_flight"]),
             plan=plan.kind if plan is not None else "",
-            recomputed_tokens=plan.tokens("R") if plan is not None else 0,
+            recomputed_tokens=plan.recomputed_tokens if plan is not None else 0,
         )
 
 

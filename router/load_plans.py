@@ -1,4 +1,4 @@
-"""What workers that plan loads do with a cached prefix: the router asks the very same planner.
+"""What workers that plan loads do with a cached prefix: the router runs the very same planner.
 
 A worker whose engine executes load plans announces its planner's name and its rates. For such
 workers the estimates' link and gpu seconds, and the predicted TTFT, are the plan's; for all others
@@ -9,8 +9,6 @@ too, and may leave the back of a hit to be computed ("tail"): its row is moved b
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +16,7 @@ from kappa.plans.load_plan import LoadPlan, bounded, layout
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import Cached, Planning, Policy, kappa_eff, room_left
 from kappa.protocol import Announcement
-from router.decision import Estimates
+from router.decision import PlannedLoad
 
 # What each planner makes of a prefix, in the words of `kappa.plans.planners`.
 _POLICIES: dict[str, Policy] = {
@@ -26,139 +24,92 @@ _POLICIES: dict[str, Policy] = {
     "hybrid": "activations", "tail": "tail",
 }  # fmt: skip
 _TAIL = "tail"
-# κ_eff depends on how much is new: it is told for a question of this length.
+# κ_eff depends on how much is new: it is given for a question of this length.
 KAPPA_EFF_NEW_TOKENS = 128
 
 
-class _Plans(NamedTuple):
-    planning: Planning
-    name: str
-    act_share: float
-    most_recomputed_tokens: int
-    dilation: float
-    room_tokens: int | None
+class LoadPlanner:
+    """The planner of one worker.
 
-    def plan(self, cached: int, new: int, device: int) -> LoadPlan:
-        """As the engine would make it: what it recomputes at once is bounded by its budget."""
-        # Activations of a share of the blocks are spread evenly: only `hybrid` takes them so.
-        holds = self.act_share >= 1 or self.name == "hybrid"
-        room = None if self.room_tokens is None else room_left(self.room_tokens, device, new)
-        asked = Cached(cached, new, device, cached if holds else 0, room)
-        plan = self.planning.named(self.name)(asked)
-        cut = bounded(plan, self.most_recomputed_tokens)
-        return plan if cut is plan else self.planning.priced(asked, cut.segments, cut.why)
+    Raises:
+        ValueError: the announced rates or planner cannot be used; says why.
+    """
 
-    @property
-    def hides(self) -> bool:
-        """Whether part of a load hides behind its own prompt, so that seconds do not add up."""
-        rates = self.planning.rates
-        return rates is not None and rates.serial_share < 1.0
-
-    def real(self, plan: LoadPlan) -> LoadPlan:
-        """The plan in real seconds."""
-        if self.dilation == 1.0:
-            return plan
-        d = self.dilation
-        return replace(
-            plan, ttft_s=d * plan.ttft_s, load_s=d * plan.load_s, compute_s=d * plan.compute_s
+    def __init__(self, announced: Announcement) -> None:
+        described, size = announced.load_plan, announced.block_tokens
+        self._name, self._act_share = described["planner"], float(described["act_share"])
+        self._rates = rates_from_measured(described["rates"])
+        room_share = described.get("cpu_room_share")
+        self._planning = Planning(
+            size, self._rates, activations=self._act_share > 0, cpu=room_share is not None
         )
-
-    def beyond_s(self, plan: LoadPlan, new: int, device: int) -> float:
-        """Real gpu seconds that a plan takes more than loading all would."""
-        cached = plan.cached_tokens
-        plain = self.planning.priced(Cached(cached, new, device), layout(cached), "all is loaded")
-        return self.dilation * (plan.compute_s - plain.compute_s)
-
-
-class LoadPlans:
-    """The planners of those workers that have one."""
-
-    def __init__(self) -> None:
-        self._plans: dict[str, _Plans] = {}
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def join(self, said: Announcement) -> None:
-        """A worker announced itself.
-
-        Raises:
-            ValueError: its rates or its planner cannot be used; says why.
-        """
-        self._plans.pop(said.worker, None)
-        if not said.load_plan:
-            return
-        rates = rates_from_measured(said.load_plan["rates"])
-        name, act_share = said.load_plan["planner"], float(said.load_plan["act_share"])
-        share = said.load_plan.get("cpu_room_share")
-        planning = Planning(
-            said.block_tokens, rates, activations=act_share > 0, cpu=share is not None
+        self._planning.check(self._name)
+        self._room_tokens = (
+            None if room_share is None else int(float(room_share) * announced.device_blocks) * size
         )
-        planning.check(name)
-        size = said.block_tokens
-        room = None if share is None else int(float(share) * said.device_blocks) * size
-        self._plans[said.worker] = _Plans(
-            planning, name, act_share, said.max_batch_tokens // size * size, said.node.dilation,
-            room,
-        )  # fmt: skip
+        self._most_recomputed_tokens = announced.max_batch_tokens // size * size
+        self._dilation = announced.node.dilation
 
-    def leave(self, worker: str) -> None:
-        """A worker is gone."""
-        self._plans.pop(worker, None)
+    def __call__(self, row: np.void) -> PlannedLoad | None:
+        """Change a row of the estimates to what the worker's plan makes of it; None: nothing."""
+        cached, new = int(row["cached_tokens"]), int(row["new_tokens"])
+        if self._name == _TAIL and self._rates.serial_share >= 1.0:
+            return self._shorten(row, cached, new) if cached else None
+        plan = self._plan(cached, new, int(row["device_tokens"]))
+        load_s, compute_s = self._dilation * plan.load_s, self._dilation * plan.compute_s
+        beyond_s = compute_s - row["compute_s"]
+        row["ttft_s"] += self._dilation * plan.ttft_s - row["load_s"] - row["compute_s"]
+        row["work_s"] = max(row["work_s"] + beyond_s, 0.0)
+        row["load_s"], row["compute_s"] = load_s, compute_s
+        return self._planned(plan)
 
-    def kappa_eff(self, worker: str) -> float | None:
-        """κ_eff of a worker for `KAPPA_EFF_NEW_TOKENS` new tokens.
+    def kappa_eff(self) -> float | None:
+        """κ_eff for `KAPPA_EFF_NEW_TOKENS` new tokens.
 
-        None without a planner, or where no ratio makes the first token take twice as long.
+        None where no ratio makes the first token take twice as long.
         """
-        plans = self._plans.get(worker)
-        if plans is None:
-            return None
-        rates = plans.planning.rates
-        assert rates is not None
-        policy = _POLICIES.get(plans.name, "load")
-        if plans.name == "auto" and plans.act_share < 1:
+        policy = _POLICIES.get(self._name, "load")
+        if self._name == "auto" and self._act_share < 1:
             policy = "recompute"
-        ratio = kappa_eff(rates, policy, KAPPA_EFF_NEW_TOKENS)
+        ratio = kappa_eff(self._rates, policy, KAPPA_EFF_NEW_TOKENS)
         return ratio if math.isfinite(ratio) else None
 
-    def apply(self, estimates: Estimates) -> None:
-        """Price the planned rows of `estimates` as their plans say."""
-        for row, worker in enumerate(estimates.workers):
-            plans = self._plans.get(worker)
-            if plans is None:
-                continue
-            if plans.name != _TAIL or plans.hides:
-                estimates.plans[row] = self._priced(estimates, row, plans)
-            elif estimates.cached_tokens[row]:
-                self._shorten(estimates, row, plans)
-
-    def _priced(self, estimates: Estimates, index: int, plans: _Plans) -> LoadPlan:
-        row = estimates.rows[index]
-        plan = plans.real(plans.plan(*_tokens(row)))
-        beyond_s = plan.compute_s - row["compute_s"]
-        row["ttft_s"] += plan.ttft_s - row["load_s"] - row["compute_s"]
-        row["work_s"] = max(row["work_s"] + beyond_s, 0.0)
-        row["load_s"], row["compute_s"] = plan.load_s, plan.compute_s
-        return plan
-
-    def _shorten(self, estimates: Estimates, index: int, plans: _Plans) -> None:
+    def _shorten(self, row: np.void, cached: int, new: int) -> PlannedLoad | None:
         """A tail that is computed is not loaded; the rest of the row's figures stays calibrated."""
-        row = estimates.rows[index]
-        cached, new, device = _tokens(row)
-        plan = plans.plan(cached, new, device)
-        spared = plan.cached_tokens - plan.crossing_tokens
+        device = int(row["device_tokens"])
+        plan = self._plan(cached, new, device)
+        spared = cached - plan.crossing_tokens
         if not spared:
-            return
+            return None
         load_s = float(row["load_s"])
         spared_s = spared * float(row["load_token_s"]) if plan.crossing_tokens else load_s
-        beyond_s = plans.beyond_s(plan, new, device)
+        whole = self._planning.priced(Cached(cached, new, device), layout(cached), "all is loaded")
+        beyond_s = self._dilation * (plan.compute_s - whole.compute_s)
         row["load_s"] = max(load_s - spared_s, 0.0)
         row["compute_s"] += beyond_s
         row["work_s"] = max(row["work_s"] + beyond_s, 0.0)
         row["ttft_s"] += beyond_s - (load_s - float(row["load_s"]))
-        estimates.plans[index] = plans.real(plan)
+        return self._planned(plan)
+
+    def _plan(self, cached: int, new: int, device: int) -> LoadPlan:
+        """As the engine would make it: what it recomputes at once is bounded by its budget."""
+        # Activations of a share of the blocks are spread evenly: only `hybrid` takes them so.
+        holds = self._act_share >= 1 or self._name == "hybrid"
+        room = None if self._room_tokens is None else room_left(self._room_tokens, device, new)
+        asked = Cached(cached, new, device, cached if holds else 0, room)
+        plan = self._planning.named(self._name)(asked)
+        cut = bounded(plan, self._most_recomputed_tokens)
+        return plan if cut is plan else self._planning.priced(asked, cut.segments, cut.why)
+
+    def _planned(self, plan: LoadPlan) -> PlannedLoad:
+        hidden_s = self._dilation * plan.hidden_s
+        return PlannedLoad(plan.kind, plan.tokens("R"), plan.crossing_tokens, hidden_s)
 
 
-def _tokens(row: np.void) -> tuple[int, int, int]:
-    return int(row["cached_tokens"]), int(row["new_tokens"]), int(row["device_tokens"])
+def planner_of(announced: Announcement) -> LoadPlanner | None:
+    """The planner that a worker announced; None if it loads prefixes whole and then computes.
+
+    Raises:
+        ValueError: as `LoadPlanner`.
+    """
+    return LoadPlanner(announced) if announced.load_plan else None

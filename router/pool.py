@@ -11,7 +11,7 @@ all that is in flight there, and what is not among that is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,14 +20,34 @@ from numpy.typing import NDArray
 from kappa.protocol import Announcement, Arrival, WorkerReport
 from router import pricing
 from router.calibration import Calibration, OutputLengths, engine_speed
-from router.decision import Estimates, Floats, MismatchError, RouteRequest, Slots
+from router.decision import (
+    Estimates,
+    Floats,
+    MismatchError,
+    PlannedLoad,
+    RouteRequest,
+    Slots,
+)
 from router.engine_queue import EngineJob, EngineQueue
 from router.fleet import Fleet, Flight, Prompt
 from router.index.kv_events import KVEvent, WorkerGone, WorkerReset
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
-from router.load_plans import LoadPlans
 from router.policy import least
+
+RowPlanner = Callable[[np.void], PlannedLoad | None]
+"""Changes a row of the estimates to what the worker's load plan makes of it; None: nothing."""
+PlannerOf = Callable[[Announcement], RowPlanner | None]
+
+
+def no_planner(announcement: Announcement) -> RowPlanner | None:
+    """Of workers that load prefixes whole and then compute; ValueError for others."""
+    if announcement.load_plan:
+        raise ValueError(
+            f"worker {announcement.worker} plans its loads; make the router with "
+            "router.load_plans.planner_of"
+        )
+    return None
 
 
 @dataclass(slots=True)
@@ -39,6 +59,7 @@ class WorkerState:
     calibration: Calibration
     report: WorkerReport | None = None
     seen_s: float = 0.0
+    planner: RowPlanner | None = None
     flights: dict[str, Flight] = field(default_factory=dict)
 
 
@@ -49,25 +70,30 @@ def _speeds(announced: Announcement) -> tuple[object, ...]:
 class Pool:
     """Workers whose KV blocks mean the same.
 
-    forecast_workers: so many are forecast step by step at most; first: as `Fleet` takes it.
+    forecast_workers: so many are forecast step by step at most; first: as `Fleet` takes it;
+    planner_of: makes the planner of a worker that announces one.
     """
 
     def __init__(
-        self, secret: int, index_blocks: int, forecast_workers: int, first: float = 0.0
+        self,
+        secret: int,
+        index_blocks: int,
+        forecast_workers: int,
+        first: float = 0.0,
+        planner_of: PlannerOf = no_planner,
     ) -> None:
         self._secret, self._index_blocks = secret, index_blocks
-        self._forecast_workers = forecast_workers
+        self._forecast_workers, self._planner_of = forecast_workers, planner_of
         self.workers: dict[str, WorkerState] = {}
         self.flights: dict[str, Flight] = {}
         self.fleet = Fleet(first)
-        self.plans = LoadPlans()
         self.outputs = OutputLengths()
         self.calibrate = True
         self.index: PrefixIndex | None = None
         self.hasher: PrefixHasher | None = None
         # Where the index answers for the worker in each place of the fleet.
         self._columns: Slots = np.zeros(0, dtype=np.intp)
-        self._tiers_shared = False
+        self._any_planner = self._tiers_shared = False
         self._fingerprint = ""
         # Compiled now rather than while the first request waits.
         pricing.leading_tokens(np.zeros((2, 0), dtype=np.int64), self._columns, self._columns, 0, 1)
@@ -79,10 +105,11 @@ class Pool:
 
         Raises:
             MismatchError: its blocks would not mean the same as the pool's.
+            ValueError: its load planner cannot be used.
         """
         worker = announcement.worker
         index = self._index_for(announcement)
-        self.plans.join(announcement)
+        planner = self._planner_of(announcement)
         state = self.workers.get(worker)
         if state is None:
             calibration = Calibration()
@@ -91,7 +118,7 @@ class Pool:
         elif _speeds(state.announcement) != _speeds(announcement):
             # What was learnt corrects the old figures; the overhead has nothing of them.
             state.calibration = Calibration(overhead_s=state.calibration.overhead_s)
-        state.announcement, state.seen_s = announcement, now_s
+        state.announcement, state.planner, state.seen_s = announcement, planner, now_s
         self.fleet.join(announcement, engine_speed(announcement, state.calibration), now_s)
         self._calibrated(state)
         slot = self.fleet.slot(worker)
@@ -99,7 +126,7 @@ class Pool:
             more = np.zeros(slot + 1 - len(self._columns), dtype=np.intp)
             self._columns = np.concatenate([self._columns, more])
         self._columns[slot] = index.column(worker)
-        self._note_shared_tiers()
+        self._note_kinds()
 
     def _index_for(self, announcement: Announcement) -> PrefixIndex:
         """The pool's index, which the first worker's blocks set; MismatchError for others."""
@@ -133,14 +160,16 @@ class Pool:
         for request_id in state.flights:
             del self.flights[request_id]
         self.fleet.leave(worker)
-        self.plans.leave(worker)
-        self._note_shared_tiers()
+        self._note_kinds()
         if self.index is not None:
             self.index.handle(WorkerGone(worker))
         return list(state.flights.values())
 
-    def _note_shared_tiers(self) -> None:
-        self._tiers_shared = any(s.announcement.shared_tier for s in self.workers.values())
+    def _note_kinds(self) -> None:
+        """What need not be looked for where no worker has it."""
+        states = self.workers.values()
+        self._tiers_shared = any(state.announcement.shared_tier for state in states)
+        self._any_planner = any(state.planner is not None for state in states)
 
     def blocks(self, events: Iterable[KVEvent]) -> None:
         """KV blocks were stored or removed somewhere; those of a worker that is gone are late."""
@@ -245,8 +274,7 @@ class Pool:
                 np.array([float(arrival.device_tokens)]),
                 np.array([float(arrival.host_tokens)]),
             )
-            if self.plans:
-                self.plans.apply(estimates)
+            self._plan_loads(estimates)
             self.reserve(arrival.request_id, estimates, 0)
             if arrival.prefilled:
                 self.prefilled(self.workers[worker], arrival.request_id, now_s)
@@ -296,8 +324,7 @@ class Pool:
                 estimates.fetching = self.fleet.estimate(
                     slots, now_s, prompt, device, everywhere, source
                 )
-        if self.plans:
-            self.plans.apply(estimates)
+        self._plan_loads(estimates)
         if self.forecasting:
             self._forecast(estimates)
         return estimates
@@ -333,6 +360,15 @@ class Pool:
             at: NDArray[np.intp] = np.array(rows)
             reach = float((device[at] + cached[at]).max())
             cached[at] = np.maximum(cached[at], reach - device[at])
+
+    def _plan_loads(self, estimates: Estimates) -> None:
+        if not self._any_planner:
+            return
+        for row, worker in enumerate(estimates.workers):
+            planner = self.workers[worker].planner
+            planned = planner(estimates.rows[row]) if planner is not None else None
+            if planned is not None:
+                estimates.plans[row] = planned
 
     def _forecast(self, estimates: Estimates) -> None:
         """Replace the arithmetic of queues by each engine's forecast."""

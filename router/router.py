@@ -20,7 +20,7 @@ from router.index.kv_events import KVEvent
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
 from router.policy import LeastBacklog, Policy
-from router.pool import Pool, WorkerState
+from router.pool import PlannerOf, Pool, WorkerState, no_planner
 
 _FAIL_OPEN = LeastBacklog()
 
@@ -33,7 +33,8 @@ class RouterConfig:
     decision; in larger ones queues are arithmetic (`router.pricing`), which costs microseconds.
     admission: which requests are rejected; none: none. first: where the order of workers begins,
     from 0 to below 1; ingresses that share workers take different ones, so that ties are broken
-    differently.
+    differently. planner_of: makes the load planner that a worker announces; without one such
+    workers are refused.
     """
 
     policy: Policy
@@ -45,6 +46,7 @@ class RouterConfig:
     forecast_workers: int = 4
     admission: Admission | None = None
     first: float = 0.0
+    planner_of: PlannerOf = no_planner
 
 
 class Router:
@@ -52,7 +54,10 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        self.pool = Pool(config.secret, config.index_blocks, config.forecast_workers, config.first)
+        self.pool = Pool(
+            config.secret, config.index_blocks, config.forecast_workers, config.first,
+            config.planner_of,
+        )  # fmt: skip
         self.pool.calibrate = config.calibrate
         self._sent = 0
         self._first_tokens = 0

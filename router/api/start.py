@@ -22,6 +22,7 @@ from router.index.prefix_hash import secret_from_seed
 from router.live.breaker import BreakerRule
 from router.live.live_router import LiveRouter
 from router.live.members import MemberRule
+from router.load_plans import planner_of
 from router.policies import policy_named
 from router.router import RouterConfig
 
@@ -71,6 +72,7 @@ def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:
         forecast_workers=settings.forecast_workers,
         admission=Admission() if settings.admission else None,
         first=rank % settings.replicas / settings.replicas,
+        planner_of=planner_of,
     )
 
 

@@ -33,6 +33,7 @@ from router.live.metrics import RouterMetrics
 from router.live.record_file import RecordFile
 from router.live.records import SENT_MARK, Record, Records
 from router.live.suspects import Suspects
+from router.load_plans import planner_of
 from router.recording import RecordedRouter
 from router.rollout import Arm, Shadow, ray_choice
 from router.router import Router, RouterConfig
@@ -271,8 +272,8 @@ class LiveRouter:
         return ray_choice(pools, lambda _: 0, request_id) if pools else ""
 
     def _joined(self, announcement: Announcement) -> None:
-        worker = announcement.worker
-        self.kappa_eff[worker] = self.router.pool.plans.kappa_eff(worker)
+        planner = planner_of(announcement)
+        self.kappa_eff[announcement.worker] = planner.kappa_eff() if planner is not None else None
 
     def _left(self, worker: str, node: str, lost: list[str]) -> None:
         self.kappa_eff.pop(worker, None)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from router.load_plans import planner_of
 from router.policies import policy_named
 from router.recording import replay
 from router.router import Router, RouterConfig
@@ -27,7 +28,8 @@ def test_the_live_log_replays_to_identical_decisions(idle):
     log = entries(idle.router_log)
     assert {"join", "blocks", "report", "route", "release"} <= {entry["call"] for entry in log}
     # The live router's secret is its own: hashes differ, what they say does not.
-    router = Router(RouterConfig(policy=policy_named("priced"), secret=1))
+    config = RouterConfig(policy=policy_named("priced"), secret=1, planner_of=planner_of)
+    router = Router(config)
     pairs = replay(log, router)
     assert len(pairs) >= 6
     assert any(then["counts"]["device_tokens"] for then, _ in pairs)

@@ -13,7 +13,7 @@ from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from router.decision import RouteRequest
 from router.index.kv_events import BlocksStored
-from router.load_plans import LoadPlans
+from router.load_plans import LoadPlanner, planner_of
 from router.policies import policy_named
 from router.router import Router, RouterConfig
 
@@ -54,7 +54,9 @@ def said(worker="w", planner="", **figures):
 
 
 def router(*announcements, forecast=0):
-    config = RouterConfig(policy=policy_named("ttft"), secret=1, forecast_workers=forecast)
+    config = RouterConfig(
+        policy=policy_named("ttft"), secret=1, forecast_workers=forecast, planner_of=planner_of
+    )
     made = Router(config)
     for each in announcements:
         made.join(each, 0.0)
@@ -104,33 +106,34 @@ def test_its_job_in_the_forecast_computes_what_it_does_not_load():
     assert plan.crossing_tokens == 0 and plan.hidden_s == pytest.approx(0.0)
     link_s, gpu_s = made.backlogs_s(1.0)["w"]
     assert link_s == 0.0
-    assert gpu_s == pytest.approx(plan.compute_s, rel=0.25)
+    assert gpu_s == pytest.approx(decision.chosen.compute_s, rel=0.25)
 
 
-def test_a_worker_that_left_or_came_back_without_a_plan_has_none():
-    plans = LoadPlans()
-    plans.join(said(planner="kv"))
-    assert len(plans) == 1 and plans.kappa_eff("w") > 0
-    plans.join(said())
-    assert len(plans) == 0 and plans.kappa_eff("w") is None
-    plans.join(said(planner="kv"))
-    plans.leave("w")
-    assert len(plans) == 0
+def test_a_worker_that_came_back_without_a_plan_has_none():
+    made = router(said(planner="kv"))
+    assert made.workers["w"].planner.kappa_eff() > 0
+    made.join(said(), 1.0)
+    assert made.workers["w"].planner is None and priced(made).plan == ""
+
+
+def test_a_router_without_planners_refuses_workers_that_plan():
+    made = Router(RouterConfig(policy=policy_named("ttft"), secret=1))
+    with pytest.raises(ValueError, match="worker w plans its loads"):
+        made.join(said(planner="kv"), 0.0)
+    assert not made.workers
 
 
 def test_a_ratio_that_is_never_reached_is_none_and_not_infinity():
-    plans = LoadPlans()
-    plans.join(said(planner="auto", load_token_s=1e-25))
-    assert plans.kappa_eff("w") is None
+    assert LoadPlanner(said(planner="auto", load_token_s=1e-25)).kappa_eff() is None
 
 
 def test_rates_that_cannot_be_used_are_refused_at_the_door():
     bad = said(planner="kv")
     poor = {**bad.load_plan["rates"], "load": {"tokens": [1, 2, 3, 4], "seconds": [5, 1, 4, 2]}}
     with pytest.raises(ValueError, match="load"):
-        LoadPlans().join(replace(bad, load_plan={**bad.load_plan, "rates": poor}))
+        LoadPlanner(replace(bad, load_plan={**bad.load_plan, "rates": poor}))
     with pytest.raises(ValueError, match="no planner 'best'"):
-        LoadPlans().join(replace(bad, load_plan={**bad.load_plan, "planner": "best"}))
+        LoadPlanner(replace(bad, load_plan={**bad.load_plan, "planner": "best"}))
 
 
 def tailed(dilation=1.0, load_token_s=4e-6, planner="tail"):
@@ -170,9 +173,7 @@ def test_a_paced_worker_s_plan_is_in_its_own_dilated_seconds():
 
 
 def test_a_tail_has_an_effective_ratio():
-    plans = LoadPlans()
-    plans.join(tailed())
-    ratio = plans.kappa_eff("w")
+    ratio = LoadPlanner(tailed()).kappa_eff()
     assert ratio is not None and ratio > 0
 
 
@@ -213,15 +214,15 @@ def test_what_has_no_room_on_the_device_stays_in_host_memory_as_in_the_engine():
     all_stay = replace(tight, load_plan={**plan, "planner": "cpu"})
     assert priced(router(all_stay)).plan == "cpu"
     with pytest.raises(ValueError, match="cpu_threads"):
-        LoadPlans().join(said(planner="cpu"))
+        LoadPlanner(said(planner="cpu"))
 
 
 @pytest.mark.parametrize(("act_share", "policy"), [(0.99, "recompute"), (1.0, "mixed")])
 def test_a_ratio_counts_on_activations_only_where_all_blocks_have_them(act_share, policy):
     made = said(planner="auto", load_token_s=4e-6)
     small = {**made.load_plan["rates"], "activation_bytes_per_token": 32768}
-    plans = LoadPlans()
-    plans.join(replace(made, load_plan={**made.load_plan, "rates": small, "act_share": act_share}))
+    plan = {**made.load_plan, "rates": small, "act_share": act_share}
+    planner = LoadPlanner(replace(made, load_plan=plan))
     read = rates_from_measured(small)
-    assert plans.kappa_eff("w") == pytest.approx(kappa_eff(read, policy, 128))
+    assert planner.kappa_eff() == pytest.approx(kappa_eff(read, policy, 128))
     assert kappa_eff(read, "mixed", 128) > 1.1 * kappa_eff(read, "recompute", 128)
