@@ -302,7 +302,6 @@ class Lateness:
         outcomes.sent_at_s = now_s
 
     def first_token(self, flight: Flight, now_s: float) -> None:
-        """Its first token came."""
         outcomes = self._workers.get(flight.worker)
         if outcomes is None or outcomes.waiting.pop(flight.request_id, None) is None:
             return
@@ -323,7 +322,6 @@ class Lateness:
             outcomes.slowdowns.append(measured_s / expected_s)
 
     def left(self, worker: str) -> None:
-        """A worker is gone, and what was in flight there."""
         self._workers.pop(worker, None)
 
     def late_s(self, worker: str, now_s: float) -> float:

@@ -145,7 +145,6 @@ class OutputLengths:
         self._median = _DEFAULT_OUTPUT_TOKENS
 
     def add(self, tokens: int) -> None:
-        """A stream ended after so many."""
         latest, ordered = self._latest, self._ordered
         if len(latest) == _OUTPUTS_KEPT:
             del ordered[bisect_left(ordered, latest.popleft())]

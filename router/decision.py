@@ -283,7 +283,6 @@ class Decision:
 
     @property
     def worker(self) -> str:
-        """The chosen worker."""
         return self.chosen.worker
 
     @property

@@ -72,7 +72,6 @@ class EngineJob:
 
     @property
     def decoding(self) -> bool:
-        """Whether its prompt is done."""
         return self.new_tokens <= 0
 
     @property
@@ -99,7 +98,6 @@ class EngineQueue:
         return len(self._jobs)
 
     def submit(self, job: EngineJob, now_s: float) -> None:
-        """A request was sent to the engine."""
         self.advance(now_s)
         self._jobs[job.request_id] = replace(job)
 
@@ -147,7 +145,6 @@ class EngineQueue:
         job.admitted = True
 
     def finish(self, request_id: str, now_s: float) -> None:
-        """The request left the engine."""
         self.advance(now_s)
         self._jobs.pop(request_id, None)
 

@@ -116,7 +116,6 @@ class Fleet:
         return len(self._slots)
 
     def slot(self, worker: str) -> int:
-        """The place of a worker; KeyError if it has none."""
         return self._slots[worker]
 
     def nodes(self, slots: Slots) -> tuple[NodeProfile, ...]:
@@ -151,7 +150,6 @@ class Fleet:
         self.calibrate(announced.worker, speed, 0.0)
 
     def calibrate(self, worker: str, speed: EngineSpeed, overhead_s: float) -> None:
-        """The worker's speeds are these now."""
         record, step = self._records[self._slots[worker]], speed.step
         record["load_token_s"], record["load_fixed_s"] = speed.load_token_s, speed.load_fixed_s
         record["token_s"] = step.token_s * step.dilation
@@ -162,7 +160,6 @@ class Fleet:
         record["overhead_s"] = overhead_s
 
     def seen(self, worker: str, now_s: float) -> None:
-        """A worker gave a sign of life."""
         self._records["seen_s"][self._slots[worker]] = now_s
 
     def spare(self, worker: str, tokens: float) -> None:
@@ -237,7 +234,6 @@ class Fleet:
         pricing.decode(self._records, flight.slot, 1, flight.prompt_tokens)
 
     def release(self, flight: Flight, now_s: float) -> None:
-        """A request ended, however far it was."""
         if flight.prefilled:
             pricing.decode(self._records, flight.slot, -1, -flight.prompt_tokens)
         else:

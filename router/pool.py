@@ -231,7 +231,6 @@ class Pool:
 
     @property
     def forecasting(self) -> bool:
-        """Whether engines are forecast step by step."""
         return len(self.workers) <= self._forecast_workers
 
     def reserve(self, request_id: str, estimates: Estimates, row: int) -> Flight:
@@ -244,7 +243,6 @@ class Pool:
         return flight
 
     def prefilled(self, state: WorkerState, request_id: str, now_s: float) -> None:
-        """A request's prompt is done on its worker."""
         state.queue.prefilled(request_id, now_s)
         # A request that was tried elsewhere since may still be reported by the first worker.
         flight = state.flights.get(request_id)
@@ -252,7 +250,6 @@ class Pool:
             self.fleet.prefilled(flight, now_s)
 
     def finish(self, flight: Flight, now_s: float) -> None:
-        """A request ended."""
         state = self.workers[flight.worker]
         del self.flights[flight.request_id], state.flights[flight.request_id]
         state.queue.finish(flight.request_id, now_s)

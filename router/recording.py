@@ -7,7 +7,6 @@ and simulated wiring together. Pure: it makes and reads dictionaries, files are 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -126,37 +125,19 @@ def replay(entries: Iterable[Mapping[str, Any]], router: Router) -> list[tuple[A
 
 
 def _apply(entry: Mapping[str, Any], router: Router) -> Any:
-    now_s: float = entry.get("now_s", 0.0)
-    match entry["call"]:
-        case "join":
-            router.join(Announcement.from_dict(entry["announcement"]), now_s)
-        case "leave":
-            router.leave(entry["worker"])
-        case "blocks":
-            router.blocks([_event_in(event) for event in entry["events"]])
-        case "report":
-            router.report(WorkerReport.from_dict(entry["report"]), now_s)
-        case "void":
-            router.invalidate(entry["worker"], now_s)
-        case "first_token":
-            router.first_token(entry["request_id"], now_s)
-        case "tokens":
-            router.tokens(entry["request_id"], entry["count"])
-        case "release":
-            router.release(entry["request_id"], now_s, complete=entry["complete"])
-        case "backlogs_s":
-            router.backlogs_s(now_s)
-        case "explain":
-            with contextlib.suppress(NoWorkerError):
-                router.explain(_request_in(entry["request"]), now_s)
-        case "route":
-            try:
-                return decided(router.route(_request_in(entry["request"]), now_s))
-            except NoWorkerError:
-                return {}
-        case other:
-            raise ValueError(f"unknown call {other!r} in a router log")
-    return None
+    call = {"void": "invalidate"}.get(entry["call"], entry["call"])
+    if call not in _CALLS:
+        raise ValueError(f"unknown call {call!r} in a router log")
+    arguments = {
+        name: _READ[name](value) if name in _READ else value
+        for name, value in entry.items()
+        if name not in ("call", "decided")
+    }
+    try:
+        answer = getattr(router, call)(**arguments)
+    except NoWorkerError:
+        return {}
+    return decided(answer) if call == "route" else None
 
 
 def _request_out(request: RouteRequest) -> Entry:
@@ -203,3 +184,16 @@ def _hash_out(value: int | bytes | None) -> Any:
 
 def _hash_in(value: Any) -> Any:
     return bytes.fromhex(value["hex"]) if isinstance(value, dict) else value
+
+
+_CALLS = {
+    "join", "leave", "blocks", "report", "invalidate", "first_token", "tokens", "release", "route",
+    "explain", "backlogs_s",
+}  # fmt: skip
+# Entries name their call's parameters; these are not JSON by themselves.
+_READ: dict[str, Callable[[Any], Any]] = {
+    "announcement": Announcement.from_dict,
+    "report": WorkerReport.from_dict,
+    "events": lambda events: [_event_in(event) for event in events],
+    "request": _request_in,
+}

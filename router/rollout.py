@@ -50,7 +50,7 @@ class Rollout:
 
     @property
     def asks(self) -> bool:
-        """Whether our policy is asked at all."""
+        """Whether our policy decides at all, if only for the log."""
         return self.mode != "ray"
 
     @property
@@ -79,7 +79,7 @@ class Unsteered:
 
 
 @dataclass(frozen=True, slots=True)
-class Shadow:
+class ShadowDecision:
     """What ours would have done with a request that Ray's router steered; real seconds.
 
     chosen_node, predicted_ttft_s: ours. ray_node, ray_predicted_ttft_s: what became of it, priced

@@ -79,11 +79,9 @@ class Router:
         return lost
 
     def blocks(self, events: Iterable[KVEvent]) -> None:
-        """KV blocks were stored or removed somewhere."""
         self.pool.blocks(events)
 
     def report(self, report: WorkerReport, now_s: float) -> None:
-        """A worker measured something, or tells what other ingresses sent it."""
         self.pool.report(report, now_s)
 
     def invalidate(self, worker: str, now_s: float) -> None:

@@ -54,7 +54,6 @@ class StandaloneRouter:
         self._lock = threading.Lock()
 
     def workers(self, names: Iterable[str]) -> None:
-        """These replicas exist now."""
         names = set(names)
         with self._lock:
             known = set(self._router.workers)
@@ -84,7 +83,6 @@ class StandaloneRouter:
             return known + [worker for worker in names if worker not in known]
 
     def done(self, request_id: str) -> None:
-        """A request ended."""
         with self._lock:
             self._routed.pop(request_id, None)
             self._router.release(request_id, time.time())

@@ -43,9 +43,8 @@ from router.api.request_path import RequestPath
 from router.api.start import IngressSettings, LiveStart
 from router.decision import NoWorkerError
 from router.live.board import PinGoneError
+from router.live.ingresses import Ingresses, merged
 from router.live.live_router import LiveRouter
-from router.live.merging import merged
-from router.live.peers import Peers
 from router.telemetry import Telemetry
 
 log = structlog.get_logger(__name__)
@@ -87,7 +86,7 @@ class KappaIngress(OpenAiIngress):
         self._settings = settings
         self._start = LiveStart(settings, self._wake_router, self._rank())
         self._checked = False
-        self._peers = Peers(settings.replicas, "for_peers")
+        self._ingresses = Ingresses(settings.replicas, "for_ingresses")
         self._telemetry = Telemetry(lambda request_id: self._live().records.get(request_id))
         self._tracing = None
         if settings.observing.otlp_endpoint is not None:
@@ -165,14 +164,16 @@ class KappaIngress(OpenAiIngress):
         asker = arrival_of(request).tenant
         only = None if asker.operator else asker.name
         count = max(min(limit, sys.maxsize if asker.operator else _MOST_DECISIONS), 0)
-        answers = await self._peers.ask(self.for_peers, "decisions", only, count)
+        answers = await self._ingresses.call(self.for_ingresses, "decisions", only, count)
         records = sorted((r for one in answers for r in one), key=lambda record: record["time_s"])
         return JSONResponse({"decisions": records[-count:] if count else []})
 
     async def decision(self, request_id: str, request: Request) -> Response:
         """One request: its decision, what became of it, and where its time went; or 404."""
         asker = arrival_of(request)
-        for tenant, account in await self._peers.ask(self.for_peers, "decision", request_id):
+        for tenant, account in await self._ingresses.call(
+            self.for_ingresses, "decision", request_id
+        ):
             if account is not None and tenant is not None and asker.may_see(tenant):
                 return JSONResponse(account)
         raise unknown_request(request_id)
@@ -180,7 +181,7 @@ class KappaIngress(OpenAiIngress):
     async def metrics(self, request: Request) -> Response:
         """Prometheus metrics, of all ingresses together."""
         self._asgi_app = request.app
-        answers = await self._peers.ask(self.for_peers, "metrics")
+        answers = await self._ingresses.call(self.for_ingresses, "metrics")
         text = merged(answers) if len(answers) > 1 else answers[0]
         return Response(text, media_type="text/plain; version=0.0.4")
 
@@ -191,7 +192,7 @@ class KappaIngress(OpenAiIngress):
 
     # -- what other ingresses ask ---------------------------------------------------------------
 
-    async def for_peers(self, what: str, *args: Any) -> Any:
+    async def for_ingresses(self, what: str, *args: Any) -> Any:
         """What this ingress alone knows: its `metrics`, its last `decisions`, or one `decision`."""
         match what:
             case "metrics":

@@ -35,7 +35,7 @@ from router.live.records import SENT_MARK, Record, Records
 from router.live.suspects import Suspects
 from router.load_plans import planner_of
 from router.recording import RecordedRouter
-from router.rollout import Arm, Shadow, ray_choice
+from router.rollout import Arm, ShadowDecision, ray_choice
 from router.router import Router, RouterConfig
 
 log = structlog.get_logger(__name__)
@@ -149,7 +149,7 @@ class LiveRouter:
             replace(request, exclude=request.exclude | others), tenant, steered="ray"
         )
         row = workers.index(chosen)
-        shadow = Shadow(
+        shadow = ShadowDecision(
             ours.worker, ours.chosen.node.name, ours.reason, ours.chosen.ttft_s,
             decision.worker, decision.chosen.node.name, float(estimates.ttft_s[row]),
         )  # fmt: skip

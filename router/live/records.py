@@ -12,7 +12,7 @@ from typing import Any
 
 from kappa.protocol import Admission, Spent
 from router.decision import Decision
-from router.rollout import Arm, Shadow
+from router.rollout import Arm, ShadowDecision
 
 MEMORY = 4096
 
@@ -40,7 +40,7 @@ class Record:
     attempt: int = 0
     avoided: tuple[str, ...] = ()
     steered: Arm = "kappa"
-    shadow: Shadow | None = None
+    shadow: ShadowDecision | None = None
     sent_as: str = ""
 
     def to_dict(self) -> dict[str, Any]:

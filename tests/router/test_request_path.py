@@ -283,7 +283,7 @@ async def test_what_fits_no_device_is_refused_and_what_fits_one_goes_there(serve
 async def test_an_ingress_that_nobody_asked_yet_tells_its_peers_its_metrics(serve):
     ingress, _, app = await serve(words)
     ingress._asgi_app = app
-    assert b"kappa_requests_total" in await ingress.for_peers("metrics")
+    assert b"kappa_requests_total" in await ingress.for_ingresses("metrics")
 
 
 async def test_a_replica_that_goes_ends_its_threads_and_sends_its_last_spans(serve):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.rollout import Rollout, Shadow
+from router.rollout import Rollout, ShadowDecision
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_a_conversation_stays_in_its_arm_and_a_larger_canary_keeps_what_a_smalle
 
 
 def test_a_shadow_tells_agreement_and_saving_only_once_rays_choice_is_known():
-    ours = Shadow("w1", "c2c", "load", 1.0)
+    ours = ShadowDecision("w1", "c2c", "load", 1.0)
     assert ours.agreed is None and ours.saving_s is None
-    told = Shadow("w1", "c2c", "load", 1.0, "w2", "pcie", 3.5)
+    told = ShadowDecision("w1", "c2c", "load", 1.0, "w2", "pcie", 3.5)
     assert told.agreed is False and told.saving_s == 2.5
-    assert Shadow("w1", "c2c", "load", 1.0, "w1", "c2c", 1.0).agreed is True
+    assert ShadowDecision("w1", "c2c", "load", 1.0, "w1", "c2c", 1.0).agreed is True
 
 
 @pytest.mark.parametrize("name", ["\ud800", "alice \udfff", ""])

@@ -1,11 +1,14 @@
-"""Several ingresses' metrics as one."""
+"""Calling all ingresses, where Ray's call is replaced by a script, and their metrics as one."""
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import router.live.ingresses
 from kappa import metrics as m
-from router.live.merging import merged
+from router.live.ingresses import Ingresses, merged
 from router.live.metrics import RouterMetrics
+
+pytestmark = pytest.mark.ray
 
 
 def values(text):
@@ -37,7 +40,7 @@ def test_what_each_counts_of_its_own_adds_up(two):
     assert both["kappa_ttft_seconds_sum", "a"] == pytest.approx(0.14)
 
 
-def test_what_both_hear_of_a_worker_counts_once(two):
+def test_what_both_receive_from_a_worker_counts_once(two):
     for metrics, tokens in zip(two, (100, 70), strict=True):
         metrics.inc(m.PROMPT_TOKENS, "a", "new", by=tokens)
         metrics.set(m.GPU_BACKLOG, "a", to=1.5)
@@ -64,3 +67,56 @@ def test_what_adds_up_is_named():
     assert {metric.name for metric in m.ALL} >= m.ADDING
     of_workers = {m.STEPS, m.LOAD_BYTES, m.TENANT_CHARGE, m.INDEX_BLOCKS, m.PROMPT_TOKENS}
     assert not m.ADDING & {metric.name for metric in of_workers}
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+
+class Handle:
+    """Ray's handle of the ingresses, which answer or fail as told."""
+
+    def __init__(self, *answers, error=None):
+        self.answers, self.error, self.asked = list(answers), error, []
+
+    def broadcast(self, method, *args):
+        self.asked.append((method, *args))
+        return self
+
+    async def results_async(self, *, timeout_s, return_exceptions):
+        assert timeout_s > 0 and return_exceptions
+        if self.error is not None:
+            raise self.error
+        return self.answers
+
+
+def ingresses(handle):
+    made = Ingresses(2, "told")
+    made._handle = handle
+    return made
+
+
+async def own(what, *args):
+    return f"own {what} {args}"
+
+
+async def test_everybody_answers():
+    handle = Handle("one", "two")
+    assert await ingresses(handle).call(own, "decision", "r") == ["one", "two"]
+    assert handle.asked == [("told", "decision", "r")]
+
+
+async def test_one_that_fails_is_left_out():
+    handle = Handle("one", RuntimeError("died"))
+    assert await ingresses(handle).call(own, "metrics") == ["one"]
+
+
+@pytest.mark.parametrize(
+    "handle", [Handle(error=TimeoutError()), Handle(RuntimeError("died")), Handle()]
+)
+async def test_if_nobody_answers_in_time_its_own_answer_remains(handle):
+    assert await ingresses(handle).call(own, "metrics") == ["own metrics ()"]
+
+
+async def test_a_single_ingress_calls_nobody(monkeypatch):
+    monkeypatch.delattr(router.live.ingresses.serve, "get_deployment_handle")
+    assert await Ingresses(1, "told").call(own, "metrics") == ["own metrics ()"]
