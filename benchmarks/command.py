@@ -1,34 +1,26 @@
-"""`kappa bench`: one command for each question, each in a file `bench_NAME.py` of its theme."""
+"""`kappa bench`: one command for each question."""
 
 from __future__ import annotations
 
 import typer
 
-from benchmarks.offload import bench_offload
-from benchmarks.routing import (
-    bench_overload,
-    bench_peers,
-    bench_router,
-    bench_routing,
-    regret,
-)
-from benchmarks.scheduling import bench_scheduler
+from benchmarks.offload.command import offload
+from benchmarks.routing.overload import overload
+from benchmarks.routing.peers.peers import peers
+from benchmarks.routing.regret import regret
+from benchmarks.routing.router import router
+from benchmarks.routing.routing import routing
+from benchmarks.scheduling.scheduler import scheduler
 from benchmarks.serving import (
-    bench_predict,
-    bench_serve,
     bench_soak,
     bench_validate,
 )
+from benchmarks.serving.predict import PREDICT_HELP, predict
+from benchmarks.serving.serve import serve
 
 app = typer.Typer(help="Measure the running system.", no_args_is_help=True, add_completion=False)
-app.command()(bench_router.router)
-app.command(help=bench_predict.PREDICT_HELP)(bench_predict.predict)
-app.command()(bench_serve.serve)
-app.command()(bench_routing.routing)
-app.command()(bench_scheduler.scheduler)
-app.command()(regret.regret)
-app.command()(bench_peers.peers)
+for command in (offload, overload, peers, regret, router, routing, scheduler, serve):
+    app.command()(command)
+app.command(help=PREDICT_HELP)(predict)
 app.command()(bench_soak.soak)
 app.command()(bench_validate.validate)
-app.command("offload")(bench_offload.offload)
-app.command("overload")(bench_overload.overload)

@@ -1,4 +1,4 @@
-"""What every bench is measured and reported with: arms in turns, intervals, result, table, plot.
+"""What every bench is measured and reported with: arms in turns, intervals, result, table.
 
 A bench measures, calls `result` with its facts, and hands that to `publish` with a function that
 prints it for a reader. The options of a bench that everybody has are `Json` and `OutFile`.
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,13 +24,10 @@ from rich.table import Table
 
 from deploy.commands.provenance import Json, command, machine
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 __all__ = [
     "Interval", "Json", "OutFile", "alternate", "append_line", "command", "finite", "machine",
-    "mean_interval", "new_figure", "note", "paired", "publish", "quantile", "read_lines", "result",
-    "save_figure", "save_json", "spread", "table", "usage_errors",
+    "mean_interval", "note", "paired", "publish", "quantile", "quartiles",
+    "read_lines", "result", "save_json", "spread", "table", "usage_errors",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -87,7 +84,13 @@ def save_json(facts: Mapping[str, Any], path: Path) -> None:
 def _as_json(facts: Mapping[str, Any]) -> bytes:
     # msgspec writes null for infinite and NaN, which JSON has not: a figure that was not to be had
     # must not cost the result of an hour.
-    return msgspec.json.encode(facts)
+    return msgspec.json.encode(facts, enc_hook=_plain)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, str):  # a version of torch, which is one
+        return str(value)
+    raise NotImplementedError(type(value))
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
@@ -216,26 +219,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": float(np.median(values)), "least": min(values), "most": max(values)}
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median and third quartile."""
+    low, median, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return low, median, high
+
+
 def finite(value: float) -> float | None:
     """The number, or None for what JSON has not."""
     return value if math.isfinite(value) else None
-
-
-# Pictures -----------------------------------------------------------------------------------------
-
-
-def new_figure(width_in: float, height_in: float) -> Figure:
-    """A figure of these inches that needs no display. Imports matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width_in, height_in), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write it; the same figure gives the same bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, metadata={"Software": None} if path.suffix == ".png" else None)
-    return path

@@ -11,11 +11,10 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.offload.cells import DecodeCell
 from benchmarks.offload.decoder import Decoder
 from benchmarks.offload.policies import Policies, Way
-from benchmarks.offload.rig import Rig
-from benchmarks.offload.rounds import LINK, Arm, Sample
-from benchmarks.offload.settings import DecodeCell
+from benchmarks.offload.rig import LINK, Arm, Rig, Sample
 from engine.step import Ids
 from kappa.plans.cpu_offload import attention_refused
 
@@ -71,7 +70,7 @@ def _link_arm(rig: Rig, cell: DecodeCell) -> Arm:
     per_sequence = cell.prompt // rig.block_tokens
     blocks = cell.batch * per_sequence
     host = rig.arena.kv_host
-    landing = torch.empty((2, blocks, *host.shape[2:]), dtype=host.dtype, device=rig.device)
+    landing = torch.empty((2, blocks, *host.shape[2:]), dtype=host.dtype)
 
     def copy() -> None:
         for index in range(_COPY_STEPS * cell.batches * rig.config.layers):

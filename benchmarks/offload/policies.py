@@ -1,7 +1,7 @@
 """Ways to keep and bring back the cache of decoding sequences, by name, and what each should take.
 
 "kv-only" loads keys and values (the baseline). "kvpr-*" keep activations beside them and split each
-context: "paper" as paper 000, "ahead" counting the rest of the step, "column" for streamed weights;
+context: "paper" as paper 000, "ahead" counting the rest of the step;
 "share-N" a fixed split. "hybrid-*" keep a block as one or the other (paper 003): by Algorithm 1,
 "corrected", "planned" by the predicted step; "hybrid-N" a share; "activations": nothing else.
 "cpu-*": the CPU attends to part of each context where it lies (paper 002): "cpu-N" to a share,
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.offload.cells import DecodeCell
 from benchmarks.offload.decoder import (
     ACT_HOST,
     BOTH_HOST,
@@ -23,7 +24,6 @@ from benchmarks.offload.decoder import (
     Split,
     always,
 )
-from benchmarks.offload.settings import DecodeCell
 from kappa.plans.cpu_offload import attention_refused, paper_share, split_context, split_s
 from kappa.plans.hybridserve import (
     allocate_corrected,
@@ -141,7 +141,7 @@ class Policies:
     def choice(self) -> str:
         """The policy that the planner would take: the baseline, unless the other is worth it."""
         first = {"row": "kvpr-ahead", "column": "hybrid-planned"}[self.cell.order]
-        own = next((n for n in (first, "kvpr-column", "cpu-ahead") if n in self.cell.policies), "")
+        own = next((n for n in (first, "cpu-ahead") if n in self.cell.policies), "")
         if not own or (own == "cpu-ahead" and attention_refused(self.rates)):
             return BASELINE
         plain_s = self.predicted_s(self.way(BASELINE))
@@ -155,7 +155,6 @@ class Policies:
         plans: dict[str, Callable[[int], int]] = {
             "paper": lambda full: split_paper(rates, cell.batch, full, bt).tokens,
             "ahead": lambda full: split_ahead(rates, cell.batch, full, bt).tokens,
-            "column": self._best,
         }
         if rest not in plans:
             raise ValueError(f"no policy named 'kvpr-{rest}'")

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from benchmarks.offload.needs import STORE_CHUNK_TOKENS
-from benchmarks.offload.rig import Rig
-from benchmarks.offload.rounds import LINK, Arm, Sample
-from benchmarks.offload.settings import PrefixCell
+from benchmarks.offload.cells import PrefixCell
+from benchmarks.offload.rig import LINK, Arm, Rig, Sample
 from engine.blocks import BlockType, Place
 from engine.prefill import Prompt, prefill
 from engine.step import Ids, Pages
@@ -36,8 +34,7 @@ from kappa.plans.split import (
 )
 
 BASELINE = "load-layers"
-
-
+_CHUNK_TOKENS = 2_048
 _STORED: tuple[tuple[BlockType, Place], ...] = (
     ("kv", "device"), ("kv", "host"), ("act", "host"),
 )  # fmt: skip
@@ -67,11 +64,11 @@ def stored(rig: Rig, cell: PrefixCell) -> Iterator[Stored]:
                 pages.put(0, type, place, ids)
         done = 0
         while done < cell.cached:
-            end = min(done + STORE_CHUNK_TOKENS, cell.cached)
+            end = min(done + _CHUNK_TOKENS, cell.cached)
             chunk = Prompt(tokens[:end], pages, start_tokens=done, store=True)
             prefill(rig.forward, [chunk])
             done = end
-        rig.finish()
+        rig.mover.drain()
         yield Stored(tokens, pages, cell.cached)
     finally:
         for pool, ids in taken:
@@ -141,9 +138,7 @@ def _first_token(rig: Rig, compute: Callable[[], Tensor]) -> Callable[[], Sample
     def run() -> Sample:
         found: list[int] = []
         sample = rig.timed(lambda: found.append(int(compute()[-1].argmax())))
-        return Sample(
-            sample.latency_s, 0.0, sample.h2d_bytes, sample.link_s, sample.stalled_s, tuple(found)
-        )
+        return replace(sample, tokens=tuple(found))
 
     return run
 

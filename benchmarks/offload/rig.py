@@ -1,19 +1,16 @@
-"""A model in memory, ready to be experimented with: its movers are metered, its rates measured.
+"""A model in memory, ready to be experimented with: its mover metered, its rates measured.
 
-`rig` and `sparse_rig` take the memory and give it back. Rates are measured in the same process,
-right before the experiments, through the same mover; on a busy machine a fit may be too poor to
-plan with, and is measured again a few times before that is an error.
-
-Movers count how long the computation stood still for a copy: on the CPU the time that `wait`
-blocks, on a GPU what lies between two events around the wait on the computing stream (host code
-that launches kernels too slowly is not seen by it). A paced link is emulated: each copy takes at
-least its bytes over the bandwidth, and sleeps through what is left, so that the processor is free.
+Rates are measured in the same process, right before the experiments, through the same mover; on a
+busy machine a fit may be too poor to plan with, and is measured again a few times before that is an
+error. The mover counts how long the computation stood still for a copy. A paced link is emulated:
+each copy takes at least its bytes over the bandwidth, and sleeps through what is left, so that the
+processor is free.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -21,50 +18,108 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from benchmarks.offload.needs import arena_size, first_layer, longest_tokens, refuse_sparse
-from benchmarks.offload.rounds import Sample
-from benchmarks.offload.settings import Group, Setting, SparseCell
-from benchmarks.offload.shapes import model
+from benchmarks import harness
+from benchmarks.offload.cells import Group, Setting, arena_size, model
 from engine.arena import Arena, ArenaSize
 from engine.config import ModelConfig
 from engine.forward import Forward
 from engine.profiling import ProfileSettings, profile
-from engine.sparse.lanes import Lanes
-from engine.sparse.settings import SparseSettings
 from engine.step import Ids
-from engine.transfer import Copies, CpuMover, CudaMover, Direction, Event, Mover
-from engine.weights import DTYPES, Weights, random_weights
-from kappa.plans.clo import Persistent
+from engine.transfer import Copies, CpuMover, Direction, Event
+from engine.weights import Weights, random_weights
 from kappa.plans.measured import rates_from_measured
 from kappa.plans.rates import PlanRates
 
+LINK = "link-alone"
+"""The arm that copies what the baseline loads, with nothing else to do."""
+
+LEAST_REPEATS = 5
 _PROFILES = 4
 # A run is asked for in advance and waited for at its end.
 _LONGEST_S = 900.0
 _SEED = 7
+_CPU = torch.device("cpu")
 
 
 class Unsteady(ValueError):
     """The machine gives no profile that a plan can be made from."""
 
 
-class MeteredCpuMover(CpuMover):
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run of one arm. latency_s: of what is compared; before_s: of what came before it.
+
+    h2d_bytes and link_s: copied to the device meanwhile, and seconds in which the link copied.
+    stalled_s: seconds in which the computation waited for copies. tokens: what was generated.
+    """
+
+    latency_s: float
+    before_s: float = 0.0
+    h2d_bytes: int = 0
+    link_s: float = 0.0
+    stalled_s: float = 0.0
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Arm:
+    """One way of doing it. predicted_s: of `latency_s`, or None where nothing predicts it.
+
+    note: what the planner said. chosen: the planner would take this one. key: arms of equal keys
+    would do the very same; only the first of them is run, and the others share its samples.
+    """
+
+    name: str
+    run: Callable[[], Sample]
+    predicted_s: float | None = None
+    note: str = ""
+    chosen: bool = False
+    key: Hashable = None
+
+
+def leaders(arms: Sequence[Arm]) -> dict[str, str]:
+    """Of each arm, the first one with its key: that is the one which is run."""
+    first: dict[Hashable, str] = {}
+    return {
+        arm.name: arm.name if arm.key is None else first.setdefault(arm.key, arm.name)
+        for arm in arms
+    }
+
+
+def alternate(arms: Sequence[Arm], repeats: int) -> dict[str, list[Sample]]:
+    """Samples of each arm by round, those of equal keys measured once.
+
+    Raises:
+        ValueError: fewer than `LEAST_REPEATS` rounds.
+    """
+    if repeats < LEAST_REPEATS:
+        raise ValueError(f"{repeats} repeats say too little: give {LEAST_REPEATS} or more")
+    lead = leaders(arms)
+    samples = harness.alternate(
+        {arm.name: arm.run for arm in arms if lead[arm.name] == arm.name}, repeats
+    )
+    return {arm.name: samples[lead[arm.name]] for arm in arms}
+
+
+def ratios(samples: Mapping[str, Sequence[Sample]], over: str, under: str) -> list[float]:
+    """Latency of `over` to that of `under`, round by round, where both met the same machine."""
+    pairs = zip(samples[over], samples[under], strict=True)
+    return [one.latency_s / other.latency_s for one, other in pairs]
+
+
+class MeteredMover(CpuMover):
     """Args: link_bytes_per_s of an emulated link, for either direction; 0: as fast as it goes."""
 
     def __init__(self, link_bytes_per_s: float = 0.0) -> None:
         super().__init__()
         self._pace = link_bytes_per_s
-        self._stalled_s = 0.0
+        self.stalled_s = 0.0
 
     def wait(self, event: Event) -> None:
         """As it is, timed."""
         start_s = time.perf_counter()
         super().wait(event)
-        self._stalled_s += time.perf_counter() - start_s
-
-    def stalled_s(self) -> float:
-        """Seconds that the computing thread has waited."""
-        return self._stalled_s
+        self.stalled_s += time.perf_counter() - start_s
 
     def _copy(self, direction: Direction, copies: Copies) -> None:
         start_s = time.perf_counter()
@@ -72,49 +127,6 @@ class MeteredCpuMover(CpuMover):
         if self._pace:
             due_s = start_s + sum(target.nbytes for target, _ in copies) / self._pace
             time.sleep(max(0.0, due_s - time.perf_counter()))
-
-
-class MeteredCudaMover(CudaMover):
-    """A mover for a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._place = device
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._stalled_s = 0.0
-
-    def wait(self, event: Event) -> None:
-        """As it is, between two events."""
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(self._place)
-        before.record(stream)
-        super().wait(event)
-        after.record(stream)
-        self._waits.append((before, after))
-
-    def stalled_s(self) -> float:
-        """Seconds that the computing stream has stood still; waits for what is under way."""
-        torch.cuda.synchronize(self._place)
-        self._stalled_s += sum(one.elapsed_time(other) for one, other in self._waits) / 1e3
-        self._waits.clear()
-        return self._stalled_s
-
-
-Metered = MeteredCpuMover | MeteredCudaMover
-
-
-def metered_mover(device: torch.device, link_bytes_per_s: float = 0.0) -> Metered:
-    """The mover that fits a device; a paced link is for the CPU alone."""
-    if device.type == "cuda":
-        return MeteredCudaMover(device)
-    return MeteredCpuMover(link_bytes_per_s)
-
-
-def settled(mover: Mover) -> tuple[int, float]:
-    """Bytes to the device so far, and seconds in which they were copied."""
-    mover.settle()
-    counters = mover.counters["h2d"]
-    return counters.copied_bytes, counters.busy_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,44 +137,36 @@ class Loaded:
 
     @property
     def arena(self) -> Arena:
-        """Its KV and activations."""
         return self.forward.arena
 
     @property
-    def mover(self) -> Metered:
-        """What copies."""
-        return cast(Metered, self.forward.mover)
+    def mover(self) -> MeteredMover:
+        return cast(MeteredMover, self.forward.mover)
 
     @property
     def config(self) -> ModelConfig:
-        """The model's."""
         return self.forward.config
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        return self.arena.device
-
-    def finish(self) -> None:
-        """Wait until nothing is under way."""
-        self.mover.drain(_LONGEST_S)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def timed(self, action: Callable[[], Any]) -> Sample:
         """Run it and wait for its end."""
-        self.finish()
-        copied, link_s = settled(self.mover)
-        stalled_s = self.mover.stalled_s()
+        self.mover.drain(_LONGEST_S)
+        copied, link_s = self._to_device()
+        stalled_s = self.mover.stalled_s
         start_s = time.perf_counter()
         action()
-        self.finish()
+        self.mover.drain(_LONGEST_S)
         latency_s = time.perf_counter() - start_s
-        more, more_s = settled(self.mover)
+        more, more_s = self._to_device()
         return Sample(
             latency_s, h2d_bytes=more - copied, link_s=more_s - link_s,
-            stalled_s=self.mover.stalled_s() - stalled_s,
+            stalled_s=self.mover.stalled_s - stalled_s,
         )  # fmt: skip
+
+    def _to_device(self) -> tuple[int, float]:
+        """Bytes to the device so far, and seconds in which they were copied."""
+        self.mover.settle()
+        counters = self.mover.counters["h2d"]
+        return counters.copied_bytes, counters.busy_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -179,7 +183,6 @@ class Rig(Loaded):
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block."""
         return self.arena.block_tokens
 
     def prompts(self, count: int, length: int) -> list[Ids]:
@@ -188,55 +191,22 @@ class Rig(Loaded):
         return list(rng.integers(3, self.config.vocab, (count, length)))
 
 
-@dataclass(slots=True, kw_only=True)
-class SparseRig(Loaded):
-    """Lanes that are open for a cell of sparse decoding, contents aside.
-
-    Keys and values are zeros in host memory and codes are random: with hit rates that are injected,
-    seconds and bytes do not depend on them, and half a million tokens need not be computed first.
-    host_blocks (batch, blocks): of each sequence.
-    """
-
-    lanes: Lanes
-    host_blocks: Ids
-    cell: SparseCell
-    persistent: Persistent
-
-    def open(self) -> None:
-        """Every lane as at the start: `context` tokens each, nothing chosen."""
-        needed = self.lanes.host_part(self.cell.context) // self.arena.block_tokens
-        for lane in range(self.cell.batch):
-            taken = self.lanes.close(lane)[needed:]
-            self.arena.pools["kv", "host"].free(taken)
-        self.prepare()
-
-    def prepare(self) -> None:
-        """Fill lanes that are closed."""
-        for lane, blocks in enumerate(self.host_blocks.tolist()):
-            self.lanes.prepare(lane, self.cell.context, blocks)
-
-    def take_block(self, lane: int) -> int:
-        """A host block for what gets old."""
-        return self.arena.pools["kv", "host"].allocate(1)[0]
-
-
 @contextmanager
 def rig(setting: Setting, group: Group) -> Iterator[Rig]:
     """A rig for the cells of a group.
 
     Raises:
-        ArenaTooLarge: it does not fit after all.
+        ArenaTooLarge: it does not fit.
         Unsteady: no profile fits well enough to plan with.
     """
-    with _loaded(setting, group, arena_size(setting, group)) as forward:
+    with loaded(setting, group, arena_size(setting, group)) as forward:
         # Streaming is link time, which plans count apart: profiled as if all were there.
         here = forward
         if group.streamed:
             here = Forward(_one_layer_everywhere(forward.weights), forward.arena, forward.mover)
         rates, measured = _rates(here, setting.profile)
-        del here
         # A CPU that computes is a CPU that is busy while its threads copy.
-        busy = rates.under(cpu_busy=setting.device == "cpu")
+        busy = rates.under(cpu_busy=True)
         yield Rig(
             forward=forward, rates=busy, rates_alone=rates, measured=measured,
             streamed=group.streamed,
@@ -244,46 +214,20 @@ def rig(setting: Setting, group: Group) -> Iterator[Rig]:
 
 
 @contextmanager
-def sparse_rig(setting: Setting, group: Group, cell: SparseCell) -> Iterator[SparseRig]:
-    """A rig for one cell of sparse decoding.
-
-    Raises:
-        ArenaTooLarge: it does not fit.
-    """
-    refuse_sparse(setting, group, cell)
-    longest = longest_tokens(setting, cell)
-    blocks = cell.batch * -(-longest // setting.block_tokens)
-    size = ArenaSize(1, blocks, block_tokens=setting.block_tokens)
-    with _loaded(setting, group, size) as forward:
-        config, arena = forward.config, forward.arena
-        settings = SparseSettings(setting.clo, cell.batch, longest, chunk_tokens=1)
-        persistent = first_layer(config.kv_heads, config.layers)
-        lanes = Lanes(config, arena, forward.mover, settings, persistent)
-        for codes in lanes.codes:
-            codes.random_()
-        needed = lanes.host_part(cell.context) // setting.block_tokens
-        taken = arena.pools["kv", "host"].allocate(cell.batch * needed)
-        made = SparseRig(
-            forward=forward, lanes=lanes, cell=cell, persistent=persistent,
-            host_blocks=np.array(taken, np.int64).reshape(cell.batch, needed),
-        )  # fmt: skip
-        made.prepare()
-        yield made
-
-
-@contextmanager
-def _loaded(setting: Setting, group: Group, size: ArenaSize) -> Iterator[Forward]:
-    """A forward pass with random weights; weights, arena and mover are closed behind it."""
-    config, dtype = model(group.model, setting.dtype), DTYPES[setting.dtype]
-    device = torch.device(setting.device)
-    with _limited(setting), ExitStack() as closing:
+def loaded(setting: Setting, group: Group, size: ArenaSize) -> Iterator[Forward]:
+    """A forward pass with random weights and one computing thread; all is closed behind it."""
+    config = model(group.model)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with ExitStack() as closing:
+        closing.callback(torch.set_num_threads, threads)
         weights = random_weights(
-            config, seed=_SEED, dtype=dtype, device=device, streamed=group.streamed
+            config, seed=_SEED, dtype=torch.float32, device=_CPU, streamed=group.streamed
         )
         closing.callback(weights.close)
-        arena = Arena(config.shape, size, dtype=dtype, device=device)
+        arena = Arena(config.shape, size, dtype=torch.float32, device=_CPU)
         closing.callback(arena.close)
-        mover = metered_mover(device, setting.link_bytes_per_s)
+        mover = MeteredMover(setting.link_bytes_per_s)
         closing.callback(mover.stop)
         forward = Forward(weights, arena, mover, cpu_threads=group.cpu_threads)
         closing.callback(forward.close)
@@ -299,7 +243,7 @@ def _one_layer_everywhere(weights: Weights) -> Weights:
 
 def _rates(forward: Forward, settings: ProfileSettings) -> tuple[PlanRates, dict[str, Any]]:
     problem: ValueError | None = None
-    without: tuple[PlanRates, dict[str, Any]] | None = None
+    without_attention: tuple[PlanRates, dict[str, Any]] | None = None
     for _ in range(_PROFILES):
         measured = profile(forward, settings)
         try:
@@ -309,25 +253,8 @@ def _rates(forward: Forward, settings: ProfileSettings) -> tuple[PlanRates, dict
             continue
         if rates.attend is not None or forward.cpu is None:
             return rates, measured
-        # Its line is too poor: others' is not, and what the CPU does not do can be measured.
-        without = rates, measured
-    if without is not None:
-        return without
+        # Only the CPU's own line is too poor: what the CPU does not do can be measured.
+        without_attention = rates, measured
+    if without_attention is not None:
+        return without_attention
     raise Unsteady(f"{_PROFILES} profiles, none of them fit to plan with; the last: {problem}")
-
-
-@contextmanager
-def _limited(setting: Setting) -> Iterator[None]:
-    """So many threads for torch's computation, and of a GPU's memory only so much."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(setting.threads or before)
-    if setting.cap_bytes:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(min(1.0, setting.cap_bytes / total))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-        if setting.cap_bytes:
-            torch.cuda.set_per_process_memory_fraction(1.0)

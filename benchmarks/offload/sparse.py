@@ -1,32 +1,37 @@
-"""Decoding with a sparse choice of a cache in host memory, one arm per way, and its rows.
+"""Decoding with a sparse choice of a cache in host memory (paper 004), one arm per way.
 
-CLO with injected hit rates beside what it is compared with in paper 004: the whole choice loaded
-each step one layer ahead ("prefetch-all"), and the gather of rows beside a plain copy of as many
-bytes. Every row says the rate that was injected; none is a property of a model.
+CLO with injected hit rates beside what it is compared with: the whole choice loaded each step one
+layer ahead ("prefetch-all"), and the gather of rows beside a plain copy of as many bytes. Keys and
+values are zeros and codes random: with injected hit rates seconds and bytes do not depend on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.offload.rig import SparseRig
-from benchmarks.offload.rounds import COPY, GATHER, Arm, Sample, ratios, spread
-from benchmarks.offload.rows import error
-from benchmarks.offload.settings import PAPER_HITS, Setting
+from benchmarks.harness import quartiles
+from benchmarks.offload.cells import PAPER_HITS, Group, Setting, SparseCell
+from benchmarks.offload.rig import Arm, Loaded, Sample, loaded, ratios
+from engine.arena import ArenaSize
 from engine.sparse.cache import Pending, SimilarityCache
 from engine.sparse.forward import SparseForward
 from engine.sparse.gather import Gather, pairs
+from engine.sparse.lanes import Lanes
 from engine.sparse.retriever import Asked
+from engine.sparse.settings import SparseSettings
 from engine.sparse.view import View
-from kappa.plans.clo import equal_heads, step_seconds
+from engine.step import Ids
+from kappa.plans.clo import Persistent, equal_heads, step_seconds
 
-PREFETCH_ALL, NO_LOADS = "prefetch-all", "clo-100"
-NO_COPIES = "choose-only"
+PREFETCH_ALL, NO_LOADS, NO_COPIES = "prefetch-all", "clo-100", "choose-only"
+GATHER, COPY = "gather-alone", "copy-alone"
 
 
 class _NoCopies(SimilarityCache):
@@ -36,157 +41,185 @@ class _NoCopies(SimilarityCache):
         return Pending(self.lanes.mover.mark(), [])
 
 
-class SparseArms:
-    """The arms of one cell, and their rows."""
+@dataclass(slots=True, kw_only=True)
+class SparseRig(Loaded):
+    """Lanes that are open for a cell. host_blocks (batch, blocks): of each sequence; hit_ratios: as
+    they were found by the arms."""
 
-    def __init__(self, setting: Setting, rig: SparseRig) -> None:
-        self.setting, self.rig, self.cell = setting, rig, rig.cell
-        self.hit_ratios: dict[str, float | None] = {}
+    setting: Setting
+    cell: SparseCell
+    lanes: Lanes
+    host_blocks: Ids
+    persistent: Persistent
+    hit_ratios: dict[str, float] = field(default_factory=dict)
 
-    def arms(self) -> list[Arm]:
-        """All ways of decoding, and the two copies."""
-        made = [Arm(PREFETCH_ALL, self._clo(PREFETCH_ALL, 0.0))]
-        for hits in self.cell.hits:
-            name = f"clo-{round(100 * hits)}"
-            made.append(Arm(name, self._clo(name, hits)))
-        made.append(Arm("clo-79-waited", self._clo("clo-79-waited", PAPER_HITS, ahead=False)))
-        made.append(Arm(NO_LOADS, self._clo(NO_LOADS, 1.0)))
-        made.append(Arm(NO_COPIES, self._clo(NO_COPIES, 0.0, kind=_NoCopies)))
-        return [*made, Arm(GATHER, self._gather), Arm(COPY, self._copy)]
+    def open(self) -> None:
+        """Every lane as at the start: `context` tokens each, nothing chosen."""
+        needed = self.lanes.host_part(self.cell.context) // self.arena.block_tokens
+        for lane in range(self.cell.batch):
+            taken = self.lanes.close(lane)[needed:]
+            self.arena.pools["kv", "host"].free(taken)
+        self.prepare()
 
-    def _clo(
-        self, name: str, hits: float, ahead: bool = True,
-        kind: type[SimilarityCache] = SimilarityCache,
-    ) -> Callable[[], Sample]:  # fmt: skip
-        rig = self.rig
+    def prepare(self) -> None:
+        """Fill lanes that are closed."""
+        for lane, blocks in enumerate(self.host_blocks.tolist()):
+            self.lanes.prepare(lane, self.cell.context, blocks)
 
-        def run() -> Sample:
-            rig.open()
-            heads = equal_heads(rig.config.shape)
-            cache = kind(rig.lanes, heads, injected_hits=hits)
-            sparse = SparseForward(rig.forward, cache, ahead)
-            lanes = range(self.cell.batch)
-            last = torch.zeros((self.cell.batch, 1), dtype=torch.int64, device=rig.arena.device)
-            # The first step has nothing to hit.
-            sparse.run(lanes, last, rig.take_block)
-            before = cache.counts()
-
-            def steps() -> None:
-                now = last
-                for _ in range(self.setting.steps):
-                    now = sparse.run(lanes, now, rig.take_block).argmax(dim=-1)[:, None]
-
-            sample = rig.timed(steps)
-            counts = cache.counts()
-            looked = counts.lookups - before.lookups
-            self.hit_ratios[name] = (counts.hits - before.hits) / looked
-            moved = counts.gathered_bytes - before.gathered_bytes
-            return replace(sample, h2d_bytes=moved)
-
-        return run
-
-    def _gather(self) -> Sample:
-        """The choice of every head of a layer, at random places, a few times."""
-        rig, lanes = self.rig, self.rig.lanes
-        rows, target, source = self._choice()
-        wanted = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
-        counted = None
-        if rows.device.type == "cuda":
-            counted = torch.zeros(1, dtype=torch.int64, device=rows.device)
-        gather = Gather(target, source, rows, wanted, counted)
-
-        def copies() -> None:
-            for _ in range(self.setting.steps):
-                lanes.mover.h2d(pairs([gather]))
-
-        sample = rig.timed(copies)
-        return replace(sample, h2d_bytes=self.setting.steps * target.nbytes)
-
-    def _copy(self) -> Sample:
-        """As many bytes in one piece."""
-        _, target, source = self._choice()
-        flat = source.flatten()[: target.numel()].view(target.shape)
-
-        def copies() -> None:
-            for _ in range(self.setting.steps):
-                self.rig.mover.h2d([(target, flat)])
-
-        return self.rig.timed(copies)
-
-    def _choice(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        lanes = self.rig.lanes
-        source = lanes.rows(1)
-        chosen = lanes.settings.clo.chosen_tokens(self.cell.context)
-        shape = (self.cell.batch, 2 * lanes.config.kv_heads, chosen)
-        generator = torch.Generator(device=lanes.arena.device)
-        generator.manual_seed(3)
-        rows = torch.randint(0, len(source), shape, generator=generator, device=lanes.arena.device)
-        target = source.new_empty((*shape, source.shape[1]), device=lanes.arena.device)
-        return rows, target, source
-
-    # -- rows ---------------------------------------------------------------------------------
-
-    def rows(self, arms: Sequence[Arm], samples: dict[str, list[Sample]]) -> list[dict[str, Any]]:
-        """One per arm, predicted beside measured."""
-        steps = self.setting.steps
-        link = spread([s.h2d_bytes / s.link_s for s in samples[GATHER] if s.link_s]).median
-        # Other work on the machine only adds: of what plans are made of, the least counts.
-        least = {n: min(s.latency_s for s in samples[n]) / steps for n in (NO_LOADS, NO_COPIES)}
-        found = []
-        for arm in arms:
-            mine = [s.latency_s / steps for s in samples[arm.name]]
-            latency, gain = spread(mine), ratios(samples, PREFETCH_ALL, arm.name)
-            decoding = arm.name not in (GATHER, COPY)
-            predicted = self._predicted(arm.name, link, least)
-            moved = spread([float(s.h2d_bytes) for s in samples[arm.name]]).median
-            found.append({
-                **self._where(), "policy": arm.name,
-                "hits": self.hit_ratios.get(arm.name), "hits_are": _label(arm.name),
-                "latency_s": latency.median, "latency_iqr_s": latency.iqr,
-                "latency_least_s": min(mine), "repeats": len(mine),
-                "tokens_per_s": self.cell.batch / latency.median if decoding else None,
-                "bytes_h2d": moved / steps, "link_gbps": _rate(samples[arm.name]),
-                "predicted_s": predicted,
-                "predicted_error": error(predicted, latency.median),
-                "predicted_error_of_least": error(predicted, min(mine)),
-                "baseline": PREFETCH_ALL, "speedup": gain.median if decoding else None,
-                "speedup_iqr": gain.iqr if decoding else None,
-            })  # fmt: skip
-        return found
-
-    def _predicted(self, name: str, link: float, least: dict[str, float]) -> float | None:
-        """Seconds of a step by the planner, from the gather's rate and T_comp.
-
-        T_comp is what a step takes that loads nothing, and where choices are only made for what
-        misses (a CPU knows), their part of what choosing takes.
-        """
-        hits = self.hit_ratios.get(name)
-        if hits is None or name in (NO_LOADS, NO_COPIES):
-            return None
-        layers = self.rig.config.layers
-        step_s = least[NO_LOADS] + (1.0 - hits) * max(0.0, least[NO_COPIES] - least[NO_LOADS])
-        return step_seconds(
-            self.rig.config.shape, self.setting.clo, self.rig.persistent,
-            self.cell.context, miss=1.0 - hits, link=link, layer_s=step_s / layers,
-            batch=self.cell.batch, ahead=not name.endswith("waited"),
-        ).tbt_s  # fmt: skip
-
-    def _where(self) -> dict[str, Any]:
-        return {
-            "setting": self.setting.name, "system": "decode-sparse", "cell": self.cell.name,
-            "model": self.rig.config.shape.name, "dtype": self.setting.dtype,
-            "batch": self.cell.batch, "context": self.cell.context,
-            "share": self.setting.clo.share,
-            "link": self.setting.link,
-        }  # fmt: skip
+    def take_block(self, lane: int) -> int:
+        """A host block for what gets old."""
+        return self.arena.pools["kv", "host"].allocate(1)[0]
 
 
-def _label(name: str) -> str | None:
-    if name in (GATHER, COPY):
+@contextmanager
+def sparse_rig(setting: Setting, group: Group, cell: SparseCell) -> Iterator[SparseRig]:
+    """A rig for one cell.
+
+    Raises:
+        ArenaTooLarge: it does not fit.
+    """
+    # The step before a round included.
+    longest = cell.context + setting.steps + 2
+    blocks = cell.batch * -(-longest // setting.block_tokens)
+    with loaded(setting, group, ArenaSize(1, blocks, block_tokens=setting.block_tokens)) as forward:
+        config, arena = forward.config, forward.arena
+        # All heads of the first layer: no similarities are known of random weights.
+        persistent = (tuple(range(config.kv_heads)), *[()] * (config.layers - 1))
+        settings = SparseSettings(setting.clo, cell.batch, longest, chunk_tokens=1)
+        lanes = Lanes(config, arena, forward.mover, settings, persistent)
+        for codes in lanes.codes:
+            codes.random_()
+        needed = lanes.host_part(cell.context) // setting.block_tokens
+        taken = arena.pools["kv", "host"].allocate(cell.batch * needed)
+        made = SparseRig(
+            forward=forward, setting=setting, cell=cell, lanes=lanes, persistent=persistent,
+            host_blocks=np.array(taken, np.int64).reshape(cell.batch, needed),
+        )  # fmt: skip
+        made.prepare()
+        yield made
+
+
+def sparse_arms(rig: SparseRig) -> list[Arm]:
+    """All ways of decoding, and the two copies."""
+    clo = {f"clo-{round(100 * hits)}": hits for hits in rig.cell.hits}
+    return [
+        Arm(PREFETCH_ALL, _decoding(rig, PREFETCH_ALL, 0.0)),
+        *(Arm(name, _decoding(rig, name, hits)) for name, hits in clo.items()),
+        Arm("clo-79-waited", _decoding(rig, "clo-79-waited", PAPER_HITS, ahead=False)),
+        Arm(NO_LOADS, _decoding(rig, NO_LOADS, 1.0)),
+        Arm(NO_COPIES, _decoding(rig, NO_COPIES, 0.0, kind=_NoCopies)),
+        Arm(GATHER, lambda: _gathered(rig)),
+        Arm(COPY, lambda: _copied(rig)),
+    ]
+
+
+def _decoding(
+    rig: SparseRig, name: str, hits: float, ahead: bool = True,
+    kind: type[SimilarityCache] = SimilarityCache,
+) -> Callable[[], Sample]:  # fmt: skip
+    def run() -> Sample:
+        rig.open()
+        cache = kind(rig.lanes, equal_heads(rig.config.shape), injected_hits=hits)
+        sparse = SparseForward(rig.forward, cache, ahead)
+        lanes = range(rig.cell.batch)
+        first = torch.zeros((rig.cell.batch, 1), dtype=torch.int64)
+        # The first step has nothing to hit.
+        sparse.run(lanes, first, rig.take_block)
+        before = cache.counts()
+
+        def steps() -> None:
+            last = first
+            for _ in range(rig.setting.steps):
+                last = sparse.run(lanes, last, rig.take_block).argmax(dim=-1)[:, None]
+
+        sample = rig.timed(steps)
+        counts = cache.counts()
+        rig.hit_ratios[name] = (counts.hits - before.hits) / (counts.lookups - before.lookups)
+        return replace(sample, h2d_bytes=counts.gathered_bytes - before.gathered_bytes)
+
+    return run
+
+
+def _gathered(rig: SparseRig) -> Sample:
+    """The choice of every head of a layer, at random places, a few times."""
+    rows, target, source = _choice(rig)
+    wanted = torch.ones(rows.shape[:2], dtype=torch.bool)
+    gather = Gather(target, source, rows, wanted, None)
+
+    def copies() -> None:
+        for _ in range(rig.setting.steps):
+            rig.lanes.mover.h2d(pairs([gather]))
+
+    return replace(rig.timed(copies), h2d_bytes=rig.setting.steps * target.nbytes)
+
+
+def _copied(rig: SparseRig) -> Sample:
+    """As many bytes in one piece."""
+    _, target, source = _choice(rig)
+    flat = source.flatten()[: target.numel()].view(target.shape)
+
+    def copies() -> None:
+        for _ in range(rig.setting.steps):
+            rig.mover.h2d([(target, flat)])
+
+    return rig.timed(copies)
+
+
+def _choice(rig: SparseRig) -> tuple[Tensor, Tensor, Tensor]:
+    lanes = rig.lanes
+    source = lanes.rows(1)
+    chosen = lanes.settings.clo.chosen_tokens(rig.cell.context)
+    shape = (rig.cell.batch, 2 * lanes.config.kv_heads, chosen)
+    rows = torch.randint(0, len(source), shape, generator=torch.Generator().manual_seed(3))
+    return rows, source.new_empty((*shape, source.shape[1])), source
+
+
+def sparse_rows(
+    rig: SparseRig, arms: Sequence[Arm], samples: dict[str, list[Sample]]
+) -> list[dict[str, Any]]:
+    """One per arm, seconds of a step, predicted beside measured; speed-ups over `prefetch-all`."""
+    steps = rig.setting.steps
+    _, link, _ = quartiles([s.h2d_bytes / s.link_s for s in samples[GATHER]])
+    # Other work on the machine only adds: of what plans are made of, the least counts.
+    idle, choosing = (min(s.latency_s for s in samples[n]) / steps for n in (NO_LOADS, NO_COPIES))
+    found = []
+    for arm in arms:
+        low, latency_s, high = quartiles([s.latency_s / steps for s in samples[arm.name]])
+        gain_low, gain, gain_high = quartiles(ratios(samples, PREFETCH_ALL, arm.name))
+        predicted_s = _predicted_s(rig, arm.name, link, (idle, choosing))
+        moved = [s.h2d_bytes for s in samples[arm.name]]
+        rates = [s.h2d_bytes / s.link_s / 1e9 for s in samples[arm.name] if s.link_s]
+        decodes = arm.name not in (GATHER, COPY)
+        found.append({
+            "batch": rig.cell.batch, "context": rig.cell.context, "share": rig.setting.clo.share,
+            "policy": arm.name, "hits": rig.hit_ratios.get(arm.name),
+            "hits_are": "injected" if decodes else None,
+            "latency_s": latency_s, "latency_iqr_s": high - low,
+            "latency_least_s": min(s.latency_s for s in samples[arm.name]) / steps,
+            "repeats": len(moved), "tokens_per_s": rig.cell.batch / latency_s if decodes else None,
+            "bytes_h2d": quartiles(moved)[1] / steps,
+            "link_gbps": quartiles(rates)[1] if rates else None,
+            "predicted_s": predicted_s,
+            "predicted_error": None if predicted_s is None else predicted_s / latency_s - 1.0,
+            "baseline": PREFETCH_ALL, "speedup": gain if decodes else None,
+            "speedup_iqr": gain_high - gain_low if decodes else None,
+        })  # fmt: skip
+    return found
+
+
+def _predicted_s(
+    rig: SparseRig, name: str, link: float, compute: tuple[float, float]
+) -> float | None:
+    """Seconds of a step by the planner, from the gather's rate and T_comp.
+
+    T_comp is what a step takes that loads nothing, and where choices are only made for what misses
+    (a CPU knows), their part of what choosing takes.
+    """
+    if name not in rig.hit_ratios or name in (NO_LOADS, NO_COPIES):
         return None
-    return "injected"
-
-
-def _rate(samples: Sequence[Sample]) -> float | None:
-    rates = [one.h2d_bytes / one.link_s / 1e9 for one in samples if one.link_s]
-    return spread(rates).median if len(rates) > 1 else None
+    miss, (idle_s, choosing_s) = 1.0 - rig.hit_ratios[name], compute
+    layer_s = (idle_s + miss * max(0.0, choosing_s - idle_s)) / rig.config.layers
+    return step_seconds(
+        rig.config.shape, rig.setting.clo, rig.persistent, rig.cell.context, miss=miss, link=link,
+        layer_s=layer_s, batch=rig.cell.batch, ahead=not name.endswith("waited"),
+    ).tbt_s  # fmt: skip

@@ -1,4 +1,4 @@
-"""From runs of `kappa bench scheduler` to rows, medians with their spread, and a picture.
+"""From runs of `kappa bench scheduler` to rows, and medians with their spread.
 
 A backend hands over `Played` runs. Everything is derived from when each request came, was admitted
 (got its blocks), had its first token and ended, and from the engine's iterations, in the same way
@@ -11,16 +11,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import new_figure, quantile, save_figure
+from benchmarks.harness import quantile
 from benchmarks.scheduling import mix
 
-_OURS = "fair"
-_MARKERS = "osD^v<>pX"
 _KEYS = ("policy", "workload", "backend", "link", "stores")
 
 
@@ -152,47 +149,6 @@ def medians(rows: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], li
         for group in groups.values()
     ]
     return middle, spread
-
-
-def draw_frontier(
-    rows: Sequence[Mapping[str, Any]], spread: Sequence[Mapping[str, Any]], path: Path
-) -> Path | None:
-    """Fresh against offloaded requests' median TTFT, a panel per setting; bars: least to most.
-
-    Returns None where no row has both kinds.
-    """
-    panels: dict[tuple[str, ...], list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
-    for row, around in zip(rows, spread, strict=True):
-        if row["ttft_s"][mix.FRESH]["p50"] and row["ttft_s"][mix.OFFLOADED]["p50"]:
-            panels.setdefault(tuple(row[key] for key in _KEYS[1:]), []).append((row, around))
-    if not panels:
-        return None
-    wide = min(len(panels), 3)
-    high = -(-len(panels) // wide)
-    figure = new_figure(4.4 * wide, 3.6 * high)
-    grid = figure.subplots(high, wide, squeeze=False).flat
-    for (names, points), axes in zip(panels.items(), grid, strict=False):
-        for number, (row, around) in enumerate(points):
-            x, y = (row["ttft_s"][kind]["p50"] for kind in (mix.OFFLOADED, mix.FRESH))
-            (x0, x1, _), (y0, y1, _) = (
-                around["ttft_s"][kind]["p50"] for kind in (mix.OFFLOADED, mix.FRESH)
-            )
-            ours = row["policy"] == _OURS
-            axes.errorbar(
-                x, y, xerr=[[x - x0], [x1 - x]], yerr=[[y - y0], [y1 - y]], capsize=2,
-                marker="*" if ours else _MARKERS[number % len(_MARKERS)],
-                markersize=13 if ours else 7, fillstyle="full" if ours else "none",
-                color="#cc3311" if ours else f"C{number}", label=row["policy"],
-            )  # fmt: skip
-        axes.set(
-            title=" ".join(names), xlabel="offloaded: median TTFT, s",
-            ylabel="fresh: median TTFT, s", xlim=(0, None), ylim=(0, None),
-        )  # fmt: skip
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    for axes in list(grid):
-        axes.set_visible(False)
-    return save_figure(figure, path)
 
 
 def _ttft(served: Served) -> float:

@@ -7,14 +7,13 @@ on the link as well; all others, `fcfs_link` too, have our host tier's order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.scheduling import mix
-from benchmarks.scheduling.report import Played, Served, medians, row_of
+from benchmarks.scheduling.report import Played, Served, row_of
 from kappa.cost import StepModel
 from scheduler.link_order import FIFO, FULL, HALF, LOADS_FIRST
 from simulator.clusters import NodeModel
@@ -23,7 +22,6 @@ from simulator.memory import SimulatedJob
 from simulator.node import Node
 
 NOISE = 0.03
-RUNS = 5
 _HOST_BLOCKS = 1 << 40
 
 
@@ -125,7 +123,7 @@ def _job(node: Node, key: int, ask: mix.Ask) -> SimulatedJob:
     )  # fmt: skip
 
 
-def runs_of(policy: str, setting: mix.Setting, runs: int = RUNS) -> list[dict[str, Any]]:
+def runs_of(policy: str, setting: mix.Setting, runs: int) -> list[dict[str, Any]]:
     """A row for each of several seeds."""
     setting.check(tuple(mix.WORKLOADS))
     found = []
@@ -137,22 +135,3 @@ def runs_of(policy: str, setting: mix.Setting, runs: int = RUNS) -> list[dict[st
             row["budget_fill"] *= mix.BUDGET_TOKENS / node.model.budget_tokens
         found.append(row)
     return found
-
-
-def rows(
-    policies: Iterable[str] = mix.POLICIES,
-    workloads: Iterable[str] = tuple(mix.WORKLOADS),
-    links: Sequence[str] = tuple(mix.LINKS),
-    stores: Sequence[str] = mix.STORES,
-    runs: int = RUNS,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The bench's rows: of each figure the median over the runs; and [least, most, runs]."""
-    policies = tuple(policies)
-    return medians(
-        row
-        for workload in workloads
-        for link in links
-        for store in stores
-        for policy in policies
-        for row in runs_of(policy, mix.Setting(workload, link, store), runs)
-    )

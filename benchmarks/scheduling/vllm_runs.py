@@ -79,10 +79,8 @@ def engine_arguments(
     dilation: float,
     folder: Path,
     blocks: int,
-    rules: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """vLLM's arguments for a policy on a setting; `blocks`: usable ones (vLLM keeps one more);
-    `rules`: of the link (`workers.vllm.link_queue.LinkRules`), besides duplex and order."""
+    """vLLM's arguments for a policy on a setting; `blocks`: usable ones (vLLM keeps one more)."""
     stats = f"ipc://{folder}/stats"
     token_s = setting.load_token_s * dilation
     link = {"token_s": token_s, "fixed_s": mix.LINK_FIXED_S * dilation}
@@ -115,7 +113,7 @@ def engine_arguments(
                 "kappa_pace": {**link, "store_token_s": token_s, "dilation": dilation},
                 "kappa_link": {
                     "duplex": "half" if setting.stores == "shared" else "full",
-                    "order": "fifo" if policy in ("fcfs", BARE) else "loads_first", **rules,
+                    "order": "fifo" if policy in ("fcfs", BARE) else "loads_first",
                 },
             },
         },
@@ -134,13 +132,7 @@ def bench_model() -> Path:
 class Engine:
     """One policy on one setting, kept for several runs."""
 
-    def __init__(
-        self,
-        policy: str,
-        setting: mix.Setting,
-        dilation: float,
-        rules: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, policy: str, setting: mix.Setting, dilation: float) -> None:
         """Start the engine: about 13 s."""
         os.environ.update(CPU_ENV)  # its processes inherit it
         self.policy, self.setting, self.dilation = policy, setting, dilation
@@ -152,9 +144,7 @@ class Engine:
         self._stats = self._context.socket(zmq.PULL)
         self._stats.set_hwm(1_000_000)
         self._stats.bind(f"ipc://{folder}/stats")
-        arguments = engine_arguments(
-            policy, setting, dilation, folder, self._workload.blocks, rules or {}
-        )
+        arguments = engine_arguments(policy, setting, dilation, folder, self._workload.blocks)
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     def close(self) -> None:

@@ -20,8 +20,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import note
 from benchmarks.serving.cluster_client import ClusterClient
-from benchmarks.serving.serve import progress
 from benchmarks.serving.validate import Played, play
 from benchmarks.serving.validate_traffic import (
     SCALINGS,
@@ -219,7 +219,6 @@ def _run_policy(bench: Bench, policy: str) -> None:
 
 
 async def _play(bench: Bench, policy: str, url: str) -> None:
-    say = progress()
     todo = bench.todo(policy)
     async with ClusterClient(url, bench.settings.model.id, timeout_s=_TIMEOUT_S) as client:
         idle = await play(client, [idle_script(np.random.default_rng(bench.seed))])
@@ -238,7 +237,7 @@ async def _play(bench: Bench, policy: str, url: str) -> None:
                 }
             )  # fmt: skip
             failed = sum(bool(a.error) for a in played.answers)
-            say(
+            note(
                 f"{policy} {number}/{len(todo)}: {trace} at {load:g}, run {run + 1}: "
                 f"{len(played.answers)} requests, {failed} failed, {played.seconds:.0f} s"
             )

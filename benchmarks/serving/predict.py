@@ -1,219 +1,185 @@
-"""How good TTFT predictions are: classes, errors, and the baseline beside them. Pure.
+"""`kappa bench predict`: how good predictions of the TTFT are, under load, with a frozen predictor.
 
-An outcome is one request as `GET /v1/decisions` tells it. Its class is that of its *prediction*,
-known before the fact; its error is |predicted - actual| / actual. The baseline predicts the running
-median of the TTFTs seen so far on the same node in the same ratio bucket; it never stops learning.
+Plays traffic at an endpoint, watches its nodes, and keeps their load near a target.
 """
 
 from __future__ import annotations
 
-import math
+import asyncio
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
 
-from benchmarks.harness import quantile
+import typer
+from rich.console import Console
 
-CLASSES = ("device", "load", "compute", "queue")
+from benchmarks.harness import Json, append_line, note, publish, result, table
+from benchmarks.serving import scoring
+from benchmarks.serving.cluster_client import ClusterClient
+from benchmarks.serving.player import Phase, Player
+from benchmarks.serving.traffic import Governor, Traffic, shapes_of
+from deploy.commands.serve import running, settings_or_exit
+from kappa.settings.cluster import ClusterSettings
+from workload.sessions import demo_sessions_path, read_sessions
 
-CLASS_DEFINITION = (
-    "a request is queue if its predicted queue seconds exceed both its load and its compute "
-    "seconds; else load if load exceeds compute; else device if part of its prompt is in the "
-    "device cache and none is to be loaded; else compute"
+PREDICT_HELP = (
+    "How good TTFT predictions are, with the predictor frozen, on unseen sessions, under load."
+    f" Classes: {scoring.CLASS_DEFINITION}."
 )
 
-MAX_OVERRUN_SHARE = 0.05
-MIN_LOAD = 0.6
-MIN_PER_CLASS = 50
-GOAL_MEDIAN = 0.20
-GOAL_OF_BASELINE = 0.7
+_WARM_UP_SEED = 1_000_003
+_TARGET_LOAD = 0.72
+# A first guess: what a token costs Llama-3.1-8B at 400 TFLOP/s.
+_TOKEN_S = 40e-6
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One request: what was predicted, what came; seconds are real ones, counts are tokens."""
+def predict(
+    requests: Annotated[int, typer.Option(min=4, help="Requests to measure, at least.")] = 400,
+    seed: Annotated[int, typer.Option(help="Seed of the sessions.")] = 1,
+    dilation: Annotated[
+        float | None, typer.Option(min=1, help="Real seconds per emulated one.")
+    ] = None,
+    per_class: Annotated[int, typer.Option(min=1, help="Requests per class, at least.")] = (
+        scoring.MIN_PER_CLASS
+    ),
+    calibrate: Annotated[
+        int, typer.Option(min=0, help="Outcomes the predictor learns from before it is frozen.")
+    ] = 80,
+    limit: Annotated[float, typer.Option(help="Seconds to measure at most.")] = 900.0,
+    load: Annotated[
+        float, typer.Option(min=0.1, max=0.95, help="GPU load to hold the nodes at.")
+    ] = _TARGET_LOAD,
+    url: Annotated[
+        str | None, typer.Option(help="A running cluster instead; then nobody freezes it.")
+    ] = None,
+    records: Annotated[
+        Path | None, typer.Option(help="Write every decision and outcome here, as JSON lines.")
+    ] = None,
+    router_log: Annotated[
+        Path | None, typer.Option(help="Write the router's log here (to replay predictions).")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Predicted against actual TTFT by class, beside a running median."""
+    settings = settings_or_exit(port=0)
+    if dilation is not None:
+        settings = settings.model_copy(update={"dilation": dilation})
+    changes = {
+        "calibrate_requests": calibrate,
+        "record": str(router_log.resolve()) if router_log else None,
+    }
+    router = settings.router.model_copy(update=changes)
+    settings = settings.model_copy(update={"router": router})
 
-    request_id: str
-    node: str
-    decided_s: float
-    queue_s: float
-    load_s: float
-    compute_s: float
-    predicted_s: float
-    device_tokens: int
-    cached_tokens: int
-    new_tokens: int
-    actual_s: float
-    actual_device_tokens: int | None = None
-    actual_cached_tokens: int | None = None
+    def measured(where: str) -> tuple[Phase, Phase]:
+        bench = _run_predict(
+            where, settings, seed, requests=requests, per_class=per_class, limit_s=limit,
+            calibrate=calibrate, load=load,
+        )  # fmt: skip
+        return asyncio.run(bench)
 
-    @property
-    def kind(self) -> str:
-        """Its class, by `CLASS_DEFINITION`."""
-        if self.queue_s > max(self.load_s, self.compute_s):
-            return "queue"
-        if self.load_s > self.compute_s:
-            return "load"
-        if self.cached_tokens == 0 and self.device_tokens > 0:
-            return "device"
-        return "compute"
+    if url is not None:
+        warm_up, phase = measured(url.rstrip("/"))
+    else:
+        with running(settings) as cluster:
+            warm_up, phase = measured(cluster.url)
+    if records is not None:
+        _write_records(records, phase)
+    facts = _facts(warm_up, phase, calibrate)
+    publish(facts, lambda console: _show(facts, console), json_output=json_output)
 
-    @property
-    def ratio(self) -> float:
-        """Cached over new tokens."""
-        return self.cached_tokens / max(self.new_tokens, 1)
 
-    @property
-    def error(self) -> float:
-        """Absolute error of the prediction, relative to what came."""
-        return abs(self.predicted_s - self.actual_s) / self.actual_s
-
-    @property
-    def miscounted(self) -> bool:
-        """Whether the engine took other tokens from its caches than the router thought."""
-        return self.actual_device_tokens is not None and (
-            (self.actual_device_tokens, self.actual_cached_tokens)
-            != (self.device_tokens, self.cached_tokens)
+async def _run_predict(
+    url: str,
+    settings: ClusterSettings,
+    seed: int,
+    *,
+    requests: int,
+    per_class: int,
+    limit_s: float,
+    calibrate: int,
+    load: float,
+) -> tuple[Phase, Phase]:
+    shapes = shapes_of(read_sessions(demo_sessions_path()))
+    async with ClusterClient(url, settings.model.id, timeout_s=120.0) as client:
+        player = Player(client)
+        note(f"warm-up: {calibrate} outcomes to learn from")
+        governor = Governor(load, settings.workers, settings.dilation * _TOKEN_S)
+        warm_up = await player.warm_up(
+            Traffic(shapes, seed + _WARM_UP_SEED), calibrate + 10, governor
         )
+        traffic = Traffic(shapes, seed)
+        note("reading the documents that are to be revisited")
+        warm_up.outcomes += (await player.prepare(traffic)).outcomes
+        note("measuring")
+        phase = await player.measure(
+            traffic, governor, Random(seed),
+            requests=requests, per_class=per_class, limit_s=limit_s,
+        )  # fmt: skip
+    return warm_up, phase
 
 
-def outcome_from(record: Mapping[str, Any]) -> Outcome | None:
-    """An entry of `GET /v1/decisions`; None if it has no first token (yet), or failed."""
-    predicted, actual = record["predicted"], record["actual"]
-    if not actual["ttft_s"] or record["end"] not in ("", "done"):
-        return None
-    return Outcome(
-        request_id=record["request_id"],
-        node=record["node"],
-        decided_s=record["time_s"],
-        queue_s=predicted["queue_s"],
-        load_s=predicted["load_s"],
-        compute_s=predicted["compute_s"],
-        predicted_s=predicted["ttft_s"],
-        device_tokens=predicted["device_tokens"],
-        cached_tokens=predicted["cached_tokens"],
-        new_tokens=predicted["new_tokens"],
-        actual_s=actual["ttft_s"],
-        actual_device_tokens=actual["device_tokens"],
-        actual_cached_tokens=actual["cached_tokens"],
-    )
+def _facts(warm_up: Phase, phase: Phase, calibrate: int) -> dict[str, Any]:
+    used = scoring.usage(phase.nodes_before, phase.nodes_after)
+    baseline = scoring.baseline_errors(warm_up.outcomes, phase.outcomes)
+    learnt = [
+        {row["node"]: row["calibration"] for row in nodes}
+        for nodes in (phase.nodes_before, phase.nodes_after)
+    ]
+    extra_s = [
+        phase.client_ttft_s[o.request_id] - o.actual_s
+        for o in phase.outcomes
+        if o.request_id in phase.client_ttft_s
+    ]
+    return result(
+        load=used.load, load_by_node=dict(used.load_by_node), link_load=used.link_load,
+        store_load=used.store_load, overrun_share=used.overrun_share,
+        void=used.overrun_share > scoring.MAX_OVERRUN_SHARE,
+        load_reached=used.load >= scoring.MIN_LOAD, requests=len(phase.outcomes),
+        failed=dict(phase.failures), seconds=phase.seconds,
+        classes=scoring.class_rows(phase.outcomes, baseline),
+        class_definition=scoring.CLASS_DEFINITION, frozen=learnt[0] == learnt[1],
+        calibrated_on=calibrate, calibration=learnt[1],
+        client_adds_s=statistics.median(extra_s) if extra_s else None,
+        paced=all(row["paced"] for row in phase.nodes_after),
+    )  # fmt: skip
 
 
-def ratio_bucket(ratio: float) -> int:
-    """Bucket of a ratio on a log2 scale: 0 below one cached token per 16 new ones, then by two."""
-    return max(0, math.floor(math.log2(ratio)) + 5) if ratio > 0 else 0
-
-
-@dataclass(slots=True)
-class RunningMedian:
-    """The baseline: the median TTFT so far by node and ratio bucket, else by node, else of all."""
-
-    _seen: dict[tuple[str, int] | str, list[float]] = field(default_factory=dict)
-
-    def learn(self, outcome: Outcome) -> None:
-        """One more TTFT is known."""
-        for key in self._keys(outcome):
-            self._seen.setdefault(key, []).append(outcome.actual_s)
-
-    def predict(self, outcome: Outcome) -> float | None:
-        """What it would have predicted for this request; None if it has seen nothing."""
-        for key in self._keys(outcome):
-            if key in self._seen:
-                return statistics.median(self._seen[key])
-        return None
-
-    @staticmethod
-    def _keys(outcome: Outcome) -> tuple[tuple[str, int] | str, ...]:
-        return (outcome.node, ratio_bucket(outcome.ratio)), outcome.node, ""
-
-
-def baseline_errors(warm_up: Iterable[Outcome], measured: Sequence[Outcome]) -> dict[str, float]:
-    """The baseline's error per request id; at each decision it knows all earlier first tokens."""
-    baseline = RunningMedian()
-    every = [*warm_up, *measured]
-    wanted = {outcome.request_id for outcome in measured}
-    # Outcomes come before decisions of the same instant.
-    events = [(o.decided_s + o.actual_s, 0, i) for i, o in enumerate(every)]
-    events += [(o.decided_s, 1, i) for i, o in enumerate(every)]
-    errors: dict[str, float] = {}
-    for _, is_decision, i in sorted(events):
-        outcome = every[i]
-        if not is_decision:
-            baseline.learn(outcome)
-        elif outcome.request_id in wanted:
-            predicted_s = baseline.predict(outcome)
-            if predicted_s is not None:
-                errors[outcome.request_id] = abs(predicted_s - outcome.actual_s) / outcome.actual_s
-    return errors
-
-
-def class_rows(measured: Sequence[Outcome], baseline: Mapping[str, float]) -> list[dict[str, Any]]:
-    """One row per class: errors of the prediction, of the baseline, and whether goals are met."""
-    rows = []
-    for kind in CLASSES:
-        group = [o for o in measured if o.kind == kind]
-        errors = [o.error for o in group]
-        beside = [baseline[o.request_id] for o in group if o.request_id in baseline]
-        mine, theirs = quantile(errors, 0.5), quantile(beside, 0.5)
-        is_met = None
-        if mine is not None and theirs is not None:
-            is_met = mine <= GOAL_MEDIAN and mine <= GOAL_OF_BASELINE * theirs
-        rows.append(
-            {
-                "class": kind,
-                "n": len(group),
-                "median_abs_err": mine,
-                "p90_abs_err": quantile(errors, 0.9),
-                "baseline_median_abs_err": theirs,
-                "median_bias": quantile([o.predicted_s / o.actual_s - 1 for o in group], 0.5),
-                "median_ttft_s": quantile([o.actual_s for o in group], 0.5),
-                "miscounted": sum(o.miscounted for o in group),
-                "goal_met": is_met,
-            }
+def _show(facts: dict[str, Any], console: Console) -> None:
+    errors = ("median_abs_err", "p90_abs_err", "baseline_median_abs_err", "median_bias")
+    rows = [
+        (
+            row["class"], str(row["n"]), *(_percent(row[key]) for key in errors),
+            f"{row['median_ttft_s']:.2f}" if row["median_ttft_s"] is not None else "-",
+            {True: "met", False: "missed", None: "-"}[row["goal_met"]],
         )
-    return rows
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What the nodes did over a window: means over nodes of busy shares, and overruns."""
-
-    load: float
-    link_load: float
-    store_load: float
-    overrun_share: float
-    steps: int
-    load_by_node: Mapping[str, float]
-
-
-def usage(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> Usage:
-    """Busy shares between two answers of `GET /v1/nodes`; each worker's own report times it.
-
-    Raises:
-        ValueError: a worker is missing, did not report, or reported only once.
-    """
-    earlier = {row["worker"]: row["totals"] for row in before}
-    gpu: dict[str, float] = {}
-    link, store = [], []
-    steps = overruns = 0
-    for row in after:
-        old, new = earlier.get(row["worker"]), row["totals"]
-        elapsed_s = new["time_s"] - old["time_s"] if old and new else 0.0
-        if elapsed_s <= 0 or not old:
-            raise ValueError(f"node {row['node']} has no two reports to compare")
-        gpu[row["node"]] = (new["step_seconds_total"] - old["step_seconds_total"]) / elapsed_s
-        link.append((new["load_seconds_total"] - old["load_seconds_total"]) / elapsed_s)
-        store.append((new["store_seconds_total"] - old["store_seconds_total"]) / elapsed_s)
-        steps += new["steps_total"] - old["steps_total"]
-        overruns += new["overruns_total"] - old["overruns_total"]
-    if not gpu:
-        raise ValueError("no nodes")
-    return Usage(
-        load=statistics.fmean(gpu.values()),
-        link_load=statistics.fmean(link),
-        store_load=statistics.fmean(store),
-        overrun_share=overruns / steps if steps else 0.0,
-        steps=steps,
-        load_by_node=gpu,
+        for row in facts["classes"]
+    ]  # fmt: skip
+    columns = ("class", "n", "median", "p90", "running median's", "bias", "TTFT s", "goal")
+    title = "TTFT prediction, paced nodes" if facts["paced"] else "TTFT prediction"
+    console.print(table(title, columns, rows, left=("goal",)))
+    console.print(
+        f"{facts['requests']} requests in {facts['seconds']:.0f} s; gpu load "
+        f"{facts['load']:.2f}, link load {facts['link_load']:.2f}; overruns "
+        f"{100 * facts['overrun_share']:.1f} %; "
+        f"{'frozen' if facts['frozen'] else 'NOT frozen'}; failed: {facts['failed'] or 'none'}",
+        highlight=False,
     )
+    if facts["void"]:
+        console.print("[red]invalid: more than 5 % of the steps overran their pace[/red]")
+    if not facts["load_reached"]:
+        console.print("[red]load below 0.6: the goal asks for at least that[/red]")
+
+
+def _write_records(path: Path, phase: Phase) -> None:
+    path.unlink(missing_ok=True)
+    for o in phase.outcomes:
+        seen = {
+            "kind": o.kind, "error": o.error, "client_ttft_s": phase.client_ttft_s.get(o.request_id)
+        }  # fmt: skip
+        append_line(path, {**seen, **{name: getattr(o, name) for name in o.__slots__}})
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"

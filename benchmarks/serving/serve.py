@@ -1,8 +1,9 @@
-"""How fast several endpoints answer streamed chats, in alternating rounds: the HTTP side.
+"""`kappa bench serve`: streamed chats, our ingress and worker against stock Ray Serve LLM.
 
-TTFT is measured at the client, until the first piece of *text*: an endpoint may send an empty
-first event long before its first token. That is why this is not the load test's client, which knows
-of tokens alone. Each request's prompt is new, so no cache helps.
+The systems take turns, round by round, on one Ray (`benchmarks.serving.cluster`). TTFT is measured
+at the client, until the first piece of *text*: an endpoint may send an empty first event long
+before its first token. That is why this is not the load test's client, which knows of tokens alone.
+Each request's prompt is new, so no cache helps.
 """
 
 from __future__ import annotations
@@ -12,23 +13,73 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+import typer
 from rich.console import Console
 
-from benchmarks.harness import quantile
-
-Progress = Callable[[str], None]
+from benchmarks.harness import Json, note, publish, quantile, result, table
+from deploy.commands.serve import running, settings_or_exit
 
 MAX_TOKENS = 16
 PROMPT_WORDS = {"short": 12, "1k": 970}
 """Words in a prompt, by its name; the tiny model's tokenizer makes a token of each."""
 
 _WORDS = ("the", "file", "test", "error", "value", "return", "class", "list", "name", "line")
+
+
+def serve(
+    requests: Annotated[int, typer.Option(min=1, help="Requests per round, at least.")] = 24,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds per system and point.")] = 6,
+    concurrency: Annotated[str, typer.Option(help="Clients at once, several by comma.")] = "1,8,32",
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 1,
+    json_output: Json = False,
+) -> None:
+    """Streamed chats: our ingress and worker against stock Ray Serve LLM on the same engine."""
+    try:
+        concurrencies = [int(part) for part in concurrency.split(",")]
+    except ValueError:
+        raise typer.BadParameter("give numbers with commas", param_hint="--concurrency") from None
+    if min(concurrencies) < 1:
+        raise typer.BadParameter("give numbers from 1", param_hint="--concurrency")
+    # Imports half the system: only when it is wanted.
+    from benchmarks.serving.cluster import SYSTEMS, BenchCluster, one_node
+
+    settings = one_node(settings_or_exit(port=0))
+    with running(settings, BenchCluster) as cluster:
+        urls = {
+            name: f"{cluster.url}{prefix}/v1/chat/completions" for name, prefix in SYSTEMS.items()
+        }
+        played = asyncio.run(play(urls, settings.model.id, concurrencies, requests, rounds, seed))
+    facts = result(**summarize(played, "kappa"), paced=False)
+    publish(facts, lambda console: _show(facts, console), json_output=json_output)
+
+
+def _show(facts: dict[str, Any], console: Console) -> None:
+    rows = [
+        (
+            row["prompt"], str(row["concurrency"]), row["system"],
+            f"{1e3 * row['ttft_s']['p50']:.0f}", f"{1e3 * row['ttft_s']['p99']:.0f}",
+            f"{100 * row['ttft_s']['spread']:.0f} %", f"{1e3 * row['first_event_s']['p50']:.0f}",
+            f"{row['rps']['median']:.1f}",
+        )
+        for row in facts["rows"]
+    ]  # fmt: skip
+    columns = (
+        "prompt", "clients", "system", "TTFT p50", "p99", "spread", "first event p50", "req/s",
+    )  # fmt: skip
+    title = "Streamed chats, unpaced, one replica each; ms at the client"
+    console.print(table(title, columns, rows, left=("system",)))
+    for ratio in facts["ratio_p50"]:
+        console.print(
+            f"{ratio['prompt']}, {ratio['concurrency']} clients: ours / {ratio['against']}: "
+            f"TTFT {ratio['ttft']:.2f}, requests/s {ratio['rps']:.2f}",
+            highlight=False,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +105,6 @@ class Round:
     def rps(self) -> float:
         """Requests per second."""
         return len(self.answers) / self.seconds
-
-
-def progress() -> Progress:
-    """Says how far it is, on standard error."""
-    console = Console(stderr=True)
-    return lambda what: console.print(f"[dim]{what}[/dim]", highlight=False)
 
 
 def prompt_text(kind: str, random: Random) -> str:
@@ -136,7 +181,6 @@ async def play(
     requests: int,
     rounds: int,
     seed: int,
-    say: Progress,
 ) -> list[Round]:
     """All rounds: for each prompt and concurrency the systems take turns, `rounds` times each."""
     random = Random(seed)
@@ -160,7 +204,7 @@ async def play(
                     done.append(played)
             rows = [_row(_of(done, system, prompt, concurrency)) for system in urls]
             told = ", ".join(f"{r['system']} {1e3 * r['ttft_s']['p50']:.0f} ms" for r in rows)
-            say(f"{prompt} prompts, concurrency {concurrency}: TTFT p50 {told}")
+            note(f"{prompt} prompts, concurrency {concurrency}: TTFT p50 {told}")
     return done
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.serving.cluster_client import ClusterClient, Prepared
-from benchmarks.serving.predict import usage
+from benchmarks.serving.scoring import usage
 from benchmarks.serving.validate_traffic import FORCED_TOKEN, Script
 
 _LEAD_S = 0.3

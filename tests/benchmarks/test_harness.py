@@ -129,12 +129,3 @@ def test_input_that_cannot_be_used_ends_the_command_with_status_2(
         raise ValueError("no such trace")
     assert ended.value.exit_code == 2
     assert capsys.readouterr().err == "error: no such trace\n"
-
-
-def test_the_same_picture_gives_the_same_bytes(tmp_path: Path) -> None:
-    written = []
-    for name in ("a.png", "b.png"):
-        figure = harness.new_figure(2, 1)
-        figure.subplots().plot([0, 1], [1, 0])
-        written.append(harness.save_figure(figure, tmp_path / "made" / name).read_bytes())
-    assert written[0] == written[1]

@@ -1,202 +1,167 @@
-"""Plays sessions against a router and writes down what the client saw.
+"""One run: sessions of a workload, cut to fit minutes of real time, played to emulated nodes.
 
-A target is either asked where a request goes (and the client sends it there), or is a proxy that
-takes the request itself. All times in outcomes are emulated seconds.
+A router in a helper process is asked where each request goes. The same seed gives the same sessions
+at the same times whatever router that is; a turn waits for its predecessor and then for its pause.
+All seconds are emulated ones.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
 
-import httpx
+import numpy as np
 
-from benchmarks.routing.peers.sidecar import Sidecar, SidecarError
-from benchmarks.routing.peers.traffic import Arrival
-from benchmarks.routing.peers.wire import NODE_HEADER, SHAPE_KEY, prompt_text
-from workload.shapes import TurnShape
+from benchmarks.routing.peers.helper import Helper
+from benchmarks.routing.peers.nodes import EmulatedNode, PacedLoop
+from workload.arrivals import poisson
+from workload.expansion import expand
+from workload.shapes import SessionShape, TurnShape, Workload
 
-MODEL = "emulated"
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a workload is fitted to a short run.
+
+    turns: most turns a session; pause: share of every pause that is kept; scale: prompts, and the
+    tokens in a block with them, are divided by it, so that the blocks stay as they are.
+    """
+
+    turns: int = 12
+    pause: float = 0.1
+    scale: int = 4
+
+    def apply(self, workload: Workload) -> Workload:
+        """The workload, cut.
+
+        Raises:
+            ValueError: its blocks have no whole number of tokens at this scale.
+        """
+        if workload.block_tokens % self.scale:
+            raise ValueError(
+                f"scale {self.scale} does not divide blocks of {workload.block_tokens} tokens"
+            )
+        sessions = tuple(
+            replace(session, turns=tuple(map(self._turn, session.turns[: self.turns])))
+            for session in workload.sessions
+        )
+        size = workload.block_tokens // self.scale
+        return replace(workload, sessions=sessions, block_tokens=size)
+
+    def _turn(self, turn: TurnShape) -> TurnShape:
+        tokens = max(turn.input_tokens // self.scale, 1)
+        return replace(turn, after_s=turn.after_s * self.pause, input_tokens=tokens)
+
+    def __str__(self) -> str:
+        return (
+            f"sessions cut to {self.turns} turns, pauses to {100 * self.pause:g} %; prompts and "
+            f"memory for KV divided by {self.scale}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A session and when it comes."""
+
+    start_s: float
+    session: SessionShape
+
+
+def arrivals(workload: Workload, requests_per_s: float, seconds: float, seed: int) -> list[Arrival]:
+    """Sessions that arrive within `seconds`, at a mean rate of `requests_per_s` turns."""
+    turns = sum(len(session.turns) for session in workload.sessions) / len(workload.sessions)
+    times = poisson(requests_per_s / turns, np.random.default_rng((seed, 1)))
+    within = takewhile(lambda at_s: at_s < seconds, times)
+    return [Arrival(at_s, s) for at_s, s in zip(within, expand(workload, seed), strict=False)]
 
 
 @dataclass(slots=True)
 class Outcome:
     """One request as its client saw it; seconds since the run began, or since it was sent.
 
-    route_s: until it was known where it goes (wall seconds; nan behind a proxy). matched_tokens:
-    what the router believed to be held where it sent it, or -1.
+    route_s: until it was known where it goes (wall seconds).
     """
 
     request: str
     start_s: float
-    input_tokens: int
-    output_tokens: int
     node: str = ""
-    ttft_s: float = float("nan")
-    e2e_s: float = float("nan")
-    route_s: float = float("nan")
-    matched_tokens: int = -1
-    error: str = ""
-
-
-class Target(Protocol):
-    """Where requests go."""
-
-    async def url_of(self, outcome: Outcome, turn: TurnShape, session: str) -> str:
-        """The base URL to send a request to."""
-        ...
-
-    def first(self, outcome: Outcome) -> None:
-        """Its first token came."""
-        ...
-
-    def done(self, outcome: Outcome) -> None:
-        """It ended, or failed."""
-        ...
-
-
-class Proxy:
-    """A router that forwards requests itself."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    async def url_of(self, outcome: Outcome, turn: TurnShape, session: str) -> str:
-        """Always the proxy."""
-        return self._url
-
-    def first(self, outcome: Outcome) -> None:
-        """It sees for itself."""
-
-    def done(self, outcome: Outcome) -> None:
-        """It sees for itself."""
-
-
-class Asked:
-    """A router in a helper process that says where requests go."""
-
-    def __init__(self, sidecar: Sidecar, urls: Mapping[str, str]) -> None:
-        self._sidecar, self._urls = sidecar, dict(urls)
-
-    async def url_of(self, outcome: Outcome, turn: TurnShape, session: str) -> str:
-        """Ask, and say who was chosen."""
-        start_s = time.perf_counter()
-        answer = await self._sidecar.ask(
-            {
-                "op": "route",
-                "request": outcome.request,
-                "session": session,
-                "blocks": turn.blocks.tolist(),
-                "tokens": turn.input_tokens,
-                "output_tokens": turn.output_tokens,
-            }
-        )
-        outcome.route_s = time.perf_counter() - start_s
-        outcome.matched_tokens = int(answer.get("matched_tokens", -1))
-        return self._urls[answer["worker"]]
-
-    def first(self, outcome: Outcome) -> None:
-        """Tell it."""
-        self._sidecar.tell({"op": "first", "request": outcome.request})
-
-    def done(self, outcome: Outcome) -> None:
-        """Tell it."""
-        told = {"op": "done", "request": outcome.request, "output_tokens": outcome.output_tokens}
-        self._sidecar.tell(told)
+    ttft_s: float = math.nan
+    e2e_s: float = math.nan
+    route_s: float = math.nan
+    error: str = "unfinished"
 
 
 class Player:
-    """Plays one run. `dilation`: wall seconds per emulated one."""
+    """Plays one run. `outcomes` grows."""
 
-    def __init__(self, client: httpx.AsyncClient, target: Target, dilation: float) -> None:
+    def __init__(self, router: Helper, nodes: Sequence[EmulatedNode], loop: PacedLoop) -> None:
         self.outcomes: list[Outcome] = []
-        self._client, self._target, self._dilation = client, target, dilation
-        self._origin_s = 0.0
+        self._router, self._loop = router, loop
+        self._nodes = {node.name: node for node in nodes}
+        self._begun_s = 0.0
 
-    async def play(self, found: Sequence[Arrival], seconds: float, drain_s: float) -> None:
-        """Play the sessions for `seconds`, then let what is under way end for `drain_s`.
+    async def play(self, found: Sequence[Arrival], seconds: float) -> None:
+        """Play the sessions for `seconds`, then let what is under way end for as long again.
 
-        Turns that would start after `seconds` are left out; what is then still under way has the
-        error "unfinished".
+        Turns that would start after `seconds` are left out; what is under way at the end stays
+        "unfinished".
         """
-        self._origin_s = time.monotonic()
+        self._begun_s = self._now_s()
         tasks = [asyncio.create_task(self._session(arrival, seconds)) for arrival in found]
-        if not tasks:
-            return
-        _, late = await asyncio.wait(tasks, timeout=(seconds + drain_s) * self._dilation)
-        for task in late:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        for outcome in self.outcomes:
-            if not outcome.error and outcome.e2e_s != outcome.e2e_s:
-                outcome.error = "unfinished"
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        if tasks:
+            ended, late = await asyncio.wait(tasks, timeout=2 * seconds * self._loop.dilation)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+            for task in ended:
+                task.result()
 
-    @property
     def _now_s(self) -> float:
-        return (time.monotonic() - self._origin_s) / self._dilation
+        self._loop.catch_up()
+        return self._loop.now_s - self._begun_s
 
     async def _session(self, arrival: Arrival, seconds: float) -> None:
         at_s = arrival.start_s
         for number, turn in enumerate(arrival.session.turns):
-            await asyncio.sleep(max(at_s + turn.after_s - self._now_s, 0.0) * self._dilation)
-            if self._now_s >= seconds:
+            wait_s = max(at_s + turn.after_s - self._now_s(), 0.0)
+            await asyncio.sleep(wait_s * self._loop.dilation)
+            if self._now_s() >= seconds:
                 return
-            outcome = Outcome(
-                f"{arrival.session.id}#{number}", self._now_s, turn.input_tokens, turn.output_tokens
-            )
+            outcome = Outcome(f"{arrival.session.id}#{number}", self._now_s())
             self.outcomes.append(outcome)
             await self._request(outcome, turn, arrival.session.id)
-            at_s = self._now_s
+            at_s = self._now_s()
 
     async def _request(self, outcome: Outcome, turn: TurnShape, session: str) -> None:
-        start_s = self._now_s
-        body = {
-            "model": MODEL,
-            "prompt": prompt_text(turn.blocks.tolist(), outcome.request),
-            "max_tokens": turn.output_tokens,
-            "stream": True,
-            SHAPE_KEY: {
-                "request": outcome.request,
-                "tokens": turn.input_tokens,
-                "kept": [f"{b:x}" for b in turn.kept_blocks[len(turn.blocks) :].tolist()],
-            },
-        }
+        wall_s = time.perf_counter()
+        answer = await self._router.ask(
+            {
+                "op": "route", "request": outcome.request, "session": session,
+                "blocks": turn.blocks.tolist(), "tokens": turn.input_tokens,
+                "output_tokens": turn.output_tokens,
+            }
+        )  # fmt: skip
+        outcome.route_s = time.perf_counter() - wall_s
+        outcome.node = answer["worker"]
+        message: dict[str, Any] = {
+            "request": outcome.request, "output_tokens": turn.output_tokens,
+        }  # fmt: skip
         try:
-            url = await self._target.url_of(outcome, turn, session)
-        except SidecarError as error:
+            ticket = self._nodes[outcome.node].submit(
+                outcome.request, turn.kept_blocks.tolist(), turn.input_tokens, turn.output_tokens
+            )
+        except ValueError as error:
             outcome.error = str(error)
-            raise
-        try:
-            await self._stream(outcome, url, body, start_s)
-        except httpx.HTTPError as error:
-            outcome.error = f"{type(error).__name__}: {error}"
-        finally:
-            self._target.done(outcome)
-
-    async def _stream(
-        self, outcome: Outcome, url: str, body: Mapping[str, object], start_s: float
-    ) -> None:
-        complete = False
-        async with self._client.stream("POST", f"{url}/v1/completions", json=body) as response:
-            outcome.node = response.headers.get(NODE_HEADER, "")
-            if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")
-                outcome.error = f"status {response.status_code}: {text[:200]}"
-                return
-            async for line in response.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if outcome.ttft_s != outcome.ttft_s:
-                    outcome.ttft_s = self._now_s - start_s
-                    self._target.first(outcome)
-                complete = line == "data: [DONE]"
-        if complete:
-            outcome.e2e_s = self._now_s - start_s
         else:
-            outcome.error = "the stream ended early"
+            sent_s = self._begun_s + outcome.start_s
+            await ticket.first.wait()
+            self._router.tell({"op": "first", **message})
+            outcome.ttft_s = ticket.first_s - sent_s
+            await ticket.done.wait()
+            outcome.e2e_s, outcome.error = ticket.done_s - sent_s, ""
+        self._router.tell({"op": "done", **message})

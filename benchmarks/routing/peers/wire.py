@@ -1,9 +1,9 @@
-"""What the bench, the emulated nodes and the peers' scripts say to each other.
+"""What the bench and the processes of the routers exchange: JSON lines, and prompts as block ids.
 
-A prompt is known by the ids of its full blocks. As text, a block is one word of 16 characters; as
-tokens, it is as many as a block has, made from the id. Helpers of the bench are processes that read
-JSON lines and end with their standard input, so that none outlives the bench. Nothing but the
-standard library: a peer's script imports this file alone, by its path.
+A prompt is known by the ids of its full blocks; as tokens, a block is as many as it has, made from
+the id, and as text, one word of 16 characters. Processes read JSON lines and end with their
+standard input, so that none outlives the bench. Nothing but the standard library: the script of
+another system's router imports this file alone, by its path.
 """
 
 from __future__ import annotations
@@ -14,31 +14,12 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-NODE_HEADER = "x-kappa-emulated-node"
-"""Response header that says which emulated node answered."""
-
-SHAPE_KEY = "kappa"
-"""Field of a request's body: {"request", "tokens", "kept": ids of blocks that its output fills}."""
-
-CHARACTERS_PER_BLOCK = 17
-_LINE_BYTES = 1 << 24
+LINE_BYTES = 1 << 24
 
 
 def prompt_text(blocks: Sequence[int], request: str) -> str:
     """A prompt as words: one per full block, and one of its own for the rest."""
     return " ".join([*(f"{block:016x}" for block in blocks), f"?{request}"])
-
-
-def blocks_in(text: str) -> list[int]:
-    """The ids of the blocks of `prompt_text`.
-
-    Raises:
-        ValueError: it is not such a text.
-    """
-    *words, last = text.split(" ")
-    if not last.startswith("?"):
-        raise ValueError("the prompt must be block ids in hex and a last word that begins with '?'")
-    return [int(word, 16) for word in words]
 
 
 def block_tokens(block: int, size: int) -> list[int]:
@@ -49,41 +30,42 @@ def block_tokens(block: int, size: int) -> list[int]:
 
 def prompt_tokens(blocks: Sequence[int], size: int, tokens: int) -> list[int]:
     """All tokens of a prompt; those behind the last full block are its own."""
-    ids: list[int] = []
-    for block in blocks:
-        ids += block_tokens(block, size)
+    ids = [token for block in blocks for token in block_tokens(block, size)]
     last = blocks[-1] if blocks else 0
     return ids + block_tokens(last ^ tokens, max(tokens - len(ids), 0))
+
+
+def quantiles_us(taken_ns: Sequence[int], warm_up: int) -> dict[str, float]:
+    """p50 and p99 in microseconds of what comes behind the warm-up."""
+    taken_us = sorted(ns / 1e3 for ns in taken_ns[warm_up:])
+    last = len(taken_us) - 1
+    return {"p50": taken_us[last // 2], "p99": taken_us[round(0.99 * last)]}
 
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
 
 
-async def read_stdin() -> asyncio.StreamReader:
-    """Standard input as a stream of lines."""
-    reader = asyncio.StreamReader(limit=_LINE_BYTES)
+async def serve(make: Callable[[dict[str, Any]], Awaitable[Handler]]) -> None:
+    """Make a handler from the first line, then answer each line that has an "id", several at a
+    time, until standard input ends."""
+    reader = asyncio.StreamReader(limit=LINE_BYTES)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    return reader
-
-
-def answer(message: dict[str, Any]) -> None:
-    """Say something to the bench."""
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
-
-
-async def serve_lines(reader: asyncio.StreamReader, handle: Handler) -> None:
-    """Answer each line that asks (has an "id"), several at a time, until there are no more."""
+    try:
+        handle = await make(json.loads(await reader.readline()))
+    except (ValueError, KeyError) as error:
+        _answer({"error": f"{type(error).__name__}: {error}"})
+        return
+    _answer({"ready": True})
     tasks: set[asyncio.Task[None]] = set()
 
     async def one(message: dict[str, Any]) -> None:
         try:
             reply = await handle(message)
-        except Exception as error:  # The bench must hear of it, whatever it is.
+        except Exception as error:  # The bench must learn of it, whatever it is.
             reply = {"error": f"{type(error).__name__}: {error}"}
         if "id" in message:
-            answer({"id": message["id"], **(reply or {})})
+            _answer({"id": message["id"], **(reply or {})})
         elif reply and "error" in reply:
             print(reply["error"], file=sys.stderr, flush=True)
 
@@ -91,3 +73,8 @@ async def serve_lines(reader: asyncio.StreamReader, handle: Handler) -> None:
         task = asyncio.create_task(one(json.loads(line)))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+
+
+def _answer(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()

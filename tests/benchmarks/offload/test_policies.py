@@ -2,12 +2,9 @@
 
 import pytest
 
+from benchmarks.offload.cells import DecodeCell, Group, PrefixCell, arena_size, setting
 from benchmarks.offload.decoder import ACT_HOST, KV_HOST
-from benchmarks.offload.needs import arena_size
 from benchmarks.offload.policies import Policies
-from benchmarks.offload.settings import DecodeCell, Group, PrefixCell, setting
-from benchmarks.offload.shapes import model
-from engine.arena import ArenaSize
 from kappa.cost import StepModel
 from kappa.plans.kvpr import paper_share
 from kappa.plans.rates import LineFit, PlanRates
@@ -95,10 +92,6 @@ def test_a_policy_that_is_not_there(name):
         policies().way(name)
 
 
-def test_models_and_arenas_by_name():
-    assert model("opt-6.7b", "float16").shape.kv_dtype_bytes == 2
-    with pytest.raises(ValueError, match="no model named 'gpt'"):
-        model("gpt", "float16")
-    # Grouped queries: activations would be no smaller, and no blocks of them are asked for.
+def test_no_activations_are_kept_where_they_are_no_smaller_than_kv():
     size = arena_size(setting("cpu-small"), Group("llama-small", (PrefixCell(1024, 32),)))
-    assert isinstance(size, ArenaSize) and size.act_host == 0 and size.kv_host >= 66
+    assert size.act_host == 0 and size.kv_host >= 66

@@ -13,11 +13,12 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def mixed():
-    rows, spread = scheduler_sim.rows(
-        workloads=["mixed"], links=["x1"], stores=["free", "shared"], runs=2
-    )
-    assert len(rows) == len(spread) == 2 * len(mix.POLICIES)
-    return {(row["policy"], row["stores"]): row for row in rows}
+    return {
+        (row["policy"], row["stores"]): row
+        for stores in mix.STORES
+        for policy in mix.POLICIES
+        for row in scheduler_sim.runs_of(policy, mix.Setting("mixed", "x1", stores), 1)
+    }
 
 
 def test_a_row_for_every_policy_with_the_figures_of_the_contract(mixed):
@@ -39,8 +40,10 @@ def test_offloaded_requests_that_wait_for_the_link_hold_up_fresh_ones_only_in_st
 
 
 def test_stores_that_share_the_link_cost_time():
-    found, _ = scheduler_sim.rows(("greedy",), ("mixed10",), ("x1",), ("shared", "free"), 1)
-    shared, free = (row["makespan_s"] for row in found)
+    shared, free = (
+        scheduler_sim.runs_of("greedy", mix.Setting("mixed10", "x1", stores), 1)[0]["makespan_s"]
+        for stores in ("shared", "free")
+    )
     assert shared > free
 
 

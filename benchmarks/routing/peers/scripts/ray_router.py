@@ -1,18 +1,20 @@
-"""Routes with Ray Serve's own router classes, without a cluster, for `kappa bench peers`.
+"""Ray Serve's own router classes, in our environment, without a cluster.
 
-First line of stdin: {"nodes": [{"name"}], "router": "pow_2" | "prefix_affinity"}. The classes are
+First line of stdin: {"nodes": [{"name"}], "router": "pow_2" or "prefix_affinity"}. The classes are
 Ray's, with their defaults; replicas answer with the exact number of their requests in flight, and
 the prefix tree is Ray's own, called in this process instead of through an actor. Both are kinder to
-Ray than a cluster would be: no probe is late, and no call blocks.
+Ray than a cluster would be: no probe is late, and no call blocks. "time" is answered with
+microseconds of decisions: "prefix_tree" is what the prefix router asks its tree for one request
+(match, then insert), "pow_2" the other router's choice. A token is four characters there.
 """
 
+import random
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.append(str(Path(__file__).parents[1]))
-
-import json
 
 import uvloop
 from ray.llm._internal.serve.routing_policies.prefix_aware import prefix_aware_router
@@ -25,9 +27,10 @@ from ray.serve._private.common import (
 )
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve._private.request_router.common import PendingRequest
-from wire import answer, prompt_text, read_stdin, serve_lines  # type: ignore[import-not-found]
+from wire import prompt_text, quantiles_us, serve  # type: ignore[import-not-found]
 
 DEPLOYMENT = DeploymentID("emulated", "app")
+WARM_UP = 10
 
 
 class Replica:
@@ -74,36 +77,59 @@ def router_named(name, replicas):
     return router
 
 
-class Chooser:
-    """A router of Ray's and the requests it has placed."""
+async def chooser(hello):
+    """Handles the bench's lines."""
+    replicas = [Replica(node["name"]) for node in hello["nodes"]]
+    router = router_named(hello["router"], replicas)
+    placed = {}
 
-    def __init__(self, hello):
-        self.replicas = {node["name"]: Replica(node["name"]) for node in hello["nodes"]}
-        self.router = router_named(hello["router"], list(self.replicas.values()))
-        self.placed = {}
-
-    async def handle(self, message):
-        """One line."""
+    async def handle(message):
+        if message["op"] == "time":
+            return {"rows": await decision_rows(message["lengths"], message["repeats"])}
         request = message["request"]
         if message["op"] == "route":
             body = SimpleNamespace(prompt=prompt_text(message["blocks"], request))
             pending = PendingRequest([body], {}, RequestMetadata(request, request))
-            chosen = await self.router._choose_replica_for_request(pending)
+            chosen = await router._choose_replica_for_request(pending)
             chosen.in_flight += 1
-            self.placed[request] = chosen
-            self.router.on_request_routed(pending, chosen.replica_id, None)
+            placed[request] = chosen
+            router.on_request_routed(pending, chosen.replica_id, None)
             return {"worker": chosen.actor_id}
         if message["op"] == "done":
-            self.placed.pop(request).in_flight -= 1
+            placed.pop(request).in_flight -= 1
         return None
 
-
-async def main():
-    """Serve until stdin ends."""
-    reader = await read_stdin()
-    chooser = Chooser(json.loads(await reader.readline()))
-    answer({"ready": True})
-    await serve_lines(reader, chooser.handle)
+    return handle
 
 
-uvloop.run(main())
+async def decision_rows(lengths, repeats):
+    """Every length through both."""
+    names = [f"r{worker}" for worker in range(4)]
+    router = router_named("pow_2", [Replica(name) for name in names])
+    taken_ns = []
+    for number in range(repeats + WARM_UP):
+        pending = PendingRequest([], {}, RequestMetadata(f"q{number}", f"i{number}"))
+        start_ns = time.perf_counter_ns()
+        await router._choose_replica_for_request(pending)
+        taken_ns.append(time.perf_counter_ns() - start_ns)
+    us = quantiles_us(taken_ns, WARM_UP)
+    trees = [tree_row(tokens, repeats, names) for tokens in lengths]
+    return [*trees, *({"router": "pow_2", "tokens": tokens, "us": us} for tokens in lengths)]
+
+
+def tree_row(tokens, repeats, names):
+    """Match and insert of prompts that are all new."""
+    rng = random.Random(tokens)
+    tree = PrefixTree()
+    tree.add_tenants(names, 0.0)
+    taken_ns = []
+    for number in range(repeats + WARM_UP):
+        text = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=4 * tokens))
+        start_ns = time.perf_counter_ns()
+        tree.prefix_match(text, names)
+        tree.insert(text, names[number % len(names)], float(number))
+        taken_ns.append(time.perf_counter_ns() - start_ns)
+    return {"router": "prefix_tree", "tokens": tokens, "us": quantiles_us(taken_ns, WARM_UP)}
+
+
+uvloop.run(serve(chooser))

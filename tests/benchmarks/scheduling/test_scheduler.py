@@ -148,22 +148,6 @@ def test_runs_become_medians_with_their_spread():
     assert middle[0]["ttft_s"]["fresh"]["p50"] == pytest.approx(0.2)
 
 
-def test_the_frontier_is_drawn_where_there_are_both_kinds(tmp_path):
-    rows = [
-        report.row_of(
-            "fair", mix.Setting("mixed", link, "free"), "vllm",
-            played([
-                served(ask(kind=mix.OFFLOADED), 0.0, 0.1, 1.0), served(ask(), 0.0, 0.2, 1.0),
-            ]),
-        )
-        for link in mix.LINKS
-    ]  # fmt: skip
-    middle, spread = report.medians(rows)
-    assert report.draw_frontier(middle, spread, tmp_path / "a.png").stat().st_size > 1000
-    alone = [report.row_of("fair", SETTING, "vllm", played([served(ask(), 0.0, 0.1, 1.0)]))]
-    assert report.draw_frontier(*report.medians(alone), tmp_path / "b.png") is None
-
-
 # -- the command ----------------------------------------------------------------------------------
 
 
@@ -180,7 +164,6 @@ def test_the_simulator_prints_one_object(tmp_path):
     assert facts["spread"][0]["makespan_s"][2] == 2
     assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 4
     assert json.loads((tmp_path / "scheduler.json").read_text()) == facts
-    assert (tmp_path / "frontier.png").exists()
 
 
 @pytest.mark.parametrize(

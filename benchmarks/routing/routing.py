@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -51,7 +50,7 @@ def routing(
     ] = False,
     failures: Annotated[bool, typer.Option(help="Also cells where nodes fail.")] = False,
     admission: Annotated[
-        bool, typer.Option(help="Also cells where requests that would be late are refused.")
+        bool, typer.Option(help="Also cells where requests that would be late are rejected.")
     ] = False,
     model: Annotated[str, typer.Option(help="Model that the nodes serve.")] = "llama-3.1-8b",
     scheduler: Annotated[str, typer.Option(help="Scheduler of the nodes.")] = "fcfs",
@@ -64,25 +63,22 @@ def routing(
     json_output: Json = False,
 ) -> None:
     """Policies over clusters, traces and loads. Goes on where it was stopped."""
+    extra = [("misprofile", False)] * misprofile + [("failure", False)] * failures
+    extra += [("none", True)] * admission
     try:
         with usage_errors():
             if only_report:
-                rows = reported_rows(out)
+                rows = grid.reported_rows(out)
             else:
-                warmth = (True, False) if cold is None else (not cold,)
                 cells = grid.cells_of(
-                    tuple(cluster or _CLUSTERS), tuple(trace or _TRACES), tuple(load or _LOADS),
-                    warmth,
-                    misprofile=misprofile, failures=failures, admission=admission,
+                    cluster or _CLUSTERS, trace or _TRACES, load or _LOADS,
+                    (True, False) if cold is None else (not cold,), extra,
                 )  # fmt: skip
                 settings = grid.Settings(requests, model, scheduler)
                 names = policy_names(policies)
                 grid.check(cells, names, settings)
-                rows = grid.run_grid(
-                    cells, names, seeds, grid.Store(out, settings), settings,
-                    jobs=jobs or os.cpu_count() or 1, progress=_tell,
-                )  # fmt: skip
-                _remember(out, rows)
+                made = grid.Grid(out, settings, jobs or os.cpu_count() or 1, _tell)
+                rows = made.run(cells, names, seeds)
     except KeyboardInterrupt:
         typer.echo(f"stopped; the same command goes on from {out / 'rows.jsonl'}", err=True)
         raise typer.Exit(130) from None
@@ -94,42 +90,6 @@ def routing(
     publish(facts, show, json_output=json_output)
 
 
-def reported_rows(out: Path) -> list[dict[str, Any]]:
-    """Rows of the last finished grid in a directory, or of all that a grid under way has so far."""
-    finished = {row["key"]: row for row in grid.read_rows(out / "rows.jsonl")}
-    index = out / "grid.json"
-    if not index.exists():
-        return [
-            {**row, "spec": row["policy"]}
-            for key, row in finished.items()
-            if key.startswith("run|")
-        ]
-    return [
-        {**finished[key], "policy": policy, "spec": finished[key]["policy"]}
-        for key, policy in json.loads(index.read_text(encoding="utf-8"))
-        if key in finished
-    ]
-
-
-def _remember(out: Path, rows: list[dict[str, Any]]) -> None:
-    """Which rows the grid that was asked for consists of; older ones may be in the file too."""
-    asked = [[row["key"], row["policy"]] for row in rows]
-    index = out / "grid.json"
-    kept = json.loads(index.read_text(encoding="utf-8")) if index.exists() else []
-    # A grid may be run in parts, a trace at a time; a part that is run anew replaces its rows.
-    fresh = {_run_of(key, policy) for key, policy in asked}
-    kept = [pair for pair in kept if _run_of(*pair) not in fresh]
-    temporary = index.with_suffix(".part")
-    temporary.write_text(json.dumps(kept + asked), encoding="utf-8")
-    temporary.replace(index)
-
-
-def _run_of(key: str, policy: str) -> tuple[str, ...]:
-    """A run without what it was made with: kind, cell, policy, seed."""
-    kind, cell, _, seed, _ = key.split("|")
-    return (kind, cell, policy, seed)
-
-
 def policy_names(text: str | None) -> tuple[str, ...]:
     """The policies of a command line; all of them if it names none."""
     if text is None:
@@ -139,5 +99,4 @@ def policy_names(text: str | None) -> tuple[str, ...]:
 
 
 def _tell(at: grid.Progress) -> None:
-    left = "" if at.eta_s is None else f", {at.eta_s / 60:.1f} min left"
-    note(f"{at.done}/{at.total}{left}: {at.last}")
+    note(f"{at.done}/{at.total}, {at.eta_s / 60:.1f} min left: {at.last}")

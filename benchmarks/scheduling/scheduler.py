@@ -22,7 +22,6 @@ from rich.table import Table
 from benchmarks.harness import (
     Json,
     append_line,
-    note,
     publish,
     result,
     save_json,
@@ -53,9 +52,7 @@ def scheduler(
     dilation: Annotated[
         float, typer.Option(min=0.1, help="Wall seconds per emulated second (vllm).")
     ] = 2.0,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory for every run's row and a picture.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for every run's row.")] = None,
     json_output: Json = False,
 ) -> None:
     """Policies on fixed workloads: TTFT by kind, makespan, how full, how long and how fair."""
@@ -77,8 +74,6 @@ def scheduler(
         if out is not None:
             append_line(out / "runs.jsonl", {"row": row, "detail": detail})
     middle, spread = report.medians(rows)
-    if out is not None and (drawn := report.draw_frontier(middle, spread, out / "frontier.png")):
-        note(f"drew {drawn}")
     facts = result(
         rows=middle, spread=spread, details=report.medians(details)[0], runs=runs,
         dilation=dilation if backend == "vllm" else None,

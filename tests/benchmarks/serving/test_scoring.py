@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.serving.predict import (
+from benchmarks.serving.scoring import (
     CLASSES,
     Outcome,
     RunningMedian,

@@ -4,7 +4,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.routing.bench_overload import measure, overload, parsed
+from benchmarks.routing.overload import measure, overload, parsed
 from kappa.shapes import model_shape
 from simulator.clusters import cluster_named
 from simulator.run import SimulationConfig

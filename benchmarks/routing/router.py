@@ -7,9 +7,11 @@ is held here and there. Tokenization is excluded, for the peers as well.
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Annotated, Any, cast
 
 import numpy as np
@@ -72,7 +74,7 @@ def router(
         rows=rows,
         index_bytes_per_block=bytes_per_block,
         index_blocks={str(nodes): blocks for nodes, blocks in _INDEX_BLOCKS.items()},
-        peers=peer_rows(note) if peers else [],
+        peers=peer_rows() if peers else [],
         policy=policy,
         repeats=repeats,
     )
@@ -227,12 +229,47 @@ class BusyRouter:
         return taken
 
 
-def peer_rows(say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The real peers' decision times; says which cannot be measured here, and why."""
-    # Makes environments of their own: only when it is wanted.
-    from benchmarks.routing.peers.decision import decision_rows
+_PEERS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "dynamo_router.py": ({"nodes": [], "block_tokens": _BLOCK_TOKENS, "settings": {}}, {
+        "": "select_and_reserve in process, ids as list, tokenization excluded",
+    }),
+    "ray_router.py": ({"nodes": [], "router": "pow_2"}, {
+        "prefix_tree": "PrefixTree match and insert in process, without its actor's calls, text of "
+        "4 characters a token",
+        "pow_2": "PowerOfTwoChoicesRequestRouter's choice, queue lengths answered at once",
+    }),
+}  # fmt: skip
 
-    return decision_rows(LENGTHS, missing=say)
+
+def peer_rows(lengths: tuple[int, ...] = LENGTHS, repeats: int = 200) -> list[dict[str, Any]]:
+    """The real peers' decision times among four workers; one that cannot run here is left out, and
+    noted with the reason. `index` is "empty", or "held": one worker holds the whole prompt."""
+    # Makes an environment of its own: only when it is wanted.
+    from benchmarks.routing.peers.helper import HelperError, started
+    from benchmarks.routing.peers.peers import router_command
+    from benchmarks.routing.peers.venv import DYNAMO_VERSION
+
+    async def timed(script: str, hello: dict[str, Any]) -> list[dict[str, Any]]:
+        async with started(script, router_command(script), hello) as helper:
+            answer = await helper.ask({"op": "time", "lengths": lengths, "repeats": repeats})
+        return list(answer["rows"])
+
+    found = []
+    for script, (hello, what) in _PEERS.items():
+        try:
+            rows = asyncio.run(timed(script, hello))
+        except HelperError as error:
+            note(str(error))
+            continue
+        for row in rows:
+            name = row.get("router", "")
+            found.append({
+                "peer": f"ray_{name}" if name else "dynamo",
+                "version": version("ray") if name else DYNAMO_VERSION,
+                "tokens": row["tokens"], "workers": 4, "index": row.get("index", "empty"),
+                "us": row["us"], "what": what[name],
+            })  # fmt: skip
+    return found
 
 
 def _median_us(

@@ -1,0 +1,259 @@
+"""What `kappa bench offload` measures, by name: models, cells, and how the link is emulated.
+
+A cell is one point of an experiment: a batch of sequences that decodes behind a prompt (papers 000,
+002, 003), a prompt whose first part is cached (paper 001), or sparse decoding (paper 004). In
+`*-paced` settings the link is emulated: copies take as long as on a link of the given bandwidth,
+asleep, so that they leave the processor to the computation, as a GPU's copies do. Weights are
+random, from a seed; hit rates of sparse decoding are injected.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.arena import ArenaSize
+from engine.config import ModelConfig, read_config
+from engine.forward import Order
+from engine.profiling import ProfileSettings
+from kappa.plans.clo import CloConfig
+
+PAPER_HITS = 0.79
+"""Mean hit rate that paper 004 reports (79.2 %); its range is 0.65 to 0.90."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCell:
+    """Sequences of one length that decode `gen` tokens, in `batches` of `batch` sequences.
+
+    order: "row", a batch through all layers, or "column", a layer serves all batches. policies: as
+    `benchmarks.offload.policies` names them; the first is the baseline.
+    """
+
+    batch: int
+    prompt: int
+    gen: int
+    policies: tuple[str, ...]
+    batches: int = 1
+    order: Order = "row"
+
+    @property
+    def sequences(self) -> int:
+        return self.batch * self.batches
+
+    @property
+    def system(self) -> str:
+        return f"decode-{self.order}"
+
+    @property
+    def name(self) -> str:
+        """As `--only` finds it: 64x128/32, or 8*32x128/32."""
+        times = f"{self.batches}*" if self.batches > 1 else ""
+        return f"{times}{self.batch}x{self.prompt}/{self.gen}"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCell:
+    """A prompt of `cached` tokens in host memory and `new` ones to compute: time to first token.
+
+    sweep: shares of the cached tokens, recomputed at the front and taken from activations, that are
+    tried beside the planners' choices.
+    """
+
+    cached: int
+    new: int
+    sweep: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75)
+    system = "prefix-ttft"
+
+    @property
+    def name(self) -> str:
+        """As `--only` finds it: 4096+128."""
+        return f"{self.cached}+{self.new}"
+
+
+@dataclass(frozen=True, slots=True)
+class SparseCell:
+    """`batch` sequences of `context` tokens each that decode. hits: rates that are injected."""
+
+    batch: int
+    context: int
+    hits: tuple[float, ...] = (0.65, PAPER_HITS, 0.9)
+    system = "decode-sparse"
+
+    @property
+    def name(self) -> str:
+        """As `--only` finds it: 4x8192."""
+        return f"{self.batch}x{self.context}"
+
+
+Cell = DecodeCell | PrefixCell | SparseCell
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Cells of one model with its weights in one place. cpu_threads: that may attend to KV in host
+    memory."""
+
+    model: str
+    cells: tuple[Cell, ...]
+    streamed: bool = False
+    cpu_threads: int = 0
+
+
+_SMALL = ProfileSettings(
+    tokens=(128, 256, 512, 768, 1024, 1536), new_tokens=(1, 8, 32, 128, 384),
+    context_tokens=(0, 256, 1024), decode_sequences=(1, 4, 8, 16),
+    decode_tokens=(0, 512, 2048, 4096), repeats=15,
+)  # fmt: skip
+_TINY = ProfileSettings(
+    tokens=(32, 64, 96, 128), new_tokens=(1, 8, 32), context_tokens=(0, 64),
+    decode_sequences=(1, 4), decode_tokens=(0, 64, 256), repeats=5,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Groups of cells on a CPU with one computing thread.
+
+    link_bytes_per_s: of an emulated link; 0: the machine's own. profile: how the rates are
+    measured. clo, steps: of sparse decoding, what is chosen, and for how many steps.
+    """
+
+    name: str
+    groups: tuple[Group, ...]
+    link_bytes_per_s: float = 0.0
+    block_tokens: int = 16
+    profile: ProfileSettings = _SMALL
+    clo: CloConfig = field(default_factory=CloConfig)
+    steps: int = 16
+
+    @property
+    def link(self) -> str:
+        """As rows name it."""
+        pace = self.link_bytes_per_s
+        return f"emulated, {pace / 1e9:g} GB/s" if pace else "own"
+
+
+_SHARES = ("share-25", "share-50", "share-75")
+_ROW = ("kv-only", "kvpr-paper", "kvpr-ahead", "activations", *_SHARES, "device")
+_COLUMN = (
+    "kv-only", "hybrid-paper", "hybrid-corrected", "hybrid-planned", "activations", "hybrid-25",
+    "hybrid-50", "hybrid-75",
+)  # fmt: skip
+_CPU = ("kv-only", "cpu-25", "cpu-50", "cpu-75", "cpu-100", "cpu-paper", "cpu-ahead", "device")
+
+
+def _plans(name: str, link_bytes_per_s: float, *, short: bool = False) -> Setting:
+    """Papers 000, 001 and 003. short: fewer bytes, for a slow link."""
+    batch, prompt, gen = (4, 128, 9) if short else (8, 256, 17)
+    # As much KV as weights, or more: what paper 003 is about.
+    column = DecodeCell(
+        4, prompt, 5 if short else 17, _COLUMN, batches=3 if short else 4, order="column"
+    )
+    prefix = PrefixCell(1024, 32)
+    groups = (
+        Group("opt-small", (DecodeCell(batch, prompt, gen, _ROW), prefix)),
+        Group("opt-small", (column,), streamed=True),
+        Group("llama-small", (prefix,)),
+    )
+    return Setting(name, groups, link_bytes_per_s)
+
+
+def _on_cpu(name: str, link_bytes_per_s: float) -> Setting:
+    """Paper 002: the CPU attends to a part of each context, weights on the device."""
+    cells = (DecodeCell(8, 512, 17, _CPU),)
+    groups = tuple(Group(model, cells, cpu_threads=1) for model in ("opt-small", "llama-small"))
+    return Setting(name, groups, link_bytes_per_s)
+
+
+def _sparse(name: str, link_bytes_per_s: float) -> Setting:
+    """Paper 004."""
+    groups = (Group("llama-small", (SparseCell(1, 4096), SparseCell(4, 2048))),)
+    return Setting(name, groups, link_bytes_per_s)
+
+
+_SMALLEST = Setting(
+    "smallest",
+    (
+        Group("opt-tiny", (DecodeCell(2, 24, 4, ("kv-only", "kvpr-ahead")), PrefixCell(64, 8, ()))),
+        Group("opt-tiny", (
+            DecodeCell(2, 24, 4, ("kv-only", "hybrid-planned"), batches=2, order="column"),
+        ), streamed=True),
+        Group("opt-tiny", (DecodeCell(2, 32, 4, ("kv-only", "cpu-50")),), cpu_threads=1),
+        Group("llama-tiny", (SparseCell(2, 256, (PAPER_HITS,)),)),
+    ),
+    40e6, block_tokens=8, profile=_TINY, clo=CloConfig(recent_tokens=16), steps=4,
+)  # fmt: skip
+
+SETTINGS: dict[str, Setting] = {
+    one.name: one
+    for one in (
+        _plans("cpu-small", 0.0), _plans("cpu-paced", 80e6, short=True),
+        _plans("cpu-paced-fast", 600e6), _on_cpu("cpu-offload-small", 0.0),
+        _on_cpu("cpu-offload-paced", 600e6), _sparse("clo-cpu", 0.0),
+        _sparse("clo-cpu-paced", 100e6), _SMALLEST,
+    )
+}  # fmt: skip
+
+
+def setting(name: str) -> Setting:
+    """The setting of that name.
+
+    Raises:
+        ValueError: there is none; says which there are.
+    """
+    if name not in SETTINGS:
+        raise ValueError(f"no setting named {name!r}: use some of {', '.join(SETTINGS)}")
+    return SETTINGS[name]
+
+
+def _opt(layers: int, hidden: int, heads: int, vocab: int, positions: int) -> dict[str, Any]:
+    return {
+        "model_type": "opt", "num_hidden_layers": layers, "hidden_size": hidden,
+        "num_attention_heads": heads, "ffn_dim": 4 * hidden, "vocab_size": vocab,
+        "max_position_embeddings": positions, "word_embed_proj_dim": hidden,
+        "do_layer_norm_before": True, "activation_function": "relu", "dtype": "float32",
+    }  # fmt: skip
+
+
+def _llama(layers: int, hidden: int, heads: int, inner: int, vocab: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden,
+        "num_attention_heads": heads, "num_key_value_heads": 2, "intermediate_size": inner,
+        "vocab_size": vocab, "max_position_embeddings": 131_072, "rope_theta": 500_000.0,
+        "hidden_act": "silu", "rms_norm_eps": 1e-5, "dtype": "float32",
+    }  # fmt: skip
+
+
+_MODELS = {
+    "opt-small": _opt(6, 256, 4, 2_000, 2_048), "opt-tiny": _opt(3, 64, 4, 96, 1_024),
+    "llama-small": _llama(6, 256, 8, 768, 2_000), "llama-tiny": _llama(3, 64, 4, 96, 96),
+}  # fmt: skip
+
+
+def model(name: str) -> ModelConfig:
+    """Small shapes that a slow core can compute, in float32."""
+    return read_config(_MODELS[name], name)
+
+
+def arena_size(setting: Setting, group: Group) -> ArenaSize:
+    """Blocks that hold any one cell of the group (none of it sparse), and a profile."""
+    size, config = setting.block_tokens, model(group.model)
+    kv_device = kv_host = math.ceil(setting.profile.tokens[-1] / size)
+    act_device = act_host = 0
+    for cell in group.cells:
+        if isinstance(cell, PrefixCell):
+            blocks = math.ceil((cell.cached + cell.new) / size)
+            kv_device, kv_host = max(kv_device, blocks), max(kv_host, blocks)
+            # With grouped queries activations are no smaller than KV: nobody asks for them.
+            if config.hidden < 2 * config.kv_width:
+                act_host = max(act_host, blocks)
+        elif isinstance(cell, DecodeCell):
+            blocks = cell.sequences * math.ceil((cell.prompt + cell.gen) / size)
+            kv_device, kv_host = max(kv_device, blocks), max(kv_host, blocks)
+            if not any(policy.startswith("cpu-") for policy in cell.policies):
+                # One that fills, and one that leaves.
+                act_device = max(act_device, 2 * cell.sequences)
+                act_host = max(act_host, blocks)
+    return ArenaSize(kv_device, kv_host, act_device, act_host, block_tokens=size)
