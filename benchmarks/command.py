@@ -11,16 +11,13 @@ from benchmarks.routing.regret import regret
 from benchmarks.routing.router import router
 from benchmarks.routing.routing import routing
 from benchmarks.scheduling.scheduler import scheduler
-from benchmarks.serving import (
-    bench_soak,
-    bench_validate,
-)
+from benchmarks.serving import bench_soak
 from benchmarks.serving.predict import PREDICT_HELP, predict
 from benchmarks.serving.serve import serve
+from benchmarks.serving.validate import validate
 
 app = typer.Typer(help="Measure the running system.", no_args_is_help=True, add_completion=False)
-for command in (offload, overload, peers, regret, router, routing, scheduler, serve):
+for command in (offload, overload, peers, regret, router, routing, scheduler, serve, validate):
     app.command()(command)
 app.command(help=PREDICT_HELP)(predict)
 app.command()(bench_soak.soak)
-app.command()(bench_validate.validate)

@@ -47,18 +47,6 @@ class Scaling:
     least_output_tokens: int = 4
     most_output_tokens: int = 8
 
-    def __post_init__(self) -> None:
-        """Refuse what makes no traffic."""
-        if not 0 < self.tokens <= 1:
-            raise ValueError(f"Scaling.tokens is {self.tokens}: give a factor above 0, at most 1")
-        if self.turns < 1:
-            raise ValueError(f"Scaling.turns is {self.turns}: a session needs at least one")
-        if not 1 <= self.least_output_tokens <= self.most_output_tokens:
-            raise ValueError(
-                f"Scaling.most_output_tokens is {self.most_output_tokens} and the least "
-                f"{self.least_output_tokens}: give at least 1, and most not below least"
-            )
-
 
 SCALINGS: Mapping[str, Scaling] = {
     "narrativeqa": Scaling(tokens=1 / 32, turns=5),
@@ -232,19 +220,3 @@ def _asks(turns: Sequence[_Turn], block_tokens: int, dilation: float, salt: int)
 def _seed(*parts: int) -> int:
     data = ",".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
-
-
-def shared_tokens(scripts: Sequence[Script], block_tokens: int) -> tuple[int, int]:
-    """Prompt tokens in all, and those of them held already in an endless cache of blocks."""
-    total = held = 0
-    seen: set[int] = set()
-    for script in scripts:
-        for turn in script.shape(block_tokens).turns:
-            total += turn.input_tokens
-            usable = (turn.input_tokens - 1) // block_tokens
-            for block in turn.blocks[:usable]:
-                if int(block) not in seen:
-                    break
-                held += block_tokens
-            seen.update(map(int, turn.kept_blocks))
-    return total, held

@@ -11,11 +11,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.validate import Answered
+from benchmarks.serving.validate_play import Answered
 from benchmarks.serving.validate_traffic import Script
 from deploy.app.plan import worker_nodes
 from kappa.cost import StepModel, step_model
@@ -148,18 +147,13 @@ class Simulated:
     """One simulated run, request by request in the order of sending; seconds as a client sees."""
 
     end_s: float
-    sent_s: np.ndarray
     ttft_s: np.ndarray
-    node: tuple[str, ...]
-    device_tokens: np.ndarray
-    host_tokens: np.ndarray
     new_tokens: np.ndarray
-    session: tuple[str, ...]
     turn: np.ndarray
 
 
-class _ToldLengths(Router):
-    """A router whose requests say how long their answers may get, as the live ones do."""
+class _KnownLengths(Router):
+    """A router whose requests name the bound of their answers, as live ones do."""
 
     def __init__(self, config: RouterConfig, output_tokens: Sequence[int]) -> None:
         super().__init__(config)
@@ -214,13 +208,13 @@ def simulate(
         stale_after_s=float("inf"),
         forecast_workers=len(mirror.profiles) if forecast else 0,
     )
-    router = _ToldLengths(config, traffic.output_tokens.tolist())
-    said = [_announcement(mirror, i) for i in range(len(mirror.profiles))]
+    router = _KnownLengths(config, traffic.output_tokens.tolist())
+    announced = [_announcement(mirror, i) for i in range(len(mirror.profiles))]
     play = Play(
-        models, traffic, RouterDispatch(router, said), _STEADY, seed, _REPORT_PERIOD_S,
+        models, traffic, RouterDispatch(router, announced), _STEADY, seed, _REPORT_PERIOD_S,
     )  # fmt: skip
     play.run()
-    return _simulated(scripts, play, overhead, [p.name for p in mirror.profiles])
+    return _simulated(scripts, play, overhead)
 
 
 def _traffic(
@@ -266,136 +260,32 @@ def _model(mirror: Mirror, index: int) -> NodeModel:
     )
     block_bytes = mirror.kv_bytes_per_token * mirror.block_tokens
     return NodeModel(
-        step=real,
-        announced_step=real,
-        block_tokens=mirror.block_tokens,
-        device_blocks=mirror.device_blocks,
-        host_blocks=mirror.host_blocks,
+        step=real, announced_step=real, block_tokens=mirror.block_tokens,
+        device_blocks=mirror.device_blocks, host_blocks=mirror.host_blocks,
         load_block_s=dilation * block_bytes / profile.h2d_bytes_per_s,
         store_block_s=dilation * block_bytes / profile.store_bytes_per_s,
-        load_fixed_s=dilation * profile.load_fixed_s,
-        budget_tokens=mirror.budget_tokens,
+        load_fixed_s=dilation * profile.load_fixed_s, budget_tokens=mirror.budget_tokens,
         max_running=mirror.max_running,
-    )
+    )  # fmt: skip
 
 
 def _announcement(mirror: Mirror, index: int) -> Announcement:
     profile = mirror.profiles[index]
     return Announcement(
-        worker=profile.name,
-        model="",
-        node=profile,
-        step=mirror.steps[index],
-        kv_bytes_per_token=mirror.kv_bytes_per_token,
-        emulated_model="",
-        fingerprint="",
-        block_tokens=mirror.block_tokens,
-        device_blocks=mirror.device_blocks + 1,
-        host_blocks=mirror.host_blocks,
-        max_batch_tokens=mirror.budget_tokens,
-        max_context_tokens=mirror.max_context_tokens,
-        events_endpoint="",
-        snapshot_endpoint="",
-    )
+        worker=profile.name, model="", node=profile, step=mirror.steps[index],
+        kv_bytes_per_token=mirror.kv_bytes_per_token, emulated_model="", fingerprint="",
+        block_tokens=mirror.block_tokens, device_blocks=mirror.device_blocks + 1,
+        host_blocks=mirror.host_blocks, max_batch_tokens=mirror.budget_tokens,
+        max_context_tokens=mirror.max_context_tokens, events_endpoint="", snapshot_endpoint="",
+    )  # fmt: skip
 
 
-def _simulated(
-    scripts: Sequence[Script], play: Play, overhead: Overhead, names: Sequence[str]
-) -> Simulated:
-    session, turn = [], []
-    for script in scripts:
-        for number in range(len(script.asks)):
-            session.append(script.session)
-            turn.append(number)
-    sent_s = np.array(play.arrival_s) - overhead.before_s
-    order = np.argsort(sent_s, kind="stable")
+def _simulated(scripts: Sequence[Script], play: Play, overhead: Overhead) -> Simulated:
+    turns = [number for script in scripts for number in range(len(script.asks))]
+    order = np.argsort(np.array(play.arrival_s), kind="stable")
     return Simulated(
         end_s=play.end_s + overhead.after_s,
-        sent_s=sent_s[order],
         ttft_s=np.array(play.ttft_s)[order] + overhead.total_s,
-        node=tuple(names[play.node[i]] if play.node[i] >= 0 else "" for i in order),
-        device_tokens=np.array(play.device_tokens)[order],
-        host_tokens=np.array(play.cached_tokens)[order],
         new_tokens=np.array(play.new_tokens)[order],
-        session=tuple(session[i] for i in order),
-        turn=np.array(turn)[order],
+        turn=np.array(turns)[order],
     )
-
-
-QUANTILES = (0.5, 0.9)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cell:
-    """One trace at one load under one policy: TTFTs of each real and each simulated run."""
-
-    trace: str
-    load: float
-    policy: str
-    real_s: tuple[np.ndarray, ...]
-    sim_s: tuple[np.ndarray, ...]
-
-    def real(self, quantile: float) -> list[float]:
-        """The quantile in each real run."""
-        return [float(np.quantile(run, quantile)) for run in self.real_s]
-
-    def sim(self, quantile: float) -> list[float]:
-        """The quantile in each simulated run."""
-        return [float(np.quantile(run, quantile)) for run in self.sim_s]
-
-
-def compared(cell: Cell) -> list[dict[str, Any]]:
-    """Rows of a cell: medians over runs; the error relative to the real one; spread over runs.
-
-    spread: largest less smallest of the real runs, over their median; sim_spread: the same of the
-    simulated ones.
-    """
-    rows = []
-    for quantile in QUANTILES:
-        real, sim = cell.real(quantile), cell.sim(quantile)
-        real_s, sim_s = statistics.median(real), statistics.median(sim)
-        rows.append(
-            {
-                "trace": cell.trace,
-                "load": cell.load,
-                "policy": cell.policy,
-                "quantile": quantile,
-                "real_s": real_s,
-                "sim_s": sim_s,
-                "err": (sim_s - real_s) / real_s,
-                "spread": (max(real) - min(real)) / real_s,
-                "sim_spread": (max(sim) - min(sim)) / sim_s,
-                "requests": len(cell.real_s[0]),
-            }
-        )
-    return rows
-
-
-def ranking(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Each pair of policies at one trace, load and quantile: does the simulator order them alike?
-
-    agrees is None where the runs of one real policy overlap with those of the other: then the real
-    stack itself does not tell which is better.
-    """
-    pairs = []
-    for i, a in enumerate(cells):
-        for b in cells[i + 1 :]:
-            if (a.trace, a.load) != (b.trace, b.load):
-                continue
-            for quantile in QUANTILES:
-                real_a, real_b = a.real(quantile), b.real(quantile)
-                decided = max(real_a) < min(real_b) or max(real_b) < min(real_a)
-                real = statistics.median(real_a) < statistics.median(real_b)
-                sim = statistics.median(a.sim(quantile)) < statistics.median(b.sim(quantile))
-                pairs.append(
-                    {
-                        "trace": a.trace,
-                        "load": a.load,
-                        "quantile": quantile,
-                        "policies": [a.policy, b.policy],
-                        "real_better": a.policy if real else b.policy,
-                        "sim_better": a.policy if sim else b.policy,
-                        "agrees": real == sim if decided else None,
-                    }
-                )
-    return pairs
