@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from benchmarks.faults.soak import soak
 from benchmarks.offload.command import offload
 from benchmarks.routing.overload import overload
 from benchmarks.routing.peers.peers import peers
@@ -11,13 +12,22 @@ from benchmarks.routing.regret import regret
 from benchmarks.routing.router import router
 from benchmarks.routing.routing import routing
 from benchmarks.scheduling.scheduler import scheduler
-from benchmarks.serving import bench_soak
 from benchmarks.serving.predict import PREDICT_HELP, predict
 from benchmarks.serving.serve import serve
 from benchmarks.serving.validate import validate
 
 app = typer.Typer(help="Measure the running system.", no_args_is_help=True, add_completion=False)
-for command in (offload, overload, peers, regret, router, routing, scheduler, serve, validate):
+for command in (
+    offload,
+    overload,
+    peers,
+    regret,
+    router,
+    routing,
+    scheduler,
+    serve,
+    soak,
+    validate,
+):
     app.command()(command)
 app.command(help=PREDICT_HELP)(predict)
-app.command()(bench_soak.soak)

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.faults.bodies import Bad, bad_requests, fields_known
 from benchmarks.faults.hostile_values import Schema
 from benchmarks.faults.processes import alive
-from benchmarks.faults.target import FaultsError, Target
+from benchmarks.faults.target import FaultsError, Target, aside
 from benchmarks.faults.traffic import Mix, Traffic
 from benchmarks.faults.verdict import Seen
 
@@ -162,11 +162,11 @@ async def fuzz(
     idle = await _honest_for(target, honest, plan.seed, asyncio.sleep(_IDLE_S))
     run = _Run(target, plan, hostile, advance)
     meanwhile = await _honest_for(target, honest, plan.seed, run.all())
-    await _aside(lambda: target.until(lambda: target.reservations() == 0, 120))
+    await aside(lambda: target.until(lambda: target.reservations() == 0, 120))
     known = fields_known(plan.schemas)
     return FuzzResult(
         sum(run.statuses.values()), run.seconds, dict(run.statuses), run.wrong_total,
-        tuple(run.wrong), run.slowest_s, tuple(run.deaths), await _aside(target.reservations),
+        tuple(run.wrong), run.slowest_s, tuple(run.deaths), await aside(target.reservations),
         len(known), tuple(sorted(known - run.tried)), Beside.of(idle, first_token=False),
         Beside.of(meanwhile, first_token=False), run.beside(meanwhile),
     )  # fmt: skip
@@ -264,10 +264,10 @@ class _Run:
             return type(error).__name__, repr(error)
 
     async def _watch(self, start_s: float) -> None:
-        known = await _aside(self._processes)
+        known = await aside(self._processes)
         while True:
             await asyncio.sleep(_LOOK_S)
-            now = await _aside(self._processes)
+            now = await aside(self._processes)
             rows = {name for name, pids in now.items() if pids}
             lost = [
                 f"{name} {pid}" for name, pids in known.items() for pid in pids if not alive(pid)
@@ -325,8 +325,3 @@ def _shown(bad: Bad) -> str:
     if len(body) > _BYTES_SHOWN:
         body = body[: _BYTES_SHOWN // 2] + b" ... " + body[-_BYTES_SHOWN // 2 :]
     return f"{bad.method} {bad.path} {bad.fields} {body!r} {bad.headers}"
-
-
-async def _aside(question: Callable[[], Any]) -> Any:
-    """Ask on a thread: the load must not wait for it."""
-    return await asyncio.get_running_loop().run_in_executor(None, question)

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.faults.bodies import CHAT, COMPLETION, ROUTE, Bad
 from benchmarks.faults.fuzz import HONEST, Beside
-from benchmarks.faults.target import Target
+from benchmarks.faults.target import Target, aside
 from benchmarks.faults.traffic import Traffic
 
 _PROBE = replace(HONEST, pause_s=0.1)
@@ -215,7 +215,7 @@ async def isolation(
             progress(name)
             seen, statuses = await _beside(target, name, seconds, tenants, pool)
             fair = seen if fair is None else fair
-            left = await _aside(lambda: _drained(target))
+            left = await aside(lambda: _drained(target))
             rows.append(
                 Row(name, _kind(name).title, seen, seen.p50_s / fair.p50_s,
                     seen.p90_s / fair.p90_s, statuses, left)
@@ -305,7 +305,3 @@ def _drained(target: Target) -> int:
     """Reservations once the traffic's own are gone."""
     target.until(lambda: target.reservations() == 0, _DRAIN_S)
     return target.reservations()
-
-
-async def _aside(question: Callable[[], Any]) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(None, question)

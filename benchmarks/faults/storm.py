@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.faults.processes import kill
-from benchmarks.faults.target import FaultsError, Target
+from benchmarks.faults.target import FaultsError, Target, aside
 from benchmarks.faults.traffic import Mix, Traffic
 from benchmarks.faults.verdict import Seen, first_answer_s
 
@@ -78,7 +78,7 @@ async def storm(
     Raises:
         FaultsError: there are fewer than two workers, so that nobody could take over.
     """
-    rows = await _aside(target.nodes)
+    rows = await aside(target.nodes)
     names = sorted(str(row["node"]) for row in rows)
     if len(names) < 2:
         raise FaultsError(f"{len(names)} workers: a storm needs two, or nobody takes over")
@@ -91,7 +91,7 @@ async def storm(
             if _answered(traffic.seen) >= plan.requests:
                 break
             name = names[len(killed) % len(names)]
-            worker = await _aside(partial(_kill, target, name, plan.engines))
+            worker = await aside(partial(_kill, target, name, plan.engines))
             if worker is None:
                 await asyncio.sleep(_POLL_S)  # not back yet from the last time
                 continue
@@ -112,8 +112,8 @@ async def storm(
         await asyncio.gather(*waiting)
         await traffic.settle()
     seconds = time.monotonic() - start_s
-    await _aside(lambda: target.until(lambda: target.reservations() == 0, _IDLE_S))
-    await _aside(lambda: target.until(lambda: not target.family.strays(), _GONE_S))
+    await aside(lambda: target.until(lambda: target.reservations() == 0, _IDLE_S))
+    await aside(lambda: target.until(lambda: not target.family.strays(), _GONE_S))
     return _result(target, traffic.seen, killed, start_s, seconds)
 
 
@@ -141,7 +141,7 @@ async def _follow(
         row = target.node(name)
         return row if row is not None and row["worker"] != worker else None
 
-    row = await _aside(lambda: target.until(successor, _RECOVERY_S))
+    row = await aside(lambda: target.until(successor, _RECOVERY_S))
     if row is not None:
         killed[number] = at_s, name, time.monotonic() - at_s, float(row.get("start_s") or 0.0)
 
@@ -206,7 +206,7 @@ async def crowd(target: Target, streams: int, mix: Mix, seed: int) -> CrowdResul
     async with Traffic(target.url, target.model, idle, seed, target.headers) as traffic:
         await asyncio.gather(*(traffic.ask(i % mix.documents, True) for i in range(streams)))
     seconds = time.monotonic() - start_s
-    await _aside(lambda: target.until(lambda: target.reservations() == 0, _IDLE_S))
+    await aside(lambda: target.until(lambda: target.reservations() == 0, _IDLE_S))
     failed = [r for r in traffic.seen if not r.ok]
     reasons: dict[str, int] = {}
     for r in failed:
@@ -231,7 +231,3 @@ def _most_open(seen: list[Seen]) -> int:
         now += step
         most = max(most, now)
     return most
-
-
-async def _aside(question: Callable[[], Any]) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(None, question)

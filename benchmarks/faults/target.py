@@ -8,6 +8,7 @@ signals and these files.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -141,3 +142,8 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     new = path.with_suffix(".new")
     new.write_text(json.dumps(content), encoding="utf-8")
     new.replace(path)
+
+
+async def aside(question: Callable[[], Any]) -> Any:
+    """Ask on a thread: the load must not wait for it."""
+    return await asyncio.get_running_loop().run_in_executor(None, question)

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.faults.actions import Action, action_for
 from benchmarks.faults.catalogue import Fault
-from benchmarks.faults.target import FaultsError, Target
+from benchmarks.faults.target import FaultsError, Target, aside
 from benchmarks.faults.traffic import Mix, Traffic
 from benchmarks.faults.verdict import After, Seen, Verdict, judge
 
@@ -53,19 +53,19 @@ async def try_fault(target: Target, fault: Fault, mix: Mix, seed: int, turn: int
     Raises:
         FaultsError: it cannot be tried on this cluster, or that does not answer to begin with.
     """
-    action = await _aside(lambda: action_for(fault, target, turn))
-    workers = {str(row["worker"]) for row in await _aside(target.nodes)}
+    action = await aside(lambda: action_for(fault, target, turn))
+    workers = {str(row["worker"]) for row in await aside(target.nodes)}
     async with Traffic(target.url, target.model, mix, seed, target.headers) as traffic:
         await asyncio.sleep(_BEFORE_S)
         at_s = time.monotonic()
-        await _aside(action.do)
+        await aside(action.do)
         try:
             back = await _recovered(target, fault, action, workers, at_s)
             await asyncio.sleep(max(at_s + fault.lasts_s - time.monotonic(), 0.0))
         finally:
-            await _aside(action.heal)
+            await aside(action.heal)
         await asyncio.sleep(_AFTER_S)
-        shown = await _aside(action.shown)
+        shown = await aside(action.shown)
         await traffic.settle()
         after = await _settled(target, fault, traffic, action, shown, back)
         return judge(fault, traffic.seen, at_s, after)
@@ -82,7 +82,7 @@ async def _recovered(
         row = target.node(action.node)
         return row if row is not None and row["worker"] not in workers else None
 
-    row = await _aside(lambda: target.until(successor, _RECOVERY_S))
+    row = await aside(lambda: target.until(successor, _RECOVERY_S))
     if row is None:
         return None
     return time.monotonic() - at_s, float(row.get("start_s") or 0.0)
@@ -99,10 +99,10 @@ async def _settled(
     def none_left() -> bool:
         return target.reservations() == 0
 
-    await _aside(lambda: target.until(none_left, _IDLE_S))
-    await _aside(lambda: target.until(lambda: not target.family.strays(), _GONE_S))
+    await aside(lambda: target.until(none_left, _IDLE_S))
+    await aside(lambda: target.until(lambda: not target.family.strays(), _GONE_S))
     recovery_s, start_s = back if back is not None else (None, None)
-    reservations = await _aside(target.reservations)
+    reservations = await aside(target.reservations)
     if reservations < 0:
         complaints.append("nobody says whether reservations leaked")
     return After(
@@ -119,7 +119,7 @@ async def _index_lies(target: Target, traffic: Traffic) -> list[str]:
         for _ in range(2):
             probe: Seen = await traffic.ask(document, streamed=False)
             await asyncio.sleep(0.6)  # for the report of its admission
-        decisions = await _aside(lambda: target.decisions(limit=1))
+        decisions = await aside(lambda: target.decisions(limit=1))
         if not probe.ok or not decisions:
             lies.append(f"probe {document} was not answered: {probe.error}")
             continue
@@ -138,8 +138,3 @@ async def _index_lies(target: Target, traffic: Traffic) -> list[str]:
 
 def _untried(fault: Fault, why: str) -> Verdict:
     return Verdict(fault.name, (f"not tried: {why}",), 0, 0, 0, 0, 0, None, None, None, 0, ())
-
-
-async def _aside(question: Callable[[], Any]) -> Any:
-    """Ask on a thread: the load must not wait for it."""
-    return await asyncio.get_running_loop().run_in_executor(None, question)

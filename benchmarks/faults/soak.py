@@ -1,13 +1,15 @@
-"""A soak: baseline, load with faults at random times, and the same idle state again.
+"""`kappa bench soak`: mixed load with random faults, and what every process kept of it.
 
-The baseline is the cluster as it started, its workers fresh. After the load every worker is killed
-and comes back empty, so that index and descriptors have one state to return to. The ingress and
-Serve's controller are left alone in between: a process that starts anew has no slope. Memory and
-descriptors of every process, blocks in the index and reservations are sampled over HTTP and from
-the kernel, so that sampling changes nothing of what is sampled.
+Starts a cluster of emulated engines behind the real Serve, ingress and router. The baseline is the
+cluster as it started, its workers fresh; after the load every worker is killed and comes back
+empty, so that index and descriptors have one state to return to. The ingress and Serve's controller
+are left alone in between: a process that starts anew has no slope. Memory and descriptors of every
+process, blocks in the index and reservations are sampled over HTTP and from the kernel, so that
+sampling changes nothing of what is sampled. Writes `soak.json` (every sample); the exit code is 1
+if a request was lost, a process grew, or something was left behind.
 
-A slope is judged by the upper end of its 95% confidence interval, so that noise speaks against us.
-Samples of one process depend on those before them; their number is discounted for that by their
+A slope is evaluated by the upper end of its 95% confidence interval, so that noise speaks against
+us. Samples of one process depend on those before them; their number is discounted for that by their
 lag-1 correlation.
 """
 
@@ -15,20 +17,26 @@ from __future__ import annotations
 
 import asyncio
 import math
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+import typer
+from rich.console import Console
 
 from benchmarks.faults.actions import action_for
 from benchmarks.faults.catalogue import FAULTS
 from benchmarks.faults.processes import kill
-from benchmarks.faults.target import FaultsError, Target
+from benchmarks.faults.started import EMULATED, started
+from benchmarks.faults.target import FaultsError, Target, aside
 from benchmarks.faults.traffic import Mix, Traffic
 from benchmarks.faults.verdict import Seen
+from benchmarks.harness import Json, note, publish, result, save_json
 
 SPARED = ("ingress_killed", "controller_killed", "ingress_clock_forward", "ingress_clock_back")
 MOST_MB_PER_HOUR = 20.0
@@ -38,6 +46,57 @@ _HOUR_S = 3600.0
 _LASTS_S = 10.0
 _BACK_S = 240.0
 _SETTLE_S = 10.0
+_STEEPEST = 8
+
+
+def soak(
+    minutes: Annotated[float, typer.Option(min=1.0, help="Of load.")] = 60.0,
+    pause: Annotated[float, typer.Option(min=1.0, help="Mean seconds between faults.")] = 45.0,
+    clients: Annotated[int, typer.Option(min=1, help="That ask at the same time.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Of load and faults.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for soak.json.")] = Path("soak"),
+    json_output: Json = False,
+) -> None:
+    """Keep a cluster busy, inject faults at random, and see whether anything grows or is left."""
+    survivors: list[str] = []
+    plan = Plan(minutes, pause, max(1.0, min(10.0, minutes)), seed)
+    mix = Mix(clients=clients, words=200, pause_s=0.05)
+    try:
+        with tempfile.TemporaryDirectory(prefix="kappa-soak-") as folder:
+            note("starting a cluster of emulated engines")
+            with started(Path(folder), EMULATED, survivors) as target:
+                done = asyncio.run(run(target, plan, mix))
+    except FaultsError as error:
+        note(str(error))
+        raise typer.Exit(1) from None
+    kept = done.kept and not survivors
+    facts = result(
+        seconds=done.seconds, requests=done.requests, lost=done.lost,
+        streams_cut=done.streams_cut, streams_cut_untold=done.streams_cut_untold,
+        faults=done.faults, slopes=[{**asdict(slope), "kept": slope.kept} for slope in done.slopes],
+        left_behind=done.left_behind, survivors=survivors, kept=kept,
+    )  # fmt: skip
+    samples = [asdict(sample) for sample in done.samples]
+    save_json({**facts, "samples": samples}, out / "soak.json")
+    publish(facts, lambda console: _show(facts, console), json_output=json_output)
+    if not kept:
+        raise typer.Exit(1)
+
+
+def _show(facts: dict[str, Any], console: Console) -> None:
+    console.print(
+        f"{facts['requests']} requests in {facts['seconds']:.0f} s, {len(facts['faults'])} "
+        f"faults: {facts['lost']} lost, {facts['streams_cut']} streams cut, "
+        f"{facts['streams_cut_untold']} of them without an error event"
+    )
+    for slope in facts["slopes"][:_STEEPEST]:
+        console.print(
+            f"  {slope['role']:<10} {slope['pid']:>7}  {slope['mb_per_hour']:+9.1f} MB/h, "
+            f"at most {slope['upper_mb_per_hour']:+9.1f} (limit {MOST_MB_PER_HOUR:g})"
+        )
+    for line in (*facts["left_behind"], *facts["survivors"]):
+        console.print(f"[red]  {line}[/red]")
+    console.print("kept" if facts["kept"] else "[red]not kept[/red]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,30 +270,29 @@ class SoakResult:
         return steady and not (self.lost or self.left_behind or self.streams_cut_untold)
 
 
-async def soak(target: Target, plan: Plan, mix: Mix, progress: Callable[[str], None]) -> SoakResult:
+async def run(target: Target, plan: Plan, mix: Mix) -> SoakResult:
     """Run it.
 
     Raises:
         FaultsError: the cluster did not come to its idle state.
     """
     await asyncio.sleep(_SETTLE_S)
-    before: Sample = await _aside(lambda: look(target, time.monotonic()))
+    before: Sample = await aside(lambda: look(target, time.monotonic()))
     start_s = time.monotonic()
     done: list[tuple[float, str, str]] = []
     async with (
         Sampler(target, plan.sample_s, start_s) as sampler,
         Traffic(target.url, target.model, mix, plan.seed + 1, target.headers) as traffic,
     ):
-        await _harm(target, plan, start_s, done, progress)
+        await _inject(target, plan, start_s, done)
         await traffic.settle()
-    after = await _emptied(target, progress)
+    after = await _emptied(target)
     return _result(traffic.seen, sampler.samples, done, before, after, time.monotonic() - start_s)
 
 
-async def _harm(
-    target: Target, plan: Plan, start_s: float, done: list[tuple[float, str, str]],
-    progress: Callable[[str], None],
-) -> None:  # fmt: skip
+async def _inject(
+    target: Target, plan: Plan, start_s: float, done: list[tuple[float, str, str]]
+) -> None:
     """Faults at random until the time is up; each is healed before the next."""
     rng = np.random.default_rng(plan.seed)
     faults = [f for f in FAULTS if f.engine == "emulated" and f.name not in SPARED]
@@ -249,33 +307,33 @@ async def _harm(
         fault = faults[int(rng.integers(len(faults)))]
         turn += 1
         try:
-            action = await _aside(partial(action_for, fault, target, turn))
+            action = await aside(partial(action_for, fault, target, turn))
         except FaultsError:
             continue  # its victim is on the way back from the last one
         done.append((time.monotonic() - start_s, fault.name, action.node))
-        progress(f"{done[-1][0]:6.0f} s  {fault.name} {action.node}")
-        await _aside(action.do)
+        note(f"{done[-1][0]:6.0f} s  {fault.name} {action.node}")
+        await aside(action.do)
         try:
             await asyncio.sleep(min(fault.lasts_s or 1.0, _LASTS_S))
         finally:
-            await _aside(action.heal)
+            await aside(action.heal)
 
 
-async def _emptied(target: Target, progress: Callable[[str], None]) -> Sample:
+async def _emptied(target: Target) -> Sample:
     """Every worker anew and idle; what is held then."""
-    progress("every worker starts anew")
-    rows = await _aside(target.nodes)
+    note("every worker starts anew")
+    rows = await aside(target.nodes)
     old = {str(row["worker"]) for row in rows}
-    await _aside(lambda: kill([target.pid(worker) for worker in old]))
+    await aside(lambda: kill([target.pid(worker) for worker in old]))
 
     def back() -> bool:
         now = target.nodes()
         return len(now) == len(rows) and not old & {str(row["worker"]) for row in now}
 
-    if not await _aside(lambda: target.until(back, _BACK_S)):
+    if not await aside(lambda: target.until(back, _BACK_S)):
         raise FaultsError(f"not all of {len(rows)} workers were back within {_BACK_S:g} s")
     await asyncio.sleep(_SETTLE_S)
-    sample: Sample = await _aside(lambda: look(target, time.monotonic()))
+    sample: Sample = await aside(lambda: look(target, time.monotonic()))
     return sample
 
 
@@ -291,7 +349,3 @@ def _result(
         seconds, len(seen), len(lost), len(begun), sum(not r.told for r in begun), tuple(done),
         tuple(slopes(samples)), tuple(left_behind(before, after)), tuple(samples),
     )  # fmt: skip
-
-
-async def _aside(question: Callable[[], Any]) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(None, question)

@@ -5,9 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from benchmarks.faults.target import FaultsError
-from benchmarks.faults.verdict import Seen
-from benchmarks.serving.soak import (
+from benchmarks.faults.soak import (
     Held,
     Sample,
     Sampler,
@@ -16,6 +14,8 @@ from benchmarks.serving.soak import (
     slope_of,
     slopes,
 )
+from benchmarks.faults.target import FaultsError
+from benchmarks.faults.verdict import Seen
 
 HOUR_S = 3600.0
 
