@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from benchmarks.baselines.routing.base import Baseline, at_least, random_least
+from benchmarks.baselines.routing.base import Baseline, random_least
 from benchmarks.baselines.routing.history import RouteHistory
 from benchmarks.baselines.routing.run_tree import Run, longest_of_each
 from router.decision import Choice, Estimates, Floats
 
 
+@dataclass(eq=False)
 class Aibrix(Baseline):
     """Longest prefix among pods that are not too busy. Reimplemented.
 
@@ -31,24 +34,14 @@ class Aibrix(Baseline):
         "pkg/utils/prefixcacheindexer/hash.go (commit 01de8a5)"
     )
 
-    def __init__(
-        self,
-        seed: int = 0,
-        *,
-        sigmas: float = 1.0,
-        imbalance_factor: float = 2.0,
-        imbalance_gap: float = 8.0,
-        max_blocks: float = 200_000.0,
-    ) -> None:
-        super().__init__(seed)
-        at_least("sigmas", sigmas, 0)
-        at_least("imbalance_factor", imbalance_factor, 0)
-        at_least("imbalance_gap", imbalance_gap, 0)
-        at_least("max_blocks", max_blocks, 1)
-        self._sigmas = sigmas
-        self._factor = imbalance_factor
-        self._gap = imbalance_gap
-        self._max_blocks = max_blocks
+    sigmas: float = 1.0
+    imbalance_factor: float = 2.0
+    imbalance_gap: float = 8.0
+    max_blocks: float = 200_000.0
+    least: ClassVar = {"max_blocks": 1.0}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._history = RouteHistory()
         self._recent: OrderedDict[Run, None] = OrderedDict()
 
@@ -62,19 +55,17 @@ class Aibrix(Baseline):
         return Choice(random_least(self.rng, requests), "fewest_requests")
 
     def routed(self, estimates: Estimates, index: int) -> None:
-        """Insert the prompt for its pod."""
         # Deepest first, so that a prefix is always more recent than what follows it.
         for run in reversed(self._history.routed(estimates, index)):
             self._recent[run] = None
             self._recent.move_to_end(run)
         tree = self._history.tree
-        while tree.blocks > self._max_blocks:
+        while tree.blocks > self.max_blocks:
             run, _ = self._recent.popitem(last=False)
             for bit in list(run.marks):
                 tree.unmark(run, bit)
 
     def left(self, worker: str) -> None:
-        """Forget what it was sent."""
         self._history.left(worker)
         self._recent = OrderedDict((run, None) for run in self._recent if run.marks)
 
@@ -89,7 +80,7 @@ class Aibrix(Baseline):
         if not by_percent:
             return None
         sigma = float(np.std(requests, ddof=1)) if len(requests) > 1 else 0.0
-        limit = mean + self._sigmas * sigma
+        limit = mean + self.sigmas * sigma
         for percent in sorted(by_percent, reverse=True):
             rows = by_percent[percent]
             fewest = min(float(requests[row]) for row in rows)
@@ -102,7 +93,7 @@ class Aibrix(Baseline):
         """The pods that may match: all, or behind the gate those with the fewest requests."""
         roster = self._history.roster
         most, least = float(requests.max()), float(requests.min())
-        if most <= self._factor * (mean + 1.0) or most - least < self._gap:
+        if most <= self.imbalance_factor * (mean + 1.0) or most - least < self.imbalance_gap:
             return roster.mask
         fewest = np.flatnonzero(requests == least).tolist()
         return sum(1 << roster.bits[row] for row in fewest)

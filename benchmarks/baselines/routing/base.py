@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from random import Random
+from typing import ClassVar
 
 import numpy as np
 
 from router.decision import Choice, Estimates, Floats
 
 
+@dataclass(eq=False)
 class Baseline:
-    """A policy of somebody else. Parameters of a subclass are keyword-only, with defaults.
+    """A policy of another system. Parameters of a subclass are fields with defaults.
 
     Attributes:
         source: one line: what it reimplements, and where that is written.
+        least: the lowest value of a parameter, where that is not 0.
     """
 
+    seed: int = 0
     name = ""
     source = ""
+    least: ClassVar[Mapping[str, float]] = {}
     fetches = False
 
-    def __init__(self, seed: int = 0) -> None:
-        self.rng = Random(seed)
+    def __post_init__(self) -> None:
+        """Refuse a number that is below its least, or none."""
+        self.rng = Random(self.seed)
+        for parameter in parameters(type(self)):
+            value, low = getattr(self, parameter), self.least.get(parameter, 0.0)
+            if not isinstance(value, str) and not value >= low:
+                raise ValueError(f"{parameter} must be at least {low:g}, got {value:g}")
 
     def choose(self, estimates: Estimates) -> Choice:
         """Pick one of `estimates` (at least one)."""
@@ -61,7 +71,6 @@ def random_least(rng: Random, cost: Floats) -> int:
     return int(rows[0] if len(rows) == 1 else rows[rng.randrange(len(rows))])
 
 
-def at_least(name: str, value: float, low: float) -> None:
-    """ValueError unless `value` is a number and not below `low`."""
-    if math.isnan(value) or value < low:
-        raise ValueError(f"{name} must be at least {low:g}, got {value:g}")
+def parameters(cls: type[Baseline]) -> dict[str, float | int | str]:
+    """Parameters of a baseline with their defaults."""
+    return {field.name: field.default for field in fields(cls) if field.name != "seed"}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 
+from benchmarks.baselines.routing import base
 from benchmarks.baselines.routing.aibrix import Aibrix
-from benchmarks.baselines.routing.base import Baseline
 from benchmarks.baselines.routing.dynamo import Dynamo
 from benchmarks.baselines.routing.llm_d import LlmD
 from benchmarks.baselines.routing.production_stack import ProductionStack
@@ -18,20 +17,14 @@ from router.policy import Policy
 
 Value = float | int | str
 
-_CLASSES: tuple[type[Baseline], ...] = (
-    RoundRobin,
-    PowerOfTwo,
-    Sticky,
-    ConsistentHash,
-    RayPrefix,
-    SglangCacheAware,
-    Dynamo,
-    LlmD,
-    Aibrix,
-    ProductionStack,
-)
+_CLASSES: tuple[type[base.Baseline], ...] = (
+    RoundRobin, PowerOfTwo, Sticky, ConsistentHash, RayPrefix, SglangCacheAware, Dynamo, LlmD,
+    Aibrix, ProductionStack,
+)  # fmt: skip
 
-BASELINES: dict[str, tuple[type[Baseline], str]] = {cls.name: (cls, cls.source) for cls in _CLASSES}
+BASELINES: dict[str, tuple[type[base.Baseline], str]] = {
+    cls.name: (cls, cls.source) for cls in _CLASSES
+}
 """Name to class and source line."""
 
 
@@ -57,12 +50,7 @@ def baseline_named(spec: str, seed: int = 0) -> Policy:
 
 def parameters(name: str) -> dict[str, Value]:
     """Parameters of a baseline with their defaults."""
-    signature = inspect.signature(BASELINES[name][0].__init__)
-    return {
-        key: parameter.default
-        for key, parameter in signature.parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
+    return base.parameters(BASELINES[name][0])
 
 
 def _parsed(spec: str, text: str, known: dict[str, Value]) -> dict[str, Value]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
+from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.baselines.routing.base import Baseline, at_least, random_least
+from benchmarks.baselines.routing.base import Baseline, random_least
 from benchmarks.baselines.routing.run_tree import Roster, Run, RunTree, longest_of_each
 from router.decision import Choice, Estimates, Floats
 from router.index.prefix_hash import UInt64s
 
 
+@dataclass(eq=False)
 class Dynamo(Baseline):
     """Dynamo's cost with a constant credit for the host tier. Reimplemented.
 
@@ -43,68 +45,48 @@ class Dynamo(Baseline):
         "commit 07a6c9c)"
     )
 
-    def __init__(
-        self,
-        seed: int = 0,
-        *,
-        host_credit: float = 0.75,
-        device_credit: float = 1.0,
-        credit_decay: float = 0.0,
-        overlap_weight: float = 1.0,
-        request_weight: float = 0.0,
-        temperature: float = 0.0,
-    ) -> None:
-        super().__init__(seed)
-        for name, value in (
-            ("host_credit", host_credit),
-            ("device_credit", device_credit),
-            ("credit_decay", credit_decay),
-            ("overlap_weight", overlap_weight),
-            ("request_weight", request_weight),
-            ("temperature", temperature),
-        ):
-            at_least(name, value, 0)
-        self._host_credit = host_credit
-        self._device_credit = device_credit
-        self._credit_decay = credit_decay
-        self._overlap_weight = overlap_weight
-        self._request_weight = request_weight
-        self._temperature = temperature
+    host_credit: float = 0.75
+    device_credit: float = 1.0
+    credit_decay: float = 0.0
+    overlap_weight: float = 1.0
+    request_weight: float = 0.0
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._active = ActiveBlocks()
         self._prefills = PrefillQueues()
 
     def choose(self, estimates: Estimates) -> Choice:
         """The least cost, or a draw by temperature."""
         cost = self.cost(estimates)
-        if self._temperature == 0:
+        if self.temperature == 0:
             return Choice(random_least(self.rng, cost), "least_cost")
         return Choice(self._drawn(cost), "drawn_by_cost")
 
     def cost(self, estimates: Estimates) -> Floats:
         """Cost of each worker, in blocks."""
         block = estimates.block_tokens
-        credit = self._device_credit * estimates.device_tokens
+        credit = self.device_credit * estimates.device_tokens
         queued = self._prefills.tokens(estimates)
-        if self._credit_decay:
+        if self.credit_decay:
             request_blocks = max(math.ceil(estimates.prompt_tokens / block), 1)
             excess = (queued - queued.min()) / (block * request_blocks)
-            credit = credit / (1.0 + self._credit_decay * excess)
-        credit = credit + self._host_credit * estimates.cached_tokens
+            credit = credit / (1.0 + self.credit_decay * excess)
+        credit = credit + self.host_credit * estimates.cached_tokens
         raw = queued + estimates.prompt_tokens
-        cost = self._overlap_weight * np.maximum(raw - credit, 0.0) / block
+        cost = self.overlap_weight * np.maximum(raw - credit, 0.0) / block
         cost += self._active.decode_blocks(estimates)
-        if self._request_weight:
-            cost += self._request_weight * estimates.in_flight
+        if self.request_weight:
+            cost += self.request_weight * estimates.in_flight
         return cost
 
     def routed(self, estimates: Estimates, index: int) -> None:
-        """Its blocks are active on its worker from now on, and its prefill queues there."""
         self._active.add(estimates, index)
-        held = estimates.device_tokens[index] + self._host_credit * estimates.cached_tokens[index]
+        held = estimates.device_tokens[index] + self.host_credit * estimates.cached_tokens[index]
         self._prefills.add(estimates, index, max(estimates.prompt_tokens - float(held), 0.0))
 
     def left(self, worker: str) -> None:
-        """Nothing is active there any more."""
         self._active.left(worker)
         self._prefills.left(worker)
 
@@ -112,7 +94,7 @@ class Dynamo(Baseline):
         span = float(cost.max() - cost.min())
         if span == 0:
             return self.rng.randrange(len(cost))
-        weights = np.exp((cost.min() - cost) / (span * self._temperature))
+        weights = np.exp((cost.min() - cost) / (span * self.temperature))
         return self.rng.choices(range(len(cost)), weights.tolist())[0]
 
 
@@ -149,7 +131,6 @@ class PrefillQueues:
         self._tokens[bit] += tokens
 
     def left(self, worker: str) -> None:
-        """A worker is gone."""
         bit = self._roster.left(worker)
         if bit is not None and bit in self._sent:
             del self._sent[bit]
@@ -199,7 +180,6 @@ class ActiveBlocks:
         self._blocks[bit] = self._tree.size(bit)
 
     def left(self, worker: str) -> None:
-        """A worker is gone."""
         bit = self._roster.left(worker)
         if bit is not None and bit in self._sent:
             self._tree.forget(bit)

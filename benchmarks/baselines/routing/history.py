@@ -24,7 +24,6 @@ class RouteHistory:
         return self.tree.walk(estimates.prefix_hashes)
 
     def routed(self, estimates: Estimates, index: int) -> list[Run]:
-        """The request's prefix was sent to row `index`; returns its runs from the root on."""
         tree, hashes = self.tree, estimates.prefix_hashes
         self.roster.read(estimates)
         self._tick += 1
@@ -67,7 +66,6 @@ class RouteHistory:
             tree.unmark(run, bit)
 
     def left(self, worker: str) -> None:
-        """A worker is gone, and what was sent there with it."""
         bit = self.roster.left(worker)
         if bit is not None:
             self.tree.forget(bit)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from benchmarks.baselines.routing.base import Baseline, at_least
+from benchmarks.baselines.routing.base import Baseline
 from router.decision import Choice, Estimates, Floats
 
 
+@dataclass(eq=False)
 class LlmD(Baseline):
     """Precise prefix cache, KV cache utilization and queue. Reimplemented.
 
@@ -29,24 +32,13 @@ class LlmD(Baseline):
         "{scorer/{prefix,kvcacheutilization,queuedepth},picker}"
     )
 
-    def __init__(
-        self,
-        seed: int = 0,
-        *,
-        prefix_weight: float = 2.0,
-        kv_weight: float = 1.0,
-        queue_weight: float = 1.0,
-        host_weight: float = 0.8,
-    ) -> None:
-        super().__init__(seed)
-        at_least("prefix_weight", prefix_weight, 0)
-        at_least("kv_weight", kv_weight, 0)
-        at_least("queue_weight", queue_weight, 0)
-        at_least("host_weight", host_weight, 0)
-        self._prefix_weight = prefix_weight
-        self._kv_weight = kv_weight
-        self._queue_weight = queue_weight
-        self._host_weight = host_weight
+    prefix_weight: float = 2.0
+    kv_weight: float = 1.0
+    queue_weight: float = 1.0
+    host_weight: float = 0.8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._turn = 0
 
     def choose(self, estimates: Estimates) -> Choice:
@@ -62,14 +54,14 @@ class LlmD(Baseline):
     def score(self, estimates: Estimates) -> Floats:
         """Weighted sum of the three scores of each worker."""
         tokens = max(len(estimates.prefix_hashes) * estimates.block_tokens, 1)
-        held = estimates.device_tokens + self._host_weight * estimates.cached_tokens
+        held = estimates.device_tokens + self.host_weight * estimates.cached_tokens
         prefix = np.minimum(held / tokens, 1.0)
         kv = 1.0 - np.minimum(
             estimates.resident_tokens / np.maximum(estimates.capacity_tokens, 1.0), 1.0
         )
         waiting = estimates.waiting
         most, least = waiting.max(), waiting.min()
-        score: Floats = self._prefix_weight * prefix + self._kv_weight * kv
+        score: Floats = self.prefix_weight * prefix + self.kv_weight * kv
         queue = (most - waiting) / (most - least) if most > least else np.ones(len(estimates))
-        score += self._queue_weight * queue
+        score += self.queue_weight * queue
         return score

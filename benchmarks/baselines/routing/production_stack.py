@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.baselines.routing.base import Baseline, at_least, random_least
+from dataclasses import dataclass
+
+from benchmarks.baselines.routing.base import Baseline, random_least
 from benchmarks.baselines.routing.history import RouteHistory
 from benchmarks.baselines.routing.ring import HashRing, hash_of
 from router.decision import Choice, Estimates
@@ -11,6 +13,7 @@ _VARIANTS = ("prefixaware", "loadaware")
 _VIRTUAL_NODES = 100
 
 
+@dataclass(eq=False)
 class ProductionStack(Baseline):
     """Where the longest prefix was sent, or cache benefit against load. Reimplemented.
 
@@ -30,27 +33,28 @@ class ProductionStack(Baseline):
         "prefix/hashtrie.py (commit 008a23b); loadaware: pull request 1035"
     )
 
-    def __init__(self, seed: int = 0, *, variant: str = "prefixaware", beta: float = 1.0) -> None:
-        super().__init__(seed)
-        if variant not in _VARIANTS:
-            raise ValueError(f"variant must be one of {', '.join(_VARIANTS)}, got {variant!r}")
-        at_least("beta", beta, 0)
-        self._beta = beta
-        self._load_aware = variant == "loadaware"
+    variant: str = "prefixaware"
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.variant not in _VARIANTS:
+            names = ", ".join(_VARIANTS)
+            raise ValueError(f"variant must be one of {names}, got {self.variant!r}")
         self._history = RouteHistory()
         self._ring = HashRing(_VIRTUAL_NODES)
 
     def choose(self, estimates: Estimates) -> Choice:
         """By the variant asked for."""
-        return self._by_load(estimates) if self._load_aware else self._by_prefix(estimates)
+        return (
+            self._by_load(estimates) if self.variant == "loadaware" else self._by_prefix(estimates)
+        )
 
     def routed(self, estimates: Estimates, index: int) -> None:
-        """Insert the prompt for its endpoint."""
-        if not self._load_aware:
+        if self.variant == "prefixaware":
             self._history.routed(estimates, index)
 
     def left(self, worker: str) -> None:
-        """Forget what it was sent."""
         self._history.left(worker)
         self._ring.left(worker)
 
@@ -73,7 +77,7 @@ class ProductionStack(Baseline):
             return self._by_session(estimates)
         load = estimates.in_flight
         mean = float(load.mean())
-        penalty = self._beta * (load - mean) / max(1.0, mean)
+        penalty = self.beta * (load - mean) / max(1.0, mean)
         return Choice(
             int((held / max(estimates.prompt_tokens, 1) - penalty).argmax()), "best_score"
         )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
-from benchmarks.baselines.routing.base import Baseline, at_least, first_least, power_of_two
+from benchmarks.baselines.routing.base import Baseline, first_least, power_of_two
 from benchmarks.baselines.routing.history import RouteHistory
 from router.decision import Choice, Estimates
 
 _EVICTION_TARGET = 0.9
 
 
+@dataclass(eq=False)
 class RayPrefix(Baseline):
     """Longest prefix in a tree of what was routed where. Reimplemented.
 
@@ -30,27 +33,19 @@ class RayPrefix(Baseline):
         "prefix_tree.py (Ray 2.60.0)"
     )
 
-    def __init__(
-        self,
-        seed: int = 0,
-        *,
-        imbalanced_threshold: float = math.inf,
-        match_rate_threshold: float = 0.1,
-        eviction_tokens: float = math.inf,
-    ) -> None:
-        super().__init__(seed)
-        at_least("imbalanced_threshold", imbalanced_threshold, 0)
-        at_least("match_rate_threshold", match_rate_threshold, 0)
-        at_least("eviction_tokens", eviction_tokens, 1)
-        self._imbalanced = imbalanced_threshold
-        self._match_rate = match_rate_threshold
-        self._eviction_tokens = eviction_tokens
+    imbalanced_threshold: float = math.inf
+    match_rate_threshold: float = 0.1
+    eviction_tokens: float = math.inf
+    least: ClassVar = {"eviction_tokens": 1.0}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._history = RouteHistory()
 
     def choose(self, estimates: Estimates) -> Choice:
         """Balance, then affinity, then the smallest tree."""
         queue = estimates.in_flight
-        if queue.max() - queue.min() > self._imbalanced:
+        if queue.max() - queue.min() > self.imbalanced_threshold:
             return Choice(power_of_two(self.rng, queue), "imbalanced")
         path = self._history.match(estimates)
         roster = self._history.roster
@@ -60,7 +55,7 @@ class RayPrefix(Baseline):
             if not sent:
                 break
             holders, blocks = sent, matched
-        if blocks * estimates.block_tokens >= self._match_rate * estimates.prompt_tokens:
+        if blocks * estimates.block_tokens >= self.match_rate_threshold * estimates.prompt_tokens:
             return Choice(first_least(roster.rows(holders), queue), "prefix_match")
         sizes = [self._history.size(bit) for bit in roster.bits]
         smallest = min(sizes)
@@ -68,13 +63,11 @@ class RayPrefix(Baseline):
         return Choice(first_least(rows, queue), "smallest_tree")
 
     def routed(self, estimates: Estimates, index: int) -> None:
-        """Insert the prompt for its replica."""
         self._history.routed(estimates, index)
         bit = self._history.bit(estimates, index)
-        most = self._eviction_tokens / estimates.block_tokens
+        most = self.eviction_tokens / estimates.block_tokens
         if self._history.size(bit) > most:
             self._history.trim(bit, _EVICTION_TARGET * most)
 
     def left(self, worker: str) -> None:
-        """Forget what it was sent."""
         self._history.left(worker)

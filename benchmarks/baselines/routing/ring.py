@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import ClassVar
 
-from benchmarks.baselines.routing.base import Baseline, at_least
+from benchmarks.baselines.routing.base import Baseline
 from router.decision import Choice, Estimates
 
 
@@ -55,7 +57,6 @@ class HashRing:
                     return
 
     def left(self, worker: str) -> None:
-        """A worker's points go; everybody else's stay."""
         if worker in self._known:
             self._known.remove(worker)
             self._ring = [entry for entry in self._ring if entry[1] != worker]
@@ -67,6 +68,7 @@ class HashRing:
         self._points = [point for point, _ in self._ring]
 
 
+@dataclass(eq=False)
 class ConsistentHash(Baseline):
     """The session's place on a hash ring decides; a request without a session goes anywhere.
 
@@ -79,12 +81,13 @@ class ConsistentHash(Baseline):
     name = "consistent_hash"
     source = "ray/serve/experimental/consistent_hash_router.py (Ray 2.60.0); c: arXiv 1608.01350"
 
-    def __init__(self, seed: int = 0, *, c: float = math.inf, virtual_nodes: int = 100) -> None:
-        super().__init__(seed)
-        at_least("c", c, 1.0)
-        at_least("virtual_nodes", virtual_nodes, 1)
-        self._bound = c
-        self._ring = HashRing(virtual_nodes)
+    c: float = math.inf
+    virtual_nodes: int = 100
+    least: ClassVar = {"c": 1.0, "virtual_nodes": 1.0}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ring = HashRing(self.virtual_nodes)
 
     def choose(self, estimates: Estimates) -> Choice:
         """The owner of the session, or the next on the ring with room."""
@@ -93,14 +96,13 @@ class ConsistentHash(Baseline):
         point = hash_of(session) if session else self.rng.getrandbits(64)
         rows = self._ring.clockwise(point)
         owner = next(rows)
-        if math.isinf(self._bound):
+        if math.isinf(self.c):
             return Choice(owner, "session_owner" if session else "no_session")
         queue = estimates.in_flight
-        most = math.ceil(self._bound * (float(queue.sum()) + 1.0) / len(estimates))
+        most = math.ceil(self.c * (float(queue.sum()) + 1.0) / len(estimates))
         if queue[owner] < most:
             return Choice(owner, "session_owner" if session else "no_session")
         return Choice(next(row for row in rows if queue[row] < most), "owner_full")
 
     def left(self, worker: str) -> None:
-        """Take its points off the ring."""
         self._ring.left(worker)

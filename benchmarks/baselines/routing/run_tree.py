@@ -199,7 +199,6 @@ class Roster:
         return self._rows.get(bit)
 
     def left(self, worker: str) -> int | None:
-        """A worker is gone, and its number free; returns it, None if it had none."""
         self._names = []
         bit = self._bits.pop(worker, None)
         if bit is not None:

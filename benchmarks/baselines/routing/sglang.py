@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from benchmarks.baselines.routing.base import Baseline, at_least
+from dataclasses import dataclass
+from typing import ClassVar
+
+from benchmarks.baselines.routing.base import Baseline
 from benchmarks.baselines.routing.history import RouteHistory
 from router.decision import Choice, Estimates
 
 _SLACK = 1.1
 
 
+@dataclass(eq=False)
 class SglangCacheAware(Baseline):
     """Longest prefix in a tree of the request history, unless the load is lopsided. Reimplemented.
 
@@ -29,49 +33,37 @@ class SglangCacheAware(Baseline):
         "(sglang-router 0.3.2)"
     )
 
-    def __init__(
-        self,
-        seed: int = 0,
-        *,
-        cache_threshold: float = 0.3,
-        balance_abs: float = 64.0,
-        balance_rel: float = 1.5,
-        max_tree_tokens: float = 2.0**24,
-    ) -> None:
-        super().__init__(seed)
-        at_least("cache_threshold", cache_threshold, 0)
-        at_least("balance_abs", balance_abs, 0)
-        at_least("balance_rel", balance_rel, 0)
-        at_least("max_tree_tokens", max_tree_tokens, 1)
-        self._cache_threshold = cache_threshold
-        self._balance_abs = balance_abs
-        self._balance_rel = balance_rel
-        self._max_tree_tokens = max_tree_tokens
+    cache_threshold: float = 0.3
+    balance_abs: float = 64.0
+    balance_rel: float = 1.5
+    max_tree_tokens: float = 2.0**24
+    least: ClassVar = {"max_tree_tokens": 1.0}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._history = RouteHistory()
 
     def choose(self, estimates: Estimates) -> Choice:
         """Balance, then affinity, then the shortest queue."""
         load = estimates.in_flight
         least, most = float(load.min()), float(load.max())
-        if most - least > self._balance_abs and most > self._balance_rel * least:
+        if most - least > self.balance_abs and most > self.balance_rel * least:
             return Choice(int(load.argmin()), "imbalanced")
         path = self._history.match(estimates)
         if path:
             run, blocks = path[-1]
-            if blocks * estimates.block_tokens > self._cache_threshold * estimates.prompt_tokens:
+            if blocks * estimates.block_tokens > self.cache_threshold * estimates.prompt_tokens:
                 first = run.first if run.first in run.marks else next(iter(run.marks))
                 row = self._history.roster.row(first)
                 return Choice(row or 0, "prefix_match" if row is not None else "match_not_on_offer")
         return Choice(int(load.argmin()), "shortest_queue")
 
     def routed(self, estimates: Estimates, index: int) -> None:
-        """Insert the prompt for its worker."""
         self._history.routed(estimates, index)
         bit = self._history.bit(estimates, index)
-        most = self._max_tree_tokens / estimates.block_tokens
+        most = self.max_tree_tokens / estimates.block_tokens
         if self._history.size(bit) > _SLACK * most:
             self._history.trim(bit, most)
 
     def left(self, worker: str) -> None:
-        """Forget what it was sent."""
         self._history.left(worker)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from benchmarks.baselines.routing.base import Baseline, power_of_two, random_least
 from router.decision import Choice, Estimates
 
 
+@dataclass(eq=False)
 class RoundRobin(Baseline):
     """One worker after the other: counter modulo the number of workers on offer. Reimplemented."""
 
     name = "round_robin"
     source = "sgl-model-gateway/src/policies/round_robin.rs (sglang-router 0.3.2)"
 
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(seed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._count = 0
 
     def choose(self, estimates: Estimates) -> Choice:

@@ -1,25 +1,14 @@
 """The reimplemented prefix affinity decides as Ray's own tree says, if a letter is a block."""
 
-from hashlib import blake2b
 from random import Random
 
 import pytest
 
 from benchmarks.baselines.routing.ray_prefix import RayPrefix
-from router.decision import Estimates
-from tests.router.offering import estimates as estimates_of
+from tests.benchmarks.baselines.prompts import offer
 
 pytestmark = pytest.mark.ray
 WORKERS = [f"w{i}" for i in range(5)]
-
-
-def offer(in_flight, prompt) -> Estimates:
-    prefixes = [prompt[: i + 1].encode() for i in range(len(prompt))]
-    ids = [int.from_bytes(blake2b(p, digest_size=8).digest()) for p in prefixes]
-    return estimates_of(
-        *({"in_flight": queue} for queue in in_flight), names=WORKERS,
-        prompt_tokens=16 * len(prompt), prefix_hashes=ids,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(15))

@@ -1,5 +1,4 @@
 from collections import Counter
-from hashlib import blake2b
 
 import numpy as np
 import pytest
@@ -8,11 +7,9 @@ from benchmarks.baselines.routing.catalogue import BASELINES, baseline_named, pa
 from benchmarks.baselines.routing.dynamo import Dynamo
 from benchmarks.baselines.routing.llm_d import LlmD
 from kappa.plugins import ROUTING_POLICIES, installed
-from router.decision import Estimates
 from router.policies import policy_named
-from tests.router.offering import estimates as estimates_of
+from tests.benchmarks.baselines.prompts import BLOCK, offer
 
-BLOCK = 16
 EVERY = [
     *BASELINES,
     "consistent_hash:c=1.25",
@@ -22,24 +19,6 @@ EVERY = [
     "aibrix:imbalance_gap=2,max_blocks=20",
     "production_stack:variant=loadaware",
 ]
-
-
-def chain(labels: str) -> np.ndarray:
-    """Prefix-chained ids, one block a letter."""
-    prefixes = (labels[: i + 1].encode() for i in range(len(labels)))
-    return np.array(
-        [int.from_bytes(blake2b(p, digest_size=8).digest()) for p in prefixes], dtype=np.uint64
-    )
-
-
-def offer(in_flight, prompt="", session="", workers=None, **arrays) -> Estimates:
-    """A prompt of one block a letter on as many workers as there are queues."""
-    columns = {"in_flight": in_flight, "capacity_tokens": [1000.0] * len(in_flight), **arrays}
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return estimates_of(
-        *rows, names=workers, block_tokens=BLOCK, prompt_tokens=BLOCK * len(prompt),
-        prefix_hashes=chain(prompt), session=session,
-    )  # fmt: skip
 
 
 def made(spec, seed=0):
@@ -117,7 +96,8 @@ def test_the_estimates_are_left_as_they_were(spec):
     for estimates in stream(30, ["a", "b", "c"]):
         rows, hashes = estimates.rows.copy(), estimates.prefix_hashes.copy()
         route(policy, estimates)
-        assert (estimates.rows == rows).all() and (estimates.prefix_hashes == hashes).all()
+        assert np.array_equal(rows, estimates.rows)
+        assert np.array_equal(hashes, estimates.prefix_hashes)
 
 
 # -- round robin, power of two, sticky, consistent hash ------------------------------------------

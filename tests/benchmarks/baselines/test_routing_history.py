@@ -1,32 +1,17 @@
-from hashlib import blake2b
 from random import Random
 
-import numpy as np
 import pytest
 
 from benchmarks.baselines.routing.dynamo import ActiveBlocks
 from benchmarks.baselines.routing.history import RouteHistory
 from benchmarks.baselines.routing.run_tree import longest_of_each
-from tests.router.offering import estimates as estimates_of
+from tests.benchmarks.baselines import prompts
 
 WORKERS = [f"w{i}" for i in range(5)]
 
 
-def chain(labels: str) -> np.ndarray:
-    """Prefix-chained ids, one block a letter."""
-    prefixes = (labels[: i + 1].encode() for i in range(len(labels)))
-    return np.array(
-        [int.from_bytes(blake2b(p, digest_size=8).digest()) for p in prefixes], dtype=np.uint64
-    )
-
-
-def offer(labels: str, workers: list[str] | None = None, in_flight: list[int] | None = None):
-    workers = workers or WORKERS
-    queues = in_flight or [0] * len(workers)
-    return estimates_of(
-        *({"in_flight": queue} for queue in queues), names=workers,
-        prompt_tokens=16 * len(labels), prefix_hashes=chain(labels),
-    )  # fmt: skip
+def offer(labels, in_flight=(0,) * 5):
+    return prompts.offer(in_flight, labels)
 
 
 def random_prompt(rng: Random) -> str:
