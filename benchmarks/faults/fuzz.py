@@ -106,7 +106,6 @@ class FuzzResult:
     slow: tuple[tuple[str, ...], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         per_s = self.requests / self.seconds
         return {**asdict(self), "per_s": per_s, "ratios": self.ratios, "broken": self.broken()}
 
@@ -203,7 +202,6 @@ class _Run:
     _done: deque[Bad] = field(default_factory=lambda: deque(maxlen=24))
 
     async def all(self) -> None:
-        """Send everything."""
         plan = self.plan
         drawn = bad_requests(plan.seed, plan.requests, self.target.model, MARKER, plan.schemas)
         self._start_s = start_s = time.monotonic()
@@ -312,7 +310,6 @@ def complaint_of(status: int, text: str) -> str:
 
 
 def _shaped(text: str) -> bool:
-    """Whether an error is in OpenAI's shape."""
     try:
         error = json.loads(text)["error"]
         return set(error) == {"message", "type", "param", "code"} and bool(error["message"])

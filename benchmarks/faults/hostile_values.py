@@ -194,7 +194,6 @@ _OPTIONAL_SHARE = 0.4
 
 
 def pick(rng: np.random.Generator, values: tuple[Any, ...]) -> Any:
-    """One of them."""
     return values[int(rng.integers(len(values)))]
 
 

@@ -65,7 +65,6 @@ class Row:
     reservations: int
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {**asdict(self), "broken": self.broken()}
 
     def broken(self) -> list[str]:

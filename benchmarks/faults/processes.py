@@ -65,7 +65,6 @@ class Family:
         return found
 
     def of_role(self, role: str) -> list[int]:
-        """Pids of a role."""
         return [process.pid for process in self.members() if process.role == role]
 
     def below(self, pid: int) -> list[int]:
@@ -105,7 +104,6 @@ def worker_pids() -> dict[str, int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
     with suppress(psutil.Error):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False
@@ -119,12 +117,10 @@ def kill(pids: Iterable[int]) -> None:
 
 
 def freeze(pid: int) -> None:
-    """Stop a process until it is thawed."""
     os.kill(pid, signal.SIGSTOP)
 
 
 def thaw(pid: int) -> None:
-    """Let it go on, if it is still there."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
 

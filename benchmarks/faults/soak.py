@@ -119,7 +119,6 @@ class Sample:
 
 
 def look(target: Target, start_s: float) -> Sample:
-    """Look once."""
     processes = {p.pid: Held(p.role, p.rss_bytes, p.fds) for p in target.family.members()}
     return Sample(
         time.monotonic() - start_s,

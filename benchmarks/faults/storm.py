@@ -66,7 +66,6 @@ class StormResult:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return asdict(self)
 
 
@@ -192,7 +191,6 @@ class CrowdResult:
     reservations: int
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return asdict(self)
 
 

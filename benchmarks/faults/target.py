@@ -129,11 +129,9 @@ class Target:
 
     @property
     def home(self) -> Path:
-        """The cluster's cache folder."""
         return self.folder / "home"
 
     def close(self) -> None:
-        """Let the connections go."""
         self.http.close()
 
 

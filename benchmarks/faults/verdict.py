@@ -69,11 +69,9 @@ class Verdict:
 
     @property
     def kept(self) -> bool:
-        """Whether the promise was kept."""
         return not self.failed
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {**asdict(self), "kept": self.kept}
 
 

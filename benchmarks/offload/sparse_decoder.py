@@ -74,7 +74,6 @@ class SparseDecoder:
         return np.asarray(torch.stack(self._generated, dim=1).cpu())
 
     def take_block(self, lane: int) -> int:
-        """A host block."""
         return self.forward.arena.pools["kv", "host"].allocate(1)[0]
 
     def close(self) -> None:

@@ -122,7 +122,6 @@ class Store:
         return f"{run.name}|{fingerprint(run.cell, self._settings)}"
 
     def find(self, run: Run) -> Row | None:
-        """The row of a finished run."""
         return self._rows.get(self.key(run))
 
     def add(self, run: Run, row: Row) -> None:

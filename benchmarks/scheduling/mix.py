@@ -48,7 +48,6 @@ class Ask:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of its prompt."""
         return self.prefix_tokens + self.new_tokens
 
     @property

@@ -148,7 +148,6 @@ class Engine:
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     def close(self) -> None:
-        """End the engine's processes."""
         self._llm.shutdown()
         self._context.destroy(linger=0)
         self._folder.cleanup()

@@ -55,7 +55,6 @@ class Overhead:
 
     @property
     def total_s(self) -> float:
-        """Both together."""
         return self.before_s + self.after_s
 
 
@@ -111,7 +110,6 @@ class Mirror:
 
     @property
     def by_name(self) -> dict[str, StepModel]:
-        """Step constants of each node."""
         return {p.name: s for p, s in zip(self.profiles, self.steps, strict=True)}
 
 

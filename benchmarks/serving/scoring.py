@@ -61,7 +61,6 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        """Cached over new tokens."""
         return self.cached_tokens / max(self.new_tokens, 1)
 
     @property
@@ -112,7 +111,6 @@ class RunningMedian:
     _seen: dict[tuple[str, int] | str, list[float]] = field(default_factory=dict)
 
     def learn(self, outcome: Outcome) -> None:
-        """One more TTFT is known."""
         for key in self._keys(outcome):
             self._seen.setdefault(key, []).append(outcome.actual_s)
 

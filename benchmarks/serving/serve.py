@@ -103,7 +103,6 @@ class Round:
 
     @property
     def rps(self) -> float:
-        """Requests per second."""
         return len(self.answers) / self.seconds
 
 

@@ -132,13 +132,11 @@ class Bench:
         ]
 
     def runs_of(self, trace: str, load: float, policy: str) -> list[Played]:
-        """All runs of a cell."""
         return [self.played[policy, trace, load, run] for run in range(self.runs)]
 
     def scripts(
         self, trace: str, sessions_per_s: float, window_s: float, salt: int
     ) -> list[Script]:
-        """The sessions of one run."""
         engine = self.settings.engine
         made = scripts(
             workload_named(trace), SCALINGS[trace], sessions_per_s=sessions_per_s,
@@ -291,11 +289,9 @@ class Cell:
     sim_s: tuple[np.ndarray, ...]
 
     def real(self, quantile: float) -> list[float]:
-        """The quantile in each real run."""
         return [float(np.quantile(run, quantile)) for run in self.real_s]
 
     def sim(self, quantile: float) -> list[float]:
-        """The quantile in each simulated run."""
         return [float(np.quantile(run, quantile)) for run in self.sim_s]
 
 

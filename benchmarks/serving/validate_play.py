@@ -63,7 +63,6 @@ class Played(msgspec.Struct):
     overrun_share: float = 0.0
 
     def ttfts_s(self) -> NDArray[np.float64]:
-        """TTFTs of the requests that were answered."""
         return np.array([answer.ttft_s for answer in self.answers if not answer.error])
 
 

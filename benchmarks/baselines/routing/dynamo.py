@@ -108,7 +108,6 @@ class PrefillQueues:
         self._tokens: Floats = np.zeros(8)
 
     def tokens(self, estimates: Estimates) -> Floats:
-        """Queued tokens of each worker."""
         roster = self._roster
         roster.read(estimates)
         self._counts, self._tokens = roomy(roster, self._counts), roomy(roster, self._tokens)

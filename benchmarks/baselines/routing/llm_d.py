@@ -52,7 +52,6 @@ class LlmD(Baseline):
         return Choice(index, "equal_scores_in_turn")
 
     def score(self, estimates: Estimates) -> Floats:
-        """Weighted sum of the three scores of each worker."""
         tokens = max(len(estimates.prefix_hashes) * estimates.block_tokens, 1)
         held = estimates.device_tokens + self.host_weight * estimates.cached_tokens
         prefix = np.minimum(held / tokens, 1.0)

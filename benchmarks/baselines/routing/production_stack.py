@@ -45,7 +45,6 @@ class ProductionStack(Baseline):
         self._ring = HashRing(_VIRTUAL_NODES)
 
     def choose(self, estimates: Estimates) -> Choice:
-        """By the variant asked for."""
         return (
             self._by_load(estimates) if self.variant == "loadaware" else self._by_prefix(estimates)
         )

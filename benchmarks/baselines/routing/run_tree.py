@@ -36,7 +36,6 @@ class Run:
 
     @property
     def end(self) -> int:
-        """Block after the last."""
         return self.start + len(self.hashes)
 
 
@@ -71,12 +70,10 @@ class RunTree:
         return self._sizes[bit] if bit < len(self._sizes) else 0
 
     def forget(self, bit: int) -> None:
-        """Take all marks of a worker away."""
         for run in [run for run in self.runs.values() if bit in run.marks]:
             self.unmark(run, bit)
 
     def mark(self, run: Run, bit: int, value: float) -> None:
-        """Set a worker's mark on a run."""
         if bit not in run.marks:
             run.mask |= 1 << bit
             self._grow(bit, len(run.hashes))

@@ -20,7 +20,6 @@ class RoundRobin(Baseline):
         self._count = 0
 
     def choose(self, estimates: Estimates) -> Choice:
-        """The next one."""
         index = self._count % len(estimates)
         self._count += 1
         return Choice(index, "next_in_turn")
@@ -37,7 +36,6 @@ class PowerOfTwo(Baseline):
     source = "ray/serve/_private/request_router/pow_2_router.py (Ray 2.60.0)"
 
     def choose(self, estimates: Estimates) -> Choice:
-        """The less loaded of two."""
         return Choice(power_of_two(self.rng, estimates.in_flight), "shorter_of_two_queues")
 
 
@@ -51,7 +49,6 @@ class Sticky(Baseline):
     source = "affinity alone, on the prefix index: a reference point, nobody's default"
 
     def choose(self, estimates: Estimates) -> Choice:
-        """The holder; holders of equal length by requests in flight, then at random."""
         held = estimates.device_tokens + estimates.cached_tokens
         longest = held.max()
         if longest <= 0:

@@ -55,7 +55,6 @@ class Queue:
     # -- Rule ---------------------------------------------------------------------------------
 
     def add(self, work: Work, now_s: float) -> bool:
-        """To the end of the queue."""
         work.seq = self._seq
         self._seq += 1
         self._waiting[work] = None
@@ -128,11 +127,9 @@ class Queue:
         self.returned(work, now_s)
 
     def finished(self, work: Work, output_tokens: int, now_s: float) -> None:
-        """Its blocks are free."""
         self._stuck_version = -1
 
     def aborted(self, work: Work, now_s: float) -> None:
-        """Forget it."""
         self._waiting.pop(work, None)
         self._stuck_version = -1
 

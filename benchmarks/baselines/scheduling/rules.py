@@ -64,7 +64,6 @@ class Hrrn(Queue):
         super().returned(work, now_s)
 
     def aborted(self, work: Work, now_s: float) -> None:
-        """Forget it."""
         self._began.pop(work, None)
         super().aborted(work, now_s)
 
@@ -121,7 +120,6 @@ class Cap1(Queue):
         super().returned(work, now_s)
 
     def finished(self, work: Work, output_tokens: int, now_s: float) -> None:
-        """The next may come."""
         self._high.discard(work)
         super().finished(work, output_tokens, now_s)
 

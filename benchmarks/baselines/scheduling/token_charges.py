@@ -29,7 +29,6 @@ class TokenCharged(Queue, ABC):
         self._prepaid: dict[str, int] = {}
 
     def weight(self, tenant: str) -> float:
-        """A tenant's share."""
         return self.config.weights.get(tenant, self.config.default_weight)
 
     @abstractmethod
@@ -124,7 +123,6 @@ class Vtc(TokenCharged):
         super().preempted(work, now_s)
 
     def aborted(self, work: Work, now_s: float) -> None:
-        """Forget it."""
         self._leave(work)
         super().aborted(work, now_s)
 

@@ -166,7 +166,6 @@ class EmulatedNode:
         )  # fmt: skip
 
     def drop(self, node: int, tier: str, ids: list[Ids]) -> None:
-        """Publish that blocks are gone."""
         blocks = np.concatenate(ids).tolist()
         self._publish({"type": "BlockRemoved", "block_hashes": blocks, "medium": _MEDIA[tier]})
 

@@ -97,7 +97,6 @@ async def decision_rows(lengths, repeats, size):
 
 
 def drawn(tokens, count, seed):
-    """Random prompts."""
     rng = random.Random(seed)
     return [rng.choices(range(128_000), k=tokens) for _ in range(count)]
 
