@@ -1,4 +1,4 @@
-"""`kappa faults`: things that go wrong, done to clusters started for it, with a verdict for each.
+"""`kappa faults`: things that go wrong, done to clusters started for it; each passes or fails.
 
 The real stack under load: Ray Serve, ingress, router, report streams, HTTP. Engines are emulated
 where the catalogue says so, else vLLM's. One line per fault; the exit code is 1 if a promise was
@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
@@ -31,8 +32,7 @@ from benchmarks.faults.storm import Storm, crowd, storm
 from benchmarks.faults.target import FaultsError, Target
 from benchmarks.faults.traffic import Mix
 from benchmarks.faults.trial import try_faults
-from benchmarks.faults.verdict import Verdict
-from deploy.commands.provenance import Json, command, machine
+from benchmarks.harness import Json, command, machine, save_json, table
 
 _MIXES = {"emulated": Mix(), "vllm": Mix(clients=4, documents=12, words=150, max_tokens=6)}
 # vLLM engines as `kappa serve` starts them, but for the bound on answers, which must be awaited.
@@ -69,7 +69,7 @@ def faults(
     out: Annotated[Path | None, typer.Option(help="Folder for faults.json.")] = None,
     json_output: Json = False,
 ) -> None:
-    """Do harm to a cluster on purpose and say what its clients saw."""
+    """Inject faults into a cluster and report what its clients saw."""
     if list_them:
         _list(json_output)
         return
@@ -89,11 +89,9 @@ def faults(
             _hostile(report, engine or "emulated", fuzz, (isolation, kinds), console)
         if storm_requests or storm_kills or streams:
             plan = Storm(
-                storm_requests or 1 << 30,
-                storm_kills or 1 << 30,
-                patient=bool(storm_kills),
+                storm_requests or 1 << 30, storm_kills or 1 << 30, patient=bool(storm_kills),
                 limit_s=limit_s,
-            )
+            )  # fmt: skip
             storms = plan if storm_requests or storm_kills else None
             _long_runs(report, engine or "emulated", storms, streams, console)
         if not (fuzz or isolation or storm_requests or storm_kills or streams):
@@ -102,56 +100,57 @@ def faults(
         console.print(f"[red]{error}[/red]")
         raise typer.Exit(1) from None
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "faults.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        save_json(report, out / "faults.json")
     if json_output:
         print(json.dumps(report))
     else:
-        _print(report)
+        _show(report, Console(highlight=False))
     if not report["kept"]:
         raise typer.Exit(1)
 
 
-def _trials(report: dict[str, Any], chosen: Sequence[Fault], seed: int, console: Console) -> None:
-    verdicts: list[Verdict] = []
+@contextmanager
+def _cluster(
+    report: dict[str, Any], engine: str, console: Console, settings: str, operator: bool = False
+) -> Iterator[Target]:
+    """A cluster of these engines; what outlives it is noted in the report."""
     survivors: list[str] = []
+    headers = key_of("operator") if operator else None
+    with tempfile.TemporaryDirectory(prefix="kappa-faults-") as folder:
+        console.print(f"[dim]starting a cluster of {engine} engines[/dim]")
+        with started(Path(folder), settings, survivors, headers) as target:
+            yield target
+    report["survivors"] += survivors
+    report["kept"] &= not survivors
+
+
+def _trials(report: dict[str, Any], chosen: Sequence[Fault], seed: int, console: Console) -> None:
+    report["verdicts"] = []
     for engine in SETTINGS:
         mine = [fault for fault in chosen if fault.engine == engine]
-        if not mine:
-            continue
-        with tempfile.TemporaryDirectory(prefix="kappa-faults-") as folder:
-            console.print(f"[dim]starting a cluster of {engine} engines[/dim]")
-            with started(Path(folder), SETTINGS[engine], survivors) as target:
+        if mine:
+            with _cluster(report, engine, console, SETTINGS[engine]) as target:
                 trial = try_faults(target, mine, _MIXES[engine], seed, console.print)
-                verdicts += asyncio.run(trial)
-    report["verdicts"] = [verdict.to_dict() for verdict in verdicts]
-    report["survivors"] += survivors
-    report["kept"] &= all(verdict.kept for verdict in verdicts) and not survivors
+                report["verdicts"] += [verdict.to_dict() for verdict in asyncio.run(trial)]
+    report["kept"] &= all(row["kept"] for row in report["verdicts"])
 
 
 def _long_runs(
-    report: dict[str, Any],
-    engine: str,
-    plan: Storm | None,
-    streams: int,
-    console: Console,
+    report: dict[str, Any], engine: str, plan: Storm | None, streams: int, console: Console
 ) -> None:
-    survivors: list[str] = []
     report["engine"] = engine
-    with tempfile.TemporaryDirectory(prefix="kappa-faults-") as folder:
-        console.print(f"[dim]starting a cluster of {engine} engines[/dim]")
-        with started(Path(folder), SETTINGS[engine], survivors) as target:
-            if streams:
-                _crowd(report, target, streams)
-                console.print(f"crowd: {report['crowd']}")
-            if plan is not None:
-                done = asyncio.run(storm(target, plan, _MIXES[engine], 0, console.print))
-                report["storm"] = done.to_dict()
-                console.print(f"storm: {report['storm']}")
-                fine = not (done.whole_lost or done.reservations or done.orphans)
-                report["kept"] &= fine and not done.streams_cut_untold
-    report["survivors"] += survivors
-    report["kept"] &= not survivors
+    with _cluster(report, engine, console, SETTINGS[engine]) as target:
+        if streams:
+            seen = asyncio.run(crowd(target, streams, _CROWD, 0))
+            report["crowd"] = asdict(seen)
+            report["kept"] &= not (seen.failed or seen.reservations)
+            console.print(f"crowd: {report['crowd']}")
+        if plan is not None:
+            done = asyncio.run(storm(target, plan, _MIXES[engine], 0, console.print))
+            report["storm"] = asdict(done)
+            console.print(f"storm: {report['storm']}")
+            fine = not (done.whole_lost or done.reservations or done.orphans)
+            report["kept"] &= fine and not done.streams_cut_untold
 
 
 def _hostile(
@@ -162,19 +161,14 @@ def _hostile(
     console: Console,
 ) -> None:
     """Fuzz, then traffic of every kind, from one tenant beside another."""
-    survivors: list[str] = []
     seconds, kinds = isolation
     report["engine"] = engine
-    with tempfile.TemporaryDirectory(prefix="kappa-faults-") as folder:
-        console.print(f"[dim]starting a cluster of {engine} engines[/dim]")
-        settings = _HOSTILE[engine] + CLOSED
-        with started(Path(folder), settings, survivors, key_of("operator")) as target:
-            if requests:
-                _fuzz(report, target, requests, console)
-            if kinds:
-                _isolation(report, target, seconds, kinds, console)
-    report["survivors"] += survivors
-    report["kept"] &= not survivors
+    settings = _HOSTILE[engine] + CLOSED
+    with _cluster(report, engine, console, settings, operator=True) as target:
+        if requests:
+            _fuzz(report, target, requests, console)
+        if kinds:
+            _isolation(report, target, seconds, kinds, console)
 
 
 def _fuzz(report: dict[str, Any], target: Target, requests: int, console: Console) -> None:
@@ -218,12 +212,6 @@ def _kinds(only: Sequence[str] | None) -> Sequence[str]:
     return only or tuple(KINDS)
 
 
-def _crowd(report: dict[str, Any], target: Target, streams: int) -> None:
-    seen = asyncio.run(crowd(target, streams, _CROWD, 0))
-    report["crowd"] = seen.to_dict()
-    report["kept"] &= not (seen.failed or seen.reservations)
-
-
 def _list(json_output: bool) -> None:
     if json_output:
         print(json.dumps([{"name": f.name, "title": f.title, "engine": f.engine} for f in FAULTS]))
@@ -232,35 +220,22 @@ def _list(json_output: bool) -> None:
         print(f"{fault.name:<22} {fault.engine:<9} {fault.title}")
 
 
-def _print(report: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+def _show(report: dict[str, Any], console: Console) -> None:
     if "verdicts" in report:
-        table = Table(title=f"seed {report['seed']} on {report['machine']}", title_justify="left")
-        for column in ("fault", "verdict", "requests", "lost", "first answer", "recovery"):
-            table.add_column(column)
-        for row in report["verdicts"]:
-            recovery = _seconds(row["recovery_s"])
-            if row["start_s"]:
-                recovery += f" (start {row['start_s']:.1f})"
-            table.add_row(
-                row["fault"],
-                "kept" if row["kept"] else "; ".join(row["failed"]),
-                str(row["requests"]),
-                str(row["lost"]),
-                _seconds(row["first_answer_s"]),
-                recovery,
+        columns = ("fault", "verdict", "requests", "lost", "first answer", "recovery")
+        rows = [
+            (
+                row["fault"], "kept" if row["kept"] else "; ".join(row["failed"]),
+                str(row["requests"]), str(row["lost"]), _seconds(row["first_answer_s"]),
+                _seconds(row["recovery_s"])
+                + (f" (start {row['start_s']:.1f})" if row["start_s"] else ""),
             )
-        console.print(table)
+            for row in report["verdicts"]
+        ]  # fmt: skip
+        title = f"seed {report['seed']} on {report['machine']}"
+        console.print(table(title, columns, rows, left=("verdict",)))
     if "fuzz" in report:
-        lines = [report["summary"], *report["fuzz"]["wrong"]]
-        for slow, *beside in report["fuzz"]["slow"]:
-            lines += [
-                f"the honest client waited {slow}, beside:",
-                *(f"  {each}" for each in beside),
-            ]
-        for death in report["fuzz"]["deaths"]:
-            lines += [f"{death['at_s']:.0f} s: {death['lost']} died", *death["suspects"]]
-        console.print("\n".join(lines), markup=False, soft_wrap=True)
+        console.print("\n".join(_fuzz_lines(report)), markup=False, soft_wrap=True)
     if "isolation" in report:
         console.print(_isolation_table(report["isolation"]))
     for name in ("storm", "crowd"):
@@ -273,22 +248,28 @@ def _print(report: dict[str, Any]) -> None:
         console.print(f"[red]outlived its cluster: {survivor}[/red]")
 
 
-def _isolation_table(rows: Sequence[dict[str, Any]]) -> Table:
-    title = "time to first token of a small request beside another tenant's traffic"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("traffic", "p50", "p90", "max", "p50/fair", "p90/fair", "lost", "verdict"):
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        ttft = row["ttft"]
-        table.add_row(
-            row["kind"],
-            *(f"{ttft[f'{name}_s']:.2f} s" for name in ("p50", "p90", "max")),
-            f"{row['ratio']:.2f}",
-            f"{row['tail_ratio']:.2f}",
-            f"{sum(ttft['failed'].values())}/{ttft['requests']}",
+def _fuzz_lines(report: dict[str, Any]) -> list[str]:
+    lines = [report["summary"], *report["fuzz"]["wrong"]]
+    for slow, *beside in report["fuzz"]["slow"]:
+        lines += [f"the honest client waited {slow}, beside:", *(f"  {each}" for each in beside)]
+    for death in report["fuzz"]["deaths"]:
+        lines += [f"{death['at_s']:.0f} s: {death['lost']} died", *death["suspects"]]
+    return lines
+
+
+def _isolation_table(found: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        (
+            row["kind"], *(f"{row['ttft'][f'{name}_s']:.2f} s" for name in ("p50", "p90", "max")),
+            f"{row['ratio']:.2f}", f"{row['tail_ratio']:.2f}",
+            f"{sum(row['ttft']['failed'].values())}/{row['ttft']['requests']}",
             "broken" if row["broken"] else "kept",
         )
-    return table
+        for row in found
+    ]  # fmt: skip
+    columns = ("traffic", "p50", "p90", "max", "p50/fair", "p90/fair", "lost", "verdict")
+    title = "time to first token of a small request beside another tenant's traffic"
+    return table(title, columns, rows, left=("verdict",))
 
 
 def _seconds(value: float | None) -> str:

@@ -1,53 +1,54 @@
 """Worker after worker killed under load, and very many streams at once: goals that need a long run.
 
 A storm kills one worker every so many seconds, or the next one only when the last is back, until
-enough requests that are not streamed were answered or enough workers killed. A crowd opens so many
-streams at the same time and waits for all of them.
+enough non-streaming requests were answered or enough workers killed. A crowd opens so many streams
+at the same time and waits for all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.faults.processes import kill
 from benchmarks.faults.target import FaultsError, Target, aside
 from benchmarks.faults.traffic import Mix, Traffic
 from benchmarks.faults.verdict import Seen, first_answer_s
+from benchmarks.harness import quantile
 
 _POLL_S = 0.2
 _IDLE_S = 60.0
 _GONE_S = 20.0
 _RECOVERY_S = 300.0
+_BEFORE_S = 3.0
+_BETWEEN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Storm:
-    """What is done. requests: stop after so many that are not streamed; kills: or after so many
-    kills. every_s: between two kills; patient: the next only after recovery. engines: kill the
-    engine's process and not the worker's. limit_s: end in any case."""
+    """What is done. requests: stop after so many non-streaming ones; kills: or after so many kills.
+    every_s: between two kills; patient: the next only after recovery. limit_s: end in any case."""
 
     requests: int
     kills: int
     every_s: float = 20.0
     patient: bool = False
-    engines: bool = False
     limit_s: float = 540.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Kill:
     """One kill: when (seconds since the start), whom, and how it was survived."""
 
     at_s: float
     node: str
-    first_answer_s: float | None
-    recovery_s: float | None
-    start_s: float | None
+    first_answer_s: float | None = None
+    recovery_s: float | None = None
+    start_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,6 @@ class StormResult:
     orphans: tuple[str, ...]
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 async def storm(
     target: Target, plan: Storm, mix: Mix, seed: int, progress: Callable[[str], None]
@@ -77,104 +75,81 @@ async def storm(
     Raises:
         FaultsError: there are fewer than two workers, so that nobody could take over.
     """
-    rows = await aside(target.nodes)
-    names = sorted(str(row["node"]) for row in rows)
+    names = sorted(str(row["node"]) for row in await aside(target.nodes))
     if len(names) < 2:
         raise FaultsError(f"{len(names)} workers: a storm needs two, or nobody takes over")
-    start_s = time.monotonic()
-    killed: list[tuple[float, str, float | None, float | None]] = []
-    waiting: list[asyncio.Task[None]] = []
     async with Traffic(target.url, target.model, mix, seed, target.headers) as traffic:
-        await asyncio.sleep(3.0)
-        while len(killed) < plan.kills and time.monotonic() - start_s < plan.limit_s:
-            if _answered(traffic.seen) >= plan.requests:
-                break
-            name = names[len(killed) % len(names)]
-            worker = await aside(partial(_kill, target, name, plan.engines))
-            if worker is None:
-                await asyncio.sleep(_POLL_S)  # not back yet from the last time
-                continue
-            number, at_s = len(killed), time.monotonic()
-            killed.append((at_s, name, None, None))
-            progress(f"kill {number + 1}: {name}, {_answered(traffic.seen)} answered")
-            follow = asyncio.create_task(_follow(target, killed, number, worker))
-            waiting.append(follow)
-            if plan.patient:
-                await follow
-                await asyncio.sleep(2.0)
-            else:
-                await asyncio.sleep(plan.every_s)
-        while _answered(traffic.seen) < plan.requests:
-            if time.monotonic() - start_s > plan.limit_s:
-                break
+        run = _Run(target, plan, names, traffic.seen, progress)
+        await asyncio.sleep(_BEFORE_S)
+        await run.kill_workers()
+        while run.answered() < plan.requests and run.elapsed_s() < plan.limit_s:
             await asyncio.sleep(_POLL_S)
-        await asyncio.gather(*waiting)
+        await asyncio.gather(*run.recoveries)
         await traffic.settle()
-    seconds = time.monotonic() - start_s
+    seconds = run.elapsed_s()
     await aside(lambda: target.until(lambda: target.reservations() == 0, _IDLE_S))
     await aside(lambda: target.until(lambda: not target.family.strays(), _GONE_S))
-    return _result(target, traffic.seen, killed, start_s, seconds)
-
-
-def _kill(target: Target, name: str, engines: bool) -> str | None:
-    """Kill the worker of that node, if it is there; its name."""
-    row = target.node(name)
-    if row is None:
-        return None
-    pid = target.pid(str(row["worker"]))
-    below = target.family.below(pid)
-    if engines and not below:
-        raise FaultsError(f"worker {row['worker']} has no engine process of its own")
-    kill(below[:1] if engines else [pid])
-    return str(row["worker"])
-
-
-async def _follow(
-    target: Target, killed: list[tuple[float, str, float | None, float | None]], number: int,
-    worker: str,
-) -> None:  # fmt: skip
-    """Note when the killed worker's successor is there."""
-    at_s, name, _, _ = killed[number]
-
-    def successor() -> dict[str, Any] | None:
-        row = target.node(name)
-        return row if row is not None and row["worker"] != worker else None
-
-    row = await aside(lambda: target.until(successor, _RECOVERY_S))
-    if row is not None:
-        killed[number] = at_s, name, time.monotonic() - at_s, float(row.get("start_s") or 0.0)
-
-
-def _answered(seen: list[Seen]) -> int:
-    return sum(not r.streamed for r in seen)
-
-
-def _result(
-    target: Target, seen: list[Seen], killed: list[tuple[float, str, float | None, float | None]],
-    start_s: float, seconds: float,
-) -> StormResult:  # fmt: skip
-    whole = [r for r in seen if not r.streamed]
-    streams = [r for r in seen if r.streamed]
-    cut = [r for r in streams if not r.ok]
-    reasons: dict[str, int] = {}
-    for r in [r for r in whole if not r.ok]:
-        reason = r.error or str(r.status)
-        reasons[reason] = reasons.get(reason, 0) + 1
+    whole = [seen for seen in traffic.seen if not seen.streamed]
+    cut = [seen for seen in traffic.seen if seen.streamed and not seen.ok]
+    reasons = _reasons(whole)
+    for one in run.kills:
+        one.first_answer_s = first_answer_s(traffic.seen, run.begun_s + one.at_s)
     return StormResult(
-        whole=len(whole),
-        whole_lost=sum(reasons.values()),
-        reasons=reasons,
-        streams=len(streams),
-        streams_cut=len(cut),
-        streams_cut_untold=sum(not r.told for r in cut),
-        kills=tuple(
-            Kill(at_s - start_s, name, first_answer_s(seen, at_s), recovery_s, took_s)
-            for at_s, name, recovery_s, took_s in killed
-        ),
-        reservations=target.reservations(),
-        orphans=tuple(target.family.strays()),
-        seconds=seconds,
-    )
+        whole=len(whole), whole_lost=sum(reasons.values()), reasons=reasons,
+        streams=len(traffic.seen) - len(whole), streams_cut=len(cut),
+        streams_cut_untold=sum(not seen.told for seen in cut), kills=tuple(run.kills),
+        reservations=target.reservations(), orphans=tuple(target.family.strays()), seconds=seconds,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Run:
+    target: Target
+    plan: Storm
+    names: Sequence[str]
+    seen: Sequence[Seen]
+    progress: Callable[[str], None]
+    kills: list[Kill] = field(default_factory=list)
+    recoveries: list[asyncio.Task[None]] = field(default_factory=list)
+    begun_s: float = field(default_factory=time.monotonic)
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.begun_s
+
+    def answered(self) -> int:
+        """Non-streaming requests that have ended."""
+        return sum(not seen.streamed for seen in self.seen)
+
+    async def kill_workers(self) -> None:
+        plan = self.plan
+        while len(self.kills) < plan.kills and self.elapsed_s() < plan.limit_s:
+            if self.answered() >= plan.requests:
+                return
+            name = self.names[len(self.kills) % len(self.names)]
+            row = await aside(lambda name=name: self.target.node(name))
+            if row is None:
+                await asyncio.sleep(_POLL_S)  # not back yet from the last time
+                continue
+            kill([await aside(lambda row=row: self.target.pid(str(row["worker"])))])
+            self.kills.append(Kill(self.elapsed_s(), name))
+            self.progress(f"kill {len(self.kills)}: {name}, {self.answered()} answered")
+            recovery = asyncio.create_task(self._recover(self.kills[-1], str(row["worker"])))
+            self.recoveries.append(recovery)
+            if plan.patient:
+                await recovery
+            await asyncio.sleep(_BETWEEN_S if plan.patient else plan.every_s)
+
+    async def _recover(self, one: Kill, worker: str) -> None:
+        """Note when the killed worker's successor is there."""
+
+        def successor() -> dict[str, Any] | None:
+            row = self.target.node(one.node)
+            return row if row is not None and row["worker"] != worker else None
+
+        row = await aside(lambda: self.target.until(successor, _RECOVERY_S))
+        if row is not None:
+            one.recovery_s = self.elapsed_s() - one.at_s
+            one.start_s = float(row.get("start_s") or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,42 +165,36 @@ class CrowdResult:
     ttft_p99_s: float
     reservations: int
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 async def crowd(target: Target, streams: int, mix: Mix, seed: int) -> CrowdResult:
     """Open so many streams at once; wait for all."""
-    idle = Mix(
-        clients=0, documents=mix.documents, words=mix.words, max_tokens=mix.max_tokens,
-        timeout_s=mix.timeout_s,
-    )  # fmt: skip
-    start_s = time.monotonic()
+    begun_s = time.monotonic()
+    idle = replace(mix, clients=0)
     async with Traffic(target.url, target.model, idle, seed, target.headers) as traffic:
         await asyncio.gather(*(traffic.ask(i % mix.documents, True) for i in range(streams)))
-    seconds = time.monotonic() - start_s
+    seconds = time.monotonic() - begun_s
     await aside(lambda: target.until(lambda: target.reservations() == 0, _IDLE_S))
-    failed = [r for r in traffic.seen if not r.ok]
-    reasons: dict[str, int] = {}
-    for r in failed:
-        reasons[r.error or str(r.status)] = reasons.get(r.error or str(r.status), 0) + 1
-    # What was refused has no first token.
-    begun = [r for r in traffic.seen if r.status == 200]
-    first = sorted(r.first_s - r.sent_s for r in begun if r.first_s is not None)
+    # What was rejected has no first token.
+    begun = [seen for seen in traffic.seen if seen.status == 200]
+    ttft_s = [seen.first_s - seen.sent_s for seen in begun if seen.first_s is not None]
+    reasons = _reasons(traffic.seen)
     return CrowdResult(
-        streams, len(failed), reasons, _most_open(begun), seconds,
-        first[len(first) // 2] if first else 0.0,
-        first[min(int(0.99 * len(first)), len(first) - 1)] if first else 0.0,
-        target.reservations(),
+        streams, sum(reasons.values()), reasons, _most_open(begun), seconds,
+        quantile(ttft_s, 0.5) or 0.0, quantile(ttft_s, 0.99) or 0.0, target.reservations(),
     )  # fmt: skip
 
 
-def _most_open(seen: list[Seen]) -> int:
+def _reasons(seen: Sequence[Seen]) -> dict[str, int]:
+    """Those that failed, by why."""
+    return dict(Counter(one.error or str(one.status) for one in seen if not one.ok))
+
+
+def _most_open(seen: Sequence[Seen]) -> int:
     """The most requests that were between first token and end at one moment."""
-    marks = [(r.first_s, 1) for r in seen if r.first_s is not None]
-    marks += [(r.ended_s, -1) for r in seen if r.first_s is not None]
+    changes = [(one.first_s, 1) for one in seen if one.first_s is not None]
+    changes += [(one.ended_s, -1) for one in seen if one.first_s is not None]
     most = now = 0
-    for _, step in sorted(marks):
-        now += step
+    for _, change in sorted(changes):
+        now += change
         most = max(most, now)
     return most

@@ -58,4 +58,4 @@ def test_a_fault_keeps_its_promise(hurt, name):
 def test_many_streams_at_once_all_complete(hurt):
     mix = Mix(words=60, max_tokens=20, timeout_s=300.0)
     seen = asyncio.run(crowd(hurt, STREAMS, mix, seed=0))
-    assert seen.failed == 0 and seen.reservations == 0, seen.to_dict()
+    assert seen.failed == 0 and seen.reservations == 0, seen
