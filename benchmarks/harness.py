@@ -41,7 +41,7 @@ _FILE_COLUMNS = 170
 
 
 def result(**facts: Any) -> dict[str, Any]:
-    """The facts of a bench, with what says how to get them again."""
+    """The facts of a bench, with the command, the machine and the day."""
     today = datetime.now(UTC).date().isoformat()
     return {**facts, "machine": machine(), "command": command(), "date": today}
 

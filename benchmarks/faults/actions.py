@@ -1,7 +1,7 @@
 """How each fault of the catalogue is done to a cluster, healed, and what must be seen of it.
 
 An action is made for one try: it picks its victim when it is made, does its deed, heals it if there
-is something to heal, and tells what it saw. Nothing is waited for without a bound.
+is something to heal, and reports what it saw. Nothing is waited for without a bound.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.faults.target import FaultsError, Target
 
 _SHOW_S = 30.0
 _HOUR_S = 3600.0
-_POISONS = (
+_CORRUPT = (
     "null", "[]", "{", '{"device": "cpu"}',
     '{"device": "cpu", "h2d_bytes_per_s": NaN, "d2h_bytes_per_s": -1, "hbm_bytes_per_s": 1e400,'
     ' "flops_per_s": "fast"}',
@@ -28,7 +28,7 @@ _POISONS = (
 
 @dataclass(slots=True)
 class Action:
-    """One try. victim: the worker that is killed or hurt, if one is; node: its name."""
+    """One try. victim: the worker that is killed or impaired, if one is; node: its name."""
 
     do: Callable[[], None]
     heal: Callable[[], None] = lambda: None
@@ -38,14 +38,14 @@ class Action:
 
 
 def action_for(fault: Fault, target: Target, turn: int = 0) -> Action:
-    """The action of a fault; `turn` chooses the victim, and the poison.
+    """The action of a fault; `turn` chooses the victim, and the corruption.
 
     Raises:
         FaultsError: the cluster is not one that it can be tried on.
     """
     rows = sorted(target.nodes(), key=lambda row: str(row["node"]))
     if not rows:
-        raise FaultsError("no worker is there to be hurt")
+        raise FaultsError("no worker is there")
     row = rows[turn % len(rows)]
     if fault.engine == "emulated" and row["engine"] != "emulated":
         raise FaultsError(f"{fault.name} needs engines of kind emulated, not {row['engine']}")
@@ -128,7 +128,7 @@ def _slow_link(target: Target, row: dict[str, Any], turn: int) -> Action:
 
     def do() -> None:
         loaded[0] = _total(target, worker, "load_tokens_total")
-        target.tell_engines({worker: {"link_slower": 10.0}})
+        target.set_engine_faults({worker: {"link_slower": 10.0}})
 
     def risen() -> bool | None:
         now = target.worker(worker)
@@ -136,14 +136,15 @@ def _slow_link(target: Target, row: dict[str, Any], turn: int) -> Action:
             return None if now is not None else False
         return bool(now["calibration"]["link_scale"] > 1.5)
 
-    return Action(do, lambda: target.tell_engines({}), risen, node=node)
+    return Action(do, lambda: target.set_engine_faults({}), risen, node=node)
 
 
 def _loads_fail(target: Target, row: dict[str, Any], turn: int) -> Action:
     node, worker = str(row["node"]), str(row["worker"])
     return Action(
-        lambda: target.tell_engines({worker: {"loads_fail": True}}),
-        lambda: target.tell_engines({}), _risen(target, worker, "failed_loads_total"), node=node,
+        lambda: target.set_engine_faults({worker: {"loads_fail": True}}),
+        lambda: target.set_engine_faults({}), _risen(target, worker, "failed_loads_total"),
+        node=node,
     )  # fmt: skip
 
 
@@ -152,8 +153,8 @@ def _events(kind: str) -> Callable[[Target, dict[str, Any], int], Action]:
         node, worker = str(row["node"]), str(row["worker"])
         noticed = _risen(target, worker, "event_gaps_total")
         return Action(
-            lambda: target.tell_engines({worker: {"events": kind}}),
-            lambda: target.tell_engines({}),
+            lambda: target.set_engine_faults({worker: {"events": kind}}),
+            lambda: target.set_engine_faults({}),
             # A batch that comes twice need not be noticed, only not be believed twice.
             noticed if kind != "repeat" else lambda: None, node=node,
         )  # fmt: skip
@@ -194,8 +195,8 @@ def _clock(
         return target.until(seen, _SHOW_S) is True
 
     return Action(
-        lambda: target.tell_processes({"clock": {str(pid): seconds}}),
-        lambda: target.tell_processes({}), shown, node=node,
+        lambda: target.set_process_faults({"clock": {str(pid): seconds}}),
+        lambda: target.set_process_faults({}), shown, node=node,
     )  # fmt: skip
 
 
@@ -205,15 +206,15 @@ def _full_disk(target: Target, row: dict[str, Any], turn: int) -> Action:
 
     def do() -> None:
         shutil.rmtree(target.home / "profiles", ignore_errors=True)
-        target.tell_processes({"full": [str(target.home)]})
+        target.set_process_faults({"full": [str(target.home)]})
         time.sleep(0.5)
         kill_it()
 
-    action.do, action.heal = do, lambda: target.tell_processes({})
+    action.do, action.heal = do, lambda: target.set_process_faults({})
     return action
 
 
-def _poisoned(target: Target, row: dict[str, Any], turn: int) -> Action:
+def _corrupted_profile(target: Target, row: dict[str, Any], turn: int) -> Action:
     action = _kill_worker(target, row, turn)
     kill_it, crit = action.do, row["kappa_crit"]
     kept: dict[Path, bytes] = {}
@@ -222,7 +223,7 @@ def _poisoned(target: Target, row: dict[str, Any], turn: int) -> Action:
         folder = target.home / "profiles"
         for path in folder.glob("*.json"):
             kept[path] = path.read_bytes()
-            path.write_text(_POISONS[turn % len(_POISONS)])
+            path.write_text(_CORRUPT[turn % len(_CORRUPT)])
         kill_it()
 
     def heal() -> None:
@@ -275,7 +276,7 @@ _MAKERS: dict[str, Callable[[Target, dict[str, Any], int], Action]] = {
     "ingress_clock_forward": _ingress_clock(_HOUR_S),
     "ingress_clock_back": _ingress_clock(-_HOUR_S),
     "disk_full": _full_disk,
-    "poisoned_profile": _poisoned,
+    "poisoned_profile": _corrupted_profile,
     "engine_killed": _kill_engine,
     "vllm_worker_killed": _kill_worker,
 }

@@ -1,7 +1,7 @@
 """The faults that are tried, by name: what is done, on which cluster, and what is promised then.
 
 One list for the command line, the tests and the runbook. A promise is a limit on what clients and
-the cluster's own figures may show; `benchmarks.faults.verdict` holds them against it. Pure.
+the cluster's own figures may show; `benchmarks.faults.evaluation` compares them with it. Pure.
 """
 
 from __future__ import annotations

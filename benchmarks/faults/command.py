@@ -28,7 +28,7 @@ from benchmarks.faults.fuzz import fuzz as run_fuzz
 from benchmarks.faults.isolation import KINDS, Row
 from benchmarks.faults.isolation import isolation as run_isolation
 from benchmarks.faults.started import CLOSED, SETTINGS, key_of, started
-from benchmarks.faults.storm import Storm, crowd, storm
+from benchmarks.faults.storm import Storm, open_streams, storm
 from benchmarks.faults.target import FaultsError, Target
 from benchmarks.faults.traffic import Mix
 from benchmarks.faults.trial import try_faults
@@ -37,7 +37,7 @@ from benchmarks.harness import Json, command, machine, save_json, table
 _MIXES = {"emulated": Mix(), "vllm": Mix(clients=4, documents=12, words=150, max_tokens=6)}
 # vLLM engines as `kappa serve` starts them, but for the bound on answers, which must be awaited.
 _HOSTILE = {"emulated": SETTINGS["emulated"], "vllm": "router: {request_timeout_s: 60}\n"}
-_CROWD = Mix(words=60, max_tokens=20, timeout_s=300.0)
+_STREAMS = Mix(words=60, max_tokens=20, timeout_s=300.0)
 
 
 def faults(
@@ -141,7 +141,7 @@ def _long_runs(
     report["engine"] = engine
     with _cluster(report, engine, console, SETTINGS[engine]) as target:
         if streams:
-            seen = asyncio.run(crowd(target, streams, _CROWD, 0))
+            seen = asyncio.run(open_streams(target, streams, _STREAMS, 0))
             report["crowd"] = asdict(seen)
             report["kept"] &= not (seen.failed or seen.reservations)
             console.print(f"crowd: {report['crowd']}")

@@ -20,11 +20,11 @@ import aiohttp
 import numpy as np
 
 from benchmarks.faults.bodies import Bad, bad_requests, fields_known
+from benchmarks.faults.evaluation import Observed
 from benchmarks.faults.hostile_values import Schema
 from benchmarks.faults.processes import alive
 from benchmarks.faults.target import FaultsError, Target, aside
 from benchmarks.faults.traffic import Mix, Traffic
-from benchmarks.faults.verdict import Seen
 
 MARKER = "zqxsecretprompt"
 HONEST = Mix(
@@ -66,7 +66,7 @@ class Beside:
     max_s: float
 
     @classmethod
-    def of(cls, seen: Sequence[Seen], *, first_token: bool) -> Beside:
+    def of(cls, seen: Sequence[Observed], *, first_token: bool) -> Beside:
         """Of what a client saw, until the first token or until the end; failures have no time."""
         fine = [r for r in seen if r.ok and r.first_s is not None]
         taken = [(r.first_s if first_token and r.first_s else r.ended_s) - r.sent_s for r in fine]
@@ -173,7 +173,7 @@ async def fuzz(
 
 async def _honest_for(
     target: Target, headers: Mapping[str, str], seed: int, work: Any
-) -> list[Seen]:
+) -> list[Observed]:
     """What the honest client saw while `work` went on."""
     async with Traffic(target.url, target.model, HONEST, seed, headers) as traffic:
         await work
@@ -216,7 +216,7 @@ class _Run:
         with suppress(asyncio.CancelledError):
             await watch
 
-    def beside(self, seen: Sequence[Seen]) -> tuple[tuple[str, ...], ...]:
+    def beside(self, seen: Sequence[Observed]) -> tuple[tuple[str, ...], ...]:
         """The slowest of these requests, each with what took long and overlapped it the most."""
         slow = sorted(seen, key=lambda r: r.sent_s - r.ended_s)[:_MOST_SLOW]
         found = []

@@ -200,7 +200,7 @@ async def isolation(
         kinds: names in `KINDS`.
         seconds: that each is measured for.
         tenants: headers of the hostile and of the honest tenant.
-        progress: told each row's name before it is measured.
+        progress: called with each row's name before it is measured.
     """
     rows: list[Row] = []
     fair: Beside | None = None

@@ -31,11 +31,11 @@ from rich.console import Console
 
 from benchmarks.faults.actions import action_for
 from benchmarks.faults.catalogue import FAULTS
+from benchmarks.faults.evaluation import Observed
 from benchmarks.faults.processes import kill
 from benchmarks.faults.started import EMULATED, started
 from benchmarks.faults.target import FaultsError, Target, aside
 from benchmarks.faults.traffic import Mix, Traffic
-from benchmarks.faults.verdict import Seen
 from benchmarks.harness import Json, note, publish, result, save_json
 
 SPARED = ("ingress_killed", "controller_killed", "ingress_clock_forward", "ingress_clock_back")
@@ -337,7 +337,7 @@ async def _emptied(target: Target) -> Sample:
 
 
 def _result(
-    seen: list[Seen], samples: list[Sample], done: list[tuple[float, str, str]], before: Sample,
+    seen: list[Observed], samples: list[Sample], done: list[tuple[float, str, str]], before: Sample,
     after: Sample, seconds: float,
 ) -> SoakResult:  # fmt: skip
     cut = [r for r in seen if r.streamed and not r.ok]
@@ -345,6 +345,6 @@ def _result(
     begun = [r for r in cut if r.status == 200 and r.first_s is not None]
     lost = [r for r in seen if not r.ok and r not in begun]
     return SoakResult(
-        seconds, len(seen), len(lost), len(begun), sum(not r.told for r in begun), tuple(done),
+        seconds, len(seen), len(lost), len(begun), sum(not r.announced for r in begun), tuple(done),
         tuple(slopes(samples)), tuple(left_behind(before, after)), tuple(samples),
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""A cluster of our own to do harm to: `kappa serve` in a process of its own, with faults let in.
+"""A cluster of our own for fault injection: `kappa serve` in a process of its own.
 
-Its caches, and the files by which it is told what is to go wrong, lie in one folder. However the
-trials end, it is stopped politely, then surely; what outlives it is told.
+Its caches, and the files that say what is to go wrong, lie in one folder. However the
+trials end, it is stopped politely, then surely; what outlives it is reported.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def key_of(tenant: str) -> dict[str, str]:
 def started(
     folder: Path, settings: str, survivors: list[str], headers: Mapping[str, str] | None = None
 ) -> Iterator[Target]:
-    """A cluster with these settings; afterwards `survivors` tells what outlived it.
+    """A cluster with these settings; afterwards `survivors` names what outlived it.
 
     `headers`: an operator's, where nobody is served without a key.
 
     Raises:
-        FaultsError: it did not start; with what it said last.
+        FaultsError: it did not start; with its last output.
     """
     # Whoever ends us must not leave a cluster behind.
     signal.signal(signal.SIGTERM, _interrupted)
@@ -116,7 +116,7 @@ def ready_line(process: subprocess.Popen[str], errors: Path) -> dict[str, Any]:
     """What `kappa serve --json` says once it serves; `errors`: where its log goes.
 
     Raises:
-        FaultsError: it ended, or did not serve in time; with what it said last.
+        FaultsError: it ended, or did not serve in time; with its last output.
     """
     assert process.stdout is not None
     deadline_s = time.monotonic() + _START_S
@@ -128,8 +128,8 @@ def ready_line(process: subprocess.Popen[str], errors: Path) -> dict[str, Any]:
                 if line.startswith("{"):
                     ready: dict[str, Any] = json.loads(line)
                     return ready
-    said = errors.read_text(encoding="utf-8", errors="replace")[-2000:]
-    raise FaultsError(f"the cluster did not start (exit code {process.poll()}):\n{said}")
+    last = errors.read_text(encoding="utf-8", errors="replace")[-2000:]
+    raise FaultsError(f"the cluster did not start (exit code {process.poll()}):\n{last}")
 
 
 def _stop(process: subprocess.Popen[str], target: Target | None) -> list[str]:
@@ -149,8 +149,8 @@ def _stop(process: subprocess.Popen[str], target: Target | None) -> list[str]:
     while time.monotonic() < deadline_s and any(alive(child.pid) for child in children):
         time.sleep(0.2)
     left = [child for child in children if alive(child.pid)]
-    told = family.survivors() if family is not None else [str(child.pid) for child in left]
+    left_over = family.survivors() if family is not None else [str(child.pid) for child in left]
     kill(child.pid for child in left)
     if target is not None:
         target.close()
-    return told
+    return left_over

@@ -1,8 +1,8 @@
 """Worker after worker killed under load, and very many streams at once: goals that need a long run.
 
 A storm kills one worker every so many seconds, or the next one only when the last is back, until
-enough non-streaming requests were answered or enough workers killed. A crowd opens so many streams
-at the same time and waits for all of them.
+enough non-streaming requests were answered or enough workers killed. Or so many
+streams are opened at the same time, and all awaited.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from benchmarks.faults.evaluation import Observed, first_answer_s
 from benchmarks.faults.processes import kill
 from benchmarks.faults.target import FaultsError, Target, aside
 from benchmarks.faults.traffic import Mix, Traffic
-from benchmarks.faults.verdict import Seen, first_answer_s
 from benchmarks.harness import quantile
 
 _POLL_S = 0.2
@@ -97,7 +98,7 @@ async def storm(
     return StormResult(
         whole=len(whole), whole_lost=sum(reasons.values()), reasons=reasons,
         streams=len(traffic.seen) - len(whole), streams_cut=len(cut),
-        streams_cut_untold=sum(not seen.told for seen in cut), kills=tuple(run.kills),
+        streams_cut_untold=sum(not seen.announced for seen in cut), kills=tuple(run.kills),
         reservations=target.reservations(), orphans=tuple(target.family.strays()), seconds=seconds,
     )  # fmt: skip
 
@@ -107,7 +108,7 @@ class _Run:
     target: Target
     plan: Storm
     names: Sequence[str]
-    seen: Sequence[Seen]
+    seen: Sequence[Observed]
     progress: Callable[[str], None]
     kills: list[Kill] = field(default_factory=list)
     recoveries: list[asyncio.Task[None]] = field(default_factory=list)
@@ -126,11 +127,11 @@ class _Run:
             if self.answered() >= plan.requests:
                 return
             name = self.names[len(self.kills) % len(self.names)]
-            row = await aside(lambda name=name: self.target.node(name))
+            row = await aside(partial(self.target.node, name))
             if row is None:
                 await asyncio.sleep(_POLL_S)  # not back yet from the last time
                 continue
-            kill([await aside(lambda row=row: self.target.pid(str(row["worker"])))])
+            kill([await aside(partial(self.target.pid, str(row["worker"])))])
             self.kills.append(Kill(self.elapsed_s(), name))
             self.progress(f"kill {len(self.kills)}: {name}, {self.answered()} answered")
             recovery = asyncio.create_task(self._recover(self.kills[-1], str(row["worker"])))
@@ -153,7 +154,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class CrowdResult:
+class StreamsResult:
     """Streams that were open at the same time. most_open: as their clients saw it."""
 
     streams: int
@@ -166,7 +167,7 @@ class CrowdResult:
     reservations: int
 
 
-async def crowd(target: Target, streams: int, mix: Mix, seed: int) -> CrowdResult:
+async def open_streams(target: Target, streams: int, mix: Mix, seed: int) -> StreamsResult:
     """Open so many streams at once; wait for all."""
     begun_s = time.monotonic()
     idle = replace(mix, clients=0)
@@ -178,18 +179,18 @@ async def crowd(target: Target, streams: int, mix: Mix, seed: int) -> CrowdResul
     begun = [seen for seen in traffic.seen if seen.status == 200]
     ttft_s = [seen.first_s - seen.sent_s for seen in begun if seen.first_s is not None]
     reasons = _reasons(traffic.seen)
-    return CrowdResult(
+    return StreamsResult(
         streams, sum(reasons.values()), reasons, _most_open(begun), seconds,
         quantile(ttft_s, 0.5) or 0.0, quantile(ttft_s, 0.99) or 0.0, target.reservations(),
     )  # fmt: skip
 
 
-def _reasons(seen: Sequence[Seen]) -> dict[str, int]:
+def _reasons(seen: Sequence[Observed]) -> dict[str, int]:
     """Those that failed, by why."""
     return dict(Counter(one.error or str(one.status) for one in seen if not one.ok))
 
 
-def _most_open(seen: Sequence[Seen]) -> int:
+def _most_open(seen: Sequence[Observed]) -> int:
     """The most requests that were between first token and end at one moment."""
     changes = [(one.first_s, 1) for one in seen if one.first_s is not None]
     changes += [(one.ended_s, -1) for one in seen if one.first_s is not None]

@@ -1,6 +1,6 @@
-"""The cluster that faults are tried on: where it answers, who it is, how faults are told to it.
+"""The cluster that faults are tried on: where it answers, who it is, how faults are injected.
 
-An emulated engine, and a process of the cluster, are told by files.
+An emulated engine, and a process of the cluster, read their faults from files.
 
 Start it with the variables of `environment`; the harness has no other way into it than HTTP,
 signals and these files.
@@ -33,7 +33,7 @@ class FaultsError(RuntimeError):
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables that a cluster must be started with, for faults to be told by files in `folder`."""
+    """Variables to start a cluster with, so that it reads faults from files in `folder`."""
     paths = [str(INJECT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         "KAPPA_EMULATED_FAULTS": str(folder / "engines.json"),
@@ -117,13 +117,13 @@ class Target:
             time.sleep(_POLL_S)
         return answer
 
-    # -- what is told to whom -------------------------------------------------------------------
+    # -- faults to inject -----------------------------------------------------------------------
 
-    def tell_engines(self, faults: Mapping[str, Mapping[str, Any]]) -> None:
+    def set_engine_faults(self, faults: Mapping[str, Mapping[str, Any]]) -> None:
         """Faults of emulated engines, by worker."""
         _write(self.folder / "engines.json", faults)
 
-    def tell_processes(self, faults: Mapping[str, Any]) -> None:
+    def set_process_faults(self, faults: Mapping[str, Any]) -> None:
         """Faults of processes: `clock` by pid, `full` folders."""
         _write(self.folder / "processes.json", faults)
 

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmarks.faults.verdict import Seen
+from benchmarks.faults.evaluation import Observed
 
 _NODE_HEADER = "x-kappa-node"
 
@@ -45,7 +45,7 @@ class Traffic:
     def __init__(
         self, url: str, model: str, mix: Mix, seed: int, headers: Mapping[str, str] | None = None
     ) -> None:
-        self.seen: list[Seen] = []
+        self.seen: list[Observed] = []
         self._url, self._model, self._mix = url, model, mix
         self._headers = dict(headers or {})
         self._rng = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ class Traffic:
         self._going = False
         await asyncio.gather(*self._tasks)
 
-    async def ask(self, document: int, streamed: bool) -> Seen:
+    async def ask(self, document: int, streamed: bool) -> Observed:
         """One request, noted in `seen`."""
         body = {
             "model": self._model,
@@ -99,9 +99,9 @@ class Traffic:
             failed = not self.seen[-1].ok
             await asyncio.sleep(max(mix.pause_s, 0.05 if failed else 0.0))
 
-    async def _send(self, body: dict[str, Any], sent_s: float, streamed: bool) -> Seen:
+    async def _send(self, body: dict[str, Any], sent_s: float, streamed: bool) -> Observed:
         status, node, first_s = 0, "", None
-        complete, told, error = False, False, ""
+        complete, announced, error = False, False, ""
         try:
             url = f"{self._url}/v1/chat/completions"
             async with self._session.post(url, json=body, headers=self._headers) as answer:
@@ -113,7 +113,7 @@ class Traffic:
                         if first_s is None:
                             first_s = time.monotonic()
                         complete = complete or line.startswith(b"data: [DONE]")
-                        told = told or line.startswith(b'data: {"error"')
+                        announced = announced or line.startswith(b'data: {"error"')
                 else:
                     text = await answer.text()
                     first_s = time.monotonic()
@@ -121,10 +121,10 @@ class Traffic:
                     error = "" if complete else _code(text, status)
         except (TimeoutError, aiohttp.ClientError, OSError) as failure:
             error = type(failure).__name__
-        if told:
+        if announced:
             complete, error = False, error or "error event"
-        return Seen(
-            sent_s, first_s, time.monotonic(), status, streamed, complete, told, node, error
+        return Observed(
+            sent_s, first_s, time.monotonic(), status, streamed, complete, announced, node, error
         )
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks.faults.actions import Action, action_for
 from benchmarks.faults.catalogue import Fault
+from benchmarks.faults.evaluation import After, Evaluation, Observed, evaluate
 from benchmarks.faults.target import FaultsError, Target, aside
 from benchmarks.faults.traffic import Mix, Traffic
-from benchmarks.faults.verdict import After, Seen, Verdict, judge
 
 _BEFORE_S = 3.0
 _AFTER_S = 4.0
@@ -33,21 +33,21 @@ async def try_faults(
     mix: Mix,
     seed: int,
     progress: Progress = lambda _: None,
-) -> list[Verdict]:
-    """Try each; a fault that cannot be tried is a verdict too, and not a kept one."""
-    verdicts = []
+) -> list[Evaluation]:
+    """Try each; a fault that cannot be tried has failed."""
+    evaluations = []
     for turn, fault in enumerate(faults):
         progress(f"{fault.name}: {fault.title}")
         try:
-            verdicts.append(await try_fault(target, fault, mix, seed + turn, turn))
+            evaluations.append(await try_fault(target, fault, mix, seed + turn, turn))
         except FaultsError as error:
-            verdicts.append(_untried(fault, str(error)))
-        said = "kept" if verdicts[-1].kept else f"BROKEN: {'; '.join(verdicts[-1].failed)}"
-        progress(f"{fault.name}: {said}")
-    return verdicts
+            evaluations.append(_not_tried(fault, str(error)))
+        outcome = "kept" if evaluations[-1].kept else f"BROKEN: {'; '.join(evaluations[-1].failed)}"
+        progress(f"{fault.name}: {outcome}")
+    return evaluations
 
 
-async def try_fault(target: Target, fault: Fault, mix: Mix, seed: int, turn: int = 0) -> Verdict:
+async def try_fault(target: Target, fault: Fault, mix: Mix, seed: int, turn: int = 0) -> Evaluation:
     """One trial.
 
     Raises:
@@ -68,7 +68,7 @@ async def try_fault(target: Target, fault: Fault, mix: Mix, seed: int, turn: int
         shown = await aside(action.shown)
         await traffic.settle()
         after = await _settled(target, fault, traffic, action, shown, back)
-        return judge(fault, traffic.seen, at_s, after)
+        return evaluate(fault, traffic.seen, at_s, after)
 
 
 async def _recovered(
@@ -94,7 +94,7 @@ async def _settled(
 ) -> After:  # fmt: skip
     complaints = []
     if fault.name.startswith("events_"):
-        complaints += await _index_lies(target, traffic)
+        complaints += await _wrong_predictions(target, traffic)
 
     def none_left() -> bool:
         return target.reservations() == 0
@@ -111,17 +111,17 @@ async def _settled(
     )  # fmt: skip
 
 
-async def _index_lies(target: Target, traffic: Traffic) -> list[str]:
+async def _wrong_predictions(target: Target, traffic: Traffic) -> list[str]:
     """Ask for documents twice: what the router expects of the second must be what is there."""
-    lies: list[str] = []
+    wrong: list[str] = []
     compared = 0
     for document in range(_PROBES):
         for _ in range(2):
-            probe: Seen = await traffic.ask(document, streamed=False)
+            probe: Observed = await traffic.ask(document, streamed=False)
             await asyncio.sleep(0.6)  # for the report of its admission
         decisions = await aside(lambda: target.decisions(limit=1))
         if not probe.ok or not decisions:
-            lies.append(f"probe {document} was not answered: {probe.error}")
+            wrong.append(f"probe {document} was not answered: {probe.error}")
             continue
         predicted, actual = decisions[-1]["predicted"], decisions[-1]["actual"]
         for tier in ("device_tokens", "cached_tokens"):
@@ -129,12 +129,12 @@ async def _index_lies(target: Target, traffic: Traffic) -> list[str]:
                 continue
             compared += 1
             if predicted[tier] != actual[tier]:
-                lies.append(f"document {document}: {predicted[tier]} {tier} predicted, "
+                wrong.append(f"document {document}: {predicted[tier]} {tier} predicted, "
                             f"{actual[tier]} found")  # fmt: skip
-    if not lies and not compared:
-        lies.append("no probe's outcome was reported: predictions could not be checked")
-    return lies
+    if not wrong and not compared:
+        wrong.append("no probe's outcome was reported: predictions could not be checked")
+    return wrong
 
 
-def _untried(fault: Fault, why: str) -> Verdict:
-    return Verdict(fault.name, (f"not tried: {why}",), 0, 0, 0, 0, 0, None, None, None, 0, ())
+def _not_tried(fault: Fault, why: str) -> Evaluation:
+    return Evaluation(fault.name, (f"not tried: {why}",), 0, 0, 0, 0, 0, None, None, None, 0, ())

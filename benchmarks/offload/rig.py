@@ -65,7 +65,7 @@ class Sample:
 class Arm:
     """One way of doing it. predicted_s: of `latency_s`, or None where nothing predicts it.
 
-    note: what the planner said. chosen: the planner would take this one. key: arms of equal keys
+    note: of the planner. chosen: the planner would take this one. key: arms of equal keys
     would do the very same; only the first of them is run, and the others share its samples.
     """
 

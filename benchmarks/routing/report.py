@@ -1,4 +1,4 @@
-"""What a grid of routing runs says: quantiles with their spread, and us against the best other.
+"""What a grid of routing runs shows: quantiles with spread, and us against the best other system.
 
 Ratios are paired by seed: the same traffic under two policies. An interval is Student's t on the
 logarithms of the ratios, 95%; with one seed there is none. The best peer (other system) of a cell
@@ -146,11 +146,11 @@ def fault_costs(cells: Cells) -> list[Row]:
             continue
         for policy, rows in policies.items():
             seeds = sorted(set(rows) & set(plain.get(policy, {})))
-            hurt = [_quantile(rows[seed], "p99") for seed in seeds]
-            well = [_quantile(plain[policy][seed], "p99") for seed in seeds]
-            if not seeds or not np.isfinite([*hurt, *well]).all():
+            faulty = [_quantile(rows[seed], "p99") for seed in seeds]
+            sound = [_quantile(plain[policy][seed], "p99") for seed in seeds]
+            if not seeds or not np.isfinite([*faulty, *sound]).all():
                 continue
-            ratio = paired(hurt, well)
+            ratio = paired(faulty, sound)
             costs.append({
                 "cell": _name(cell), "policy": policy, "p99_ratio": ratio.mean,
                 "low": finite(ratio.low), "high": finite(ratio.high),

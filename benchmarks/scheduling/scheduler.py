@@ -136,7 +136,7 @@ class _Turns:
     policies: tuple[str, ...]
     dilation: float
     runs: int
-    tell: Callable[[str], None]
+    progress: Callable[[str], None]
     title: str
 
     async def play(self) -> list[Run]:
@@ -147,13 +147,13 @@ class _Turns:
         with ExitStack() as ended:
             engines = []
             for policy in self.policies:
-                self.tell(f"{self.title}: starting {policy}")
+                self.progress(f"{self.title}: starting {policy}")
                 engine = Engine(policy, self.setting, self.dilation)
                 ended.callback(engine.close)
                 engines.append(engine)
             for run in range(self.runs):
                 for engine in engines:
-                    self.tell(f"{self.title}: run {run + 1} of {self.runs}, {engine.policy}")
+                    self.progress(f"{self.title}: run {run + 1} of {self.runs}, {engine.policy}")
                     one = await engine.play(run)
                     played.append(
                         (

@@ -1,7 +1,7 @@
 """Our cluster and stock Ray Serve LLM side by side, for `kappa bench serve`.
 
 One Ray, one HTTP proxy, one replica each: ours at `/`, stock at `/stock` (as it comes: it holds
-streamed tokens for 50 ms) and at `/stock0` (told to send each at once). All engines are vLLM with
+streamed tokens for 50 ms) and at `/stock0` (set to send each at once). All engines are vLLM with
 the same model and the same limits, unpaced; ours has its host tier, events and meters on top.
 """
 

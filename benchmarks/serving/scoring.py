@@ -1,6 +1,6 @@
 """How good TTFT predictions are: classes, errors, and the baseline beside them. Pure.
 
-An outcome is one request as `GET /v1/decisions` tells it. Its class is that of its *prediction*,
+An outcome is one request of `GET /v1/decisions`. Its class is that of its *prediction*,
 known before the fact; its error is |predicted - actual| / actual. The baseline predicts the running
 median of the TTFTs seen so far on the same node in the same ratio bucket; it never stops learning.
 """

@@ -202,8 +202,8 @@ async def play(
                     )
                     done.append(played)
             rows = [_row(_of(done, system, prompt, concurrency)) for system in urls]
-            told = ", ".join(f"{r['system']} {1e3 * r['ttft_s']['p50']:.0f} ms" for r in rows)
-            note(f"{prompt} prompts, concurrency {concurrency}: TTFT p50 {told}")
+            medians = ", ".join(f"{r['system']} {1e3 * r['ttft_s']['p50']:.0f} ms" for r in rows)
+            note(f"{prompt} prompts, concurrency {concurrency}: TTFT p50 {medians}")
     return done
 
 

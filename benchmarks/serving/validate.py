@@ -1,4 +1,4 @@
-"""`kappa bench validate`: does the simulator tell the truth? Real paced vLLM against it.
+"""`kappa bench validate`: is the simulator right? Real paced vLLM against it.
 
 Each cell (trace, load, policy) is played several times on the real cluster over HTTP, with the same
 requests and times but other tokens, so that runs share no cache; then in the simulator, with

@@ -28,7 +28,7 @@ _MORE_DECISIONS = 64
 class Answered(msgspec.Struct):
     """One request: seconds are real ones of the client's clock, from the start of the run.
 
-    `error` is empty on success. Token counts are the engine's own; None if it told none.
+    `error` is empty on success. Token counts are the engine's own; None if it reported none.
     """
 
     session: str

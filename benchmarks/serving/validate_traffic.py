@@ -4,7 +4,7 @@ Tokens, outputs and pauses of a trace shrink by one factor, so that ratios of ca
 stay; sessions are cut to their first turns. Prompts become token ids: a block of the trace is
 always the same tokens, so prompts share exactly the prefixes that the trace shares. Each answer is
 forced to one repeated token, so that a later turn can carry it in its prompt. The block ids of a
-`Script` are hashes of these very tokens: what the simulator is told is what the cluster is sent.
+`Script` are hashes of these very tokens: the simulator gets what the cluster gets.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def salt_of(*parts: object) -> int:
 
 def digest(scripts: Sequence[Script]) -> str:
     """What two runs must agree on to be runs of the same requests: times, lengths and answers."""
-    told = [
+    facts = [
         (
             s.session,
             round(s.start_s, 6),
@@ -151,7 +151,7 @@ def digest(scripts: Sequence[Script]) -> str:
         )
         for s in scripts
     ]
-    return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
 
 def idle_script(rng: np.random.Generator) -> Script:

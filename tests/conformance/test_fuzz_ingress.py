@@ -56,7 +56,7 @@ def listening():
         structlog.reset_defaults()
 
 
-def judge(answer):
+def evaluate(answer):
     """What is wrong with an answer; empty if nothing is."""
     return complaint_of(answer.status_code, answer.text)
 
@@ -77,7 +77,7 @@ async def send_all(stack, drawn):
                     wrong.append((repr(error), bad))
                     continue
                 statuses[answer.status_code] += 1
-                if complaint := judge(answer):
+                if complaint := evaluate(answer):
                     wrong.append((complaint, bad))
 
         await asyncio.gather(*(sender() for _ in range(_AT_ONCE)))
@@ -132,7 +132,7 @@ def test_any_json_gets_an_answer(stack, path, body, named, messages):
     if named and isinstance(body, dict):
         body = {"max_tokens": 2, **body, "model": MODEL, "messages": messages}
     answer = stack.http.post(path, content=json.dumps(body).encode(), headers=AS_JSON)
-    assert not (complaint := judge(answer)), complaint
+    assert not (complaint := evaluate(answer)), complaint
 
 
 @settings(
@@ -142,7 +142,7 @@ def test_any_json_gets_an_answer(stack, path, body, named, messages):
 def test_any_bytes_get_an_answer(stack, path, body):
     answer = stack.http.post(path, content=body, headers=AS_JSON)
     assert answer.status_code in (400, 422), answer.text
-    assert not (complaint := judge(answer)), complaint
+    assert not (complaint := evaluate(answer)), complaint
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -151,7 +151,7 @@ def test_half_a_surrogate_pair_is_refused_and_can_be_told(stack, path):
         body = {"model": MODEL, "messages": [{"role": "\ud800", "content": "x"}], name: "\ud800"}
         answer = stack.http.post(path, content=json.dumps(body).encode(), headers=AS_JSON)
         assert answer.status_code in (400, 404, 422), answer.text
-        assert not (complaint := judge(answer)), complaint
+        assert not (complaint := evaluate(answer)), complaint
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -160,4 +160,4 @@ def test_a_body_nested_too_deeply_to_be_parsed_is_refused(stack, path):
         body = f'{{"model": "{MODEL}", "messages": {deep}}}'
         answer = stack.http.post(path, content=body.encode(), headers=AS_JSON)
         assert answer.status_code in (400, 422), answer.text
-        assert not (complaint := judge(answer)), complaint
+        assert not (complaint := evaluate(answer)), complaint

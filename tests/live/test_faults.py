@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.faults.catalogue import FAULTS, fault_named
 from benchmarks.faults.started import EMULATED
-from benchmarks.faults.storm import crowd
+from benchmarks.faults.storm import open_streams
 from benchmarks.faults.target import Target, environment
 from benchmarks.faults.traffic import Mix
 from benchmarks.faults.trial import try_fault
@@ -57,5 +57,5 @@ def test_a_fault_keeps_its_promise(hurt, name):
 
 def test_many_streams_at_once_all_complete(hurt):
     mix = Mix(words=60, max_tokens=20, timeout_s=300.0)
-    seen = asyncio.run(crowd(hurt, STREAMS, mix, seed=0))
+    seen = asyncio.run(open_streams(hurt, STREAMS, mix, seed=0))
     assert seen.failed == 0 and seen.reservations == 0, seen

@@ -73,4 +73,4 @@ def random_least(rng: Random, cost: Floats) -> int:
 
 def parameters(cls: type[Baseline]) -> dict[str, float | int | str]:
     """Parameters of a baseline with their defaults."""
-    return {field.name: field.default for field in fields(cls) if field.name != "seed"}
+    return {field.name: getattr(cls, field.name) for field in fields(cls) if field.name != "seed"}

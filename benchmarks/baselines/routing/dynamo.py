@@ -33,7 +33,7 @@ class Dynamo(Baseline):
     host_cache_hit_weight, prefill_load_scale (formerly kv_overlap_score_weight),
     decode_active_request_weight, router_temperature.
 
-    A policy is told where requests go, not what becomes of them, so which of a worker's requests
+    A policy knows where requests go, not what becomes of them, so which of a worker's requests
     are active and which wait for their prefill is a guess: the latest routed, as many as there are
     in flight and waiting. The original's disk and shared tiers, output blocks (off by default) and
     taints are left out.

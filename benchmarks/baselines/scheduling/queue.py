@@ -15,7 +15,7 @@ from scheduler.work import BUDGET, CAP, PENDING, SLOTS, VRAM, Memory, Plan, Quot
 
 
 class Queue:
-    """A rule but for its order, `_order`, and what else it says by overriding.
+    """A rule but for its order, `_order`, and what else it overrides.
 
     strict: stop at the first that does not fit, as engines do; else go on to those that do.
     timed: the order changes with time or with what runs, so that an iteration may admit what the
@@ -40,7 +40,7 @@ class Queue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    # -- what a rule says ---------------------------------------------------------------------
+    # -- what a rule defines -------------------------------------------------------------------
 
     def _order(self, memory: Memory, now_s: float) -> Iterable[Work]:
         """Those to look at, first come first; taken one by one, admissions in between."""

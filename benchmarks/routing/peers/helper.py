@@ -54,18 +54,18 @@ class Helper:
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self.tell({**message, "id": number})
+            self.send({**message, "id": number})
             return await self._answered(self._waiting[number], _ANSWER_S)
         finally:
             del self._waiting[number]
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Say something that wants no answer."""
+    def send(self, message: dict[str, Any]) -> None:
+        """A message that wants no answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def start(self, hello: dict[str, Any]) -> None:
-        self.tell(hello)
+        self.send(hello)
         await self._answered(self._ready, _START_S)
 
     async def close(self) -> None:

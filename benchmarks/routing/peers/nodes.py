@@ -196,7 +196,7 @@ class EmulatedNode:
         self._reports.send_multipart([REPORT, msgspec.msgpack.encode(report.to_dict())])
 
     def row(self) -> dict[str, Any]:
-        """What a router is told of the node to begin with: the truth, with its dilation."""
+        """What a router knows of the node to begin with: the truth, with its dilation."""
         profile = self.spec.profile
         if self._loop.dilation > 1:
             profile = replace(profile, dilation=self._loop.dilation, source="paced")

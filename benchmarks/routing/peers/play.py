@@ -160,8 +160,8 @@ class Player:
         else:
             sent_s = self._begun_s + outcome.start_s
             await ticket.first.wait()
-            self._router.tell({"op": "first", **message})
+            self._router.send({"op": "first", **message})
             outcome.ttft_s = ticket.first_s - sent_s
             await ticket.done.wait()
             outcome.e2e_s, outcome.error = ticket.done_s - sent_s, ""
-        self._router.tell({"op": "done", **message})
+        self._router.send({"op": "done", **message})

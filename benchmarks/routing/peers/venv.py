@@ -40,9 +40,9 @@ def dynamo_python() -> str:
             if not _is_ready(venv):
                 _make(venv)
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
+        output = getattr(error, "stderr", None) or str(error)
         raise HelperError(
-            f"Dynamo {DYNAMO_VERSION} could not be installed into {venv} ({said[-500:].strip()}): "
+            f"Dynamo {DYNAMO_VERSION} could not be installed into {venv} ({output[-500:]}): "
             "name an index that can be reached (UV_INDEX_URL, PIP_INDEX_URL), a folder of wheels "
             "(UV_FIND_LINKS, PIP_FIND_LINKS), or a cache that can be written (XDG_CACHE_HOME)"
         ) from None

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from benchmarks.faults import fuzz as fuzzing
 from benchmarks.faults.bodies import CHAT
+from benchmarks.faults.evaluation import Observed
 from benchmarks.faults.fuzz import Beside, FuzzPlan, complaint_of, fuzz
-from benchmarks.faults.verdict import Seen
 from tests.benchmarks.faults.test_bodies import SCHEMAS
 
 REFUSAL = {"error": {"message": "no", "type": "bad", "param": None, "code": "invalid"}}
@@ -145,7 +145,7 @@ def test_only_refusals_in_openai_shape_are_right(status, text, wrong):
 
 
 def seen(taken_s, first_s, ok=True):
-    return Seen(10.0, 10.0 + first_s, 10.0 + taken_s, 200 if ok else 429, True, ok, error="x")
+    return Observed(10.0, 10.0 + first_s, 10.0 + taken_s, 200 if ok else 429, True, ok, error="x")
 
 
 def test_a_clients_times_are_quantiles_of_what_was_answered():

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from benchmarks.faults.evaluation import Observed
 from benchmarks.faults.soak import (
     Held,
     Sample,
@@ -15,7 +16,6 @@ from benchmarks.faults.soak import (
     slopes,
 )
 from benchmarks.faults.target import FaultsError
-from benchmarks.faults.verdict import Seen
 
 HOUR_S = 3600.0
 
@@ -104,8 +104,8 @@ def test_a_soak_without_a_slope_is_not_kept():
 
 def test_a_stream_that_was_refused_is_lost_and_not_cut():
     steady = [sample(float(t), {1: (100, 9)}) for t in range(0, 301, 5)]
-    refused = Seen(0.0, 0.1, 0.1, 503, streamed=True, complete=False)
-    cut = Seen(0.0, 0.1, 0.2, 200, streamed=True, complete=False, told=True)
+    refused = Observed(0.0, 0.1, 0.1, 503, streamed=True, complete=False)
+    cut = Observed(0.0, 0.1, 0.2, 200, streamed=True, complete=False, announced=True)
     result = soaked([refused, cut], steady)
     assert (result.lost, result.streams_cut, result.streams_cut_untold) == (1, 1, 0)
 

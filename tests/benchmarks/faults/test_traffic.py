@@ -6,7 +6,7 @@ import json
 import pytest
 from aiohttp import web
 
-from benchmarks.faults.storm import Storm, crowd, storm
+from benchmarks.faults.storm import Storm, open_streams, storm
 from benchmarks.faults.target import FaultsError
 from benchmarks.faults.traffic import Mix, Traffic
 
@@ -65,7 +65,7 @@ QUIET = Mix(clients=0, documents=4, words=20)
 
 
 @pytest.mark.parametrize(
-    ("mode", "streamed", "ok", "told", "begun", "error"),
+    ("mode", "streamed", "ok", "announced", "begun", "error"),
     [
         ("fine", False, True, False, True, ""),
         ("fine", True, True, False, True, ""),
@@ -77,13 +77,18 @@ QUIET = Mix(clients=0, documents=4, words=20)
     ],
 )
 async def test_each_kind_of_answer_is_noted_as_what_it_is(
-    served, mode, streamed, ok, told, begun, error
+    served, mode, streamed, ok, announced, begun, error
 ):
     endpoint, url = served
     endpoint.mode = mode
     async with Traffic(url, "m", QUIET, 0) as traffic:
         seen = await traffic.ask(0, streamed)
-    assert (seen.ok, seen.told, seen.first_s is not None, seen.error) == (ok, told, begun, error)
+    assert (seen.ok, seen.announced, seen.first_s is not None, seen.error) == (
+        ok,
+        announced,
+        begun,
+        error,
+    )
 
 
 async def test_nobody_there_is_noted_too():
@@ -125,7 +130,7 @@ class Rows:
 async def test_a_crowd_is_open_all_at_once(served):
     endpoint, url = served
     endpoint.mode = "wait"
-    run = asyncio.create_task(crowd(Rows(url), 50, QUIET, 0))
+    run = asyncio.create_task(open_streams(Rows(url), 50, QUIET, 0))
     async with asyncio.timeout(20):
         while endpoint.most_open < 50:
             await asyncio.sleep(0.01)
@@ -144,5 +149,5 @@ async def test_a_storm_needs_somebody_who_takes_over(served):
 async def test_streams_that_were_refused_were_neither_open_nor_quick(served):
     endpoint, url = served
     endpoint.mode = "refuse"
-    seen = await crowd(Rows(url), 5, QUIET, 0)
+    seen = await open_streams(Rows(url), 5, QUIET, 0)
     assert (seen.failed, seen.most_open, seen.ttft_p99_s) == (5, 0, 0.0)

@@ -5,10 +5,10 @@ import pytest
 from benchmarks.faults import trial
 from benchmarks.faults.actions import Action
 from benchmarks.faults.catalogue import fault_named
-from benchmarks.faults.trial import _index_lies, _settled
-from benchmarks.faults.verdict import Seen, judge
+from benchmarks.faults.evaluation import Observed, evaluate
+from benchmarks.faults.trial import _settled, _wrong_predictions
 
-FINE = Seen(0.0, 0.1, 0.2, 200, streamed=False, complete=True)
+FINE = Observed(0.0, 0.1, 0.2, 200, streamed=False, complete=True)
 
 
 class Cluster:
@@ -52,7 +52,7 @@ async def test_predictions_are_held_against_what_was_found_if_anything_was_told(
     device, cached, lie
 ):
     cluster = Cluster({"device_tokens": device, "cached_tokens": cached})
-    lies = await _index_lies(cluster, cluster)
+    lies = await _wrong_predictions(cluster, cluster)
     assert len(lies) == (lie is not None) and all(lie in said for said in lies)
 
 
@@ -60,5 +60,5 @@ async def test_predictions_are_held_against_what_was_found_if_anything_was_told(
 async def test_reservations_that_nobody_tells_of_are_no_kept_promise(reservations, word):
     cluster, fault = Cluster({}, reservations), fault_named("controller_killed")
     after = await _settled(cluster, fault, cluster, Action(lambda: None), True, None)
-    failed = judge(fault, [FINE], 0.0, after).failed
+    failed = evaluate(fault, [FINE], 0.0, after).failed
     assert len(failed) == (word is not None) and all(word in said for said in failed)

@@ -1,4 +1,4 @@
-"""What a fault did to clients and cluster, held against its promise: one verdict. Pure.
+"""What a fault did to clients and cluster, compared with its promise: pass or fail. Pure.
 
 Requests are judged by what their clients saw; leaks by the cluster's own figures once all is over.
 Nothing is rounded in the cluster's favour: a request that was refused counts as lost.
@@ -14,10 +14,10 @@ from benchmarks.faults.catalogue import Fault
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observed:
     """One request as its client saw it; times by one monotonic clock. first_s: of its first token,
-    or of the whole answer where it was not streamed; None: never. told: a stream that failed said
-    so by an error event."""
+    or of the whole answer where it was not streamed; None: never. announced: a stream that failed
+    sent an error event."""
 
     sent_s: float
     first_s: float | None
@@ -25,7 +25,7 @@ class Seen:
     status: int
     streamed: bool
     complete: bool
-    told: bool = False
+    announced: bool = False
     node: str = ""
     error: str = ""
 
@@ -50,7 +50,7 @@ class After:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Evaluation:
     """One line of the report: `failed` says why the promise was broken; empty: it was kept."""
 
     fault: str
@@ -75,13 +75,13 @@ class Verdict:
         return {**asdict(self), "kept": self.kept}
 
 
-def first_answer_s(requests: Sequence[Seen], at_s: float) -> float | None:
+def first_answer_s(requests: Sequence[Observed], at_s: float) -> float | None:
     """How long after `at_s` the first request that was sent from then on got its first token."""
     answers = [r.first_s for r in requests if r.sent_s >= at_s and r.ok and r.first_s is not None]
     return min(answers) - at_s if answers else None
 
 
-def judge(fault: Fault, requests: Sequence[Seen], at_s: float, after: After) -> Verdict:
+def evaluate(fault: Fault, requests: Sequence[Observed], at_s: float, after: After) -> Evaluation:
     """Hold what was seen against the promise.
 
     Args:
@@ -97,7 +97,7 @@ def judge(fault: Fault, requests: Sequence[Seen], at_s: float, after: After) -> 
     unbegun = [r for r in cut if r not in begun]
     lost = whole + unbegun
     open_then = [r for r in lost if r.sent_s < at_s <= r.ended_s]
-    untold = [r for r in begun if not r.told]
+    untold = [r for r in begun if not r.announced]
     first_s = first_answer_s(requests, at_s)
     failed = list(after.complaints)
     counted = [r for r in lost if not (fault.may_lose_open and r in open_then)]
@@ -114,7 +114,7 @@ def judge(fault: Fault, requests: Sequence[Seen], at_s: float, after: After) -> 
     failed += _recovery(fault, after)
     if after.shown is False:
         failed.append(f"not seen: {fault.shows}")
-    return Verdict(
+    return Evaluation(
         fault.name, tuple(failed), len(requests), len(lost), len(begun), len(untold),
         len(open_then), first_s, after.recovery_s, after.start_s, after.reservations,
         tuple(after.orphans),
@@ -135,7 +135,7 @@ def _recovery(fault: Fault, after: After) -> list[str]:
     ]
 
 
-def _why(requests: Sequence[Seen]) -> str:
+def _why(requests: Sequence[Observed]) -> str:
     reasons: dict[str, int] = {}
     for r in requests:
         reason = r.error or str(r.status)
