@@ -177,7 +177,7 @@ class Engine:
     def heard(self, elsewhere: Mapping[str, Charge], weights: Mapping[str, float]) -> None:
         """What other engines charged each tenant so far, and their weights, if the rule cares."""
         if isinstance(rule := self.batcher.rule, Fair):
-            rule.heard(elsewhere, weights, self._clock())
+            rule.charged_elsewhere(elsewhere, weights, self._clock())
 
     @property
     def busy(self) -> bool:

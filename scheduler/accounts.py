@@ -9,8 +9,7 @@ waited is lifted, when something does, to the least service among those who wait
 behind when it last waited, so that it cannot save up; if nobody else waits, nobody is owed
 anything, and it is lifted to the greatest of all.
 
-What other workers charged comes by way of the ingress (`heard`) and counts like one's own: a tenant
-does not multiply its share by spreading.
+What other workers charged counts like one's own: a tenant does not multiply its share by spreading.
 """
 
 from __future__ import annotations
@@ -28,6 +27,9 @@ _NOTHING_BLOCKS = 1e-6
 
 
 class _Account:
+    """behind_s: how far it was behind the least of the others when the last of its requests went.
+    waiting: its requests that wait; blocks: those that the others hold; mean_s: what one cost."""
+
     __slots__ = ("behind_s", "blocks", "elsewhere", "lift_s", "mean_s", "own", "waiting", "weight")
 
     def __init__(self, weight: float) -> None:
@@ -35,9 +37,7 @@ class _Account:
         self.own = [0.0, 0.0, 0.0]
         self.elsewhere = [0.0, 0.0, 0.0]
         self.lift_s = 0.0
-        # How far it was behind the least of the others when the last of its requests went.
         self.behind_s = 0.0
-        # Requests that wait, blocks that the others hold, and what one costs on average.
         self.waiting = 0
         self.blocks = 0.0
         self.mean_s = 0.0
@@ -64,7 +64,6 @@ class Accounts:
         self._at_s = 0.0
 
     def __len__(self) -> int:
-        """Tenants that ever came."""
         return len(self._accounts)
 
     def _account(self, tenant: str) -> _Account:
@@ -97,7 +96,6 @@ class Accounts:
             account.behind_s = 0.0 if level_s is None else max(level_s - account.service_s(), 0.0)
 
     def _least_waiting_s(self) -> float | None:
-        """Least service among tenants that wait."""
         waiting = (a.service_s() for a in self._accounts.values() if a.waiting)
         return min(waiting, default=None)
 
@@ -130,18 +128,20 @@ class Accounts:
         """Its load occupied the link for so long."""
         self._account(tenant).own[_LINK] += seconds
 
-    def cost(self, tenant: str, seconds: float) -> None:
-        """What one of its requests was charged, now that it is over: teaches the mean."""
+    def ended(self, tenant: str, seconds: float) -> None:
+        """One of its requests is over and was charged so much; teaches the mean."""
         account = self._account(tenant)
         account.mean_s += _NEWEST * (seconds / account.weight - account.mean_s)
 
-    def heard(self, elsewhere: Mapping[str, Charge], weights: Mapping[str, float]) -> None:
-        """What other workers charged so far; late and repeated news change nothing."""
+    def charged_elsewhere(
+        self, charges: Mapping[str, Charge], weights: Mapping[str, float]
+    ) -> None:
+        """What other workers charged so far; late and repeated reports change nothing."""
         for tenant, weight in weights.items():
             if math.isfinite(weight) and weight > 0:
                 self._weights[tenant] = weight
                 self._account(tenant).weight = weight
-        for tenant, charge in elsewhere.items():
+        for tenant, charge in charges.items():
             known = self._account(tenant).elsewhere
             for resource, seconds in enumerate(charge):
                 if math.isfinite(seconds):
@@ -154,7 +154,6 @@ class Accounts:
         return self._account(tenant).service_s()
 
     def weight(self, tenant: str) -> float:
-        """Its share."""
         return self._account(tenant).weight
 
     def mean_s(self, tenant: str) -> float:

@@ -1,4 +1,4 @@
-"""One iteration's admissions, step by step: due ones, loads just in time, then a packed rest.
+"""One iteration's admissions: starving requests, loads just in time, then a packed rest.
 
 The half of the fair rule that decides about resources; whose turn it is was decided before, and is
 the order and the tier of the candidates.
@@ -14,11 +14,12 @@ import numpy as np
 from scheduler.blocks import Ledger
 from scheduler.loads import JustInTime
 from scheduler.packing import Floats, pack
-from scheduler.waiting import IN_TURN
+from scheduler.waiting import FAR_AHEAD, IN_TURN
 from scheduler.work import BUDGET, CAP, LINK, RESERVED, SLOTS, VRAM, Quote, Room, Work
 
 # Loads in flight that may start although the link is not about to run empty: double buffering.
 _STAGED = 2
+_LACKS_BLOCKS = (VRAM, CAP, RESERVED)
 
 
 class Candidate:
@@ -26,46 +27,41 @@ class Candidate:
 
     blocks: of the free ones that it takes, now and as it decodes; footprint: all it will hold, its
     shared ones included; new_tokens: to be computed; high: wants more of the VRAM than of the
-    budget. why: it was passed over; admitted: it was not. leaves_blocks, leaves_slots: what must
-    stay free beside it, for tenants with nothing running.
+    budget. starving: it has waited, or was bypassed, past its bound; reserves: blocks are set aside
+    for it if it is starving and does not fit. leaves_blocks, leaves_slots: what must stay free
+    beside it, for tenants with nothing running. why: what it was bypassed for, unless `admitted`.
     """
 
     __slots__ = (
-        "admitted", "blocks", "due", "footprint", "high", "leaves_blocks", "leaves_slots",
-        "new_tokens", "quote", "reserve", "tier", "why", "work",
+        "admitted", "blocks", "footprint", "high", "leaves_blocks", "leaves_slots", "new_tokens",
+        "quote", "reserve", "reserves", "starving", "tier", "why", "work",
     )  # fmt: skip
 
     def __init__(
-        self,
-        work: Work,
-        quote: Quote,
-        prompt_blocks: int,
-        reserve: int,
-        blocks_per_token: float,
-        tier: int,
-        due: bool,
+        self, work: Work, quote: Quote, prompt_blocks: int, reserve: int, blocks_per_token: float
     ) -> None:
         self.work = work
         self.quote = quote
         self.reserve = reserve
-        self.tier = tier
-        self.due = due
         self.blocks = quote.blocks + reserve
         self.footprint = prompt_blocks + reserve
         self.new_tokens = max(work.total_tokens - quote.device_tokens - quote.host_tokens, 1)
         self.high = self.blocks > self.new_tokens * blocks_per_token
+        self.tier = IN_TURN
+        self.starving = False
+        self.reserves = True
+        self.leaves_blocks = self.leaves_slots = 0
         self.admitted = False
         self.why = ""
-        self.leaves_blocks = self.leaves_slots = 0
 
     @property
     def waits(self) -> bool:
-        """Neither admitted nor passed over yet."""
+        """Neither admitted nor bypassed yet."""
         return not (self.admitted or self.why)
 
 
-class Seen:
-    """Whether those looked at so far fill the iteration by themselves.
+class WindowFill:
+    """Whether the candidates looked at so far fill the iteration by themselves.
 
     With both classes among them the cap may bind, so then those of high ratio do not count.
     """
@@ -83,29 +79,28 @@ class Seen:
         """No need to look further."""
         return self._left <= 0 and (len(self._classes) < 2 or self._left_low <= 0)
 
-    def add(self, candidate: Candidate, first: bool) -> None:
-        """One more was looked at; first: the reservation is its own."""
+    def add(self, candidate: Candidate, reserved: bool) -> None:
+        """One more was looked at; reserved: the reservation is its own."""
         self._classes.add(candidate.high)
         if candidate.quote.host_tokens:
             return
-        if candidate.blocks > self._free or not (first or candidate.footprint <= self._spare):
+        if candidate.blocks > self._free or not (reserved or candidate.footprint <= self._spare):
             return
         self._free -= candidate.blocks
         self._left -= candidate.new_tokens
         if not candidate.high:
             self._left_low -= candidate.new_tokens
-        if not first:
+        if not reserved:
             self._spare -= candidate.footprint
 
 
-class Turn:
+class AdmissionRound:
     """What is left of an iteration, while it is given out.
 
     Args:
         ledger, link: of the engine.
         room: of the iteration; its budget and slots shrink.
         candidates: in order.
-        reserve: set blocks, and what comes free of budget and slots, aside for a due request.
         admit: takes the blocks; False if the engine refused, or `why` of the candidate says.
     """
 
@@ -116,27 +111,26 @@ class Turn:
         room: Room,
         now_s: float,
         candidates: Sequence[Candidate],
-        reserve: bool,
         admit: Callable[[Candidate], bool],
     ) -> None:
         self._ledger = ledger
         self._link = link
         self._room = room
         self._now_s = now_s
-        self._reserve = reserve
-        # A due request waits for budget or a slot, which loads that start now would take from it.
-        self._hold = False
+        self._candidates = candidates
         self._admit = admit
+        # A starving request waits for budget or a slot, which loads that start now would take.
+        self._no_loads = False
         # With nothing running, whatever fits may start: its growth then has all the rest.
         self._alone = not len(ledger) and not room.running
         self._free = ledger.free(room.memory)
-        self._cap = self._high_cap(candidates)
+        self._cap = self._high_cap()
 
-    def _high_cap(self, candidates: Sequence[Candidate]) -> float:
+    def _high_cap(self) -> float:
         """Blocks that requests of high ratio may hold: their part of what both classes want."""
         capacity = self._room.memory.capacity_blocks
         high = low = 0
-        for candidate in candidates:
+        for candidate in self._candidates:
             if candidate.high:
                 high += candidate.footprint
             else:
@@ -150,68 +144,82 @@ class Turn:
 
     # -- the steps ----------------------------------------------------------------------------
 
-    def due(self, candidate: Candidate) -> None:
-        """Admit a due request; or, if its tenant is in turn, set aside what it lacks."""
-        in_turn = self._reserve and candidate.tier == IN_TURN
+    def run(self) -> None:
+        """All of them, tier by tier."""
+        candidates = self._candidates
+        if candidates and candidates[0].work is self._ledger.reserved_for:
+            self.admit_starving(candidates[0])
+        for tier in sorted({candidate.tier for candidate in candidates}):
+            if tier == FAR_AHEAD and self.withhold_from_far_ahead():
+                break
+            for candidate in candidates:
+                if candidate.starving and candidate.tier == tier and candidate.waits:
+                    self.admit_starving(candidate)
+            waiting = [c for c in candidates if c.tier == tier and c.waits]
+            self.start_loads([c for c in waiting if c.quote.host_tokens])
+            self.fill_budget([c for c in waiting if not c.quote.host_tokens])
+        self.stage_second_load()
+
+    def admit_starving(self, candidate: Candidate) -> None:
+        """Admit a starving request; or, if its tenant is in turn, set aside what it lacks."""
         if candidate.quote.host_tokens:
-            if self._hold or not self._link.open(self._now_s):
+            if self._no_loads or not self._link.open(self._now_s):
                 candidate.why = LINK
                 return
-        elif why := self._full():
+        elif why := self._exhausted():
             candidate.why = why
-            self._hold = self._hold or in_turn
+            self._no_loads = self._no_loads or candidate.reserves
             return
-        why = self._misfit(candidate)
-        if not why:
+        if not self._misfits(candidate):
             self._take(candidate)
-            return
-        candidate.why = why
-        if in_turn and self._ledger.reserved_for is None:
+        elif candidate.reserves and self._ledger.reserved_for is None:
             self._ledger.reserve(candidate.work, candidate.footprint, self._room.memory)
 
-    def loads(self, candidates: Sequence[Candidate]) -> None:
+    def start_loads(self, candidates: Sequence[Candidate]) -> None:
         """Start loads while the link is about to run empty."""
-        if self._link.open(self._now_s) and not self._hold:
-            eligible = [c for c in candidates if not self._passed(c)]
+        if self._link.open(self._now_s) and not self._no_loads:
+            eligible = [c for c in candidates if not self._misfits(c)]
             space_s = max(self._link.horizon_s() - self._link.backlog_s(self._now_s), 1e-9)
             # One that is longer than that may start too: the link is open.
             link_s = [min(self._link.load_s(c.quote.host_tokens), space_s) for c in eligible]
             for index in self._packed(eligible, np.array(link_s), space_s) if eligible else ():
                 if not self._link.open(self._now_s):
                     break
-                if not self._passed(eligible[index]):
+                if not self._misfits(eligible[index]):
                     self._take(eligible[index])
         for candidate in candidates:
             if candidate.waits:
-                candidate.why = RESERVED if self._hold else self._misfit(candidate) or LINK
+                candidate.why = RESERVED if self._no_loads else self._misfit(candidate) or LINK
 
-    def computes(self, candidates: Sequence[Candidate]) -> None:
+    def fill_budget(self, candidates: Sequence[Candidate]) -> None:
         """Fill the budget with what can be computed at once."""
-        full = self._full()
-        if not full:
-            eligible = [c for c in candidates if not self._passed(c)]
+        exhausted = self._exhausted()
+        if not exhausted:
+            eligible = [c for c in candidates if not self._misfits(c)]
             for index in self._packed(eligible) if eligible else ():
-                if full := self._full():
+                if exhausted := self._exhausted():
                     break
-                if not self._passed(eligible[index]):
+                if not self._misfits(eligible[index]):
                     self._take(eligible[index])
         for candidate in candidates:
             if candidate.waits:
-                candidate.why = full or self._misfit(candidate) or BUDGET
+                candidate.why = exhausted or self._misfit(candidate) or BUDGET
 
-    def leave_to_those_in_turn(self, candidates: Sequence[Candidate]) -> bool:
+    def withhold_from_far_ahead(self) -> bool:
         """Whether somebody in turn waits for blocks, so that who is far ahead gets none."""
-        if not any(c.tier == IN_TURN and c.why in (VRAM, CAP, RESERVED) for c in candidates):
+        if not any(c.tier == IN_TURN and c.why in _LACKS_BLOCKS for c in self._candidates):
             return False
-        for candidate in candidates:
+        for candidate in self._candidates:
             if candidate.waits:
                 candidate.why = RESERVED
         return True
 
-    def stage(self, candidates: Sequence[Candidate]) -> None:
+    def stage_second_load(self) -> None:
         """With blocks that nobody else wants, keep a second load ready behind the first."""
-        wanted = (VRAM, CAP, RESERVED)
-        if self._hold or any(c.why in wanted and not c.quote.host_tokens for c in candidates):
+        candidates = self._candidates
+        if self._no_loads or any(
+            c.why in _LACKS_BLOCKS and not c.quote.host_tokens for c in candidates
+        ):
             return
         for candidate in candidates:
             if len(self._link) >= _STAGED:
@@ -222,12 +230,12 @@ class Turn:
 
     # -- what fits ----------------------------------------------------------------------------
 
-    def _full(self) -> str:
+    def _exhausted(self) -> str:
         if self._room.budget_tokens <= 0:
             return BUDGET
         return SLOTS if self._room.slots <= 0 else ""
 
-    def _passed(self, candidate: Candidate) -> bool:
+    def _misfits(self, candidate: Candidate) -> bool:
         candidate.why = self._misfit(candidate)
         return bool(candidate.why)
 
@@ -244,7 +252,7 @@ class Turn:
         others = ledger.reserved_for not in (None, candidate.work)
         if others and candidate.footprint > ledger.spare(self._room.memory):
             return RESERVED
-        capped = candidate.high and not candidate.due and ledger.high_blocks > 0
+        capped = candidate.high and not candidate.starving and ledger.high_blocks > 0
         if capped and ledger.high_blocks + candidate.footprint > self._cap:
             return CAP
         return ""

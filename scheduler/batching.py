@@ -1,16 +1,14 @@
 """What an engine computes next: events in, one iteration's work out.
 
 Running requests first, then those whose loads have landed, then what a `Rule` admits, all within a
-token budget; a prompt that exceeds what is left of it is computed in chunks. All changes of an
-admitted request's place (loading, ready, running) happen in this file; those that wait are the
-rule's. It knows neither engine nor simulator: memory is asked through `Memory`, time is an
-argument.
+token budget; a prompt that exceeds what is left of it is computed in chunks. An admitted request is
+loading, ready or running here; those that wait are the rule's.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from scheduler.work import PENDING, Memory, Quote, Room, Rule, Work
 
@@ -41,8 +39,8 @@ class Batcher:
         budget_tokens: of an iteration, decoding requests included.
         max_running: requests that compute; those being loaded are not counted, as in vLLM.
 
-    `was_queued`: somebody waited when the last step was planned; `passed`: who was looked at then
-    and left, by reason.
+    `was_queued`: somebody waited when the last step was planned; `passed`: how many were looked at
+    then and left, by reason.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class Batcher:
     # -- events -------------------------------------------------------------------------------
 
     def add(self, work: Work, now_s: float) -> bool:
-        """A request arrived; whether the next step may have something for it."""
+        """As `Rule.add`."""
         return self.rule.add(work, now_s)
 
     def landed(self, work: Work, now_s: float) -> None:
@@ -83,18 +81,14 @@ class Batcher:
         self.rule.landed(work, now_s)
 
     def finish(self, work: Work, output_tokens: int, now_s: float) -> None:
-        """It is done, and its blocks are released by whoever holds them."""
         del self.running[work]
-        self._left(work)
+        self._stop_decoding(work)
         self.rule.finished(work, output_tokens, now_s)
 
     def abort(self, work: Work, output_tokens: int, now_s: float) -> None:
         """Its client left: forget it wherever it is."""
         if work in self.running:
-            del self.running[work]
-            if work in self.prefilling:
-                self.prefilling.remove(work)
-            self._left(work)
+            self._remove_running(work)
         elif work in self.loading:
             del self.loading[work]
         elif work in self.ready:
@@ -113,10 +107,7 @@ class Batcher:
             return None
         if work is None:
             work = self.rule.victim(list(self.running))
-        del self.running[work]
-        if work in self.prefilling:
-            self.prefilling.remove(work)
-        self._left(work)
+        self._remove_running(work)
         self.preemptions += 1
         self.rule.preempted(work, now_s)
         work.computed_tokens = 0
@@ -134,17 +125,19 @@ class Batcher:
         tokens = {tenant: count * steps for tenant, count in self._decoding_of.items() if count}
         for work, new, _ in step.chunks:
             tokens[work.tenant] = tokens.get(work.tenant, 0) + new
-        self._join(step.prefilled)
-        self.rule.ran(seconds, tokens, now_s, steps)
-
-    def _join(self, works: Iterable[Work]) -> None:
-        decoding_of = self._decoding_of
-        for work in works:
+        for work in step.prefilled:
             if work in self.running:
                 self._decoding.add(work)
-                decoding_of[work.tenant] = decoding_of.get(work.tenant, 0) + 1
+                self._decoding_of[work.tenant] = self._decoding_of.get(work.tenant, 0) + 1
+        self.rule.ran(seconds, tokens, now_s, steps)
 
-    def _left(self, work: Work) -> None:
+    def _remove_running(self, work: Work) -> None:
+        del self.running[work]
+        if work in self.prefilling:
+            self.prefilling.remove(work)
+        self._stop_decoding(work)
+
+    def _stop_decoding(self, work: Work) -> None:
         if work in self._decoding:
             self._decoding.remove(work)
             self._decoding_of[work.tenant] -= 1

@@ -2,7 +2,7 @@
 
 Blocks are taken as a request grows, but admission must look ahead: each request declares at its
 admission what it will need besides (its *reserve*, for decoding), and what is still outstanding of
-all reserves is not free for others. A due request that does not fit gets a reservation (EASY
+all reserves is not free for others. A starving request that does not fit gets a reservation (EASY
 backfilling, Lifka 1995): until it is admitted, those who come after it may together hold no more
 than what it leaves of the whole, so once those who ran before are done, it fits.
 
@@ -14,6 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.work import Memory, Quote, Work
+
+# By how many blocks the charge of whom changed: request to (tenant, blocks).
+Changes = dict[Work, tuple[str, float]]
 
 
 @dataclass(slots=True)
@@ -45,11 +48,9 @@ class Ledger:
         self._backfilled_blocks = 0
 
     def __len__(self) -> int:
-        """Requests that hold blocks."""
         return len(self._holds)
 
     def __contains__(self, work: Work) -> bool:
-        """Whether it holds blocks."""
         return work in self._holds
 
     # -- questions ----------------------------------------------------------------------------
@@ -75,7 +76,7 @@ class Ledger:
     # -- reservations -------------------------------------------------------------------------
 
     def reserve(self, work: Work, blocks: int, memory: Memory) -> None:
-        """Set blocks aside for a due request; there is one reservation at a time."""
+        """Set blocks aside for a starving request; there is one reservation at a time."""
         self.reserved_for = work
         self._reserved_blocks = min(blocks, memory.capacity_blocks)
         self._backfilled_blocks = 0
@@ -93,13 +94,10 @@ class Ledger:
 
     # -- events -------------------------------------------------------------------------------
 
-    def admit(
-        self, work: Work, quote: Quote, blocks: int, reserve: int, high: bool
-    ) -> dict[Work, tuple[str, float]]:
-        """It takes what was quoted. blocks: of its whole prompt; high: of high ratio.
+    def admit(self, work: Work, quote: Quote, blocks: int, reserve: int, high: bool) -> Changes:
+        """It takes what was quoted; `blocks`: of its whole prompt; `high`: of high ratio.
 
-        Returns by how many blocks the charge of whom changed: its own and its prefix' other
-        holders'.
+        The charges that change are its own and its prefix' other holders'.
         """
         work.grown_blocks = 0
         depth = min(quote.shared_blocks, blocks)
@@ -116,7 +114,7 @@ class Ledger:
             self.high_blocks += blocks + reserve
         if hold.key:
             group = self._groups.setdefault(hold.key, {})
-            _find_bringer(group, depth)
+            _extend_chain(group, depth)
             group[work] = hold
         changes = self._split(hold.key)
         if work not in changes:
@@ -124,14 +122,11 @@ class Ledger:
             changes[work] = (work.tenant, hold.share)
         return changes
 
-    def release(self, work: Work) -> dict[Work, tuple[str, float]]:
-        """Its blocks are free; returns by how much whose charged blocks changed."""
+    def release(self, work: Work) -> Changes:
+        """Its blocks are free."""
         hold = self._holds.pop(work)
-        if hold.high:
-            self.high_blocks -= hold.blocks + hold.reserve
-        if hold.backfilled and self.reserved_for is not None:
-            self._backfilled_blocks -= hold.blocks + hold.reserve
-        changes: dict[Work, tuple[str, float]] = {}
+        self._count_held(hold, -hold.blocks - hold.reserve)
+        changes: Changes = {}
         group = self._groups.get(hold.key)
         if group is not None and work in group:
             del group[work]
@@ -142,26 +137,25 @@ class Ledger:
         changes[work] = (work.tenant, -hold.share)
         return changes
 
-    def grow(self) -> dict[Work, tuple[str, float]]:
-        """Count what requests took beyond their reserve, as if they had declared it.
-
-        Returns by how much whose charged blocks changed.
-        """
-        changes: dict[Work, tuple[str, float]] = {}
+    def grow(self) -> Changes:
+        """Count what requests took beyond their reserve, as if they had declared it."""
+        changes: Changes = {}
         for work, hold in self._holds.items():
             over = work.grown_blocks - hold.reserve
-            if over <= 0:
-                continue
-            hold.reserve += over
-            hold.share += over
-            if hold.high:
-                self.high_blocks += over
-            if hold.backfilled and self.reserved_for is not None:
-                self._backfilled_blocks += over
-            changes[work] = (work.tenant, float(over))
+            if over > 0:
+                hold.reserve += over
+                hold.share += over
+                self._count_held(hold, over)
+                changes[work] = (work.tenant, float(over))
         return changes
 
-    def _split(self, key: int) -> dict[Work, tuple[str, float]]:
+    def _count_held(self, hold: Hold, blocks: int) -> None:
+        if hold.high:
+            self.high_blocks += blocks
+        if hold.backfilled and self.reserved_for is not None:
+            self._backfilled_blocks += blocks
+
+    def _split(self, key: int) -> Changes:
         """Divide a prefix among those who hold it, as one chain of blocks of different lengths.
 
         It is shared as far as anyone found it.
@@ -171,7 +165,7 @@ class Ledger:
             return {}
         longest = max(hold.depth for hold in group.values())
         chain = {work: min(hold.reach, longest) for work, hold in group.items()}
-        changes: dict[Work, tuple[str, float]] = {}
+        changes: Changes = {}
         before, paid, left = 0, 0.0, len(group)
         for work in sorted(group, key=lambda w: (chain[w], w.seq)):
             hold, length = group[work], chain[work]
@@ -184,7 +178,7 @@ class Ledger:
         return changes
 
 
-def _find_bringer(group: dict[Work, Hold], depth: int) -> None:
+def _extend_chain(group: dict[Work, Hold], depth: int) -> None:
     """Somebody found so many blocks: whoever holds them has the chain that far, its own ones too.
 
     Who found nothing brought its whole chain. Else it is the latest that is long enough.

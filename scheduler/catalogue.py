@@ -14,12 +14,7 @@ SCHEDULERS = (FAIR, Fcfs.name, *installed(SCHEDULING_RULES))
 
 
 def rule_named(name: str, config: FairConfig | None = None, link: LinkRates | None = None) -> Rule:
-    """A fresh rule.
-
-    Args:
-        name: one of `SCHEDULERS`.
-        config: weights and settings; others than ours use the weights and the window.
-        link: what loads take, for the rule that cares.
+    """A fresh rule; rules other than ours take weights and window of `config`, and no `link`.
 
     Raises:
         ValueError: there is no such rule; lists those there are.
@@ -38,7 +33,7 @@ def packs(name: str) -> bool:
 
 
 def _other(name: str) -> Any:
-    """The class of a rule that is not ours; called with a `FairConfig` it makes a `Rule`."""
+    """The class of a rule that is not ours."""
     if name == Fcfs.name:
         return Fcfs
     entry = installed(SCHEDULING_RULES).get(name)

@@ -1,10 +1,14 @@
-"""How a fair scheduler is tuned, and what it is told of its link: plain, validated data."""
+"""How a fair scheduler is tuned, and what loads take on its link."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from kappa.checks import check_not_negative, check_positive
+
+_MAX_HEADROOM = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +19,7 @@ class LinkRates:
     fixed_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("token_s", "fixed_s"):
-            _at_least("LinkRates", name, getattr(self, name), 0.0)
+        check_not_negative(self, "token_s", "fixed_s")
 
     def load_s(self, tokens: int) -> float:
         """Seconds that a load of `tokens` occupies the link."""
@@ -28,14 +31,14 @@ class FairConfig:
     """The fair scheduler's rules in numbers.
 
     weights: share of each tenant; default_weight: of those not named. max_skips, due_after_s: a
-    request that others passed so often for want of blocks, or that has waited so long, is due.
-    window: how many waiting requests an iteration looks at. slack_s: seconds of service by which a
-    tenant may be ahead before others go first. credit: seconds of service that a second of waiting
-    is worth, until the request is due; a tenant ahead by all of that and the slack gets no blocks
-    while one in turn waits for some. reserve: set blocks aside for a due request (off only to show
-    what happens then). expected_output_tokens: length of an answer before any was seen. headroom:
-    where there are several tenants, the share of slots and blocks that those with something running
-    leave to those with nothing.
+    request that others bypassed so often for want of blocks, or that has waited so long, is
+    starving. window: how many waiting requests an iteration looks at. slack_s: seconds of service
+    by which a tenant may be ahead before others go first. credit: seconds of service that a second
+    of waiting is worth, until the request is starving; a tenant ahead by all of that and the slack
+    gets no blocks while one in turn waits for some. reserve: set blocks aside for a starving
+    request (off only to show what happens then). expected_output_tokens: length of an answer before
+    any was seen. headroom: where there are several tenants, the share of slots and blocks that
+    those with something running leave to those with nothing.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -50,28 +53,16 @@ class FairConfig:
     headroom: float = 1 / 16
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            _at_least("FairConfig", name, getattr(self, name), least)
-        if self.headroom > _MOST_HEADROOM:
+        check_not_negative(self, "max_skips", "due_after_s", "slack_s", "credit", "headroom")
+        check_positive(self, "window", "expected_output_tokens", "default_weight")
+        if self.headroom > _MAX_HEADROOM:
             raise ValueError(
-                f"FairConfig.headroom is {self.headroom}: give at most {_MOST_HEADROOM}, or "
+                f"FairConfig.headroom is {self.headroom}: give at most {_MAX_HEADROOM}, or "
                 "tenants with something running could hardly use the engine"
             )
-        for tenant, weight in {"default": self.default_weight, **self.weights}.items():
+        for tenant, weight in self.weights.items():
             if not (math.isfinite(weight) and weight > 0):
                 raise ValueError(
                     f"FairConfig: the weight of tenant {tenant!r} is {weight}: give a finite "
                     "number above zero"
                 )
-
-
-_MOST_HEADROOM = 0.5
-_LEAST = {
-    "max_skips": 0, "due_after_s": 0.0, "window": 1, "slack_s": 0.0, "credit": 0.0,
-    "expected_output_tokens": 1, "headroom": 0.0,
-}  # fmt: skip
-
-
-def _at_least(where: str, name: str, value: float, least: float) -> None:
-    if not (math.isfinite(value) and value >= least):
-        raise ValueError(f"{where}.{name} is {value}: give a finite number, at least {least:g}")

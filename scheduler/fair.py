@@ -12,8 +12,8 @@ context holds up whatever stands behind it. Here:
   (`scheduler.accounts`); within a tenant, first come, first served.
 - Where there are several tenants, those with something running leave some slots and blocks to those
   with nothing, so that nobody waits for another's answers to end.
-- A request passed over too often, or waiting too long, is due: it goes first in its turn, and if it
-  does not fit, blocks are set aside for it (`scheduler.blocks`); whoever has them is first of all.
+- A request bypassed too often, or waiting too long, is starving: it goes first in its turn, and if
+  it does not fit, blocks are set aside for it (`scheduler.blocks`); whoever has them is first.
 
 Guarantees and their assumptions: docs/adr/0006. Called by the engine's adapter and the simulator.
 """
@@ -21,36 +21,37 @@ Guarantees and their assumptions: docs/adr/0006. Called by the engine's adapter 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from math import inf
 from typing import NamedTuple
 
 from kappa.protocol import Charge
 from scheduler.accounts import Accounts
-from scheduler.admission import Candidate, Seen, Turn
-from scheduler.blocks import Ledger
+from scheduler.admission import AdmissionRound, Candidate, WindowFill
+from scheduler.blocks import Changes, Ledger
 from scheduler.config import FairConfig, LinkRates
 from scheduler.loads import JustInTime
 from scheduler.waiting import FAR_AHEAD, IN_TURN, Waiting
-from scheduler.work import BUDGET, CAP, LINK, PENDING, SLOTS, Plan, Room, Work
+from scheduler.work import BUDGET, CAP, LINK, PENDING, SLOTS, Plan, Quote, Room, Work
 
 _NEWEST = 0.05
 # How much further to look for a load to start, when the rest of the iteration is full.
 _LOOK_FURTHER = 16
 
 
-class _Stuck(NamedTuple):
+class _NoOp(NamedTuple):
     """Nothing that waits fits, and why; holds until an event or one of these changes.
 
-    budget_tokens: of the iteration, where it matters (the cap depends on it).
+    budget_tokens: of the iteration, where it matters (the cap depends on it). starving_s: when the
+    next request is starving.
     """
 
     version: int
     available: int
     budget_tokens: int | None
     for_link: bool
-    due_s: float
+    starving_s: float
     passed: dict[str, int]
 
     def lasts(self, room: Room, now_s: float, link: JustInTime) -> bool:
@@ -61,16 +62,11 @@ class _Stuck(NamedTuple):
             and memory.available() == self.available
             and self.budget_tokens in (None, room.budget_tokens)
         )
-        return same and now_s < self.due_s and not (self.for_link and link.open(now_s))
+        return same and now_s < self.starving_s and not (self.for_link and link.open(now_s))
 
 
 class Fair:
-    """The default rule of every worker (`scheduler.work.Rule`).
-
-    Args:
-        config: its numbers.
-        link: what a load takes, if known.
-    """
+    """The default rule of every worker (`scheduler.work.Rule`)."""
 
     name = "fair"
     packs = True
@@ -87,42 +83,36 @@ class Fair:
         self._output_tokens = float(config.expected_output_tokens)
         self._admitted_s: dict[Work, float] = {}
         self._capacity_blocks = 1
-        self._stuck: _Stuck | None = None
+        self._no_op: _NoOp | None = None
 
     def __len__(self) -> int:
-        """Requests that wait."""
         return len(self._waiting)
 
     # -- events -------------------------------------------------------------------------------
 
     def add(self, work: Work, now_s: float) -> bool:
-        """A request arrived; of another tenant than those who wait, it may be first in turn."""
+        """As `Rule`; of another tenant than those who wait, it may be first in turn."""
         work.seq = self._seq
         self._seq += 1
-        self._stuck = None
-        self._accounts.settle(now_s, self._capacity_blocks)
+        self._event(now_s)
         self._waiting.append(work)
         return len(self._waiting) <= self.config.window or self._waiting.tenants > 1
 
     def returned(self, work: Work, now_s: float) -> None:
-        """The engine did not admit it after all."""
         self._release(work, now_s, over=False)
         self._link.forget(work, now_s)
         self._waiting.put_back(work)
 
     def preempted(self, work: Work, now_s: float) -> None:
-        """It lost its blocks."""
         self._release(work, now_s, over=False)
         self._link.forget(work, now_s)
         self._waiting.restore(work)
 
     def landed(self, work: Work, now_s: float) -> None:
-        """Its load is there."""
-        self._stuck = None
+        self._no_op = None
         self._accounts.loaded(work.tenant, self._link.landed(work, now_s))
 
     def finished(self, work: Work, output_tokens: int, now_s: float) -> None:
-        """It is over."""
         self._release(work, now_s)
         # Of a load that was broken off, nobody knows how far it came.
         self._accounts.loaded(work.tenant, self._link.forget(work, now_s))
@@ -130,9 +120,7 @@ class Fair:
             self._output_tokens += _NEWEST * (output_tokens - self._output_tokens)
 
     def aborted(self, work: Work, now_s: float) -> None:
-        """Its client left while it waited."""
-        self._stuck = None
-        self._accounts.settle(now_s, self._capacity_blocks)
+        self._event(now_s)
         self._waiting.remove(work)
         if self._ledger.reserved_for is work:
             self._ledger.unreserve()
@@ -140,19 +128,17 @@ class Fair:
     def ran(
         self, seconds: float, tokens: Mapping[str, int], now_s: float, iterations: int = 1
     ) -> None:
-        """Iterations ended."""
         self._accounts.settle(now_s, self._capacity_blocks)
         self._accounts.computed(seconds, tokens)
         self._charge(self._ledger.grow())
         self._link.ran(seconds / max(iterations, 1))
 
-    def heard(
-        self, elsewhere: Mapping[str, Charge], weights: Mapping[str, float], now_s: float
+    def charged_elsewhere(
+        self, charges: Mapping[str, Charge], weights: Mapping[str, float], now_s: float
     ) -> None:
-        """What other workers charged each tenant, so far."""
-        self._stuck = None
-        self._accounts.settle(now_s, self._capacity_blocks)
-        self._accounts.heard(elsewhere, weights)
+        """What other workers charged each tenant so far, and the weights of some."""
+        self._event(now_s)
+        self._accounts.charged_elsewhere(charges, weights)
 
     def charges(self) -> dict[str, Charge]:
         """What this engine has charged each tenant, so far."""
@@ -160,95 +146,89 @@ class Fair:
 
     def victim(self, running: Sequence[Work]) -> Work:
         """The latest admitted of the tenant that had most."""
-        served = {work.tenant: 0.0 for work in running}
-        for tenant in served:
-            served[tenant] = self._accounts.service_s(tenant)
+        served = {
+            tenant: self._accounts.service_s(tenant) for tenant in {w.tenant for w in running}
+        }
         most = max(served.values())
         return next(work for work in reversed(running) if served[work.tenant] == most)
 
     # -- the next iteration -------------------------------------------------------------------
 
     def plan(self, room: Room, now_s: float) -> Plan:
-        """Admit for the coming iteration."""
         plan = Plan()
         self._capacity_blocks = room.memory.capacity_blocks
         self._accounts.settle(now_s, self._capacity_blocks)
         if not self._waiting:
             return plan
-        if self._stuck is not None and self._stuck.lasts(room, now_s, self._link):
-            plan.passed, plan.reserved = self._stuck.passed, self._ledger.reserved_for
+        if self._no_op is not None and self._no_op.lasts(room, now_s, self._link):
+            plan.passed, plan.reserved = self._no_op.passed, self._ledger.reserved_for
             return plan
-        candidates = self._look(room, now_s, plan)
-        turn = Turn(
-            self._ledger, self._link, room, now_s, candidates, self.config.reserve,
+        candidates = self._candidates(room, now_s, plan)
+        if any(candidate.tier == FAR_AHEAD for candidate in candidates):
+            # Others had so much more that the first in turn is owed its blocks.
+            first = candidates[1 if candidates[0].work is self._ledger.reserved_for else 0]
+            first.starving = first.starving or first.tier == IN_TURN
+        AdmissionRound(
+            self._ledger, self._link, room, now_s, candidates,
             lambda candidate: self._admit(candidate, room, plan, now_s),
-        )  # fmt: skip
-        if candidates and candidates[0].work is self._ledger.reserved_for:
-            turn.due(candidates[0])
-        for tier in sorted({candidate.tier for candidate in candidates}):
-            if tier == FAR_AHEAD and turn.leave_to_those_in_turn(candidates):
-                break
-            for candidate in candidates:
-                if candidate.due and candidate.tier == tier and candidate.waits:
-                    turn.due(candidate)
-            waiting = [c for c in candidates if c.tier == tier and c.waits]
-            turn.loads([c for c in waiting if c.quote.host_tokens])
-            turn.computes([c for c in waiting if not c.quote.host_tokens])
-        turn.stage(candidates)
+        ).run()  # fmt: skip
         plan.reserved = self._ledger.reserved_for
-        self._count(candidates, plan)
-        self._stuck = None if plan.admitted else self._stuck_by(candidates, room, plan)
+        self._count_bypassed(candidates, plan)
+        self._no_op = None if plan.admitted else self._no_op_for(candidates, room, plan)
         return plan
 
-    def _look(self, room: Room, now_s: float, plan: Plan) -> list[Candidate]:
+    def _candidates(self, room: Room, now_s: float, plan: Plan) -> list[Candidate]:
         """Waiting requests in the order of their turn, each with what it would take.
 
-        The one with the reservation comes first. As far as the window goes; or until those seen
-        fill the iteration by themselves.
+        As far as the window goes; or until those seen fill the iteration by themselves.
         """
-        memory, ledger = room.memory, self._ledger
-        size, expected = memory.block_tokens, int(self._output_tokens)
-        max_skips, due_since_s = self.config.max_skips, now_s - self.config.due_after_s
-        blocks_per_token = memory.capacity_blocks / max(room.budget_tokens, 1)
-        reserved = ledger.reserved_for
-        seen = Seen(ledger, room)
+        reserved = self._ledger.reserved_for
+        max_skips, starving_since_s = self.config.max_skips, now_s - self.config.due_after_s
         headroom, running = self._headroom(room), {work.tenant for work in self._admitted_s}
-        more = _LOOK_FURTHER if self._link.open(now_s) else 0
+        fill = WindowFill(self._ledger, room)
+        further = _LOOK_FURTHER if self._link.open(now_s) else 0
         candidates: list[Candidate] = []
-        turns: Iterator[tuple[Work, int]] = self._waiting.in_turn(now_s)
-        if reserved is not None:
-            turns = chain(((reserved, IN_TURN),), turns)
-        for number, (work, tier) in enumerate(turns):
-            if work is reserved and number:
-                continue
-            quote = memory.quote(work)
+        for work, tier in self._in_turn(now_s):
+            quote = room.memory.quote(work)
             if quote is None:
                 plan.passed[PENDING] = plan.passed.get(PENDING, 0) + 1
                 continue
-            total = work.total_tokens
-            prompt_blocks = -(-total // size)
-            reserve = -(-(total + min(work.max_tokens, expected)) // size) - prompt_blocks
-            prompt_blocks -= quote.elsewhere_blocks
-            if work is reserved:
-                reserve = ledger.promised(prompt_blocks, reserve)
-            due = work.skips > max_skips or work.arrival_s <= due_since_s
-            candidate = Candidate(work, quote, prompt_blocks, reserve, blocks_per_token, tier, due)
+            candidate = self._candidate(work, quote, room)
+            candidate.tier = tier
+            candidate.starving = work.skips > max_skips or work.arrival_s <= starving_since_s
+            candidate.reserves = self.config.reserve and tier == IN_TURN
             if work.tenant in running:
                 candidate.leaves_blocks, candidate.leaves_slots = headroom
             # Of those that have nothing, the first only.
             running.add(work.tenant)
             candidates.append(candidate)
-            if seen.full:
-                more -= 1
-                if more < 0:
-                    break
+            if not fill.full:
+                fill.add(candidate, work is reserved)
+            elif further:
+                further -= 1
             else:
-                seen.add(candidate, work is reserved)
-        if any(candidate.tier == FAR_AHEAD for candidate in candidates):
-            # Others had so much more that the first in turn is owed its blocks.
-            first = candidates[1 if candidates[0].work is reserved else 0]
-            first.due = first.due or first.tier == IN_TURN
+                break
         return candidates
+
+    def _in_turn(self, now_s: float) -> Iterable[tuple[Work, int]]:
+        """All in turn, but first of all the one with the reservation."""
+        reserved = self._ledger.reserved_for
+        turns = self._waiting.in_turn(now_s)
+        if reserved is None:
+            return turns
+        return chain(((reserved, IN_TURN),), (turn for turn in turns if turn[0] is not reserved))
+
+    def _candidate(self, work: Work, quote: Quote, room: Room) -> Candidate:
+        memory, total = room.memory, work.total_tokens
+        size = memory.block_tokens
+        prompt_blocks = -(-total // size)
+        answer_tokens = min(work.max_tokens, int(self._output_tokens))
+        reserve = -(-(total + answer_tokens) // size) - prompt_blocks
+        prompt_blocks -= quote.elsewhere_blocks
+        if work is self._ledger.reserved_for:
+            reserve = self._ledger.promised(prompt_blocks, reserve)
+        blocks_per_token = memory.capacity_blocks / max(room.budget_tokens, 1)
+        return Candidate(work, quote, prompt_blocks, reserve, blocks_per_token)
 
     def _headroom(self, room: Room) -> tuple[int, int]:
         """Blocks and slots that tenants with something running leave to those with nothing.
@@ -263,23 +243,23 @@ class Fair:
             math.ceil(share * (room.slots + room.running)),
         )
 
-    def _stuck_by(self, candidates: list[Candidate], room: Room, plan: Plan) -> _Stuck | None:
+    def _no_op_for(self, candidates: list[Candidate], room: Room, plan: Plan) -> _NoOp | None:
         """Nothing was admitted: why that stays so for a while, if it does."""
         reasons = {candidate.why for candidate in candidates}
-        if not candidates or reasons & {BUDGET, SLOTS}:
+        memory, budget = room.memory, room.budget_tokens
+        if not candidates or reasons & {BUDGET, SLOTS} or budget <= 0 or room.slots <= 0:
             return None
         after_s = self.config.due_after_s
-        due_s = min((c.work.arrival_s + after_s for c in candidates if not c.due), default=inf)
-        memory, budget = room.memory, room.budget_tokens
-        if budget <= 0 or room.slots <= 0:
-            return None
-        return _Stuck(
+        starving_s = min(
+            (c.work.arrival_s + after_s for c in candidates if not c.starving), default=inf
+        )
+        return _NoOp(
             memory.version, memory.available(), budget if CAP in reasons else None,
-            LINK in reasons, due_s, plan.passed,
+            LINK in reasons, starving_s, plan.passed,
         )  # fmt: skip
 
-    def _count(self, candidates: list[Candidate], plan: Plan) -> None:
-        """Who was passed over, why, and by how many behind them that took what they lacked."""
+    def _count_bypassed(self, candidates: list[Candidate], plan: Plan) -> None:
+        """Who was bypassed, why, and by how many behind them that took what they lacked."""
         behind = loads_behind = 0
         for candidate in reversed(candidates):
             why, work = candidate.why, candidate.work
@@ -309,8 +289,7 @@ class Fair:
             return False
         self._waiting.remove(work)
         blocks = candidate.footprint - candidate.reserve
-        changes = self._ledger.admit(work, quote, blocks, candidate.reserve, candidate.high)
-        self._charge(changes)
+        self._charge(self._ledger.admit(work, quote, blocks, candidate.reserve, candidate.high))
         if quote.host_tokens:
             self._link.start(work, quote.host_tokens, now_s)
         self.max_wait_s = max(self.max_wait_s, now_s - work.arrival_s)
@@ -318,9 +297,12 @@ class Fair:
         plan.admitted.append((work, quote))
         return True
 
-    def _release(self, work: Work, now_s: float, over: bool = True) -> None:
-        self._stuck = None
+    def _event(self, now_s: float) -> None:
+        self._no_op = None
         self._accounts.settle(now_s, self._capacity_blocks)
+
+    def _release(self, work: Work, now_s: float, over: bool = True) -> None:
+        self._event(now_s)
         if work not in self._ledger:
             return
         changes = self._ledger.release(work)
@@ -328,8 +310,8 @@ class Fair:
         held_s = now_s - self._admitted_s.pop(work, now_s)
         self._charge(changes)
         if over:
-            self._accounts.cost(work.tenant, share * held_s / self._capacity_blocks)
+            self._accounts.ended(work.tenant, share * held_s / self._capacity_blocks)
 
-    def _charge(self, changes: dict[Work, tuple[str, float]]) -> None:
+    def _charge(self, changes: Changes) -> None:
         for tenant, blocks in changes.values():
             self._accounts.hold(tenant, blocks)

@@ -19,7 +19,6 @@ class Fcfs:
 
     name = "fcfs"
     packs = False
-    timed = False
 
     def __init__(self, config: FairConfig | None = None) -> None:
         self.max_skips = 0
@@ -27,22 +26,21 @@ class Fcfs:
         self._waiting: deque[Work] = deque()
         self._delayed: list[Work] = []
         self._seq = 0
-        self._stuck_version = -1
+        # Memory's version when the first in line did not fit; -1: look again.
+        self._misfit_version = -1
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._delayed)
 
     def add(self, work: Work, now_s: float) -> bool:
-        """Only the first in line is looked at."""
         work.seq = self._seq
         self._seq += 1
         self._waiting.append(work)
         return len(self._waiting) == 1
 
     def plan(self, room: Room, now_s: float) -> Plan:
-        """From the front of the queue, as long as it fits."""
         plan, memory, waiting = Plan(), room.memory, self._waiting
-        if waiting and self._stuck_version != memory.version:
+        if waiting and self._misfit_version != memory.version:
             self._admit(plan, room, now_s)
         elif waiting:
             plan.passed[VRAM] = 1
@@ -64,7 +62,7 @@ class Fcfs:
                 continue
             taken = memory.take(work, quote) if quote.blocks <= memory.available() else None
             if taken is None:
-                self._stuck_version = memory.version
+                self._misfit_version = memory.version
                 plan.passed[VRAM] = 1
                 return
             waiting.popleft()
@@ -75,37 +73,32 @@ class Fcfs:
                 budget -= work.total_tokens - taken.device_tokens
 
     def returned(self, work: Work, now_s: float) -> None:
-        """First in line."""
         self._waiting.appendleft(work)
-        self._stuck_version = -1
+        self._misfit_version = -1
 
     def landed(self, work: Work, now_s: float) -> None:
-        """Those that waited for it are first in line."""
         if self._delayed:
             self._waiting.extendleft(reversed(self._delayed))
             self._delayed.clear()
-            self._stuck_version = -1
+            self._misfit_version = -1
 
     def preempted(self, work: Work, now_s: float) -> None:
-        """First in line; it waits anew."""
         work.arrival_s = now_s
         self.returned(work, now_s)
 
     def finished(self, work: Work, output_tokens: int, now_s: float) -> None:
-        """Memory's version says so."""
+        """Nothing to do: memory's version tells that blocks are free."""
 
     def aborted(self, work: Work, now_s: float) -> None:
-        """Forget it."""
         for queue in (self._waiting, self._delayed):
             if work in queue:
                 queue.remove(work)
-        self._stuck_version = -1
+        self._misfit_version = -1
 
     def ran(
         self, seconds: float, tokens: Mapping[str, int], now_s: float, iterations: int = 1
     ) -> None:
-        """Nothing to be charged."""
+        """Nothing to do: nobody is charged."""
 
     def victim(self, running: Sequence[Work]) -> Work:
-        """The last admitted."""
         return running[-1]

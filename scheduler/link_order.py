@@ -43,7 +43,6 @@ class LinkOrder(Generic[T]):
         self.credit_s = 0.0
 
     def add(self, transfer: T, *, load: bool) -> None:
-        """Queue a transfer behind those of its direction, or with "fifo" behind all."""
         (self.loads if load or self._fifo else self.stores).append(transfer)
 
     def next_queue(self) -> deque[T] | None:
@@ -65,7 +64,6 @@ class LinkOrder(Generic[T]):
             self.credit_s += seconds * STORE_SHARE
 
     def clear(self) -> None:
-        """Forget all that waits."""
         for queue in (self.urgent, self.loads, self.stores):
             queue.clear()
         self.credit_s = 0.0

@@ -2,7 +2,7 @@
 
 A load that waits for the link holds blocks and gains nothing. So loads start only while the link
 is about to run empty: while what is queued on it would be done before the engine has had the chance
-to start another. The engine has that chance once per iteration, and hears of a landed load an
+to start another. The engine has that chance once per iteration, and learns of a landed load an
 iteration late; two iterations ahead, then, and never less than one load.
 """
 
@@ -34,7 +34,6 @@ class JustInTime:
         self._loads: dict[Work, tuple[float, float]] = {}
 
     def __len__(self) -> int:
-        """Loads in flight."""
         return len(self._loads)
 
     def backlog_s(self, now_s: float) -> float:
@@ -76,7 +75,7 @@ class JustInTime:
         self._last_landed_s = now_s
         empty = now_s - started_s < _LEAST_SCALE * expected_s
         if expected_s > 0 and took_s > 0 and not empty:
-            # Heard of up to two iterations late, so a load is believed slow only beyond that.
+            # Reported up to two iterations late, so a load is believed slow only beyond that.
             seen = max(took_s - _AHEAD_ITERATIONS * self._iteration_s, min(took_s, expected_s))
             scale = self._scale * (1.0 + _NEWEST * (min(seen / expected_s, _MOST_SCALE) - 1.0))
             self._scale = min(max(scale, _LEAST_SCALE), _MOST_SCALE)

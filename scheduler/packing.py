@@ -6,7 +6,7 @@ within the room. Prefill is chunked, so tokens beyond the budget do no harm: the
 min(budget, sum of tokens). Paper 001 §7.4 asks for it; tests measure it against the exact optimum.
 
 The best of greedy fills in four orders comes close; and where first come, first served is nearly
-as good as the best it is taken, so that nobody is passed for little.
+as good as the best it is taken, so that nobody is bypassed for little.
 """
 
 from __future__ import annotations
@@ -32,20 +32,13 @@ def pack(tokens: Floats, sizes: Floats, budget_tokens: float, room: Floats) -> l
     n = len(tokens)
     if not n or budget_tokens <= 0:
         return []
-    arrival = np.arange(n)
-    first_come = _fill(arrival, tokens, sizes, budget_tokens, room)
-    most = min(budget_tokens, float(tokens.sum()))
+    first_come = _fill(np.arange(n), tokens, sizes, budget_tokens, room)
     best, best_tokens = first_come, _tokens(tokens, first_come)
-    if best_tokens >= _GOOD_ENOUGH * most:
+    if best_tokens >= _GOOD_ENOUGH * min(budget_tokens, float(tokens.sum())):
         return first_come
     share = (sizes / np.maximum(room, 1e-12)).max(axis=1)
-    orders = (
-        np.argsort(-tokens / (share + 1e-12), kind="stable"),
-        np.argsort(-tokens, kind="stable"),
-        np.argsort(share, kind="stable"),
-    )
-    for order in orders:
-        chosen = _fill(order, tokens, sizes, budget_tokens, room)
+    for rank in (-tokens / (share + 1e-12), -tokens, share):
+        chosen = _fill(np.argsort(rank, kind="stable"), tokens, sizes, budget_tokens, room)
         if _tokens(tokens, chosen) > best_tokens:
             best, best_tokens = chosen, _tokens(tokens, chosen)
     goal = _GOOD_ENOUGH * min(best_tokens, budget_tokens)
@@ -59,36 +52,21 @@ def _tokens(tokens: Floats, chosen: list[int]) -> float:
 def _fill(
     order: NDArray[np.intp], tokens: Floats, sizes: Floats, budget: float, room: Floats
 ) -> list[int]:
-    """Take in this order whatever fits, until the budget is used."""
+    """Take in this order whatever fits, until the budget is used.
+
+    Plain floats: over a few hundred requests they are faster than arrays.
+    """
     chosen: list[int] = []
-    if sizes.shape[1] == 1:
-        left = room.item(0)
-        wants, needs = tokens.tolist(), sizes[:, 0].tolist()
-        for index in order.tolist():
-            need = needs[index]
-            if need <= left:
-                left -= need
-                chosen.append(index)
-                budget -= wants[index]
-                if budget <= 0:
-                    break
-        return chosen
-    first, second = room.item(0), room.item(1)
-    more = room[2:].tolist()
-    rows, wants = sizes.tolist(), tokens.tolist()
+    wants, rows, left = tokens.tolist(), sizes.tolist(), room.tolist()
     for index in order.tolist():
         row = rows[index]
-        if row[0] > first or row[1] > second:
-            continue
-        if more:
-            lefts = [left - need for left, need in zip(more, row[2:], strict=True)]
-            if min(lefts) < 0:
-                continue
-            more = lefts
-        first -= row[0]
-        second -= row[1]
-        chosen.append(index)
-        budget -= wants[index]
-        if budget <= 0:
-            break
+        for need, free in zip(row, left):  # noqa: B905 (a strict zip is slower, and this is hot)
+            if need > free:
+                break
+        else:
+            left = [free - need for need, free in zip(row, left)]  # noqa: B905
+            chosen.append(index)
+            budget -= wants[index]
+            if budget <= 0:
+                break
     return chosen

@@ -1,27 +1,66 @@
-"""All that wait in an engine: a queue for each tenant, and whose turn it is."""
+"""All that wait in an engine: a queue for each tenant, and which tenant goes first."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
+from itertools import chain
+from operator import attrgetter
 
 from scheduler.accounts import Accounts
 from scheduler.config import FairConfig
-from scheduler.queue import TenantQueue
 from scheduler.work import Work
 
-# Tiers: tenants whose turn it is, those who had more, and those who had so much more that they get
-# nothing while one whose turn it is lacks blocks.
+# Tiers of tenants: first in turn; those that had more; those that had so much more that they get
+# nothing while one that is in turn lacks blocks.
 IN_TURN, AHEAD, FAR_AHEAD = range(3)
+_BY_ARRIVAL = attrgetter("seq")
+
+
+class TenantQueue:
+    """One tenant's requests in order of arrival; those that ran before stand in front."""
+
+    __slots__ = ("_fresh", "_preempted")
+
+    def __init__(self) -> None:
+        self._preempted: list[Work] = []
+        self._fresh: list[Work] = []
+
+    def __len__(self) -> int:
+        return len(self._preempted) + len(self._fresh)
+
+    def __iter__(self) -> Iterator[Work]:
+        return chain(self._preempted, self._fresh)
+
+    def append(self, work: Work) -> None:
+        """The newest."""
+        self._fresh.append(work)
+
+    def restore(self, work: Work) -> None:
+        """It ran and waits again."""
+        insort(self._preempted, work, key=_BY_ARRIVAL)
+
+    def put_back(self, work: Work) -> None:
+        """It was to be admitted and was not: where it was, among those that never ran."""
+        insort(self._fresh, work, key=_BY_ARRIVAL)
+
+    def remove(self, work: Work) -> None:
+        """It waits no more.
+
+        Raises:
+            KeyError: it did not wait here.
+        """
+        for works in (self._fresh, self._preempted):
+            at = bisect_left(works, work.seq, key=_BY_ARRIVAL)
+            if at < len(works) and works[at] is work:
+                del works[at]
+                return
+        raise KeyError(work)
 
 
 class Waiting:
-    """Tenants' queues; tells the accounts who has something waiting.
-
-    Args:
-        config: of the rule.
-        accounts: what each tenant was given.
-    """
+    """Tenants' queues; keeps `accounts` informed of who has something waiting."""
 
     def __init__(self, config: FairConfig, accounts: Accounts) -> None:
         self._config = config
@@ -30,7 +69,6 @@ class Waiting:
         self._count = 0
 
     def __len__(self) -> int:
-        """Requests that wait."""
         return self._count
 
     @property
@@ -64,11 +102,11 @@ class Waiting:
         self._count -= 1
 
     def in_turn(self, now_s: float) -> Iterator[tuple[Work, int]]:
-        """Waiting requests in turn, with their tier: whose turn it is, who is ahead, or far ahead.
+        """Waiting requests in turn with their tier, as many as the window holds.
 
         A tenant's key is its service, less the credit that the first in its queue has earned (until
-        that is due), plus what those before this one in its queue will cost. Far ahead is a tenant
-        whose key exceeds the least by more than the slack and the most that waiting can earn.
+        that is starving), plus what those before this one in its queue will cost. A tenant is far
+        ahead whose key exceeds the least by more than the slack and the most that waiting earns.
         """
         left = self._config.window
         if len(self._queues) == 1:
@@ -90,8 +128,7 @@ class Waiting:
         while heads and left:
             key, _, tenant, work, waiting = heads[0]
             left -= 1
-            tier = FAR_AHEAD if tenant in far_ahead else IN_TURN if key <= limit else AHEAD
-            yield work, tier
+            yield work, FAR_AHEAD if tenant in far_ahead else IN_TURN if key <= limit else AHEAD
             following = next(waiting, None)
             if following is None:
                 heappop(heads)

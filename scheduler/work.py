@@ -1,9 +1,8 @@
-"""The words between a scheduling rule and the engine that it plans for.
+"""The contract between a scheduling rule and the engine that it plans for.
 
 An engine, real or simulated, owns the blocks and runs the iterations; a `Rule` owns what waits and
-says, iteration by iteration, what is admitted. `Work` is one request inside an engine, `Memory` the
-blocks on the device as a rule sees them, `Room` what the coming iteration has to give, `Plan` the
-answer. Nothing here knows a clock: times are arguments, in seconds of any one clock.
+says, iteration by iteration, what is admitted. Nothing here knows a clock: times are arguments, in
+seconds of any one clock.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-# Why a request was passed over in an iteration.
+# Why a request was bypassed in an iteration.
 VRAM, LINK, BUDGET, SLOTS, RESERVED, CAP, PENDING = (
     "vram", "link", "budget", "slots", "reserved", "cap", "pending",
 )  # fmt: skip
@@ -81,9 +80,7 @@ class Memory(Protocol):
     block_tokens: int
 
     @property
-    def capacity_blocks(self) -> int:
-        """Blocks on the device."""
-        ...
+    def capacity_blocks(self) -> int: ...
 
     def quote(self, work: Work) -> Quote | None:
         """What admitting `work` takes; None while blocks that it needs are being loaded.
@@ -118,7 +115,7 @@ class Room:
 @dataclass(slots=True)
 class Plan:
     """What is admitted now, in order: (request, what it took). passed: how many waiting requests
-    were looked at and left, by reason. reserved: the due request whose blocks are set aside."""
+    were looked at and left, by reason. reserved: the request whose blocks are set aside."""
 
     admitted: list[tuple[Work, Quote]] = field(default_factory=list)
     passed: dict[str, int] = field(default_factory=dict)
@@ -126,9 +123,10 @@ class Plan:
 
 
 class Rule(Protocol):
-    """Owns the waiting requests of one engine; told of everything that happens to the others.
+    """Owns the waiting requests of one engine; is informed of all that happens to the others.
 
     packs: it goes on past a request that does not fit, as a router's forecast should know.
+    `len()`: requests that wait, those that wait for another's load included.
     """
 
     name: str
@@ -136,9 +134,7 @@ class Rule(Protocol):
     max_skips: int
     max_wait_s: float
 
-    def __len__(self) -> int:
-        """Requests that wait, those that wait for another's load included."""
-        ...
+    def __len__(self) -> int: ...
 
     def add(self, work: Work, now_s: float) -> bool:
         """A request arrived; whether the next iteration may have something for it."""

@@ -72,9 +72,9 @@ def test_where_nobody_waits_nobody_is_owed_anything():
 
 def test_news_of_other_workers_count_once_in_any_order():
     found = accounts()
-    found.heard({"a": Charge(2.0, 0.0, 0.0)}, {})
-    found.heard({"a": Charge(1.0, 0.0, 0.0)}, {})
-    found.heard({"a": Charge(2.0, 0.0, 0.0)}, {})
+    found.charged_elsewhere({"a": Charge(2.0, 0.0, 0.0)}, {})
+    found.charged_elsewhere({"a": Charge(1.0, 0.0, 0.0)}, {})
+    found.charged_elsewhere({"a": Charge(2.0, 0.0, 0.0)}, {})
     found.loaded("a", 0.5)
     assert found.service_s("a") == 2.0
     assert found.charges() == {"a": Charge(0.0, 0.0, 0.5)}
@@ -84,7 +84,7 @@ def test_news_of_other_workers_count_once_in_any_order():
 def test_news_that_make_no_sense_are_ignored(wrong):
     found = accounts()
     found.loaded("a", 3.0)
-    found.heard({"a": Charge(math.inf, math.nan, 1.0)}, {"a": wrong})
+    found.charged_elsewhere({"a": Charge(math.inf, math.nan, 1.0)}, {"a": wrong})
     assert found.service_s("a") == 4.0 and found.weight("a") == 1.0
 
 
@@ -100,7 +100,7 @@ def test_the_mean_cost_follows_what_requests_cost():
     found = accounts(a=2.0)
     assert found.mean_s("a") == 0
     for _ in range(100):
-        found.cost("a", 6.0)
+        found.ended("a", 6.0)
     assert found.mean_s("a") == pytest.approx(3.0)
 
 

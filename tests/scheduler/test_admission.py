@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.admission import Candidate, Seen, Turn
+from scheduler.admission import AdmissionRound, Candidate, WindowFill
 from scheduler.blocks import Ledger
 from scheduler.config import LinkRates
 from scheduler.loads import JustInTime
@@ -24,12 +24,14 @@ class Bench:
             self.memory.take(self.holder, self.memory.quote(self.holder))
             self.ledger.admit(self.holder, Quote(used, 0, 0), used, 0, False)
 
-    def candidate(self, tokens, cached=0, host=0, reserve=0, due=False, tier=IN_TURN):
+    def candidate(self, tokens, cached=0, host=0, reserve=0, tier=IN_TURN):
         quote = Quote(tokens, cached, host)
         ratio = self.memory.capacity_blocks / max(self.budget, 1)
-        return Candidate(Request(tokens), quote, tokens, reserve, ratio, tier, due)
+        made = Candidate(Request(tokens), quote, tokens, reserve, ratio)
+        made.tier, made.reserves = tier, self.reserve and tier == IN_TURN
+        return made
 
-    def turn(self, *candidates):
+    def round(self, *candidates):
         room = Room(self.memory, self.budget, self.slots, len(self.ledger))
 
         def admit(candidate):
@@ -44,13 +46,13 @@ class Bench:
             self.admitted.append(candidate)
             return True
 
-        return Turn(self.ledger, self.link, room, 0.0, candidates, self.reserve, admit)
+        return AdmissionRound(self.ledger, self.link, room, 0.0, candidates, admit)
 
 
 def test_what_fits_is_computed_and_the_others_know_why_not():
     bench = Bench(used=70)
     first, large, last = bench.candidate(20), bench.candidate(40), bench.candidate(10)
-    bench.turn(first, large, last).computes([first, large, last])
+    bench.round(first, large, last).fill_budget([first, large, last])
     assert bench.admitted == [first, last]
     assert large.why == VRAM and not first.why
 
@@ -59,39 +61,39 @@ def test_what_fits_is_computed_and_the_others_know_why_not():
 def test_nothing_is_computed_without_budget_or_slots(limit, why):
     bench = Bench(used=10, **limit)
     one = bench.candidate(10)
-    bench.turn(one).computes([one])
+    bench.round(one).fill_budget([one])
     assert not bench.admitted and one.why == why
 
 
 def test_the_best_for_the_slots_there_are():
     bench = Bench(capacity=60, used=10, slots=1)
     small, large = bench.candidate(5), bench.candidate(45)
-    bench.turn(small, large).computes([small, large])
+    bench.round(small, large).fill_budget([small, large])
     assert bench.admitted == [large]
 
 
 def test_what_it_will_need_to_decode_must_fit_too():
     bench = Bench(used=70)
     one = bench.candidate(20, reserve=20)
-    bench.turn(one).computes([one])
+    bench.round(one).fill_budget([one])
     assert one.why == VRAM
 
 
 def test_with_nothing_running_whatever_fits_may_start():
     bench = Bench()
     one = bench.candidate(90, reserve=50)
-    bench.turn(one).computes([one])
+    bench.round(one).fill_budget([one])
     assert bench.admitted == [one]
 
 
 def test_blocks_are_set_aside_for_a_due_request_in_turn():
     bench = Bench(used=70)
-    due = bench.candidate(60, due=True)
+    starving = bench.candidate(60)
     fits, too_large = bench.candidate(30), bench.candidate(25)
-    turn = bench.turn(due, fits, too_large)
-    turn.due(due)
-    assert due.why == VRAM and bench.ledger.reserved_for is due.work
-    turn.computes([fits, too_large])
+    admission = bench.round(starving, fits, too_large)
+    admission.admit_starving(starving)
+    assert starving.why == VRAM and bench.ledger.reserved_for is starving.work
+    admission.fill_budget([fits, too_large])
     assert bench.admitted == [fits] and too_large.why in (RESERVED, VRAM)
     assert bench.ledger.spare(bench.memory) == 10
 
@@ -99,25 +101,25 @@ def test_blocks_are_set_aside_for_a_due_request_in_turn():
 @pytest.mark.parametrize(("reserve", "tier"), [(False, IN_TURN), (True, AHEAD), (True, FAR_AHEAD)])
 def test_no_blocks_are_set_aside_out_of_turn_or_if_switched_off(reserve, tier):
     bench = Bench(used=70, reserve=reserve)
-    due = bench.candidate(60, due=True, tier=tier)
-    bench.turn(due).due(due)
-    assert due.why == VRAM and bench.ledger.reserved_for is None
+    starving = bench.candidate(60, tier=tier)
+    bench.round(starving).admit_starving(starving)
+    assert starving.why == VRAM and bench.ledger.reserved_for is None
 
 
 def test_no_load_starts_that_would_take_the_budget_that_a_due_request_waits_for():
     bench = Bench(used=10, budget=0)
-    due, load = bench.candidate(20, due=True), bench.candidate(20, host=10)
-    turn = bench.turn(due, load)
-    turn.due(due)
-    turn.loads([load])
-    turn.stage([due, load])
-    assert due.why == BUDGET and load.why == RESERVED and not bench.admitted
+    starving, load = bench.candidate(20), bench.candidate(20, host=10)
+    admission = bench.round(starving, load)
+    admission.admit_starving(starving)
+    admission.start_loads([load])
+    admission.stage_second_load()
+    assert starving.why == BUDGET and load.why == RESERVED and not bench.admitted
 
 
 def test_loads_need_no_budget():
     bench = Bench(used=10, budget=0, slots=0)
     load = bench.candidate(20, host=10)
-    bench.turn(load).loads([load])
+    bench.round(load).start_loads([load])
     assert bench.admitted == [load]
 
 
@@ -126,9 +128,9 @@ def test_loads_wait_for_the_link_without_blocks():
     bench.link.start(Request(1), 500, 0.0)
     bench.link.start(Request(1), 500, 0.0)
     loads = [bench.candidate(20, host=10) for _ in range(3)]
-    turn = bench.turn(*loads)
-    turn.loads(loads)
-    turn.stage(loads)
+    admission = bench.round(*loads)
+    admission.start_loads(loads)
+    admission.stage_second_load()
     assert not bench.admitted and {c.why for c in loads} == {LINK}
 
 
@@ -137,11 +139,11 @@ def test_a_second_load_is_kept_ready_where_nobody_else_wants_the_blocks():
         bench = Bench(used=50)
         bench.link.start(Request(1), 500, 0.0)
         load, other = bench.candidate(20, host=10), bench.candidate(60)
-        turn = bench.turn(load, other)
-        turn.loads([load])
+        admission = bench.round(load, other)
+        admission.start_loads([load])
         if wanted:
-            turn.computes([other])
-        turn.stage([load, other])
+            admission.fill_budget([other])
+        admission.stage_second_load()
         assert bench.admitted == ([] if wanted else [load])
 
 
@@ -149,57 +151,57 @@ def test_high_ratio_requests_hold_no_more_than_their_part_while_others_wait():
     bench = Bench(capacity=200, used=100, budget=20)
     high = [bench.candidate(15, cached=14) for _ in range(6)]
     low = [bench.candidate(20) for _ in range(3)]
-    bench.turn(*high, *low).computes([*high, *low])
+    bench.round(*high, *low).fill_budget([*high, *low])
     # Wanted are 90 blocks by these and 160 by the others: 72 of 200 for these.
     assert [c.high for c in bench.admitted].count(True) == 4
     assert CAP in {c.why for c in high}
     alone = Bench(capacity=200, used=100, budget=20)
     only = [alone.candidate(15, cached=14) for _ in range(6)]
-    alone.turn(*only).computes(only)
+    alone.round(*only).fill_budget(only)
     assert alone.admitted == only
 
 
 def test_who_is_far_ahead_gets_nothing_while_one_in_turn_waits_for_blocks():
     bench = Bench(used=70)
     first, far = bench.candidate(60), bench.candidate(5, tier=FAR_AHEAD)
-    turn = bench.turn(first, far)
-    assert not turn.leave_to_those_in_turn([first, far])
-    turn.computes([first])
-    assert turn.leave_to_those_in_turn([first, far]) and far.why == RESERVED
+    admission = bench.round(first, far)
+    assert not admission.withhold_from_far_ahead()
+    admission.fill_budget([first])
+    assert admission.withhold_from_far_ahead() and far.why == RESERVED
 
 
 def test_an_engine_that_refuses_keeps_the_request_waiting():
     bench = Bench()
     one = bench.candidate(50)
-    turn = bench.turn(one)
+    admission = bench.round(one)
     bench.memory.take(Request(80), Quote(80, 0, 0))
-    turn.computes([one])
+    admission.fill_budget([one])
     assert not bench.admitted and one.why == VRAM
 
 
 def test_enough_was_seen_when_the_iteration_is_full():
     bench = Bench(used=10, budget=50)
-    seen = Seen(bench.ledger, Room(bench.memory, 50, 8, 1))
+    seen = WindowFill(bench.ledger, Room(bench.memory, 50, 8, 1))
     for tokens in (30, 200, 25):
         assert not seen.full
-        seen.add(bench.candidate(tokens), first=False)
+        seen.add(bench.candidate(tokens), reserved=False)
     assert seen.full
-    assert Seen(bench.ledger, Room(bench.memory, 50, 0, 1)).full
+    assert WindowFill(bench.ledger, Room(bench.memory, 50, 0, 1)).full
 
 
 def test_what_may_not_pass_a_reservation_does_not_fill_the_iteration():
     bench = Bench(used=20, budget=50)
     bench.ledger.reserve(Request(95), 95, bench.memory)
-    seen = Seen(bench.ledger, Room(bench.memory, 50, 8, 1))
-    seen.add(bench.candidate(60), first=False)
+    seen = WindowFill(bench.ledger, Room(bench.memory, 50, 8, 1))
+    seen.add(bench.candidate(60), reserved=False)
     assert not seen.full
 
 
 def test_while_the_cap_may_bind_only_others_fill_the_iteration():
     bench = Bench(capacity=1000, budget=50)
-    seen = Seen(bench.ledger, Room(bench.memory, 50, 8, 1))
-    seen.add(bench.candidate(20), first=False)
-    seen.add(bench.candidate(900, cached=860), first=False)
+    seen = WindowFill(bench.ledger, Room(bench.memory, 50, 8, 1))
+    seen.add(bench.candidate(20), reserved=False)
+    seen.add(bench.candidate(900, cached=860), reserved=False)
     assert not seen.full
 
 
@@ -207,7 +209,7 @@ def test_what_just_fits_is_admitted_and_a_block_more_is_not():
     for tokens, why in ((40, ""), (41, VRAM)):
         bench = Bench(capacity=100, used=60, budget=1000)
         candidate = bench.candidate(tokens)
-        bench.turn(candidate).computes([candidate])
+        bench.round(candidate).fill_budget([candidate])
         assert (candidate.why, candidate.admitted) == (why, not why)
 
 
@@ -216,7 +218,7 @@ def test_behind_a_reservation_what_it_leaves_is_given_out_to_the_last_block():
         bench = Bench(capacity=100, used=10, budget=1000)
         bench.ledger.reserve(Request(70), 70, bench.memory)
         candidate = bench.candidate(tokens)
-        bench.turn(candidate).computes([candidate])
+        bench.round(candidate).fill_budget([candidate])
         assert candidate.why == why
 
 
@@ -226,8 +228,8 @@ def test_the_part_of_high_ratio_is_their_share_of_what_is_wanted_and_held():
     high, low = bench.candidate(60, cached=59), bench.candidate(20)
     assert high.high and not low.high and not bench.candidate(2, cached=1).high
     # 60 of the 60 + 20 that wait and the 20 that are held.
-    assert bench.turn(high, low)._cap == pytest.approx(100 * 60 / 100)
-    assert bench.turn(high)._cap == bench.turn(low)._cap == 100.0
+    assert bench.round(high, low)._cap == pytest.approx(100 * 60 / 100)
+    assert bench.round(high)._cap == bench.round(low)._cap == 100.0
 
 
 def test_a_candidate_counts_what_it_will_hold_and_computes_a_token_at_least():
@@ -240,15 +242,15 @@ def test_a_candidate_counts_what_it_will_hold_and_computes_a_token_at_least():
 
 def test_the_iteration_is_seen_to_be_full_at_its_last_token():
     bench = Bench(budget=50)
-    seen = Seen(bench.ledger, Room(bench.memory, 50, 8, 0))
-    seen.add(bench.candidate(49), first=False)
+    seen = WindowFill(bench.ledger, Room(bench.memory, 50, 8, 0))
+    seen.add(bench.candidate(49), reserved=False)
     assert not seen.full
-    seen.add(bench.candidate(1), first=False)
+    seen.add(bench.candidate(1), reserved=False)
     assert seen.full
-    assert Seen(bench.ledger, Room(bench.memory, 50, 0, 0)).full, "no slot is left"
-    assert Seen(bench.ledger, Room(bench.memory, 0, 1, 0)).full, "no budget is left"
+    assert WindowFill(bench.ledger, Room(bench.memory, 50, 0, 0)).full, "no slot is left"
+    assert WindowFill(bench.ledger, Room(bench.memory, 0, 1, 0)).full, "no budget is left"
     # What exceeds the blocks fills nothing; exactly all of them does.
     for tokens, full in ((101, False), (100, True)):
-        seen = Seen(bench.ledger, Room(bench.memory, 60, 8, 0))
-        seen.add(bench.candidate(tokens), first=False)
+        seen = WindowFill(bench.ledger, Room(bench.memory, 60, 8, 0))
+        seen.add(bench.candidate(tokens), reserved=False)
         assert seen.full is full

@@ -214,7 +214,7 @@ def test_who_had_least_goes_first():
     engine.iterate(1.0)
     a = [engine.add(Request(10, tenant="a")) for _ in range(2)]
     b = [engine.add(Request(10, tenant="b")) for _ in range(2)]
-    rule.heard({"a": Charge(5.0, 0.0, 0.0)}, {}, engine.now_s)
+    rule.charged_elsewhere({"a": Charge(5.0, 0.0, 0.0)}, {}, engine.now_s)
     engine.iterate()
     assert admitted(engine) == b[:1]
     engine.iterate()
@@ -278,7 +278,7 @@ def test_waiting_earns_credit_up_to_when_it_is_due():
         rule.add(b, waited_s)
         b.arrival_s = waited_s
         behind_s = 2.0 if waited_s < 100 else 3.0
-        rule.heard({"a": Charge(behind_s, 0.0, 0.0)}, {}, waited_s)
+        rule.charged_elsewhere({"a": Charge(behind_s, 0.0, 0.0)}, {}, waited_s)
         plan = rule.plan(Room(Blocks(100), 10, 8, 0), waited_s)
         assert plan.admitted[0][0].tenant == first
 
@@ -287,7 +287,7 @@ def test_the_victim_is_the_latest_of_the_tenant_that_had_most():
     rule, engine = fair(blocks=1000, budget=500)
     works = [engine.add(Request(10, 50, tenant)) for tenant in "abab"]
     engine.iterate()
-    rule.heard({"a": Charge(9.0, 0.0, 0.0)}, {}, engine.now_s)
+    rule.charged_elsewhere({"a": Charge(9.0, 0.0, 0.0)}, {}, engine.now_s)
     assert rule.victim(works) is works[2] and rule.victim(works[3:]) is works[3]
 
 

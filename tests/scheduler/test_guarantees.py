@@ -130,7 +130,7 @@ class AnyDay(RuleBasedStateMachine):
     @rule(tenant=st.integers(0, 2), seconds=st.floats(0, 50))
     def hear(self, tenant, seconds):
         news = {self.tenants[tenant % len(self.tenants)]: Charge(seconds, seconds / 2, 0.0)}
-        self.rule.heard(news, {}, self.engine.now_s)
+        self.rule.charged_elsewhere(news, {}, self.engine.now_s)
 
     def gone(self, request):
         self.before.discard(request)
@@ -154,7 +154,7 @@ class AnyDay(RuleBasedStateMachine):
         assert not len(self.rule) and not self.memory.holders
         # Nobody is charged for anything any more.
         before = self.rule.charges()
-        self.rule.heard({}, {}, self.engine.now_s + 1000.0)
+        self.rule.charged_elsewhere({}, {}, self.engine.now_s + 1000.0)
         assert self.rule.charges() == before
         busy_s = self.engine.now_s
         assert sum(c.gpu_s for c in before.values()) <= busy_s + 1e-6
@@ -344,7 +344,7 @@ def cluster(lag_s, seconds=200.0):
             heard_s = engines[0].now_s
             told = [engine.rule.charges() for engine in engines]
             for engine, elsewhere in zip(engines, reversed(told), strict=True):
-                engine.rule.heard(elsewhere, {}, engine.now_s)
+                engine.rule.charged_elsewhere(elsewhere, {}, engine.now_s)
     return {tenant: sum(service_s(engine.rule, tenant) for engine in engines) for tenant in "abc"}
 
 

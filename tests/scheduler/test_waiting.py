@@ -5,8 +5,7 @@ import pytest
 from kappa.protocol import Charge
 from scheduler.accounts import Accounts
 from scheduler.config import FairConfig
-from scheduler.queue import TenantQueue
-from scheduler.waiting import AHEAD, FAR_AHEAD, IN_TURN, Waiting
+from scheduler.waiting import AHEAD, FAR_AHEAD, IN_TURN, TenantQueue, Waiting
 from scheduler.work import Work
 
 
@@ -60,7 +59,7 @@ def waiting(services_s, **config):
     made = Waiting(FairConfig(**config), accounts)
     for seq, tenant in enumerate("".join(sorted(services_s))):
         made.append(arrived(tenant, seq))
-    accounts.heard({t: Charge(s, 0.0, 0.0) for t, s in services_s.items()}, {})
+    accounts.charged_elsewhere({t: Charge(s, 0.0, 0.0) for t, s in services_s.items()}, {})
     return made, accounts
 
 
@@ -83,7 +82,7 @@ def test_the_slack_and_what_waiting_can_earn_divide_the_tenants():
 def test_each_of_a_tenants_requests_counts_what_those_before_it_will_cost():
     made, accounts = waiting({"a": 0.0, "b": 0.25, "c": 0.5}, slack_s=0.25)
     # The first charge of 1 s teaches a fifth: a's second stands at 0.2 s, its third at 0.4 s.
-    accounts.cost("a", 1.0)
+    accounts.ended("a", 1.0)
     made.append(arrived("a", 7)), made.append(arrived("a", 8))
     found = [(work.tenant, work.seq, tier) for work, tier in made.in_turn(0.0)]
     assert found == [
