@@ -18,10 +18,15 @@ from kappa.protocol import Announcement
 from kappa.settings.routing import ObservingSettings
 from scheduler.catalogue import packs
 from workers.torch_engine.lanes import LanesPlan
-from workers.vllm.arguments import EngineLimits, EngineScheduler, EngineTier, fingerprint
+from workers.vllm.arguments import (
+    EngineLimits,
+    EngineScheduler,
+    EngineTier,
+    TierChoice,
+    TransferChoice,
+    fingerprint,
+)
 from workers.vllm.tail_recompute import TAIL, tail_rates
-from workers.vllm.tier_choice import BY_LAYER, TierChoice
-from workers.vllm.transfer_choice import TransferChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,7 @@ class WorkerPlan:
         rates = None
         if self.tier.planner == TAIL and node.source != "catalogue":
             shape = self.emulated if node.source == "paced" else self.served
-            apart = self.served.layers if self.tier.load == BY_LAYER else 0
-            rates = tail_rates(shape, node, layers_apart=apart)
+            rates = tail_rates(shape, node)
         return EngineTier(self.tier, rates, server, self.host_blocks)
 
     def profile_request(self) -> dict[str, Any]:
@@ -121,32 +125,47 @@ def measured_node(node: NodeProfile, measured: Mapping[str, Any]) -> NodeProfile
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaId:
+    """Which replica it is: its worker's id, its rank, the model it serves, its report stream."""
+
+    worker: str
+    rank: int
+    model: str
+    events_endpoint: str
+    snapshot_endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What `workers.profiler.measure` found; or nothing, and why."""
+
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
 def announce(
     plan: WorkerPlan,
-    rank: int,
-    worker: str,
-    model: str,
-    endpoints: tuple[str, str],
-    measured: Mapping[str, Any],
-    error: str,
+    replica: ReplicaId,
+    profile: Profile,
     rates: Mapping[str, Any] | None = None,
     tail: Mapping[str, Any] | None = None,
 ) -> Announcement:
-    """The announcement of one replica; `endpoints` are those of events and snapshots.
+    """The announcement of one replica.
 
     rates: what an engine that executes load plans measured (`engine.profiling`); its steps are then
-    announced as they were measured, and its plans are told.
+    announced as they were measured, and its plans with them.
     tail: the rates by which an engine of vLLM leaves part of a hit unloaded, if it does.
     """
-    node = measured_node(plan.node(rank), measured)
+    node = measured_node(plan.node(replica.rank), profile.measured)
     planned = rates_from_measured(rates) if rates else None
     if planned is not None:
         node = replace(node, h2d_bytes_per_s=planned.h2d_bytes_per_s)
     paced = node.source == "paced"
     shape, limits = plan.emulated if paced else plan.served, plan.limits
     return Announcement(
-        worker=worker,
-        model=model,
+        worker=replica.worker,
+        model=replica.model,
         node=node,
         step=planned.step if planned is not None else step_model(shape, node),
         kv_bytes_per_token=kv_bytes_per_token(shape),
@@ -158,15 +177,15 @@ def announce(
         max_batch_tokens=limits.max_batch_tokens,
         max_sequences=limits.max_sequences,
         max_context_tokens=limits.max_context_tokens,
-        events_endpoint=endpoints[0],
-        snapshot_endpoint=endpoints[1],
-        profile_error=error,
+        events_endpoint=replica.events_endpoint,
+        snapshot_endpoint=replica.snapshot_endpoint,
+        profile_error=profile.error,
         packs=packs(plan.scheduler.rule),
         engine=plan.kind,
         load_plan=_load_plan(plan, rates, tail),
         tier=plan.tier.kind,
         shared_tier=plan.tier.server if plan.tier.shared else "",
-        measured=measured,
+        measured=profile.measured,
         pool=plan.pool,
         role=plan.role,
     )
@@ -177,10 +196,12 @@ def _load_plan(
 ) -> dict[str, Any]:
     """What the router must know to foresee the engine's plans; empty if it loads all."""
     if rates:
-        told = {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
+        load_plan = {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
         if plan.cpu_threads:
-            told["cpu_room_share"] = plan.cpu_room_share
-        return told if plan.approx == "never" else {**told, "approx": plan.approx}
+            load_plan["cpu_room_share"] = plan.cpu_room_share
+        if plan.approx != "never":
+            load_plan["approx"] = plan.approx
+        return load_plan
     if tail:
         return {"planner": TAIL, "act_share": 0.0, "rates": dict(tail)}
     return {}

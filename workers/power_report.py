@@ -1,13 +1,14 @@
-"""What a worker says of its power: measured by NVML where there is one, else the model's figure.
+"""A worker's power in its reports: measured by NVML where there is one, else the model's figure.
 
-Called with every report of the worker, it looks at most once a second. A paced node tells what the
-node that it is paced as would draw and use, in that node's own time. Nothing here may fail a
-report: a GPU that stops telling is a worker without figures.
+Called with every report of the worker, it looks at most once a second. A paced node reports what
+the node that it is paced as would draw and use, in that node's own time. Nothing here may fail a
+report: a GPU that stops answering is a worker without figures.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,27 +24,27 @@ log = structlog.get_logger(__name__)
 _EVERY_S = 1.0
 
 
-class PowerTeller:
+class PowerReporter:
     """Adds power and energy to a worker's reports; call `close` at the end."""
 
     def __init__(
         self,
-        said: Announcement,
+        announced: Announcement,
         nvml: Any | None = None,
         gpus: Sequence[int] | None = None,
         gpu_count: int = 0,
     ) -> None:
-        """said: node and step model. nvml: the module `pynvml`, or None: the model's figure.
+        """announced: node and step model. nvml: the module `pynvml`, or None: the model's figure.
         gpus: indices of this worker's GPUs; None: not known, then its `gpu_count` of all of them.
         """
-        self._said = said
-        self._catalogue: GpuPower | None = gpu_power(said.node.gpu)
+        self._announced = announced
+        self._catalogue: GpuPower | None = gpu_power(announced.node.gpu)
         self._gpus, self._gpu_count = gpus, gpu_count
-        self._paced = said.node.source == "paced"
+        self._paced = announced.node.source == "paced"
         self._meter = None if self._paced or nvml is None else _open(nvml)
         self._before: WorkerReport | None = None
         self._energy_j = 0.0
-        self._told: dict[str, Any] = {}
+        self._figures: dict[str, Any] = {}
 
     def __call__(self, report: WorkerReport) -> WorkerReport:
         """The report, with power."""
@@ -53,7 +54,7 @@ class PowerTeller:
         elif report.time_s - before.time_s >= _EVERY_S:
             self._look(before, report)
             self._before = report
-        return replace(report, **self._told) if self._told else report
+        return replace(report, **self._figures) if self._figures else report
 
     def close(self) -> None:
         """Let NVML go."""
@@ -73,13 +74,13 @@ class PowerTeller:
         else:
             return
         self._energy_j += watts * window_s
-        self._told = {
+        self._figures = {
             "power_w": watts, "power_cap_w": cap_w, "energy_j_total": self._energy_j,
             "power_source": source,
         }  # fmt: skip
 
     def _work(self, before: WorkerReport, now: WorkerReport) -> Work:
-        step = self._said.step
+        step = self._announced.step
         tokens = now.step_tokens_total - before.step_tokens_total
         return Work(
             window_s=(now.time_s - before.time_s) / step.dilation,
@@ -105,3 +106,20 @@ def _open(nvml: Any) -> PowerMeter | None:
     except NoNvmlError as error:
         log.info("power_modelled", reason=str(error))
         return None
+
+
+def power_reporter(announced: Announcement, gpus: int) -> PowerReporter:
+    """What adds power to the reports of a replica with so many GPUs."""
+    nvml = None
+    if gpus:
+        import pynvml
+
+        nvml = pynvml
+    return PowerReporter(announced, nvml, _visible_gpus(), gpus)
+
+
+def _visible_gpus() -> list[int] | None:
+    """Indices that the process is bound to; None if it is not, or names them by other means."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    parts = [part.strip() for part in listed.split(",") if part.strip()]
+    return [int(part) for part in parts] if parts and all(p.isdigit() for p in parts) else None

@@ -11,6 +11,7 @@ import asyncio
 import os
 import select
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 OWNER_ENV = "KAPPA_ENGINE_OWNER"
 _LOOK_EVERY_S = 0.25
-# What the engine's last requests were told must get out before the process ends.
+# What the engine's last requests were answered must get out before the process ends.
 _LAST_WORDS_S = 0.5
 _STARTED_FIELD = 19  # of /proc/PID/stat, after the command's name
 # An engine that owes answers is silent for no longer than a step, or a load, should take.
@@ -133,6 +134,16 @@ def _wait(owner: int, end: Callable[[int], None]) -> None:
     poller.register(owner, select.POLLIN)
     poller.poll()
     end(1)
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, by the kernel's count since boot; 0 where it does not
+    say (not Linux). Neither a late import nor a clock that was set changes it."""
+    started = _started(os.getpid())
+    if not started:
+        return 0.0
+    started_s = int(started) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
 def _started(pid: int) -> str:

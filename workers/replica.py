@@ -24,20 +24,27 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
+from kappa.logging import configure
 from kappa.protocol import ERROR_EVENT, Announcement, EngineDiedError
-from workers.backlog import Backlog
-from workers.identity import WorkerPlan, announce
+from workers.host_memory import prepare_host_memory
+from workers.identity import Profile, ReplicaId, WorkerPlan, announce
 from workers.in_flight import InFlight
-from workers.process_age import process_age_s
-from workers.reaper import HangWatch, hang_patience_s, own_engines, watch_engine
-from workers.replica_start import keep_on, power_teller, prepare_host_memory, prepare_logs
+from workers.power_report import power_reporter
+from workers.reaper import HangWatch, hang_patience_s, own_engines, process_age_s, watch_engine
 from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY
 from workers.stats_channel import StatsSender
-from workers.vllm.arguments import EngineTier, Pace, engine_kwargs
+from workers.vllm.arguments import (
+    LMCACHE,
+    Endpoints,
+    EngineTier,
+    Pace,
+    engine_kwargs,
+    hand_over,
+)
 from workers.vllm.lmcache.server import LmcacheServer, prepare_lmcache
-from workers.vllm.tier_choice import LMCACHE
-from workers.vllm.transfer_choice import transfer_on
+from workers.vllm.options import PERSIST_KEY
+from workers.vllm_plugin import LOG_ENV, log_setting
 
 log = structlog.get_logger(__name__)
 
@@ -47,63 +54,32 @@ _IN_FLIGHT_NAMED = 16
 _ROLE = '"role":"assistant"'
 
 
+def configure_logs(plan: WorkerPlan) -> None:
+    """This process' log, and by the environment that of the engine's processes."""
+    seen = plan.observing
+    configure(seen.log_format, seen.log_file, plan.log_level)
+    os.environ[LOG_ENV] = log_setting(seen.log_format, seen.log_file, plan.log_level)
+
+
 class KappaServer(LLMServer):
     """An `LLMServer` on a node that the router knows."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits constructors
         self, llm_config: LLMConfig, *, plan: WorkerPlan
     ) -> None:
-        prepare_logs(plan)
+        configure_logs(plan)
         context = serve.get_replica_context()
         self._plan = plan
         self._worker = context.replica_id.unique_id
         self._rank = context.rank.rank
-        node = plan.node(self._rank)
         # Abstract Unix sockets: they vanish with the processes, no file is left behind.
         sockets = f"ipc://@kappa-{os.getpid()}-{self._worker}"
-        stats_endpoint, kv_endpoint = f"{sockets}-stats", f"{sockets}-kv"
-        pace = Pace(plan.emulated, node) if node.source == "paced" else None
+        self._endpoints = Endpoints(f"{sockets}-stats", f"{sockets}-kv")
         self._tier = EngineTier()
         self._lmcache: LmcacheServer | None = None
-        self._shelf = await asyncio.to_thread(prepare_host_memory, plan)
-        engine_cls: type | None = None
-        if plan.kind == "torch":
-            from workers.torch_engine.engine import TorchEngine
-            from workers.torch_engine.plan import torch_plan
-
-            engine_cls = TorchEngine
-            torch_arguments = torch_plan(plan, stats_endpoint, kv_endpoint, self._rank)
-            llm_config.update_engine_kwargs(kappa_torch=torch_arguments)
-        elif plan.kind == "emulated":
-            from workers.emulated.engine import EmulatedEngine, emulated_plan
-
-            engine_cls = EmulatedEngine
-            emulated = emulated_plan(plan, self._worker, stats_endpoint, kv_endpoint, self._rank)
-            llm_config.update_engine_kwargs(kappa_emulated=emulated)
-        else:
-            self._tier = self._prepare_tier()
-            arguments = engine_kwargs(
-                plan.limits,
-                stats_endpoint,
-                kv_endpoint,
-                pace,
-                replace(plan.scheduler, tenant_required=True),
-                self._rank,
-                self._tier,
-                plan.gpus,
-            )
-            if self._shelf is not None:
-                keep_on(self._shelf, arguments)
-            if plan.transfer is not None:
-                transfer_on(plan.transfer, arguments, pace)
-            llm_config.update_engine_kwargs(**arguments)
-        host = plan.stream_host or ray.util.get_node_ip_address()
-        self._stream = ReportStream(self._worker, host, stats_endpoint, kv_endpoint)
-        self._backlog = Backlog(time.monotonic(), plan.limits.max_sequences)
-        self._stream.totals.on_prefilled = self._backlog.started
-        self._stream.start()
-        self._in_flight = InFlight(StatsSender(stats_endpoint).send)
-        self._stream.totals.present = self._in_flight.present
+        self._tier_folder = await asyncio.to_thread(prepare_host_memory, plan)
+        engine_cls = self._configure_engine(llm_config)
+        self._start_reports()
         self._announcement: dict[str, Any] = {}
         self._start_s = 0.0
         self._hang: HangWatch | None = None
@@ -112,115 +88,52 @@ class KappaServer(LLMServer):
         await super().__init__(llm_config, engine_cls=engine_cls)
         assert self.engine is not None
         self._watch = asyncio.create_task(watch_engine(self.check_health))
-        measured, error = await self._measure()
+        profile = await self._measure()
         self._start_s = process_age_s()
-        self._announcement = self._announce(measured, error)
-        said = Announcement.from_dict(self._announcement)
-        self._stream.complete = power_teller(plan, said)
+        announced = self._announce(profile)
+        self._stream.complete = power_reporter(announced, plan.gpus)
         if plan.kind == "vllm":  # our own engines look at their loops themselves
-            self._hang = HangWatch(hang_patience_s(said), time.monotonic())
+            self._hang = HangWatch(hang_patience_s(announced), time.monotonic())
+        node = announced.node
         log.info("worker_ready", worker=self._worker, node=node.name, paced=node.source == "paced")
 
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Ray Serve's statistics with this worker's announcement added."""
-        rank = serve.get_replica_context().rank.rank
-        if self._announcement and rank != self._rank:
-            # Ray Serve closes ranks when a pool shrinks; names follow, so that none is there twice.
-            self._rank = rank
-            node = {**self._announcement["node"], "name": self._plan.node(rank).name}
-            self._announcement = {**self._announcement, "node": node}
-        return {**await super().record_routing_stats(), "kappa": self._announcement}
+    # -- what the engine is started with ------------------------------------------------------
 
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `workers.scaling_policy` decides by: seconds that wait here, and demand."""
-        backlog = self._backlog
-        return {
-            BACKLOG_KEY: max(backlog.seconds()),
-            DEMAND_KEY: backlog.demand(time.monotonic()),
-        }
+    def _configure_engine(self, llm_config: LLMConfig) -> type | None:
+        """Put the engine's arguments into `llm_config`; returns its class if it is not vLLM's."""
+        plan, endpoints = self._plan, self._endpoints
+        if plan.kind == "torch":
+            from workers.torch_engine.engine import TorchEngine
+            from workers.torch_engine.plan import torch_plan
 
-    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        """As Ray's; the request is counted while it waits."""
-        return self._counted(request, await super().chat(request, raw_request_info))
+            engine_plan = torch_plan(plan, endpoints.stats, endpoints.kv_events, self._rank)
+            llm_config.update_engine_kwargs(kappa_torch=engine_plan)
+            return TorchEngine
+        if plan.kind == "emulated":
+            from workers.emulated.engine import EmulatedEngine, emulated_plan
 
-    async def completions(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncGenerator[Any, None]:
-        """As Ray's; the request is counted while it waits."""
-        return self._counted(request, await super().completions(request, raw_request_info))
+            emulated = emulated_plan(
+                plan, self._worker, endpoints.stats, endpoints.kv_events, self._rank
+            )
+            llm_config.update_engine_kwargs(kappa_emulated=emulated)
+            return EmulatedEngine
+        llm_config.update_engine_kwargs(**self._vllm_arguments())
+        return None
 
-    async def profile(self, _body: None = None, _pin: Any = None) -> dict[str, Any]:
-        """Measure again, now, and announce the result; the arguments only carry the pin."""
-        measured, error = await self._measure(cached=False)
-        self._announcement = self._announce(measured, error)
-        return self._announcement
-
-    async def _counted(
-        self, request: Any, stream: AsyncGenerator[Any, None]
-    ) -> AsyncGenerator[Any, None]:
-        request_id = here = ""
-        try:
-            words = getattr(request, "vllm_xargs", None)
-            request_id = self._backlog.arrived(words, time.monotonic())
-            here = self._in_flight.arrived(request)
-            async for item in stream:
-                if is_error(item):
-                    await self.check_health()
-                yield item
-        except Exception:
-            await self.check_health()
-            raise
-        finally:
-            self._in_flight.ended(here)
-            self._backlog.ended(request_id)
-            await stream.aclose()
-
-    async def check_health(self) -> None:
-        """As Ray's, for it and for ourselves.
-
-        Raises:
-            EngineDiedError: the engine is dead, or hangs; names the requests that were in it.
-        """
-        if not self._death:
-            try:
-                await super().check_health()
-                if self._hang is not None:
-                    signs = self._stream.totals.engine_messages
-                    self._hang.look(time.monotonic(), self._owed(), signs)
-            except Exception as error:
-                last = list(self._in_flight.present())[-_IN_FLIGHT_NAMED:]
-                self._death = f"worker {self._worker}: {error!r}; last of its requests: {last}"
-        if self._death:
-            raise EngineDiedError(self._death)
-
-    def _owed(self) -> int:
-        """Requests that vLLM's engine has not answered, whatever their clients have read of it."""
-        client = getattr(self.engine, "_engine_client", None)
-        return client.output_processor.get_num_unfinished_requests() if client is not None else 0
-
-    async def __del__(self) -> None:
-        watch = getattr(self, "_watch", None)
-        if watch is not None:
-            watch.cancel()
-        await super().__del__()
-        stream = getattr(self, "_stream", None)
-        if stream is not None:
-            stream.close()
-        lmcache = getattr(self, "_lmcache", None)
-        if lmcache is not None:
-            lmcache.close()
-
-    async def _start_engine(self) -> None:
-        # As Ray's, without its usage report: that starts one more actor of some 400 MB.
-        assert self.engine is not None
-        await self.engine.start()
-
-    def _batch_output_stream(
-        self, generator: AsyncGenerator[Any, None]
-    ) -> AsyncGenerator[list[Any], None]:
-        # Ray holds the first token back until its batching interval is over; time to first token
-        # is what this project is about, so the first items go out at once.
-        return _first_at_once(generator, super()._batch_output_stream)
+    def _vllm_arguments(self) -> dict[str, Any]:
+        plan, node = self._plan, self._plan.node(self._rank)
+        pace = Pace(plan.emulated, node) if node.source == "paced" else None
+        self._tier = self._prepare_tier()
+        scheduler = replace(plan.scheduler.for_rank(self._rank), tenant_required=True)
+        arguments = engine_kwargs(
+            plan.limits, self._endpoints, pace, scheduler, self._tier, plan.gpus
+        )
+        if self._tier_folder is not None:
+            extra = arguments["kv_transfer_config"]["kv_connector_extra_config"]
+            extra[PERSIST_KEY] = str(self._tier_folder.folder)
+        if plan.transfer is not None:
+            hand_over(plan.transfer, arguments, pace)
+        return arguments
 
     def _prepare_tier(self) -> EngineTier:
         """The engine's host tier; an LMCache server is started if the worker is to have its own."""
@@ -239,24 +152,38 @@ class KappaServer(LLMServer):
             measured = json.loads(self._profile_path().read_text())
         return plan.engine_tier(self._rank, measured, server)
 
-    async def _measure(self, *, cached: bool = True) -> tuple[dict[str, Any], str]:
+    # -- what the cluster learns --------------------------------------------------------------
+
+    def _start_reports(self) -> None:
+        host = self._plan.stream_host or ray.util.get_node_ip_address()
+        self._stream = ReportStream(self._worker, host, *self._endpoints)
+        self._in_flight = InFlight(
+            StatsSender(self._endpoints.stats).send,
+            self._plan.limits.max_sequences,
+            time.monotonic(),
+        )
+        self._stream.totals.on_prefilled = self._in_flight.prefilled
+        self._stream.totals.present = self._in_flight.present
+        self._stream.start()
+
+    async def _measure(self, *, cached: bool = True) -> Profile:
         path = self._profile_path()
         if cached and path.exists():
             with contextlib.suppress(OSError, ValueError):
-                return json.loads(path.read_text()), ""
+                return Profile(json.loads(path.read_text()))
         try:
             results = await asyncio.wait_for(
                 self.collective_rpc("kappa_profile", args=(self._plan.profile_request(),)),
                 _PROFILE_TIMEOUT_S,
             )
-            measured: dict[str, Any] = results[0]
         except Exception as error:
             log.warning("profile_failed", worker=self._worker, error=repr(error))
-            return {}, f"profile failed, serving with the catalogue's figures: {error!r}"
+            reason = f"profile failed, serving with the catalogue's figures: {error!r}"
+            return Profile({}, reason)
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(measured))
-        return measured, ""
+            path.write_text(json.dumps(results[0]))
+        return Profile(results[0])
 
     def _profile_path(self) -> Path:
         served, limits = self._plan.served, self._plan.limits
@@ -265,22 +192,117 @@ class KappaServer(LLMServer):
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]
         return Path(self._plan.cache_dir) / "profiles" / f"{digest}.json"
 
-    def _announce(self, measured: dict[str, Any], error: str) -> dict[str, Any]:
-        endpoints = self._stream.events_endpoint, self._stream.snapshot_endpoint
-        model = self._llm_config.model_id
-        rates = getattr(self.engine, "rates", None)
-        said = announce(
-            self._plan,
-            self._rank,
+    def _announce(self, profile: Profile) -> Announcement:
+        replica = ReplicaId(
             self._worker,
-            model,
-            endpoints,
-            measured,
-            error,
-            rates,
-            self._tier.rates,
+            self._rank,
+            self._llm_config.model_id,
+            self._stream.events_endpoint,
+            self._stream.snapshot_endpoint,
         )
-        return replace(said, start_s=self._start_s).to_dict()
+        rates = getattr(self.engine, "rates", None)
+        announced = announce(self._plan, replica, profile, rates, self._tier.rates)
+        announced = replace(announced, start_s=self._start_s)
+        self._announcement = announced.to_dict()
+        return announced
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Ray Serve's statistics with this worker's announcement added."""
+        rank = serve.get_replica_context().rank.rank
+        if self._announcement and rank != self._rank:
+            # Ray Serve closes ranks when a pool shrinks; names follow, so that none is there twice.
+            self._rank = rank
+            node = {**self._announcement["node"], "name": self._plan.node(rank).name}
+            self._announcement = {**self._announcement, "node": node}
+        return {**await super().record_routing_stats(), "kappa": self._announcement}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `workers.scaling` decides by: seconds that wait here, and demand."""
+        return {
+            BACKLOG_KEY: max(self._in_flight.backlog_s()),
+            DEMAND_KEY: self._in_flight.demand(time.monotonic()),
+        }
+
+    async def profile(self, _body: None = None, _pin: Any = None) -> dict[str, Any]:
+        """Measure again, now, and announce the result; the arguments only carry the pin."""
+        self._announce(await self._measure(cached=False))
+        return self._announcement
+
+    # -- requests -----------------------------------------------------------------------------
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """As Ray's; the request is counted while it is here."""
+        return self._counted(request, await super().chat(request, raw_request_info))
+
+    async def completions(
+        self, request: Any, raw_request_info: Any = None
+    ) -> AsyncGenerator[Any, None]:
+        """As Ray's; the request is counted while it is here."""
+        return self._counted(request, await super().completions(request, raw_request_info))
+
+    async def _counted(
+        self, request: Any, stream: AsyncGenerator[Any, None]
+    ) -> AsyncGenerator[Any, None]:
+        request_id = ""
+        try:
+            request_id = self._in_flight.arrived(request, time.monotonic())
+            async for item in stream:
+                if is_error(item):
+                    await self.check_health()
+                yield item
+        except Exception:
+            await self.check_health()
+            raise
+        finally:
+            self._in_flight.ended(request_id)
+            await stream.aclose()
+
+    def _batch_output_stream(
+        self, generator: AsyncGenerator[Any, None]
+    ) -> AsyncGenerator[list[Any], None]:
+        # Ray holds the first token back until its batching interval is over; time to first token
+        # is what this project is about, so the first items go out at once.
+        return _first_at_once(generator, super()._batch_output_stream)
+
+    # -- life and death -----------------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """As Ray's, for it and for ourselves.
+
+        Raises:
+            EngineDiedError: the engine is dead, or hangs; names the requests that were in it.
+        """
+        if not self._death:
+            try:
+                await super().check_health()
+                if self._hang is not None:
+                    signs = self._stream.totals.engine_messages
+                    self._hang.look(time.monotonic(), self._unanswered(), signs)
+            except Exception as error:
+                last = list(self._in_flight.present())[-_IN_FLIGHT_NAMED:]
+                self._death = f"worker {self._worker}: {error!r}; last of its requests: {last}"
+        if self._death:
+            raise EngineDiedError(self._death)
+
+    def _unanswered(self) -> int:
+        """Requests that vLLM's engine has not answered, whatever their clients have read of it."""
+        client = getattr(self.engine, "_engine_client", None)
+        return client.output_processor.get_num_unfinished_requests() if client is not None else 0
+
+    async def _start_engine(self) -> None:
+        # As Ray's, without its usage report: that starts one more actor of some 400 MB.
+        assert self.engine is not None
+        await self.engine.start()
+
+    async def __del__(self) -> None:
+        watch = getattr(self, "_watch", None)
+        if watch is not None:
+            watch.cancel()
+        await super().__del__()
+        for name in ("_stream", "_lmcache"):
+            owned = getattr(self, name, None)
+            if owned is not None:
+                owned.close()
 
 
 def is_error(item: Any) -> bool:

@@ -7,7 +7,7 @@ Three jobs, each asked for by an environment variable that a replica's runtime e
 * `KAPPA_DIE_WITH_PARENT`: engine processes outlive a killed parent for minutes; here the kernel
   ends them with it, and they end themselves with their replica (`workers.reaper`), even if that had
   gone before they asked.
-* `KAPPA_LOG`: how these processes log (`log_words`), set by the replica.
+* `KAPPA_LOG`: how these processes log (`log_setting`), set by the replica.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ def register() -> None:
     if os.environ.get(REAP_ENV):
         die_with_parent()
         follow_owner()
-    words = os.environ.get(LOG_ENV)
-    if words:
-        log_as(words)
+    setting = os.environ.get(LOG_ENV)
+    if setting:
+        log_as(setting)
     spin = os.environ.get(SPIN_ENV)
     if spin:
         shorten_queue_spin(float(spin))
 
 
-def log_words(log_format: str, log_file: str | None, level: str) -> str:
-    """A way to log in one word for the environment, read by `log_as`."""
+def log_setting(log_format: str, log_file: str | None, level: str) -> str:
+    """How to log, as a value for the environment that `log_as` reads."""
     return f"{log_format}|{level}|{log_file or ''}"
 
 
-def log_as(words: str) -> None:
-    """Log in this process as `log_words` says."""
+def log_as(setting: str) -> None:
+    """Log in this process as `log_setting` says."""
     from kappa.logging import configure
 
-    log_format, level, log_file = words.split("|", 2)
+    log_format, level, log_file = setting.split("|", 2)
     configure(log_format, log_file or None, level)
 
 

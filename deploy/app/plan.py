@@ -37,8 +37,7 @@ def worker_plan(
 ) -> Any:
     """What each replica of a pool must know before its engine starts."""
     from workers.identity import WorkerPlan
-    from workers.vllm.arguments import EngineLimits
-    from workers.vllm.tier_choice import TierChoice
+    from workers.vllm.arguments import EngineLimits, TierChoice
 
     e = pool.engine_settings(settings.engine)
     return WorkerPlan(
@@ -63,7 +62,7 @@ def worker_plan(
         approx=e.approx,
         lanes=_lanes(e, model),
         tier=TierChoice(
-            e.host_tier, "kv" if e.planner == "kv" else "tail", e.load, e.lmcache.server or "",
+            e.host_tier, "kv" if e.planner == "kv" else "tail", e.lmcache.server or "",
             e.lmcache.timeout_s, e.lmcache.heartbeat_s, e.lmcache.retry_s,
         ),
         pool=pool.name,
@@ -79,7 +78,7 @@ def worker_plan(
 
 def _transfer(settings: ClusterSettings) -> Any:
     """How prompts are handed over, None where every worker keeps its own."""
-    from workers.vllm.transfer_choice import TransferChoice
+    from workers.vllm.arguments import TransferChoice
 
     if all(pool.role == "both" for pool in settings.all_pools):
         return None

@@ -2,6 +2,7 @@
 
 import pickle
 
+import msgspec
 import pytest
 
 from deploy.app.access import own_headers, tenants_table
@@ -47,7 +48,7 @@ def test_engines_schedule_by_the_rule_weights_and_link_of_the_settings(tmp_path,
     scheduler = engine_scheduler(settings)
     config = FairConfig(**scheduler.config)
     assert (scheduler.rule, config.window, config.weights) == ("fair", 7, {"a": 2.0})
-    rules = LinkRules.from_dict(scheduler.link)
+    rules = msgspec.convert(scheduler.link, LinkRules)
     assert (rules.duplex, rules.order, rules.store_backlog_s) == ("half", "loads_first", 10.0)
     assert scheduler.log == str(tmp_path / "it.jsonl")
 

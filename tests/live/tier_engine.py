@@ -22,10 +22,16 @@ from kappa.model import kv_bytes_per_token
 from kappa.protocol import PLAN_KEY
 from kappa.shapes import model_shape
 from workers.tiny_model import make_tiny_model
-from workers.vllm.arguments import CPU_ENV
+from workers.vllm.arguments import (
+    CPU_ENV,
+    FILES,
+    EngineTier,
+    TierChoice,
+    TransferChoice,
+    hand_over,
+    transfer_config,
+)
 from workers.vllm.tail_recompute import LOAD_ALL, TAIL, tail_rates
-from workers.vllm.tier_choice import TierChoice, TierNeeds, transfer_config
-from workers.vllm.transfer_choice import FILES, TransferChoice, transfer_on
 
 # What the engine's processes have said of a prompt is here so soon after its answer.
 _NEWS_S = 0.5
@@ -139,11 +145,12 @@ def main():
     with tempfile.TemporaryDirectory(prefix="kappa-lmcache-engine-") as folder:
         listener = Listener(folder)
         choice = TierChoice(planner=TAIL, **tier)
-        config = transfer_config(choice, TierNeeds(1 << 26, listener.stats, rates=slow_rates()))
+        own = EngineTier(choice, slow_rates())
+        config = transfer_config(own, 1 << 26, listener.stats)
         if transfer:
             files = TransferChoice(FILES, transfer, 1 << 28, 2.0, 1e9, 0.0)
             arguments = {"kv_transfer_config": config}
-            transfer_on(files, arguments, None)
+            hand_over(files, arguments, None)
         model = make_tiny_model(Path(tempfile.gettempdir()) / "kappa-lmcache-model", CORPUS)
         llm = LLM(
             model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT,

@@ -35,7 +35,7 @@ def test_spin_condition_ends_with_its_busy_loop_default():
     assert SpinCondition.__init__.__defaults__ is not None
 
 
-# -- workers.connector -------------------------------------------------------------------------
+# -- workers.vllm.connector ---------------------------------------------------------------------
 
 
 def test_the_offloading_connector_has_the_methods_that_we_extend():
@@ -92,28 +92,16 @@ def test_the_connector_tells_its_scheduler_which_jobs_ended_and_keeps_their_keys
     assert "self._pending_event_metadata" in inspect.getsource(events.OffloadingEventsTracker)
 
 
-def test_a_shorter_hit_and_a_load_in_the_prompt_s_own_step_are_known_to_vllm():
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
-    from vllm.model_executor.layers.attention import attention, kv_transfer_utils
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+def test_vllm_takes_a_shorter_hit_and_keeps_what_a_waiting_request_will_load():
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 
     states = scheduler.RequestOffloadState
     assert "partial_tail_boundary" in states.__annotations__
-    assert "max_offload_tokens" in states.__annotations__
-    source = inspect.getsource(scheduler.OffloadingConnectorScheduler)
-    assert "self._current_batch_load_jobs" in source
     assert parameters(states.update_num_hit_chunks) == ["self", "num_cached_tokens"]
     assert "self._req_status" in inspect.getsource(scheduler.OffloadingConnectorScheduler)
     # What a waiting request will load is kept.
     assert parameters(states.update_offload_keys) == ["self"]
     assert parameters(scheduler.OffloadingConnectorScheduler._touch) == ["self", "req_status"]
-    assert "kv_cache_config" in parameters(worker.OffloadingConnectorWorker.__init__)
-    # A load that is not asynchronous starts before the forward pass, and every layer asks for it.
-    assert "has_sync_kv_loads" in fields(SchedulerOutput)
-    assert "has_sync_kv_loads" in inspect.getsource(KVConnectorModelRunnerMixin)
-    assert "wait_for_layer_load" in inspect.getsource(kv_transfer_utils.maybe_transfer_kv_layer)
-    assert "@maybe_transfer_kv_layer" in inspect.getsource(attention)
 
 
 # -- workers.vllm.lmcache ----------------------------------------------------------------------
@@ -154,7 +142,7 @@ def test_the_cpu_manager_has_what_ours_extends():
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-    from workers.vllm.host_tier import HostTierManager
+    from workers.vllm.host_tier_manager import HostTierManager
 
     for name in ("prepare_store", "complete_store", "reset_cache"):
         theirs, ours = getattr(CPUOffloadingManager, name), getattr(HostTierManager, name)
@@ -245,11 +233,17 @@ def test_every_engine_argument_that_we_set_exists():
 
     from kappa.hardware import node_profile
     from kappa.shapes import model_shape
-    from workers.vllm.arguments import EngineLimits, EngineScheduler, Pace, engine_kwargs
+    from workers.vllm.arguments import (
+        Endpoints,
+        EngineLimits,
+        EngineScheduler,
+        Pace,
+        engine_kwargs,
+    )
 
     limits = EngineLimits(4096, 32, 200, 1 << 20, 1024, 8, "float32")
     pace = Pace(model_shape("llama-3.1-8b"), node_profile("pcie"))
-    given = engine_kwargs(limits, "ipc://a", "ipc://b", pace, EngineScheduler("fair"))
+    given = engine_kwargs(limits, Endpoints("ipc://a", "ipc://b"), pace, EngineScheduler("fair"))
     assert "scheduler_cls" in given
     assert set(given) <= fields(AsyncEngineArgs)
 

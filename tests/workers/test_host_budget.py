@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from workers.host_budget import HostBudget, HostBudgetError, host_budget
+from workers.host_memory import HostBudget, HostBudgetError, host_budget
 
 GIB = 1 << 30
 
@@ -74,7 +74,7 @@ def test_a_kept_tier_must_fit_its_folder_where_what_lies_there_counts_as_free(tm
     after = host_budget(root).folder_bytes
     assert abs(after - free) < 64 << 20
     with pytest.raises(HostBudgetError, match="emptyDir of medium Memory"):
-        HostBudget(folder_bytes=GIB).check(2 * GIB, kept=True)
+        HostBudget(folder_bytes=GIB).check(2 * GIB, persistent=True)
     HostBudget(folder_bytes=GIB).check(2 * GIB)
 
 
@@ -117,9 +117,9 @@ def test_a_tier_may_take_all_but_what_the_engine_itself_needs_to_the_byte():
     budget.check(2 * GIB - HEADROOM)
     with pytest.raises(HostBudgetError, match="the cgroup"):
         budget.check(2 * GIB - HEADROOM + 1)
-    HostBudget(folder_bytes=GIB).check(GIB, kept=True)
+    HostBudget(folder_bytes=GIB).check(GIB, persistent=True)
     with pytest.raises(HostBudgetError, match="handover_dir has 1 GiB left"):
-        HostBudget(folder_bytes=GIB).check(GIB + 1, kept=True)
+        HostBudget(folder_bytes=GIB).check(GIB + 1, persistent=True)
 
 
 def test_memory_may_be_locked_up_to_the_limit_itself():

@@ -10,8 +10,8 @@ from kappa.cost import kappa_crit
 from kappa.hardware import NodeProfile, node_profile
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
-from workers.identity import WorkerPlan, announce, measured_node
-from workers.vllm.arguments import EngineLimits, EngineScheduler, Pace, engine_kwargs, fingerprint
+from workers.identity import Profile, ReplicaId, WorkerPlan, announce, measured_node
+from workers.vllm.arguments import EngineLimits
 
 LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
 MEASURED = {
@@ -42,7 +42,9 @@ def plan(*nodes: NodeProfile) -> WorkerPlan:
 
 
 def said(of: WorkerPlan, rank: int = 0, measured=MEASURED, error: str = "") -> Announcement:
-    return announce(of, rank, f"w{rank}", "m", ("tcp://e", "tcp://s"), measured, error)
+    return announce(
+        of, ReplicaId(f"w{rank}", rank, "m", "tcp://e", "tcp://s"), Profile(measured, error)
+    )
 
 
 def test_each_rank_takes_its_node_and_a_surplus_rank_starts_over() -> None:
@@ -86,55 +88,3 @@ def test_measuring_does_not_change_a_paced_profile() -> None:
 def test_an_announcement_survives_its_journey() -> None:
     announcement = said(plan(paced("pcie")))
     assert Announcement.from_dict(announcement.to_dict()) == announcement
-
-
-@pytest.mark.parametrize(
-    "change", [{"dtype": "bfloat16"}, {"block_tokens": 64}], ids=lambda c: next(iter(c))
-)
-def test_fingerprints_tell_pools_apart(change) -> None:
-    other = dataclasses.replace(LIMITS, **change)
-    assert fingerprint("m", "t", LIMITS, "s") != fingerprint("m", "t", other, "s")
-    assert fingerprint("m", "t", LIMITS, "s") != fingerprint("m", "another template", LIMITS, "s")
-
-
-def test_engine_arguments_carry_the_pace_of_both_resources() -> None:
-    node = paced("pcie", dilation=20.0)
-    arguments = engine_kwargs(LIMITS, "ipc://s", "ipc://k", Pace(model_shape("llama-3.1-8b"), node))
-    tier = arguments["kv_transfer_config"]["kv_connector_extra_config"]
-    assert tier["kappa_pace"]["token_s"] == pytest.approx(20 * 131072 / node.h2d_bytes_per_s)
-    assert arguments["additional_config"]["kappa_pace"]["dilation"] == 20.0
-    assert arguments["num_gpu_blocks_override"] == LIMITS.device_blocks
-
-
-def test_without_a_pace_or_a_host_tier_nothing_is_emulated() -> None:
-    limits = dataclasses.replace(LIMITS, host_bytes=0)
-    arguments = engine_kwargs(limits, "ipc://s", "ipc://k", None)
-    assert "kv_transfer_config" not in arguments
-    assert "kappa_pace" not in arguments["additional_config"]
-
-
-def test_an_engine_schedules_by_a_rule_or_by_its_own() -> None:
-    own = engine_kwargs(LIMITS, "ipc://s", "ipc://k", None)
-    assert "scheduler_cls" not in own and "kappa_scheduler" not in own["additional_config"]
-    fair = engine_kwargs(LIMITS, "ipc://s", "ipc://k", None, EngineScheduler("fair"))
-    assert fair["scheduler_cls"] == "workers.vllm.scheduler.FairScheduler"
-    options = fair["additional_config"]["kappa_scheduler"]
-    assert (options["rule"], options["stats"], options["link"]) == ("fair", "ipc://s", None)
-    assert options["tenant_required"] is False, "only a replica behind our ingress demands one"
-
-
-def test_a_paced_engine_is_told_what_its_loads_take_in_its_own_seconds() -> None:
-    node = paced("pcie", dilation=30.0)
-    pace = Pace(model_shape("llama-3.1-8b"), node)
-    given = engine_kwargs(LIMITS, "ipc://s", "ipc://k", pace, EngineScheduler("fair"))
-    link = given["additional_config"]["kappa_scheduler"]["link"]
-    assert link["token_s"] == pytest.approx(30.0 * 131072 / node.h2d_bytes_per_s)
-    assert set(link) == {"token_s", "fixed_s"}
-
-
-def test_every_rank_writes_a_log_of_its_own_and_orders_its_link_as_told() -> None:
-    scheduler = EngineScheduler("fair", link={"duplex": "half"}, log="/logs/iterations.jsonl")
-    given = engine_kwargs(LIMITS, "ipc://s", "ipc://k", None, scheduler, rank=2)
-    assert given["additional_config"]["kappa_scheduler"]["log"] == "/logs/iterations-2.jsonl"
-    extra = given["kv_transfer_config"]["kv_connector_extra_config"]
-    assert extra["kappa_link"] == {"duplex": "half"}

@@ -9,7 +9,6 @@ import pytest
 from ray.serve.llm.openai_api_models import CompletionRequest
 
 from kappa.protocol import EngineDiedError
-from workers.backlog import Backlog
 from workers.in_flight import InFlight
 from workers.reaper import HangWatch
 from workers.replica import KappaServer
@@ -41,8 +40,7 @@ class Replica(KappaServer):
     def __init__(self, endpoint=""):
         self.engine, self._worker, self._death = Engine(), "w", ""
         self._stream = SimpleNamespace(totals=ReportTotals("w"))
-        self._backlog = Backlog(0.0, 4)
-        self._in_flight = InFlight(StatsSender(endpoint).send)
+        self._in_flight = InFlight(StatsSender(endpoint).send, 4, 0.0)
         self._hang = HangWatch(PATIENCE_S, 0.0)
 
     def __del__(self):
@@ -77,7 +75,7 @@ async def everything(stream):
 
 def assert_nothing_is_left(replica, stream):
     assert stream.closed and len(replica._in_flight) == 0
-    assert replica._backlog.seconds() == (0.0, 0.0) and not replica._backlog._open
+    assert replica._in_flight.backlog_s() == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("number", [2**63, 2**70, 10**400])
@@ -93,7 +91,7 @@ async def test_a_request_of_absurd_numbers_is_served_and_leaves_nothing(tmp_path
 async def test_whatever_counting_raises_leaves_nothing(monkeypatch):
     replica, stream = Replica(), Stream("answer")
 
-    def broken(_):
+    def broken(*_):
         raise OverflowError("Integer value out of range")
 
     monkeypatch.setattr(replica._in_flight, "arrived", broken)
@@ -137,7 +135,7 @@ async def look_for(replica, clock, seconds):
 
 async def test_an_engine_that_owes_answers_and_does_nothing_fails_the_replicas_health(clock):
     replica = Replica()
-    replica._in_flight.arrived(body("stuck"))
+    replica._in_flight.arrived(body("stuck"), 0.0)
     replica.engine.owed = 1
     # The first look sees what was there before: silence counts from then.
     await look_for(replica, clock, 1 + PATIENCE_S)

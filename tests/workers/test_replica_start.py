@@ -1,4 +1,4 @@
-"""Around an engine's start: the shelf a plan asks for, who may share it, and refusals in time."""
+"""Before an engine's start: the folder of its host tier, who may share it, refusals in time."""
 
 import json
 import os
@@ -10,12 +10,12 @@ import pytest
 from kappa.hardware import node_profile
 from kappa.settings.routing import ObservingSettings
 from kappa.shapes import model_shape
-from workers import replica_start
-from workers.host_budget import HostBudget, HostBudgetError
-from workers.identity import WorkerPlan, announce
-from workers.replica_start import keep_on, power_teller, prepare_host_memory, prepare_logs
-from workers.vllm.arguments import EngineLimits
-from workers.vllm.tier_choice import TierChoice, TierNeeds, transfer_config
+from workers import host_memory, power_report
+from workers.host_memory import HostBudget, HostBudgetError, prepare_host_memory
+from workers.identity import Profile, ReplicaId, WorkerPlan, announce
+from workers.power_report import power_reporter
+from workers.replica import configure_logs
+from workers.vllm.arguments import EngineLimits, TierChoice
 from workers.vllm_plugin import LOG_ENV, log_as
 
 pytestmark = pytest.mark.vllm
@@ -35,7 +35,7 @@ def plan(tmp_path):
 def test_the_same_plan_adopts_and_any_that_means_other_blocks_does_not(plan):
     prepare_host_memory(plan).release()
     again = prepare_host_memory(plan)
-    assert again.adopted
+    assert again.warm
     again.release()
     other = [
         replace(plan, model_source="/models/y"), replace(plan, chat_template="{{ other }}"),
@@ -44,27 +44,27 @@ def test_the_same_plan_adopts_and_any_that_means_other_blocks_does_not(plan):
         replace(plan, limits=replace(plan.limits, host_bytes=2 << 20)), replace(plan, pool="q"),
     ]  # fmt: skip
     for changed in other:
-        shelf = prepare_host_memory(changed)
-        assert not shelf.adopted
-        shelf.release()
+        folder = prepare_host_memory(changed)
+        assert not folder.warm
+        folder.release()
 
 
 @pytest.mark.parametrize(
     "change",
     [{"handover_dir": ""}, {"kind": "torch"}, {"tier": TierChoice("lmcache")}],
 )
-def test_without_a_tier_of_ours_there_is_no_shelf(plan, change):
+def test_without_a_tier_of_ours_no_folder_is_claimed(plan, change):
     assert prepare_host_memory(replace(plan, **change)) is None
 
 
 def test_a_tier_that_does_not_fit_is_refused_before_the_engine_starts(plan, monkeypatch):
-    monkeypatch.setattr(replica_start, "host_budget", lambda _: HostBudget(cgroup_bytes=100 << 20))
+    monkeypatch.setattr(host_memory, "host_budget", lambda _: HostBudget(cgroup_bytes=100 << 20))
     with pytest.raises(HostBudgetError, match="pod's memory limit"):
         prepare_host_memory(plan)
     assert prepare_host_memory(replace(plan, kind="emulated")) is None, "it keeps nothing"
 
 
-def test_only_the_own_shelf_counts_as_free_and_a_refused_worker_leaves_it(plan, monkeypatch):
+def test_only_the_own_folder_counts_as_free_and_a_refused_worker_leaves_it(plan, monkeypatch):
     sibling = prepare_host_memory(plan)
     asked = []
 
@@ -72,19 +72,19 @@ def test_only_the_own_shelf_counts_as_free_and_a_refused_worker_leaves_it(plan, 
         asked.append(folder)
         return HostBudget(folder_bytes=1)
 
-    monkeypatch.setattr(replica_start, "host_budget", budget)
+    monkeypatch.setattr(host_memory, "host_budget", budget)
     with pytest.raises(HostBudgetError, match="handover_dir has"):
         prepare_host_memory(plan)
     assert asked[0].parent == sibling.folder.parent and asked[0] != sibling.folder
     monkeypatch.undo()
     again = prepare_host_memory(plan)
-    assert again.adopted and again.folder == asked[0]
+    assert again.warm and again.folder == asked[0]
     again.release()
     sibling.release()
 
 
 def test_a_shared_server_needs_no_memory_of_the_worker(plan, monkeypatch):
-    monkeypatch.setattr(replica_start, "host_budget", lambda _: HostBudget(machine_bytes=0))
+    monkeypatch.setattr(host_memory, "host_budget", lambda _: HostBudget(machine_bytes=0))
     own, shared = TierChoice("lmcache"), TierChoice("lmcache", server="tcp://elsewhere:5555")
     with pytest.raises(HostBudgetError, match="the machine has"):
         prepare_host_memory(replace(plan, tier=own))
@@ -98,29 +98,21 @@ def test_blocks_of_other_weights_in_the_same_folder_are_not_adopted(plan, tmp_pa
     plan = replace(plan, model_source=str(model))
     prepare_host_memory(plan).release()
     again = prepare_host_memory(plan)
-    assert again.adopted
+    assert again.warm
     again.release()
     (model / "model.safetensors").write_bytes(b"two!")
     changed = prepare_host_memory(plan)
-    assert not changed.adopted
+    assert not changed.warm
     changed.release()
 
 
-def test_the_engine_is_told_of_its_shelf_where_the_host_tier_looks(plan):
-    shelf = prepare_host_memory(plan)
-    arguments = {"kv_transfer_config": transfer_config(TierChoice(), TierNeeds(1 << 20, ""))}
-    keep_on(shelf, arguments)
-    extra = arguments["kv_transfer_config"]["kv_connector_extra_config"]
-    assert extra["kappa_keep"] == str(shelf.folder) and extra["spec_name"] == "HostTierSpec"
-
-
 def test_power_is_modelled_where_there_is_no_gpu(plan):
-    announced = announce(plan, 0, "w", "m", ("tcp://e", "tcp://s"), {}, "")
-    teller = power_teller(plan, announced)
+    announced = announce(plan, ReplicaId("w", 0, "m", "tcp://e", "tcp://s"), Profile())
+    reporter = power_reporter(announced, gpus=0)
     from kappa.protocol import WorkerReport
 
-    teller(WorkerReport("w", 0.0))
-    assert teller(WorkerReport("w", 1.0)).power_source == "model"
+    reporter(WorkerReport("w", 0.0))
+    assert reporter(WorkerReport("w", 1.0)).power_source == "model"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +121,7 @@ def test_power_is_modelled_where_there_is_no_gpu(plan):
 )
 def test_gpus_by_their_index_where_the_environment_names_them_so(monkeypatch, value, gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert replica_start._visible_gpus() == gpus
+    assert power_report._visible_gpus() == gpus
 
 
 def test_the_engines_processes_log_as_their_replica_does(plan, tmp_path, monkeypatch, capsys):
@@ -140,7 +132,7 @@ def test_the_engines_processes_log_as_their_replica_does(plan, tmp_path, monkeyp
     log_file = str(tmp_path / "a|b.jsonl")
     try:
         seen = ObservingSettings(log_format="json", log_file=log_file)
-        prepare_logs(replace(plan, observing=seen, log_level="INFO"))
+        configure_logs(replace(plan, observing=seen, log_level="INFO"))
         log_as(os.environ[LOG_ENV])
         structlog.get_logger("engine").info("hello", node="pcie")
     finally:

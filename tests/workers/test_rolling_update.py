@@ -1,7 +1,7 @@
 """A rolling update of two workers, one after the other: which share of a workload is still held.
 
-Host tiers, shelves, records, event batches and router are real; engines are left out. A document
-counts as held where the router finds it and the manager of the tier does, too.
+Host tiers, their folders and records, event batches and router are real; engines are left out. A
+document counts as held where the router finds it and the manager of the tier does, too.
 """
 
 import numpy as np
@@ -15,10 +15,10 @@ from router.decision import RouteRequest
 from router.index.kv_events import decode_batch
 from router.policies import policy_named
 from router.router import Router, RouterConfig
-from workers.vllm.kept_manager import KeptTierManager
-from workers.vllm.kept_tier import KeptTier, announcement
+from workers.vllm.host_tier_manager import PersistentTierManager
 from workers.vllm.link_queue import LinkPace
-from workers.vllm.warm_restart import take_shelf
+from workers.vllm.persistent_tier import PersistentTier, StoredBlock, announcement
+from workers.vllm.warm_restart import claim_folder
 
 pytestmark = pytest.mark.vllm
 
@@ -38,16 +38,16 @@ def hashes(document):
 
 
 class Worker:
-    """A worker's host tier in one life: on a shelf, or gone with its engine."""
+    """A worker's host tier in one life: in a folder, or gone with its engine."""
 
     lives = 0
 
     def __init__(self, router, name, folder):
         Worker.lives += 1
         self.name = f"{name}-{Worker.lives}"
-        self.shelf = take_shelf(folder, {"pool": name})
-        self.manager = KeptTierManager(
-            KeptTier(self.shelf.folder, SLOTS, TOKENS, "seed"), num_blocks=SLOTS,
+        self.claimed = claim_folder(folder, {"pool": name})
+        self.manager = PersistentTierManager(
+            PersistentTier(self.claimed.folder, SLOTS, TOKENS, "seed"), num_blocks=SLOTS,
             enable_events=True, pace=LinkPace(), block_tokens=TOKENS, backlog_s=1e9,
             report=lambda _: None,
         )  # fmt: skip
@@ -61,9 +61,9 @@ class Worker:
                 snapshot_endpoint="",
             ), 0.0,
         )  # fmt: skip
-        self.tell(self.manager.kept.found)
+        self.announce(self.manager.tier.found)
 
-    def tell(self, found):
+    def announce(self, found):
         batches = announcement(found, TOKENS, "CPU", lambda key: bytes(key)[:-4], lambda p: p)
         for batch in batches:
             self.router.blocks(decode_batch(batch, self.name))
@@ -74,10 +74,10 @@ class Worker:
         chunks = text(document)[: BLOCKS * TOKENS].reshape(BLOCKS, TOKENS).tolist()
         for i, key in enumerate(keys):
             parent = hashes(document)[i - 1] if i else None
-            self.manager.kept.note(bytes(key), parent, chunks[i], "")
+            self.manager.tier.storing(StoredBlock(bytes(key), parent, tuple(chunks[i])))
         output = self.manager.prepare_store(keys, CONTEXT)
         self.manager.complete_store(output.keys_to_store, CONTEXT)
-        self.tell(self.manager.kept._records.valid())
+        self.announce(self.manager.tier._records.valid())
 
     def holds(self, document):
         keys = [make_offload_key(h, 0) for h in hashes(document)]
@@ -86,7 +86,7 @@ class Worker:
     def end(self):
         self.router.leave(self.name)
         self.manager.shutdown()
-        self.shelf.release()
+        self.claimed.release()
 
 
 class Cluster:
@@ -144,7 +144,7 @@ def test_the_hit_rate_before_during_and_after_a_rolling_update(cluster):
         assert cluster.hit_rate() == 1.0, "after: found, and the router knows"
 
 
-def test_without_a_handover_half_of_it_would_be_lost_each_time(cluster, tmp_path):
+def test_without_a_warm_restart_half_of_it_would_be_lost_each_time(cluster, tmp_path):
     cluster.fill()
     for expected, name in ((0.5, "a"), (0.0, "b")):
         cluster.stop(name)

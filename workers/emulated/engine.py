@@ -65,7 +65,7 @@ def emulated_plan(
     return EmulatedPlan(
         worker=worker,
         pace=EmulatedPace(
-            pace.step, pace.link["token_s"], pace.link["fixed_s"],
+            pace.step, pace.link.token_s, pace.link.fixed_s,
             limits.max_batch_tokens, limits.max_sequences,
         ),
         block_tokens=limits.block_tokens,

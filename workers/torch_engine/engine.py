@@ -40,10 +40,10 @@ from workers.identity import measured_node
 from workers.own_engine.answers import Answer, AnswerText, Asked, BodyRefused, asked
 from workers.own_engine.base import OwnEngine, error_answer
 from workers.profiler import measure
+from workers.request_metadata import DEFAULT_TENANT, charges_of, tenant_of
 from workers.torch_engine.lanes import make_lanes
 from workers.torch_engine.plan import TorchPlan, host_blocks
 from workers.torch_engine.reports import TorchReports
-from workers.vllm.blocks import DEFAULT_TENANT, tenant_of, told
 
 log = structlog.get_logger(__name__)
 
@@ -241,7 +241,7 @@ class TorchEngine(OwnEngine):
         Not waited for: the engine's thread answers in order, so the request comes after it.
         """
         assert self._runner is not None
-        charges, weights = told(extra, _tenant(extra))
+        charges, weights = charges_of(extra, _tenant(extra))
         self._runner.call(lambda engine: engine.heard(charges, weights))
 
 

@@ -72,7 +72,7 @@ def torch_plan(plan: WorkerPlan, stats_endpoint: str, kv_endpoint: str, rank: in
         profile=plan.profile_request(),
         stats_endpoint=stats_endpoint,
         kv_endpoint=kv_endpoint,
-        log=scheduler.log_of(rank),
+        log=scheduler.for_rank(rank).log,
         approx=plan.approx,
         lanes=plan.lanes,
         max_context_tokens=limits.max_context_tokens,

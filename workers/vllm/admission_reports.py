@@ -1,7 +1,7 @@
-"""What a connector tells of each request that its scheduler has admitted: its tokens by source.
+"""What a connector reports of each request that its scheduler has admitted: its tokens by source.
 
 When the scheduler has allocated a request, the split of its prompt into device, host and new tokens
-is known for good; vLLM says the device hit only when it asks for the host's. Used by all our
+is known for good; vLLM names the device hit only when it asks for the host's. Used by all our
 connectors, in the scheduler's process.
 """
 
@@ -12,29 +12,17 @@ from typing import Any
 
 import structlog
 
-from kappa.protocol import PLAN_KEY, REQUEST_ID_KEY
+from workers.request_metadata import request_id_of
 from workers.stats_channel import StatsSender
 
 log = structlog.get_logger(__name__)
-
-
-def kappa_request_id(sampling_params: Any) -> str:
-    """The ingress' request id, carried through vLLM in `SamplingParams.extra_args`; "" if none."""
-    extra_args = getattr(sampling_params, "extra_args", None) or {}
-    return str(extra_args.get(REQUEST_ID_KEY, ""))
-
-
-def asked_plan(sampling_params: Any) -> str:
-    """The planner that a request names for its own prefix; "" if none."""
-    extra_args = getattr(sampling_params, "extra_args", None) or {}
-    return str(extra_args.get(PLAN_KEY, ""))
 
 
 def ignore_malformed_params(request: Any) -> None:
     """Drop a new request's `kv_transfer_params` unless they are a mapping.
 
     vLLM's connectors and LMCache's take them for one in the engine's loop, where an exception ends
-    the engine. Without them KV is computed instead of taken over, and the answer is the same.
+    the engine. Without them KV is computed instead of received, and the answer is the same.
     """
     params = request.kv_transfer_params
     if params is None or isinstance(params, dict):
@@ -60,14 +48,14 @@ class AdmissionReports:
         self._device_tokens[request.request_id] = device_tokens
 
     def admitted(self, request: Any, host_tokens: int) -> None:
-        """Blocks are allocated, `host_tokens` will be loaded; told once for each look-up."""
+        """Blocks are allocated, `host_tokens` will be loaded; reported once for each look-up."""
         device_tokens = self._device_tokens.pop(request.request_id, None)
         if device_tokens is None:
             return
         self._stats.send(
             {
                 "kind": "admit",
-                "request_id": kappa_request_id(request.sampling_params),
+                "request_id": request_id_of(request.sampling_params),
                 "device_tokens": device_tokens,
                 "host_tokens": host_tokens,
                 "new_tokens": max(request.num_prompt_tokens - device_tokens - host_tokens, 1),

@@ -10,15 +10,28 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from kappa.cost import StepModel, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
-from workers.vllm.options import CONFIG_KEY, STOCK
-from workers.vllm.tier_choice import TierChoice, TierNeeds, transfer_config
+from workers.vllm.link_queue import LinkPace
+from workers.vllm.options import (
+    LINK_KEY,
+    LMCACHE_KEY,
+    PACE_KEY,
+    SCHEDULER_KEY,
+    STATS_KEY,
+    STOCK,
+    TAIL_KEY,
+    TRANSFER_KEY,
+    SchedulerOptions,
+)
+from workers.vllm.tail_recompute import LOAD_ALL
 
 # vLLM on a CPU: no thread binding and one thread per engine, so that engines share the cores;
 # short queue spins (workers.vllm_plugin); float32, since bf16 fails on short prompts there.
@@ -32,9 +45,12 @@ CPU_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-
+OWN, LMCACHE, NATIVE = "own", "lmcache", "native"
+FILES, NIXL = "files", "nixl"
 _CPU_WORKER = "workers.vllm.metered_worker.MeteredCPUWorker"
 _GPU_WORKER = "workers.vllm.metered_gpu_worker.MeteredGPUWorker"
+# What is announced of a server is bounded by what it can hold, or, of a shared one, by this.
+_SHARED_BLOCKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +66,13 @@ class EngineLimits:
     dtype: str
 
 
+class Endpoints(NamedTuple):
+    """Where the engine's processes report to: the stats channel, and vLLM's event publisher."""
+
+    stats: str
+    kv_events: str
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """What a paced node needs to know: the model it emulates and the node it is paced as."""
@@ -63,22 +86,44 @@ class Pace:
         return step_model(self.shape, self.node)
 
     @property
-    def link(self) -> dict[str, float]:
-        """Real seconds per token on the link, for `workers.vllm.host_tier.LinkPace`."""
+    def link(self) -> LinkPace:
+        """Real seconds per token on the link."""
         kv_bytes, node = kv_bytes_per_token(self.shape), self.node
         store_bytes_per_s = node.d2h_bytes_per_s or node.h2d_bytes_per_s
-        return {
-            "token_s": node.dilation * kv_bytes / node.h2d_bytes_per_s,
-            "store_token_s": node.dilation * kv_bytes / store_bytes_per_s,
-            "fixed_s": node.dilation * node.load_fixed_s,
-            "dilation": node.dilation,
-        }
+        return LinkPace(
+            token_s=node.dilation * kv_bytes / node.h2d_bytes_per_s,
+            store_token_s=node.dilation * kv_bytes / store_bytes_per_s,
+            fixed_s=node.dilation * node.load_fixed_s,
+            dilation=node.dilation,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TierChoice:
+    """What the settings say of the host tier.
+
+    kind: ours, an LMCache server, or vLLM's own copies, which need a GPU. planner: "tail" or "kv".
+    server: of LMCache, tcp://host:port; empty: the worker starts its own. The seconds are as in
+    `kappa.settings.engine.LmcacheSettings`.
+    """
+
+    kind: str = OWN
+    planner: str = LOAD_ALL
+    server: str = ""
+    timeout_s: float = 1.0
+    heartbeat_s: float = 1.0
+    retry_s: float = 5.0
+
+    @property
+    def shared(self) -> bool:
+        """Whether several workers load from one server."""
+        return self.kind == LMCACHE and bool(self.server)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTier:
-    """An engine's host tier: which one; the rates that its loads are planned by; the server that
-    its worker started for it; how many blocks it holds."""
+    """An engine's host tier: which one; the rates that its loads are planned by (none: load all);
+    the server that its worker started for it; how many blocks it holds."""
 
     choice: TierChoice = field(default_factory=TierChoice)
     rates: Mapping[str, Any] | None = None
@@ -87,13 +132,25 @@ class EngineTier:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferChoice:
+    """How a worker hands KV over; fields as in `kappa.settings`."""
+
+    connector: str
+    folder: str
+    most_bytes: int
+    wait_s: float
+    net_bytes_per_s: float
+    fixed_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineScheduler:
     """What an engine schedules by.
 
     rule: a name of `scheduler.catalogue`, or `STOCK`. config: fields of a `FairConfig`. link: how
-    the host tier orders its link, fields of `workers.vllm.link_queue.LinkRules`. log: file for
-    JSON lines, one per iteration; each rank writes its own. tenant_required: every request comes
-    from an ingress of ours, so one without a tenant is refused.
+    the host tier orders its link, fields of a `workers.vllm.link_queue.LinkRules`. log: file for
+    JSON lines, one per iteration. tenant_required: every request comes from an ingress of ours, so
+    one without a tenant is refused.
     """
 
     rule: str = STOCK
@@ -102,38 +159,38 @@ class EngineScheduler:
     log: str | None = None
     tenant_required: bool = False
 
-    def options(self, stats_endpoint: str, pace: Pace | None, rank: int) -> dict[str, Any]:
-        """What `workers.vllm.scheduler` reads."""
-        loads = {k: pace.link[k] for k in ("token_s", "fixed_s")} if pace is not None else None
-        return {
-            "rule": self.rule,
-            "config": dict(self.config),
-            "link": loads,
-            "stats": stats_endpoint,
-            "log": self.log_of(rank),
-            "tenant_required": self.tenant_required,
-        }
+    def for_rank(self, rank: int) -> EngineScheduler:
+        """The same with a log of the replica's own."""
+        if not self.log:
+            return self
+        path = Path(self.log)
+        return replace(self, log=str(path.with_name(f"{path.stem}-{rank}{path.suffix}")))
 
-    def log_of(self, rank: int) -> str | None:
-        """The file of the replica of this rank: each writes its own."""
-        path = Path(self.log) if self.log else None
-        return str(path.with_name(f"{path.stem}-{rank}{path.suffix}")) if path else None
+    def options(self, stats_endpoint: str, pace: Pace | None) -> SchedulerOptions:
+        """What `workers.vllm.scheduler` reads."""
+        link = pace.link if pace is not None else None
+        return SchedulerOptions(
+            self.rule,
+            dict(self.config),
+            {"token_s": link.token_s, "fixed_s": link.fixed_s} if link is not None else None,
+            stats_endpoint,
+            self.log,
+            self.tenant_required,
+        )
 
 
 def engine_kwargs(
     limits: EngineLimits,
-    stats_endpoint: str,
-    kv_endpoint: str,
+    endpoints: Endpoints,
     pace: Pace | None,
     scheduler: EngineScheduler = EngineScheduler(),
-    rank: int = 0,
     tier: EngineTier = EngineTier(),
     gpus: int = 0,
 ) -> dict[str, Any]:
-    """vLLM's engine arguments for the replica of this rank; `gpus`: of each worker, 0 on a CPU."""
-    additional: dict[str, Any] = {"kappa_stats": stats_endpoint}
+    """vLLM's engine arguments for a replica; `gpus`: of each worker, 0 on a CPU."""
+    additional: dict[str, Any] = {STATS_KEY: endpoints.stats}
     if pace is not None:
-        additional["kappa_pace"] = pace.step.to_dict()
+        additional[PACE_KEY] = pace.step.to_dict()
     arguments: dict[str, Any] = {
         "dtype": limits.dtype,
         "max_model_len": limits.max_context_tokens,
@@ -148,24 +205,110 @@ def engine_kwargs(
         "kv_events_config": {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
-            "endpoint": kv_endpoint,
+            "endpoint": endpoints.kv_events,
             "topic": "kv",
         },
     }
     if scheduler.rule != STOCK:
         arguments["scheduler_cls"] = "workers.vllm.scheduler.FairScheduler"
-        additional[CONFIG_KEY] = scheduler.options(stats_endpoint, pace, rank)
+        options = scheduler.options(endpoints.stats, pace)
+        additional[SCHEDULER_KEY] = msgspec.to_builtins(options)
     if limits.host_bytes:
-        needs = TierNeeds(
-            host_bytes=limits.host_bytes,
-            stats_endpoint=stats_endpoint,
-            link=scheduler.link,
-            pace=pace.link if pace is not None else None,
-            rates=tier.rates,
-            host_blocks=tier.host_blocks,
-        )
-        arguments["kv_transfer_config"] = transfer_config(tier.choice, needs, tier.server)
+        config = transfer_config(tier, limits.host_bytes, endpoints.stats)
+        extra = config["kv_connector_extra_config"]
+        if tier.choice.kind == OWN:
+            extra[LINK_KEY] = dict(scheduler.link)
+        if tier.choice.kind != NATIVE and pace is not None:
+            extra[PACE_KEY] = msgspec.to_builtins(pace.link)
+        arguments["kv_transfer_config"] = config
     return arguments
+
+
+def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> dict[str, Any]:
+    """The `kv_transfer_config` of an engine with this host tier.
+
+    All kinds go through a connector of ours, so that admissions are reported and a tail may be
+    computed. A load that fails is computed anew: vLLM's default would fail the request.
+
+    Raises:
+        ValueError: a kind that there is not, or no server to name.
+    """
+    choice = tier.choice
+    extra: dict[str, Any] = {STATS_KEY: stats_endpoint}
+    if tier.rates is not None:
+        extra[TAIL_KEY] = {"planner": choice.planner, "rates": dict(tier.rates)}
+    if choice.kind == LMCACHE:
+        connector, module = "LmcacheConnector", "workers.vllm.lmcache.connector"
+        extra |= _lmcache_options(choice, tier)
+    elif choice.kind in (OWN, NATIVE):
+        connector, module = "HostTierConnector", "workers.vllm.connector"
+        extra |= {
+            "cpu_bytes_to_use": host_bytes,
+            "self_describing_kv_events": True,
+            "offload_prompt_only": False,
+        }
+        if choice.kind == OWN:
+            extra |= {"spec_name": "HostTierSpec", "spec_module_path": "workers.vllm.host_tier"}
+    else:
+        raise ValueError(f"host tier {choice.kind!r}: choose {OWN}, {LMCACHE} or {NATIVE}")
+    return {
+        "kv_connector": connector,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def _lmcache_options(choice: TierChoice, tier: EngineTier) -> dict[str, Any]:
+    url = choice.server or tier.server
+    if not url:
+        raise ValueError("host tier lmcache: no server is named, and none was started")
+    host, port = url.rsplit(":", 1)
+    return {
+        "lmcache.mp.host": host,
+        "lmcache.mp.port": int(port),
+        "lmcache.mp.mq_timeout": choice.timeout_s,
+        "lmcache.mp.heartbeat_interval": choice.heartbeat_s,
+        LMCACHE_KEY: {
+            "timeout_s": choice.timeout_s,
+            "retry_s": choice.retry_s,
+            "most_blocks": _SHARED_BLOCKS if choice.shared else tier.host_blocks,
+        },
+    }
+
+
+def hand_over(choice: TransferChoice, arguments: dict[str, Any], pace: Pace | None) -> None:
+    """Have the engine send and receive whole prompts; `arguments` are vLLM's, changed in place.
+
+    Raises:
+        ValueError: it has no connector to build on, or a kind that there is not.
+    """
+    config = arguments.get("kv_transfer_config")
+    if config is None:
+        raise ValueError("a worker that hands KV over needs a host tier: give engine.host_bytes")
+    if choice.connector == FILES:
+        options: dict[str, Any] = {
+            "folder": choice.folder, "most_bytes": choice.most_bytes, "wait_s": choice.wait_s,
+        }  # fmt: skip
+        if pace is not None:
+            dilation, kv_bytes = pace.node.dilation, kv_bytes_per_token(pace.shape)
+            options["token_s"] = dilation * kv_bytes / choice.net_bytes_per_s
+            options["fixed_s"] = dilation * choice.fixed_s
+        config["kv_connector"] = "TransferConnector"
+        config["kv_connector_module_path"] = "workers.vllm.transfer"
+        config["kv_connector_extra_config"][TRANSFER_KEY] = options
+        return
+    if choice.connector != NIXL:
+        raise ValueError(f"transfer connector {choice.connector!r}: choose {FILES} or {NIXL}")
+    # vLLM's own: the first that holds something loads, and both store.
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    arguments["kv_transfer_config"] = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [nixl, config]},
+    }
 
 
 def fingerprint(

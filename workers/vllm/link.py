@@ -1,15 +1,14 @@
 """The path between host memory and device: the thread that serves its queue of transfers.
 
 A real copy, and on a paced node as many seconds as the named node's link would take. A full-duplex
-link is two of them, one per direction; a half-duplex one serves loads and stores alike. The order
-is `scheduler.link_order`'s. Owned by `workers.vllm.host_tier`.
+link is two of them, one per direction; a half-duplex one serves loads and stores alike.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from vllm.v1.kv_offload.base import TransferResult
 
 from scheduler.link_order import LOADS_FIRST
-from workers.vllm.link_queue import STORE, LinkQueue, Piece, Transfer
+from workers.vllm.link_queue import STORE, LinkQueue, LinkRules, Piece, Transfer
 
 log = structlog.get_logger(__name__)
 
@@ -38,52 +37,38 @@ class Link:
     """A serial server in a thread: the whole of a half-duplex link, or one direction of a full one.
 
     Args:
-        name: of the thread.
         routes: by direction; a link serves those that it has a route for.
-        order: "loads_first" or "fifo".
+        rules: its order, and how long a caller of `wait` is held up for late stores.
         pace_s: the least seconds that so many blocks last, by direction; 0 on an unpaced link.
-        late_wait_s: see `LinkRules`.
-        report: is told of every transfer that ended, and of every one that was dropped.
+        report: gets a message for every transfer that ended, and for every one that was dropped.
         sleep: waits for a paced piece to end.
     """
 
     def __init__(
         self,
-        name: str,
         routes: Mapping[str, Route],
-        order: str,
+        rules: LinkRules,
         pace_s: Callable[[str, int], float],
         report: Callable[[dict[str, object]], None],
-        late_wait_s: float = 0.0,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._routes, self._pace_s, self._report, self._sleep = routes, pace_s, report, sleep
-        self._order, self._late_wait_s = order, late_wait_s
-        self._block_bytes = {
-            direction: sum(int(t.shape[1]) for t in route.src)
-            for direction, route in routes.items()
-        }
-        self.block_s = dict.fromkeys(routes, 0.0)  # measured seconds per block, by direction
-        self._queue = LinkQueue(order, self._expected_s)
+        self._loads_first, self._late_wait_s = rules.order == LOADS_FIRST, rules.late_wait_s
+        self.block_s = dict.fromkeys(routes, 0.0)
+        """Measured seconds per block, by direction; 0 before the first."""
+        self._queue = LinkQueue(rules.order, self._expected_s)
         self._serving: Transfer | None = None
         self._done: list[TransferResult] = []
         self._dropped: set[int] = set()
         self._unfinished: dict[int, str] = {}
-        self._layered: dict[int, Transfer] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._free_at_s = 0.0
-        self._thread = threading.Thread(target=self._run, name=f"kappa-link-{name}", daemon=True)
+        name = f"kappa-link-{'-'.join(routes)}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(
-        self,
-        direction: str,
-        job_id: int,
-        src_ids: np.ndarray,
-        dst_ids: np.ndarray,
-        by_layer: bool = False,
-    ) -> bool:
+    def submit(self, direction: str, job_id: int, src_ids: np.ndarray, dst_ids: np.ndarray) -> bool:
         """Queue one transfer of blocks `src_ids` to `dst_ids` (equal lengths)."""
         if len(src_ids) != len(dst_ids):
             raise ValueError(
@@ -91,11 +76,7 @@ class Link:
             )
         with self._changed:
             self._unfinished[job_id] = direction
-            layers = len(self._routes[direction].src) if by_layer and len(src_ids) else 0
-            transfer = Transfer(job_id, direction, src_ids, dst_ids, time.monotonic(), layers)
-            if layers:
-                self._layered[job_id] = transfer
-            self._queue.add(transfer)
+            self._queue.add(Transfer(job_id, direction, src_ids, dst_ids, time.monotonic()))
             self._changed.notify_all()
         return True
 
@@ -129,19 +110,11 @@ class Link:
         time are dropped, so this lasts late_wait_s and one piece at most. A load is waited for.
         """
         with self._changed:
-            if self._order == LOADS_FIRST:
+            if self._loads_first:
                 for late in self._queue.hurry(job_ids, self._late_wait_s, self._serving):
                     self._drop(late, "late")
             self._changed.notify_all()
             while not self._unfinished.keys().isdisjoint(job_ids) and not self._closed:
-                self._changed.wait(_POLL_S)
-
-    def wait_layer(self, job_ids: Collection[int], layer: int) -> None:
-        """Block until this layer (and all before) of all these transfers has arrived."""
-        with self._changed:
-            while not self._closed and any(
-                job in self._layered and self._layered[job].landed <= layer for job in job_ids
-            ):
                 self._changed.wait(_POLL_S)
 
     def close(self) -> None:
@@ -182,7 +155,6 @@ class Link:
         with self._changed:
             self._serving = None
             self._queue.served(piece, end_s - start_s)
-            transfer.landed = piece.stop
             if not copied:
                 self._give_up(transfer)
             elif transfer.dropped and not piece.last:
@@ -193,13 +165,11 @@ class Link:
 
     def _copy(self, piece: Piece) -> bool:
         transfer, route = piece.transfer, self._routes[piece.transfer.direction]
-        span = slice(piece.start, piece.stop)
-        blocks, tensors = (slice(None), span) if transfer.layers else (span, slice(None))
-        src_ids = torch.from_numpy(transfer.src_ids[blocks])
-        dst_ids = torch.from_numpy(transfer.dst_ids[blocks])
+        src_ids = torch.from_numpy(transfer.src_ids[piece.start : piece.stop])
+        dst_ids = torch.from_numpy(transfer.dst_ids[piece.start : piece.stop])
         start_s = time.monotonic()
         try:
-            for src, dst in zip(route.src[tensors], route.dst[tensors], strict=True):
+            for src, dst in zip(route.src, route.dst, strict=True):
                 dst.index_copy_(0, dst_ids, src.index_select(0, src_ids))
         except (IndexError, RuntimeError):
             # A dead thread would leave the engine waiting for ever.
@@ -207,28 +177,28 @@ class Link:
             return False
         seconds = time.monotonic() - start_s
         transfer.copy_s += seconds
-        done = len(src_ids) / (transfer.layers or 1)
-        block_s, rate = seconds / max(done, 1e-9), self.block_s[transfer.direction]
-        known_s = rate or block_s
+        block_s = seconds / max(len(src_ids), 1)
+        known_s = self.block_s[transfer.direction] or block_s
         self.block_s[transfer.direction] = known_s + _RATE_WEIGHT * (block_s - known_s)
         return True
 
     def _give_up(self, transfer: Transfer) -> None:
         self._queue.forget(transfer)
-        if transfer.direction == STORE and self._order == LOADS_FIRST:
+        if transfer.direction == STORE and self._loads_first:
             self._drop(transfer, "failed")
         else:
             # vLLM fails loudly on this. With its own order nothing may be dropped: nobody listens.
             self._end(TransferResult(transfer.job_id, False))
 
     def _drop(self, transfer: Transfer, why: str) -> None:
-        # For vLLM a dropped store has ended like any other; the connector tells its manager.
+        # For vLLM a dropped store has ended like any other; the connector informs its manager.
         self._dropped.add(transfer.job_id)
         self._end(TransferResult(transfer.job_id, True))
         self._report({"kind": "store_dropped", "blocks": transfer.blocks, "why": why})
 
     def _finish(self, transfer: Transfer) -> None:
-        moved_bytes = transfer.blocks * self._block_bytes[transfer.direction]
+        block_bytes = sum(int(t.shape[1]) for t in self._routes[transfer.direction].src)
+        moved_bytes = transfer.blocks * block_bytes
         self._end(TransferResult(transfer.job_id, True, moved_bytes, transfer.took_s))
         self._report(
             {
@@ -245,5 +215,4 @@ class Link:
 
     def _end(self, result: TransferResult) -> None:
         self._unfinished.pop(result.job_id, None)
-        self._layered.pop(result.job_id, None)
         self._done.append(result)

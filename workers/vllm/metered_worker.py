@@ -3,23 +3,23 @@
 `MeteredCPUWorker` is vLLM's CPU worker plus a report per step on the stats channel: how long,
 how many tokens, which prompts were finished. With a pace in the engine's `additional_config` it
 also runs the real step and then sleeps until the step has lasted as long as it would on the
-named node, in dilated time; a step that cannot keep its pace is reported as an overrun. Chosen by
-`worker_cls="workers.vllm.metered_worker.MeteredCPUWorker"`.
+named node, in dilated time; a step that cannot keep its pace is reported as an overrun.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kappa.cost import StepModel
+from workers.request_metadata import request_id_of
 from workers.stats_channel import StatsSender
-from workers.vllm.admission_reports import kappa_request_id
-from workers.vllm.host_tier import CURRENT as HOST_TIERS
-from workers.vllm.transfer_choice import TAKES
+from workers.vllm.load_sources import LOAD_SOURCES
+from workers.vllm.options import PACE_KEY, STATS_KEY
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,61 +30,61 @@ _LOAD_POLL_S = 0.01
 _BACK_TO_BACK_S = 0.02
 
 
+@dataclass(slots=True)
+class _Prompt:
+    """request_id: the ingress', "" without; compute_s: of all steps that computed some of it."""
+
+    tokens: int
+    request_id: str
+    compute_s: float = 0.0
+
+
 class StepMeter:
     """Follows requests over steps: what each step computes, which prompts it finishes, and how long
     the steps that computed a prompt took."""
 
     def __init__(self) -> None:
-        self._prompt_tokens: dict[str, int] = {}
-        self._request_ids: dict[str, str] = {}
-        self._compute_s: dict[str, float] = {}
+        self._prompts: dict[str, _Prompt] = {}
         self._computing: list[str] = []
         self._finishing: list[str] = []
 
     def work(self, scheduled: SchedulerOutput) -> tuple[list[tuple[int, int]], list[str]]:
         """Return [(new tokens, context tokens before them)] and the finished prompts' ids."""
-        work: list[tuple[int, int]] = []
-        prefilled: list[str] = []
-        tokens = scheduled.num_scheduled_tokens
-        self._computing, self._finishing = [], []
+        steps = []
         for new in scheduled.scheduled_new_reqs:
-            self._prompt_tokens[new.req_id] = len(new.prompt_token_ids or ())
-            self._request_ids[new.req_id] = kappa_request_id(new.sampling_params)
-            self._add(new.req_id, tokens[new.req_id], new.num_computed_tokens, work, prefilled)
+            tokens, name = len(new.prompt_token_ids or ()), request_id_of(new.sampling_params)
+            self._prompts[new.req_id] = _Prompt(tokens, name)
+            steps.append((new.req_id, new.num_computed_tokens))
         cached = scheduled.scheduled_cached_reqs
-        for req_id, context in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            self._add(req_id, tokens[req_id], context, work, prefilled)
+        steps += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        self._computing, self._finishing = [], []
+        work = []
+        for req_id, context in steps:
+            new_tokens = scheduled.num_scheduled_tokens[req_id]
+            work.append((new_tokens, context))
+            prompt = self._prompts.get(req_id)
+            if prompt is not None and context < prompt.tokens:
+                self._computing.append(req_id)
+                if prompt.tokens <= context + new_tokens:
+                    self._finishing.append(req_id)
+        prefilled = [self._prompts[req_id].request_id for req_id in self._finishing]
         for req_id in scheduled.finished_req_ids:
-            self._prompt_tokens.pop(req_id, None)
-            self._request_ids.pop(req_id, None)
-            self._compute_s.pop(req_id, None)
+            self._prompts.pop(req_id, None)
         return work, prefilled
 
     def took(self, seconds: float) -> list[tuple[str, str, float]]:
         """The step lasted so long; (vLLM's id, ours, seconds of all steps that computed it) of each
         prompt that it finished."""
         for req_id in self._computing:
-            self._compute_s[req_id] = self._compute_s.get(req_id, 0.0) + seconds
-        return [
-            (req_id, self._request_ids.get(req_id, ""), self._compute_s.pop(req_id, 0.0))
-            for req_id in self._finishing
-        ]
-
-    def _add(
-        self,
-        req_id: str,
-        new: int,
-        context: int,
-        work: list[tuple[int, int]],
-        prefilled: list[str],
-    ) -> None:
-        work.append((new, context))
-        prompt_tokens = self._prompt_tokens.get(req_id, 0)
-        if context < prompt_tokens:
-            self._computing.append(req_id)
-        if context < prompt_tokens <= context + new:
-            self._finishing.append(req_id)
-            prefilled.append(self._request_ids.get(req_id, ""))
+            if req_id in self._prompts:
+                self._prompts[req_id].compute_s += seconds
+        finished = []
+        for req_id in self._finishing:
+            prompt = self._prompts.get(req_id)
+            if prompt is not None:
+                finished.append((req_id, prompt.request_id, prompt.compute_s))
+                prompt.compute_s = 0.0
+        return finished
 
 
 class Metered:
@@ -93,9 +93,9 @@ class Metered:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.vllm_config.additional_config  # type: ignore[attr-defined]
-        pace = config.get("kappa_pace")
+        pace = config.get(PACE_KEY)
         self._kappa_step_model = StepModel.from_dict(pace) if pace else None
-        self._kappa_stats = StatsSender(config.get("kappa_stats", ""))
+        self._kappa_stats = StatsSender(config.get(STATS_KEY, ""))
         self._kappa_meter = StepMeter()
         self._kappa_step: dict[str, Any] | None = None
         self._kappa_last_end_s = 0.0
@@ -105,8 +105,8 @@ class Metered:
         self._kappa_begin(scheduler_output)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         if scheduler_output.total_num_scheduled_tokens == 0:
-            for loads in (*HOST_TIERS, *TAKES):
-                loads.wait_for_load(_LOAD_POLL_S)
+            for source in LOAD_SOURCES:
+                source.wait_for_load(_LOAD_POLL_S)
         elif output is not None:
             self._kappa_end()
         return output
@@ -124,10 +124,9 @@ class Metered:
         return measure(request)
 
     def _kappa_begin(self, scheduler_output: SchedulerOutput) -> None:
-        if scheduler_output.total_num_scheduled_tokens == 0:
-            self._kappa_meter.work(scheduler_output)
-            return
         work, prefilled = self._kappa_meter.work(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            return
         start_s = time.monotonic()
         if self._kappa_step_model and start_s - self._kappa_last_end_s < _BACK_TO_BACK_S:
             start_s = self._kappa_last_end_s
@@ -140,33 +139,26 @@ class Metered:
             "pace_s": parts.step_s if parts else 0.0,
             "announced": parts,
         }
-        for tier in HOST_TIERS:
-            tier.begin_step(self._kappa_step["pace_s"])
 
     def _kappa_end(self) -> None:
         step, self._kappa_step = self._kappa_step, None
         if step is None:
             return
-        start_s = step.pop("start_s")
+        start_s, pace_s = step.pop("start_s"), step["pace_s"]
         real_s = time.monotonic() - start_s
-        owed = [s for s in (tier.owed_s() for tier in HOST_TIERS) if s is not None]
-        if owed:
-            step["announced"] = None
-        # A step that waited for loads lasts as long as those and its last layer; it is no overrun.
-        remaining_s = max(owed) if owed else step["pace_s"] - real_s
+        remaining_s = pace_s - real_s
         if remaining_s > 0:
             time.sleep(remaining_s)
         end_s = time.monotonic()
-        on_time = remaining_s > 0 and not owed
-        self._kappa_last_end_s = start_s + step["pace_s"] if on_time else end_s
+        self._kappa_last_end_s = start_s + pace_s if remaining_s > 0 else end_s
         step.update(
             took_s=end_s - start_s,
             real_s=real_s,
-            overrun=bool(step["pace_s"] and remaining_s < 0 and not owed),
+            overrun=bool(pace_s and remaining_s < 0),
             spent=[
-                (ours, sum(each.take_load_s(req_id) for each in (*HOST_TIERS, *TAKES)), compute_s)
-                for req_id, ours, compute_s in self._kappa_meter.took(end_s - start_s)
-                if ours
+                (name, sum(source.take_load_s(req_id) for source in LOAD_SOURCES), compute_s)
+                for req_id, name, compute_s in self._kappa_meter.took(end_s - start_s)
+                if name
             ],
             t_s=time.time(),
         )

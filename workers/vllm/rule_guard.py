@@ -2,8 +2,8 @@
 
 Every call of a `Rule` by an engine goes through here. What it raises is counted, reported once per
 kind, and the rule is not asked again in that iteration: the engine runs in its own order. Before
-the next one a new rule is made and told of all that waits; what it does not know, because it was
-admitted before, it never hears of. Three errors without a plan that worked in between, and the
+the next one a new rule is made and given all that waits; of what was admitted before it learns
+nothing. Three errors without a plan that worked in between, and the
 engine keeps its own order until it is restarted.
 """
 
@@ -26,7 +26,7 @@ class GuardedRule:
 
     Args:
         make: makes the rule anew; None: the engine keeps its own order.
-        report: told (event, error) of the first error of each kind.
+        report: called with (event, error) of the first error of each kind.
     """
 
     def __init__(
@@ -46,7 +46,6 @@ class GuardedRule:
         self._admitted: set[Work] = set()
 
     def __len__(self) -> int:
-        """Requests that wait, as the rule knows them."""
         return len(self._waiting)
 
     @property
@@ -55,7 +54,7 @@ class GuardedRule:
         return self._rule is not None
 
     def restart(self, waiting: Iterable[Work], now_s: float) -> bool:
-        """Make the rule anew and tell it of all that waits, in order; whether that worked."""
+        """Make the rule anew and add all that waits, in order; whether that worked."""
         self._forget()
         if self.given_up:
             return False
@@ -80,20 +79,19 @@ class GuardedRule:
             self._reported.add(kind)
             self._report(event, error)
 
-    # -- what the engine says -----------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------
 
     def add(self, work: Work, now_s: float) -> None:
-        """It waits."""
         if work in self._waiting:
             return
         self._waiting[work] = None
-        self._tell("add", work, now_s)
+        self._call("add", work, now_s)
 
     def plan(self, room: Room, now_s: float) -> Plan | None:
         """What is admitted now; None if the rule failed."""
         memory = room.memory
         idle = not room.running and memory.available() >= memory.capacity_blocks
-        plan: Plan | None = self._tell("plan", room, now_s)
+        plan: Plan | None = self._call("plan", room, now_s)
         if plan is None:
             return None
         admitted = [work for work, _ in plan.admitted]
@@ -122,43 +120,40 @@ class GuardedRule:
         return self.works
 
     def returned(self, work: Work, now_s: float) -> None:
-        """The engine could not admit it."""
         self._again("returned", work, now_s)
 
     def preempted(self, work: Work, now_s: float) -> None:
-        """It lost its blocks."""
         self._again("preempted", work, now_s)
 
     def landed(self, work: Work, now_s: float) -> None:
         """Its load is there, or there was nothing to load."""
         if work in self._admitted:
-            self._tell("landed", work, now_s)
+            self._call("landed", work, now_s)
 
     def ended(self, work: Work, output_tokens: int, now_s: float) -> None:
         """It is over, wherever it was."""
         if work in self._waiting:
             del self._waiting[work]
-            self._tell("aborted", work, now_s)
+            self._call("aborted", work, now_s)
         elif work in self._admitted:
             self._admitted.discard(work)
-            self._tell("finished", work, output_tokens, now_s)
+            self._call("finished", work, output_tokens, now_s)
 
     def ran(self, seconds: float, tokens: Mapping[str, int], now_s: float) -> None:
-        """An iteration ended."""
-        self._tell("ran", seconds, tokens, now_s)
+        self._call("ran", seconds, tokens, now_s)
 
-    def heard(
-        self, elsewhere: Mapping[str, Charge], weights: Mapping[str, float], now_s: float
+    def charged_elsewhere(
+        self, charges: Mapping[str, Charge], weights: Mapping[str, float], now_s: float
     ) -> None:
         """What other workers charged; for rules that care."""
-        if hasattr(self._rule, "heard"):
-            self._tell("heard", elsewhere, weights, now_s)
+        if hasattr(self._rule, "charged_elsewhere"):
+            self._call("charged_elsewhere", charges, weights, now_s)
 
-    # -- what the engine asks -----------------------------------------------------------------
+    # -- questions ----------------------------------------------------------------------------
 
     def charges(self) -> Mapping[str, Charge]:
         """What this engine charged each tenant, by all its rules; empty if they do not count."""
-        charges = self._tell("charges") if hasattr(self._rule, "charges") else None
+        charges = self._call("charges") if hasattr(self._rule, "charges") else None
         for tenant, charge in (charges or {}).items():
             before = self._charged_before.get(tenant, _NOTHING)
             self._charged[tenant] = Charge(*map(sum, zip(charge, before, strict=True)))
@@ -167,7 +162,7 @@ class GuardedRule:
     def victim(self, running: Sequence[Work]) -> Work | None:
         """Who gives up its blocks; None leaves it to the engine."""
         known = [work for work in running if work in self._admitted]
-        return self._tell("victim", known) if known else None
+        return self._call("victim", known) if known else None
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -182,9 +177,9 @@ class GuardedRule:
             return
         self._admitted.discard(work)
         self._waiting[work] = None
-        self._tell(event, work, now_s)
+        self._call(event, work, now_s)
 
-    def _tell(self, event: str, *arguments: Any) -> Any:
+    def _call(self, event: str, *arguments: Any) -> Any:
         if self._rule is None:
             return None
         try:

@@ -1,28 +1,112 @@
-"""vLLM's scheduler, admitting what a rule says. Translation only.
+"""vLLM's scheduler, with a record of each iteration, and admitting what a rule says.
 
-Named in an engine's arguments as `scheduler_cls="workers.vllm.scheduler.FairScheduler"`, configured
-by `additional_config["kappa_scheduler"]` (`workers.vllm.options`). Before an iteration the rule
-says what is admitted; vLLM's own `schedule()` then sees only that, and what has been loaded, in its
-two queues, and the rest is put back. Should the rule fail, both queues are as vLLM would have them,
-and it runs in its own order. Private names of vLLM: tests/workers/vllm/test_scheduler_contract.py.
+Configured by `additional_config["kappa_scheduler"]` (`workers.vllm.options`). Before an iteration
+the rule says what is admitted; vLLM's own `schedule()` then sees only that, and what has been
+loaded, in its two queues, and the rest is put back. Should the rule fail, both queues are as vLLM
+would have them, and it runs in its own order. Private names of vLLM:
+tests/workers/vllm/test_scheduler_contract.py.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
+from kappa.protocol import Charge
 from scheduler.work import Plan
-from workers.vllm.blocks import EngineMemory, EngineWork, by_tenant, heard
-from workers.vllm.headroom import offer
-from workers.vllm.recorded_scheduler import LOADING, RecordedScheduler
+from workers.iteration_log import Iteration, IterationLog
+from workers.request_metadata import charges_of, tenant_of
+from workers.stats_channel import StatsSender
+from workers.vllm.engine_view import EngineMemory, EngineWork, by_tenant, headroom
+from workers.vllm.options import SchedulerOptions
 from workers.vllm.rule_guard import GuardedRule
 
 log = structlog.get_logger(__name__)
+
+LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+class RecordedScheduler(AsyncScheduler):
+    """vLLM's own order, with a record of each iteration: what stock vLLM is measured with."""
+
+    waiting: Any
+    skipped_waiting: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config, policy = self.vllm_config.additional_config, self.policy.value
+        self._options = SchedulerOptions.read(config, policy)
+        self._log = IterationLog(StatsSender(self._options.stats).send, self._options.log)
+        self._now = Iteration(0.0)
+
+    def add_request(self, request: Any) -> None:
+        """As vLLM's; a request that no tenant pays for is ended with an error, where an ingress of
+        ours names every tenant (the searches of a beam reach the engine without their names)."""
+        extra = getattr(request.sampling_params, "extra_args", None)
+        refused = self._options.tenant_required and not tenant_of(extra)
+        if refused:
+            # Blocked, it is never scheduled; vLLM ends it as one whose grammar does not compile.
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            request.structured_output_request = None
+        super().add_request(request)
+        if refused:
+            log.warning("request_without_tenant_refused", request_id=request.request_id)
+            self.grammar_compile_error_reqs.add(request.request_id)
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        now = self._now = Iteration(time.monotonic(), queued=bool(self.waiting))
+        output = self._schedule(throttle_prefills)
+        pool = self.kv_cache_manager.block_pool
+        now.capacity_blocks = pool.num_gpu_blocks - 1
+        now.blocks = now.capacity_blocks - pool.get_num_free_blocks()
+        now.tokens = output.total_num_scheduled_tokens
+        now.budget_tokens = self.max_num_scheduled_tokens
+        now.waiting, now.loading, now.running = self._counts()
+        self._log.scheduled(now)
+        return output
+
+    def _preempt_request(self, request: Any, timestamp: float, **options: Any) -> None:
+        super()._preempt_request(request, timestamp, **options)
+        self._now.preempted += 1
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        now_s = time.monotonic()
+        iteration = self._log.ended(now_s)
+        if iteration is not None:
+            self._ran(iteration.step_s, scheduler_output.num_scheduled_tokens, now_s)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._log.due(now_s, idle=not self.requests):
+            self._log.publish(now_s, self._counts(), *self._rule_totals())
+        return outputs
+
+    def shutdown(self) -> None:
+        """As vLLM's; writes what is left of the log."""
+        self._log.close()
+        super().shutdown()
+
+    def _counts(self) -> tuple[int, int, int]:
+        """Requests that wait, load and run."""
+        loading = sum(request.status == LOADING for request in self.skipped_waiting)
+        return len(self.waiting) + len(self.skipped_waiting) - loading, loading, len(self.running)
+
+    # -- for those who do not leave the order to vLLM -----------------------------------------
+
+    def _schedule(self, throttle_prefills: bool) -> Any:
+        self._now.stock = True
+        return super().schedule(throttle_prefills)
+
+    def _ran(self, seconds: float, tokens: Mapping[str, int], now_s: float) -> None:
+        """An iteration took so long, with so many tokens of each request."""
+
+    def _rule_totals(self) -> tuple[int, Mapping[str, Charge]]:
+        """Errors of the rule, and what was charged to each tenant."""
+        return 0, {}
 
 
 class FairScheduler(RecordedScheduler):
@@ -44,7 +128,7 @@ class FairScheduler(RecordedScheduler):
         work = self._works.get(request.request_id)
         if work is None:
             work = self._works[request.request_id] = EngineWork(request, now_s)
-            self._rule.heard(*heard(work), now_s)
+            self._rule.charged_elsewhere(*charges_of(work.extra, work.tenant), now_s)
         if request.num_computed_tokens:  # a session that goes on, with its blocks
             return self.skipped_waiting.add_request(request)
         super()._enqueue_waiting_request(request)
@@ -60,7 +144,7 @@ class FairScheduler(RecordedScheduler):
     def _preempt_request(self, request: Request, timestamp: float, **options: Any) -> None:
         super()._preempt_request(request, timestamp, **options)
         work = self._works[request.request_id]
-        work.again()
+        work.preempted()
         self._rule.preempted(work, time.monotonic())
 
     def _schedule(self, throttle_prefills: bool) -> Any:
@@ -87,7 +171,7 @@ class FairScheduler(RecordedScheduler):
             rule.restart([self._works[request.request_id] for request in self.waiting], now_s)
         if not rule.agrees(len(self.waiting)):
             return None
-        found = offer(self, self._memory, self._works, loaded, self._counts()[1])
+        found = headroom(self, self._memory, self._works, loaded, self._counts()[1])
         if found.room is None:
             victim: Any = rule.victim([self._works[r.request_id] for r in self.running])
             if victim is not None:  # vLLM preempts the last
@@ -117,7 +201,10 @@ class FairScheduler(RecordedScheduler):
         return loaded[::-1]
 
     def _put_back(self, queues: Any, going: list[Request], plan: Any, now_s: float) -> None:
-        """Join what vLLM left in its queues with what was kept from it; tell what became of it."""
+        """Join what vLLM left in its queues with what was kept from it; report what became of it.
+
+        queues: `waiting` and `skipped_waiting` as they were before.
+        """
         left, skipped = self.waiting, self.skipped_waiting
         self.waiting, self.skipped_waiting = queues
         for request in (r for r in going if r.status == RequestStatus.RUNNING):
@@ -145,5 +232,5 @@ class FairScheduler(RecordedScheduler):
         if sums := by_tenant(tokens, self._works):
             self._rule.ran(seconds, sums, now_s)
 
-    def _said(self) -> Any:
+    def _rule_totals(self) -> Any:
         return self._rule.errors_total, self._rule.charges()

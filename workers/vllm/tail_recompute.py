@@ -12,35 +12,40 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape
 from kappa.plans.measured import as_measured, rates_from_measured
 from kappa.plans.planners import Cached, Planning
 from kappa.plans.rates import rates_from_law
+from workers.vllm.options import TAIL_KEY, read_options
 
-CONFIG_KEY = "kappa_plan"
 TAIL, LOAD_ALL = "tail", "kv"
 # Loading ahead: none of a request's own load hides behind its own prompt.
 OVERLAP = 0.0
 # A request that waits is asked about again and again, with the same numbers.
-_ANSWERS_KEPT = 4096
+_MAX_REMEMBERED = 4096
 _LOAD_AT_MOST = "load="
 # More digits than any count has: Python refuses to read thousands of them.
-_DIGITS = 18
+_MAX_DIGITS = 18
 
 
-def tail_rates(shape: ModelShape, node: NodeProfile, *, layers_apart: int = 0) -> dict[str, Any]:
+def tail_rates(shape: ModelShape, node: NodeProfile) -> dict[str, Any]:
     """The rates that worker and router plan by, as `rates_from_measured` reads them.
 
     Args:
         shape: the model that runs, or that a paced node acts as.
         node: its bandwidth and FLOP/s, measured or to be paced by. Seconds are the node's own.
-        layers_apart: of an engine that loads a layer while it computes the one before, how many
-            layers it has; 0 for one that loads first.
     """
-    overlap = 1.0 - 1.0 / layers_apart if layers_apart else OVERLAP
-    rates = rates_from_law(shape, node, overlap=overlap)
-    return as_measured(rates, shape.name, node.name)
+    return as_measured(rates_from_law(shape, node, overlap=OVERLAP), shape.name, node.name)
+
+
+class TailOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """planner: "tail", or "kv" to load all; rates: as `tail_rates` gives them."""
+
+    planner: str = TAIL
+    rates: dict[str, Any] | None = None
 
 
 class TailRecompute:
@@ -58,7 +63,7 @@ class TailRecompute:
     def __init__(self, planner: str, rates: Mapping[str, Any] | None, block_tokens: int) -> None:
         if planner not in (TAIL, LOAD_ALL):
             raise ValueError(
-                f"{CONFIG_KEY}: planner is {planner!r}; an engine of vLLM has {TAIL} and {LOAD_ALL}"
+                f"{TAIL_KEY}: planner is {planner!r}; an engine of vLLM has {TAIL} and {LOAD_ALL}"
             )
         self._plan, self._block_tokens = None, block_tokens
         if planner == TAIL and rates is not None:
@@ -68,12 +73,9 @@ class TailRecompute:
 
     @classmethod
     def from_config(cls, extra: Mapping[str, Any], block_tokens: int) -> TailRecompute:
-        """From a connector's extra configuration: `kappa_plan={"planner": …, "rates": …}`."""
-        config = dict(extra.get(CONFIG_KEY) or {"planner": LOAD_ALL})
-        unknown = sorted(set(config) - {"planner", "rates"})
-        if unknown:
-            raise ValueError(f"{CONFIG_KEY} has no {', '.join(unknown)}: it takes planner, rates")
-        return cls(config.get("planner", TAIL), config.get("rates"), block_tokens)
+        """From a connector's extra configuration; without an entry there all is loaded."""
+        options = read_options(extra, TAIL_KEY, TailOptions)
+        return cls(options.planner, options.rates, block_tokens)
 
     def loaded_tokens(self, device: int, hit: int, new: int, asked_for: str = "") -> int:
         """Of `hit` tokens that could be loaded behind `device` ones, how many to load.
@@ -85,14 +87,14 @@ class TailRecompute:
             return hit
         if asked_for.startswith(_LOAD_AT_MOST):
             tokens = asked_for.removeprefix(_LOAD_AT_MOST)
-            most = int(tokens) if tokens.isdecimal() and len(tokens) <= _DIGITS else hit
+            most = int(tokens) if tokens.isdecimal() and len(tokens) <= _MAX_DIGITS else hit
             return min(hit, most // self._block_tokens * self._block_tokens)
         if self._plan is None:
             return hit
-        asked = Cached(hit, max(new, 1), device)
-        known = self._answers.get(asked)
-        if known is None:
-            known = self._answers[asked] = self._plan(asked).crossing_tokens
-            if len(self._answers) > _ANSWERS_KEPT:
+        cached = Cached(hit, max(new, 1), device)
+        loaded = self._answers.get(cached)
+        if loaded is None:
+            loaded = self._answers[cached] = self._plan(cached).crossing_tokens
+            if len(self._answers) > _MAX_REMEMBERED:
                 self._answers.popitem(last=False)
-        return known
+        return loaded

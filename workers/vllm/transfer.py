@@ -2,10 +2,8 @@
 
 A prefill worker's request carries `kv_transfer_params: {"do_remote_decode": true}` and is answered
 with the parameters for the decode worker, in the words that vLLM's own connectors use; there the
-request's blocks are taken while it waits, as a load from the host tier is. What does not come is
-computed again. Blocks travel through `workers.vllm.transfer_files`. Named in the engine's
-`kv_transfer_config` as `kv_connector=TransferConnector,
-kv_connector_module_path=workers.vllm.transfer`.
+request's blocks are received while it waits, as a load from the host tier is. What does not come is
+computed again. Blocks travel through `workers.vllm.transfer_files`.
 """
 
 from __future__ import annotations
@@ -14,11 +12,11 @@ import queue
 import threading
 import time
 import uuid
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import structlog
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -28,8 +26,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 
 from workers.vllm.connector import HostTierConnector
-from workers.vllm.host_tier import HostTierWorker
-from workers.vllm.transfer_choice import TAKES, TRANSFER_KEY
+from workers.vllm.load_sources import LOAD_SOURCES, LoadSeconds
+from workers.vllm.options import TRANSFER_KEY, read_options
 from workers.vllm.transfer_files import TransferError, TransferFiles, TransferPace
 
 if TYPE_CHECKING:
@@ -38,12 +36,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-# Of so many requests it is remembered what their transfer took.
-_TRANSFERS_REMEMBERED = 4096
-
 
 @dataclass(frozen=True, slots=True)
-class Give:
+class Send:
     """Blocks of a request that is prefilled, to be written under this name."""
 
     name: str
@@ -52,7 +47,7 @@ class Give:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class Receive:
     """Blocks of a request that waits for them, from the `start`-th of the transfer on."""
 
     request_id: str
@@ -64,29 +59,48 @@ class Take:
 
 @dataclass
 class TransferMetadata(OffloadingConnectorMetadata):
-    """What the scheduler tells the workers of one step."""
+    """What the scheduler sends the workers of one step."""
 
-    gives: list[Give] = field(default_factory=list)
-    takes: list[Take] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+    receives: list[Receive] = field(default_factory=list)
+
+
+class TransferOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """As `TransferFiles` and `TransferPace` take them."""
+
+    folder: str
+    most_bytes: int
+    wait_s: float
+    token_s: float = 0.0
+    fixed_s: float = 0.0
+
+    def files(self, rank: int) -> TransferFiles:
+        """The folder, for the engine's process of this rank."""
+        return TransferFiles(
+            Path(self.folder),
+            most_bytes=self.most_bytes,
+            wait_s=self.wait_s,
+            rank=rank,
+            pace=TransferPace(self.token_s, self.fixed_s),
+        )
 
 
 class TransferConnector(HostTierConnector):
-    """The host tier's connector that also gives and takes whole prompts."""
+    """The host tier's connector that also sends and receives whole prompts."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._kappa_block_tokens = int(vllm_config.cache_config.block_size)
-        self._kappa_gives: list[Give] = []
-        self._kappa_takes: list[Take] = []
-        # Requests that will take, and those that did once: not again after a preemption.
-        self._kappa_taking: dict[str, tuple[str, int]] = {}
-        self._kappa_took: set[str] = set()
+        self._kappa_sends: list[Send] = []
+        self._kappa_receives: list[Receive] = []
+        # Requests that will receive, and those that did once: not again after a preemption.
+        self._kappa_receiving: dict[str, tuple[str, int]] = {}
+        self._kappa_received: set[str] = set()
         self._kappa_mover: Mover | None = None
         if role == KVConnectorRole.WORKER:
-            rank = int(vllm_config.parallel_config.rank)
-            self._kappa_mover = Mover(files_of(extra[TRANSFER_KEY], rank))
-            TAKES.append(self._kappa_mover)
+            extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+            options = read_options(extra, TRANSFER_KEY, TransferOptions)
+            self._kappa_mover = Mover(options.files(int(vllm_config.parallel_config.rank)))
+            LOAD_SOURCES.append(self._kappa_mover)
 
     # -- the scheduler's side -----------------------------------------------------------------
 
@@ -96,62 +110,64 @@ class TransferConnector(HostTierConnector):
         """As the host tier's, or what another worker hands over if that is more."""
         hit, loads_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         # What was answered before, when there was no room for the request, holds no longer.
-        self._kappa_taking.pop(request.request_id, None)
-        asked = params_of(request)
-        if not asked.get("do_remote_prefill") or request.request_id in self._kappa_took:
+        self._kappa_receiving.pop(request.request_id, None)
+        params = params_of(request)
+        if not params.get("do_remote_prefill") or request.request_id in self._kappa_received:
             return hit, loads_async
         size = self._kappa_block_tokens
         # An engine computes at least the last token.
         usable = (request.num_prompt_tokens - 1) // size * size
-        handed = min(_count(asked.get("remote_tokens")), usable) - num_computed_tokens
+        handed = min(_count(params.get("remote_tokens")), usable) - num_computed_tokens
         if handed <= (hit or 0):
             return hit, loads_async
-        name = str(asked.get("transfer_name", ""))
-        self._kappa_taking[request.request_id] = name, num_computed_tokens
+        name = str(params.get("transfer_name", ""))
+        self._kappa_receiving[request.request_id] = name, num_computed_tokens
         return handed, True
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """As the host tier's, which loads nothing for a request whose blocks are handed over."""
-        taking = self._kappa_taking.pop(request.request_id, None)
-        if taking is None or not num_external_tokens:
+        receiving = self._kappa_receiving.pop(request.request_id, None)
+        if receiving is None or not num_external_tokens:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
             return
-        name, computed = taking
+        name, computed = receiving
         size = self._kappa_block_tokens
         start, count = computed // size, num_external_tokens // size
         ids = list(blocks.get_block_ids()[0][start : start + count])
-        self._kappa_took.add(request.request_id)
-        self._kappa_takes.append(Take(request.request_id, name, ids, start, num_external_tokens))
-        # Told as loaded before the host tier can tell that it loads nothing.
+        self._kappa_received.add(request.request_id)
+        self._kappa_receives.append(
+            Receive(request.request_id, name, ids, start, num_external_tokens)
+        )
+        # Reported as loaded before the host tier can report that it loads nothing.
         self._kappa_reports.admitted(request, num_external_tokens)
         super().update_state_after_alloc(request, blocks, 0)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """The host tier's, with what is given and taken from this step on."""
+        """The host tier's, with what is sent and received from this step on."""
         meta = super().build_connector_meta(scheduler_output)
-        gives, self._kappa_gives = self._kappa_gives, []
-        takes, self._kappa_takes = self._kappa_takes, []
-        return TransferMetadata(**vars(meta), gives=gives, takes=takes)
+        sends, self._kappa_sends = self._kappa_sends, []
+        receives, self._kappa_receives = self._kappa_receives, []
+        return TransferMetadata(**vars(meta), sends=sends, receives=receives)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As the host tier's; a prefill that is to be handed over is answered with its transfer."""
         later, _ = super().request_finished(request, block_ids)
-        return later, self._kappa_hand_over(request, block_ids)
+        return later, self._kappa_send(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished`."""
         later, _ = super().request_finished_all_groups(request, block_ids)
-        return later, self._kappa_hand_over(request, block_ids[0])
+        return later, self._kappa_send(request, block_ids[0])
 
-    def _kappa_hand_over(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
-        self._kappa_taking.pop(request.request_id, None)
-        self._kappa_took.discard(request.request_id)
+    def _kappa_send(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
+        self._kappa_receiving.pop(request.request_id, None)
+        self._kappa_received.discard(request.request_id)
         count = request.num_prompt_tokens // self._kappa_block_tokens
         computed = request.num_computed_tokens >= request.num_prompt_tokens
         if not (params_of(request).get("do_remote_decode") and count and computed):
@@ -159,34 +175,35 @@ class TransferConnector(HostTierConnector):
         # The blocks are free now, but nothing writes to them before the next step's forward pass,
         # and they are copied before that.
         tokens = count * self._kappa_block_tokens
-        give = Give(uuid.uuid4().hex, list(block_ids[:count]), tokens)
-        self._kappa_gives.append(give)
+        send = Send(uuid.uuid4().hex, list(block_ids[:count]), tokens)
+        self._kappa_sends.append(send)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "transfer_name": give.name,
+            "transfer_name": send.name,
             "remote_tokens": tokens,
         }
 
     # -- the worker's side --------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """As the host tier's; what is given is copied now, before the step's forward pass writes to
-        those blocks (`start_load_kv` may come behind it), what is taken may come from now on."""
+        """As the host tier's; what is sent is copied now, before the step's forward pass writes to
+        those blocks (`start_load_kv` may come behind it), what is received may come from now on."""
         super().bind_connector_metadata(connector_metadata)
         mover = self._kappa_mover
         if isinstance(connector_metadata, TransferMetadata) and mover is not None:
-            device = self._kappa_device()
-            for give in connector_metadata.gives:
-                mover.give(give, device)
-            for take in connector_metadata.takes:
-                mover.take(take, device)
+            tier = self._kappa_tier()
+            assert tier is not None, "a transfer needs the host tier of our own"
+            for send in connector_metadata.sends:
+                mover.send(send, tier.device)
+            for receive in connector_metadata.receives:
+                mover.receive(receive, tier.device)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """As the host tier's, with the requests whose blocks were taken, or will not come."""
+        """As the host tier's, with the requests whose blocks were received, or will not come."""
         sent, received = super().get_finished(finished_req_ids)
-        taken = self._kappa_mover.take_done() if self._kappa_mover is not None else set()
-        return sent, {*(received or ()), *taken}
+        ended = self._kappa_mover.take_ended() if self._kappa_mover is not None else set()
+        return sent, {*(received or ()), *ended}
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """As the host tier's, with the blocks that did not come: vLLM computes them."""
@@ -194,55 +211,49 @@ class TransferConnector(HostTierConnector):
         return super().get_block_ids_with_load_errors() | lost
 
     def shutdown(self) -> None:
-        """Stop the threads, then as the host tier's."""
         if self._kappa_mover is not None:
             self._kappa_mover.shutdown()
         super().shutdown()
 
-    def _kappa_device(self) -> list[torch.Tensor]:
-        tier = self.connector_worker.worker if self.connector_worker is not None else None
-        assert isinstance(tier, HostTierWorker), "a transfer needs the host tier of our own"
-        return tier.device
-
 
 class Mover:
-    """Gives and takes in threads of its own, one for each: the network both ways."""
+    """Sends and receives in threads of its own, one for each: the network both ways."""
 
     def __init__(self, files: TransferFiles) -> None:
         self._files = files
         self._changed = threading.Condition()
-        self._taking = 0
+        self._receiving = 0
         self._came_s = float("-inf")
-        self._took_s: OrderedDict[str, float] = OrderedDict()
-        self._done: set[str] = set()
+        self._load_seconds = LoadSeconds()
+        self._ended: set[str] = set()
         self._lost: set[int] = set()
-        self._gives: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._takes: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._sends: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._receives: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, args=jobs, daemon=True, name=f"kappa-{jobs[1]}")
-            for jobs in ((self._gives, "give"), (self._takes, "take"))
+            for jobs in ((self._sends, "send"), (self._receives, "receive"))
         ]
         for thread in self._threads:
             thread.start()
 
-    def give(self, give: Give, device: list[torch.Tensor]) -> None:
+    def send(self, send: Send, device: list[torch.Tensor]) -> None:
         """Copy the blocks now, write them later."""
-        ids = torch.tensor(give.block_ids)
+        ids = torch.tensor(send.block_ids)
         copies = [tensor.index_select(0, ids.to(tensor.device)).cpu() for tensor in device]
-        self._gives.put(lambda: self._files.give(give.name, copies, give.tokens))
+        self._sends.put(lambda: self._files.send(send.name, copies, send.tokens))
 
-    def take(self, take: Take, device: list[torch.Tensor]) -> None:
-        """Fetch the blocks; `take_done` will name the request."""
+    def receive(self, receive: Receive, device: list[torch.Tensor]) -> None:
+        """Fetch the blocks; `take_ended` will name the request."""
         with self._changed:
-            self._taking += 1
+            self._receiving += 1
         ordered_s = time.monotonic()
-        self._takes.put(lambda: self._fetch(take, device, ordered_s))
+        self._receives.put(lambda: self._fetch(receive, device, ordered_s))
 
-    def take_done(self) -> set[str]:
+    def take_ended(self) -> set[str]:
         """Requests whose transfer ended since the last call, well or not."""
         with self._changed:
-            done, self._done = self._done, set()
-        return done
+            ended, self._ended = self._ended, set()
+        return ended
 
     def take_lost(self) -> set[int]:
         """Device blocks that were to be filled since the last call, and were not."""
@@ -251,48 +262,45 @@ class Mover:
         return lost
 
     def wait_for_load(self, timeout_s: float) -> bool:
-        """Sleep until a transfer ends, at most `timeout_s`; False when none is in flight."""
+        """As `LoadSource`."""
         with self._changed:
-            if self._taking and not self._done:
+            if self._receiving and not self._ended:
                 self._changed.wait(timeout_s)
                 return True
-            return bool(self._taking)
+            return bool(self._receiving)
 
-    def take_load_s(self, request_id: str) -> float:
+    def take_load_s(self, request: str) -> float:
         """Seconds from the order to the blocks' arrival; forgets them."""
-        with self._changed:
-            return self._took_s.pop(request_id, 0.0)
+        return self._load_seconds.take(request)
 
     def shutdown(self) -> None:
         """Stop both threads once what they do now is done."""
-        if self in TAKES:
-            TAKES.remove(self)
-        for jobs in (self._gives, self._takes):
+        if self in LOAD_SOURCES:
+            LOAD_SOURCES.remove(self)
+        for jobs in (self._sends, self._receives):
             jobs.put(None)
         for thread in self._threads:
             thread.join(timeout=5.0)
 
-    def _fetch(self, take: Take, device: list[torch.Tensor], ordered_s: float) -> None:
+    def _fetch(self, receive: Receive, device: list[torch.Tensor], ordered_s: float) -> None:
         lost: set[int] = set()
         try:
             # Those behind one that never came have waited with it: not as long again for each.
             since_s = max(ordered_s, self._came_s)
-            handed = self._files.take(take.name, take.tokens, since_s)
+            blocks = self._files.receive(receive.name, receive.tokens, since_s)
             self._came_s = time.monotonic()
-            fill(device, handed, take.block_ids, take.start)
+            fill(device, blocks, receive.block_ids, receive.start)
         except TransferError as error:
-            lost = set(take.block_ids)
-            log.warning("transfer_lost", request_id=take.request_id, reason=str(error))
+            lost = set(receive.block_ids)
+            log.warning("transfer_lost", request_id=receive.request_id, reason=str(error))
         except Exception:
             # Whatever it was: the request must not wait for ever.
-            lost = set(take.block_ids)
-            log.exception("transfer_failed", request_id=take.request_id)
+            lost = set(receive.block_ids)
+            log.exception("transfer_failed", request_id=receive.request_id)
+        self._load_seconds.add(receive.request_id, time.monotonic() - ordered_s)
         with self._changed:
-            self._taking -= 1
-            self._took_s[take.request_id] = time.monotonic() - ordered_s
-            if len(self._took_s) > _TRANSFERS_REMEMBERED:
-                self._took_s.popitem(last=False)
-            self._done.add(take.request_id)
+            self._receiving -= 1
+            self._ended.add(receive.request_id)
             self._lost |= lost
             self._changed.notify_all()
 
@@ -306,7 +314,7 @@ class Mover:
 
 
 def fill(
-    device: list[torch.Tensor], handed: list[torch.Tensor], block_ids: list[int], start: int
+    device: list[torch.Tensor], received: list[torch.Tensor], block_ids: list[int], start: int
 ) -> None:
     """Write the transfer's blocks from the `start`-th on to these device blocks.
 
@@ -314,7 +322,7 @@ def fill(
         TransferError: they are not shaped like this worker's.
     """
     ids = torch.tensor(block_ids)
-    parts = [tensor[start : start + len(block_ids)] for tensor in handed]
+    parts = [tensor[start : start + len(block_ids)] for tensor in received]
     if len(parts) != len(device) or any(
         part.shape != (len(block_ids), into.shape[1]) or part.dtype != into.dtype
         for part, into in zip(parts, device, strict=True)
@@ -324,21 +332,10 @@ def fill(
         into.index_copy_(0, ids.to(into.device), part.to(into.device))
 
 
-def files_of(told: dict[str, Any], rank: int) -> TransferFiles:
-    """The folder as the engine's configuration names it, for its process of this rank."""
-    return TransferFiles(
-        Path(told["folder"]),
-        most_bytes=int(told["most_bytes"]),
-        wait_s=float(told["wait_s"]),
-        rank=rank,
-        pace=TransferPace(float(told.get("token_s", 0.0)), float(told.get("fixed_s", 0.0))),
-    )
-
-
 def params_of(request: Request) -> dict[str, Any]:
     """A request's `kv_transfer_params`, empty without."""
-    asked = getattr(request, "kv_transfer_params", None)
-    return asked if isinstance(asked, dict) else {}
+    params = getattr(request, "kv_transfer_params", None)
+    return params if isinstance(params, dict) else {}
 
 
 def _count(value: Any) -> int:

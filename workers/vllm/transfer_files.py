@@ -1,9 +1,9 @@
 """KV blocks on their way from a prefill worker to a decode worker, as files in shared memory.
 
-For workers on one machine. A giver writes a request's blocks under a name that only it chose, a
-taker waits for that file, reads and removes it. Whole files appear at once; what nobody takes is
-swept; the folder never holds more than its bound. On paced workers a transfer lasts as long as its
-bytes would on the named network, in dilated time.
+For workers on one machine. A sender writes a request's blocks under a name that only it chose, a
+receiver waits for that file, reads and removes it. Whole files appear at once; what nobody receives
+is swept; the folder never holds more than its bound. On paced workers a transfer lasts as long as
+its bytes would on the named network, in dilated time.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class TransferPace:
     fixed_s: float = 0.0
 
     def seconds(self, tokens: int) -> float:
-        """Least seconds from giving to taking so many tokens."""
+        """Least seconds from sending to receiving so many tokens."""
         return self.fixed_s + tokens * self.token_s
 
 
 class TransferFiles:
-    """The folder that givers write to and takers read from."""
+    """The folder that senders write to and receivers read from."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class TransferFiles:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`wait_s`: how long a taker waits beyond the pace, and after how long files are swept;
+        """`wait_s`: how long a receiver waits beyond the pace, and after how long files are swept;
         rank: of an engine's process, each of which hands its own part over.
 
         Raises:
@@ -71,13 +71,13 @@ class TransferFiles:
                 f"transfer.folder {folder} is another user's or open to others, and KV cache is as "
                 "good as text: name a folder that is yours alone (mode 700), or that does not exist"
             )
-        # What processes that are long gone have left takes memory until somebody gives again.
+        # What processes that are long gone have left takes memory until somebody sends again.
         self.sweep()
 
-    def give(self, name: str, blocks: Sequence[torch.Tensor], tokens: int) -> None:
+    def send(self, name: str, blocks: Sequence[torch.Tensor], tokens: int) -> None:
         """Write a request's blocks, int8 tensors of (blocks, bytes of one), and pace it.
 
-        A transfer that finds no room is refused, and its taker told so at once.
+        A transfer that finds no room is refused, and its receiver learns so at once.
         """
         start_s = self._clock()
         path = self._path(name)
@@ -99,11 +99,11 @@ class TransferFiles:
             self._sleep(remaining_s)
         part.replace(path)
 
-    def take(self, name: str, tokens: int, since_s: float | None = None) -> list[torch.Tensor]:
+    def receive(self, name: str, tokens: int, since_s: float | None = None) -> list[torch.Tensor]:
         """Wait for a transfer, read it, remove it.
 
         since_s: when the wait began, on this object's clock; none: now. What is there already is
-        taken however long ago that was.
+        received however long ago that was.
 
         Raises:
             TransferError: it did not come in time, was refused, or cannot be read.
@@ -127,7 +127,7 @@ class TransferFiles:
             path.unlink(missing_ok=True)
 
     def sweep(self) -> int:
-        """Remove what nobody took in time; returns how many files."""
+        """Remove what nobody received in time; returns how many files."""
         swept = 0
         for path, found in self._files():
             if time.time() - found.st_mtime > 2 * self._wait_s + 60:

@@ -1,10 +1,9 @@
-"""Host tiers that outlive their engines: a new worker takes over the blocks of the one before it.
+"""Warm restarts: a new worker takes over the host tier of the one before it.
 
 A rolling update must not throw away the host caches. With `engine.handover_dir` a worker keeps its
-host tier in files of a folder there, a *shelf*, in shared memory. It holds the shelf's lock as long
-as it lives; a successor takes a free shelf with the same identity and finds its blocks. A shelf of
-another model, size, version or boot is emptied. Called by `workers.replica` before the engine
-starts; `workers.vllm.host_tier` maps what lies on the shelf.
+host tier in files of a folder there, in shared memory. It holds the folder's lock as long as it
+lives; a successor claims a free folder with the same identity and finds its blocks. A folder of
+another model, size, version or boot is emptied. Claimed by the replica before its engine starts.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,17 @@ import structlog
 log = structlog.get_logger(__name__)
 
 RECORDS, IDENTITY, LOCK, ENGINE_LOCK = "records", "identity.json", "lock", "engine.lock"
-_MOST_SHELVES = 64
+_MAX_FOLDERS = 64
 _POLL_S = 0.2
 _SETTLED_S = 60.0
 _ENGINE_WAIT_S = 15.0
-# Others look through the shelves for moments only, even where they remove some.
-_TURN_WAIT_S = 30.0
+# Others look through the folders for moments only, even where they remove some.
+_ROOT_WAIT_S = 30.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class HandoverError(RuntimeError):
-    """No shelf can be had; the message names the folder and the remedy."""
+class WarmRestartError(RuntimeError):
+    """No folder can be had; the message names it and the remedy."""
 
 
 class Lock:
@@ -42,7 +42,6 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self.held = False
 
     def take(self) -> bool:
         """Whether it is ours now."""
@@ -51,65 +50,64 @@ class Lock:
         except BlockingIOError:
             return False
         os.utime(self._fd)
-        self.held = True
         return True
 
     def release(self) -> None:
         """Let it go; safe to call twice."""
         if self._fd >= 0:
             os.close(self._fd)
-            self._fd, self.held = -1, False
+            self._fd = -1
 
 
-class Shelf:
-    """A folder of kept blocks that is this worker's alone."""
+@dataclass(slots=True)
+class TierFolder:
+    """A folder of blocks that is this worker's alone; warm: it holds what a predecessor left."""
 
-    def __init__(self, folder: Path, lock: Lock, adopted: bool) -> None:
-        """adopted: it holds what a predecessor left."""
-        self.folder, self.adopted = folder, adopted
-        self._lock = lock
+    folder: Path
+    lock: Lock
+    warm: bool
 
     def release(self) -> None:
         """Leave it to a successor; what lies there stays."""
-        self._lock.release()
+        self.lock.release()
 
 
-def take_shelf(
+def claim_folder(
     root: Path,
     identity: Mapping[str, Any],
     wait_s: float = 0.0,
     settled_s: float = _SETTLED_S,
     now_s: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
-) -> Shelf:
-    """A shelf below `root`: one that a predecessor with this identity left, or an empty one.
+) -> TierFolder:
+    """A folder below `root`: one that a predecessor with this identity left, or an empty one.
 
-    While such a predecessor still holds its shelf, wait for it `wait_s` at most: one that took it
-    `settled_s` ago, younger ones are siblings that start at the same time. Free shelves that
+    While such a predecessor still holds its folder, wait for it `wait_s` at most: one that claimed
+    it `settled_s` ago, younger ones are siblings that start at the same time. Free folders that
     this pool left in another form are removed: memory that nobody could use.
 
     Raises:
-        HandoverError: the folder cannot be used.
+        WarmRestartError: the folder cannot be used.
     """
     wanted = {**identity, "boot": _boot()}
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if root.stat().st_uid != os.getuid() or root.stat().st_mode & 0o077:
-            raise HandoverError(
+            raise WarmRestartError(
                 f"engine.handover_dir {root}: others may read it, and KV cache is as good as text: "
                 "give a folder that is yours alone (mode 700)"
             )
         until_s = now_s() + wait_s
         while True:
             with _alone(root):
-                shelf, busy = _search(root, wanted, settled_s)
-                if shelf is None and (not busy or now_s() >= until_s):
-                    shelf = _fresh(root, wanted)
-            if shelf is not None:
-                return shelf
+                found, busy = _search(root, wanted, settled_s)
+                if found is None and (not busy or now_s() >= until_s):
+                    found = _new_folder(root, wanted)
+            if found is not None:
+                return found
             sleep(_POLL_S)
     except OSError as error:
-        raise HandoverError(
+        raise WarmRestartError(
             f"engine.handover_dir {root}: {error.strerror}; give a folder in shared memory that "
             "this user may write, such as /dev/shm/kappa"
         ) from None
@@ -119,41 +117,45 @@ def engine_lock(folder: Path, wait_s: float = _ENGINE_WAIT_S) -> Lock:
     """Held by the engine itself: an old one may outlive its replica by a moment, and still write.
 
     Raises:
-        HandoverError: it is still held after `wait_s`.
+        WarmRestartError: it is still held after `wait_s`.
     """
     lock, until_s = Lock(folder / ENGINE_LOCK), time.monotonic() + wait_s
     while not lock.take():
         if time.monotonic() >= until_s:
             lock.release()
-            raise HandoverError(f"{folder}: another engine still writes there after {wait_s:g} s")
+            raise WarmRestartError(
+                f"{folder}: another engine still writes there after {wait_s:g} s"
+            )
         time.sleep(_POLL_S)
     return lock
 
 
 @contextlib.contextmanager
-def _alone(root: Path, wait_s: float = _TURN_WAIT_S) -> Iterator[None]:
-    """One worker at a time looks through the shelves: what one removes another may be opening, and
+def _alone(root: Path, wait_s: float = _ROOT_WAIT_S) -> Iterator[None]:
+    """One worker at a time looks through the folders: what one removes another may be opening, and
     what one is making looks like nobody's."""
-    turn, until_s = os.open(root, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + wait_s
+    root_fd, until_s = os.open(root, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + wait_s
     try:
         while True:
             try:
-                fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(root_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() >= until_s:
-                    raise HandoverError(
+                    raise WarmRestartError(
                         f"engine.handover_dir {root}: locked by another process for {wait_s:g} s; "
                         "end that, or name another folder"
                     ) from None
             time.sleep(_POLL_S)
         yield
     finally:
-        os.close(turn)
+        os.close(root_fd)
 
 
-def _search(root: Path, wanted: Mapping[str, Any], settled_s: float) -> tuple[Shelf | None, bool]:
-    """A free shelf of that identity, if there is one; and whether others hold such shelves, for
+def _search(
+    root: Path, wanted: Mapping[str, Any], settled_s: float
+) -> tuple[TierFolder | None, bool]:
+    """A free folder of that identity, if there is one; and whether others hold such folders, for
     that long."""
     busy = False
     for folder in sorted(root.glob("shelf-*")):
@@ -166,7 +168,7 @@ def _search(root: Path, wanted: Mapping[str, Any], settled_s: float) -> tuple[Sh
         found = _identity(folder)
         if found == wanted:
             log.info("host_tier_adopted", folder=str(folder))
-            return Shelf(folder, lock, adopted=True), busy
+            return TierFolder(folder, lock, warm=True), busy
         if _is_stale(found, wanted):
             shutil.rmtree(folder, ignore_errors=True)
         lock.release()
@@ -181,8 +183,8 @@ def _is_stale(found: Any, wanted: Mapping[str, Any]) -> bool:
     return found.get("boot") != wanted["boot"] or found.get("pool") == wanted.get("pool")
 
 
-def _fresh(root: Path, wanted: Mapping[str, Any]) -> Shelf:
-    for number in range(_MOST_SHELVES):
+def _new_folder(root: Path, wanted: Mapping[str, Any]) -> TierFolder:
+    for number in range(_MAX_FOLDERS):
         folder = root / f"shelf-{number:02d}"
         try:
             folder.mkdir(mode=0o700)
@@ -193,8 +195,8 @@ def _fresh(root: Path, wanted: Mapping[str, Any]) -> Shelf:
             lock.release()
             continue
         (folder / IDENTITY).write_text(json.dumps(wanted, sort_keys=True), encoding="utf-8")
-        return Shelf(folder, lock, adopted=False)
-    raise HandoverError(f"engine.handover_dir {root}: {_MOST_SHELVES} workers use it already")
+        return TierFolder(folder, lock, warm=False)
+    raise WarmRestartError(f"engine.handover_dir {root}: {_MAX_FOLDERS} workers use it already")
 
 
 def _identity(folder: Path) -> Any:

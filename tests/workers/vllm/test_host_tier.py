@@ -24,8 +24,10 @@ from vllm.v1.kv_offload.base import (
 from scheduler.link_order import FULL, HALF
 from workers.stats_channel import StatsSender
 from workers.vllm.connector import HostTierConnector
-from workers.vllm.host_tier import CURRENT, HostTierManager, HostTierWorker
+from workers.vllm.host_tier import HostTierWorker, TierSize
+from workers.vllm.host_tier_manager import HostTierManager
 from workers.vllm.link_queue import LinkPace, LinkRules
+from workers.vllm.load_sources import LOAD_SOURCES
 
 pytestmark = pytest.mark.vllm
 
@@ -65,18 +67,16 @@ def tier(stats):
     )
     made = []
 
-    def make(pace=LinkPace(), host_blocks=40, rules=LinkRules(), by_layer=False):
-        worker = HostTierWorker(
-            caches, host_blocks, BLOCK_TOKENS, pace, StatsSender(stats[0]), rules,
-            by_layer=by_layer,
-        )  # fmt: skip
+    def make(pace=LinkPace(), host_blocks=40, rules=LinkRules()):
+        size = TierSize(host_blocks, BLOCK_TOKENS)
+        worker = HostTierWorker(caches, size, pace, StatsSender(stats[0]), rules)
         made.append(worker)
         return worker, tensors
 
     yield make
     for worker in made:
         worker.shutdown()
-        CURRENT.remove(worker)
+        LOAD_SOURCES.remove(worker)
 
 
 def test_blocks_come_back_byte_for_byte_wherever_they_are_put(tier):
@@ -98,7 +98,7 @@ def test_blocks_come_back_byte_for_byte_wherever_they_are_put(tier):
         assert not tensor[untouched].any()
 
 
-def test_a_finished_transfer_is_told_once_with_its_bytes(tier):
+def test_a_finished_transfer_is_reported_once_with_its_bytes(tier):
     worker, _ = tier()
     worker.submit_store(7, device_ids([0, 1, 2]), HostIds([5, 6, 7]))
     worker.wait({7})
@@ -118,7 +118,7 @@ def test_loads_end_in_the_order_they_were_asked_for(tier):
     assert [done.job_id for done in worker.get_finished()] == jobs
 
 
-def test_what_a_request_s_loads_took_is_told_once(tier):
+def test_the_seconds_of_a_requests_loads_are_taken_once(tier):
     worker, _ = tier()
     worker.submit_store(1, device_ids([0, 1]), HostIds([0, 1]))
     worker.wait({1})
@@ -178,7 +178,7 @@ def test_waiting_for_a_load_ends_with_the_load(tier):
     assert [d.job_id for d in done] == [1]
 
 
-def test_a_transfer_that_cannot_be_made_is_told_as_failed(tier):
+def test_a_transfer_that_cannot_be_made_is_reported_as_failed(tier):
     worker, _ = tier(host_blocks=4)
     worker.submit_load(1, HostIds([400]), device_ids([0]))
     worker.submit_load(2, HostIds([1]), device_ids([1]))
@@ -264,7 +264,7 @@ def test_a_store_that_was_given_up_is_never_found_nor_announced(manager):
     tier = manager()
     tier.prepare_store(keys("a", "b"), WHO)
     assert tier.lookup(b"a", WHO) == LookupResult.HIT_PENDING
-    tier.hear(keys("a", "b"), 0.0)
+    tier.stores_lost(keys("a", "b"), 0.0)
     tier.complete_store(keys("a", "b"), WHO)
     assert [tier.lookup(key, WHO) for key in keys("a", "b")] == [LookupResult.MISS] * 2
     assert list(tier.take_events()) == []
@@ -329,7 +329,7 @@ def test_without_a_pace_the_measured_copy_bounds_the_stores(manager):
         tier.prepare_store(keys(name), WHO)
     assert tier.reports == []
     tier.reset_cache()
-    tier.hear([], 0.6)
+    tier.stores_lost([], 0.6)
     for name in "abc":
         tier.prepare_store(keys(name), WHO)
     assert len(tier.reports) == 2
@@ -338,44 +338,8 @@ def test_without_a_pace_the_measured_copy_bounds_the_stores(manager):
 def test_after_a_reset_nothing_counts_as_queued_or_lost(manager):
     tier = manager(backlog_s=0.5, store_token_s=0.02)
     tier.prepare_store(keys("a"), WHO)
-    tier.hear(keys("a"), 0.0)
+    tier.stores_lost(keys("a"), 0.0)
     tier.reset_cache()
     assert tier.prepare_store(keys("a"), WHO).keys_to_store == keys("a")
     tier.complete_store(keys("a"), WHO)
     assert tier.lookup(b"a", WHO) == LookupResult.HIT
-
-
-def test_a_load_by_layers_brings_them_one_by_one_and_all_bytes(tier):
-    worker, device = tier(by_layer=True)
-    before = [tensor.clone() for tensor in device]
-    worker.submit_store(1, device_ids([0, 1, 2]), HostIds([4, 5, 6]))
-    worker.wait({1})
-    for tensor in device:
-        tensor.zero_()
-    worker.submit_load(2, HostIds([4, 5, 6]), device_ids([7, 8, 9]))
-    for layer, (tensor, old) in enumerate(zip(device, before, strict=True)):
-        worker.wait_layer({2}, layer)
-        assert torch.equal(tensor[7:10], old[0:3])
-    worker.wait({2})
-    done = {result.job_id: result for result in worker.get_finished()}
-    assert done[2].success and done[2].transfer_size == 3 * sum(WIDTHS)
-
-
-def test_a_paced_load_by_layers_has_its_first_layer_before_its_last(tier, stats):
-    pace = LinkPace(token_s=2e-2, store_token_s=1e-6)
-    worker, _ = tier(pace, by_layer=True)
-    worker.submit_load(1, HostIds([0, 1]), device_ids([3, 4]))
-    worker.wait_layer({1}, 0)
-    assert worker._links["load"].has_unfinished("load")  # the second is still on its way
-    worker.wait_layer({1}, 1)
-    worker.wait({1})
-    (load,) = (m for m in (stats[1](), stats[1]()) if m["kind"] == "load")
-    assert load["blocks"] == 2 and load["took_s"] >= 0.9 * 32 * 2e-2
-
-
-def test_layers_of_loads_that_are_done_or_unknown_are_not_waited_for(tier):
-    worker, _ = tier(by_layer=True)
-    worker.wait_layer({77}, 1)
-    worker.submit_load(1, HostIds([0]), device_ids([0]))
-    worker.wait({1})
-    worker.wait_layer({1}, 1)

@@ -8,7 +8,7 @@ import torch
 
 from scheduler.link_order import FIFO, LOADS_FIRST
 from workers.vllm.link import Link, Route
-from workers.vllm.link_queue import LOAD, STORE
+from workers.vllm.link_queue import LOAD, STORE, LinkRules
 
 pytestmark = pytest.mark.vllm
 
@@ -29,9 +29,9 @@ class Bench:
         self.reports = []
         self._asleep, self._go = threading.Semaphore(0), threading.Semaphore(0)
         self.link = Link(
-            "test", {d: routes[d] for d in directions}, order,
+            {d: routes[d] for d in directions}, LinkRules(order=order, late_wait_s=late_wait_s),
             pace_s or (lambda direction, blocks: 1e6 * blocks),
-            self.reports.append, late_wait_s, sleep=self._sleep,
+            self.reports.append, sleep=self._sleep,
         )  # fmt: skip
 
     def _sleep(self, seconds):

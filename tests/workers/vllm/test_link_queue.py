@@ -13,6 +13,7 @@ from workers.vllm.link_queue import (
     LinkRules,
     Transfer,
 )
+from workers.vllm.options import LINK_KEY, read_options
 
 BLOCK_S = PIECE_S / 4
 
@@ -153,9 +154,10 @@ def test_pace_arithmetic():
 
 
 def test_rules_are_read_from_the_extra_configuration():
-    rules = LinkRules.from_dict({"duplex": "half", "order": "fifo", "store_backlog_s": 2})
+    given = {"duplex": "half", "order": "fifo", "store_backlog_s": 2}
+    rules = read_options({LINK_KEY: given}, LINK_KEY, LinkRules)
     assert (rules.duplex, rules.order, rules.store_backlog_s) == ("half", "fifo", 2)
-    assert LinkRules.from_dict({}) == LinkRules("full", "loads_first", 10.0)
+    assert read_options({}, LINK_KEY, LinkRules) == LinkRules("full", "loads_first", 10.0)
 
 
 def test_the_rules_of_a_paced_node_are_in_its_own_seconds():
@@ -167,16 +169,17 @@ def test_the_rules_of_a_paced_node_are_in_its_own_seconds():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"duplex": "both"}, "kappa_link.duplex is 'both': choose full or half"),
-        ({"order": "lifo"}, "kappa_link.order is 'lifo': choose loads_first or fifo"),
-        ({"store_backlog_s": -1.0}, "kappa_link.store_backlog_s is -1.0: give seconds"),
-        ({"late_wait_s": float("nan")}, "kappa_link.late_wait_s is nan: give seconds"),
-        ({"backlog": 1}, "kappa_link has no backlog: it takes duplex, order"),
+        ({"duplex": "both"}, r"kappa_link: Invalid enum value 'both' - at `\$.duplex`"),
+        ({"order": "lifo"}, r"kappa_link: Invalid enum value 'lifo' - at `\$.order`"),
+        ({"store_backlog_s": -1.0}, r"kappa_link: .*>= 0.* - at `\$.store_backlog_s`"),
+        ({"late_wait_s": float("nan")}, r"kappa_link: .*>= 0.* - at `\$.late_wait_s`"),
+        ({"late_wait_s": float("inf")}, r"kappa_link: .*<= .* - at `\$.late_wait_s`"),
+        ({"backlog": 1}, "kappa_link: Object contains unknown field `backlog`"),
     ],
 )
 def test_wrong_rules_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
-        LinkRules.from_dict(given)
+        read_options({LINK_KEY: given}, LINK_KEY, LinkRules)
 
 
 def test_the_time_for_late_stores_is_spent_once():
@@ -216,21 +219,7 @@ def test_a_store_gets_a_piece_once_loads_have_earned_its_seconds():
     assert len(order) == 31 and order.index(2) in (20, 21)
 
 
-def test_layers_travel_one_by_one_in_equal_parts():
-    ids = np.arange(8)
-    queue = LinkQueue(LOADS_FIRST, seconds)
-    queue.add(Transfer(1, LOAD, ids, ids, 0.0, layers=4))
-    pieces = [queue.next() for _ in range(4)]
-    assert [(p.start, p.stop, p.last) for p in pieces] == [
-        (0, 1, False), (1, 2, False), (2, 3, False), (3, 4, True)
-    ]  # fmt: skip
-    assert [p.seconds for p in pieces] == pytest.approx([seconds(LOAD, 8) / 4] * 4)
-    assert queue.next() is None
-    layered = Transfer(2, LOAD, ids, ids, 0.0, layers=4)
-    assert (layered.blocks, layered.units, transfer(3, LOAD, 8).units) == (8, 4, 8)
-
-
-def test_rules_of_which_nothing_is_said():
+def test_the_default_rules():
     rules = LinkRules()
     assert (rules.duplex, rules.order) == ("full", "loads_first")
     assert (rules.store_backlog_s, rules.late_wait_s) == (10.0, 0.01)

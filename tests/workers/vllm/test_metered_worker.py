@@ -10,8 +10,8 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from kappa.cost import StepModel
+from workers.request_metadata import request_id_of
 from workers.stats_channel import StatsSender
-from workers.vllm.admission_reports import kappa_request_id
 from workers.vllm.metered_worker import MeteredCPUWorker, StepMeter, mark_generators
 
 pytestmark = pytest.mark.vllm
@@ -93,12 +93,12 @@ def test_a_finished_requests_id_may_come_again():
     meter = StepMeter()
     meter.work(scheduled({"a": 4}, [new("a", 4)]))
     meter.work(scheduled({}, finished=["a"]))
-    assert meter._prompt_tokens == {} and meter._request_ids == {}
+    assert meter._prompts == {}
     assert meter.work(scheduled({"a": 4}, [new("a", 4, name="second")]))[1] == ["second"]
 
 
 def test_requests_without_our_id_have_an_empty_one():
-    assert kappa_request_id(SamplingParams()) == kappa_request_id(None) == ""
+    assert request_id_of(SamplingParams()) == request_id_of(None) == ""
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ class Rule:
     def __init__(self, failing=()):
         self.failing = failing
         self.waiting = []
-        self.heard = []
+        self.events = []
 
     def __len__(self):
         return len(self.waiting)
@@ -22,7 +22,7 @@ class Rule:
     def _do(self, event, work=None):
         if event in self.failing:
             raise RuntimeError(event)
-        self.heard.append((event, work))
+        self.events.append((event, work))
 
     def add(self, work, now_s):
         self._do("add", work)
@@ -100,7 +100,7 @@ def test_a_sound_rule_hears_everything_once_and_in_its_own_words():
     guard.ran(0.5, {"": 3}, 4.0)
     assert guard.victim([a]) is a
     guard.ended(a, 7, 5.0)
-    assert [event for event, _ in rule.heard] == [
+    assert [event for event, _ in rule.events] == [
         "add", "add", "add", "plan", "landed", "returned", "aborted", "plan", "ran", "victim",
         "finished",
     ]  # fmt: skip
@@ -119,7 +119,7 @@ def test_after_an_error_a_new_rule_is_told_of_all_that_waits_and_nothing_else():
     assert guard.restart([b], 1.0)
     guard.ended(a, 3, 2.0)
     guard.landed(a, 2.0)
-    assert made[1].heard == [("add", b)]
+    assert made[1].events == [("add", b)]
     assert (guard.errors_total, reports) == (1, [("landed", RuntimeError)])
 
 
@@ -133,7 +133,7 @@ def test_what_was_admitted_before_the_error_waits_like_new_when_it_is_preempted(
     assert guard.victim([a]) is None
     guard.preempted(a, 2.0)
     assert guard.plan(room(), 2.0).admitted == [(a, QUOTE)]
-    assert made[1].heard == [("add", a), ("plan", None)]
+    assert made[1].events == [("add", a), ("plan", None)]
 
 
 def test_three_errors_without_a_plan_between_them_and_the_rule_is_given_up():

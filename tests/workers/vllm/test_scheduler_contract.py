@@ -17,7 +17,7 @@ def scheduler_source():
     return inspect.getsource(Scheduler)
 
 
-# -- workers.vllm.recorded_scheduler, workers.vllm.scheduler -----------------------------------
+# -- workers.vllm.scheduler ---------------------------------------------------------------------
 
 
 def test_the_class_can_be_named_and_is_an_async_scheduler():
@@ -27,7 +27,7 @@ def test_the_class_can_be_named_and_is_an_async_scheduler():
 
     assert "scheduler_cls" in SchedulerConfig.__annotations__
     for path in (
-        "workers.vllm.scheduler.FairScheduler", "workers.vllm.recorded_scheduler.RecordedScheduler",
+        "workers.vllm.scheduler.FairScheduler", "workers.vllm.scheduler.RecordedScheduler",
     ):  # fmt: skip
         assert issubclass(resolve_obj_by_qualname(path), AsyncScheduler)
 
@@ -111,7 +111,7 @@ def test_states_of_requests_and_of_the_engine():
     assert PauseState.UNPAUSED is not None
 
 
-# -- workers.vllm.headroom, workers.vllm.blocks ------------------------------------------------
+# -- workers.vllm.engine_view -------------------------------------------------------------------
 
 
 def test_requests_tell_what_we_read():

@@ -5,15 +5,10 @@ import time
 import pytest
 import torch
 
-from workers.vllm.transfer import Give, Mover, Take, fill
-from workers.vllm.transfer_choice import (
-    FILES,
-    NIXL,
-    TAKES,
-    TRANSFER_KEY,
-    TransferChoice,
-    transfer_on,
-)
+from workers.vllm.arguments import FILES, NIXL, TransferChoice, hand_over
+from workers.vllm.load_sources import LOAD_SOURCES
+from workers.vllm.options import TRANSFER_KEY
+from workers.vllm.transfer import Mover, Receive, Send, fill
 from workers.vllm.transfer_files import TransferError, TransferFiles
 
 pytestmark = pytest.mark.vllm
@@ -39,7 +34,7 @@ def mover(tmp_path):
 
 def until_done(mover, request_id):
     deadline = time.monotonic() + 30
-    while request_id not in (done := mover.take_done()):
+    while request_id not in (done := mover.take_ended()):
         assert mover.wait_for_load(0.05), "nothing was in flight, and nothing came"
         assert time.monotonic() < deadline
     return done
@@ -48,12 +43,12 @@ def until_done(mover, request_id):
 def test_blocks_arrive_where_they_belong_and_nowhere_else(mover):
     source, target = cache(1), cache(2)
     before = [tensor.clone() for tensor in target]
-    mover.give(Give(NAME, [3, 1, 7], 48), source)
-    # What is given is copied at once: the cache may be used for others from then on.
+    mover.send(Send(NAME, [3, 1, 7], 48), source)
+    # What is sent is copied at once: the cache may be used for others from then on.
     kept = [tensor.clone() for tensor in source]
     for tensor in source:
         tensor.zero_()
-    mover.take(Take("r", NAME, [5, 0], 1, 32), target)
+    mover.receive(Receive("r", NAME, [5, 0], 1, 32), target)
     assert until_done(mover, "r") == {"r"}
     for now, was, gave in zip(target, before, kept, strict=True):
         assert torch.equal(now[[5, 0]], gave[[1, 7]])
@@ -65,7 +60,7 @@ def test_blocks_arrive_where_they_belong_and_nowhere_else(mover):
 
 def test_what_does_not_come_is_named_block_by_block_and_the_request_goes_on(mover):
     target = cache(2)
-    mover.take(Take("r", NAME, [5, 0], 0, 32), target)
+    mover.receive(Receive("r", NAME, [5, 0], 0, 32), target)
     assert until_done(mover, "r") == {"r"}
     assert mover.take_lost() == {5, 0} and mover.take_lost() == set()
     assert all(torch.equal(now, was) for now, was in zip(target, cache(2), strict=True))
@@ -73,23 +68,23 @@ def test_what_does_not_come_is_named_block_by_block_and_the_request_goes_on(move
 
 def test_a_failure_of_any_kind_ends_the_requests_wait(mover, tmp_path):
     (tmp_path / f"{NAME}-0.kv").mkdir()
-    mover.take(Take("r", NAME, [5, 0], 0, 32), cache(2))
+    mover.receive(Receive("r", NAME, [5, 0], 0, 32), cache(2))
     assert until_done(mover, "r") == {"r"}
     assert mover.take_lost() == {5, 0} and not mover.wait_for_load(0.0)
 
 
-def test_takes_that_will_not_come_wait_together(tmp_path):
+def test_transfers_that_will_not_come_wait_together(tmp_path):
     waited = []
 
     class Files:
-        def take(self, name, tokens, since_s):
+        def receive(self, name, tokens, since_s):
             waited.append(since_s)
             raise TransferError("not there")
 
     made = Mover(Files())
     before_s = time.monotonic()
     for request in "ab":
-        made.take(Take(request, NAME, [0], 0, 16), cache(2))
+        made.receive(Receive(request, NAME, [0], 0, 16), cache(2))
     ordered_s = time.monotonic()
     made.shutdown()
     assert len(waited) == 2 and all(before_s <= since_s <= ordered_s for since_s in waited)
@@ -97,9 +92,9 @@ def test_takes_that_will_not_come_wait_together(tmp_path):
 
 def test_one_that_is_lost_does_not_stop_the_next(mover):
     source, target = cache(1), cache(2)
-    mover.take(Take("lost", "cd" * 16, [1], 0, 16), target)
-    mover.give(Give(NAME, [0], 16), source)
-    mover.take(Take("found", NAME, [2], 0, 16), target)
+    mover.receive(Receive("lost", "cd" * 16, [1], 0, 16), target)
+    mover.send(Send(NAME, [0], 16), source)
+    mover.receive(Receive("found", NAME, [2], 0, 16), target)
     until_done(mover, "found")
     assert mover.take_lost() == {1}
     assert torch.equal(target[0][2], source[0][0])
@@ -123,16 +118,16 @@ def test_blocks_of_another_shape_are_refused_before_anything_is_written(handed):
 
 def test_a_mover_that_has_stopped_is_asked_no_more(tmp_path):
     made = Mover(TransferFiles(tmp_path, most_bytes=1, wait_s=0.1))
-    TAKES.append(made)
+    LOAD_SOURCES.append(made)
     made.shutdown()
-    assert made not in TAKES
+    assert made not in LOAD_SOURCES
     assert not any(thread.is_alive() for thread in made._threads)
 
 
-def test_an_engine_with_a_host_tier_gives_and_takes():
+def test_an_engine_with_a_host_tier_sends_and_receives():
     config = {"kv_connector": "HostTierConnector", "kv_connector_extra_config": {"a": 1}}
     arguments = {"kv_transfer_config": config}
-    transfer_on(CHOICE, arguments, None)
+    hand_over(CHOICE, arguments, None)
     made = arguments["kv_transfer_config"]
     assert made["kv_connector_module_path"] == "workers.vllm.transfer"
     assert made["kv_connector_extra_config"]["a"] == 1
@@ -144,7 +139,7 @@ def test_an_engine_with_a_host_tier_gives_and_takes():
 def test_between_machines_vllms_own_stands_before_the_host_tier():
     config = {"kv_connector": "HostTierConnector"}
     arguments = {"kv_transfer_config": config}
-    transfer_on(TransferChoice(NIXL, "", 1, 1.0, 1.0, 0.0), arguments, None)
+    hand_over(TransferChoice(NIXL, "", 1, 1.0, 1.0, 0.0), arguments, None)
     made = arguments["kv_transfer_config"]
     connectors = made["kv_connector_extra_config"]["connectors"]
     assert [one["kv_connector"] for one in connectors] == ["NixlConnector", "HostTierConnector"]
@@ -153,9 +148,9 @@ def test_between_machines_vllms_own_stands_before_the_host_tier():
 
 def test_without_a_host_tier_there_is_nothing_to_build_on():
     with pytest.raises(ValueError, match=r"engine\.host_bytes"):
-        transfer_on(CHOICE, {}, None)
+        hand_over(CHOICE, {}, None)
 
 
 def test_an_unknown_connector_is_refused():
     with pytest.raises(ValueError, match="files or nixl"):
-        transfer_on(TransferChoice("ucx", "", 1, 1.0, 1.0, 0.0), {"kv_transfer_config": {}}, None)
+        hand_over(TransferChoice("ucx", "", 1, 1.0, 1.0, 0.0), {"kv_transfer_config": {}}, None)

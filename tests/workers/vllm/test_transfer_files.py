@@ -32,57 +32,57 @@ def name():
 def test_what_is_given_is_taken_bit_by_bit_and_once(tmp_path):
     given, one = blocks(), name()
     between = files(tmp_path)
-    between.give(one, given, 96)
-    taken = between.take(one, 96)
+    between.send(one, given, 96)
+    taken = between.receive(one, 96)
     assert all(torch.equal(a, b) for a, b in zip(given, taken, strict=True))
     assert list((tmp_path / "transfer").iterdir()) == []
     with pytest.raises(TransferError, match="not there after"):
-        between.take(one, 96)
+        between.receive(one, 96)
 
 
 def test_a_taker_waits_for_the_giver(tmp_path):
     between, one = files(tmp_path, wait_s=30.0), name()
     taken = []
-    taker = threading.Thread(target=lambda: taken.append(between.take(one, 96)))
+    taker = threading.Thread(target=lambda: taken.append(between.receive(one, 96)))
     taker.start()
-    between.give(one, blocks(), 96)
+    between.send(one, blocks(), 96)
     taker.join(timeout=30)
     assert len(taken) == 1
 
 
 def test_a_full_folder_refuses_and_says_so_at_once(tmp_path):
     between, first, second = files(tmp_path, most_bytes=600, wait_s=1e6), name(), name()
-    between.give(first, blocks(), 96)
-    between.give(second, blocks(), 96)
+    between.send(first, blocks(), 96)
+    between.send(second, blocks(), 96)
     with pytest.raises(TransferError, match="refused"):
-        between.take(second, 96)
-    assert between.take(first, 96)
+        between.receive(second, 96)
+    assert between.receive(first, 96)
 
 
 @pytest.mark.parametrize("evil", ["../../etc/passwd", "", "a" * 31, "A" * 32, "a" * 32 + "/x"])
 def test_a_name_cannot_lead_out_of_the_folder(tmp_path, evil):
     between = files(tmp_path)
     with pytest.raises(TransferError, match="none of ours"):
-        between.take(evil, 1)
+        between.receive(evil, 1)
     with pytest.raises(TransferError, match="none of ours"):
-        between.give(evil, blocks(), 1)
+        between.send(evil, blocks(), 1)
 
 
 def test_a_broken_file_is_lost_and_removed(tmp_path):
     between, one = files(tmp_path), name()
     (tmp_path / "transfer" / f"{one}-0.kv").write_bytes(b"no tensors")
     with pytest.raises(TransferError, match="cannot be read"):
-        between.take(one, 96)
+        between.receive(one, 96)
     assert list((tmp_path / "transfer").iterdir()) == []
 
 
 def test_what_nobody_takes_is_swept(tmp_path):
     between, old, new = files(tmp_path), name(), name()
-    between.give(old, blocks(), 96)
+    between.send(old, blocks(), 96)
     path = tmp_path / "transfer" / f"{old}-0.kv"
     long_ago = time.time() - 3600
     os.utime(path, (long_ago, long_ago))
-    between.give(new, blocks(), 96)
+    between.send(new, blocks(), 96)
     assert [p.stem for p in (tmp_path / "transfer").iterdir()] == [f"{new}-0"]
 
 
@@ -96,7 +96,7 @@ def test_a_paced_transfer_lasts_as_long_as_its_bytes_would(tmp_path):
     between = files(
         tmp_path, pace=TransferPace(token_s=0.01, fixed_s=0.5), clock=lambda: now[0], sleep=sleep
     )
-    between.give(name(), blocks(), 96)
+    between.send(name(), blocks(), 96)
     assert slept == [pytest.approx(0.5 + 0.96)]
 
 
@@ -114,14 +114,14 @@ def test_another_users_folder_is_refused(tmp_path, monkeypatch):
 def test_each_process_of_an_engine_hands_its_own_part_over(tmp_path):
     ranks, one = [files(tmp_path, rank=rank) for rank in range(2)], name()
     for rank, between in enumerate(ranks):
-        between.give(one, blocks(rank), 96)
+        between.send(one, blocks(rank), 96)
     for rank, between in enumerate(ranks):
-        taken = between.take(one, 96)
+        taken = between.receive(one, 96)
         assert all(torch.equal(a, b) for a, b in zip(blocks(rank), taken, strict=True))
 
 
 def test_what_processes_that_are_gone_have_left_is_swept_at_the_next_start(tmp_path):
-    files(tmp_path).give(name(), blocks(), 96)
+    files(tmp_path).send(name(), blocks(), 96)
     (left,) = (tmp_path / "transfer").iterdir()
     long_ago = time.time() - 3600
     os.utime(left, (long_ago, long_ago))
@@ -137,9 +137,9 @@ def test_a_transfer_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_pat
     between, one = files(tmp_path, wait_s=3.0), name()
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
         patched.setattr("workers.vllm.transfer_files.save_file", full)
-        between.give(one, blocks(), 96)
+        between.send(one, blocks(), 96)
     with pytest.raises(TransferError, match="refused"):
-        between.take(one, 96)
+        between.receive(one, 96)
     assert list((tmp_path / "transfer").iterdir()) == []
 
 
@@ -147,10 +147,10 @@ def test_a_wait_that_began_before_is_not_begun_again(tmp_path):
     slept = []
     between, one = files(tmp_path, wait_s=5.0, clock=lambda: 100.0, sleep=slept.append), name()
     with pytest.raises(TransferError, match="not there after 5 s"):
-        between.take(one, 96, since_s=95.0)
+        between.receive(one, 96, since_s=95.0)
     assert slept == []
-    between.give(one, blocks(), 96)
-    assert between.take(one, 96, since_s=0.0), "what is there is taken, however late"
+    between.send(one, blocks(), 96)
+    assert between.receive(one, 96, since_s=0.0), "what is there is taken, however late"
 
 
 def long_gone(path):
@@ -183,8 +183,8 @@ def test_only_transfers_are_swept_and_counted_whatever_else_lies_in_the_folder(t
         long_gone(path)
     between, one = files(tmp_path, most_bytes=600), name()
     assert not any(path.exists() for path in ours)
-    between.give(one, blocks(), 96)  # what is foreign takes none of its bytes
-    assert between.take(one, 96)
+    between.send(one, blocks(), 96)  # what is foreign takes none of its bytes
+    assert between.receive(one, 96)
     assert {*foreign, inside, link} == set(folder.iterdir())
 
 

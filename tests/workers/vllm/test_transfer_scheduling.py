@@ -11,10 +11,16 @@ import torch
 import zmq
 
 from workers.tiny_model import make_tiny_model
-from workers.vllm.arguments import CPU_ENV, EngineScheduler
-from workers.vllm.options import CONFIG_KEY, STOCK
-from workers.vllm.tier_choice import TierChoice, TierNeeds, transfer_config
-from workers.vllm.transfer_choice import FILES, TransferChoice, transfer_on
+from workers.vllm.arguments import (
+    CPU_ENV,
+    FILES,
+    EngineScheduler,
+    EngineTier,
+    TransferChoice,
+    hand_over,
+    transfer_config,
+)
+from workers.vllm.options import SCHEDULER_KEY, STOCK
 
 pytestmark = pytest.mark.vllm
 
@@ -33,9 +39,9 @@ def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
     model = make_tiny_model(folder / "model", ["hello world"] * 20)
     stats = f"ipc://{folder}/stats"
-    tier = transfer_config(TierChoice(), TierNeeds(1 << 24, stats))
+    tier = transfer_config(EngineTier(), 1 << 24, stats)
     files = TransferChoice(FILES, str(folder / "files"), 1 << 26, 1.0, 1e9, 0.0)
-    transfer_on(files, {"kv_transfer_config": tier}, None)
+    hand_over(files, {"kv_transfer_config": tier}, None)
     made = EngineArgs(
         model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=1024,
         block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=512, enforce_eager=True,
@@ -62,7 +68,7 @@ def heard(config):
 def engine(config, request):
     """vLLM's own scheduler, and ours inside it."""
     ours = EngineScheduler(request.param)
-    config.additional_config = {CONFIG_KEY: ours.options("", None, 0)}
+    config.additional_config = {SCHEDULER_KEY: msgspec.to_builtins(ours.options("", None))}
     return Played(config, request.param)
 
 
@@ -138,32 +144,32 @@ class Played:
 def test_a_prefill_is_answered_with_its_place_and_given_in_the_next_step(engine):
     engine.add("p", {"do_remote_decode": True}, count=1)
     tokens, meta, (answer,) = engine.step()
-    assert tokens == {"p": PROMPT} and meta.gives == []
+    assert tokens == {"p": PROMPT} and meta.sends == []
     place = answer.kv_transfer_params
     assert place["do_remote_prefill"] and place["remote_tokens"] == WHOLE
     # The engine would go to sleep without work: the step that copies must come by itself.
     assert engine.scheduler.has_requests()
     tokens, meta, _ = engine.step()
-    (give,) = meta.gives
+    (give,) = meta.sends
     assert tokens == {} and give.name == place["transfer_name"]
     assert len(give.block_ids) == WHOLE // BLOCK == len(set(give.block_ids))
-    assert engine.step()[1].gives == []
+    assert engine.step()[1].sends == []
 
 
 def test_a_prompt_that_was_not_asked_for_is_not_given(engine):
     engine.add("p", {"do_remote_decode": False}, count=1)
     (answer,) = engine.step()[2]
-    assert answer.kv_transfer_params is None and engine.step()[1].gives == []
+    assert answer.kv_transfer_params is None and engine.step()[1].sends == []
 
 
 def test_what_is_taken_is_not_computed(engine):
     engine.add("d", PLACE)
     tokens, meta, _ = engine.step(finished_recving={"d"})
-    (take,) = meta.takes
+    (take,) = meta.receives
     assert tokens == {} and (take.request_id, take.name) == ("d", PLACE["transfer_name"])
     assert (take.start, take.tokens, len(take.block_ids)) == (0, WHOLE, WHOLE // BLOCK)
     tokens, meta, _ = engine.step()
-    assert tokens == {"d": PROMPT - WHOLE} and meta.takes == []
+    assert tokens == {"d": PROMPT - WHOLE} and meta.receives == []
     assert engine.step()[0] == {"d": 1}
 
 
@@ -183,7 +189,7 @@ def test_only_what_the_device_does_not_hold_is_taken(engine):
     engine.add("before", None, tokens=3 * BLOCK + 1, count=1)
     engine.step()
     engine.add("d", PLACE)
-    (take,) = engine.step(finished_recving={"d"})[1].takes
+    (take,) = engine.step(finished_recving={"d"})[1].receives
     assert (take.start, take.tokens) == (3, WHOLE - 3 * BLOCK)
     assert engine.step()[0] == {"d": PROMPT - WHOLE}
 
@@ -191,14 +197,14 @@ def test_only_what_the_device_does_not_hold_is_taken(engine):
 def test_what_does_not_come_is_computed(engine):
     engine.add("d", PLACE)
     planned = engine.scheduler.schedule()
-    (take,) = planned.kv_connector_metadata.takes
+    (take,) = planned.kv_connector_metadata.receives
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
     lost = KVConnectorOutput(finished_recving={"d"}, invalid_block_ids=set(take.block_ids))
     nothing = ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=lost)
     engine.scheduler.update_from_output(planned, nothing)
     tokens, meta, _ = engine.step()
-    assert tokens == {"d": PROMPT} and meta.takes == [], "asked once, not again"
+    assert tokens == {"d": PROMPT} and meta.receives == [], "asked once, not again"
 
 
 @pytest.mark.parametrize("claimed", [0, -64, "many", None, 1 << 40])
@@ -206,9 +212,9 @@ def test_a_claim_beyond_the_prompt_or_no_number_does_no_harm(engine, claimed):
     engine.add("d", {**PLACE, "remote_tokens": claimed})
     tokens, meta, _ = engine.step(finished_recving={"d"} if claimed == 1 << 40 else None)
     if claimed == 1 << 40:
-        assert [take.tokens for take in meta.takes] == [WHOLE]
+        assert [take.tokens for take in meta.receives] == [WHOLE]
     else:
-        assert meta.takes == [] and tokens == {"d": PROMPT}
+        assert meta.receives == [] and tokens == {"d": PROMPT}
 
 
 def test_a_request_that_is_aborted_while_it_takes_leaves_nothing(engine):
@@ -233,7 +239,7 @@ def test_an_answer_that_found_no_room_holds_no_longer(engine):
     (request,) = engine.scheduler.requests.values()
     assert connector.get_num_new_matched_tokens(request, 0) == (WHOLE, True)
     hit, _ = connector.get_num_new_matched_tokens(request, WHOLE)
-    assert not hit and "d" not in connector._kappa_taking
+    assert not hit and "d" not in connector._kappa_receiving
 
 
 NO_MAPPINGS = ["x", "", 7, 0, -1.5, float("nan"), True, [1, 2], [], [["do_remote_prefill", True]]]
@@ -296,7 +302,7 @@ class Refusing(Played):
 
     def __init__(self, config):
         ours = EngineScheduler("fair", tenant_required=True)
-        config.additional_config = {CONFIG_KEY: ours.options("", None, 0)}
+        config.additional_config = {SCHEDULER_KEY: msgspec.to_builtins(ours.options("", None))}
         super().__init__(config, "fair")
 
 

@@ -2,7 +2,7 @@
 
 A shell around LMCache's own connector (multi-process mode): it can start without its server and
 finds it later; whatever the server fails to do is computed; what it holds is announced to the
-router. Named in the engine's `kv_transfer_config` (`workers.vllm.tier_choice`).
+router. Named in the engine's `kv_transfer_config` (`workers.vllm.arguments`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from workers.stats_channel import StatsSender
 from workers.vllm.admission_reports import AdmissionReports, ignore_malformed_params
 from workers.vllm.link_queue import LinkPace
 from workers.vllm.lmcache.guard import LOOKUP, STORE
-from workers.vllm.lmcache.link import CONFIG_KEY, LmcacheLink, guard_of
+from workers.vllm.lmcache.link import LmcacheLink, guard_of
 from workers.vllm.lmcache.scheduler import LmcacheMetadata, LmcacheScheduler
 from workers.vllm.lmcache.worker import LmcacheWorker, LmcacheWorkerMeta
+from workers.vllm.options import LMCACHE_KEY, PACE_KEY, read_options
 from workers.vllm.tail_recompute import TailRecompute
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class LmcacheConnector(KVConnectorBase_V1, SupportsHMA):
             self._ready,
             guard_of(extra),
             StatsSender(extra.get("kappa_stats", "")),
-            float(extra[CONFIG_KEY]["retry_s"]),
+            float(extra[LMCACHE_KEY]["retry_s"]),
         )
         self._scheduler: LmcacheScheduler | None = None
         self._worker: LmcacheWorker | None = None
@@ -67,14 +68,14 @@ class LmcacheConnector(KVConnectorBase_V1, SupportsHMA):
                 TailRecompute.from_config(extra, block_tokens),
                 block_tokens,
                 vllm_config.parallel_config.world_size,
-                int(extra.get("kappa_most_blocks", 1 << 20)),
+                int(extra[LMCACHE_KEY]["most_blocks"]),
             )
             self._link.connect()
         else:
             self._worker = LmcacheWorker(
                 self._link,
                 stats,
-                LinkPace(**extra.get("kappa_pace", {})),
+                read_options(extra, PACE_KEY, LinkPace),
                 _token_bytes(kv_cache_config, block_tokens),
                 block_tokens,
             )

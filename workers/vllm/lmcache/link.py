@@ -17,29 +17,14 @@ import structlog
 
 from workers.stats_channel import StatsSender
 from workers.vllm.lmcache.guard import ABSENT, TierGuard
+from workers.vllm.options import LMCACHE_KEY
 
 log = structlog.get_logger(__name__)
-
-CONFIG_KEY = "kappa_lmcache"
-
-
-def connector_config(
-    server: str, timeout_s: float, heartbeat_s: float, retry_s: float
-) -> dict[str, Any]:
-    """A connector's extra configuration for a server at `server` (tcp://host:port)."""
-    host, port = server.rsplit(":", 1)
-    return {
-        "lmcache.mp.host": host,
-        "lmcache.mp.port": int(port),
-        "lmcache.mp.mq_timeout": timeout_s,
-        "lmcache.mp.heartbeat_interval": heartbeat_s,
-        CONFIG_KEY: {"timeout_s": timeout_s, "retry_s": retry_s},
-    }
 
 
 def guard_of(extra: Mapping[str, Any]) -> TierGuard:
     """The guard that a connector's extra configuration asks for."""
-    config = extra[CONFIG_KEY]
+    config = extra[LMCACHE_KEY]
     return TierGuard(float(config["retry_s"]), float(config["timeout_s"]))
 
 

@@ -20,7 +20,8 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from workers.vllm.admission_reports import AdmissionReports, asked_plan
+from workers.request_metadata import plan_of
+from workers.vllm.admission_reports import AdmissionReports
 from workers.vllm.lmcache.contents import LmcacheContents, Run
 from workers.vllm.lmcache.guard import ABSENT, LOOKUP
 from workers.vllm.lmcache.link import LmcacheLink
@@ -121,7 +122,7 @@ class LmcacheScheduler:
         if not hit:
             return 0, False
         new = request.num_tokens - computed - hit
-        plan = asked_plan(request.sampling_params)
+        plan = plan_of(request.sampling_params)
         loaded = self._tail.loaded_tokens(computed, hit, new, plan)
         if loaded < hit:
             loaded = self._shorten(inner, request, computed, loaded)

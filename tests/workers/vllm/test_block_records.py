@@ -1,4 +1,4 @@
-"""Records of a kept host tier: there after a kill, void while overwritten, never half read."""
+"""Records of a host tier: there after a kill, invalid while overwritten, never half read."""
 
 import os
 import signal
@@ -10,28 +10,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.vllm.kept_records import Kept, KeptRecords
+from workers.vllm.persistent_tier import BlockRecords, StoredBlock
 
 SLOTS, TOKENS = 6, 4
 
 
 def opened(path, slots=SLOTS, tokens=TOKENS, seed="s"):
-    return KeptRecords(path, slots, tokens, seed)
+    return BlockRecords(path, slots, tokens, seed)
 
 
-def kept(name, parent=None, salt=""):
-    return Kept(name.encode(), parent, tuple(range(len(name), len(name) + TOKENS)), salt)
+def a_block(name, parent=None, salt=""):
+    return StoredBlock(name.encode(), parent, tuple(range(len(name), len(name) + TOKENS)), salt)
 
 
 def test_what_was_written_is_there_again_oldest_first(tmp_path):
     path = tmp_path / "records"
     first = opened(path)
-    first.write(3, kept("a", salt="tenant"))
-    first.write(0, kept("b", parent=b"a"))
-    first.write(5, kept("c", parent=b""))
+    first.write(3, a_block("a", salt="tenant"))
+    first.write(0, a_block("b", parent=b"a"))
+    first.write(5, a_block("c", parent=b""))
     again = opened(path)
     assert again.valid() == [
-        (3, kept("a", salt="tenant")), (0, kept("b", parent=b"a")), (5, kept("c", parent=b"")),
+        (3, a_block("a", salt="tenant")), (0, a_block("b", parent=b"a")),
+        (5, a_block("c", parent=b"")),
     ]  # fmt: skip
 
 
@@ -39,38 +40,38 @@ def test_a_killed_writer_leaves_what_it_had_written(tmp_path):
     path = tmp_path / "records"
     program = (
         "import os, signal; from pathlib import Path\n"
-        "from workers.vllm.kept_records import *\n"
-        f"r = KeptRecords(Path({str(path)!r}), {SLOTS}, {TOKENS}, 's')\n"
-        f"r.write(2, Kept(b'k', None, (1, 2, 3, 4)))\n"
+        "from workers.vllm.persistent_tier import *\n"
+        f"r = BlockRecords(Path({str(path)!r}), {SLOTS}, {TOKENS}, 's')\n"
+        f"r.write(2, StoredBlock(b'k', None, (1, 2, 3, 4)))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    assert opened(path).valid() == [(2, Kept(b"k", None, (1, 2, 3, 4)))]
+    assert opened(path).valid() == [(2, StoredBlock(b"k", None, (1, 2, 3, 4)))]
 
 
 def test_a_slot_is_void_until_it_is_whole_again(tmp_path):
     path = tmp_path / "records"
     records = opened(path)
-    records.write(1, kept("old"))
-    records.void(1)
+    records.write(1, a_block("old"))
+    records.invalidate(1)
     assert opened(path).valid() == []
-    records.write(1, kept("new"))
+    records.write(1, a_block("new"))
     assert [k.key for _, k in opened(path).valid()] == [b"new"]
 
 
 def test_of_two_slots_with_one_key_the_newer_counts(tmp_path):
     records = opened(tmp_path / "records")
-    records.write(4, kept("a"))
-    records.write(1, kept("a", salt="later"))
-    assert records.valid() == [(1, kept("a", salt="later"))]
+    records.write(4, a_block("a"))
+    records.write(1, a_block("a", salt="later"))
+    assert records.valid() == [(1, a_block("a", salt="later"))]
 
 
 def test_order_goes_on_after_a_restart(tmp_path):
     path = tmp_path / "records"
-    opened(path).write(0, kept("a"))
-    opened(path).write(1, kept("b"))
-    opened(path).write(0, kept("c"))
+    opened(path).write(0, a_block("a"))
+    opened(path).write(1, a_block("b"))
+    opened(path).write(0, a_block("c"))
     assert [k.key for _, k in opened(path).valid()] == [b"b", b"c"]
 
 
@@ -79,21 +80,21 @@ def test_order_goes_on_after_a_restart(tmp_path):
 )
 def test_records_of_another_tier_are_not_read(tmp_path, other):
     path = tmp_path / "records"
-    opened(path).write(0, kept("a"))
+    opened(path).write(0, a_block("a"))
     assert opened(path, **other).valid() == []
 
 
 @pytest.mark.parametrize(
     "block",
     [
-        Kept(b"", None, (1, 2, 3, 4)), Kept(b"k" * 65, None, (1, 2, 3, 4)),
-        Kept(b"k", b"p" * 65, (1, 2, 3, 4)), Kept(b"k", None, (1, 2, 3)),
-        Kept(b"k", None, (1, 2, 3, 4), "s" * 193),
+        StoredBlock(b"", None, (1, 2, 3, 4)), StoredBlock(b"k" * 65, None, (1, 2, 3, 4)),
+        StoredBlock(b"k", b"p" * 65, (1, 2, 3, 4)), StoredBlock(b"k", None, (1, 2, 3)),
+        StoredBlock(b"k", None, (1, 2, 3, 4), "s" * 193),
     ],
 )  # fmt: skip
-def test_what_a_record_has_no_room_for_is_not_kept(tmp_path, block):
+def test_what_a_record_has_no_room_for_is_not_written(tmp_path, block):
     records = opened(tmp_path / "records")
-    records.write(0, kept("before"))
+    records.write(0, a_block("before"))
     assert not records.write(0, block)
     assert records.valid() == []
 
@@ -103,7 +104,7 @@ def test_what_a_record_has_no_room_for_is_not_kept(tmp_path, block):
 def test_a_damaged_file_never_yields_a_block_that_was_not_written(tmp_path_factory, at, by, tail):
     path = tmp_path_factory.mktemp("damaged") / "records"
     records = opened(path)
-    written = [kept(name, parent=b"p", salt="s") for name in ("a", "bb", "ccc")]
+    written = [a_block(name, parent=b"p", salt="s") for name in ("a", "bb", "ccc")]
     for slot, block in enumerate(written):
         records.write(slot, block)
     del records

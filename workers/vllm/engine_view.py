@@ -1,38 +1,29 @@
-"""vLLM's blocks as a rule sees them, and vLLM's requests as its work.
+"""vLLM as a scheduling rule sees it: its requests, its blocks, its next iteration.
 
 vLLM allocates in its own `schedule()`; what a rule takes here is bookkeeping within one plan. A
 quote is vLLM's own arithmetic over a look-up of the prefix in the device's cache, plus the ingress'
-word on how much of the rest is in the host tier: the connector itself is never asked, since every
-question to it counts as a use of what is found. Look-ups take Python time per block, so each
+estimate of how much of the rest is in the host tier: the connector itself is never asked, since
+every question to it counts as a use of what is found. Look-ups take Python time per block, so each
 iteration makes a bounded number of them; a request beyond it is quoted as it was last seen.
 
-Duck-typed over vLLM's objects, so that it is imported without vLLM. The names used are listed in
-tests/workers/vllm/test_scheduler_contract.py.
+Duck-typed over vLLM's objects, so that it is imported without vLLM. The names that are read are
+listed in tests/workers/vllm/test_scheduler_contract.py.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from kappa.protocol import (
-    CHARGES_KEY,
-    DEVICE_TOKENS_KEY,
-    HOST_TOKENS_KEY,
-    TENANT_KEY,
-    WEIGHT_KEY,
-    Charge,
-)
-from scheduler.work import Quote, Work
+from kappa.protocol import DEVICE_TOKENS_KEY, HOST_TOKENS_KEY
+from scheduler.work import Quote, Room, Work
+from workers.request_metadata import DEFAULT_TENANT, tenant_of, token_count
 
-DEFAULT_TENANT = "default"
 # Blocks looked up per iteration, at about a microsecond each, and what any look-up costs besides.
 _LOOKUP_BLOCKS = 1024
 _LOOKUP_COST = 12
 _KEY_BYTES = 8
-# A number beyond it is nonsense, and may be an int that no float can hold.
-_MOST_NUMBER = 2.0**63
 
 
 class EngineWork(Work):
@@ -56,16 +47,15 @@ class EngineWork(Work):
         )
         self.request = request
         self.extra = extra
-        self.expected_tokens = _count(extra.get(DEVICE_TOKENS_KEY)) + _count(
-            extra.get(HOST_TOKENS_KEY)
-        )
+        expected = (extra.get(key) for key in (DEVICE_TOKENS_KEY, HOST_TOKENS_KEY))
+        self.expected_tokens = sum(map(token_count, expected))
         hashes = request.block_hashes
         self.key = int.from_bytes(hashes[0][:_KEY_BYTES], "big") if hashes else 0
         self.quote: Quote | None = None
         self.seen = -1
         self.waits_for = -1
 
-    def again(self) -> None:
+    def preempted(self) -> None:
         """It waits once more, with what it has generated as part of its prompt."""
         self.total_tokens = self.request.num_tokens
         self.max_tokens = max(self.request.max_tokens - self.request.num_output_tokens, 1)
@@ -125,7 +115,7 @@ class EngineMemory:
         self._changed = True
 
     def put_off(self, work: EngineWork) -> None:
-        """vLLM will not say yet what of it is cached: something it needs is on its way."""
+        """vLLM will not tell yet what of it is cached: something it needs is on its way."""
         work.waits_for = self._landings
 
     def available(self) -> int:
@@ -133,7 +123,6 @@ class EngineMemory:
         return self._available
 
     def quote(self, work: Work) -> Quote | None:
-        """As `scheduler.work.Memory`."""
         assert isinstance(work, EngineWork)
         if work.waits_for == self._landings and self._loading:
             return None
@@ -190,6 +179,83 @@ class EngineMemory:
         return work.quote
 
 
+@dataclass(slots=True)
+class Headroom:
+    """going: loaded requests that fit now. room: for the rule; None if running ones need more
+    blocks than there are, so that vLLM will preempt and admit nobody."""
+
+    going: list[Any]
+    room: Room | None
+
+
+@dataclass(slots=True)
+class _Growth:
+    """What running requests take: tokens left after them, blocks, and those of decoding ones."""
+
+    budget_tokens: int
+    blocks: int = 0
+    decode_blocks: int = 0
+
+
+def headroom(
+    engine: Any,
+    memory: EngineMemory,
+    works: Mapping[str, EngineWork],
+    loaded: Sequence[Any],
+    loading: int,
+) -> Headroom:
+    """What the coming iteration has to give: vLLM serves running requests first, in order, then
+    everything else. What admitted requests still need to complete their prompts is promised.
+
+    Args:
+        engine: vLLM's scheduler.
+        memory: its blocks; a plan over it begins here.
+        works: by request id.
+        loaded: requests whose loads are there, oldest first.
+        loading: how many loads are under way.
+    """
+    running = engine.running
+    growth = _grow(engine, memory.block_tokens, works)
+    free_blocks = memory.free_blocks - growth.blocks
+    if free_blocks < 0:
+        return Headroom([], None)
+    slots = engine.max_num_running_reqs - len(running) - engine.num_waiting_for_streaming_input
+    budget = growth.budget_tokens
+    going: list[Any] = []
+    for request in loaded:
+        blocks = engine._request_remaining_blocks(request)
+        if blocks <= free_blocks and budget > 0 and len(going) < slots:
+            going.append(request)
+            free_blocks -= blocks
+            budget -= min(request.num_tokens - request.num_computed_tokens, budget)
+    # As vLLM does when it admits a load: what was admitted before must still fit as a whole.
+    watermark = engine.kv_cache_manager.watermark_blocks if running or going else 0
+    promised = growth.decode_blocks + engine._inflight_prefill_reserved_blocks() + watermark
+    memory.begin(promised, loading, bool(engine._inflight_prefills))
+    holding = len(running) + len(loaded) + loading
+    return Headroom(going, Room(memory, budget, slots - len(going), holding))
+
+
+def _grow(engine: Any, block_tokens: int, works: Mapping[str, EngineWork]) -> _Growth:
+    """What running requests will take; notes on each work how far it is."""
+    growth = _Growth(engine.max_num_scheduled_tokens)
+    prefilling = engine._inflight_prefills
+    for request in engine.running:
+        done = request.num_computed_tokens
+        wanted = request.num_tokens_with_spec + request.num_output_placeholders - done
+        tokens = min(wanted, growth.budget_tokens)
+        held = -(-done // block_tokens)
+        more = -(-(done + tokens) // block_tokens) - held
+        growth.budget_tokens -= tokens
+        growth.blocks += more
+        if request not in prefilling:
+            growth.decode_blocks += more
+        work = works[request.request_id]
+        work.computed_tokens = done
+        work.grown_blocks = max(held - -(-work.total_tokens // block_tokens), 0)
+    return growth
+
+
 def by_tenant(tokens: Mapping[str, int], works: Mapping[str, EngineWork]) -> dict[str, int]:
     """Tokens of each request, summed up by tenant; those of requests that are gone are left out."""
     sums: dict[str, int] = {}
@@ -198,37 +264,3 @@ def by_tenant(tokens: Mapping[str, int], works: Mapping[str, EngineWork]) -> dic
         if work is not None:
             sums[work.tenant] = sums.get(work.tenant, 0) + count
     return sums
-
-
-def heard(work: EngineWork) -> tuple[dict[str, Charge], dict[str, float]]:
-    """What the ingress sent along: what other workers charged whom, and this tenant's weight."""
-    return told(work.extra, work.tenant)
-
-
-def tenant_of(extra: Mapping[str, Any] | None) -> str:
-    """Whose a request is, as the ingress says; "" if nothing usable says so."""
-    tenant = (extra or {}).get(TENANT_KEY)
-    return tenant if isinstance(tenant, str) else ""
-
-
-def told(extra: Mapping[str, Any], tenant: str) -> tuple[dict[str, Charge], dict[str, float]]:
-    """Charges and weight among the ingress' words; what cannot be read is left out."""
-    weight: Any = extra.get(WEIGHT_KEY)
-    weights = {tenant: float(weight)} if _is_number(weight) and weight > 0 else {}
-    text = extra.get(CHARGES_KEY)
-    if not text:
-        return {}, weights
-    try:
-        charges = {str(tenant): Charge(*seconds) for tenant, seconds in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return {}, weights
-    return {t: c for t, c in charges.items() if all(_is_number(s) and s >= 0 for s in c)}, weights
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < _MOST_NUMBER
-
-
-def _count(value: Any) -> int:
-    """Tokens as the ingress gave them; nothing usable is nothing known."""
-    return max(int(value), 0) if _is_number(value) else 0

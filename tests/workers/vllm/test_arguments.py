@@ -1,0 +1,143 @@
+"""The arguments of a vLLM engine: its pace, its rule, its host tier, its transfers."""
+
+import dataclasses
+
+import pytest
+
+from kappa.hardware import node_profile
+from kappa.shapes import model_shape
+from workers.vllm.arguments import (
+    Endpoints,
+    EngineLimits,
+    EngineScheduler,
+    EngineTier,
+    Pace,
+    TierChoice,
+    engine_kwargs,
+    fingerprint,
+    transfer_config,
+)
+
+LIMITS = EngineLimits(8192, 32, 264, 64 << 20, 1024, 64, "float32")
+ENDPOINTS = Endpoints("ipc://s", "ipc://k")
+RATES = {"format": "f"}
+SERVER = "tcp://127.0.0.1:1234"
+
+
+def paced(name, dilation=30.0):
+    return dataclasses.replace(node_profile(name), source="paced", dilation=dilation)
+
+
+def extra(config):
+    return config["kv_connector_extra_config"]
+
+
+def tier_config(kind="own", **fields):
+    choice = TierChoice(kind, "tail", **fields)
+    return transfer_config(EngineTier(choice, RATES, SERVER, host_blocks=77), 1 << 20, "ipc://s")
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": "bfloat16"}, {"block_tokens": 64}], ids=lambda c: next(iter(c))
+)
+def test_fingerprints_tell_pools_apart(change):
+    other = dataclasses.replace(LIMITS, **change)
+    assert fingerprint("m", "t", LIMITS, "s") != fingerprint("m", "t", other, "s")
+    assert fingerprint("m", "t", LIMITS, "s") != fingerprint("m", "another template", LIMITS, "s")
+
+
+def test_engine_arguments_carry_the_pace_of_both_resources():
+    node = paced("pcie", dilation=20.0)
+    arguments = engine_kwargs(LIMITS, ENDPOINTS, Pace(model_shape("llama-3.1-8b"), node))
+    tier = arguments["kv_transfer_config"]["kv_connector_extra_config"]
+    assert tier["kappa_pace"]["token_s"] == pytest.approx(20 * 131072 / node.h2d_bytes_per_s)
+    assert arguments["additional_config"]["kappa_pace"]["dilation"] == 20.0
+    assert arguments["num_gpu_blocks_override"] == LIMITS.device_blocks
+
+
+def test_without_a_pace_or_a_host_tier_nothing_is_emulated():
+    limits = dataclasses.replace(LIMITS, host_bytes=0)
+    arguments = engine_kwargs(limits, ENDPOINTS, None)
+    assert "kv_transfer_config" not in arguments
+    assert "kappa_pace" not in arguments["additional_config"]
+
+
+def test_an_engine_schedules_by_a_rule_or_by_its_own():
+    own = engine_kwargs(LIMITS, ENDPOINTS, None)
+    assert "scheduler_cls" not in own and "kappa_scheduler" not in own["additional_config"]
+    fair = engine_kwargs(LIMITS, ENDPOINTS, None, EngineScheduler("fair"))
+    assert fair["scheduler_cls"] == "workers.vllm.scheduler.FairScheduler"
+    options = fair["additional_config"]["kappa_scheduler"]
+    assert (options["rule"], options["stats"], options["link"]) == ("fair", "ipc://s", None)
+    assert options["tenant_required"] is False, "only a replica behind our ingress demands one"
+
+
+def test_a_paced_engine_is_told_what_its_loads_take_in_its_own_seconds():
+    node = paced("pcie", dilation=30.0)
+    pace = Pace(model_shape("llama-3.1-8b"), node)
+    given = engine_kwargs(LIMITS, ENDPOINTS, pace, EngineScheduler("fair"))
+    link = given["additional_config"]["kappa_scheduler"]["link"]
+    assert link["token_s"] == pytest.approx(30.0 * 131072 / node.h2d_bytes_per_s)
+    assert set(link) == {"token_s", "fixed_s"}
+
+
+def test_every_rank_writes_a_log_of_its_own_and_orders_its_link_as_told():
+    scheduler = EngineScheduler("fair", link={"duplex": "half"}, log="/logs/iterations.jsonl")
+    given = engine_kwargs(LIMITS, ENDPOINTS, None, scheduler.for_rank(2))
+    assert given["additional_config"]["kappa_scheduler"]["log"] == "/logs/iterations-2.jsonl"
+    extra = given["kv_transfer_config"]["kv_connector_extra_config"]
+    assert extra["kappa_link"] == {"duplex": "half"}
+
+
+@pytest.mark.parametrize("kind", ["own", "lmcache", "native"])
+def test_every_tier_reports_plans_and_computes_what_fails_to_load(kind):
+    made = tier_config(kind)
+    assert made["kv_role"] == "kv_both"
+    assert made["kv_load_failure_policy"] == "recompute"
+    assert extra(made)["kappa_stats"] == "ipc://s"
+    assert extra(made)["kappa_plan"] == {"planner": "tail", "rates": RATES}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("own", {"kappa_link", "kappa_pace", "spec_name", "cpu_bytes_to_use"}),
+        ("native", {"cpu_bytes_to_use"}),
+        ("lmcache", {"kappa_pace", "kappa_lmcache"}),
+    ],
+)
+def test_each_kind_of_tier_is_configured_with_what_it_reads(kind, keys):
+    tier = EngineTier(TierChoice(kind), server=SERVER)
+    pace = Pace(model_shape("llama-3.1-8b"), paced("pcie"))
+    given = engine_kwargs(LIMITS, ENDPOINTS, pace, EngineScheduler("fair"), tier)
+    config = given["kv_transfer_config"]
+    every = {"kappa_link", "kappa_pace", "kappa_lmcache", "spec_name", "cpu_bytes_to_use"}
+    assert every & set(extra(config)) == keys
+    connector = "LmcacheConnector" if kind == "lmcache" else "HostTierConnector"
+    assert config["kv_connector"] == connector
+
+
+def test_lmcache_has_its_server_and_its_bounds():
+    given = extra(tier_config("lmcache", timeout_s=0.5, heartbeat_s=2.0, retry_s=7.0))
+    assert (given["lmcache.mp.host"], given["lmcache.mp.port"]) == ("tcp://127.0.0.1", 1234)
+    assert (given["lmcache.mp.mq_timeout"], given["lmcache.mp.heartbeat_interval"]) == (0.5, 2.0)
+    assert given["kappa_lmcache"] == {"timeout_s": 0.5, "retry_s": 7.0, "most_blocks": 77}
+
+
+def test_a_shared_server_goes_before_one_of_the_workers_own():
+    given = extra(tier_config("lmcache", server="tcp://[::1]:99"))
+    assert (given["lmcache.mp.host"], given["lmcache.mp.port"]) == ("tcp://[::1]", 99)
+    assert TierChoice("lmcache", server="tcp://[::1]:99").shared
+    assert not TierChoice("lmcache").shared
+    assert given["kappa_lmcache"]["most_blocks"] > 77
+
+
+def test_without_rates_nothing_is_planned():
+    assert "kappa_plan" not in extra(transfer_config(EngineTier(), 1, ""))
+
+
+def test_a_tier_that_there_is_not_and_one_without_a_server_are_refused():
+    with pytest.raises(ValueError, match="no server"):
+        transfer_config(EngineTier(TierChoice("lmcache")), 1, "")
+    with pytest.raises(ValueError, match=r"'disk'.*own, lmcache or native"):
+        transfer_config(EngineTier(TierChoice("disk")), 1, "")

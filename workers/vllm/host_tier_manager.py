@@ -1,0 +1,139 @@
+"""vLLM's manager of the host tier, with bounded stores; and one whose blocks outlive the engine.
+
+Both live in the scheduler's process and are made by `workers.vllm.host_tier.HostTierSpec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
+
+from workers.vllm.link_queue import LinkPace
+from workers.vllm.persistent_tier import PersistentTier
+
+
+class HostTierManager(CPUOffloadingManager):
+    """Refuses stores that the link has no time for.
+
+    A refused store is reported as "store_dropped"; vLLM takes it for stored, asks no more, and
+    finds nothing when it looks.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        pace: LinkPace,
+        block_tokens: int,
+        backlog_s: float,
+        report: Callable[[dict[str, object]], None],
+        **kwargs: Any,
+    ) -> None:
+        """`backlog_s`: bound on the seconds of stores that are queued when another is taken."""
+        super().__init__(*args, **kwargs)
+        self._pace, self._block_tokens = pace, block_tokens
+        self._backlog_s, self._report = backlog_s, report
+        self._block_s = 0.0
+        self._pending: dict[OffloadKey, float] = {}
+        self._pending_s = 0.0
+        self._lost: set[OffloadKey] = set()
+
+    def stores_lost(self, lost: Collection[OffloadKey], block_s: float) -> None:
+        """A worker gave up storing `lost`: that store fails, whatever others say. `block_s`:
+        seconds that it measured per block, of use where nothing is paced."""
+        self._lost.update(lost)
+        self._block_s = block_s
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """As vLLM's, unless the link is too far behind: then nothing is to be stored."""
+        new = [key for key in keys if self._policy.get(key) is None]
+        seconds = self._store_s(len(new))
+        if new and self._pending and self._pending_s + seconds > self._backlog_s:
+            self._report({
+                "kind": "store_dropped", "blocks": len(new),
+                "tokens": len(new) * self._block_tokens, "why": "backlog",
+            })  # fmt: skip
+            return PrepareStoreOutput([], self._get_load_store_spec([], []), [])
+        output = super().prepare_store(keys, req_context)
+        if output is not None and output.keys_to_store:
+            seconds = self._store_s(len(output.keys_to_store))
+            share_s = seconds / len(output.keys_to_store)
+            self._pending.update(dict.fromkeys(output.keys_to_store, share_s))
+            self._pending_s += seconds
+        return output
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """As vLLM's; a store that any worker gave up has failed, and is never announced."""
+        whole = self._lost.isdisjoint(keys)
+        for key in keys:
+            self._pending_s -= self._pending.pop(key, 0.0)
+        self._lost.difference_update(keys)
+        super().complete_store(keys, req_context, success and whole)
+
+    def reset_cache(self) -> None:
+        """As vLLM's; stores under way are forgotten, too."""
+        self._pending.clear()
+        self._pending_s = 0.0
+        self._lost.clear()
+        super().reset_cache()
+
+    def _store_s(self, blocks: int) -> float:
+        return self._pace.store_s(blocks * self._block_tokens) or blocks * self._block_s
+
+
+class PersistentTierManager(HostTierManager):
+    """Takes over the blocks that a predecessor left, and records its own for a successor."""
+
+    def __init__(self, tier: PersistentTier, **options: Any) -> None:
+        """`options`: as `HostTierManager`'s."""
+        super().__init__(**options)
+        self.tier = tier
+        # Blocks that were found count as stored ones, the oldest first to be evicted.
+        for slot, block in tier.found:
+            key, status = OffloadKey(block.key), BlockStatus(slot)
+            self._policy.insert(key, status)
+            status.ref_cnt = 0
+            self._policy.mark_evictable(key)
+        taken = {slot for slot, _ in tier.found}
+        self._num_allocated_blocks = self._num_blocks
+        self._free_list = [slot for slot in range(self._num_blocks) if slot not in taken]
+        self._num_evictable_cache_blocks = len(taken)
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """As `HostTierManager`'s; the slots hold nothing for a successor from now on."""
+        output = super().prepare_store(keys, req_context)
+        for key in output.keys_to_store if output is not None else ():
+            block = self._policy.get(key)
+            assert block is not None
+            self.tier.invalidate(block.block_id)
+        return output
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """As `HostTierManager`'s; what was stored is there for a successor."""
+        super().complete_store(keys, req_context, success)
+        for key in keys:
+            # A store that a worker gave up has left no block, whatever `success` says.
+            block = self._policy.get(key)
+            if block is not None and block.is_ready:
+                self.tier.stored(bytes(key), block.block_id)
+        self.tier.forget(bytes(key) for key in keys)
+
+    def reset_cache(self) -> None:
+        self.tier.clear()
+        super().reset_cache()
+
+    def shutdown(self) -> None:
+        """As vLLM's; leaves the tier to a successor."""
+        super().shutdown()
+        self.tier.close()
