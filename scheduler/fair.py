@@ -70,6 +70,7 @@ class Fair:
 
     name = "fair"
     packs = True
+    timed = True
 
     def __init__(self, config: FairConfig, link: LinkRates | None = None) -> None:
         self.config = config

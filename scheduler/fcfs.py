@@ -19,6 +19,7 @@ class Fcfs:
 
     name = "fcfs"
     packs = False
+    timed = False
 
     def __init__(self, config: FairConfig | None = None) -> None:
         self.max_skips = 0

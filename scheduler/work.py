@@ -125,12 +125,14 @@ class Plan:
 class Rule(Protocol):
     """Owns the waiting requests of one engine; is informed of all that happens to the others.
 
-    packs: it goes on past a request that does not fit, as a router's forecast should know.
+    packs: it goes on past a request that does not fit, as a router's forecast should know. timed:
+    an iteration may admit what the one before could not though nothing happened in between.
     `len()`: requests that wait, those that wait for another's load included.
     """
 
     name: str
     packs: bool
+    timed: bool
     max_skips: int
     max_wait_s: float
 

@@ -4,7 +4,7 @@ One thread reads the engine's event publisher and the stats channel, keeps the m
 totals, and publishes. A reader that sees a gap, or comes late, asks the snapshot endpoint and gets
 the state with the sequence number it belongs to. Frames: `[kind, seq u64 BE, payload]`, kind one of
 `kv` (vLLM's own msgpack batch), `report` (msgpack of `WorkerReport`), `reset` (forget all blocks).
-Which requests are in the replica is told as they come and go, so that several routers agree.
+Which requests are in the replica is reported as they come and go, so that several routers agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.report_totals import ReportTotals
 log = structlog.get_logger(__name__)
 
 _REPORT_EVERY_S = 0.25
-# News that changes predictions does not wait for that, but goes out in lots.
+# Reports that change predictions do not wait for that, but go out in lots.
 _URGENT_EVERY_S = 0.005
 _POLL_MS = 100
 _HIGH_WATER_MESSAGES = 100_000
@@ -62,7 +62,6 @@ class ReportStream:
         self._thread = threading.Thread(target=self._run, name="kappa-report", daemon=True)
 
     def start(self) -> None:
-        """Start serving."""
         self._thread.start()
 
     def close(self) -> None:
@@ -103,7 +102,7 @@ class ReportStream:
             except zmq.Again:
                 return
             seq = int.from_bytes(seq_bytes, "big")
-            # The engine counts from 0: a later first number is what it said before we listened.
+            # The engine counts from 0: a later first number means that we listened too late.
             if seq != self._kv_seq + 1:
                 self._forget("gap", seq)
             self._kv_seq = seq
@@ -115,7 +114,7 @@ class ReportStream:
             self._publish(KV, payload)
 
     def _forget(self, why: str, seq: int) -> None:
-        """The engine's events are incomplete: what is known of its blocks is void."""
+        """The engine's events are incomplete: what is known of its blocks holds no longer."""
         log.warning("engine_events_lost", worker=self._worker, why=why, seq=seq)
         self._mirror.clear()
         self.totals.lost(1)
@@ -147,5 +146,5 @@ class ReportStream:
         seq = self._seq.to_bytes(8, "big")
         self._snapshots.send_multipart([identity, b"", seq, *self._mirror.snapshot()])
         # What is no part of a snapshot follows it, numbered, for everybody.
-        self.totals.tell_all()
+        self.totals.report_all()
         self._last_report_s = float("-inf")

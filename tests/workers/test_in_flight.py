@@ -50,7 +50,7 @@ def test_all_that_is_here_is_told_when_asked_for_with_what_has_become_of_it(scen
     totals.add({"kind": "step", "tokens": 1, "prefilled": ["a"], "pace_s": 0.0, "took_s": 0.1,
                 "overrun": False})  # fmt: skip
     assert totals.take(1.0).in_flight is None
-    totals.tell_all()
+    totals.report_all()
     assert totals.take(1.1).in_flight == (
         Arrival("a", new_tokens=10, prefilled=True),
         Arrival("b"),

@@ -22,11 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from workers.stats_channel import StatsSender
 from workers.vllm.admission_reports import AdmissionReports, ignore_malformed_params
 from workers.vllm.link_queue import LinkPace
-from workers.vllm.lmcache.guard import LOOKUP, STORE
-from workers.vllm.lmcache.link import LmcacheLink, guard_of
+from workers.vllm.lmcache.link import LOOKUP, STORE, LmcacheLink, LmcacheOptions, TierGuard
 from workers.vllm.lmcache.scheduler import LmcacheMetadata, LmcacheScheduler
 from workers.vllm.lmcache.worker import LmcacheWorker, LmcacheWorkerMeta
-from workers.vllm.options import LMCACHE_KEY, PACE_KEY, read_options
+from workers.vllm.options import LMCACHE_KEY, PACE_KEY, STATS_KEY, read_options
 from workers.vllm.tail_recompute import TailRecompute
 
 if TYPE_CHECKING:
@@ -38,7 +37,10 @@ if TYPE_CHECKING:
 
 
 class LmcacheConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's face of the tier; each process has one half of it."""
+    """vLLM's face of the tier; each process has one half of it, `_scheduler` or `_worker`."""
+
+    _scheduler: LmcacheScheduler
+    _worker: LmcacheWorker
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -48,40 +50,39 @@ class LmcacheConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        options = read_options(extra, LMCACHE_KEY, LmcacheOptions)
+        endpoint = extra.get(STATS_KEY, "")
         block_tokens = vllm_config.cache_config.block_size
-        stats = StatsSender(extra.get("kappa_stats", ""))
         self._caches: dict[str, torch.Tensor] = {}
-        self._registered: Any = None
+        self._schedules = role == KVConnectorRole.SCHEDULER
         self._link = LmcacheLink(
             lambda: _make(vllm_config, role, kv_cache_config),
             self._ready,
-            guard_of(extra),
-            StatsSender(extra.get("kappa_stats", "")),
-            float(extra[LMCACHE_KEY]["retry_s"]),
+            TierGuard(options.retry_s, options.timeout_s),
+            StatsSender(endpoint),
+            options.retry_s,
         )
-        self._scheduler: LmcacheScheduler | None = None
-        self._worker: LmcacheWorker | None = None
-        if role == KVConnectorRole.SCHEDULER:
+        if self._schedules:
             self._scheduler = LmcacheScheduler(
                 self._link,
-                AdmissionReports(stats),
+                AdmissionReports(StatsSender(endpoint)),
                 TailRecompute.from_config(extra, block_tokens),
                 block_tokens,
                 vllm_config.parallel_config.world_size,
-                int(extra[LMCACHE_KEY]["most_blocks"]),
+                options.most_blocks,
             )
             self._link.connect()
         else:
             self._worker = LmcacheWorker(
                 self._link,
-                stats,
+                StatsSender(endpoint),
                 read_options(extra, PACE_KEY, LinkPace),
                 _token_bytes(kv_cache_config, block_tokens),
                 block_tokens,
             )
 
     def _ready(self, inner: Any) -> None:
-        if self._scheduler is not None:
+        if self._schedules:
             self._scheduler.ready(inner)
         else:
             inner.register_kv_caches(self._caches)
@@ -94,7 +95,6 @@ class LmcacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._link.connect()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """As LMCache's."""
         assert isinstance(kv_connector_metadata, LmcacheMetadata)
         inner = self._link.open()
         if inner is not None and kv_connector_metadata.inner is not None:
@@ -102,43 +102,38 @@ class LmcacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Submit this step's loads."""
-        assert self._worker is not None
-        told = self._told()
-        self._worker.lose(told.lost.items())
-        if told.inner is not None:
-            self._worker.load(m for m in told.inner.requests if m.direction == "RETRIEVE")
+        metadata = self._metadata()
+        self._worker.lose(metadata.lost.items())
+        if metadata.inner is not None:
+            self._worker.load(m for m in metadata.inner.requests if m.direction == "RETRIEVE")
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole."""
+        """Nothing to wait for: loads are whole."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
-        """Stores are whole."""
+        """Nothing to do: stores are whole."""
 
     def wait_for_save(self) -> None:
         """Submit this step's stores."""
-        assert self._worker is not None
-        inner = self._told().inner
+        inner = self._metadata().inner
         if inner is not None:
             self._worker.store(m for m in inner.requests if m.direction == "STORE")
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose blocks may go, and those whose load has ended."""
-        assert self._worker is not None
-        return self._worker.finished(self._told().delayed)
+        return self._worker.finished(self._metadata().delayed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that loads did not fill."""
-        assert self._worker is not None
         return self._worker.lost_blocks()
 
     def build_connector_worker_meta(self) -> LmcacheWorkerMeta | None:
         """What was stored, for the scheduler."""
-        return self._worker.take_meta() if self._worker is not None else None
+        return None if self._schedules else self._worker.take_meta()
 
-    def _told(self) -> LmcacheMetadata:
-        told = self._get_connector_metadata()
-        assert isinstance(told, LmcacheMetadata)
-        return told
+    def _metadata(self) -> LmcacheMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, LmcacheMetadata)
+        return metadata
 
     # -- in the scheduler's process -----------------------------------------------------------
 
@@ -149,43 +144,32 @@ class LmcacheConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How much of what the server has to load."""
-        assert self._scheduler is not None
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Blocks are allocated."""
-        assert self._scheduler is not None
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """What this step's workers are told."""
-        assert self._scheduler is not None
         return self._scheduler.metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Hear what the workers have stored."""
-        assert self._scheduler is not None
-        self._scheduler.heard(connector_output.kv_connector_worker_meta)
+        self._scheduler.stored(connector_output.kv_connector_worker_meta)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; True: its blocks are still being stored."""
-        assert self._scheduler is not None
         return self._scheduler.finished(request), None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`."""
         return self.request_finished(request, [])
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """What the server holds, as far as it changed."""
-        assert self._scheduler is not None
         return self._scheduler.events()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -194,7 +178,7 @@ class LmcacheConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """Clear the server, if it answers."""
         inner = self._link.open()
-        if inner is None or self._scheduler is None:
+        if inner is None or not self._schedules:
             return None
         went_well, cleared = self._link.call(LOOKUP, inner.reset_cache)
         return bool(went_well and cleared)
@@ -202,7 +186,7 @@ class LmcacheConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """End the tier's threads and let the server know."""
         self._link.close()
-        if self._worker is not None:
+        if not self._schedules:
             self._worker.close()
 
 

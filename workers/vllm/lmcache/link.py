@@ -1,31 +1,85 @@
-"""LMCache's own connector for vLLM, made as soon as its server answers, and asked with care.
+"""LMCache's own connector for vLLM, made as soon as its server answers, and called with care.
 
 LMCache's connector cannot be made while its server is absent, and raises what an engine would not
-survive. This holds it: tries again in a thread until it is there, runs its calls, takes what they
-raise for failures of the tier, and lets a guard say when not to ask at all. One in each of an
-engine's processes; `workers.vllm.lmcache.connector` has both.
+survive. `LmcacheLink` holds it: tries again in a thread until it is there, runs its calls, and
+takes what they raise for failures of the tier. `TierGuard` says when not to ask at all: whatever
+goes wrong with the server costs a request no more than one bounded wait, and an engine no more than
+one such wait per pause, which doubles up to a minute while it stays wrong. One of each in each of
+an engine's processes.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import structlog
 
 from workers.stats_channel import StatsSender
-from workers.vllm.lmcache.guard import ABSENT, TierGuard
-from workers.vllm.options import LMCACHE_KEY
 
 log = structlog.get_logger(__name__)
 
+_LONGEST_PAUSE_S = 60.0
+_WARN_EVERY_S = 60.0
+ABSENT, LOOKUP, LOAD, STORE = "absent", "lookup", "load", "store"
 
-def guard_of(extra: Mapping[str, Any]) -> TierGuard:
-    """The guard that a connector's extra configuration asks for."""
-    config = extra[LMCACHE_KEY]
-    return TierGuard(float(config["retry_s"]), float(config["timeout_s"]))
+
+class LmcacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """timeout_s: an answer that takes longer is a failure; retry_s: the first pause, and between
+    attempts to reach the server; most_blocks: bound of what is announced of it."""
+
+    timeout_s: float
+    retry_s: float
+    most_blocks: int
+
+
+class TierGuard:
+    """Failures of one tier, as one process sees them. Pure.
+
+    Args:
+        retry_s: the first pause.
+        slow_s: a call that takes longer has failed, even if it came back with an answer.
+    """
+
+    def __init__(self, retry_s: float, slow_s: float) -> None:
+        self._retry_s, self.slow_s = retry_s, slow_s
+        self._pause_s = retry_s
+        self._closed_until_s = 0.0
+        self._warned_s = float("-inf")
+        self._unwarned: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+
+    def allows(self, now_s: float) -> bool:
+        """Whether the server may be asked now."""
+        return now_s >= self._closed_until_s
+
+    def noted(self, why: str) -> None:
+        """Something went wrong that somebody else saw to: it is only counted."""
+        self.failures[why] += 1
+        self._unwarned[why] += 1
+
+    def failed(self, why: str, now_s: float) -> None:
+        """Something went wrong: leave the server alone for a while."""
+        self.noted(why)
+        if now_s >= self._closed_until_s:
+            self._closed_until_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, max(_LONGEST_PAUSE_S, self._retry_s))
+
+    def answered(self) -> None:
+        """The server did what it was asked for: the next pause is a short one again."""
+        self._pause_s = self._retry_s
+
+    def warning(self, now_s: float) -> dict[str, int]:
+        """What to warn of now, once a minute at most: failures by kind since the last warning."""
+        if not self._unwarned or now_s - self._warned_s < _WARN_EVERY_S:
+            return {}
+        unwarned, self._unwarned = dict(self._unwarned), Counter()
+        self._warned_s = now_s
+        return unwarned
 
 
 class LmcacheLink:
@@ -36,7 +90,7 @@ class LmcacheLink:
         ready: is called once it is made, before anyone else sees it; may raise, then it is made
             anew.
         guard: says when to ask; failures go there.
-        stats: is told of every failure.
+        stats: gets a message for every failure.
         retry_s: between two attempts to make it.
     """
 
@@ -78,9 +132,9 @@ class LmcacheLink:
             else:
                 self.guard.noted(why)
             self._stats.send({"kind": "tier_failed", "why": why})
-            due = self.guard.warning(now_s)
-        if due:
-            log.warning("lmcache_failed", failures=due, last=repr(error)[:300])
+            failures = self.guard.warning(now_s)
+        if failures:
+            log.warning("lmcache_failed", failures=failures, last=repr(error)[:300])
 
     def call(self, why: str, function: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
         """(whether it went well and in time, what it returned)."""
@@ -90,9 +144,9 @@ class LmcacheLink:
         except Exception as error:
             self.failed(why, error)
             return False, None
-        now_s = time.monotonic()
-        if now_s - start_s > self.guard.slow_s:
-            self.failed(why, f"took {now_s - start_s:.3f} s")
+        took_s = time.monotonic() - start_s
+        if took_s > self.guard.slow_s:
+            self.failed(why, f"took {took_s:.3f} s")
         return True, result
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The scheduler's half of the LMCache tier: what to load, what was stored, what the router is told.
+"""The scheduler's half of the LMCache tier: what to load, what was stored, what is announced.
 
 Around LMCache's own connector: a request that it cannot answer for is computed; a shorter hit is
 taken where that is faster (`workers.vllm.tail_recompute`); stores and look-ups become KV
@@ -23,8 +23,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from workers.request_metadata import plan_of
 from workers.vllm.admission_reports import AdmissionReports
 from workers.vllm.lmcache.contents import LmcacheContents, Run
-from workers.vllm.lmcache.guard import ABSENT, LOOKUP
-from workers.vllm.lmcache.link import LmcacheLink
+from workers.vllm.lmcache.link import ABSENT, LOOKUP, LmcacheLink
 from workers.vllm.lmcache.worker import LmcacheWorkerMeta, Stored
 from workers.vllm.tail_recompute import TailRecompute
 
@@ -37,8 +36,8 @@ _RESUBSCRIBE_S = 1.0
 
 @dataclass
 class LmcacheMetadata(KVConnectorMetadata):
-    """What a step's workers are told: LMCache's own metadata, if it has any; requests that ended
-    and keep their blocks until a worker says so; loads that LMCache will not hear of, with their
+    """What a step's workers get: LMCache's own metadata, if it has any; requests that ended and
+    keep their blocks until a worker names them; loads that LMCache does not know of, with their
     blocks."""
 
     inner: Any = None
@@ -51,8 +50,8 @@ class LmcacheScheduler:
 
     Args:
         link: to LMCache's connector.
-        reports: is told of every admission.
-        tail: says how much of a hit to load.
+        reports: of every admission.
+        tail: how much of a hit to load.
         block_tokens: of the device cache.
         workers: how many workers store each run.
         most_blocks: bound of what is announced.
@@ -144,21 +143,21 @@ class LmcacheScheduler:
         self._link.call(LOOKUP, inner.update_state_after_alloc, request, blocks, external)
 
     def metadata(self, output: Any) -> LmcacheMetadata:
-        """What this step's workers are told."""
-        told = LmcacheMetadata(delayed=self._delayed)
+        """What this step's workers get."""
+        metadata = LmcacheMetadata(delayed=self._delayed)
         self._delayed = set()
         inner, loading = self._link.inner, self._loading
         self._loading = {}
         if inner is not None:
             self._know_all(inner, output)
-            _, told.inner = self._link.call(LOOKUP, inner.build_connector_meta, output)
-        asked = told.inner.requests if told.inner is not None else ()
-        sent = {one.request_id for one in asked if one.direction == "RETRIEVE"}
-        told.lost = {name: ids for name, ids in loading.items() if name not in sent}
-        for one in asked:
-            if one.direction == "STORE":
-                self._note_store(one)
-        return told
+            _, metadata.inner = self._link.call(LOOKUP, inner.build_connector_meta, output)
+        transfers = metadata.inner.requests if metadata.inner is not None else ()
+        sent = {one.request_id for one in transfers if one.direction == "RETRIEVE"}
+        metadata.lost = {name: ids for name, ids in loading.items() if name not in sent}
+        for transfer in transfers:
+            if transfer.direction == "STORE":
+                self._note_store(transfer)
+        return metadata
 
     def finished(self, request: Any) -> bool:
         """A request ended; True: its blocks stay until the workers have stored them."""
@@ -177,23 +176,22 @@ class LmcacheScheduler:
             self._delayed.add(request.request_id)
         return bool(answer[0])
 
-    # -- what the router is told --------------------------------------------------------------
+    # -- what is announced --------------------------------------------------------------------
 
-    def heard(self, meta: Any) -> None:
-        """Workers told what they have stored."""
+    def stored(self, meta: Any) -> None:
+        """Workers reported what they have stored."""
         if not isinstance(meta, LmcacheWorkerMeta):
             return
-        for run in meta.lost:
-            self._stores.pop(run, None)
-        for run, count in meta.stored.items():
-            kept = self._stores.pop(run, None)
-            if kept is None:
+        for key in meta.lost:
+            self._stores.pop(key, None)
+        for key, count in meta.stored.items():
+            if key not in self._stores:
                 continue
-            stored, missing = kept[0], kept[1] - count
-            if missing > 0:
-                self._stores[run] = stored, missing
+            run, missing = self._stores.pop(key)
+            if missing > count:
+                self._stores[key] = run, missing - count
             elif self._contents is not None:
-                self._contents.hold(stored)
+                self._contents.hold(run)
 
     def events(self) -> Iterable[KVCacheEvent]:
         """What changed in the server, as far as it is known; nothing is claimed of a sick one."""
@@ -262,17 +260,17 @@ class LmcacheScheduler:
             log.debug("lmcache_locks_kept", request=request.request_id)
         return max(end - computed, 0)
 
-    def _note_store(self, asked: Any) -> None:
-        request = self._requests.get(asked.request_id)
+    def _note_store(self, transfer: Any) -> None:
+        request = self._requests.get(transfer.request_id)
         if request is None:
             return
-        size, op = self._block_tokens, asked.op
+        size, op = self._block_tokens, transfer.op
         stop = op.end // size
         run = Run(op.token_ids, list(request.block_hashes[:stop]), op.start // size, stop)
-        self._stores[asked.request_id, op.start, op.end] = run, self._workers
+        self._stores[transfer.request_id, op.start, op.end] = run, self._workers
 
     def _found(self, request: Any, tokens: int | None) -> None:
-        """What a look-up found is there; told late, when the device's events have told the salt."""
+        """What a look-up found is there; announced late, when the device's events have the salt."""
         if self._contents is None or tokens is None:
             return
         hashes, blocks = request.block_hashes, tokens // self._block_tokens
@@ -288,7 +286,7 @@ class LmcacheScheduler:
 
 
 class EvictionFeed(threading.Thread):
-    """Follows one server's log of evictions, until it is told to stop."""
+    """Follows one server's log of evictions, until it is stopped."""
 
     def __init__(self, adapter: Any, contents: LmcacheContents) -> None:
         super().__init__(name="kappa-lmcache-log", daemon=True)
@@ -301,7 +299,6 @@ class EvictionFeed(threading.Thread):
         self._me = uuid.uuid4().int & ((1 << 63) - 1)
 
     def stop(self) -> None:
-        """Hear nothing more of this log."""
         self._stopped.set()
         stream = self._stream
         if stream is not None:

@@ -84,7 +84,7 @@ def server_command(
 
 
 class LmcacheServer:
-    """A server process; `url` is what connectors are told. It may take ten seconds to answer."""
+    """A server process; `url` is what connectors need. It may take ten seconds to answer."""
 
     def __init__(
         self,

@@ -17,8 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 
 from workers.stats_channel import StatsSender
 from workers.vllm.link_queue import LinkPace
-from workers.vllm.lmcache.guard import LOAD, STORE
-from workers.vllm.lmcache.link import LmcacheLink
+from workers.vllm.lmcache.link import LOAD, STORE, LmcacheLink
 from workers.vllm.load_sources import LOAD_SOURCES, LoadSeconds
 
 # A stored run of a request: its id, and the tokens from and to.
@@ -34,7 +33,7 @@ class LmcacheWorkerMeta(KVConnectorWorkerMetadata):
     lost: set[Stored] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LmcacheWorkerMeta:
-        """Two workers' news as one."""
+        """Two workers' reports as one."""
         assert isinstance(other, LmcacheWorkerMeta)
         stored = dict(self.stored)
         for run, count in other.stored.items():
@@ -47,7 +46,7 @@ class _Load:
     start_s: float
     tokens: int
     block_ids: list[int]
-    due_s: float
+    lands_s: float
     took_s: float = 0.0
     lost: bool = False
 
@@ -57,7 +56,7 @@ class LmcacheWorker:
 
     Args:
         link: to LMCache's connector.
-        stats: is told of every transfer.
+        stats: gets a message for every transfer.
         pace: of the link, on a paced node.
         token_bytes: of the KV of one token, in this worker.
         block_tokens: of the device cache.
@@ -88,24 +87,24 @@ class LmcacheWorker:
 
     def load(self, requests: Iterable[Any]) -> None:
         """Submit loads; those that cannot be are lost at once."""
-        for asked in requests:
+        for transfer in requests:
             now_s = time.monotonic()
-            op = asked.op
+            op = transfer.op
             tokens = op.end - op.start
             start_s = max(now_s, self._free_s)
             pace_s = self._pace.load_s(tokens)
             load = _Load(now_s, tokens, list(op.flat_block_ids), start_s + pace_s)
-            self._loads[asked.request_id] = load
+            self._loads[transfer.request_id] = load
             inner = self._link.open()
             went_well = False
             if inner is not None:
                 adapter = inner.worker_adapter
-                went_well, _ = self._link.call(LOAD, self._submit, adapter, LOAD, asked)
+                went_well, _ = self._link.call(LOAD, self._submit, adapter, LOAD, transfer)
             if not went_well:
                 self._lose(load)
-                self._landed.append(asked.request_id)
+                self._landed.append(transfer.request_id)
                 continue
-            self._free_s = load.due_s
+            self._free_s = load.lands_s
             load.took_s = time.monotonic() - now_s
 
     def lose(self, requests: Iterable[tuple[str, list[int]]]) -> None:
@@ -117,29 +116,29 @@ class LmcacheWorker:
 
     def store(self, requests: Iterable[Any]) -> None:
         """Submit stores; those that cannot be are given up."""
-        for asked in requests:
-            run = (asked.request_id, asked.op.start, asked.op.end)
+        for transfer in requests:
+            run = (transfer.request_id, transfer.op.start, transfer.op.end)
             inner = self._link.open()
             went_well, start_s = False, time.monotonic()
             if inner is not None:
                 adapter = inner.worker_adapter
-                went_well, _ = self._link.call(STORE, self._submit, adapter, STORE, asked)
+                went_well, _ = self._link.call(STORE, self._submit, adapter, STORE, transfer)
             if inner is None or not went_well:
                 self._meta.lost.add(run)
                 continue
-            future = inner.worker_adapter.store_futures.get(asked.request_id)
+            future = inner.worker_adapter.store_futures.get(transfer.request_id)
             self._storing.append((run, future, start_s))
 
     @staticmethod
-    def _submit(adapter: Any, direction: str, asked: Any) -> None:
+    def _submit(adapter: Any, direction: str, transfer: Any) -> None:
         submit = adapter.submit_retrieve_request if direction == LOAD else None
         submit = submit or adapter.submit_store_request
         submit(
-            asked.request_id,
-            asked.op,
+            transfer.request_id,
+            transfer.op,
             adapter.create_recorded_event(),
-            cache_salt=asked.cache_salt,
-            request_configs=asked.request_configs,
+            cache_salt=transfer.cache_salt,
+            request_configs=transfer.request_configs,
         )
 
     # -- what ended ---------------------------------------------------------------------------
@@ -188,7 +187,7 @@ class LmcacheWorker:
             if errors.intersection(load.block_ids):
                 self._link.failed(LOAD, "blocks were not filled")
                 self._lose(load)
-            if not load.lost and load.due_s > now_s:
+            if not load.lost and load.lands_s > now_s:
                 later.append(request_id)
                 continue
             if not load.lost:
@@ -222,7 +221,7 @@ class LmcacheWorker:
                 continue
             self._link.guard.answered()
             self._meta.stored[run] = 1
-            self._tell("store", run[2] - run[1], now_s - start_s)
+            self._send_stats("store", run[2] - run[1], now_s - start_s)
         self._storing = still
 
     def _report(self, request_id: str, load: _Load, now_s: float) -> None:
@@ -230,9 +229,9 @@ class LmcacheWorker:
         paced = self._pace.load_s(load.tokens)
         took_s = max(load.took_s, paced) if paced else max(load.took_s, now_s - load.start_s)
         self._load_seconds.add(request_id, took_s)
-        self._tell("load", load.tokens, took_s)
+        self._send_stats("load", load.tokens, took_s)
 
-    def _tell(self, kind: str, tokens: int, took_s: float) -> None:
+    def _send_stats(self, kind: str, tokens: int, took_s: float) -> None:
         self._stats.send({
             "kind": kind, "tokens": tokens, "blocks": tokens // self._block_tokens,
             "bytes": tokens * self._token_bytes, "took_s": took_s,
@@ -244,10 +243,10 @@ class LmcacheWorker:
         return self._load_seconds.take(request)
 
     def wait_for_load(self, timeout_s: float) -> bool:
-        """Sleep until the next load is due, at most `timeout_s`; False if none is under way."""
+        """As `LoadSource`: sleeps until the next load lands."""
         if self._loads:
-            due_s = min(load.due_s for load in self._loads.values())
-            time.sleep(min(max(due_s - time.monotonic(), _STORE_POLL_S), timeout_s))
+            lands_s = min(load.lands_s for load in self._loads.values())
+            time.sleep(min(max(lands_s - time.monotonic(), _STORE_POLL_S), timeout_s))
             return True
         if self._storing:
             time.sleep(min(timeout_s, _STORE_POLL_S))

@@ -6,8 +6,7 @@ import pytest
 
 from workers.stats_channel import StatsSender
 from workers.vllm.admission_reports import AdmissionReports
-from workers.vllm.lmcache.guard import TierGuard
-from workers.vllm.lmcache.link import LmcacheLink
+from workers.vllm.lmcache.link import LmcacheLink, TierGuard
 from workers.vllm.lmcache.scheduler import LmcacheScheduler
 from workers.vllm.tail_recompute import LOAD_ALL, TailRecompute
 
