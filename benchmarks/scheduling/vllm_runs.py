@@ -31,7 +31,7 @@ from kappa.cost import StepModel
 from kappa.protocol import HOST_TOKENS_KEY, REQUEST_ID_KEY, TENANT_KEY
 from workers.tiny_model import make_tiny_model
 from workers.vllm.arguments import CPU_ENV
-from workers.vllm.options import CONFIG_KEY, STOCK
+from workers.vllm.options import SCHEDULER_KEY, STOCK
 
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **CPU_ENV})
 
@@ -40,8 +40,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from workers.vllm.host_tier import CURRENT, HostTierWorker
+from workers.vllm.host_tier import HostTierWorker
 from workers.vllm.link_queue import LinkPace
+from workers.vllm.load_sources import LOAD_SOURCES
 from workers.vllm.metered_worker import MeteredCPUWorker
 
 _HOST_BYTES = 1 << 28
@@ -68,7 +69,7 @@ class BenchWorker(MeteredCPUWorker):
 
 
 def _tier() -> HostTierWorker:
-    tier = CURRENT[0]
+    tier = LOAD_SOURCES[0]
     assert isinstance(tier, HostTierWorker)
     return tier
 
@@ -87,7 +88,7 @@ def engine_arguments(
     step = StepModel(mix.STEP_TOKEN_S, 0.0, 0.0, 0.0, mix.STEP_FIXED_S, dilation)
     additional: dict[str, Any] = {"kappa_stats": stats, "kappa_pace": step.to_dict()}
     if policy != BARE:
-        additional[CONFIG_KEY] = {
+        additional[SCHEDULER_KEY] = {
             "rule": STOCK if policy.startswith("fcfs") else policy,
             "config": {}, "link": link, "stats": stats, "log": str(folder / "iterations.jsonl"),
         }  # fmt: skip
