@@ -206,13 +206,6 @@ def test_loads_queue_on_one_link():
     assert queue.backlog_s(0.5)[0] == pytest.approx(2 * SPEED.load_s(1000) - 0.5)
 
 
-def test_a_prompt_without_a_load_does_not_wait_for_the_link():
-    queue = EngineQueue(SPEED)
-    queue.submit(job("loading", 0.0, host=5000), 0.0)
-    expected = prompt_s(SPEED, 30, 0)
-    assert queue.first_token_s(job("x", new=30), 0.0) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     "step",
     [
@@ -353,23 +346,6 @@ def test_a_load_nobody_expected_goes_to_the_end_of_the_link():
     expected = SPEED.load_s(500) + SPEED.load_s(600)
     assert inside(queue)["a"].loaded_s == pytest.approx(expected)
     assert queue.backlog_s(0.1)[0] == pytest.approx(expected - 0.1)
-
-
-def test_behind_a_long_prompt_not_even_a_load_begins():
-    queue = EngineQueue(SPEED)
-    queue.submit(job("long", 0.0, new=3 * SPEED.budget_tokens), 0.0)
-    asked = job("asked", 0.0, host=100, new=1)
-    prompt = prompt_s(SPEED, 3 * SPEED.budget_tokens, 0)
-    # Decoding `long` and the load begin together; the load is seen one step after it landed.
-    assert queue.first_token_s(asked, 0.0) > prompt + SPEED.load_s(100)
-
-
-def test_a_prompt_that_has_begun_goes_on_before_an_earlier_one_whose_load_was_slow():
-    queue = EngineQueue(SPEED)
-    queue.submit(job("slow", 0.0, host=600, new=60), 0.0)
-    long = job("long", 0.0, new=4 * SPEED.budget_tokens)
-    alone = prompt_s(SPEED, 4 * SPEED.budget_tokens, 0)
-    assert queue.first_token_s(long, 0.0) == pytest.approx(alone)
 
 
 def test_a_load_that_starts_late_lands_late():

@@ -79,20 +79,6 @@ def test_what_was_priced_does_not_change_when_it_is_reserved():
     assert estimates.in_flight.tolist() == [0.0, 0.0]
 
 
-def test_use_fades_and_follows_the_work_received():
-    made = fleet_of("h100-pcie5")
-    work_s = 0.0
-    for i in range(400):
-        now_s = i * 0.1
-        estimates = estimate(made, now_s, tokens=4000, cached=3000)
-        work_s = float(estimates.work_s[0])
-        flight = made.reserve(f"r{i}", estimates, 0)
-        made.prefilled(flight, now_s)
-        made.release(flight, now_s)
-    assert estimate(made, 40.0).gpu_use[0] == pytest.approx(work_s / 0.1, rel=0.15)
-    assert estimate(made, 400.0).gpu_use[0] < 1e-6
-
-
 def test_an_admission_corrects_what_was_reserved():
     made = fleet_of("h100-pcie5")
     a = made.reserve("a", estimate(made, tokens=8000, cached=7000), 0)
@@ -204,15 +190,6 @@ def test_a_fetch_takes_for_ever_where_there_is_no_room_for_it():
     offer = fetched(made)
     assert offer.fetch_s[1] == pytest.approx(4000 * 131072 / 25e9)
     assert np.isinf(fetched(made, 4001.0).ttft_s[1])
-
-
-def test_room_is_promised_until_the_request_has_used_it():
-    made = with_network()
-    made.spare("w1", 6000.0)
-    a = made.reserve("a", fetched(made), 1)
-    assert np.isinf(fetched(made).ttft_s[1])
-    made.prefilled(a, 1.0)
-    assert np.isfinite(fetched(made).ttft_s[1])
 
 
 def test_a_device_holds_one_block_less_than_it_has():
