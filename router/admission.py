@@ -139,8 +139,8 @@ class Admission:
         now_s = estimates.now_s
         late_s = np.array([lateness.late_s(worker, now_s) for worker in estimates.workers])
         long = estimates.work_s > _LONG_PROMPT_S * fleet.dilation(estimates.slots)
-        # Prompts delay the tokens of what decodes beside them: how much they did tells how much
-        # they will.
+        # Prompts delay the tokens of what decodes beside them: by how much they
+        # did is how much they will.
         expected_s = np.array(
             [
                 lateness.token_s(worker, now_s, float(alone), long=bool(is_long))
@@ -242,7 +242,7 @@ class Demand:
         total_s = np.concatenate(([0.0], np.cumsum(slack_s)))
         fewer = np.searchsorted(slack_s, block_s)
         over_s = fewer * block_s - total_s[fewer]
-        # What came in less time than that tells of a burst, not of what comes while it computes.
+        # What came in less time than that shows a burst, not of what comes while it computes.
         since_s = now_s - self._last[0].at_s if self._last else 0.0
         window_s = np.maximum(block_s, since_s)
         counts: Floats = np.divide(
@@ -309,7 +309,7 @@ class Lateness:
         outcomes.late_at_s = now_s
 
     def ended(self, flight: Flight, now_s: float, tokens: int) -> None:
-        """It is over, whole with so many tokens; 0 tells nothing of their time."""
+        """It is over, whole with so many tokens; 0 if they give no measure."""
         outcomes = self._workers.get(flight.worker)
         if outcomes is None:
             return

@@ -107,7 +107,7 @@ class Calibration:
         computing_s = after.computed_seconds_total - before.computed_seconds_total
         dilation, learnt = announced.node.dilation, False
         if tokens > 0 and loading_s > 0:
-            # What is announced is the link; of a server behind it only measuring tells.
+            # What is announced is the link; a server behind it is known by measuring only.
             bound = _BOUND if announced.tier != "lmcache" else _SERVER_BOUND
             self.link(loading_s / dilation, tokens * load_token_s(announced) / dilation, bound)
             learnt = True

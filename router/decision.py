@@ -1,4 +1,4 @@
-"""What the router is asked and what it answers: a request, its cost on every worker, a decision.
+"""What goes into the router and comes out: a request, its cost on every worker, a decision.
 
 Policies see `Estimates` and nothing else, so the same ones run live and simulated.
 """

@@ -4,8 +4,8 @@ It replays, in closed form where it can, what a scheduler with chunked prefill d
 requests that were sent there: loads queue on the link, prompts share the step's token budget,
 decoding requests take a token each, blocks bound how many run. First come, first served; but an
 engine that packs goes on past one that does not fit, and queues no load behind a busy link. Tenants
-and starving requests are not forecast. Reports and first tokens correct it. To tell when one more
-request would have its first token, it runs a copy of itself forward.
+and starving requests are not forecast. Reports and first tokens correct it. When one more request
+would have its first token is found by running a copy forward.
 
 Pure: every method takes the time; the clock is real seconds (dilated on a paced node).
 """
@@ -26,7 +26,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeed:
-    """What is to be known of an engine: steps, link, budget and room, in real seconds.
+    """What an engine can do: steps, link, token budget and VRAM, in real seconds.
 
     packs: as `kappa.protocol.Announcement`.
     """
@@ -67,7 +67,7 @@ class EngineJob:
 
     @property
     def footprint_tokens(self) -> int:
-        """Cache room it holds once admitted."""
+        """Cache that it holds once admitted."""
         return self.context_tokens + self.new_tokens
 
     @property
@@ -88,7 +88,7 @@ class EngineQueue:
         self._jobs: dict[str, EngineJob] = {}
         self._now_s = 0.0
         self._link_free_s = 0.0
-        # A busy engine asks for landed loads as a step starts, and schedules them after it.
+        # A busy engine polls for landed loads as a step starts, and schedules them after it.
         self._polled_s = 0.0
         # A forecast lets streams end after the tokens they are expected to make; the live state
         # keeps them until their end is reported.
@@ -102,7 +102,7 @@ class EngineQueue:
         self._jobs[job.request_id] = replace(job)
 
     def correct(self, request_id: str, device: int, host: int, new: int, now_s: float) -> None:
-        """The engine admitted it, and said what it really took; other loads move up or back."""
+        """The engine admitted it, and reported what it really took; other loads move up or back."""
         self.advance(now_s)
         job = self._jobs.get(request_id)
         if job is None or job.decoding:
@@ -161,7 +161,7 @@ class EngineQueue:
         for _ in range(_MAX_STEPS):
             if mine.decoding or not ahead._step(_NEVER):
                 break
-        # Cut off, or nothing to wait for: late, but never before it was asked.
+        # Cut off, or nothing to wait for: late, but never in the past.
         return max(ahead._now_s, now_s)
 
     def backlog_s(self, now_s: float) -> tuple[float, float]:
@@ -232,7 +232,7 @@ class EngineQueue:
     def _skip_to_next_event(self, until_s: float) -> bool:
         """Nothing to compute: go to the next arrival or the next load that lands.
 
-        An idle engine asks for landed loads all the time, so they are seen at once.
+        An idle engine polls for landed loads all the time, so they are seen at once.
         """
         if any(self._unseen(job) for job in self._jobs.values()):
             self._polled_s = self._now_s
@@ -300,7 +300,7 @@ class EngineQueue:
         return self.speed.step.real_s([(new, context + steps) for new, context in work])
 
     def _admit(self) -> None:
-        """Give room and a place on the link to those that have arrived, in order.
+        """Give cache and a place on the link to those that have arrived, in order.
 
         A first-come engine looks at those that wait only while its step has tokens to spare: behind
         a long prompt not even a load begins.

@@ -33,7 +33,7 @@ class Flight:
 
     own: this router sent it; else a worker reported it, and another ingress sent it.
     link_s, gpu_s, new_tokens, fetch_tokens: what it put on its worker and takes away again.
-    prefilled: its prompt is done, as far as its worker or its stream have told.
+    prefilled: its prompt is done, as its worker or its stream reported.
 
     Of its own ones: chosen, informed, sent_s; tpot_s: predicted seconds per token if no prompts
     come in between, where outcomes are compared with predictions (0: they are not);
@@ -72,9 +72,9 @@ class Prompt:
 class Fleet:
     """The records, and the requests reserved on them.
 
-    first: at which share of all workers the order begins in which they are offered, and so who wins
-    a tie; routers that share workers take different ones lest all send their next request to the
-    same idle worker.
+    first: at which share of all workers the order begins in which they are listed, and so which one
+    wins a tie; routers that share workers take different ones lest all send their next request to
+    the same idle worker.
     """
 
     def __init__(self, first: float = 0.0) -> None:
@@ -89,7 +89,7 @@ class Fleet:
         # Of each place, the requests whose prompts are not done, in the order of their arrival.
         self._prompts: list[OrderedDict[str, Flight]] = []
         self._nodes: dict[str, NodeProfile] = {}
-        # All workers in the order in which they are offered: places, names, nodes.
+        # All workers in the order in which they are listed: places, names, nodes.
         self._active: Slots = _NO_SLOTS
         self._active_names: list[str] = []
         self._active_nodes: tuple[NodeProfile, ...] = ()
@@ -98,11 +98,11 @@ class Fleet:
     def _compile(self) -> None:
         """Call each loop once, now rather than while the first request waits."""
         nothing, records = np.empty(0), self._records
-        offered = self.estimate(self._active, 0.0, Prompt(1, 1), nothing, nothing)
+        estimates = self.estimate(self._active, 0.0, Prompt(1, 1), nothing, nothing)
         self.idle_s(self._active, 1, 0.0)
         pricing.backlog_s(records, 0, 0.0)
         if records.size:
-            row = np.zeros(1, dtype=offered.rows.dtype)
+            row = np.zeros(1, dtype=estimates.rows.dtype)
             pricing.reserve(records, 0, row, 0, 0.0, USE_WINDOW_S)
             pricing.shift(records, 0, 0.0, 0.0, 0)
             pricing.admitted_s(records, 0, 0, 0, 0)

@@ -32,7 +32,7 @@ class LoadPlanner:
     """The planner of one worker.
 
     Raises:
-        ValueError: the announced rates or planner cannot be used; says why.
+        ValueError: the announced rates or planner cannot be used, with the reason.
     """
 
     def __init__(self, announced: Announcement) -> None:
@@ -96,10 +96,10 @@ class LoadPlanner:
         # Activations of a share of the blocks are spread evenly: only `hybrid` takes them so.
         holds = self._act_share >= 1 or self._name == "hybrid"
         room = None if self._room_tokens is None else room_left(self._room_tokens, device, new)
-        asked = Cached(cached, new, device, cached if holds else 0, room)
-        plan = self._planning.named(self._name)(asked)
+        prefix = Cached(cached, new, device, cached if holds else 0, room)
+        plan = self._planning.named(self._name)(prefix)
         cut = bounded(plan, self._most_recomputed_tokens)
-        return plan if cut is plan else self._planning.priced(asked, cut.segments, cut.why)
+        return plan if cut is plan else self._planning.priced(prefix, cut.segments, cut.why)
 
     def _planned(self, plan: LoadPlan) -> PlannedLoad:
         hidden_s = self._dilation * plan.hidden_s

@@ -1,4 +1,4 @@
-"""Which worker should serve a request. Each policy looks at `Estimates` and says whom, and why.
+"""Which worker should serve a request. A policy picks a row of the `Estimates` and gives a reason.
 
 * `priced`: least predicted TTFT, plus what the choice takes from others; `priced_fetch` may also
   bring KV from a peer first (simulated only).
@@ -19,13 +19,13 @@ import numpy as np
 from kappa.compiled import compiled
 from router.decision import ESTIMATE, Choice, Estimates, Fetch, Floats
 
-# A busy period is not longer than what recent use can tell of.
+# A busy period is not longer than recent use reaches back.
 _FULL = 0.95
 _OWN_LATE = 0.5
 
 
 class Policy(Protocol):
-    """Picks a worker; may remember what it was told. fetches: it may bring KV from a peer first."""
+    """Picks a worker; may remember what it routed. fetches: it may bring KV from a peer first."""
 
     name: str
     fetches: bool

@@ -4,9 +4,9 @@ Joins the prefix index, the fleet, calibration, load plans and the engine queue 
 `router.router` has it estimate what a request costs, and decides.
 
 Several ingresses decide over the same workers, and each would send the next request to the worker
-that looks idle to it. So every worker tells all of them what arrived and what left; a request that
-this router did not send is reserved as if it had. The worker is the truth: now and then it reports
-all that is in flight there, and what is not among that is dropped.
+that looks idle to it. So every worker reports to all of them what arrived and what left; a request
+that this router did not send is reserved as if it had. The worker is the truth: now and then it
+reports all that is in flight there, and what is not among that is dropped.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Pool:
                     self.index.handle(event)
 
     def invalidate(self, worker: str, now_s: float) -> None:
-        """What a worker told of its blocks, and of other ingresses' requests, is true no more."""
+        """What a worker reported of its blocks, and of other ingresses' requests, is invalid."""
         state = self.workers.get(worker)
         if self.index is None or state is None:
             return
@@ -188,7 +188,7 @@ class Pool:
             self.finish(flight, now_s)
 
     def report(self, report: WorkerReport, now_s: float) -> None:
-        """A worker measured something, or tells what other ingresses sent it."""
+        """A worker measured something, or reports what other ingresses sent it."""
         state = self.workers.get(report.worker)
         if state is None:
             return
@@ -277,13 +277,13 @@ class Pool:
                 self.prefilled(self.workers[worker], arrival.request_id, now_s)
 
     def _finish_remote(self, state: WorkerState, report: WorkerReport, now_s: float) -> None:
-        """What the report says went, and who is missing or new where it tells all."""
+        """What has left by the report, and what is missing or new where it lists all in flight."""
         gone = [state.flights[name] for name in report.finished if name in state.flights]
         if report.in_flight is not None:
             there = {arrival.request_id for arrival in report.in_flight}
             gone += [f for name, f in state.flights.items() if name not in there]
         for flight in gone:
-            # Of its own requests an ingress is told when they are over.
+            # Of its own requests the ingress knows itself when they are over.
             if not flight.own and flight.request_id in state.flights:
                 self.finish(flight, now_s)
         self._reserve_remote(report.worker, report.in_flight or (), now_s)
@@ -293,7 +293,7 @@ class Pool:
     def estimate(
         self, request: RouteRequest, slots: Slots, now_s: float, *, fetches: bool = False
     ) -> Estimates:
-        """The request priced on `slots`, by what the index says each of them holds.
+        """The request priced on `slots`, by what each of them holds as the index has it.
 
         fetches: also with the longest prefix brought from its holder first.
         """
@@ -343,7 +343,7 @@ class Pool:
     def _share_tiers(self, slots: Slots, device: Floats, cached: Floats) -> None:
         """Raise `cached`, behind each one's own device tokens, to what its server holds.
 
-        Workers that name the same LMCache server announce it. Each tells only of what it stored or
+        Workers that name the same LMCache server announce it. Each reports only what it stored or
         found itself, so what any of them holds, on the device or there, counts as held for all.
         That is an estimate: a prompt's blocks on a device are in the server too, unless their store
         failed or was evicted; the engine's look-up then finds less and computes the rest.

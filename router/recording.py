@@ -1,6 +1,6 @@
 """The router's log: every call with its time, as JSON lines, and the way back.
 
-What a live router is told is written as it happens; replayed through a fresh `Router` the same
+What a live router is given is written as it happens; replayed through a fresh `Router` the same
 calls give the same decisions. That is how a routing bug is taken home, and how the tests hold live
 and simulated wiring together. Pure: it makes and reads dictionaries, files are others'.
 """

@@ -1,8 +1,8 @@
 """How far our routing is trusted with real traffic: not at all, watching, a share, all of it. Pure.
 
-`ray`: Ray Serve's own router decides and ours is not asked. `shadow`: ours decides and writes down
+`ray`: Ray Serve's own router decides, ours does not. `shadow`: ours decides and writes down
 what it would have done, Ray's steers. `canary:N`: ours steers N percent of the conversations, Ray's
-the rest, with ours as a shadow. `on`: ours steers. Asked by the ingress for every request.
+the rest, with ours as a shadow. `on`: ours steers. Consulted by the ingress for every request.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class RouterConfig:
 
 
 class Router:
-    """Decides where requests go, from what it was told."""
+    """Decides where requests go, from what was reported to it."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
@@ -85,9 +85,9 @@ class Router:
         self.pool.report(report, now_s)
 
     def invalidate(self, worker: str, now_s: float) -> None:
-        """Nothing that a worker told is true any more: its blocks, and what others sent it.
+        """Nothing that a worker reported is true any more: its blocks, and what others sent it.
 
-        What this router sent there itself stays, until its ingress says what became of it.
+        What this router sent there itself stays, until its ingress releases it.
         """
         self.pool.invalidate(worker, now_s)
 

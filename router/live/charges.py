@@ -1,16 +1,15 @@
 """What every tenant was charged in the whole cluster, added up from the workers' own counters.
 
-Workers charge alone and report cumulative counters; an ingress adds them up and tells each worker,
+Workers charge alone and report cumulative counters; an ingress adds them up and sends each worker,
 with the requests that it sends there, what the others charged: else a tenant would multiply its
 share by spreading. Two ingresses hear the same workers, so both have the whole picture, up to the
 lag. The bound that this carries over: if one worker keeps the weighted charges of two tenants that
 both wait there within U seconds of each other, W workers keep them within U + (W - 1) * L / w
-seconds in all; L is the age of its newest news (the report's period, its way, and the time since a
-request last came to that worker), w the lesser weight; a worker charges a tenant at most a second
+seconds in all; L is the age of its newest report (the report's period, its way, and the time since
+a request last came to that worker), w the lesser weight; a worker charges a tenant at most a second
 of a resource per second. What a worker charged between its last report and its death is lost.
 
-Seconds are kept as whole nanoseconds: sums are exact, so they do not depend on who was heard first.
-Pure.
+Seconds are kept as whole nanoseconds: sums are exact, whichever report came first. Pure.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from dataclasses import dataclass, field
 
 from kappa.protocol import MAX_TENANTS, Charge, TenantCharge
 
-# So many tenants, the most recently active, are told to a worker.
-TOLD_TENANTS = 64
+# So many tenants, the most recently active, are sent to a worker.
+SENT_TENANTS = 64
 
 _NS = 1e9
 _MAX_GONE = 64
@@ -70,7 +69,7 @@ class Charges:
         """A worker's counters, of all its tenants or of those that changed; what each gained.
 
         time_s: when it reported, by its own clock; a report that is not newer than the last one
-        says nothing new. Counters that fall are those of a worker that started again: what the
+        changes nothing. Counters that fall are those of a worker that started again: what the
         dead one charged stays. steps_total: its engine's steps, which fall then too.
         """
         known = self._workers.get(worker) or self._gone.pop(worker, None) or _Worker()
@@ -102,7 +101,7 @@ class Charges:
             while len(self._gone) > _MAX_GONE:
                 self._gone.popitem(last=False)
 
-    def elsewhere(self, worker: str, limit: int = TOLD_TENANTS) -> dict[str, Charge]:
+    def elsewhere(self, worker: str, limit: int = SENT_TENANTS) -> dict[str, Charge]:
         """What all others charged, earlier lives of `worker` included: by tenant, the most
         recently active first, at most `limit` of them; those charged nothing are left out."""
         known = self._workers.get(worker)

@@ -36,7 +36,7 @@ class Ingresses:
         self._handle: Any = None
 
     async def call(self, own: Callable[..., Awaitable[Any]], what: str, *args: Any) -> list[Any]:
-        """Everybody's answer, this ingress' among them; `own(what, *args)` is what it says alone.
+        """Everybody's answer, this ingress' among them; `own(what, *args)` answers for it alone.
 
         Only its own if the others could not be reached within two seconds.
         """

@@ -87,7 +87,7 @@ class Record:
         }
 
     def log_line(self) -> dict[str, Any]:
-        """What the log says of it when it is over."""
+        """The line of the log when it is over."""
         chosen = self.decision.chosen
         return {
             "request_id": self.decision.request_id,
@@ -133,6 +133,6 @@ class Records(OrderedDict[str, Record]):
         return request_id if record is not None and record.sent_as == sent_as else sent_as
 
     def of(self, request_id: str, worker: str) -> Record | None:
-        """The record of a request if it is on that worker: what another says of it is too late."""
+        """The record of a request if it is on that worker: what another reports of it is late."""
         record = self.get(request_id)
         return record if record is not None and record.decision.worker == worker else None

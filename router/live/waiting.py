@@ -13,7 +13,7 @@ from typing import Any
 
 
 class WorkerLostError(Exception):
-    """The worker that had the request is gone; the message says how that was noticed."""
+    """The worker that had the request is gone; the message is how that was noticed."""
 
 
 class Wait:
