@@ -6,7 +6,7 @@ this class finds that replica. Without a pin (a plain Ray Serve LLM app that nam
 routes by what it sent where. The only file that knows Ray's router interface; no arithmetic here.
 
 Ray pickles this class by value, with the globals that it names; other modules are named, not
-pickled, so the board stays one per process.
+pickled, so the registry stays one per process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-import router.live.board
+import router.live.replica_registry
 import router.standalone
 from router.api.metadata import PIN_HEADER
 
@@ -30,7 +30,7 @@ class KappaRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Replicas came, went, or announced something: post it for the ingress."""
         super().update_replicas(replicas)
-        router.live.board.BOARD.post(
+        router.live.replica_registry.REGISTRY.publish(
             str(self._deployment_id),
             {r.replica_id.unique_id: (r.routing_stats or {}).get("kappa", {}) for r in replicas},
         )
@@ -39,7 +39,7 @@ class KappaRouter(RequestRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A replica died: the ingress must not wait for Ray's next health check to know."""
         super().on_replica_actor_died(replica_id)
-        router.live.board.BOARD.remove(str(self._deployment_id), replica_id.unique_id)
+        router.live.replica_registry.REGISTRY.remove(str(self._deployment_id), replica_id.unique_id)
 
     async def choose_replicas(
         self,
@@ -58,7 +58,7 @@ class KappaRouter(RequestRouter):
             # Ray looks at candidates once more before it sees that the request is over.
             if not pending_request.future.done():
                 self._remove_pending_request_from_indices(pending_request)
-                pending_request.future.set_exception(router.live.board.PinGoneError(pin))
+                pending_request.future.set_exception(router.live.replica_registry.PinGoneError(pin))
             return [candidate_replicas]
         ranked = self._kappa_alone.rank(
             list(by_id), pending_request.args, pending_request.metadata.internal_request_id

@@ -15,7 +15,7 @@ PolicyName = Literal["priced", "threshold", "ttft", "least_backlog"]
 
 
 class FailoverSettings(Section):
-    """When a worker counts as failed, and when it is tried again (`router.live.breaker`)."""
+    """When a worker counts as failed, and when it is probed (`router.live.circuit_breaker`)."""
 
     stall_after_s: Finite = Field(
         5.0,

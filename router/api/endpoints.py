@@ -42,9 +42,9 @@ from router.api.render import PromptRenderer
 from router.api.request_path import RequestPath
 from router.api.start import IngressSettings, LiveStart
 from router.decision import NoWorkerError
-from router.live.board import PinGoneError
 from router.live.ingresses import Ingresses, merged
 from router.live.live_router import LiveRouter
+from router.live.replica_registry import PinGoneError
 from router.telemetry import Telemetry
 
 log = structlog.get_logger(__name__)

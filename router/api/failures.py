@@ -24,9 +24,9 @@ from router.api.errors import (
     killed_an_engine,
 )
 from router.api.request import ApiRequest
-from router.live.board import PinGoneError
 from router.live.live_router import LiveRouter
-from router.live.members import DIED, ENGINE_DIED
+from router.live.membership import DIED, ENGINE_DIED
+from router.live.replica_registry import PinGoneError
 from router.live.waiting import WorkerLostError
 
 log = structlog.get_logger(__name__)

@@ -19,9 +19,9 @@ from kappa.settings.routing import FailoverSettings, ObservingSettings
 from router.admission import Admission
 from router.api.auth import Tenants
 from router.index.prefix_hash import secret_from_seed
-from router.live.breaker import BreakerRule
+from router.live.circuit_breaker import BreakerRule
 from router.live.live_router import LiveRouter
-from router.live.members import MemberRule
+from router.live.membership import MembershipRule
 from router.load_plans import planner_of
 from router.policies import policy_named
 from router.router import RouterConfig
@@ -76,10 +76,10 @@ def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:
     )
 
 
-def member_rule(settings: IngressSettings) -> MemberRule:
+def member_rule(settings: IngressSettings) -> MembershipRule:
     """When a worker counts as gone."""
     failover = settings.failover
-    return MemberRule(
+    return MembershipRule(
         stall_after_s=failover.stall_after_s,
         lost_after_s=max(settings.stale_after_s, failover.stall_after_s),
         # Ray ends it at its own time; a little later it is gone for us, too.

@@ -1,8 +1,8 @@
 """The pure router in a running cluster: keeps time, counts and remembers.
 
-Lives on the ingress' event loop and nowhere else. Who is there is `router.live.members`' to know;
-what workers report goes into `Router`. Every decision and its outcome is counted and kept in a
-short memory (`GET /v1/decisions`).
+Lives on the ingress' event loop and nowhere else. `router.live.membership` follows the workers;
+what they report goes into `Router`. Every decision and its outcome is counted and kept in a short
+memory (`GET /v1/decisions`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from router.decision import (
     RouteRequest,
     without_candidates,
 )
-from router.live.board import BOARD
-from router.live.breaker import Blocked
 from router.live.charges import Charges
-from router.live.members import MemberRule, Members
+from router.live.circuit_breaker import Blocked
+from router.live.membership import Membership, MembershipRule
 from router.live.metrics import RouterMetrics
 from router.live.record_file import RecordFile
 from router.live.records import SENT_MARK, Record, Records
+from router.live.replica_registry import REGISTRY
 from router.live.suspects import Suspects
 from router.load_plans import planner_of
 from router.recording import RecordedRouter
@@ -50,7 +50,7 @@ class LiveRouter:
         self,
         config: RouterConfig,
         record: str | None = None,
-        rule: MemberRule | None = None,
+        rule: MembershipRule | None = None,
         *,
         counting: bool = True,
         request_log: bool = True,
@@ -71,20 +71,9 @@ class LiveRouter:
         self.kappa_eff: dict[str, float | None] = {}
         # The machine's clock may be set while we run; what is expected must not jump with it.
         self._epoch_s = time.time() - time.monotonic()
-        self.members = Members(
-            self.router,
-            BOARD,
-            rule or MemberRule(),
-            self.now_s,
-            on_report=self._reported,
-            on_join=self._joined,
-            on_leave=self._left,
-            on_open=self._opened,
-            on_gap=self._gap,
-            on_restart=partial(self.metrics.inc, m.TASK_RESTARTS),
-            on_death=self._died,
+        self.members = Membership(
+            self.router, REGISTRY, rule or MembershipRule(), self.now_s, listener=self
         )
-        self.members.on_rename = self._forget
 
     def now_s(self) -> float:
         """Seconds since the epoch as of the start, and never a jump since."""
@@ -203,7 +192,7 @@ class LiveRouter:
             breakers.succeeded(worker, request_id)
         elif end in ("error", "worker_died"):
             if breakers.failed(worker, request_id, self.now_s()):
-                self._opened(worker, "errors")
+                self.breaker_opened(worker, "errors")
         else:
             breakers.abandoned(worker, request_id)
         self.members.ended(worker)
@@ -271,11 +260,11 @@ class LiveRouter:
         pools = [s.announcement.pool for s in self.router.workers.values()]
         return ray_choice(pools, lambda _: 0, request_id) if pools else ""
 
-    def _joined(self, announcement: Announcement) -> None:
+    def worker_joined(self, announcement: Announcement) -> None:
         planner = planner_of(announcement)
         self.kappa_eff[announcement.worker] = planner.kappa_eff() if planner is not None else None
 
-    def _left(self, worker: str, node: str, lost: list[str]) -> None:
+    def worker_left(self, worker: str, node: str, lost: list[str]) -> None:
         self.kappa_eff.pop(worker, None)
         self.charges.left(worker)
         self.suspects.left(worker)
@@ -283,27 +272,30 @@ class LiveRouter:
         for request_id in lost:
             if request_id in self.records:
                 self.records[request_id].end = "worker_died"
-        self._forget(node)
+        self.node_renamed(node)
 
-    def _forget(self, node: str) -> None:
+    def node_renamed(self, before: str) -> None:
         """Nobody is called so any more: what was shown of it goes."""
-        self.metrics.forget_node(node)
+        self.metrics.forget_node(before)
 
-    def _died(self, worker: str) -> None:
+    def worker_died(self, worker: str) -> None:
         in_flight = self._in_flight(worker)
         self.suspects.died(worker, self._node(worker), in_flight, self.now_s())
 
-    def _opened(self, worker: str, why: str) -> None:
+    def breaker_opened(self, worker: str, why: str) -> None:
         self.metrics.inc(m.BREAKER_OPENED, self._node(worker), why)
 
-    def _gap(self, worker: str) -> None:
+    def stream_gap(self, worker: str) -> None:
         self.metrics.inc(m.STREAM_GAPS, self._node(worker))
+
+    def task_restarted(self, task: str) -> None:
+        self.metrics.inc(m.TASK_RESTARTS, task)
 
     def _node(self, worker: str) -> str:
         state = self.router.workers.get(worker)
         return state.announcement.node.name if state is not None else worker
 
-    def _reported(self, report: WorkerReport) -> None:
+    def reported(self, report: WorkerReport) -> None:
         state = self.router.workers.get(report.worker)
         if state is None:
             return

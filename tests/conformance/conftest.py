@@ -22,7 +22,7 @@ from router.api.endpoints import ROUTES, KappaIngress
 from router.api.metadata import PIN_HEADER
 from router.api.render import PromptRenderer
 from router.api.start import IngressSettings
-from router.live.board import Board
+from router.live.replica_registry import ReplicaRegistry
 from workers.emulated.engine import EmulatedEngine, EmulatedPlan
 from workers.emulated.loop import EmulatedPace
 from workers.report_stream import ReportStream
@@ -139,7 +139,8 @@ class Serving:
             self._ready.set()
 
     async def _serve(self):
-        board, router.live.live_router.BOARD = router.live.live_router.BOARD, Board()
+        live_router = router.live.live_router
+        registry, live_router.REGISTRY = live_router.REGISTRY, ReplicaRegistry()
         nodes = [Node("a"), Node("b")]
         ingress = InProcess(self._renderer, nodes, settings_of_ingress())
         self.app = make_app(Access(max_body_bytes=MAX_BODY_BYTES))
@@ -148,7 +149,8 @@ class Serving:
         for node in nodes:
             await node.engine.start()
         self.live = ingress._live()
-        router.live.live_router.BOARD.post("d", {node.name: node.announcement() for node in nodes})
+        announcements = {node.name: node.announcement() for node in nodes}
+        live_router.REGISTRY.publish("d", announcements)
         async with asyncio.timeout(_PATIENCE_S):
             while len(self.live.router.workers) < len(nodes):
                 await asyncio.sleep(0.01)
@@ -172,7 +174,7 @@ class Serving:
         await ingress._start.close()
         for node in nodes:
             await node.close()
-        router.live.live_router.BOARD = board
+        live_router.REGISTRY = registry
 
 
 def settings_of_ingress():

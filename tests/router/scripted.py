@@ -23,7 +23,7 @@ from router.api.metadata import PIN_HEADER
 from router.api.render import PromptRenderer
 from router.api.start import IngressSettings
 from router.decision import RouteRequest
-from router.live.board import Board
+from router.live.replica_registry import ReplicaRegistry
 from tests.router.stream_worker import until as until
 from workers.tiny_model import make_tiny_model
 
@@ -101,16 +101,16 @@ async def words(_worker):
 
 
 class Scene:
-    """Makes scripted ingresses, each with a board of its own, and closes them."""
+    """Makes scripted ingresses, each with a registry of its own, and closes them."""
 
     def __init__(self, renderer, monkeypatch):
         self._renderer, self._monkeypatch = renderer, monkeypatch
         self._made = []
 
     async def __call__(self, script, workers=("a", "b"), device_blocks=(100, 100), **changes):
-        """(ingress, live router, application) with these workers on `ingress.board`."""
-        board = Board()
-        self._monkeypatch.setattr(router.live.live_router, "BOARD", board)
+        """(ingress, live router, application) with these workers on `ingress.registry`."""
+        registry = ReplicaRegistry()
+        self._monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
         ingress = Scripted(self._renderer, script, **changes)
         app = make_app(Access(changes.get("tenants") or Tenants(), max_body_bytes=1 << 20))
         app.post(PATH)(ingress.chat)
@@ -118,9 +118,9 @@ class Scene:
         app.get("/v1/tenants")(ingress.tenants)
         app.get("/v1/nodes")(ingress.nodes)
         live = ingress._live()
-        ingress.board = board
+        ingress.registry = registry
         said = zip(workers, device_blocks, strict=False)
-        board.post("d", {worker: announcement(worker, blocks) for worker, blocks in said})
+        registry.publish("d", {worker: announcement(worker, blocks) for worker, blocks in said})
         await until(lambda: len(live.router.workers) == len(workers))
         self._made.append(ingress)
         return ingress, live, app

@@ -18,7 +18,7 @@ from kappa.protocol import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
 from router.api.auth import Tenants
 from router.decision import RouteRequest
-from router.live.board import PinGoneError
+from router.live.replica_registry import PinGoneError
 from tests.router.scripted import announcement, code, event, get, post, until, words
 
 pytestmark = pytest.mark.ray
@@ -177,7 +177,7 @@ async def test_where_all_fail_one_that_fails_is_still_asked(serve):
 
 
 def heard(live, worker, **what):
-    live.members._reported(WorkerReport(worker, live.now_s(), **what))
+    live.members.reported(WorkerReport(worker, live.now_s(), **what))
 
 
 async def test_a_worker_that_falls_silent_loses_those_it_has_not_begun(serve):
@@ -304,9 +304,9 @@ async def test_a_worker_that_is_taken_away_ends_its_streams_and_gets_nothing_new
     post_one = asyncio.create_task(post(app, stream=True))
     await until(lambda: live.records and next(iter(live.records.values())).ttft_s is not None)
     leaves = ingress.sent[0]
-    live.members.get(leaves).feed.connected = True
+    live.members.get(leaves).subscriber.connected = True
     stays = ({"a", "b"} - {leaves}).pop()
-    ingress.board.post("d", {stays: live.members.get(stays).said})
+    ingress.registry.publish("d", {stays: live.members.get(stays).announced})
     await until(lambda: live.members.get(leaves).draining)
     assert live.explain(live_request()).worker == stays
     rows = {row["node"]: row for row in (await get(app, "/v1/nodes")).json()["nodes"]}
@@ -329,7 +329,7 @@ async def test_a_worker_that_died_loses_its_requests_at_once_and_they_go_elsewhe
     busy(live)
     post_one = asyncio.create_task(post(app, stream=True))
     await until(lambda: ingress.sent)
-    ingress.board.remove("d", ingress.sent[0])
+    ingress.registry.remove("d", ingress.sent[0])
     answer = await post_one
     assert answer.status_code == 200 and ingress.sent[1] != ingress.sent[0]
     assert set(live.router.workers) == {ingress.sent[1]}
@@ -340,10 +340,10 @@ async def test_other_ingresses_requests_count_for_the_limit(serve):
     _, live, app = await serve(words, max_queue=2)
     arrived = [{"request_id": f"theirs-{i}", "new_tokens": 10} for i in range(2)]
     told = WorkerReport("a", live.now_s()).to_dict()
-    live.members._reported(WorkerReport.from_dict(told | {"arrived": arrived}))
+    live.members.reported(WorkerReport.from_dict(told | {"arrived": arrived}))
     answer = await post(app)
     assert (answer.status_code, code(answer)) == (429, "queue_full")
-    live.members._reported(WorkerReport.from_dict(told | {"finished": ["theirs-0"]}))
+    live.members.reported(WorkerReport.from_dict(told | {"finished": ["theirs-0"]}))
     assert (await post(app, stream=True)).status_code == 200
 
 
@@ -364,7 +364,7 @@ async def test_a_request_that_comes_before_any_worker_is_known_waits_for_one(ser
     early = asyncio.create_task(post(app, stream=True))
     await asyncio.sleep(0.05)
     assert not early.done() and ingress.sent == []
-    ingress.board.post("d", {"late": announcement("late")})
+    ingress.registry.publish("d", {"late": announcement("late")})
     answer = await early
     assert answer.status_code == 200 and ingress.sent == ["late"]
 
@@ -413,8 +413,8 @@ async def test_health_fails_when_the_workers_are_followed_no_more(serve, monkeyp
     monkeypatch.setattr(router.api.endpoints, "_FIRST_SIGHT_S", 0.05)
     ingress, live, _ = await serve(words)
     await ingress.check_health()
-    live.members.get("a").feed._tasks[0].cancel()
-    await until(lambda: not live.members.get("a").feed.alive)
+    live.members.get("a").subscriber._tasks[0].cancel()
+    await until(lambda: not live.members.get("a").subscriber.alive)
     with pytest.raises(RuntimeError, match="nobody follows worker a"):
         await ingress.check_health()
 

@@ -18,8 +18,8 @@ from router.api.constraints import cache_salt
 from router.api.limits import Allowance
 from router.api.render import PromptRenderer
 from router.index.prefix_hash import salt_of
-from router.live.board import Board
 from router.live.records import Record
+from router.live.replica_registry import ReplicaRegistry
 from tests.router.scripted import BODY, PATH, Scripted, announcement, event, overload
 from workers.tiny_model import make_tiny_model
 
@@ -53,8 +53,8 @@ def cluster(renderer, monkeypatch):
 
     @asynccontextmanager
     async def made(script, tenants=OWN, workers=("a", "b"), access=None, **changes):
-        board = Board()
-        monkeypatch.setattr(router.live.live_router, "BOARD", board)
+        registry = ReplicaRegistry()
+        monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
         ingress = Salted(renderer, script, tenants=tenants, **changes)
         app = make_app(Access(tenants, **(access or {})))
         app.post(PATH)(ingress.chat)
@@ -63,14 +63,14 @@ def cluster(renderer, monkeypatch):
         app.get("/v1/decisions")(ingress.decisions)
         app.get("/metrics")(ingress.metrics)
         live = ingress._live()
-        board.post("d", {worker: announcement(worker) for worker in workers})
+        registry.publish("d", {worker: announcement(worker) for worker in workers})
         async with asyncio.timeout(30):
             while len(live.router.workers) < len(workers):
                 await asyncio.sleep(0.01)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             yield SimpleNamespace(ingress=ingress, live=live, client=client)
-        board.post("d", {})
+        registry.publish("d", {})
         await ingress._start.close()
 
     return made

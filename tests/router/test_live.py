@@ -1,4 +1,4 @@
-"""The live router between a real worker stream and the board, without Ray."""
+"""The live router between a real worker stream and the registry, without Ray."""
 
 import asyncio
 import errno
@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import router.live.live_router
-import router.live.members
+import router.live.membership
 import router.live.record_file
 import router.live.supervised
 from kappa.protocol import TenantCharge, WorkerReport
 from router.api.status import nodes, refresh_gauges
 from router.decision import NoWorkerError, RouteRequest
-from router.live.board import Board
 from router.live.live_router import LiveRouter
 from router.live.record_file import RecordFile
+from router.live.replica_registry import ReplicaRegistry
 from router.policies import policy_named
 from router.router import RouterConfig
 from tests.router.stream_worker import SIZE, until
@@ -28,10 +28,10 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture
 async def scene(monkeypatch):
-    board = Board()
-    monkeypatch.setattr(router.live.live_router, "BOARD", board)
+    registry = ReplicaRegistry()
+    monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
     live = LiveRouter(RouterConfig(policy=policy_named("ttft"), secret=12345))
-    yield live, board
+    yield live, registry
     await live.close()
     assert live.members.settled
 
@@ -45,8 +45,8 @@ def sample(live, text):
     return next((float(line.split()[-1]) for line in lines if line.startswith(text)), None)
 
 
-async def joined(live, board, *workers, **changes):
-    board.post("d", {w.name: w.announcement(**changes) for w in workers})
+async def joined(live, registry, *workers, **changes):
+    registry.publish("d", {w.name: w.announcement(**changes) for w in workers})
     await until(lambda: len(live.router.workers) == len(workers))
 
 
@@ -59,18 +59,18 @@ async def test_without_workers_nothing_is_chosen_and_a_time_is_told(scene):
 
 
 async def test_an_unready_replica_is_no_worker_yet(scene, worker):
-    live, board = scene
-    board.post("d", {"w": {}})
+    live, registry = scene
+    registry.publish("d", {"w": {}})
     await asyncio.sleep(0)
     assert live.router.workers == {}
-    await joined(live, board, worker())
+    await joined(live, registry, worker())
     assert live.route(ask()).worker == "w"
 
 
 async def test_a_request_is_followed_from_decision_to_end(scene, worker):
-    live, board = scene
+    live, registry = scene
     w = worker()
-    await joined(live, board, w)
+    await joined(live, registry, w)
     # What is told before the router listens is lost, and only what a snapshot holds is told again.
     await until(lambda: live.router.workers["w"].report is not None)
     decision = live.route(ask())
@@ -97,9 +97,9 @@ async def test_a_request_is_followed_from_decision_to_end(scene, worker):
 
 
 async def test_engine_events_reach_the_index(scene, worker):
-    live, board = scene
+    live, registry = scene
     w = worker()
-    await joined(live, board, w)
+    await joined(live, registry, w)
     w.store(1, 2)
 
     def matched():
@@ -110,13 +110,13 @@ async def test_engine_events_reach_the_index(scene, worker):
 
 
 async def test_a_worker_that_goes_takes_its_reservations_along(scene, worker):
-    live, board = scene
+    live, registry = scene
     first, second = worker("a"), worker("b")
-    await joined(live, board, first, second)
+    await joined(live, registry, first, second)
     gone = live.route(ask("r")).worker
     stays = ({"a", "b"} - {gone}).pop()
     refresh_gauges(live)
-    board.remove("d", gone)
+    registry.remove("d", gone)
     await until(lambda: len(live.router.workers) == 1)
     assert live.records["r"].end == "worker_died"
     assert live.router.reservations == 0
@@ -127,34 +127,34 @@ async def test_a_worker_that_goes_takes_its_reservations_along(scene, worker):
 
 
 async def test_another_deployments_replicas_are_not_ours_to_drop(scene, worker):
-    live, board = scene
-    await joined(live, board, worker())
-    board.post("other", {})
+    live, registry = scene
+    await joined(live, registry, worker())
+    registry.publish("other", {})
     await asyncio.sleep(0.05)
     assert set(live.router.workers) == {"w"}
 
 
 async def test_a_worker_of_another_model_is_refused_once(scene, worker):
-    live, board = scene
+    live, registry = scene
     a, b = worker("a"), worker("b")
-    await joined(live, board, a)
-    board.post("d", {"a": a.announcement(), "b": b.announcement(fingerprint="other")})
+    await joined(live, registry, a)
+    registry.publish("d", {"a": a.announcement(), "b": b.announcement(fingerprint="other")})
     await until(lambda: "b" in live.members.refused)
     assert set(live.router.workers) == {"a"}
 
 
 @pytest.mark.parametrize("spoilt", [{"protocol": 99}, {"unheard_of": 1}])
 async def test_an_announcement_that_cannot_be_read_is_refused(scene, worker, spoilt):
-    live, board = scene
-    board.post("d", {"w": worker().announcement() | spoilt})
+    live, registry = scene
+    registry.publish("d", {"w": worker().announcement() | spoilt})
     await until(lambda: "w" in live.members.refused)
     assert live.router.workers == {}
 
 
 async def test_nodes_tell_what_is_known(scene, worker):
-    live, board = scene
+    live, registry = scene
     w = worker()
-    await joined(live, board, w, profile_error="no GPU", measured={"h2d_bytes_per_s": 5.0})
+    await joined(live, registry, w, profile_error="no GPU", measured={"h2d_bytes_per_s": 5.0})
     w.step()
     await until(lambda: nodes(live)[0]["totals"] and nodes(live)[0]["totals"]["steps_total"])
     (row,) = nodes(live)
@@ -165,9 +165,9 @@ async def test_nodes_tell_what_is_known(scene, worker):
 
 
 async def test_memory_of_decisions_is_bounded(scene, worker):
-    live, board = scene
+    live, registry = scene
     live.records.memory = 3
-    await joined(live, board, worker())
+    await joined(live, registry, worker())
     for i in range(5):
         live.route(ask(f"r{i}"))
         live.release(f"r{i}", "done")
@@ -175,9 +175,9 @@ async def test_memory_of_decisions_is_bounded(scene, worker):
 
 
 async def test_a_request_that_outlives_thousands_of_others_still_ends_as_it_should(scene, worker):
-    live, board = scene
+    live, registry = scene
     live.records.memory = 3
-    await joined(live, board, worker())
+    await joined(live, registry, worker())
     live.route(ask("long"))
     for i in range(5):
         live.route(ask(f"r{i}"))
@@ -189,24 +189,24 @@ async def test_a_request_that_outlives_thousands_of_others_still_ends_as_it_shou
 
 
 async def test_charges_are_counted_by_tenant_and_outlive_their_worker(scene, worker):
-    live, board = scene
-    await joined(live, board, worker("a"), worker("b"))
+    live, registry = scene
+    await joined(live, registry, worker("a"), worker("b"))
     later_s = time.time() + 3600.0  # than what the worker itself reports, which has no charges
     for time_s, seconds in ((later_s, 2.0), (later_s + 1, 5.0), (later_s + 1, 5.0)):
         charge = TenantCharge("alice", seconds, 0.5, 0.0)
-        live._reported(WorkerReport("a", time_s, charges=(charge,)))
+        live.reported(WorkerReport("a", time_s, charges=(charge,)))
     vram = 'kappa_tenant_charge_seconds_total{resource="vram",tenant="alice"}'
     assert sample(live, vram) == 5.0
-    board.remove("d", "a")
+    registry.remove("d", "a")
     await until(lambda: len(live.router.workers) == 1)
     assert live.charges.elsewhere("b")["alice"].vram_s == 5.0
-    live._reported(WorkerReport("a", later_s + 2, charges=(TenantCharge("alice", 9.0, 0.5, 0.0),)))
+    live.reported(WorkerReport("a", later_s + 2, charges=(TenantCharge("alice", 9.0, 0.5, 0.0),)))
     assert sample(live, vram) == 5.0, "a worker that is gone is not heard"
 
 
 async def test_a_decision_and_its_log_line_name_the_tenant(scene, worker, capsys):
-    live, board = scene
-    await joined(live, board, worker())
+    live, registry = scene
+    await joined(live, registry, worker())
     live.route(ask(), "alice")
     live.release("r", "done")
     assert live.records["r"].to_dict()["tenant"] == "alice"
@@ -234,11 +234,11 @@ def full_disk(monkeypatch):
 async def test_a_full_disk_ends_the_record_and_nothing_else(
     monkeypatch, tmp_path, worker, full_disk
 ):
-    board, path = Board(), tmp_path / "record.jsonl"
-    monkeypatch.setattr(router.live.live_router, "BOARD", board)
+    registry, path = ReplicaRegistry(), tmp_path / "record.jsonl"
+    monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
     live = LiveRouter(RouterConfig(policy=policy_named("ttft"), secret=1), record=str(path))
     w = worker()
-    await joined(live, board, w)
+    await joined(live, registry, w)
     await until(lambda: live.members.synced)
     live.route(ask("before"))
     full_disk.append(errno.ENOSPC)
@@ -252,7 +252,7 @@ async def test_a_full_disk_ends_the_record_and_nothing_else(
     full_disk.clear()
     assert live.route(ask("after")).worker == "w"
     live.release("after", "done")
-    assert live.router.reservations == 0 and live.members.get("w").feed.synced
+    assert live.router.reservations == 0 and live.members.get("w").subscriber.synced
     assert sample(live, "kappa_record_dropped_total") >= 3
     assert sample(live, 'kappa_task_restarts_total{task="feed"}') is None
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -282,12 +282,12 @@ def test_a_record_that_cannot_be_opened_keeps_nothing_from_starting(tmp_path):
 
 
 async def test_an_ingress_that_can_follow_nobody_says_so(scene, worker, monkeypatch):
-    live, board = scene
-    await joined(live, board, worker("a"), worker("b"))
+    live, registry = scene
+    await joined(live, registry, worker("a"), worker("b"))
     await until(lambda: live.members.synced)
     assert live.members.fault() == ""
-    feeds = [live.members.get(name).feed for name in "ab"]
-    monkeypatch.setattr(router.live.members, "_UNREADABLE_S", 0.5)
+    feeds = [live.members.get(name).subscriber for name in "ab"]
+    monkeypatch.setattr(router.live.membership, "_UNREADABLE_S", 0.5)
     # One of two cannot be read: its own fault as likely as ours.
     feeds[0]._broken = True
     monkeypatch.setattr(feeds[0], "_snapshot", unreadable)
@@ -307,9 +307,9 @@ async def unreadable():
 
 
 async def test_a_watch_that_fails_is_started_again(scene, worker, monkeypatch):
-    live, board = scene
+    live, registry = scene
     monkeypatch.setattr(router.live.supervised, "PAUSES_S", (0.01,))
-    await joined(live, board, worker())
+    await joined(live, registry, worker())
     real, failures = live.members._clock, [1]
 
     def clock():

@@ -52,7 +52,7 @@ async def test_a_requests_account_says_where_its_time_went(begin):
     (record,) = live.records.values()
     request_id, worker = record.decision.request_id, record.decision.worker
     there = record.sent_as
-    live._reported(
+    live.reported(
         WorkerReport(
             worker, 1.0, spent=(Spent(there, 0.05, 0.1),),
             admitted=(Admission(there, 16, 32, 8),),

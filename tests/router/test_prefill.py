@@ -23,7 +23,7 @@ from router.api.render import PromptRenderer
 from router.api.start import IngressSettings
 from router.decision import Candidate, RouteRequest
 from router.index.prefix_hash import secret_from_seed
-from router.live.board import Board
+from router.live.replica_registry import ReplicaRegistry
 from router.policies import policy_named
 from router.recording import _request_in, _request_out
 from router.router import Router, RouterConfig
@@ -159,8 +159,8 @@ def renderer(tmp_path_factory):
 
 @pytest.fixture
 async def serve(renderer, monkeypatch):
-    board = Board()
-    monkeypatch.setattr(router.live.live_router, "BOARD", board)
+    registry = ReplicaRegistry()
+    monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
 
     async def make(prefill_answer, workers=(("p", "prefill", 1e-4), ("d", "decode", 1e-2))):
         done = Answer(choices=[{"message": {"content": "x"}}])
@@ -168,14 +168,14 @@ async def serve(renderer, monkeypatch):
         app = make_app(Access(Tenants(), max_body_bytes=1 << 20))
         app.post(PATH)(ingress.chat)
         live = ingress._live()
-        board.post("x", {name: announcement(name, role, s) for name, role, s in workers})
+        registry.publish("x", {name: announcement(name, role, s) for name, role, s in workers})
         async with asyncio.timeout(30.0):
             while len(live.router.workers) < len(workers):
                 await asyncio.sleep(0.01)
         return ingress, live, app
 
     yield make
-    board.post("x", {})
+    registry.publish("x", {})
     await asyncio.sleep(0.05)
 
 

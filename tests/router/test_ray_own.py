@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 
-import router.live.board
+import router.live.replica_registry
 from router.ray_own import WatchedRayRouter
 
 pytestmark = pytest.mark.ray
@@ -37,13 +37,13 @@ def test_it_decides_nothing_itself():
 
 
 def test_the_board_hears_who_is_there_and_who_died(watched, monkeypatch):
-    heard = []
-    board = router.live.board.Board()
-    board.listen(lambda deployment, posted, died: heard.append((deployment, posted, set(died))))
-    monkeypatch.setattr(router.live.board, "BOARD", board)
+    calls = []
+    registry = router.live.replica_registry.ReplicaRegistry()
+    registry.subscribe(lambda deployment, known, died: calls.append((deployment, known, set(died))))
+    monkeypatch.setattr(router.live.replica_registry, "REGISTRY", registry)
     watched.update_replicas([replica("a", {"kappa": {"worker": "a"}}), replica("b")])
     watched.on_replica_actor_died(SimpleNamespace(unique_id="a"))
-    assert heard == [("d", {"a": {"worker": "a"}, "b": {}}, set()), ("d", {"b": {}}, {"a"})]
+    assert calls == [("d", {"a": {"worker": "a"}, "b": {}}, set()), ("d", {"b": {}}, {"a"})]
 
 
 def test_a_board_that_fails_does_not_stop_rays_router(watched, monkeypatch):
@@ -53,6 +53,6 @@ def test_a_board_that_fails_does_not_stop_rays_router(watched, monkeypatch):
 
         remove = post
 
-    monkeypatch.setattr(router.live.board, "BOARD", Broken())
+    monkeypatch.setattr(router.live.replica_registry, "REGISTRY", Broken())
     watched.update_replicas([replica("a")])
     watched.on_replica_actor_died(SimpleNamespace(unique_id="a"))

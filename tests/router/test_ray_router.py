@@ -8,8 +8,8 @@ from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-import router.live.board
-from router.live.board import Board, PinGoneError
+import router.live.replica_registry
+from router.live.replica_registry import PinGoneError, ReplicaRegistry
 from router.ray_router import PIN_HEADER, KappaRouter
 
 pytestmark = pytest.mark.ray
@@ -52,23 +52,23 @@ async def test_a_pin_that_has_gone_fails_the_request_instead_of_sending_it_anywh
 
 
 def test_a_death_is_told_as_one_and_a_disappearance_is_not(monkeypatch):
-    board, heard = Board(), []
-    monkeypatch.setattr(router.live.board, "BOARD", board)
-    board.listen(lambda deployment, posted, died: heard.append((set(posted), set(died))))
-    board.post("d", {"a": {}, "b": {}})
-    board.remove("d", "a")
-    board.post("d", {})
+    registry, heard = ReplicaRegistry(), []
+    monkeypatch.setattr(router.live.replica_registry, "REGISTRY", registry)
+    registry.subscribe(lambda deployment, posted, died: heard.append((set(posted), set(died))))
+    registry.publish("d", {"a": {}, "b": {}})
+    registry.remove("d", "a")
+    registry.publish("d", {})
     assert heard == [({"a", "b"}, set()), ({"b"}, {"a"}), (set(), set())]
 
 
-def test_who_listens_no_more_hears_no_more():
-    board, heard = Board(), []
+def test_an_unsubscribed_listener_is_called_no_more():
+    registry, heard = ReplicaRegistry(), []
 
     def listener(*what):
         heard.append(what)
 
-    board.listen(listener)
-    board.unlisten(listener)
-    board.unlisten(listener)
-    board.post("d", {"a": {}})
+    registry.subscribe(listener)
+    registry.unsubscribe(listener)
+    registry.unsubscribe(listener)
+    registry.publish("d", {"a": {}})
     assert heard == []

@@ -231,7 +231,7 @@ async def test_a_worker_is_told_what_the_others_charged(serve):
     ingress, live, app = await serve(script, tenants=TENANTS)
     for worker, seconds in (("a", 1.0), ("b", 2.0)):
         charge = TenantCharge("alice", seconds, 0.5, 0.0)
-        live._reported(WorkerReport(worker, 1.0, charges=(charge,)))
+        live.reported(WorkerReport(worker, 1.0, charges=(charge,)))
         live.suspects.ended(worker, live.now_s())  # where nobody was alone
     assert (await post(app, "sk-alice", stream=True)).status_code == 200
     others = {"a": {"alice": [2.0, 0.5, 0.0]}, "b": {"alice": [1.0, 0.5, 0.0]}}
@@ -258,8 +258,8 @@ async def test_unknown_keys_are_refused_counted_and_cost_nothing(serve):
 
 async def test_tenants_are_shown_with_weight_charge_and_share(serve):
     _, live, app = await serve(words, tenants=TENANTS)
-    live._reported(WorkerReport("a", 1.0, charges=(TenantCharge("bob", 1.0, 1.0, 0.0),)))
-    live._reported(WorkerReport("b", 1.0, charges=(TenantCharge("alice", 3.0, 0.0, 0.0),)))
+    live.reported(WorkerReport("a", 1.0, charges=(TenantCharge("bob", 1.0, 1.0, 0.0),)))
+    live.reported(WorkerReport("b", 1.0, charges=(TenantCharge("alice", 3.0, 0.0, 0.0),)))
     rows = {row["tenant"]: row for row in (await get(app, "/v1/tenants")).json()["tenants"]}
     assert {name: row["weight"] for name, row in rows.items()} == {
         "alice": 2.0, "bob": 1.0, "default": 1.0,

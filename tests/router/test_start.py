@@ -7,7 +7,7 @@ import pytest
 import router.live.live_router
 from kappa.settings.routing import FailoverSettings
 from router.api.start import IngressSettings, LiveStart, member_rule, record_file, router_config
-from router.live.board import Board
+from router.live.replica_registry import ReplicaRegistry
 from tests.router.scripted import announcement
 
 pytestmark = pytest.mark.ray
@@ -23,9 +23,9 @@ def settings(**changes):
 
 
 @pytest.fixture
-def board(monkeypatch):
-    made = Board()
-    monkeypatch.setattr(router.live.live_router, "BOARD", made)
+def registry(monkeypatch):
+    made = ReplicaRegistry()
+    monkeypatch.setattr(router.live.live_router, "REGISTRY", made)
     return made
 
 
@@ -54,7 +54,7 @@ def test_each_of_several_ingresses_breaks_ties_from_another_worker_on():
     assert firsts == [0.0, 0.25, 0.5, 0.75, 0.0]
 
 
-async def test_it_is_made_once_woken_once_and_closed(board):
+async def test_it_is_made_once_woken_once_and_closed(registry):
     woken = []
 
     async def wake():
@@ -67,17 +67,17 @@ async def test_it_is_made_once_woken_once_and_closed(board):
     await asyncio.sleep(0)
     await start.close()
     assert woken == [1] and live.members.settled
-    board.post("d", {"a": announcement("a")})
+    registry.publish("d", {"a": announcement("a")})
     await asyncio.sleep(0.01)
     assert live.router.workers == {}, "it hears nothing any more"
     await start.close()
 
 
-async def test_what_is_not_known_in_time_is_said(board):
+async def test_what_is_not_known_in_time_is_said(registry):
     start = LiveStart(settings(), nothing)
     assert not await start.known(0.05)
-    board.post("d", {"a": announcement("a")})
+    registry.publish("d", {"a": announcement("a")})
     assert not await start.known(0.05), "it is there, but its state is not known"
-    start().members.get("a").feed.synced = True
+    start().members.get("a").subscriber.synced = True
     assert await start.known(5.0)
     await start.close()

@@ -5,6 +5,7 @@ import asyncio
 import os
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from kappa.hardware import node_profile
 from kappa.protocol import Announcement
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
-from router.live.feed import WorkerFeed
+from router.live.kv_subscriber import KVSubscriber
 from workers.report_stream import ReportStream
 
 pytestmark = pytest.mark.vllm
@@ -116,12 +117,14 @@ async def test_whatever_the_network_does_the_index_ends_as_the_worker_is(fault):
     proxy = Proxy(stream.events_endpoint, fault, seed=5)
     index = PrefixIndex(PrefixHasher(BLOCK, secret=9), 10_000)
     gaps = Counter()
-    feed = WorkerFeed(
-        announcement(proxy.endpoint, stream.snapshot_endpoint),
-        lambda events: [index.handle(event) for event in events],
-        lambda report: None,
-        lambda worker: gaps.update([worker]),
+    listener = SimpleNamespace(
+        blocks=lambda events: [index.handle(event) for event in events],
+        reported=lambda report: None,
+        stream_gap=lambda worker: gaps.update([worker]),
+        connection=lambda worker, up: None,
+        task_restarted=lambda task: None,
     )
+    subscriber = KVSubscriber(announcement(proxy.endpoint, stream.snapshot_endpoint), listener)
     try:
         await asyncio.sleep(0.5)  # both connections stand
         rng = np.random.default_rng(1)
@@ -137,7 +140,7 @@ async def test_whatever_the_network_does_the_index_ends_as_the_worker_is(fault):
         # A gap is found by the next message, which the reports make sure of.
         assert (fault in ("lose", "reorder", "all")) == bool(gaps["w"])
     finally:
-        await feed.close()
+        await subscriber.close()
         await proxy.close()
         stream.close()
         engine.close()

@@ -1,4 +1,4 @@
-"""Who is in the cluster, over real worker streams: joins, deaths, silence, several ingresses."""
+"""Membership over real worker streams: joins, deaths, silence, stalls, several ingresses."""
 
 import time
 
@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import router.live.live_router
+from kappa.protocol import WorkerReport
 from router.decision import NoWorkerError, RouteRequest
-from router.live.board import Board
 from router.live.live_router import LiveRouter
-from router.live.members import MemberRule
+from router.live.membership import Member, MembershipRule, progress_of
+from router.live.replica_registry import ReplicaRegistry
 from router.live.waiting import WorkerLostError
 from router.policies import policy_named
 from router.router import RouterConfig
@@ -20,24 +21,24 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture
 async def ingress(monkeypatch):
-    """Makes live routers that hear one board."""
-    board, made = Board(), []
-    monkeypatch.setattr(router.live.live_router, "BOARD", board)
+    """Makes live routers that follow one registry."""
+    registry, made = ReplicaRegistry(), []
+    monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
 
     def make(first=0.0, **rule):
         config = RouterConfig(policy=policy_named("ttft"), secret=12345, first=first)
-        made.append(LiveRouter(config, rule=MemberRule(**rule)))
+        made.append(LiveRouter(config, rule=MembershipRule(**rule)))
         return made[-1]
 
-    make.board = board
+    make.registry = registry
     yield make
     for live in made:
         await live.close()
         assert live.members.settled
 
 
-async def ready(live, board, *workers):
-    board.post("d", {w.name: w.announcement() for w in workers})
+async def ready(live, registry, *workers):
+    registry.publish("d", {w.name: w.announcement() for w in workers})
     await until(lambda: len(live.router.workers) == len(workers) and live.members.synced)
     await until(lambda: all(live.router.workers[w.name].report for w in workers))
 
@@ -53,9 +54,9 @@ def device_tokens(live, tokens=2 * SIZE + 1):
 # -- one that goes -------------------------------------------------------------------------------
 
 
-async def test_a_line_that_breaks_voids_the_worker_before_ray_knows(ingress, worker):
+async def test_a_broken_connection_invalidates_the_worker_before_ray_knows(ingress, worker):
     live, w = ingress(), worker()
-    await ready(live, ingress.board, w)
+    await ready(live, ingress.registry, w)
     w.store(1, 2)
     await until(lambda: device_tokens(live) == 2 * SIZE)
     w.arrives("theirs")
@@ -67,20 +68,19 @@ async def test_a_line_that_breaks_voids_the_worker_before_ray_knows(ingress, wor
     with pytest.raises(NoWorkerError):
         live.explain(ask("next"))
     assert live.router.index.stats()["blocks"] == 0
-    told = live.router.reservations, live.router.in_flight
-    assert told == (1, 1), "ours ends when its ingress says so"
+    assert (live.router.reservations, live.router.in_flight) == (1, 1), "ours ends with its ingress"
     with pytest.raises(WorkerLostError, match="disconnected"):
         await wait.next(None)
     live.members.waits.end("w", wait)
 
 
-async def test_one_that_comes_back_is_known_anew_and_tried(ingress, worker, tmp_path):
+async def test_a_worker_that_comes_back_is_probed_with_its_blocks_known(ingress, worker, tmp_path):
     live, w = ingress(), worker()
-    await ready(live, ingress.board, w)
+    await ready(live, ingress.registry, w)
     w.store(1, 2)
     await until(lambda: device_tokens(live) == 2 * SIZE)
-    live.members._line("w", up=False)
-    live.members.get("w").feed._broken = True
+    live.members.connection("w", up=False)
+    live.members.get("w").subscriber._broken = True
     assert "w" in live.members.blocked().gone
     await until(lambda: "w" not in live.members.blocked().gone)
     await until(lambda: device_tokens(live) == 2 * SIZE)
@@ -91,22 +91,22 @@ async def test_one_that_comes_back_is_known_anew_and_tried(ingress, worker, tmp_
     live.release("r", "done")
 
 
-async def test_one_that_announces_another_model_later_is_dropped(ingress, worker):
+async def test_a_worker_that_announces_another_model_later_is_dropped(ingress, worker):
     live, w = ingress(), worker()
-    await ready(live, ingress.board, w)
+    await ready(live, ingress.registry, w)
     w.store(1, 2)
     await until(lambda: device_tokens(live) == 2 * SIZE)
-    ingress.board.post("d", {"w": w.announcement(fingerprint="other")})
+    ingress.registry.publish("d", {"w": w.announcement(fingerprint="other")})
     await until(lambda: not live.router.workers)
     assert "fingerprint" in live.members.refused["w"]
     assert live.router.index.stats()["blocks"] == 0
 
 
 @pytest.mark.parametrize("change", [{"fingerprint": "other"}, {"block_tokens": 2 * SIZE}])
-async def test_one_that_differs_never_joins_nor_shares_an_entry(ingress, worker, change):
+async def test_a_worker_that_differs_never_joins_nor_shares_an_entry(ingress, worker, change):
     live, a, b = ingress(), worker("a"), worker("b")
-    await ready(live, ingress.board, a)
-    ingress.board.post("d", {"a": a.announcement(), "b": b.announcement(**change)})
+    await ready(live, ingress.registry, a)
+    ingress.registry.publish("d", {"a": a.announcement(), "b": b.announcement(**change)})
     await until(lambda: "b" in live.members.refused)
     b.store(1, 2)
     a.store(1, start=500)
@@ -114,18 +114,18 @@ async def test_one_that_differs_never_joins_nor_shares_an_entry(ingress, worker,
     assert set(live.router.workers) == {"a"} and device_tokens(live) == 0
 
 
-async def test_one_that_is_taken_away_while_idle_goes_at_once(ingress, worker):
+async def test_an_idle_worker_that_is_taken_away_leaves_at_once(ingress, worker):
     live, w = ingress(), worker()
-    await ready(live, ingress.board, w)
-    ingress.board.post("d", {})
+    await ready(live, ingress.registry, w)
+    ingress.registry.publish("d", {})
     await until(lambda: not live.router.workers)
 
 
-async def test_one_that_takes_too_long_to_finish_is_given_up(ingress, worker):
+async def test_a_worker_that_drains_for_too_long_is_given_up(ingress, worker):
     live, w = ingress(drain_s=0.3), worker()
-    await ready(live, ingress.board, w)
+    await ready(live, ingress.registry, w)
     live.route(ask())
-    ingress.board.post("d", {})
+    ingress.registry.publish("d", {})
     await until(lambda: live.members.get("w").draining)
     await until(lambda: not live.router.workers)
     assert live.records["r"].end == "worker_died" and live.router.reservations == 0
@@ -137,8 +137,8 @@ async def test_one_that_takes_too_long_to_finish_is_given_up(ingress, worker):
 async def test_every_ingress_knows_of_the_others_requests_within_moments(ingress, worker):
     one, two = ingress(), ingress(first=0.5)
     a, b = worker("a"), worker("b")
-    await ready(one, ingress.board, a, b)
-    await ready(two, ingress.board, a, b)
+    await ready(one, ingress.registry, a, b)
+    await ready(two, ingress.registry, a, b)
     chosen = one.route(ask("r", 1000)).worker
     start_s = time.monotonic()
     there = one.records["r"].sent_as
@@ -154,7 +154,7 @@ async def test_every_ingress_knows_of_the_others_requests_within_moments(ingress
 
 async def test_a_new_ingress_learns_blocks_and_requests_from_the_worker(ingress, worker):
     old, w = ingress(), worker()
-    await ready(old, ingress.board, w)
+    await ready(old, ingress.registry, w)
     w.store(1, 2)
     w.arrives("before")
     await until(lambda: old.router.in_flight == 1 and device_tokens(old) == 2 * SIZE)
@@ -168,8 +168,8 @@ async def test_a_new_ingress_learns_blocks_and_requests_from_the_worker(ingress,
 
 async def test_one_ingress_that_goes_leaves_nothing_with_the_other(ingress, worker):
     one, two, w = ingress(), ingress(first=0.5), worker()
-    await ready(one, ingress.board, w)
-    await ready(two, ingress.board, w)
+    await ready(one, ingress.registry, w)
+    await ready(two, ingress.registry, w)
     one.route(ask("r"))
     there = one.records["r"].sent_as
     w.arrives(there)
@@ -184,8 +184,8 @@ async def test_what_is_reported_of_one_ingress_request_is_not_taken_for_anothers
     ingress, worker
 ):
     one, two, w = ingress(), ingress(first=0.5), worker()
-    await ready(one, ingress.board, w)
-    await ready(two, ingress.board, w)
+    await ready(one, ingress.registry, w)
+    await ready(two, ingress.registry, w)
     one.route(ask("job-1", 500), "alice")
     two.route(ask("job-1", 500), "bob")
     bobs = two.records["job-1"].sent_as
@@ -206,7 +206,7 @@ async def test_what_is_reported_of_one_ingress_request_is_not_taken_for_anothers
 
 async def test_what_is_reported_of_an_earlier_request_of_the_same_id_is_too_late(ingress, worker):
     live, w = ingress(), worker()
-    await ready(live, ingress.board, w)
+    await ready(live, ingress.registry, w)
     live.route(ask("job-1"))
     earlier = live.records["job-1"].sent_as
     live.release("job-1", "client_gone")
@@ -219,9 +219,9 @@ async def test_what_is_reported_of_an_earlier_request_of_the_same_id_is_too_late
 # -- time ----------------------------------------------------------------------------------------
 
 
-async def test_a_clock_that_is_set_changes_nothing(ingress, worker, monkeypatch):
+async def test_setting_the_machines_clock_changes_nothing(ingress, worker, monkeypatch):
     live, w = ingress(stall_after_s=1.0), worker()
-    await ready(live, ingress.board, w)
+    await ready(live, ingress.registry, w)
     before_s, reported_s = live.now_s(), live.router.workers["w"].report.time_s
     real = time.time
     for jump_s in (3600.0, -3600.0):
@@ -232,3 +232,26 @@ async def test_a_clock_that_is_set_changes_nothing(ingress, worker, monkeypatch)
         assert live.explain(ask("s")).worker == "w"
         reported_s = live.router.workers["w"].report.time_s
     assert live.members.breakers.state("w", live.now_s()).standing == "closed"
+
+
+# -- stalls --------------------------------------------------------------------------------------
+
+
+def stalled_s(member, now_s, steps=1.0, busy=True):
+    return member.stalled_s((steps,), busy=busy, now_s=now_s)
+
+
+def test_an_engine_stalls_while_it_has_work_and_makes_no_progress():
+    member = Member("d", {}, subscriber=None)
+    assert [stalled_s(member, t) for t in (0.0, 4.0, 5.5)] == [0.0, 4.0, 5.5]
+    assert stalled_s(member, 6.0, steps=2.0) == 0.0, "progress"
+    assert stalled_s(member, 10.0, steps=2.0) == 4.0
+    assert stalled_s(member, 20.0, steps=2.0, busy=False) == 0.0, "idle"
+    assert stalled_s(member, 24.0, steps=2.0) == 4.0
+
+
+def test_a_step_a_load_or_an_iteration_is_progress():
+    before = progress_of(WorkerReport("w", 1.0))
+    for what in ("steps_total", "iterations_total", "load_tokens_total", "step_tokens_total"):
+        assert progress_of(WorkerReport("w", 2.0, **{what: 1})) != before
+    assert progress_of(WorkerReport("w", 2.0, waiting=3)) == before

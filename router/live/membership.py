@@ -1,9 +1,10 @@
-"""Who is in the cluster: workers that join, leave, finish and go, fall silent, break and come back.
+"""Which workers are in the cluster: they join, drain, leave, fall silent, stall, fail, come back.
 
-Ray's posts say which replicas there are; each has a feed; the feed's line and reports say whether
-it lives. One that seems gone is not chosen (its breaker is open), what waited for it is tried
-elsewhere, what it told is void. One that Ray took off the board with its line standing finishes:
-nothing new goes there, and it stays until its requests have ended. On the ingress' event loop.
+The registry says which replicas there are; each has a subscriber, whose connection and reports say
+whether it lives. One that seems gone is not chosen (its breaker is open), what waited for it is
+tried elsewhere, what it reported is invalid. One that Ray took off the registry with its connection
+standing drains: nothing new goes there, and it stays until its requests have ended. On the ingress'
+event loop.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
 from kappa.protocol import Announcement, WorkerReport
 from router.decision import MismatchError
-from router.live.board import Announcements, Board
-from router.live.breaker import Blocked, BreakerRule, Breakers
-from router.live.feed import WorkerFeed
-from router.live.stalls import Marks, StallWatch, marks
+from router.index.kv_events import KVEvent
+from router.live.circuit_breaker import Blocked, BreakerRule, Breakers
+from router.live.kv_subscriber import KVSubscriber
+from router.live.replica_registry import Announcements, ReplicaRegistry
 from router.live.supervised import supervised
 from router.live.waiting import Waits
 from router.router import Router
@@ -31,19 +32,22 @@ log = structlog.get_logger(__name__)
 
 DISCONNECTED, SILENT, STALLED = "disconnected", "silent", "stalled"
 ENGINE_DIED, DIED = "engine_died", "died"
-_LOOK_EVERY_S = 0.25
+_CHECK_EVERY_S = 0.25
 _UNREADABLE_S = 60.0
-# Ray knows of a death soon, too, and still has what the worker had sent: streams are left to it.
+# Ray learns of a death soon, too, and still has what the worker had sent: streams are left to it.
 _GRACE_S = 5.0
-# A request or a step may take so many times as long as was expected before its engine stands still.
+# A request or a step may take so many times as long as was expected before its engine stalls.
 _PATIENCE = 4.0
+
+Progress = tuple[float, ...]
+"""What rises while an engine works: its steps, iterations, loaded and computed tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class MemberRule:
+class MembershipRule:
     """stall_after_s: a worker without a report, or an engine with work and without progress, for so
     long counts as stalled (later where more was to be expected); lost_after_s: streams of one
-    that gave no sign, or stood still, for so long are ended; drain_s: how long one that Ray takes
+    that gave no sign, or stalled, for so long are ended; drain_s: how long one that Ray takes
     away may go on."""
 
     stall_after_s: float = 5.0
@@ -52,68 +56,99 @@ class MemberRule:
     breaker: BreakerRule = field(default_factory=BreakerRule)
 
 
+class MembershipListener(Protocol):
+    """What is called after the router knows of a change, on the event loop."""
+
+    def worker_joined(self, announcement: Announcement) -> None: ...
+
+    def worker_left(self, worker: str, node: str, lost: list[str]) -> None:
+        """`lost`: ids of its requests that were in flight."""
+
+    def worker_died(self, worker: str) -> None:
+        """Its engine or process died; called while its requests are still in flight."""
+
+    def node_renamed(self, before: str) -> None:
+        """A worker's node has no longer the name that it had before."""
+
+    def reported(self, report: WorkerReport) -> None: ...
+
+    def breaker_opened(self, worker: str, why: str) -> None: ...
+
+    def stream_gap(self, worker: str) -> None: ...
+
+    def task_restarted(self, task: str) -> None: ...
+
+
 @dataclass(slots=True)
 class Member:
     """One worker, beside what the router knows of it."""
 
     deployment: str
-    said: Mapping[str, Any]
-    feed: WorkerFeed
-    heard_s: float | None = None
+    announced: Mapping[str, Any]
+    subscriber: KVSubscriber
+    reported_s: float | None = None
     leaves_by_s: float | None = None
     lost: bool = False
-    stood_at: Marks | None = None
+    progress: Progress | None = None
+    moved_s: float = 0.0
+    stalled_at: Progress | None = None
 
     @property
     def draining(self) -> bool:
         """Whether it only finishes what it has."""
         return self.leaves_by_s is not None
 
+    @property
+    def node(self) -> str:
+        return str(self.announced["node"]["name"])
 
-class Members:
-    """The workers of the cluster. `on_join` and `on_leave` are told after the router was."""
+    def stalled_s(self, progress: Progress, *, busy: bool, now_s: float) -> float:
+        """For how long its engine has had work and made no progress; an idle one never stalls."""
+        if not busy or progress != self.progress:
+            self.progress, self.moved_s = progress, now_s
+        return now_s - self.moved_s
+
+
+class Membership:
+    """The workers of the cluster.
+
+    Args:
+        router: is told of every change first.
+        registry: says which replicas there are.
+        rule: when a worker counts as gone.
+        clock: seconds that never jump.
+        listener: is called next.
+    """
 
     def __init__(
         self,
         router: Router,
-        board: Board,
-        rule: MemberRule,
+        registry: ReplicaRegistry,
+        rule: MembershipRule,
         clock: Callable[[], float],
-        *,
-        on_report: Callable[[WorkerReport], None],
-        on_join: Callable[[Announcement], None],
-        on_leave: Callable[[str, str, list[str]], None],
-        on_open: Callable[[str, str], None],
-        on_gap: Callable[[str], None],
-        on_restart: Callable[[str], None],
-        on_death: Callable[[str], None],
+        listener: MembershipListener,
     ) -> None:
-        """`clock`: seconds that never jump; the other calls go to the live router. `on_death`: a
-        worker's engine or process died, told while its requests are still in flight."""
         self.rule = rule
         self.breakers = Breakers(rule.breaker)
         self.waits = Waits()
         self.refused: dict[str, str] = {}
-        self._router, self._board, self._clock = router, board, clock
-        self._on_report, self._on_gap = on_report, on_gap
-        self._on_join, self._on_leave, self._on_open = on_join, on_leave, on_open
-        self._on_restart, self._on_death = on_restart, on_death
-        self.on_rename: Callable[[str], None] = lambda _: None
-        """Called with the name that a worker's node had before."""
+        self._router, self._registry, self._clock = router, registry, clock
+        self._listener = listener
         self._members: dict[str, Member] = {}
         self._draining: frozenset[str] = frozenset()
-        self._stalls = StallWatch()
         self._loop = asyncio.get_running_loop()
         self._closing: set[asyncio.Task[None]] = set()
         self._joined = asyncio.Event()
-        self._watch = self._loop.create_task(supervised("watch", self._look_again, on_restart, ""))
+        self._watch = self._loop.create_task(
+            supervised("watch", self._check_all, listener.task_restarted, "")
+        )
         self._readable_s = clock()
-        board.listen(self._heard)
+        registry.subscribe(self._on_registry)
 
-    # -- what is asked ------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------
 
     def get(self, worker: str) -> Member | None:
-        """A worker that is here, finishing or not."""
+        """A worker that is here, draining or not."""
         return self._members.get(worker)
 
     @property
@@ -124,8 +159,8 @@ class Members:
     @property
     def synced(self) -> bool:
         """Whether there are workers, and of each that can be reached the state is known."""
-        feeds = [m.feed for m in self._members.values()]
-        return bool(feeds) and all(feed.synced for feed in feeds)
+        subscribers = [m.subscriber for m in self._members.values()]
+        return bool(subscribers) and all(s.synced for s in subscribers)
 
     def fault(self) -> str:
         """Why this ingress can follow the workers no more and should be replaced; empty: it can.
@@ -136,7 +171,7 @@ class Members:
         if self._watch.done():
             return "nobody watches over the workers any more"
         for worker, member in self._members.items():
-            if not member.feed.alive:
+            if not member.subscriber.alive:
                 return f"nobody follows worker {worker} any more"
         unreadable_s = self._clock() - self._readable_s
         if unreadable_s > _UNREADABLE_S:
@@ -144,7 +179,7 @@ class Members:
         return ""
 
     def blocked(self) -> Blocked:
-        """Who must not be chosen now: those that are finishing count as gone."""
+        """Who must not be chosen now: those that drain count as gone."""
         blocked = self.breakers.blocked(self._clock())
         if not self._draining:
             return blocked
@@ -156,58 +191,55 @@ class Members:
             async with asyncio.timeout(within_s):
                 await self._joined.wait()
 
-    # -- what happens -------------------------------------------------------------------------
-
     async def close(self) -> None:
         """Follow nobody any more; returns when the sockets are closed."""
-        self._board.unlisten(self._heard)
+        self._registry.unsubscribe(self._on_registry)
         self._watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._watch
         members, self._members = list(self._members.values()), {}
         for member in members:
-            await member.feed.close()
+            await member.subscriber.close()
         if self._closing:
             await asyncio.wait(self._closing)
 
+    # -- of requests --------------------------------------------------------------------------
+
     def failed(self, worker: str, why: str) -> None:
         """A request's answer says what is wrong with its worker, in one word."""
-        if why == DIED:
-            self._death(worker)
-        if why == ENGINE_DIED:
-            self._engine_died(worker)
-
-    def _engine_died(self, worker: str) -> None:
-        """Its replica will end itself."""
-        self._death(worker)
-        self._trip(worker, ENGINE_DIED)
-        self.waits.lose(worker, ENGINE_DIED, begun=False)
+        if why in (DIED, ENGINE_DIED):
+            self._note_death(worker)
+        if why == ENGINE_DIED:  # Its replica will end itself.
+            self._trip(worker, ENGINE_DIED)
+            self.waits.lose(worker, ENGINE_DIED, begun=False)
 
     def ended(self, worker: str) -> None:
-        """A request that this ingress had on the worker ended: one that is finishing may go."""
+        """A request that this ingress had on the worker ended: one that drains may go."""
         member = self._members.get(worker)
         if member is not None and member.draining and not self._router.in_flight_on(worker):
             self._leave(worker, "drained")
 
-    def _heard(self, deployment: str, posted: Announcements, died: frozenset[str]) -> None:
-        """Called on Ray's thread."""
-        self._loop.call_soon_threadsafe(self._posted, deployment, posted, died)
+    # -- of the registry ----------------------------------------------------------------------
 
-    def _posted(self, deployment: str, posted: Announcements, died: frozenset[str]) -> None:
-        for worker, data in posted.items():
+    def _on_registry(self, deployment: str, known: Announcements, died: frozenset[str]) -> None:
+        """Called on Ray's thread."""
+        self._loop.call_soon_threadsafe(self._update, deployment, known, died)
+
+    def _update(self, deployment: str, known: Announcements, died: frozenset[str]) -> None:
+        for worker, data in known.items():
             member = self._members.get(worker)
-            if data and (member is None or member.said != data):
+            if data and (member is None or member.announced != data):
                 self._join(worker, deployment, data)
             elif member is not None:
                 self._stays(worker, member)
-        for worker in [w for w in self._members if w not in posted]:
+        for worker in [w for w in self._members if w not in known]:
             if self._members[worker].deployment == deployment:
                 if worker in died:
-                    self._death(worker)
+                    self._note_death(worker)
                     self._leave(worker, DIED)
                 else:
                     self._drain(worker)
-        for worker in [w for w in self.refused if w in died]:
+        for worker in died & self.refused.keys():
             del self.refused[worker]
 
     def _join(self, worker: str, deployment: str, data: Mapping[str, Any]) -> None:
@@ -218,30 +250,25 @@ class Members:
             if self.refused.get(worker) != str(error):
                 self.refused[worker] = str(error)
                 log.error("worker_refused", worker=worker, reason=str(error))
-            if worker in self._members:
-                # What it was is not what it says now: nothing of it may be used.
-                self._leave(worker, "mismatch")
+            # What it was is not what it announces now: nothing of it may be used.
+            self._leave(worker, "mismatch")
             return
         self.refused.pop(worker, None)
         member = self._members.get(worker)
-        if member is not None:
-            before = str(member.said["node"]["name"])
-            member.said = data
+        if member is None:
+            subscriber = KVSubscriber(announcement, self)
+            self._members[worker] = Member(deployment, data, subscriber)
+            log.info("worker_joined", worker=worker, node=announcement.node.name)
+        else:
+            before, member.announced = member.node, data
             self._stays(worker, member)
             if before != announcement.node.name:
                 # Its pool shrank, and it took over the name of one that has gone.
-                self.on_rename(before)
-        else:
-            feed = WorkerFeed(
-                announcement, self._router.blocks, self._reported, self._on_gap, self._line,
-                self._on_restart,
-            )  # fmt: skip
-            self._members[worker] = Member(deployment, data, feed)
-            log.info("worker_joined", worker=worker, node=announcement.node.name)
+                self._listener.node_renamed(before)
         if announcement.profile_error:
             log.warning("worker_unprofiled", worker=worker, reason=announcement.profile_error)
         self._joined.set()
-        self._on_join(announcement)
+        self._listener.worker_joined(announcement)
 
     def _stays(self, worker: str, member: Member) -> None:
         member.leaves_by_s = None
@@ -251,72 +278,85 @@ class Members:
         member = self._members[worker]
         if member.draining:
             return
-        if not member.feed.connected or not self._router.in_flight_on(worker):
+        in_flight = self._router.in_flight_on(worker)
+        if not member.subscriber.connected or not in_flight:
             self._leave(worker, "left")
             return
         member.leaves_by_s = self._clock() + self.rule.drain_s
         self._draining |= {worker}
-        log.info("worker_draining", worker=worker, in_flight=self._router.in_flight_on(worker))
+        log.info("worker_draining", worker=worker, in_flight=in_flight)
 
     def _leave(self, worker: str, why: str) -> None:
         member = self._members.pop(worker, None)
         if member is None:
             return
         self._draining -= {worker}
-        task = self._loop.create_task(member.feed.close())
+        task = self._loop.create_task(member.subscriber.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         lost = self._router.leave(worker)
         self.breakers.leave(worker)
-        self._stalls.leave(worker)
         self.waits.lose(worker, why, begun=False)
         self._loop.call_later(_GRACE_S, partial(self.waits.lose, worker, why, begun=True))
-        said = log.info if why in ("left", "drained") and not lost else log.warning
-        said("worker_left", worker=worker, why=why, requests_lost=len(lost))
-        self._on_leave(worker, str(member.said["node"]["name"]), lost)
+        write = log.info if why in ("left", "drained") and not lost else log.warning
+        write("worker_left", worker=worker, why=why, requests_lost=len(lost))
+        self._listener.worker_left(worker, member.node, lost)
 
-    def _line(self, worker: str, up: bool) -> None:
+    # -- of the subscribers -------------------------------------------------------------------
+
+    def blocks(self, events: list[KVEvent]) -> None:
+        """Blocks came or went."""
+        self._router.blocks(events)
+
+    def connection(self, worker: str, up: bool) -> None:
         """The connection to a worker stands, or broke."""
         member = self._members.get(worker)
-        if member is None:
-            return
-        if up:
-            return  # a report is the sign of life, and follows at once
-        self._death(worker)
+        if member is None or up:
+            return  # A report is the sign of life, and follows at once.
+        self._note_death(worker)
         self.waits.lose(worker, DISCONNECTED, begun=False)
         if not member.draining:
             self._router.invalidate(worker, self._clock())
             self._trip(worker, DISCONNECTED)
 
-    def _reported(self, report: WorkerReport) -> None:
+    def reported(self, report: WorkerReport) -> None:
+        """A worker's report came, which is a sign of life."""
         member = self._members.get(report.worker)
         if member is None:
             return
         now_s = self._clock()
-        member.heard_s, member.lost = now_s, False
+        member.reported_s, member.lost = now_s, False
         why = self.breakers.state(report.worker, now_s).why
         if why in (DISCONNECTED, SILENT) and self.breakers.alive(report.worker, now_s):
             log.info("worker_heard_again", worker=report.worker)
-        self._on_report(report)
+        self._listener.reported(report)
 
-    # -- who stands still ---------------------------------------------------------------------
+    def stream_gap(self, worker: str) -> None:
+        """Messages of a worker were lost; a snapshot follows."""
+        self._listener.stream_gap(worker)
 
-    async def _look_again(self) -> None:
+    def task_restarted(self, task: str) -> None:
+        """A task that follows a worker failed and begins anew."""
+        self._listener.task_restarted(task)
+
+    # -- silence and stalls -------------------------------------------------------------------
+
+    async def _check_all(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_CHECK_EVERY_S)
             now_s = self._clock()
-            feeds = [member.feed for member in self._members.values() if member.feed.connected]
-            if not feeds or any(feed.synced for feed in feeds):
+            connected = [m.subscriber for m in self._members.values() if m.subscriber.connected]
+            if not connected or any(subscriber.synced for subscriber in connected):
                 self._readable_s = now_s
             for worker, member in list(self._members.items()):
                 try:
-                    self._look(worker, member, now_s)
+                    self._check(worker, member, now_s)
                 except Exception as error:
                     log.error("worker_not_watched", worker=worker, error=repr(error))
 
-    def _look(self, worker: str, member: Member, now_s: float) -> None:
-        # One that was never heard is new: the router's own rule for silence applies.
-        silent_s = now_s - member.heard_s if member.heard_s is not None else 0.0
+    def _check(self, worker: str, member: Member, now_s: float) -> None:
+        # One that never reported is new: the router's own rule for silence applies.
+        silent_s = now_s - member.reported_s if member.reported_s is not None else 0.0
         if member.leaves_by_s is not None and now_s > member.leaves_by_s:
             self._leave(worker, "drain_timeout")
             return
@@ -324,47 +364,57 @@ class Members:
             self._trip(worker, SILENT)
             self.waits.lose(worker, SILENT, begun=False)
         else:
-            self._look_at_engine(worker, now_s)
+            self._check_engine(worker, member, now_s)
         if silent_s > self.rule.lost_after_s and not member.lost:
             member.lost = True
             self.waits.lose(worker, SILENT, begun=True)
             if member.draining:
                 self._leave(worker, SILENT)
 
-    def _look_at_engine(self, worker: str, now_s: float) -> None:
-        """What waits for an engine that stands still is lost: first what has not begun, then all.
+    def _check_engine(self, worker: str, member: Member, now_s: float) -> None:
+        """What waits for an engine that stalls is lost: first what has not begun, then all.
 
         It may be chosen again once it has moved.
         """
-        state, member = self._router.workers.get(worker), self._members[worker]
+        state = self._router.workers.get(worker)
         if state is None or state.report is None or not state.report.steps_total:
             return
-        now = marks(state.report)
-        still_s = self._stalls.still_s(worker, now, busy=self.waits.on(worker), now_s=now_s)
-        if member.stood_at not in (None, now):
-            member.stood_at = None
+        progress = progress_of(state.report)
+        stalled_s = member.stalled_s(progress, busy=self.waits.on(worker), now_s=now_s)
+        if member.stalled_at not in (None, progress):
+            member.stalled_at = None
             why = self.breakers.state(worker, now_s).why
             if why == STALLED and self.breakers.alive(worker, now_s):
                 log.info("worker_moves_again", worker=worker)
-        said = state.announcement
-        step_s = said.step.real_s([(said.max_batch_tokens, said.max_context_tokens)])
+        announced = state.announcement
+        step_s = announced.step.real_s([(announced.max_batch_tokens, announced.max_context_tokens)])
         longest_s = max(step_s, self._router.longest_wait_s(worker))
         patience_s = max(self.rule.stall_after_s, _PATIENCE * longest_s)
-        if still_s > patience_s:
-            member.stood_at = now
+        if stalled_s > patience_s:
+            member.stalled_at = progress
             self._trip(worker, STALLED, needs_sign=False)
-            begun = still_s > max(patience_s, self.rule.lost_after_s)
+            begun = stalled_s > max(patience_s, self.rule.lost_after_s)
             self.waits.lose(worker, STALLED, begun=begun)
 
-    def _death(self, worker: str) -> None:
-        """The end of one that is finishing is nobody's fault."""
+    def _note_death(self, worker: str) -> None:
+        """The end of one that drains is nobody's fault."""
         member = self._members.get(worker)
         if member is not None and not member.draining:
-            self._on_death(worker)
+            self._listener.worker_died(worker)
 
     def _trip(self, worker: str, why: str, *, needs_sign: bool = True) -> None:
         if worker not in self._members:
             return
         if self.breakers.trip(worker, why, self._clock(), needs_sign=needs_sign):
             log.warning("breaker_open", worker=worker, why=why)
-            self._on_open(worker, why)
+            self._listener.breaker_opened(worker, why)
+
+
+def progress_of(report: WorkerReport) -> Progress:
+    """What rises while the engine of a worker works."""
+    return (
+        report.steps_total,
+        report.iterations_total,
+        report.load_tokens_total,
+        report.step_tokens_total,
+    )

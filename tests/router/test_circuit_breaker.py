@@ -1,10 +1,8 @@
 """Circuit breakers: when they open, whom they let through, what closes them."""
 
-import pytest
+from router.live.circuit_breaker import ERRORS, BreakerRule, Breakers
 
-from router.live.breaker import ERRORS, BreakerRule, Breakers
-
-RULE = BreakerRule(failures=3, pause_s=1.0, longest_pause_s=4.0, probe_s=10.0)
+RULE = BreakerRule(failures=3, pause_s=1.0, longest_pause_s=4.0)
 
 
 def failing(breakers, worker="w", times=3, now_s=0.0):
@@ -50,7 +48,7 @@ def test_a_failed_probe_doubles_the_pause_up_to_the_longest():
     assert breakers.state("w", now_s).opened == 5
 
 
-def test_outcomes_of_requests_from_before_say_nothing_once_it_is_open():
+def test_an_open_breaker_ignores_requests_sent_before_it_opened():
     breakers = Breakers(RULE)
     failing(breakers)
     assert not breakers.succeeded("w", "old")
@@ -58,15 +56,15 @@ def test_outcomes_of_requests_from_before_say_nothing_once_it_is_open():
     assert breakers.retry_after_s(0.0) == 1.0
 
 
-def test_a_probe_that_says_nothing_frees_its_place():
+def test_a_probe_without_an_outcome_frees_its_place():
     breakers = Breakers(RULE)
     failing(breakers)
     breakers.sent("w", "left", 1.0)
     breakers.abandoned("w", "left")
     assert not breakers.blocked(1.0).failing
     breakers.sent("w", "silent", 1.0)
-    assert breakers.blocked(11.0).failing
-    assert not breakers.blocked(11.1).failing, "forgotten after probe_s"
+    assert breakers.blocked(61.0).failing
+    assert not breakers.blocked(61.1).failing, "forgotten after PROBE_S"
 
 
 def test_a_worker_without_a_sign_of_life_stays_blocked_until_there_is_one():
@@ -109,17 +107,3 @@ def test_workers_do_not_share_a_breaker():
     breakers.trip("b", "silent", 0.0)
     blocked = breakers.blocked(0.0)
     assert (blocked.failing, blocked.gone) == ({"a"}, {"b"})
-
-
-@pytest.mark.parametrize(
-    ("values", "why"),
-    [
-        ({"failures": 0}, "failures is 0"),
-        ({"pause_s": 0.0}, "pause_s"),
-        ({"pause_s": 9.0, "longest_pause_s": 1.0}, "longest_pause_s"),
-        ({"probe_s": 0.0}, "probe_s"),
-    ],
-)
-def test_rules_that_make_no_sense_are_refused(values, why):
-    with pytest.raises(ValueError, match=why):
-        BreakerRule(**values)

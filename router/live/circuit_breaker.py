@@ -12,38 +12,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Standing = Literal["closed", "open", "half_open"]
-
 ERRORS = "errors"
+PROBE_S = 60.0
+"""A probe without an outcome is forgotten after this."""
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerRule:
     """failures: so many in a row open it; pause_s: before the first probe, doubled each time up to
-    longest_pause_s; probe_s: a probe without an outcome is forgotten after this."""
+    longest_pause_s."""
 
     failures: int = 5
     pause_s: float = 1.0
     longest_pause_s: float = 30.0
-    probe_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        if self.failures < 1:
-            raise ValueError(f"failures is {self.failures}; give 1 or more")
-        if not 0 < self.pause_s <= self.longest_pause_s:
-            raise ValueError(
-                f"pause_s is {self.pause_s} and longest_pause_s {self.longest_pause_s}; "
-                "give 0 < pause_s <= longest_pause_s"
-            )
-        if not self.probe_s > 0:
-            raise ValueError(f"probe_s is {self.probe_s}; give more than 0")
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerState:
-    """What is shown of a worker's breaker: standing, why it last opened, how often it did."""
+    """What is shown of a worker's breaker: state, why it last opened, how often it did."""
 
-    standing: Standing = "closed"
+    standing: Literal["closed", "open", "half_open"] = "closed"
     why: str = ""
     failures: int = 0
     opened: int = 0
@@ -67,6 +55,15 @@ class _Open:
     pause_s: float
     silent: bool
     probes: dict[str, float] = field(default_factory=dict)
+
+    def paused(self, now_s: float) -> bool:
+        return self.silent or now_s < self.until_s
+
+    def probing(self, now_s: float) -> bool:
+        late = [request for request, sent_s in self.probes.items() if now_s - sent_s > PROBE_S]
+        for request_id in late:
+            del self.probes[request_id]
+        return bool(self.probes)
 
 
 _NOBODY = Blocked()
@@ -92,17 +89,13 @@ class Breakers:
     def succeeded(self, worker: str, request_id: str) -> bool:
         """A request of it was answered; True if that closed its breaker.
 
-        One that was sent before the breaker opened says nothing about the worker since.
+        A request sent before the breaker opened proves nothing about the worker since.
         """
         state = self._open.get(worker)
-        if state is None:
-            self._failures.pop(worker, None)
+        if state is not None and request_id not in state.probes:
             return False
-        if request_id not in state.probes:
-            return False
-        del self._open[worker]
         self._failures.pop(worker, None)
-        return True
+        return self._open.pop(worker, None) is not None
 
     def failed(self, worker: str, request_id: str, now_s: float) -> bool:
         """The worker failed a request; True if that opened its breaker, or opened it anew."""
@@ -111,23 +104,22 @@ class Breakers:
             if request_id not in state.probes:
                 return False
             pause_s = min(2 * state.pause_s, self.rule.longest_pause_s)
-            self._opens(worker, ERRORS, now_s, pause_s, silent=False)
+            self._trip(worker, ERRORS, now_s, pause_s, silent=False)
             return True
-        failures = self._failures.get(worker, 0) + 1
-        self._failures[worker] = failures
-        if failures < self.rule.failures:
+        self._failures[worker] = self._failures.get(worker, 0) + 1
+        if self._failures[worker] < self.rule.failures:
             return False
-        self._opens(worker, ERRORS, now_s, self.rule.pause_s, silent=False)
+        self._trip(worker, ERRORS, now_s, self.rule.pause_s, silent=False)
         return True
 
     def abandoned(self, worker: str, request_id: str) -> None:
-        """A request ended without saying anything of the worker (its client left, it was full)."""
+        """A request ended without proving anything of the worker (client left, worker full)."""
         state = self._open.get(worker)
         if state is not None:
             state.probes.pop(request_id, None)
 
     def trip(self, worker: str, why: str, now_s: float, *, needs_sign: bool = True) -> bool:
-        """The worker seems gone, or stands still; True if it was not open for that already.
+        """The worker seems gone, or stalls; True if it was not open for that already.
 
         needs_sign: nothing goes there before it gave a sign of life. Else one is waited for, too,
         but after the longest pause it is probed without: an engine that has lost its work, and is
@@ -139,13 +131,13 @@ class Breakers:
         ):
             return False
         pause_s = self.rule.pause_s if needs_sign else self.rule.longest_pause_s
-        self._opens(worker, why, now_s, pause_s, silent=needs_sign)
+        self._trip(worker, why, now_s, pause_s, silent=needs_sign)
         return True
 
     def alive(self, worker: str, now_s: float) -> bool:
         """A sign of life; True if the worker may be probed now for the first time since."""
         state = self._open.get(worker)
-        if state is None or not (state.silent or now_s < state.until_s):
+        if state is None or not state.paused(now_s):
             return False
         state.silent, state.until_s = False, now_s
         return True
@@ -155,19 +147,19 @@ class Breakers:
         for table in (self._failures, self._open, self._opened):
             table.pop(worker, None)
 
-    # -- what is asked ------------------------------------------------------------------------
+    # -- what follows -------------------------------------------------------------------------
 
     def blocked(self, now_s: float) -> Blocked:
         """Who must not be chosen now."""
         if not self._open:
             return _NOBODY
-        gone, failing = set(), set()
-        for worker, state in self._open.items():
-            if state.silent:
-                gone.add(worker)
-            elif now_s < state.until_s or self._probing(state, now_s):
-                failing.add(worker)
-        return Blocked(frozenset(gone), frozenset(failing))
+        gone = frozenset(worker for worker, state in self._open.items() if state.silent)
+        failing = frozenset(
+            worker
+            for worker, state in self._open.items()
+            if worker not in gone and (state.paused(now_s) or state.probing(now_s))
+        )
+        return Blocked(gone, failing)
 
     def state(self, worker: str, now_s: float) -> BreakerState:
         """How a worker's breaker stands."""
@@ -175,20 +167,14 @@ class Breakers:
         failures = self._failures.get(worker, 0)
         if state is None:
             return BreakerState("closed", "", failures, opened)
-        waits = state.silent or now_s < state.until_s
-        return BreakerState("open" if waits else "half_open", state.why, failures, opened)
+        standing: Literal["open", "half_open"] = "open" if state.paused(now_s) else "half_open"
+        return BreakerState(standing, state.why, failures, opened)
 
     def retry_after_s(self, now_s: float) -> float:
         """Until the first of those that are failing may be probed; 0 if there is none."""
         pauses = [s.until_s - now_s for s in self._open.values() if not s.silent]
         return max(min(pauses, default=0.0), 0.0)
 
-    def _probing(self, state: _Open, now_s: float) -> bool:
-        late = [r for r, sent_s in state.probes.items() if now_s - sent_s > self.rule.probe_s]
-        for request_id in late:
-            del state.probes[request_id]
-        return bool(state.probes)
-
-    def _opens(self, worker: str, why: str, now_s: float, pause_s: float, *, silent: bool) -> None:
+    def _trip(self, worker: str, why: str, now_s: float, pause_s: float, *, silent: bool) -> None:
         self._open[worker] = _Open(why, now_s + pause_s, pause_s, silent)
         self._opened[worker] = self._opened.get(worker, 0) + 1

@@ -1,9 +1,9 @@
 """One worker's stream, received: snapshot first, then numbered messages, then again after a gap.
 
-Runs as a task on the ingress' event loop. What it decodes it hands to callbacks on the same loop,
-so the router needs no locks. A worker that does not answer is asked again, less and less often;
-while it is silent the router knows less, and nothing waits for it. A connection that breaks is told
-at once: that is how the death of a process is known before anybody asks it.
+Runs as tasks on the ingress' event loop. What it decodes it passes to its listener on the same
+loop, so the router needs no locks. A worker that does not answer is queried again, less and less
+often; while it is silent the router knows less, and nothing waits for it. A connection that breaks
+is reported at once: that is how the death of a process is known before anybody queries it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -27,42 +27,47 @@ log = structlog.get_logger(__name__)
 
 _SNAPSHOT_TIMEOUT_S = 5.0
 _FRAMES = ("kind", "seq", "payload")
-_LINE_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_CONNECTION_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
-class WorkerFeed:
+class StreamListener(Protocol):
+    """What a subscriber calls, on its event loop."""
+
+    def blocks(self, events: list[KVEvent]) -> None: ...
+
+    def reported(self, report: WorkerReport) -> None: ...
+
+    def stream_gap(self, worker: str) -> None: ...
+
+    def connection(self, worker: str, up: bool) -> None:
+        """The connection to a worker stands, or broke."""
+
+    def task_restarted(self, task: str) -> None:
+        """`feed` or `line`, which failed and begins anew."""
+
+
+class KVSubscriber:
     """Follows one worker until it is closed."""
 
-    def __init__(
-        self,
-        announcement: Announcement,
-        on_blocks: Callable[[list[KVEvent]], None],
-        on_report: Callable[[WorkerReport], None],
-        on_gap: Callable[[str], None],
-        on_line: Callable[[str, bool], None] = lambda _worker, _up: None,
-        on_restart: Callable[[str], None] = lambda _task: None,
-    ) -> None:
-        """`on_line` is called when the connection stands and when it breaks, `on_restart` with
-        `feed` or `line` when that task failed and begins anew."""
-        self._said = announcement
-        self._on_blocks, self._on_report, self._on_gap = on_blocks, on_report, on_gap
-        self._on_line = on_line
+    def __init__(self, announcement: Announcement, listener: StreamListener) -> None:
+        self._worker = announcement.worker
+        self._snapshot_endpoint = announcement.snapshot_endpoint
+        self._listener = listener
         self._context = zmq.asyncio.Context.instance()
         self._cursor = StreamCursor()
         self._broken = False
         self.synced = False
         self.connected = False
         self.skipped: Counter[str] = Counter()
-        self._tasks: list[asyncio.Task[None]] = []
         self._stream = self._context.socket(zmq.SUB)
         self._stream.setsockopt(zmq.SUBSCRIBE, b"")
         self._stream.setsockopt(zmq.LINGER, 0)
         loop = asyncio.get_running_loop()
-        self._line = self._stream.get_monitor_socket(_LINE_EVENTS)
+        self._monitor = self._stream.get_monitor_socket(_CONNECTION_EVENTS)
         self._stream.connect(announcement.events_endpoint)
-        runs = {"feed": self._run, "line": self._watch_line}
+        runs = {"feed": self._receive_all, "line": self._watch_connection}
         self._tasks = [
-            loop.create_task(supervised(name, run, on_restart, announcement.worker))
+            loop.create_task(supervised(name, run, listener.task_restarted, self._worker))
             for name, run in runs.items()
         ]
 
@@ -80,12 +85,12 @@ class WorkerFeed:
                 await task
         self._stream.disable_monitor()
         # The loop watches it, so that it would never be collected.
-        self._line.close(linger=0)
+        self._monitor.close(linger=0)
         self._stream.close()
 
-    async def _watch_line(self) -> None:
+    async def _watch_connection(self) -> None:
         while True:
-            event = parse_monitor_message(await self._line.recv_multipart())["event"]
+            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
             up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if up == self.connected:
                 continue
@@ -93,18 +98,16 @@ class WorkerFeed:
             if not up:
                 # What was missed meanwhile shows as a gap, unless it was nothing.
                 self._broken = True
-            self._on_line(self._said.worker, up)
+            self._listener.connection(self._worker, up)
 
-    async def _run(self) -> None:
-        stream = self._stream
+    async def _receive_all(self) -> None:
         try:
-            # Subscribed before the snapshot is asked for, so nothing falls between the two.
+            # Subscribed before the snapshot is requested, so nothing falls between the two.
             await self._resync()
             while True:
-                message = await stream.recv_multipart()
+                message = await self._stream.recv_multipart()
                 if len(message) != len(_FRAMES):
-                    log.warning("worker_message_unreadable", worker=self._said.worker,
-                                error=f"{len(message)} frames, not {len(_FRAMES)}")  # fmt: skip
+                    self._unreadable(f"{len(message)} frames, not {len(_FRAMES)}")
                     continue
                 kind, seq, payload = message
                 await self._receive(kind, int.from_bytes(seq, "big"), payload)
@@ -113,33 +116,36 @@ class WorkerFeed:
 
     async def _receive(self, kind: bytes, seq: int, payload: bytes) -> None:
         if self._broken:
-            # Its blocks were forgotten when the line broke, so that even no gap is one.
+            # Its blocks were forgotten when the connection broke, so that even no gap is one.
             await self._resync()
             return
-        standing = self._cursor.advance(seq)
-        if standing == "duplicate":
+        order = self._cursor.advance(seq)
+        if order == "duplicate":
             return
-        if standing == "gap":
-            log.warning("worker_stream_gap", worker=self._said.worker, seq=seq)
-            self._on_gap(self._said.worker)
+        if order == "gap":
+            log.warning("worker_stream_gap", worker=self._worker, seq=seq)
+            self._listener.stream_gap(self._worker)
             await self._resync()
             return
         try:
             self._dispatch(kind, payload)
         except (ValueError, TypeError) as error:
-            log.warning("worker_message_unreadable", worker=self._said.worker, error=str(error))
+            self._unreadable(str(error))
         except Exception as error:
             # A fault of ours must not end the stream; what it left half done is made anew.
-            log.error("worker_message_failed", worker=self._said.worker, error=repr(error))
+            log.error("worker_message_failed", worker=self._worker, error=repr(error))
             await self._resync()
 
     def _dispatch(self, kind: bytes, payload: bytes) -> None:
         if kind == KV:
-            self._on_blocks(decode_batch(payload, self._said.worker, self.skipped))
+            self._listener.blocks(decode_batch(payload, self._worker, self.skipped))
         elif kind == REPORT:
-            self._on_report(WorkerReport.from_dict(msgspec.msgpack.decode(payload)))
+            self._listener.reported(WorkerReport.from_dict(msgspec.msgpack.decode(payload)))
         elif kind == RESET:
-            self._on_blocks([WorkerReset(self._said.worker)])
+            self._listener.blocks([WorkerReset(self._worker)])
+
+    def _unreadable(self, error: str) -> None:
+        log.warning("worker_message_unreadable", worker=self._worker, error=error)
 
     async def _resync(self) -> None:
         attempt = 0
@@ -150,12 +156,15 @@ class WorkerFeed:
                 async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
                     seq, batches = await self._snapshot()
                 # The events begin with a reset: what a failure leaves half done is made anew.
-                self._on_blocks(self._rebuilt(batches))
+                events: list[KVEvent] = [WorkerReset(self._worker)]
+                for batch in batches:
+                    events.extend(decode_batch(batch, self._worker, self.skipped))
+                self._listener.blocks(events)
                 break
             except Exception as error:
                 log.warning(
                     "worker_snapshot_failed",
-                    worker=self._said.worker,
+                    worker=self._worker,
                     attempt=attempt,
                     error=repr(error),
                 )
@@ -164,16 +173,10 @@ class WorkerFeed:
         self._cursor.resume(seq + 1)
         self.synced = True
 
-    def _rebuilt(self, batches: list[bytes]) -> list[KVEvent]:
-        events: list[KVEvent] = [WorkerReset(self._said.worker)]
-        for batch in batches:
-            events.extend(decode_batch(batch, self._said.worker, self.skipped))
-        return events
-
     async def _snapshot(self) -> tuple[int, list[bytes]]:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(self._said.snapshot_endpoint)
+        socket.connect(self._snapshot_endpoint)
         try:
             await socket.send_multipart([b"", b"snapshot"])
             _, seq, *batches = await socket.recv_multipart()

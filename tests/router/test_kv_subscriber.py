@@ -9,13 +9,13 @@ import pytest
 import zmq
 import zmq.asyncio
 
-import router.live.feed
+import router.live.kv_subscriber
 import router.live.supervised
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.protocol import Admission, Announcement, WorkerReport
 from router.index.kv_events import BlocksStored, WorkerReset
-from router.live.feed import WorkerFeed
+from router.live.kv_subscriber import KVSubscriber
 
 _PATIENCE_S = 30.0
 
@@ -51,21 +51,21 @@ class Worker:
     async def subscribed(self):
         assert await asyncio.wait_for(self.out.recv(), _PATIENCE_S) == b"\x01"
 
-    async def asked(self):
+    async def requested(self):
         identity, *rest = await asyncio.wait_for(self.snapshots.recv_multipart(), _PATIENCE_S)
         assert rest == [b"", b"snapshot"]
         return identity
 
     async def answer(self, seq, *batches):
-        identity = await self.asked()
+        identity = await self.requested()
         await self.snapshots.send_multipart([identity, b"", seq.to_bytes(8, "big"), *batches])
 
     async def send(self, kind, seq, payload):
         await self.out.send_multipart([kind, seq.to_bytes(8, "big"), payload])
 
 
-class Heard:
-    """What the feed said, in order."""
+class Listener:
+    """What the subscriber reported, in order."""
 
     def __init__(self):
         self.queue = asyncio.Queue()
@@ -76,11 +76,17 @@ class Heard:
             self.queue.put_nowait("reset" if reset else event.engine_hashes)
             assert reset or isinstance(event, BlocksStored)
 
-    def report(self, report):
+    def reported(self, report):
         self.queue.put_nowait(report)
 
-    def gap(self, worker):
+    def stream_gap(self, worker):
         self.queue.put_nowait(f"gap {worker}")
+
+    def connection(self, worker, up):
+        pass
+
+    def task_restarted(self, task):
+        pass
 
     async def next(self, count=1):
         items = [await asyncio.wait_for(self.queue.get(), _PATIENCE_S) for _ in range(count)]
@@ -91,121 +97,121 @@ class Heard:
 async def scene(monkeypatch):
     monkeypatch.setattr(router.live.supervised, "PAUSES_S", (0.01,))
     context = zmq.asyncio.Context()
-    worker, heard = Worker(context), Heard()
-    feed = WorkerFeed(worker.announcement(), heard.blocks, heard.report, heard.gap)
+    worker, listener = Worker(context), Listener()
+    subscriber = KVSubscriber(worker.announcement(), listener)
     await worker.subscribed()
-    yield worker, heard, feed
-    await feed.close()
+    yield worker, listener, subscriber
+    await subscriber.close()
     context.destroy(linger=0)
 
 
 async def test_the_snapshot_comes_first_then_what_happened_after_it(scene):
-    worker, heard, _ = scene
+    worker, listener, _ = scene
     # Published before the snapshot's number: part of it already.
     await worker.send(b"kv", 4, kv(99))
     await worker.send(b"kv", 5, kv(98))
     await worker.answer(5, kv(1, 2), kv(3))
     await worker.send(b"kv", 6, kv(4))
-    assert await heard.next(4) == ["reset", (1, 2), (3,), (4,)]
+    assert await listener.next(4) == ["reset", (1, 2), (3,), (4,)]
 
 
 async def test_a_report_arrives_whole(scene):
-    worker, heard, _ = scene
+    worker, listener, _ = scene
     await worker.answer(0)
     report = WorkerReport("w", 1.5, steps_total=3, admitted=(Admission("r", 1, 2, 3),))
     await worker.send(b"report", 1, msgspec.msgpack.encode(report.to_dict()))
-    assert await heard.next(2) == ["reset", report]
+    assert await listener.next(2) == ["reset", report]
 
 
-async def test_a_gap_is_told_and_mended_by_a_new_snapshot(scene):
-    worker, heard, _ = scene
+async def test_a_gap_is_reported_and_mended_by_a_new_snapshot(scene):
+    worker, listener, _ = scene
     await worker.answer(0, kv(1))
     await worker.send(b"kv", 1, kv(2))
     await worker.send(b"kv", 3, kv(4))  # number 2 was lost
     await worker.answer(3, kv(1, 2), kv(3, 4))
     await worker.send(b"kv", 4, kv(5))
-    told = await heard.next(7)
-    assert told == ["reset", (1,), (2,), "gap w", "reset", (1, 2), (3, 4)]
-    assert await heard.next() == (5,)
+    received = await listener.next(7)
+    assert received == ["reset", (1,), (2,), "gap w", "reset", (1, 2), (3, 4)]
+    assert await listener.next() == (5,)
 
 
 async def test_a_repeated_message_is_ignored(scene):
-    worker, heard, _ = scene
+    worker, listener, _ = scene
     await worker.answer(0)
     for seq in (1, 1, 2):
         await worker.send(b"kv", seq, kv(seq))
-    assert await heard.next(3) == ["reset", (1,), (2,)]
+    assert await listener.next(3) == ["reset", (1,), (2,)]
 
 
 async def test_a_reset_from_the_worker_is_passed_on(scene):
-    worker, heard, _ = scene
+    worker, listener, _ = scene
     await worker.answer(0, kv(1))
     await worker.send(b"reset", 1, b"")
-    assert await heard.next(3) == ["reset", (1,), "reset"]
+    assert await listener.next(3) == ["reset", (1,), "reset"]
 
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(router.live.feed, "_SNAPSHOT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(router.live.kv_subscriber, "_SNAPSHOT_TIMEOUT_S", 0.05)
 
 
-async def test_a_silent_worker_is_asked_again_until_it_answers(impatient, scene, monkeypatch):
-    worker, heard, _ = scene
+async def test_a_silent_worker_is_queried_again_until_it_answers(impatient, scene, monkeypatch):
+    worker, listener, _ = scene
     for _ in range(3):
-        await worker.asked()  # and says nothing
-    monkeypatch.setattr(router.live.feed, "_SNAPSHOT_TIMEOUT_S", _PATIENCE_S)
-    while heard.queue.empty():
+        await worker.requested()  # and does not answer
+    monkeypatch.setattr(router.live.kv_subscriber, "_SNAPSHOT_TIMEOUT_S", _PATIENCE_S)
+    while listener.queue.empty():
         await worker.answer(0, kv(7))
         await asyncio.sleep(0.01)
-    assert await heard.next(2) == ["reset", (7,)]
+    assert await listener.next(2) == ["reset", (7,)]
 
 
-async def test_an_unreadable_snapshot_is_asked_for_again(scene):
-    worker, heard, _ = scene
+async def test_an_unreadable_snapshot_is_requested_for_again(scene):
+    worker, listener, _ = scene
     await worker.answer(0, b"\xc1 nonsense")
     await worker.answer(0, kv(1))
-    assert await heard.next(2) == ["reset", (1,)]
+    assert await listener.next(2) == ["reset", (1,)]
 
 
 @pytest.mark.parametrize("kind", [b"kv", b"report"])
 async def test_an_unreadable_message_is_skipped(scene, kind):
-    worker, heard, _ = scene
+    worker, listener, _ = scene
     await worker.answer(0)
     await worker.send(kind, 1, b"\xc1 nonsense")
     await worker.send(b"report", 2, msgspec.msgpack.encode({"worker": "w", "unheard_of": 1}))
     await worker.send(b"kv", 3, kv(1))
-    assert await heard.next(2) == ["reset", (1,)]
+    assert await listener.next(2) == ["reset", (1,)]
 
 
 async def test_closing_ends_the_task_also_while_it_waits_for_a_snapshot():
     context = zmq.asyncio.Context()
-    worker, heard = Worker(context), Heard()
-    feed = WorkerFeed(worker.announcement(), heard.blocks, heard.report, heard.gap)
-    await worker.asked()
-    await feed.close()
-    assert heard.queue.empty()
+    worker, listener = Worker(context), Listener()
+    subscriber = KVSubscriber(worker.announcement(), listener)
+    await worker.requested()
+    await subscriber.close()
+    assert listener.queue.empty()
     context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_it_closes_even_at_the_moment_when_its_snapshot_arrives(turns):
-    arrived, asked = asyncio.Event(), asyncio.Event()
+    arrived, requested = asyncio.Event(), asyncio.Event()
 
-    class Arriving(WorkerFeed):
+    class Arriving(KVSubscriber):
         async def _snapshot(self):
-            asked.set()
+            requested.set()
             await arrived.wait()
             return 0, []
 
     context = zmq.asyncio.Context()
-    heard = Heard()
-    said = Worker(context).announcement()
-    feed = Arriving(said, heard.blocks, heard.report, heard.gap)
-    await asked.wait()
+    listener = Listener()
+    announcement = Worker(context).announcement()
+    subscriber = Arriving(announcement, listener)
+    await requested.wait()
     arrived.set()
     for _ in range(turns):
         await asyncio.sleep(0)
-    closing = asyncio.create_task(feed.close())
+    closing = asyncio.create_task(subscriber.close())
     done, _ = await asyncio.wait({closing}, timeout=_PATIENCE_S / 10)
     closing.cancel()
     context.destroy(linger=0)
@@ -213,19 +219,19 @@ async def test_it_closes_even_at_the_moment_when_its_snapshot_arrives(turns):
 
 
 async def test_workers_that_come_and_go_leave_no_descriptor(scene):
-    worker, heard, _ = scene
+    worker, listener, _ = scene
     await worker.answer(0)
-    assert await heard.next() == "reset"
+    assert await listener.next() == "reset"
 
     def open_now():
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
     async def come_and_go():
-        feed = WorkerFeed(worker.announcement(), heard.blocks, heard.report, heard.gap)
+        subscriber = KVSubscriber(worker.announcement(), listener)
         await worker.answer(0)
-        assert await heard.next() == "reset"
-        await feed.close()
+        assert await listener.next() == "reset"
+        await subscriber.close()
 
     await come_and_go()
     before = open_now()
@@ -239,53 +245,57 @@ async def test_workers_that_come_and_go_leave_no_descriptor(scene):
 
 async def test_an_error_while_a_snapshot_is_applied_costs_only_a_second_snapshot(monkeypatch):
     monkeypatch.setattr(router.live.supervised, "PAUSES_S", (0.01,))
-    context = zmq.asyncio.Context()
-    worker, heard = Worker(context), Heard()
     failures = [OSError(28, "No space left on device"), RuntimeError("a fault of ours")]
 
-    def blocks(events):
-        if failures:
-            raise failures.pop()
-        heard.blocks(events)
+    class Failing(Listener):
+        def blocks(self, events):
+            if failures:
+                raise failures.pop()
+            super().blocks(events)
 
-    feed = WorkerFeed(worker.announcement(), blocks, heard.report, heard.gap)
+    context = zmq.asyncio.Context()
+    worker, listener = Worker(context), Failing()
+    subscriber = KVSubscriber(worker.announcement(), listener)
     for _ in range(3):
         await worker.answer(0, kv(1))
-    assert await heard.next(2) == ["reset", (1,)]
+    assert await listener.next(2) == ["reset", (1,)]
     await worker.send(b"kv", 1, kv(2))
-    assert await heard.next() == (2,)
-    assert feed.synced and feed.alive
-    await feed.close()
-    assert not feed.alive
+    assert await listener.next() == (2,)
+    assert subscriber.synced and subscriber.alive
+    await subscriber.close()
+    assert not subscriber.alive
     context.destroy(linger=0)
 
 
-async def test_a_feed_whose_callbacks_fail_is_started_again_and_counted(monkeypatch):
+async def test_tasks_whose_callbacks_fail_are_started_again_and_counted(monkeypatch):
     monkeypatch.setattr(router.live.supervised, "PAUSES_S", (0.01,))
+    failures, restarted = {"gap", "connection"}, []
+
+    class FailingOnce(Listener):
+        def stream_gap(self, worker):
+            self.fail("gap")
+
+        def connection(self, worker, up):
+            self.fail("connection")
+
+        def task_restarted(self, task):
+            restarted.append(task)
+
+        def fail(self, where):
+            if where in failures:
+                failures.remove(where)
+                raise RuntimeError("a fault of ours")
+
     context = zmq.asyncio.Context()
-    worker, heard, restarted = Worker(context), Heard(), []
-    failures = {"gap": 1, "line": 1}
-
-    def gap(_worker):
-        if failures["gap"]:
-            failures["gap"] = 0
-            raise RuntimeError("a fault of ours")
-
-    def line(_worker, _up):
-        if failures["line"]:
-            failures["line"] = 0
-            raise RuntimeError("a fault of ours")
-
-    feed = WorkerFeed(
-        worker.announcement(), heard.blocks, heard.report, gap, line, restarted.append
-    )
+    worker, listener = Worker(context), FailingOnce()
+    subscriber = KVSubscriber(worker.announcement(), listener)
     await worker.answer(0, kv(1))
-    assert await heard.next(2) == ["reset", (1,)]
+    assert await listener.next(2) == ["reset", (1,)]
     await worker.send(b"kv", 5, kv(2))  # a gap
     await worker.answer(5, kv(1))
-    assert await heard.next(2) == ["reset", (1,)]
+    assert await listener.next(2) == ["reset", (1,)]
     await worker.send(b"kv", 6, kv(3))
-    assert await heard.next() == (3,)
-    assert sorted(restarted) == ["feed", "line"] and feed.alive
-    await feed.close()
+    assert await listener.next() == (3,)
+    assert sorted(restarted) == ["feed", "line"] and subscriber.alive
+    await subscriber.close()
     context.destroy(linger=0)
