@@ -13,12 +13,13 @@ from typer.core import TyperGroup
 from deploy.commands import (
     dashboards,
     demo,
+    explain,
     keys,
-    law,
     lmcache,
     power,
     profile,
     replay,
+    roofline,
     serve,
     simulate,
     why,
@@ -53,9 +54,9 @@ app = typer.Typer(
 app.command()(serve.serve)
 app.command()(demo.demo)
 app.command()(profile.profile)
-app.command()(law.tables)
-app.command()(law.explain)
-app.command()(law.roofline)
+app.command()(explain.tables)
+app.command()(explain.explain)
+app.command()(roofline.roofline)
 app.command()(simulate.simulate)
 app.command()(workload.workload)
 app.command()(replay.replay)

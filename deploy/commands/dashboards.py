@@ -2,7 +2,7 @@
 
 Recorded sessions are replayed over and over, in groups that take turns, while Prometheus scrapes
 the router and Ray. There is no Grafana here: the JSON files are for yours. With `--for` it ends by
-itself, tells which panels had data, and draws them. Everything started here ends with it.
+itself, prints which panels had data, and draws them. Everything started here ends with it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from deploy.commands.console import fail, warn
 from deploy.commands.demo import chat_sessions
 from deploy.commands.serve import Config, Policy, Port, running, settings_or_exit
 from deploy.prometheus import Prometheus, PrometheusError, ray_targets, tool
@@ -59,7 +59,6 @@ def dashboards(
     settings = settings_or_exit(config, policy, port)
     engine = settings.engine.model_copy(update={"metrics": True})
     settings = settings.model_copy(update={"engine": engine})
-    error_console = Console(stderr=True)
     try:
         tool("prometheus")  # before seconds are spent on the cluster
         signal.signal(signal.SIGTERM, _interrupt)
@@ -76,8 +75,7 @@ def dashboards(
                 if seconds is not None:
                     raise typer.Exit(_evaluate(server.url, seconds, picture))
     except (PrometheusError, EndpointError) as error:
-        error_console.print(f"[red]{error}[/red]", highlight=False)
-        raise typer.Exit(1) from None
+        fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 
@@ -107,7 +105,7 @@ def _print_urls(cluster: str, prometheus: str) -> None:
 
 
 async def _traffic(url: str, count: int, seconds: float | None) -> None:
-    """Replay recorded sessions, `count` at once, until the time is up; tell what failed."""
+    """Replay recorded sessions, `count` at once, until the time is up; print what failed."""
     for name in ("httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
     recorded = read_sessions(demo_sessions_path())
@@ -124,11 +122,11 @@ async def _traffic(url: str, count: int, seconds: float | None) -> None:
                             errors[outcome.error] += 1
     finally:
         if errors:
-            Console(stderr=True).print(f"requests that failed: {dict(errors)}", highlight=False)
+            warn(f"requests that failed: {dict(errors)}")
 
 
 def _evaluate(prometheus: str, seconds: float, picture: Path | None) -> int:
-    """Tell which panels had data, draw them; 1 if one that must have some had none."""
+    """Print which panels had data, draw them; 1 if one that must have some had none."""
     from dashboards.check import ask, report
     from dashboards.sheet import draw
 

@@ -9,7 +9,6 @@ stayed idle, since the demo then showed nothing.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import statistics
 from collections import Counter
@@ -19,8 +18,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from deploy.commands.console import fail, percent, print_json, print_table, warn
+from deploy.commands.provenance import Json
 from deploy.commands.serve import Config, Policy, running, settings_or_exit
 from loadtest.client import EndpointError
 from loadtest.sessions import ChatSession, ChatTurn, TurnOutcome, node_rows, replay
@@ -43,7 +43,7 @@ def demo(
     policy: Policy = None,
     sessions: Annotated[int, typer.Option(min=1, max=256, help="Sessions at once.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 8,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Replay recorded agent sessions and show where each request went, and why."""
     if url is not None and (config is not None or policy is not None):
@@ -70,17 +70,16 @@ def show(url: str, chats: Sequence[ChatSession], max_tokens: int, json_output: b
         outcomes = _replay(url, chats, max_tokens, None if json_output else console)
         after = asyncio.run(node_rows(url))
     except EndpointError as error:
-        Console(stderr=True).print(f"[red]{error}[/red]", highlight=False)
-        raise typer.Exit(1) from None
+        fail(str(error))
     totals = summary(outcomes, before, after)
     faults = shortcomings(outcomes, [row["node"] for row in before], totals)
     if json_output:
         rows = [to_dict(outcome) for outcome in outcomes]
-        print(json.dumps({"url": url, "totals": totals, "faults": faults, "requests": rows}))
+        print_json({"url": url, "totals": totals, "faults": faults, "requests": rows})
     else:
-        _print_totals(console, totals)
+        _print_totals(totals)
     for fault in faults:
-        Console(stderr=True).print(f"[red]demo: {fault}[/red]", highlight=False, soft_wrap=True)
+        warn(f"demo: {fault}", "red")
     if faults:
         raise typer.Exit(1)
 
@@ -220,24 +219,24 @@ def _replay(
         return run(on_outcome)
 
 
-def _print_totals(console: Console, totals: dict[str, Any]) -> None:
+def _print_totals(totals: dict[str, Any]) -> None:
     all_tokens = max(totals["device_tokens"] + totals["host_tokens"] + totals["new_tokens"], 1)
-    speed = "paced" if totals["paced"] else "real speed"
-    table = Table(title=f"Totals ({speed})", title_justify="left", show_header=False)
     nodes = ", ".join(f"{n}: {k}" for n, k in sorted(totals["requests_per_node"].items()))
-    table.add_row("requests", f"{totals['requests']} ({totals['failed']} failed); {nodes}")
+    rows = [("requests", f"{totals['requests']} ({totals['failed']} failed); {nodes}")]
     for name, key in (
         ("prompt tokens found on the device", "device_tokens"),
         ("loaded from the host tier (C)", "host_tokens"),
         ("computed (N)", "new_tokens"),
     ):
-        table.add_row(name, f"{totals[key]:,} ({totals[key] / all_tokens:.0%})")
-    table.add_row("memory-bound requests (κ ≥ κ_crit)", _percent(totals["memory_bound_share"]))
-    table.add_row("token split as predicted", _percent(totals["split_as_predicted_share"]))
-    error = f"{_percent(totals['ttft_error_median'])} / {_percent(totals['ttft_error_p90'])}"
-    table.add_row("TTFT prediction error, median / p90", error)
-    table.add_row("steps that overran their pace", _percent(totals["overrun_share"]))
-    console.print(table)
+        rows.append((name, f"{totals[key]:,} ({totals[key] / all_tokens:.0%})"))
+    errors = [percent(totals[key]) for key in ("ttft_error_median", "ttft_error_p90")]
+    rows += [
+        ("memory-bound requests (κ ≥ κ_crit)", percent(totals["memory_bound_share"])),
+        ("token split as predicted", percent(totals["split_as_predicted_share"])),
+        ("TTFT prediction error, median / p90", " / ".join(errors)),
+        ("steps that overran their pace", percent(totals["overrun_share"])),
+    ]
+    print_table(f"Totals ({'paced' if totals['paced'] else 'real speed'})", ("", ""), rows, left=2)
 
 
 def _tokens(outcome: TurnOutcome) -> tuple[int, int, int]:
@@ -273,7 +272,3 @@ def _quantile(ordered: Sequence[float], share: float) -> float | None:
     if share == 0.5:
         return statistics.median(ordered)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"

@@ -19,9 +19,9 @@ from typing import Annotated
 
 import typer
 import yaml
-from rich.console import Console
-from rich.table import Table
 
+from deploy.commands.console import fail, print_json, print_table, warn
+from deploy.commands.provenance import Json
 from kappa.keys import (
     TENANT_NAME,
     entry_fault,
@@ -35,8 +35,6 @@ from kappa.keys import (
 app = typer.Typer(help="API keys: make, hash, list.", no_args_is_help=True)
 
 _KEY_BYTES = 32
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command()
@@ -53,12 +51,11 @@ def new(
     if file is not None:
         _append(file, line)
     if json_output:
-        print(json.dumps({"key": key, "tenant": tenant, "line": line}))
+        print_json({"key": key, "tenant": tenant, "line": line})
         return
-    told = Console(stderr=True)
     print(key)
     where = f"is in {file}" if file is not None else f"for the keys file:\n{line}"
-    told.print(f"[dim]The key is shown this once. Its digest {where}[/dim]", highlight=False)
+    warn(f"The key is shown this once. Its digest {where}", "dim")
 
 
 @app.command("hash")
@@ -69,11 +66,11 @@ def hash_(
 ) -> None:
     """Hash a key read from standard input, so that it stands in no shell history."""
     if sys.stdin.isatty():
-        Console(stderr=True).print("[dim]the key, then Enter:[/dim]")
+        warn("the key, then Enter:", "dim")
     key = sys.stdin.readline().strip()
     fault = "is a digest already" if is_hashed(key) else entry_fault(key)
     if fault is not None:
-        _exit(f"the key {fault}")
+        fail(f"the key {fault}", 2)
     print(hashed(key) if tenant is None else _line(key, tenant))
 
 
@@ -88,22 +85,20 @@ def list_(
             tenant for entry, tenant in read_entries(file).items() if not is_hashed(entry)
         )
     except ValueError as error:
-        _exit(str(error))
+        fail(str(error), 2)
     rows = [
         {"tenant": tenant, "keys": count, "in_clear": clear[tenant]}
         for tenant, count in sorted(tenants.items())
     ]
     if json_output:
-        print(json.dumps({"file": str(file), "tenants": rows}))
+        print_json({"file": str(file), "tenants": rows})
         return
-    table = Table("tenant", "keys", "in the clear")
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
-    Console().print(table)
+    cells = [[str(value) for value in row.values()] for row in rows]
+    print_table(None, ("tenant", "keys", "in the clear"), cells)
     if clear.total():
-        Console(stderr=True).print(
-            "[yellow]Keys in the clear let in whoever reads the file: replace each by what "
-            "'kappa keys hash' prints.[/yellow]"
+        warn(
+            "Keys in the clear let in whoever reads the file: replace each by what 'kappa keys "
+            "hash' prints."
         )
 
 
@@ -113,9 +108,9 @@ def _line(key: str, tenant: str) -> str:
     Exits with 2 if it is no tenant's name.
     """
     if not re.fullmatch(TENANT_NAME, tenant):
-        _exit(f"{tenant!r} is no tenant's name: letters, digits, '.', '_' and '-', at most 64")
-    told = tenant if yaml.safe_load(tenant) == tenant else json.dumps(tenant)
-    return f"{hashed(key)}: {told}"
+        fail(f"{tenant!r} is no tenant's name: letters, digits, '.', '_' and '-', at most 64", 2)
+    entry = tenant if yaml.safe_load(tenant) == tenant else json.dumps(tenant)
+    return f"{hashed(key)}: {entry}"
 
 
 def _append(file: Path, line: str) -> None:
@@ -127,9 +122,9 @@ def _append(file: Path, line: str) -> None:
             text = file.read_text(encoding="utf-8")
         _replace(file.resolve(), f"{text}{line}\n")  # a link to it stays
     except ValueError as error:
-        _exit(str(error))
+        fail(str(error), 2)
     except OSError as error:
-        _exit(f"{file}: cannot be written: {error.strerror}")
+        fail(f"{file}: cannot be written: {error.strerror}", 2)
 
 
 def _replace(file: Path, text: str) -> None:
@@ -148,8 +143,3 @@ def _replace(file: Path, text: str) -> None:
     except BaseException:
         os.unlink(name)
         raise
-
-
-def _exit(why: str) -> None:
-    Console(stderr=True).print(f"[red]{why}[/red]", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)

@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from deploy.commands.console import fail
 from kappa.settings.cluster import home
 from workers.vllm.lmcache.server import (
     STAMP,
@@ -42,15 +43,16 @@ def setup(
         typer.echo(f"LMCache is installed in {root}")
         return
     if not _LOCK.exists():
-        _give_up(f"{_LOCK} is missing: run this from a checkout of kappa-serve")
+        fail(f"error: {_LOCK} is missing: run this from a checkout of kappa-serve", 2)
     shutil.rmtree(root, ignore_errors=True)
     typer.echo(f"installing LMCache in {root}", err=True)
     try:
         install(root, _LOCK)
     except (OSError, subprocess.SubprocessError) as error:
-        _give_up(
-            f"installing {_LOCK.name} failed: {error}. Without internet access, set UV_FIND_LINKS "
-            "to a folder with the torch wheel and UV_DEFAULT_INDEX to your mirror"
+        fail(
+            f"error: installing {_LOCK.name} failed: {error}. Without internet access, set "
+            "UV_FIND_LINKS to a folder with the torch wheel and UV_DEFAULT_INDEX to your mirror",
+            2,
         )
     typer.echo(f"LMCache is installed in {root}")
 
@@ -69,7 +71,7 @@ def server(
     try:
         found = LmcacheInstall.find(home())
     except LmcacheMissingError as error:
-        _give_up(str(error))
+        fail(f"error: {error}", 2)
     command = server_command(found, port, http_port, chunk_tokens, int(size_gb * 2**30), host)
     os.execve(command[0], command, {**os.environ, "LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": ""})
 
@@ -92,8 +94,3 @@ def install(root: Path, lock: Path) -> None:
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, timeout=_INSTALL_TIMEOUT_S)
-
-
-def _give_up(why: str) -> None:
-    typer.echo(f"error: {why}", err=True)
-    raise typer.Exit(2)

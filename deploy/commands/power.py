@@ -1,32 +1,51 @@
 """`kappa power`: watts per GPU or node, the cap that requests would not notice, and what it frees.
 
 Of a running cluster with `--url`: NVML's figures where there are GPUs, else the catalogue's model,
-labelled so. Without it, the GPUs of this machine at 200 ms, as in paper 001's Table 5. Advice only:
-nothing is changed.
+labelled so; with what its last requests waited for it advises on each node's cap (`kappa.power`).
+Without it, the GPUs of this machine at 200 ms, as in paper 001's Table 5. Advice only: nothing is
+changed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
+import httpx
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from deploy.commands.power_cluster import PowerError, watch
+from deploy.commands.console import (
+    api_key,
+    bearer,
+    fail,
+    percent,
+    print_json,
+    print_table,
+    print_text,
+)
 from deploy.commands.provenance import Json, command, machine
+from kappa.power import GpuPower, Waited, advise, gpu_power
 from workers.power import INTERVAL_S, NoNvmlError, PowerMeter, PowerRow, sample_power, summary
 
 _LEAST_INTERVAL_S = 0.01
+# Workers look at their power once a second.
 _LEAST_CLUSTER_INTERVAL_S = 1.0
-_CLUSTER_SECONDS = 10.0
-_GPU_SECONDS = 30.0
+_CLUSTER_SECONDS, _GPU_SECONDS = 10.0, 30.0
+_DECISIONS = 4096
+_TIMEOUT_S = 30.0
+# Of a GPU that is not in the catalogue, as shares of the cap that NVML reports.
+_LEAST_SHARE, _IDLE_SHARE = 0.3, 0.12
 _SOURCES = {
     "nvml": "measured", "model": "modelled", "paced": "modelled, paced: as the node it stands for",
 }  # fmt: skip
+
+
+class PowerError(RuntimeError):
+    """The cluster does not report its power; the message says what to do."""
 
 
 def power(
@@ -48,96 +67,207 @@ def power(
     json_output: Json = False,
 ) -> None:
     """Watts against caps, and which cap the requests would not notice. Ctrl-C ends it early."""
-    if url is not None:
-        _of_cluster(url.rstrip("/"), seconds, interval, tolerance, key, json_output)
-        return
+    try:
+        if url is None:
+            result = _of_machine(seconds or _GPU_SECONDS, interval)
+        else:
+            headers = bearer(api_key(key, ("KAPPA_API_KEY",)))
+            interval_s = max(interval, _LEAST_CLUSTER_INTERVAL_S)
+            with httpx.Client(
+                base_url=url.rstrip("/"), headers=headers, timeout=_TIMEOUT_S
+            ) as client:
+                samples, decisions = watch(client, seconds or _CLUSTER_SECONDS, interval_s)
+            result = cluster_power(url.rstrip("/"), samples, decisions, tolerance)
+    except NoNvmlError as error:
+        fail(f"error: {error}; for a running cluster's nodes, give --url", 2)
+    except PowerError as error:
+        fail(f"error: {error}", 2)
+    result |= {"machine": machine(), "command": command()}
+    if json_output:
+        print_json(result)
+    elif url is None:
+        _print_gpus(result)
+    else:
+        _print_nodes(result)
+
+
+def _of_machine(seconds: float, interval_s: float) -> dict[str, Any]:
     import pynvml
 
     rows: list[PowerRow] = []
-    try:
-        with PowerMeter(pynvml) as meter:
-            # What was sampled until then is the answer.
-            with contextlib.suppress(KeyboardInterrupt):
-                sample_power(meter, seconds or _GPU_SECONDS, rows.append, interval)
-            gpus = meter.gpus
-    except NoNvmlError as error:
-        typer.echo(f"error: {error}; for a running cluster's nodes, give --url", err=True)
-        raise typer.Exit(2) from None
-    result: dict[str, Any] = {
-        "gpus": summary(gpus, rows),
-        "rows": [{"t_s": row.t_s, "watts": row.watts} for row in rows],
-        "interval_s": interval, "machine": machine(), "command": command(),
-    }  # fmt: skip
-    if json_output:
-        print(json.dumps(result, allow_nan=False))
-    else:
-        _print(result)
+    with PowerMeter(pynvml) as meter:
+        # What was sampled until then is the answer.
+        with contextlib.suppress(KeyboardInterrupt):
+            sample_power(meter, seconds, rows.append, interval_s)
+        gpus = summary(meter.gpus, rows)
+    samples = [{"t_s": row.t_s, "watts": row.watts} for row in rows]
+    return {"gpus": gpus, "rows": samples, "interval_s": interval_s}
 
 
-def _of_cluster(
-    url: str,
-    seconds: float | None,
+# ---- a running cluster
+
+
+def watch(
+    client: httpx.Client,
+    seconds: float,
     interval_s: float,
-    tolerance: float,
-    key: str | None,
-    json_output: bool,
-) -> None:
-    secret = key or os.environ.get("KAPPA_API_KEY")
-    headers = {"authorization": f"Bearer {secret}"} if secret else {}
-    # Workers look at their power once a second.
-    every_s = max(interval_s, _LEAST_CLUSTER_INTERVAL_S)
+    sleep: Callable[[float], object] = time.sleep,
+    now_s: Callable[[], float] = time.monotonic,
+) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
+    """A cluster's nodes, again and again for `seconds`, then its last decisions.
+
+    Raises:
+        PowerError: it does not answer.
+    """
+    samples = []
     try:
-        told = watch(url, seconds or _CLUSTER_SECONDS, every_s, tolerance, headers)
-    except PowerError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    result = {**told, "tolerance": tolerance, "machine": machine(), "command": command()}
-    if json_output:
-        print(json.dumps(result, allow_nan=False))
-    else:
-        _print_cluster(result)
+        until_s = now_s() + seconds
+        while True:
+            samples.append(_get(client, "/v1/nodes")["nodes"])
+            if now_s() + interval_s > until_s:
+                break
+            sleep(interval_s)
+        return samples, _get(client, f"/v1/decisions?limit={_DECISIONS}")["decisions"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
+        raise PowerError(
+            f"{client.base_url} cannot be asked for its nodes: {error}. Start a cluster with "
+            "`kappa serve`, or give --url (and --key where nodes are an operator's to see)"
+        ) from None
 
 
-def _print_cluster(result: dict[str, Any]) -> None:
-    table = Table()
-    for name in (
+def _get(client: httpx.Client, path: str) -> dict[str, Any]:
+    answer = client.get(path)
+    answer.raise_for_status()
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def cluster_power(
+    url: str,
+    samples: Sequence[Iterable[Mapping[str, Any]]],
+    decisions: Iterable[Mapping[str, Any]],
+    tolerance: float,
+) -> dict[str, Any]:
+    """A row per node, and the watts that their advised caps would free.
+
+    Raises:
+        PowerError: no node reports its power.
+    """
+    rows = node_rows(samples, decisions, tolerance)
+    if not any(row["source"] for row in rows):
+        raise PowerError(
+            f"no node of {url} tells its power: their GPUs are not in the catalogue, and there is "
+            "no NVML"
+        )
+    freed_w = sum(row["freed_w"] or 0.0 for row in rows)
+    return {"nodes": rows, "freed_w": freed_w, "tolerance": tolerance}
+
+
+def node_rows(
+    samples: Sequence[Iterable[Mapping[str, Any]]],
+    decisions: Iterable[Mapping[str, Any]],
+    tolerance: float,
+) -> list[dict[str, Any]]:
+    """A row per node: draw, cap and advice; figures are None where there are none."""
+    waited = defaultdict(list)
+    for decision in decisions:
+        found = _waited(decision)
+        if found is not None:
+            waited[str(decision["node"])].append(found)
+    by_worker = defaultdict(list)
+    for sample in samples:
+        for node in sample:
+            by_worker[str(node["worker"])].append(node)
+    return [_row(nodes, waited[str(nodes[-1]["node"])], tolerance) for nodes in by_worker.values()]
+
+
+def _row(
+    nodes: Sequence[Mapping[str, Any]], requests: list[Waited], tolerance: float
+) -> dict[str, Any]:
+    last, totals = nodes[-1], [node.get("totals") or {} for node in nodes]
+    metered = [t for t in totals if t.get("power_source")]
+    source = metered[-1]["power_source"] if metered else ""
+    watts = [float(t["power_w"]) for t in metered]
+    cap_w = float(metered[-1]["power_cap_w"]) if metered else 0.0
+    gpu = str(last["profile"]["gpu"])
+    tokens, joules = (totals[-1].get(k) for k in ("step_tokens_total", "energy_j_total"))
+    row: dict[str, Any] = {
+        "node": last["node"], "worker": last["worker"], "gpu": gpu,
+        "paced": last["paced"], "source": source, "samples": len(watts),
+        "mean_w": sum(watts) / len(watts) if watts else None,
+        "max_w": max(watts, default=None), "cap_w": cap_w or None, "requests": len(requests),
+        "j_per_token": joules / tokens if tokens and joules else None,
+        "advice": None, "freed_w": None,
+    }  # fmt: skip
+    node_power = _power(gpu, cap_w)
+    if node_power is not None and requests:
+        peak_w = row["max_w"] if source == "nvml" else None
+        advice = advise(node_power, cap_w, requests, tolerance, peak_w)
+        row |= {"advice": asdict(advice), "freed_w": advice.freed_w}
+    return row
+
+
+def _power(gpu: str, cap_w: float) -> GpuPower | None:
+    """The node's GPUs together: the catalogue's, as many as its cap holds."""
+    if cap_w <= 0:
+        return None
+    known = gpu_power(gpu)
+    if known is None:
+        return GpuPower(cap_w, _LEAST_SHARE * cap_w, _IDLE_SHARE * cap_w, "shares of NVML's cap")
+    count = max(round(cap_w / known.cap_w), 1)
+    least_w, idle_w = known.least_cap_w * count, known.idle_w * count
+    if cap_w < least_w:
+        return None
+    return replace(known, cap_w=max(known.cap_w * count, cap_w), least_cap_w=least_w, idle_w=idle_w)
+
+
+def _waited(decision: Mapping[str, Any]) -> Waited | None:
+    """What a request's first token waited for, as measured, else as predicted."""
+    for source in (decision.get("actual") or {}, decision.get("predicted") or {}):
+        parts = [source.get(key) for key in ("queue_s", "load_s", "compute_s")]
+        if all(isinstance(part, int | float) for part in parts):
+            return Waited(*(max(float(part), 0.0) for part in parts if part is not None))
+    return None
+
+
+# ---- printing
+
+
+def _print_nodes(result: dict[str, Any]) -> None:
+    columns = (
         "node", "GPU", "mean W", "most W", "cap W", "J/token", "advised cap W", "TTFT +", "freed W",
-    ):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("node", "GPU") else "right")
+    )  # fmt: skip
+    rows = []
     for row in result["nodes"]:
-        advice = row["advice"] or {}
-        joules, growth = row["j_per_token"], advice.get("ttft_growth")
-        table.add_row(
+        advice, joules = row["advice"] or {}, row["j_per_token"]
+        rows.append((
             row["node"], row["gpu"], _watts(row["mean_w"]), _watts(row["max_w"]),
             _watts(row["cap_w"]), "-" if joules is None else f"{joules:.3g}",
-            _watts(advice.get("cap_w")), "-" if growth is None else f"{growth:.1%}",
+            _watts(advice.get("cap_w")), percent(advice.get("ttft_growth")),
             _watts(row["freed_w"]),
-        )  # fmt: skip
-    console = Console()
-    console.print(table)
+        ))  # fmt: skip
+    print_table(None, columns, rows, left=2)
     for source in sorted({row["source"] for row in result["nodes"] if row["source"]}):
         names = ", ".join(r["node"] for r in result["nodes"] if r["source"] == source)
-        console.print(f"{names}: {_SOURCES[source]}", highlight=False)
-    console.print(
+        print_text(f"{names}: {_SOURCES[source]}")
+    print_text(
         f"{result['freed_w']:.0f} W could be freed at a mean TTFT within "
-        f"{result['tolerance']:.1%}; advice only, nothing was changed",
-        highlight=False,
+        f"{result['tolerance']:.1%}; advice only, nothing was changed"
     )
 
 
-def _print(result: dict[str, Any]) -> None:
-    table = Table()
-    for name in ("GPU", "samples", "mean W", "most W", "limit W", "share of limit"):
-        table.add_column(name, justify="left" if name == "GPU" else "right")
-    for gpu in result["gpus"]:
-        share = gpu["share_of_limit"]
-        table.add_row(
+def _print_gpus(result: dict[str, Any]) -> None:
+    columns = ("GPU", "samples", "mean W", "most W", "limit W", "share of limit")
+    rows = [
+        (
             f"{gpu['index']} {gpu['name']}", str(gpu["samples"]),
             *(_watts(gpu[key]) for key in ("mean_w", "max_w", "limit_w")),
-            "-" if share is None else f"{share:.0%}",
-        )  # fmt: skip
-    Console().print(table)
-    print(f"{result['command']}  on {result['machine']}")
+            percent(gpu["share_of_limit"], 0),
+        )
+        for gpu in result["gpus"]
+    ]  # fmt: skip
+    print_table(None, columns, rows)
+    print_text(f"{result['command']}  on {result['machine']}")
 
 
 def _watts(value: float | None) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from deploy.commands.console import fail, percent, print_json, print_table, print_text
+from deploy.commands.provenance import Json
 from deploy.commands.serve import Config, running, settings_or_exit
 
 _TIMEOUT_S = 200.0
@@ -20,7 +19,7 @@ def profile(
         str | None, typer.Option(help="A running cluster; default: one engine started for this.")
     ] = None,
     config: Config = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Measure bandwidth by transfer size and FLOP/s at the model's shapes, on every worker."""
     if url is not None:
@@ -31,7 +30,7 @@ def profile(
         with running(settings) as cluster:
             rows = _measure(cluster.url)
     if json_output:
-        print(json.dumps({"nodes": rows}))
+        print_json({"nodes": rows})
         return
     for row in rows:
         _print(row)
@@ -42,39 +41,30 @@ def _measure(url: str) -> list[dict[str, Any]]:
         answer = httpx.post(f"{url.rstrip('/')}/v1/nodes/profile", timeout=_TIMEOUT_S)
         answer.raise_for_status()
     except httpx.HTTPError as error:
-        Console(stderr=True).print(f"[red]{url}: {error}[/red]", highlight=False)
-        raise typer.Exit(1) from None
+        fail(f"{url}: {error}")
     rows: list[dict[str, Any]] = answer.json()["nodes"]
     keep = ("worker", "node", "paced", "measured", "profile", "profile_error", "kappa_crit")
     return [{key: row[key] for key in keep} for row in rows]
 
 
 def _print(row: dict[str, Any]) -> None:
-    console = Console()
     measured = row["measured"]
     if not measured:
-        console.print(f"{row['node']}: {row['profile_error']}", highlight=False)
+        print_text(f"{row['node']}: {row['profile_error']}")
         return
     title = f"{row['node']}: {measured['device']}, {measured['threads']} thread(s)"
     if row["paced"]:
         title += " (the node is paced; these are the real machine's figures)"
-    table = Table(title=title, title_justify="left")
-    for column in ("what", "size", "rate", "spread (IQR)"):
-        table.add_column(column, justify="left" if column == "what" else "right")
     names = {"h2d": "host to device", "d2h": "device to host", "scatter": "by blocks"}
-    for key, name in names.items():
-        for point in measured[key]:
-            table.add_row(
-                name,
-                f"{point['bytes'] / (1 << 20):.0f} MiB",
-                f"{point['bytes_per_s'] / 1e9:.2f} GB/s",
-                f"{point['spread']:.0%}",
-            )
-    for point in measured["gemm"]:
-        table.add_row(
-            "GEMM",
-            f"{point['tokens']} tokens",
-            f"{point['flops_per_s'] / 1e9:.2f} GFLOP/s",
-            f"{point['spread']:.0%}",
-        )
-    console.print(table)
+    rows = [
+        (name, f"{point['bytes'] / (1 << 20):.0f} MiB", f"{point['bytes_per_s'] / 1e9:.2f} GB/s",
+         percent(point["spread"], 0))
+        for key, name in names.items()
+        for point in measured[key]
+    ]  # fmt: skip
+    rows += [
+        ("GEMM", f"{point['tokens']} tokens", f"{point['flops_per_s'] / 1e9:.2f} GFLOP/s",
+         percent(point["spread"], 0))
+        for point in measured["gemm"]
+    ]  # fmt: skip
+    print_table(title, ("what", "size", "rate", "spread (IQR)"), rows)

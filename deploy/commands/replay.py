@@ -21,8 +21,18 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from deploy.commands.console import (
+    ApiKey,
+    api_key,
+    bad_parameter,
+    print_json,
+    print_table,
+    print_text,
+    seconds,
+    warn,
+)
+from deploy.commands.provenance import Json
 from loadtest.client import EndpointError, EndpointSettings
 from loadtest.cluster import Surveyed, survey
 from loadtest.journal import OPTIONS, Journal, JournalError, locked, read_run
@@ -31,7 +41,6 @@ from loadtest.run import Played, play, showing, streams_allowed
 from loadtest.runner import DEFAULT_IN_FLIGHT, Counts, RunSettings
 from workload.replay import ReplaySession
 
-_KEY_VARIABLES = ("KAPPA_API_KEY", "OPENAI_API_KEY")
 _SECRET = ("--key", "--tenant-key")
 
 
@@ -72,9 +81,7 @@ def replay(
     timeout: Annotated[float, typer.Option(help="Seconds for a whole answer.")] = 300.0,
     in_flight: Annotated[int, typer.Option(help="Streams at once, at most.")] = DEFAULT_IN_FLIGHT,
     grace: Annotated[float, typer.Option(help="Seconds that Ctrl-C leaves to streams.")] = 10.0,
-    key: Annotated[
-        str | None, typer.Option(help="API key; default: $KAPPA_API_KEY or $OPENAI_API_KEY.")
-    ] = None,
+    key: ApiKey = None,
     tenant_key: Annotated[
         list[str] | None, typer.Option(help="TENANT=KEY, for requests of a workload's tenant.")
     ] = None,
@@ -92,10 +99,10 @@ def replay(
     out: Annotated[Path | None, typer.Option(help="Folder of the results.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     report: Annotated[Path | None, typer.Option(help="Only report anew on this folder.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Replay a workload against an OpenAI endpoint: latencies, goodput, errors, and why."""
-    try:
+    with bad_parameter():
         if report is not None:
             _report(report, json_output)
             return
@@ -116,8 +123,6 @@ def replay(
         with ExitStack() as stack:
             journal = _journal(folder, run, stack, is_new=resume is None)
             lock = stack.pop_all()
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from None
     settings = options.run_settings(max_streams, grace)
     with lock:
         try:
@@ -126,7 +131,7 @@ def replay(
             )
             figures = _report(folder, json_output)
         except (OSError, JournalError) as error:
-            _warn(f"no report: {error}")
+            warn(f"no report: {error}")
             raise typer.Exit(1) from None
     if played is None:
         raise typer.Exit(1)
@@ -181,16 +186,12 @@ def _checked(
             raise ValueError(f"{error}. Nothing was sent; {remedy}") from None
         if not is_new:
             raise
-        _warn(str(error))
+        warn(str(error))
     if surveyed is not None and not options.model:
         options = replace(options, model=surveyed.models[0])
     elif surveyed is not None and options.model not in surveyed.models:
-        _warn(f"{options.url} lists {', '.join(surveyed.models)}, not {options.model!r}")
+        warn(f"{options.url} lists {', '.join(surveyed.models)}, not {options.model!r}")
     return options, surveyed, options.replay(workload, surveyed)
-
-
-def _warn(text: str) -> None:
-    Console(stderr=True).print(text, style="yellow", highlight=False, markup=False)
 
 
 def _play(
@@ -207,7 +208,7 @@ def _play(
         with showing(counts, total, Console(stderr=True)):
             played = asyncio.run(play(endpoint, settings, traffic, journal, counts=counts))
     except (OSError, ValueError) as error:
-        _warn(f"the run could not go on: {error}")
+        warn(f"the run could not go on: {error}")
     finally:
         journal.close()
     client = counts.to_dict()
@@ -243,7 +244,7 @@ def _objective(
 
 def _keys(key: str | None, tenant_keys: list[str] | None) -> dict[str, str]:
     keys = {}
-    default = key or next((os.environ[v] for v in _KEY_VARIABLES if os.environ.get(v)), "")
+    default = api_key(key)
     if default:
         keys[""] = default
     for given in tenant_keys or []:
@@ -294,7 +295,7 @@ def _report(folder: Path, json_output: bool) -> dict[str, Any]:
     page = write_report(folder)
     figures: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     if json_output:
-        typer.echo(json.dumps({**figures, "folder": str(folder)}, allow_nan=False))
+        print_json({**figures, "folder": str(folder)})
     else:
         _print(figures, page)
     return figures
@@ -303,35 +304,24 @@ def _report(folder: Path, json_output: bool) -> dict[str, Any]:
 def _print(figures: Mapping[str, Any], page: Path) -> None:
     from loadtest.report import own_objective, slowest_lines
 
-    console = Console()
-    console.print(
+    note = f". {figures['note']}" if figures["note"] else ""
+    print_text(
         f"{figures['requests']:,} requests, {figures['completed']:,} completed, "
-        f"{figures['failed']:,} failed, in {figures['duration_s']:,.1f} s"
-        + (f". {figures['note']}" if figures["note"] else ""),
-        highlight=False,
+        f"{figures['failed']:,} failed, in {figures['duration_s']:,.1f} s{note}"
     )
-    times = Table("", "mean", "p50", "p90", "p99", "max")
-    for name in ("ttft_s", "itl_s", "tpot_s", "e2e_s", "late_s"):
-        spread = figures[name]
-        cells = (_seconds(spread[q]) for q in ("mean", "p50", "p90", "p99", "max"))
-        times.add_row(name.removesuffix("_s").upper(), *cells)
-    console.print(times)
-    slo = figures["slo"]
+    quantiles = ("mean", "p50", "p90", "p99", "max")
+    times = [
+        (name.removesuffix("_s").upper(), *(seconds(figures[name][q]) for q in quantiles))
+        for name in ("ttft_s", "itl_s", "tpot_s", "e2e_s", "late_s")
+    ]
+    print_table(None, ("", *quantiles), times)
+    lines, slo = [], figures["slo"]
     if slo["met"] is not None:
         result = own_objective(slo)
         if slo["passed"] is not None:
             word = "met" if slo["passed"] else "missed"
             result = f"SLO {word}: {slo['met']:.1%}, {slo['share']:.1%} asked"
-        console.print(
-            f"{result} ({slo['meaning']}), goodput {figures['goodput_rps'] or 0:.4g} requests/s",
-            highlight=False,
-        )
-    for kind, error in figures["errors"].items():
-        console.print(f"[red]{kind}[/red]: {error['count']:,} ({error['meaning']})")
-    for line in slowest_lines(figures):
-        console.print(line, highlight=False, markup=False)
-    console.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value * 1e3:,.1f} ms" if value < 10 else f"{value:,.1f} s"
+        goodput = f"goodput {figures['goodput_rps'] or 0:.4g} requests/s"
+        lines.append(f"{result} ({slo['meaning']}), {goodput}")
+    lines += [f"{k}: {e['count']:,} ({e['meaning']})" for k, e in figures["errors"].items()]
+    print_text("\n".join([*lines, *slowest_lines(figures), f"report: {page}"]))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from deploy.commands.console import fail, print_json, print_table, print_text, warn
 from kappa.settings.base import SettingsError
 from kappa.settings.cluster import ClusterSettings, load_settings
 
@@ -62,7 +63,7 @@ def serve(
             is_ready = True
             while not (why := cluster.ended()):
                 time.sleep(_LOOK_S)
-            Console(stderr=True).print(f"[red]{why}[/red]", highlight=False)
+            warn(why, "red")
     except KeyboardInterrupt:
         raise typer.Exit(0 if is_ready else 130) from None
     # What Ray does at the end of a process would wait for its dead head, for a minute.
@@ -98,45 +99,35 @@ def settings_or_exit(
         if changes:
             settings = load_settings(config, **changes)
     except SettingsError as error:
-        Console(stderr=True).print(f"[red]{error}[/red]", highlight=False)
-        raise typer.Exit(2) from None
+        fail(str(error), 2)
     return settings.unpaced() if unpaced else settings
 
 
+@contextlib.contextmanager
 def running(
     settings: ClusterSettings, cluster_type: type | None = None, address: str | None = None
-) -> Any:
-    """A cluster as a context manager, with progress on stderr; start errors exit with 1.
+) -> Iterator[Any]:
+    """A running cluster, with progress on stderr; start errors exit with 1.
 
     `cluster_type` is `deploy.app.cluster.Cluster` or a subclass of it.
     """
-    from contextlib import contextmanager
-
     from deploy.app.cluster import Cluster
     from deploy.app.model import StartError
 
-    console = Console(stderr=True)
+    start = time.monotonic()
 
-    @contextmanager
-    def manager() -> Any:
-        start = time.monotonic()
-        try:
-            cluster = (cluster_type or Cluster)(
-                settings,
-                lambda what: console.print(f"[dim]{time.monotonic() - start:5.1f} s  {what}[/dim]"),
-                address,
-            )
-            with cluster:
-                console.print(f"[dim]{time.monotonic() - start:5.1f} s  ready[/dim]")
-                try:
-                    yield cluster
-                finally:
-                    console.print("[dim]stopping …[/dim]")
-        except StartError as error:
-            console.print(f"[red]{error}[/red]", highlight=False)
-            raise typer.Exit(1) from None
+    def progress(what: str) -> None:
+        warn(f"{time.monotonic() - start:5.1f} s  {what}", "dim")
 
-    return manager()
+    try:
+        with (cluster_type or Cluster)(settings, progress, address) as cluster:
+            progress("ready")
+            try:
+                yield cluster
+            finally:
+                warn("stopping …", "dim")
+    except StartError as error:
+        fail(str(error))
 
 
 def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
@@ -144,39 +135,29 @@ def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
     from deploy.app.access import own_headers
 
     headers = own_headers(settings)
-    rows = httpx.get(f"{url}/v1/nodes", headers=headers, timeout=30.0).json()["nodes"]
+    nodes = httpx.get(f"{url}/v1/nodes", headers=headers, timeout=30.0).json()["nodes"]
     if json_output:
-        print(json.dumps({"url": url, "model": settings.model.id, "nodes": rows}), flush=True)
+        print_json({"url": url, "model": settings.model.id, "nodes": nodes})
         return
-    console = Console()
-    table = Table(title=f"{settings.model.id} at {url}/v1", title_justify="left")
-    for column in ("node", "link", "GB/s", "TFLOP/s", "κ_crit", "speed"):
-        table.add_column(column, justify="left" if column in ("node", "link", "speed") else "right")
-    for row in rows:
-        profile = row["profile"]
-        speed = (
-            f"paced: {row['emulated_model']}, 1 s takes {profile['dilation']:g}"
-            if row["paced"]
-            else profile["source"]
-        )
-        table.add_row(
-            row["node"],
-            profile["link_name"],
-            f"{profile['h2d_bytes_per_s'] / 1e9:.3g}",
-            f"{profile['flops_per_s'] / 1e12:.3g}",
-            f"{row['kappa_crit']:.3g}",
-            speed,
-        )
-    console.print(table)
-    console.print(f"policy {settings.router.policy}; try:", highlight=False)
+    rows = []
+    for node in nodes:
+        profile = node["profile"]
+        paced = f"paced: {node['emulated_model']}, 1 s takes {profile['dilation']:g}"
+        rows.append((
+            node["node"], profile["link_name"], f"{profile['h2d_bytes_per_s'] / 1e9:.3g}",
+            f"{profile['flops_per_s'] / 1e12:.3g}", f"{node['kappa_crit']:.3g}",
+            paced if node["paced"] else profile["source"],
+        ))  # fmt: skip
+    columns = ("node", "link", "GB/s", "TFLOP/s", "κ_crit", "speed")
+    print_table(f"{settings.model.id} at {url}/v1", columns, rows, left=2)
     body = {
         "model": settings.model.id,
         "messages": [{"role": "user", "content": "Hello"}],
         "max_tokens": 8,
     }
     key = '-H "authorization: Bearer $KEY" ' if headers else ""
-    print(
+    print_text(
+        f"policy {settings.router.policy}; try:\n"
         f"curl -i {url}/v1/chat/completions -H 'content-type: application/json' {key}"
-        f"-d '{json.dumps(body)}'\nCtrl-C stops the cluster.",
-        flush=True,
+        f"-d '{json.dumps(body)}'\nCtrl-C stops the cluster."
     )

@@ -8,16 +8,23 @@ thousand nodes and a million requests is `--trace mooncake --nodes 1000 --reques
 from __future__ import annotations
 
 import difflib
-import json
-import math
 import time
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from deploy.commands.console import (
+    bad_parameter,
+    number,
+    percent,
+    print_json,
+    print_table,
+    print_text,
+    seconds,
+)
+from deploy.commands.provenance import Json
 from kappa.shapes import model_shape
 from router.admission import Admission
 from router.policies import policy_named
@@ -86,10 +93,10 @@ def simulate(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="As many nodes of the cluster's mix.")
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Play a workload on a simulated cluster and measure it."""
-    try:
+    with bad_parameter():
         known("scheduler", scheduler, SCHEDULERS)
         known("misprofile", misprofile, MISPROFILES)
         policy_named(policy, seed=seed)
@@ -118,10 +125,8 @@ def simulate(
         else:
             faults = faults_of(config, traffic, misprofile, failures, stragglers, noise)
         summary = _played(config.replaced(faults=faults), traffic).summary()
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     if json_output:
-        typer.echo(json.dumps(summary, allow_nan=False))
+        print_json(summary)
     else:
         _print(summary)
 
@@ -172,47 +177,35 @@ def faults_of(
 
 
 def _print(summary: dict[str, Any]) -> None:
-    console = Console()
     load = "" if summary["load"] is None else f", load {summary['load']:g}"
-    console.print(
+    print_text(
         f"{summary['trace']} on {summary['cluster']}: {summary['policy']}, "
         f"{summary['scheduler']}, {summary['rate_rps']:.4g} requests/s{load}, "
-        f"seed {summary['seed']}"
-    )
-    console.print(
+        f"seed {summary['seed']}\n"
         f"{summary['completed']:,} of {summary['requests']:,} measured requests completed, "
         f"{summary['rejected']:,} rejected; {summary['slo']['met']:.1%} within the SLO, "
         f"goodput {summary['goodput_rps']:.4g} requests/s"
     )
-    times = Table("", "mean", "p50", "p90", "p99")
-    for key in ("ttft_s", "tpot_s", "e2e_s"):
-        times.add_row(key.removesuffix("_s").upper(), *(_seconds(v) for v in summary[key].values()))
-    console.print(times)
-    figures = Table("figure", "value")
-    for key in (
+    times = [
+        (key.removesuffix("_s").upper(), *map(seconds, summary[key].values()))
+        for key in ("ttft_s", "tpot_s", "e2e_s")
+    ]
+    print_table(None, ("", "mean", "p50", "p90", "p99"), times)
+    keys = (
         "cost_per_mtok", "energy_j_per_tok", "budget_fill", "scheduled_tokens", "vram_fill",
         "max_wait_s", "max_skips", "jain",
-    ):  # fmt: skip
-        figures.add_row(key, _number(summary[key]))
-    decision = summary["decision_us"]
-    figures.add_row("decision_us p50, p99", f"{_number(decision['p50'])}, "
-                    f"{_number(decision['p99'])} (on this machine)")  # fmt: skip
-    console.print(figures)
-    shares = Table(
-        "node", "requests", "gpu busy", "link busy", "device", "cached", "new tokens", "κ"
-    )
-    for node in summary["nodes"]:
-        shares.add_row(
-            node["name"], f"{node['requests']:,}", f"{node['gpu_busy']:.0%}",
-            f"{node['link_busy']:.0%}", f"{node['device_tokens']:,}", f"{node['cached_tokens']:,}",
-            f"{node['new_tokens']:,}", _number(node["kappa_p50"]),
-        )  # fmt: skip
-    console.print(shares)
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value * 1e3:,.1f} ms" if value < 10 else f"{value:,.1f} s"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:,.4g}"
+    )  # fmt: skip
+    p50, p99 = (number(summary["decision_us"][q]) for q in ("p50", "p99"))
+    decision = ("decision_us p50, p99", f"{p50}, {p99} (on this machine)")
+    figures = [*((key, number(summary[key])) for key in keys), decision]
+    print_table(None, ("figure", "value"), figures)
+    columns = ("node", "requests", "gpu busy", "link busy", "device", "cached", "new tokens", "κ")
+    shares = [
+        (
+            node["name"], f"{node['requests']:,}", percent(node["gpu_busy"], 0),
+            percent(node["link_busy"], 0), f"{node['device_tokens']:,}",
+            f"{node['cached_tokens']:,}", f"{node['new_tokens']:,}", number(node["kappa_p50"]),
+        )
+        for node in summary["nodes"]
+    ]  # fmt: skip
+    print_table(None, columns, shares)

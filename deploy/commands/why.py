@@ -7,22 +7,19 @@ foreseen, what its worker reported, and its timeline. The id stands in every res
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import httpx
 import typer
-from rich.console import Console
 
+from deploy.commands.console import ApiKey, api_key, bearer, fail, print_json, print_text
 from deploy.commands.provenance import Json
 
 _WIDTH = 48
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _TIMEOUT_S = 30.0
-_KEY_VARIABLES = ("KAPPA_API_KEY", "OPENAI_API_KEY")
 _WORDS = {
     "ingress": "whole request", "tokenize": "tokenize", "decide": "decide",
     "first_token": "to first token", "queue": "queue", "load": "load", "prefill": "prefill",
@@ -33,40 +30,29 @@ _WORDS = {
 def why(
     request_id: Annotated[str, typer.Argument(help="Its id: `x-request-id` of the response.")],
     url: Annotated[str, typer.Option(help="The cluster.")] = "http://127.0.0.1:8000",
-    key: Annotated[
-        str | None, typer.Option(help="API key; default: $KAPPA_API_KEY or $OPENAI_API_KEY.")
-    ] = None,
+    key: ApiKey = None,
     json_output: Json = False,
 ) -> None:
     """Tell where a request's time went."""
     account = _ask(url.rstrip("/"), request_id, key)
     if json_output:
-        print(json.dumps(account))
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    for line in picture(account):
-        console.print(line, markup=False)
+        print_json(account)
+    else:
+        print_text("\n".join(picture(account)))
 
 
 def _ask(url: str, request_id: str, given: str | None) -> dict[str, Any]:
-    key = given or next(filter(None, map(os.environ.get, _KEY_VARIABLES)), None)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
     path = f"{url}/v1/decisions/{quote(request_id, safe='')}"
     try:
-        answer = httpx.get(path, headers=headers, timeout=_TIMEOUT_S)
-        told: dict[str, Any] = answer.json()
+        answer = httpx.get(path, headers=bearer(api_key(given)), timeout=_TIMEOUT_S)
+        account: dict[str, Any] = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        _fail(f"{url} cannot be asked: {error}. Start one with `kappa serve`, or give --url")
+        fail(f"{url} cannot be asked: {error}. Start one with `kappa serve`, or give --url")
     except ValueError:
-        _fail(f"{url} answered {answer.status_code} without JSON: is it a kappa-serve endpoint?")
+        fail(f"{url} answered {answer.status_code} without JSON: is it a kappa-serve endpoint?")
     if answer.status_code != 200:
-        _fail(str((told.get("error") or {}).get("message") or f"{url}: {answer.status_code}"))
-    return told
-
-
-def _fail(message: str) -> Any:
-    Console(stderr=True).print(f"[red]{message}[/red]", highlight=False, soft_wrap=True)
-    raise typer.Exit(1)
+        fail(str((account.get("error") or {}).get("message") or f"{url}: {answer.status_code}"))
+    return account
 
 
 def picture(account: Mapping[str, Any], width: int = _WIDTH) -> list[str]:

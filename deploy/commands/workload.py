@@ -1,20 +1,19 @@
 """`kappa workload`: how many tokens a workload's requests reuse and compute, and where that hurts.
 
 Draws the distributions of paper 001's Figure 3 for any workload, puts the paper's own figures
-beside ours, and tells for each node of a cluster which share of the requests is memory-bound there.
+beside ours, and shows for each node of a cluster which share of the requests is memory-bound there.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from deploy.commands.console import bad_parameter, percent, print_json, print_table, print_text
+from deploy.commands.provenance import Json
 from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
 from loadtest.datasets import open_workload
@@ -44,11 +43,11 @@ def workload(
     as_cut: Annotated[
         bool, typer.Option("--as-cut", help="ShareGPT lengths without the estimated history.")
     ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
     plot: Annotated[Path | None, typer.Option(help="Write the picture there, as PNG.")] = None,
 ) -> None:
     """Cached and new tokens of a workload, their ratio, and each node's critical ratio."""
-    try:
+    with bad_parameter():
         where = cluster_named(cluster)
         shape = model_shape(model)
         read = open_workload(
@@ -64,10 +63,8 @@ def workload(
         figures = analyse(read, critical) | {"cluster": where.name, "model": shape.name}
         if plot is not None:
             _draw(read, where, critical, plot)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     if json_output:
-        typer.echo(json.dumps(figures, allow_nan=False))
+        print_json(figures)
     else:
         _print(figures, where)
 
@@ -122,40 +119,40 @@ def _kinds(where: SimulatedCluster, critical: dict[str, float]) -> dict[str, flo
 
 
 def _print(figures: dict[str, Any], where: SimulatedCluster) -> None:
-    console = Console()
-    console.print(
+    notes = "".join(f"\n  {note}" for note in figures["notes"])
+    print_text(
         f"{figures['workload']}: {figures['requests']:,} requests of {figures['sessions']:,} "
-        f"sessions ({figures['source']})"
+        f"sessions ({figures['source']}){notes}"
     )
-    for note in figures["notes"]:
-        console.print(f"  {note}")
     for title, view in (
         ("as the source counts", figures),
         (f"in an engine: blocks of {ENGINE_BLOCK_TOKENS}, cold at first", figures["engine"]),
     ):
-        table = Table("", "p10", "p50", "p90", "p99", title=title)
-        for key, symbol in (("new", "new"), ("cached", "cached"), ("kappa", "κ")):
-            table.add_row(symbol, *(_number(value) for value in view[key].values()))
-        console.print(table)
-    shares = Table("node", "count", "κ_crit", "memory-bound", "in an engine",
-                   title=f"{figures['model']} on {figures['cluster']}")  # fmt: skip
-    critical = figures["kappa_crit"]
+        rows = [
+            (symbol, *map(_number, view[key].values()))
+            for key, symbol in (("new", "new"), ("cached", "cached"), ("kappa", "κ"))
+        ]
+        print_table(title, ("", "p10", "p50", "p90", "p99"), rows)
+    critical, shares = figures["kappa_crit"], []
     for kind, limit in _kinds(where, critical).items():
         names = [name for name in critical if critical[name] == limit]
-        shares.add_row(
-            kind, str(len(names)), f"{limit:.4g}", f"{figures['share_above'][names[0]]:.1%}",
-            f"{figures['engine']['share_above'][names[0]]:.1%}",
-        )  # fmt: skip
-    console.print(shares)
+        above = (view["share_above"][names[0]] for view in (figures, figures["engine"]))
+        shares.append((kind, str(len(names)), f"{limit:.4g}", *map(percent, above)))
+    print_table(
+        f"{figures['model']} on {figures['cluster']}",
+        ("node", "count", "κ_crit", "memory-bound", "in an engine"), shares,
+    )  # fmt: skip
     if figures["paper"]:
-        table = Table("paper 001", "", "paper", "ours", title="beside the paper's figures")
-        for row in figures["paper"]:
-            table.add_row(
+        rows = [
+            (
                 row["where"], f"{row['quantity']} {row['statistic']}", _number(row["paper"]),
                 _number(row["ours"]),
-            )  # fmt: skip
-        console.print(table)
-        console.print(figures["why_ours_differ"])
+            )
+            for row in figures["paper"]
+        ]  # fmt: skip
+        columns = ("paper 001", "", "paper", "ours")
+        print_table("beside the paper's figures", columns, rows, left=2)
+        print_text(figures["why_ours_differ"])
 
 
 def _number(value: float) -> str:

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from deploy.commands import law
+from deploy.commands import explain, roofline
 from kappa.cost import TokenCounts
 from kappa.hardware import node_profile
 from kappa.plans.measured import as_measured
@@ -23,9 +23,9 @@ EXPLAIN_KEYS = {
 REQUEST = ["explain", "--model", "llama-3.1-8b", "--cached", "60000", "--new", "50"]
 
 app = typer.Typer()
-app.command()(law.tables)
-app.command()(law.explain)
-app.command()(law.roofline)
+app.command()(explain.tables)
+app.command()(explain.explain)
+app.command()(roofline.roofline)
 
 
 def _run(*args: str) -> str:
@@ -113,7 +113,7 @@ def test_explain_defaults_to_the_demo_pair_and_names_the_quicker() -> None:
 
 def test_explain_prints_null_where_no_ratio_is_memory_bound() -> None:
     counts = TokenCounts(device_tokens=0, cached_tokens=10, new_tokens=8000)
-    answer = law.explain_request(counts, model_shape("llama-3.1-8b"), node_profile("c2c"))
+    answer = explain.request_cost(counts, model_shape("llama-3.1-8b"), node_profile("c2c"))
     assert answer["kappa_eff"] is None
     args = ("explain", "--model", "llama-3.1-8b", "--node", "c2c", "--cached", "10")
     assert "never" in _run(*args, "--new", "8000")

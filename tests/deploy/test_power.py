@@ -4,22 +4,23 @@ import json
 
 import httpx
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from deploy.commands import power_cluster
-from deploy.commands.power_cluster import PowerError, node_rows, watch
+from deploy.commands.power import PowerError, cluster_power, node_rows, power, watch
 
 
 def node(name, watts, source="paced", gpu="H100-SXM5-80GB", cap=700.0, **totals):
-    power = {"power_w": watts, "power_cap_w": cap, "power_source": source}
+    metered = {"power_w": watts, "power_cap_w": cap, "power_source": source}
     return {
         "worker": f"w-{name}", "node": name, "paced": source == "paced", "profile": {"gpu": gpu},
-        "totals": {**(power if source else {}), **totals},
+        "totals": {**(metered if source else {}), **totals},
     }  # fmt: skip
 
 
 def decision(name, queue, load, compute, **actual):
-    told = {"queue_s": queue, "load_s": load, "compute_s": compute}
-    return {"node": name, "predicted": told, "actual": actual}
+    predicted = {"queue_s": queue, "load_s": load, "compute_s": compute}
+    return {"node": name, "predicted": predicted, "actual": actual}
 
 
 MEMORY = [decision("pcie", 0.1, 1.0, 0.05)] * 20
@@ -71,22 +72,17 @@ def test_energy_per_token():
     assert node_rows([[told]], [], 0.01)[0]["j_per_token"] == 0.25
 
 
-def answering(monkeypatch, answers):
-    asked = []
+def client(answers):
+    requests = []
 
     def handler(request):
-        asked.append(request)
+        requests.append(request)
         return answers(request)
 
-    client = httpx.Client
-    monkeypatch.setattr(
-        power_cluster.httpx, "Client",
-        lambda **options: client(**options, transport=httpx.MockTransport(handler)),
-    )  # fmt: skip
-    return asked
+    return httpx.Client(base_url="http://c", transport=httpx.MockTransport(handler)), requests
 
 
-def test_a_cluster_is_watched_for_the_time_given(monkeypatch):
+def test_a_cluster_is_watched_for_the_time_given():
     clock = [0.0]
 
     def answers(request):
@@ -94,16 +90,15 @@ def test_a_cluster_is_watched_for_the_time_given(monkeypatch):
         body = {"nodes": [node("pcie", 100.0 + clock[0])]} if nodes else {"decisions": MEMORY}
         return httpx.Response(200, json=body)
 
-    asked = answering(monkeypatch, answers)
-    told = watch(
-        "http://c", 3.0, 1.0, 0.02, {"authorization": "Bearer k"},
-        lambda s: clock.__setitem__(0, clock[0] + s), lambda: clock[0],
-    )  # fmt: skip
-    assert [r.url.path for r in asked] == ["/v1/nodes"] * 4 + ["/v1/decisions"]
-    assert all(r.headers["authorization"] == "Bearer k" for r in asked)
-    assert told["nodes"][0]["max_w"] == 103.0
-    assert told["freed_w"] == told["nodes"][0]["freed_w"] > 0
-    json.dumps(told, allow_nan=False)
+    cluster, requests = client(answers)
+    samples, decisions = watch(
+        cluster, 3.0, 1.0, lambda s: clock.__setitem__(0, clock[0] + s), lambda: clock[0]
+    )
+    assert [r.url.path for r in requests] == ["/v1/nodes"] * 4 + ["/v1/decisions"]
+    result = cluster_power("http://c", samples, decisions, 0.02)
+    assert result["nodes"][0]["max_w"] == 103.0
+    assert result["freed_w"] == result["nodes"][0]["freed_w"] > 0
+    json.dumps(result, allow_nan=False)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +109,28 @@ def test_a_cluster_is_watched_for_the_time_given(monkeypatch):
         (httpx.Response(200, json={"nodes": [node("n", 0, "")], "decisions": []}), "no NVML"),
     ],
 )
-def test_what_cannot_be_told_is_said(monkeypatch, answer, message):
-    answering(monkeypatch, lambda _: answer)
+def test_a_cluster_without_figures_is_an_error(answer, message):
+    cluster, _ = client(lambda _: answer)
     with pytest.raises(PowerError, match=message):
-        watch("http://c", 0.1, 1.0, 0.01, {})
+        cluster_power("http://c", *watch(cluster, 0.1, 1.0), 0.01)
+
+
+def test_the_key_is_sent_and_the_rows_are_printed(monkeypatch):
+    requests = []
+
+    def answers(request):
+        requests.append(request)
+        nodes = request.url.path == "/v1/nodes"
+        body = {"nodes": [node("pcie", 100.0)]} if nodes else {"decisions": MEMORY}
+        return httpx.Response(200, json=body)
+
+    real, transport = (
+        httpx.Client,
+        httpx.MockTransport(lambda r: (requests.append(r), answers(r))[1]),
+    )
+    monkeypatch.setattr(httpx, "Client", lambda **options: real(**options, transport=transport))
+    app = typer.Typer()
+    app.command()(power)
+    run = CliRunner().invoke(app, ["--url", "http://c/", "--seconds", "0.1", "--key", "k"])
+    assert run.exit_code == 0 and "pcie" in run.output and "W could be freed" in run.output
+    assert all(r.headers["authorization"] == "Bearer k" for r in requests)
