@@ -2,7 +2,7 @@
 
 With our ingress every request carries a pin (the header `x-kappa-pin`), chosen over all workers;
 this class finds that replica. Without a pin (a plain Ray Serve LLM app that named
-`router.ray_router.KappaRouter` as its `request_router_class`) it asks `router.standalone`, which
+`router.ray_router.KappaRouter` as its `request_router_class`) it uses `router.standalone`, which
 routes by what it sent where. The only file that knows Ray's router interface; no arithmetic here.
 
 Ray pickles this class by value, with the globals that it names; other modules are named, not

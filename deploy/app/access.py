@@ -1,4 +1,4 @@
-"""What the ingress is told of who may ask: tenants by digests of keys, their limits, sizes.
+"""What the ingress knows of who may send requests: tenants by digests of keys, their limits, sizes.
 
 Where nobody is served without a key, this process makes itself one for its own requests (readiness,
 warm-up, what `kappa serve` prints). It lives as long as the process and is written nowhere.
@@ -27,7 +27,7 @@ def tenants_table(settings: ClusterSettings) -> Any:
     table = Tenants(
         refuse=t.closed,
         weights=dict(t.weights),
-        # Without keys nobody can be told from an operator.
+        # Without keys nobody can be distinguished from an operator.
         operators=frozenset({*t.operators, *own.values()}) if t.by_key else None,
         own_caches=bool(t.by_key) and not t.share_cache,
         blind=secrets.token_bytes(32),

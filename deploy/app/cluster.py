@@ -38,7 +38,7 @@ class Cluster:
     """A running cluster; use as a context manager."""
 
     engines_beside = 0
-    """Engines that a subclass starts next to ours; Ray is told of CPUs for them."""
+    """Engines that a subclass starts next to ours; Ray gets CPUs for them."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Cluster:
         if unplaced:
             raise StartError("\n".join(unplaced))
         host, port = self._ray.serve_on(http.host, http.port)
-        # A Ray Serve that ran there before us listens where others said.
+        # A Ray Serve that ran there before us listens where others chose.
         refused = open_door(self.settings.tenants, self.settings.access, HttpSettings(host=host))
         if refused:
             raise StartError(f"the Ray Serve of the cluster {refused}")

@@ -1,7 +1,7 @@
-"""Whether a cluster's machines can hold its pools: what each offers against what workers ask. Pure.
+"""Whether a cluster's machines can hold its pools: what each offers, what workers demand. Pure.
 
-Ray would leave a worker that fits nowhere pending for ever; here it is told before anything starts,
-with what is missing and what there is.
+Ray would leave a worker that fits nowhere pending for ever; here it is an error before anything
+starts, with what is missing and what there is.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Machine:
 def misfits(pools: Sequence[PoolSettings], machines: Sequence[Machine]) -> list[str]:
     """Every pool that fits no machine, and how many workers of the others find no room; with the
     place in the settings and what to change."""
-    told = [_fits_none(number, pool, machines) for number, pool in enumerate(pools)]
-    fitting = [pool for pool, fault in zip(pools, told, strict=True) if not fault]
-    return [fault for fault in told if fault] + _without_room(fitting, machines)
+    faults = [_fits_none(number, pool, machines) for number, pool in enumerate(pools)]
+    fitting = [pool for pool, fault in zip(pools, faults, strict=True) if not fault]
+    return [fault for fault in faults if fault] + _without_room(fitting, machines)
 
 
 def _fits_none(number: int, pool: PoolSettings, machines: Iterable[Machine]) -> str:

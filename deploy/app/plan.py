@@ -1,4 +1,4 @@
-"""What each worker is told before its engine starts: its node, its limits and its scheduler.
+"""What each worker gets before its engine starts: its node, its limits and its scheduler.
 
 Pure translation of settings into the workers' own words; nothing is started here.
 """

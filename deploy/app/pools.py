@@ -1,6 +1,6 @@
 """One pool as a Ray Serve deployment: engine, place, number of workers, scaling and drain.
 
-Ray places the workers on machines that offer what the pool asks for; Serve's autoscaler asks our
+Ray places the workers on machines that offer what the pool demands; Serve's autoscaler calls our
 policy (`workers.scaling_policy`) how many there should be.
 """
 
@@ -17,12 +17,12 @@ from kappa.settings.pools import PoolSettings, ScalingSettings
 ENGINE_CPUS = 1
 """Ray's CPUs for an engine's worker process, beside those of its replica."""
 
-# The way back: Ray's own router, which only tells who is there.
+# The fallback: Ray's own router, which only publishes its replicas.
 _ROUTERS = {"on": "router.ray_router.KappaRouter", "ray": "router.ray_own.WatchedRayRouter"}
 _SCALING_POLICY = "workers.scaling_policy:BacklogPolicy"
 # A domain that cannot exist: vLLM fetches from any where none is named.
 _NO_MEDIA_DOMAINS = ["nowhere.invalid"]
-# Serve averages what workers say over so long; they say it every 10 s.
+# Serve averages what workers report over so long; they report every 10 s.
 _LOOK_BACK_S = 20.0
 
 
@@ -72,7 +72,7 @@ def pool_deployment(
 
 
 def worker_demand(pool: PoolSettings) -> dict[str, float]:
-    """What one worker of the pool asks of Ray, all its processes together."""
+    """What one worker of the pool demands of Ray, all its processes together."""
     place = pool.placement
     engines = max(place.gpus, 1)
     return {

@@ -112,7 +112,7 @@ class OwnRay:
         if not ray.is_initialized():
             return
         if self.dead():
-            # Nobody is left to ask: whatever waits for an answer would wait for a minute.
+            # Nobody is left to answer: every call would wait for a minute.
             _kill_ray()
             return
         try:

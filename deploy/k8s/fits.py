@@ -32,7 +32,7 @@ Document = dict[str, Any]
 
 
 def unfit(document: Document, settings: ClusterSettings) -> Iterator[str]:
-    """What a RayService lacks to run what its settings say, one line each."""
+    """What a RayService lacks to run what its settings demand, one line each."""
     cluster = document["spec"]["rayClusterConfig"]
     groups = cluster.get("workerGroupSpecs", [])
     yield from _numbers(groups, settings, autoscaled=bool(cluster.get("enableInTreeAutoscaling")))
@@ -49,13 +49,13 @@ def unfit(document: Document, settings: ClusterSettings) -> Iterator[str]:
 
 def machine_of(group: Document) -> Machine:
     """What one pod of a worker group offers to Ray."""
-    told = group.get("rayStartParams", {})
+    parameters = group.get("rayStartParams", {})
     limits = group["template"]["spec"]["containers"][0].get("resources", {}).get("limits", {})
     offers = {
-        "CPU": float(told.get("num-cpus", quantity(limits.get("cpu", "0")))),
-        "GPU": float(told.get("num-gpus", quantity(limits.get("nvidia.com/gpu", "0")))),
+        "CPU": float(parameters.get("num-cpus", quantity(limits.get("cpu", "0")))),
+        "GPU": float(parameters.get("num-gpus", quantity(limits.get("nvidia.com/gpu", "0")))),
         # KubeRay puts the parameter on a command line, hence its outer quotes.
-        **json.loads(str(told.get("resources", "{}")).strip("'\"").replace('\\"', '"')),
+        **json.loads(str(parameters.get("resources", "{}")).strip("'\"").replace('\\"', '"')),
         **{name: float(quantity(value)) for name, value in group.get("resources", {}).items()},
     }
     return Machine(f"group {group['groupName']}", offers, group.get("labels", {}))

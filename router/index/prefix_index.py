@@ -37,7 +37,7 @@ from router.index.kv_events import (
 )
 from router.index.prefix_hash import PrefixHasher
 
-# Blocks that are walked before it is asked whether anybody still holds them.
+# Blocks that are walked before it is checked whether anybody still holds them.
 _BATCH = 512
 # What Python takes for a worker's objects besides their arrays.
 _WORKER_BYTES = 2100

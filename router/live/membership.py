@@ -1,10 +1,10 @@
 """Which workers are in the cluster: they join, drain, leave, fall silent, stall, fail, come back.
 
-The registry says which replicas there are; each has a subscriber, whose connection and reports say
-whether it lives. One that seems gone is not chosen (its breaker is open), what waited for it is
-tried elsewhere, what it reported is invalid. One that Ray took off the registry with its connection
-standing drains: nothing new goes there, and it stays until its requests have ended. On the ingress'
-event loop.
+The registry knows which replicas there are; each has a subscriber, whose connection and reports
+show whether it lives. One that seems gone is not chosen (its breaker is open), what waited for it
+is tried elsewhere, what it reported is invalid. One that Ray took off the registry with its
+connection standing drains: nothing new goes there, and it stays until its requests have ended. On
+the ingress' event loop.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Membership:
     """The workers of the cluster.
 
     Args:
-        router: is told of every change first.
-        registry: says which replicas there are.
+        router: learns of every change first.
+        registry: knows which replicas there are.
         rule: when a worker counts as gone.
         clock: seconds that never jump.
         listener: is called next.
@@ -206,7 +206,7 @@ class Membership:
     # -- of requests --------------------------------------------------------------------------
 
     def failed(self, worker: str, why: str) -> None:
-        """A request's answer says what is wrong with its worker, in one word."""
+        """A request's answer names what is wrong with its worker, in one word."""
         if why in (DIED, ENGINE_DIED):
             self._note_death(worker)
         if why == ENGINE_DIED:  # Its replica will end itself.

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["retry", "alone", "killer"]
+Blame = Literal["retry", "alone", "killer"]
 
 DEATHS = 2
 """So many engines died of a content that is refused from then on."""
@@ -64,7 +64,7 @@ class Suspects:
         self._deaths: OrderedDict[str, _Death] = OrderedDict()
         self._ended_s: dict[str, float] = {}
         self._idle_deaths_s: dict[str, float] = {}
-        # Of each content: deaths that it was in, when it was blamed last, and the last death.
+        # Of each content: deaths that it was in, when it was last blamed, and the last death.
         self._strikes: OrderedDict[str, tuple[int, float, _Death]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -92,10 +92,10 @@ class Suspects:
         self._forget(now_s)
 
     def left(self, worker: str) -> None:
-        """A worker is gone; of its death those learn that were in it, and then nobody asks."""
+        """A worker is gone; of its death those learn that were in it, and nobody later."""
         self._ended_s.pop(worker, None)
 
-    def blame(self, worker: str, digest: str, now_s: float) -> Verdict:
+    def blame(self, worker: str, digest: str, now_s: float) -> Blame:
         """A request of that content (empty: unknown) was lost with a worker: what may be done.
 
         retry: it may be tried elsewhere; alone: it may not, though its content may be sent again;
@@ -121,7 +121,7 @@ class Suspects:
         """An engine answered that content and lives: it was not what killed the other."""
         self._strikes.pop(digest, None)
 
-    # -- what is asked ------------------------------------------------------------------------
+    # -- what follows ------------------------------------------------------------------------
 
     def refused(self, digest: str, now_s: float) -> bool:
         """Whether that content is refused."""
