@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from packaging.utils import canonicalize_name
 from packaging.version import Version
+from pydantic import BaseModel
 
 ROOT = Path(__file__).parent.parent
 RULES = ROOT / "locks" / "audit.yaml"
@@ -53,12 +55,30 @@ class Finding:
         return f"{self.package} {self.version}: {names} ({remedy})"
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """floors: package -> (lowest version, advisory); accepted: advisory -> last day."""
+class Floor(BaseModel, extra="forbid"):
+    """The lowest version of a package without the advisory."""
 
-    floors: Mapping[str, tuple[str, str]]
-    accepted: Mapping[str, datetime.date]
+    version: str
+    advisory: str
+
+
+class Accepted(BaseModel, extra="forbid"):
+    """An advisory that stands in the lock on purpose, until its last day."""
+
+    advisory: str
+    reason: str
+    until: datetime.date
+
+
+class Rules(BaseModel, extra="forbid"):
+    """The file of local rules; floors by package."""
+
+    floors: dict[str, Floor]
+    accepted: list[Accepted]
+
+    def last_days(self) -> dict[str, datetime.date]:
+        """Until when each accepted advisory is."""
+        return {entry.advisory: entry.until for entry in self.accepted}
 
 
 def read_rules(path: Path = RULES) -> Rules:
@@ -67,41 +87,26 @@ def read_rules(path: Path = RULES) -> Rules:
     Raises:
         ValueError: the file is no such file; the message names the entry.
     """
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(data, dict) or set(data) != {"floors", "accepted"}:
-        raise ValueError(f"{path.name}: expected floors and accepted")
-    accepted = {}
-    for entry in data["accepted"] or ():
-        if not isinstance(entry, dict) or set(entry) != {"advisory", "reason", "until"}:
-            raise ValueError(f"{path.name}: an entry is advisory, reason and until, not {entry}")
-        if not isinstance(entry["until"], datetime.date):
-            raise ValueError(f"{path.name}: {entry['advisory']}: until is no date YYYY-MM-DD")
-        accepted[entry["advisory"]] = entry["until"]
-    floors = {}
-    for package, floor in (data["floors"] or {}).items():
-        if not isinstance(floor, dict) or set(floor) != {"version", "advisory"}:
-            raise ValueError(f"{path.name}: {package}: a floor is version and advisory")
-        floors[package] = (str(floor["version"]), str(floor["advisory"]))
-    return Rules(floors, accepted)
+    return Rules.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def pins(lock: str) -> dict[str, str]:
     """Package -> version of each line of a lock that pins one; names as PyPI normalises them."""
     found = (_PIN.match(line) for line in lock.splitlines())
-    return {re.sub(r"[._-]+", "-", m[1]).lower(): m[2] for m in found if m}
+    return {canonicalize_name(m[1]): m[2] for m in found if m}
 
 
 def below_floors(pinned: Mapping[str, str], rules: Rules) -> list[Finding]:
     """Packages of the lock under the lowest version that the rules allow."""
     return [
-        Finding(package, pinned[package], frozenset({advisory}), (least,))
-        for package, (least, advisory) in rules.floors.items()
-        if package in pinned and Version(pinned[package]) < Version(least)
+        Finding(package, pinned[package], frozenset({floor.advisory}), (floor.version,))
+        for package, floor in rules.floors.items()
+        if package in pinned and Version(pinned[package]) < Version(floor.version)
     ]
 
 
 def findings(report: Any) -> list[Finding]:
-    """What pip-audit's JSON report tells.
+    """What pip-audit's JSON report holds.
 
     Raises:
         AuditError: it is not such a report, or its service knew too few of the packages.
@@ -130,14 +135,14 @@ def findings(report: Any) -> list[Finding]:
 
 def faults(found: list[Finding], rules: Rules, today: datetime.date) -> list[str]:
     """What is wrong: findings that nobody accepted, or that are accepted no longer."""
-    told = []
+    wrong, accepted = [], rules.last_days()
     for finding in found:
-        until = [rules.accepted[name] for name in finding.advisories & rules.accepted.keys()]
+        until = [accepted[name] for name in finding.advisories & accepted.keys()]
         if not until:
-            told.append(str(finding))
+            wrong.append(str(finding))
         elif max(until) < today:
-            told.append(f"{finding}; accepted until {max(until)}, which is past")
-    return told
+            wrong.append(f"{finding}; accepted until {max(until)}, which is past")
+    return wrong
 
 
 def unused(found: list[Finding], rules: Rules) -> list[str]:
@@ -145,7 +150,7 @@ def unused(found: list[Finding], rules: Rules) -> list[str]:
     names = {name for finding in found for name in finding.advisories}
     return [
         f"{RULES.name}: {name} is in no package of the lock any more: drop the entry"
-        for name in sorted(rules.accepted.keys() - names)
+        for name in sorted(rules.last_days().keys() - names)
     ]
 
 
@@ -172,7 +177,7 @@ def report_of(lock: Path) -> Any:
     try:
         return json.loads(done.stdout)
     except ValueError:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise AuditError(f"pip-audit gave no report: {last[:300]}") from None
 
 
@@ -189,20 +194,20 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"audit: {error}", file=sys.stderr)
         return 1
     found = below_floors(pinned, rules)
-    told = []
+    wrong = []
     try:
         found += findings(report_of(options.lock))
-        told = unused(found, rules)
+        wrong = unused(found, rules)
         by = "pip-audit and the floors"
     except AuditError as error:
         print(f"audit: pip-audit NOT done: {error}", file=sys.stderr)
         by = f"the {len(rules.floors)} floors of {RULES.name} alone"
-    told += faults(found, rules, today)
-    for fault in told:
+    wrong += faults(found, rules, today)
+    for fault in wrong:
         print(f"audit: {fault}", file=sys.stderr)
     name = f"{len(pinned)} packages of {options.lock.name}"
-    print(f"audit: {name} by {by}: {len(told)} fault(s)", file=sys.stderr)
-    return 1 if told else 0
+    print(f"audit: {name} by {by}: {len(wrong)} fault(s)", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -8,14 +8,11 @@ however that ends. Called by `./dev dashboards`, the tests of the rules and the 
 from __future__ import annotations
 
 import json
-import os
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -87,13 +84,9 @@ def _fetch() -> None:
 def _run(command: Sequence[str], folder: str) -> None:
     try:
         done = subprocess.run(
-            command,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=_FETCH_TIMEOUT_S,
+            command, cwd=folder, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_S,
             check=False,
-        )
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise PrometheusError(
             f"{' '.join(command)} took over {_FETCH_TIMEOUT_S:g} s; {_REMEDY}"
@@ -161,40 +154,29 @@ class Prometheus:
         ]
         # Prometheus would outlive whoever is killed: the tether ends it when our pipe closes.
         with log.open("w", encoding="utf-8") as stderr:
-            self._process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 tethered(),
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
                 start_new_session=True,
-                env=dict(os.environ),
             )
-        assert self._process.stdin is not None
+        assert process.stdin is not None and process.stdout is not None
         hello = {"command": command, "probe": f"{self.url}/-/ready"}
-        self._process.stdin.write(json.dumps(hello) + "\n")
-        self._process.stdin.flush()
-        self._wait_ready(log)
-
-    def _wait_ready(self, log: Path) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"{self.url}/-/ready", timeout=2.0):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
-        said = log.read_text(encoding="utf-8").strip().splitlines()[-5:]
-        raise PrometheusError("Prometheus did not start:\n" + "\n".join(said))
+        process.stdin.write(json.dumps(hello) + "\n")
+        process.stdin.flush()
+        answered, _, _ = select.select([process.stdout], [], [], _START_TIMEOUT_S)
+        if not answered or '"ready"' not in process.stdout.readline():
+            last = log.read_text(encoding="utf-8").strip().splitlines()[-5:]
+            raise PrometheusError("Prometheus did not start:\n" + "\n".join(last))
 
     def stop(self) -> None:
         """End the server and drop its data; safe to call twice."""
         if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
             try:
-                self._process.wait(_STOP_TIMEOUT_S)
+                # Closes the tether's standard input, and waits.
+                self._process.communicate(timeout=_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()

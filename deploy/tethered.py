@@ -1,8 +1,8 @@
 """Runs a command that would otherwise live on: it ends when this script's stdin does.
 
-First line of stdin: {"command": [...], "probe": URL}. Says it is ready when the URL answers with
-200, and with an error if the command ends before that. For programs that cannot be told to end
-with whoever started them.
+First line of stdin: {"command": [...], "probe": URL}. Prints {"ready": true} when the URL answers
+with 200, and {"error": ...} if the command ends before that. For programs that cannot end by
+themselves with whoever started them.
 """
 
 import json

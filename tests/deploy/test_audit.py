@@ -7,7 +7,18 @@ import subprocess
 import pytest
 
 from deploy import audit
-from deploy.audit import AuditError, Rules, below_floors, faults, findings, pins, read_rules, unused
+from deploy.audit import (
+    Accepted,
+    AuditError,
+    Floor,
+    Rules,
+    below_floors,
+    faults,
+    findings,
+    pins,
+    read_rules,
+    unused,
+)
 
 TODAY = datetime.date(2026, 6, 1)
 LOCK = """\
@@ -23,7 +34,13 @@ torch==2.13.0+cpu
 
 def rules(**accepted):
     floors = {"jinja2": ("3.1.6", "CVE-1"), "h11": ("0.16.0", "CVE-2"), "gone": ("9", "CVE-3")}
-    return Rules(floors, {name.replace("_", "-"): until for name, until in accepted.items()})
+    return Rules(
+        floors={name: Floor(version=least, advisory=why) for name, (least, why) in floors.items()},
+        accepted=[
+            Accepted(advisory=name.replace("_", "-"), reason="tests", until=until)
+            for name, until in accepted.items()
+        ],
+    )
 
 
 def test_the_pins_of_a_lock_are_read_with_normal_names():
@@ -41,15 +58,15 @@ def test_a_package_below_its_floor_is_a_fault_and_one_at_it_is_none():
 @pytest.mark.parametrize(("day", "passes"), [(TODAY, True), (datetime.date(2026, 5, 31), False)])
 def test_what_is_accepted_passes_until_its_last_day(day, passes):
     accepted = rules(CVE_1=day)
-    told = faults(below_floors(pins(LOCK), accepted), accepted, TODAY)
-    assert (told == []) is passes
-    assert passes or "which is past" in told[0]
+    wrong = faults(below_floors(pins(LOCK), accepted), accepted, TODAY)
+    assert (wrong == []) is passes
+    assert passes or "which is past" in wrong[0]
 
 
-def test_an_entry_of_no_use_any_more_is_told():
+def test_an_unused_entry_is_a_fault():
     accepted = rules(CVE_1=TODAY, CVE_9=TODAY)
-    (told,) = unused(below_floors(pins(LOCK), accepted), accepted)
-    assert "CVE-9" in told and "drop the entry" in told
+    (wrong,) = unused(below_floors(pins(LOCK), accepted), accepted)
+    assert "CVE-9" in wrong and "drop the entry" in wrong
 
 
 def report(*vulns, skipped=0):
@@ -58,7 +75,7 @@ def report(*vulns, skipped=0):
     return {"dependencies": packages + [{"name": "s", "skip_reason": "?"}] * skipped}
 
 
-def test_a_finding_of_pip_audit_is_told_by_any_of_its_names():
+def test_a_finding_of_pip_audit_is_accepted_by_any_of_its_names():
     vuln = {"id": "PYSEC-1", "aliases": ["CVE-7"], "fix_versions": ["2"]}
     (found,) = findings(report(vuln, skipped=2))
     assert str(found) == "p0 1: CVE-7, PYSEC-1 (fixed in 2)"
@@ -66,7 +83,7 @@ def test_a_finding_of_pip_audit_is_told_by_any_of_its_names():
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("report", "why"),
     [
         (report(skipped=3), "knew 8 of 11"),
         ({"dependencies": []}, "knew 0 of 0"),
@@ -75,22 +92,22 @@ def test_a_finding_of_pip_audit_is_told_by_any_of_its_names():
         ({"dependencies": [{"name": "p"}]}, "another shape"),
     ],
 )
-def test_what_is_no_audit_is_not_taken_for_one(said, why):
+def test_an_incomplete_report_is_no_audit(report, why):
     with pytest.raises(AuditError, match=why):
-        findings(said)
+        findings(report)
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("[]", "expected floors and accepted"),
-        ("floors: {}", "expected floors and accepted"),
-        ("floors: {a: 1}\naccepted: []", "a: a floor is version and advisory"),
-        ("floors: {}\naccepted: [{advisory: X}]", "advisory, reason and until"),
-        ("floors: {}\naccepted: [{advisory: X, reason: y, until: soon}]", "X: until is no date"),
+        ("[]", "Rules"),
+        ("floors: {}", "accepted\n.*required"),
+        ("floors: {a: 1}\naccepted: []", "floors.a"),
+        ("floors: {}\naccepted: [{advisory: X}]", "accepted.0.reason"),
+        ("floors: {}\naccepted: [{advisory: X, reason: y, until: soon}]", "accepted.0.until"),
     ],
 )
-def test_a_faulty_file_of_rules_is_told_by_entry(tmp_path, text, why):
+def test_a_faulty_file_of_rules_is_refused_by_entry(tmp_path, text, why):
     path = tmp_path / "audit.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=why):
@@ -116,8 +133,8 @@ def run(
 def test_without_a_network_it_says_so_and_goes_by_the_floors(monkeypatch, tmp_path, capsys):
     answers(monkeypatch, stderr="ConnectionError: no route\n")
     assert run(monkeypatch, tmp_path) == 1
-    told = capsys.readouterr().err
-    assert "pip-audit NOT done" in told and "no route" in told and "h11 0.15.0: C" in told
+    wrong = capsys.readouterr().err
+    assert "pip-audit NOT done" in wrong and "no route" in wrong and "h11 0.15.0: C" in wrong
     assert run(monkeypatch, tmp_path, lock="h11==0.16.0\n") == 0
     assert "by the 1 floors of audit.yaml alone: 0 fault(s)" in capsys.readouterr().err
 

@@ -28,7 +28,7 @@ def replica(name, stats=None):
 def test_it_decides_nothing_itself():
     assert WatchedRayRouter.choose_replicas is PowerOfTwoChoicesRequestRouter.choose_replicas
     ours = {name for name in vars(WatchedRayRouter) if not name.startswith("__")}
-    assert ours - {"_abc_impl"} == {"update_replicas", "on_replica_actor_died", "_kappa_tell"}
+    assert ours - {"_abc_impl"} == {"update_replicas", "on_replica_actor_died", "_kappa_registry"}
     for name in ("update_replicas", "on_replica_actor_died"):
         theirs = getattr(PowerOfTwoChoicesRequestRouter, name)
         assert list(inspect.signature(theirs).parameters) == list(
@@ -36,7 +36,7 @@ def test_it_decides_nothing_itself():
         )
 
 
-def test_the_board_hears_who_is_there_and_who_died(watched, monkeypatch):
+def test_replicas_and_deaths_are_published(watched, monkeypatch):
     calls = []
     registry = router.live.replica_registry.ReplicaRegistry()
     registry.subscribe(lambda deployment, known, died: calls.append((deployment, known, set(died))))
@@ -46,12 +46,12 @@ def test_the_board_hears_who_is_there_and_who_died(watched, monkeypatch):
     assert calls == [("d", {"a": {"worker": "a"}, "b": {}}, set()), ("d", {"b": {}}, {"a"})]
 
 
-def test_a_board_that_fails_does_not_stop_rays_router(watched, monkeypatch):
+def test_a_registry_that_fails_does_not_stop_rays_router(watched, monkeypatch):
     class Broken:
-        def post(self, *_):
+        def publish(self, *_):
             raise RuntimeError("no")
 
-        remove = post
+        remove = publish
 
     monkeypatch.setattr(router.live.replica_registry, "REGISTRY", Broken())
     watched.update_replicas([replica("a")])
