@@ -1,0 +1,41 @@
+"""What was measured before is still printed: results keep the keys that documents quote."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.faults import command as faults
+from benchmarks.faults import soak
+from benchmarks.offload import run as offload
+from benchmarks.routing import router
+from benchmarks.routing.peers import peers
+from benchmarks.serving import predict, serve, validate
+
+
+def show_faults(runs, console):
+    for report in runs.values():
+        faults._show(report, console)
+
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+SHOWN = [
+    ("2026-11-21-bench-predict.json", predict._show, "queue"),
+    ("2026-11-21-bench-serve.json", serve._show, "stock_no_batching"),
+    ("2026-11-21-bench-validate.json", validate._show, "least_backlog"),
+    ("2026-11-22-bench-peers.json", peers._show, "ray-prefix"),
+    ("2026-11-22-bench-router.json", router._show, "dynamo"),
+    ("2026-11-21-bench-soak.json", soak._show, "MB/h"),
+    ("2026-11-21-faults-emulated.json", show_faults, "ingress_killed"),
+    ("2026-11-21-bench-offload-cpu.json", offload.show, "kvpr-ahead"),
+]
+
+
+@pytest.mark.parametrize(("name", "show", "word"), SHOWN, ids=[name for name, *_ in SHOWN])
+def test_a_result_that_a_document_quotes_is_printed(name, show, word):
+    text = io.StringIO()
+    facts = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    show(facts, Console(file=text, width=200))
+    assert word in text.getvalue()
