@@ -45,7 +45,6 @@ class Kept:
 
 
 KV_DEVICE = Kept(("kv",))
-ACT_DEVICE = Kept(("act",))
 KV_HOST = Kept(("kv",), ("kv",))
 ACT_HOST = Kept(("act",), ("act",))
 BOTH_HOST = Kept(("kv", "act"), ("kv", "act"))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from benchmarks.offload.decoder import (
-    ACT_DEVICE,
     ACT_HOST,
     BOTH_HOST,
     KV_DEVICE,
@@ -21,6 +20,7 @@ from tests.engine import hf
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig
 
 COUNT = 16
+ACT_DEVICE = Kept(("act",))
 # Ragged, one ending with its block, one within the first; two batches.
 LENGTHS = [[19, 3], [12, 25]]
 WAYS = {

@@ -1,6 +1,6 @@
 """Sparse decoding offline: prompts computed exactly, then greedy tokens, all sequences in step.
 
-For tests and measurements, as `decoder` is for exact schedules. Prompts are computed in
+As `benchmarks.offload.decoder` is for exact schedules. Prompts are computed in
 chunks into device blocks, move into lanes, and leave those blocks; from then on each step is one
 sparse pass over all lanes.
 """

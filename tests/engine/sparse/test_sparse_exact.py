@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.offload.sparse_decoder import SparseDecoder
 from engine.layers import angles, frequencies, rotate
 from engine.sparse.cache import InjectedHits
 from engine.sparse.settings import SparseSettings
 from kappa.plans.clo import CloConfig
 from tests.engine import hf
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig
+from tests.engine.sparse.sparse_decoder import SparseDecoder
 from tests.engine.sparse.sparse_reference import Choice, logits
 
 LENGTHS = (19, 40, 61)

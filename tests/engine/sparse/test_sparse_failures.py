@@ -5,7 +5,6 @@ import time
 import pytest
 import torch
 
-from benchmarks.offload.sparse_decoder import SparseDecoder
 from engine.sparse.gather import Gather
 from engine.sparse.settings import SparseSettings
 from engine.transfer import TransferFailed
@@ -13,6 +12,7 @@ from kappa.plans.clo import CloConfig
 from tests.engine.engines import engine, evict_device, finish, generate, link_of
 from tests.engine.engines import prompt as tokens_of
 from tests.engine.rig import prompt, rig
+from tests.engine.sparse.sparse_decoder import SparseDecoder
 
 WHOLE = CloConfig(share=1.0, sink_tokens=4, recent_tokens=8, code_bits=64)
 
