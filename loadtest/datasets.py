@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from workload.catalogue import TokenCounter, estimated_tokens, workload_named
-from workload.errors import WorkloadError
+from workload.catalogue import ReadAs, TokenCounter, estimated_tokens, workload_named
+from workload.reading import WorkloadError
 from workload.scaling import scaled
 from workload.shapes import Workload
 
@@ -38,7 +38,7 @@ def open_workload(
             whose file is `SHAREGPT_FILE` if none is named.
         tokenizer: a `tokenizer.json`, or the folder of a model that has one; for texts.
         scale: every length times this (`workload.scaling`); texts are given up if it is not 1.
-        reading: the keyword arguments of `workload.catalogue.workload_named`.
+        reading: the fields of `workload.catalogue.ReadAs`.
 
     Raises:
         WorkloadError: there is no such workload, or it cannot be used or fetched.
@@ -47,7 +47,7 @@ def open_workload(
     count_tokens = estimated_tokens if tokenizer is None else token_counter(tokenizer)
     if name.startswith(HUB_PREFIX):
         name = str(fetched(name))
-    return scaled(workload_named(name, count_tokens, **reading), scale)
+    return scaled(workload_named(name, ReadAs(count_tokens, **reading)), scale)
 
 
 def token_counter(tokenizer: str) -> TokenCounter:

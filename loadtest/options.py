@@ -20,9 +20,14 @@ from loadtest.cluster import Surveyed
 from loadtest.datasets import open_workload
 from loadtest.feeder import bounded
 from loadtest.runner import DEFAULT_IN_FLIGHT, RunSettings
-from workload.arrival_specs import ArrivalSpec, parse_arrivals
-from workload.replay import ReplayOptions, ReplaySession, mean_turns, replay_sessions
-from workload.reuse import ENGINE_BLOCK_TOKENS
+from workload.arrivals import ArrivalSpec, parse_arrivals
+from workload.replay import (
+    ENGINE_BLOCK_TOKENS,
+    ReplayOptions,
+    ReplaySession,
+    mean_turns,
+    replay_sessions,
+)
 from workload.shapes import Workload
 
 DEFAULT_ARRIVALS = "poisson:1"

@@ -42,7 +42,7 @@ from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
 from simulator.clusters import NodeSpec
 from simulator.reuse import Turns, turns_of
-from workload.expansion import expand
+from workload.replay import expand
 from workload.shapes import SessionShape, Workload
 
 Floats = NDArray[np.float64]

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s
 from simulator.cache import Ids, common_blocks
 from workload.arrivals import ArrivalProcess
-from workload.block_ids import salt_of
-from workload.expansion import expand
-from workload.shapes import SessionShape, TurnShape, Workload
+from workload.replay import expand
+from workload.shapes import SessionShape, TurnShape, Workload, salt_of
 
 # Copies of a workload from this number on are for sessions that began before the run.
 _COPIES_BEFORE = 1 << 40

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workload.reuse import ENGINE_BLOCK_TOKENS, Reuse
+from workload.replay import ENGINE_BLOCK_TOKENS, Reuse
 from workload.shapes import Workload
 
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}

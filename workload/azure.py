@@ -11,15 +11,29 @@ import csv
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
-from workload.block_ids import key_of, stream_ids
-from workload.errors import WorkloadError
-from workload.lines import numbered_lines
-from workload.shapes import SessionShape, Workload, require_block_tokens, require_tokens, turn_of
+import msgspec
+
+from workload.reading import SomeTokens, Tokens, WorkloadError, at, numbered_lines
+from workload.shapes import (
+    SessionShape,
+    Workload,
+    key_of,
+    require_block_tokens,
+    stream_ids,
+    turn_of,
+)
 
 BLOCK_TOKENS = 512
 COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 SOURCE = "Azure LLM inference trace 2023 (conversation), Microsoft Azure (Splitwise), CC-BY-4.0"
+
+
+class _Row(NamedTuple):
+    time: str
+    prompt_tokens: SomeTokens
+    output_tokens: Tokens
 
 
 def read_azure(path: str | Path, *, block_tokens: int = BLOCK_TOKENS) -> Workload:
@@ -29,8 +43,7 @@ def read_azure(path: str | Path, *, block_tokens: int = BLOCK_TOKENS) -> Workloa
         WorkloadError: if the file is absent, damaged, or breaks the format.
     """
     require_block_tokens(block_tokens)
-    path = Path(path)
-    rows = list(_rows(path))
+    rows = list(_rows(Path(path)))
     start = min(time for time, _, _ in rows)
     blocks = [(prompt + max(output, 1)) // block_tokens for _, prompt, output in rows]
     ids = stream_ids(key_of("azure"), 0, sum(blocks))
@@ -45,21 +58,28 @@ def read_azure(path: str | Path, *, block_tokens: int = BLOCK_TOKENS) -> Workloa
 
 
 def _rows(path: Path) -> Iterator[tuple[datetime, int, int]]:
-    """(time, prompt tokens, output tokens) of each row."""
+    """(time, prompt tokens, output tokens) of each row; times without zone can be compared."""
     rows = _numbered_rows(path)
     header = next(rows, None)
     if header is None:
         raise WorkloadError(f"{path}: is empty")
-    _require_columns(path, header[1])
+    if header[1] != COLUMNS:
+        missing = [name for name in COLUMNS if name not in header[1]]
+        unknown = [name for name in header[1] if name not in COLUMNS]
+        raise WorkloadError(
+            f"{path}:1: missing columns {missing}, unknown columns {unknown}; expected {COLUMNS} "
+            "in this order"
+        )
     empty = True
-    for number, row in rows:
-        if not row:
-            continue
-        try:
-            yield _parse(row)
-        except ValueError as error:
-            raise WorkloadError(f"{path}:{number}: {error}") from error
-        empty = False
+    for number, values in rows:
+        if values:
+            with at(f"{path}:{number}"):
+                row = msgspec.convert(values, _Row, strict=False)
+                time = datetime.fromisoformat(row.time)
+            if time.tzinfo is not None:
+                time = time.astimezone(UTC).replace(tzinfo=None)
+            yield time, row.prompt_tokens, row.output_tokens
+            empty = False
     if empty:
         raise WorkloadError(f"{path}: holds no requests")
 
@@ -71,33 +91,3 @@ def _numbered_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
             yield rows.line_num, row
     except csv.Error as error:
         raise WorkloadError(f"{path}:{rows.line_num}: not CSV ({error})") from error
-
-
-def _require_columns(path: Path, header: list[str]) -> None:
-    if header != COLUMNS:
-        missing = [name for name in COLUMNS if name not in header]
-        unknown = [name for name in header if name not in COLUMNS]
-        raise WorkloadError(
-            f"{path}:1: missing columns {missing}, unknown columns {unknown}; expected {COLUMNS} "
-            "in this order"
-        )
-
-
-def _parse(row: list[str]) -> tuple[datetime, int, int]:
-    if len(row) != len(COLUMNS):
-        raise ValueError(f"expected {len(COLUMNS)} values, found {len(row)}")
-    try:
-        time = datetime.fromisoformat(row[0])
-    except ValueError:
-        raise ValueError(f"TIMESTAMP must be a date and time, found {row[0]!r}") from None
-    if time.tzinfo is not None:  # so that all rows can be compared
-        time = time.astimezone(UTC).replace(tzinfo=None)
-    return time, _tokens(row[1], COLUMNS[1], 1), _tokens(row[2], COLUMNS[2], 0)
-
-
-def _tokens(text: str, column: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise ValueError(f"{column} must be an integer, found {text!r}") from None
-    return require_tokens(column, value, least)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from workload.block_ids import key_of, stream_ids
-from workload.errors import WorkloadError
-from workload.shapes import BlockIds, SessionShape, TurnShape, turn_of
+from workload.reading import WorkloadError
+from workload.shapes import BlockIds, SessionShape, TurnShape, key_of, stream_ids, turn_of
 
 MAX_CONTEXT_TOKENS = 128 * 1024
 

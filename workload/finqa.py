@@ -8,13 +8,14 @@ page each, as JSON lines or a JSON list. Sources: patronus-ai/financebench, czys
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
-from workload.block_ids import key_of, stream_ids
 from workload.documents import (
     MAX_CONTEXT_TOKENS,
     MEAN_THINK_S,
@@ -22,18 +23,24 @@ from workload.documents import (
     Reading,
     document_sessions,
 )
-from workload.errors import WorkloadError
-from workload.lines import Record, found, json_items, json_object, numbered_lines, text_field
+from workload.reading import (
+    WorkloadError,
+    at,
+    json_items,
+    json_lines,
+    read_table,
+    refuse_repeated,
+)
 from workload.shapes import (
     BlockIds,
     SessionShape,
     TurnShape,
     Workload,
+    key_of,
     require_block_tokens,
-    require_tokens,
+    stream_ids,
     turn_of,
 )
-from workload.tables import read_table
 from workload.texts import Prompts
 
 BLOCK_TOKENS = 256
@@ -56,7 +63,6 @@ _FILING_COLUMNS: dict[str, type] = {
     "words": int,
     "llama2_tokens": int,
 }
-_QUESTION_COLUMNS: dict[str, type] = {"question_tokens": int}
 
 
 def read_finqa(
@@ -84,31 +90,40 @@ def read_finqa(
     """
     reading = Reading(block_tokens, max_context_tokens, readers, seed)
     filings, questions = Path(filings), Path(questions)
-    lengths = _lengths(filings, _FILING_COLUMNS, "llama2_tokens")
-    names = read_table(filings, _FILING_COLUMNS)["doc_name"].to_list()
-    asked = _lengths(questions, _QUESTION_COLUMNS, "question_tokens")
+    table = read_table(filings, _FILING_COLUMNS, lengths={"llama2_tokens": 1})
+    refuse_repeated(filings, table["doc_name"])
+    column = "question_tokens"
+    asked = read_table(questions, {column: int}, lengths={column: 1})[column].to_list()
     places = np.random.default_rng((seed, 1)).permutation(len(asked))
-    dealt = np.resize(places, (len(names), QUESTIONS_PER_FILING)).tolist()
-    groups: dict[str, list[Question]] = {}
-    for number, (name, tokens) in enumerate(zip(names, lengths, strict=True)):
-        if name in groups:
-            raise WorkloadError(f"{filings}: row {number + 1}: column 'doc_name' repeats {name}")
-        groups[name] = [
-            Question(name, tokens, asked[place], OUTPUT_TOKENS) for place in dealt[number]
-        ]
+    dealt = np.resize(places, (table.height, QUESTIONS_PER_FILING)).tolist()
+    groups = {
+        name: [Question(name, tokens, asked[place], OUTPUT_TOKENS) for place in own]
+        for (name, tokens), own in zip(
+            table.select("doc_name", "llama2_tokens").iter_rows(), dealt, strict=True
+        )
+    }
     read = document_sessions("finqa", filings, groups, reading)
     notes = [*read.notes, "which question goes with which filing is drawn, not recorded"]
     return Workload("finqa", block_tokens, read.sessions, SOURCE, tuple(notes))
 
 
-def _lengths(path: Path, columns: dict[str, type], column: str) -> list[int]:
-    lengths: list[int] = read_table(path, columns)[column].to_list()
-    for number, tokens in enumerate(lengths, start=1):
-        try:
-            require_tokens(f"column {column!r}", tokens, least=1)
-        except ValueError as error:
-            raise WorkloadError(f"{path}: row {number}: {error}") from error
-    return lengths
+class _Annotation(msgspec.Struct):
+    dialogue_break: Annotated[list[str], msgspec.Meta(min_length=1)]
+
+
+class _Item(msgspec.Struct):
+    """A report page and the dialogue on it, as ConvFinQA writes them."""
+
+    id: str
+    table: list[list[Any]]
+    annotation: _Annotation
+    pre_text: list[str]
+    post_text: list[str]
+
+    def as_page(self) -> _Page:
+        table = [" | ".join(map(str, row)) for row in self.table]
+        text = "\n".join([*self.pre_text, *table, *self.post_text])
+        return _Page(self.id, text, tuple(self.annotation.dialogue_break))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +162,7 @@ def read_convfinqa(
     """
     require_block_tokens(block_tokens)
     path = Path(path)
-    pages: list[_Page] = []
-    for where, item in _items(path):
-        try:
-            pages.append(_page(item))
-        except ValueError as error:
-            raise WorkloadError(f"{path}{where}: {error}") from error
+    pages = [item.as_page() for item in _items(path)]
     if not pages:
         raise WorkloadError(f"{path}: holds no questions")
     rng = np.random.default_rng(seed)
@@ -187,40 +197,11 @@ def _turns(
     return tuple(turns)
 
 
-def _items(path: Path) -> Iterator[tuple[str, object]]:
-    """Each item, and where it is, for messages."""
+def _items(path: Path) -> Iterator[_Item]:
     if path.name.endswith((".jsonl", ".jsonl.gz")):
-        for number, line in numbered_lines(path):
-            if not line.strip():
-                continue
-            try:
-                yield f":{number}", json_object(line)
-            except ValueError as error:
-                raise WorkloadError(f"{path}:{number}: {error}") from error
-    else:
-        for number, item in enumerate(json_items(path), start=1):
-            yield f": item {number}", item
-
-
-def _page(item: object) -> _Page:
-    if not isinstance(item, dict):
-        raise ValueError(f"expected an object, found {type(item).__name__}")
-    annotation = item.get("annotation")
-    if not isinstance(annotation, dict):
-        raise ValueError(f"field 'annotation' must be an object, found {found(item, 'annotation')}")
-    questions = _texts(annotation, "dialogue_break")
-    if not questions:
-        raise ValueError("field 'dialogue_break' holds no question")
-    rows = item.get("table")
-    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-        raise ValueError(f"field 'table' must be a list of lists, found {found(item, 'table')}")
-    table = [" | ".join(map(str, row)) for row in rows]
-    lines = [*_texts(item, "pre_text"), *table, *_texts(item, "post_text")]
-    return _Page(text_field(item, "id"), "\n".join(lines), tuple(questions))
-
-
-def _texts(record: Record, field: str) -> Sequence[str]:
-    texts = record.get(field)
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"field {field!r} must be a list of strings, found {found(record, field)}")
-    return texts
+        for _, item in json_lines(path, _Item):
+            yield item
+        return
+    for number, data in enumerate(json_items(path), start=1):
+        with at(f"{path}: item {number}"):
+            yield msgspec.convert(data, _Item)

@@ -16,19 +16,18 @@ from pathlib import Path
 
 import numpy as np
 
-from workload.block_ids import key_of, stream_ids
-from workload.errors import WorkloadError
+from workload.reading import at, read_table
 from workload.sessions import Session, read_sessions
 from workload.shapes import (
     BlockIds,
     SessionShape,
     TurnShape,
     Workload,
+    key_of,
     require_block_tokens,
-    require_tokens,
+    stream_ids,
     turn_of,
 )
-from workload.tables import read_table
 from workload.texts import Prompts
 
 BLOCK_TOKENS = 64
@@ -90,30 +89,23 @@ def read_miniswe(path: str | Path, *, block_tokens: int = BLOCK_TOKENS) -> Workl
     """
     require_block_tokens(block_tokens)
     path = Path(path)
-    table = read_table(path, _COLUMNS)
+    table = read_table(path, _COLUMNS, lengths={"input_length": 1, "output_length": 0})
     rows: list[_Row] = []
     latest_s: dict[str, float] = {}
     for number, fields in enumerate(table.iter_rows(), start=1):
-        row = _Row(*fields[:5])
-        try:
-            _check(row, fields[5], latest_s.get(row.session, 0.0))
-        except ValueError as error:
-            raise WorkloadError(f"{path}: row {number}: {error}") from error
+        row, new_tokens = _Row(*fields[:5]), fields[5]
+        with at(f"{path}: row {number}"):
+            if row.cached_tokens + new_tokens != row.input_tokens:
+                raise ValueError(
+                    f"columns 'cached_C' {row.cached_tokens} and 'new_N' {new_tokens} do not add "
+                    f"up to 'input_length' {row.input_tokens}"
+                )
+            before_s = latest_s.get(row.session, 0.0)
+            if row.t_s < before_s:
+                raise ValueError(f"column 't_s' {row.t_s} is before the previous turn's {before_s}")
         latest_s[row.session] = row.t_s
         rows.append(row)
     return _workload(rows, block_tokens)
-
-
-def _check(row: _Row, new_tokens: int, before_s: float) -> None:
-    require_tokens("column 'input_length'", row.input_tokens, least=1)
-    require_tokens("column 'output_length'", row.output_tokens)
-    if row.cached_tokens + new_tokens != row.input_tokens:
-        raise ValueError(
-            f"columns 'cached_C' {row.cached_tokens} and 'new_N' {new_tokens} do not add up to "
-            f"'input_length' {row.input_tokens}"
-        )
-    if row.t_s < before_s:
-        raise ValueError(f"column 't_s' {row.t_s} is before the previous turn's {before_s}")
 
 
 def read_miniswe_texts(
@@ -201,16 +193,8 @@ def _workload(rows: list[_Row], block_tokens: int) -> Workload:
         stop = (row.input_tokens + max(row.output_tokens, 1)) // block_tokens
         ids = prompts.ids(row, len(group), stop, block_tokens)
         after_s = row.t_s - latest_s.get(row.session, row.t_s)
-        group.append(
-            turn_of(
-                after_s,
-                row.input_tokens,
-                row.output_tokens,
-                ids,
-                block_tokens,
-                row.input_tokens - row.cached_tokens,
-            )
-        )
+        new = row.input_tokens - row.cached_tokens
+        group.append(turn_of(after_s, row.input_tokens, row.output_tokens, ids, block_tokens, new))
         latest_s[row.session] = row.t_s
     sessions = tuple(SessionShape(id=name, turns=tuple(group)) for name, group in turns.items())
     return Workload("miniswe", block_tokens, sessions, SOURCE)

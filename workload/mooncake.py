@@ -12,13 +12,21 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
-from workload.block_ids import key_of, recorded_ids, stream_ids
-from workload.errors import WorkloadError
-from workload.lines import found, json_object, number_field, numbered_lines, tokens_field
-from workload.shapes import BlockIds, SessionShape, TurnShape, Workload
+from workload.reading import Seconds, SomeTokens, Tokens, WorkloadError, json_lines
+from workload.shapes import (
+    BlockIds,
+    SessionShape,
+    TurnShape,
+    Workload,
+    key_of,
+    recorded_ids,
+    stream_ids,
+)
 
 BLOCK_TOKENS = 512
 SOURCE = "Mooncake conversation trace, kvcache-ai/Mooncake (FAST 2025), Apache-2.0"
@@ -29,15 +37,33 @@ SOURCE = "Mooncake conversation trace, kvcache-ai/Mooncake (FAST 2025), Apache-2
 _COMMON_REQUESTS = 100
 
 
+class _Record(msgspec.Struct):
+    timestamp: Seconds  # in milliseconds
+    input_length: SomeTokens
+    output_length: Tokens
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]]
+
+    def __post_init__(self) -> None:
+        blocks = -(-self.input_length // BLOCK_TOKENS)
+        if len(self.hash_ids) != blocks:
+            raise ValueError(
+                f"field 'hash_ids' has {len(self.hash_ids)} numbers, but {self.input_length} "
+                f"tokens are {blocks} blocks of {BLOCK_TOKENS}"
+            )
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
+    """numbers: of the prompt's blocks, the last one perhaps partly filled. follower: the first
+    request that extends this one."""
+
     index: int
-    line: int
+    where: str
     t_ms: float
     input_tokens: int
     output_tokens: int
-    numbers: list[int]  # of the prompt's blocks, the last one perhaps partly filled
-    follower: int = -1  # the first request that extends this one
+    numbers: list[int]
+    follower: int = -1
 
     @property
     def full(self) -> int:
@@ -53,9 +79,8 @@ def read_mooncake(path: str | Path) -> Workload:
     Raises:
         WorkloadError: if the file is absent, damaged, or breaks the format.
     """
-    path = Path(path)
-    requests = _read(path)
-    _require_chained(path, requests)
+    requests = _read(Path(path))
+    _require_chained(requests)
     chains = _link(requests)
     kept = _kept_ids(requests)
     sessions = tuple(
@@ -72,44 +97,18 @@ def read_mooncake(path: str | Path) -> Workload:
 def _read(path: Path) -> list[_Request]:
     requests: list[_Request] = []
     before_ms = 0.0
-    for number, line in numbered_lines(path):
-        if not line.strip():
-            continue
-        try:
-            request = _parse(len(requests), number, line)
-            if request.t_ms < before_ms:
-                raise ValueError(f"timestamp {request.t_ms} is before the line above's {before_ms}")
-        except ValueError as error:
-            raise WorkloadError(f"{path}:{number}: {error}") from error
-        before_ms = request.t_ms
-        requests.append(request)
-    if not requests:
-        raise WorkloadError(f"{path}: holds no requests")
+    for where, record in json_lines(path, _Record):
+        if record.timestamp < before_ms:
+            raise WorkloadError(
+                f"{where}: timestamp {record.timestamp} is before the line above's {before_ms}"
+            )
+        before_ms = record.timestamp
+        lengths = record.input_length, record.output_length
+        requests.append(_Request(len(requests), where, before_ms, *lengths, record.hash_ids))
     return requests
 
 
-def _parse(index: int, number: int, line: str) -> _Request:
-    record = json_object(line)
-    t_ms = number_field(record, "timestamp")
-    input_tokens = tokens_field(record, "input_length", least=1)
-    output_tokens = tokens_field(record, "output_length")
-    numbers = record.get("hash_ids")
-    if not isinstance(numbers, list) or not all(type(item) is int for item in numbers):
-        raise ValueError(
-            f"field 'hash_ids' must be a list of integers, found {found(record, 'hash_ids')}"
-        )
-    if numbers and not (min(numbers) >= 0 and max(numbers) < 1 << 63):
-        raise ValueError("field 'hash_ids' must hold numbers from 0 to 2**63 - 1")
-    blocks = -(-input_tokens // BLOCK_TOKENS)
-    if len(numbers) != blocks:
-        raise ValueError(
-            f"field 'hash_ids' has {len(numbers)} numbers, but {input_tokens} tokens are "
-            f"{blocks} blocks of {BLOCK_TOKENS}"
-        )
-    return _Request(index, number, t_ms, input_tokens, output_tokens, numbers)
-
-
-def _require_chained(path: Path, requests: list[_Request]) -> None:
+def _require_chained(requests: list[_Request]) -> None:
     """Refuse a number that follows different blocks: equal numbers must mean equal prefixes."""
     predecessor: dict[int, int] = {}
     for request in requests:
@@ -117,7 +116,7 @@ def _require_chained(path: Path, requests: list[_Request]) -> None:
         for number in request.numbers:
             if predecessor.setdefault(number, before) != before:
                 raise WorkloadError(
-                    f"{path}:{request.line}: hash_ids are not prefix-chained: {number} follows "
+                    f"{request.where}: hash_ids are not prefix-chained: {number} follows "
                     f"{before} here and {predecessor[number]} in an earlier line"
                 )
             before = number
@@ -194,9 +193,9 @@ def _kept_ids(requests: list[_Request]) -> list[BlockIds]:
     ]
     known: list[BlockIds] = []
     for request, stop in zip(requests, stops, strict=True):
-        told_by = request if request.follower < 0 else requests[request.follower]
-        first = ends[told_by.index] - len(told_by.numbers)
-        known.append(ids[first : first + min(told_by.full, stop)])
+        named_by = request if request.follower < 0 else requests[request.follower]
+        first = ends[named_by.index] - len(named_by.numbers)
+        known.append(ids[first : first + min(named_by.full, stop)])
     # What nobody continued is text of its own: consecutive pieces of one stream.
     missing = [stop - len(part) for stop, part in zip(stops, known, strict=True)]
     own = stream_ids(key_of("mooncake outputs"), 0, sum(missing))

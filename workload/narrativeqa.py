@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from workload.documents import MAX_CONTEXT_TOKENS, Question, Reading, document_sessions
-from workload.errors import WorkloadError
-from workload.lines import Record, found, json_object, numbered_lines, text_field, tokens_field
+from workload.reading import SomeTokens, Tokens, at, json_lines, read_table, refuse_repeated
 from workload.shapes import Texts, Workload
-from workload.tables import read_table
 from workload.texts import Documents
 
 BLOCK_TOKENS = 256
@@ -70,101 +71,81 @@ def read_narrativeqa(
     reading = Reading(block_tokens, max_context_tokens, readers, seed)
     path = Path(path)
     lengths = None if documents is None else _document_tokens(Path(documents))
-    told = None if summaries is None else _summaries(Path(summaries))
+    described = None if summaries is None else _summaries(Path(summaries))
     groups = _read(path, lengths)
     read = document_sessions("narrativeqa", path, groups, reading)
     notes = list(read.notes)
     if lengths and len(lengths) > len(groups):
         notes.append(f"{len(lengths) - len(groups)} of {len(lengths)} documents have no question")
     texts: Texts | None = None
-    if told is not None and all(question.text for asked in read.questions for question in asked):
+    asked = [question for questions in read.questions for question in questions]
+    if described is not None and all(question.text for question in asked):
         tokens = [session.document_tokens for session in read.sessions]
-        texts = Documents(read.questions, tokens, told)
+        texts = Documents(read.questions, tokens, described)
         notes.append("story bodies are not in the source: a summary, then plain words")
     source = SOURCE if texts is None else SUMMARY_SOURCE
     return Workload("narrativeqa", block_tokens, read.sessions, source, tuple(notes), texts)
 
 
+class _Summary(msgspec.Struct):
+    document_id: str
+    summary_tokenized: str
+    summary_tokens: Tokens
+
+
+class _Record(msgspec.Struct):
+    document_id: str
+    question_tokens: SomeTokens
+    doc_est_tokens: SomeTokens | None = None
+    question: str = ""
+    output_tokens: SomeTokens | None = None
+    answers: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
+
+    def as_question(self, lengths: dict[str, int] | None) -> Question:
+        if lengths is not None and self.document_id not in lengths:
+            raise ValueError(f"document {self.document_id} is not in the table of documents")
+        tokens = self.doc_est_tokens if lengths is None else lengths[self.document_id]
+        if tokens is None:
+            raise ValueError("field 'doc_est_tokens' is missing: it is the document's length")
+        output_tokens = self._output_tokens()
+        return Question(
+            self.document_id, tokens, self.question_tokens, output_tokens, self.question
+        )
+
+    def _output_tokens(self) -> int:
+        if self.output_tokens is not None:
+            return self.output_tokens
+        if self.answers is None:
+            raise ValueError("fields 'output_tokens' and 'answers' are missing: give one of them")
+        words = sum(len(answer.split()) for answer in self.answers) / len(self.answers)
+        return max(math.ceil(words * TOKENS_PER_WORD), LEAST_OUTPUT_TOKENS)
+
+
 def _summaries(path: Path) -> dict[str, tuple[str, int]]:
     """Text and tokens of each document's summary."""
-    summaries: dict[str, tuple[str, int]] = {}
-    for number, line in numbered_lines(path):
-        if not line.strip():
-            continue
-        try:
-            record = json_object(line)
-            name = text_field(record, "document_id")
-            text = text_field(record, "summary_tokenized").strip()
-            summaries[name] = (text, tokens_field(record, "summary_tokens"))
-        except ValueError as error:
-            raise WorkloadError(f"{path}:{number}: {error}") from error
-    if not summaries:
-        raise WorkloadError(f"{path}: holds no summaries")
-    return summaries
+    return {
+        record.document_id: (record.summary_tokenized.strip(), record.summary_tokens)
+        for _, record in json_lines(path, _Summary)
+    }
 
 
 def _document_tokens(path: Path) -> dict[str, int]:
-    table = read_table(path, _DOCUMENT_COLUMNS).select("document_id", "est_tokens")
-    lengths: dict[str, int] = {}
-    for number, (name, tokens) in enumerate(table.iter_rows(), start=1):
-        if name in lengths:
-            raise WorkloadError(f"{path}: row {number}: column 'document_id' repeats {name}")
-        if tokens < 1:
-            raise WorkloadError(f"{path}: row {number}: column 'est_tokens' must be at least 1")
-        lengths[name] = tokens
-    return lengths
+    table = read_table(path, _DOCUMENT_COLUMNS, lengths={"est_tokens": 1})
+    refuse_repeated(path, table["document_id"])
+    return dict(table.select("document_id", "est_tokens").iter_rows())
 
 
 def _read(path: Path, lengths: dict[str, int] | None) -> dict[str, list[Question]]:
     """The questions of each document, in order."""
     documents: dict[str, list[Question]] = {}
-    for number, line in numbered_lines(path):
-        if not line.strip():
-            continue
-        try:
-            question = _parse(json_object(line), lengths)
+    for where, record in json_lines(path, _Record):
+        with at(where):
+            question = record.as_question(lengths)
             group = documents.setdefault(question.document, [])
             if group and group[0].document_tokens != question.document_tokens:
                 raise ValueError(
                     f"document {question.document} has {question.document_tokens} tokens here "
                     f"and {group[0].document_tokens} in an earlier line"
                 )
-        except ValueError as error:
-            raise WorkloadError(f"{path}:{number}: {error}") from error
         group.append(question)
-    if not documents:
-        raise WorkloadError(f"{path}: holds no questions")
     return documents
-
-
-def _parse(record: Record, lengths: dict[str, int] | None) -> Question:
-    document = text_field(record, "document_id")
-    if lengths is None:
-        document_tokens = tokens_field(record, "doc_est_tokens", least=1)
-    elif document in lengths:
-        document_tokens = lengths[document]
-    else:
-        raise ValueError(f"document {document} is not in the table of documents")
-    return Question(
-        document=document,
-        document_tokens=document_tokens,
-        tokens=tokens_field(record, "question_tokens", least=1),
-        output_tokens=_output_tokens(record),
-        text=text_field(record, "question") if "question" in record else "",
-    )
-
-
-def _output_tokens(record: Record) -> int:
-    if "output_tokens" in record:
-        return tokens_field(record, "output_tokens", least=1)
-    answers = record.get("answers")
-    if (
-        not isinstance(answers, list)
-        or not answers
-        or not all(isinstance(answer, str) for answer in answers)
-    ):
-        raise ValueError(
-            f"field 'answers' must be a list of strings, found {found(record, 'answers')}"
-        )
-    words = sum(len(answer.split()) for answer in answers) / len(answers)
-    return max(math.ceil(words * TOKENS_PER_WORD), LEAST_OUTPUT_TOKENS)

@@ -12,8 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from workload.block_ids import key_of, mixed
-from workload.shapes import BlockIds, SessionShape, TurnShape
+from workload.shapes import BlockIds, SessionShape, TurnShape, key_of, mixed
 
 TokenIds = NDArray[np.int32]
 

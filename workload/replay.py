@@ -2,22 +2,119 @@
 
 One lazy iterator for every workload, built-in or given: memory does not grow with the number of
 requests. Workloads of texts become chats, those of lengths token ids or plain words whose shared
-prefixes are real. The runner of the load test and the benchmark clients read it.
+prefixes are real. Load is raised by adding sessions, never by hurrying them: copy after copy of the
+workload, each in an order of its own and with block ids of its own, so that what is shared inside a
+copy stays shared, and copies share nothing. `Reuse` is what an unlimited cache would hold.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
-from workload.expansion import copied, order_of
-from workload.prompts import VOCABULARY, TokenIds, prompt_tokens, prompt_words
-from workload.reuse import ENGINE_BLOCK_TOKENS, Reuse
-from workload.shapes import Message as Message
-from workload.shapes import SessionShape, TurnShape, Workload
+import numpy as np
+
+from workload.prompts import VOCABULARY, TokenIds, prompt_ids, prompt_tokens, prompt_words
+from workload.shapes import BlockIds, Message, SessionShape, TurnShape, Workload, salt_of
+
+
+def expand(workload: Workload, seed: int) -> Iterator[SessionShape]:
+    """Endless sessions: copy 0 with the workload's own ids, then copies 1, 2, … with fresh ones.
+
+    The order inside each copy is random and fixed by `seed`; the ids do not depend on the seed.
+    Session ids of copy k end in `~k`, except for copy 0.
+    """
+    if not workload.sessions:
+        return
+    for copy in count():
+        for index in order_of(workload, copy, seed):
+            yield copied(workload.sessions[index], copy)
+
+
+def order_of(workload: Workload, copy: int, seed: int) -> list[int]:
+    """In which order the sessions of a copy come: their places in the workload, shuffled."""
+    places = np.random.default_rng((seed, copy)).permutation(len(workload.sessions))
+    return [int(place) for place in places]
+
+
+def copied(session: SessionShape, copy: int) -> SessionShape:
+    """A session as it is in a copy; itself in copy 0."""
+    if not copy:
+        return session
+    salt = salt_of(copy)
+    return replace(
+        session,
+        id=f"{session.id}~{copy}",
+        turns=tuple(_salted_turn(turn, salt) for turn in session.turns),
+    )
+
+
+def _salted_turn(turn: TurnShape, salt: np.uint64) -> TurnShape:
+    kept = turn.kept_blocks ^ salt
+    return replace(turn, blocks=kept[: len(turn.blocks)], kept_blocks=kept)
+
+
+ENGINE_BLOCK_TOKENS = 16
+"""Tokens in a cache block of vLLM unless told otherwise."""
+
+
+class Reuse:
+    """A cache that keeps everything: how many tokens of a prompt it holds, in full blocks.
+
+    Args:
+        source_block_tokens: of the workload, whose block ids tell what is shared.
+        block_tokens: of the cache.
+        outputs_kept: whether prompts find the blocks of earlier answers.
+    """
+
+    def __init__(self, source_block_tokens: int, block_tokens: int, *, outputs_kept: bool) -> None:
+        if block_tokens < 1:
+            raise ValueError(f"block_tokens is {block_tokens}: give at least 1")
+        self._source_block_tokens = source_block_tokens
+        self._block_tokens = block_tokens
+        self._outputs_kept = outputs_kept
+        self._seen: set[int] = set()
+        self._parts: dict[int, int] = {}  # id of a block that a prompt fills in part -> how far
+
+    def cached_tokens(self, session: SessionShape, turn: int) -> int:
+        """Tokens held of the turn's prompt; an engine computes the last one in any case."""
+        shape = session.turns[turn]
+        size = self._source_block_tokens
+        blocks = matched_blocks(shape.blocks, self._seen)
+        shared = blocks * size
+        document = session.document_tokens
+        if blocks and blocks == document // size:
+            shared = document  # beyond the last full block, ids cannot tell
+        elif self._parts:
+            shared += self._parts.get(int(prompt_ids(session, turn)[blocks]), 0)
+        usable = min(shared, shape.input_tokens - 1)
+        return usable // self._block_tokens * self._block_tokens
+
+    def note(self, session: SessionShape, turn: int) -> None:
+        """Keep what the turn leaves."""
+        shape = session.turns[turn]
+        self._seen.update((shape.kept_blocks if self._outputs_kept else shape.blocks).tolist())
+        rest = shape.input_tokens % self._source_block_tokens
+        if self._outputs_kept or self._source_block_tokens == self._block_tokens:
+            return  # what is behind the prompt is not known, or never a full block
+        part = int(prompt_ids(session, turn)[-1])
+        self._parts[part] = max(rest, self._parts.get(part, 0))
+
+
+def matched_blocks(blocks: BlockIds, seen: set[int]) -> int:
+    """How many blocks from the start are in `seen`, which holds whole prefixes only."""
+    least, most = 0, len(blocks)
+    while least < most:
+        middle = (least + most + 1) // 2
+        if int(blocks[middle - 1]) in seen:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
 
 Prompt = str | tuple[Message, ...] | TokenIds
 """Text for a completion, messages of a chat, or token ids."""

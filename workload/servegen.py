@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from workload.errors import WorkloadError
-from workload.tables import read_table
+from workload.reading import WorkloadError, read_table, refuse_rows
 
 WINDOW_S = 600
 SOURCE = "ServeGen m-small client rates, alibaba/ServeGen, Apache-2.0"
@@ -63,23 +62,13 @@ def read_rates(path: str | Path) -> RateDay:
         WorkloadError: if the file is absent, damaged, or breaks the format.
     """
     path = Path(path)
+    table = read_table(path, _COLUMNS)
+    starts, patterns, shapes = table["window_s"], table["pattern"], table["arg1"]
+    refuse_rows(path, starts, starts % WINDOW_S != 0, f"must be a multiple of {WINDOW_S}")
+    refuse_rows(path, patterns, ~patterns.is_in(_PATTERNS), f"must be one of {_PATTERNS}")
+    refuse_rows(path, shapes, shapes <= 0, "must be above zero")
     windows: dict[int, list[ClientRate]] = {}
-    for number, row in enumerate(read_table(path, _COLUMNS).iter_rows(), start=1):
-        _, start_s, rate_rps, _, pattern, shape, _ = row
-        if start_s % WINDOW_S:
-            raise WorkloadError(
-                f"{path}: row {number}: column 'window_s' must be a multiple of {WINDOW_S}, "
-                f"found {start_s}"
-            )
-        if pattern not in _PATTERNS:
-            raise WorkloadError(
-                f"{path}: row {number}: column 'pattern' must be one of {_PATTERNS}, "
-                f"found {pattern!r}"
-            )
-        if shape <= 0:
-            raise WorkloadError(
-                f"{path}: row {number}: column 'arg1' must be above zero, found {shape}"
-            )
+    for _, start_s, rate_rps, _, pattern, shape, _ in table.iter_rows():
         windows.setdefault(start_s // WINDOW_S, []).append(ClientRate(rate_rps, pattern, shape))
     first, last = min(windows), max(windows)
     day = RateDay(tuple(tuple(windows.get(index, ())) for index in range(first, last + 1)))

@@ -5,13 +5,16 @@ turn before. The readers here keep order and pauses, so that the simulator and t
 replay them. Formats are JSON lines, plain or gzipped.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workload.errors import WorkloadError as WorkloadError
-from workload.lines import json_object, number_field, numbered_lines, text_field
+import msgspec
+
+from workload.reading import Seconds, WorkloadError, json_lines
 
 # What the mini-SWE harness says to the model after each reply: the result of its command, or a
 # complaint that there was not exactly one command.
@@ -40,6 +43,13 @@ class Session:
     turns: tuple[Turn, ...]
 
 
+class _Record(msgspec.Struct):
+    session: str
+    t_s: Seconds
+    input: str
+    output: str
+
+
 def demo_sessions_path() -> Path:
     """Path of the sessions that ship with this package (``workload/data/README.md``)."""
     return Path(__file__).parent / "data" / "miniswe_slice.jsonl.gz"
@@ -54,21 +64,14 @@ def read_sessions(path: str | Path) -> list[Session]:
     Raises:
         WorkloadError: if the file is absent, damaged or breaks these rules.
     """
-    path = Path(path)
     turns: dict[str, list[Turn]] = {}
-    for number, line in numbered_lines(path):
-        if not line.strip():
-            continue
-        try:
-            session, turn = _parse(line)
-            earlier = turns.setdefault(session, [])
-            if earlier and turn.t_s < earlier[-1].t_s:
-                raise ValueError(f"t_s {turn.t_s} is before the previous turn's {earlier[-1].t_s}")
-        except ValueError as error:
-            raise WorkloadError(f"{path}:{number}: {error}") from error
-        earlier.append(turn)
-    if not turns:
-        raise WorkloadError(f"{path}: holds no sessions")
+    for where, record in json_lines(Path(path), _Record):
+        earlier = turns.setdefault(record.session, [])
+        if earlier and record.t_s < earlier[-1].t_s:
+            raise WorkloadError(
+                f"{where}: t_s {record.t_s} is before the previous turn's {earlier[-1].t_s}"
+            )
+        earlier.append(Turn(record.t_s, record.input, record.output))
     return [Session(id=session, turns=tuple(group)) for session, group in turns.items()]
 
 
@@ -94,12 +97,3 @@ def as_messages(turn: Turn, replies: Sequence[str] = ()) -> list[dict[str, str]]
         if index < min(len(replies), len(parts) - 1):
             messages.append({"role": "assistant", "content": replies[index]})
     return messages
-
-
-def _parse(line: str) -> tuple[str, Turn]:
-    record = json_object(line)
-    session, input_text, output_text = (
-        text_field(record, field) for field in ("session", "input", "output")
-    )
-    t_s = number_field(record, "t_s")
-    return session, Turn(t_s=t_s, input_text=input_text, output_text=output_text)

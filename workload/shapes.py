@@ -2,25 +2,29 @@
 
 Routing and scheduling need no more of a request than how long it is, what it shares and when it
 may come. Every reader of this package gives a `Workload`; the simulator and the load test replay
-it. Block ids stand for whole prefixes: two prompts have the same k-th id exactly if their first
-k blocks are the same.
+it. Block ids are well-mixed 64-bit numbers that stand for whole prefixes: two prompts have the same
+k-th id exactly if their first k blocks are the same. A text that nobody else shares is a stream
+with a key of its own; its block at position p has the id `stream_ids(key, …)[p]`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from workload.reading import MOST_TOKENS
+
 BlockIds = NDArray[np.uint64]
+
+
 Message = dict[str, str]
 """One message of a chat: `role` and `content`."""
-
-# Longer than any context: a larger number is a wrong unit or a damaged file.
-MOST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +46,6 @@ class TurnShape:
     new_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a turn that no engine could serve."""
         if not (math.isfinite(self.after_s) and self.after_s >= 0):
             raise ValueError(f"after_s is {self.after_s}: give finite seconds, zero or more")
         if self.input_tokens < 1 or self.output_tokens < 1:
@@ -135,3 +138,44 @@ def require_block_tokens(block_tokens: int) -> None:
     """Refuse a block size that is no size."""
     if block_tokens < 1:
         raise ValueError(f"block_tokens is {block_tokens}: give at least 1")
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+
+
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def key_of(*parts: str | int) -> np.uint64:
+    """A stream's key from what names it; the same in every run."""
+    text = "\x1f".join(str(part) for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little"))
+
+
+def stream_ids(key: np.uint64, first: int, stop: int) -> BlockIds:
+    """Ids of the blocks at positions first, …, stop - 1 of the stream `key`."""
+    positions = np.arange(first + 1, max(stop, first) + 1, dtype=np.uint64)
+    return mixed(key + positions * _GOLDEN)
+
+
+def recorded_ids(numbers: BlockIds) -> BlockIds:
+    """Well-mixed ids for the prefix-chained block numbers of a recorded trace, one to one."""
+    return mixed(numbers + _GOLDEN)
+
+
+def mixed(numbers: BlockIds) -> BlockIds:
+    """A one-to-one scramble of 64-bit numbers: the finaliser of SplitMix64."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * _MIX_1
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * _MIX_2
+    mixture: BlockIds = numbers ^ (numbers >> np.uint64(31))
+    return mixture
+
+
+@lru_cache(maxsize=64)
+def salt_of(copy: int) -> np.uint64:
+    """The number that is XORed into every id of a copy; 0 for copy 0, which stays as it is."""
+    return np.uint64(mixed(np.array([copy], dtype=np.uint64))[0])

@@ -11,22 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import numpy as np
 
-from workload.block_ids import key_of, stream_ids
-from workload.errors import WorkloadError
-from workload.lines import found, json_items, text_field
+from workload.reading import WorkloadError, at, json_items, read_table
 from workload.shapes import (
     Message,
     SessionShape,
     TurnShape,
     Workload,
+    key_of,
     require_block_tokens,
     require_tokens,
+    stream_ids,
     turn_of,
 )
-from workload.tables import read_table
 from workload.texts import Talks
 
 BLOCK_TOKENS = 64
@@ -74,14 +75,17 @@ def read_sharegpt_table(
     path = Path(path)
     conversations: dict[str, _Lengths] = {}
     next_turn: dict[str, int] = {}
-    rows = read_table(path, _COLUMNS).iter_rows()
+    rows = read_table(path, _COLUMNS, lengths={"out": 0}).iter_rows()
     for number, (name, _, turn, cached, new, output, uncut) in enumerate(rows, start=1):
         lengths = conversations.setdefault(name, [])
         prompt = (uncut if whole_history else cached) + new
-        try:
-            _check(turn, next_turn.get(name, 0), cached + new, prompt, output, lengths)
-        except ValueError as error:
-            raise WorkloadError(f"{path}: row {number}: {error}") from error
+        with at(f"{path}: row {number}"):
+            if turn != next_turn.get(name, 0):
+                raise ValueError(
+                    f"column 'turn' must be {next_turn.get(name, 0)} for this conversation, "
+                    f"found {turn}"
+                )
+            _check_prompt(prompt, cached + new, lengths)
         next_turn[name] = turn + 1
         lengths.append((prompt, output, new))
     return Workload(
@@ -89,20 +93,28 @@ def read_sharegpt_table(
     )
 
 
-def _check(
-    turn: int, expected: int, in_piece: int, prompt: int, output: int, before: _Lengths
-) -> None:
-    if turn != expected:
-        raise ValueError(f"column 'turn' must be {expected} for this conversation, found {turn}")
+def _check_prompt(prompt: int, in_piece: int, before: _Lengths) -> None:
     require_tokens("the prompt, columns 'cached_C' and 'new_N' together,", in_piece, least=1)
     require_tokens("the prompt with its history", prompt)
-    require_tokens("column 'out'", output)
     left = sum(before[-1][:2]) if before else 0
     if prompt < left:
         raise ValueError(
             f"columns 'cached_C' and 'new_N' make a prompt of {prompt} tokens, but the turn "
             f"before left {left}"
         )
+
+
+class _Message(msgspec.Struct):
+    speaker: Literal[tuple(_ROLES)] = msgspec.field(name="from")  # type: ignore[valid-type]
+    value: str
+
+
+class _Conversation(msgspec.Struct):
+    id: str
+    conversations: list[_Message]
+
+    def as_chat(self) -> tuple[Message, ...]:
+        return tuple({"role": _ROLES[m.speaker], "content": m.value} for m in self.conversations)
 
 
 def read_sharegpt_texts(
@@ -115,7 +127,7 @@ def read_sharegpt_texts(
 ) -> Workload:
     """Read a list of `{id, conversations: [{from, value}]}`, measured with `count_tokens`.
 
-    A turn is every answer that something precedes; its prompt is all that was said before, with no
+    A turn is every answer that something precedes; its prompt is all that came before, with no
     chat template. Conversations without a turn are left out, and `notes` counts them.
 
     Args:
@@ -135,16 +147,14 @@ def read_sharegpt_texts(
     prompts: list[tuple[int, ...]] = []
     number = 0
     for number, item in enumerate(islice(json_items(path), limit), start=1):
-        try:
-            talk = _talk(item)
-            said, lengths = _measured(talk, count_tokens)
-            name = text_field(item, "id")
-        except ValueError as error:
-            raise WorkloadError(f"{path}: conversation {number}: {error}") from error
+        with at(f"{path}: conversation {number}"):
+            conversation = msgspec.convert(item, _Conversation)
+        talk = conversation.as_chat()
+        sent, lengths = _measured(talk, count_tokens)
         if lengths:
-            conversations.append((f"{name}/{number - 1}", lengths))
+            conversations.append((f"{conversation.id}/{number - 1}", lengths))
             talks.append(talk)
-            prompts.append(said)
+            prompts.append(sent)
     if not conversations:
         raise WorkloadError(f"{path}: holds no conversation with an answer")
     left_out = number - len(conversations)
@@ -155,39 +165,21 @@ def read_sharegpt_texts(
     )
 
 
-def _talk(item: object) -> tuple[Message, ...]:
-    """The messages of a conversation, in the words of the OpenAI API."""
-    if not isinstance(item, dict):
-        raise ValueError(f"expected an object, found {type(item).__name__}")
-    messages = item.get("conversations")
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise ValueError(
-            f"field 'conversations' must be a list of objects, found {found(item, 'conversations')}"
-        )
-    talk: list[Message] = []
-    for message in messages:
-        speaker = text_field(message, "from")
-        if speaker not in _ROLES:
-            raise ValueError(f"field 'from' must be one of {tuple(_ROLES)}, found {speaker!r}")
-        talk.append({"role": _ROLES[speaker], "content": text_field(message, "value")})
-    return tuple(talk)
-
-
 def _measured(
     talk: tuple[Message, ...], count_tokens: Callable[[str], int]
 ) -> tuple[tuple[int, ...], _Lengths]:
     """How many messages each turn sends, and its lengths."""
-    said: list[int] = []
+    sent: list[int] = []
     lengths: _Lengths = []
     context = answered = 0
     for place, message in enumerate(talk):
         tokens = count_tokens(message["content"])
         if message["role"] == "assistant" and context:
-            said.append(place)
+            sent.append(place)
             lengths.append((context, tokens, context - answered))
             answered = context + tokens
         context += tokens
-    return tuple(said), lengths
+    return tuple(sent), lengths
 
 
 def _sessions(

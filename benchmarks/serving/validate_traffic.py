@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workload.block_ids import mixed
 from workload.prompts import VOCABULARY, block_tokens_of
-from workload.shapes import SessionShape, TurnShape, Workload
+from workload.shapes import SessionShape, TurnShape, Workload, mixed
 
 UInt64s = NDArray[np.uint64]
 

@@ -19,7 +19,7 @@ from kappa.shapes import model_shape
 from loadtest.datasets import open_workload
 from simulator.clusters import SimulatedCluster, cluster_named
 from workload.analysis import Ratios, analyse, engine_ratios, source_ratios
-from workload.reuse import ENGINE_BLOCK_TOKENS
+from workload.replay import ENGINE_BLOCK_TOKENS
 from workload.shapes import Workload
 
 _LEAST_SHOWN = 0.1  # an axis of logarithms has no zero

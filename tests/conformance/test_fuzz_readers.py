@@ -16,7 +16,7 @@ from router.index.kv_events import decode_batch
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
 from workload.catalogue import workload_named
-from workload.errors import WorkloadError
+from workload.reading import WorkloadError
 
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[*HealthCheck])
 SCALAR = (

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from loadtest.datasets import SHAREGPT_FILE, fetched, open_workload, token_counter
-from workload.errors import WorkloadError
+from workload.reading import WorkloadError
 
 TALKS = [
     {

@@ -4,8 +4,7 @@ import pytest
 
 from kappa.shapes import model_shape
 from simulator.clusters import KINDS, SimulatedCluster, numbered
-from workload.block_ids import key_of, stream_ids
-from workload.shapes import SessionShape, Workload, turn_of
+from workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 BLOCK = 64
 

@@ -11,7 +11,7 @@ from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
 from simulator.capacity import NodeClass, bound_of, capacity_rps, node_classes, request_costs
 from simulator.reuse import Turns, turns_of
-from workload.expansion import expand
+from workload.replay import expand
 from workload.shapes import SessionShape, TurnShape, Workload
 
 BLOCK = 16

@@ -14,15 +14,15 @@ from workload.analysis import (
     share_above,
     source_ratios,
 )
-from workload.block_ids import key_of, stream_ids
-from workload.catalogue import workload_named, workload_names
-from workload.shapes import SessionShape, Workload, turn_of
+from workload.catalogue import BUILT_IN, ReadAs, workload_named
+from workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
 
 SIZE = 16
 
 
 def named(name, **how):
-    return workload_named(name, block_tokens=SIZE, max_context_tokens=None, readers=1, **how)
+    how = {"block_tokens": SIZE, "max_context_tokens": None, "readers": 1, **how}
+    return workload_named(name, ReadAs(**how))
 
 
 def one_document(tokens=1000, questions=(10, 20)):
@@ -83,7 +83,7 @@ def test_quantiles_are_those_of_numpy():
     assert quantiles(values) == {"p10": 10.0, "p50": 50.0, "p90": 90.0, "p99": 99.0}
 
 
-@pytest.mark.parametrize("name", workload_names())
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_every_request_of_the_built_in_workloads_is_split_without_a_rest(name):
     workload = named(name)
     inputs = [turn.input_tokens for s in workload.sessions for turn in s.turns]
@@ -119,7 +119,7 @@ def test_questions_on_documents_have_the_ratios_that_the_paper_prints():
 
 def test_each_workload_of_the_paper_says_why_ours_differs():
     assert {figure.workload for figure in PAPER_FIGURES} == set(WHY_OURS_DIFFER)
-    assert set(WHY_OURS_DIFFER) <= set(workload_names())
+    assert set(WHY_OURS_DIFFER) <= set(BUILT_IN)
 
 
 def test_no_requests_are_refused():

@@ -5,7 +5,7 @@ import gzip
 import pytest
 
 from workload.azure import read_azure
-from workload.errors import WorkloadError
+from workload.reading import WorkloadError
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
 ROW = "2023-11-16 18:15:46.6805900,374,44\r\n"
@@ -44,13 +44,13 @@ def test_gzipped_traces_read_alike(tmp_path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("2023-11-16 18:15:46,374", "expected 3 values, found 2"),
-        ("2023-11-16 18:15:46,374,44,1", "expected 3 values, found 4"),
-        ("yesterday,374,44", "TIMESTAMP must be a date and time, found 'yesterday'"),
-        ("2023-11-16 18:15:46,many,44", "ContextTokens must be an integer, found 'many'"),
-        ("2023-11-16 18:15:46,0,44", "ContextTokens must be at least 1, found 0"),
-        ("2023-11-16 18:15:46,374,-1", "GeneratedTokens must be at least 0, found -1"),
-        ("2023-11-16 18:15:46,374,9999999999", "GeneratedTokens must be at most"),
+        ("2023-11-16 18:15:46,374", "Expected `array` of length 3, got 2"),
+        ("2023-11-16 18:15:46,374,44,1", "Expected `array` of length 3, got 4"),
+        ("yesterday,374,44", "Invalid isoformat string: 'yesterday'"),
+        ("2023-11-16 18:15:46,many,44", "Expected `int`, got `str` - at `$[1]`"),
+        ("2023-11-16 18:15:46,0,44", "Expected `int` >= 1 - at `$[1]`"),
+        ("2023-11-16 18:15:46,374,-1", "Expected `int` >= 0 - at `$[2]`"),
+        ("2023-11-16 18:15:46,374,9999999999", "Expected `int` <= 16777216 - at `$[2]`"),
         ('"' + "x" * 200_000, "not CSV"),
     ],
 )

@@ -8,14 +8,14 @@ import polars as pl
 import pytest
 
 from workload import arrivals
-from workload.catalogue import arrivals_for, estimated_tokens, workload_named, workload_names
-from workload.errors import WorkloadError
+from workload.catalogue import BUILT_IN, ReadAs, arrivals_for, estimated_tokens, workload_named
+from workload.reading import WorkloadError
 from workload.sessions import demo_sessions_path
 
 DATA = demo_sessions_path().parent
 
 
-@pytest.mark.parametrize("name", workload_names())
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_workloads_keep_the_contract_of_shapes(name):
     workload = workload_named(name)
 
@@ -32,7 +32,7 @@ def test_built_in_workloads_keep_the_contract_of_shapes(name):
             assert (turn.kept_blocks[: len(turn.blocks)] == turn.blocks).all()
 
 
-@pytest.mark.parametrize("name", workload_names())
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_an_id_stands_for_one_prefix(name):
     """Wherever an id occurs, the id before it is the same."""
     before: dict[int, int] = {}
@@ -44,7 +44,7 @@ def test_an_id_stands_for_one_prefix(name):
                 previous = block
 
 
-@pytest.mark.parametrize("name", workload_names())
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in_workloads_are_the_same_every_time(name):
     def fingerprint():
         return [
@@ -84,7 +84,7 @@ def test_plain_files_and_files_of_texts_are_found_out_too(tmp_path):
     texts.write_text(json.dumps([talk]))
 
     assert workload_named(str(plain)).name == "azure"
-    assert workload_named(str(texts), len).sessions[0].turns[0].input_tokens == 3
+    assert workload_named(str(texts), ReadAs(len)).sessions[0].turns[0].input_tokens == 3
     assert workload_named(str(texts)).sessions[0].turns[0].input_tokens == 1
 
 
@@ -113,7 +113,7 @@ def test_what_is_neither_a_name_nor_a_workload_is_refused(tmp_path):
 
     for name, content, reason in (
         ("a.txt", "x", "unknown ending"),
-        ("a.jsonl", "\n", "is empty"),
+        ("a.jsonl", "\n", "holds no records"),
         ("a.jsonl", "\n{", "a.jsonl:2: not JSON"),
         ("a.jsonl", '{"text": 1}', "a.jsonl:1: no format has just the fields"),
     ):
@@ -132,7 +132,7 @@ def test_what_is_neither_a_name_nor_a_workload_is_refused(tmp_path):
 
 def test_independent_requests_come_in_bursts_and_sessions_at_random():
     assert arrivals_for("azure") is arrivals.servegen
-    for name in set(workload_names()) - {"azure"}:
+    for name in set(BUILT_IN) - {"azure"}:
         assert arrivals_for(name) is arrivals.poisson
 
 
@@ -143,23 +143,22 @@ def test_an_estimated_length_grows_with_the_text():
 
 
 def test_how_a_workload_is_read_can_be_chosen():
-    assert workload_named("sharegpt", block_tokens=16).block_tokens == 16
-    assert workload_named("narrativeqa", block_tokens=16).block_tokens == 256
-    lengths = {
-        limit: max(
-            s.document_tokens for s in workload_named("finqa", max_context_tokens=limit).sessions
-        )
-        for limit in (None, 10_000)
-    }
-    assert lengths[None] == 615_860
-    assert lengths[10_000] < 10_000
+    assert workload_named("sharegpt", ReadAs(block_tokens=16)).block_tokens == 16
+    assert workload_named("narrativeqa", ReadAs(block_tokens=16)).block_tokens == 256
+
+    def longest_document(most):
+        workload = workload_named("finqa", ReadAs(max_context_tokens=most))
+        return max(session.document_tokens for session in workload.sessions)
+
+    assert longest_document(None) == 615_860
+    assert longest_document(10_000) < 10_000
     for name in ("narrativeqa", "finqa"):
-        several, one = workload_named(name), workload_named(name, readers=1)
+        several, one = workload_named(name), workload_named(name, ReadAs(readers=1))
         assert len(several.sessions) > len(one.sessions)
     longest = [
         max(
             t.input_tokens
-            for s in workload_named("sharegpt", whole_history=whole).sessions
+            for s in workload_named("sharegpt", ReadAs(whole_history=whole)).sessions
             for t in s.turns
         )
         for whole in (False, True)

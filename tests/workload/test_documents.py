@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from workload.documents import Question, Reading, document_sessions
-from workload.errors import WorkloadError
+from workload.reading import WorkloadError
 
 ASKED = {
     "d": [Question("d", 500, tokens, 8) for tokens in (10, 20, 30)],

@@ -7,14 +7,14 @@ import polars as pl
 import pytest
 
 from workload.analysis import source_ratios
-from workload.catalogue import workload_named
-from workload.errors import WorkloadError
+from workload.catalogue import ReadAs, workload_named
 from workload.finqa import (
     OUTPUT_TOKENS,
     QUESTIONS_PER_FILING,
     read_convfinqa,
     read_finqa,
 )
+from workload.reading import WorkloadError
 
 
 def filings(tmp_path, *lengths, name="filings.parquet"):
@@ -96,7 +96,7 @@ def test_bad_tables_name_file_row_and_column(tmp_path):
         read_finqa(good, good)
     twice = tmp_path / "twice.parquet"
     pl.concat([pl.read_parquet(good)] * 2).write_parquet(twice)
-    with pytest.raises(WorkloadError, match=r"twice.parquet: row 2: column 'doc_name' repeats CO0"):
+    with pytest.raises(WorkloadError, match=r"twice.parquet: row 2: column 'doc_name' repeats an earlier row, found CO0"):
         read_finqa(twice, questions(tmp_path, 5))
 
 
@@ -123,7 +123,7 @@ def test_the_layouts_are_found_out_by_name(tmp_path):
     listed = tmp_path / "train.json"
     listed.write_text(json.dumps([item(1), item(2)]))
     for path, sessions in ((packed, 1), (listed, 2), (lines(tmp_path, item(), "", item(2)), 2)):
-        workload = workload_named(str(path), len)
+        workload = workload_named(str(path), ReadAs(len))
         assert (workload.name, len(workload.sessions)) == ("convfinqa", sessions)
     table = filings(tmp_path, 1000)
     questions(tmp_path, 20, name="finqa_question_lengths.parquet")
@@ -141,20 +141,20 @@ def test_a_table_of_filings_needs_the_questions_beside_it(tmp_path):
     ("second", "reason"),
     [
         ("{", r"convfinqa.jsonl:2: not JSON"),
-        (item() | {"annotation": 3}, r":2: field 'annotation' must be an object, found 3"),
-        (item(asked=()), r":2: field 'dialogue_break' holds no question"),
-        (item() | {"table": "x"}, r":2: field 'table' must be a list of lists, found 'x'"),
-        (item() | {"pre_text": [1]}, r":2: field 'pre_text' must be a list of strings"),
-        ({k: v for k, v in item().items() if k != "id"}, r":2: field 'id' must be a string"),
+        (item() | {"annotation": 3}, r":2: Expected `object`, got `int` - at `\$.annotation`"),
+        (item(asked=()), r"`array` of length >= 1 - at `\$.annotation.dialogue_break`"),
+        (item() | {"table": "x"}, r":2: Expected `array`, got `str` - at `\$.table`"),
+        (item() | {"pre_text": [1]}, r":2: Expected `str`, got `int` - at `\$.pre_text\[0\]`"),
+        ({k: v for k, v in item().items() if k != "id"}, r":2: Object missing required field `id`"),
     ],
 )
 def test_bad_items_name_file_line_and_what_was_expected(tmp_path, second, reason):
     with pytest.raises(WorkloadError, match=reason):
-        workload_named(str(lines(tmp_path, item(), second)), len)
+        workload_named(str(lines(tmp_path, item(), second)), ReadAs(len))
 
 
 def test_bad_items_of_a_list_are_counted(tmp_path):
     path = tmp_path / "train.json"
     path.write_text(json.dumps([item(), 7]))
-    with pytest.raises(WorkloadError, match=r"train.json: item 2: expected an object, found int"):
-        workload_named(str(path), len)
+    with pytest.raises(WorkloadError, match=r"train.json: item 2: Expected `object`, got `int`"):
+        workload_named(str(path), ReadAs(len))

@@ -5,10 +5,10 @@ import json
 import polars as pl
 import pytest
 
-from workload.catalogue import estimated_tokens, workload_named
-from workload.errors import WorkloadError
+from workload.catalogue import ReadAs, estimated_tokens, workload_named
 from workload.miniswe import read_miniswe, read_miniswe_texts, shapes_of
-from workload.reuse import Reuse
+from workload.reading import WorkloadError
+from workload.replay import Reuse
 from workload.sessions import demo_sessions_path
 
 
@@ -102,7 +102,7 @@ def test_recorded_texts_share_their_longest_common_beginning(tmp_path):
 
 def test_the_shipped_texts_and_the_shipped_lengths_agree():
     """The slice is the first six turns of eight of the measured sessions."""
-    texts = workload_named(str(demo_sessions_path()), estimated_tokens)
+    texts = workload_named(str(demo_sessions_path()), ReadAs(estimated_tokens))
     lengths = {session.id: session for session in workload_named("miniswe").sessions}
 
     for session in texts.sessions:

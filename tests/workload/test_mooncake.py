@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from workload.errors import WorkloadError
 from workload.mooncake import read_mooncake
+from workload.reading import WorkloadError
 
 
 def line(timestamp=0, input_length=1024, output_length=100, hash_ids=(0, 1), **more):
@@ -132,20 +132,20 @@ def test_a_trace_cut_short_is_refused_where_it_ends(tmp_path):
     ("bad", "reason"),
     [
         ("{", "not JSON"),
-        ("7", "expected an object, found int"),
-        (line(timestamp="absent"), "field 'timestamp' must be a finite number, found nothing"),
-        (line(timestamp=-5), "field 'timestamp' must not be negative"),
+        ("7", "Expected `object`, got `int`"),
+        (line(timestamp="absent"), "missing required field `timestamp`"),
+        (line(timestamp=-5), "Expected `float` >= 0.0 - at `$.timestamp`"),
         (line(timestamp=1), "timestamp 1.0 is before the line above's 2.0"),
-        (line(5, input_length="many"), "field 'input_length' must be an integer, found 'many'"),
-        (line(5, input_length=0, hash_ids=[]), "field 'input_length' must be at least 1"),
-        (line(5, output_length=-1), "field 'output_length' must be at least 0, found -1"),
-        (line(5, output_length=10**12), "field 'output_length' must be at most"),
+        (line(5, input_length="many"), "Expected `int`, got `str` - at `$.input_length`"),
+        (line(5, input_length=0, hash_ids=[]), "Expected `int` >= 1 - at `$.input_length`"),
+        (line(5, output_length=-1), "Expected `int` >= 0 - at `$.output_length`"),
+        (line(5, output_length=10**12), "Expected `int` <= 16777216 - at `$.output_length`"),
         (line(5, 1025), "field 'hash_ids' has 2 numbers, but 1025 tokens are 3 blocks of 512"),
         (line(5, hash_ids=[0]), "field 'hash_ids' has 1 numbers"),
-        (line(5, hash_ids=[0, 1.5]), "field 'hash_ids' must be a list of integers"),
-        (line(5, hash_ids=[0, True]), "field 'hash_ids' must be a list of integers"),
-        (line(5, hash_ids=[0, -1]), "field 'hash_ids' must hold numbers from 0"),
-        (line(5, hash_ids=[0, 2**64]), "field 'hash_ids' must hold numbers from 0"),
+        (line(5, hash_ids=[0, 1.5]), "Expected `int`, got `float` - at `$.hash_ids[1]`"),
+        (line(5, hash_ids=[0, True]), "Expected `int`, got `bool` - at `$.hash_ids[1]`"),
+        (line(5, hash_ids=[0, -1]), "Expected `int` >= 0 - at `$.hash_ids[1]`"),
+        (line(5, hash_ids=[0, 2**64]), "at `$.hash_ids[1]`"),
         (line(5, hash_ids=[2, 1]), "hash_ids are not prefix-chained: 1 follows 2 here and 0"),
     ],
 )
@@ -157,5 +157,5 @@ def test_a_bad_line_is_named_with_its_reason(tmp_path, bad, reason):
 
 
 def test_a_file_of_blank_lines_is_refused(tmp_path):
-    with pytest.raises(WorkloadError, match="holds no requests"):
+    with pytest.raises(WorkloadError, match="holds no records"):
         read(tmp_path, "\n\n")

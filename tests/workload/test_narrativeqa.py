@@ -6,8 +6,8 @@ import polars as pl
 import pytest
 
 from workload.documents import MEAN_THINK_S
-from workload.errors import WorkloadError
 from workload.narrativeqa import read_narrativeqa
+from workload.reading import WorkloadError
 
 
 def line(document="d", tokens=1000, question=20, **more):
@@ -121,20 +121,20 @@ def test_pauses_are_drawn_from_the_seed(tmp_path):
     ("bad", "reason"),
     [
         ("no", "not JSON"),
-        ("[]", "expected an object, found list"),
-        (line(document=5), "field 'document_id' must be a string, found 5"),
-        (line("e", tokens=0), "field 'doc_est_tokens' must be at least 1, found 0"),
-        (line("e", tokens="x"), "field 'doc_est_tokens' must be an integer, found 'x'"),
-        (line(question=-3), "field 'question_tokens' must be at least 1, found -3"),
-        (line(output_tokens=0), "field 'output_tokens' must be at least 1, found 0"),
+        ("[]", "Expected `object`, got `array`"),
+        (line(document=5), "Expected `str`, got `int` - at `$.document_id`"),
+        (line("e", tokens=0), "Expected `int` >= 1 - at `$.doc_est_tokens`"),
+        (line("e", tokens="x"), "got `str` - at `$.doc_est_tokens`"),
+        (line(question=-3), "Expected `int` >= 1 - at `$.question_tokens`"),
+        (line(output_tokens=0), "Expected `int` >= 1 - at `$.output_tokens`"),
         (line(tokens=999), "document d has 999 tokens here and 1000 in an earlier line"),
         (
             '{"document_id": "d", "doc_est_tokens": 1000, "question_tokens": 1}',
-            "field 'answers' must be a list of strings, found nothing",
+            "fields 'output_tokens' and 'answers' are missing: give one",
         ),
         (
             '{"document_id": "d", "doc_est_tokens": 1000, "question_tokens": 1, "answers": [1]}',
-            "field 'answers' must be a list of strings, found [1]",
+            "Expected `str`, got `int` - at `$.answers[0]`",
         ),
     ],
 )
@@ -154,7 +154,7 @@ def test_what_cannot_be_is_refused(tmp_path):
         read_narrativeqa(path, readers=0)
     with pytest.raises(ValueError, match="block_tokens is 0"):
         read_narrativeqa(path, block_tokens=0)
-    with pytest.raises(WorkloadError, match="holds no questions"):
+    with pytest.raises(WorkloadError, match="holds no records"):
         read_narrativeqa(written(tmp_path, "\n"))
 
 
@@ -192,8 +192,11 @@ def test_lengths_alone_have_no_texts(tmp_path):
     ("line", "reason"),
     [
         ("{", "summaries.jsonl:2: not JSON"),
-        ("{}", "summaries.jsonl:2: field 'document_id' must be a string"),
-        ('{"document_id": "d", "summary_tokenized": "x"}', ":2: field 'summary_tokens' must be"),
+        ("{}", "summaries.jsonl:2: Object missing required field `document_id`"),
+        (
+            '{"document_id": "d", "summary_tokenized": "x"}',
+            "missing required field `summary_tokens`",
+        ),
     ],
 )
 def test_bad_summaries_name_file_line_and_field(tmp_path, line, reason):

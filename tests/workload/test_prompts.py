@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from workload.block_ids import key_of, stream_ids
-from workload.expansion import copied
 from workload.prompts import VOCABULARY, WORDS, filler, prompt_tokens, prompt_words
-from workload.shapes import SessionShape, turn_of
+from workload.replay import copied
+from workload.shapes import SessionShape, key_of, stream_ids, turn_of
 
 SIZE = 16
 

@@ -1,4 +1,4 @@
-"""What a load test sends: arrivals, lengths, expected reuse that prompts bear out, flat memory."""
+"""What a load test sends: copies, what an endless cache holds, arrivals, lengths, flat memory."""
 
 import hashlib
 import tracemalloc
@@ -8,11 +8,166 @@ import numpy as np
 import pytest
 
 from workload import arrivals
-from workload.block_ids import key_of, stream_ids
-from workload.catalogue import workload_named, workload_names
-from workload.replay import ReplayOptions, mean_turns, replay_sessions, requests
+from workload.catalogue import BUILT_IN, ReadAs, workload_named
+from workload.replay import (
+    ReplayOptions,
+    Reuse,
+    expand,
+    matched_blocks,
+    mean_turns,
+    replay_sessions,
+    requests,
+)
 from workload.sessions import demo_sessions_path
-from workload.shapes import SessionShape, Workload, turn_of
+from workload.shapes import SessionShape, Workload, key_of, stream_ids, turn_of
+
+SESSIONS = 20
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    """Twenty sessions of two turns that share their first two blocks."""
+    shared = stream_ids(key_of("shared"), 0, 2)
+    sessions = []
+    for number in range(SESSIONS):
+        own = stream_ids(key_of("own", number), 2, 8)
+        ids = [*shared, *own]
+        text = stream_ids(key_of("x"), 0, 8)
+        text[:] = ids
+        turns = (turn_of(0.0, 40, 5, text, 10), turn_of(3.0, 60, 15, text, 10))
+        sessions.append(SessionShape(f"s{number}", turns, tenant="t"))
+    return Workload("toy", 10, tuple(sessions), "made up")
+
+
+def copies(workload, count, seed=0):
+    sessions = list(islice(expand(workload, seed), count * SESSIONS))
+    return [sessions[k * SESSIONS : (k + 1) * SESSIONS] for k in range(count)]
+
+
+def blocks_of(sessions):
+    return {int(block) for s in sessions for t in s.turns for block in t.kept_blocks}
+
+
+def test_the_first_copy_is_the_workload_itself_in_another_order(workload):
+    (first,) = copies(workload, 1)
+
+    assert [s.id for s in first] != [s.id for s in workload.sessions]
+    assert sorted(s.id for s in first) == sorted(s.id for s in workload.sessions)
+    assert blocks_of(first) == blocks_of(workload.sessions)
+
+
+def test_copies_share_nothing_with_one_another_and_everything_within(workload):
+    groups = copies(workload, 5)
+
+    sets = [blocks_of(group) for group in groups]
+    assert len(set().union(*sets)) == sum(len(blocks) for blocks in sets)
+    for group, blocks in zip(groups, sets, strict=True):
+        assert len(blocks) == 2 + 5 * SESSIONS
+        assert len({tuple(s.turns[0].blocks[:2].tolist()) for s in group}) == 1
+        for session in group:
+            first, second = session.turns
+            assert second.kept_blocks[:4].tolist() == first.kept_blocks.tolist()
+            assert first.kept_blocks[:4].tolist() == first.blocks.tolist()
+
+
+def test_copies_keep_lengths_pauses_and_tenants(workload):
+    by_id = {s.id: s for s in workload.sessions}
+    third = copies(workload, 3)[2]
+
+    assert len({s.id for s in third}) == SESSIONS
+    for session in third:
+        name, _, copy = session.id.partition("~")
+        assert copy == "2"
+        assert session.tenant == "t"
+        for turn, original in zip(session.turns, by_id[name].turns, strict=True):
+            assert turn.input_tokens == original.input_tokens
+            assert turn.output_tokens == original.output_tokens
+            assert turn.after_s == original.after_s
+            assert len(turn.blocks) == len(original.blocks)
+
+
+def test_the_seed_fixes_everything_and_changes_only_the_order(workload):
+    def fingerprint(seed):
+        return [
+            (s.id, [t.kept_blocks.tolist() for t in s.turns])
+            for group in copies(workload, 3, seed)
+            for s in group
+        ]
+
+    assert fingerprint(7) == fingerprint(7)
+    assert fingerprint(7) != fingerprint(8)
+    assert sorted(fingerprint(7)) == sorted(fingerprint(8))
+
+
+def test_copies_come_in_orders_of_their_own(workload):
+    first, second = copies(workload, 2)
+
+    assert [s.id for s in first] != [s.id.partition("~")[0] for s in second]
+
+
+def test_nothing_expands_to_nothing():
+    assert list(expand(Workload("none", 1, (), ""), 0)) == []
+
+
+IDS = stream_ids(key_of("talk"), 0, 20)
+
+
+def session(*turns, document_tokens=0, size=100, ids=IDS, name="s"):
+    made = tuple(turn_of(0.0, *turn, ids, size, None) for turn in turns)
+    return SessionShape(name, made, document_tokens=document_tokens)
+
+
+def played(reuse, one):
+    cached = []
+    for number in range(len(one.turns)):
+        cached.append(reuse.cached_tokens(one, number))
+        reuse.note(one, number)
+    return cached
+
+
+def test_whole_blocks_of_earlier_prompts_are_held_and_the_last_token_never_is():
+    talk = session((250, 10), (300, 10), (300, 10))
+    assert played(Reuse(100, 100, outputs_kept=False), talk) == [0, 200, 200]
+
+
+def test_answers_are_held_if_they_are_kept():
+    talk = session((250, 150), (520, 10))
+    assert played(Reuse(100, 100, outputs_kept=False), talk) == [0, 200]
+    assert played(Reuse(100, 100, outputs_kept=True), talk) == [0, 400]
+
+
+def test_smaller_blocks_hold_what_a_prompt_fills_in_part():
+    talk = session((250, 60), (520, 90), (610, 10))
+    assert played(Reuse(100, 16, outputs_kept=False), talk) == [0, 240, 512]
+    untold = session((250, 10), (520, 10))  # nothing says how the first prompt goes on
+    assert played(Reuse(100, 16, outputs_kept=False), untold) == [0, 192]
+
+
+def test_a_document_is_held_to_its_last_full_block():
+    shared = IDS[:10]
+    own = [np.concatenate([shared, stream_ids(key_of("q", n), 10, 14)]) for n in range(2)]
+    readers = [
+        session((1080, 5), document_tokens=1060, ids=ids, name=str(n)) for n, ids in enumerate(own)
+    ]
+    reuse = Reuse(100, 16, outputs_kept=False)
+    assert [played(reuse, reader) for reader in readers] == [[0], [1056]]
+
+
+def test_another_text_shares_nothing():
+    reuse = Reuse(100, 16, outputs_kept=True)
+    assert played(reuse, session((400, 100))) == [0]
+    assert played(reuse, session((400, 100), ids=stream_ids(key_of("other"), 0, 9))) == [0]
+
+
+@pytest.mark.parametrize("known", range(6))
+def test_matching_finds_the_longest_known_prefix(known):
+    assert matched_blocks(IDS[:5], {int(block) for block in IDS[:known]}) == known
+
+
+def test_a_block_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="block_tokens is 0"):
+        Reuse(100, 0, outputs_kept=True)
+
 
 BLOCK = 16
 
@@ -56,9 +211,9 @@ def cached_in_fact(seen, tokens):
     return min(held, (len(tokens) - 1) // BLOCK * BLOCK)
 
 
-@pytest.mark.parametrize("name", workload_names())
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_the_expected_reuse_is_that_of_the_prompts(name):
-    workload = workload_named(name, block_tokens=BLOCK)
+    workload = workload_named(name, ReadAs(block_tokens=BLOCK))
     count = 40 if name in ("narrativeqa", "finqa") else 300
     seen: set[bytes] = set()
     reused = 0
@@ -163,7 +318,7 @@ def test_prompts_are_words_if_asked_and_chats_where_there_are_texts():
     request = play(toy(), 1, as_text=True)[0].requests[0]
     assert len(request.make_prompt().split(" ")) == 40
 
-    recorded = workload_named(str(demo_sessions_path()), len, block_tokens=BLOCK)
+    recorded = workload_named(str(demo_sessions_path()), ReadAs(len, block_tokens=BLOCK))
     first, second = play(recorded, 1)[0].requests[:2]
     (message,) = first.make_prompt()
     assert message["role"] == "user"
@@ -175,7 +330,7 @@ def test_prompts_are_words_if_asked_and_chats_where_there_are_texts():
 
 
 def test_chats_of_copies_share_no_beginning():
-    recorded = workload_named(str(demo_sessions_path()), len)
+    recorded = workload_named(str(demo_sessions_path()), ReadAs(len))
     count = len(recorded.sessions)
     chats = {s.id: s.requests[0].make_prompt()[0]["content"] for s in play(recorded, 2 * count)}
     for name, text in chats.items():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from workload.analysis import source_ratios
-from workload.catalogue import workload_named
+from workload.catalogue import ReadAs, workload_named
 from workload.replay import replay_sessions, requests
 from workload.scaling import scaled
 
@@ -18,7 +18,7 @@ BLOCK = 16
 @pytest.fixture(scope="module", params=["narrativeqa", "mooncake", "finqa", "sharegpt", "miniswe"])
 def pair(request):
     blocks = 128 if request.param in ("sharegpt", "miniswe") else None
-    workload = workload_named(request.param, block_tokens=blocks, readers=1)
+    workload = workload_named(request.param, ReadAs(block_tokens=blocks, readers=1))
     return workload, scaled(workload, 1 / 8)
 
 

@@ -4,7 +4,7 @@ import polars as pl
 import pytest
 
 from workload.arrivals import shipped_rates
-from workload.errors import WorkloadError
+from workload.reading import WorkloadError
 from workload.servegen import ClientRate, read_rates
 
 ROW = {

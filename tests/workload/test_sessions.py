@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from workload.reading import WorkloadError
 from workload.sessions import (
     Session,
     Turn,
-    WorkloadError,
     as_messages,
     demo_sessions_path,
     read_sessions,
@@ -49,13 +49,13 @@ def test_plain_and_gzipped_files_read_alike(tmp_path):
     ("second_line", "reason"),
     [
         ("{not json", "not JSON"),
-        ("[1]", "expected an object, found list"),
-        (line(session=7), "field 'session' must be a string, found 7"),
-        ('{"session": "a", "t_s": 1, "output": ""}', "field 'input' must be a string, found noth"),
-        (line(t_s="soon"), "field 't_s' must be a finite number, found 'soon'"),
-        (line(t_s=float("nan")), "field 't_s' must be a finite number"),
-        (line(t_s=True), "field 't_s' must be a finite number"),
-        (line(t_s=-1), "must not be negative"),
+        ("[1]", "Expected `object`, got `array`"),
+        (line(session=7), "Expected `str`, got `int` - at `$.session`"),
+        ('{"session": "a", "t_s": 1, "output": ""}', "missing required field `input`"),
+        (line(t_s="soon"), "Expected `float`, got `str` - at `$.t_s`"),
+        (line(t_s=float("nan")), "not JSON"),
+        (line(t_s=True), "Expected `float`, got `bool` - at `$.t_s`"),
+        (line(t_s=-1), "Expected `float` >= 0.0 - at `$.t_s`"),
         (line(t_s=4), "t_s 4.0 is before the previous turn's 5.0"),
     ],
 )

@@ -5,7 +5,7 @@ import json
 import polars as pl
 import pytest
 
-from workload.errors import WorkloadError
+from workload.reading import WorkloadError
 from workload.sharegpt import MEAN_THINK_S, read_sharegpt_table, read_sharegpt_texts
 
 
@@ -134,12 +134,18 @@ def test_texts_are_measured_and_accumulate(tmp_path):
         ({"id": "a"}, "expected a list, found dict"),
         ([], "holds no conversation with an answer"),
         ([talk("a", ("gpt", "x"))], "holds no conversation with an answer"),
-        ([7], "conversation 1: expected an object, found int"),
-        ([{"id": "a"}], "field 'conversations' must be a list of objects, found nothing"),
-        ([{"id": "a", "conversations": ["x"]}], "field 'conversations' must be a list of obj"),
-        ([talk(7, ("human", "x"))], "field 'id' must be a string, found 7"),
-        ([talk("a", ("human", 5))], "field 'value' must be a string, found 5"),
-        ([talk("a", ("nobody", "x"))], "field 'from' must be one of"),
+        ([7], "conversation 1: Expected `object`, got `int`"),
+        ([{"id": "a"}], "missing required field `conversations`"),
+        (
+            [{"id": "a", "conversations": ["x"]}],
+            "got `str` - at `$.conversations[0]`",
+        ),
+        ([talk(7, ("human", "x"))], "Expected `str`, got `int` - at `$.id`"),
+        ([talk("a", ("human", 5))], "Expected `str`, got `int` - at `$.conversations[0].value`"),
+        (
+            [talk("a", ("nobody", "x"))],
+            "Invalid enum value 'nobody'",
+        ),
     ],
 )
 def test_other_files_of_texts_are_refused(tmp_path, content, reason):

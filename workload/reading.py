@@ -1,0 +1,205 @@
+"""Files of workloads, read record by record: every damage is reported as file, place, reason.
+
+Lines and lists of JSON become records (msgspec structs, whose types say what a field may hold),
+Parquet files tables with checked columns. Text files may be gzipped (`.gz`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Annotated, Any, TypeVar
+
+import msgspec
+import polars as pl
+
+# Longer than any context: a larger number is a wrong unit or a damaged file.
+MOST_TOKENS = 1 << 24
+
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+SomeTokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
+
+T = TypeVar("T")
+
+_KINDS = {str: "text", int: "integers", float: "numbers"}
+_BLANKS = re.compile(r"[ \t\r\n]*")
+
+
+class WorkloadError(ValueError):
+    """A workload file that cannot be used. The message names the file, the place and the reason."""
+
+
+@contextmanager
+def at(where: str) -> Iterator[None]:
+    """Errors of a record within get the place in front: `FILE:LINE` or `FILE: row N`."""
+    try:
+        yield
+    except msgspec.ValidationError as error:
+        raise WorkloadError(f"{where}: {error}") from error
+    except msgspec.DecodeError as error:
+        raise WorkloadError(f"{where}: not JSON ({error})") from error
+    except RecursionError:
+        raise WorkloadError(f"{where}: not JSON of any known format (nested too deep)") from None
+    except ValueError as error:
+        raise WorkloadError(f"{where}: {error}") from error
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a UTF-8 file with their numbers from 1.
+
+    Raises:
+        WorkloadError: the file is absent, cut short or not text.
+    """
+    number = 0
+    try:
+        with _open_text(path) as lines:
+            for line in lines:
+                number += 1
+                yield number, line
+    except UnicodeDecodeError as error:
+        raise WorkloadError(f"{path}:{number + 1}: not UTF-8 ({error.reason})") from error
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        where = f"{path}:{number + 1}" if number else str(path)
+        raise WorkloadError(f"{where}: {reason}") from error
+
+
+def _open_text(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def json_lines(path: Path, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """The records of a file of JSON lines, each with its place; blank lines do not count.
+
+    Raises:
+        WorkloadError: a line is no such record, or there is none.
+    """
+    decoder = msgspec.json.Decoder(kind)
+    empty = True
+    for number, line in numbered_lines(path):
+        if not line.strip():
+            continue
+        empty = False
+        with at(f"{path}:{number}"):
+            record = decoder.decode(line)
+        yield f"{path}:{number}", record
+    if empty:
+        raise WorkloadError(f"{path}: holds no records")
+
+
+def json_items(path: Path) -> Iterator[Any]:
+    """The items of the JSON list that a file holds, one at a time.
+
+    Raises:
+        WorkloadError: the file is absent or damaged, or holds no list; what comes before the damage
+            is given first.
+    """
+    text = "".join(line for _, line in numbered_lines(path))
+    decoder = json.JSONDecoder()
+    try:
+        place = _skip(text, 0)
+        if text[place : place + 1] != "[":
+            found_here = type(decoder.raw_decode(text, place)[0]).__name__
+            raise WorkloadError(f"{path}: expected a list, found {found_here}")
+        place = _skip(text, place + 1)
+        last = text[place : place + 1]
+        while last != "]":
+            item, place = decoder.raw_decode(text, place)
+            yield item
+            place = _skip(text, place)
+            last = text[place : place + 1]
+            if last not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, place)
+            if last == ",":
+                place = _skip(text, place + 1)
+        rest = _skip(text, place + 1)
+        if rest < len(text):
+            raise json.JSONDecodeError("Extra data", text, rest)
+    except json.JSONDecodeError as error:
+        raise WorkloadError(
+            f"{path}:{error.lineno}: not JSON ({error.msg}, column {error.colno})"
+        ) from error
+    except RecursionError:
+        raise WorkloadError(f"{path}: not JSON of any known format (nested too deep)") from None
+
+
+def _skip(text: str, place: int) -> int:
+    """Past white space."""
+    match = _BLANKS.match(text, place)
+    return place if match is None else match.end()
+
+
+def open_table(path: Path) -> pl.DataFrame:
+    """Read a Parquet file with whatever columns it has."""
+    try:
+        return pl.read_parquet(path)
+    except (OSError, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise WorkloadError(f"{path}: not a readable Parquet file ({reason})") from error
+
+
+def read_table(
+    path: Path, columns: Mapping[str, type], lengths: Mapping[str, int] | None = None
+) -> pl.DataFrame:
+    """Read a Parquet file that must have exactly these columns of `str`, `int` or `float`.
+
+    Numbers must be finite and zero or more; nothing may be missing. lengths: columns of lengths in
+    tokens, with the least that each may be.
+
+    Raises:
+        WorkloadError: the file is absent, damaged, empty or not this table.
+    """
+    table = open_table(path)
+    missing = [name for name in columns if name not in table.columns]
+    unknown = [name for name in table.columns if name not in columns]
+    if missing or unknown:
+        wrong = [f"missing columns {missing}"] if missing else []
+        wrong += [f"unknown columns {unknown}"] if unknown else []
+        raise WorkloadError(f"{path}: {', '.join(wrong)}; expected {list(columns)}")
+    if not table.height:
+        raise WorkloadError(f"{path}: holds no rows")
+    for name, kind in columns.items():
+        _require_kind(path, table[name], kind)
+    for name, least in (lengths or {}).items():
+        column = table[name]
+        refuse_rows(path, column, column < least, f"must be at least {least}")
+        refuse_rows(path, column, column > MOST_TOKENS, f"must be at most {MOST_TOKENS}")
+    return table.select(list(columns))
+
+
+def _require_kind(path: Path, column: pl.Series, kind: type) -> None:
+    dtype = column.dtype
+    right = {
+        str: dtype == pl.String,
+        int: dtype.is_integer(),
+        float: dtype.is_integer() or dtype.is_float(),
+    }[kind]
+    if not right:
+        raise WorkloadError(
+            f"{path}: column {column.name!r} must hold {_KINDS[kind]}, found {dtype}"
+        )
+    refuse_rows(path, column, column.is_null(), "holds nothing")
+    if kind is not str:
+        refuse_rows(path, column, column.cast(pl.Float64).is_finite().not_(), "must be finite")
+        refuse_rows(path, column, column < 0, "must not be negative")
+
+
+def refuse_rows(path: Path, column: pl.Series, wrong: pl.Series, reason: str) -> None:
+    """Raise WorkloadError for the first row that is `wrong`."""
+    if wrong.any():
+        row = int(wrong.arg_true()[0])
+        value = "" if column[row] is None else f", found {column[row]}"
+        raise WorkloadError(f"{path}: row {row + 1}: column {column.name!r} {reason}{value}")
+
+
+def refuse_repeated(path: Path, column: pl.Series) -> None:
+    """Raise WorkloadError where a value stands in an earlier row, too."""
+    refuse_rows(path, column, column.is_first_distinct().not_(), "repeats an earlier row")
