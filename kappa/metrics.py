@@ -28,194 +28,185 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
-DECISIONS = Metric(
-    "kappa_decisions", "counter", "routing decisions", ("node", "policy", "reason", "bound")
+def _counter(name: str, meaning: str, *labels: str) -> Metric:
+    return Metric(name, "counter", meaning, labels)
+
+
+def _gauge(name: str, meaning: str, *labels: str) -> Metric:
+    return Metric(name, "gauge", meaning, labels)
+
+
+def _histogram(name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Metric:
+    return Metric(name, "histogram", meaning, labels, buckets)
+
+
+DECISIONS = _counter("kappa_decisions", "routing decisions", "node", "policy", "reason", "bound")
+REQUESTS = _counter("kappa_requests", "requests by HTTP status", "status")
+RATIO = _histogram("kappa_request_ratio", "cached-to-new ratio on the chosen node", _RATIOS, "node")
+CRITICAL_RATIO = _gauge("kappa_critical_ratio", "critical ratio of a node", "node")
+PREDICTED_TTFT = _histogram(
+    "kappa_predicted_ttft_seconds", "predicted time to first token", _SECONDS, "node"
 )
-REQUESTS = Metric("kappa_requests", "counter", "requests by HTTP status", ("status",))
-RATIO = Metric(
-    "kappa_request_ratio", "histogram", "cached-to-new ratio on the chosen node", ("node",), _RATIOS
-)
-CRITICAL_RATIO = Metric("kappa_critical_ratio", "gauge", "critical ratio of a node", ("node",))
-PREDICTED_TTFT = Metric(
-    "kappa_predicted_ttft_seconds",
-    "histogram",
-    "predicted time to first token",
-    ("node",),
-    _SECONDS,
-)
-TTFT = Metric("kappa_ttft_seconds", "histogram", "real time to first token", ("node",), _SECONDS)
-TTFT_ERROR = Metric(
+TTFT = _histogram("kappa_ttft_seconds", "real time to first token", _SECONDS, "node")
+TTFT_ERROR = _histogram(
     "kappa_ttft_error_ratio",
-    "histogram",
     "absolute error of the predicted time to first token, as a share of the real one",
-    ("node", "kind"),
-    _ERRORS,
-)
-DECISION_SECONDS = Metric(
-    "kappa_decision_seconds", "histogram", "time taken by one decision", (), _MICROSECONDS
-)
-TOKENIZE_SECONDS = Metric(
-    "kappa_tokenize_seconds", "histogram", "time to render and tokenize one prompt", (), _SECONDS
-)
-RESERVATIONS = Metric("kappa_reservations", "gauge", "requests in flight", ("node",))
-LINK_BACKLOG = Metric("kappa_link_backlog_seconds", "gauge", "queued loads", ("node",))
-GPU_BACKLOG = Metric("kappa_gpu_backlog_seconds", "gauge", "queued prompts", ("node",))
-INDEX_BLOCKS = Metric("kappa_index_blocks", "gauge", "entries of the prefix index")
-INDEX_LOSSES = Metric(
-    "kappa_index_losses",
-    "counter",
-    "blocks that the prefix index could not place, by why",
-    ("why",),
-)
-STREAM_GAPS = Metric("kappa_stream_gaps", "counter", "gaps in a worker's event stream", ("node",))
-PROMPT_TOKENS = Metric(
-    "kappa_prompt_tokens", "counter", "prompt tokens by where they came from", ("node", "source")
-)
-OUTPUT_TOKENS = Metric("kappa_output_tokens", "counter", "tokens generated", ("node",))
-STEPS = Metric("kappa_engine_steps", "counter", "engine steps", ("node", "paced"))
-STEP_TOKENS = Metric("kappa_engine_step_tokens", "counter", "tokens that they computed", ("node",))
-OVERRUNS = Metric(
-    "kappa_paced_overruns", "counter", "steps of a paced node that took longer than their pace",
-    ("node",),
+    _ERRORS, "node", "kind",
 )  # fmt: skip
-LOAD_BYTES = Metric("kappa_load_bytes", "counter", "bytes moved host to device", ("node",))
-STORE_BYTES = Metric("kappa_store_bytes", "counter", "bytes moved device to host", ("node",))
-LOAD_BANDWIDTH = Metric(
-    "kappa_load_bytes_per_second", "gauge", "measured host-to-device bandwidth", ("node",)
+DECISION_SECONDS = _histogram("kappa_decision_seconds", "time taken by one decision", _MICROSECONDS)
+TOKENIZE_SECONDS = _histogram(
+    "kappa_tokenize_seconds", "time to render and tokenize one prompt", _SECONDS
 )
-LINK_SCALE = Metric(
-    "kappa_calibration_link_ratio", "gauge", "measured over announced seconds of loads", ("node",)
+RESERVATIONS = _gauge("kappa_reservations", "requests in flight", "node")
+LINK_BACKLOG = _gauge("kappa_link_backlog_seconds", "queued loads", "node")
+GPU_BACKLOG = _gauge("kappa_gpu_backlog_seconds", "queued prompts", "node")
+INDEX_BLOCKS = _gauge("kappa_index_blocks", "entries of the prefix index")
+INDEX_LOSSES = _counter(
+    "kappa_index_losses", "blocks that the prefix index could not place, by why", "why"
 )
-COMPUTE_SCALE = Metric(
-    "kappa_calibration_compute_ratio", "gauge", "measured over announced compute", ("node",)
+STREAM_GAPS = _counter("kappa_stream_gaps", "gaps in a worker's event stream", "node")
+PROMPT_TOKENS = _counter(
+    "kappa_prompt_tokens", "prompt tokens by where they came from", "node", "source"
 )
-OVERHEAD = Metric(
-    "kappa_calibration_overhead_seconds", "gauge", "what a request costs besides the engine",
-    ("node",),
+OUTPUT_TOKENS = _counter("kappa_output_tokens", "tokens generated", "node")
+STEPS = _counter("kappa_engine_steps", "engine steps", "node", "paced")
+STEP_TOKENS = _counter("kappa_engine_step_tokens", "tokens that they computed", "node")
+OVERRUNS = _counter(
+    "kappa_paced_overruns", "steps of a paced node that took longer than their pace", "node"
+)
+LOAD_BYTES = _counter("kappa_load_bytes", "bytes moved host to device", "node")
+STORE_BYTES = _counter("kappa_store_bytes", "bytes moved device to host", "node")
+LOAD_BANDWIDTH = _gauge("kappa_load_bytes_per_second", "measured host-to-device bandwidth", "node")
+LINK_SCALE = _gauge(
+    "kappa_calibration_link_ratio", "measured over announced seconds of loads", "node"
+)
+COMPUTE_SCALE = _gauge("kappa_calibration_compute_ratio", "measured over announced compute", "node")
+OVERHEAD = _gauge(
+    "kappa_calibration_overhead_seconds", "what a request costs besides the engine", "node"
+)
+TENANT_REQUESTS = _counter(
+    "kappa_tenant_requests",
+    "requests by tenant and outcome: answered, or the error's code",
+    "tenant", "outcome",
 )  # fmt: skip
-TENANT_REQUESTS = Metric(
-    "kappa_tenant_requests", "counter",
-    "requests by tenant and outcome: answered, or the error's code", ("tenant", "outcome"),
+KEY_FILE_READS = _counter(
+    "kappa_key_file_reads",
+    "times that the file of API keys was read anew, by outcome: read, or failed",
+    "outcome",
 )  # fmt: skip
-KEY_FILE_READS = Metric(
-    "kappa_key_file_reads", "counter",
-    "times that the file of API keys was read anew, by outcome: read, or failed", ("outcome",),
-)  # fmt: skip
-TENANT_CHARGE = Metric(
-    "kappa_tenant_charge_seconds", "counter",
+TENANT_CHARGE = _counter(
+    "kappa_tenant_charge_seconds",
     "seconds of the whole resource (vram, gpu, link) that workers charged a tenant",
-    ("tenant", "resource"),
+    "tenant", "resource",
 )  # fmt: skip
-ENGINE_REQUESTS = Metric(
-    "kappa_engine_requests", "gauge", "requests in an engine's last iteration, by state",
-    ("node", "state"),
-)  # fmt: skip
-ITERATIONS = Metric(
-    "kappa_scheduler_iterations", "counter", "iterations of the engine's scheduler", ("node",)
+ENGINE_REQUESTS = _gauge(
+    "kappa_engine_requests", "requests in an engine's last iteration, by state", "node", "state"
 )
-QUEUED_ITERATIONS = Metric(
-    "kappa_scheduler_queued_iterations", "counter", "iterations with requests that wait", ("node",)
+ITERATIONS = _counter("kappa_scheduler_iterations", "iterations of the engine's scheduler", "node")
+QUEUED_ITERATIONS = _counter(
+    "kappa_scheduler_queued_iterations", "iterations with requests that wait", "node"
 )
-FILL = Metric(
-    "kappa_scheduler_fill", "counter",
+FILL = _counter(
+    "kappa_scheduler_fill",
     "share of budget and of vram in use, summed over iterations with requests that wait",
-    ("node", "resource"),
+    "node", "resource",
 )  # fmt: skip
-PASSED = Metric(
-    "kappa_scheduler_passed", "counter", "waiting requests looked at and left, by reason",
-    ("node", "reason"),
-)  # fmt: skip
-RULE_ERRORS = Metric(
-    "kappa_scheduler_rule_errors", "counter", "iterations in which the scheduling rule failed",
-    ("node",),
-)  # fmt: skip
-PREEMPTIONS = Metric(
-    "kappa_scheduler_preemptions", "counter", "running requests that lost their blocks", ("node",)
+PASSED = _counter(
+    "kappa_scheduler_passed", "waiting requests looked at and left, by reason", "node", "reason"
 )
-STORES_DROPPED = Metric(
-    "kappa_stores_dropped", "counter", "stores to the host tier that were given up", ("node",)
+RULE_ERRORS = _counter(
+    "kappa_scheduler_rule_errors", "iterations in which the scheduling rule failed", "node"
 )
-TIER_FAILURES = Metric(
-    "kappa_tier_failures", "counter",
-    "what an LMCache server failed to do, by what: absent, lookup, load, store", ("node", "why"),
+PREEMPTIONS = _counter(
+    "kappa_scheduler_preemptions", "running requests that lost their blocks", "node"
+)
+STORES_DROPPED = _counter(
+    "kappa_stores_dropped", "stores to the host tier that were given up", "node"
+)
+TIER_FAILURES = _counter(
+    "kappa_tier_failures",
+    "what an LMCache server failed to do, by what: absent, lookup, load, store",
+    "node", "why",
 )  # fmt: skip
-FAILED_LOADS = Metric(
-    "kappa_failed_loads", "counter",
-    "loads that did not arrive, each followed by computing its tokens (engines of kind torch, and "
-    "LMCache as host tier)",
-    ("node",),
+FAILED_LOADS = _counter(
+    "kappa_failed_loads",
+    "loads that did not arrive, each followed by computing its tokens (engines of kind torch,"
+    " and LMCache as host tier)",
+    "node",
 )  # fmt: skip
-MISUSED_BLOCKS = Metric(
-    "kappa_misused_blocks", "counter",
+MISUSED_BLOCKS = _counter(
+    "kappa_misused_blocks",
     "blocks freed twice, unknown, or of a wrong length: a fault of the engine (of kind torch)",
-    ("node",),
+    "node",
 )  # fmt: skip
-TENANT_CREDIT = Metric(
-    "kappa_tenant_credit_seconds", "gauge",
+TENANT_CREDIT = _gauge(
+    "kappa_tenant_credit_seconds",
     "seconds of service, by weight, that a tenant is behind (below 0: ahead of) the mean",
-    ("tenant",),
+    "tenant",
 )  # fmt: skip
-TENANT_OLDEST = Metric(
-    "kappa_tenant_oldest_wait_seconds", "gauge",
-    "how long a tenant's oldest request has waited for an engine to admit it", ("tenant",),
+TENANT_OLDEST = _gauge(
+    "kappa_tenant_oldest_wait_seconds",
+    "how long a tenant's oldest request has waited for an engine to admit it",
+    "tenant",
 )  # fmt: skip
-TENANT_WEIGHT = Metric("kappa_tenant_weight", "gauge", "a tenant's share", ("tenant",))
-POWER = Metric(
-    "kappa_node_power_watts", "gauge",
-    "what a node's GPUs draw; source: nvml, model, or paced (modelled, as the node it is paced as)",
-    ("node", "source"),
+TENANT_WEIGHT = _gauge("kappa_tenant_weight", "a tenant's share", "tenant")
+POWER = _gauge(
+    "kappa_node_power_watts",
+    "what a node's GPUs draw; source: nvml, model, or paced (modelled, as the node it is "
+    "paced as)",
+    "node", "source",
 )  # fmt: skip
-POWER_CAP = Metric("kappa_node_power_cap_watts", "gauge", "what they may draw", ("node", "source"))
-ENERGY = Metric(
-    "kappa_energy_joules", "counter",
+POWER_CAP = _gauge("kappa_node_power_cap_watts", "what they may draw", "node", "source")
+ENERGY = _counter(
+    "kappa_energy_joules",
     "energy that a node's GPUs used; of a paced node in its own, undilated time",
-    ("node", "source"),
+    "node", "source",
 )  # fmt: skip
-PREFILLS = Metric(
-    "kappa_prefills", "counter",
-    "prompts by where they were computed (handed_over, failed, kept, memory_bound), where there "
-    "are prefill workers",
-    ("where",),
+PREFILLS = _counter(
+    "kappa_prefills",
+    "prompts by where they were computed (handed_over, failed, kept, memory_bound), where "
+    "there are prefill workers",
+    "where",
 )  # fmt: skip
-ROLLOUT_REQUESTS = Metric(
-    "kappa_rollout_requests", "counter", "requests by who steered them (kappa, ray)", ("arm",)
+ROLLOUT_REQUESTS = _counter(
+    "kappa_rollout_requests", "requests by who steered them (kappa, ray)", "arm"
 )
-ROLLOUT_TTFT = Metric(
-    "kappa_rollout_ttft_seconds", "histogram", "real time to first token, by who steered",
-    ("arm",), _SECONDS,
-)  # fmt: skip
-SHADOWS = Metric(
-    "kappa_shadow_decisions", "counter",
+ROLLOUT_TTFT = _histogram(
+    "kappa_rollout_ttft_seconds", "real time to first token, by who steered", _SECONDS, "arm"
+)
+SHADOWS = _counter(
+    "kappa_shadow_decisions",
     "requests that Ray's router steered, by whether ours would have chosen the same worker",
-    ("agreed",),
+    "agreed",
 )  # fmt: skip
-SHADOW_SAVING = Metric(
-    "kappa_shadow_saving_seconds", "counter",
+SHADOW_SAVING = _counter(
+    "kappa_shadow_saving_seconds",
     "predicted time to first token that our choice would have saved, where it would have",
 )  # fmt: skip
-OTHERS_RESERVATIONS = Metric(
-    "kappa_others_reservations", "gauge", "requests in flight that other ingresses sent"
+OTHERS_RESERVATIONS = _gauge(
+    "kappa_others_reservations", "requests in flight that other ingresses sent"
 )
-RETRIES = Metric(
-    "kappa_retries", "counter", "requests tried elsewhere, by the node that failed them and why",
-    ("node", "why"),
+RETRIES = _counter(
+    "kappa_retries",
+    "requests tried elsewhere, by the node that failed them and why",
+    "node", "why",
 )  # fmt: skip
-BREAKER_OPEN = Metric(
-    "kappa_breaker_open", "gauge", "circuit breaker of a node: 0 closed, 0.5 half open, 1 open",
-    ("node",),
-)  # fmt: skip
-BREAKER_OPENED = Metric(
-    "kappa_breaker_opened", "counter", "times that a node's circuit breaker opened, by why",
-    ("node", "why"),
-)  # fmt: skip
-TASK_RESTARTS = Metric(
-    "kappa_task_restarts", "counter", "tasks that failed and were started again: what follows a "
-    "worker's stream (feed), its connection (line), or watches over all workers (watch)", ("task",),
-)  # fmt: skip
-RECORD_DROPPED = Metric(
-    "kappa_record_dropped", "counter", "entries that router.record lost, its file having ended"
+BREAKER_OPEN = _gauge(
+    "kappa_breaker_open", "circuit breaker of a node: 0 closed, 0.5 half open, 1 open", "node"
 )
-WORKERS = Metric("kappa_workers", "gauge", "workers known, by whether they are paced", ("paced",))
+BREAKER_OPENED = _counter(
+    "kappa_breaker_opened", "times that a node's circuit breaker opened, by why", "node", "why"
+)
+TASK_RESTARTS = _counter(
+    "kappa_task_restarts",
+    "tasks that failed and were started again: what follows a worker's stream (feed), its "
+    "connection (line), or watches over all workers (watch)",
+    "task",
+)  # fmt: skip
+RECORD_DROPPED = _counter(
+    "kappa_record_dropped", "entries that router.record lost, its file having ended"
+)
+WORKERS = _gauge("kappa_workers", "workers known, by whether they are paced", "paced")
 
 ALL: tuple[Metric, ...] = tuple(v for v in list(globals().values()) if isinstance(v, Metric))
 
@@ -228,7 +219,7 @@ ADDING: frozenset[str] = frozenset(
         BREAKER_OPENED, TASK_RESTARTS, RECORD_DROPPED,
     )
 )  # fmt: skip
-"""What each of several ingresses counts of its own requests; the rest all hear from workers."""
+"""What each of several ingresses counts of its own requests; the rest is in every worker's reports."""
 
 
 def document() -> str:
