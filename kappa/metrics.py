@@ -219,7 +219,7 @@ ADDING: frozenset[str] = frozenset(
         BREAKER_OPENED, TASK_RESTARTS, RECORD_DROPPED,
     )
 )  # fmt: skip
-"""What each of several ingresses counts of its own requests; the rest is in every worker's reports."""
+"""What each of several ingresses counts of its own requests; the rest is in workers' reports."""
 
 
 def document() -> str:

@@ -45,9 +45,9 @@ _COLUMNS: dict[str, type] = {
     "out": int,
     "cached_C_unsplit_est": int,
 }
-_ROLES = {"human": "user", "user": "user", "system": "system"} | dict.fromkeys(
-    ("gpt", "chatgpt", "bing", "bard"), "assistant"
-)
+_Speaker = Literal["human", "user", "system", "gpt", "chatgpt", "bing", "bard"]
+_ROLES: dict[str, str] = {"human": "user", "user": "user", "system": "system"}
+"""All other speakers are assistants."""
 
 _Lengths = list[tuple[int, int, int]]  # (prompt, output, new) tokens of each turn
 
@@ -105,7 +105,7 @@ def _check_prompt(prompt: int, in_piece: int, before: _Lengths) -> None:
 
 
 class _Message(msgspec.Struct):
-    speaker: Literal[tuple(_ROLES)] = msgspec.field(name="from")  # type: ignore[valid-type]
+    speaker: _Speaker = msgspec.field(name="from")
     value: str
 
 
@@ -114,7 +114,10 @@ class _Conversation(msgspec.Struct):
     conversations: list[_Message]
 
     def as_chat(self) -> tuple[Message, ...]:
-        return tuple({"role": _ROLES[m.speaker], "content": m.value} for m in self.conversations)
+        return tuple(
+            {"role": _ROLES.get(m.speaker, "assistant"), "content": m.value}
+            for m in self.conversations
+        )
 
 
 def read_sharegpt_texts(

@@ -27,7 +27,7 @@ from kappa.shapes import model_shape
 from simulator.capacity import capacity_rps
 from simulator.clusters import check, cluster_named
 from workload.catalogue import workload_named
-from workload.errors import WorkloadError
+from workload.reading import WorkloadError
 from workload.shapes import Workload
 
 OURS = "kappa"

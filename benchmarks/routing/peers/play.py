@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.routing.peers.helper import Helper
 from benchmarks.routing.peers.nodes import EmulatedNode, PacedLoop
 from workload.arrivals import poisson
-from workload.expansion import expand
+from workload.replay import expand
 from workload.shapes import SessionShape, TurnShape, Workload
 
 
