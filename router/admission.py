@@ -98,7 +98,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class AdmissionRule:
     """Admits what is expected to start, and then to go on, within its objective.
 
     TTFT within max(floor_s, ttft_factor x idle), TPOT within tpot_factor x idle. The idle TTFT is

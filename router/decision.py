@@ -189,11 +189,11 @@ class Estimates:
         """Queued work on the busier of link and gpu."""
         return np.maximum(self.link_backlog_s, self.gpu_backlog_s)
 
-    def candidate(self, index: int, node: NodeProfile) -> Candidate:
+    def candidate(self, index: int, node: NodeProfile) -> PricedWorker:
         """Row `index`, as plain numbers."""
         row = dict(zip(ESTIMATE.names or (), self.rows[index].item(), strict=True))
         plan = self.plans.get(index)
-        return Candidate(
+        return PricedWorker(
             worker=self.workers[index],
             node=node,
             counts=TokenCounts(
@@ -216,7 +216,7 @@ ESTIMATE = row_type(Estimates)
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PricedWorker:
     """One worker, priced for one request; seconds are real ones.
 
     queue_s: from now until its own load or prompt could start; ttft_s: prediction until the first
@@ -271,7 +271,7 @@ class Decision:
     """
 
     request_id: str
-    chosen: Candidate
+    chosen: PricedWorker
     reason: str
     policy: str
     prompt_tokens: int
@@ -292,7 +292,7 @@ class Decision:
         return self.estimates
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[PricedWorker, ...]:
         """Every worker that could have been chosen, priced; none in a log."""
         if self.estimates is None:
             return ()

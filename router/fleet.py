@@ -16,7 +16,7 @@ from kappa.hardware import NodeProfile
 from kappa.protocol import Announcement
 from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
 from router import pricing
-from router.decision import ESTIMATE, Candidate, Estimates, Floats, Slots
+from router.decision import ESTIMATE, Estimates, Floats, PricedWorker, Slots
 from router.engine_queue import EngineSpeed
 from router.index.prefix_hash import UInt64s
 
@@ -50,7 +50,7 @@ class Flight:
     fetch_tokens: float = 0.0
     prefilled: bool = False
     own: bool = False
-    chosen: Candidate | None = None
+    chosen: PricedWorker | None = None
     informed: bool = False
     sent_s: float = 0.0
     tpot_s: float = 0.0
@@ -59,7 +59,7 @@ class Flight:
 
 
 @dataclass(slots=True)
-class Prompt:
+class PricedPrompt:
     """What is priced: tokens of a prompt and of its answer, its blocks, its conversation."""
 
     tokens: int
@@ -98,7 +98,7 @@ class Fleet:
     def _compile(self) -> None:
         """Call each loop once, now rather than while the first request waits."""
         nothing, records = np.empty(0), self._records
-        estimates = self.estimate(self._active, 0.0, Prompt(1, 1), nothing, nothing)
+        estimates = self.estimate(self._active, 0.0, PricedPrompt(1, 1), nothing, nothing)
         self.idle_s(self._active, 1, 0.0)
         pricing.backlog_s(records, 0, 0.0)
         if records.size:
@@ -283,7 +283,7 @@ class Fleet:
         self,
         slots: Slots,
         now_s: float,
-        prompt: Prompt,
+        prompt: PricedPrompt,
         device_tokens: Floats,
         cached_tokens: Floats,
         fetch: tuple[str, Floats] | None = None,
@@ -302,8 +302,8 @@ class Fleet:
             fetch_from, rows["fetch_tokens"] = fetch
             source = self._slots[fetch_from]
         pricing.price(
-            self._records, slots, rows, (now_s, USE_WINDOW_S),
-            (float(prompt.tokens), float(prompt.output_tokens)), source, _SLO,
+            self._records, slots, rows,
+            (now_s, USE_WINDOW_S, float(prompt.tokens), float(prompt.output_tokens)), source, _SLO,
         )  # fmt: skip
         whole = len(slots) == len(self._active)
         return Estimates(

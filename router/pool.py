@@ -29,7 +29,7 @@ from router.decision import (
     Slots,
 )
 from router.engine_queue import EngineJob, EngineQueue
-from router.fleet import Fleet, Flight, Prompt
+from router.fleet import Fleet, Flight, PricedPrompt
 from router.index.kv_events import KVEvent, WorkerGone, WorkerReset
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
@@ -267,7 +267,7 @@ class Pool:
             estimates = self.fleet.estimate(
                 np.array([self.fleet.slot(worker)], dtype=np.intp),
                 now_s,
-                Prompt(tokens, expected, self.hasher.block_tokens),
+                PricedPrompt(tokens, expected, self.hasher.block_tokens),
                 np.array([float(arrival.device_tokens)]),
                 np.array([float(arrival.host_tokens)]),
             )
@@ -301,7 +301,7 @@ class Pool:
         hashes = request.prefix_hashes
         if request.token_ids is not None:
             hashes = self.hasher.prefix_hashes(request.token_ids, request.salt)
-        prompt = Prompt(
+        prompt = PricedPrompt(
             request.tokens, self.outputs.guess(request.max_tokens), self.hasher.block_tokens,
             hashes, request.session,
         )  # fmt: skip
@@ -326,7 +326,7 @@ class Pool:
             self._forecast(estimates)
         return estimates
 
-    def _held_tokens(self, prompt: Prompt, slots: Slots) -> tuple[Floats, Floats]:
+    def _held_tokens(self, prompt: PricedPrompt, slots: Slots) -> tuple[Floats, Floats]:
         """Leading tokens that each worker has on the device, and further ones in its host tier."""
         hashes, size = prompt.prefix_hashes, prompt.block_tokens
         if hashes is None or not len(hashes):

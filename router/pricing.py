@@ -271,17 +271,16 @@ def interference_share(rows: Rows, ttft_limit_s: float) -> float:
 
 @compiled
 def price(
-    workers: Workers, slots: Slots, rows: Rows, times: tuple[float, float],
-    tokens: tuple[float, float], source: int, slo: Slo,
+    workers: Workers, slots: Slots, rows: Rows, request: tuple[float, float, float, float],
+    source: int, slo: Slo,
 ) -> None:  # fmt: skip
     """Price a request on each of `slots`; `rows`, a record each, is filled in.
 
     `rows` has `device_tokens` and `cached_tokens`, and `fetch_tokens` where they come from the
-    worker in place `source` (-1: nothing is fetched). times: now, and the seconds that recent use
-    looks back. tokens: of the prompt, of the output.
+    worker in place `source` (-1: nothing is fetched). request: the time, the seconds that recent
+    use looks back, tokens of the prompt, and of the output.
     """
-    now_s, window_s = times
-    prompt_tokens, output_tokens = tokens
+    now_s, window_s, prompt_tokens, output_tokens = request
     for i in range(len(slots)):
         worker, row = workers[slots[i]], rows[i]
         cached = row.cached_tokens

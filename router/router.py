@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kappa.protocol import Announcement, WorkerReport
-from router.admission import Admission, Demand, Evaluation, Lateness, alone_s, delay_s
+from router.admission import AdmissionRule, Demand, Evaluation, Lateness, alone_s, delay_s
 from router.decision import Decision, NoWorkerError, OverloadedError, RouteRequest
 from router.fleet import Flight
 from router.index.kv_events import KVEvent
@@ -44,7 +44,7 @@ class RouterConfig:
     calibrate: bool = True
     calibrate_requests: int | None = None
     forecast_workers: int = 4
-    admission: Admission | None = None
+    admission: AdmissionRule | None = None
     first: float = 0.0
     planner_of: PlannerOf = no_planner
 
@@ -253,7 +253,7 @@ class Router:
             self._lateness.sent(flight, now_s, float(delay_s(estimates)[index]))
 
     def _admitted(
-        self, admission: Admission, request: RouteRequest, decision: Decision
+        self, admission: AdmissionRule, request: RouteRequest, decision: Decision
     ) -> Decision:
         """The decision if its worker is expected to meet the objective, else one for those that
         are."""

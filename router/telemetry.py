@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.decision import Decision
-from router.live.records import Record
+from router.live.records import DecisionRecord
 
 KEPT = 4096
 """Timelines in memory, as many as decisions."""
@@ -131,7 +131,7 @@ class Telemetry:
     `on_end` is handed each timeline that ended; it returns at once and raises nothing.
     """
 
-    def __init__(self, record_of: Callable[[str], Record | None], kept: int = KEPT) -> None:
+    def __init__(self, record_of: Callable[[str], DecisionRecord | None], kept: int = KEPT) -> None:
         """`record_of`: the live router's record of a request, None if it has none."""
         self._record_of, self._kept = record_of, kept
         self.on_end: Callable[[RequestTimeline], None] | None = None

@@ -19,7 +19,7 @@ from kappa.cost import step_model
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import Announcement
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s, limits, median_node
-from router.admission import Admission
+from router.admission import AdmissionRule
 from router.policies import policy_named
 from router.router import Router, RouterConfig
 from scheduler.catalogue import SCHEDULERS, packs
@@ -56,7 +56,7 @@ class SimulationConfig:
     seed: int = 0
     warm: bool = True
     faults: Faults = field(default_factory=Faults)
-    admission: Admission | None = None
+    admission: AdmissionRule | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run, before any work.

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from benchmarks.baselines.routing.catalogue import BASELINES, parameters
 from benchmarks.harness import append_line, read_lines
 from kappa.shapes import model_shape
-from router.admission import Admission
+from router.admission import AdmissionRule
 from router.policies import policy_named
 from simulator.capacity import capacity_rps
 from simulator.clusters import cluster_named
@@ -307,7 +307,7 @@ def simulated(run: Run, settings: Settings) -> Row:
     traffic, base = _traffic(cell.cluster, cell.trace, cell.load, cell.warm, run.seed, settings)
     config = replace(
         base, policy=run.policy, faults=faults_of(cell, base, run.seed),
-        admission=Admission() if cell.admission else None,
+        admission=AdmissionRule() if cell.admission else None,
     )  # fmt: skip
     start_s = time.perf_counter()
     outcome = simulate(config, traffic=traffic, timer=time.perf_counter)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks.harness import Json, publish, result, table
 from kappa.shapes import model_shape
-from router.admission import Admission
+from router.admission import AdmissionRule
 from router.policies import policy_named
 from simulator.clusters import cluster_named
 from simulator.run import SimulationConfig, capacity_of, simulate
@@ -72,7 +72,7 @@ def measure(
     """A row for each load, without admission and with it."""
     capacity_rps = capacity_of(config)
     rows = []
-    for admission in (None, Admission()):
+    for admission in (None, AdmissionRule()):
         column = []
         for load in loads:
             progress(f"load {load:g}, {'with' if admission else 'without'} admission")

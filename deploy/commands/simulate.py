@@ -26,7 +26,7 @@ from deploy.commands.console import (
 )
 from deploy.commands.provenance import Json
 from kappa.shapes import model_shape
-from router.admission import Admission
+from router.admission import AdmissionRule
 from router.policies import policy_named
 from scheduler.catalogue import SCHEDULERS
 from simulator.clusters import cluster_named, scaled
@@ -114,7 +114,7 @@ def simulate(
             requests=requests,
             seed=seed,
             warm=warm,
-            admission=Admission() if admission else None,
+            admission=AdmissionRule() if admission else None,
         )
         if config.load is not None:
             config = config.replaced(capacity_rps=capacity_of(config))

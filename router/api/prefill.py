@@ -27,10 +27,10 @@ from router.api.metadata import routed_metadata, tenant_metadata, worker_headers
 from router.api.request import ApiRequest
 from router.decision import (
     COMPUTE,
-    Candidate,
     Decision,
     NoWorkerError,
     OverloadedError,
+    PricedWorker,
     RouteRequest,
 )
 from router.live.live_router import LiveRouter
@@ -64,7 +64,7 @@ class Network:
         bytes_s = tokens * to.kv_bytes_per_token / self.bytes_per_s
         return to.node.dilation * (self.fixed_s + bytes_s)
 
-    def hands_over(self, here: Candidate, there: Candidate, transfer_s: float) -> bool:
+    def hands_over(self, here: PricedWorker, there: PricedWorker, transfer_s: float) -> bool:
         """Whether `there` should compute the prompt and hand it to `here`.
 
         Args:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kappa.settings.engine import TransferSettings
 from kappa.settings.routing import FailoverSettings, ObservingSettings
-from router.admission import Admission
+from router.admission import AdmissionRule
 from router.api.auth import Tenants
 from router.index.prefix_hash import secret_from_seed
 from router.live.circuit_breaker import BreakerRule
@@ -70,7 +70,7 @@ def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:
         calibrate=settings.calibrate,
         calibrate_requests=settings.calibrate_requests,
         forecast_workers=settings.forecast_workers,
-        admission=Admission() if settings.admission else None,
+        admission=AdmissionRule() if settings.admission else None,
         first=rank % settings.replicas / settings.replicas,
         planner_of=planner_of,
     )

@@ -41,7 +41,7 @@ class _Worker:
 
 
 @dataclass(slots=True)
-class _Account:
+class _TenantAccount:
     """A tenant's charges by all workers ever; active_s: when one of them last grew."""
 
     charged: _Ns = _ZERO
@@ -60,7 +60,7 @@ class Charges:
         self._max_tenants = max_tenants
         self._workers: dict[str, _Worker] = {}
         self._gone: OrderedDict[str, _Worker] = OrderedDict()
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, _TenantAccount] = {}
         self._remainder: _Ns = _ZERO
 
     def report(
@@ -122,11 +122,11 @@ class Charges:
         """What tenants that are no longer kept had been charged."""
         return _seconds(self._remainder)
 
-    def _recent(self, limit: int) -> list[tuple[str, _Account]]:
+    def _recent(self, limit: int) -> list[tuple[str, _TenantAccount]]:
         return heapq.nlargest(limit, self._accounts.items(), key=lambda i: (i[1].active_s, i[0]))
 
     def _add(self, tenant: str, more: _Ns, time_s: float) -> None:
-        account = self._accounts.setdefault(tenant, _Account())
+        account = self._accounts.setdefault(tenant, _TenantAccount())
         account.charged = _plus(account.charged, more)
         account.active_s = max(account.active_s, time_s)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from kappa.protocol import Charge
-from router.live.records import Record
+from router.live.records import DecisionRecord
 
 
 def credits_s(charged: Mapping[str, Charge], weights: Mapping[str, float]) -> dict[str, float]:
@@ -26,7 +26,7 @@ def credits_s(charged: Mapping[str, Charge], weights: Mapping[str, float]) -> di
     return {tenant: mean_s - seconds for tenant, seconds in served.items()}
 
 
-def oldest_waits_s(records: Iterable[Record], now_s: float) -> dict[str, float]:
+def oldest_waits_s(records: Iterable[DecisionRecord], now_s: float) -> dict[str, float]:
     """Seconds that each tenant's oldest request has waited for its engine to admit it."""
     oldest: dict[str, float] = {}
     for record in records:

@@ -30,7 +30,7 @@ from router.live.circuit_breaker import Blocked
 from router.live.membership import Membership, MembershipRule
 from router.live.metrics import RouterMetrics
 from router.live.record_file import RecordFile
-from router.live.records import SENT_MARK, Record, Records
+from router.live.records import SENT_MARK, DecisionRecord, Records
 from router.live.replica_registry import REGISTRY
 from router.live.suspects import Suspects
 from router.load_plans import planner_of
@@ -107,7 +107,7 @@ class LiveRouter:
         self.metrics.observe(m.PREDICTED_TTFT, node, value=chosen.ttft_s)
         self.members.breakers.sent(decision.worker, request.request_id, self.now_s())
         self.records.add(
-            Record(
+            DecisionRecord(
                 without_candidates(decision),
                 time.time(),
                 self._load(),

@@ -21,7 +21,7 @@ SENT_MARK = "~"
 
 
 @dataclass(slots=True)
-class Record:
+class DecisionRecord:
     """A decision and what became of it; seconds are real ones.
 
     attempt: 0, or 1 if another worker had failed the request before. avoided: workers that were
@@ -109,14 +109,14 @@ class Record:
         return max(self.ttft_s - self.spent.load_s - self.spent.compute_s, 0.0)
 
 
-class Records(OrderedDict[str, Record]):
+class Records(OrderedDict[str, DecisionRecord]):
     """Records by request id, the oldest first; at most so many. The oldest that are over go."""
 
     def __init__(self, memory: int = MEMORY) -> None:
         super().__init__()
         self.memory = memory
 
-    def add(self, record: Record) -> None:
+    def add(self, record: DecisionRecord) -> None:
         """Keep a record; one of the same id, of an earlier attempt, is replaced."""
         request_id = record.decision.request_id
         self.pop(request_id, None)
@@ -132,7 +132,7 @@ class Records(OrderedDict[str, Record]):
         record = self.get(request_id)
         return request_id if record is not None and record.sent_as == sent_as else sent_as
 
-    def of(self, request_id: str, worker: str) -> Record | None:
+    def of(self, request_id: str, worker: str) -> DecisionRecord | None:
         """The record of a request if it is on that worker: what another reports of it is late."""
         record = self.get(request_id)
         return record if record is not None and record.decision.worker == worker else None

@@ -12,7 +12,7 @@ from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from router.calibration import Calibration, engine_speed
 from router.decision import RouteRequest
-from router.fleet import Fleet, Prompt
+from router.fleet import Fleet, PricedPrompt
 from router.index.kv_events import BlocksStored
 from router.policies import policy_named
 from router.router import Router, RouterConfig
@@ -78,4 +78,4 @@ def estimate(fleet, now_s=0.0, tokens=4000, cached=0, device=0):
     """What a request costs on all workers of a fleet."""
     slots = fleet.ready(now_s, NEVER, frozenset())
     device, cached = np.full(len(slots), float(device)), np.full(len(slots), float(cached))
-    return fleet.estimate(slots, now_s, Prompt(tokens, 100), device, cached)
+    return fleet.estimate(slots, now_s, PricedPrompt(tokens, 100), device, cached)

@@ -15,7 +15,7 @@ import router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
-from router.admission import Admission
+from router.admission import AdmissionRule
 from router.api.app import Access, make_app
 from router.api.auth import Tenants
 from router.api.endpoints import KappaIngress
@@ -143,6 +143,6 @@ def overload(live):
     for worker in workers:
         busy = RouteRequest(f"on-{worker}", np.arange(16), max_tokens=4, exclude=workers - {worker})
         live.router.route(busy, live.now_s())
-    strict = Admission(floor_s=0.0, ttft_factor=0.0)
+    strict = AdmissionRule(floor_s=0.0, ttft_factor=0.0)
     live.router.config = replace(live.router.config, admission=strict)
     return len(workers)

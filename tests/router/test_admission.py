@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kappa.cost import step_model
 from kappa.hardware import node_profile
-from router.admission import Admission, Demand, Evaluation, Lateness, alone_s, delay_s
+from router.admission import AdmissionRule, Demand, Evaluation, Lateness, alone_s, delay_s
 from router.decision import NoWorkerError, OverloadedError
 from router.fleet import Fleet, Flight
 from tests.router import building
@@ -54,7 +54,7 @@ def test_without_admission_everything_is_admitted():
 
 
 def test_a_queue_longer_than_the_objective_is_rejected_with_a_time_to_come_back():
-    made = router(Admission())
+    made = router(AdmissionRule())
     count, error = flood(made)
     # Two nodes, five times the idle TTFT each: at most five on each; VRAM holds fewer at once.
     assert 4 <= count <= 10
@@ -63,18 +63,18 @@ def test_a_queue_longer_than_the_objective_is_rejected_with_a_time_to_come_back(
 
 
 def test_the_floor_admits_short_prompts_whatever_their_multiple():
-    strict = Admission(floor_s=0.0, ttft_factor=1.5)
-    assert flood(router(strict))[0] < flood(router(Admission(floor_s=10.0, ttft_factor=1.5)))[0]
+    strict = AdmissionRule(floor_s=0.0, ttft_factor=1.5)
+    assert flood(router(strict))[0] < flood(router(AdmissionRule(floor_s=10.0, ttft_factor=1.5)))[0]
 
 
 def test_one_that_was_admitted_and_lost_its_worker_is_not_rejected():
-    made = router(Admission())
+    made = router(AdmissionRule())
     flood(made)
     made.route(ask("again", tokens=20_000, seed=1, exclude=frozenset({"a"}), retry=True), 1.0)
 
 
 def test_an_uninformed_request_is_not_evaluated():
-    made = router(Admission())
+    made = router(AdmissionRule())
     flood(made)
     assert made.route(ask("blind", tokens=None), 1.0).reason == "uninformed_least_backlog"
 
@@ -86,11 +86,11 @@ def test_the_floor_is_in_dilated_time(dilation):
     estimates = made.explain(ask(), 1.0).estimates
     fleet = made.pool.fleet
     idle_s = fleet.idle_s(estimates.slots, estimates.prompt_tokens, 0.0)[0][0]
-    assert Admission().limits_s(fleet, estimates)[1] == max(0.5 * dilation, 5 * idle_s)
+    assert AdmissionRule().limits_s(fleet, estimates)[1] == max(0.5 * dilation, 5 * idle_s)
 
 
 def test_a_node_with_many_streams_is_too_slow_per_token():
-    made = router(Admission(ttft_factor=1e9), "a", stale_after_s=1e9)
+    made = router(AdmissionRule(ttft_factor=1e9), "a", stale_after_s=1e9)
     admitted, error = 0, None
     for i in range(2000):
         try:
@@ -109,7 +109,7 @@ def test_a_node_with_many_streams_is_too_slow_per_token():
 
 
 def test_one_that_another_worker_can_serve_in_time_goes_there():
-    made = router(Admission())
+    made = router(AdmissionRule())
     first = made.route(ask("r0", tokens=20_000, seed=0), 1.0).worker
     for i in range(1, 40):
         try:
@@ -121,7 +121,7 @@ def test_one_that_another_worker_can_serve_in_time_goes_there():
 
 
 def test_no_more_are_admitted_than_a_worker_runs_at_a_time():
-    made = router(Admission(ttft_factor=1e9, tpot_factor=1e9), "a", stale_after_s=1e9)
+    made = router(AdmissionRule(ttft_factor=1e9, tpot_factor=1e9), "a", stale_after_s=1e9)
     made.join(replace(announcement("a"), max_sequences=3), 0.0)
     for i in range(3):
         made.route(ask(f"r{i}", tokens=100, seed=i), 20.0 * i)
@@ -132,7 +132,7 @@ def test_no_more_are_admitted_than_a_worker_runs_at_a_time():
 
 
 def test_what_came_later_than_predicted_keeps_the_next_one_out():
-    made = router(Admission(), "a", stale_after_s=1e9)
+    made = router(AdmissionRule(), "a", stale_after_s=1e9)
     made.route(ask("slow", tokens=100, seed=1), 0.0)
     with pytest.raises(OverloadedError) as caught:
         made.route(ask("next", tokens=100, seed=2), 30.0)
@@ -143,17 +143,17 @@ def test_what_came_later_than_predicted_keeps_the_next_one_out():
 
 
 def test_cheap_requests_are_admitted_where_costly_ones_are_not():
-    made = router(Admission(), "a", stale_after_s=1e9)
+    made = router(AdmissionRule(), "a", stale_after_s=1e9)
     flood(made)
     demand = Demand()
     for i in range(100):
         demand.evaluated(59.0, i * 1e-3, 1.0, admitted=i % 2 == 0)
     fleet = made.pool.fleet
-    idle, allowed = Admission().tpot_factor, {}
+    idle, allowed = AdmissionRule().tpot_factor, {}
     for name, tokens in (("cheap", 10), ("costly", 20_000)):
         estimates = made.explain(ask("x", tokens=tokens, seed=9), 60.0).estimates
-        found = Admission().evaluate(fleet, estimates, made._lateness, demand)
-        limit_s = Admission().limits_s(fleet, estimates)[2]
+        found = AdmissionRule().evaluate(fleet, estimates, made._lateness, demand)
+        limit_s = AdmissionRule().limits_s(fleet, estimates)[2]
         allowed[name] = float((found.token_s - found.slow_s)[0]) / limit_s
     assert allowed["cheap"] == pytest.approx(1.0, abs=0.05)
     assert 1 / idle < allowed["costly"] < 0.7
@@ -161,7 +161,7 @@ def test_cheap_requests_are_admitted_where_costly_ones_are_not():
 
 @pytest.mark.parametrize("tokens", [100, 20_000])
 def test_an_idle_cluster_admits_anything_whatever_came_of_others(tokens):
-    made = router(Admission(), "a", stale_after_s=1e9)
+    made = router(AdmissionRule(), "a", stale_after_s=1e9)
     made.route(ask("slow", tokens=100, seed=1), 59.0)
     made.first_token("slow", 99.0)
     made.release("slow", 100.0)
@@ -174,7 +174,7 @@ def test_an_idle_cluster_admits_anything_whatever_came_of_others(tokens):
 
 
 def test_a_limit_below_idle_refuses_and_does_not_divide_by_it():
-    made = router(Admission(floor_s=0.0, ttft_factor=0.0), "a")
+    made = router(AdmissionRule(floor_s=0.0, ttft_factor=0.0), "a")
     made.route(ask("first", tokens=100, seed=1), 1.0)
     with pytest.raises(OverloadedError, match="too late"):
         made.route(ask("second", tokens=100, seed=2), 1.0)
@@ -191,7 +191,7 @@ def chats(made, start_s, count=120, every_s=0.05):
 
 
 def test_a_long_prompt_that_makes_many_short_ones_late_waits_for_its_share():
-    made = router(Admission(), "a", stale_after_s=1e9)
+    made = router(AdmissionRule(), "a", stale_after_s=1e9)
     now_s = chats(made, 0.0)
     # The first is admitted: nobody did so of late.
     first = made.route(ask("long", tokens=40_000, seed=1), now_s)
@@ -200,14 +200,14 @@ def test_a_long_prompt_that_makes_many_short_ones_late_waits_for_its_share():
     now_s = chats(made, now_s + 3.0)
     with pytest.raises(OverloadedError, match=r"make [0-9]+ others late") as caught:
         made.route(ask("longer", tokens=40_000, seed=2), now_s)
-    budget_wait_s = first.chosen.compute_s / Admission().blocking_share
+    budget_wait_s = first.chosen.compute_s / AdmissionRule().blocking_share
     assert 1.0 < caught.value.retry_after_s < budget_wait_s
     now_s = chats(made, now_s + caught.value.retry_after_s)
     made.route(ask("longest", tokens=40_000, seed=3), now_s)
 
 
 def test_long_prompts_that_come_alone_are_admitted():
-    made = router(Admission(), "a", stale_after_s=1e9)
+    made = router(AdmissionRule(), "a", stale_after_s=1e9)
     for i in range(20):
         made.route(ask(f"long{i}", tokens=40_000, seed=i), 10.0 * i)
         made.first_token(f"long{i}", 10.0 * i + 1.0)
@@ -217,7 +217,7 @@ def test_long_prompts_that_come_alone_are_admitted():
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.5, float("nan")])
 def test_a_share_that_would_keep_long_prompts_out_is_rejected(share):
     with pytest.raises(ValueError, match="blocking_share"):
-        Admission(blocking_share=share)
+        AdmissionRule(blocking_share=share)
 
 
 def test_the_limit_follows_what_the_best_holder_has_on_the_device_and_in_host():
@@ -228,10 +228,10 @@ def test_the_limit_follows_what_the_best_holder_has_on_the_device_and_in_host():
     estimates.device_tokens[1], estimates.cached_tokens[1] = 1000.0, 2000.0
     step = step_model(SHAPE, node_profile("h100-pcie5"))
     expected_s = 3000 * 131072 / 63e9 + step.step_s([(1000, 3000)])
-    idle_s, limit_s, _ = Admission(floor_s=0.0, ttft_factor=4.0).limits_s(fleet, estimates)
+    idle_s, limit_s, _ = AdmissionRule(floor_s=0.0, ttft_factor=4.0).limits_s(fleet, estimates)
     assert idle_s == pytest.approx(expected_s)
     assert limit_s == pytest.approx(4 * expected_s)
-    floor_s = Admission(floor_s=9.0).limits_s(fleet, estimates)[1]
+    floor_s = AdmissionRule(floor_s=9.0).limits_s(fleet, estimates)[1]
     assert floor_s == 9.0
 
 
@@ -248,7 +248,7 @@ def test_a_long_prompt_is_evaluated_by_the_long_view_in_dilated_time(dilation):
         estimates = estimate(fleet, now_s=1.0)
         estimates.work_s[:] = work_s * dilation
         alone_s = float(estimates.tpot_s[0])
-        found = Admission().evaluate(fleet, estimates, lateness, Demand())
+        found = AdmissionRule().evaluate(fleet, estimates, lateness, Demand())
         stretched[work_s] = float(found.token_s[0]) / alone_s
     assert stretched == pytest.approx({0.24: 1 / 0.6, 0.26: 1 / 0.9})
 
@@ -263,7 +263,7 @@ def test_an_evaluation_by_hand():
     idle_s = step.step_s([(4000, 0)])
     idle_token_s = step.weights_s + 4000 * step.context_token_s + step.fixed_s
     # Nobody was rejected before, so it may use all of the slack: up to 5 and 3 times idle.
-    admission = Admission(floor_s=0.0, ttft_factor=5.0, tpot_factor=3.0)
+    admission = AdmissionRule(floor_s=0.0, ttft_factor=5.0, tpot_factor=3.0)
     found = admission.evaluate(fleet, estimates, Lateness(), Demand())
     assert found.late_s == pytest.approx([7.0 - 5 * idle_s])
     # Prompts take 0.2 of the time: 0.5 s a token are 0.4 s without them; none were sent lately.

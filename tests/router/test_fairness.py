@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kappa.protocol import Charge
 from router.live.fairness import credits_s, oldest_waits_s
-from router.live.records import Record
+from router.live.records import DecisionRecord
 
 
 def test_who_had_less_than_the_mean_by_weight_is_behind():
@@ -25,7 +25,7 @@ def test_credits_add_up_to_nothing(seconds):
 
 
 def record(tenant, time_s, **changes):
-    return Record(SimpleNamespace(), time_s, 0.0, tenant, **changes)
+    return DecisionRecord(SimpleNamespace(), time_s, 0.0, tenant, **changes)
 
 
 def test_the_oldest_that_no_engine_has_admitted_counts():

@@ -10,7 +10,7 @@ import pytest
 from kappa.cost import step_model
 from kappa.hardware import node_profile
 from router.calibration import Calibration, engine_speed
-from router.fleet import Fleet, Prompt
+from router.fleet import Fleet, PricedPrompt
 from tests.router.building import NEVER, SHAPE, announcement, estimate, fleet_of, join
 
 
@@ -173,7 +173,7 @@ def test_whatever_happens_an_empty_fleet_has_no_queue(seed):
 
 def fetched(made, tokens=4000.0):
     slots, wanted = made.ready(0.0, NEVER, frozenset()), np.array([0.0, tokens])
-    return made.estimate(slots, 0.0, Prompt(5000, 100), np.zeros(2), wanted, ("w0", wanted))
+    return made.estimate(slots, 0.0, PricedPrompt(5000, 100), np.zeros(2), wanted, ("w0", wanted))
 
 
 def with_network():

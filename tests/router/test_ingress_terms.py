@@ -18,7 +18,7 @@ from router.api.constraints import cache_salt
 from router.api.limits import Allowance
 from router.api.render import PromptRenderer
 from router.index.prefix_hash import salt_of
-from router.live.records import Record
+from router.live.records import DecisionRecord
 from router.live.replica_registry import ReplicaRegistry
 from tests.router.scripted import BODY, PATH, Scripted, announcement, event, overload
 from workers.tiny_model import make_tiny_model
@@ -145,8 +145,8 @@ async def test_decisions_of_others_are_an_operators_to_see(cluster):
 
 async def test_only_the_newest_decisions_that_are_wanted_are_written_out(cluster, monkeypatch):
     written = []
-    to_dict = Record.to_dict
-    monkeypatch.setattr(Record, "to_dict", lambda r: written.append(r.tenant) or to_dict(r))
+    to_dict = DecisionRecord.to_dict
+    monkeypatch.setattr(DecisionRecord, "to_dict", lambda r: written.append(r.tenant) or to_dict(r))
     monkeypatch.setattr("router.api.endpoints._MOST_DECISIONS", 3)
 
     async def seen(here, tenant, limit):

@@ -9,7 +9,7 @@ import pytest
 
 from kappa.cost import TokenCounts
 from kappa.hardware import NodeProfile
-from router.decision import COMPUTE, MEMORY, Candidate
+from router.decision import COMPUTE, MEMORY, PricedWorker
 from router.policies import policy_named
 from router.policy import Priced, _score_s, fetch_externality_s
 from tests.router.offering import estimates
@@ -39,7 +39,7 @@ def pick(policy, *candidates):
 def test_a_request_is_memory_bound_from_the_critical_ratio_up(cached, bound):
     profile = NodeProfile("n", "gpu", "link", 63e9, 1e15, 3e12)
     counts = TokenCounts(0, cached, 100)
-    assert Candidate("w", profile, counts, 30.0, 0, 0, 0, 0, 0, 0, 0).bound == bound
+    assert PricedWorker("w", profile, counts, 30.0, 0, 0, 0, 0, 0, 0, 0).bound == bound
 
 
 def test_threshold_sends_memory_bound_requests_to_the_fastest_link():

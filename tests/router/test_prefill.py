@@ -21,7 +21,7 @@ from router.api.metadata import PIN_HEADER
 from router.api.prefill import Network, prefill_only
 from router.api.render import PromptRenderer
 from router.api.start import IngressSettings
-from router.decision import Candidate, RouteRequest
+from router.decision import PricedWorker, RouteRequest
 from router.index.prefix_hash import secret_from_seed
 from router.live.replica_registry import ReplicaRegistry
 from router.policies import policy_named
@@ -52,7 +52,7 @@ def said(worker, role="both", dilation=1.0):
 
 
 def offer(ttft_s, cached=0.0, new=1000.0, kappa_crit=10.0):
-    return Candidate(
+    return PricedWorker(
         worker="w", node=node_profile("pcie"), counts=TokenCounts(0, int(cached), int(new)),
         kappa_crit=kappa_crit, queue_s=0.0, load_s=0.0, compute_s=ttft_s, ttft_s=ttft_s,
         tpot_impact_s=0.0, backlog_s=0.0, in_flight=0,

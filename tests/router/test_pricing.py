@@ -195,7 +195,7 @@ def priced(made, now_s=13.0, fetch_tokens=0.0, source=-1):
     rows = records(
         ESTIMATE, {"device_tokens": 30.0, "cached_tokens": 20.0, "fetch_tokens": fetch_tokens}
     )
-    pricing.price(made, np.array([0]), rows, (now_s, WINDOW_S), (250.0, 50.0), source, SLO)
+    pricing.price(made, np.array([0]), rows, (now_s, WINDOW_S, 250.0, 50.0), source, SLO)
     return rows[0]
 
 

@@ -3,20 +3,20 @@
 import pytest
 
 from kappa.protocol import Spent
-from router.live.records import Record
+from router.live.records import DecisionRecord
 from tests.router.building import ask, router
 
 
 @pytest.mark.parametrize(("ttft_s", "queue_s"), [(1.0, 0.5), (0.4, 0.0)])
 def test_the_queue_is_what_neither_load_nor_computing_accounts_for(ttft_s, queue_s):
     decision = router("a").route(ask(), 1.0)
-    record = Record(decision, 1.0, 0.0, ttft_s=ttft_s, spent=Spent("r", 0.2, 0.3))
+    record = DecisionRecord(decision, 1.0, 0.0, ttft_s=ttft_s, spent=Spent("r", 0.2, 0.3))
     actual = record.to_dict()["actual"]
     assert actual["queue_s"] == pytest.approx(queue_s)
     assert (actual["load_s"], actual["compute_s"], actual["ttft_s"]) == (0.2, 0.3, ttft_s)
 
 
 def test_without_a_report_nothing_is_said_of_what_was_spent():
-    record = Record(router("a").route(ask(), 1.0), 1.0, 0.0, ttft_s=1.0)
+    record = DecisionRecord(router("a").route(ask(), 1.0), 1.0, 0.0, ttft_s=1.0)
     actual = record.to_dict()["actual"]
     assert actual["queue_s"] is actual["load_s"] is actual["compute_s"] is None

@@ -358,7 +358,7 @@ _FIRST_REQUEST = """
 import sys
 import numpy as np
 from numba.core.dispatcher import Dispatcher
-from router.admission import Admission
+from router.admission import AdmissionRule
 from router.decision import RouteRequest
 from tests.router.building import ask, prompt, router
 
@@ -369,7 +369,8 @@ def loops():
         for key, value in vars(module).items() if isinstance(value, Dispatcher)
     }
 
-made = router("w0", "w1", "w2", policy="priced_fetch", admission=Admission(), forecast_workers=0)
+options = {"policy": "priced_fetch", "admission": AdmissionRule(), "forecast_workers": 0}
+made = router("w0", "w1", "w2", **options)
 before = loops()
 assert sum(before.values()) > 5, before
 made.route(ask("array", tokens=1000), 1.0)

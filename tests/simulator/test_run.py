@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from router.admission import Admission
+from router.admission import AdmissionRule
 from scheduler.catalogue import SCHEDULERS
 from simulator.clusters import ClusterError, SimulatedCluster
 from simulator.faults import Failure, Faults, Straggler, misprofiled_third
@@ -106,7 +106,7 @@ def test_an_idle_cluster_meets_the_objective(config):
 def test_an_overloaded_one_does_not_and_admission_rejects_instead(config):
     flood = config.replaced(rate_rps=200.0, requests=250)
     open_door = simulate(flood).summary()
-    guarded = simulate(flood.replaced(admission=Admission()))
+    guarded = simulate(flood.replaced(admission=AdmissionRule()))
     assert ended_once(guarded) < 250
     summary = guarded.summary()
     assert summary["completed"] + summary["rejected"] == summary["requests"] == 200
