@@ -18,7 +18,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 
 from engine.config import ModelConfig
-from engine.step import Group, PagedPart
+from engine.step import Group, PoolPart
 
 # Scores held at once by `partial`, in elements.
 _SCORES = 1 << 26
@@ -81,17 +81,16 @@ def _partials(
     q = q.view(group.batch, group.queries, config.heads, config.head_dim).transpose(1, 2)
     results: list[Partial] = []
     for part in group.parts:
-        if isinstance(part, PagedPart):
+        if isinstance(part, PoolPart):
             k, v, causal = *_from_blocks(part, group.batch, pool, config), False
         else:
-            source = pool if part.pool else rows
             shape = (group.batch, part.keys, config.kv_heads, config.head_dim)
             k, v = (
-                source.index_select(0, of).view(shape).transpose(1, 2)
+                rows.index_select(0, of).view(shape).transpose(1, 2)
                 for of in (part.k_rows, part.v_rows)
             )
             # Only this step's own tokens can come after a query, and those are not in the pool.
-            causal = group.queries > 1 and not part.pool
+            causal = group.queries > 1
         if len(group.parts) == 1 and not group.on_cpu:
             out = dense(q, k, v, scale, causal=causal, visible=part.visible)
             return [(out, out)]
@@ -100,7 +99,7 @@ def _partials(
 
 
 def _from_blocks(
-    part: PagedPart, batch: int, pool: Tensor, config: ModelConfig
+    part: PoolPart, batch: int, pool: Tensor, config: ModelConfig
 ) -> tuple[Tensor, Tensor]:
     """Keys and values (batch, kv_heads, keys, d) of whole blocks."""
     halves = pool.view(-1, part.block_tokens, config.kv_heads, config.head_dim)

@@ -1,8 +1,8 @@
 """Typed blocks and the tables that say where a sequence's tokens lie: ids only, no tensors.
 
-A `BlockPool` hands out the blocks of one type in one place and counts who uses each; a `BlockTable`
-lists, for one sequence, the device block that holds each run of `block_tokens` tokens. Every misuse
-(a block given back twice, one that nobody has, a table longer than its blocks) raises `BlockError`
+A `BlockPool` hands out the blocks of one type in one place and counts who uses each; a
+`SequenceTable` lists, for one sequence, the device block that holds each run of `block_tokens`
+tokens. Every misuse (a block given back twice, one that nobody has) raises `BlockError`
 and is counted. The tensors behind the pools are in `engine.arena`.
 """
 
@@ -33,7 +33,7 @@ class BlockPool:
     """The blocks of one type in one place, with a count of users for each.
 
     Blocks are handed out in runs of consecutive ids where there are any, since consecutive blocks
-    are copied at once. `counters` counts misuse: double_free, wrong_block, wrong_length.
+    are copied at once. `misused` counts `BlockError`s, which are bugs of callers.
 
     Args:
         type: what the blocks hold.
@@ -55,7 +55,7 @@ class BlockPool:
         self.place = place
         self.count = count
         self.block_tokens = block_tokens
-        self.counters: Counter[str] = Counter()
+        self.misused = 0
         self._refs = [0] * count
         # Unused ids as runs: sorted starts, and where each run ends.
         self._starts: list[int] = [0] if count else []
@@ -89,8 +89,7 @@ class BlockPool:
             BlockError: `n` is negative.
         """
         if n < 0:
-            self.counters["wrong_length"] += 1
-            raise BlockError(f"{self._name}: cannot allocate {n} blocks")
+            raise self._misuse(f"cannot allocate {n} blocks")
         if n > self._unused:
             raise OutOfBlocks(f"{self._name}: {n} blocks wanted, {self._unused} unused")
         taken: list[int] = []
@@ -111,8 +110,7 @@ class BlockPool:
         for block in shared:
             self._check(block)
             if not self._refs[block]:
-                self.counters["wrong_block"] += 1
-                raise BlockError(f"{self._name}: block {block} is shared, but nobody uses it")
+                raise self._misuse(f"block {block} is shared, but nobody uses it")
         for block in shared:
             self._refs[block] += 1
 
@@ -127,10 +125,9 @@ class BlockPool:
         for block, times in Counter(freed).items():
             self._check(block)
             if times > self._refs[block]:
-                self.counters["double_free"] += 1
-                raise BlockError(
-                    f"{self._name}: block {block} is given back {times} times, "
-                    f"but has {self._refs[block]} users"
+                users = self._refs[block]
+                raise self._misuse(
+                    f"block {block} is given back {times} times, but has {users} users"
                 )
         for block in freed:
             self._refs[block] -= 1
@@ -157,10 +154,13 @@ class BlockPool:
     def _name(self) -> str:
         return f"{self.place} pool of {self.type}"
 
+    def _misuse(self, what: str) -> BlockError:
+        self.misused += 1
+        return BlockError(f"{self._name}: {what}")
+
     def _check(self, block: int) -> None:
         if not 0 <= block < self.count:
-            self.counters["wrong_block"] += 1
-            raise BlockError(f"{self._name}: there is no block {block} among {self.count}")
+            raise self._misuse(f"there is no block {block} among {self.count}")
 
     def _take(self, n: int) -> range:
         """Up to `n` ids from the first run long enough, or else from the longest."""
@@ -196,15 +196,15 @@ class BlockPool:
             ends[block] = end
 
 
-class BlockTable:
+class SequenceTable:
     """Where one sequence's KV lies: block i holds tokens [i·block_tokens, (i+1)·block_tokens).
 
-    device (blocks,): its device blocks, -1 where a block stays in host memory. `tokens` are filled
-    in; the last block may be ragged, and blocks may stand ready behind it. A table names blocks, it
-    does not own them: their users are counted by the pools.
+    device (blocks,): its device blocks, -1 where a block stays in host memory; blocks may stand
+    ready behind its tokens. A table names blocks, it does not own them: their users are counted by
+    the pools.
     """
 
-    __slots__ = ("block_tokens", "device", "tokens")
+    __slots__ = ("block_tokens", "device")
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -220,25 +220,11 @@ class BlockTable:
         return len(self.device) * self.block_tokens
 
     def clear(self) -> None:
-        """No blocks, no tokens."""
         self.device: Ids = np.empty(0, np.int64)
-        self.tokens = 0
 
     def append(self, blocks: Sequence[int]) -> None:
         """Device blocks for the tokens behind; -1 for one in host memory."""
         self.device = np.concatenate((self.device, np.array(blocks, np.int64)))
-
-    def fill(self, tokens: int) -> None:
-        """The sequence has `tokens` tokens in its blocks now.
-
-        Raises:
-            BlockError: its blocks cannot hold so many.
-        """
-        if not 0 <= tokens <= self.room_tokens:
-            raise BlockError(
-                f"block table: {tokens} tokens do not fit {len(self)} blocks of {self.block_tokens}"
-            )
-        self.tokens = tokens
 
     def on_device(self) -> list[int]:
         """Ids of all its device blocks."""

@@ -1,126 +1,176 @@
-"""One iteration's rows through the model, the loads that belong to them, and the next tokens.
+"""One iteration's chunks through the model, the loads that belong to them, and the next tokens.
 
-Rows and loads go through the model together. If a load fails, the rows that wait for one go again,
-each for itself, so that only the prefix that does not arrive is computed from its tokens. What
-stays in host memory and does not cross the link is attended to there, all of it.
+Chunks and loads go through the model together. If a load fails, the chunks that wait for one go
+again, each for itself, so that only the prefix that does not arrive is computed from its tokens.
+What stays in host memory and does not cross the link is attended to there, all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Run
-from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.forward import Forward
+from engine.forward import ServedModel
 from engine.loads import Loads
-from engine.prefill import Row, compute_rows
 from engine.sampling import sample
-from engine.sequence import Load, Sequence
+from engine.sequence import HostResident, Load, Sequence
 from engine.sparse.serving import SparseServing
+from engine.step import Pages, Source, StepRow, TokenSpan, joined, plan_spans
+from engine.store import Keeper
 from engine.transfer import TransferFailed
+
+# More queries of a sequence make attention on a CPU a matter of its FLOPs: what they need of host
+# memory crosses the link instead, layer by layer.
+_FEW_QUERIES = 4
+
+
+class Chunk(NamedTuple):
+    """Positions [start, stop) of a sequence that an iteration computes; one of them decodes."""
+
+    start: int
+    stop: int
+
+    @property
+    def new_tokens(self) -> int:
+        return self.stop - self.start
+
+
+Chunks = dict[Sequence, Chunk]
+Logits = dict[Sequence, Tensor]
 
 
 class Computer:
-    """Computes rows: those of requests that have a lane there, all others together.
+    """Computes chunks: those of requests that have a sparse slot there, all others together.
 
     Args:
-        forward: the model.
+        model: what computes.
         loads: told which arrived, and which did not.
-        row_of: the row of so many tokens of a sequence, from a position on.
+        keeper: gives blocks to capture activations in.
         budget_tokens: of a call, where a prefix has to be computed that did not arrive.
 
-    `sparse`: the lanes, if the engine has any. `lost`: requests whose lane failed in the last call;
-    some of them have logits all the same.
+    `sparse`: the slots of sparse decoding, if the engine has any. `lost`: requests whose slot
+    failed in the last call; some of them have logits all the same.
     """
 
     def __init__(
-        self,
-        forward: Forward,
-        loads: Loads,
-        row_of: Callable[[Sequence, int, int], Row],
-        budget_tokens: int,
+        self, model: ServedModel, loads: Loads, keeper: Keeper, budget_tokens: int
     ) -> None:
-        self._forward = forward
-        self._mover = forward.mover
-        self._loads = loads
-        self._row_of = row_of
+        self._model, self._mover = model, model.mover
+        self._loads, self._keeper = loads, keeper
         self._budget_tokens = budget_tokens
         self.sparse: SparseServing | None = None
         self.lost: list[Sequence] = []
 
-    def compute(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
-        """Logits of each row's last token, with whatever loads belong to the rows."""
+    def compute(self, chunks: Chunks) -> Logits:
+        """Logits of each chunk's last token, with whatever loads belong to the chunks."""
         self.lost = []
-        apart = {s: row for s, row in rows.items() if self.sparse is not None and s in self.sparse}
-        here = {s: row for s, row in rows.items() if s not in apart}
+        sparse = self.sparse
+        slotted = {s: chunk for s, chunk in chunks.items() if sparse is not None and s in sparse}
+        here = {s: chunk for s, chunk in chunks.items() if s not in slotted}
         logits = self._compute(here) if here else {}
-        return {**logits, **(self._in_lanes(apart) if apart else {})}
+        if sparse is not None and slotted:
+            done = sparse.compute({s: (c.start, c.new_tokens) for s, c in slotted.items()})
+            for sequence, (seconds, size_bytes) in done.begun.items():
+                self._loads.arrived(sequence, seconds, size_bytes)
+            self.lost = done.lost
+            logits |= done.logits
+        return logits
 
-    def _in_lanes(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
-        assert self.sparse is not None
-        done = self.sparse.compute({s: (row.start, row.new_tokens) for s, row in rows.items()})
-        for sequence, (seconds, size_bytes) in done.begun.items():
-            self._loads.arrived(sequence, seconds, size_bytes)
-        self.lost = done.lost
-        return done.logits
-
-    def _compute(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
-        loading = [sequence for sequence, row in rows.items() if row.load is not None]
-        if not loading and all(row.kept is None for row in rows.values()):
-            return self._run(rows)
+    def _compute(self, chunks: Chunks) -> Logits:
+        loading = [sequence for sequence in chunks if sequence.load is not None]
+        if not loading and all(sequence.kept is None for sequence in chunks):
+            return self._run(chunks)
         link = self._mover.counters["h2d"]
         self._mover.settle()
         before_s = link.busy_s
         try:
-            logits = self._run(rows)
+            logits = self._run(chunks)
             self._mover.mark().block()
         except TransferFailed:
-            return self._apart(rows)
+            return self._one_by_one(chunks)
         self._mover.settle()
         if loading:
             self._loads.arrived_together(loading, link.busy_s - before_s)
         return logits
 
-    def _apart(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
-        """After a failure: row by row, so that only what does not arrive is computed instead."""
-        logits: dict[Sequence, Tensor] = {}
-        for sequence, row in list(rows.items()):
-            if row.load is None and row.kept is None:
+    def _one_by_one(self, chunks: Chunks) -> Logits:
+        """After a failure: so that only what does not arrive is computed instead."""
+        logits: Logits = {}
+        for sequence, chunk in list(chunks.items()):
+            if sequence.load is None and sequence.kept is None:
                 continue
-            del rows[sequence]
+            del chunks[sequence]
             try:
-                logits.update(self._run({sequence: row}))
+                logits.update(self._run({sequence: chunk}))
                 self._mover.mark().block()
-                if row.load is not None:
+                if sequence.load is not None:
                     self._loads.arrived_together([sequence], 0.0)
             except TransferFailed:
-                logits.update(self._without(sequence, row))
-        return {**logits, **(self._run(rows) if rows else {})}
+                logits.update(self._without_link(sequence, chunk))
+        return {**logits, **(self._run(chunks) if chunks else {})}
 
-    def _without(self, sequence: Sequence, row: Row) -> dict[Sequence, Tensor]:
-        """A row whose part of the link failed."""
-        if row.kept is not None and row.kept.crosses:
-            row.kept.crosses = False
+    def _without_link(self, sequence: Sequence, chunk: Chunk) -> Logits:
+        """A chunk whose part of the link failed: compute from tokens what its load should have
+        brought, then the chunk; the CPU attends to what should have crossed."""
+        load, kept = sequence.load, sequence.kept
+        if kept is not None and kept.crosses:
+            kept.crosses = False
             self._loads.stays(sequence)
-        if row.load is None:
-            return self._run({sequence: row})
-        self._loads.failed(sequence)
-        return self._instead(sequence, row, row.load)
+        if load is not None:
+            self._loads.failed(sequence)
+            most = self._budget_tokens
+            for start in range(load.start * load.block_tokens, chunk.start, most):
+                self._run({sequence: Chunk(start, min(start + most, chunk.start))})
+        return self._run({sequence: chunk})
 
-    def _instead(self, sequence: Sequence, row: Row, load: Load) -> dict[Sequence, Tensor]:
-        """Compute from tokens what a row's load should have brought, then the row."""
-        most = self._budget_tokens
-        for start in range(load.start * load.block_tokens, row.start, most):
-            self._run({sequence: self._row_of(sequence, start, min(most, row.start - start))})
-        new = row.tokens[row.start - row.first :]
-        return self._run({sequence: replace(row, tokens=new, load=None)})
+    def _run(self, chunks: Chunks) -> Logits:
+        rows = [self._row(sequence, chunk) for sequence, chunk in chunks.items()]
+        logits = self._model.compute(rows)
+        return {sequence: logits[index] for index, sequence in enumerate(chunks)}
 
-    def _run(self, rows: dict[Sequence, Row]) -> dict[Sequence, Tensor]:
-        logits = compute_rows(self._forward, list(rows.values()))
-        return {sequence: logits[index] for index, sequence in enumerate(rows)}
+    def _row(self, sequence: Sequence, chunk: Chunk) -> StepRow:
+        """A chunk as part of a step, with what is loaded in front of it."""
+        start, stop = chunk
+        size, pages = sequence.table.block_tokens, Pages(sequence.table.device)
+        for index, block in self._keeper.capture(sequence, start, stop).items():
+            pages.put(index, "act", "device", [block])
+        spans, end = list[TokenSpan](), 0
+        if (kept := sequence.kept) is not None:
+            pages.put(kept.start, "kv", "host", kept.blocks)
+            spans += _resident_spans(kept, chunk.new_tokens, size)
+            end = spans[-1].stop
+        if (load := sequence.load) is not None:
+            spans += _load_spans(load, end, pages)
+            end = spans[-1].stop
+        spans += [TokenSpan(Source.KV_DEVICE, end, start), TokenSpan(Source.NEW, start, stop)]
+        together = joined(spans)
+        computed = [s for s in together if s.source is Source.NEW]
+        tokens = [token for s in computed for token in sequence.tokens[s.start : s.stop]]
+        return StepRow(tokens, together, pages)
+
+
+def _resident_spans(kept: HostResident, queries: int, size: int) -> list[TokenSpan]:
+    """What the device has before what stays in host memory, and who attends to that."""
+    first, end = kept.start * size, (kept.start + len(kept.blocks)) * size
+    cut = end
+    if kept.crosses:
+        cut = first + kept.cpu_tokens if queries <= _FEW_QUERIES else first
+    return [
+        TokenSpan(Source.KV_DEVICE, 0, first),
+        TokenSpan(Source.KV_CPU, first, cut),
+        TokenSpan(Source.KV_HOST, cut, end),
+    ]
+
+
+def _load_spans(load: Load, end: int, pages: Pages) -> list[TokenSpan]:
+    first = load.start * load.block_tokens
+    pages.put(load.start, "kv", "host", load.kv)
+    pages.put(load.start, "act", "host", load.act)
+    return [TokenSpan(Source.KV_DEVICE, end, first), *plan_spans(load.plan.segments, first)]
 
 
 def sample_each(logits: Mapping[Sequence, Tensor], sequences: Run[Sequence]) -> list[int]:
@@ -128,4 +178,5 @@ def sample_each(logits: Mapping[Sequence, Tensor], sequences: Run[Sequence]) -> 
     if not sequences:
         return []
     rows = torch.stack([logits[s] for s in sequences])
-    return sample(rows, [s.sampling for s in sequences], [s.rng for s in sequences])
+    samplings = [s.request.sampling for s in sequences]
+    return sample(rows, samplings, [s.rng for s in sequences])

@@ -21,7 +21,7 @@ from engine.blocks import Ids, runs
 from engine.config import ModelConfig
 from engine.cpu_worker import CpuWorker, result
 from engine.step import HostContext, OnCpu
-from engine.transfer import Mover
+from engine.transfer import LinkMover
 
 # Of a run read in place, blocks per call: their results are merged while a cache has them.
 _RUN_BLOCKS = 64
@@ -33,7 +33,7 @@ _LEAST_RUN = 4
 Runs = list[tuple[int, int]]  # first block, how many
 
 
-class Pending:
+class CpuResult:
     """What the CPU computes of a layer, under way."""
 
     def __init__(
@@ -88,7 +88,7 @@ class CpuAttention:
         self._queries: list[Tensor] = [torch.empty(0), torch.empty(0)]
         self._turn = 0
 
-    def begin(self, layer: int, on_cpu: OnCpu, q: Tensor, mover: Mover) -> Pending:
+    def begin(self, layer: int, on_cpu: OnCpu, q: Tensor, mover: LinkMover) -> CpuResult:
         """Start to attend. q (tokens, heads, d): of the whole step, on the device."""
         mine = q.index_select(0, on_cpu.rows)
         self._turn = 1 - self._turn
@@ -101,7 +101,7 @@ class CpuAttention:
             ready.block()
             return self._attend(layer, contexts, staged)
 
-        return Pending(on_cpu, self.worker.submit(job), len(q), self._device)
+        return CpuResult(on_cpu, self.worker.submit(job), len(q), self._device)
 
     def stop(self) -> None:
         """End the thread."""
@@ -138,9 +138,7 @@ class CpuAttention:
         folded = q.to(self._wide).view(queries, kv_heads, -1, width).transpose(0, 1)
         folded = folded.reshape(1, kv_heads, -1, width)
         host = self._host[layer]
-        parts = [self._piece(folded, blocks) for blocks in self._pieces(host, context.full)]
-        if context.last >= 0:
-            parts.append(self._piece(folded, self._tail(host, context)))
+        parts = [self._piece(folded, blocks) for blocks in self._pieces(host, context.blocks)]
         merged, lse = combine(parts) if len(parts) > 1 else parts[0]
         shape = (kv_heads, queries, -1)
         merged = merged.view(*shape, width).transpose(0, 1).reshape(queries, -1, width)
@@ -168,10 +166,6 @@ class CpuAttention:
                     held = 0
         if held:
             yield self._scratch[:held]
-
-    def _tail(self, host: Tensor, context: HostContext) -> Tensor:
-        """The front of the ragged block, (1, 2, tokens, kv_heads, d)."""
-        return host[context.last, :, : context.last_tokens][None].to(self._wide)
 
     def _piece(self, q: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Output (kv_heads, queries, d) and log-sum-exp (kv_heads, queries) over some blocks."""

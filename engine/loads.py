@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import deque
 
 from engine.arena import Arena, copies
-from engine.memory import EngineMemory
+from engine.memory import TieredMemory
 from engine.sequence import Load, Sequence
-from engine.settings import EngineSettings
+from engine.settings import EngineOptions
 from engine.stats import EngineStats
-from engine.transfer import WAIT_S, Event, Mover, TransferFailed
+from engine.transfer import WAIT_S, Event, LinkMover, TransferFailed
 
 
 class Loads:
@@ -29,10 +29,10 @@ class Loads:
     def __init__(
         self,
         arena: Arena,
-        mover: Mover,
-        memory: EngineMemory,
+        mover: LinkMover,
+        memory: TieredMemory,
         stats: EngineStats,
-        settings: EngineSettings,
+        settings: EngineOptions,
     ) -> None:
         self._arena = arena
         self._mover = mover

@@ -14,20 +14,18 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Run
 from typing import Protocol
 
-from engine.computing import Computer, sample_each
-from engine.forward import Forward
+from engine.computing import Chunk, Computer, sample_each
+from engine.forward import ServedModel
 from engine.loads import Loads
-from engine.memory import EngineMemory
-from engine.prefill import Row
+from engine.memory import TieredMemory
 from engine.prefix import CacheEvent
-from engine.sampling import GREEDY, Sampling
-from engine.sequence import FinishReason, Output, Sequence, refuse
-from engine.settings import EngineSettings, link_rates
+from engine.sequence import EngineRequest, FinishReason, Output, Sequence
+from engine.settings import EngineOptions, link_rates
 from engine.sparse.forward import SparseForward
-from engine.sparse.serving import SparseServing, check_asked
+from engine.sparse.serving import SparseServing, check_planner
 from engine.stats import EngineStats
 from engine.store import HostStore, Keeper
-from kappa.plans.planners import Planner, Planning
+from kappa.plans.planners import Planning
 from kappa.protocol import Charge
 from scheduler.batching import Batcher, Step
 from scheduler.catalogue import rule_named
@@ -36,7 +34,7 @@ from scheduler.work import Work
 
 
 class Observer(Protocol):
-    """Told what the engine does, on its thread; must not block."""
+    """Follows what the engine does, on its thread; must not block."""
 
     def admitted(self, sequence: Sequence) -> None:
         """A request got its blocks; its account says what was found, its `load` what comes."""
@@ -53,12 +51,12 @@ class Engine:
     """Continuous batching with chunked prefill over one model.
 
     Args:
-        forward: the model, with its blocks and its mover, which the engine does not stop.
+        model: with its blocks and its mover, which the engine does not stop.
         settings: how to run.
         planning: the planners; those that need no rates, if not given.
         clock: seconds.
-        observer: told what happens.
-        sparse: the model over lanes, for requests that may be answered approximately; None: none.
+        observer: follows what happens.
+        sparse: the model over sparse-decode slots, for requests that may be answered approximately.
 
     Raises:
         ValueError: a planner that there is none of; activations to store, and no blocks for them.
@@ -66,93 +64,61 @@ class Engine:
 
     def __init__(
         self,
-        forward: Forward,
-        settings: EngineSettings | None = None,
+        model: ServedModel,
+        settings: EngineOptions | None = None,
         planning: Planning | None = None,
         clock: Callable[[], float] = time.monotonic,
         observer: Observer | None = None,
         sparse: SparseForward | None = None,
     ) -> None:
-        self.settings = settings = settings or EngineSettings()
-        self.arena = arena = forward.arena
-        self.mover = mover = forward.mover
-        self.planning = planning or Planning(arena.block_tokens)
+        self.settings = settings = settings or EngineOptions()
+        self.arena, self.mover = model.arena, model.mover
+        settings.check_arena(self.arena.size)
+        self.planning = planning or Planning(self.arena.block_tokens)
         self.planning.check(settings.planner)
-        self.memory = EngineMemory(
-            arena, self.planning, settings.planner, settings.budget_tokens, self._load_over,
-            settings.cpu_room_share,
-        )  # fmt: skip
-        self.store = HostStore(arena, mover, self.memory.host, settings.max_pending_stores)
-        self.keeper = Keeper(self.memory, self.store, arena.pools["act", "device"], settings)
-        if settings.act_share and not (arena.size.act_host and arena.size.act_device):
-            raise ValueError(
-                f"EngineSettings.act_share is {settings.act_share}, but the arena has "
-                f"{arena.size.act_device} device and {arena.size.act_host} host blocks of "
-                "activations: give both, or act_share=0"
-            )
+        self.memory = TieredMemory(self.arena, self.planning, settings, self._load_over)
+        self.store = HostStore(
+            self.arena, self.mover, self.memory.host, settings.max_pending_stores
+        )
+        self.keeper = Keeper(self.memory, self.store, self.arena.pools["act", "device"], settings)
         link = settings.link or link_rates(self.planning)
         rule = rule_named(settings.scheduler, settings.fair, link)
         self.batcher = Batcher(self.memory, rule, settings.budget_tokens, settings.max_running)
+        self.sparse: SparseServing | None = None
         self._stats = EngineStats()
-        self._loads = Loads(arena, mover, self.memory, self._stats, settings)
-        self._config = forward.config
-        self._computer = Computer(forward, self._loads, self._row, settings.budget_tokens)
-        self._clock = clock
-        self._observer = observer
-        self.sparse = None if sparse is None else self._lanes(sparse)
-        self._computer.sparse = self.sparse
+        self._loads = Loads(self.arena, self.mover, self.memory, self._stats, settings)
+        self._model = model
+        self._computer = Computer(model, self._loads, self.keeper, settings.budget_tokens)
+        self._clock, self._observer = clock, observer
         self._live: dict[int, Sequence] = {}
         self._decoding: dict[Sequence, None] = {}
         self._outputs: list[Output] = []
+        if sparse is not None:
+            self._add_sparse(sparse)
 
-    def _lanes(self, sparse: SparseForward) -> SparseServing:
-        """Known to the memory, and told of what is stored."""
+    def _add_sparse(self, sparse: SparseForward) -> None:
         memory, store = self.memory, self.store
         made = SparseServing(
             sparse, memory.device, memory.host["kv"], lambda key: not store.wants("kv", key)
         )
-        memory.sparse, store.copied = made, made.store
-        return made
+        self.sparse = memory.sparse = self._computer.sparse = made
+        store.copied = made.store
 
     # -- from outside -------------------------------------------------------------------------
 
-    def submit(
-        self,
-        tokens: Run[int],
-        max_tokens: int,
-        sampling: Sampling = GREEDY,
-        *,
-        tenant: str = "",
-        priority: int = 0,
-        planner: str | Planner | None = None,
-        salt: str = "",
-        name: str = "",
-        approx: bool = False,
-    ) -> Sequence:
-        """A request; its tokens come with the outputs of `step` under its `request_id`.
-
-        Args:
-            tokens: of the prompt.
-            max_tokens: of the answer at most; fewer where the context ends.
-            sampling: how tokens are chosen.
-            tenant, priority: for the scheduling rule.
-            planner: of its load plan, instead of the engine's.
-            salt: requests of different salts share no blocks.
-            name: the caller's, for whoever observes.
-            approx: it may be computed sparsely, which changes the answer.
+    def submit(self, request: EngineRequest) -> Sequence:
+        """Queue a request; its tokens come with the outputs of `step` under its `request_id`.
 
         Raises:
             RequestRefused: no token, one outside the vocabulary, or more than can ever fit.
-            ValueError: there is no such planner, or no lane for approximate answers.
+            ValueError: there is no such planner, or no slot for approximate answers.
         """
-        check_asked(approx, planner, self.sparse is not None, self.planning)
-        most = min(self._config.max_tokens, self.memory.capacity_blocks * self.arena.block_tokens)
-        refuse(tokens, max_tokens, most, self._config.vocab)
-        sequence = Sequence(
-            self._stats.requests, tokens, self._clock(), min(max_tokens, most - len(tokens)),
-            sampling, block_tokens=self.arena.block_tokens, tenant=tenant, priority=priority,
-            planner=planner, salt=salt, name=name, approx=approx,
-        )  # fmt: skip
+        check_planner(request, self.sparse is not None, self.planning)
+        size = self.arena.block_tokens
+        most = min(self._model.max_tokens, self.memory.capacity_blocks * size)
+        request.check(most, self._model.vocab)
+        max_tokens = min(request.max_tokens, most - len(request.tokens))
+        sequence = Sequence(self._stats.requests, request, self._clock(), max_tokens, size)
         self._stats.requests += 1
         self._live[sequence.request_id] = sequence
         self.memory.arrived(sequence)
@@ -174,14 +140,14 @@ class Engine:
             self._leave(sequence, self._clock())
         return True
 
-    def heard(self, elsewhere: Mapping[str, Charge], weights: Mapping[str, float]) -> None:
+    def charge(self, elsewhere: Mapping[str, Charge], weights: Mapping[str, float]) -> None:
         """What other engines charged each tenant so far, and their weights, if the rule cares."""
         if isinstance(rule := self.batcher.rule, Fair):
             rule.charged_elsewhere(elsewhere, weights, self._clock())
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do for a request, or to tell of one."""
+        """Whether there is anything to do for a request, or to output."""
         return bool(self._live or len(self._loads) or self._outputs)
 
     def step(self) -> list[Output]:
@@ -211,7 +177,7 @@ class Engine:
         return self._stats
 
     def events(self) -> list[CacheEvent]:
-        """What became findable where, and what left, since last asked."""
+        """What became findable where, and what left, since the last call."""
         return self.memory.log.take()
 
     def check(self) -> None:
@@ -236,18 +202,18 @@ class Engine:
         """A block for each that needs one to decode; False if others had to give up theirs."""
         calm = True
         for sequence in list(self._decoding):
-            while sequence in self._decoding and self._short(sequence):
+            while sequence in self._decoding and self._lacks_block(sequence):
                 if self.memory.grow(sequence):
                     continue
                 calm = False
                 self._preempted(_sequence(self.batcher.preempt(now_s)))
         return calm
 
-    def _short(self, sequence: Sequence) -> bool:
-        """Whether it lacks a device block for its latest token."""
-        return sequence.table.room_tokens < len(sequence.tokens) and not self._in_lane(sequence)
+    def _lacks_block(self, sequence: Sequence) -> bool:
+        """For its latest token, on the device."""
+        return sequence.table.room_tokens < len(sequence.tokens) and not self._slotted(sequence)
 
-    def _in_lane(self, sequence: Sequence) -> bool:
+    def _slotted(self, sequence: Sequence) -> bool:
         return self.sparse is not None and sequence in self.sparse
 
     def _preempted(self, victim: Sequence) -> None:
@@ -264,11 +230,11 @@ class Engine:
             if others and self.settings.load_ahead:
                 self.memory.spare_others(sequence)
             account, load = sequence.account, sequence.load
-            at, there = sequence.kept or load, quote.device_tokens
+            planned, there = sequence.kept or load, quote.device_tokens
             if not account.preemptions:
                 account.found(sequence, there, now_s - sequence.submitted_s)
             nothing = self.planning.without_load(sequence.total_tokens - there, there)
-            account.predicted(at.plan if at is not None else nothing)
+            account.predicted(planned.plan if planned is not None else nothing)
             if self._observer is not None:
                 self._observer.admitted(sequence)
             if load is not None:
@@ -280,9 +246,9 @@ class Engine:
     def _iterate(self, step: Step) -> None:
         begin_s = self._clock()
         decoding = list(self._decoding)
-        rows = {s: self._row(s, len(s.tokens) - 1, 1) for s in decoding}
-        rows |= {_sequence(w): self._row(_sequence(w), start, n) for w, n, start in step.chunks}
-        logits = self._computer.compute(rows)
+        chunks = {s: Chunk(len(s.tokens) - 1, len(s.tokens)) for s in decoding}
+        chunks |= {_sequence(work): Chunk(start, start + n) for work, n, start in step.chunks}
+        logits = self._computer.compute(chunks)
         prefilled = [_sequence(work) for work in step.prefilled]
         sampled = [s for s in (*decoding, *prefilled) if s in logits]
         tokens = sample_each(logits, sampled)
@@ -290,48 +256,40 @@ class Engine:
         end_s = self._clock()
         self._stats.iterated(step, len(decoding), end_s - begin_s)
         self.batcher.ran(end_s - begin_s, 1, end_s)
-        for sequence, row in rows.items():
-            if not self._in_lane(sequence):
-                self.keeper.computed(sequence, row.stop)
+        for sequence, chunk in chunks.items():
+            if not self._slotted(sequence):
+                self.keeper.computed(sequence, chunk.stop)
         for sequence, token in zip(sampled, tokens, strict=True):
             self._append(sequence, token, end_s)
         if self.sparse is not None:
-            self._change_lanes(self.sparse, end_s)
+            self._change_slots(self.sparse, end_s)
         if self._observer is not None:
-            count = sum(row.new_tokens for row in rows.values())
+            count = sum(chunk.new_tokens for chunk in chunks.values())
             done = [s for s in prefilled if s in logits]
             self._observer.iterated(self, end_s - begin_s, count, done)
 
-    def _change_lanes(self, sparse: SparseServing, now_s: float) -> None:
-        """Who lost a lane is computed again, exactly; who may be computed sparsely gets one."""
+    def _change_slots(self, sparse: SparseServing, now_s: float) -> None:
+        """Who lost a slot is computed again, exactly; who may be computed sparsely gets one."""
         for sequence in [one for one in self._computer.lost if one.finish_reason is None]:
             if sequence.load is not None:
                 self._loads.failed(sequence)
             sparse.expel(sequence)
             self._preempted(_sequence(self.batcher.preempt(now_s, sequence)))
-        for sequence in sparse.adopt_all(self._decoding):
+        for sequence in [one for one in list(self._decoding) if sparse.promote(one)]:
             self.keeper.drop(sequence)
-
-    def _row(self, sequence: Sequence, start: int, new: int) -> Row:
-        stop = start + new
-        act_blocks = {} if self._in_lane(sequence) else self.keeper.capture(sequence, start, stop)
-        load = sequence.load
-        first = start if load is None else load.start * load.block_tokens
-        tokens = sequence.tokens[first:stop]
-        return Row(tokens, start, sequence.table.device, load, act_blocks, sequence.kept)
 
     # -- what happened to a request -----------------------------------------------------------
 
     def _append(self, sequence: Sequence, token: int, now_s: float) -> None:
         """Its next token; it may be its last."""
-        sequence.account.approximate_tokens += self._in_lane(sequence)
+        sequence.account.approximate_tokens += self._slotted(sequence)
         if not sequence.output_tokens:
             sequence.account.ttft_s = now_s - sequence.submitted_s
         sequence.tokens.append(token)
         sequence.extend_keys()
         self._decoding[sequence] = None
         cut = sequence.output_tokens >= sequence.max_tokens
-        stops = sequence.sampling.stop_tokens
+        stops = sequence.request.sampling.stop_tokens
         reason: FinishReason | None = "stop" if token in stops else "length" if cut else None
         account = sequence.account if reason else None
         self._outputs.append(Output(sequence.request_id, [token], reason, account))

@@ -12,25 +12,24 @@ from collections.abc import Callable
 
 from engine.arena import Arena
 from engine.blocks import BlockType, OutOfBlocks
-from engine.prefix import EventLog, PrefixCache
-from engine.sequence import Kept, Load, Sequence
+from engine.prefix import EventLog, PrefixPool
+from engine.sequence import HostResident, Load, Sequence
+from engine.settings import EngineOptions
 from engine.sparse.serving import SPARSE, SparseServing
 from kappa.plans.load_plan import Kind, LoadPlan, Segment, bounded, from_runs, layout
 from kappa.plans.planners import Cached, Planning, room_left
 from scheduler.work import Quote, Work
 
 
-class EngineMemory:
+class TieredMemory:
     """Device and host tiers of one engine.
 
     Args:
         arena: blocks and their pools.
         planning: the planners.
-        planner: which of them plans for requests that do not say.
-        budget_tokens: of an iteration, more than which no plan recomputes while it loads.
-        load_over: told of every load that is over, however: others may have waited for it.
-        room_share: of the device's blocks, what "auto" lets a request take, where the planners can
-            leave the rest of its prefix in host memory.
+        settings: of the engine: its planner, the budget of an iteration (more than which no plan
+            recomputes while it loads), and what "auto" lets a request take of the device.
+        load_over: called for every load that is over, however: others may have waited for it.
 
     `device` holds KV; `host` may hold KV, activations, or both of a block. `log` has the changes of
     what can be found. `version` rises whenever something may fit that did not before.
@@ -40,27 +39,25 @@ class EngineMemory:
         self,
         arena: Arena,
         planning: Planning,
-        planner: str,
-        budget_tokens: int,
+        settings: EngineOptions,
         load_over: Callable[[Sequence], None],
-        room_share: float = 1.0,
     ) -> None:
         self.version = 0
         self._arena = arena
         self.block_tokens = arena.block_tokens
         self.log = EventLog(arena.block_tokens)
-        self.device = PrefixCache(arena.pools["kv", "device"], self.log, self._changed)
-        self.host: dict[BlockType, PrefixCache] = {
-            "kv": PrefixCache(arena.pools["kv", "host"], self.log, self._changed),
-            "act": PrefixCache(arena.pools["act", "host"], self.log, self._changed),
+        self.device = PrefixPool(arena.pools["kv", "device"], self.log, self._changed)
+        self.host: dict[BlockType, PrefixPool] = {
+            "kv": PrefixPool(arena.pools["kv", "host"], self.log, self._changed),
+            "act": PrefixPool(arena.pools["act", "host"], self.log, self._changed),
         }
         self._planning = planning
-        self._planner = planner
-        self._budget_tokens = budget_tokens
-        self._most_recompute = budget_tokens // arena.block_tokens * arena.block_tokens
+        self._planner = settings.planner
+        self._budget_tokens = settings.budget_tokens
+        self._most_recompute = self._budget_tokens // arena.block_tokens * arena.block_tokens
         self._load_over = load_over
-        self._room_tokens = int(room_share * arena.size.kv_device) * arena.block_tokens
-        # Lanes of requests that may be computed sparsely, if the engine has any.
+        self._room_tokens = int(settings.cpu_room_share * arena.size.kv_device) * arena.block_tokens
+        # Slots of requests that may be computed sparsely, if the engine has any.
         self.sparse: SparseServing | None = None
         # Blocks on their way to the device, for somebody.
         self._loading: set[bytes] = set()
@@ -116,7 +113,6 @@ class EngineMemory:
         if plan is not None:
             self._keep(work, found, kept, plan)
         work.table.append(private)
-        work.table.fill(there * size)
         work.published = there
         if fresh.host_tokens:
             self._hold_load(work, there, there + fresh.host_tokens // size)
@@ -133,7 +129,6 @@ class EngineMemory:
     def computed(self, sequence: Sequence, tokens: int) -> None:
         """Its first `tokens` tokens are on the device: others can find their full blocks."""
         table, size = sequence.table, self.block_tokens
-        table.fill(tokens)
         start, stop = sequence.published, min(tokens // size, len(sequence.keys))
         if stop > start:
             self.device.publish(sequence.keys[start:stop], table.blocks(start, stop))
@@ -144,9 +139,9 @@ class EngineMemory:
         were to hold them up for longer than a full iteration does. Then they need not wait at all.
         """
         load, rates = sequence.load, self._planning.rates
-        if load is None or rates is None or -1 in load.kv or self._in_lane(sequence):
+        if load is None or rates is None or -1 in load.kv or self._slotted(sequence):
             return
-        if (sequence.planner or self._planner) != "auto" or load.plan.kind == "load":
+        if (sequence.request.planner or self._planner) != "auto" or load.plan.kind == "load":
             return
         most_s = rates.prefill_s(self._budget_tokens, 0)
         if load.plan.ttft_s > most_s:
@@ -169,7 +164,7 @@ class EngineMemory:
         assert load is not None
         for type, blocks in (("kv", load.kv), ("act", load.act)):
             self._host(type).release([block for block in blocks if block >= 0])
-        if not self._in_lane(sequence):
+        if not self._slotted(sequence):
             loaded = sequence.keys[load.start : load.stop]
             self._loading.difference_update(key.digest for key in loaded)
         self._changed()
@@ -234,7 +229,7 @@ class EngineMemory:
         """Hold host blocks where they are, instead of device blocks."""
         blocks = self.host["kv"].hold(work.keys[start : start + count])
         on_cpu = self._planning.on_cpu(count * self.block_tokens)
-        work.kept = Kept(start, blocks, plan, on_cpu)
+        work.kept = HostResident(start, blocks, plan, on_cpu)
         work.table.append([-1] * count)
 
     def _host_stop(self, sequence: Sequence, start: int, usable: int) -> int:
@@ -268,7 +263,7 @@ class EngineMemory:
         return Cached((stop - start) * size, new, start * size, (held - start) * size, room)
 
     def _plan(self, sequence: Sequence, asked: Cached) -> LoadPlan:
-        planner = sequence.planner or self._planner
+        planner = sequence.request.planner or self._planner
         if planner == SPARSE:
             # It has to be loaded after all.
             planner = self._planner
@@ -313,7 +308,7 @@ class EngineMemory:
         asked = Cached(stop * size, sequence.total_tokens - stop * size)
         return self.sparse.plan(sequence, asked, exact, self._planning.rates)
 
-    def _in_lane(self, sequence: Sequence) -> bool:
+    def _slotted(self, sequence: Sequence) -> bool:
         return self.sparse is not None and sequence in self.sparse
 
     def _sparse_quote(self, sequence: Sequence, plan: LoadPlan) -> Quote:
@@ -322,7 +317,7 @@ class EngineMemory:
         return Quote(0, 0, plan.cached_tokens, 0, first, blocks)
 
     def _take_sparse(self, work: Sequence, plan: LoadPlan) -> Quote:
-        """A lane instead of device blocks."""
+        """A slot instead of device blocks."""
         assert self.sparse is not None
         work.table.clear()
         work.published, work.keeps = 0, None
@@ -333,7 +328,7 @@ class EngineMemory:
         for cache in self.host.values():
             cache.touch(sequence.keys)
 
-    def _host(self, type: str) -> PrefixCache:
+    def _host(self, type: str) -> PrefixPool:
         return self.host["kv" if type == "kv" else "act"]
 
 

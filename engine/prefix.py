@@ -48,7 +48,7 @@ def extend_keys(
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksStored:
+class StoredBlocks:
     """A run of consecutive blocks can be found in a place from now on.
 
     parent: of the first one, None at the start of a sequence. tokens: of all, in order.
@@ -62,14 +62,14 @@ class BlocksStored:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksRemoved:
+class RemovedBlocks:
     """Blocks left a place."""
 
     place: Place
     digests: tuple[bytes, ...]
 
 
-CacheEvent = BlocksStored | BlocksRemoved
+CacheEvent = StoredBlocks | RemovedBlocks
 
 
 class EventLog:
@@ -104,7 +104,7 @@ class EventLog:
                 run = new[start:stop]
                 tokens = tuple(token for key in run for token in key.tokens)
                 digests = tuple(key.digest for key in run)
-                self._note(BlocksStored(place, digests, run[0].parent, tokens, self._block_tokens))
+                self._note(StoredBlocks(place, digests, run[0].parent, tokens, self._block_tokens))
                 start = stop
 
     def removed(self, place: Place, digests: Iterable[bytes]) -> None:
@@ -116,7 +116,7 @@ class EventLog:
                 del self._copies[place, digest]
                 gone.append(digest)
         if gone:
-            self._note(BlocksRemoved(place, tuple(gone)))
+            self._note(RemovedBlocks(place, tuple(gone)))
 
     def _note(self, event: CacheEvent) -> None:
         if len(self._events) >= _MOST_EVENTS:
@@ -125,7 +125,7 @@ class EventLog:
         self._events.append(event)
 
 
-class PrefixCache:
+class PrefixPool:
     """The blocks of one pool: private to who took them, until published under a key.
 
     The cache is one user of each block that is published; a published block without other users is

@@ -13,16 +13,13 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
-from collections.abc import Sequence as Run
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from engine.loop import Engine
 from engine.prefix import CacheEvent
-from engine.sampling import GREEDY, Sampling
-from engine.sequence import FinishReason, Output
-from kappa.plans.planners import Planner
+from engine.sequence import EngineRequest, FinishReason, Output
 
 T = TypeVar("T")
 Deliver = Callable[[Output], None]
@@ -84,30 +81,14 @@ class EngineRunner:
                 self._calls.put(run)
         return answer
 
-    def submit(
-        self,
-        tokens: Run[int],
-        max_tokens: int,
-        deliver: Deliver,
-        sampling: Sampling = GREEDY,
-        *,
-        tenant: str = "",
-        priority: int = 0,
-        planner: str | Planner | None = None,
-        salt: str = "",
-        name: str = "",
-        approx: bool = False,
-    ) -> Future[int]:
-        """A request, as `Engine.submit` has it; the future has its number or the refusal.
+    def submit(self, request: EngineRequest, deliver: Deliver) -> Future[int]:
+        """Queue a request, as `Engine.submit` does; the future has its number or the refusal.
 
         deliver: called from the engine's thread with all that the request gets; must not block.
         """
 
         def submit(engine: Engine) -> int:
-            sequence = engine.submit(
-                tokens, max_tokens, sampling, tenant=tenant, priority=priority, planner=planner,
-                salt=salt, name=name, approx=approx,
-            )  # fmt: skip
+            sequence = engine.submit(request)
             self._deliver[sequence.request_id] = deliver
             return sequence.request_id
 
@@ -121,9 +102,7 @@ class EngineRunner:
         """What the engine did so far, as a copy."""
         return self.call(lambda engine: engine.stats().to_dict())
 
-    async def stream(
-        self, tokens: Run[int], max_tokens: int, sampling: Sampling = GREEDY, **options: Any
-    ) -> AsyncGenerator[Output, None]:
+    async def stream(self, request: EngineRequest) -> AsyncGenerator[Output, None]:
         """A request's outputs as they come; leaving the iteration early ends the request.
 
         Raises:
@@ -136,7 +115,7 @@ class EngineRunner:
         def deliver(output: Output) -> None:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        submitted = self.submit(tokens, max_tokens, deliver, sampling, **options)
+        submitted = self.submit(request, deliver)
         over = False
         try:
             # Shielded: cancelled while it is being submitted, it must still be ended.
@@ -171,9 +150,9 @@ class EngineRunner:
         engine = self._engine
         try:
             while not self._stopping.is_set():
-                self._answer(idle=not (engine.busy or len(engine.store)))
+                self._do_calls(idle=not (engine.busy or len(engine.store)))
                 if engine.busy or len(engine.store):
-                    self._hand_out(engine.step())
+                    self._deliver_all(engine.step())
                 if not engine.busy:
                     engine.store.rest(engine.settings.rest_s)
                 # Taken in any case, or they would pile up where nobody publishes them.
@@ -183,8 +162,8 @@ class EngineRunner:
             self.error = error
         self._end()
 
-    def _answer(self, idle: bool) -> None:
-        """Do what was called; with nothing else to do, wait for a call."""
+    def _do_calls(self, idle: bool) -> None:
+        """Do what was called for; with nothing else to do, wait for a call."""
         try:
             if idle:
                 self._calls.get(timeout=_IDLE_S)()
@@ -193,7 +172,7 @@ class EngineRunner:
         except queue.Empty:
             return
 
-    def _hand_out(self, outputs: list[Output]) -> None:
+    def _deliver_all(self, outputs: list[Output]) -> None:
         for output in outputs:
             over = output.finish_reason is not None
             get = self._deliver.pop if over else self._deliver.get
@@ -212,7 +191,7 @@ class EngineRunner:
             _guarded(deliver, Output(request_id, [], reason))
         self._deliver.clear()
         self._stopping.set()
-        self._answer(idle=False)
+        self._do_calls(idle=False)
 
     def _abort_submitted(self, submitted: Future[int]) -> None:
         if submitted.cancelled() or submitted.exception() is not None:

@@ -1,6 +1,6 @@
-"""One request inside the engine: its tokens, its blocks, how it is to be loaded, what it cost.
-
-The scheduler sees a `Work`; the memory owns `table` and what lies behind it, the loop the rest.
+"""A request and what it is inside the engine: its tokens, its blocks, how it is to be loaded, what
+it cost. The scheduler sees a `Work`; the memory owns `table` and what lies behind it, the loop the
+rest.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from engine.blocks import BlockTable
+from engine.blocks import SequenceTable
 from engine.prefix import BlockKey, extend_keys
-from engine.sampling import Sampling
+from engine.sampling import GREEDY, Sampling
 from kappa.plans.load_plan import LoadPlan
 from kappa.plans.planners import Planner
 from scheduler.work import Work
@@ -25,28 +25,49 @@ class RequestRefused(ValueError):
     """A request that this engine can never serve."""
 
 
-def refuse(tokens: Run[int], max_tokens: int, most: int, vocab: int) -> None:
-    """Do nothing for a request that an engine can serve.
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """What is asked of an engine.
 
-    most: tokens that it holds of a request. vocab: token ids are below.
-
-    Raises:
-        RequestRefused: no token, one outside the vocabulary, or more than can ever fit.
+    tokens: of the prompt. max_tokens: of the answer at most; fewer where the context ends. tenant,
+    priority: for the scheduling rule. planner: of its load plan, instead of the engine's. salt:
+    requests of different salts share no blocks. name: the caller's, for whoever observes. approx:
+    it may be computed sparsely, which changes the answer.
     """
-    if not tokens or max_tokens < 1:
-        raise RequestRefused(
-            f"a prompt of {len(tokens)} tokens and an answer of {max_tokens}: "
-            "give at least one of each"
-        )
-    if len(tokens) >= most:
-        raise RequestRefused(
-            f"a prompt of {len(tokens)} tokens: this engine holds {most} tokens of a request "
-            "at most, its answer included"
-        )
-    if not (min(tokens) >= 0 and max(tokens) < vocab):
-        raise RequestRefused(
-            f"token ids {min(tokens)} to {max(tokens)}: the model's are 0 to {vocab - 1}"
-        )
+
+    tokens: Run[int]
+    max_tokens: int
+    sampling: Sampling = GREEDY
+    tenant: str = ""
+    priority: int = 0
+    planner: str | Planner | None = None
+    salt: str = ""
+    name: str = ""
+    approx: bool = False
+
+    def check(self, most: int, vocab: int) -> None:
+        """Do nothing for a request that an engine can serve.
+
+        most: tokens that it holds of a request. vocab: token ids are below.
+
+        Raises:
+            RequestRefused: no token, one outside the vocabulary, or more than can ever fit.
+        """
+        tokens = self.tokens
+        if not tokens or self.max_tokens < 1:
+            raise RequestRefused(
+                f"a prompt of {len(tokens)} tokens and an answer of {self.max_tokens}: "
+                "give at least one of each"
+            )
+        if len(tokens) >= most:
+            raise RequestRefused(
+                f"a prompt of {len(tokens)} tokens: this engine holds {most} tokens of a request "
+                "at most, its answer included"
+            )
+        if not (min(tokens) >= 0 and max(tokens) < vocab):
+            raise RequestRefused(
+                f"token ids {min(tokens)} to {max(tokens)}: the model's are 0 to {vocab - 1}"
+            )
 
 
 @dataclass(slots=True)
@@ -84,6 +105,14 @@ class Account:
     plan: str = ""
     why: str = ""
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed."""
+        return (
+            self.device_tokens + self.loaded_tokens + self.activation_tokens
+            + self.sparse_tokens + self.kept_tokens
+        )  # fmt: skip
+
     def found(self, sequence: Sequence, there_tokens: int, queue_s: float) -> None:
         """It was admitted for the first time; so many of its tokens need no load."""
         kept = sequence.kept
@@ -99,7 +128,6 @@ class Account:
         self.predicted_ttft_s += plan.ttft_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, ready for JSON."""
         return asdict(self)
 
 
@@ -109,7 +137,6 @@ class Load:
 
     start, stop: blocks of the sequence. plan: over their tokens, from 0 at `start`. kv, act: the
     host block of each, or -1 where the host does not hold it so; held until the load is over.
-    block_tokens: tokens in a block.
     """
 
     start: int
@@ -122,7 +149,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Kept:
+class HostResident:
     """Part of a cached prefix that stays in host memory while its request runs (kind C).
 
     start: index of its first block. blocks: of host memory, held until the request is over. plan:
@@ -138,62 +165,51 @@ class Kept:
 
 
 class Sequence(Work):
-    """A request.
+    """A request in the engine.
 
     tokens: prompt and answer. load: set by the memory when it is admitted with something to load.
+    kept: what stays in host memory; keeps: what is to, as it was quoted: its plan, and blocks.
     published, stored: how many of its full blocks others can find on the device, and how many were
-    given to the host store. planner: overrides the engine's. approx: may be computed sparsely.
+    given to the host store. host_stop: where its run of blocks ended in host memory at the last
+    look. quoted: what admitting it takes, and the state of the caches for which that holds. approx:
+    may still be computed sparsely.
     """
 
     __slots__ = (
-        "account", "approx", "finish_reason", "host_stop", "keeps", "kept", "keys", "load", "name",
-        "planner", "prompt_tokens", "published", "quoted", "request_id", "rng", "salt", "sampling",
-        "stored", "submitted_s", "table", "tokens",
+        "account", "approx", "finish_reason", "host_stop", "keeps", "kept", "keys", "load",
+        "prompt_tokens", "published", "quoted", "request", "request_id", "rng", "stored",
+        "submitted_s", "table", "tokens",
     )  # fmt: skip
 
     def __init__(
-        self,
-        request_id: int,
-        tokens: Run[int],
-        arrival_s: float,
-        max_tokens: int,
-        sampling: Sampling,
-        *,
+        self, request_id: int, request: EngineRequest, arrival_s: float, max_tokens: int,
         block_tokens: int,
-        tenant: str = "",
-        priority: int = 0,
-        planner: str | Planner | None = None,
-        salt: str = "",
-        name: str = "",
-        approx: bool = False,
-    ) -> None:
-        super().__init__(len(tokens), arrival_s, max_tokens, tenant, priority)
-        self.request_id = request_id
-        self.tokens = list(tokens)
+    ) -> None:  # fmt: skip
+        super().__init__(
+            len(request.tokens), arrival_s, max_tokens, request.tenant, request.priority
+        )
+        self.request_id, self.request = request_id, request
+        self.tokens = list(request.tokens)
         self.prompt_tokens = len(self.tokens)
         # Some rules count a preempted request's waiting anew.
         self.submitted_s = arrival_s
-        self.sampling = sampling
-        self.rng = np.random.default_rng(sampling.seed)
-        self.planner = planner
-        self.salt = salt
-        self.name = name
-        self.approx = approx
+        self.rng = np.random.default_rng(request.sampling.seed)
+        self.approx = request.approx
         self.keys: list[BlockKey] = []
-        self.table = BlockTable(block_tokens)
+        self.table = SequenceTable(block_tokens)
         self.load: Load | None = None
-        # What stays in host memory; and what is to, as it was quoted: its plan, and blocks.
-        self.kept: Kept | None = None
+        self.kept: HostResident | None = None
         self.keeps: tuple[LoadPlan, int] | None = None
-        self.published = 0
-        self.stored = 0
-        # Where in host memory its run of blocks ended when it was looked up last.
-        self.host_stop = 0
-        # What admitting it takes, and the state of the caches for which that holds.
+        self.published = self.stored = self.host_stop = 0
         self.quoted: tuple[tuple[int, int], Any] | None = None
         self.account = Account()
         self.finish_reason: FinishReason | None = None
         self.extend_keys()
+
+    @property
+    def name(self) -> str:
+        """The caller's."""
+        return self.request.name
 
     @property
     def output_tokens(self) -> int:
@@ -202,7 +218,7 @@ class Sequence(Work):
 
     def extend_keys(self) -> None:
         """Name the blocks that its latest tokens completed."""
-        extend_keys(self.keys, self.tokens, self.table.block_tokens, self.salt)
+        extend_keys(self.keys, self.tokens, self.table.block_tokens, self.request.salt)
 
 
 class Output(NamedTuple):

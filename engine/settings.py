@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.arena import ArenaSize
 from kappa.plans.planners import Planning
 from scheduler.catalogue import FAIR, SCHEDULERS
 from scheduler.config import FairConfig, LinkRates
@@ -13,12 +14,12 @@ _AHEAD_ITERATIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSettings:
+class EngineOptions:
     """Settings of one engine.
 
     budget_tokens: of an iteration, decoding requests included; longer prompts are computed in
     chunks. max_running: requests that compute. scheduler, fair, link: the rule by name, its
-    numbers, and what it is told of the link. planner: how cached prefixes come back, by name.
+    numbers, and what it knows of the link. planner: how cached prefixes come back, by name.
     act_share: of the blocks stored in host memory, those whose activations are stored, spread
     evenly; keep_kv: their KV too. max_pending_stores: blocks on their way to host memory at most.
     load_ahead: load plain KV beside others' iterations rather than layer by layer within one.
@@ -43,20 +44,29 @@ class EngineSettings:
     def __post_init__(self) -> None:
         for name in ("budget_tokens", "max_running", "max_pending_stores"):
             if getattr(self, name) < 1:
-                raise ValueError(f"EngineSettings.{name} is {getattr(self, name)}: give 1 or more")
+                raise ValueError(f"EngineOptions.{name} is {getattr(self, name)}: give 1 or more")
         if self.scheduler not in SCHEDULERS:
             raise ValueError(
-                f"EngineSettings.scheduler is {self.scheduler!r}: "
+                f"EngineOptions.scheduler is {self.scheduler!r}: "
                 f"choose one of {', '.join(SCHEDULERS)}"
             )
         if not 0 <= self.act_share <= 1:
-            raise ValueError(f"EngineSettings.act_share is {self.act_share}: give a share in 0..1")
+            raise ValueError(f"EngineOptions.act_share is {self.act_share}: give a share in 0..1")
         if not 0 <= self.cpu_room_share <= 1:
             raise ValueError(
-                f"EngineSettings.cpu_room_share is {self.cpu_room_share}: give a share in 0..1"
+                f"EngineOptions.cpu_room_share is {self.cpu_room_share}: give a share in 0..1"
             )
         if not 0 < self.rest_s <= 1:
-            raise ValueError(f"EngineSettings.rest_s is {self.rest_s}: give seconds, at most 1")
+            raise ValueError(f"EngineOptions.rest_s is {self.rest_s}: give seconds, at most 1")
+
+    def check_arena(self, size: ArenaSize) -> None:
+        """Raise `ValueError` if activations are to be stored and there are no blocks for them."""
+        if self.act_share and not (size.act_host and size.act_device):
+            raise ValueError(
+                f"EngineOptions.act_share is {self.act_share}, but the arena has "
+                f"{size.act_device} device and {size.act_host} host blocks of "
+                "activations: give both, or act_share=0"
+            )
 
     def capture_blocks(self, block_tokens: int) -> int:
         """Device blocks of activations that suffice: what iterations fill while stores empty it."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.arena import Arena
-from engine.memory import EngineMemory
+from engine.memory import TieredMemory
 from engine.sequence import Account, Sequence
 from engine.store import HostStore, Keeper
 from engine.transfer import Direction, LinkCounters
@@ -21,8 +21,8 @@ class EngineStats:
     gpu_s: seconds in iterations. failed_loads: that did not arrive, each followed by computing
     what it should have brought. tokens, seconds: by source and kind as in `Account`, over all
     requests that ended. link: bytes, seconds and failures of each direction. blocks: stored in
-    host memory, and not, by reason; evicted; misused, which is a bug. sparse: lanes, look-ups and
-    hits (`engine.sparse.serving`), where there are lanes.
+    host memory, and not, by reason; evicted; misused, which is a bug. sparse: slots, look-ups and
+    hits (`engine.sparse.serving`), where there are slots.
     """
 
     requests: int = 0
@@ -71,7 +71,7 @@ class EngineStats:
             self.link[f"{direction}_s"] = link.busy_s
             self.link[f"{direction}_failed"] = link.failed
 
-    def kept(self, store: HostStore, keeper: Keeper, memory: EngineMemory, arena: Arena) -> None:
+    def kept(self, store: HostStore, keeper: Keeper, memory: TieredMemory, arena: Arena) -> None:
         """What became of blocks so far."""
         counters = store.counters
         self.blocks = {
@@ -80,7 +80,7 @@ class EngineStats:
             "failed_stores": counters.failed, "not_captured": keeper.skipped,
             "evicted_device": memory.device.evicted,
             "evicted_host": sum(cache.evicted for cache in memory.host.values()),
-            "misused": sum(pool.counters.total() for pool in arena.pools.values()),
+            "misused": sum(pool.misused for pool in arena.pools.values()),
         }  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:

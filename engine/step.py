@@ -1,28 +1,36 @@
-"""One iteration's work: what to compute, and where every token's keys and values come from.
+"""One iteration's work: what to compute, and where the keys and values of every token come from.
 
-`Decode` and `Work` are one sequence's part, in blocks and positions; `Step` all of it as index
-tensors, made by `engine.step_builder` and used by every layer. A sequence that decodes from device
-blocks needs its block table alone. Any other has a source for each token: the device pool, a host
-block, an activation block, or this very step. All but the pool meet in one buffer per layer: rows
-loaded from host, rows projected from activations, and the new tokens' rows.
+A `StepRow` is one sequence's part: the tokens to compute and, as spans of positions, the source of
+every token up to them: the device pool, a host block, an activation block, or this very step. A
+`DeviceStep` is all rows as index tensors, made by `engine.step_builder` and used by every layer.
+Attention reads the pool in whole blocks; all other keys and values meet in one buffer per layer:
+rows loaded from host, rows projected from activations, and the new tokens' rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.blocks import BlockType, Place
-from engine.blocks import Ids as Ids
+from engine.blocks import BlockType, Ids, Place
+from kappa.plans.load_plan import Segment
 
-Run = tuple[int, int, int]  # first target, first source, how many
-Wanted = Literal["last", "all", "none"]
+CopyRun = tuple[int, int, int]  # first target, first source, how many
+Wanted = Literal["last", "all"]
+
+
+class PlanRefused(ValueError):
+    """A load plan that this engine does not execute, or not for this sequence."""
+
+
+class NoSuchBlock(ValueError):
+    """A token is to come from, or go to, a block that its sequence does not have."""
 
 
 class Source(IntEnum):
@@ -33,114 +41,169 @@ class Source(IntEnum):
     ACT_DEVICE = 2
     KV_HOST = 3
     ACT_HOST = 4
-    KV_CPU = 5  # in host memory, where the CPU attends to it: nothing crosses but queries, results
-
-
-class NoSuchBlock(ValueError):
-    """A token is to come from, or go to, a block that its sequence does not have."""
+    KV_CPU = 5  # in host memory, where the CPU attends to it: only queries and results cross
 
 
 COLUMNS: tuple[tuple[BlockType, Place], ...] = (
     ("kv", "device"), ("act", "device"), ("kv", "host"), ("act", "host"),
 )  # fmt: skip
-"""What `Pages` has a line of ids for, as `Source` counts them from KV_DEVICE on."""
-
-LINE_OF: dict[Source, int] = {source: source - 1 for source in Source if source != Source.NEW}
-"""The line of `Pages` that has the blocks of a source."""
-LINE_OF[Source.KV_CPU] = LINE_OF[Source.KV_HOST]
+COLUMN_OF = {
+    Source.KV_DEVICE: 0, Source.ACT_DEVICE: 1, Source.KV_HOST: 2, Source.ACT_HOST: 3,
+    Source.KV_CPU: 2,
+}  # fmt: skip
+"""Which of `COLUMNS` has the blocks of a source."""
+_OF_SEGMENT = {"K": Source.KV_HOST, "A": Source.ACT_HOST, "R": Source.NEW}
 
 
 class Pages:
-    """Where one sequence's blocks lie.
+    """Where one sequence's blocks lie: a column of block ids for each type and place.
 
-    ids (4, blocks): block i holds tokens [i·block_tokens, (i+1)·block_tokens), and ids[c, i] is its
-    block of the type and place `COLUMNS[c]`, -1 where it is not there.
+    Block i holds tokens [i·block_tokens, (i+1)·block_tokens); -1, or behind a column's end: it is
+    not there.
     """
 
-    __slots__ = ("ids",)
+    __slots__ = ("_columns",)
 
-    def __init__(self, blocks: int = 0) -> None:
-        self.ids = np.full((len(COLUMNS), blocks), -1, np.int64)
+    def __init__(self, kv_device: Ids | None = None) -> None:
+        nothing = np.empty(0, np.int64)
+        first = nothing if kv_device is None else kv_device
+        self._columns: list[Ids] = [first, nothing, nothing, nothing]
 
     def __len__(self) -> int:
         """Blocks."""
-        return self.ids.shape[1]
+        return max(map(len, self._columns))
 
     def column(self, type: BlockType, place: Place) -> Ids:
         """Ids of that type and place, to read and to write."""
-        return self.ids[COLUMNS.index((type, place))]
+        return self._columns[COLUMNS.index((type, place))]
 
     def put(self, start: int, type: BlockType, place: Place, ids: Ids | list[int]) -> None:
-        """Blocks from index `start` on lie there too; there may be more of them than before."""
-        missing = start + len(ids) - len(self)
+        """Blocks from index `start` on lie there too; the column grows to hold them."""
+        index = COLUMNS.index((type, place))
+        missing = start + len(ids) - len(self._columns[index])
         if missing > 0:
-            more = np.full((len(COLUMNS), missing), -1, np.int64)
-            self.ids = np.concatenate((self.ids, more), axis=1)
-        self.column(type, place)[start : start + len(ids)] = ids
+            more = np.full(missing, -1, np.int64)
+            self._columns[index] = np.concatenate((self._columns[index], more))
+        self._columns[index][start : start + len(ids)] = ids
+
+    def of(self, source: Source, blocks: Ids) -> Ids:
+        """Ids of these blocks of the sequence in the place of `source`; -1 where there is none."""
+        column = self._columns[COLUMN_OF[source]]
+        if len(blocks) and blocks.max() < len(column):
+            return column[blocks]
+        ids = np.full(len(blocks), -1, np.int64)
+        there = blocks < len(column)
+        ids[there] = column[blocks[there]]
+        return ids
+
+
+class TokenSpan(NamedTuple):
+    """Positions [start, stop) of a sequence, all from one source."""
+
+    source: Source
+    start: int
+    stop: int
 
 
 @dataclass(slots=True)
-class Decode:
-    """The next token of a sequence, all of whose context is KV in device blocks.
+class StepRow:
+    """One sequence's part of a step.
 
-    token: its id. position: of it, which is how many tokens come before it. blocks (n,): device
-    blocks of all of them and of the token, which is written there first. act_block: takes its
-    activation; -1: none does.
+    tokens: ids of those to compute, in order of position. spans: of all positions from 0 to the
+    last one to compute. New tokens are written to the device blocks that `pages` names for them, of
+    KV and of activations. wanted: logits of the last or of all computed tokens.
     """
 
-    token: int
-    position: int
-    blocks: Ids
-    act_block: int = -1
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sequence, this one included."""
-        return self.position + 1
-
-
-@dataclass(slots=True)
-class Work:
-    """One sequence's part of a step, with a source for each of its tokens.
-
-    tokens: ids of its first tokens; those at positions of source NEW are computed. sources: a
-    `Source` for each. store_from: new tokens from this position on are also written to the host
-    blocks that their pages name. spill: indices of its blocks that the step completes, to be copied
-    from the device to host. wanted: logits of the last, all, or no computed tokens.
-    """
-
-    tokens: Ids
-    sources: NDArray[np.int8]
+    tokens: Sequence[int] | Ids
+    spans: tuple[TokenSpan, ...]
     pages: Pages
-    store_from: int = 1 << 60
-    spill: list[int] = field(default_factory=list)
     wanted: Wanted = "last"
 
     @property
     def length(self) -> int:
         """Tokens of the sequence, those to compute included."""
-        return len(self.sources)
+        return self.spans[-1].stop
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is one token behind a context that is all in device blocks."""
+        return (
+            len(self.tokens) == 1
+            and len(self.spans) == 2
+            and self.spans[0].source is Source.KV_DEVICE
+        )
+
+
+def joined(spans: Iterable[TokenSpan]) -> tuple[TokenSpan, ...]:
+    """The spans without empty ones, neighbours of one source as one."""
+    found: list[TokenSpan] = []
+    for span in spans:
+        if found and found[-1].source is span.source:
+            found[-1] = found[-1]._replace(stop=span.stop)
+        elif span.stop > span.start:
+            found.append(span)
+    return tuple(found)
+
+
+def plan_spans(segments: Sequence[Segment], start: int) -> list[TokenSpan]:
+    """The spans of a load plan whose first token is at position `start`.
+
+    Raises:
+        PlanRefused: a segment that stays in host memory (C) or is attended to sparsely (S).
+    """
+    spans = []
+    for segment in segments:
+        if segment.kind not in _OF_SEGMENT:
+            raise PlanRefused(
+                f"segment {segment.kind} [{segment.start_tokens}, {segment.end_tokens}): a step "
+                "executes K, A and R; plan with those"
+            )
+        first, end = start + segment.start_tokens, start + segment.end_tokens
+        spans.append(TokenSpan(_OF_SEGMENT[segment.kind], first, end))
+    return spans
+
+
+def prompt_row(
+    tokens: Sequence[int] | Ids,
+    pages: Pages,
+    segments: Sequence[Segment] = (),
+    start: int = 0,
+    wanted: Wanted = "last",
+) -> StepRow:
+    """A prompt of which the first `start` tokens are KV in device blocks; those of `segments` come
+    behind them, and the rest is computed.
+
+    Raises:
+        PlanRefused: kinds that are not executed, or segments for more tokens than there are.
+    """
+    planned = plan_spans(segments, start)
+    end = planned[-1].stop if planned else start
+    if end >= len(tokens):
+        raise PlanRefused(
+            f"a plan for {end - start} tokens behind {start}, but the prompt has {len(tokens)}: at "
+            "least one token must be computed"
+        )
+    spans = joined(
+        [TokenSpan(Source.KV_DEVICE, 0, start), *planned, TokenSpan(Source.NEW, end, len(tokens))]
+    )
+    computed = [tokens[span.start : span.stop] for span in spans if span.source is Source.NEW]
+    return StepRow(np.concatenate(computed), spans, pages, wanted)
+
+
+# -- on the device --------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class HostContext:
-    """Context of one sequence that the CPU attends to in host memory, and the queries that see it.
+    """Host blocks of one sequence that the CPU attends to, and the queries that see all of them.
 
-    first, queries: of the new tokens that have any such context, in their order. blocks: of host
-    memory, each once, in any order: all come before whatever is computed, so that every query sees
-    every key. last: the one that is not full, or -1, and how many tokens it holds.
+    first, queries: of the new tokens that have any such context, in their order. blocks: full ones,
+    each once, in any order: all come before whatever is computed.
     """
 
     first: int
     queries: int
     blocks: Ids
-    last: int = -1
-    last_tokens: int = 0
-
-    @property
-    def full(self) -> Ids:
-        """The blocks that are full."""
-        return self.blocks[self.blocks != self.last]
 
 
 @dataclass(slots=True)
@@ -148,19 +211,17 @@ class OnCpu:
     """What of a step the CPU attends to. rows: which of the step's tokens its queries are."""
 
     rows: Tensor
-    queries: int
     contexts: list[HostContext]
 
 
 @dataclass(slots=True)
-class Part:
-    """Keys of a group of queries that lie in one place: rows (batch·keys,) of K and of V.
+class BufferPart:
+    """Keys of a group of queries in the step's buffer: rows (batch·keys,) of K and of V.
 
     lengths (batch,): keys of each query, visible (batch, keys): False behind those; None: all have
     `keys` of them.
     """
 
-    pool: bool
     k_rows: Tensor
     v_rows: Tensor
     keys: int
@@ -169,13 +230,13 @@ class Part:
 
 
 @dataclass(slots=True)
-class PagedPart:
-    """Contexts of single queries in the device pool, as whole blocks.
+class PoolPart:
+    """Keys of a group of queries in the device pool, as whole blocks.
 
     k_rows, v_rows (batch·most,): the blocks of each context in order, padded with a full one of it,
     as rows of the pool in halves: a block's keys are half 2·block, its values the next. keys: of
     the longest context. last (batch,): where in `k_rows` each one ends. lengths, visible: as of
-    `Part`; inside (batch, block_tokens): False behind the end in a context's last block.
+    `BufferPart`; inside (batch, block_tokens): False behind the end in a context's last block.
     """
 
     block_tokens: int
@@ -196,12 +257,12 @@ class Group:
     or more is attended to on the CPU.
     """
 
-    in_order: bool
     batch: int
     queries: int
     rows: Tensor
-    parts: list[Part | PagedPart]
+    parts: list[PoolPart | BufferPart]
     on_cpu: bool = False
+    in_order: bool = False
 
 
 @dataclass(slots=True)
@@ -213,47 +274,32 @@ class Scatter:
 
 
 @dataclass(slots=True)
-class Out:
-    """Rows to host: gathered by `source`, then copied in runs of consecutive rows or blocks."""
-
-    source: Tensor
-    runs: list[Run]
-
-
-def _no_ids() -> Tensor:
-    return torch.empty(0, dtype=torch.int64)
-
-
-@dataclass(slots=True)
-class Step:
+class DeviceStep:
     """An iteration, ready to run on the device.
 
     kv_runs, act_runs: (block of the buffer, host block, how many), the same for every layer.
     act_rows: rows of the loaded activations to project, None for all in order; act_device: rows of
-    device activations. Buffer rows: loaded, then K and V of each token from activations,
-    then of each new one, then those that `from_pool` copies from the device's blocks.
+    device activations.
+    Buffer rows: loaded, then K and V of each token from activations, then of each new one, then
+    those that `from_pool` copies from the device's blocks.
     """
 
     tokens: Tensor
     positions: Tensor
     logit_rows: Tensor
     groups: list[Group]
-    to_pool: Scatter | None = None
-    to_act: Scatter | None = None
-    act_positions: Tensor = field(default_factory=_no_ids)
+    act_positions: Tensor
     act_rows: Tensor | None = None
     act_device: Tensor | None = None
-    kv_runs: list[Run] = field(default_factory=list)
-    act_runs: list[Run] = field(default_factory=list)
+    to_pool: Scatter | None = None
+    to_act: Scatter | None = None
+    from_pool: Scatter | None = None
+    kv_runs: list[CopyRun] = field(default_factory=list)
+    act_runs: list[CopyRun] = field(default_factory=list)
     loaded_rows: int = 0
     loaded_act_blocks: int = 0
     act_tokens: int = 0
     copied_tokens: int = 0
-    from_pool: Scatter | None = None
-    store_kv: Out | None = None
-    store_act: Out | None = None
-    spill_kv: Out | None = None
-    spill_act: Out | None = None
     on_cpu: OnCpu | None = None
 
     @property
@@ -262,11 +308,16 @@ class Step:
         return len(self.tokens)
 
     @property
+    def first_new_row(self) -> int:
+        """The buffer's row of the first new token's K; its V is the next, then the next token's."""
+        return self.loaded_rows + 2 * self.act_tokens
+
+    @property
     def buffer_rows(self) -> int:
         """Rows of K or V that the step needs besides the device pool."""
         return self.loaded_rows + 2 * (self.act_tokens + self.new_tokens + self.copied_tokens)
 
-    @property
-    def stores(self) -> bool:
-        """Whether the step writes to host memory."""
-        return any((self.store_kv, self.store_act, self.spill_kv, self.spill_act))
+
+def ids(values: Ids | Sequence[int]) -> Tensor:
+    """As an index tensor on the CPU."""
+    return torch.from_numpy(np.ascontiguousarray(values, np.int64))

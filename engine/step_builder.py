@@ -1,388 +1,430 @@
-"""Makes a `Step` of the works of an iteration: all of its index arrays, once, for all layers.
+"""Makes a `DeviceStep` of the rows of an iteration: all of its index arrays, once, for all layers.
 
-Sequences that decode from device blocks cost what their block tables are long. For the others
-(prompts, and whatever loads, projects or is attended to on the CPU) arrays have an element per
-token; Python loops run over sequences and over runs of consecutive blocks, never over tokens or
-blocks. The arrays go to the device in a single copy, so that no layer has to wait for the host.
+A context in device blocks costs as much as its block table is long, whoever attends to it; arrays
+with an element per token are made only of what is computed, loaded or projected. Rows that decode
+from device blocks are handled together; Python loops run over the other rows, their spans, and
+groups. The arrays go to the device in a single copy, so that no layer waits for the host.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.blocks import Ids
-from engine.grouping import Queries, decode_groups, is_range, query_groups
 from engine.step import (
+    COLUMN_OF,
     COLUMNS,
-    LINE_OF,
-    Decode,
+    BufferPart,
+    CopyRun,
+    DeviceStep,
     Group,
     HostContext,
     NoSuchBlock,
     OnCpu,
-    Out,
-    PagedPart,
-    Run,
+    PoolPart,
     Scatter,
     Source,
-    Step,
-    Work,
+    StepRow,
+    TokenSpan,
+    ids,
 )
 
+_NONE = np.empty(0, np.int64)
 
-def build_step(works: Sequence[Work | Decode], block_tokens: int, device: torch.device) -> Step:
-    """The step that computes `works` together; its logits are in their order.
+
+def build_step(rows: Sequence[StepRow], block_tokens: int, device: torch.device) -> DeviceStep:
+    """The step that computes `rows` together; tokens and logits are in their order.
 
     Raises:
         NoSuchBlock: a token's source is a block that its sequence does not have; or no token of a
-            work is to be computed.
+            row is to be computed.
     """
-    decodes = [work for work in works if isinstance(work, Decode)]
-    others = [work for work in works if isinstance(work, Work)]
-    step, wanted = Step(_ids([]), _ids([]), _ids([]), []), list[Ids]()
-    if others:
-        builder = _Builder(others, block_tokens, len(decodes))
-        step, wanted = builder.step(), builder.logit_rows()
-    if decodes:
-        _add_decodes(step, decodes, block_tokens)
-    rows, first = iter(wanted), iter(range(len(decodes)))
-    step.logit_rows = _ids(np.concatenate(
-        [[next(first)] if isinstance(work, Decode) else next(rows) for work in works]
-    ))  # fmt: skip
-    if len(step.groups) == 1:
-        alone = step.groups[0].rows
-        step.groups[0].in_order = len(alone) == step.new_tokens and is_range(alone.numpy())
+    step = _Builder(rows, block_tokens).step()
     _send(step, device)
     return step
 
 
-def _add_decodes(step: Step, decodes: list[Decode], block_tokens: int) -> None:
-    """Sequences that decode from device blocks, in front of what is computed besides."""
-    positions = np.array([one.position for one in decodes])
-    needed = positions // block_tokens + 1
-    for one, count in zip(decodes, needed, strict=True):
-        if len(one.blocks) < count or one.blocks[:count].min() < 0:
-            raise NoSuchBlock(
-                f"a sequence of {one.position} tokens is to be decoded from device kv, but it has "
-                "no such block for each of them and the next"
-            )
-    last = np.array([one.blocks[n - 1] for one, n in zip(decodes, needed, strict=True)])
-    rows = last * (2 * block_tokens) + positions % block_tokens
-    made = step.loaded_rows + 2 * (step.act_tokens + np.arange(len(decodes)))
-    acts = np.array([one.act_block for one in decodes])
-    captured = np.flatnonzero(acts >= 0)
-    act_rows = acts[captured] * block_tokens + positions[captured] % block_tokens
-    step.tokens = torch.cat((_ids([one.token for one in decodes]), step.tokens))
-    step.positions = torch.cat((_ids(positions), step.positions))
-    step.to_pool = _joined(
-        _scatter(np.concatenate((rows, rows + block_tokens)), np.concatenate((made, made + 1))),
-        step.to_pool,
-    )
-    step.to_act = _joined(_scatter(act_rows, captured), step.to_act)
-    step.groups = [*decode_groups(decodes, needed, block_tokens), *step.groups]
+@dataclass(slots=True)
+class _Queries:
+    """A run of one sequence's queries, from new token `first` on.
+
+    blocks: of the device pool, which hold `keys` tokens before the last query; k, v: rows of the
+    buffer with the others; all in order of position, but for those that the CPU attends to.
+    """
+
+    first: int
+    count: int
+    blocks: Ids
+    keys: int
+    k: Ids = field(default_factory=lambda: _NONE)
+    v: Ids = field(default_factory=lambda: _NONE)
+    on_cpu: bool = False
+
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """Those with the same key are attended to together.
+
+        A single query (decoding) goes with others of a similar context, padded by less than half; a
+        longer run with those of the same shape, so that causality needs no mask.
+        """
+        if self.count == 1:
+            return 1, len(self.blocks).bit_length(), len(self.k).bit_length(), self.on_cpu
+        return self.count, self.keys, len(self.k), self.on_cpu
+
+
+@dataclass(slots=True)
+class _PoolRun:
+    """What attention reads of a sequence from the device pool, as it grows with its spans."""
+
+    blocks: Ids
+    keys: int = 0
+    stop: int = 0
+
+    def takes(self, span: TokenSpan, block_tokens: int) -> bool:
+        """Whether whole blocks still say where the tokens are, with those of `span` added."""
+        begins = span.start % block_tokens == 0 and self.keys % block_tokens == 0
+        return begins or span.start == self.stop
+
+    def add(self, span: TokenSpan, table: Ids, block_tokens: int) -> None:
+        more = table[-(-span.start // block_tokens) : -(-span.stop // block_tokens)]
+        self.blocks = np.concatenate((self.blocks, more))
+        self.keys, self.stop = self.keys + span.stop - span.start, span.stop
 
 
 class _Builder:
-    """A step in the making. Arrays have an element for every token of every work.
+    """A step in the making. `first`: index in the step of each row's first new token."""
 
-    before: tokens that are computed in front of those of the works.
-    """
-
-    def __init__(self, works: list[Work], block_tokens: int, before: int) -> None:
-        self.works, self.bt, self.before = works, block_tokens, before
-        counts = np.array([len(w.sources) for w in works])
-        self.begin = np.concatenate(([0], np.cumsum(counts)))
-        self.position = np.concatenate([np.arange(n) for n in counts])
-        self.source = np.concatenate([w.sources for w in works])
-        self.owner = np.repeat(np.arange(len(works)), counts)
-        self.offset = self.position % block_tokens
-        held = np.bincount(self.owner[self.source == Source.KV_DEVICE], minlength=len(works))
-        self.on_cpu = self.source == Source.KV_CPU
-        elsewhere = np.bincount(self.owner[self.on_cpu], minlength=len(works))
-        # Attention in two places costs more than to copy the few of the pool to the many beside.
-        self.pooled = 2 * held >= counts - elsewhere
-        self.copied = np.flatnonzero((self.source == Source.KV_DEVICE) & ~self.pooled[self.owner])
-        self.block = self._blocks(counts)
-        self.new = np.flatnonzero(self.source == Source.NEW)
-        self.new_index = np.full(len(self.source), -1)
-        self.new_index[self.new] = before + np.arange(len(self.new))
+    def __init__(self, rows: Sequence[StepRow], block_tokens: int) -> None:
+        self.rows, self.bt = rows, block_tokens
+        self.first = np.cumsum([0, *(len(row.tokens) for row in rows)]).tolist()
+        self.decodes = [index for index, row in enumerate(rows) if row.decodes]
+        self.others = [index for index, row in enumerate(rows) if not row.decodes]
         self._check()
+        spans = [(index, span) for index in self.others for span in rows[index].spans]
+        count: Counter[Source] = Counter()
+        for _, span in spans:
+            count[span.source] += span.stop - span.start
+        self.kv_host = self._wanted(spans, Source.KV_HOST)
+        self.act_host = self._wanted(spans, Source.ACT_HOST)
+        self.loaded_rows = len(self.kv_host) * 2 * block_tokens
+        self.act_tokens = count[Source.ACT_HOST] + count[Source.ACT_DEVICE]
+        # Where each source's pairs of K and V begin: in tokens, behind the loaded rows.
+        self._next = {
+            Source.ACT_HOST: 0,
+            Source.ACT_DEVICE: count[Source.ACT_HOST],
+            Source.NEW: self.act_tokens,
+            Source.KV_DEVICE: self.act_tokens + self.first[-1],
+        }
+        self.copied_tokens = 0
+        self.queries: list[_Queries] = []
+        self.contexts: list[HostContext] = []
+        # Pieces of index arrays, by what they are of.
+        self.pieces: dict[str, list[Ids]] = defaultdict(list)
 
-    def step(self) -> Step:
-        """All of it, but for the rows of the logits."""
-        host_kv = self.source == Source.KV_HOST
-        host_act = np.flatnonzero(self.source == Source.ACT_HOST)
-        device_act = np.flatnonzero(self.source == Source.ACT_DEVICE)
-        acts = np.concatenate((host_act, device_act))
-        kv_slot, kv_runs = _slots(self.block[Source.KV_HOST][host_kv])
-        act_slot, act_runs = _slots(self.block[Source.ACT_HOST][host_act])
-        kv_blocks, act_blocks = (sum(n for _, _, n in runs) for runs in (kv_runs, act_runs))
-        loaded_rows = kv_blocks * 2 * self.bt
-        k, v = self._buffer_rows(host_kv, kv_slot, acts, loaded_rows)
-        act_rows = act_slot * self.bt + self.offset[host_act]
-        in_order = len(act_rows) == act_blocks * self.bt and is_range(act_rows)
-        held = self.block[Source.ACT_DEVICE][device_act] * self.bt + self.offset[device_act]
-        tokens = np.concatenate([w.tokens[: w.length] for w in self.works])
-        from_pool, to_pool, to_act = self._writes(k, v)
-        store_kv, store_act = self._stores(k, v)
-        spill_kv, spill_act = self._spills()
-        return Step(
-            tokens=_ids(tokens[self.new]),
-            positions=_ids(self.position[self.new]),
-            logit_rows=_ids([]),
-            groups=self._groups(k, v),
-            to_pool=to_pool,
-            to_act=to_act,
-            act_positions=_ids(self.position[acts]),
-            act_rows=None if in_order else _ids(act_rows),
-            act_device=_ids(held) if len(held) else None,
-            kv_runs=kv_runs,
-            act_runs=act_runs,
-            loaded_rows=loaded_rows,
-            loaded_act_blocks=act_blocks,
-            act_tokens=len(acts),
-            copied_tokens=len(self.copied),
-            from_pool=from_pool,
-            store_kv=store_kv,
-            store_act=store_act,
-            spill_kv=spill_kv,
-            spill_act=spill_act,
-            on_cpu=self._on_cpu(),
+    def step(self) -> DeviceStep:
+        for index in self.others:
+            self._add(index)
+        if self.decodes:
+            self._add_decodes()
+        groups = _groups(self.queries, self.bt)
+        if len(groups) == 1:
+            alone = groups[0].rows.numpy()
+            groups[0].in_order = len(alone) == self.first[-1] and _is_range(alone)
+        positions = [
+            np.arange(span.start, span.stop)
+            for row in self.rows for span in row.spans if span.source is Source.NEW
+        ]  # fmt: skip
+        act_host, act_device = self._joined("act_host"), self._joined("act_device")
+        in_order = len(act_host) == len(self.act_host) * self.bt and _is_range(act_host)
+        on_cpu = OnCpu(ids(self._joined("on_cpu")), self.contexts) if self.contexts else None
+        return DeviceStep(
+            tokens=ids(np.concatenate([row.tokens for row in self.rows])),
+            positions=ids(np.concatenate(positions)),
+            logit_rows=ids(self._logit_rows()),
+            groups=groups,
+            act_positions=ids(
+                np.concatenate((self._joined("host_positions"), self._joined("device_positions")))
+            ),
+            act_rows=None if in_order else ids(act_host),
+            act_device=ids(act_device) if len(act_device) else None,
+            to_pool=self._scatter("pool", "from_buffer"),
+            to_act=self._scatter("act", "captured"),
+            from_pool=self._scatter("copied", "from_pool"),
+            kv_runs=_runs(self.kv_host),
+            act_runs=_runs(self.act_host),
+            loaded_rows=self.loaded_rows,
+            loaded_act_blocks=len(self.act_host),
+            act_tokens=self.act_tokens,
+            copied_tokens=self.copied_tokens,
+            on_cpu=on_cpu,
         )
 
-    def logit_rows(self) -> list[Ids]:
-        """Which computed tokens' logits each work wants."""
-        starts = np.searchsorted(self.owner[self.new], np.arange(len(self.works) + 1)) + self.before
-        pairs = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-        return [
-            np.arange({"all": first, "last": end - 1, "none": end}[work.wanted], end)
-            for work, (first, end) in zip(self.works, pairs, strict=True)
-        ]
+    def _joined(self, name: str) -> Ids:
+        return np.concatenate(self.pieces[name]) if self.pieces[name] else _NONE
 
-    # -- tokens and blocks --------------------------------------------------------------------
+    def _scatter(self, target: str, source: str) -> Scatter | None:
+        rows = self._joined(target)
+        return Scatter(ids(rows), ids(self._joined(source))) if len(rows) else None
 
-    def _blocks(self, counts: Ids) -> dict[Source, Ids]:
-        """Every token's block id in each place that it can come from, -1 where there is none."""
-        needed = -(-counts // self.bt)
-        lines = [
-            work.pages.ids[:, :n]
-            if len(work.pages) >= n
-            else np.pad(work.pages.ids, ((0, 0), (0, n - len(work.pages))), constant_values=-1)
-            for work, n in zip(self.works, needed, strict=True)
-        ]
-        first = np.concatenate(([0], np.cumsum(needed)[:-1]))
-        ids = np.concatenate(lines, axis=1)[:, self.position // self.bt + first[self.owner]]
-        return {source: ids[line] for source, line in LINE_OF.items()}
+    def _logit_rows(self) -> list[int]:
+        wanted: list[int] = []
+        for row, first in zip(self.rows, self.first, strict=False):
+            end = first + len(row.tokens)
+            wanted += range(first if row.wanted == "all" else end - 1, end)
+        return wanted
 
     def _check(self) -> None:
-        for source, block in self.block.items():
-            lost = np.flatnonzero((self.source == source) & (block < 0))
-            if len(lost):
-                name = " ".join(reversed(COLUMNS[LINE_OF[source]]))
-                raise NoSuchBlock(
-                    f"token {self.position[lost[0]]} of sequence {self.owner[lost[0]]} of the step "
-                    f"is to come from {name}, but its sequence has no such block there"
-                )
-        computed = np.bincount(self.owner[self.new], minlength=len(self.works))
-        if not computed.all():
-            idle = int(np.flatnonzero(computed == 0)[0])
-            raise NoSuchBlock(f"sequence {idle} of the step has no token to compute")
-        first = np.full(len(self.works), len(self.source))
-        np.minimum.at(first, self.owner[self.new], self.new)
-        early = np.flatnonzero(self.on_cpu & (np.arange(len(self.source)) > first[self.owner]))
-        if len(early):
-            raise NoSuchBlock(
-                f"token {self.position[early[0]]} of sequence {self.owner[early[0]]} is to be "
-                "attended to on the CPU, but one before it is computed: compute those behind it"
-            )
+        for index, row in enumerate(self.rows):
+            if not len(row.tokens):
+                raise NoSuchBlock(f"sequence {index} of the step has no token to compute")
 
-    def _buffer_rows(
-        self, host_kv: NDArray[np.bool_], slot: Ids, acts: Ids, loaded_rows: int
-    ) -> tuple[Ids, Ids]:
-        """Row of K and of V in the buffer; -1 for tokens that only the pool has."""
-        k, v = np.full(len(self.source), -1), np.full(len(self.source), -1)
-        k[host_kv] = slot * (2 * self.bt) + self.offset[host_kv]
-        v[host_kv] = k[host_kv] + self.bt
-        # One GEMM writes a token's K and V side by side.
-        k[acts] = loaded_rows + 2 * np.arange(len(acts))
-        v[acts] = k[acts] + 1
-        k[self.new] = loaded_rows + 2 * (len(acts) + self.new_index[self.new])
-        v[self.new] = k[self.new] + 1
-        behind = loaded_rows + 2 * (len(acts) + self.before + len(self.new))
-        k[self.copied] = behind + 2 * np.arange(len(self.copied))
-        v[self.copied] = k[self.copied] + 1
+    # -- blocks -------------------------------------------------------------------------------
+
+    def _ids_of(self, index: int, span: TokenSpan, source: Source) -> Ids:
+        """The id of each block of a span in the place of a source."""
+        blocks = np.arange(span.start // self.bt, -(-span.stop // self.bt))
+        found = self.rows[index].pages.of(source, blocks)
+        if len(found) and found.min() < 0:
+            first = int(blocks[int(found.argmin())])
+            name = " ".join(reversed(COLUMNS[COLUMN_OF[source]]))
+            raise NoSuchBlock(
+                f"token {max(first * self.bt, span.start)} of sequence {index} of the step is to "
+                f"come from {name}, but its sequence has no such block there"
+            )
+        return found
+
+    def _wanted(self, spans: list[tuple[int, TokenSpan]], source: Source) -> Ids:
+        """Ids of all blocks that come from there, ascending: neighbours are copied at once."""
+        mine = [self._ids_of(i, span, source) for i, span in spans if span.source is source]
+        return np.unique(np.concatenate(mine)) if mine else _NONE
+
+    def _rows_of(self, blocks: Ids, span: TokenSpan, block_rows: int) -> Ids:
+        """The row of each token of a span, from the ids of its blocks."""
+        positions = np.arange(span.start, span.stop)
+        return blocks[positions // self.bt - span.start // self.bt] * block_rows + (
+            positions % self.bt
+        )
+
+    # -- rows in general ----------------------------------------------------------------------
+
+    def _add(self, index: int) -> None:
+        """One row's queries, span by span: where each finds what comes before it."""
+        row, bt = self.rows[index], self.bt
+        pool = _PoolRun(_NONE)
+        k, v, done, on_cpu = list[Ids](), list[Ids](), self.first[index], list[Ids]()
+        pooled = _mostly_in_pool(row)
+        table = row.pages.column("kv", "device")
+        self._next[Source.NEW] = self.act_tokens + done
+        for span in row.spans:
+            if span.source is Source.KV_CPU:
+                on_cpu.append(self._on_cpu(index, span, done > self.first[index]))
+                continue
+            placed = None
+            if span.source is Source.KV_DEVICE:
+                self._ids_of(index, span, span.source)
+            else:
+                placed = self._place(index, span)
+            if pooled and self._held(row, span) and pool.takes(span, bt):
+                pool.add(span, table, bt)
+            else:
+                rows = placed or self._copy(index, span)
+                k.append(rows[0])
+                v.append(rows[1])
+            if span.source is Source.NEW:
+                count = span.stop - span.start
+                held_k, held_v = (np.concatenate(x) if x else _NONE for x in (k, v))
+                self.queries.append(
+                    _Queries(done, count, pool.blocks, pool.keys, held_k, held_v, bool(on_cpu))
+                )
+                done += count
+        if on_cpu:
+            taken = sum(context.queries for context in self.contexts)
+            self.contexts.append(HostContext(taken, len(row.tokens), np.concatenate(on_cpu)))
+            self.pieces["on_cpu"].append(np.arange(self.first[index], done))
+
+    def _held(self, row: StepRow, span: TokenSpan) -> bool:
+        """Whether its tokens are in device blocks; a single new one is, as it is written first."""
+        if span.source is not Source.NEW or len(row.tokens) > 1:
+            return span.source is Source.KV_DEVICE
+        block = row.pages.of(Source.KV_DEVICE, np.array([span.start // self.bt]))
+        return bool(block[0] >= 0)
+
+    def _on_cpu(self, index: int, span: TokenSpan, late: bool) -> Ids:
+        if late:
+            raise NoSuchBlock(
+                f"token {span.start} of sequence {index} is to be attended to on the CPU, but one "
+                "before it is computed: compute those behind it"
+            )
+        if span.start % self.bt or span.stop % self.bt:
+            raise NoSuchBlock(
+                f"token {span.start} of sequence {index} of the step: the CPU attends to whole "
+                "blocks"
+            )
+        return self._ids_of(index, span, Source.KV_CPU)
+
+    def _pairs(self, source: Source, count: int) -> tuple[Ids, Ids]:
+        """The next rows of K and of V of a source, side by side."""
+        k = self.loaded_rows + 2 * (self._next[source] + np.arange(count))
+        self._next[source] += count
+        return k, k + 1
+
+    def _place(self, index: int, span: TokenSpan) -> tuple[Ids, Ids]:
+        """Rows of K and V in the buffer of tokens that are loaded, projected or computed, which are
+        written to the device blocks that there are for them."""
+        source, bt = span.source, self.bt
+        positions = np.arange(span.start, span.stop)
+        if source is Source.KV_HOST:
+            slots = np.searchsorted(self.kv_host, self._ids_of(index, span, source))
+            k = self._rows_of(slots, span, 2 * bt)
+            v = k + bt
+        else:
+            k, v = self._pairs(source, len(positions))
+        if source is Source.ACT_HOST:
+            slots = np.searchsorted(self.act_host, self._ids_of(index, span, source))
+            self.pieces["act_host"].append(self._rows_of(slots, span, bt))
+            self.pieces["host_positions"].append(positions)
+        elif source is Source.ACT_DEVICE:
+            held = self._ids_of(index, span, source)
+            self.pieces["act_device"].append(self._rows_of(held, span, bt))
+            self.pieces["device_positions"].append(positions)
+        pages = self.rows[index].pages
+        block = pages.of(Source.KV_DEVICE, positions // bt)
+        there = block >= 0
+        target = block[there] * (2 * bt) + positions[there] % bt
+        self.pieces["pool"] += [target, target + bt]
+        self.pieces["from_buffer"] += [k[there], v[there]]
+        if source is Source.NEW:
+            act = pages.of(Source.ACT_DEVICE, positions // bt)
+            kept = np.flatnonzero(act >= 0)
+            self.pieces["act"].append(act[kept] * bt + positions[kept] % bt)
+            new = (k[kept] - self.loaded_rows) // 2 - self.act_tokens
+            self.pieces["captured"].append(new)
         return k, v
 
-    # -- attention ----------------------------------------------------------------------------
+    def _copy(self, index: int, span: TokenSpan) -> tuple[Ids, Ids]:
+        """Rows in the buffer for tokens of the pool that are copied there."""
+        k, v = self._pairs(Source.KV_DEVICE, span.stop - span.start)
+        held = self._rows_of(self._ids_of(index, span, Source.KV_DEVICE), span, 2 * self.bt)
+        self.pieces["copied"] += [k, v]
+        self.pieces["from_pool"] += [held, held + self.bt]
+        self.copied_tokens += len(k)
+        return k, v
 
-    def _groups(self, k: Ids, v: Ids) -> list[Group]:
-        """The queries of this step, with where their keys and values are found."""
-        in_pool = self._in_pool()
-        pool_k = self.block[Source.KV_DEVICE] * (2 * self.bt) + self.offset
-        queries = []
-        for first, end in self._computed_runs():
-            start = self.begin[self.owner[first]]
-            context = np.arange(start, end)
-            on_cpu = self.on_cpu[start:end]
-            pool = context[in_pool[start:end]]
-            rest = context[~in_pool[start:end] & ~on_cpu]
-            queries.append(
-                Queries(
-                    int(self.new_index[first]),
-                    end - first,
-                    (pool_k[pool], pool_k[pool] + self.bt),
-                    (k[rest], v[rest]),
-                    bool(on_cpu.any()),
+    # -- rows that decode from device blocks --------------------------------------------------
+
+    def _add_decodes(self) -> None:
+        bt, rows = self.bt, [self.rows[index] for index in self.decodes]
+        at = np.array([self.first[index] for index in self.decodes])
+        positions = np.array([row.spans[1].start for row in rows])
+        counts = (positions // bt + 1).tolist()
+        last = np.empty(len(rows), np.int64)
+        for line, (row, first, count) in enumerate(zip(rows, at.tolist(), counts, strict=True)):
+            held = row.pages.column("kv", "device")[:count]
+            if len(held) < count or held.min() < 0:
+                raise NoSuchBlock(
+                    f"a sequence of {row.length - 1} tokens is to be decoded from device kv, but "
+                    "it has no such block for each of them and the next"
                 )
-            )
-        return query_groups(queries)
-
-    def _on_cpu(self) -> OnCpu | None:
-        """What the CPU attends to, and for which of the new tokens."""
-        rows, contexts, taken = list[Ids](), list[HostContext](), 0
-        for index in np.unique(self.owner[self.on_cpu]):
-            mine = np.flatnonzero(self.on_cpu & (self.owner == index))
-            queries = self.new_index[self.new[self.owner[self.new] == index]]
-            context = self._host_context(mine)
-            context.first, context.queries = taken, len(queries)
-            contexts.append(context)
-            taken += len(queries)
-            rows.append(queries)
-        return OnCpu(_ids(np.concatenate(rows)), taken, contexts) if rows else None
-
-    def _host_context(self, mine: Ids) -> HostContext:
-        """One sequence's tokens that the CPU attends to: whole blocks, and the front of one."""
-        blocks, offsets = self.block[Source.KV_CPU][mine], self.offset[mine]
-        unique, counts = np.unique(blocks, return_counts=True)
-        short = np.flatnonzero(counts < self.bt)
-        if not len(short):
-            return HostContext(0, 0, unique)
-        last = int(unique[short[0]])
-        held = np.flatnonzero(blocks == last)
-        if len(short) > 1 or int(offsets[held].max()) >= len(held):
-            token = mine[held[0]]
-            raise NoSuchBlock(
-                f"token {self.position[token]} of sequence {self.owner[token]} of the step: "
-                "the CPU attends to whole blocks, and to the front of one"
-            )
-        return HostContext(0, 0, unique, last, len(held))
-
-    def _computed_runs(self) -> list[tuple[int, int]]:
-        """[first, end) of neighbouring tokens that are computed, within one sequence."""
-        new, owner = self.new, self.owner[self.new]
-        cut = np.flatnonzero((np.diff(new) != 1) | (np.diff(owner) != 0)) + 1
-        firsts, ends = np.concatenate(([0], cut)), np.concatenate((cut, [len(new)]))
-        return [(int(new[a]), int(new[b - 1]) + 1) for a, b in zip(firsts, ends, strict=True)]
-
-    def _in_pool(self) -> NDArray[np.bool_]:
-        """Which tokens attention reads from the device pool.
-
-        A sequence that decodes from the pool finds its new token there too: it is written first.
-        """
-        held = (self.source == Source.KV_DEVICE) & self.pooled[self.owner]
-        single = np.bincount(self.owner[self.new], minlength=len(self.works)) == 1
-        own = (self.source == Source.NEW) & (self.pooled & single)[self.owner]
-        mask: NDArray[np.bool_] = held | (own & (self.block[Source.KV_DEVICE] >= 0))
-        return mask
-
-    # -- what is written ----------------------------------------------------------------------
-
-    def _writes(self, k: Ids, v: Ids) -> list[Scatter | None]:
-        """Pool to buffer, buffer to pool, and activations."""
-        few = self.copied
-        copied = self.block[Source.KV_DEVICE][few] * (2 * self.bt) + self.offset[few]
-        land = np.flatnonzero(
-            (self.block[Source.KV_DEVICE] >= 0) & (self.source != Source.KV_DEVICE) & ~self.on_cpu
-        )
-        row = self.block[Source.KV_DEVICE][land] * (2 * self.bt) + self.offset[land]
-        keep = self.new[self.block[Source.ACT_DEVICE][self.new] >= 0]
-        act = self.block[Source.ACT_DEVICE][keep] * self.bt + self.offset[keep]
-        return [
-            _scatter(np.concatenate((k[few], v[few])), np.concatenate((copied, copied + self.bt))),
-            _scatter(np.concatenate((row, row + self.bt)), np.concatenate((k[land], v[land]))),
-            _scatter(act, self.new_index[keep]),
-        ]
-
-    def _stores(self, k: Ids, v: Ids) -> list[Out | None]:
-        """Rows of new tokens, by host row, so that neighbours are copied at once."""
-        since = np.array([work.store_from for work in self.works])
-        new = self.new[self.position[self.new] >= since[self.owner[self.new]]]
-        kv = new[self.block[Source.KV_HOST][new] >= 0]
-        row = self.block[Source.KV_HOST][kv] * (2 * self.bt) + self.offset[kv]
-        act = new[self.block[Source.ACT_HOST][new] >= 0]
-        act_row = self.block[Source.ACT_HOST][act] * self.bt + self.offset[act]
-        return [
-            _out(np.concatenate((row, row + self.bt)), np.concatenate((k[kv], v[kv]))),
-            _out(act_row, self.new_index[act]),
-        ]
-
-    def _spills(self) -> list[Out | None]:
-        """Whole blocks from device to host, for those types that have both."""
-        outs = []
-        for type in ("kv", "act"):
-            pairs = [
-                (work.pages.column(type, "host")[i], work.pages.column(type, "device")[i])
-                for work in self.works
-                for i in work.spill
-            ]
-            table = np.array([p for p in pairs if min(p) >= 0], np.int64).reshape(-1, 2)
-            outs.append(_out(table[:, 0], table[:, 1]))
-        return outs
+            last[line] = held[-1]
+            self.queries.append(_Queries(first, 1, held, row.length))
+            act = row.pages.column("act", "device")
+            if len(act) >= count and act[count - 1] >= 0:
+                self.pieces["act"].append(act[count - 1 : count] * bt + (row.length - 1) % bt)
+                self.pieces["captured"].append(np.array([first]))
+        target = last * (2 * bt) + positions % bt
+        k = self.loaded_rows + 2 * (self.act_tokens + at)
+        self.pieces["pool"] += [target, target + bt]
+        self.pieces["from_buffer"] += [k, k + 1]
 
 
-def _slots(blocks: Ids) -> tuple[Ids, list[Run]]:
-    """Where each token's host block lands in the buffer, in blocks; and the copies that do it."""
+def _mostly_in_pool(row: StepRow) -> bool:
+    """Attention in two places costs more than to copy the few of the pool to the many beside."""
+    held = sum(s.stop - s.start for s in row.spans if s.source is Source.KV_DEVICE)
+    elsewhere = sum(s.stop - s.start for s in row.spans if s.source is Source.KV_CPU)
+    return 2 * held >= row.length - elsewhere
+
+
+def _runs(blocks: Ids) -> list[CopyRun]:
+    """Ascending ids as (index of the first, the first, how many) per run of neighbours."""
     if not len(blocks):
-        return blocks, []
-    wanted = np.zeros(int(blocks.max()) + 1, bool)
-    wanted[blocks] = True
-    slot = np.cumsum(wanted) - 1
-    return slot[blocks], _runs(np.flatnonzero(wanted))
-
-
-def _runs(targets: Ids) -> list[Run]:
-    """Ascending numbers as (index of the first, the first, how many) per run of neighbours."""
-    if not len(targets):
         return []
-    cut = np.flatnonzero(np.diff(targets) != 1) + 1
+    cut = np.flatnonzero(np.diff(blocks) != 1) + 1
     firsts = np.concatenate(([0], cut))
-    ends = np.concatenate((cut, [len(targets)]))
-    return [(int(a), int(targets[a]), int(b - a)) for a, b in zip(firsts, ends, strict=True)]
+    ends = np.concatenate((cut, [len(blocks)]))
+    return [(int(a), int(blocks[a]), int(b - a)) for a, b in zip(firsts, ends, strict=True)]
 
 
-# -- tensors --------------------------------------------------------------------------------------
+def _is_range(rows: Ids) -> bool:
+    return bool((rows == np.arange(len(rows))).all())
 
 
-def _ids(values: Any) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, np.int64))
+# -- groups ---------------------------------------------------------------------------------------
 
 
-def _scatter(target: Ids, source: Ids) -> Scatter | None:
-    return Scatter(_ids(target), _ids(source)) if len(target) else None
+def _groups(queries: list[_Queries], block_tokens: int) -> list[Group]:
+    alike: dict[tuple[int, ...], list[_Queries]] = defaultdict(list)
+    for one in queries:
+        alike[one.alike].append(one)
+    return [_group(alike[key], block_tokens) for key in sorted(alike)]
 
 
-def _joined(one: Scatter | None, more: Scatter | None) -> Scatter | None:
-    if one is None or more is None:
-        return one or more
-    return Scatter(torch.cat((one.target, more.target)), torch.cat((one.source, more.source)))
+def _group(members: list[_Queries], block_tokens: int) -> Group:
+    count = members[0].count
+    tokens = (np.array([one.first for one in members])[:, None] + np.arange(count)).ravel()
+    parts: list[PoolPart | BufferPart] = []
+    if members[0].keys:
+        parts.append(_pool_part(members, block_tokens))
+    if len(members[0].k):
+        parts.append(_buffer_part(members))
+    return Group(len(members), count, ids(tokens), parts, members[0].on_cpu)
 
 
-def _out(target: Ids, source: Ids) -> Out | None:
-    """Copies in the order of their targets."""
-    order = np.argsort(target)
-    return Out(_ids(source[order]), _runs(target[order])) if len(target) else None
+def _pool_part(members: list[_Queries], block_tokens: int) -> PoolPart:
+    counts = np.array([len(one.blocks) for one in members])
+    most = int(counts.max())
+    table = np.empty((len(members), most), np.int64)
+    for line, one, count in zip(table, members, counts, strict=True):
+        line[:count] = one.blocks
+        # Whoever has fewer blocks than others here has several, and the first of them is full.
+        line[count:] = one.blocks[0]
+    lengths = np.array([one.keys for one in members])
+    keys = int(lengths.max())
+    last = np.arange(len(members)) * most + counts - 1
+    halves = 2 * ids(table.ravel())
+    return PoolPart(block_tokens, halves, halves + 1, keys, ids(last), _unlike(lengths, keys))
 
 
-def _send(step: Step, device: torch.device) -> None:
+def _buffer_part(members: list[_Queries]) -> BufferPart:
+    lengths = np.array([len(one.k) for one in members])
+    keys = int(lengths.max())
+    padded = []
+    for lists in ([one.k for one in members], [one.v for one in members]):
+        # Padding names a row that is there: what nobody wrote may hold no number.
+        full = np.full((len(members), keys), lists[0][0])
+        for line, mine in zip(full, lists, strict=True):
+            line[: len(mine)] = mine
+        padded.append(ids(full.ravel()))
+    return BufferPart(padded[0], padded[1], keys, _unlike(lengths, keys))
+
+
+def _unlike(lengths: Ids, keys: int) -> Tensor | None:
+    return ids(lengths) if (lengths != keys).any() else None
+
+
+# -- to the device --------------------------------------------------------------------------------
+
+
+def _send(step: DeviceStep, device: torch.device) -> None:
     """Move all of a step's tensors in a single copy; then say which keys are padding."""
-    places = [(one, name) for one, name in _tensors(step) if getattr(one, name) is not None]
     if device.type == "cuda":
+        places = list(_tensors(step))
         tensors = [getattr(one, name) for one, name in places]
         flat = torch.cat(tensors).pin_memory().to(device, non_blocking=True)
         for (one, name), tensor in zip(places, flat.split([len(t) for t in tensors]), strict=True):
@@ -391,27 +433,17 @@ def _send(step: Step, device: torch.device) -> None:
         if part.lengths is not None:
             ends = part.lengths[:, None]
             part.visible = torch.arange(part.keys, device=device) < ends
-            if isinstance(part, PagedPart):
+            if isinstance(part, PoolPart):
                 size = part.block_tokens
                 part.inside = torch.arange(size, device=device) <= (ends - 1) % size
 
 
-def _tensors(step: Step) -> Iterator[tuple[Any, str]]:
-    """Everything in a step that holds an index tensor, or may, and the names of those."""
-    for name in ("tokens", "positions", "logit_rows", "act_positions", "act_rows", "act_device"):
-        yield step, name
-    outs = (step.store_kv, step.store_act, step.spill_kv, step.spill_act)
-    scatters = [one for one in (step.from_pool, step.to_pool, step.to_act) if one is not None]
-    for one in (*scatters, *(out for out in outs if out is not None)):
-        yield one, "source"
-    for scatter in scatters:
-        yield scatter, "target"
-    if step.on_cpu is not None:
-        yield step.on_cpu, "rows"
-    for group in step.groups:
-        yield group, "rows"
-        for part in group.parts:
-            for name in ("k_rows", "v_rows", "lengths"):
-                yield part, name
-            if isinstance(part, PagedPart):
-                yield part, "last"
+def _tensors(one: Any) -> Iterator[tuple[Any, str]]:
+    """Everything in a step that holds a tensor, with the name of that."""
+    for each in fields(one):
+        value = getattr(one, each.name)
+        if isinstance(value, Tensor):
+            yield one, each.name
+        for inner in value if isinstance(value, list) else [value]:
+            if is_dataclass(inner):
+                yield from _tensors(inner)

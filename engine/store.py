@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from engine.arena import Arena, copies
 from engine.blocks import BlockPool, BlockType
-from engine.memory import EngineMemory
-from engine.prefix import BlockKey, PrefixCache
+from engine.memory import TieredMemory
+from engine.prefix import BlockKey, PrefixPool
 from engine.sequence import Sequence
-from engine.settings import EngineSettings
-from engine.transfer import Event, Mover
+from engine.settings import EngineOptions
+from engine.transfer import Event, LinkMover
 
 
 @dataclass(slots=True)
@@ -63,8 +63,8 @@ class HostStore:
     def __init__(
         self,
         arena: Arena,
-        mover: Mover,
-        caches: dict[BlockType, PrefixCache],
+        mover: LinkMover,
+        caches: dict[BlockType, PrefixPool],
         max_pending: int = 4096,
     ) -> None:
         self.counters = StoreCounters()
@@ -111,6 +111,10 @@ class HostStore:
             beside: digests of blocks that are stored in another form at the same time.
         """
         if not keys:
+            return
+        if not self._caches[type].pool.count:
+            # No such tier: nothing was dropped, either.
+            over(list(device))
             return
         pairs = [(k, d) for k, d in zip(keys, device, strict=True) if self.wants(type, k)]
         cache = self._caches[type]
@@ -200,7 +204,7 @@ class Keeper:
     """
 
     def __init__(
-        self, memory: EngineMemory, store: HostStore, act_pool: BlockPool, settings: EngineSettings
+        self, memory: TieredMemory, store: HostStore, act_pool: BlockPool, settings: EngineOptions
     ) -> None:
         self.skipped = 0
         self._memory = memory

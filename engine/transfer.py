@@ -1,20 +1,20 @@
 """Copies between host and device beside the computation: one queue per direction, with events.
 
-`Mover.h2d` and `d2h` start copies and return an `Event`; `wait` makes what is computed next come
-after it. All bytes pass `_copy`, the one method to override for a link that fails or is slow. Bytes
-and seconds are counted per direction. No wait is without bound. On the CPU each direction has a
-thread that copies memory, on CUDA a stream with timed events: what a copy reads or writes must live
-until it has ended, so callers keep it, or let the current stream wait for the copy first.
+`LinkMover.h2d` and `d2h` start copies and return an `Event`; `wait` makes what is computed next
+come after it. All bytes pass `_copy`, the one method to override for a link that fails or is slow.
+Bytes and seconds are counted per direction. No wait is without bound. On the CPU each direction has
+a thread that copies memory, on CUDA a stream with timed events: what a copy reads or writes must
+live until it has ended, so callers keep it, or let the current stream wait for the copy first.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,7 +70,7 @@ class Event(ABC):
             raise TransferFailed(f"a copy failed: {error}") from error
 
 
-class Mover(ABC):
+class LinkMover(ABC):
     """Copies between host and device.
 
     Copies of one direction happen in order; an event is done when all before it are. `counters`
@@ -167,7 +167,7 @@ class _CudaEvent(Event):
         return True
 
 
-class CudaMover(Mover):
+class CudaMover(LinkMover):
     """A stream per direction. Host tensors must be pinned, or copies are not asynchronous."""
 
     def __init__(self, device: torch.device) -> None:
@@ -238,65 +238,45 @@ class CudaMover(Mover):
         return _CudaEvent(end, error)
 
 
-def mover_for(device: torch.device | str) -> Mover:
+def mover_for(device: torch.device | str) -> LinkMover:
     """The mover that fits a device."""
     place = torch.device(device)
     return CudaMover(place) if place.type == "cuda" else CpuMover()
 
 
 class _CpuEvent(Event):
-    def __init__(self, done: bool = False) -> None:
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        if done:
-            self._ended.set()
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
 
     def done(self) -> bool:
-        return self._ended.is_set()
+        return self._future.done()
 
     def error(self) -> BaseException | None:
-        return self._error
+        if not self._future.done():
+            return None
+        if self._future.cancelled():
+            return TransferFailed("the mover was stopped before this copy began")
+        return self._future.exception()
 
     def ended(self, timeout_s: float) -> bool:
-        return self._ended.wait(timeout_s)
-
-    def end(self, error: BaseException | None = None) -> None:
-        self._error = error
-        self._ended.set()
+        return self._future.done() or not wait([self._future], timeout_s).not_done
 
 
-@dataclass(slots=True)
-class _Job:
-    copies: Copies
-    size_bytes: int
-    after: Event | None
-    event: _CpuEvent
+_NOTHING: Future[None] = Future()
+_NOTHING.set_result(None)
 
 
-class CpuMover(Mover):
+class CpuMover(LinkMover):
     """One thread per direction; "device" and host blocks are both in ordinary memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._stopped = False
-        # So that no copy is put behind the end of its queue, where nobody would do or fail it.
-        self._gate = threading.Lock()
-        self._jobs: dict[Direction, queue.SimpleQueue[_Job | None]] = {
-            "h2d": queue.SimpleQueue(), "d2h": queue.SimpleQueue(),
-        }  # fmt: skip
-        self._newest: dict[Direction, _CpuEvent] = {}
-        self._threads = [
-            threading.Thread(target=self._run, args=(direction,), name=f"kappa-{direction}")
-            for direction in self._jobs
-        ]
-        for thread in self._threads:
-            # Or a process whose main thread fails would wait for threads that nobody stops.
-            thread.daemon = True
-            thread.start()
+        self._threads = {way: ThreadPoolExecutor(1, f"kappa-{way}") for way in self.counters}
+        self._newest: dict[Direction, Event] = {}
 
     def mark(self) -> Event:
         """On the CPU, what was asked for is computed when the call returns."""
-        return _CpuEvent(done=True)
+        return _CpuEvent(_NOTHING)
 
     def wait(self, event: Event) -> None:
         """Blocks the caller until it is done."""
@@ -310,42 +290,35 @@ class CpuMover(Mover):
                 raise TransferFailed(f"copies still under way after {timeout_s:g} s")
 
     def stop(self, timeout_s: float = WAIT_S) -> None:
-        """End both threads."""
-        with self._gate:
-            self._stopped = True
-            for jobs in self._jobs.values():
-                jobs.put(None)
-        end_s = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(end_s - time.monotonic(), 0.0))
-            if thread.is_alive():
-                raise TransferFailed(f"{thread.name} did not end within {timeout_s:g} s")
+        """End both threads; what has not begun fails."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
+        self.drain(timeout_s)
+        for thread in self._threads.values():
+            thread.shutdown()
 
     def _start(self, direction: Direction, copies: Copies, after: Event | None) -> Event:
-        job = _Job(copies, total_bytes(copies), after, _CpuEvent())
-        with self._gate:
-            if not self._stopped:
-                self._newest[direction] = job.event
-                self._jobs[direction].put(job)
-                return job.event
-        job.event.end(TransferFailed("the mover is stopped"))
-        return job.event
+        size_bytes = total_bytes(copies)
 
-    def _run(self, direction: Direction) -> None:
-        counters = self.counters[direction]
-        while (job := self._jobs[direction].get()) is not None:
-            error: BaseException | None = None
+        def run() -> None:
+            counters = self.counters[direction]
             try:
-                if self._stopped:
-                    raise TransferFailed("the mover was stopped before this copy began")
-                if job.after is not None:
-                    job.after.block()
+                if after is not None:
+                    after.block()
                 begin_s = time.perf_counter()
-                self._copy(direction, job.copies)
+                self._copy(direction, copies)
                 counters.busy_s += time.perf_counter() - begin_s
-                counters.copied_bytes += job.size_bytes
-                counters.copies += len(job.copies)
-            except Exception as caught:
+                counters.copied_bytes += size_bytes
+                counters.copies += len(copies)
+            except Exception:
                 counters.failed += 1
-                error = caught
-            job.event.end(error)
+                raise
+
+        try:
+            event = _CpuEvent(self._threads[direction].submit(run))
+        except RuntimeError:
+            stopped: Future[None] = Future()
+            stopped.set_exception(TransferFailed("the mover is stopped"))
+            return _CpuEvent(stopped)
+        self._newest[direction] = event
+        return event

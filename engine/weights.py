@@ -1,17 +1,15 @@
 """A model's weights: read from a safetensors folder, or random from a seed at any shape.
 
-Each layer is one flat buffer with its tensors side by side, the part that makes keys and values
-(W_K and W_V, their bias, the key norm) in front: a streamed layer is two copies, and activations
-are projected as soon as the first has arrived. Weights lie on the device, or in host memory (pinned
-for a GPU), to be streamed layer by layer (`engine.weight_stream`).
+W_K and W_V of a layer are one tensor, so that one product makes keys and values, of new tokens and
+of stored activations alike.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.arena import ArenaTooLarge, free_host_bytes, pin, unpin
+from engine.arena import ArenaTooLarge, free_host_bytes
 from engine.config import OPT_POSITION_OFFSET, ModelConfig
 
 _STORED = {
@@ -62,8 +60,8 @@ class Checkpoint:
             )
         return _STORED[stored]
 
-    def read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, convert: bool) -> Tensor:
-        """One tensor, checked."""
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor, in its own dtype; refused if it is of another shape or no float."""
         file, full = self._find(name)
         have = tuple(self._file(file).get_slice(full).get_shape())
         if have != shape:
@@ -71,12 +69,7 @@ class Checkpoint:
                 f"{self.folder / file}: tensor {full!r} is {have}, its config says {shape}: "
                 "config.json and weights are of different models"
             )
-        stored = self.dtype(name)
-        if stored != dtype and not convert:
-            raise WeightError(
-                f"{self.folder / file}: tensor {full!r} is {stored}, the engine computes in "
-                f"{dtype}: give the checkpoint's dtype, or convert=True to round"
-            )
+        self.dtype(name)
         tensor: Tensor = self._file(file).get_tensor(full)
         return tensor
 
@@ -122,9 +115,6 @@ DTYPES = {
     "float64": torch.float64, "float32": torch.float32,
     "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip
-# Elements; keeps every tensor on a boundary that GEMM kernels like.
-_ALIGN = 128
-_KV_FIRST = ("kv", "kv_bias", "k_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +128,7 @@ class Spec:
 
 @dataclass(slots=True)
 class Layer:
-    """One layer's tensors, all views of one buffer. None: the family has none.
+    """One layer's tensors. None: the family has none.
 
     kv (2·kv_width, hidden): key rows, then value rows. up: gate rows first where the MLP is gated.
     norm, norm2: before (post-norm models: after) attention and MLP.
@@ -161,9 +151,18 @@ class Layer:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        named = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
 
 def layer_specs(config: ModelConfig) -> dict[str, Spec]:
-    """Tensors of one layer in the order of the buffer, by their names inside the layer."""
+    """Tensors of one layer, by their names in `Layer`."""
     hidden, queries, keys, inner = (
         config.hidden, config.query_width, config.kv_width, config.inner,
     )  # fmt: skip
@@ -228,73 +227,58 @@ def outer_specs(config: ModelConfig) -> dict[str, Spec]:
     return specs
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights of one model.
-
-    `layers` is (layers, elements of a layer), on the device or, if `streamed`, in host memory;
-    `outer` lies on the device in any case.
-    """
+    """All weights of one model. device: where it computes; outer: those outside the layers."""
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    streamed: bool
-    layers: Tensor
+    layers: list[Layer]
     outer: dict[str, Tensor]
-    offsets: dict[str, int]
-    specs: dict[str, Spec]
-    kv_elements: int
-    _views: dict[int, Layer] = field(default_factory=dict)
-
-    def view(self, flat: Tensor) -> Layer:
-        """A layer's tensors in the buffer `flat`."""
-        return Layer(**_split(flat, self.offsets, self.specs))
-
-    def layer(self, index: int) -> Layer:
-        """The tensors of a layer where they lie."""
-        if index not in self._views:
-            self._views[index] = self.view(self.layers[index])
-        return self._views[index]
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer."""
-        return self.layers.shape[1] * self.dtype.itemsize
-
-    def close(self) -> None:
-        """Unpin host memory. The weights must not be used afterwards."""
-        if self.streamed and self.device.type == "cuda":
-            unpin(self.layers)
 
 
 def random_weights(
-    config: ModelConfig,
-    *,
-    seed: int,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    streamed: bool = False,
+    config: ModelConfig, *, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Weights:
     """Weights from a seed: matrices normal by 1/sqrt(fan-in), norms one, biases small.
 
-    The same on every run on one kind of device; streamed or not makes no difference.
+    The same on every run on one kind of device.
     """
     place = torch.device(device)
+    _refuse_too_large(config, dtype, place)
+    layers = [random_layer(config, index, seed, dtype, place) for index in range(config.layers)]
+    return Weights(config, dtype, place, layers, random_outer(config, seed, dtype, place))
 
-    def fill(target: Tensor, name: str, spec: Spec, layer: int) -> None:
-        key = sum(ord(c) * 31**i for i, c in enumerate(name))
-        rng = torch.Generator(device=place)
-        rng.manual_seed((seed * 1_000_003 + layer * 7_919 + key) % (1 << 63))
-        values = torch.empty(spec.shape, dtype=dtype, device=place)
-        if "norm" in name and not name.endswith("_bias"):
-            values.fill_(1.0)
-        else:
-            scale = 0.02 if len(spec.shape) == 1 else spec.shape[-1] ** -0.5
-            values.normal_(0.0, scale, generator=rng)
-        target.copy_(values)
 
-    return _build(config, dtype, place, streamed, fill)
+def random_layer(
+    config: ModelConfig, index: int, seed: int, dtype: torch.dtype, device: torch.device
+) -> Layer:
+    """One layer of `random_weights`."""
+    specs = layer_specs(config)
+    return Layer(**{n: _random(n, s, index, seed, dtype, device) for n, s in specs.items()})
+
+
+def random_outer(
+    config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """What `random_weights` has outside the layers."""
+    specs = outer_specs(config)
+    made = {n: _random(n, s, -1, seed, dtype, device) for n, s in specs.items()}
+    return {"head": made["embed"], **made}
+
+
+def _random(
+    name: str, spec: Spec, layer: int, seed: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    key = sum(ord(c) * 31**i for i, c in enumerate(name))
+    rng = torch.Generator(device=device)
+    rng.manual_seed((seed * 1_000_003 + layer * 7_919 + key) % (1 << 63))
+    values = torch.empty(spec.shape, dtype=dtype, device=device)
+    if "norm" in name and not name.endswith("_bias"):
+        return values.fill_(1.0)
+    scale = 0.02 if len(spec.shape) == 1 else spec.shape[-1] ** -0.5
+    return values.normal_(0.0, scale, generator=rng)
 
 
 def load_weights(
@@ -302,87 +286,47 @@ def load_weights(
     config: ModelConfig,
     *,
     dtype: torch.dtype | None = None,
-    convert: bool = False,
     device: torch.device | str = "cpu",
-    streamed: bool = False,
 ) -> Weights:
     """Weights from the safetensors files of a folder, in one file or many.
 
-    dtype: of the engine; the checkpoint's own if not given. convert: whether a checkpoint in
-    another float dtype may be rounded to it.
+    dtype: of the engine, to which tensors of others are rounded; that of the checkpoint's embedding
+    if not given.
 
     Raises:
-        WeightError: names the file and the tensor that is missing, of another shape or dtype.
+        WeightError: names the file and the tensor that is missing, of another shape or no float.
     """
+    place = torch.device(device)
+    prefix = "decoder." if config.family == "opt" else ""
     with Checkpoint(Path(folder)) as files:
         wanted = dtype or files.dtype(outer_specs(config)["embed"].names[0])
+        _refuse_too_large(config, wanted, place)
 
-        def fill(target: Tensor, name: str, spec: Spec, layer: int) -> None:
-            prefix = ""
-            if layer >= 0:
-                prefix = f"{'decoder.' if config.family == 'opt' else ''}layers.{layer}."
+        def read(spec: Spec, where: str) -> Tensor:
+            tensor = torch.empty(spec.shape, dtype=wanted, device=place)
             start = 0
             for source, rows in zip(spec.names, spec.rows, strict=True):
-                shape = (rows, *spec.shape[1:])
-                part = files.read(prefix + source, shape, wanted, convert)
-                target[start : start + rows].copy_(part)
+                part = files.read(where + source, (rows, *spec.shape[1:]))
+                tensor[start : start + rows].copy_(part)
                 start += rows
+            return tensor
 
-        return _build(config, wanted, torch.device(device), streamed, fill)
-
-
-Fill = Callable[[Tensor, str, Spec, int], None]
-
-
-def _build(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, streamed: bool, fill: Fill
-) -> Weights:
-    specs = layer_specs(config)
-    offsets, elements, kv_elements = _offsets(specs)
-    place = torch.device("cpu") if streamed else device
-    layers = _allocate((config.layers, elements), dtype, place, pinned_for=device)
-    for index in range(config.layers):
-        for name, view in _split(layers[index], offsets, specs).items():
-            fill(view, name, specs[name], index)
-    outer = {}
-    for name, spec in outer_specs(config).items():
-        outer[name] = torch.empty(spec.shape, dtype=dtype, device=device)
-        fill(outer[name], name, spec, -1)
-    outer.setdefault("head", outer["embed"])
-    return Weights(config, dtype, device, streamed, layers, outer, offsets, specs, kv_elements)
+        specs = layer_specs(config)
+        layers = [
+            Layer(**{name: read(spec, f"{prefix}layers.{i}.") for name, spec in specs.items()})
+            for i in range(config.layers)
+        ]
+        outer = {name: read(spec, "") for name, spec in outer_specs(config).items()}
+    return Weights(config, wanted, place, layers, {"head": outer["embed"], **outer})
 
 
-def _offsets(specs: dict[str, Spec]) -> tuple[dict[str, int], int, int]:
-    """Where each tensor begins, elements in all, and elements of the first part."""
-    offsets, at, kv_elements = {}, 0, 0
-    order = [n for n in _KV_FIRST if n in specs] + [n for n in specs if n not in _KV_FIRST]
-    for name in order:
-        offsets[name] = at
-        at += math.ceil(math.prod(specs[name].shape) / _ALIGN) * _ALIGN
-        if name in _KV_FIRST:
-            kv_elements = at
-    return offsets, at, kv_elements
-
-
-def _split(flat: Tensor, offsets: dict[str, int], specs: dict[str, Spec]) -> dict[str, Tensor]:
-    return {
-        name: flat[at : at + math.prod(specs[name].shape)].view(specs[name].shape)
-        for name, at in offsets.items()
-    }
-
-
-def _allocate(
-    shape: tuple[int, int], dtype: torch.dtype, place: torch.device, *, pinned_for: torch.device
-) -> Tensor:
-    wanted = math.prod(shape) * dtype.itemsize
-    if place.type == "cpu":
-        free = free_host_bytes()
-        if wanted > free:
-            raise ArenaTooLarge(
-                f"weights need {wanted} bytes of host memory, but only {free} are free: "
-                "use a smaller model or dtype"
-            )
-    tensor = torch.empty(shape, dtype=dtype, device=place)
-    if place.type == "cpu" and pinned_for.type == "cuda":
-        pin(tensor, "a smaller model or dtype")
-    return tensor
+def _refuse_too_large(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    if device.type != "cpu":
+        return
+    elements = sum(math.prod(spec.shape) for spec in layer_specs(config).values())
+    wanted, free = config.layers * elements * dtype.itemsize, free_host_bytes()
+    if wanted > free:
+        raise ArenaTooLarge(
+            f"weights need {wanted} bytes of host memory, but only {free} are free: "
+            "use a smaller model or dtype"
+        )

@@ -17,7 +17,7 @@ from kappa.plans.measured import rates_from_measured
 from kappa.protocol import Announcement
 from kappa.settings.routing import ObservingSettings
 from scheduler.catalogue import packs
-from workers.torch_engine.lanes import LanesPlan
+from workers.own_engine.plans import SparsePlan
 from workers.vllm.arguments import (
     EngineLimits,
     EngineScheduler,
@@ -38,7 +38,7 @@ class WorkerPlan:
     stream_host: address for the report stream; empty: this machine's address in Ray's cluster.
     scheduler: what each engine schedules by. kind: of engine; planner, act_share: of one of kind
     torch, as in the settings, and cpu_threads, cpu_room_share; approx: who may get approximate
-    answers of it, lanes: how.
+    answers of it, sparse: how.
     tier: the host tier of one of kind vllm.
     pool, role: as the cluster file says; gpus: of each worker.
     handover_dir: where its host tier outlives the engine; empty: it does not. handover_wait_s: for
@@ -61,7 +61,7 @@ class WorkerPlan:
     cpu_room_share: float = 1.0
     tier: TierChoice = field(default_factory=TierChoice)
     approx: str = "never"
-    lanes: LanesPlan = field(default_factory=LanesPlan)
+    sparse: SparsePlan = field(default_factory=SparsePlan)
     pool: str = ""
     role: str = "both"
     gpus: int = 0
@@ -153,7 +153,7 @@ def announce(
 ) -> Announcement:
     """The announcement of one replica.
 
-    rates: what an engine that executes load plans measured (`engine.profiling`); its steps are then
+    rates: what an engine that executes load plans measured (`engine.profile`); its steps are then
     announced as they were measured, and its plans with them.
     tail: the rates by which an engine of vLLM leaves part of a hit unloaded, if it does.
     """

@@ -103,14 +103,14 @@ class KappaServer(LLMServer):
         """Put the engine's arguments into `llm_config`; returns its class if it is not vLLM's."""
         plan, endpoints = self._plan, self._endpoints
         if plan.kind == "torch":
-            from workers.torch_engine.engine import TorchEngine
-            from workers.torch_engine.plan import torch_plan
+            from workers.own_engine.plans import torch_plan
+            from workers.own_engine.torch_engine import TorchEngine
 
             engine_plan = torch_plan(plan, endpoints.stats, endpoints.kv_events, self._rank)
             llm_config.update_engine_kwargs(kappa_torch=engine_plan)
             return TorchEngine
         if plan.kind == "emulated":
-            from workers.emulated.engine import EmulatedEngine, emulated_plan
+            from workers.own_engine.emulated import EmulatedEngine, emulated_plan
 
             emulated = emulated_plan(
                 plan, self._worker, endpoints.stats, endpoints.kv_events, self._rank

@@ -13,10 +13,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.offload.streaming import Order
 from engine.arena import ArenaSize
 from engine.config import ModelConfig, read_config
-from engine.forward import Order
-from engine.profiling import ProfileSettings
+from engine.profile import ProfileSettings
 from kappa.plans.clo import CloConfig
 
 PAPER_HITS = 0.79

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockType, Place
-from engine.forward import Forward, Order
-from engine.prefill import Prompt, attend_on_cpu, held_sources, prompt_work
-from engine.step import COLUMNS, Ids, Pages, Source, Step, Work
-from engine.step_builder import build_step
-
-_NEVER = 1 << 60
+from benchmarks.offload.streaming import Order, ScheduledForward, Store
+from engine.blocks import BlockType, Ids, Place
+from engine.step import COLUMNS, DeviceStep, Pages, Source, StepRow, TokenSpan, joined, prompt_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ class Decoder:
 
     def __init__(
         self,
-        forward: Forward,
+        forward: ScheduledForward,
         placement: Placement,
         *,
         order: Order = "row",
@@ -105,16 +102,15 @@ class Decoder:
         Raises:
             OutOfBlocks: a pool is too small.
         """
-        bt, device = self.forward.arena.block_tokens, self.forward.weights.device
         logits = []
         for batch in prompts:
             decodings = [self._allocate(len(tokens)) for tokens in batch]
             self.batches.append(decodings)
-            works = [
-                prompt_work(Prompt(tokens, decoding.pages, store=True), bt)
+            stores = [
+                Store(prompt_row(tokens, decoding.pages), from_token=0)
                 for tokens, decoding in zip(batch, decodings, strict=True)
             ]
-            logits.append(self.forward.run([build_step(works, bt, device)])[0])
+            logits.append(self.forward.store(stores))
             self._take(len(self.batches) - 1, logits[-1])
         return logits
 
@@ -123,14 +119,14 @@ class Decoder:
 
         On a GPU this returns before the work is done; nothing waits for the host.
         """
-        steps: list[Step] = []
+        steps: list[tuple[DeviceStep, list[Store]]] = []
         leaving: list[tuple[Decoding, int]] = []
         for batch, last in zip(self.batches, self._last, strict=True):
-            works = [self._work(decoding, leaving) for decoding in batch]
-            step = build_step(works, self.forward.arena.block_tokens, self.forward.weights.device)
+            stores = [self._next(decoding, leaving) for decoding in batch]
+            step = self.forward.build([store.row for store in stores])
             step.tokens = last
-            steps.append(step)
-        logits = self.forward.run(steps, self.order)
+            steps.append((step, stores))
+        logits = self.forward.run_all(steps, self.order)
         for index, scores in enumerate(logits):
             self._take(index, scores)
         for decoding, block in leaving:
@@ -175,7 +171,7 @@ class Decoder:
         act = sum("act" in kept.filling for kept in decoding.kept)
         decoding.kept.append(self.placement(len(decoding.kept) - act, act))
 
-    def _work(self, decoding: Decoding, leaving: list[tuple[Decoding, int]]) -> Work:
+    def _next(self, decoding: Decoding, leaving: list[tuple[Decoding, int]]) -> Store:
         """Its part of the next step, with a block for the new token."""
         bt, pools = self.forward.arena.block_tokens, self.forward.arena.pools
         index, offset = divmod(decoding.length, bt)
@@ -183,25 +179,22 @@ class Decoder:
             self._open(decoding)
             for type in decoding.kept[index].filling:
                 decoding.pages.put(index, type, "device", pools[type, "device"].allocate(1))
-        before = held_sources(
-            decoding.pages,
-            decoding.length,
-            bt,
-            0 if self.split is None else self.split(decoding.length),
-        )
-        if self.cpu is not None:
-            attend_on_cpu(before, self.cpu(decoding.length))
-        spill = []
+        length = decoding.length
+        split = 0 if self.split is None else self.split(length)
+        on_cpu = 0 if self.cpu is None else self.cpu(length)
+        spans = held_spans(decoding.pages, length, bt, split, on_cpu)
+        full = []
         if offset == bt - 1 and decoding.kept[index].full:
             for type in decoding.kept[index].full:
                 decoding.pages.put(index, type, "host", pools[type, "host"].allocate(1))
-            spill = [index]
+            full = [index]
             leaving.append((decoding, index))
         decoding.length += 1
-        sources = np.append(before, np.int8(Source.NEW))
         # Which token it is, only the device knows yet.
-        tokens = np.zeros(decoding.length, np.int64)
-        return Work(tokens, sources, decoding.pages, store_from=_NEVER, spill=spill)
+        row = StepRow(
+            [0], joined([*spans, TokenSpan(Source.NEW, length, length + 1)]), decoding.pages
+        )
+        return Store(row, full=full)
 
     def _leave(self, decoding: Decoding, index: int) -> None:
         """A block that has gone to host memory gives its device blocks back."""
@@ -220,3 +213,26 @@ class Decoder:
             self._last.append(best)
         self._generated[batch].append(best)
         self._last[batch] = best
+
+
+def held_spans(
+    pages: Pages, tokens: int, block_tokens: int, activations: int = 0, on_cpu: int = 0
+) -> tuple[TokenSpan, ...]:
+    """Spans of tokens that are in their blocks: the nearest of those that a block has.
+
+    In order: KV on the device, activations on the device, KV in host memory, activations in host
+    memory. activations: the first so many tokens come from host activations where there are any,
+    and no KV on the device (KVPR's split). on_cpu: of the first so many, those that lie in host
+    memory as KV are left to the CPU.
+    """
+    blocks = np.arange(-(-tokens // block_tokens))
+    nearest = (Source.KV_DEVICE, Source.ACT_DEVICE, Source.KV_HOST, Source.ACT_HOST)
+    there = np.stack([pages.of(source, blocks) >= 0 for source in nearest])
+    sources = np.repeat(there.argmax(axis=0) + Source.KV_DEVICE, block_tokens)[:tokens]
+    act = np.repeat(there[nearest.index(Source.ACT_HOST)], block_tokens)[:activations]
+    first = sources[:activations]
+    first[act[: len(first)] & (first == Source.KV_HOST)] = Source.ACT_HOST
+    left = sources[:on_cpu]
+    left[left == Source.KV_HOST] = Source.KV_CPU
+    cuts = [0, *(np.flatnonzero(np.diff(sources)) + 1).tolist(), tokens]
+    return joined(TokenSpan(Source(sources[a]), a, b) for a, b in pairwise(cuts) if b > a)

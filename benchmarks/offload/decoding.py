@@ -15,7 +15,8 @@ from benchmarks.offload.cells import DecodeCell
 from benchmarks.offload.decoder import Decoder
 from benchmarks.offload.policies import Policies, Way
 from benchmarks.offload.rig import LINK, Arm, Rig, Sample
-from engine.step import Ids
+from benchmarks.offload.streaming import model_bytes
+from engine.blocks import Ids
 from kappa.plans.cpu_offload import attention_refused
 
 _COPY_STEPS = 3
@@ -25,7 +26,7 @@ def decode_arms(rig: Rig, cell: DecodeCell) -> tuple[list[Arm], dict[str, str]]:
     """The cell's arms, and those left out by name, with the reason."""
     left_out: dict[str, str] = {}
     weights = rig.forward.weights
-    weight_bytes = weights.layer_bytes * rig.config.layers if rig.streamed else 0
+    weight_bytes = model_bytes(weights) if rig.streamed else 0
     policies = Policies(cell, rig.rates, rig.block_tokens, weight_bytes)
     choice = policies.choice()
     arms = []

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from benchmarks.offload.cells import PrefixCell
 from benchmarks.offload.rig import LINK, Arm, Rig, Sample
-from engine.blocks import BlockType, Place
-from engine.prefill import Prompt, prefill
-from engine.step import Ids, Pages
+from benchmarks.offload.streaming import Store
+from engine.blocks import BlockType, Ids, Place
+from engine.step import Pages, prompt_row
 from kappa.plans.load_plan import LoadPlan
 from kappa.plans.planners import choose
 from kappa.plans.split import (
@@ -54,7 +54,7 @@ def stored(rig: Rig, cell: PrefixCell) -> Iterator[Stored]:
     """The cell's prompt, its prefix stored as KV and, if the arena has them, as activations."""
     tokens = rig.prompts(1, cell.cached + cell.new)[0]
     blocks = -(-len(tokens) // rig.block_tokens)
-    pages, taken = Pages(blocks), []
+    pages, taken = Pages(), []
     try:
         for type, place in _STORED:
             pool = rig.arena.pools[type, place]
@@ -65,8 +65,8 @@ def stored(rig: Rig, cell: PrefixCell) -> Iterator[Stored]:
         done = 0
         while done < cell.cached:
             end = min(done + _CHUNK_TOKENS, cell.cached)
-            chunk = Prompt(tokens[:end], pages, start_tokens=done, store=True)
-            prefill(rig.forward, [chunk])
+            chunk = prompt_row(tokens[:end], pages, start=done)
+            rig.forward.store([Store(chunk, from_token=done)])
             done = end
         rig.mover.drain()
         yield Stored(tokens, pages, cell.cached)
@@ -130,8 +130,8 @@ def _said(plan: LoadPlan) -> str:
 
 
 def _run(rig: Rig, prompt: Stored, plan: LoadPlan) -> Callable[[], Sample]:
-    asked = Prompt(prompt.tokens, prompt.pages, plan)
-    return _first_token(rig, lambda: prefill(rig.forward, [asked]))
+    row = prompt_row(prompt.tokens, prompt.pages, plan.segments)
+    return _first_token(rig, lambda: rig.forward.compute([row]))
 
 
 def _first_token(rig: Rig, compute: Callable[[], Tensor]) -> Callable[[], Sample]:
@@ -146,12 +146,12 @@ def _first_token(rig: Rig, compute: Callable[[], Tensor]) -> Callable[[], Sample
 def _sequential(rig: Rig, prompt: Stored, costs: Costs) -> Arm:
     """All KV to the device's blocks, then the new tokens (Eq. 3 of paper 001)."""
     copies = _copies(rig, prompt)
-    there = Prompt(prompt.tokens, prompt.pages, start_tokens=prompt.cached)
+    there = prompt_row(prompt.tokens, prompt.pages, start=prompt.cached)
 
     def compute() -> Tensor:
         event = rig.mover.h2d(copies)
         rig.mover.wait(event)
-        return prefill(rig.forward, [there])
+        return rig.forward.compute([there])
 
     predicted_s = rig.rates_alone.load.seconds(prompt.cached) + costs.compute_s(Split())
     return Arm("load-sequential", _first_token(rig, compute), predicted_s)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -20,11 +20,11 @@ import torch
 
 from benchmarks import harness
 from benchmarks.offload.cells import Group, Setting, arena_size, model
+from benchmarks.offload.streaming import ScheduledForward, same_layer_everywhere, streamed
 from engine.arena import Arena, ArenaSize
+from engine.blocks import Ids
 from engine.config import ModelConfig
-from engine.forward import Forward
-from engine.profiling import ProfileSettings, profile
-from engine.step import Ids
+from engine.profile import ProfileSettings, profile
 from engine.transfer import Copies, CpuMover, Direction, Event
 from engine.weights import Weights, random_weights
 from kappa.plans.measured import rates_from_measured
@@ -133,7 +133,7 @@ class MeteredMover(CpuMover):
 class Loaded:
     """A model whose runs are timed."""
 
-    forward: Forward
+    forward: ScheduledForward
 
     @property
     def arena(self) -> Arena:
@@ -203,7 +203,8 @@ def rig(setting: Setting, group: Group) -> Iterator[Rig]:
         # Streaming is link time, which plans count apart: profiled as if all were there.
         here = forward
         if group.streamed:
-            here = Forward(_one_layer_everywhere(forward.weights), forward.arena, forward.mover)
+            weights = same_layer_everywhere(forward.weights)
+            here = ScheduledForward(weights, forward.arena, forward.mover)
         rates, measured = _rates(here, setting.profile)
         # A CPU that computes is a CPU that is busy while its threads copy.
         busy = rates.under(cpu_busy=True)
@@ -214,34 +215,28 @@ def rig(setting: Setting, group: Group) -> Iterator[Rig]:
 
 
 @contextmanager
-def loaded(setting: Setting, group: Group, size: ArenaSize) -> Iterator[Forward]:
+def loaded(setting: Setting, group: Group, size: ArenaSize) -> Iterator[ScheduledForward]:
     """A forward pass with random weights and one computing thread; all is closed behind it."""
     config = model(group.model)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with ExitStack() as closing:
         closing.callback(torch.set_num_threads, threads)
-        weights = random_weights(
-            config, seed=_SEED, dtype=torch.float32, device=_CPU, streamed=group.streamed
-        )
-        closing.callback(weights.close)
+        weights: Weights = random_weights(config, seed=_SEED, dtype=torch.float32)
+        if group.streamed:
+            weights = streamed(weights)
         arena = Arena(config.shape, size, dtype=torch.float32, device=_CPU)
         closing.callback(arena.close)
         mover = MeteredMover(setting.link_bytes_per_s)
         closing.callback(mover.stop)
-        forward = Forward(weights, arena, mover, cpu_threads=group.cpu_threads)
+        forward = ScheduledForward(weights, arena, mover, cpu_threads=group.cpu_threads)
         closing.callback(forward.close)
         yield forward
 
 
-def _one_layer_everywhere(weights: Weights) -> Weights:
-    """The model with its first layer, on the device, in place of every layer."""
-    first = weights.layers[:1].to(weights.device)
-    layers = first.expand(weights.config.layers, -1)
-    return replace(weights, streamed=False, layers=layers, _views={})
-
-
-def _rates(forward: Forward, settings: ProfileSettings) -> tuple[PlanRates, dict[str, Any]]:
+def _rates(
+    forward: ScheduledForward, settings: ProfileSettings
+) -> tuple[PlanRates, dict[str, Any]]:
     problem: ValueError | None = None
     without_attention: tuple[PlanRates, dict[str, Any]] | None = None
     for _ in range(_PROFILES):

@@ -18,55 +18,58 @@ from torch import Tensor
 
 from benchmarks.harness import quartiles
 from benchmarks.offload.cells import PAPER_HITS, Group, Setting, SparseCell
+from benchmarks.offload.injected import InjectedCache
 from benchmarks.offload.rig import Arm, Loaded, Sample, loaded, ratios
 from engine.arena import ArenaSize
-from engine.sparse.cache import Pending, SimilarityCache
+from engine.blocks import Ids
+from engine.sparse.cache import PendingGather
 from engine.sparse.forward import SparseForward
 from engine.sparse.gather import Gather, pairs
-from engine.sparse.lanes import Lanes
-from engine.sparse.retriever import Asked
+from engine.sparse.retrieval import HeadQueries
 from engine.sparse.settings import SparseSettings
+from engine.sparse.slots import Slots
 from engine.sparse.view import View
-from engine.step import Ids
 from kappa.plans.clo import Persistent, equal_heads, step_seconds
 
 PREFETCH_ALL, NO_LOADS, NO_COPIES = "prefetch-all", "clo-100", "choose-only"
 GATHER, COPY = "gather-alone", "copy-alone"
 
 
-class _NoCopies(SimilarityCache):
+class _NoCopies(InjectedCache):
     """Chooses anew as often as it misses, and copies nothing: what choosing takes."""
 
-    def _gather(self, asked: Asked, positions: Tensor, wanted: Tensor, view: View) -> Pending:
-        return Pending(self.lanes.mover.mark(), [])
+    def _gather(
+        self, queried: HeadQueries, positions: Tensor, wanted: Tensor, view: View
+    ) -> PendingGather:
+        return PendingGather(self.slots.mover.mark(), [])
 
 
 @dataclass(slots=True, kw_only=True)
 class SparseRig(Loaded):
-    """Lanes that are open for a cell. host_blocks (batch, blocks): of each sequence; hit_ratios: as
+    """Slots that are open for a cell. host_blocks (batch, blocks): of each sequence; hit_ratios: as
     they were found by the arms."""
 
     setting: Setting
     cell: SparseCell
-    lanes: Lanes
+    slots: Slots
     host_blocks: Ids
     persistent: Persistent
     hit_ratios: dict[str, float] = field(default_factory=dict)
 
     def open(self) -> None:
-        """Every lane as at the start: `context` tokens each, nothing chosen."""
-        needed = self.lanes.host_part(self.cell.context) // self.arena.block_tokens
-        for lane in range(self.cell.batch):
-            taken = self.lanes.close(lane)[needed:]
+        """Every slot as at the start: `context` tokens each, nothing chosen."""
+        needed = self.slots.host_part(self.cell.context) // self.arena.block_tokens
+        for slot in range(self.cell.batch):
+            taken = self.slots.close(slot)[needed:]
             self.arena.pools["kv", "host"].free(taken)
         self.prepare()
 
     def prepare(self) -> None:
-        """Fill lanes that are closed."""
-        for lane, blocks in enumerate(self.host_blocks.tolist()):
-            self.lanes.prepare(lane, self.cell.context, blocks)
+        """Fill slots that are closed."""
+        for slot, blocks in enumerate(self.host_blocks.tolist()):
+            self.slots.prepare(slot, self.cell.context, blocks)
 
-    def take_block(self, lane: int) -> int:
+    def take_block(self, slot: int) -> int:
         """A host block for what gets old."""
         return self.arena.pools["kv", "host"].allocate(1)[0]
 
@@ -86,13 +89,13 @@ def sparse_rig(setting: Setting, group: Group, cell: SparseCell) -> Iterator[Spa
         # All heads of the first layer: no similarities are known of random weights.
         persistent = (tuple(range(config.kv_heads)), *[()] * (config.layers - 1))
         settings = SparseSettings(setting.clo, cell.batch, longest, chunk_tokens=1)
-        lanes = Lanes(config, arena, forward.mover, settings, persistent)
-        for codes in lanes.codes:
+        slots = Slots(config, arena, forward.mover, settings, persistent)
+        for codes in slots.codes:
             codes.random_()
-        needed = lanes.host_part(cell.context) // setting.block_tokens
+        needed = slots.host_part(cell.context) // setting.block_tokens
         taken = arena.pools["kv", "host"].allocate(cell.batch * needed)
         made = SparseRig(
-            forward=forward, setting=setting, cell=cell, lanes=lanes, persistent=persistent,
+            forward=forward, setting=setting, cell=cell, slots=slots, persistent=persistent,
             host_blocks=np.array(taken, np.int64).reshape(cell.batch, needed),
         )  # fmt: skip
         made.prepare()
@@ -115,22 +118,22 @@ def sparse_arms(rig: SparseRig) -> list[Arm]:
 
 def _decoding(
     rig: SparseRig, name: str, hits: float, ahead: bool = True,
-    kind: type[SimilarityCache] = SimilarityCache,
+    kind: type[InjectedCache] = InjectedCache,
 ) -> Callable[[], Sample]:  # fmt: skip
     def run() -> Sample:
         rig.open()
-        cache = kind(rig.lanes, equal_heads(rig.config.shape), injected_hits=hits)
+        cache = kind(rig.slots, equal_heads(rig.config.shape), hits)
         sparse = SparseForward(rig.forward, cache, ahead)
-        lanes = range(rig.cell.batch)
+        slots = range(rig.cell.batch)
         first = torch.zeros((rig.cell.batch, 1), dtype=torch.int64)
         # The first step has nothing to hit.
-        sparse.run(lanes, first, rig.take_block)
+        sparse.run(slots, first, rig.take_block)
         before = cache.counts()
 
         def steps() -> None:
             last = first
             for _ in range(rig.setting.steps):
-                last = sparse.run(lanes, last, rig.take_block).argmax(dim=-1)[:, None]
+                last = sparse.run(slots, last, rig.take_block).argmax(dim=-1)[:, None]
 
         sample = rig.timed(steps)
         counts = cache.counts()
@@ -148,7 +151,7 @@ def _gathered(rig: SparseRig) -> Sample:
 
     def copies() -> None:
         for _ in range(rig.setting.steps):
-            rig.lanes.mover.h2d(pairs([gather]))
+            rig.slots.mover.h2d(pairs([gather]))
 
     return replace(rig.timed(copies), h2d_bytes=rig.setting.steps * target.nbytes)
 
@@ -166,10 +169,10 @@ def _copied(rig: SparseRig) -> Sample:
 
 
 def _choice(rig: SparseRig) -> tuple[Tensor, Tensor, Tensor]:
-    lanes = rig.lanes
-    source = lanes.rows(1)
-    chosen = lanes.settings.clo.chosen_tokens(rig.cell.context)
-    shape = (rig.cell.batch, 2 * lanes.config.kv_heads, chosen)
+    slots = rig.slots
+    source = slots.rows(1)
+    chosen = slots.settings.clo.chosen_tokens(rig.cell.context)
+    shape = (rig.cell.batch, 2 * slots.config.kv_heads, chosen)
     rows = torch.randint(0, len(source), shape, generator=torch.Generator().manual_seed(3))
     return rows, source.new_empty((*shape, source.shape[1])), source
 

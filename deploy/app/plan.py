@@ -60,7 +60,7 @@ def worker_plan(
         cpu_threads=e.cpu_threads,
         cpu_room_share=e.cpu_room_share,
         approx=e.approx,
-        lanes=_lanes(e, model),
+        sparse=_sparse(e, model),
         tier=TierChoice(
             e.host_tier, "kv" if e.planner == "kv" else "tail", e.lmcache.server or "",
             e.lmcache.timeout_s, e.lmcache.heartbeat_s, e.lmcache.retry_s,
@@ -88,9 +88,10 @@ def _transfer(settings: ClusterSettings) -> Any:
     )
 
 
-def _lanes(engine: EngineSettings, model: Model) -> Any:
+def _sparse(engine: EngineSettings, model: Model) -> Any:
     """How workers decode approximately; reads the file of head importance, if there is one."""
-    from workers.torch_engine.lanes import LanesPlan
+    from engine.sparse.settings import SparseSettings
+    from workers.own_engine.plans import SparsePlan
 
     s = engine.sparse
     heads = None
@@ -102,10 +103,11 @@ def _lanes(engine: EngineSettings, model: Model) -> Any:
     method = CloConfig(
         s.share, s.sink_tokens, s.recent_tokens, s.eta, s.power, s.epsilon, s.code_bits
     )
-    return LanesPlan(
-        method, s.lanes, s.retriever, s.prefetch, s.max_age, s.chunk_tokens, heads,
-        s.persistent_heads,
+    settings = SparseSettings(
+        method, s.lanes, retriever=s.retriever, prefetch=s.prefetch, max_age=s.max_age,
+        chunk_tokens=s.chunk_tokens,
     )  # fmt: skip
+    return SparsePlan(settings, heads, s.persistent_heads)
 
 
 def engine_scheduler(settings: ClusterSettings) -> Any:

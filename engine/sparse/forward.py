@@ -1,9 +1,9 @@
-"""A pass of sequences that decode sparsely: each layer attends to what its lanes have.
+"""A pass of sequences that decode sparsely: each layer attends to what its slots have.
 
 At the start of a layer the next one's queries are predicted from the hidden states as they are
 (Eq. 5 of paper 004, with the norm, head norm and rotary embedding that it leaves out), and what
 they miss is on its way while this layer computes. Persistent heads attend to all tokens with their
-actual query. One new token per lane, or a chunk of one lane's prompt.
+actual query. One new token per slot, or a chunk of one slot's prompt.
 """
 
 from __future__ import annotations
@@ -17,91 +17,89 @@ from torch import Tensor
 from engine import layers
 from engine.forward import Forward
 from engine.layers import angles, frequencies
-from engine.sparse.cache import Pending, SimilarityCache
-from engine.sparse.lanes import Lanes
+from engine.sparse.cache import PendingGather, SimilarityCache
 from engine.sparse.settings import SparseSettings
+from engine.sparse.slots import Slots
 from engine.sparse.view import View
 from kappa.plans.clo import HeadProfile, Persistent, equal_heads
 
 
 class SparseForward:
-    """A model over lanes.
+    """A model over slots.
 
     Args:
         forward: the model; its weights lie on the device.
-        cache: of the lanes.
+        cache: of the slots.
         ahead: whether choices are made one layer ahead; as the settings say, if not given.
-
-    Raises:
-        ValueError: weights that are streamed: the link is for KV here.
     """
 
     def __init__(self, forward: Forward, cache: SimilarityCache, ahead: bool | None = None) -> None:
-        if forward.weights.streamed:
-            raise ValueError(
-                "sparse decoding needs the weights on the device; they are streamed here"
-            )
         self.weights, self.config = forward.weights, forward.config
-        self.cache, self.lanes = cache, cache.lanes
+        self.cache, self.slots = cache, cache.slots
         self._rope = None
         if self.config.rope:
             inverse, factor = frequencies(self.config.rope, self.config.head_dim)
             self._rope = inverse.to(self.weights.device), factor
-        self._ahead = self.lanes.settings.prefetch if ahead is None else ahead
+        self._ahead = self.slots.settings.prefetch if ahead is None else ahead
 
     @torch.no_grad()
     def run(
-        self, lanes: Sequence[int], tokens: Tensor, take_block: Callable[[int], int | None]
+        self, slots: Sequence[int], tokens: Tensor, take_block: Callable[[int], int | None]
     ) -> Tensor:
-        """Compute `tokens` (batch, new) of the lanes; logits (batch, vocabulary) of the last ones.
+        """Compute `tokens` (batch, new) of the slots; logits (batch, vocabulary) of the last ones.
 
-        take_block: a host block for a lane, when its next one is full and no longer recent.
+        take_block: a host block for a slot, when its next one is full and no longer recent.
 
         Raises:
-            TransferFailed: a gather, or the copy of a block, failed: the lanes are to be closed.
-            ValueError: more tokens than a lane has room for.
+            TransferFailed: a gather, or the copy of a block, failed: the slots are to be closed.
+            ValueError: more tokens than a slot has room for.
         """
-        view = self.lanes.begin(lanes, tokens.shape[1])
+        view = self.slots.begin(slots, tokens.shape[1])
         flat = view.positions.flatten()
         hidden = layers.embed(self.weights, tokens.flatten(), flat)
         turn: layers.Angles = None
         if self._rope is not None:
             turn = angles(flat, *self._rope, self.weights.dtype)
-        waiting: Pending | None = None
+        waiting: PendingGather | None = None
         for index in range(self.config.layers):
             hidden, waiting = self._layer(index, hidden, turn, view, waiting)
-        self.lanes.end(view, take_block)
-        last = hidden.view(len(view.lanes), view.new, -1)[:, -1]
+        self.slots.end(view, take_block)
+        last = hidden.view(len(view.slots), view.new, -1)[:, -1]
         return layers.logits(last, self.weights)
 
     def _layer(
-        self, index: int, hidden: Tensor, turn: layers.Angles, view: View, waiting: Pending | None
-    ) -> tuple[Tensor, Pending | None]:
+        self,
+        index: int,
+        hidden: Tensor,
+        turn: layers.Angles,
+        view: View,
+        waiting: PendingGather | None,
+    ) -> tuple[Tensor, PendingGather | None]:
         """The hidden states behind a layer, and the gather for the next one."""
-        config, layer = self.config, self.weights.layer(index)
-        following: Pending | None = None
+        config, layer = self.config, self.weights.layers[index]
+        following: PendingGather | None = None
         if self._ahead and index + 1 < config.layers:
             following = self.cache.look_up(index + 1, self._query(index + 1, hidden, turn), view)
         a = layers.attention_input(hidden, layer, config)
         queries = layers.project_q(a, layer, config, turn)
         kv = torch.empty((len(hidden), 2 * config.kv_width), dtype=a.dtype, device=a.device)
         layers.project_kv(a, layer, config, turn, kv)
-        self.lanes.write(index, view, kv)
+        self.slots.write(index, view, kv)
         if not self._ahead or index == 0:
             # Nobody came before the first layer to predict its queries.
             waiting = self.cache.look_up(index, queries, view)
         self.cache.arrived(waiting)
-        attended = attend(self.lanes, index, queries, view)
+        attended = attend(self.slots, index, queries, view)
         return layers.finish(hidden, attended, layer, config), following
 
     def _query(self, index: int, hidden: Tensor, turn: layers.Angles) -> Tensor:
         """A layer's queries, as the hidden states before the layer ahead of it predict them."""
-        layer = self.weights.layer(index)
+        layer = self.weights.layers[index]
         a = layers.attention_input(hidden, layer, self.config)
         return layers.project_q(a, layer, self.config, turn)
 
 
-def over_lanes(
+def sparse_forward(
     forward: Forward,
     settings: SparseSettings,
     *,
@@ -109,7 +107,7 @@ def over_lanes(
     heads: HeadProfile | None = None,
     tau: Tensor | None = None,
 ) -> SparseForward:
-    """A model with lanes of its own, beside `forward`'s blocks.
+    """A model with slots of its own, beside `forward`'s blocks.
 
     Args:
         persistent: KV heads of each layer that keep all KV on the device; by default all of the
@@ -118,29 +116,29 @@ def over_lanes(
         tau: thresholds (layers, kv_heads) instead of those that follow from the importance.
 
     Raises:
-        ValueError: heads that the model has not, or streamed weights.
+        ValueError: heads that the model has not.
     """
     config = forward.config
     if persistent is None:
         persistent = (tuple(range(config.kv_heads)), *[()] * (config.layers - 1))
-    lanes = Lanes(config, forward.arena, forward.mover, settings, persistent)
-    cache = SimilarityCache(lanes, heads or equal_heads(config.shape), tau)
+    slots = Slots(config, forward.arena, forward.mover, settings, persistent)
+    cache = SimilarityCache(slots, heads or equal_heads(config.shape), tau)
     return SparseForward(forward, cache)
 
 
-def attend(lanes: Lanes, index: int, queries: Tensor, view: View) -> Tensor:
+def attend(slots: Slots, index: int, queries: Tensor, view: View) -> Tensor:
     """Output (batch·new, heads·head_dim) of a layer's queries (batch·new, heads, head_dim)."""
-    config, group = lanes.config, lanes.layout.group
-    batch = len(view.lanes)
+    config, group = slots.config, slots.layout.group
+    batch = len(view.slots)
     # Heads that share keys become queries of one head: (batch, kv_heads, new·group, d).
     q = queries.view(batch, view.new, config.kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
     out = torch.empty_like(q)
-    offloaded, persistent = lanes.offloaded[index], lanes.persistent[index]
+    offloaded, persistent = slots.offloaded[index], slots.persistent[index]
     if len(offloaded):
-        store = lanes.lane_slice(lanes.store[index], view)[:, :, :, : view.seen.shape[-1]]
+        store = slots.slot_slice(slots.store[index], view)[:, :, :, : view.seen.shape[-1]]
         _attend(out, q, store, view.seen, offloaded, config.kv_heads)
     if len(persistent):
-        full = lanes.lane_slice(lanes.full[index], view)[:, :, :, : view.all_seen.shape[-1]]
+        full = slots.slot_slice(slots.full[index], view)[:, :, :, : view.all_seen.shape[-1]]
         _attend(out, q, full, view.all_seen, persistent, config.kv_heads)
     apart = out.view(batch, config.kv_heads, view.new, group, -1)
     return apart.transpose(1, 2).reshape(batch * view.new, config.query_width)

@@ -1,18 +1,31 @@
 """Rows gathered from host memory into their last place on the device, as a copy of a mover.
 
-On a GPU one kernel reads pinned host memory (Triton, `engine.sparse.gather_cuda`): which rows, and
-whether a head needs any, is known to the device alone, so the host neither waits nor gathers. On
-the CPU it is a plain copy of the heads that need one. `Gather` passes through `Mover.h2d` like any
-other copy: counted, ordered by events, failing or paced as the mover does.
+On a GPU one Triton kernel reads pinned host memory: which rows, and whether a head needs any, is
+known to the device alone, so the host neither waits nor gathers. A program copies some rows of one
+head; heads that hit end at once. Rows are of one key or value (256 bytes at 128 half-precision
+elements), read whole, so that the link carries full lines. On the CPU it is a plain copy of the
+heads that need one. `Gather` passes through `Mover.h2d` like any other copy: counted, ordered by
+events, failing or paced as the mover does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+
+try:
+    # CPU builds of torch have none, so that no type checker finds it there.
+    import triton  # type: ignore[import-not-found]
+    import triton.language as tl  # type: ignore[import-not-found]
+except ImportError:
+    triton = None
+
+_ROWS = 16
+_KERNEL: Any = None
 
 
 @dataclass(slots=True)
@@ -67,17 +80,12 @@ class Gather:
         """Bytes that are copied; 0 where only the device knows (`counted`)."""
         if self._picked is None:
             return 0
-        return len(self._picked[0]) * self.rows.shape[2] * self.target.shape[3] * self._item
-
-    @property
-    def _item(self) -> int:
-        return self.target.dtype.itemsize
+        rows = len(self._picked[0]) * self.rows.shape[2]
+        return rows * self.target.shape[3] * self.target.dtype.itemsize
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> None:
         """Do it, on the current stream."""
         if self._picked is None:
-            from engine.sparse.gather_cuda import gather_rows
-
             gather_rows(self.target, source, self.rows, self.wanted, self.counted)
             return
         batch, head = self._picked
@@ -91,3 +99,71 @@ class Gather:
 def pairs(gathers: Sequence[Gather]) -> list[tuple[Tensor, Tensor]]:
     """As `Mover.h2d` takes them: a gather stands where a target tensor does."""
     return [(one, one.source) for one in gathers]  # type: ignore[misc]
+
+
+def gather_rows(
+    target: Tensor, source: Tensor, rows: Tensor, wanted: Tensor, counted: Tensor | None
+) -> None:
+    """Copy `source[rows[b, h, j]]` to `target[b, h, j]` for the heads with `wanted[b, h]`.
+
+    Args:
+        target: (batch, heads, n, d) on the device, last axis dense.
+        source: (rows, d) in pinned host memory (or on the device), contiguous.
+        rows: (batch, heads, n) int64 on the device, last axis dense.
+        wanted: (batch, heads) bool on the device.
+        counted: one int64 on the device, to which the rows that were copied are added; or None.
+
+    Raises:
+        RuntimeError: there is no Triton here.
+    """
+    if triton is None:
+        raise RuntimeError(
+            "sparse decoding on a GPU gathers with a Triton kernel, and triton is not installed: "
+            "install it (it comes with CUDA builds of torch), or set engine.approx to never"
+        )
+    batch, heads, count, width = target.shape
+    if not count or not batch or not heads:
+        return
+    flags = wanted.contiguous().view(-1)
+    grid = (batch * heads, triton.cdiv(count, _ROWS))
+    _kernel()[grid](
+        target, source, rows, flags, counted if counted is not None else flags,
+        heads, count,
+        target.stride(0), target.stride(1), target.stride(2),
+        rows.stride(0), rows.stride(1),
+        WIDTH=width, PADDED=triton.next_power_of_2(width), ROWS=_ROWS,
+        COUNT=counted is not None,
+    )  # fmt: skip
+
+
+def _kernel() -> Any:
+    """The kernel; made at first use, as its decorator needs Triton."""
+    global _KERNEL
+    if _KERNEL is None:
+        _KERNEL = triton.jit(_gather)
+    return _KERNEL
+
+
+def _gather(
+    target, source, rows, flags, counted, heads, count,
+    target_batch, target_head, target_row, rows_batch, rows_head,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS rows of one head."""
+    which = tl.program_id(0)
+    if tl.load(flags + which) == 0:
+        return
+    batch = (which // heads).to(tl.int64)
+    head = (which % heads).to(tl.int64)
+    first = tl.program_id(1) * ROWS
+    at = first + tl.arange(0, ROWS)
+    there = at < count
+    row = tl.load(rows + batch * rows_batch + head * rows_head + at, mask=there, other=0)
+    column = tl.arange(0, PADDED)
+    mask = there[:, None] & (column < WIDTH)[None, :]
+    values = tl.load(source + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
+    place = target + batch * target_batch + head * target_head
+    offset = at.to(tl.int64)[:, None] * target_row + column[None, :]
+    tl.store(place + offset, values, mask=mask)
+    if COUNT:
+        tl.atomic_add(counted, tl.sum(there.to(tl.int64)))

@@ -1,9 +1,9 @@
-"""Requests of an engine that may be answered approximately, and the lanes that they decode in.
+"""Requests of an engine that may be answered approximately, and the slots that they decode in.
 
-Such a request is computed like any other until its first token; then it moves into a lane, its
+Such a request is computed like any other until its first token; then it moves into a slot, its
 device blocks are free for others, and it decodes sparsely. A prefix that is in host memory need not
-be loaded at all (segment S): the request begins in a lane. KV computed so is nobody else's and is
-never published. Where there is no lane or no host block, or a copy fails, the request is computed
+be loaded at all (segment S): the request begins in a slot. KV computed so is nobody else's and is
+never published. Where there is no slot or no host block, or a copy fails, the request is computed
 exactly; how many of its tokens were approximate is in its account.
 """
 
@@ -19,15 +19,15 @@ import numpy as np
 from torch import Tensor
 
 from engine.blocks import OutOfBlocks
-from engine.prefix import BlockKey, PrefixCache
-from engine.sequence import Load, Sequence
+from engine.prefix import BlockKey, PrefixPool
+from engine.sequence import EngineRequest, Load, Sequence
 from engine.sparse.forward import SparseForward
-from engine.sparse.opening import open_from_device, open_from_host
+from engine.sparse.promotion import begin_from_host, promote_from_device
 from engine.sparse.view import to_device
 from engine.transfer import TransferFailed
 from kappa.plans.clo import persistent_share, sparse_plan
 from kappa.plans.load_plan import LoadPlan, Segment
-from kappa.plans.planners import Cached, Planner, Planning
+from kappa.plans.planners import Cached, Planning
 from kappa.plans.rates import PlanRates
 
 SPARSE = "sparse"
@@ -36,7 +36,7 @@ SPARSE = "sparse"
 
 @dataclass(slots=True)
 class SparseCounts:
-    """Requests that moved into a lane, that began in one, and that had to leave one; tokens that
+    """Requests that moved into a slot, that began in one, and that had to leave one; tokens that
     were computed sparsely; passes that failed."""
 
     moved: int = 0
@@ -49,27 +49,25 @@ class SparseCounts:
 @dataclass(slots=True)
 class Done:
     """What a round of sparse passes gave: logits of each request's last token; those that cannot go
-    on in their lane; and of those that began, seconds of link and bytes."""
+    on in their slot; and of those that began, seconds of link and bytes."""
 
     logits: dict[Sequence, Tensor] = field(default_factory=dict)
     lost: list[Sequence] = field(default_factory=list)
     begun: dict[Sequence, tuple[float, int]] = field(default_factory=dict)
 
 
-def check_asked(
-    approx: bool, planner: str | Planner | None, lanes: bool, planning: Planning
-) -> None:
-    """Do nothing for a request whose planner there is, and a lane if it may be approximate.
+def check_planner(request: EngineRequest, places: bool, planning: Planning) -> None:
+    """Do nothing for a request whose planner there is, and a place if it may be approximate.
 
     Raises:
-        ValueError: there is none; says which planners there are, or what a lane needs.
+        ValueError: there is none; says which planners there are, or what a place needs.
     """
-    if approx and not lanes:
+    if request.approx and not places:
         raise ValueError(
-            "approximate answers were asked of an engine without lanes: set engine.approx"
+            "approximate answers were asked of an engine without slots for them: set engine.approx"
         )
-    if not (approx and planner == SPARSE):
-        planning.check(planner)
+    if not (request.approx and request.planner == SPARSE):
+        planning.check(request.planner)
 
 
 # A prefix stays in host memory unasked only if that is predicted to be so much faster.
@@ -77,10 +75,10 @@ _LEAST_GAIN = 0.1
 
 
 class SparseServing:
-    """The lanes of one engine and who has them.
+    """The slots of one engine and who has them.
 
     Args:
-        sparse: the model over the lanes.
+        sparse: the model over the slots.
         device, host: the caches of KV blocks.
         stored: whether a block is in host memory, or on its way there.
     """
@@ -88,45 +86,45 @@ class SparseServing:
     def __init__(
         self,
         sparse: SparseForward,
-        device: PrefixCache,
-        host: PrefixCache,
+        device: PrefixPool,
+        host: PrefixPool,
         stored: Callable[[BlockKey], bool],
     ) -> None:
         self.counts = SparseCounts()
-        self.lanes = sparse.lanes
+        self.slots = sparse.slots
         self._sparse = sparse
         self._device, self._host = device, host
         self._stored = stored
-        self._free = list(range(self.lanes.settings.lanes))
-        self._lane: dict[Sequence, int] = {}
-        # Of those that begin in a lane: host blocks of their prefix, until it is opened.
+        self._free = list(range(self.slots.settings.slots))
+        self._slot: dict[Sequence, int] = {}
+        # Of those that begin in a slot: host blocks of their prefix, until it is opened.
         self._unopened: dict[Sequence, list[int]] = {}
         # Whose codes were made for which host block.
         self._coded: dict[int, bytes] = {}
-        persistent = tuple(tuple(heads.tolist()) for heads in self.lanes.persistent)
-        self._persistent = persistent_share(self.lanes.config.shape, persistent)
+        persistent = tuple(tuple(heads.tolist()) for heads in self.slots.persistent)
+        self._persistent = persistent_share(self.slots.config.shape, persistent)
 
     def __contains__(self, sequence: object) -> bool:
-        """Whether a request has a lane."""
-        return sequence in self._lane
+        """Whether a request has a slot."""
+        return sequence in self._slot
 
     def __len__(self) -> int:
-        """Lanes in use."""
-        return len(self._lane)
+        """Slots in use."""
+        return len(self._slot)
 
     def to_dict(self) -> dict[str, Any]:
         """Counts so far, ready for JSON."""
         cache = asdict(self._sparse.cache.counts())
-        return {**asdict(self.counts), **cache, "lanes": len(self)}
+        return {**asdict(self.counts), **cache, "slots": len(self)}
 
     # -- codes --------------------------------------------------------------------------------
 
     def store(self, keys: Iterable[BlockKey], device: list[int], host: list[int]) -> None:
         """Full blocks are being copied to host memory: make their codes, while they are here."""
-        place = self.lanes.arena.device
+        place = self.slots.arena.device
         mine, named = (to_device(np.array(blocks), place) for blocks in (device, host))
-        for layer in range(self.lanes.config.layers):
-            self.lanes.hash_blocks(layer, named, self.lanes.arena.kv_device[layer][mine, 0])
+        for layer in range(self.slots.config.layers):
+            self.slots.hash_blocks(layer, named, self.slots.arena.kv_device[layer][mine, 0])
         self._coded.update(zip(host, (key.digest for key in keys), strict=True))
 
     # -- a prefix that stays in host memory ---------------------------------------------------
@@ -136,7 +134,7 @@ class SparseServing:
     ) -> LoadPlan | None:
         """The plan that leaves all of a prefix in host memory; None to load it, as `exact` says.
 
-        Only where a lane is free, the request will fit it, and host memory has each block as KV
+        Only where a slot is free, the request will fit it, and host memory has each block as KV
         with its code; and only if it was asked for by name, or is predicted to be faster.
 
         Args:
@@ -144,11 +142,11 @@ class SparseServing:
             exact: what would be done otherwise.
             rates: to predict with; None: by name only.
         """
-        named = sequence.planner == SPARSE
+        named = sequence.request.planner == SPARSE
         blocks = asked.cached // self._block
         if not sequence.approx or not self._free or not self._fits(sequence, asked.cached):
             return None
-        if sequence.planner not in (None, "auto", SPARSE) or not (named or rates):
+        if sequence.request.planner not in (None, "auto", SPARSE) or not (named or rates):
             return None
         if not all(self._usable(key) for key in sequence.keys[:blocks]):
             return None
@@ -156,8 +154,8 @@ class SparseServing:
             segments = (Segment("S", 0, asked.cached),)
             return LoadPlan(segments, exact=False, why="as the request asked")
         plan = sparse_plan(
-            rates, self.lanes.settings.clo, self._persistent, asked.cached, asked.new,
-            self.lanes.settings.chunk_tokens,
+            rates, self.slots.settings.clo, self._persistent, asked.cached, asked.new,
+            self.slots.settings.chunk_tokens,
         )  # fmt: skip
         slow = exact is not None and plan.ttft_s > (1.0 - _LEAST_GAIN) * exact.ttft_s
         # What is new, and long, would be attended to in part as well.
@@ -165,29 +163,29 @@ class SparseServing:
         return None if (slow or short) and not named else plan
 
     def reserve(self, sequence: Sequence, plan: LoadPlan) -> Load:
-        """Take a lane for a request that begins in it; its load, with the host blocks held."""
+        """Take a slot for a request that begins in it; its load, with the host blocks held."""
         keys = sequence.keys[: plan.cached_tokens // self._block]
-        self._lane[sequence] = heapq.heappop(self._free)
+        self._slot[sequence] = heapq.heappop(self._free)
         self._unopened[sequence] = self._host.hold(keys)
         held = self._host.hold(keys)
         return Load(0, len(keys), plan, held, [-1] * len(keys), self._block)
 
     # -- after its first token ----------------------------------------------------------------
 
-    def adopt(self, sequence: Sequence) -> bool:
-        """Move a request that has its first token into a lane, if there is one and it is worth it.
+    def promote(self, sequence: Sequence) -> bool:
+        """Move a request that has its first token into a slot, if there is one and it is worth it.
 
         Waits, by saying no, until the blocks that are on their way to host memory have arrived.
         """
         # Its latest token is not computed yet.
         tokens = len(sequence.tokens) - 1
-        host_tokens = self.lanes.host_part(tokens)
-        if not sequence.approx or sequence in self._lane or not self._free:
+        host_tokens = self.slots.host_part(tokens)
+        if not sequence.approx or sequence in self._slot or not self._free:
             return False
         if sequence.kept is not None:
             # The CPU attends to what it left in host memory.
             return False
-        if host_tokens <= self.lanes.layout.sinks or not self._fits(sequence, 0):
+        if host_tokens <= self.slots.layout.sinks or not self._fits(sequence, 0):
             return False
         keys = sequence.keys[: host_tokens // self._block]
         if any(self._host.find(key) is None and self._stored(key) for key in keys):
@@ -196,11 +194,11 @@ class SparseServing:
         if blocks is None:
             return False
         mine = sequence.table.blocks()
-        lane = self._lane[sequence] = heapq.heappop(self._free)
-        copied = open_from_device(self.lanes, lane, tokens, mine, blocks, missing)
+        slot = self._slot[sequence] = heapq.heappop(self._free)
+        copied = promote_from_device(self.slots, slot, tokens, mine, blocks, missing)
         if copied is not None:
             try:
-                self.lanes.mover.wait(copied)
+                self.slots.mover.wait(copied)
             except TransferFailed:
                 self.counts.failed += 1
                 self.expel(sequence)
@@ -223,49 +221,45 @@ class SparseServing:
             self._attempt(done, [sequence], partial(self._chunk, sequence, new, start))
         if single:
             self._attempt(done, list(single), partial(self._single, single))
-        stuck = [s for s in rows if self.lanes.states[self._lane[s]].stuck and s not in done.lost]
+        stuck = [s for s in rows if self.slots.states[self._slot[s]].stuck and s not in done.lost]
         done.lost += stuck
         return done
 
-    def adopt_all(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Those of the decoding requests that have moved into a lane now."""
-        return [sequence for sequence in list(sequences) if self.adopt(sequence)]
-
     def expel(self, sequence: Sequence) -> None:
-        """It gives its lane back and is not computed sparsely any more."""
+        """It gives its slot back and is not computed sparsely any more."""
         sequence.approx = False
         self.counts.expelled += 1
         self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """It is over, or begins again: its lane is free."""
-        lane = self._lane.pop(sequence, None)
-        if lane is None:
+        """It is over, or begins again: its slot is free."""
+        slot = self._slot.pop(sequence, None)
+        if slot is None:
             return
         held = self._unopened.pop(sequence, None)
-        opened = self.lanes.close(lane)
+        opened = self.slots.close(slot)
         self._host.release(held if held is not None else opened)
-        heapq.heappush(self._free, lane)
+        heapq.heappush(self._free, slot)
 
     # -- inside -------------------------------------------------------------------------------
 
     @property
     def _block(self) -> int:
-        return self.lanes.arena.block_tokens
+        return self.slots.arena.block_tokens
 
     def _fits(self, sequence: Sequence, cached_tokens: int) -> bool:
-        """Whether a lane holds it to its end, and its prefix leaves something to choose from."""
+        """Whether a slot holds it to its end, and its prefix leaves something to choose from."""
         longest = sequence.prompt_tokens + sequence.max_tokens
-        within = longest <= self.lanes.settings.max_tokens
+        within = longest <= self.slots.settings.max_tokens
         return within and (
-            not cached_tokens or self.lanes.host_part(cached_tokens) > self.lanes.layout.sinks
+            not cached_tokens or self.slots.host_part(cached_tokens) > self.slots.layout.sinks
         )
 
     def _usable(self, key: BlockKey) -> bool:
         block = self._host.find(key)
         if block is None:
             return False
-        return self.lanes.hasher is None or self._coded.get(block) == key.digest
+        return self.slots.hasher is None or self._coded.get(block) == key.digest
 
     def _host_blocks(self, keys: list[BlockKey]) -> tuple[list[int] | None, list[int]]:
         """A host block for each key, held or taken, and the indices of those without its KV."""
@@ -282,7 +276,7 @@ class SparseServing:
         blocks = {**held, **dict(zip(missing, taken, strict=True))}
         return [blocks[index] for index in range(len(keys))], missing
 
-    def _take_block(self, lane: int) -> int | None:
+    def _take_block(self, slot: int) -> int | None:
         try:
             (block,) = self._host.take(1)
         except OutOfBlocks:
@@ -293,7 +287,7 @@ class SparseServing:
     def _attempt(
         self, done: Done, sequences: list[Sequence], run: Callable[[], dict[Sequence, Tensor]]
     ) -> None:
-        mover = self.lanes.mover
+        mover = self.slots.mover
         opening = [one for one in sequences if one in self._unopened]
         link = mover.counters["h2d"]
         mover.settle()
@@ -313,30 +307,30 @@ class SparseServing:
 
     def _single(self, at: Mapping[Sequence, int]) -> dict[Sequence, Tensor]:
         """One token of each, together."""
-        order = sorted(at, key=lambda one: self._lane[one])
+        order = sorted(at, key=lambda one: self._slot[one])
         tokens = [[one.tokens[at[one]]] for one in order]
-        logits = self._run([self._lane[one] for one in order], tokens)
+        logits = self._run([self._slot[one] for one in order], tokens)
         return {one: logits[index] for index, one in enumerate(order)}
 
     def _chunk(self, sequence: Sequence, new: int, context: int) -> dict[Sequence, Tensor]:
-        lane = self._lane[sequence]
+        slot = self._slot[sequence]
         blocks = self._unopened.get(sequence)
         if blocks is not None:
-            open_from_host(self.lanes, lane, blocks)
-            named = self.lanes.states[lane].blocks
-            # The others are in the lane's own slots.
+            begin_from_host(self.slots, slot, blocks)
+            named = self.slots.states[slot].blocks
+            # The others are in the slot's own places.
             self._host.release(blocks[len(named) :])
             del self._unopened[sequence]
             self.counts.begun += 1
-        most = self.lanes.settings.chunk_tokens
+        most = self.slots.settings.chunk_tokens
         for start in range(context, context + new, most):
             part = sequence.tokens[start : min(start + most, context + new)]
-            logits = self._run([lane], [part])
+            logits = self._run([slot], [part])
         return {sequence: logits[0]}
 
-    def _run(self, lanes: list[int], tokens: list[list[int]]) -> Tensor:
-        if any(self.lanes.states[lane].stuck for lane in lanes):
+    def _run(self, slots: list[int], tokens: list[list[int]]) -> Tensor:
+        if any(self.slots.states[slot].stuck for slot in slots):
             raise TransferFailed("there was no host block for tokens that are no longer recent")
         self.counts.tokens += sum(map(len, tokens))
-        sent = to_device(np.array(tokens, np.int64), self.lanes.arena.device)
-        return self._sparse.run(lanes, sent, self._take_block)
+        sent = to_device(np.array(tokens, np.int64), self.slots.arena.device)
+        return self._sparse.run(slots, sent, self._take_block)

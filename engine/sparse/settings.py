@@ -1,8 +1,7 @@
 """How an engine decodes sparsely: plain, validated data beside the method's own numbers.
 
 `CloConfig` (`kappa.plans.clo`) has the numbers of paper 004; here is what an engine adds: how many
-sequences at a time, how tokens are retrieved, whether a layer ahead, and what is ours (the bound on
-a choice's age; hit rates that are injected for measurements, and say so).
+sequences at a time, how tokens are retrieved, whether a layer ahead, and a bound on a choice's age.
 """
 
 from __future__ import annotations
@@ -19,27 +18,25 @@ RetrieverName = Literal["oracle", "hash"]
 class SparseSettings:
     """Settings of one engine's sparse decoding.
 
-    clo: the method's numbers. lanes: sequences that decode sparsely at a time; max_tokens: of each
+    clo: the method's numbers. slots: sequences that decode sparsely at a time; max_tokens: of each
     at most. retriever: "oracle" scores keys themselves, "hash" their codes. prefetch: with the
     query as the layer before predicts it, one layer ahead; else with the actual one, waited for.
     max_age: steps after which a choice is made anew whatever its similarity; 0: never (the paper's
     way). chunk_tokens: new tokens computed together behind a prefix that stays in host memory.
-    injected_hits: share of look-ups that are said to hit, drawn from `seed`; None: by similarity.
-    A hit rate that is injected is no property of the model: results must say so.
+    seed: of the codes' projections.
     """
 
     clo: CloConfig = field(default_factory=CloConfig)
-    lanes: int = 4
+    slots: int = 4
     max_tokens: int = 8192
     retriever: RetrieverName = "hash"
     prefetch: bool = True
     max_age: int = 0
     chunk_tokens: int = 128
-    injected_hits: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("lanes", "max_tokens", "chunk_tokens"):
+        for name in ("slots", "max_tokens", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"SparseSettings.{name} is {getattr(self, name)}: give 1 or more")
         if self.max_age < 0:
@@ -50,6 +47,3 @@ class SparseSettings:
             )
         if self.retriever == "hash" and not self.clo.code_bits:
             raise ValueError("SparseSettings.retriever is 'hash' with code_bits 0: give some bits")
-        hits = self.injected_hits
-        if hits is not None and not 0.0 <= hits <= 1.0:
-            raise ValueError(f"SparseSettings.injected_hits is {hits}: give a share in [0, 1]")

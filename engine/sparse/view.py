@@ -1,7 +1,7 @@
-"""Where a lane keeps which token, and what a pass over several lanes may see of it.
+"""Where a slot keeps which token, and what a pass over several slots may see of it.
 
 Slots of an offloaded head: sinks, a ring of recent tokens, the chosen ones. `make_view` works out,
-once per pass and for all of its layers, where new tokens go and which slots each query may attend
+once per pass and for all of its layers, where new tokens go and which places each query may attend
 to: host arithmetic in numpy, sent to the device without waiting.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class Lane:
+class Slot:
     """One sequence: tokens in it, how many of them are in host blocks, and how many are chosen.
 
     blocks: host blocks of the first `host_tokens`. fresh: nothing was looked up yet. stuck: what is
@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """sinks, ring: slots of each kind; behind them the chosen. group: query heads per KV head."""
+    """sinks, ring: places of each kind; behind them the chosen. group: query heads per KV head."""
 
     sinks: int
     ring: int
@@ -44,48 +44,50 @@ class Layout:
 
     @property
     def choice_start(self) -> int:
-        """The first slot of the chosen tokens."""
+        """The first place of the chosen tokens."""
         return self.sinks + self.ring
 
-    def slot(self, positions: Tensor) -> Tensor:
+    def place(self, positions: Tensor) -> Tensor:
         """Slots of tokens that are sinks or recent."""
         ring = self.sinks + positions % self.ring
         return torch.where(positions < self.sinks, positions, ring)
 
     def seen(self, positions: Ints, host: Ints, chosen: Ints) -> NDArray[np.bool_]:
-        """(batch, new, slots used): what queries at positions (batch, new) may attend to.
+        """(batch, new, places used): what queries at positions (batch, new) may attend to.
 
         Args:
-            host: tokens of each lane that have left its ring.
+            host: tokens of each slot that have left its ring.
             chosen: tokens of its choice.
         """
-        slots = np.arange(self.choice_start + int(chosen.max()))
-        ring = (slots >= self.sinks) & (slots < self.choice_start)
+        places = np.arange(self.choice_start + int(chosen.max()))
+        ring = (places >= self.sinks) & (places < self.choice_start)
         last = positions[..., None]
-        # The latest token at or before each query that a slot of the ring can hold.
-        held = last - (last - (slots - self.sinks)) % self.ring
+        # The latest token at or before each query that a place of the ring can hold.
+        held = last - (last - (places - self.sinks)) % self.ring
         first = np.maximum(host, self.sinks)[:, None, None]
-        sink = (slots < self.sinks) & (slots <= last)
-        choice = (slots >= self.choice_start) & (slots < self.choice_start + chosen[:, None, None])
+        sink = (places < self.sinks) & (places <= last)
+        choice = (places >= self.choice_start) & (
+            places < self.choice_start + chosen[:, None, None]
+        )
         visible: NDArray[np.bool_] = sink | (ring & (held >= first)) | choice
         return visible
 
 
 @dataclass(slots=True)
 class View:
-    """A pass over some lanes, `new` tokens each: what all of its layers share.
+    """A pass over some slots, `new` tokens each: what all of its layers share.
 
-    index (batch,): lanes. positions (batch, new). slots (batch, new): where new tokens go. seen
-    (batch, 1, new·group, slots used), all_seen (…, tokens): what each query may attend to, of slots
-    and of persistent heads. candidates (batch, host tokens): what may be chosen. chosen: slots of
-    the longest choice. forced (batch,): lanes that have looked nothing up.
+    index (batch,): slots. positions (batch, new). places (batch, new): where new tokens go. seen
+    (batch, 1, new·group, places used), all_seen (…, tokens): what each query may attend to, of
+    places and of persistent heads. candidates (batch, host tokens): what may be chosen. chosen:
+    places of the longest choice. forced (batch,): slots that have looked nothing up.
     """
 
-    lanes: list[int]
+    slots: list[int]
     new: int
     index: Tensor
     positions: Tensor
-    slots: Tensor
+    places: Tensor
     seen: Tensor
     all_seen: Tensor
     candidates: Tensor
@@ -103,11 +105,11 @@ def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def make_view(
-    lanes: list[int], states: list[Lane], new: int, layout: Layout, block_tokens: int, table: Tensor
+    slots: list[int], states: list[Slot], new: int, layout: Layout, block_tokens: int, table: Tensor
 ) -> View:
-    """The pass over `lanes`, whose states are `states`, with so many new tokens each.
+    """The pass over `slots`, whose states are `states`, with so many new tokens each.
 
-    table: host blocks of all lanes (lanes, blocks).
+    table: host blocks of all slots (slots, blocks).
     """
     device = table.device
 
@@ -125,13 +127,13 @@ def make_view(
     positions = tokens[:, None] + np.arange(new)
     there = np.arange(int(host.max()))
     fresh = np.array([state.fresh for state in states]) & (chosen > 0)
-    index, where = send(np.array(lanes)), send(positions)
+    index, where = send(np.array(slots)), send(positions)
     return View(
-        lanes=lanes,
+        slots=slots,
         new=new,
         index=index,
         positions=where,
-        slots=layout.slot(where),
+        places=layout.place(where),
         seen=for_queries(layout.seen(positions, host, chosen)),
         all_seen=for_queries(np.arange(positions.max() + 1) <= positions[..., None]),
         candidates=send((there >= layout.sinks) & (there < host[:, None])),

@@ -91,7 +91,7 @@ def _not_negative(columns: NDArray[np.float64], values: NDArray[np.float64]) -> 
 def rates_from_measured(
     data: Mapping[str, Any] | str | Path, *, overlap: float | None = None
 ) -> PlanRates:
-    """Rates from what `engine.profiling` measured: its object, or the file that holds it.
+    """Rates from what `engine.profile` measured: its object, or the file that holds it.
 
     The lines are fitted here, from the samples, so that a file cannot claim an R² it has not.
 

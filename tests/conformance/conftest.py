@@ -23,8 +23,8 @@ from router.api.metadata import PIN_HEADER
 from router.api.render import PromptRenderer
 from router.api.start import IngressSettings
 from router.live.replica_registry import ReplicaRegistry
-from workers.emulated.engine import EmulatedEngine, EmulatedPlan
-from workers.emulated.loop import EmulatedPace
+from workers.own_engine.emulated import EmulatedEngine
+from workers.own_engine.plans import EmulatedPlan
 from workers.report_stream import ReportStream
 from workers.tiny_model import make_tiny_model
 
@@ -45,7 +45,7 @@ class Node:
         self.stream = ReportStream(name, "127.0.0.1", f"{sockets}-stats", f"{sockets}-kv")
         self.stream.start()
         plan = EmulatedPlan(
-            name, EmulatedPace(STEP, 1e-8, 0.0, 512, 64), BLOCK, DEVICE_BLOCKS, HOST_BLOCKS,
+            name, STEP, 1e-8, 0.0, 512, 64, BLOCK, DEVICE_BLOCKS, HOST_BLOCKS,
             CONTEXT_TOKENS, f"{sockets}-stats", f"{sockets}-kv",
         )  # fmt: skip
         config = SimpleNamespace(engine_kwargs={"kappa_emulated": plan}, model_id=MODEL)

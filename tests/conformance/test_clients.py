@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.conformance.conftest import MODEL
-from workers.emulated.engine import WORD
+from workers.own_engine.emulated import WORD
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 

@@ -32,14 +32,14 @@ def heads(tmp_path, layers):
 def test_the_settings_arrive_at_the_worker_with_the_scores_themselves(tmp_path):
     sparse = {"share": 0.2, "lanes": 7, "max_age": 5, "heads": heads(tmp_path, 32)}
     plan = planned(tmp_path, {"kind": "torch", "approx": "ask", "sparse": sparse})
-    assert (plan.approx, plan.lanes.lanes, plan.lanes.max_age) == ("ask", 7, 5)
-    assert plan.lanes.clo.share == 0.2 and plan.lanes.clo.eta == 0.8
-    assert np.array_equal(plan.lanes.heads.importance, np.full((32, 32), 0.25))
+    assert (plan.approx, plan.sparse.settings.slots, plan.sparse.settings.max_age) == ("ask", 7, 5)
+    assert plan.sparse.settings.clo.share == 0.2 and plan.sparse.settings.clo.eta == 0.8
+    assert np.array_equal(plan.sparse.heads.importance, np.full((32, 32), 0.25))
 
 
 def test_without_leave_no_file_is_read(tmp_path):
     plan = planned(tmp_path, {"kind": "torch", "sparse": {"heads": "/nowhere"}})
-    assert plan.approx == "never" and plan.lanes.heads is None
+    assert plan.approx == "never" and plan.sparse.heads is None
 
 
 def test_scores_of_another_model_stop_the_start(tmp_path):

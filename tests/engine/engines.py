@@ -14,9 +14,11 @@ import torch
 from engine.arena import Arena, ArenaSize
 from engine.forward import Forward
 from engine.loop import Engine, Observer
-from engine.sequence import Output
-from engine.settings import EngineSettings
-from engine.sparse.forward import over_lanes
+from engine.sampling import GREEDY, Sampling
+from engine.sequence import EngineRequest, Output
+from engine.sequence import Sequence as Handle
+from engine.settings import EngineOptions
+from engine.sparse.forward import sparse_forward
 from engine.sparse.settings import SparseSettings
 from engine.transfer import Copies, CpuMover, Direction, mover_for
 from kappa.plans.planners import Planning
@@ -53,19 +55,19 @@ def engine(
     device: str = "cpu",
     observer: Observer | None = None,
     sparse: SparseSettings | None = None,
-    lanes: dict[str, Any] | None = None,
+    slots: dict[str, Any] | None = None,
     cpu_threads: int = 0,
     **settings: Any,
 ) -> Iterator[Engine]:
     """An engine whose books must be right, and whose blocks must be free, in the end."""
-    model = weights(family, torch.float64, False, device)
+    model = weights(family, torch.float64, device)
     arena = Arena(model.config.shape, size, dtype=torch.float64, device=device)
     link = Link() if device == "cpu" else mover_for(device)
     forward = Forward(model, arena, link, cpu_threads=cpu_threads)
     made = Engine(
-        forward, EngineSettings(**settings),
+        forward, EngineOptions(**settings),
         Planning(size.block_tokens, rates, cpu=cpu_threads > 0), observer=observer,
-        sparse=over_lanes(forward, sparse, **(lanes or {})) if sparse else None,
+        sparse=sparse_forward(forward, sparse, **(slots or {})) if sparse else None,
     )  # fmt: skip
     try:
         yield made
@@ -96,9 +98,15 @@ def finish(made: Engine, most: int = 3000) -> list[Output]:
     raise AssertionError("the engine does not finish")
 
 
+def submit(
+    made: Engine, tokens: Sequence[int], count: int, sampling: Sampling = GREEDY, **options: Any
+) -> Handle:
+    return made.submit(EngineRequest(tokens, count, sampling, **options))
+
+
 def generate(made: Engine, *prompts: list[int], count: int = 6, **options: Any) -> list[list[int]]:
     """Answers to prompts that are submitted together."""
-    handles = [made.submit(prompt, count, **options) for prompt in prompts]
+    handles = [submit(made, prompt, count, **options) for prompt in prompts]
     finish(made)
     return [handle.tokens[handle.prompt_tokens :] for handle in handles]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from engine.arena import Arena, ArenaSize
-from engine.blocks import BlockType, Place
+from engine.blocks import BlockType, Ids, Place
 from engine.config import read_config
 from engine.forward import Forward
-from engine.prefill import Prompt, prefill
-from engine.step import Ids, Pages
-from engine.transfer import Mover, mover_for
+from engine.step import Pages, prompt_row
+from engine.transfer import LinkMover, mover_for
 from engine.weights import Weights, load_weights
 from tests.engine import hf
 
@@ -29,18 +28,18 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 @cache
-def weights(family: str, dtype: torch.dtype, streamed: bool, device: str) -> Weights:
+def weights(family: str, dtype: torch.dtype, device: str) -> Weights:
     with tempfile.TemporaryDirectory() as folder:
         path = hf.save(hf.reference(family, dtype), Path(folder))
         config = read_config(path)
-        return load_weights(path, config, dtype=dtype, streamed=streamed, device=device)
+        return load_weights(path, config, dtype=dtype, device=device)
 
 
 @dataclass
 class Rig:
     forward: Forward
     arena: Arena
-    mover: Mover
+    mover: LinkMover
     model: Any
     dtype: torch.dtype
     rng: np.random.Generator
@@ -55,7 +54,7 @@ class Rig:
 
     def pages(self, tokens: int, *where: tuple[BlockType, Place]) -> Pages:
         count = -(-tokens // BLOCK)
-        pages = Pages(count)
+        pages = Pages()
         for type, place in where:
             pages.put(0, type, place, self.blocks(type, place, count))
         return pages
@@ -64,7 +63,13 @@ class Rig:
         """Host pages of both types that hold the first `count` tokens."""
         pages = self.pages(count, ("kv", "host"), ("act", "host"))
         if count:
-            prefill(self.forward, [Prompt(tokens[:count], pages, store=True)])
+            here = self.pages(count, ("kv", "device"), ("act", "device"))
+            self.forward.compute([prompt_row(tokens[:count], here)])
+            for type in ("kv", "act"):
+                device, host = (pages_.column(type, place) for pages_, place in (
+                    (here, "device"), (pages, "host")))  # fmt: skip
+                held = self.arena.tensor(type, "device")[:, device]
+                self.arena.tensor(type, "host")[:, host] = held.to("cpu")
         return pages
 
     def expected(self, tokens: Ids) -> Tensor:
@@ -80,20 +85,20 @@ def rig(
     family: str,
     dtype: torch.dtype = torch.float64,
     *,
-    streamed: bool = False,
     device: str = "cpu",
+    made_with: Callable[[Weights, Arena, LinkMover, int], Forward] = Forward,
     blocks: int = 96,
     cpu_threads: int = 0,
     seed: int = 0,
 ) -> Iterator[Rig]:
-    made = weights(family, dtype, streamed, device)
+    made = weights(family, dtype, device)
     size = ArenaSize(blocks, blocks, blocks, blocks, block_tokens=BLOCK)
     arena = Arena(made.config.shape, size, dtype=dtype, device=device)
     for type, place in arena.pools:
         # What was never written must not matter.
         arena.tensor(type, place).fill_(torch.nan)
     mover = mover_for(device)
-    forward = Forward(made, arena, mover, cpu_threads=cpu_threads)
+    forward = made_with(made, arena, mover, cpu_threads)
     try:
         yield Rig(
             forward, arena, mover, hf.reference(family, dtype), dtype, np.random.default_rng(seed)

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.offload.decoder import ACT_HOST, KV_DEVICE, KV_HOST, Decoder, always
+from benchmarks.offload.decoder import KV_HOST, Decoder, always
+from benchmarks.offload.streaming import ScheduledForward
 from engine.cpu_worker import CpuWorker, result
 from engine.forward import NoCpuAttention
-from engine.prefill import Prompt, prefill
-from engine.step import NoSuchBlock, Source, Work
-from engine.step_builder import build_step
+from engine.step import HostContext, NoSuchBlock, Source, StepRow, TokenSpan, joined, prompt_row
 from engine.transfer import TransferFailed
 from tests.engine import hf
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig
@@ -41,24 +40,15 @@ def check(r, family, decoder):
 @pytest.mark.parametrize("family", hf.FAMILIES)
 def test_sixteen_greedy_tokens_at_any_share(family, share, device) -> None:
     for dtype in (torch.float64, torch.float32):
-        with rig(family, dtype, device=device, cpu_threads=1) as r:
+        with rig(family, dtype, device=device, made_with=ScheduledForward, cpu_threads=1) as r:
             cut = lambda length: int(share * length) // BLOCK * BLOCK  # noqa: E731
             check(r, family, Decoder(r.forward, always(KV_HOST), cpu=cut))
-
-
-@pytest.mark.parametrize("order", ["row", "column"])
-def test_beside_blocks_of_every_other_kind_and_with_streamed_weights(order) -> None:
-    def mixed(kv: int, act: int):
-        return (KV_HOST, ACT_HOST, KV_DEVICE)[(kv + act) % 3]
-
-    with rig("opt", streamed=order == "column", cpu_threads=2) as r:
-        check(r, "opt", Decoder(r.forward, mixed, order=order, cpu=lambda length: length))
 
 
 def test_only_queries_and_results_cross_for_what_the_cpu_attends_to() -> None:
     moved = []
     for share in (0, 1):
-        with rig("llama", cpu_threads=1) as r:
+        with rig("llama", made_with=ScheduledForward, cpu_threads=1) as r:
             decoder = Decoder(r.forward, always(KV_HOST), cpu=lambda length, s=share: s * length)
             decoder.prefill([[prompt(24)]])
             r.mover.drain()
@@ -71,21 +61,22 @@ def test_only_queries_and_results_cross_for_what_the_cpu_attends_to() -> None:
     assert moved == [layers * 24 * width * r.dtype.itemsize, 0]
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 8, 22])
-def test_several_queries_and_a_block_that_is_cut(tokens: int) -> None:
-    """A prompt's new tokens all see what the CPU attends to, which may end within a block."""
+@pytest.mark.parametrize("blocks", [1, 2, 6])
+def test_several_queries_all_see_what_the_cpu_attends_to(blocks: int) -> None:
     with rig("llama", cpu_threads=2, blocks=200) as r:
-        ids = prompt(31)
+        ids, cut = prompt(31), blocks * BLOCK
         pages = r.stored(ids[:24], 24)
         for new in (1, 7):
             length = 24 + new
-            sources = np.full(length, Source.NEW, np.int8)
-            sources[:24] = Source.KV_HOST
-            sources[:tokens] = Source.KV_CPU
-            other = Work(prompt(9), np.full(9, Source.NEW, np.int8), r.pages(9))
-            work = Work(ids[:length], sources, pages, wanted="all")
-            step = build_step([other, work], BLOCK, r.forward.weights.device)
-            got = r.forward.run([step])[0]
+            spans = joined(
+                [
+                    TokenSpan(Source.KV_CPU, 0, cut),
+                    TokenSpan(Source.KV_HOST, cut, 24),
+                    TokenSpan(Source.NEW, 24, length),
+                ]
+            )
+            row = StepRow(ids[24:length], spans, pages, wanted="all")
+            got = r.forward.compute([prompt_row(prompt(9), r.pages(9)), row])
             assert r.agrees(got[1:], r.expected(ids[:length])[24:])
             assert r.agrees(got[:1], r.expected(prompt(9))[-1:])
 
@@ -93,14 +84,12 @@ def test_several_queries_and_a_block_that_is_cut(tokens: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_widened_before_it_is_summed(dtype) -> None:
     """As near to the exact output as rounding of keys and values alone allows."""
-    with rig("qwen2", torch.float32, cpu_threads=1) as r:
+    with rig("qwen2", torch.float32, made_with=ScheduledForward, cpu_threads=1) as r:
         made = r.forward
         made.arena.kv_host.normal_()
         exact = made.arena.kv_host[1].to(dtype).double()
         made.cpu._host = made.arena.kv_host.to(dtype)
         q = torch.randn(2, made.config.heads, made.config.head_dim)
-        from engine.step import HostContext
-
         blocks = np.array([3, 4, 5, 9, 70, 71, 72, 73, 74, 75, 76, 77])
         out, lse = made.cpu.attend(1, HostContext(0, 2, blocks), q)
         keys, values = exact[blocks].permute(1, 3, 0, 2, 4).flatten(2, 3)
@@ -113,34 +102,28 @@ def test_half_precision_is_widened_before_it_is_summed(dtype) -> None:
 
 
 def test_what_cannot_be_attended_to_on_the_cpu_is_refused() -> None:
+    def row(*spans: tuple[Source, int]) -> StepRow:
+        ends = np.cumsum([0, *(count for _, count in spans)]).tolist()
+        made = [TokenSpan(s, a, b) for (s, _), a, b in zip(spans, ends[:-1], ends[1:], strict=True)]
+        return StepRow(ids[: sum(n for s, n in spans if s is Source.NEW)], tuple(made), pages)
+
     with rig("llama", cpu_threads=1) as r:
         ids = prompt(24)
         pages = r.stored(ids[:16], 16)
-        held = np.full(17, Source.NEW, np.int8)
-        held[:16] = Source.KV_CPU
-
-        def step(sources):
-            return build_step([Work(ids[:17], sources, pages)], BLOCK, r.forward.weights.device)
-
-        early = held.copy()
-        early[0] = Source.NEW
+        cpu, new, host = Source.KV_CPU, Source.NEW, Source.KV_HOST
         with pytest.raises(NoSuchBlock, match="one before it is computed"):
-            step(early)
-        hole = held.copy()
-        hole[4] = Source.KV_HOST
+            r.forward.compute([row((new, 4), (cpu, 12), (new, 1))])
         with pytest.raises(NoSuchBlock, match="whole blocks"):
-            step(hole)
-        missing = np.full(21, Source.NEW, np.int8)
-        missing[:20] = Source.KV_CPU
-        with pytest.raises(NoSuchBlock, match=r"host kv|kv host"):
-            build_step([Work(ids[:21], missing, pages)], BLOCK, r.forward.weights.device)
+            r.forward.compute([row((cpu, 5), (host, 11), (new, 1))])
+        with pytest.raises(NoSuchBlock, match="host kv"):
+            r.forward.compute([row((cpu, 20), (new, 1))])
     with rig("llama") as r:
         pages = r.stored(ids[:16], 16)
-        step = build_step([Work(ids[:17], held, pages)], BLOCK, r.forward.weights.device)
         with pytest.raises(NoCpuAttention, match="cpu_threads"):
-            r.forward.run([step])
+            r.forward.compute([row((cpu, 16), (new, 1))])
         # The pass that failed leaves nothing behind.
-        assert r.agrees(prefill(r.forward, [Prompt(ids, r.pages(24))]), r.expected(ids)[-1:])
+        got = r.forward.compute([prompt_row(ids, r.pages(24))])
+        assert r.agrees(got, r.expected(ids)[-1:])
 
 
 def test_a_worker_keeps_its_threads_to_itself_and_tells_what_failed() -> None:
@@ -175,7 +158,7 @@ def test_a_worker_keeps_its_threads_to_itself_and_tells_what_failed() -> None:
 
 
 def test_a_failure_on_the_cpu_fails_the_pass_and_no_other() -> None:
-    with rig("llama", cpu_threads=1) as r:
+    with rig("llama", made_with=ScheduledForward, cpu_threads=1) as r:
         decoder = Decoder(r.forward, always(KV_HOST), cpu=lambda length: length)
         decoder.prefill([[prompt(16)]])
         attend = r.forward.cpu.attend
@@ -188,4 +171,5 @@ def test_a_failure_on_the_cpu_fails_the_pass_and_no_other() -> None:
             decoder.step()
         r.forward.cpu.attend = attend
         ids = prompt(20)
-        assert r.agrees(prefill(r.forward, [Prompt(ids, r.pages(20))]), r.expected(ids)[-1:])
+        got = r.forward.compute([prompt_row(ids, r.pages(20))])
+        assert r.agrees(got, r.expected(ids)[-1:])

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.prefill import PlanRefused, Prompt, prefill
-from engine.step import NoSuchBlock, Pages
+from engine.step import NoSuchBlock, Pages, PlanRefused, Source, StepRow, TokenSpan, prompt_row
 from engine.transfer import TransferFailed
 from kappa.plans.load_plan import LoadPlan, Segment, layout
 from tests.engine import hf
@@ -32,19 +31,19 @@ def plans(cached: int = CACHED) -> list[LoadPlan]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", [*hf.FAMILIES, "opt-post-norm", "llama3-rope"])
-def test_every_split_of_the_cached_tokens_gives_the_same_logits(family, dtype, streamed, device):
-    with rig(family, dtype, streamed=streamed, device=device) as r:
+def test_every_split_of_the_cached_tokens_gives_the_same_logits(family, dtype, device):
+    with rig(family, dtype, device=device) as r:
         tokens = prompt(CACHED + 5)
         pages = r.stored(tokens, CACHED)
         want = r.expected(tokens)
         for plan in plans():
-            target = Pages(len(pages) + 2)
+            target = Pages()
             target.put(0, "kv", "host", pages.column("kv", "host"))
             target.put(0, "act", "host", pages.column("act", "host"))
-            got = prefill(r.forward, [Prompt(tokens, target, plan, wanted="all")])
+            row = prompt_row(tokens, target, plan.segments, wanted="all")
+            got = r.forward.compute([row])
             computed = want[-len(got) :]
             if plan.segments[0].kind == "R" and len(plan.segments) > 1:
                 computed = torch.cat((want[: plan.tokens("R")], want[CACHED:]))
@@ -64,8 +63,8 @@ def test_a_ragged_batch_with_other_plans_and_what_it_leaves_on_the_device(family
         for n, c, segments in zip(lengths, cached, chosen, strict=True):
             pages = r.stored(prompt(n), c)
             pages.put(0, "kv", "device", r.blocks("kv", "device", -(-(n + 9) // BLOCK)))
-            prompts.append(Prompt(prompt(n), pages, LoadPlan(segments)))
-        got = prefill(r.forward, prompts)
+            prompts.append(prompt_row(prompt(n), pages, segments))
+        got = r.forward.compute(prompts)
         want = torch.stack([r.expected(prompt(n))[-1] for n in lengths])
         assert r.agrees(got, want)
         # The next chunks, of one and of several tokens, read nothing but the device's blocks.
@@ -75,12 +74,11 @@ def test_a_ragged_batch_with_other_plans_and_what_it_leaves_on_the_device(family
         longer = [
             np.concatenate((prompt(n), prompt(k, 3))) for n, k in zip(lengths, more, strict=True)
         ]
-        got = prefill(
-            r.forward,
+        got = r.forward.compute(
             [
-                Prompt(tokens, before.pages, start_tokens=n)
+                prompt_row(tokens, before.pages, start=n)
                 for tokens, before, n in zip(longer, prompts, lengths, strict=True)
-            ],
+            ]
         )
         assert r.agrees(got, torch.stack([r.expected(tokens)[-1] for tokens in longer]))
 
@@ -92,13 +90,13 @@ def test_a_prefix_on_the_device_goes_before_the_plan(family, start):
         tokens = prompt(33)
         pages = r.stored(tokens, 28)
         pages.put(0, "kv", "device", r.blocks("kv", "device", -(-33 // BLOCK)))
-        prefill(r.forward, [Prompt(tokens[:start], pages)])
+        r.forward.compute([prompt_row(tokens[:start], pages)])
         for segments in (
             layout(28 - start, activations=3),
             layout(28 - start, recompute=2, activations=1),
             layout(28 - start, recompute=2, activations=1, tail=True),
         ):
-            got = prefill(r.forward, [Prompt(tokens, pages, LoadPlan(segments), start)])
+            got = r.forward.compute([prompt_row(tokens, pages, segments, start)])
             assert r.agrees(got, r.expected(tokens)[-1:])
 
 
@@ -106,25 +104,11 @@ def test_activations_on_the_device_are_used_and_written():
     with rig("opt") as r:
         tokens = prompt(30)
         pages = r.pages(30, ("act", "device"))
-        prefill(r.forward, [Prompt(tokens[:21], pages)])
-        got = prefill(r.forward, [Prompt(tokens, pages, start_tokens=21, wanted="all")])
-        assert r.agrees(got, r.expected(tokens)[21:])
-        got = prefill(r.forward, [Prompt(tokens, pages, LoadPlan(layout(29, activations=29)))])
-        assert r.agrees(got, r.expected(tokens)[-1:])
-
-
-def test_chunks_that_end_within_a_block_are_stored_token_by_token():
-    with rig("qwen3") as r:
-        tokens = prompt(27)
-        pages = r.pages(27, ("kv", "host"), ("act", "host"))
-        for end in (5, 6, 18, 26):
-            start = {5: 0, 6: 5, 18: 6, 26: 18}[end]
-            plan = LoadPlan(layout(start, activations=start // 2))
-            prefill(r.forward, [Prompt(tokens[:end], pages, plan, store=True)])
-        for a in (0, 13, 26):
-            plan = LoadPlan(layout(26, activations=a))
-            got = prefill(r.forward, [Prompt(tokens, pages, plan)])
-            assert r.agrees(got, r.expected(tokens)[-1:])
+        r.forward.compute([prompt_row(tokens[:21], pages)])
+        for start, stop in ((21, 29), (29, 30)):
+            spans = (TokenSpan(Source.ACT_DEVICE, 0, start), TokenSpan(Source.NEW, start, stop))
+            got = r.forward.compute([StepRow(tokens[start:stop], spans, pages, "all")])
+            assert r.agrees(got, r.expected(tokens[:stop])[start:])
 
 
 def test_bytes_on_the_link_are_those_of_the_plan():
@@ -135,7 +119,7 @@ def test_bytes_on_the_link_are_those_of_the_plan():
         for activations in (0, BLOCK, CACHED):
             plan = LoadPlan(layout(CACHED, activations=activations))
             before = r.mover.counters["h2d"].copied_bytes
-            prefill(r.forward, [Prompt(tokens, pages, plan)])
+            r.forward.compute([prompt_row(tokens, pages, plan.segments)])
             moved = r.mover.counters["h2d"].copied_bytes - before
             elements = 2 * width * (CACHED - activations) + r.forward.config.hidden * activations
             assert moved == layers * elements * r.dtype.itemsize
@@ -146,42 +130,32 @@ def test_what_cannot_be_executed_is_refused_by_name():
         tokens = prompt(20)
         pages = r.stored(tokens, 16)
         with pytest.raises(PlanRefused, match=r"segment C \[4, 16\).*K, A and R"):
-            plan = LoadPlan((Segment("K", 0, 4), Segment("C", 4, 16)))
-            prefill(r.forward, [Prompt(tokens, pages, plan)])
+            prompt_row(tokens, pages, (Segment("K", 0, 4), Segment("C", 4, 16)))
         with pytest.raises(PlanRefused, match="16 tokens behind 0, but the prompt has 16"):
-            prefill(r.forward, [Prompt(tokens[:16], pages, LoadPlan(layout(16)))])
+            prompt_row(tokens[:16], pages, layout(16))
         with pytest.raises(NoSuchBlock, match=r"token 16 of sequence 0 .* from host kv"):
-            prefill(r.forward, [Prompt(tokens, pages, LoadPlan(layout(17)))])
+            r.forward.compute([prompt_row(tokens, pages, layout(17))])
         with pytest.raises(ValueError, match="513 tokens: this model has 512 positions"):
-            prefill(r.forward, [Prompt(prompt(513), Pages(0))])
+            r.forward.compute([prompt_row(prompt(513), Pages())])
 
 
-@pytest.mark.parametrize("failing", ["h2d", "d2h"])
-@pytest.mark.parametrize("streamed", [False, True])
-def test_after_a_failed_copy_the_same_pass_succeeds(failing, streamed):
-    with rig("llama", streamed=streamed) as r:
+def test_after_a_failed_load_the_same_pass_succeeds():
+    with rig("llama") as r:
         tokens = prompt(29)
         pages = r.stored(tokens, CACHED)
-        pages.put(CACHED // BLOCK, "kv", "host", r.blocks("kv", "host", 2))
-        plan = LoadPlan(layout(CACHED, activations=8))
-        whole = r.mover._copy
-        calls = []
+        row = prompt_row(tokens, pages, layout(CACHED, activations=8))
+        whole, calls = r.mover._copy, []
 
         def broken(direction, copies):
             calls.append(direction)
-            if direction == failing and calls.count(failing) == 2:
+            if len(calls) == 2:
                 raise OSError("the link is down")
             whole(direction, copies)
 
         r.mover._copy = broken
         with pytest.raises(TransferFailed, match="the link is down"):
-            prefill(r.forward, [Prompt(tokens, pages, plan, store=True)])
-        got = prefill(r.forward, [Prompt(tokens, pages, plan, store=True)])
-        assert r.agrees(got, r.expected(tokens)[-1:])
-        # What the second one stored is what it should be.
-        longer = np.append(tokens, 5)
-        got = prefill(r.forward, [Prompt(longer, pages, LoadPlan(layout(29)))])
-        assert r.agrees(got, r.expected(longer)[-1:])
+            r.forward.compute([row])
+        assert r.agrees(r.forward.compute([row]), r.expected(tokens)[-1:])
 
 
 def rounded(layers, dtype):
@@ -208,10 +182,11 @@ def test_half_precision_is_as_near_to_single_as_its_rounding_allows(family, dtyp
         for segments in (
             layout(CACHED), layout(CACHED, activations=13), layout(CACHED, recompute=9),
         ):  # fmt: skip
-            pages_now = Pages(len(pages) + 2)
+            pages_now = Pages()
             pages_now.put(0, "kv", "host", pages.column("kv", "host"))
             pages_now.put(0, "act", "host", pages.column("act", "host"))
-            got = prefill(r.forward, [Prompt(tokens, pages_now, LoadPlan(segments), wanted="all")])
+            row = prompt_row(tokens, pages_now, segments, wanted="all")
+            got = r.forward.compute([row])
             assert rms(got[-5:].float() - want) <= bound, segments
 
 
@@ -229,10 +204,11 @@ def test_sequences_that_decode_from_device_blocks_together_and_beside_a_prompt(f
             for seed, length in enumerate(lengths):
                 tokens = prompt(length + 1, seed)
                 pages = r.pages(len(tokens), ("kv", "device"))
-                prefill(r.forward, [Prompt(tokens[:length], pages)])
-                prompts.append(Prompt(tokens, pages, start_tokens=length))
-            fresh = Prompt(prompt(11, 50), r.pages(11, ("kv", "device")))
-            want = torch.cat([r.expected(one.tokens)[-1:] for one in prompts])
-            assert r.agrees(prefill(r.forward, prompts), want)
-            both = torch.cat((want[:1], r.expected(fresh.tokens)[-1:], want[1:]))
-            assert r.agrees(prefill(r.forward, [prompts[0], fresh, *prompts[1:]]), both)
+                r.forward.compute([prompt_row(tokens[:length], pages)])
+                prompts.append((tokens, prompt_row(tokens, pages, start=length)))
+            fresh = prompt_row(prompt(11, 50), r.pages(11, ("kv", "device")))
+            rows = [row for _, row in prompts]
+            want = torch.cat([r.expected(tokens)[-1:] for tokens, _ in prompts])
+            assert r.agrees(r.forward.compute(rows), want)
+            both = torch.cat((want[:1], r.expected(prompt(11, 50))[-1:], want[1:]))
+            assert r.agrees(r.forward.compute([rows[0], fresh, *rows[1:]]), both)

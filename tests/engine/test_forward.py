@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import pytest
 
 from engine.forward import Forward
-from engine.prefill import Prompt, prefill
+from engine.step import prompt_row
 from engine.transfer import Copies, CpuMover, Direction, Event, TransferFailed
-from kappa.plans.load_plan import LoadPlan, layout
+from kappa.plans.load_plan import layout
 from tests.engine.rig import Rig, prompt, rig
 
 
@@ -47,10 +47,10 @@ def test_a_load_waits_for_the_last_use_of_its_buffer_also_behind_a_pass_without_
         tokens = prompt(29)
         pages = r.stored(tokens, 24)
         # Computes in the same buffers, loads nothing, stores nothing.
-        prefill(r.forward, [Prompt(prompt(60, 1), r.pages(60, ("kv", "device")))])
+        r.forward.compute([prompt_row(prompt(60, 1), r.pages(60, ("kv", "device")))])
         used = len(mover.marks) - 1
         mover.waited.clear()
-        got = prefill(r.forward, [Prompt(tokens, pages, LoadPlan(layout(24, activations=8)))])
+        got = r.forward.compute([prompt_row(tokens, pages, layout(24, activations=8))])
         assert r.agrees(got, r.expected(tokens)[-1:])
         assert len(mover.waited) == 2 * r.forward.config.layers
         # Behind the last layer but one at least, which used the first buffer.
@@ -63,7 +63,7 @@ def test_what_a_stuck_copy_may_still_write_to_is_not_used_again(monkeypatch) -> 
     with noting() as (r, mover):
         tokens = prompt(29)
         pages = r.stored(tokens, 24)
-        plan = LoadPlan(layout(24))
+        row = prompt_row(tokens, pages, layout(24))
         whole, used = mover._copy, set()
 
         def late(direction, copies):
@@ -76,9 +76,9 @@ def test_what_a_stuck_copy_may_still_write_to_is_not_used_again(monkeypatch) -> 
         monkeypatch.setattr(mover, "_copy", late)
         monkeypatch.setattr(mover, "drain", never)
         with pytest.raises(TransferFailed, match="still under way"):
-            prefill(r.forward, [Prompt(tokens, pages, plan)])
+            r.forward.compute([row])
         monkeypatch.setattr(mover, "_copy", whole)
-        got = prefill(r.forward, [Prompt(tokens, pages, plan)])
+        got = r.forward.compute([row])
         assert r.agrees(got, r.expected(tokens)[-1:])
         # Of those that the failed pass used: smaller ones before it were given back and may return.
         assert used and not used & {buffer.rows.data_ptr() for buffer in r.forward._buffers}

@@ -18,6 +18,7 @@ from tests.engine.engines import (
     generate,
     link_of,
     prompt,
+    submit,
 )
 from tests.kappa.plans.profiles import random_rates
 
@@ -37,7 +38,7 @@ def follow_up(made, length=33, tail=7, **options):
     first = prompt(length)
     generate(made, first, count=1)
     evict_device(made)
-    return made.submit([*first, *prompt(tail, seed=50)], 6, **options)
+    return submit(made, [*first, *prompt(tail, seed=50)], 6, **options)
 
 
 def answer(made, sequence):
@@ -115,7 +116,7 @@ def test_more_requests_run_at_once() -> None:
             for one in prompts:
                 generate(made, one, count=1)
             generate(made, prompt(90, seed=9), count=1)
-            asked = [made.submit([*one, *prompt(3, seed=60)], 6) for one in prompts]
+            asked = [submit(made, [*one, *prompt(3, seed=60)], 6) for one in prompts]
             together = 0
             while made.busy:
                 made.step()
@@ -139,7 +140,7 @@ def test_preempted_aborted_and_failed_requests_let_go() -> None:
         generate(made, first, count=1)
         for seed in range(3):
             generate(made, prompt(45, seed=100 + seed), count=1)
-        asked = [made.submit([*first, *prompt(n, seed=n)], 16, planner="cpu") for n in (5, 6, 7)]
+        asked = [submit(made, [*first, *prompt(n, seed=n)], 16, planner="cpu") for n in (5, 6, 7)]
         finish(made)
         for one in asked:
             assert one.tokens[one.prompt_tokens :] == expected(one.tokens[:-16], 16)
@@ -152,7 +153,7 @@ def test_where_the_rest_does_not_arrive_it_is_computed_behind_what_stays() -> No
         generate(made, first, count=1)
         evict_device(made)
         link_of(made).breaks = lambda direction, copies: direction == "h2d"
-        asked = made.submit([*first, *prompt(3, seed=50)], 6)
+        asked = submit(made, [*first, *prompt(3, seed=50)], 6)
         while not asked.output_tokens:
             made.step()
         link_of(made).breaks = lambda direction, copies: False
@@ -167,7 +168,7 @@ def test_a_link_that_fails_leaves_it_to_the_cpu() -> None:
     rates = replace(rates, step=replace(rates.step, weights_s=0.0, token_s=0.0))
     with engine(rates=rates, cpu_threads=1) as made:
         asked = follow_up(made, planner="cpu")
-        other = made.submit(prompt(21, seed=5), 6)
+        other = submit(made, prompt(21, seed=5), 6)
         while asked.output_tokens < 2:
             made.step()
         link_of(made).breaks = lambda direction, copies: direction == "h2d"
@@ -180,7 +181,7 @@ def test_a_link_that_fails_leaves_it_to_the_cpu() -> None:
 def test_without_threads_there_is_no_such_planner() -> None:
     with engine() as made:
         with pytest.raises(ValueError, match="cpu_threads"):
-            made.submit(prompt(5), 1, planner="cpu")
+            submit(made, prompt(5), 1, planner="cpu")
         assert "cpu" not in made.planning.names
 
 

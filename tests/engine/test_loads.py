@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine import computing
 from engine.arena import ArenaSize
+from engine.computing import Computer
 from engine.transfer import WAIT_S, TransferFailed
 from kappa.hardware import node_profile
 from kappa.plans.planners import fixed
@@ -19,6 +19,7 @@ from tests.engine.engines import (
     generate,
     link_of,
     prompt,
+    submit,
 )
 
 LONG = prompt(40, seed=5)
@@ -33,7 +34,7 @@ def forget(made) -> None:
 
 def decoding(made):
     """A request that decodes for a while."""
-    beside = made.submit(prompt(3, 77), 20)
+    beside = submit(made, prompt(3, 77), 20)
     while not beside.output_tokens:
         made.step()
     return beside
@@ -53,21 +54,21 @@ def even_rates() -> PlanRates:
 @pytest.mark.parametrize("both_at_once", [False, True])
 def test_what_is_recomputed_at_once_is_within_the_budget(both_at_once, monkeypatch) -> None:
     computed = []
-    run = computing.compute_rows
+    run = Computer._run
 
-    def counted(forward, rows):
-        recomputed = [row.load.plan.tokens("R") for row in rows if row.load is not None]
-        computed.append(sum(recomputed))
-        return run(forward, rows)
+    def counted(self, chunks):
+        loads = [sequence.load for sequence in chunks if sequence.load is not None]
+        computed.append(sum(load.plan.tokens("R") for load in loads))
+        return run(self, chunks)
 
-    monkeypatch.setattr(computing, "compute_rows", counted)
+    monkeypatch.setattr(Computer, "_run", counted)
     with engine(budget_tokens=18) as made:
         generate(made, LONG)
         generate(made, OTHER)
         forget(made)
         computed.clear()
         prompts = [[*LONG, 5], [*OTHER, 5]][: 1 + both_at_once]
-        handles = [made.submit(tokens, 6, planner=fixed(30)) for tokens in prompts]
+        handles = [submit(made, tokens, 6, planner=fixed(30)) for tokens in prompts]
         finish(made)
     assert [h.tokens[41:] for h in handles] == [expected(p) for p in prompts]
     assert [(h.account.recomputed_tokens, h.account.loaded_tokens) for h in handles] == [
@@ -85,8 +86,8 @@ def test_a_plan_that_would_hold_others_up_for_long_is_loaded_beside_them(others:
         generate(made, LONG)
         forget(made)
         beside = decoding(made) if others else None
-        handle = made.submit([*LONG, 5], 6)
-        named = made.submit([*LONG[:24], 7], 6, planner="kvpr", salt="")
+        handle = submit(made, [*LONG, 5], 6)
+        named = submit(made, [*LONG[:24], 7], 6, planner="kvpr", salt="")
         finish(made)
     assert handle.tokens[41:] == expected([*LONG, 5], family="opt")
     assert named.tokens[25:] == expected([*LONG[:24], 7], family="opt")
@@ -106,7 +107,7 @@ def test_a_preempted_request_counts_its_tokens_once() -> None:
         for each in prompts:
             generate(made, each, count=1)
         forget(made)
-        handles = [made.submit(each, 20) for each in prompts]
+        handles = [submit(made, each, 20) for each in prompts]
         finish(made)
         loads, preempted = made.stats().loads, made.stats().preemptions
     assert preempted and loads > len(prompts)
@@ -128,7 +129,7 @@ def test_a_link_that_is_stuck_is_told_rather_than_waited_for() -> None:
         forget(made)
         decoding(made)
         link_of(made).open.clear()
-        handle = made.submit([*LONG, 5], 6)
+        handle = submit(made, [*LONG, 5], 6)
         made.step()
         now_s[0] += 0.9 * WAIT_S
         made.step()
@@ -146,11 +147,11 @@ def test_chunks_and_loads_and_decoding_in_one_iteration() -> None:
     with engine(budget_tokens=24, act_share=1.0) as made:
         generate(made, LONG)
         evict_device(made)
-        first = made.submit(prompts[0], 12, planner="hybrid")
+        first = submit(made, prompts[0], 12, planner="hybrid")
         while not first.output_tokens:
             made.step()
-        evicted = made.submit(prompt(30, 9), 6)
-        later = [made.submit(p, 6, planner=fixed(8, 8)) for p in prompts[1:]]
+        evicted = submit(made, prompt(30, 9), 6)
+        later = [submit(made, p, 6, planner=fixed(8, 8)) for p in prompts[1:]]
         finish(made)
     assert first.tokens[41:] == expected(prompts[0], 12)
     assert evicted.tokens[30:] == expected(prompt(30, 9))
@@ -175,9 +176,9 @@ def test_a_load_that_fails_is_computed_and_counted(planner, load_ahead: bool) ->
         generate(made, LONG)
         evict_device(made)
         link_of(made).breaks = lambda direction, copies: direction == "h2d"
-        beside = made.submit(prompt(3, 77), 12)
+        beside = submit(made, prompt(3, 77), 12)
         made.step()
-        handle = made.submit([*LONG, 5], 6, planner=planner)
+        handle = submit(made, [*LONG, 5], 6, planner=planner)
         finish(made)
         stats = made.stats()
         link_of(made).breaks = lambda direction, copies: False
@@ -196,7 +197,7 @@ def test_of_two_loads_in_an_iteration_only_the_one_that_fails_is_computed() -> N
         generate(made, LONG)
         generate(made, other)
         evict_device(made)
-        handles = [made.submit([*tokens, 5], 6) for tokens in (LONG, other)]
+        handles = [submit(made, [*tokens, 5], 6) for tokens in (LONG, other)]
         block = made.memory.host["kv"].find(handles[1].keys[0])
         assert block is not None
         page = made.arena.kv_host[1, block].data_ptr()

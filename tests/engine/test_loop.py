@@ -23,6 +23,7 @@ from tests.engine.engines import (
     generate,
     link_of,
     prompt,
+    submit,
 )
 from tests.engine.rig import DEVICES
 
@@ -55,8 +56,8 @@ def test_every_rule_serves_everybody(scheduler: str) -> None:
 def test_a_prefix_on_the_device_is_reused() -> None:
     with engine() as made:
         generate(made, LONG)
-        again = made.submit([*LONG[:36], 7, 8], 6)
-        other = made.submit(LONG[:36], 6, salt="another tenant")
+        again = submit(made, [*LONG[:36], 7, 8], 6)
+        other = submit(made, LONG[:36], 6, salt="another tenant")
         finish(made)
     assert again.tokens[38:] == expected([*LONG[:36], 7, 8])
     assert (again.account.device_tokens, again.account.new_tokens) == (36, 2)
@@ -87,9 +88,9 @@ def test_a_prefix_in_host_memory_comes_back_by_its_plan(
     with engine(**settings, budget_tokens=64, device=device) as made:
         generate(made, LONG)
         evict_device(made)
-        handle = made.submit([*LONG, 5], 6, planner=planner)
+        handle = submit(made, [*LONG, 5], 6, planner=planner)
         # Somebody else decodes meanwhile.
-        beside = made.submit(prompt(3, 77), 8, planner=planner)
+        beside = submit(made, prompt(3, 77), 8, planner=planner)
         finish(made)
         account = handle.account
         link_bytes = made.stats().link["h2d_bytes"]
@@ -130,26 +131,26 @@ def stages(made):
     generate(made, LONG)
     evict_device(made)
     link = link_of(made)
-    yield "waiting", made.submit(prompt(20, 1), 6)
-    chunked = made.submit(prompt(30, 2), 6)
+    yield "waiting", submit(made, prompt(20, 1), 6)
+    chunked = submit(made, prompt(30, 2), 6)
     made.step()
     assert 0 < chunked.computed_tokens < 30
     yield "between chunks", chunked
-    decoding = made.submit(prompt(9, 3), 20)
+    decoding = submit(made, prompt(9, 3), 20)
     while decoding.output_tokens < 3:
         made.step()
     yield "decoding", decoding
-    beside = made.submit(prompt(9, 4), 40)
+    beside = submit(made, prompt(9, 4), 40)
     while not beside.output_tokens:
         made.step()
     link.open.clear()
-    loading = made.submit([*LONG, 5], 6)
+    loading = submit(made, [*LONG, 5], 6)
     made.step()
     assert loading in made.batcher.loading
     yield "loading", loading
     link.open.set()
     finish(made)
-    ready = made.submit([*LONG, 6], 6, planner=fixed(4, 0))
+    ready = submit(made, [*LONG, 6], 6, planner=fixed(4, 0))
     made.memory.device.release(made.memory.device.take(made.memory.device.pool.count))
     made.step()
     assert ready in made.batcher.ready and ready.load is not None
@@ -173,8 +174,8 @@ def test_an_abort_at_any_stage_frees_everything() -> None:
 def test_stop_tokens_lengths_and_the_end_of_the_context() -> None:
     said = expected(LONG, 6)
     with engine(size=ArenaSize(12, 16, block_tokens=BLOCK)) as made:
-        stop = made.submit(LONG, 6, Sampling(stop_tokens=frozenset({said[2]})))
-        cut = made.submit(LONG, 100)
+        stop = submit(made, LONG, 6, Sampling(stop_tokens=frozenset({said[2]})))
+        cut = submit(made, LONG, 100)
         outputs = finish(made)
     assert (stop.tokens[40:], stop.finish_reason) == (said[: said.index(said[2]) + 1], "stop")
     assert (len(cut.tokens), cut.finish_reason) == (48, "length")
@@ -187,8 +188,8 @@ def test_draws_depend_on_the_seed_and_on_nobody_else() -> None:
     drawn = Sampling(temperature=0.8, top_p=0.9, seed=3)
     with engine() as made:
         alone = generate(made, LONG, sampling=drawn)
-        handles = [made.submit(LONG, 6, drawn), made.submit(prompt(7), 6)]
-        handles.append(made.submit(LONG, 6, Sampling(temperature=0.8, top_p=0.9, seed=4)))
+        handles = [submit(made, LONG, 6, drawn), submit(made, prompt(7), 6)]
+        handles.append(submit(made, LONG, 6, Sampling(temperature=0.8, top_p=0.9, seed=4)))
         finish(made)
     assert handles[0].tokens[40:] == alone[0]
     assert handles[2].tokens[40:] != alone[0]
@@ -210,7 +211,7 @@ def test_draws_depend_on_the_seed_and_on_nobody_else() -> None:
 def test_requests_that_cannot_be_served_are_refused(tokens, options, message: str) -> None:
     with engine() as made:
         with pytest.raises(ValueError, match=message) as refused:
-            made.submit(tokens, **{"max_tokens": 4, **options})
+            submit(made, tokens, **{"max_tokens": 4, **options})
         assert isinstance(refused.value, RequestRefused) or "planner" in options
         assert not made.busy
 
@@ -238,7 +239,7 @@ def test_predictions_stand_beside_what_was_measured() -> None:
     with engine("opt", rates=rates, act_share=1.0, planner="kvpr") as made:
         generate(made, LONG)
         evict_device(made)
-        handle = made.submit([*LONG, 5], 6)
+        handle = submit(made, [*LONG, 5], 6)
         finish(made)
     account = handle.account
     assert (account.activation_tokens, account.loaded_tokens) == (20, 20)
@@ -258,7 +259,7 @@ def test_random_traffic_says_what_the_model_says_and_leaks_nothing() -> None:
         handles = []
         for _ in range(24):
             tokens = dice.choice(bases)[: dice.randrange(1, 44)] + prompt(dice.randrange(4), 9)
-            handles.append(made.submit(tokens, 4, planner=dice.choice(planners)))
+            handles.append(submit(made, tokens, 4, planner=dice.choice(planners)))
             for _ in range(dice.randrange(4)):
                 made.step()
                 made.memory.check()
@@ -274,7 +275,7 @@ def test_random_traffic_says_what_the_model_says_and_leaks_nothing() -> None:
 def test_of_a_sequence_in_host_memory_the_end_is_evicted_first() -> None:
     with engine(size=ArenaSize(48, 12, block_tokens=BLOCK)) as made:
         # Block by block, as it decodes; and then others that need room.
-        long = made.submit(prompt(5, seed=8), 36)
+        long = submit(made, prompt(5, seed=8), 36)
         finish(made)
         generate(made, prompt(16, seed=9), count=1)
         host = made.memory.host["kv"]
@@ -302,11 +303,11 @@ class Watcher:
 def test_an_observer_is_told_of_admissions_and_iterations() -> None:
     watcher = Watcher()
     with engine(observer=watcher, budget_tokens=24) as made:
-        made.submit(LONG, 2, name="first")
+        submit(made, LONG, 2, name="first")
         finish(made)
         evict_device(made)
         del watcher.admissions[1:], watcher.iterations[3:]
-        made.submit([*LONG, 5], 1, name="second")
+        submit(made, [*LONG, 5], 1, name="second")
         finish(made)
     assert watcher.admissions == [("first", 0, 0), ("second", 0, 40)]
     assert watcher.iterations == [(24, []), (16, ["first"]), (1, []), (1, ["second"])]
@@ -315,9 +316,9 @@ def test_an_observer_is_told_of_admissions_and_iterations() -> None:
 def test_what_others_charged_reaches_the_rule_that_cares() -> None:
     for scheduler in ("fair", "fcfs"):
         with engine(scheduler=scheduler, budget_tokens=8) as made:
-            heavy = made.submit(prompt(8, 1), 1, tenant="heavy")
-            light = made.submit(prompt(8, 2), 1, tenant="light")
-            made.heard({"heavy": Charge(0.0, 50.0, 0.0)}, {"heavy": 1.0, "light": 1.0})
+            heavy = submit(made, prompt(8, 1), 1, tenant="heavy")
+            light = submit(made, prompt(8, 2), 1, tenant="light")
+            made.charge({"heavy": Charge(0.0, 50.0, 0.0)}, {"heavy": 1.0, "light": 1.0})
             first = next(out for _ in range(9) if (out := made.step()))[0].request_id
             finish(made)
         assert first == (light if scheduler == "fair" else heavy).request_id

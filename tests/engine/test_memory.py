@@ -3,17 +3,16 @@
 import pytest
 
 from engine.memory import fit
-from engine.sampling import GREEDY
-from engine.sequence import Sequence
+from engine.sequence import EngineRequest, Sequence
 from kappa.plans.load_plan import LoadPlan, layout
 from scheduler.work import Quote
-from tests.engine.engines import BLOCK, SIZE, engine, generate, prompt
+from tests.engine.engines import BLOCK, SIZE, engine, generate, prompt, submit
 
 LONG = prompt(40, seed=5)
 
 
 def request(tokens: list[int], **options) -> Sequence:
-    return Sequence(10**6, tokens, 0.0, 4, GREEDY, block_tokens=BLOCK, **options)
+    return Sequence(10**6, EngineRequest(tokens, 4, **options), 0.0, 4, BLOCK)
 
 
 def host_only(made) -> None:
@@ -109,7 +108,7 @@ def test_what_a_waiting_request_will_load_is_evicted_last() -> None:
         host_only(made)
         generate(made, prompt(40, seed=6), count=1)
         host = made.memory.host["kv"]
-        waiting = made.submit([*LONG, 1], 1)
+        waiting = submit(made, [*LONG, 1], 1)
         keys = made._live[waiting.request_id].keys
         # Without it the oldest would go, and that is LONG.
         gone = host.take(host.pool.unused + 5)

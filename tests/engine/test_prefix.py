@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.blocks import BlockPool, OutOfBlocks
-from engine.prefix import BlockKey, BlocksRemoved, BlocksStored, EventLog, PrefixCache, extend_keys
+from engine.prefix import BlockKey, EventLog, PrefixPool, RemovedBlocks, StoredBlocks, extend_keys
 
 BLOCK = 2
 
@@ -19,8 +19,8 @@ def keys_of(tokens: list[int], salt: str = "") -> list[BlockKey]:
     return keys
 
 
-def cache(count: int = 8) -> PrefixCache:
-    return PrefixCache(BlockPool("kv", "device", count, BLOCK), EventLog(BLOCK), lambda: None)
+def cache(count: int = 8) -> PrefixPool:
+    return PrefixPool(BlockPool("kv", "device", count, BLOCK), EventLog(BLOCK), lambda: None)
 
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), max_size=12))
@@ -50,7 +50,7 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.log = EventLog(BLOCK)
-        self.cache = PrefixCache(BlockPool("kv", "host", 10, BLOCK), self.log, lambda: None)
+        self.cache = PrefixPool(BlockPool("kv", "host", 10, BLOCK), self.log, lambda: None)
         self.users: list[list[int]] = []
         self.named: list[list[BlockKey]] = []
         self.told: set[bytes] = set()
@@ -100,7 +100,7 @@ class CacheMachine(RuleBasedStateMachine):
         used = {block for user in self.users for block in user}
         assert self.cache.available() == 10 - len(used)
         for event in self.log.take():
-            if isinstance(event, BlocksStored):
+            if isinstance(event, StoredBlocks):
                 assert not self.told & set(event.digests)
                 self.told |= set(event.digests)
             else:
@@ -141,8 +141,8 @@ def test_a_copy_of_what_is_known_stays_private() -> None:
 
 def test_events_say_what_a_publisher_needs() -> None:
     log = EventLog(BLOCK)
-    kv = PrefixCache(BlockPool("kv", "host", 4, BLOCK), log, lambda: None)
-    act = PrefixCache(BlockPool("act", "host", 4, BLOCK), log, lambda: None)
+    kv = PrefixPool(BlockPool("kv", "host", 4, BLOCK), log, lambda: None)
+    act = PrefixPool(BlockPool("act", "host", 4, BLOCK), log, lambda: None)
     keys = keys_of([1, 2, 3, 4, 5, 6])
     digests = tuple(key.digest for key in keys)
     blocks = kv.take(3)
@@ -150,10 +150,10 @@ def test_events_say_what_a_publisher_needs() -> None:
     kv.release(blocks)
     copy = act.take(2)
     act.publish(keys[:2], copy)
-    assert log.take() == [BlocksStored("host", digests, None, (1, 2, 3, 4, 5, 6), BLOCK)]
+    assert log.take() == [StoredBlocks("host", digests, None, (1, 2, 3, 4, 5, 6), BLOCK)]
     kv.take(4)
     # As activations, the first two are still there.
-    assert log.take() == [BlocksRemoved("host", digests[2:])]
+    assert log.take() == [RemovedBlocks("host", digests[2:])]
     act.release(copy)
     act.take(4)
     assert [set(event.digests) for event in log.take()] == [set(digests[:2])]
@@ -165,8 +165,8 @@ def test_runs_that_do_not_follow_each_other_are_told_apart() -> None:
     one, other = keys_of([1, 2, 3, 4]), keys_of([9, 9, 8, 8])
     log.stored("device", [one[0], other[0], other[1]])
     assert log.take() == [
-        BlocksStored("device", (one[0].digest,), None, (1, 2), BLOCK),
-        BlocksStored("device", (other[0].digest, other[1].digest), None, (9, 9, 8, 8), BLOCK),
+        StoredBlocks("device", (one[0].digest,), None, (1, 2), BLOCK),
+        StoredBlocks("device", (other[0].digest, other[1].digest), None, (9, 9, 8, 8), BLOCK),
     ]
 
 

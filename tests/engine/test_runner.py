@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.prefix import BlocksStored, CacheEvent
+from engine.prefix import CacheEvent, StoredBlocks
 from engine.runner import EngineRunner, EngineStopped
 from engine.sampling import Sampling
-from engine.sequence import Output, RequestRefused
+from engine.sequence import EngineRequest, Output, RequestRefused
 from tests.engine.engines import engine, expected, prompt
 
 
@@ -29,7 +29,7 @@ def runner(publish=None, **settings) -> Iterator[EngineRunner]:
 async def collect(running: EngineRunner, tokens: list[int], count: int = 6, **options) -> list[int]:
     return [
         token
-        async for output in running.stream(tokens, count, **options)
+        async for output in running.stream(EngineRequest(tokens, count, **options))
         for token in output.tokens
     ]
 
@@ -45,7 +45,12 @@ async def test_many_streams_at_once_each_get_their_own_tokens() -> None:
 
 async def test_the_last_output_has_the_account() -> None:
     with runner() as running:
-        outputs = [o async for o in running.stream(prompt(9), 3, Sampling(temperature=1, seed=1))]
+        outputs = [
+            o
+            async for o in running.stream(
+                EngineRequest(prompt(9), 3, Sampling(temperature=1, seed=1))
+            )
+        ]
     assert [o.finish_reason for o in outputs] == [None, None, "length"]
     account = outputs[-1].account
     assert account is not None and account.new_tokens == 9 and account.ttft_s > 0
@@ -53,7 +58,7 @@ async def test_the_last_output_has_the_account() -> None:
 
 async def test_who_leaves_early_holds_nothing() -> None:
     with runner() as running:
-        stream = running.stream(prompt(9), 60)
+        stream = running.stream(EngineRequest(prompt(9), 60))
         async for _ in stream:
             break
         await stream.aclose()
@@ -86,11 +91,11 @@ async def test_stored_blocks_are_published_also_when_all_is_quiet() -> None:
     with runner(events.extend) as running:
         await collect(running, prompt(12), 1)
         async with asyncio.timeout(20):
-            while not any(isinstance(e, BlocksStored) and e.place == "host" for e in events):
+            while not any(isinstance(e, StoredBlocks) and e.place == "host" for e in events):
                 await asyncio.sleep(0.001)
-    assert {e.place for e in events if isinstance(e, BlocksStored)} == {"device", "host"}
+    assert {e.place for e in events if isinstance(e, StoredBlocks)} == {"device", "host"}
     tokens = [
-        t for e in events if isinstance(e, BlocksStored) and e.place == "host" for t in e.tokens
+        t for e in events if isinstance(e, StoredBlocks) and e.place == "host" for t in e.tokens
     ]
     assert tokens == prompt(12)
 
@@ -122,7 +127,7 @@ async def test_a_caller_that_fails_ends_nobody_else() -> None:
         raise ValueError("a bug of the caller")
 
     with runner() as running:
-        await asyncio.wrap_future(running.submit(prompt(4, 3), 3, fails))
+        await asyncio.wrap_future(running.submit(EngineRequest(prompt(4, 3), 3), fails))
         async with asyncio.timeout(20):
             assert await collect(running, prompt(5)) == expected(prompt(5))
         assert running.error is None
@@ -137,14 +142,14 @@ async def test_changes_that_nobody_publishes_do_not_pile_up() -> None:
                 pass
         # The one before this call may still be there, those of the request are not.
         left = await asyncio.wrap_future(running.call(lambda made: made.events()))
-    assert not any(isinstance(event, BlocksStored) and event.place == "device" for event in left)
+    assert not any(isinstance(event, StoredBlocks) and event.place == "device" for event in left)
 
 
 async def test_stop_answers_everybody() -> None:
     outputs: list[Output] = []
     with engine() as made:
         running = EngineRunner(made)
-        answer = running.submit(prompt(9), 120, outputs.append)
+        answer = running.submit(EngineRequest(prompt(9), 120), outputs.append)
         request_id = await asyncio.wrap_future(answer)
         running.stop(20)
         assert outputs[-1].finish_reason == "abort" and outputs[-1].request_id == request_id

@@ -3,7 +3,7 @@
 import torch
 
 from engine.arena import Arena, ArenaSize
-from engine.prefix import EventLog, PrefixCache, extend_keys
+from engine.prefix import EventLog, PrefixPool, extend_keys
 from engine.store import HostStore
 from kappa.model import ModelShape
 from tests.engine.engines import Link
@@ -20,9 +20,9 @@ class Rig:
         self.link = Link()
         log = EventLog(BLOCK)
         pools = self.arena.pools
-        self.device = PrefixCache(pools["kv", "device"], log, lambda: None)
+        self.device = PrefixPool(pools["kv", "device"], log, lambda: None)
         self.host = {
-            type: PrefixCache(pools[type, "host"], log, lambda: None) for type in ("kv", "act")
+            type: PrefixPool(pools[type, "host"], log, lambda: None) for type in ("kv", "act")
         }
         self.store = HostStore(self.arena, self.link, self.host, max_pending)
         self.keys = []

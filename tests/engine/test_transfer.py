@@ -100,11 +100,11 @@ def test_stop_ends_the_threads_and_fails_what_had_not_begun(gated: Gated) -> Non
     started = [gated.h2d([(torch.zeros(1), torch.ones(1))]) for _ in range(3)]
     stopper = threading.Thread(target=gated.stop, args=(10,))
     stopper.start()
-    while not gated._stopped:
+    while not all(pool._shutdown for pool in gated._threads.values()):
         pass
     gated.gate.set()
     stopper.join(10)
-    assert not any(thread.is_alive() for thread in gated._threads)
+    assert not any(thread.name.startswith("kappa-h2d") for thread in threading.enumerate())
     assert all(event.done() for event in started)
     assert started[-1].error() is not None
     assert isinstance(gated.h2d([(torch.zeros(1), torch.ones(1))]).error(), TransferFailed)

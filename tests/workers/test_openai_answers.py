@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.own_engine.answers import Answer, BodyRefused, Detokenizer, Stopper, asked
+from workers.own_engine.openai import BodyRefused, Detokenizer, OpenAIAnswer, Stopper, read_body
 
 
 def body(tokens=(5, 6, 7), **fields):
@@ -19,23 +19,26 @@ def body(tokens=(5, 6, 7), **fields):
 
 
 def test_a_body_is_read():
-    read = asked(
+    read = read_body(
         body(max_tokens=9, temperature=0.5, top_p=0.9, seed=3, stop="END", stream=True,
              stream_options=SimpleNamespace(include_usage=True), cache_salt="s",
              extra={"kappa_plan": "kv"}),
         eos_tokens=[2],
     )  # fmt: skip
-    assert (read.tokens, read.max_tokens, read.stop, read.salt) == ([5, 6, 7], 9, ("END",), "s")
-    assert (read.sampling.temperature, read.sampling.top_p, read.sampling.seed) == (0.5, 0.9, 3)
-    assert read.sampling.stop_tokens == {2}
-    assert (read.stream, read.include_usage, read.plan) == (True, True, "kv")
+    request, sampling = read.request, read.request.sampling
+    assert (request.tokens, request.max_tokens, request.salt) == ([5, 6, 7], 9, "s")
+    assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.9, 3)
+    assert sampling.stop_tokens == {2} and request.planner == "kv"
+    assert (read.stop, read.stream, read.include_usage) == (("END",), True, True)
 
 
 def test_defaults_are_those_of_the_api():
-    read = asked(body(), eos_tokens=[2])
+    read = read_body(body(), eos_tokens=[2]).request
     assert (read.sampling.temperature, read.sampling.top_p) == (1.0, 1.0)
     assert read.max_tokens > 1_000_000
-    assert asked(body(ignore_eos=True, stop_token_ids=[9]), [2]).sampling.stop_tokens == {9}
+    assert read_body(
+        body(ignore_eos=True, stop_token_ids=[9]), [2]
+    ).request.sampling.stop_tokens == {9}
 
 
 @pytest.mark.parametrize(
@@ -45,19 +48,19 @@ def test_defaults_are_those_of_the_api():
 )  # fmt: skip
 def test_what_it_cannot_do_is_refused_by_name(field, value):
     with pytest.raises(BodyRefused, match=f"{field}: .*use vllm"):
-        asked(body(**{field: value}), [])
+        read_body(body(**{field: value}), [])
 
 
 def test_bad_numbers_are_refused_by_name():
     with pytest.raises(BodyRefused, match="temperature: "):
-        asked(body(temperature=-1.0), [])
+        read_body(body(temperature=-1.0), [])
     with pytest.raises(BodyRefused, match="top_p: "):
-        asked(body(top_p=0.0), [])
+        read_body(body(top_p=0.0), [])
 
 
 def test_a_body_without_tokens_is_refused():
     with pytest.raises(BodyRefused, match="kappa ingress"):
-        asked(SimpleNamespace(vllm_xargs=None), [])
+        read_body(SimpleNamespace(vllm_xargs=None), [])
 
 
 class Bytes:
@@ -96,9 +99,9 @@ def events(*texts):
 
 
 def test_a_chat_stream_has_role_text_reason_and_usage():
-    answer = Answer("chat", "r", "m", 12.7, prompt_tokens=3)
+    answer = OpenAIAnswer("chat", "r", "m", 12.7, prompt_tokens=3)
     usage = answer.usage(2, 1)
-    told = events(answer.opening(), answer.piece("Hel"), answer.piece("lo", "stop"),
+    told = events(answer.opening(), answer.chunk("Hel"), answer.chunk("lo", "stop"),
                   answer.closing(usage))  # fmt: skip
     assert told[0]["choices"][0]["delta"]["role"] == "assistant"
     assert [e["choices"][0]["delta"].get("content") for e in told[1:3]] == ["Hel", "lo"]
@@ -108,9 +111,9 @@ def test_a_chat_stream_has_role_text_reason_and_usage():
 
 
 def test_a_completion_is_text_whole_or_in_pieces():
-    answer = Answer("completions", "r", "m", 1.0, prompt_tokens=3)
+    answer = OpenAIAnswer("completions", "r", "m", 1.0, prompt_tokens=3)
     assert answer.opening() == ""
-    assert events(answer.piece("x"))[0]["choices"][0]["text"] == "x"
+    assert events(answer.chunk("x"))[0]["choices"][0]["text"] == "x"
     whole = answer.whole("xy", "length", answer.usage(2, 0))
     assert whole["choices"] == [{"index": 0, "finish_reason": "length", "text": "xy"}]
     assert whole["usage"]["total_tokens"] == 5

@@ -12,21 +12,21 @@ import zmq
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from vllm.distributed.kv_events import KVEventBatch
 
+from engine.sparse.settings import SparseSettings
 from kappa.hardware import node_profile
 from kappa.plans.clo import CloConfig
 from kappa.plans.measured import rates_from_measured
 from kappa.shapes import model_shape
+from workers.own_engine.plans import SparsePlan, TorchPlan, host_blocks
+from workers.own_engine.torch_engine import TorchEngine
 from workers.tiny_model import make_tiny_model
-from workers.torch_engine.engine import TorchEngine
-from workers.torch_engine.lanes import LanesPlan
-from workers.torch_engine.plan import TorchPlan, host_blocks
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK = 16
 PATIENCE_MS = 30_000
 # With all tokens chosen, sparse answers are the exact ones.
-LANES = LanesPlan(CloConfig(share=1.0, recent_tokens=16), lanes=2)
+SPARSE = SparsePlan(SparseSettings(CloConfig(share=1.0, recent_tokens=16), slots=2))
 TEXTS = [f"Line {i} of a short text about nothing in particular." for i in range(200)]
 
 
@@ -48,7 +48,7 @@ class Bench:
             profile={"sizes_bytes": [1 << 20, 1 << 22], "block_bytes": 4096, "hidden": 64,
                      "intermediate": 256, "dtype": "float32"},
             stats_endpoint=f"ipc://{folder}/stats", kv_endpoint=f"ipc://{folder}/kv",
-            approx="ask", lanes=LANES, max_context_tokens=1000, cpu_threads=1,
+            approx="ask", sparse=SPARSE, max_context_tokens=1000, cpu_threads=1,
         )  # fmt: skip
         config = SimpleNamespace(engine_kwargs={"kappa_torch": plan}, model_id="tiny")
         self.engine = TorchEngine(config)
@@ -78,7 +78,7 @@ async def started(tmp_path_factory):
     bench = Bench(tmp_path_factory.mktemp("torch"))
     await bench.engine.start()
     yield bench
-    bench.engine.shutdown()
+    await bench.engine.shutdown()
     bench.context.destroy(linger=0)
 
 
@@ -212,7 +212,7 @@ async def test_an_answer_that_may_be_approximate_says_how_much_of_it_is(started)
     assert sparse.choices[0].text == exact.choices[0].text
     assert 0 < sparse.usage.approximate_tokens < 40
     stats = started.engine._runner.stats().result(20)
-    assert stats["sparse"]["moved"] == 1 and stats["sparse"]["lanes"] == 0
+    assert stats["sparse"]["moved"] == 1 and stats["sparse"]["slots"] == 0
     options = {"stream": True, "stream_options": {"include_usage": True}}
     body = completion(tokens, "approx", max_tokens=8, **options)
     body.vllm_xargs["kappa_approx"] = "ok"
@@ -256,7 +256,7 @@ async def test_activations_take_their_room_from_the_same_host_memory():
 
 
 async def test_an_engine_that_hangs_is_not_healthy(started):
-    reports = started.engine._reports
+    reports = started.engine._built.reports
     before = reports.ran_s, reports.was_busy
     reports.ran_s, reports.was_busy = reports.ran_s - 1000.0, True
     with pytest.raises(RuntimeError, match="has not ended an iteration for"):

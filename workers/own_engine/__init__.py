@@ -1,1 +1,1 @@
-"""What both engines of ours share: Serve's protocol, OpenAI's shapes, KV events."""
+"""Engines of our own as Ray Serve LLM engines: one of torch, one emulated, with one face."""

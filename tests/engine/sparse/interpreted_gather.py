@@ -5,7 +5,7 @@ import json
 import numpy as np
 import torch
 
-from engine.sparse import gather_cuda
+from engine.sparse.gather import gather_rows
 
 
 def main() -> None:
@@ -19,9 +19,9 @@ def main() -> None:
     for b, h in wanted.nonzero().tolist():
         want[b, h, 10:47] = source[rows[b, h]]
     counted = torch.zeros(1, dtype=torch.int64)
-    gather_cuda.gather_rows(store[:, :, 10:47], source, rows, wanted, counted)
+    gather_rows(store[:, :, 10:47], source, rows, wanted, counted)
     equal = torch.equal(store, want)
-    gather_cuda.gather_rows(store[:, :, 10:47], source, rows, wanted, None)
+    gather_rows(store[:, :, 10:47], source, rows, wanted, None)
     print(
         json.dumps(
             {

@@ -1,8 +1,8 @@
 """Sparse decoding offline: prompts computed exactly, then greedy tokens, all sequences in step.
 
 As `benchmarks.offload.decoder` is for exact schedules. Prompts are computed in
-chunks into device blocks, move into lanes, and leave those blocks; from then on each step is one
-sparse pass over all lanes.
+chunks into device blocks, move into slots, and leave those blocks; from then on each step is one
+sparse pass over all slots.
 """
 
 from __future__ import annotations
@@ -13,24 +13,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.offload.injected import InjectedCache
+from engine.blocks import Ids
 from engine.forward import Forward
-from engine.prefill import Prompt, prefill
-from engine.sparse.forward import over_lanes
-from engine.sparse.opening import open_from_device
+from engine.sparse.forward import SparseForward, sparse_forward
+from engine.sparse.promotion import promote_from_device
 from engine.sparse.settings import SparseSettings
-from engine.step import Ids, Pages
-from kappa.plans.clo import HeadProfile, Persistent
+from engine.step import Pages, prompt_row
+from kappa.plans.clo import HeadProfile, Persistent, equal_heads
 
 _CHUNK_TOKENS = 2048
 
 
 class SparseDecoder:
-    """Sequences in the lanes 0, 1, ...
+    """Sequences in the slots 0, 1, ...
 
     Args:
         forward: the model, its blocks, its mover.
-        settings: of the lanes.
-        persistent, heads, tau: as `over_lanes` has them.
+        settings: of the slots.
+        injected: a hit rate to impose.
+        persistent, heads, tau: as `sparse_forward` has them.
 
     `close` gives all blocks back.
     """
@@ -43,21 +45,26 @@ class SparseDecoder:
         persistent: Persistent | None = None,
         heads: HeadProfile | None = None,
         tau: Tensor | None = None,
+        injected: float | None = None,
     ) -> None:
         self.forward = forward
-        self.sparse = over_lanes(forward, settings, persistent=persistent, heads=heads, tau=tau)
-        self.cache, self.lanes = self.sparse.cache, self.sparse.lanes
+        self.sparse = sparse_forward(forward, settings, persistent=persistent, heads=heads, tau=tau)
+        if injected is not None:
+            model = forward.config.shape
+            cache = InjectedCache(self.sparse.slots, heads or equal_heads(model), injected)
+            self.sparse = SparseForward(forward, cache)
+        self.cache, self.slots = self.sparse.cache, self.sparse.slots
         self._count = 0
         self._last: Tensor | None = None
         self._generated: list[Tensor] = []
 
     def prefill(self, prompts: Sequence[Ids]) -> Tensor:
-        """Compute prompts, one after the other, each into a lane; logits (prompts, vocabulary).
+        """Compute prompts, one after the other, each into a slot; logits (prompts, vocabulary).
 
         Raises:
             OutOfBlocks: a pool is too small.
         """
-        logits = torch.cat([self._open(lane, np.asarray(p)) for lane, p in enumerate(prompts)])
+        logits = torch.cat([self._open(slot, np.asarray(p)) for slot, p in enumerate(prompts)])
         self._count = len(prompts)
         self._take(logits)
         return logits
@@ -73,27 +80,27 @@ class SparseDecoder:
         """What has been generated, (sequences, tokens); waits for the device."""
         return np.asarray(torch.stack(self._generated, dim=1).cpu())
 
-    def take_block(self, lane: int) -> int:
+    def take_block(self, slot: int) -> int:
+        """A host block."""
         return self.forward.arena.pools["kv", "host"].allocate(1)[0]
 
     def close(self) -> None:
         """Give all blocks back."""
-        for lane in range(self._count):
-            self.forward.arena.pools["kv", "host"].free(self.lanes.close(lane))
+        for slot in range(self._count):
+            self.forward.arena.pools["kv", "host"].free(self.slots.close(slot))
         self._count, self._last, self._generated = 0, None, []
 
-    def _open(self, lane: int, prompt: Ids) -> Tensor:
+    def _open(self, slot: int, prompt: Ids) -> Tensor:
         forward, pools = self.forward, self.forward.arena.pools
         block = forward.arena.block_tokens
         device = pools["kv", "device"].allocate(-(-len(prompt) // block))
-        pages = Pages(len(device))
-        pages.put(0, "kv", "device", device)
+        pages = Pages(np.array(device))
         for start in range(0, len(prompt), _CHUNK_TOKENS):
             part = prompt[: start + _CHUNK_TOKENS]
-            logits = prefill(forward, [Prompt(part, pages, start_tokens=start)])
-        count = self.lanes.host_part(len(prompt)) // block
+            logits = forward.compute([prompt_row(part, pages, start=start)])
+        count = self.slots.host_part(len(prompt)) // block
         host = pools["kv", "host"].allocate(count)
-        copied = open_from_device(self.lanes, lane, len(prompt), device, host, range(count))
+        copied = promote_from_device(self.slots, slot, len(prompt), device, host, range(count))
         if copied is not None:
             forward.mover.wait(copied)
         pools["kv", "device"].free(device)

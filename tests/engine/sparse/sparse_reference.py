@@ -2,7 +2,7 @@
 
 A `Choice` says which tokens each KV head may see at each generated position, from the queries and
 keys of that model, written down independently of `engine.sparse`: full matrices, one position after
-the other, no lanes, slots or blocks but for the rule when a token stops being recent.
+the other, no slots, places or blocks but for the rule when a token stops being recent.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.offload.injected import InjectedHits
 from engine.layers import angles, frequencies, rotate
-from engine.sparse.cache import InjectedHits
 from engine.sparse.settings import SparseSettings
 from kappa.plans.clo import CloConfig
 from tests.engine import hf
@@ -23,7 +23,7 @@ SMALL = CloConfig(share=0.2, sink_tokens=3, recent_tokens=8, code_bits=64)
 
 
 def settings(clo=SMALL, **changes):
-    values = {"lanes": 3, "max_tokens": 128, "retriever": "oracle", "prefetch": False,
+    values = {"slots": 3, "max_tokens": 128, "retriever": "oracle", "prefetch": False,
               "chunk_tokens": 1}  # fmt: skip
     return SparseSettings(clo, **{**values, **changes})
 
@@ -39,7 +39,7 @@ def decoded(r, decoder, lengths=LENGTHS, count=COUNT):
         found.append((tokens, got[index]))
     decoder.close()
     for pool in r.arena.pools.values():
-        assert pool.used == 0 and not pool.counters
+        assert pool.used == 0 and not pool.misused
     return found
 
 
@@ -71,7 +71,7 @@ def test_all_tokens_chosen_hold_whatever_hits():
     whole = CloConfig(share=1.0, sink_tokens=3, recent_tokens=8, code_bits=64)
     for hits in (0.0, 0.5, 1.0):
         with rig("llama", blocks=200) as r:
-            decoder = SparseDecoder(r.forward, settings(whole, injected_hits=hits))
+            decoder = SparseDecoder(r.forward, settings(whole), injected=hits)
             ((tokens, got),) = decoded(r, decoder, (40,), 30)
             want, scores = expected("llama", 40, 30)
             assert tokens[40:].tolist() == want and r.agrees(got, scores)
@@ -106,12 +106,12 @@ def test_with_all_heads_persistent_it_is_the_full_cache(family):
 @pytest.mark.parametrize("family", ["opt", "llama", "qwen3"])
 def test_a_hit_attends_to_the_stale_set(family):
     with rig(family, blocks=200) as r:
-        decoder = SparseDecoder(r.forward, settings(injected_hits=1.0))
+        decoder = SparseDecoder(r.forward, settings(), injected=1.0)
         found = decoded(r, decoder)
         counts = decoder.cache.counts()
-        # All but the first look-up of each head and lane, which has nothing yet.
+        # All but the first look-up of each head and slot, which has nothing yet.
         first = 2 * len(LENGTHS) * r.forward.config.kv_heads
-        assert counts.lookups - counts.hits == first and counts.injected == 1.0
+        assert counts.lookups - counts.hits == first
         agree(r, family, found, stale=True)
 
 
@@ -179,19 +179,19 @@ def test_what_leaves_the_recent_tokens_is_in_host_memory_with_its_code(persisten
         for _ in range(30):
             decoder.step()
         r.mover.drain()
-        lanes = decoder.lanes
-        for lane, length in enumerate((30, 17)):
-            state = lanes.states[lane]
-            tokens = np.concatenate((prompt(length), decoder.tokens()[lane]))[: state.tokens]
+        slots = decoder.slots
+        for slot, length in enumerate((30, 17)):
+            state = slots.states[slot]
+            tokens = np.concatenate((prompt(length), decoder.tokens()[slot]))[: state.tokens]
             assert (state.tokens, state.host_tokens) == (length + 30, host_tokens(length + 30))
             pages = r.stored(tokens, state.host_tokens)
             mine, theirs = state.blocks, pages.column("kv", "host").tolist()
             for layer in range(3):
                 kept = r.arena.kv_host[layer, mine]
                 assert torch.allclose(kept, r.arena.kv_host[layer, theirs], atol=1e-10)
-                heads = lanes.offloaded[layer]
-                codes = lanes.hasher.encode(kept[:, 0][:, :, heads]).transpose(1, 2)
-                assert torch.equal(lanes.codes[layer][mine], codes)
+                heads = slots.offloaded[layer]
+                codes = slots.hasher.encode(kept[:, 0][:, :, heads]).transpose(1, 2)
+                assert torch.equal(slots.codes[layer][mine], codes)
         decoder.close()
 
 
@@ -201,7 +201,7 @@ def host_tokens(tokens):
 
 def test_an_old_choice_is_made_anew_at_its_age():
     with rig("llama", blocks=200) as r:
-        decoder = SparseDecoder(r.forward, settings(injected_hits=1.0, max_age=3))
+        decoder = SparseDecoder(r.forward, settings(max_age=3), injected=1.0)
         decoded(r, decoder, (40,), 13)
         counts = decoder.cache.counts()
         # Steps 1, 4, 7 and 10 of the 12 that decode, of two layers with two heads each.
@@ -213,7 +213,7 @@ def test_only_what_missed_crosses_the_link():
     for hits in (0.0, 0.75, 1.0):
         with rig("llama", blocks=200) as r:
             # By codes: to ask the keys themselves, all of them would cross.
-            decoder = SparseDecoder(r.forward, settings(injected_hits=hits, retriever="hash"))
+            decoder = SparseDecoder(r.forward, settings(retriever="hash"), injected=hits)
             decoder.prefill([prompt(60)])
             before = r.mover.counters["h2d"].copied_bytes
             for _ in range(9):

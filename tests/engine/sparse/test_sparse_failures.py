@@ -1,4 +1,4 @@
-"""Copies of lanes that fail or are slow: who pays, what waits for what, what goes on running."""
+"""Copies of slots that fail or are slow: who pays, what waits for what, what goes on running."""
 
 import time
 
@@ -9,7 +9,7 @@ from engine.sparse.gather import Gather
 from engine.sparse.settings import SparseSettings
 from engine.transfer import TransferFailed
 from kappa.plans.clo import CloConfig
-from tests.engine.engines import engine, evict_device, finish, generate, link_of
+from tests.engine.engines import engine, evict_device, finish, generate, link_of, submit
 from tests.engine.engines import prompt as tokens_of
 from tests.engine.rig import prompt, rig
 from tests.engine.sparse.sparse_decoder import SparseDecoder
@@ -17,14 +17,14 @@ from tests.engine.sparse.sparse_decoder import SparseDecoder
 WHOLE = CloConfig(share=1.0, sink_tokens=4, recent_tokens=8, code_bits=64)
 
 
-def lanes(**changes):
-    values = {"lanes": 2, "max_tokens": 160, "chunk_tokens": 8, **changes}
+def slots(**changes):
+    values = {"slots": 2, "max_tokens": 160, "chunk_tokens": 8, **changes}
     return SparseSettings(WHOLE, **values)
 
 
-def test_a_block_that_does_not_arrive_costs_its_own_lane_whoever_goes_on_first():
+def test_a_block_that_does_not_arrive_costs_its_own_slot_whoever_goes_on_first():
     with rig("llama", blocks=200) as r:
-        decoder = SparseDecoder(r.forward, lanes())
+        decoder = SparseDecoder(r.forward, slots())
         decoder.prefill([prompt(31), prompt(18)])
         copy = r.mover._copy
 
@@ -37,8 +37,8 @@ def test_a_block_that_does_not_arrive_costs_its_own_lane_whoever_goes_on_first()
         decoder.step()
         r.mover.drain()
         r.mover._copy = copy
-        states = decoder.lanes.states
-        # Of the first lane a block has left, of the other none.
+        states = decoder.slots.states
+        # Of the first slot a block has left, of the other none.
         assert [(s.tokens, s.host_tokens) for s in states[:2]] == [(32, 24), (19, 8)]
         token = torch.tensor([[5]])
         for _ in range(2):
@@ -51,7 +51,7 @@ def test_a_block_that_does_not_arrive_costs_its_own_lane_whoever_goes_on_first()
 
 @pytest.mark.parametrize("retriever", ["hash", "oracle"])
 def test_no_gather_begins_before_it_is_known_which_rows_it_takes(retriever):
-    with engine(sparse=lanes(retriever=retriever)) as made:
+    with engine(sparse=slots(retriever=retriever)) as made:
         generate(made, tokens_of(48, 1), count=1)
         evict_device(made)
         start, gathers = made.mover._start, []
@@ -62,15 +62,15 @@ def test_no_gather_begins_before_it_is_known_which_rows_it_takes(retriever):
 
         made.mover._start = noted
         asked = tokens_of(48, 1) + tokens_of(13, 2)
-        made.submit(asked, 9, approx=True, planner="sparse")
+        submit(made, asked, 9, approx=True, planner="sparse")
         finish(made)
         assert len(gathers) > 10 and None not in gathers
 
 
 def test_a_pass_that_failed_leaves_nothing_under_way():
-    with engine(sparse=lanes()) as made:
+    with engine(sparse=slots()) as made:
         link = link_of(made)
-        request = made.submit(tokens_of(41, 1), 40, approx=True)
+        request = submit(made, tokens_of(41, 1), 40, approx=True)
         while request not in made.sparse:
             made.step()
             made.store.drain(20)
@@ -90,9 +90,9 @@ def test_a_pass_that_failed_leaves_nothing_under_way():
         finish(made)
 
 
-def test_a_lane_that_failed_in_a_pass_says_so():
+def test_a_slot_that_failed_in_a_pass_says_so():
     with rig("llama", blocks=200) as r:
-        decoder = SparseDecoder(r.forward, lanes())
+        decoder = SparseDecoder(r.forward, slots())
         decoder.prefill([prompt(31)])
         copy = r.mover._copy
         r.mover._copy = lambda direction, copies: 1 / 0 if direction == "d2h" else None

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from engine.arena import ArenaTooLarge
-from engine.sparse import gather_cuda
+from engine.sparse import gather as gather_module
 from engine.sparse.cache import aggregate, cosines, is_hit
 from engine.sparse.codes import Hasher, agreement, popcount
-from engine.sparse.forward import over_lanes
+from engine.sparse.forward import sparse_forward
 from engine.sparse.gather import Gather, pairs
 from engine.sparse.settings import SparseSettings
 from engine.transfer import CpuMover
@@ -131,11 +131,10 @@ def test_a_gather_that_cannot_be_is_refused():
 
 
 def test_without_triton_a_gpu_is_refused_with_the_remedy(monkeypatch):
-    monkeypatch.setattr(gather_cuda, "triton", None)
-    assert not gather_cuda.available()
+    monkeypatch.setattr(gather_module, "triton", None)
     store, source, rows, wanted, _ = gather_case()
     with pytest.raises(RuntimeError, match="triton is not installed"):
-        gather_cuda.gather_rows(store[:, :, 5:11], source, rows, wanted, None)
+        gather_module.gather_rows(store[:, :, 5:11], source, rows, wanted, None)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -153,12 +152,11 @@ def test_the_kernel_does_what_the_plain_copy_does():
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"lanes": 0}, "lanes is 0"),
+        ({"slots": 0}, "slots is 0"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),
         ({"max_age": -1}, "max_age"),
         ({"retriever": "guess"}, "choose oracle or hash"),
-        ({"injected_hits": 1.2}, "injected_hits"),
         ({"clo": CloConfig(code_bits=0)}, "code_bits 0"),
     ],
 )
@@ -167,24 +165,26 @@ def test_settings_that_cannot_be_are_refused(changes, why):
         SparseSettings(**changes)
 
 
-def test_lanes_that_do_not_fit_are_refused_with_both_numbers(monkeypatch):
+def test_slots_that_do_not_fit_are_refused_with_both_numbers(monkeypatch):
     with rig("llama", blocks=40) as r:
-        settings = SparseSettings(CloConfig(), lanes=3, max_tokens=1000)
-        monkeypatch.setattr("engine.sparse.lanes.free_host_bytes", lambda: 10_000)
-        with pytest.raises(ArenaTooLarge, match=r"3 sparse lanes of 1000 .* only 10000 are free"):
-            over_lanes(r.forward, settings)
+        settings = SparseSettings(CloConfig(), slots=3, max_tokens=1000)
+        monkeypatch.setattr("engine.sparse.slots.free_host_bytes", lambda: 10_000)
+        with pytest.raises(ArenaTooLarge, match=r"3 sparse slots of 1000 .* only 10000 are free"):
+            sparse_forward(r.forward, settings)
 
 
 @pytest.mark.parametrize("retriever", ["hash", "oracle"])
-def test_lanes_fit_where_there_is_exactly_what_they_take(retriever, monkeypatch):
+def test_slots_fit_where_there_is_exactly_what_they_take(retriever, monkeypatch):
     with rig("llama", blocks=40) as r:
-        settings = SparseSettings(CloConfig(), lanes=3, max_tokens=1000, retriever=retriever)
-        taken = over_lanes(r.forward, settings).lanes.device_bytes
-        monkeypatch.setattr("engine.sparse.lanes.free_host_bytes", lambda: taken)
-        over_lanes(r.forward, settings)
-        monkeypatch.setattr("engine.sparse.lanes.free_host_bytes", lambda: taken - 1)
+        settings = SparseSettings(CloConfig(), slots=3, max_tokens=1000, retriever=retriever)
+        made = sparse_forward(r.forward, settings).slots
+        tensors = (made.store, made.full, made.labels, made.ages, made.codes)
+        taken = sum(tensor.nbytes for each in tensors for tensor in each)
+        monkeypatch.setattr("engine.sparse.slots.free_host_bytes", lambda: taken)
+        sparse_forward(r.forward, settings)
+        monkeypatch.setattr("engine.sparse.slots.free_host_bytes", lambda: taken - 1)
         with pytest.raises(ArenaTooLarge, match=rf"need {taken} bytes"):
-            over_lanes(r.forward, settings)
+            sparse_forward(r.forward, settings)
 
 
 def test_persistent_heads_that_the_model_has_not_are_refused():
@@ -195,10 +195,4 @@ def test_persistent_heads_that_the_model_has_not_are_refused():
             (((0, 0), (), ()), "at most once"),
         ):
             with pytest.raises(ValueError, match=why):
-                over_lanes(r.forward, SparseSettings(max_tokens=64), persistent=persistent)
-
-
-def test_streamed_weights_are_refused():
-    refused = pytest.raises(ValueError, match="needs the weights on the device")
-    with rig("llama", streamed=True, blocks=40) as r, refused:
-        over_lanes(r.forward, SparseSettings(max_tokens=64))
+                sparse_forward(r.forward, SparseSettings(max_tokens=64), persistent=persistent)

@@ -1,4 +1,4 @@
-"""Requests that may be answered approximately, in a whole engine: lanes come, go and fail."""
+"""Requests that may be answered approximately, in a whole engine: slots come, go and fail."""
 
 import random
 from dataclasses import replace
@@ -22,6 +22,7 @@ from tests.engine.engines import (
     generate,
     link_of,
     prompt,
+    submit,
 )
 from tests.engine.rig import DEVICES, weights
 
@@ -30,8 +31,8 @@ WHOLE = CloConfig(share=1.0, sink_tokens=4, recent_tokens=8, code_bits=64)
 FEW = CloConfig(share=0.1, sink_tokens=1, recent_tokens=4, code_bits=64)
 
 
-def lanes(clo=WHOLE, **changes):
-    return SparseSettings(clo, **{"lanes": 2, "max_tokens": 160, "chunk_tokens": 8, **changes})
+def slots(clo=WHOLE, **changes):
+    return SparseSettings(clo, **{"slots": 2, "max_tokens": 160, "chunk_tokens": 8, **changes})
 
 
 def answer(request):
@@ -45,14 +46,14 @@ def go_sparse(made, *requests, tokens=1):
             return
         made.step()
         made.store.drain(20)
-    raise AssertionError("they get no lane")
+    raise AssertionError("they get no slot")
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", hf.FAMILIES)
-def test_a_request_moves_into_a_lane_and_its_device_blocks_are_free(family, device):
-    with engine(family, sparse=lanes(), device=device) as made:
-        request = made.submit(prompt(45, 1), 16, approx=True)
+def test_a_request_moves_into_a_slot_and_its_device_blocks_are_free(family, device):
+    with engine(family, sparse=slots(), device=device) as made:
+        request = submit(made, prompt(45, 1), 16, approx=True)
         go_sparse(made, request, tokens=3)
         assert request in made.sparse and not len(request.table)
         assert made.memory.available() == made.memory.capacity_blocks
@@ -62,18 +63,18 @@ def test_a_request_moves_into_a_lane_and_its_device_blocks_are_free(family, devi
         # The first is its prompt's, and the second was computed before it could move.
         assert (account.approximate_tokens, account.output_tokens) == (14, 16)
         stats = made.stats()
-        assert (stats.sparse["moved"], stats.sparse["lanes"], stats.sparse["failed"]) == (1, 0, 0)
+        assert (stats.sparse["moved"], stats.sparse["slots"], stats.sparse["failed"]) == (1, 0, 0)
         assert stats.tokens["approximate"] == account.approximate_tokens
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("retriever", ["hash", "oracle"])
 def test_a_prefix_in_host_memory_need_not_be_loaded(retriever, device):
-    with engine(sparse=lanes(retriever=retriever), device=device) as made:
+    with engine(sparse=slots(retriever=retriever), device=device) as made:
         generate(made, prompt(48, 1), count=1)
         evict_device(made)
         asked = prompt(48, 1) + prompt(13, 2)
-        request = made.submit(asked, 9, approx=True, planner="sparse")
+        request = submit(made, asked, 9, approx=True, planner="sparse")
         finish(made)
         assert answer(request) == expected(asked, 9)
         account = request.account
@@ -85,10 +86,10 @@ def test_a_prefix_in_host_memory_need_not_be_loaded(retriever, device):
 def test_a_prefix_that_is_not_loaded_moves_fewer_bytes():
     moved = []
     for planner in ("kv", "sparse"):
-        with engine(sparse=lanes(FEW)) as made:
+        with engine(sparse=slots(FEW)) as made:
             generate(made, prompt(96, 1), count=1)
             evict_device(made)
-            request = made.submit(prompt(96, 1) + prompt(5, 2), 1, approx=True, planner=planner)
+            request = submit(made, prompt(96, 1) + prompt(5, 2), 1, approx=True, planner=planner)
             finish(made)
             moved.append(request.account.load_bytes)
             assert moved[-1] == made.stats().link["h2d_bytes"]
@@ -98,24 +99,24 @@ def test_a_prefix_that_is_not_loaded_moves_fewer_bytes():
 
 
 def test_what_was_computed_approximately_is_found_by_nobody():
-    with engine(sparse=lanes(FEW)) as made:
-        first = made.submit(prompt(50, 1), 40, approx=True)
+    with engine(sparse=slots(FEW)) as made:
+        first = submit(made, prompt(50, 1), 40, approx=True)
         go_sparse(made, first)
         finish(made)
         exact = expected(prompt(50, 1), 40)
         # It did differ, or nothing is shown.
         assert answer(first) != exact
         for tokens in (prompt(50, 1) + answer(first), prompt(50, 1) + exact[:20]):
-            request = made.submit(tokens, 4)
+            request = submit(made, tokens, 4)
             finish(made)
             assert answer(request) == expected(tokens, 4)
             # Of the first one, no more is known than was computed exactly.
             assert request.account.device_tokens <= 90 - first.account.approximate_tokens
 
 
-def test_without_a_free_lane_it_is_computed_exactly():
-    with engine(sparse=lanes(lanes=1)) as made:
-        requests = [made.submit(prompt(40, n), 20, approx=True) for n in range(3)]
+def test_without_a_free_slot_it_is_computed_exactly():
+    with engine(sparse=slots(slots=1)) as made:
+        requests = [submit(made, prompt(40, n), 20, approx=True) for n in range(3)]
         while made.busy:
             made.step()
             made.store.drain(20)
@@ -125,30 +126,33 @@ def test_without_a_free_lane_it_is_computed_exactly():
 
 
 def test_short_contexts_too_long_ones_and_those_that_do_not_ask_stay_exact():
-    with engine(sparse=lanes(max_tokens=70)) as made:
+    with engine(sparse=slots(max_tokens=70)) as made:
         requests = [
-            made.submit(prompt(9, 1), 3, approx=True),
-            made.submit(prompt(60, 2), 20, approx=True),
-            made.submit(prompt(40, 3), 6),
+            submit(made, prompt(9, 1), 3, approx=True),
+            submit(made, prompt(60, 2), 20, approx=True),
+            submit(made, prompt(40, 3), 6),
         ]
         finish(made)
         assert [r.account.approximate_tokens for r in requests] == [0, 0, 0]
         assert made.stats().sparse["moved"] == 0
 
 
-def test_an_engine_without_lanes_refuses_and_the_plan_needs_leave():
-    with engine() as made, pytest.raises(ValueError, match=r"without lanes: set engine\.approx"):
-        made.submit(prompt(9), 2, approx=True)
-    with engine(sparse=lanes()) as made, pytest.raises(ValueError, match="no planner 'sparse'"):
-        made.submit(prompt(9), 2, planner="sparse")
+def test_an_engine_without_slots_refuses_and_the_plan_needs_leave():
+    with (
+        engine() as made,
+        pytest.raises(ValueError, match=r"without slots for them: set engine\.approx"),
+    ):
+        submit(made, prompt(9), 2, approx=True)
+    with engine(sparse=slots()) as made, pytest.raises(ValueError, match="no planner 'sparse'"):
+        submit(made, prompt(9), 2, planner="sparse")
 
 
 @pytest.mark.parametrize("when", ["gather", "leaving"])
-def test_a_link_that_fails_costs_the_lane_and_no_token(when):
-    with engine(sparse=lanes()) as made:
+def test_a_link_that_fails_costs_the_slot_and_no_token(when):
+    with engine(sparse=slots()) as made:
         link = link_of(made)
-        request = made.submit(prompt(41, 1), 40, approx=True)
-        other = made.submit(prompt(30, 2), 40)
+        request = submit(made, prompt(41, 1), 40, approx=True)
+        other = submit(made, prompt(30, 2), 40)
         go_sparse(made, request, tokens=5)
         direction = "h2d" if when == "gather" else "d2h"
         link.breaks = lambda way, copies: way == direction
@@ -165,11 +169,11 @@ def test_a_link_that_fails_costs_the_lane_and_no_token(when):
 
 
 def test_a_prefix_that_cannot_be_brought_is_computed():
-    with engine(sparse=lanes()) as made:
+    with engine(sparse=slots()) as made:
         generate(made, prompt(48, 1), count=1)
         evict_device(made)
         link_of(made).breaks = lambda way, copies: way == "h2d"
-        request = made.submit(prompt(48, 1) + prompt(6, 2), 5, approx=True, planner="sparse")
+        request = submit(made, prompt(48, 1) + prompt(6, 2), 5, approx=True, planner="sparse")
         finish(made)
         assert answer(request) == expected(prompt(48, 1) + prompt(6, 2), 5)
         stats = made.stats()
@@ -178,8 +182,8 @@ def test_a_prefix_that_cannot_be_brought_is_computed():
 
 def test_without_host_blocks_for_what_gets_old_it_goes_on_exactly():
     size = ArenaSize(48, 12, block_tokens=BLOCK)
-    with engine(sparse=lanes(), size=size) as made:
-        request = made.submit(prompt(44, 1), 60, approx=True)
+    with engine(sparse=slots(), size=size) as made:
+        request = submit(made, prompt(44, 1), 60, approx=True)
         go_sparse(made, request)
         finish(made)
         assert answer(request) == expected(prompt(44, 1), 60)
@@ -188,12 +192,12 @@ def test_without_host_blocks_for_what_gets_old_it_goes_on_exactly():
 
 
 def test_who_leaves_early_leaves_nothing():
-    with engine(sparse=lanes()) as made:
+    with engine(sparse=slots()) as made:
         generate(made, prompt(48, 1), count=1)
         evict_device(made)
-        decoding = made.submit(prompt(40, 3), 60, approx=True)
+        decoding = submit(made, prompt(40, 3), 60, approx=True)
         go_sparse(made, decoding)
-        waiting = made.submit(prompt(48, 1) + prompt(3, 2), 5, approx=True, planner="sparse")
+        waiting = submit(made, prompt(48, 1) + prompt(3, 2), 5, approx=True, planner="sparse")
         made.step()
         for request in (decoding, waiting):
             made.abort(request.request_id)
@@ -204,11 +208,11 @@ def test_who_leaves_early_leaves_nothing():
 def test_auto_leaves_a_prefix_where_it_is_only_if_that_is_faster():
     slow = rates_from_law(hf_shape(), node_profile("pcie"))
     for rates, sparse in ((slow, False), (paced(slow), True)):
-        with engine(sparse=lanes(FEW), rates=rates, size=SIZE) as made:
+        with engine(sparse=slots(FEW), rates=rates, size=SIZE) as made:
             generate(made, prompt(96, 1), count=1)
             evict_device(made)
-            request = made.submit(prompt(96, 1) + prompt(5, 2), 2, approx=True)
-            exact = made.submit(prompt(96, 1) + prompt(6, 3), 2)
+            request = submit(made, prompt(96, 1) + prompt(5, 2), 2, approx=True)
+            exact = submit(made, prompt(96, 1) + prompt(6, 3), 2)
             finish(made)
             assert (request.account.plan == "sparse") == sparse, request.account.why
             assert exact.account.plan != "sparse" and exact.account.approximate_tokens == 0
@@ -216,13 +220,13 @@ def test_auto_leaves_a_prefix_where_it_is_only_if_that_is_faster():
 
 def test_a_prefix_stays_where_it_is_beside_others_however_small_an_iteration_is():
     rates = paced(rates_from_law(hf_shape(), node_profile("pcie")))
-    with engine(sparse=lanes(FEW), rates=rates, size=SIZE, budget_tokens=8) as made:
+    with engine(sparse=slots(FEW), rates=rates, size=SIZE, budget_tokens=8) as made:
         generate(made, prompt(96, 1), count=1)
         evict_device(made)
-        other = made.submit(prompt(9, 7), 30)
+        other = submit(made, prompt(9, 7), 30)
         while not other.output_tokens:
             made.step()
-        request = made.submit(prompt(96, 1) + prompt(5, 2), 2, approx=True)
+        request = submit(made, prompt(96, 1) + prompt(5, 2), 2, approx=True)
         finish(made)
         account = request.account
         assert (account.plan, account.sparse_tokens, account.approximate_tokens) == (
@@ -233,22 +237,22 @@ def test_a_prefix_stays_where_it_is_beside_others_however_small_an_iteration_is(
         assert answer(other) == expected(prompt(9, 7), 30)
 
 
-def test_who_leaves_a_lane_does_not_make_others_load_twice():
-    with engine(sparse=lanes()) as made:
+def test_who_leaves_a_slot_does_not_make_others_load_twice():
+    with engine(sparse=slots()) as made:
         generate(made, prompt(48, 1), count=1)
         evict_device(made)
-        busy = made.submit(prompt(5, 7), 60)
+        busy = submit(made, prompt(5, 7), 60)
         while not busy.output_tokens:
             made.step()
         link_of(made).open.clear()
         asked = [prompt(48, 1) + prompt(3, seed) for seed in (2, 3, 4)]
-        first = made.submit(asked[0], 2, planner="kv")
+        first = submit(made, asked[0], 2, planner="kv")
         made.step()
-        begins = made.submit(asked[1], 2, approx=True, planner="sparse")
+        begins = submit(made, asked[1], 2, approx=True, planner="sparse")
         made.step()
         assert begins in made.sparse
         made.abort(begins.request_id)
-        last = made.submit(asked[2], 2, planner="kv")
+        last = submit(made, asked[2], 2, planner="kv")
         made.step()
         # It waits for what is on its way for the first.
         assert first.load is not None and last.load is None
@@ -259,7 +263,7 @@ def test_who_leaves_a_lane_does_not_make_others_load_twice():
 
 
 def hf_shape():
-    return weights("llama", torch.float64, False, "cpu").config.shape
+    return weights("llama", torch.float64, "cpu").config.shape
 
 
 def paced(rates):
@@ -272,12 +276,12 @@ def paced(rates):
 def test_a_crowd_of_both_kinds_with_preemptions():
     rng = random.Random(3)
     size = ArenaSize(30, 128, block_tokens=BLOCK)
-    with engine(sparse=lanes(), size=size, budget_tokens=24) as made:
+    with engine(sparse=slots(), size=size, budget_tokens=24) as made:
         asked = []
         for number in range(10):
             tokens = prompt(rng.choice((5, 31, 58)), number % 3)
             count = rng.choice((2, 24))
-            asked.append((made.submit(tokens, count, approx=rng.random() < 0.6), tokens, count))
+            asked.append((submit(made, tokens, count, approx=rng.random() < 0.6), tokens, count))
             for _ in range(rng.randrange(4)):
                 made.step()
                 made.store.drain(20)

@@ -1,10 +1,12 @@
 """Measures what load plans are made of, with the engine's own weights, arena, mover and forward.
 
 Seconds to load n tokens' KV of a layer and to project n tokens' activations, each copy or product
-behind the one before as in a pass; a grid of prefill steps, t_gpu(T, S); and the link's bandwidth
-alone, scattered over blocks, while the device stores, and while the CPU computes. The result is
-JSON that `kappa.plans.measured.rates_from_measured` fits, or refuses. Runs before the engine
-serves: it needs the arena to itself, and writes over its blocks. CUDA and CPU take the same path.
+behind the one before as in a pass; grids of prefill steps, t_gpu(T, S), and of decoding steps over
+sequences and the context tokens of all of them; the link's bandwidth alone,
+while the device stores, and while the CPU computes; and attention on the CPU, through the path that
+serves. The result is JSON that `kappa.plan.rates.rates_from_measured` fits, or refuses. Runs before
+the engine serves: it needs the arena to itself, and writes over its blocks. CUDA and CPU take the
+same path.
 """
 
 from __future__ import annotations
@@ -13,26 +15,30 @@ import hashlib
 import itertools
 import json
 import os
-import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine import layers
 from engine.forward import Forward
 from engine.layers import angles, frequencies
-from engine.prefill import Prompt, prefill
-from engine.profiling_decode import attention, decoding, repeating
-from engine.step import Pages
+from engine.step import HostContext, OnCpu, Pages, prompt_row
 from kappa.model import kv_bytes_per_token
 from kappa.plans.measured import FORMAT
 
 _BUSY_SIDE = 512
+# An action that takes longer than this is stuck.
+_WAIT_S = 60.0
+
+Action = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +48,7 @@ class ProfileSettings:
     tokens: sizes for the two lines, in tokens of one sequence; at least three, and those that the
     arena cannot hold are left out. new_tokens, context_tokens: the grid's axes, cut likewise.
     decode_sequences, decode_tokens: axes of the decoding steps: sequences, context tokens of all.
-    repeats: of each figure; the least counts, since what else runs on the machine only adds to it,
-    and the spread is told beside. busy_threads: that compute on the CPU for the figure under load;
-    0: one for each thread of torch.
+    repeats: of each figure; the least counts, since what else runs on the machine only adds to it.
     """
 
     tokens: tuple[int, ...] = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -53,7 +57,6 @@ class ProfileSettings:
     decode_sequences: tuple[int, ...] = (1, 4, 16, 64)
     decode_tokens: tuple[int, ...] = (0, 1024, 4096, 16384)
     repeats: int = 9
-    busy_threads: int = 0
 
     def __post_init__(self) -> None:
         axes = ("tokens", "new_tokens", "context_tokens", "decode_sequences", "decode_tokens")
@@ -61,11 +64,8 @@ class ProfileSettings:
             values = getattr(self, name)
             if list(values) != sorted(set(values)) or (values and values[0] < 0):
                 raise ValueError(f"ProfileSettings.{name} is {values}: give ascending counts")
-        if self.repeats < 1 or self.busy_threads < 0:
-            raise ValueError(
-                f"ProfileSettings: repeats {self.repeats}, busy_threads {self.busy_threads}: "
-                "give one repeat or more, and no negative number of threads"
-            )
+        if self.repeats < 1:
+            raise ValueError(f"ProfileSettings.repeats is {self.repeats}: give one or more")
 
 
 def profile(forward: Forward, settings: ProfileSettings | None = None) -> dict[str, Any]:
@@ -121,7 +121,6 @@ def _subject(forward: Forward) -> dict[str, Any]:
         "shape": [config.layers, config.hidden, config.heads, config.kv_heads, config.head_dim,
                   config.inner, config.vocab],
         "dtype": str(weights.dtype).removeprefix("torch."),
-        "streamed": weights.streamed,
         "cpu_threads": 0 if forward.cpu is None else forward.cpu.worker.threads,
         "block_tokens": forward.arena.block_tokens,
     }  # fmt: skip
@@ -159,47 +158,33 @@ class _Profiler:
             "layers": self.config.layers,
             "kv_bytes_per_token": kv_elements * dtype.itemsize,
             "activation_bytes_per_token": shape.layers * shape.hidden * dtype.itemsize,
-            "weight_bytes": self.config.layers * self.weights.layer_bytes,
+            "weight_bytes": sum(layer.nbytes for layer in self.weights.layers),
             "repeats": self.settings.repeats,
             "load": self._line(self._load_layers),
             "project": self._line(self._projection()),
             "grid": self._grid(),
-            **decoding(
-                self.forward,
-                self.settings.decode_sequences,
-                self.settings.decode_tokens,
-                self._least_s,
-            ),
+            **self._decode_grid(),
             "h2d_bytes_per_s": alone,
-            "h2d_scattered_bytes_per_s": self._link_bytes_per_s(scattered=True),
             "h2d_while_storing_bytes_per_s": self._while_storing(),
             "h2d_cpu_busy_bytes_per_s": self._while_cpu_busy(),
-            **attention(
-                self.forward, self.sizes, self._line, self._least_s, self._link_bytes_per_s
-            ),
+            **self._attention(),
         }
 
     # -- lines ----------------------------------------------------------------------------------
 
-    def _line(self, action: Callable[[int], Callable[[], None]]) -> dict[str, list[float]]:
-        """{"tokens", "seconds", "spread"}: seconds of a layer; spread is IQR over median.
+    def _line(self, action: Callable[[int], Action]) -> dict[str, list[float]]:
+        """{"tokens", "seconds"}: seconds of a layer.
 
         Sizes take turns, so that a machine that slows down slows all of them.
         """
         actions = [action(n) for n in self.sizes]
-        times: list[list[float]] = [[] for _ in actions]
-        for repeat in range(self.settings.repeats + 1):
-            for act, taken in zip(actions, times, strict=True):
-                seconds = self._seconds(act)
-                if repeat:  # the first touches memory and compiles kernels
-                    taken.append(seconds / self.config.layers)
-        return {
-            "tokens": [float(n) for n in self.sizes],
-            "seconds": [min(taken) for taken in times],
-            "spread": [_spread(taken) for taken in times],
-        }
+        for act in actions:  # the first touches memory and compiles kernels
+            act()
+        rounds = [[self._seconds(act) for act in actions] for _ in range(self.settings.repeats)]
+        least = [min(taken) / self.config.layers for taken in zip(*rounds, strict=True)]
+        return {"tokens": [float(n) for n in self.sizes], "seconds": least}
 
-    def _load_layers(self, tokens: int) -> Callable[[], None]:
+    def _load_layers(self, tokens: int) -> Action:
         """Bring n tokens' KV of every layer, one after the other.
 
         Each time other blocks, as many as there are: what a processor's cache has still got from
@@ -221,22 +206,18 @@ class _Profiler:
 
         return load
 
-    def _projection(self) -> Callable[[int], Callable[[], None]]:
-        """Project n tokens of every layer; streamed weights are as if they were there."""
+    def _projection(self) -> Callable[[int], Action]:
+        """Project n tokens of every layer."""
         weights, config = self.weights, self.config
-        if weights.streamed:
-            here = [weights.view(weights.layers[0].to(self.device))] * config.layers
-        else:
-            here = [weights.layer(i) for i in range(config.layers)]
 
-        def of(tokens: int) -> Callable[[], None]:
+        def of(tokens: int) -> Action:
             acts = torch.randn(tokens, config.hidden, device=self.device).to(weights.dtype)
             out = torch.empty(tokens, 2 * config.kv_width, dtype=acts.dtype, device=self.device)
             turned = self._angles(tokens)
 
             @torch.no_grad()
             def project() -> None:
-                for layer in here:
+                for layer in weights.layers:
                     layers.project_kv(acts, layer, config, turned, out)
 
             return project
@@ -276,31 +257,54 @@ class _Profiler:
 
     def _step_s(self, new: int, context: int) -> float:
         blocks = -(-(new + context) // self.arena.block_tokens)
-        pages = Pages()
-        pages.put(0, "kv", "device", np.arange(blocks))
         tokens = np.arange(new + context) % self.config.vocab
-        prompt = Prompt(tokens, pages, start_tokens=context)
+        row = prompt_row(tokens, Pages(np.arange(blocks)), start=context)
+        return self._least_s(lambda: self.forward.compute([row]))
 
-        def step() -> None:
-            prefill(self.forward, [prompt])
+    def _decode_grid(self) -> dict[str, Any]:
+        """{"decode": {"sequences", "resident_tokens", "seconds"}}; nothing, if there is no grid.
 
-        return self._least_s(step)
+        More context than the arena holds is read from the same blocks again. Where the model has no
+        positions for so long a context, the row is continued by its last step; `measured` has how
+        many cells of each row are no continuation.
+        """
+        room = self.arena.size.kv_device
+        sequences = [n for n in self.settings.decode_sequences if 1 <= n <= room]
+        resident = list(self.settings.decode_tokens)
+        most = self.config.max_tokens - 1
+        if len(sequences) < 2 or len([r for r in resident if r <= sequences[0] * most]) < 2:
+            return {}
+        rows, measured = [], []
+        for count in sequences:
+            contexts = [total // count for total in resident if total // count <= most]
+            row = [self._decode_s(count, context) for context in contexts]
+            measured.append(len(row))
+            for done in range(len(row), len(resident)):
+                slope = (row[-1] - row[-2]) / (resident[done - 1] - resident[done - 2])
+                row.append(row[-1] + max(0.0, slope) * (resident[done] - resident[done - 1]))
+            rows.append(row)
+        return {
+            "decode": {
+                "sequences": sequences, "resident_tokens": resident, "seconds": rows,
+                "measured": measured,
+            }
+        }  # fmt: skip
+
+    def _decode_s(self, sequences: int, context: int) -> float:
+        """One new token of each sequence behind so many; blocks in turn, all of the arena."""
+        held = -(-(context + 1) // self.arena.block_tokens)
+        tokens = np.arange(context + 1) % self.config.vocab
+        rows = []
+        for index in range(sequences):
+            pages = Pages((index * held + np.arange(held)) % self.arena.size.kv_device)
+            rows.append(prompt_row(tokens, pages, start=context))
+        return self._least_s(lambda: self.forward.compute(rows))
 
     # -- link -----------------------------------------------------------------------------------
 
-    def _link_bytes_per_s(self, *, scattered: bool = False) -> float:
-        """Bytes/s of the largest size, all layers, in one run of blocks or one block at a time."""
-        blocks = self.sizes[-1] // self.arena.block_tokens
-        target, source = self.arena.kv_device, self.arena.kv_host
-        if scattered:
-            order = np.random.default_rng(0).permutation(blocks).tolist()
-            pairs = [
-                (target[i, to], source[i, block])
-                for i in range(self.config.layers)
-                for to, block in enumerate(order)
-            ]
-        else:
-            pairs = [(target[i, :blocks], source[i, :blocks]) for i in range(self.config.layers)]
+    def _link_bytes_per_s(self) -> float:
+        """Bytes/s of the largest size, all layers."""
+        pairs = self._largest_load()
         size_bytes = sum(source.nbytes for _, source in pairs)
 
         def load_s() -> float:
@@ -311,6 +315,11 @@ class _Profiler:
 
         load_s()
         return size_bytes / min(load_s() for _ in range(self.settings.repeats))
+
+    def _largest_load(self) -> list[tuple[Tensor, Tensor]]:
+        blocks = self.sizes[-1] // self.arena.block_tokens
+        target, source = self.arena.kv_device, self.arena.kv_host
+        return [(target[i, :blocks], source[i, :blocks]) for i in range(self.config.layers)]
 
     def _while_storing(self) -> float:
         """As alone, while the other direction copies, over and over."""
@@ -324,21 +333,62 @@ class _Profiler:
 
     def _while_cpu_busy(self) -> float:
         """As alone, while threads multiply matrices on the CPU."""
-        threads = self.settings.busy_threads or torch.get_num_threads()
         square = torch.randn(_BUSY_SIDE, _BUSY_SIDE)
-        with repeating(lambda: torch.mm(square, square), threads):
+        with repeating(lambda: torch.mm(square, square), torch.get_num_threads()):
             return self._link_bytes_per_s()
+
+    # -- attention on the CPU ---------------------------------------------------------------
+
+    def _attention(self) -> dict[str, Any]:
+        """{"attend": ...}: seconds of a layer by tokens, and what it and the link leave each other.
+
+        Nothing, where there are no threads for it.
+        """
+        cpu = self.forward.cpu
+        if cpu is None:
+            return {}
+        samples = self._line(self._attend_layers)
+        most = self._attend_layers(self.sizes[-1])
+        alone_s = self._least_s(most)
+        pairs = self._largest_load()
+        with repeating(lambda: self.mover.h2d(pairs).block()):
+            beside_s = self._least_s(most)
+        with repeating(most):
+            link = self._link_bytes_per_s()
+        return {
+            "attend": {
+                **samples, "threads": cpu.worker.threads, "h2d_bytes_per_s": link,
+                "share_while_loading": alone_s / beside_s,
+            }
+        }  # fmt: skip
+
+    def _attend_layers(self, tokens: int) -> Action:
+        """One query's attention to n tokens in every layer; each time to other blocks, as loads."""
+        forward, cpu, config = self.forward, self.forward.cpu, self.config
+        assert cpu is not None
+        q = torch.randn(1, config.heads, config.head_dim).to(self.device, self.weights.dtype)
+        rows = torch.zeros(1, dtype=torch.int64, device=self.device)
+        blocks = -(-tokens // self.arena.block_tokens)
+        turns = itertools.cycle(range(max(1, self.arena.size.kv_host // blocks)))
+
+        def attend() -> None:
+            at = next(turns) * blocks
+            on_cpu = OnCpu(rows, [HostContext(0, 1, np.arange(at, at + blocks))])
+            for layer in range(config.layers):
+                cpu.begin(layer, on_cpu, q, forward.mover).result()
+
+        return attend
 
     # -- time -----------------------------------------------------------------------------------
 
-    def _seconds(self, action: Callable[[], Any]) -> float:
+    def _seconds(self, action: Action) -> float:
         self._finish()
         start_s = time.perf_counter()
         action()
         self._finish()
         return time.perf_counter() - start_s
 
-    def _least_s(self, action: Callable[[], Any]) -> float:
+    def _least_s(self, action: Action) -> float:
         action()
         return min(self._seconds(action) for _ in range(self.settings.repeats))
 
@@ -347,8 +397,38 @@ class _Profiler:
             torch.cuda.synchronize(self.device)
 
 
-def _spread(values: list[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(values, n=4)
-    return (high - low) / middle
+@contextmanager
+def repeating(action: Callable[[], object], threads: int = 1) -> Iterator[None]:
+    """Repeat `action` on that many threads until the block is left; each has done it once before.
+
+    Raises:
+        RuntimeError: the action failed or got stuck, so what was measured is not what it says.
+    """
+    stop = threading.Event()
+    ready = threading.Semaphore(0)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            action()
+            ready.release()
+            while not stop.is_set():
+                action()
+        except BaseException as error:
+            errors.append(error)
+            ready.release()
+
+    running = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    try:
+        if not all(ready.acquire(timeout=_WAIT_S) for _ in running):
+            raise RuntimeError(f"what runs beside the measurement took over {_WAIT_S:g} s")
+        if not errors:
+            yield
+    finally:
+        stop.set()
+        for thread in running:
+            thread.join(_WAIT_S)
+    if errors:
+        raise RuntimeError(f"what ran beside the measurement failed: {errors[0]}") from errors[0]

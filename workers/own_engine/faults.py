@@ -1,51 +1,36 @@
-"""What is to go wrong in an emulated engine, told by a file while it runs.
+"""What is to go wrong in an emulated engine, as a file says while it runs.
 
 `KAPPA_EMULATED_FAULTS` names a JSON file: `{"WORKER": {"link_slower": 10, "loads_fail": true,
 "events": "lose"}}`, with `*` for every worker. Only emulated engines read it, so nothing of the
-kind exists where tokens are real. A file that cannot be read is no fault at all, and is said once.
+kind exists where tokens are real. A file that cannot be read is no fault at all, and is logged.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import structlog
+
+from workers.own_engine.reports import KvPublisher
 
 log = structlog.get_logger(__name__)
 
 ENV = "KAPPA_EMULATED_FAULTS"
-EventFault = Literal["", "lose", "repeat", "reorder"]
-_EVENT_FAULTS = ("", "lose", "repeat", "reorder")
 _LOOK_EVERY_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFaults:
+class EngineFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """link_slower: a load lasts so many times as long as it should. loads_fail: none arrives.
     events: what happens to every second batch of KV events."""
 
-    link_slower: float = 1.0
+    link_slower: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     loads_fail: bool = False
-    events: EventFault = ""
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> EngineFaults:
-        """Rebuild from JSON; ValueError names what is wrong."""
-        unknown = sorted(set(data) - {f.name for f in fields(cls)})
-        if unknown:
-            raise ValueError(f"unknown faults {unknown}: known are {[f.name for f in fields(cls)]}")
-        made = cls(**data)
-        if not made.link_slower > 0:
-            raise ValueError(f"link_slower is {made.link_slower}: give a factor above zero")
-        if made.events not in _EVENT_FAULTS:
-            raise ValueError(f"events is {made.events!r}: choose one of {_EVENT_FAULTS}")
-        return made
+    events: Literal["", "lose", "repeat", "reorder"] = ""
 
 
 class FaultsFile:
@@ -80,10 +65,31 @@ class FaultsFile:
             return
         self._seen = changed
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            self._faults = EngineFaults.from_dict(
-                {**told.get("*", {}), **told.get(self._worker, {})}
-            )
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+            read = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, Any]])
+            mine = {**read.get("*", {}), **read.get(self._worker, {})}
+            self._faults = msgspec.convert(mine, EngineFaults)
+        except (OSError, msgspec.MsgspecError) as error:
             self._faults = EngineFaults()
             log.warning("faults_unreadable", path=self._path, reason=str(error))
+
+
+class FaultyPublisher(KvPublisher):
+    """Loses, repeats or reorders every second batch, as a network could, while a fault says so."""
+
+    def __init__(self, endpoint: str, faults: FaultsFile) -> None:
+        super().__init__(endpoint)
+        self._network_faults = faults
+        self._late: tuple[int, list[bytes]] | None = None
+
+    def send(self, number: int, frames: list[bytes]) -> None:
+        fault = self._network_faults.now().events if number % 2 else ""
+        if fault == "lose":
+            return
+        if fault == "reorder":
+            self._late = number, frames
+            return
+        for _ in range(2 if fault == "repeat" else 1):
+            super().send(number, frames)
+        if self._late is not None:
+            super().send(*self._late)
+            self._late = None

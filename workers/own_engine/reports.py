@@ -1,8 +1,8 @@
-"""What our own engine tells the cluster: the same messages as a vLLM engine's processes send.
+"""What an engine of ours reports to the cluster: the messages that a vLLM engine's processes send.
 
-Admissions, iterations, loads and stores go over the stats channel, blocks that became findable or
-left as vLLM's KV event batches over a publisher's socket, so that report stream, router and metrics
-need not know which engine runs. Called from the engine's thread.
+Admissions, iterations, loads and stores go over the stats channel; blocks that became findable or
+left go as vLLM's numbered KV event batches over a publisher's socket, so that report stream, router
+and metrics need not know which engine runs. Called from the engine's thread.
 """
 
 from __future__ import annotations
@@ -11,35 +11,75 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence as Run
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+import msgspec
+import zmq
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from engine.loop import Engine
-from engine.prefix import BlocksStored, CacheEvent
+from engine.prefix import CacheEvent, StoredBlocks
 from engine.sequence import Sequence
 from workers.iteration_log import Iteration, IterationLog
-from workers.own_engine import kv_events
-from workers.own_engine.kv_events import KvPublisher
 from workers.stats_channel import StatsSender
 
 # At least so many first blocks of salted prompts are known by their salt.
 _LEAST_SALTS = 1024
+_MEDIA = {"device": "GPU", "host": "CPU"}
+_TOPIC = b"kv"
+_HIGH_WATER_MESSAGES = 100_000
 
 
-class TorchReports:
+class KvPublisher:
+    """One engine's numbered batches of KV events. Call from one thread.
+
+    Args:
+        endpoint: bound here; the report stream reads it. An empty one has no reader.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._number = 0
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MESSAGES)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        if endpoint:
+            self._socket.bind(endpoint)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def publish(self, events: Run[BlockStored | BlockRemoved]) -> None:
+        """Send the next batch."""
+        encoded = self._encode(KVEventBatch(ts=time.time(), events=list(events)))
+        number, self._number = self._number, self._number + 1
+        self.send(number, [_TOPIC, number.to_bytes(8, "big"), encoded])
+
+    def send(self, number: int, frames: list[bytes]) -> None:
+        """Send the batch of that number: topic, number, events."""
+        self._socket.send_multipart(frames)
+
+
+class EngineReports:
     """Follows one engine (`engine.loop.Observer`) and publishes its cache's changes.
 
     Args:
-        stats_endpoint: of the stats channel; an empty one says nothing.
-        kv_endpoint: bound here; the report stream reads it.
+        stats_endpoint: of the stats channel; an empty one has no reader.
+        publisher: of KV events.
         log: file for JSON lines, one per iteration, or None.
         blocks: that device and host hold: no more salts can matter at a time.
+        paced: iterations last as long as on the emulated node, whatever was computed, and there is
+            no link: loads are known by their tokens alone, and stores take no time.
 
     `ran_s`: when the last iteration ended, by the monotonic clock; `was_busy`: whether there was
     more to do then.
     """
 
     def __init__(
-        self, stats_endpoint: str, kv_endpoint: str, log: str | None = None, blocks: int = 0
+        self,
+        stats_endpoint: str,
+        publisher: KvPublisher,
+        log: str | None = None,
+        blocks: int = 0,
+        paced: bool = False,
     ) -> None:
         self.ran_s = time.monotonic()
         self.was_busy = False
@@ -50,10 +90,10 @@ class TorchReports:
         self._dropped = 0
         self._faults = (0, 0)
         self._salts: OrderedDict[bytes, str] = OrderedDict()
-        self._kv = KvPublisher(kv_endpoint)
+        self._kv, self._paced = publisher, paced
 
     def close(self) -> None:
-        """Close the publisher's socket; the engine's thread has ended."""
+        """Close log and publisher; the engine's thread has ended."""
         self._log.close()
         self._kv.close()
 
@@ -61,8 +101,9 @@ class TorchReports:
 
     def admitted(self, sequence: Sequence) -> None:
         """A request got its blocks: its tokens by source, recomputed ones being new."""
-        if sequence.salt and sequence.keys:
-            self._salts[sequence.keys[0].digest] = sequence.salt
+        salt = sequence.request.salt
+        if salt and sequence.keys:
+            self._salts[sequence.keys[0].digest] = salt
             if len(self._salts) > self._most_salts:
                 self._salts.popitem(last=False)
         account, load = sequence.account, sequence.load
@@ -83,17 +124,16 @@ class TorchReports:
         self, engine: Engine, seconds: float, tokens: int, prefilled: Run[Sequence]
     ) -> None:
         """An iteration ended that computed so many tokens, and the last ones of these prompts."""
+        named = [sequence for sequence in prefilled if sequence.name]
         self._stats.send(
             {
                 "kind": "step",
                 "tokens": tokens,
-                "prefilled": [sequence.name for sequence in prefilled if sequence.name],
-                "spent": [
-                    (s.name, s.account.load_s, s.account.compute_s) for s in prefilled if s.name
-                ],
-                "pace_s": 0.0,
+                "prefilled": [sequence.name for sequence in named],
+                "spent": [(s.name, s.account.load_s, s.account.compute_s) for s in named],
+                "pace_s": seconds if self._paced else 0.0,
                 "took_s": seconds,
-                "real_s": seconds,
+                "real_s": 0.0 if self._paced else seconds,
                 "overrun": False,
                 "t_s": time.time(),
             }
@@ -107,19 +147,30 @@ class TorchReports:
             charges = rule.charges() if hasattr(rule, "charges") else {}
             self._log.publish(now_s, _counts(engine), 0, charges)
         self._transfers(engine)
+        self._failures(engine)
 
     def publish(self, events: list[CacheEvent]) -> None:
         """Changes of what can be found, as one of vLLM's batches."""
-        self._kv.send(self._kv.batch([self._event(event) for event in events]))
+        self._kv.publish([self._event(event) for event in events])
 
     # -- translation --------------------------------------------------------------------------
 
     def _event(self, event: CacheEvent) -> BlockStored | BlockRemoved:
-        if not isinstance(event, BlocksStored):
-            return kv_events.removed(event.place, event.digests)
-        salt = self._salts.get(event.digests[0]) if event.parent is None else None
-        return kv_events.stored(
-            event.place, event.digests, event.parent, event.tokens, event.block_tokens, salt
+        digests, medium = list(event.digests), _MEDIA[event.place]
+        if not isinstance(event, StoredBlocks):
+            return BlockRemoved(block_hashes=digests, medium=medium)
+        # As with vLLM, the salt comes with a prompt's first block, on the device.
+        salt = self._salts.get(digests[0]) if event.parent is None else None
+        keys = [(salt,) if salt else None, *[None] * (len(digests) - 1)]
+        return BlockStored(
+            block_hashes=digests,
+            parent_block_hash=event.parent,
+            token_ids=list(event.tokens),
+            block_size=event.block_tokens,
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            extra_keys=keys if event.place == "device" else None,
         )
 
     def _iteration(self, engine: Engine, started_s: float, tokens: int) -> Iteration:
@@ -139,18 +190,24 @@ class TorchReports:
         )
 
     def _transfers(self, engine: Engine) -> None:
-        """What crossed the link since last time."""
+        """What crossed the link since the last iteration."""
         token_bytes = engine.arena.block_bytes("kv") / engine.arena.block_tokens
-        stats = engine.stats()  # which also settles the mover's counters
+        engine.mover.settle()
         for kind, direction in (("load", "h2d"), ("store", "d2h")):
             counters = engine.mover.counters[direction]  # type: ignore[index]
             before_bytes, before_s = self._moved.get(kind, (0, 0.0))
             moved = counters.copied_bytes - before_bytes
-            if moved:
-                took_s = counters.busy_s - before_s
-                self._moved[kind] = counters.copied_bytes, counters.busy_s
-                tokens = round(moved / token_bytes)
-                self._stats.send({"kind": kind, "tokens": tokens, "bytes": moved, "took_s": took_s})
+            if not moved or (self._paced and kind == "store"):
+                continue
+            took_s = counters.busy_s - before_s
+            self._moved[kind] = counters.copied_bytes, counters.busy_s
+            tokens, size_bytes = round(moved / token_bytes), 0 if self._paced else moved
+            self._stats.send(
+                {"kind": kind, "tokens": tokens, "bytes": size_bytes, "took_s": took_s}
+            )
+
+    def _failures(self, engine: Engine) -> None:
+        stats = engine.stats()
         faults = stats.failed_loads, stats.blocks["misused"]
         if faults != self._faults:
             self._faults = faults

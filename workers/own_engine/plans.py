@@ -1,7 +1,7 @@
-"""What the torch engine of one replica must know, as plain data made from its worker's plan.
+"""What the engine of one replica must know, as plain data made from its worker's plan.
 
-Given to `workers.torch_engine.engine.TorchEngine` with the replica's configuration; here too is how
-the room of the host tier is divided between blocks of KV and of activations.
+Given to the engines of this package with the replica's configuration. No torch: plans are made
+where the cluster is started, too.
 """
 
 from __future__ import annotations
@@ -9,23 +9,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from engine.sparse.settings import SparseSettings
+from kappa.cost import StepModel
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape
-from workers.identity import WorkerPlan
-from workers.torch_engine.lanes import LanesPlan
+from kappa.plans.clo import HeadProfile
+
+if TYPE_CHECKING:
+    from workers.identity import WorkerPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePlan:
+    """How requests that may be answered approximately decode.
+
+    heads: scores of their importance, if any were given: they travel as numbers, since the file
+    need not be on the worker's machine. persistent_heads: that keep their KV on the device, at
+    most.
+    """
+
+    settings: SparseSettings = field(default_factory=SparseSettings)
+    heads: HeadProfile | None = None
+    persistent_heads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """What the engine of one replica must know.
+    """What the torch engine of one replica must know.
 
     source: folder of the model, in safetensors. device_blocks, host_blocks: of KV; act_share of
     the stored ones is kept as activations. rates_dir: where measured rates are kept. node, profile:
     what to take the machine for, and what to ask `workers.profiler.measure`, if they cannot be had.
     cpu_threads: that attend to host memory; cpu_room_share: as in the settings.
-    approx: who may get approximate answers; lanes: how, for requests of max_context_tokens at most.
+    approx: who may get approximate answers; sparse: how, for requests of max_context_tokens.
     """
 
     source: str
@@ -46,7 +64,7 @@ class TorchPlan:
     kv_endpoint: str
     log: str | None = None
     approx: str = "never"
-    lanes: LanesPlan = field(default_factory=LanesPlan)
+    sparse: SparsePlan = field(default_factory=SparsePlan)
     max_context_tokens: int = 8192
     cpu_threads: int = 0
     cpu_room_share: float = 1.0
@@ -74,7 +92,7 @@ def torch_plan(plan: WorkerPlan, stats_endpoint: str, kv_endpoint: str, rank: in
         kv_endpoint=kv_endpoint,
         log=scheduler.for_rank(rank).log,
         approx=plan.approx,
-        lanes=plan.lanes,
+        sparse=plan.sparse,
         max_context_tokens=limits.max_context_tokens,
         cpu_threads=plan.cpu_threads,
         cpu_room_share=plan.cpu_room_share,
@@ -89,3 +107,25 @@ def host_blocks(shape: ModelShape, blocks: int, act_share: float) -> tuple[int, 
     ratio = shape.hidden / (2 * shape.kv_heads * shape.head_dim)
     kv = int(blocks / (1 + act_share * ratio))
     return kv, round(act_share * kv)
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedPlan:
+    """What the emulated engine of one replica must know.
+
+    worker: its name, by which a file of faults may mean it. step, load_token_s, load_fixed_s: how
+    fast, in real seconds, dilation included. max_context_tokens: of prompt and answer.
+    """
+
+    worker: str
+    step: StepModel
+    load_token_s: float
+    load_fixed_s: float
+    max_batch_tokens: int
+    max_sequences: int
+    block_tokens: int
+    device_blocks: int
+    host_blocks: int
+    max_context_tokens: int
+    stats_endpoint: str
+    kv_endpoint: str

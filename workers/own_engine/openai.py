@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from engine.sampling import Sampling
-from kappa.protocol import APPROX_KEY, PLAN_KEY, PROMPT_KEY
+from engine.sequence import EngineRequest
+from kappa.protocol import APPROX_KEY, PLAN_KEY, PROMPT_KEY, REQUEST_ID_KEY
+from workers.request_metadata import DEFAULT_TENANT, tenant_of
 
 # What a body may hold without meaning anything that this engine would have to do.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -54,22 +56,16 @@ class BodyRefused(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request as the engine takes it. plan: a planner's name, or empty. approx: whether the
-    answer may be approximate."""
+class Body:
+    """A chat or completion body, read: what the engine is asked for, and how the answer looks."""
 
-    tokens: list[int]
-    max_tokens: int
-    sampling: Sampling
+    request: EngineRequest
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
-    plan: str
-    salt: str
-    approx: bool = False
 
 
-def asked(body: Any, eos_tokens: Sequence[int]) -> Asked:
+def read_body(body: Any, eos_tokens: Sequence[int]) -> Body:
     """Read a chat or completion body.
 
     Args:
@@ -89,16 +85,21 @@ def asked(body: Any, eos_tokens: Sequence[int]) -> Asked:
     extra = getattr(body, "vllm_xargs", None) or {}
     stop = getattr(body, "stop", None) or ()
     options = getattr(body, "stream_options", None)
-    return Asked(
+    request = EngineRequest(
         tokens=_prompt(extra),
         max_tokens=_max_tokens(body),
         sampling=_sampling(body, eos_tokens),
+        tenant=tenant_of(extra) or DEFAULT_TENANT,
+        planner=str(extra.get(PLAN_KEY, "")) or None,
+        salt=str(getattr(body, "cache_salt", None) or ""),
+        name=str(extra.get(REQUEST_ID_KEY, getattr(body, "request_id", ""))),
+        approx=bool(extra.get(APPROX_KEY)),
+    )
+    return Body(
+        request,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stream=bool(getattr(body, "stream", False)),
         include_usage=bool(options is not None and getattr(options, "include_usage", False)),
-        plan=str(extra.get(PLAN_KEY, "")),
-        salt=str(getattr(body, "cache_salt", None) or ""),
-        approx=bool(extra.get(APPROX_KEY)),
     )
 
 
@@ -172,7 +173,7 @@ class Detokenizer:
 
 
 class Stopper:
-    """Cuts a text at the first stop string, which may come in pieces."""
+    """Cuts a text at the first stop string, which may come in chunks."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = [each for each in stop if each]
@@ -202,9 +203,9 @@ def _overlap(text: str, stop: str) -> int:
 class AnswerText:
     """An answer's text as it grows, cut at a stop string."""
 
-    def __init__(self, tokenizer: Any, request: Asked) -> None:
-        self._detokenizer = Detokenizer(tokenizer, request.tokens)
-        self._stopper = Stopper(request.stop)
+    def __init__(self, tokenizer: Any, body: Body) -> None:
+        self._detokenizer = Detokenizer(tokenizer, body.request.tokens)
+        self._stopper = Stopper(body.stop)
 
     @property
     def stopped(self) -> bool:
@@ -219,7 +220,7 @@ class AnswerText:
         return self._stopper.push(text, last)
 
 
-class Answer:
+class OpenAIAnswer:
     """One request's answer, as OpenAI's objects.
 
     Args:
@@ -247,15 +248,15 @@ class Answer:
             return ""
         return self._event(self._choice({"role": "assistant", "content": ""}))
 
-    def piece(self, text: str, finish_reason: str | None = None) -> str:
+    def chunk(self, text: str, finish_reason: str | None = None) -> str:
         """An event with some text, and at the end the reason why it ended."""
         content = {"content": text} if self._chat else text
         return self._event(self._choice(content, finish_reason))
 
     def closing(self, usage: Mapping[str, Any] | None) -> str:
         """The usage, if it was asked for, and the end of the stream."""
-        told = "" if usage is None else self._event(None, usage)
-        return f"{told}data: [DONE]\n\n"
+        extra = "" if usage is None else self._event(None, usage)
+        return f"{extra}data: [DONE]\n\n"
 
     def usage(
         self, output_tokens: int, cached_tokens: int, approximate: int | None = None
@@ -264,13 +265,13 @@ class Answer:
 
         approximate: of the answer, those computed sparsely; None where none may be.
         """
-        told = {} if approximate is None else {"approximate_tokens": approximate}
+        extra = {} if approximate is None else {"approximate_tokens": approximate}
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": output_tokens,
             "total_tokens": self._prompt_tokens + output_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
-            **told,
+            **extra,
         }
 
     def whole(self, text: str, finish_reason: str, usage: Mapping[str, Any]) -> dict[str, Any]:

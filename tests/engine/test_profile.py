@@ -15,7 +15,7 @@ import torch
 from engine.arena import Arena, ArenaSize
 from engine.config import read_config
 from engine.forward import Forward
-from engine.profiling import ProfileSettings, cached_profile, device_name, profile
+from engine.profile import ProfileSettings, cached_profile, device_name, profile, repeating
 from engine.transfer import Copies, CpuMover, Direction, TransferFailed
 from engine.weights import random_weights
 from kappa.plans.cpu_offload import attention_refused
@@ -26,7 +26,7 @@ from kappa.plans.split import Costs
 
 SETTINGS = ProfileSettings(
     tokens=(16, 32, 64, 128), new_tokens=(1, 16, 64), context_tokens=(0, 32),
-    decode_sequences=(1, 4), decode_tokens=(0, 64, 1024), repeats=3, busy_threads=1,
+    decode_sequences=(1, 4), decode_tokens=(0, 64, 1024), repeats=3,
 )  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 96, "num_attention_heads": 4},
@@ -38,7 +38,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def forward(
     family: str = "opt",
     *,
-    streamed: bool = False,
     blocks: int = 16,
     mover: CpuMover | None = None,
     cpu_threads: int = 0,
@@ -50,7 +49,7 @@ def forward(
         },
         f"tiny-{family}",
     )  # fmt: skip
-    weights = random_weights(config, seed=1, dtype=torch.float32, streamed=streamed)
+    weights = random_weights(config, seed=1, dtype=torch.float32)
     arena = Arena(config.shape, ArenaSize(blocks, blocks, block_tokens=8), dtype=torch.float32)
     mover = mover or CpuMover()
     made = Forward(weights, arena, mover, cpu_threads=cpu_threads)
@@ -63,10 +62,9 @@ def forward(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_profile_is_what_planners_read(family: str, streamed: bool) -> None:
+def test_a_profile_is_what_planners_read(family: str) -> None:
     threads = threading.active_count()
-    with forward(family, streamed=streamed) as made:
+    with forward(family) as made:
         measured = profile(made, SETTINGS)
     assert threading.active_count() == threads
     json.dumps(measured)
@@ -75,7 +73,7 @@ def test_a_profile_is_what_planners_read(family: str, streamed: bool) -> None:
     assert min(measured["load"]["seconds"] + measured["project"]["seconds"]) > 0
     assert measured["grid"]["new_tokens"] == [1, 16, 64]
     assert measured["grid"]["context_tokens"] == [0, 32]
-    for figure in ("h2d", "h2d_scattered", "h2d_while_storing", "h2d_cpu_busy"):
+    for figure in ("h2d", "h2d_while_storing", "h2d_cpu_busy"):
         assert measured[f"{figure}_bytes_per_s"] > 0
     heads = {"opt": 4, "llama": 2}[family]
     width = 64 // {"opt": 4, "llama": 8}[family]
@@ -130,8 +128,8 @@ def test_decoding_steps_are_measured_as_far_as_positions_go_and_continued_beyond
         measured[key]["seconds"] = [2e-6 * n + 1e-5 for n in measured[key]["tokens"]]
     rates = rates_from_measured(measured)
     for index, count in enumerate((1, 4)):
-        said = decode_gpu_s(rates, count, 64 / count)
-        assert said == pytest.approx(grid["seconds"][index][1])
+        predicted = decode_gpu_s(rates, count, 64 / count)
+        assert predicted == pytest.approx(grid["seconds"][index][1])
     no_grid = rates_from_measured({k: v for k, v in measured.items() if k != "decode"})
     assert no_grid.decode is None and decode_gpu_s(no_grid, 4, 16) > 0
 
@@ -195,14 +193,14 @@ class _Broken(CpuMover):
         raise OSError("no such link")
 
 
-def test_stores_that_fail_beside_the_measurement_void_it() -> None:
+def test_stores_that_fail_beside_the_measurement_fail_it() -> None:
     threads = threading.active_count()
     with forward(mover=_Failing()) as made, pytest.raises(RuntimeError, match="beside"):
         profile(made, SETTINGS)
     assert threading.active_count() == threads
 
 
-def test_loads_that_fail_are_told() -> None:
+def test_loads_that_fail_are_raised() -> None:
     with forward(mover=_Broken()) as made, pytest.raises(TransferFailed, match="no such link"):
         profile(made, SETTINGS)
 
@@ -211,7 +209,7 @@ def test_a_profile_is_measured_once_per_device_model_dtype_and_settings(tmp_path
     with forward("opt") as made:
         first = cached_profile(made, tmp_path, SETTINGS)
         assert cached_profile(made, tmp_path, SETTINGS) == first
-        other = ProfileSettings((16, 32, 64), (1, 16), (0, 32), (), (), 1, 1)
+        other = ProfileSettings((16, 32, 64), (1, 16), (0, 32), (), (), 1)
         assert cached_profile(made, tmp_path, other)["load"]["tokens"] == [16, 32, 64]
     with forward("llama") as made:
         assert cached_profile(made, tmp_path, SETTINGS)["model"] == "tiny-llama"
@@ -237,10 +235,50 @@ def test_a_garbled_file_is_measured_anew(tmp_path: Path, content: str) -> None:
         ({"tokens": (2, 1)}, "tokens is"),
         ({"new_tokens": (1, 1)}, "new_tokens is"),
         ({"context_tokens": (-1, 1)}, "context_tokens is"),
-        ({"repeats": 0}, "repeats 0"),
-        ({"busy_threads": -1}, "busy_threads -1"),
+        ({"repeats": 0}, "repeats is 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         ProfileSettings(**changes)
+
+
+def test_what_repeats_runs_in_the_block_and_is_over_after_it() -> None:
+    threads, done = threading.active_count(), []
+    with repeating(lambda: done.append(threading.get_ident()), threads=3):
+        assert len(set(done)) >= 1
+        assert len(done) >= 3
+    count = len(done)
+    assert threading.active_count() == threads
+    assert len(done) == count
+
+
+def test_a_repeated_failure_before_the_block_is_raised_instead_of_it() -> None:
+    entered = []
+    with pytest.raises(RuntimeError, match="beside the measurement failed: no"), repeating(_fail):
+        entered.append(1)
+    assert entered == []
+
+
+def test_a_repeated_failure_in_the_block_is_raised_after_it() -> None:
+    first, second = threading.Event(), threading.Event()
+
+    def action() -> None:
+        if first.is_set():
+            second.set()
+            _fail()
+
+    with pytest.raises(RuntimeError, match="beside the measurement failed: no"), repeating(action):
+        first.set()
+        assert second.wait(10)
+
+
+def test_an_exception_of_the_measured_block_is_its_own() -> None:
+    threads = threading.active_count()
+    with pytest.raises(KeyError), repeating(lambda: None):
+        raise KeyError
+    assert threading.active_count() == threads
+
+
+def _fail() -> None:
+    raise OSError("no")

@@ -1,0 +1,402 @@
+"""Schedules of papers 000 and 003 over the engine's model: streamed weights, columns, stores.
+
+Weights in host memory are sent layer by layer, the next one while one is computed. A pass serves
+all layers of one step after the other (row by row), or every step's share of a layer before the
+next layer (column by column). The order of work at each layer of a step is Algorithm 1 of paper
+000: the next layer's weights, the next item's activations and KV, this item's computation, its
+stores: new tokens to the host blocks of their sequences, and blocks that have become full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.arena import Arena
+from engine.blocks import BlockType, Ids, runs
+from engine.forward import Buffer, Forward, RunningStep
+from engine.step import DeviceStep, Source, StepRow
+from engine.transfer import Event, LinkMover
+from engine.weights import Layer, Weights
+
+Order = Literal["row", "column"]
+Item = tuple[int, int]  # layer, step
+Traced = tuple[str, int, int]  # what was begun, layer, step
+Copies = list[tuple[Tensor, Tensor]]
+_KV_FIRST = ("kv", "kv_bias", "k_norm")
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedWeights(Weights):
+    """Weights whose layers lie in host memory; not pinned: the benches run on a CPU."""
+
+
+def streamed(weights: Weights) -> StreamedWeights:
+    """The same weights with their layers in host memory."""
+    layers = [
+        Layer(**{name: tensor.to("cpu") for name, tensor in layer.tensors().items()})
+        for layer in weights.layers
+    ]
+    return StreamedWeights(weights.config, weights.dtype, weights.device, layers, weights.outer)
+
+
+def same_layer_everywhere(weights: Weights) -> Weights:
+    """The model with its first layer, on the device, in place of every layer."""
+    first = {name: x.to(weights.device) for name, x in weights.layers[0].tensors().items()}
+    layers = [Layer(**first)] * weights.config.layers
+    return Weights(weights.config, weights.dtype, weights.device, layers, weights.outer)
+
+
+def model_bytes(weights: Weights) -> int:
+    """Bytes of all layers."""
+    return sum(layer.nbytes for layer in weights.layers)
+
+
+class WeightStream:
+    """Layers in turn, copied to one of two device buffers while the other is computed with.
+
+    A layer can be copied in several pieces, so that other copies get their turn in between.
+    """
+
+    def __init__(self, weights: StreamedWeights, mover: LinkMover) -> None:
+        self._layers, self._mover = weights.layers, mover
+        # The layer in each buffer, and the copies that bring it.
+        self._held = [-1, -1]
+        self._events: list[list[Event]] = [[], []]
+        self._newest = 1
+        self._loading = -1
+        like = weights.layers[0].tensors()
+        self._there = [
+            Layer(**{name: torch.empty_like(x, device=weights.device) for name, x in like.items()})
+            for _ in self._held
+        ]
+
+    def has(self, index: int) -> bool:
+        """Whether the layer is there or on its way."""
+        return index in self._held
+
+    def load_kv(self, index: int, after: Event) -> None:
+        """Begin to copy what keys and values are made with, over the layer before the last one.
+
+        A layer that is there (of a model of one or two) is not copied again.
+        """
+        self._loading = -1
+        if not self.has(index):
+            self._loading = index
+            self._newest = 1 - self._newest
+            self._held[self._newest], self._events[self._newest] = index, []
+            self._load([pair for name, pair in self._pairs().items() if name in _KV_FIRST], after)
+
+    def load_rest(self, index: int, piece: int, pieces: int) -> None:
+        """Begin to copy one of `pieces` parts of the rest: as many rows of every tensor."""
+        if self._loading == index:
+            parts = []
+            for name, pair in self._pairs().items():
+                rows = np.array_split(np.arange(len(pair[0])), pieces)[piece]
+                if name not in _KV_FIRST and len(rows):
+                    here = slice(int(rows[0]), int(rows[-1]) + 1)
+                    parts.append((pair[0][here], pair[1][here]))
+            self._load(parts, None)
+
+    def wait_kv(self, index: int) -> Layer:
+        """The layer, of which only the first part need have arrived."""
+        return self._wait(index, 0)
+
+    def wait(self, index: int) -> Layer:
+        """The layer, all of it."""
+        # Copies of one direction end in order.
+        return self._wait(index, -1)
+
+    def _pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        source = self._layers[self._loading].tensors()
+        target = self._there[self._newest].tensors()
+        return {name: (target[name], source[name]) for name in source}
+
+    def _wait(self, index: int, which: int) -> Layer:
+        slot = self._held.index(index)
+        self._mover.wait(self._events[slot][which])
+        return self._there[slot]
+
+    def _load(self, copies: Copies, after: Event | None) -> None:
+        self._events[self._newest].append(self._mover.h2d(copies, after))
+
+
+# -- stores ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Store:
+    """What a row's sequence sends to host memory.
+
+    from_token: new tokens from this position on go to the host blocks that the pages name. full:
+    indices of blocks that the step completes, sent whole from the device.
+    """
+
+    row: StepRow
+    from_token: int | None = None
+    full: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """Copies to host of an item: their sources must stay until the event."""
+
+    sources: list[Tensor] = field(default_factory=list)
+    event: Event | None = None
+
+
+@dataclass(slots=True)
+class _Stores:
+    """Of a step: rows of the buffer and of the activations, and device blocks, with their targets.
+
+    Each is (sources, runs of them to host rows or blocks).
+    """
+
+    kv: tuple[Tensor, list[tuple[int, int, int]]] | None = None
+    act: tuple[Tensor, list[tuple[int, int, int]]] | None = None
+    full_kv: tuple[Tensor, list[tuple[int, int, int]]] | None = None
+    full_act: tuple[Tensor, list[tuple[int, int, int]]] | None = None
+
+    def __bool__(self) -> bool:
+        return any((self.kv, self.act, self.full_kv, self.full_act))
+
+
+def _stores(step: DeviceStep, stores: Sequence[Store], bt: int, device: torch.device) -> _Stores:
+    kv: list[tuple[Ids, Ids]] = []
+    act: list[tuple[Ids, Ids]] = []
+    index = 0
+    for store in stores:
+        row = store.row
+        positions = np.concatenate(
+            [np.arange(s.start, s.stop) for s in row.spans if s.source is Source.NEW]
+        )
+        new = index + np.arange(len(positions))
+        index += len(positions)
+        if store.from_token is None:
+            continue
+        late = positions >= store.from_token
+        positions, new = positions[late], new[late]
+        for type, source in (("kv", Source.KV_HOST), ("act", Source.ACT_HOST)):
+            blocks = row.pages.of(source, positions // bt)
+            there = blocks >= 0
+            blocks, offsets, mine = blocks[there], positions[there] % bt, new[there]
+            if type == "kv":
+                target = blocks * (2 * bt) + offsets
+                k = step.first_new_row + 2 * mine
+                kv += [(target, k), (target + bt, k + 1)]
+            else:
+                act.append((blocks * bt + offsets, mine))
+    return _Stores(
+        _ordered(kv, device), _ordered(act, device),
+        _full(stores, "kv", device), _full(stores, "act", device),
+    )  # fmt: skip
+
+
+def _full(
+    stores: Sequence[Store], type: BlockType, device: torch.device
+) -> tuple[Tensor, list[tuple[int, int, int]]] | None:
+    pairs = [
+        (column_host[i], column_device[i])
+        for store in stores
+        for column_host, column_device in [
+            (store.row.pages.column(type, "host"), store.row.pages.column(type, "device"))
+        ]
+        for i in store.full
+        if i < min(len(column_host), len(column_device))
+    ]
+    table = np.array([p for p in pairs if min(p) >= 0], np.int64).reshape(-1, 2)
+    return _ordered([(table[:, 0], table[:, 1])], device)
+
+
+def _ordered(
+    pairs: list[tuple[Ids, Ids]], device: torch.device
+) -> tuple[Tensor, list[tuple[int, int, int]]] | None:
+    """Copies in the order of their targets, so that neighbours are copied at once."""
+    target = np.concatenate([t for t, _ in pairs]) if pairs else np.empty(0, np.int64)
+    if not len(target):
+        return None
+    order = np.argsort(target)
+    source = np.concatenate([s for _, s in pairs])[order]
+    copies = runs(target[order].tolist(), range(len(order)))
+    return torch.from_numpy(source).to(device), [(s, t, n) for t, s, n in copies]
+
+
+# -- passes ---------------------------------------------------------------------------------------
+
+
+class ScheduledForward(Forward):
+    """A model whose weights may be streamed, and whose passes may store and serve several steps.
+
+    `trace`, if set to a list, collects what was begun, in order.
+    """
+
+    def __init__(
+        self, weights: Weights, arena: Arena, mover: LinkMover, cpu_threads: int = 0
+    ) -> None:
+        super().__init__(weights, arena, mover, cpu_threads)
+        self.trace: list[Traced] | None = None
+        self._stream: WeightStream | None = None
+        self._restart()
+        # Host blocks written by a pass are there before a later one reads them.
+        self._wrote = False
+
+    @property
+    def streamed(self) -> bool:
+        return isinstance(self.weights, StreamedWeights)
+
+    def store(self, stores: Sequence[Store]) -> Tensor:
+        """Compute the rows of `stores` and store what they say; logits as `compute` has them."""
+        return self.run_all([(self.build([store.row for store in stores]), stores)])[0]
+
+    def run(self, step: DeviceStep) -> Tensor:
+        return self.run_all([(step, ())])[0]
+
+    @torch.no_grad()
+    def run_all(
+        self, steps: Sequence[tuple[DeviceStep, Sequence[Store]]], order: Order = "row"
+    ) -> list[Tensor]:
+        """Logits of each step, with the stores of its rows.
+
+        Raises:
+            TransferFailed: as `run`; or a store failed.
+        """
+        bt, device = self.arena.block_tokens, self.weights.device
+        running = [self._begin(step) for step, _ in steps]
+        stores = [_stores(step, rows, bt, device) for step, rows in steps]
+        count, depth = len(steps), self.config.layers
+        items = [(layer, which) for which in range(count) for layer in range(depth)]
+        if order == "column":
+            items.sort()
+        try:
+            self._reserve(
+                max(step.buffer_rows for step, _ in steps),
+                max(step.loaded_act_blocks for step, _ in steps),
+            )
+            self._load_first(items[0], running)
+            for index, item in enumerate(items):
+                following = items[index + 1] if index + 1 < len(items) else None
+                share = (item[1], count) if order == "column" else (0, 1)
+                self._load_next(index, item, following, running, share)
+                self._finish_item(index, item, running[item[1]], stores[item[1]])
+            self._settle()
+        except BaseException:
+            self._abandon()
+            raise
+        return [self._logits(one) for one in running]
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def _weights(self, layer: int) -> Layer:
+        return super()._weights(layer) if self._stream is None else self._stream.wait(layer)
+
+    def _kv_weights(self, layer: int) -> Layer:
+        return super()._kv_weights(layer) if self._stream is None else self._stream.wait_kv(layer)
+
+    def _restart(self) -> None:
+        self._outgoing = [Outgoing(), Outgoing()]
+        if isinstance(self.weights, StreamedWeights):
+            self._stream = WeightStream(self.weights, self.mover)
+
+    def _abandon(self) -> None:
+        old = (self._outgoing, self._stream)
+        try:
+            super()._abandon()
+        except BaseException:
+            self._stuck.append(old)
+            raise
+        finally:
+            self._restart()
+
+    # -- items --------------------------------------------------------------------------------
+
+    def _note(self, what: str, item: Item) -> None:
+        if self.trace is not None:
+            self.trace.append((what, *item))
+
+    def _load_first(self, item: Item, running: list[RunningStep]) -> None:
+        stream, layer = self._stream, item[0]
+        missing = stream is not None and not stream.has(layer)
+        if stream is not None and missing:
+            self._note("load_weight", item)
+            stream.load_kv(layer, self.mover.mark())
+        self._load_item(0, item, running)
+        if stream is not None and missing:
+            stream.load_rest(layer, 0, 1)
+
+    def _load_next(
+        self, index: int, item: Item, following: Item | None, running: list[RunningStep],
+        share: tuple[int, int],
+    ) -> None:  # fmt: skip
+        """Begin to load for the next item; of the weights, one piece of so many.
+
+        Behind the last layer comes the first one, which every pass begins with.
+        """
+        piece, pieces = share
+        layer = (item[0] + 1) % self.config.layers
+        self._note("load_weight", (layer, item[1]))
+        if self._stream is not None and piece == 0:
+            self._stream.load_kv(layer, self.mover.mark())
+        if following is not None:
+            self._load_item(index + 1, following, running)
+        if self._stream is not None:
+            self._stream.load_rest(layer, piece, pieces)
+
+    def _load_item(self, index: int, item: Item, running: list[RunningStep]) -> None:
+        step, buffer = running[item[1]].step, self._buffers[index % 2]
+        if self._wrote and (step.act_runs or step.kv_runs):
+            # All until now: those stores, and the buffer's last use. Copies of one direction
+            # happen in order, so that the first to wait is enough.
+            buffer.free, self._wrote = self.mover.mark(), False
+        if step.act_runs:
+            self._note("load_act", item)
+        if step.kv_runs:
+            self._note("load_cache", item)
+        self._load(item[0], step, buffer)
+
+    def _finish_item(self, index: int, item: Item, running: RunningStep, stores: _Stores) -> None:
+        buffer = self._buffers[index % 2]
+        self._note("compute", item)
+        a = self._compute(item[0], running, buffer)
+        if stores:
+            self._note("store", item)
+            self._send_out(self._outgoing[index % 2], item[0], stores, buffer, a)
+
+    def _send_out(
+        self, outgoing: Outgoing, layer: int, stores: _Stores, buffer: Buffer, a: Tensor
+    ) -> None:
+        """Begin to copy to host what this item made, and what it completed."""
+        arena = self.arena
+        if outgoing.event is not None:
+            self.mover.wait(outgoing.event)
+        outgoing.sources.clear()
+        width, hidden = self.config.kv_width, self.config.hidden
+        copies: Copies = []
+        for out, source, host in (
+            (stores.kv, buffer.rows, arena.kv_host[layer].view(-1, width)),
+            (stores.full_kv, arena.kv_device[layer], arena.kv_host[layer]),
+            (stores.act, a, arena.act_host[layer].view(-1, hidden)),
+            (stores.full_act, arena.act_device[layer], arena.act_host[layer]),
+        ):
+            if out is not None:
+                gathered = source.index_select(0, out[0])
+                outgoing.sources.append(gathered)
+                copies += [(host[t : t + n], gathered[s : s + n]) for s, t, n in out[1]]
+        outgoing.event = self.mover.d2h(copies)
+        buffer.free = self.mover.mark()
+
+    def _settle(self) -> None:
+        """Let what is computed next come after the stores."""
+        for outgoing in self._outgoing:
+            if outgoing.event is not None:
+                self.mover.wait(outgoing.event)
+                self._wrote = True
+            outgoing.event = None
+            outgoing.sources.clear()

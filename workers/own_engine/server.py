@@ -1,0 +1,212 @@
+"""Ray Serve LLM's engine protocol over an engine of our own (`engine.loop`) on a thread.
+
+The replica, its report stream, router and HTTP are those of vLLM; only what computes is ours. Such
+an engine generates text and nothing else: what else the protocol asks is refused by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import structlog
+from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
+from ray.llm._internal.serve.core.engine.protocol import LLMEngine
+from ray.serve.llm.openai_api_models import ChatCompletionResponse, CompletionResponse
+
+from engine.loop import Engine
+from engine.runner import EngineRunner, EngineStopped
+from engine.sequence import RequestRefused
+from workers.own_engine.openai import AnswerText, Body, BodyRefused, OpenAIAnswer, read_body
+from workers.own_engine.reports import EngineReports
+from workers.profiler import measure
+from workers.request_metadata import charges_of
+
+log = structlog.get_logger(__name__)
+
+_STOP_S = 30.0
+# An iteration of a full budget takes seconds, and a load that hangs is given up after a minute.
+_HANG_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An engine before it runs. eos: tokens that end an answer. close: gives its memory back, when
+    its thread has ended."""
+
+    engine: Engine
+    reports: EngineReports
+    tokenizer: Any
+    eos: tuple[int, ...]
+    close: Callable[[], None]
+
+
+class OwnEngine(LLMEngine):
+    """What `LLMServer` drives. A subclass says what it is called and builds the engine."""
+
+    CALLED: ClassVar[str]
+    """The engine in a sentence: "the emulated engine"."""
+    FINGERPRINT: ClassVar[str | None] = None
+    """What answers that are not streamed have as their `system_fingerprint`."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._built: Built | None = None
+        self._runner: EngineRunner | None = None
+        self._failure_logged = False
+
+    @abstractmethod
+    def build(self) -> Built:
+        """Make the engine; may take minutes, on a thread of its own."""
+
+    async def start(self) -> None:
+        """Build the engine and start its thread."""
+        built = await asyncio.get_running_loop().run_in_executor(None, self.build)
+        self._built = built
+        self._runner = EngineRunner(built.engine, built.reports.publish)
+
+    async def check_health(self) -> None:
+        """Raise if the engine's thread has failed or hangs: Ray Serve then replaces the replica."""
+        if self._runner is None or self._built is None:
+            raise RuntimeError(f"{self.CALLED} has not started")
+        if (error := self._runner.error) is not None:
+            if not self._failure_logged:
+                self._failure_logged = True
+                log.error("engine_failed", exc_info=error)
+            raise RuntimeError(f"{self.CALLED} has failed: {error!r}")
+        reports = self._built.reports
+        idle_s = time.monotonic() - reports.ran_s
+        if idle_s > _HANG_S and reports.was_busy:
+            raise RuntimeError(f"{self.CALLED} has not ended an iteration for {idle_s:.0f} s")
+
+    async def shutdown(self) -> None:
+        """Stop the thread, within a bound."""
+        runner, built = self._runner, self._built
+        if runner is None or built is None:
+            return
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, runner.stop, _STOP_S)
+            # Only now: until the thread and its copies have ended, the memory is in use.
+            built.close()
+        finally:
+            built.reports.close()
+
+    # -- one request --------------------------------------------------------------------------
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """A chat completion, streamed or whole."""
+        async for item in self._answer(request, "chat"):
+            yield item
+
+    async def completions(
+        self, request: Any, raw_request_info: Any = None
+    ) -> AsyncGenerator[Any, None]:
+        """A completion, streamed or whole."""
+        async for item in self._answer(request, "completions"):
+            yield item
+
+    async def _answer(self, body: Any, kind: str) -> AsyncGenerator[Any, None]:
+        assert self._built is not None
+        try:
+            read = read_body(body, self._built.eos)
+            async for item in self._generate(read, body, kind):
+                yield item
+        except BodyRefused as error:
+            yield error_answer(400, str(error), error.param)
+        except (RequestRefused, ValueError) as error:
+            yield error_answer(400, str(error))
+        except EngineStopped as error:
+            yield error_answer(500, str(error))
+
+    async def _generate(self, body: Body, raw: Any, kind: str) -> AsyncGenerator[Any, None]:
+        assert self._runner is not None and self._built is not None
+        request = body.request
+        answer = OpenAIAnswer(kind, request.name, self._model, time.time(), len(request.tokens))
+        text = AnswerText(self._built.tokenizer, body)
+        # What others charged each tenant, and its weight, for rules that care. Not waited for: the
+        # engine's thread does its calls in order, so the request comes after it.
+        charges, weights = charges_of(getattr(raw, "vllm_xargs", None) or {}, request.tenant)
+        self._runner.call(lambda engine: engine.charge(charges, weights))
+        stream = self._runner.stream(request)
+        whole: list[str] = []
+        opened, output_tokens, cached_tokens, reason = False, 0, 0, "stop"
+        approximate: int | None = None
+        try:
+            async for output in stream:
+                if body.stream and not opened:
+                    opened = True
+                    if opening := answer.opening():
+                        yield opening
+                output_tokens += len(output.tokens)
+                over = output.finish_reason
+                if output.account is not None:
+                    cached_tokens = output.account.cached_tokens
+                    approximate = output.account.approximate_tokens if request.approx else None
+                shown = text.push(output.tokens, over is not None)
+                if text.stopped:
+                    over = "stop"
+                if body.stream:
+                    yield answer.chunk(shown, over)
+                else:
+                    whole.append(shown)
+                if over is not None:
+                    reason = over
+                    break
+        finally:
+            await stream.aclose()
+        usage = answer.usage(output_tokens, cached_tokens, approximate)
+        if body.stream:
+            yield answer.closing(usage if body.include_usage else None)
+            return
+        shape = ChatCompletionResponse if kind == "chat" else CompletionResponse
+        made = answer.whole("".join(whole), reason, usage)
+        if self.FINGERPRINT is not None:
+            made["system_fingerprint"] = self.FINGERPRINT
+        yield shape.model_validate(made)
+
+    # -- what else the protocol asks ----------------------------------------------------------
+
+    async def embeddings(
+        self, request: Any, raw_request_info: Any = None
+    ) -> AsyncGenerator[Any, None]:
+        """Refused: text is all there is."""
+        yield error_answer(400, f"{self._called_first} has no embeddings.")
+
+    async def transcriptions(
+        self, request: Any, raw_request_info: Any = None
+    ) -> AsyncGenerator[Any, None]:
+        """Refused: text is all there is."""
+        yield error_answer(400, f"{self._called_first} has no transcriptions.")
+
+    async def resolve_lora(self, lora_model: Any) -> None:
+        """There are no adapters."""
+        raise ValueError(f"{self.CALLED} serves no LoRA adapters")
+
+    def routing_stats(self) -> dict[str, Any]:
+        """Nothing of Ray's own; the announcement is added by the replica."""
+        return {}
+
+    async def reset_prefix_cache(self) -> None:
+        """Nothing asks for it here."""
+        raise NotImplementedError(f"{self.CALLED} keeps its caches")
+
+    async def collective_rpc(self, method: str, *_: Any, args: Any = (), **__: Any) -> list[Any]:
+        """`kappa_profile` measures this process, for real; there is no other method."""
+        if method != "kappa_profile":
+            raise ValueError(f"{self.CALLED} has no method {method!r}")
+        loop = asyncio.get_running_loop()
+        return [await loop.run_in_executor(None, measure, *args)]
+
+    @property
+    def _called_first(self) -> str:
+        return self.CALLED[0].upper() + self.CALLED[1:]
+
+
+def error_answer(status: int, message: str, param: str | None = None) -> ErrorResponse:
+    """What `LLMServer` takes instead of an answer."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return ErrorResponse(error=ErrorInfo(message=message, type=kind, param=param, code=status))

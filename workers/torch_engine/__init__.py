@@ -1,1 +1,0 @@
-"""Our own engine as a Ray Serve LLM engine: `engine: torch` in the settings."""
