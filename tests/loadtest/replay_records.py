@@ -1,4 +1,4 @@
-"""Records of load tests for the tests: one with everything told, and many of a seed."""
+"""Records of load tests for the tests: one with everything reported, and many of a seed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,10 +8,10 @@ import numpy as np
 from loadtest.journal import Record
 
 
-def told(**changes: Any) -> Record:
+def reported(**changes: Any) -> Record:
     """A request of our cluster: sent 0.01 s late, then 0.1 queue, 0.3 load, 0.5 compute, 0.02 way.
 
-    The endpoint told token counts and its TTFT, but not how that split.
+    The endpoint reported token counts and its TTFT, but not how that split.
     """
     values: dict[str, Any] = {
         "session": "s", "turn": 0, "tenant": "a", "scheduled_s": 1.0, "sent_s": 1.01,
@@ -32,12 +32,12 @@ def told(**changes: Any) -> Record:
 
 
 def foreign(**changes: Any) -> Record:
-    """A request of an endpoint that tells nothing."""
+    """A request of an endpoint that reports nothing."""
     nothing: dict[str, Any] = {
         "node": "", "paced": False, "reason": "", "ratio": None, "crit": None, "request_id": "",
         "predicted_ttft_s": None, "predicted": None, "actual": None,
     }  # fmt: skip
-    return told(**{**nothing, **changes})
+    return reported(**{**nothing, **changes})
 
 
 def failed(error: str = "429", **changes: Any) -> Record:
@@ -46,7 +46,7 @@ def failed(error: str = "429", **changes: Any) -> Record:
         "first_token_s": None, "last_token_s": None, "ended_s": 1.2, "generated_tokens": 0,
         "gaps_s": [], "actual": None, "error": error, "error_detail": "queue <full>",
     }  # fmt: skip
-    return told(**{**nothing, **changes})
+    return reported(**{**nothing, **changes})
 
 
 def many(count: int, seed: int = 0) -> Iterator[Record]:
@@ -56,7 +56,7 @@ def many(count: int, seed: int = 0) -> Iterator[Record]:
     for i in range(count):
         due_s += float(rng.exponential(0.05))
         ttft_s = float(rng.lognormal(-1, 1))
-        yield told(
+        yield reported(
             session=f"s{i}", tenant=f"t{i % 3}", scheduled_s=due_s, sent_s=due_s,
             first_token_s=due_s + ttft_s, last_token_s=due_s + ttft_s + 0.4,
             ended_s=due_s + ttft_s + 0.4,

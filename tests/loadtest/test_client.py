@@ -159,12 +159,12 @@ async def test_each_tenant_has_its_key_and_others_the_default() -> None:
         await sent(server, "well a", "red", keys=keys)
         await sent(server, "well b", "blue", keys=keys)
         await sent(server, "well c")
-    told = [headers.get("Authorization") for headers in server.headers]
-    assert told == ["Bearer k1", "Bearer k0", None]
+    sent_keys = [headers.get("Authorization") for headers in server.headers]
+    assert sent_keys == ["Bearer k1", "Bearer k0", None]
 
 
 @pytest.mark.parametrize("url", ["host:80", "ftp://x", "http://", "http://h:no", "http://h/?q=1"])
-def test_a_url_that_is_none_is_refused(url: str) -> None:
+def test_a_bad_url_is_refused(url: str) -> None:
     with pytest.raises(EndpointError, match="give http"):
         base_url(url)
 
@@ -185,19 +185,19 @@ async def nodes(_: web.Request) -> web.Response:
     return web.json_response({"nodes": [{"node": "pcie"}]})
 
 
-async def test_a_cluster_of_ours_and_a_foreign_endpoint_are_told_apart() -> None:
+async def test_a_survey_recognises_a_cluster_of_ours_and_vllm() -> None:
     card = {"id": "m", "owned_by": "someone"}
     async with rude({"/v1/models": models(card)}) as plain:  # type: ignore[dict-item]
-        told = await survey(plain.url)
-    assert (told.models, told.nodes, told.takes_ignore_eos) == (("m",), (), False)
+        found = await survey(plain.url)
+    assert (found.models, found.nodes, found.takes_ignore_eos) == (("m",), (), False)
     routes = {"/v1/models": models(card), "/v1/nodes": nodes}
     async with rude(routes) as ours:  # type: ignore[arg-type]
-        told = await survey(ours.url)
-    assert (told.nodes, told.takes_ignore_eos) == (({"node": "pcie"},), True)
+        found = await survey(ours.url)
+    assert (found.nodes, found.takes_ignore_eos) == (({"node": "pcie"},), True)
     card = {"id": "m", "owned_by": "vllm", "max_model_len": 4096}
     async with rude({"/v1/models": models(card)}) as vllm:  # type: ignore[dict-item]
-        told = await survey(vllm.url)
-    assert (told.contexts, told.takes_ignore_eos) == ({"m": 4096}, True)
+        found = await survey(vllm.url)
+    assert (found.contexts, found.takes_ignore_eos) == ({"m": 4096}, True)
 
 
 async def refuses(_: web.Request) -> web.Response:
@@ -218,7 +218,7 @@ async def test_a_survey_says_what_is_wrong_and_what_helps() -> None:
             await survey(server.url)
 
 
-async def test_a_retry_keeps_nothing_that_was_told_of_the_attempt_before() -> None:
+async def test_a_retry_keeps_nothing_of_the_attempt_before() -> None:
     record = Record("s", 0)
     async with (
         rude() as server,
@@ -272,8 +272,8 @@ async def test_nodes_that_are_not_ours_are_none() -> None:
 
     routes = {"/v1/models": models({"id": "m"}), "/v1/nodes": strange}
     async with rude(routes) as server:  # type: ignore[arg-type]
-        told = await survey(server.url)
-    assert (told.nodes, told.takes_ignore_eos) == ((), False)
+        found = await survey(server.url)
+    assert (found.nodes, found.takes_ignore_eos) == ((), False)
 
 
 # -- what is read from a stream, however it is cut into pieces
@@ -361,14 +361,16 @@ def test_a_stream_cut_within_an_event_is_just_not_finished() -> None:
         (b"x" * (5 << 20), "protocol", "longer than"),
     ],
 )
-def test_what_is_no_stream_of_openai_is_told(piece: bytes, kind: str, detail: str) -> None:
+def test_a_stream_that_is_not_openais_is_refused_by_kind(
+    piece: bytes, kind: str, detail: str
+) -> None:
     with pytest.raises(StreamFault, match=detail) as raised:
         read(piece)
     assert raised.value.kind == kind
 
 
 @pytest.mark.parametrize("count", [b"-1", b"1" + b"0" * 30, b"1.5"])
-def test_a_count_of_tokens_that_is_none_is_told(count: bytes) -> None:
+def test_a_bad_count_of_tokens_is_refused(count: bytes) -> None:
     with pytest.raises(StreamFault) as fault:
         Stream().feed(b'data: {"choices":[],"usage":{"completion_tokens":' + count + b"}}\n\n")
     assert fault.value.kind == "bad_json"

@@ -36,7 +36,7 @@ class Hub(BaseHTTPRequestHandler):
         found = self.path == "/" or self.path == (
             f"/datasets/owner/talks/resolve/main/{SHAREGPT_FILE}"
         )
-        self.server.asked.append(f"{self.command} {self.path}")
+        self.server.requested.append(f"{self.command} {self.path}")
         self.send_response(200 if found else 404)
         self.send_header("ETag", '"abc"')
         self.send_header("X-Repo-Commit", COMMIT)
@@ -54,7 +54,7 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked = []
+    server.requested = []
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     use(monkeypatch, tmp_path, server.server_port)
@@ -82,13 +82,13 @@ def test_a_data_set_of_the_hub_is_fetched_once(hub):
     assert workload.name == "sharegpt"
     assert workload.texts.messages(0, 0, 0) == ({"role": "user", "content": "one two three"},)
 
-    asked = list(hub.asked)
-    assert any(line.startswith("GET /datasets/owner/talks") for line in asked)
+    requested = list(hub.requested)
+    assert any(line.startswith("GET /datasets/owner/talks") for line in requested)
     assert json.loads(fetched(f"hf:owner/talks/{SHAREGPT_FILE}").read_text()) == TALKS
-    assert hub.asked == asked
+    assert hub.requested == requested
 
 
-def test_what_the_hub_does_not_have_is_told_with_a_remedy(hub):
+def test_a_missing_data_set_is_an_error_with_a_remedy(hub):
     with pytest.raises(
         WorkloadError, match=r"hf:owner/none: the hub refused it .* run: hf download owner/none"
     ):
@@ -108,7 +108,7 @@ def test_without_a_network_it_says_what_to_do_instead(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["hf:", "hf:talks", "hf:/x"])
-def test_half_a_name_is_refused_before_anything_is_asked(name):
+def test_half_a_name_is_refused_before_any_request(name):
     with pytest.raises(WorkloadError, match="expected hf:OWNER/NAME"):
         open_workload(name)
 

@@ -9,7 +9,7 @@ from loadtest.figures import figures as figures_of
 from loadtest.figures import jain, spread, timeline
 from loadtest.plots import cdf, sampled
 from loadtest.results import Objective, objective_of, results_of
-from tests.loadtest.replay_records import failed, foreign, many, told
+from tests.loadtest.replay_records import failed, foreign, many, reported
 
 QUICK = Objective(ttft_s=0.95, tpot_s=0.2)
 
@@ -47,7 +47,7 @@ def test_jain_is_one_when_alike_and_one_over_n_when_one_has_all():
 
 
 def test_latency_counts_from_when_a_request_was_due():
-    late = told(sent_s=1.51, first_token_s=1.93)
+    late = reported(sent_s=1.51, first_token_s=1.93)
     figures = summarize([late], QUICK)
     assert figures["ttft_s"]["max"] == pytest.approx(0.93)
     assert figures["ttft_sent_s"]["max"] == pytest.approx(0.42)
@@ -55,18 +55,18 @@ def test_latency_counts_from_when_a_request_was_due():
     assert figures["e2e_s"]["max"] == pytest.approx(1.34)
 
 
-def test_tokens_and_chunks_are_told_apart():
+def test_tpot_counts_tokens_and_itl_counts_chunks():
     # Two chunks of several tokens: one gap, but four later tokens.
-    figures = summarize([told(gaps_s=[0.4])], QUICK)
+    figures = summarize([reported(gaps_s=[0.4])], QUICK)
     assert figures["itl_s"]["max"] == pytest.approx(0.4)
     assert figures["tpot_s"]["max"] == pytest.approx(0.1)
 
 
 def test_goodput_counts_what_met_the_objective_and_failures_miss():
     records = [
-        told(scheduled_s=0.0, sent_s=0.0, first_token_s=0.9, last_token_s=1.3, ended_s=1.3),
-        told(scheduled_s=1.0, sent_s=1.0, first_token_s=2.0, last_token_s=2.4, ended_s=2.4),
-        told(scheduled_s=2.0, sent_s=2.0, first_token_s=2.5, last_token_s=4.5, ended_s=4.5),
+        reported(scheduled_s=0.0, sent_s=0.0, first_token_s=0.9, last_token_s=1.3, ended_s=1.3),
+        reported(scheduled_s=1.0, sent_s=1.0, first_token_s=2.0, last_token_s=2.4, ended_s=2.4),
+        reported(scheduled_s=2.0, sent_s=2.0, first_token_s=2.5, last_token_s=4.5, ended_s=4.5),
         failed(scheduled_s=4.0, sent_s=4.0, ended_s=4.2),
     ]
     figures = summarize(records, QUICK)
@@ -87,7 +87,7 @@ def test_without_an_objective_there_is_no_goodput():
 
 def test_errors_are_counted_by_kind_with_examples_and_never_as_latency():
     never_sent = failed("prompt", sent_s=0.0, error_detail="no such document")
-    figures = summarize([told(), failed(), failed(), never_sent], QUICK)
+    figures = summarize([reported(), failed(), failed(), never_sent], QUICK)
     assert figures["errors"]["429"]["count"] == 2
     assert figures["errors"]["429"]["examples"] == ["queue <full>"]
     assert figures["errors"]["prompt"]["meaning"]
@@ -96,8 +96,8 @@ def test_errors_are_counted_by_kind_with_examples_and_never_as_latency():
 
 
 def test_owners_have_their_own_figures():
-    on_c2c = told(node="c2c", tenant="b", ratio=200.0, crit=114.9, session="t")
-    figures = summarize([told(), told(turn=1), on_c2c, foreign(session="f")], QUICK)
+    on_c2c = reported(node="c2c", tenant="b", ratio=200.0, crit=114.9, session="t")
+    figures = summarize([reported(), reported(turn=1), on_c2c, foreign(session="f")], QUICK)
     assert [(r["name"], r["requests"]) for r in figures["nodes"]] == [
         ("pcie", 2), ("(not reported)", 1), ("c2c", 1),
     ]  # fmt: skip
@@ -109,9 +109,9 @@ def test_owners_have_their_own_figures():
 
 
 def test_expected_and_found_cached_tokens_stand_beside_each_other():
-    missed = told(actual={"device_tokens": 100, "cached_tokens": 0, "new_tokens": 1900,
+    missed = reported(actual={"device_tokens": 100, "cached_tokens": 0, "new_tokens": 1900,
                           "ttft_s": 0.9})  # fmt: skip
-    cached = summarize([told(), missed, foreign()], QUICK)["cached_tokens"]
+    cached = summarize([reported(), missed, foreign()], QUICK)["cached_tokens"]
     assert cached["expected"] == 4800
     assert (cached["expected_where_told"], cached["told_requests"]) == (3200, 2)
     assert (cached["actual"], cached["device"], cached["host"]) == (1700, 100, 1600)
@@ -119,18 +119,18 @@ def test_expected_and_found_cached_tokens_stand_beside_each_other():
 
 
 def test_prediction_errors_are_against_client_and_router():
-    found = summarize([told()], QUICK)["prediction"]
+    found = summarize([reported()], QUICK)["prediction"]
     assert found["client_error"]["p50"] == pytest.approx((0.92 - 0.85) / 0.92, rel=0.01)
     assert found["client_bias_p50"] == pytest.approx((0.85 - 0.92) / 0.92, rel=0.01)
     assert found["router_error"]["p50"] == pytest.approx(0.05 / 0.9, rel=0.01)
 
 
 def test_fairness_compares_how_near_to_idle_tenants_ran():
-    slow = told(tenant="b", first_token_s=1.93 + 0.93 * 3)
-    figures = summarize([told(), slow], Objective())
+    slow = reported(tenant="b", first_token_s=1.93 + 0.93 * 3)
+    figures = summarize([reported(), slow], Objective())
     assert "idle" in figures["jain_of"]
     assert figures["jain"] == pytest.approx((1 + 0.25) ** 2 / (2 * (1 + 0.25**2)))
-    assert summarize([told()], Objective())["jain"] is None
+    assert summarize([reported()], Objective())["jain"] is None
 
 
 def test_the_slowest_come_first_with_the_reason():
@@ -153,7 +153,7 @@ def test_the_figures_do_not_depend_on_how_the_run_is_cut_into_batches():
 
 def test_a_timeline_counts_what_was_in_flight_and_joins_bins_of_long_runs():
     records = [
-        told(scheduled_s=k, sent_s=k + 0.5, ended_s=k + 3.0, session=str(k)) for k in range(20)
+        reported(scheduled_s=k, sent_s=k + 0.5, ended_s=k + 3.0, session=str(k)) for k in range(20)
     ]
     short = timeline(results_of(records, QUICK).table)
     assert short.bin_s == 0.25
@@ -161,7 +161,7 @@ def test_a_timeline_counts_what_was_in_flight_and_joins_bins_of_long_runs():
     # At the end of the bin from 5.5 to 5.75 s six were sent and three (due at 0, 1 and 2) ended.
     assert short.in_flight()[22] == 6 - 3
     assert short.in_flight()[-1] == 0
-    long = timeline(results_of([*records, told(ended_s=100.0)], QUICK).table)
+    long = timeline(results_of([*records, reported(ended_s=100.0)], QUICK).table)
     assert (long.bin_s, len(long.times_s())) == (0.5, 201)
     assert long.counts["ended"].sum() == 21
 
@@ -173,7 +173,7 @@ def test_a_sample_is_even_and_bounded():
 
 
 def test_owners_beyond_a_bound_share_one_row():
-    records = [told(tenant=f"t{k}", session=str(k)) for k in range(600)]
+    records = [reported(tenant=f"t{k}", session=str(k)) for k in range(600)]
     rows = summarize(records, QUICK)["tenants"]
     assert len(rows) == 513
     assert (rows[0]["name"], rows[0]["requests"]) == ("(all others)", 88)
@@ -187,40 +187,40 @@ def test_an_empty_run_has_figures_too():
 
 
 def test_paced_requests_and_retries_are_marked():
-    figures = summarize([told(attempt=1), replace(told(), paced=False)], QUICK)
+    figures = summarize([reported(attempt=1), replace(reported(), paced=False)], QUICK)
     assert (figures["paced_requests"], figures["retried"]) == (1, 1)
 
 
 def test_waiting_before_a_retry_is_not_the_clients_arrival_error():
-    retried = told(attempt=1, retried=["503"], sent_s=9.0, first_token_s=9.9, last_token_s=10.3)
-    late = summarize([told(), retried], QUICK)["late_s"]
+    retried = reported(attempt=1, retried=["503"], sent_s=9.0, first_token_s=9.9, last_token_s=10.3)
+    late = summarize([reported(), retried], QUICK)["late_s"]
     assert late["max"] == pytest.approx(0.01)
 
 
 def test_a_closed_loop_has_rates_over_the_whole_run():
     # All due at once: over the time between the first and the last there would be any rate.
-    records = [told(scheduled_s=1.0 + i * 1e-6, session=str(i)) for i in range(4)]
-    records.append(told(scheduled_s=1.0, sent_s=1.0, ended_s=5.0))
+    records = [reported(scheduled_s=1.0 + i * 1e-6, session=str(i)) for i in range(4)]
+    records.append(reported(scheduled_s=1.0, sent_s=1.0, ended_s=5.0))
     figures = summarize(records, QUICK, is_closed=True)
     assert figures["duration_s"] == pytest.approx(4.0)
     assert figures["rate_rps"] == pytest.approx(5 / 4)
     assert figures["goodput_rps"] == pytest.approx(5 / 4)
 
 
-def test_an_objective_that_nobody_asked_for_is_neither_passed_nor_missed():
-    own = summarize([told(first_token_s=90.0, last_token_s=91.0)], objective_of({}))["slo"]
+def test_the_endpoints_own_objective_is_neither_passed_nor_missed():
+    own = summarize([reported(first_token_s=90.0, last_token_s=91.0)], objective_of({}))["slo"]
     assert (own["met"], own["basis"]) == (0.0, "predicted")
     assert (own["asked"], own["passed"]) == (False, None)
     share = objective_of({"objective": {"share": 0.5}})
-    asked = summarize([told(first_token_s=90.0, last_token_s=91.0)], share)["slo"]
-    assert (asked["asked"], asked["passed"]) == (True, False)
+    required = summarize([reported(first_token_s=90.0, last_token_s=91.0)], share)["slo"]
+    assert (required["asked"], required["passed"]) == (True, False)
 
 
 def test_what_has_no_objective_is_neither_met_nor_missed():
-    # An endpoint that tells its predictions for some requests only.
-    untold = [told(session=str(i), predicted=None) for i in range(3)]
-    late = told(session="late", first_token_s=90.0, last_token_s=91.0)
-    figures = summarize([told(), late, *untold, failed(predicted=None)], Objective())
+    # An endpoint that reports its predictions for some requests only.
+    unreported = [reported(session=str(i), predicted=None) for i in range(3)]
+    late = reported(session="late", first_token_s=90.0, last_token_s=91.0)
+    figures = summarize([reported(), late, *unreported, failed(predicted=None)], Objective())
     assert figures["slo"]["met"] == pytest.approx(1 / 3)
     assert figures["slo"]["not_judged"] == 3
     assert figures["nodes"][0]["met"] == pytest.approx(1 / 3)

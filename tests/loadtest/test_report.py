@@ -9,7 +9,7 @@ import pytest
 from loadtest import report
 from loadtest.journal import JournalError
 from loadtest.report import slowest_lines, write_report
-from tests.loadtest.replay_records import failed, foreign, many, told
+from tests.loadtest.replay_records import failed, foreign, many, reported
 
 
 def written(folder, records, run=None, tail=""):
@@ -64,11 +64,11 @@ def test_a_report_is_one_page_without_network_or_script(drawn):
 
 
 def test_the_page_answers_which_requests_were_slow_and_why(tmp_path, no_pictures):
-    slow = told(
+    slow = reported(
         session="agent-7", turn=3, first_token_s=4.93,
-        actual={**told().actual, "ttft_s": 3.9},
+        actual={**reported().actual, "ttft_s": 3.9},
     )  # fmt: skip
-    text = Page(write_report(written(tmp_path, [told(), slow])).read_text()).text
+    text = Page(write_report(written(tmp_path, [reported(), slow])).read_text()).text
     assert "agent-7, 3" in text
     assert "waited 3.1 of 3.9 s in the queue of node pcie (paced); predicted 50 ms" in text
     assert "4.0 / 23.4" in text and "shorter_queue" in text
@@ -77,7 +77,7 @@ def test_the_page_answers_which_requests_were_slow_and_why(tmp_path, no_pictures
 
 def test_what_comes_from_outside_is_escaped(tmp_path):
     names = {"tenant": "<script>x</script>", "node": '"><img src=http://x>$\\frac$'}
-    records = [told(**names), failed(session="f", **names)]
+    records = [reported(**names), failed(session="f", **names)]
     raw = write_report(written(tmp_path, records)).read_text()
     page = Page(raw)
     assert "script" not in page.tags and "img" not in page.tags
@@ -93,7 +93,7 @@ def test_pictures_take_the_colours_of_the_page(drawn):
 
 def test_the_table_holds_every_record_and_its_split(tmp_path, no_pictures):
     again = foreign(session="g", attempt=2, retried=["503", "cut"])
-    write_report(written(tmp_path, [told(), failed(session="f"), again]))
+    write_report(written(tmp_path, [reported(), failed(session="f"), again]))
     table = pl.read_parquet(tmp_path / "records.parquet")
     assert table.height == 3
     first = table.row(0, named=True)
@@ -108,7 +108,7 @@ def test_the_table_holds_every_record_and_its_split(tmp_path, no_pictures):
 
 def test_the_summary_is_json_and_says_what_was_run(tmp_path, no_pictures):
     run = {"workload": "w", "objective": {"ttft_s": 1.0, "share": 0.5}}
-    write_report(written(tmp_path, [told()], run))
+    write_report(written(tmp_path, [reported()], run))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["run"] == run
     assert summary["slo"]["passed"] is True
@@ -126,11 +126,14 @@ def test_an_empty_run_and_one_that_only_failed_have_reports(tmp_path):
 
 def test_a_partial_run_says_so(tmp_path, no_pictures):
     run = {"workload": "w", "interrupted": True}
-    assert "Partial" in Page(write_report(written(tmp_path, [told()], run)).read_text()).text
+    assert "Partial" in Page(write_report(written(tmp_path, [reported()], run)).read_text()).text
 
 
-def test_an_objective_that_nobody_asked_for_does_not_read_as_a_failed_test(tmp_path, no_pictures):
-    records = [told(), told(session="late", first_token_s=90.0, last_token_s=91.0, ended_s=91.0)]
+def test_the_endpoints_own_objective_is_not_reported_as_missed(tmp_path, no_pictures):
+    records = [
+        reported(),
+        reported(session="late", first_token_s=90.0, last_token_s=91.0, ended_s=91.0),
+    ]
     own = write_report(written(tmp_path / "own", records)).read_text()
     assert "2 requests; predicted objective: 50.0 % met" in own
     assert "missed" not in own and "<h1 class='bad'" not in own
@@ -140,7 +143,7 @@ def test_an_objective_that_nobody_asked_for_does_not_read_as_a_failed_test(tmp_p
 
 
 def test_a_closed_loop_has_no_rate_of_its_own(tmp_path, no_pictures):
-    records = [told(session=str(i), scheduled_s=1.0 + i * 1e-6) for i in range(3)]
+    records = [reported(session=str(i), scheduled_s=1.0 + i * 1e-6) for i in range(3)]
     for asked in ({"closed": 3}, {"closed": None, "arrivals": "closed:3"}):
         folder = written(tmp_path, records, {"workload": "w", "asked": asked})
         write_report(folder)
@@ -149,15 +152,15 @@ def test_a_closed_loop_has_no_rate_of_its_own(tmp_path, no_pictures):
 
 
 def test_a_journal_cut_in_its_last_line_is_read_up_to_there(tmp_path, no_pictures):
-    folder = written(tmp_path, [told()], tail='{"session": "s", "tu')
+    folder = written(tmp_path, [reported()], tail='{"session": "s", "tu')
     assert "cut off" in Page(write_report(folder).read_text()).text
     assert json.loads((folder / "summary.json").read_text())["requests"] == 1
 
 
 def test_decisions_of_a_killed_run_are_used_and_left_where_they_are(tmp_path, no_pictures):
-    record = told(predicted=None, actual=None)
+    record = reported(predicted=None, actual=None)
     folder = written(tmp_path, [record])
-    decision = {"request_id": "id", "predicted": told().predicted, "actual": told().actual}
+    decision = {"request_id": "id", "predicted": reported().predicted, "actual": reported().actual}
     (folder / "decisions.jsonl").write_text(json.dumps(decision) + "\n" + '{"request_id": "i')
     write_report(folder)
     summary = json.loads((folder / "summary.json").read_text())
@@ -180,7 +183,7 @@ def test_decisions_of_a_killed_run_are_used_and_left_where_they_are(tmp_path, no
     ],
 )
 def test_a_bad_line_is_named_with_its_file(tmp_path, line, said):
-    folder = written(tmp_path, [told()], tail=line + "\n")
+    folder = written(tmp_path, [reported()], tail=line + "\n")
     with pytest.raises(JournalError, match=rf"records\.jsonl:2: .*{re.escape(said)}"):
         write_report(folder)
     assert not (folder / "report.html").exists()
@@ -199,6 +202,6 @@ def test_a_bad_run_file_is_named(tmp_path, run, said):
 
 def test_only_paced_nodes_are_said_to_be_emulated(tmp_path, no_pictures):
     rows = [{"node": "pcie", "paced": True}, {"node": "real", "paced": False}]
-    records = [told(), told(session="r", node="real", paced=False)]
+    records = [reported(), reported(session="r", node="real", paced=False)]
     folder = written(tmp_path, records, {"workload": "w", "nodes": rows})
     assert "emulated: pcie spend time" in Page(write_report(folder).read_text()).text

@@ -6,7 +6,7 @@ import pytest
 from kappa import slo
 from kappa.hardware import CATALOGUE
 from loadtest.results import Objective, objective_of
-from tests.loadtest.replay_records import foreign, told
+from tests.loadtest.replay_records import foreign, reported
 
 
 def node_row(name, dilation=1.0):
@@ -17,7 +17,7 @@ def node_row(name, dilation=1.0):
 
 
 def test_given_limits_rule_and_one_of_them_may_be_open():
-    judged = Objective(ttft_s=0.95).judge([told(), foreign()])
+    judged = Objective(ttft_s=0.95).judge([reported(), foreign()])
     assert judged.limits.ttft_s.tolist() == [0.95, 0.95]
     assert np.isinf(judged.limits.tpot_s).all()
     assert judged.basis == ("given", "given")
@@ -26,7 +26,7 @@ def test_given_limits_rule_and_one_of_them_may_be_open():
 def test_our_nodes_give_the_objective_of_the_whole_system():
     names = sorted(CATALOGUE)[:3]
     objective = objective_of({"nodes": [node_row(name, 20.0) for name in names]})
-    judged = objective.judge([told()])
+    judged = objective.judge([reported()])
     assert judged.basis == ("idle",)
     idle = slo.median_node([slo.idle_ttft_s(s, 1600.0, 400.0) for s in objective.speeds])
     tpot = slo.median_node([slo.idle_tpot_s(s, 2000.0, 5.0) for s in objective.speeds])
@@ -40,7 +40,7 @@ def test_our_nodes_give_the_objective_of_the_whole_system():
 def test_without_a_priced_node_the_prediction_stands_in_and_then_nothing_does():
     row = {**node_row("h100-sxm" if "h100-sxm" in CATALOGUE else sorted(CATALOGUE)[0]),
            "emulated_model": None}  # fmt: skip
-    judged = objective_of({"nodes": [row], "model": "nobody-knows"}).judge([told(), foreign()])
+    judged = objective_of({"nodes": [row], "model": "nobody-knows"}).judge([reported(), foreign()])
     assert judged.basis == ("predicted", "none")
     assert judged.limits.ttft_s[0] == pytest.approx(5 * 0.8)
     assert np.isnan(judged.limits.ttft_s[1])

@@ -33,12 +33,12 @@ async def test_decisions_of_a_cluster_of_ours_reach_their_records(tmp_path: Path
 
     async def decisions(request: web.Request) -> web.Response:
         asked.append(int(request.query["limit"]))
-        told = {
+        decision = {
             "request_id": "id-2",
             "predicted": {"load_s": 0.5, "compute_s": 0.1},
             "actual": {"new_tokens": 6, "queue_s": 0.2, "compute_s": 0.3},
         }
-        return web.json_response({"decisions": [told]})
+        return web.json_response({"decisions": [decision]})
 
     async with rude({"/v1/decisions": decisions}) as server:
         # The first answer has none of our headers, so nothing is asked about it.
@@ -91,13 +91,13 @@ async def test_ctrl_c_ends_the_wait_for_decisions_but_not_the_run(tmp_path: Path
 
     journal = Journal.create(tmp_path, {})
     async with rude({"/v1/decisions": decisions}) as server:
-        told = await play(
+        outcome = await play(
             EndpointSettings(server.url, "m"), RunSettings(), iter([session("s", "ours a")]),
             journal, counts=Counts(),
         )  # fmt: skip
     journal.close()
     assert len(asked) == 1
-    assert (told.was_stopped, told.decisions_missing) == (False, 1)
+    assert (outcome.was_stopped, outcome.decisions_missing) == (False, 1)
     assert [record.error for record in read_records(tmp_path / RECORDS)] == [""]
 
 
@@ -111,9 +111,9 @@ def shown(counts: Counts, is_terminal: bool) -> str:
 
 
 def test_a_terminal_sees_the_counts() -> None:
-    told = shown(Counts(), is_terminal=True)
-    assert "1,234 ended, 5 in flight, 6 held back" in told
-    assert "7 failed" in told
+    text = shown(Counts(), is_terminal=True)
+    assert "1,234 ended, 5 in flight, 6 held back" in text
+    assert "7 failed" in text
 
 
 def test_a_pipe_gets_nothing() -> None:

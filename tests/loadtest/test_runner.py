@@ -212,7 +212,7 @@ async def test_a_run_goes_on_at_the_first_turn_that_is_missing() -> None:
     assert sorted(records) == [("b", 1), ("b", 2), ("c", 0), ("c", 1), ("c", 2)]
 
 
-async def test_a_full_disk_stops_the_run_and_is_told() -> None:
+async def test_a_full_disk_stops_the_run_and_is_raised() -> None:
     def full(_: Record) -> None:
         raise OSError("no space left")
 
@@ -223,7 +223,7 @@ async def test_a_full_disk_stops_the_run_and_is_told() -> None:
             await run.end()
 
 
-async def test_a_workload_that_breaks_on_the_way_is_told_after_what_was_sent() -> None:
+async def test_a_workload_that_breaks_is_raised_after_what_was_sent() -> None:
     def breaks() -> Iterator[ReplaySession]:
         yield session("s", "well s")
         raise ValueError("line 2 is no session")

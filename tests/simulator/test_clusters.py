@@ -22,7 +22,7 @@ def kinds(cluster):
     return dict(Counter(node.profile.gpu for node in cluster.nodes))
 
 
-def test_the_built_in_clusters_are_what_they_are_said_to_be():
+def test_the_built_in_clusters_have_their_mix_of_nodes():
     assert kinds(cluster_named("mixed")) == {"GH200": 4, "H100": 8, "A100": 8}
     assert kinds(cluster_named("small")) == {"GH200": 1, "H100": 3}
     assert kinds(cluster_named("UNIFORM")) == {"H100": 16}
@@ -90,7 +90,7 @@ def test_a_bad_file_is_refused_with_the_node_and_the_reason(tmp_path, text, mess
     assert str(path) in str(error.value)
 
 
-def test_a_missing_file_and_an_unknown_name_are_told():
+def test_a_missing_file_and_an_unknown_name_are_refused():
     with pytest.raises(ClusterError, match="cannot read"):
         cluster_named("/nowhere/cluster.yaml")
     with pytest.raises(ClusterError, match="Did you mean 'uniform'"):

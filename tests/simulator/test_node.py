@@ -27,7 +27,7 @@ def model(**changes):
 
 
 class Bench:
-    """A node alone, and what it said of its jobs."""
+    """A node alone, and when its jobs had their first and last token."""
 
     def __init__(self, node_class=Node, **changes):
         self.loop = Loop()
@@ -167,7 +167,7 @@ def test_loads_go_before_stores_that_are_under_way():
     bench.send(1, 330, 1, ids, at_s=0.5)
     bench.run()
     assert bench.first[1] == pytest.approx(0.5 + 0.202 + STEP.step_s([(10, 320)]))
-    # The store went on where it was: 2 blocks of a second and the fixed cost, all told.
+    # The store went on where it was: 2 blocks of a second and the fixed cost, in all.
     assert bench.node.link.down.store_s == pytest.approx(2.002)
 
 

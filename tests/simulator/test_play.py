@@ -1,4 +1,4 @@
-"""What the play tells its dispatcher, and what moves between nodes."""
+"""What a dispatcher receives of a run, and what moves between nodes."""
 
 from collections import defaultdict
 
@@ -59,7 +59,7 @@ class Witness(PlanDispatch):
 
 
 @pytest.mark.parametrize("failures", [(), (Failure(0, 10.0, 5.0),)])
-def test_whoever_listens_knows_every_block_of_every_node(config, failures):
+def test_a_dispatcher_receives_every_change_of_every_cache(config, failures):
     traffic = traffic_of(config)
     plan = np.random.default_rng(0).integers(0, 3, traffic.requests)
     witness = Witness(plan)

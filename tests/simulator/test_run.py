@@ -59,12 +59,12 @@ def test_a_seed_decides_everything_to_the_last_bit(config, policy):
     assert not np.array_equal(one.records.ttft_s, other.records.ttft_s)
 
 
-def test_a_run_tells_how_far_it_is_and_leaves_the_collector_as_it_was(config):
-    told: list[tuple[int, int]] = []
-    simulate(config.replaced(policy="priced"), progress=lambda *far: told.append(far))
-    ended = [some for some, _ in told]
-    assert len(told) > 5 and ended == sorted(ended) and 0 < ended[-1] <= 200
-    assert {total for _, total in told} == {200}
+def test_a_run_reports_progress_and_leaves_the_garbage_collector_on(config):
+    progress: list[tuple[int, int]] = []
+    simulate(config.replaced(policy="priced"), progress=lambda *far: progress.append(far))
+    ended = [some for some, _ in progress]
+    assert len(progress) > 5 and ended == sorted(ended) and 0 < ended[-1] <= 200
+    assert {total for _, total in progress} == {200}
     assert gc.isenabled()
 
 
@@ -103,14 +103,14 @@ def test_an_idle_cluster_meets_the_objective(config):
     assert summary["rejected"] == 0 and summary["requests"] == 80
 
 
-def test_an_overloaded_one_does_not_and_admission_rejects_instead(config):
+def test_admission_rejects_what_an_overloaded_cluster_would_serve_late(config):
     flood = config.replaced(rate_rps=200.0, requests=250)
-    open_door = simulate(flood).summary()
+    unguarded = simulate(flood).summary()
     guarded = simulate(flood.replaced(admission=AdmissionRule()))
     assert ended_once(guarded) < 250
     summary = guarded.summary()
     assert summary["completed"] + summary["rejected"] == summary["requests"] == 200
-    assert summary["ttft_s"]["p99"] < open_door["ttft_s"]["p99"]
+    assert summary["ttft_s"]["p99"] < unguarded["ttft_s"]["p99"]
 
 
 def test_a_failure_loses_no_request(config):
@@ -143,8 +143,8 @@ def test_wrong_profiles_change_what_the_router_believes_not_the_physics(config):
     wrong = Faults(misprofiles=misprofiled_third(3, ("link", "compute"), 3.0, 0))
     plan = np.zeros(traffic.requests, dtype=int)
     honest = simulate(config, traffic=traffic, assignment=plan)
-    lying = simulate(config.replaced(faults=wrong), traffic=traffic, assignment=plan)
-    assert np.array_equal(honest.records.ttft_s, lying.records.ttft_s)
+    misled = simulate(config.replaced(faults=wrong), traffic=traffic, assignment=plan)
+    assert np.array_equal(honest.records.ttft_s, misled.records.ttft_s)
 
 
 def test_what_can_never_fit_is_rejected_and_counted(trio, shape, chats):
@@ -161,7 +161,7 @@ def test_what_can_never_fit_is_rejected_and_counted(trio, shape, chats):
     assert ended_once(outcome) == 100 - giants.sum()
 
 
-def test_the_summary_has_the_figures_that_are_asked_for(config):
+def test_the_summary_has_every_figure(config):
     outcome = simulate(config, timer=iter(np.arange(0, 100, 1e-4)).__next__)
     summary = outcome.summary()
     for key in ("policy", "scheduler", "trace", "cluster", "load", "capacity_rps", "seed",

@@ -27,7 +27,7 @@ def per_request(traffic):
     return [turn for turns in traffic.turns for turn in turns]
 
 
-def test_there_are_as_many_requests_as_asked_for_and_four_fifths_are_measured(chats):
+def test_four_fifths_of_the_requests_are_measured(chats):
     traffic = build(chats)
     assert traffic.requests == 2000 == len(per_request(traffic))
     assert traffic.measured.sum() == 1600
@@ -118,7 +118,7 @@ def test_nothing_to_send_is_refused(chats, changes, message):
         build(chats, **changes)
 
 
-def test_a_text_is_told_from_a_talk_however_short_the_questions(documents, chats):
+def test_document_blocks_are_those_of_texts_and_not_of_talks(documents, chats):
     assert [document_blocks(s) for s in documents.sessions] == [100 + 40 * i for i in range(12)]
     assert not any(document_blocks(s) for s in chats.sessions)
     text = chats.sessions[0].turns[0].blocks[:4]
