@@ -25,7 +25,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from loadtest.journal import Record
+from loadtest.journal import RequestRecord
 from workload.replay import Prompt
 
 PROBE_S = 10.0
@@ -138,7 +138,7 @@ class Endpoint:
         if self._session is not None:
             await self._session.close()
 
-    async def send(self, prepared: Prepared, record: Record) -> float | None:
+    async def send(self, prepared: Prepared, record: RequestRecord) -> float | None:
         """Send one attempt and fill `record` with what came; returns the seconds of a
         `Retry-After`, if the endpoint gave one.
 
@@ -251,7 +251,7 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _read_headers(headers: Mapping[str, str], record: Record) -> None:
+def _read_headers(headers: Mapping[str, str], record: RequestRecord) -> None:
     """What our cluster reports of the attempt; nothing is left of the attempt before."""
     record.request_id = printable(headers.get("x-request-id", ""))
     record.node = printable(headers.get("x-kappa-node", ""))
@@ -264,7 +264,7 @@ def _read_headers(headers: Mapping[str, str], record: Record) -> None:
     record.predicted_ttft_s = None if predicted_ms is None else predicted_ms / 1e3
 
 
-async def _refused(response: aiohttp.ClientResponse, record: Record) -> None:
+async def _refused(response: aiohttp.ClientResponse, record: RequestRecord) -> None:
     """An answer other than 200: its kind, and its message."""
     record.error = _status_kind(response.status)
     body = await response.content.read(_ERROR_BYTES)
@@ -295,7 +295,7 @@ def _kind(error: BaseException, status: int) -> str:
 
 
 def detail_of(error: BaseException) -> str:
-    """What an exception says, in a line."""
+    """An exception's message in one line."""
     text = str(error) or type(error).__name__
     return text.replace("\n", " ")[:300]
 
@@ -307,7 +307,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _note(record: Record, stream: Stream, times: list[float]) -> None:
+def _note(record: RequestRecord, stream: Stream, times: list[float]) -> None:
     """Times and counts of what came, also if the stream broke."""
     record.first_token_s = times[0] if times else None
     record.last_token_s = times[-1] if times else None
@@ -439,7 +439,7 @@ class Stream:
 
 
 def error_message(error: Any) -> str:
-    """What OpenAI's error object says, in a line."""
+    """The message of OpenAI's error object in one line."""
     if isinstance(error, dict):
         inner = error.get("error", error)
         error = inner.get("message", inner) if isinstance(inner, dict) else inner

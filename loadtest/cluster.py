@@ -1,4 +1,4 @@
-"""What an endpoint says of itself: before a load test, and of each request afterwards.
+"""What an endpoint reports of itself: before a load test, and of each request afterwards.
 
 Before: models, nodes, what options it takes. vLLM, SGLang and clusters of ours are recognised by
 what they report; an endpoint that is none of these gets plain OpenAI requests. Afterwards: what a

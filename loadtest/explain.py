@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from loadtest.journal import Record
+from loadtest.journal import RequestRecord
 
 NO_SPLIT = "no split: the endpoint does not report one"
 _PARTS = ("queue_s", "load_s", "compute_s")
@@ -40,7 +40,7 @@ class TtftSplit:
     source: Literal["told", "derived", "none"] = "none"
 
 
-def split(record: Record) -> TtftSplit | None:
+def split(record: RequestRecord) -> TtftSplit | None:
     """Where the seconds until the first token went; None if none came."""
     if record.ttft_s is None or record.first_token_s is None:
         return None
@@ -78,7 +78,7 @@ def _priced(predicted: Mapping[str, Any], actual: Mapping[str, Any]) -> tuple[fl
     return found[0], found[1]
 
 
-def why_slow(record: Record) -> str:
+def why_slow(record: RequestRecord) -> str:
     """One plain sentence: what made its first token late, or why there was none."""
     if record.error:
         after_s = max(record.ended_s - record.scheduled_s, 0.0)
@@ -94,7 +94,7 @@ def why_slow(record: Record) -> str:
     return _sentence(record, found, cause, took) + _predicted(record, cause) + _missed(record)
 
 
-def _sentence(record: Record, found: TtftSplit, cause: str, took: str) -> str:
+def _sentence(record: RequestRecord, found: TtftSplit, cause: str, took: str) -> str:
     node, actual = _node(record), record.actual or {}
     if cause == "late" and record.attempt:
         tries = "once" if record.attempt == 1 else f"{record.attempt} times"
@@ -118,7 +118,7 @@ def _sentence(record: Record, found: TtftSplit, cause: str, took: str) -> str:
     return f"{took} at the endpoint; {NO_SPLIT}"
 
 
-def _predicted(record: Record, part: str) -> str:
+def _predicted(record: RequestRecord, part: str) -> str:
     """What the router had expected of that part, or of the whole."""
     expected_s = (record.predicted or {}).get(f"{part}_s")
     if expected_s is not None:
@@ -128,7 +128,7 @@ def _predicted(record: Record, part: str) -> str:
     return ""
 
 
-def _missed(record: Record) -> str:
+def _missed(record: RequestRecord) -> str:
     """What of the expected prefix was in no cache."""
     actual = record.actual or {}
     device, cached = actual.get("device_tokens"), actual.get("cached_tokens")
@@ -140,7 +140,7 @@ def _missed(record: Record) -> str:
     return f"; {missing:,} of {record.cached_tokens:,} reusable tokens were in no cache there"
 
 
-def why_slow_tokens(record: Record) -> str:
+def why_slow_tokens(record: RequestRecord) -> str:
     """One plain sentence about a request whose later tokens came slowly."""
     gaps_s = record.gaps_s
     if not gaps_s:
@@ -171,7 +171,7 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if abs(value) < 0.995 else f"{value:.1f} s"
 
 
-def _node(record: Record) -> str:
+def _node(record: RequestRecord) -> str:
     if not record.node:
         return "the endpoint"
     return f"node {record.node}" + (" (paced)" if record.paced else "")

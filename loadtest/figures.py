@@ -1,6 +1,6 @@
 """Every figure of a load test's report, from the table of its requests.
 
-The words are those of the simulator's output (`simulator/outcome.py`): `ttft_s`, `tpot_s`, `e2e_s`,
+The keys are those of the simulator's output (`simulator/outcome.py`): `ttft_s`, `tpot_s`, `e2e_s`,
 `goodput_rps`, `slo`, `jain`, `nodes`. Latencies count from when a request was due, so a client
 that falls behind cannot hide it (coordinated omission); `ttft_sent_s` counts from sending. Nothing
 is left out: a run has no warm-up that is not measured.
@@ -17,7 +17,7 @@ import polars as pl
 from numpy.typing import ArrayLike
 
 from loadtest.explain import split, why_slow, why_slow_tokens
-from loadtest.journal import ERROR_KINDS, Record
+from loadtest.journal import ERROR_KINDS, RequestRecord
 from loadtest.results import BASES, PARTS, TOKENS, Floats, Results
 
 _EXAMPLES = 3
@@ -255,7 +255,7 @@ def _owner(group: pl.DataFrame) -> dict[str, Any]:
 # -- the slowest ----------------------------------------------------------------------------------
 
 
-def _slow_row(record: Record) -> dict[str, Any]:
+def _slow_row(record: RequestRecord) -> dict[str, Any]:
     """One with a late first token: predicted and actual, split alike, and why."""
     found = split(record)
     predicted, actual = record.predicted or {}, record.actual or {}
@@ -273,7 +273,7 @@ def _slow_row(record: Record) -> dict[str, Any]:
     }
 
 
-def _slow_tokens_row(record: Record) -> dict[str, Any]:
+def _slow_tokens_row(record: RequestRecord) -> dict[str, Any]:
     return {
         **_named(record),
         "tpot_s": record.tpot_s,
@@ -282,7 +282,7 @@ def _slow_tokens_row(record: Record) -> dict[str, Any]:
     }
 
 
-def _named(record: Record) -> dict[str, Any]:
+def _named(record: RequestRecord) -> dict[str, Any]:
     return {
         "session": record.session,
         "turn": record.turn,
@@ -303,7 +303,7 @@ def _named(record: Record) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Timeline:
+class RateTimeline:
     """What happened in each of at most `_BINS` bins of `bin_s` seconds; `counts` by series.
 
     in_flight: requests sent and not yet ended, waiting: due and not yet sent; at the end of a bin.
@@ -333,7 +333,7 @@ class Timeline:
         }
 
 
-def timeline(table: pl.DataFrame) -> Timeline:
+def timeline(table: pl.DataFrame) -> RateTimeline:
     """Requests and output tokens over time; one that was never sent was neither due nor ended."""
     sent, done = table.filter(pl.col("error") != "prompt"), table.filter(pl.col("error") == "")
     last_s = max([0.0, *table["scheduled_s"], *sent["sent_s"], *table["ended_s"]])
@@ -347,7 +347,7 @@ def timeline(table: pl.DataFrame) -> Timeline:
         by = None if weights is None else weights.to_numpy()
         return np.bincount(places, weights=by, minlength=bins).astype(np.float64)
 
-    return Timeline(bin_s, {
+    return RateTimeline(bin_s, {
         "due": counted(sent["scheduled_s"]),
         "sent": counted(sent["sent_s"]),
         "ended": counted(sent["ended_s"]),

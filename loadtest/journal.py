@@ -45,7 +45,7 @@ class JournalError(ValueError):
     """The folder cannot be used so; the message says which file, why and what to do."""
 
 
-class Record(msgspec.Struct, forbid_unknown_fields=True):
+class RequestRecord(msgspec.Struct, forbid_unknown_fields=True):
     """What became of one request. Times in seconds since the run began, on one monotonic clock.
 
     session, turn (from 0), tenant: whose request it was; attempt: from 0, above it a retry.
@@ -166,7 +166,7 @@ class Journal:
         done: dict[str, int] = {}
         elapsed_s = 0.0
 
-        def kept(record: Record) -> Record | None:
+        def kept(record: RequestRecord) -> RequestRecord | None:
             nonlocal elapsed_s
             if record.error == "cancelled":
                 return None
@@ -181,7 +181,7 @@ class Journal:
         journal.done, journal.elapsed_s = done, elapsed_s
         return journal
 
-    def write(self, record: Record) -> None:
+    def write(self, record: RequestRecord) -> None:
         _append(self._records, record)
 
     def write_decision(self, decision: RequestDecision) -> None:
@@ -249,7 +249,7 @@ def _merge_decisions(folder: Path) -> None:
         path.unlink()
 
 
-def _rewrite(path: Path, change: Callable[[Record], Record | None]) -> None:
+def _rewrite(path: Path, change: Callable[[RequestRecord], RequestRecord | None]) -> None:
     """Pass every record through `change`, which leaves it out by None; all of it or nothing."""
     if not path.exists():
         return
@@ -268,7 +268,7 @@ def _appending(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
-def _append(file: int, entry: Record | RequestDecision) -> None:
+def _append(file: int, entry: RequestRecord | RequestDecision) -> None:
     """One write each: a line is in the file or it is not. A disk that is full is an error."""
     line = msgspec.json.encode(entry) + b"\n"
     written = os.write(file, line)
@@ -300,7 +300,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     return run
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[RequestRecord]:
     """The records of a journal, one at a time; a last line without its end is left out.
 
     Raises:
@@ -310,7 +310,7 @@ def read_records(path: Path) -> Iterator[Record]:
         yield _decoded(line, _record, f"{path}:{number}")
 
 
-def read_joined(folder: Path) -> Iterator[Record]:
+def read_joined(folder: Path) -> Iterator[RequestRecord]:
     """A run's records with the decisions on them; raises as `read_records`."""
     with _joining(folder / DECISIONS) as join:
         yield from map(join, read_records(folder / RECORDS))
@@ -336,7 +336,7 @@ def file_errors(place: Path, doing: str = "") -> Iterator[None]:
         raise JournalError(f"{place}: {doing}{error.strerror or error}") from None
 
 
-_record = msgspec.json.Decoder(Record).decode
+_record = msgspec.json.Decoder(RequestRecord).decode
 _decision = msgspec.json.Decoder(RequestDecision).decode
 
 
@@ -348,7 +348,7 @@ def _decoded(line: bytes, decode: Callable[[bytes], T], place: str) -> T:
 
 
 @contextmanager
-def _joining(path: Path) -> Iterator[Callable[[Record], Record]]:
+def _joining(path: Path) -> Iterator[Callable[[RequestRecord], RequestRecord]]:
     """A function that puts a request's decision into its record, looked up where it lies in the
     file: many runs' decisions together are larger than memory should be. The last one counts."""
     places: dict[str, int] = {}
@@ -356,7 +356,7 @@ def _joining(path: Path) -> Iterator[Callable[[Record], Record]]:
         places[_decoded(line, _decision, f"{path}:{number}").request_id] = place
     with path.open("rb") if places else nullcontext() as file:
 
-        def join(record: Record) -> Record:
+        def join(record: RequestRecord) -> RequestRecord:
             place = places.get(record.request_id) if record.request_id else None
             if place is not None and file is not None:
                 file.seek(place)

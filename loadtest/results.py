@@ -36,7 +36,7 @@ from kappa.slo import (
     median_node,
 )
 from loadtest.explain import split
-from loadtest.journal import Record
+from loadtest.journal import RequestRecord
 
 Floats = NDArray[np.float64]
 
@@ -140,7 +140,7 @@ class Objective:
         later = "" if self.tpot_s is None else f"later tokens within {self.tpot_s:g} s each"
         return ", ".join(filter(None, (first, later)))
 
-    def judge(self, batch: Sequence[Record]) -> Judged:
+    def judge(self, batch: Sequence[RequestRecord]) -> Judged:
         count = len(batch)
         idle_ttft, idle_tpot = self._idle(batch)
         if self.has_limits:
@@ -155,7 +155,7 @@ class Objective:
         bases = tuple("none" if unknown else "predicted" for unknown in np.isnan(predicted))
         return Judged(Limits(ttft, np.full(count, np.inf)), predicted, bases)
 
-    def _idle(self, batch: Sequence[Record]) -> tuple[Floats, Floats]:
+    def _idle(self, batch: Sequence[RequestRecord]) -> tuple[Floats, Floats]:
         """Idle TTFT and TPOT on the median node, its reusable prefix in the host tier."""
         if not self.speeds or not batch:
             unknown = np.full(len(batch), np.nan)
@@ -170,7 +170,7 @@ class Objective:
         return median_node(ttft, counts), median_node(tpot, counts)
 
 
-def _predicted_idle_s(record: Record) -> float:
+def _predicted_idle_s(record: RequestRecord) -> float:
     predicted = record.predicted or {}
     load_s, compute_s = predicted.get("load_s"), predicted.get("compute_s")
     return float("nan") if load_s is None or compute_s is None else float(load_s) + float(compute_s)
@@ -235,19 +235,19 @@ class Results:
 
     table: pl.DataFrame
     objective: Objective
-    slowest: Sequence[Record]
-    slowest_tokens: Sequence[Record]
+    slowest: Sequence[RequestRecord]
+    slowest_tokens: Sequence[RequestRecord]
     is_closed: bool = False
 
 
 def results_of(
-    records: Iterable[Record], objective: Objective, *, is_closed: bool = False
+    records: Iterable[RequestRecord], objective: Objective, *, is_closed: bool = False
 ) -> Results:
     """Read records, once, into a table."""
     rest = iter(records)
     pieces = [pl.DataFrame(schema=SCHEMA)]
-    slowest: list[Record] = []
-    slowest_tokens: list[Record] = []
+    slowest: list[RequestRecord] = []
+    slowest_tokens: list[RequestRecord] = []
     while batch := list(islice(rest, _BATCH)):
         pieces.append(_piece(batch, objective))
         done = [record for record in batch if not record.error and record.ttft_s is not None]
@@ -259,7 +259,7 @@ def results_of(
     return Results(pl.concat(pieces), objective, slowest, slowest_tokens, is_closed)
 
 
-def _piece(batch: list[Record], objective: Objective) -> pl.DataFrame:
+def _piece(batch: list[RequestRecord], objective: Objective) -> pl.DataFrame:
     rows = [_row(record) for record in batch]
     found = objective.judge(batch)
     ttft, tpot = (np.array([row[name] for row in rows], dtype=np.float64) for name in
@@ -285,7 +285,7 @@ def _piece(batch: list[Record], objective: Objective) -> pl.DataFrame:
     ).select(list(SCHEMA))
 
 
-def _row(record: Record) -> dict[str, Any]:
+def _row(record: RequestRecord) -> dict[str, Any]:
     found = split(record)
     predicted, actual = record.predicted or {}, record.actual or {}
     row: dict[str, Any] = {n: getattr(record, n) for n in SCHEMA if hasattr(record, n)}

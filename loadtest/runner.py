@@ -20,7 +20,7 @@ import numpy as np
 from loadtest.client import Endpoint, Prepared
 from loadtest.cluster import Decisions
 from loadtest.feeder import Fed, Feeder, NotMade
-from loadtest.journal import Record
+from loadtest.journal import RequestRecord
 from workload.replay import Request
 
 DEFAULT_IN_FLIGHT = 16_384
@@ -83,7 +83,7 @@ class Runner:
         self,
         endpoint: Endpoint,
         settings: RunSettings,
-        write: Callable[[Record], None],
+        write: Callable[[RequestRecord], None],
         counts: Counts,
         decisions: Decisions | None = None,
         begin_s: float = 0.0,
@@ -208,7 +208,7 @@ class Runner:
 
     async def _request(self, request: Request, due_s: float, made: Prepared | NotMade) -> bool:
         """Send a request until it succeeds or no retry is left; False if the run was stopped."""
-        record = Record(
+        record = RequestRecord(
             request.session,
             request.turn,
             request.tenant,
@@ -247,7 +247,7 @@ class Runner:
         self.counts.held_back += 1
         return await self._unless_stopped(self._slots.acquire())
 
-    async def _attempt(self, made: Prepared, record: Record) -> float | None:
+    async def _attempt(self, made: Prepared, record: RequestRecord) -> float | None:
         counts = self.counts
         counts.sent += 1
         counts.in_flight += 1
@@ -264,7 +264,7 @@ class Runner:
             if self._decisions and record.node and record.request_id:
                 self._decisions.want(record.request_id, ticket)
 
-    def _ended(self, record: Record) -> None:
+    def _ended(self, record: RequestRecord) -> None:
         self.counts.ended += 1
         if record.error:
             self.counts.errors[record.error] += 1

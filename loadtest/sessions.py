@@ -16,7 +16,7 @@ import msgspec
 
 from loadtest.client import Endpoint, EndpointError, EndpointSettings
 from loadtest.cluster import survey
-from loadtest.journal import Record
+from loadtest.journal import RequestRecord
 
 Message = dict[str, str]
 
@@ -84,7 +84,7 @@ async def replay(
         async def run(session: ChatSession) -> None:
             for number, turn in enumerate(session.turns, start=1):
                 await asyncio.sleep(turn.pause_s)
-                record = Record(session.name, number)
+                record = RequestRecord(session.name, number)
                 await endpoint.send(settings.prepare(turn.messages, max_tokens), record)
                 outcome = _outcome(record)
                 outcome.decision = await _decision(endpoint, record.request_id)
@@ -109,7 +109,7 @@ async def node_rows(url: str) -> tuple[dict[str, Any], ...]:
     return nodes
 
 
-def _outcome(record: Record) -> TurnOutcome:
+def _outcome(record: RequestRecord) -> TurnOutcome:
     first_s, error = record.first_token_s, ""
     if record.error:
         kind = f"HTTP {record.status}" if record.status not in (0, 200) else record.error

@@ -59,7 +59,7 @@ def common_blocks(a: Ids, b: Ids, low: int, high: int) -> int:
     return low
 
 
-class PrefixCache:
+class TierCache:
     """Blocks held in one tier. `blocks` counts them, `pinned` those that may not be evicted.
 
     `spare` counts the copies that may: evicting them loses nothing.

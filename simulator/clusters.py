@@ -244,7 +244,7 @@ def _read(path: Path) -> SimulatedCluster:
 _Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _Row(BaseModel):
+class _ClusterRow(BaseModel):
     """An entry of a cluster file: what a profile does not hold; its other keys are a profile's."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -266,7 +266,7 @@ def _parse(data: object, where: str) -> tuple[NodeSpec, int]:
         raise ClusterError(f"{where}: expected a mapping, found {type(data).__name__}")
     where = f"{where} ({data.get('name', data.get('kind'))})"
     try:
-        row = _Row.model_validate(dict(data))
+        row = _ClusterRow.model_validate(dict(data))
     except ValidationError as error:
         first = error.errors()[0]
         key, message = first["loc"][0], first["msg"]

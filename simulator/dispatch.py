@@ -22,7 +22,7 @@ from simulator.node import Node
 from workload.shapes import TurnShape
 
 
-class Route(NamedTuple):
+class SimulatedRoute(NamedTuple):
     """The node chosen, and leading tokens to fetch first from another node, if any."""
 
     node: int
@@ -43,7 +43,7 @@ class Dispatcher:
 
     def choose(
         self, key: int, turn: TurnShape, session: str, now_s: float, lost_on: int = -1
-    ) -> Route | None:
+    ) -> SimulatedRoute | None:
         """Where request `key` goes; None: it is rejected. `lost_on`: the node that lost it."""
         raise NotImplementedError
 
@@ -84,8 +84,8 @@ class PlanDispatch(Dispatcher):
 
     def choose(
         self, key: int, turn: TurnShape, session: str, now_s: float, lost_on: int = -1
-    ) -> Route | None:
-        return Route(self._nodes[key])
+    ) -> SimulatedRoute | None:
+        return SimulatedRoute(self._nodes[key])
 
 
 class RouterDispatch(Dispatcher):
@@ -125,7 +125,7 @@ class RouterDispatch(Dispatcher):
 
     def choose(
         self, key: int, turn: TurnShape, session: str, now_s: float, lost_on: int = -1
-    ) -> Route | None:
+    ) -> SimulatedRoute | None:
         request = RouteRequest(
             str(key),
             exclude=frozenset((self._announcements[lost_on].worker,) if lost_on >= 0 else ()),
@@ -147,8 +147,8 @@ class RouterDispatch(Dispatcher):
         node = self._index[decision.worker]
         fetch = decision.fetch
         if fetch is None:
-            return Route(node)
-        return Route(node, self._index[fetch.source_worker], fetch.tokens)
+            return SimulatedRoute(node)
+        return SimulatedRoute(node, self._index[fetch.source_worker], fetch.tokens)
 
     def hold(self, node: int, tier: Tier, ids: Ids) -> None:
         if self._arrives(node):

@@ -134,7 +134,7 @@ def drawn_stragglers(
 def announced(
     index: int, profile: NodeProfile, step: StepModel, wrong: Sequence[Misprofile]
 ) -> tuple[NodeProfile, StepModel]:
-    """What node `index` says of itself."""
+    """What node `index` announces of itself."""
     for fault in wrong:
         if fault.node != index:
             continue
@@ -174,7 +174,7 @@ def random_faults(
         raise ValueError(f"horizon_s is {horizon_s}: give seconds above zero")
     rng = np.random.default_rng((seed, 14))
     order = rng.permutation(nodes).tolist()
-    mortal, others = order[:kills], order[kills:]
+    mortal, lasting = order[:kills], order[kills:]
     failures: list[Failure] = []
     stragglers: list[Straggler] = []
     wrong: dict[int, Misprofile] = {}
@@ -183,7 +183,7 @@ def random_faults(
         kind = KINDS[number % len(KINDS)]
         start_s = float(rng.uniform(0.1, 0.8)) * horizon_s
         end_s = start_s + float(rng.uniform(_SHORTEST_S, _LONGEST_S))
-        node = int(others[int(rng.integers(len(others)))])
+        node = int(lasting[int(rng.integers(len(lasting)))])
         sign = 1.0 if rng.random() < 0.5 else -1.0
         if kind == "killed":
             failures.append(Failure(int(mortal[len(failures)]), start_s, _DOWN_S))

@@ -11,21 +11,21 @@ from typing import Protocol
 
 from router.index.kv_events import Tier
 from scheduler.work import Quote, Work
-from simulator.cache import Ids, PrefixCache, PrefixRun
+from simulator.cache import Ids, PrefixRun, TierCache
 
 
 class SimulatedJob(Work):
     """A request sent to a node; a retried request is a new job.
 
     key: the request's number in the traffic. prompt_tokens, output_tokens: its lengths. ids: its
-    blocks, prompt and output; kept: how many of them an engine holds at the end. max_tokens: bound
-    on its answer that its client gave, which is all that a rule may know. The rest is the node's:
+    blocks, prompt and output, as an engine holds them at the end. max_tokens: bound on its answer
+    that its client gave, which is all that a rule may know. The rest is the node's:
     hashed blocks are in the device cache, private ones are held but not (yet) findable.
     """
 
     __slots__ = (
         "cached_tokens", "device_tokens", "finish_at", "first_s", "generated", "grow_at", "hashed",
-        "host_path", "ids", "joined_at", "kept", "key", "output_tokens", "path", "private",
+        "host_path", "ids", "joined_at", "key", "output_tokens", "path", "private",
         "prompt_tokens", "stored",
     )  # fmt: skip
 
@@ -35,7 +35,6 @@ class SimulatedJob(Work):
         prompt_tokens: int,
         output_tokens: int,
         ids: Ids,
-        kept: int,
         arrival_s: float,
         max_tokens: int | None = None,
         tenant: str = "",
@@ -47,7 +46,6 @@ class SimulatedJob(Work):
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
         self.ids = ids
-        self.kept = kept
         self.path: PrefixRun | None = None
         self.host_path: PrefixRun | None = None
         self.hashed = 0
@@ -97,8 +95,8 @@ class NodeMemory:
         self.device_blocks = device_blocks
         self.host_blocks = host_blocks
         self.listener = listener
-        self.device = PrefixCache()
-        self.host = PrefixCache()
+        self.device = TierCache()
+        self.host = TierCache()
         self.private = 0
         self.version = 0
         self.waited_for: dict[SimulatedJob, tuple[int, int]] = {}

@@ -71,6 +71,15 @@ class NodeTotals:
         self.preemptions += scheduler.preemptions
 
 
+@dataclass(frozen=True, slots=True)
+class JobEvents:
+    """What is called as a job progresses."""
+
+    first_token: Callable[[SimulatedJob], object]
+    finished: Callable[[SimulatedJob], object]
+    admitted: Callable[[SimulatedJob], object] | None = None
+
+
 class Node:
     """One engine.
 
@@ -78,9 +87,9 @@ class Node:
         index: the node's number.
         model: its constants.
         loop: simulated time.
-        noise: of an iteration's or run's duration; link_noise of a transfer's.
+        noise: of the duration of an iteration or run, and of a transfer.
+        events: called as a job progresses.
         listener: receives cache changes, where one is given.
-        admitted, first_token, finished: called as a job progresses.
     """
 
     def __init__(
@@ -88,13 +97,9 @@ class Node:
         index: int,
         model: NodeModel,
         loop: Loop,
-        noise: Noise,
-        link_noise: Noise,
-        listener: CacheListener | None,
-        *,
-        admitted: Callable[[SimulatedJob], None] | None,
-        first_token: Callable[[SimulatedJob], None],
-        finished: Callable[[SimulatedJob], None],
+        noise: tuple[Noise, Noise],
+        events: JobEvents,
+        listener: CacheListener | None = None,
     ) -> None:
         self.index = index
         self.model = model
@@ -103,11 +108,11 @@ class Node:
         self.alive = True
         self.loads_fail = False
         self._loop = loop
-        self._noise = noise
+        self._noise, link_noise = noise
         self._listener = listener
-        self._admitted = admitted
-        self._first_token = first_token
-        self._finished = finished
+        self._admitted = events.admitted
+        self._first_token = events.first_token
+        self._finished = events.finished
         speeds = LinkModel(
             load_block_s=model.load_block_s, store_block_s=model.store_block_s,
             fixed_s=model.load_fixed_s, order=model.link_order,
@@ -337,7 +342,7 @@ class Node:
         self._account_held()
         size = self.model.block_tokens
         # The last token is not computed, so its block is not complete with it.
-        kept = min(job.kept, (job.prompt_tokens + job.output_tokens - 1) // size)
+        kept = min(len(job.ids), (job.prompt_tokens + job.output_tokens - 1) // size)
         if kept > job.hashed:
             self.memory.computed(job, kept)
         if kept > job.stored:

@@ -82,7 +82,7 @@ class PeerFetches:
         """Start what waits for no card in use and for no transfer ahead of it."""
         taken = self._in_use.copy()
         queue, self._queue = self._queue, []
-        void: list[_Fetch] = []
+        needless: list[_Fetch] = []
         for fetch in queue:
             ends = fetch.source.index, fetch.target.index
             if any(taken[card] for card in ends):
@@ -90,12 +90,12 @@ class PeerFetches:
             else:
                 blocks = self._missing(fetch)
                 if not blocks:
-                    void.append(fetch)
+                    needless.append(fetch)
                     continue
                 self._start(fetch, blocks)
             for card in ends:
                 taken[card] = True
-        for fetch in void:
+        for fetch in needless:
             self._arrive(fetch)
 
     def _missing(self, fetch: _Fetch) -> int:

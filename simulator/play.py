@@ -12,17 +12,17 @@ from math import nan
 import numpy as np
 
 from simulator.clusters import NodeModel
-from simulator.dispatch import Dispatcher, Route
+from simulator.dispatch import Dispatcher, SimulatedRoute
 from simulator.faults import Failure, Faults, TransientFault
 from simulator.loop import Loop, Noise
 from simulator.memory import SimulatedJob
-from simulator.node import Node
+from simulator.node import JobEvents, Node
 from simulator.peer_fetch import PeerFetches
 from simulator.traffic import Traffic
 
 
 class SimulationError(RuntimeError):
-    """The simulated system got stuck: a fault of its rules, not of its input."""
+    """Requests are left that nothing will ever serve: a fault of the rules, not of the input."""
 
 
 class Play:
@@ -71,6 +71,8 @@ class Play:
 
     def _make_nodes(self, models: Sequence[NodeModel]) -> list[Node]:
         listens, sigma = self.dispatcher.listens, self._faults.noise_sigma
+        admitted = self._admitted if listens else None
+        events = JobEvents(self._first_token, self._finished, admitted)
         nodes: list[Node] = []
         for index, model in enumerate(models):
             seeds = np.random.SeedSequence((self._seed, 3, index)).spawn(2)
@@ -79,12 +81,12 @@ class Play:
                     index,
                     model,
                     self._loop,
-                    Noise(np.random.default_rng(seeds[0]), sigma),
-                    Noise(np.random.default_rng(seeds[1]), sigma),
+                    (
+                        Noise(np.random.default_rng(seeds[0]), sigma),
+                        Noise(np.random.default_rng(seeds[1]), sigma),
+                    ),
+                    events,
                     self.dispatcher if listens else None,
-                    admitted=self._admitted if listens else None,
-                    first_token=self._first_token,
-                    finished=self._finished,
                 )
             )
         return nodes
@@ -154,12 +156,12 @@ class Play:
         traffic, now_s = self.traffic, self._loop.now_s
         session = self._session_of[key]
         turn = traffic.turns[session][key - traffic.base[session]]
-        route: Route | None = None
+        route: SimulatedRoute | None = None
         if turn.input_tokens + turn.output_tokens <= self._most:
             route = self.dispatcher.choose(key, turn, traffic.ids[session], now_s, lost_on)
         job = SimulatedJob(
-            key, turn.input_tokens, turn.output_tokens, turn.kept_blocks, len(turn.kept_blocks),
-            now_s, max_tokens=self._max_tokens, tenant=traffic.tenants[session],
+            key, turn.input_tokens, turn.output_tokens, turn.kept_blocks, now_s,
+            max_tokens=self._max_tokens, tenant=traffic.tenants[session],
         )  # fmt: skip
         if route is None:
             self._reject(key)
@@ -227,7 +229,7 @@ class Play:
                 self.dispatcher.report(node, now_s)
         if self._progress is not None:
             self._progress(self.traffic.requests - self._left, self.traffic.requests)
-        # With nothing else ahead the run is stuck, and `run` says so.
+        # With nothing else ahead the run cannot end, and `run` raises.
         if self._left and self._loop.pending:
             self._loop.at(now_s + self._period_s, self._report)
 

@@ -30,7 +30,6 @@ from simulator.node import Node
 from simulator.outcome import NodeRecord, Outcome, RequestRecords
 from simulator.play import Play
 from simulator.traffic import Traffic, build_traffic
-from workload.catalogue import arrivals_for
 from workload.shapes import Workload
 
 
@@ -141,7 +140,6 @@ def traffic_of(config: SimulationConfig) -> Traffic:
     typical = sorted(speeds, key=lambda s: s.step.token_s)[(len(speeds) - 1) // 2]
     return build_traffic(
         config.workload,
-        arrivals_for(config.workload.name),
         typical,
         rate_rps=rate_rps,
         requests=config.requests,

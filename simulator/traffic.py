@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s
 from simulator.cache import Ids, common_blocks
-from workload.arrivals import ArrivalProcess
+from workload.catalogue import arrivals_for
 from workload.replay import expand
 from workload.shapes import SessionShape, TurnShape, Workload, salt_of
 
@@ -60,7 +60,6 @@ class Traffic:
 
 def build_traffic(
     workload: Workload,
-    arrivals: ArrivalProcess,
     speed: IdleSpeed,
     *,
     rate_rps: float,
@@ -72,7 +71,6 @@ def build_traffic(
 
     Args:
         workload: the shapes of its sessions.
-        arrivals: how they come.
         speed: of a typical node, for the schedule in which nobody queues.
         rate_rps: requests a second; sessions come at this over their mean number of turns.
         requests: how many to send.
@@ -89,7 +87,7 @@ def build_traffic(
     rng = np.random.default_rng((seed, 1))
     under_way = _under_way(workload, facts, session_rate, rng)
     later = zip(
-        arrivals(session_rate, np.random.default_rng((seed, 2))),
+        arrivals_for(workload.name)(session_rate, np.random.default_rng((seed, 2))),
         expand(workload, seed),
         strict=False,
     )

@@ -19,7 +19,7 @@ from scheduler.link_order import FIFO, FULL, HALF, LOADS_FIRST
 from simulator.clusters import NodeModel
 from simulator.loop import Loop, Noise
 from simulator.memory import SimulatedJob
-from simulator.node import Node
+from simulator.node import JobEvents, Node
 
 NOISE = 0.03
 _HOST_BLOCKS = 1 << 40
@@ -97,8 +97,8 @@ def play(
 
     rngs = [np.random.default_rng((seed, i)) for i in range(2)]
     node = WatchedNode(
-        0, model, loop, Noise(rngs[0], noise), Noise(rngs[1], noise), None,
-        admitted=admitted, first_token=first_token, finished=finished,
+        0, model, loop, (Noise(rngs[0], noise), Noise(rngs[1], noise)),
+        JobEvents(first_token, finished, admitted),
     )  # fmt: skip
     node.iterations = []
     for key, ask in enumerate(asks):
@@ -118,7 +118,7 @@ def _job(node: Node, key: int, ask: mix.Ask) -> SimulatedJob:
     ids = np.arange(blocks, dtype=np.uint64) + np.uint64((key + 1) << 32)
     node.memory.put_in_host(ids, ask.prefix_tokens // size)
     return SimulatedJob(
-        key, ask.prompt_tokens, ask.output_tokens, ids, blocks, ask.at_s, ask.output_tokens,
+        key, ask.prompt_tokens, ask.output_tokens, ids, ask.at_s, ask.output_tokens,
         ask.tenant, ask.priority,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from loadtest.client import Endpoint, EndpointSettings, Prepared
-from loadtest.journal import Record
+from loadtest.journal import RequestRecord
 
 __all__ = ["ClusterClient", "Prepared"]
 
@@ -42,9 +42,9 @@ class ClusterClient:
         }  # fmt: skip
         return Prepared("/v1/completions", json.dumps(body, separators=(",", ":")).encode())
 
-    async def send(self, prepared: Prepared, session: str = "", turn: int = 0) -> Record:
+    async def send(self, prepared: Prepared, session: str = "", turn: int = 0) -> RequestRecord:
         """Send it and await its end; what goes wrong is the record's error."""
-        record = Record(session, turn)
+        record = RequestRecord(session, turn)
         await self._endpoint.send(prepared, record)
         return record
 

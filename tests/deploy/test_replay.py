@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from deploy.commands.replay import replay
 from kappa.hardware import CATALOGUE
-from loadtest.journal import RECORDS, Record, locked, read_records
+from loadtest.journal import RECORDS, RequestRecord, locked, read_records
 from tests.loadtest.rude_endpoint import rude
 
 _RUN = "import typer; from deploy.commands.replay import replay; typer.run(replay)"
@@ -78,7 +78,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loadtest.report.pictures", lambda *_: {})
 
 
-def records(folder: Path) -> dict[tuple[str, int], Record]:
+def records(folder: Path) -> dict[tuple[str, int], RequestRecord]:
     found = list(read_records(folder / RECORDS))
     assert max(Counter(record.key for record in found).values(), default=1) == 1
     return {record.key: record for record in found}

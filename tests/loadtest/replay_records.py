@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.journal import Record
+from loadtest.journal import RequestRecord
 
 
-def reported(**changes: Any) -> Record:
+def reported(**changes: Any) -> RequestRecord:
     """A request of our cluster: sent 0.01 s late, then 0.1 queue, 0.3 load, 0.5 compute, 0.02 way.
 
     The endpoint reported token counts and its TTFT, but not how that split.
@@ -28,10 +28,10 @@ def reported(**changes: Any) -> Record:
             "device_tokens": 0, "cached_tokens": 1600, "new_tokens": 400, "ttft_s": 0.9,
         },
     }  # fmt: skip
-    return Record(**{**values, **changes})
+    return RequestRecord(**{**values, **changes})
 
 
-def foreign(**changes: Any) -> Record:
+def foreign(**changes: Any) -> RequestRecord:
     """A request of an endpoint that reports nothing."""
     nothing: dict[str, Any] = {
         "node": "", "paced": False, "reason": "", "ratio": None, "crit": None, "request_id": "",
@@ -40,7 +40,7 @@ def foreign(**changes: Any) -> Record:
     return reported(**{**nothing, **changes})
 
 
-def failed(error: str = "429", **changes: Any) -> Record:
+def failed(error: str = "429", **changes: Any) -> RequestRecord:
     """A request that was refused after 0.2 s."""
     nothing: dict[str, Any] = {
         "first_token_s": None, "last_token_s": None, "ended_s": 1.2, "generated_tokens": 0,
@@ -49,7 +49,7 @@ def failed(error: str = "429", **changes: Any) -> Record:
     return reported(**{**nothing, **changes})
 
 
-def many(count: int, seed: int = 0) -> Iterator[Record]:
+def many(count: int, seed: int = 0) -> Iterator[RequestRecord]:
     """Requests at 20 a second whose TTFT is spread over decades."""
     rng = np.random.default_rng(seed)
     due_s = 0.0

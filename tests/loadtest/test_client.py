@@ -24,18 +24,18 @@ from loadtest.client import (
     base_url,
 )
 from loadtest.cluster import survey
-from loadtest.journal import Record
+from loadtest.journal import RequestRecord
 from tests.loadtest.rude_endpoint import Rude, rude
 
 
 async def sent(
     server: Rude | None, what: object, tenant: str = "", **options: object
-) -> tuple[Record, float | None]:
+) -> tuple[RequestRecord, float | None]:
     """One request whose prompt is `what`."""
     url = server.url if server else f"http://127.0.0.1:{free_port()}"
     settings = EndpointSettings(url, "m", **options)  # type: ignore[arg-type]
     begin_s = time.monotonic()
-    record = Record("s", 0, tenant)
+    record = RequestRecord("s", 0, tenant)
     async with Endpoint(settings, lambda: time.monotonic() - begin_s) as endpoint:
         retry_after_s = await endpoint.send(endpoint.settings.prepare(what, 3), record)  # type: ignore[arg-type]
     return record, retry_after_s
@@ -119,7 +119,7 @@ async def test_an_answer_that_is_not_http() -> None:
 async def test_a_cancelled_request_says_so_and_keeps_what_came() -> None:
     async with rude() as server:
         settings = EndpointSettings(server.url, "m")
-        record = Record("s", 0)
+        record = RequestRecord("s", 0)
         async with Endpoint(settings, time.monotonic) as endpoint:
             task = asyncio.create_task(
                 endpoint.send(endpoint.settings.prepare("wait x", 3), record)
@@ -219,7 +219,7 @@ async def test_a_survey_says_what_is_wrong_and_what_helps() -> None:
 
 
 async def test_a_retry_keeps_nothing_of_the_attempt_before() -> None:
-    record = Record("s", 0)
+    record = RequestRecord("s", 0)
     async with (
         rude() as server,
         Endpoint(EndpointSettings(server.url, "m"), time.monotonic) as endpoint,
@@ -257,7 +257,7 @@ async def test_headers_that_no_journal_can_hold_are_made_printable() -> None:
     assert record.error == "503"
     for text in (record.request_id, record.node, record.error_detail):
         assert text and text.isprintable()
-    assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
+    assert msgspec.json.decode(msgspec.json.encode(record), type=RequestRecord) == record
 
 
 def test_a_url_with_a_password_is_refused_and_not_repeated() -> None:

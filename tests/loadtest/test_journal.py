@@ -15,8 +15,8 @@ from loadtest.journal import (
     RUN,
     Journal,
     JournalError,
-    Record,
     RequestDecision,
+    RequestRecord,
     locked,
     read_records,
     read_run,
@@ -29,13 +29,13 @@ def begun(folder: Path) -> Journal:
     return Journal.create(folder, {OPTIONS: ASK, "model": "m"})
 
 
-def lines(folder: Path) -> list[Record]:
+def lines(folder: Path) -> list[RequestRecord]:
     return list(read_records(folder / RECORDS))
 
 
 def test_a_record_is_on_disk_before_the_journal_is_closed(tmp_path: Path) -> None:
     journal = begun(tmp_path / "run")
-    record = Record("s", 2, "red", gaps_s=[0.1, 0.2], error="cut", predicted={"load_s": 1.0})
+    record = RequestRecord("s", 2, "red", gaps_s=[0.1, 0.2], error="cut", predicted={"load_s": 1.0})
     journal.write(record)
     assert lines(tmp_path / "run") == [record]
     assert read_run(tmp_path / "run")["model"] == "m"
@@ -43,20 +43,20 @@ def test_a_record_is_on_disk_before_the_journal_is_closed(tmp_path: Path) -> Non
 
 def test_a_run_goes_on_after_its_last_whole_line(tmp_path: Path) -> None:
     journal = begun(tmp_path)
-    journal.write(Record("a", 0, ended_s=3.0))
-    journal.write(Record("a", 1, ended_s=5.0, error="429"))
-    journal.write(Record("b", 0, ended_s=9.0, error="cancelled"))
+    journal.write(RequestRecord("a", 0, ended_s=3.0))
+    journal.write(RequestRecord("a", 1, ended_s=5.0, error="429"))
+    journal.write(RequestRecord("b", 0, ended_s=9.0, error="cancelled"))
     with (tmp_path / RECORDS).open("ab") as file:
         file.write(b'{"session":"c","tur')
     resumed = Journal.resume(tmp_path, ASK)
     # What was stopped is sent again; what failed was answered.
     assert (resumed.done, resumed.elapsed_s) == ({"a": 2}, 5.0)
-    resumed.write(Record("b", 0))
+    resumed.write(RequestRecord("b", 0))
     assert [record.key for record in lines(tmp_path)] == [("a", 0), ("a", 1), ("b", 0)]
 
 
 def test_a_run_of_other_options_is_refused(tmp_path: Path) -> None:
-    begun(tmp_path).write(Record("a", 0, error="cancelled"))
+    begun(tmp_path).write(RequestRecord("a", 0, error="cancelled"))
     with pytest.raises(JournalError, match="seed 1, not 2"):
         Journal.resume(tmp_path, {**ASK, "seed": 2})
     assert len(lines(tmp_path)) == 1  # and nothing was changed
@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_made_or_holds_no_run(tmp_path: Path) -> None:
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, why: str) -> None:
     journal = begun(tmp_path)
-    journal.write(Record("a", 0))
+    journal.write(RequestRecord("a", 0))
     with (tmp_path / RECORDS).open("a") as file:
         file.write(line + "\n")
     with pytest.raises(JournalError, match=rf"records\.jsonl:2: .*{why}"):
@@ -95,7 +95,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, why: str) -> None:
 def test_decisions_join_their_records_at_the_end(tmp_path: Path) -> None:
     journal = begun(tmp_path)
     for number in range(3):
-        journal.write(Record("s", number, request_id=f"r{number}"))
+        journal.write(RequestRecord("s", number, request_id=f"r{number}"))
     journal.write_decision(RequestDecision("r1", {"load_s": 1.0}, {"new_tokens": None}))
     journal.write_decision(RequestDecision("r0", {"load_s": 2.0}, {"new_tokens": 5}))
     journal.write_decision(RequestDecision("r1", {"load_s": 1.0}, {"new_tokens": 7}))
@@ -111,12 +111,12 @@ def test_decisions_join_their_records_at_the_end(tmp_path: Path) -> None:
 
 def test_decisions_of_a_killed_run_join_when_it_goes_on(tmp_path: Path) -> None:
     journal = begun(tmp_path)
-    journal.write(Record("s", 0, request_id="r0"))
+    journal.write(RequestRecord("s", 0, request_id="r0"))
     journal.write_decision(RequestDecision("r0", {}, {"new_tokens": 5}))
     with (tmp_path / DECISIONS).open("ab") as file:
         file.write(b'{"request_id":"r1"')
     resumed = Journal.resume(tmp_path, ASK)
-    resumed.write(Record("s", 1, request_id="r1"))
+    resumed.write(RequestRecord("s", 1, request_id="r1"))
     resumed.write_decision(RequestDecision("r1", {}, {"new_tokens": 6}))
     resumed.close()
     assert [record.actual for record in lines(tmp_path)] == [{"new_tokens": 5}, {"new_tokens": 6}]
@@ -131,16 +131,16 @@ def test_facts_of_a_run_are_kept_beside_its_options(tmp_path: Path) -> None:
 
 def test_half_a_line_on_a_full_disk_does_not_spoil_the_rest(tmp_path: Path) -> None:
     journal = begun(tmp_path)
-    journal.write(Record("a", 0))
+    journal.write(RequestRecord("a", 0))
     size = (tmp_path / RECORDS).stat().st_size
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, hard))
     try:
         with pytest.raises(OSError, match="only 20 of"):
-            journal.write(Record("b", 0))
+            journal.write(RequestRecord("b", 0))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    journal.write(Record("c", 0))  # a stream that ends later, when there is room again
+    journal.write(RequestRecord("c", 0))  # a stream that ends later, when there is room again
     assert [record.key for record in lines(tmp_path)] == [("a", 0), ("c", 0)]
 
 

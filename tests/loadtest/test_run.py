@@ -14,13 +14,15 @@ from aiohttp import web
 from rich.console import Console
 
 from loadtest.client import EndpointSettings
-from loadtest.journal import OPTIONS, RECORDS, Journal, Record, read_records
+from loadtest.journal import OPTIONS, RECORDS, Journal, RequestRecord, read_records
 from loadtest.run import play, quick_process, showing, streams_allowed
 from loadtest.runner import Counts, RunSettings
 from tests.loadtest.rude_endpoint import Rude, rude, session
 
 
-async def played(server: Rude, journal: Journal, *prompts: str) -> dict[tuple[str, int], Record]:
+async def played(
+    server: Rude, journal: Journal, *prompts: str
+) -> dict[tuple[str, int], RequestRecord]:
     sessions = iter([session(f"s{n}", prompt) for n, prompt in enumerate(prompts)])
     endpoint = EndpointSettings(server.url, "m")
     await play(endpoint, RunSettings(closed=1), sessions, journal, counts=Counts())
@@ -55,7 +57,7 @@ async def test_decisions_of_a_cluster_of_ours_reach_their_records(tmp_path: Path
 
 async def test_a_run_that_goes_on_keeps_its_clock(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path, {OPTIONS: {}})
-    journal.write(Record("s0", 0, ended_s=1000.0))
+    journal.write(RequestRecord("s0", 0, ended_s=1000.0))
     resumed = Journal.resume(tmp_path, {})
     async with rude() as server:
         records = await played(server, resumed, "well a", "well b")

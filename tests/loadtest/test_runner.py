@@ -11,7 +11,7 @@ import pytest
 
 from loadtest.client import Endpoint, EndpointSettings
 from loadtest.feeder import Feeder, bounded
-from loadtest.journal import Record
+from loadtest.journal import RequestRecord
 from loadtest.runner import Counts, Runner, RunSettings
 from tests.loadtest.rude_endpoint import Rude, rude, session
 from workload.replay import ReplaySession
@@ -23,9 +23,9 @@ class Run:
 
     runner: Runner
     task: asyncio.Task[None]
-    records: list[Record] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
 
-    async def end(self) -> dict[tuple[str, int], Record]:
+    async def end(self) -> dict[tuple[str, int], RequestRecord]:
         await asyncio.wait_for(self.task, 30)
         return {record.key: record for record in self.records}
 
@@ -35,10 +35,10 @@ def begin(
     sessions: Iterator[ReplaySession],
     settings: RunSettings | None = None,
     done: dict[str, int] | None = None,
-    write: Callable[[Record], None] | None = None,
+    write: Callable[[RequestRecord], None] | None = None,
 ) -> Run:
     begin_s = time.monotonic()
-    records: list[Record] = []
+    records: list[RequestRecord] = []
 
     def now_s() -> float:
         return time.monotonic() - begin_s
@@ -213,7 +213,7 @@ async def test_a_run_goes_on_at_the_first_turn_that_is_missing() -> None:
 
 
 async def test_a_full_disk_stops_the_run_and_is_raised() -> None:
-    def full(_: Record) -> None:
+    def full(_: RequestRecord) -> None:
         raise OSError("no space left")
 
     endless = (session(f"s{i}", f"well s{i}") for i in range(10**9))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.cache import PrefixCache, common_blocks
+from simulator.cache import TierCache, common_blocks
 
 
 def chain(*path: int) -> np.ndarray:
@@ -80,7 +80,7 @@ operations = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(operations)
 def test_it_holds_pins_and_evicts_as_a_list_of_blocks_would(steps):
-    cache, plain = PrefixCache(), Plain()
+    cache, plain = TierCache(), Plain()
     held: list[tuple[list[int], np.ndarray, object]] = []
 
     def hold(path):
@@ -130,7 +130,7 @@ def test_it_holds_pins_and_evicts_as_a_list_of_blocks_would(steps):
 
 
 def test_the_tail_of_the_least_recently_used_prefix_goes_first():
-    cache = PrefixCache()
+    cache = TierCache()
     old, new = chain(1, 2, 3), chain(4, 5)
     add(cache, old, 3)
     add(cache, new, 2)
@@ -141,7 +141,7 @@ def test_the_tail_of_the_least_recently_used_prefix_goes_first():
 
 
 def test_a_shared_prefix_outlives_the_branch_that_was_not_used_lately():
-    cache = PrefixCache()
+    cache = TierCache()
     left, right = chain(1, 2, 3, 4), chain(1, 2, 5)
     add(cache, left, 4)
     add(cache, right, 3)
@@ -152,7 +152,7 @@ def test_a_shared_prefix_outlives_the_branch_that_was_not_used_lately():
 
 
 def test_pinned_blocks_stay():
-    cache = PrefixCache()
+    cache = TierCache()
     ids = chain(1, 2, 3)
     add(cache, ids, 3)
     handle = cache.pin(*cache.match(ids, 2))
@@ -177,7 +177,7 @@ def held_copy(cache, ids, start=0):
 
 
 def test_copies_are_evicted_before_anything_older():
-    cache = PrefixCache()
+    cache = TierCache()
     old, copied = chain(0, 0, 0), chain(1, 1, 1)
     add(cache, old, 3)
     held_copy(cache, copied)
@@ -189,7 +189,7 @@ def test_copies_are_evicted_before_anything_older():
 
 
 def test_a_pinned_copy_is_not_spare():
-    cache = PrefixCache()
+    cache = TierCache()
     ids = chain(1, 1, 1)
     held_copy(cache, ids)
     pinned = cache.pin(*cache.match(ids, 2))
@@ -202,7 +202,7 @@ def test_a_pinned_copy_is_not_spare():
 
 
 def test_what_follows_a_copy_goes_with_it_but_what_it_follows_stays():
-    cache = PrefixCache()
+    cache = TierCache()
     ids = chain(1, 1, 1, 1, 1, 1)
     add(cache, ids, 2)
     held_copy(cache, ids[:4], 2)
@@ -217,7 +217,7 @@ def test_what_follows_a_copy_goes_with_it_but_what_it_follows_stays():
 @given(st.lists(st.tuples(st.sampled_from(["add", "copy", "evict", "pin", "unpin"]), paths),
                 max_size=40))  # fmt: skip
 def test_whatever_happens_no_block_outlasts_those_before_it(steps):
-    cache, pinned = PrefixCache(), []
+    cache, pinned = TierCache(), []
     for kind, path in steps:
         ids = chain(*path)
         found = cache.match(ids, len(ids))[1]

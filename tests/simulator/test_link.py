@@ -26,7 +26,7 @@ class Bench:
         )  # fmt: skip
 
     def load(self, at_s, key, blocks):
-        job = SimulatedJob(key, 1, 1, IDS, 0, at_s)
+        job = SimulatedJob(key, 1, 1, IDS, at_s)
         self.loop.at(at_s, lambda _: self.link.load(job, blocks))
 
     def store(self, at_s, start, stop):

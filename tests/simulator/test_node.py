@@ -10,7 +10,7 @@ from scheduler.catalogue import SCHEDULERS
 from simulator.clusters import NodeModel
 from simulator.loop import Loop, Noise
 from simulator.memory import SimulatedJob
-from simulator.node import Node
+from simulator.node import JobEvents, Node
 
 STEP = StepModel(token_s=1e-4, pair_s=1e-8, weights_s=5e-3, context_token_s=1e-7, fixed_s=1e-3)
 SIZE = 16
@@ -35,9 +35,8 @@ class Bench:
         self.end: dict[int, float] = {}
         quiet = Noise(np.random.default_rng(0), 0.0)
         self.node = node_class(
-            0, model(**changes), self.loop, quiet, quiet, None, admitted=None,
-            first_token=lambda job: self.first.setdefault(job.key, self.loop.now_s),
-            finished=self._finished,
+            0, model(**changes), self.loop, (quiet, quiet),
+            JobEvents(lambda job: self.first.setdefault(job.key, self.loop.now_s), self._finished),
         )  # fmt: skip
 
     def _finished(self, job):
@@ -45,7 +44,7 @@ class Bench:
         self.end[job.key] = self.loop.now_s
 
     def send(self, key, prompt, output, ids, at_s=0.0, **who):
-        job = SimulatedJob(key, prompt, output, ids, (prompt + output) // SIZE, at_s, **who)
+        job = SimulatedJob(key, prompt, output, ids, at_s, **who)
         self.loop.at(at_s, self.node.submit, job)
         return job
 
@@ -287,7 +286,7 @@ def test_what_a_waiting_request_will_load_is_evicted_last():
     memory, wanted = bench.node.memory, own_ids(1, 160)
     in_host(bench, wanted, 10)
     in_host(bench, own_ids(2, 160), 10)
-    job = SimulatedJob(1, 170, 1, wanted, 10, 0.0)
+    job = SimulatedJob(1, 170, 1, wanted, 0.0)
     memory.arrived(job)
     in_host(bench, own_ids(3, 80), 5)
     assert memory.host.match(wanted, 10)[1] == 10

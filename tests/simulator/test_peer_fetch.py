@@ -47,7 +47,7 @@ class Bench:
         return self.nodes[node].memory.host.match(ids, len(ids))[1]
 
     def fetch(self, key, ids, source=0, target=1):
-        job = SimulatedJob(key, len(ids) * SIZE + 1, 10, ids, len(ids), 0.0)
+        job = SimulatedJob(key, len(ids) * SIZE + 1, 10, ids, 0.0)
         self.fetches.fetch(job, source, target, len(ids) * SIZE)
         return job
 
@@ -113,7 +113,7 @@ def test_a_copy_is_pinned_for_whoever_is_sent_to_it():
     bench.hold(0, ids)
     job = bench.fetch(1, ids)
     bench.loop.run()
-    other = SimulatedJob(2, len(ids) * SIZE + 1, 10, ids, len(ids), 0.0)
+    other = SimulatedJob(2, len(ids) * SIZE + 1, 10, ids, 0.0)
     bench.fetches.submit(other, 1)
     bench.fetches.used(job)
     bench.hold(1, prefix(2, 12))

@@ -5,7 +5,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from simulator.dispatch import PlanDispatch, Route
+from simulator.dispatch import PlanDispatch, SimulatedRoute
 from simulator.faults import Failure, Faults
 from simulator.play import Play, SimulationError
 from simulator.run import SimulationConfig, node_models, traffic_of
@@ -85,7 +85,7 @@ class Fetching(PlanDispatch):
     def choose(self, key, turn, session, now_s, lost_on=-1):
         homes = [node.memory.host.match(turn.blocks, len(turn.blocks))[1] for node in self.nodes]
         source = int(np.argmax(homes))
-        return Route(0, source, homes[source] * 64)
+        return SimulatedRoute(0, source, homes[source] * 64)
 
 
 def test_a_document_is_fetched_from_a_peers_host_tier_once(config):
@@ -107,7 +107,7 @@ class Silent(PlanDispatch):
 
     def choose(self, key, turn, session, now_s, lost_on=-1):
         self.nodes[0].scheduler.max_running = 0
-        return Route(0)
+        return SimulatedRoute(0)
 
 
 def test_a_stuck_run_raises_instead_of_waiting_for_ever(config):

@@ -6,7 +6,6 @@ import pytest
 from kappa.cost import StepModel
 from kappa.slo import IdleSpeed
 from simulator.traffic import build_traffic, document_blocks
-from workload.arrivals import poisson
 from workload.shapes import SessionShape, TurnShape, Workload
 
 SPEED = IdleSpeed(StepModel(1e-5, 1e-10, 5e-3, 1e-8, 1e-3), 1e-6, 1e-3)
@@ -14,7 +13,7 @@ SPEED = IdleSpeed(StepModel(1e-5, 1e-10, 5e-3, 1e-8, 1e-3), 1e-6, 1e-3)
 
 def build(workload, **changes):
     options = {"rate_rps": 10.0, "requests": 2000, "seed": 0, "warm": True, **changes}
-    return build_traffic(workload, poisson, SPEED, **options)
+    return build_traffic(workload, SPEED, **options)
 
 
 def under_way(traffic):

@@ -25,10 +25,10 @@ from kappa.cost import step_model
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import KV, REPORT, Admission, Announcement, WorkerReport
 from simulator.cache import Ids
-from simulator.clusters import NodeModel, NodeSpec, kv_room
+from simulator.clusters import NodeSpec, node_model
 from simulator.loop import Loop, Noise
 from simulator.memory import SimulatedJob
-from simulator.node import Node
+from simulator.node import JobEvents, Node
 
 BUDGET_TOKENS = 8192
 _USABLE_HBM = 0.9
@@ -107,8 +107,8 @@ class EmulatedNode:
         rng = np.random.default_rng((seed, number))
         self.model = node_model(spec, shape, block_tokens)
         self.node = Node(
-            number, self.model, loop, Noise(rng, noise), Noise(rng.spawn(1)[0], noise), self,
-            admitted=self._on_admitted, first_token=self._on_first, finished=self._on_finished,
+            number, self.model, loop, (Noise(rng, noise), Noise(rng.spawn(1)[0], noise)),
+            JobEvents(self._on_first, self._on_finished, self._on_admitted), self,
         )  # fmt: skip
         self.totals = {"prompt_tokens": 0, "device_tokens": 0, "host_tokens": 0}
 
@@ -124,7 +124,7 @@ class EmulatedNode:
         for before, block in zip([None, *kept[:-1]], kept, strict=True):
             self._parents[block] = before
         ids = np.array(kept, dtype=np.uint64)
-        job = SimulatedJob(self._served, prompt_tokens, output, ids, len(ids), self._loop.now_s)
+        job = SimulatedJob(self._served, prompt_tokens, output, ids, self._loop.now_s)
         self._served += 1
         ticket = Ticket(request_id, asyncio.Event(), asyncio.Event())
         self._tickets[job] = ticket
@@ -237,20 +237,6 @@ def scaled_memory(spec: NodeSpec, shape: ModelShape, scale: int) -> NodeSpec:
     hbm_bytes = (weights_bytes + free_bytes / scale) / _USABLE_HBM
     profile = replace(spec.profile, hbm_bytes=hbm_bytes)
     return replace(spec, profile=profile, host_bytes=spec.host_bytes / scale)
-
-
-def node_model(spec: NodeSpec, shape: ModelShape, block_tokens: int) -> NodeModel:
-    """The true constants of a node in simulated seconds, which it also announces."""
-    profile, room = spec.profile, kv_room(spec, shape, block_tokens)
-    block_bytes = kv_bytes_per_token(shape) * block_tokens
-    step = step_model(shape, profile)
-    return NodeModel(
-        step=step, announced_step=step, block_tokens=block_tokens,
-        device_blocks=room.device_blocks, host_blocks=room.host_blocks,
-        load_block_s=block_bytes / profile.h2d_bytes_per_s,
-        store_block_s=block_bytes / profile.store_bytes_per_s,
-        load_fixed_s=profile.load_fixed_s, budget_tokens=BUDGET_TOKENS,
-    )  # fmt: skip
 
 
 def _publisher() -> tuple[Any, str]:
