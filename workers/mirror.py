@@ -81,7 +81,7 @@ class KvMirror:
         """Event batches that rebuild this state from nothing, parents before children."""
         events: list[BlockStored | BlockRemoved] = []
         for block_hash, block in self._in_order():
-            # Only a device event tells a block's salt, so what the device has lost is told as
+            # Only a device event has a block's salt, so what the device has lost is announced as
             # stored there and removed again.
             events += [self._stored(block_hash, block, _DEVICE)] * max(block.device_copies, 1)
             events += [self._stored(block_hash, block, medium) for medium in sorted(block.media)]

@@ -67,16 +67,16 @@ class HangWatch:
             )
 
 
-def hang_patience_s(said: Announcement) -> float:
+def hang_patience_s(announced: Announcement) -> float:
     """Real seconds of silence after which an engine counts as hung, by what was announced of it.
 
     Two minutes, and ten times the longest step and the longest load that it may have: a full budget
     behind a full context beside others with a full context, and a full context over the link.
     """
-    context = said.max_context_tokens
-    batch = [(said.max_batch_tokens, context), *[(0, context)] * said.max_sequences]
-    load_s = context * said.kv_bytes_per_token / said.node.h2d_bytes_per_s
-    return _HANG_S + _HANG_STEPS * (said.step.real_s(batch) + load_s * said.node.dilation)
+    context = announced.max_context_tokens
+    batch = [(announced.max_batch_tokens, context), *[(0, context)] * announced.max_sequences]
+    load_s = context * announced.kv_bytes_per_token / announced.node.h2d_bytes_per_s
+    return _HANG_S + _HANG_STEPS * (announced.step.real_s(batch) + load_s * announced.node.dilation)
 
 
 async def watch_engine(

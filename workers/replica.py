@@ -29,7 +29,7 @@ from kappa.protocol import ERROR_EVENT, Announcement, EngineDiedError
 from workers.host_memory import prepare_host_memory
 from workers.identity import Profile, ReplicaId, WorkerPlan, announce
 from workers.in_flight import InFlight
-from workers.power_report import power_reporter
+from workers.power import power_reporter
 from workers.reaper import HangWatch, hang_patience_s, own_engines, process_age_s, watch_engine
 from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY

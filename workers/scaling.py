@@ -1,8 +1,8 @@
-"""How many workers a pool should have, from what its workers say of their load. Pure.
+"""How many workers a pool should have, from what its workers report of their load. Pure.
 
-A worker says what share of the time its busiest resource is asked for by what arrives, and how many
-predicted seconds of prompts wait. Enough workers serve the arrivals at the target utilisation and
-clear what waits within the target seconds. `workers.scaling_policy` asks this for Ray Serve.
+A worker reports what share of the time its busiest resource is asked for by what arrives, and how
+many predicted seconds of prompts wait. Enough workers serve the arrivals at the target utilisation
+and clear what waits within the target seconds. `workers.scaling_policy` asks this for Ray Serve.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class ScalingRule:
 def loads_in(
     figures: Mapping[str, Mapping[str, float]], running: Iterable[str]
 ) -> list[WorkerLoad]:
-    """The loads of the running workers that told both figures, as Ray Serve hands them over:
-    figure -> worker -> value. Figures that are no finite numbers count as none told."""
+    """The loads of the running workers that reported both figures, as Ray Serve hands them over:
+    figure -> worker -> value. Figures that are no finite numbers count as none."""
     found = []
     for worker in running:
         backlog_s = figures.get(BACKLOG_KEY, {}).get(worker, math.nan)

@@ -21,11 +21,11 @@ class BacklogPolicy:
         self._rule = ScalingRule(target_backlog_s, target_utilisation)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """The number wanted, and no state; while nobody has said anything, as many as there are."""
-        told = context.aggregated_metrics or {}
+        """The number wanted, and no state; while no worker has reported, as many as there are."""
+        metrics = context.aggregated_metrics or {}
         figures = {
             name: {str(replica): value for replica, value in by_replica.items()}
-            for name, by_replica in told.items()
+            for name, by_replica in metrics.items()
         }
         loads = loads_in(figures, [str(replica) for replica in context.running_replicas])
         if not loads:

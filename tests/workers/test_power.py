@@ -1,13 +1,27 @@
-"""Power sampling: the arithmetic on an NVML-shaped fake, and a machine without NVML for real."""
+"""Power: sampled through an NVML-shaped fake, without NVML for real, and in a worker's reports."""
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from kappa.cost import step_model
+from kappa.hardware import node_profile
+from kappa.power import gpu_power
+from kappa.protocol import Announcement, WorkerReport
+from kappa.shapes import model_shape
 from tests.workers.fake_nvml import FakeNvml
-from workers.power import NoNvmlError, PowerMeter, sample_power, summary
+from workers import power
+from workers.power import (
+    NoNvmlError,
+    PowerMeter,
+    PowerReporter,
+    power_reporter,
+    sample_power,
+    summary,
+)
 
 
 class Clock:
@@ -111,3 +125,99 @@ def test_with_nvml_the_command_gives_rows_of_watts():
     result = json.loads(done.stdout)
     assert len(result["rows"]) >= 2
     assert all(len(row["watts"]) == len(result["gpus"]) for row in result["rows"])
+
+
+# -- in a worker's reports -----------------------------------------------------------------------
+
+LLAMA = model_shape("llama-3.1-8b")
+
+
+def announced(**changes):
+    node = replace(node_profile("h100-pcie5"), **changes)
+    return Announcement(
+        "w", "m", node, step_model(LLAMA, node), 131072.0, "", "f", 32, 100, 100, 1024, 8192, "", ""
+    )
+
+
+def reports(reporter, *moments):
+    """(time, step seconds, tokens) -> reports with power."""
+    return [
+        reporter(
+            WorkerReport(
+                "w", t_s, steps_total=i, step_seconds_total=step_s, step_tokens_total=tokens
+            )
+        )
+        for i, (t_s, step_s, tokens) in enumerate(moments)
+    ]
+
+
+def test_without_nvml_an_idle_and_a_busy_second_are_modelled():
+    h100, step = gpu_power("H100-SXM5-80GB"), announced().step
+    full = round(1 / step.token_s)
+    first, idle, busy = reports(PowerReporter(announced()), (0, 0, 0), (1, 0, 0), (2, 1.0, full))
+    assert (first.power_source, first.power_w) == ("", 0.0)
+    assert (idle.power_w, idle.power_cap_w, idle.power_source) == (h100.idle_w, 700.0, "model")
+    assert busy.power_w == pytest.approx(h100.cap_w, rel=0.001)
+    assert busy.energy_j_total == pytest.approx(h100.idle_w + h100.cap_w, rel=0.001)
+
+
+def test_a_paced_node_uses_energy_in_its_own_time():
+    node = announced(source="paced", dilation=10.0)
+    *_, last = reports(PowerReporter(node, FakeNvml([300.0], [[99.0]])), (0, 0, 0), (10, 10, 0))
+    idle, cap = gpu_power("H100-SXM5-80GB").idle_w, 700.0
+    assert last.power_source == "paced"
+    assert last.power_w == pytest.approx(idle + (cap - idle) / 2)
+    assert last.energy_j_total == pytest.approx(last.power_w * 1.0)
+
+
+def test_nvml_is_asked_once_a_second_and_only_of_this_workers_gpus():
+    nvml = FakeNvml([700.0, 700.0], [[100.0], [250.0]])
+    teller = PowerReporter(announced(), nvml, gpus=[1])
+    told = reports(teller, (0, 0, 0), (0.25, 0, 0), (0.5, 0, 0), (1.0, 0, 0), (1.25, 0, 0))
+    assert [r.power_w for r in told] == [0, 0, 0, 250.0, 250.0]
+    assert told[-1].power_cap_w == 700.0 and told[-1].power_source == "nvml"
+    assert nvml.reads == 2
+    teller.close()
+    assert not nvml.open
+
+
+def test_a_worker_that_does_not_know_its_gpus_has_its_share_of_all():
+    nvml = FakeNvml([700.0] * 4, [[100.0], [200.0], [300.0], [400.0]])
+    *_, last = reports(PowerReporter(announced(), nvml, gpu_count=2), (0, 0, 0), (1, 0, 0))
+    assert (last.power_w, last.power_cap_w) == (500.0, 1400.0)
+
+
+def test_without_nvml_and_catalogue_nothing_is_told():
+    *_, last = reports(
+        PowerReporter(announced(gpu="abacus"), FakeNvml([], [])), (0, 0, 0), (5, 1, 9)
+    )
+    assert (last.power_w, last.power_source) == (0.0, "")
+
+
+def test_an_engine_that_started_anew_uses_no_negative_energy():
+    teller = PowerReporter(announced())
+    reports(teller, (0, 0, 0), (1, 1, 100))
+    before = teller(WorkerReport("w", 2.0, steps_total=5, step_seconds_total=1.5)).energy_j_total
+    teller(WorkerReport("w", 3.0, steps_total=0))
+    after = teller(WorkerReport("w", 4.0, steps_total=1, step_seconds_total=0.1))
+    assert before <= after.energy_j_total < before + 700
+
+
+def test_a_report_with_power_survives_the_wire():
+    *_, last = reports(PowerReporter(announced()), (0, 0, 0), (1, 0, 0))
+    assert WorkerReport.from_dict(last.to_dict()) == last
+
+
+def test_a_replica_without_a_gpu_reports_modelled_power():
+    reporter = power_reporter(announced(), gpus=0)
+    *_, last = reports(reporter, (0, 0, 0), (1, 0, 0))
+    assert last.power_source == "model"
+
+
+@pytest.mark.parametrize(
+    ("value", "gpus"),
+    [("", None), ("0", [0]), ("2, 3", [2, 3]), ("GPU-6f1b", None), ("MIG-1,0", None)],
+)
+def test_gpus_by_their_index_where_the_environment_names_them_so(monkeypatch, value, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert power._visible_gpus() == gpus

@@ -3,17 +3,22 @@
 The replica is real but for its start: no Ray, and an engine that does what a test says.
 """
 
+import json
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from ray.serve.llm.openai_api_models import CompletionRequest
 
 from kappa.protocol import EngineDiedError
+from kappa.settings.routing import ObservingSettings
 from workers.in_flight import InFlight
 from workers.reaper import HangWatch
-from workers.replica import KappaServer
+from workers.replica import KappaServer, configure_logs
 from workers.report_totals import ReportTotals
 from workers.stats_channel import StatsSender
+from workers.vllm_plugin import LOG_ENV, log_as
 
 pytestmark = pytest.mark.vllm
 
@@ -169,3 +174,20 @@ async def test_a_replica_that_has_not_announced_itself_yet_has_no_engine_that_ha
     replica = Replica()
     replica._hang, replica.engine.owed = None, 1
     await look_for(replica, clock, 2 * PATIENCE_S)
+
+
+def test_the_engines_processes_log_as_their_replica_does(tmp_path, monkeypatch, capsys):
+    import structlog
+
+    before = structlog.get_config()
+    monkeypatch.setenv(LOG_ENV, "")
+    log_file = str(tmp_path / "a|b.jsonl")
+    try:
+        seen = ObservingSettings(log_format="json", log_file=log_file)
+        configure_logs(SimpleNamespace(observing=seen, log_level="INFO"))
+        log_as(os.environ[LOG_ENV])
+        structlog.get_logger("engine").info("hello", node="pcie")
+    finally:
+        structlog.configure(**before)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["event"] == "hello"
+    assert json.loads(Path(log_file).read_text())["node"] == "pcie"

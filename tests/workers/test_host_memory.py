@@ -1,10 +1,18 @@
-"""The host tier against what the pod, the machine and the folder have left."""
+"""Host memory before an engine's start: what is left, whose folder it is, refusals in time."""
 
 import resource
+from dataclasses import replace
 
 import pytest
 
-from workers.host_memory import HostBudget, HostBudgetError, host_budget
+from kappa.hardware import node_profile
+from kappa.shapes import model_shape
+from workers import host_memory
+from workers.host_memory import HostBudget, HostBudgetError, host_budget, prepare_host_memory
+from workers.identity import WorkerPlan
+from workers.vllm.arguments import EngineLimits, TierChoice
+
+pytestmark = pytest.mark.vllm
 
 GIB = 1 << 30
 
@@ -158,3 +166,91 @@ def test_a_cgroup_that_uses_more_than_its_limit_has_nothing_left(machine):
     # A limit of a number that means none.
     files(cgroups / "pod", **{"memory.max": 1 << 60})
     assert host_budget(None, cgroups, proc).cgroup_bytes is None
+
+
+# -- the folder of a persistent tier -------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(tmp_path):
+    return WorkerPlan(
+        nodes=(node_profile("pcie"),), served=model_shape("qwen2.5-7b"),
+        emulated=model_shape("llama-3.1-8b"),
+        limits=EngineLimits(2048, 32, 100, 1 << 20, 512, 16, "float32"), model_source="/models/x",
+        chat_template="{{ m }}", cache_dir="/nowhere", stream_host="127.0.0.1",
+        handover_dir=str(tmp_path / "kept"), pool="p",
+    )  # fmt: skip
+
+
+def test_the_same_plan_adopts_and_any_that_means_other_blocks_does_not(plan):
+    prepare_host_memory(plan).release()
+    again = prepare_host_memory(plan)
+    assert again.warm
+    again.release()
+    other = [
+        replace(plan, model_source="/models/y"), replace(plan, chat_template="{{ other }}"),
+        replace(plan, limits=replace(plan.limits, dtype="bfloat16")),
+        replace(plan, limits=replace(plan.limits, block_tokens=16)),
+        replace(plan, limits=replace(plan.limits, host_bytes=2 << 20)), replace(plan, pool="q"),
+    ]  # fmt: skip
+    for changed in other:
+        folder = prepare_host_memory(changed)
+        assert not folder.warm
+        folder.release()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"handover_dir": ""}, {"kind": "torch"}, {"tier": TierChoice("lmcache")}],
+)
+def test_without_a_tier_of_ours_no_folder_is_claimed(plan, change):
+    assert prepare_host_memory(replace(plan, **change)) is None
+
+
+def test_a_tier_that_does_not_fit_is_refused_before_the_engine_starts(plan, monkeypatch):
+    monkeypatch.setattr(host_memory, "host_budget", lambda _: HostBudget(cgroup_bytes=100 << 20))
+    with pytest.raises(HostBudgetError, match="pod's memory limit"):
+        prepare_host_memory(plan)
+    assert prepare_host_memory(replace(plan, kind="emulated")) is None, "it keeps nothing"
+
+
+def test_only_the_own_folder_counts_as_free_and_a_refused_worker_leaves_it(plan, monkeypatch):
+    sibling = prepare_host_memory(plan)
+    asked = []
+
+    def budget(folder):
+        asked.append(folder)
+        return HostBudget(folder_bytes=1)
+
+    monkeypatch.setattr(host_memory, "host_budget", budget)
+    with pytest.raises(HostBudgetError, match="handover_dir has"):
+        prepare_host_memory(plan)
+    assert asked[0].parent == sibling.folder.parent and asked[0] != sibling.folder
+    monkeypatch.undo()
+    again = prepare_host_memory(plan)
+    assert again.warm and again.folder == asked[0]
+    again.release()
+    sibling.release()
+
+
+def test_a_shared_server_needs_no_memory_of_the_worker(plan, monkeypatch):
+    monkeypatch.setattr(host_memory, "host_budget", lambda _: HostBudget(machine_bytes=0))
+    own, shared = TierChoice("lmcache"), TierChoice("lmcache", server="tcp://elsewhere:5555")
+    with pytest.raises(HostBudgetError, match="the machine has"):
+        prepare_host_memory(replace(plan, tier=own))
+    assert prepare_host_memory(replace(plan, tier=shared)) is None
+
+
+def test_blocks_of_other_weights_in_the_same_folder_are_not_adopted(plan, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"one")
+    plan = replace(plan, model_source=str(model))
+    prepare_host_memory(plan).release()
+    again = prepare_host_memory(plan)
+    assert again.warm
+    again.release()
+    (model / "model.safetensors").write_bytes(b"two!")
+    changed = prepare_host_memory(plan)
+    assert not changed.warm
+    changed.release()
