@@ -1,10 +1,11 @@
-"""Paper 001 (serving with KV offloading) as printed: Eq. 1-10, its tables, its case studies.
+"""Paper 001 (serving with KV offloading) as printed: its tables, its case studies, its slips.
 
-Nothing here routes a request; ``kappa.model`` does that. This file is the record that the law we
-build on is the one that was published: every figure is recomputed from its inputs beside the
-printed value, and where the print is wrong, ``SLIPS`` says how. Equations take SI units (bytes,
-bytes/s, FLOP/s, seconds); the tables keep the paper's own. The paper's text has lost its symbols:
-the forms below were rebuilt from its prose and check out in dimension and value.
+Nothing here routes a request: Eq. 1 to 5 are ``kappa.model`` and ``kappa.cost``. This file is the
+record that the cost model we build on is the one that was published: every figure is recomputed
+from its inputs beside the printed value, and where the print is wrong, ``SLIPS`` says how.
+Equations take SI units (bytes, bytes/s, FLOP/s, seconds); the tables keep the paper's own. The
+paper's text has lost its symbols: the forms below were rebuilt from its prose and check out in
+dimension and value.
 """
 
 from __future__ import annotations
@@ -14,55 +15,9 @@ from dataclasses import dataclass
 # --- Equations -----------------------------------------------------------------------------------
 
 
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype_bytes: float) -> float:
-    """Eq. 1: M = 2·L·n_kv·d·p, KV bytes of one token over all layers (keys and values)."""
-    return 2.0 * layers * kv_heads * head_dim * dtype_bytes
-
-
-def kv_bytes_per_token_mla(
-    layers: int, kv_lora_rank: int, rope_head_dim: int, dtype_bytes: float
-) -> float:
-    """Eq. 2: M = L·(r_kv + d_rope)·p, KV bytes of one token under multi-head latent attention."""
-    return float(layers * (kv_lora_rank + rope_head_dim) * dtype_bytes)
-
-
-def ttft_sequential_s(load_s: float, compute_s: float) -> float:
-    """Eq. 3: TTFT = C·M/B + T·F/G, loading then computing; seconds in, seconds out."""
-    return load_s + compute_s
-
-
-def ttft_overlapped_s(load_s: float, compute_s: float, overlap: float) -> float:
-    """Eq. 4: TTFT less ``overlap`` (0 none, 1 perfect) times the shorter phase, in seconds.
-
-    Raises:
-        ValueError: ``overlap`` outside [0, 1].
-    """
-    if not 0.0 <= overlap <= 1.0:
-        raise ValueError(f"overlap is {overlap}: give a share between 0 (none) and 1 (perfect)")
-    return load_s + compute_s - overlap * min(load_s, compute_s)
-
-
-def is_memory_bound(
-    cached_tokens: float, new_tokens: float, flops_per_byte: float, bytes_per_flop: float
-) -> bool:
-    """Eq. 5: memory-bound where C/T > (F/M)·(B/G); factors in FLOP/byte and byte/FLOP.
-
-    Raises:
-        ValueError: no new tokens, for which the ratio is undefined.
-    """
-    if new_tokens <= 0:
-        raise ValueError(f"new_tokens is {new_tokens}: a request computes at least one token")
-    return cached_tokens / new_tokens > kappa_crit(flops_per_byte, bytes_per_flop)
-
-
 def kappa_crit(flops_per_byte: float, bytes_per_flop: float) -> float:
     """Eq. 6: κ_crit = (F/M)·(B/G), the model factor (FLOP/byte) times the hardware factor."""
     return flops_per_byte * bytes_per_flop
-
-
-def utilisation(kappa: float, critical: float) -> float:
-    """Eq. 7: U = 1/(1 + κ/κ_crit), the share of TTFT spent computing. Needs κ_crit > 0."""
-    return 1.0 / (1.0 + kappa / critical)
 
 
 def pcie_overhead(kappa: float, critical: float) -> float:
@@ -110,9 +65,6 @@ TABLE2 = {"B200": (6.7, 13.5), "H100": (17.0, 34.0), "A100": (53.8, 107.5)}
 
 TABLE3_NODES = (("B200", 1), ("H100", 1), ("A100", 0))
 """Columns of Table 3: GPU, and its column in Table 2 (B200 and H100 on PCIe-5, A100 on PCIe-4)."""
-
-TABLE4_SCHEDULED_TOKENS = {70: (4064, 532), 130: (3793, 555)}
-"""Requests/s: mean scheduled tokens per iteration for ShareGPT, NarrativeQA."""
 
 TABLE5_POWER_W = {70: ((196, 342), (152, 202)), 130: ((192, 287), (152, 194))}
 """Requests/s: (mean, max) watts for ShareGPT, NarrativeQA, on GPUs rated at ``H100_TDP_W``."""

@@ -1,4 +1,4 @@
-"""What a worker tells the cluster: who it is (once), and what it measured (all the time).
+"""What a worker reports to the cluster: who it is (once), and what it measured (all the time).
 
 An `Announcement` travels with Ray Serve's routing statistics, a `WorkerReport` on the worker's own
 stream beside the KV events. Both become plain data, so that workers and routers share these records

@@ -58,7 +58,7 @@ def _salted_turn(turn: TurnShape, salt: np.uint64) -> TurnShape:
 
 
 ENGINE_BLOCK_TOKENS = 16
-"""Tokens in a cache block of vLLM unless told otherwise."""
+"""Tokens in a cache block of vLLM by default."""
 
 
 class Reuse:

@@ -292,7 +292,7 @@ def memory(
 
 @dataclass(frozen=True, slots=True)
 class CloStep:
-    """A decoding step: what the link is asked for, what it adds, and the whole.
+    """A decoding step: what crosses the link, what that adds, and the whole.
 
     link_s: of all that is missed. waited_s: TBT_load, what the layers before do not hide.
     compute_s: of the gpu. miss_bytes cross the link.

@@ -23,7 +23,7 @@ nor the product with the values."""
 MODES: tuple[Mode, ...] = ("mha", "mha-o", "mha-av-o")
 
 LEAST_SHARE = 0.3
-"""The CPU must attend to KV at this share of the link's bandwidth, or it is not asked to."""
+"""The CPU must attend to KV at this share of the link's bandwidth, or it does not attend."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from kappa.model import (
 )
 
 LEAST_R2 = 0.98
-"""Below this a line says too little of what it was fitted to; HybridServe's have 0.99."""
+"""Below this a line explains too little of what it was fitted to; HybridServe's have 0.99."""
 
 
 @dataclass(frozen=True, slots=True)

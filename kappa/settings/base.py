@@ -1,6 +1,6 @@
 """What every section of the settings shares: strict, frozen, and the types of its values.
 
-`checked` is for rules that pydantic would look at only once everything else is right: it tells
+`checked` is for rules that pydantic would look at only once everything else is right: it reports
 their faults beside the others, so that a file is mended in one go.
 """
 
@@ -35,7 +35,7 @@ class Section(BaseModel):
 def checked(
     handler: Callable[[Any], Any], value: Any, faults: Iterable[Fault], *, rules: bool = True
 ) -> Any:
-    """`handler(value)`, for a validator of mode "wrap"; `faults` are told beside what it finds.
+    """`handler(value)`, for a validator of mode "wrap"; `faults` are reported beside what it finds.
 
     rules: whether what `handler` finds of the whole section counts; not so where it was shown only
     a part, and would blame what is missing.

@@ -150,11 +150,11 @@ def engine_faults(pools: Any, shared: Any) -> list[Fault]:
              "in the section engine")
             for key in sorted(own.keys() & SHARED_ENGINE_KEYS)
         ]  # fmt: skip
-        told = {str(loc[0]) for loc, _ in _engine_faults(base) if loc}
+        known = {str(loc[0]) for loc, _ in _engine_faults(base) if loc}
         found += [
             ((*where, *loc), reason)
             for loc, reason in _engine_faults({**base, **own})
-            if (loc and loc[0] in own) or (not loc and not told)
+            if (loc and loc[0] in own) or (not loc and not known)
         ]
     return found
 

@@ -300,3 +300,21 @@ def test_a_dilation_must_be_above_zero(value):
 def test_a_wrong_constant_is_refused_with_the_right_names(data):
     with pytest.raises(ValueError, match=r"StepModel: .*(gemm_s|pair_s).*token_s.*dilation"):
         StepModel.from_dict(data)
+
+
+def test_ratio_counts_neither_device_tokens_nor_less_than_one_new() -> None:
+    assert TokenCounts(1000, 800, 8).ratio == 100
+    assert TokenCounts(0, 800, 0).ratio == 800
+    assert TokenCounts(1000, 800, 8).total_tokens == 1808
+
+
+def test_counts_refuse_negatives() -> None:
+    with pytest.raises(ValueError, match=r"TokenCounts\.cached_tokens"):
+        TokenCounts(0, -1, 1)
+
+
+def test_types_are_frozen_and_slotted() -> None:
+    counts = TokenCounts(0, 1, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        counts.new_tokens = 2  # type: ignore[misc]  # the assignment is the test
+    assert not hasattr(counts, "__dict__")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kappa.cost import kappa_crit
-from kappa.hardware import CATALOGUE, DEMO_NODES, node_profile
+from kappa.hardware import CATALOGUE, DEMO_NODES, NodeProfile, node_profile
 from kappa.shapes import model_shape
 
 
@@ -69,3 +70,52 @@ def test_bad_files_are_named(tmp_path: Path, text: str, complaint: str) -> None:
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"absent\.json: cannot read"):
         node_profile(tmp_path / "absent.json")
+
+
+NODE: dict[str, Any] = {
+    "name": "n", "gpu": "g", "link_name": "l", "h2d_bytes_per_s": 5e10, "flops_per_s": 4e14,
+    "hbm_bytes_per_s": 3e12,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("h2d_bytes_per_s", 0.0),
+        ("h2d_bytes_per_s", "fast"),
+        ("flops_per_s", float("inf")),
+        ("hbm_bytes_per_s", True),
+        ("load_fixed_s", -1e-3),
+        ("source", "guess"),
+        ("dilation", 0.5),
+        ("dilation", 20.0),
+    ],
+)
+def test_profile_names_the_bad_field(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"NodeProfile\.{field} is .+: \w+"):
+        NodeProfile(**{**NODE, field: value})
+
+
+def test_only_a_paced_node_dilates() -> None:
+    assert NodeProfile(**NODE, source="paced", dilation=20.0).dilation == 20.0
+
+
+def test_profile_survives_json() -> None:
+    profile = NodeProfile(**NODE, link_group="numa0", source="paced", dilation=4.0)
+    assert NodeProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+
+
+def test_profile_takes_integers_from_json() -> None:
+    assert NodeProfile.from_dict({**NODE, "flops_per_s": 400}).flops_per_s == 400
+
+
+def test_profile_names_unknown_and_missing_keys() -> None:
+    with pytest.raises(ValueError, match="'pcie_gen'"):
+        NodeProfile.from_dict({**NODE, "pcie_gen": 5})
+    with pytest.raises(ValueError, match=r"lacks \['gpu'\]"):
+        NodeProfile.from_dict({k: v for k, v in NODE.items() if k != "gpu"})
+
+
+def test_store_rate_defaults_to_the_load_rate() -> None:
+    assert NodeProfile(**NODE).store_bytes_per_s == 5e10
+    assert NodeProfile(**NODE, d2h_bytes_per_s=4e10).store_bytes_per_s == 4e10

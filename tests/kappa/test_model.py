@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
 from kappa import model as law
 from kappa.cost import kappa_crit
 from kappa.hardware import node_profile
+from kappa.model import ModelShape
 from kappa.shapes import model_shape
 
 LLAMA = model_shape("llama-3.1-8b")
@@ -45,3 +47,29 @@ def test_tensor_parallel_replicates_kv_heads() -> None:
     assert law.kv_bytes(latent, 10, tp=8) == 8 * law.kv_bytes(latent, 10)
     with pytest.raises(ValueError, match="tp is 0"):
         law.kv_bytes(qwen, 1, tp=0)
+
+
+SHAPE: dict[str, Any] = {
+    "name": "tiny", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16,
+    "params_active": 1e6, "params_total": 1e6, "attention": "gqa",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layers", 0),
+        ("head_dim", -1),
+        ("params_active", float("nan")),
+        ("params_active", 2e6),
+        ("kv_heads", 8),
+        ("attention", "linear"),
+        ("attention", "mla"),
+        ("experts_active", 2),
+        ("experts", 8),
+        ("kv_dtype_bytes", 0.0),
+    ],
+)
+def test_shape_names_the_bad_field(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=r"ModelShape\.\w+ is .+: \w+"):
+        ModelShape(**{**SHAPE, field: value})

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kappa import paper
+from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
 
 positive = st.floats(min_value=1e-3, max_value=1e9)
@@ -90,12 +91,7 @@ def test_table3_kv_matches_the_models_own_configs() -> None:
     exact = [327_680, 516_096, 98_304, 192_512, 70_272]
     assert [row.kv_bytes for row in paper.TABLE3] == exact
     for row in paper.TABLE3:
-        shape = model_shape(row.model)
-        if shape.attention == "mla":
-            kv = paper.kv_bytes_per_token_mla(shape.layers, 512, 64, 2)
-        else:
-            kv = paper.kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, 2)
-        assert kv == row.kv_bytes
+        assert kv_bytes_per_token(model_shape(row.model)) == row.kv_bytes
 
 
 def test_table3_kappa_is_printed_factor_times_printed_factor() -> None:
@@ -142,29 +138,9 @@ def test_attention_is_not_negligible_at_65k() -> None:
     }
 
 
-def test_405b_case_is_memory_bound() -> None:
-    assert paper.is_memory_bound(65_000, 32, 1.57e6, 64e9 / 2e15)
-    assert not paper.is_memory_bound(1_600, 32, 1.57e6, 64e9 / 2e15)
-    with pytest.raises(ValueError, match="new_tokens"):
-        paper.is_memory_bound(1, 0, 1.0, 1.0)
-
-
-def test_overlap_spans_sum_to_maximum() -> None:
-    assert paper.ttft_overlapped_s(3.0, 1.0, 0.0) == paper.ttft_sequential_s(3.0, 1.0) == 4.0
-    assert paper.ttft_overlapped_s(3.0, 1.0, 1.0) == 3.0
-    with pytest.raises(ValueError, match="overlap"):
-        paper.ttft_overlapped_s(3.0, 1.0, 1.5)
-
-
 def test_eq9_refuses_an_empty_request() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         paper.max_concurrent_requests(60e9, 0, 0, 516e3)
-
-
-@given(kappa=positive, critical=positive)
-def test_utilisation_and_overhead_make_one(kappa: float, critical: float) -> None:
-    whole = paper.utilisation(kappa, critical) + paper.pcie_overhead(kappa, critical)
-    assert whole == pytest.approx(1.0)
 
 
 @given(critical=positive)

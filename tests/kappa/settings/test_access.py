@@ -1,4 +1,4 @@
-"""Settings of access: limits, operators, hashed keys, and an endpoint that must not stand open."""
+"""Tenants, keys, limits, and where the endpoint may listen."""
 
 import pytest
 
@@ -8,7 +8,11 @@ from kappa.settings.base import SettingsError
 from kappa.settings.cluster import load_settings
 
 ALICE = {"by_key": {"sk-alice-0123456": "alice"}}
+
+
 HUSH = "sk-hush-01234567"
+
+
 CLOSED = {**ALICE, "unknown": "refuse"}
 
 

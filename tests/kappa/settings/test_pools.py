@@ -1,4 +1,4 @@
-"""Pools in the cluster file: the short form, what they change, and all their faults at once."""
+"""Pools: workers alike, how many, and what differs in their engine."""
 
 from pathlib import Path
 
@@ -164,7 +164,7 @@ def test_pools_can_be_given_as_they_are():
 
 
 def test_the_documented_file_is_sound(tmp_path):
-    text = (Path(__file__).parents[2] / "docs" / "cluster-file.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "cluster-file.md").read_text()
     data = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
     keys = tmp_path / "keys.yaml"
     keys.write_text("sk-r-0123456789a: research\n")

@@ -1,4 +1,4 @@
-"""Settings: the demo by default, and every fault told with its file and key."""
+"""Settings of a cluster: the demo by default, and every fault with its file and key."""
 
 import re
 from pathlib import Path
@@ -247,7 +247,7 @@ def test_an_engine_can_be_given_by_its_kind_alone(written):
         load_settings(written("engine: sglang\n"))
 
 
-_DOCS = Path(__file__).parents[2] / "docs"
+_DOCS = Path(__file__).parents[3] / "docs"
 
 
 def yaml_of(page, heading):
