@@ -82,11 +82,11 @@ class RequestTimeline:
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """What a request's worker says it spent before the first token, in real seconds, and the
+    """What a request's worker reports it spent before the first token, in real seconds, and the
     prompt's tokens by source.
 
-    ttft_s: from the decision to its first token, where the worker said so; an answer that is not
-    streamed comes back later, as a whole.
+    ttft_s: from the decision to its first token, where the worker reported it; an answer that is
+    not streamed comes back later, as a whole.
     """
 
     load_s: float
@@ -177,7 +177,7 @@ class Telemetry:
         return {**outcome, "timeline": None if timeline is None else self._to_dict(timeline)}
 
     def engine_share(self, request_id: str) -> EngineShare | None:
-        """What a request's worker says it spent; None if it has not said."""
+        """What a request's worker reports it spent; None if it has not yet."""
         record = self._record_of(request_id)
         if record is None or record.spent is None:
             return None
@@ -258,7 +258,7 @@ def _attempt_spans(
 
 
 def _first_token_s(attempt: TimedAttempt, engine: EngineShare | None) -> float:
-    """When its first token came: as the worker said, at the latest with its first item."""
+    """When its first token came: as the worker reported, at the latest with its first item."""
     assert attempt.first_token_s is not None
     if engine is None or engine.ttft_s is None:
         return attempt.first_token_s

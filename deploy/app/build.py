@@ -64,26 +64,14 @@ def _ingress_settings(settings: ClusterSettings, model: Model) -> Any:
     """What the ingress is told; the secret of its hashes is new at every start."""
     from router.api.start import IngressSettings
 
-    r = settings.router
     return IngressSettings(
         tokenizer_source=model.source,
-        policy=r.policy,
-        index_blocks=r.index_blocks,
-        max_queue=r.max_queue,
-        stale_after_s=r.stale_after_s,
-        calibrate=r.calibrate,
-        calibrate_requests=r.calibrate_requests,
-        request_timeout_s=r.request_timeout_s,
         secret=secrets.token_hex(16),
-        record=r.record,
-        forecast_workers=r.forecast_workers,
-        admission=r.admission,
-        mode=r.mode,
-        observing=settings.observing,
-        log_level=settings.log_level,
+        router=settings.router,
         tenants=tenants_table(settings),
-        failover=r.failover,
+        observing=settings.observing,
+        transfer=settings.transfer,
+        log_level=settings.log_level,
         drain_s=max(pool.drain_s for pool in settings.all_pools),
         replicas=settings.http.replicas,
-        transfer=settings.transfer,
     )

@@ -133,7 +133,7 @@ def make_app(access: Access | None = None) -> FastAPI:
 
 
 def _as_api_error(request: Request, error: Exception) -> ApiError:
-    """What a client is told of anything that was raised."""
+    """What a client sees of anything that was raised."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):

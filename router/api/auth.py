@@ -32,7 +32,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Tenants:
-    """All tenants of a cluster. refuse: whether a request without a known key is turned away.
+    """All tenants of a cluster. refuse: whether a request without a known key is refused.
 
     by_digest: by blinded digest; blind: what blinds them, any bytes, secret. operators: who may see
     the whole cluster; None: everybody. fixed: those that a file of keys cannot take back.

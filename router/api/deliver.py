@@ -263,7 +263,7 @@ def _metadata(
 
 
 def _nobody_left(live: LiveRouter, last: WorkerFailed | None, why: str) -> ApiError:
-    """What a client is told when its request cannot be tried again."""
+    """The error of a request that cannot be tried again."""
     if last is not None and last.error is not None:
         return last.error
     return no_worker(why, live.retry_after_s())

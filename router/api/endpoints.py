@@ -78,7 +78,7 @@ class KappaIngress(OpenAiIngress):
         seen = kappa.observing
         configure(seen.log_format, seen.log_file, kappa.log_level)
         self._pools = PoolHandles(pools)
-        # Ray's ingress knows one deployment for each model; it is never asked to deliver.
+        # Ray's ingress knows one deployment for each model; it never delivers.
         super().__init__(dict.fromkeys(model_cards, self._pools.all()[0]), model_cards)
         self._wire(kappa, PromptRenderer(kappa.tokenizer_source))
 
@@ -215,7 +215,7 @@ class KappaIngress(OpenAiIngress):
         status.refresh_refusals(live, app.state)
         return live.metrics.exposition()
 
-    # -- what Ray asks, and is asked ------------------------------------------------------------
+    # -- calls from and to Ray ------------------------------------------------------------------
 
     async def check_health(self) -> None:
         """Called by Ray; the first time, before this ingress is sent any request, it waits until

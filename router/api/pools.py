@@ -41,7 +41,7 @@ class PoolHandles:
     ) -> AsyncGenerator[Any, None]:
         """What a worker of the pool answers to `method`; the pin in `headers` says which one.
 
-        Closed before its end, the worker is told to stop: Ray does so by itself only while
+        Closed before its end, the worker is stopped: Ray does so by itself only while
         somebody waits for an item, not between two of them.
         """
         known = pool if pool in self._handles else next(iter(self._handles))

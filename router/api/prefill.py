@@ -103,12 +103,12 @@ class PrefillElsewhere:
         prefill = prefill_only(workers)
         if not prefill:
             return routed
-        others = frozenset(one.worker for one in workers) - prefill
+        decoding = frozenset(one.worker for one in workers) - prefill
         decodes = replace(routed, exclude=routed.exclude | prefill)
         prefills = replace(
             routed,
             request_id=f"{routed.request_id}{PREFILL_SUFFIX}",
-            exclude=routed.exclude | others,
+            exclude=routed.exclude | decoding,
             max_tokens=1,
         )
         if not self._worth_it(live, decodes, prefills):

@@ -54,15 +54,15 @@ class RequestPath:
         telemetry: Telemetry,
     ) -> None:
         """`live`: the live router; `models`: names that are served; `call`: Ray's delivery."""
-        self._settings = settings
+        self._limits = limits = settings.router
         self._live, self._models, self._telemetry = live, models, telemetry
-        self._rollout = Rollout.parse(settings.mode)
-        self._delivery = Delivery(call, self._rollout, settings.request_timeout_s)
-        self._prefill = PrefillElsewhere(call, settings.transfer, settings.request_timeout_s)
+        self._rollout = Rollout.parse(limits.mode)
+        self._delivery = Delivery(call, self._rollout, limits.request_timeout_s)
+        self._prefill = PrefillElsewhere(call, settings.transfer, limits.request_timeout_s)
         self._tokenizing = Tokenizing(renderer)
         self._open: set[str] = set()
         # Without keys nobody can be told from another.
-        self._places = Places(settings.max_queue, shared=bool(settings.tenants.by_digest))
+        self._places = Places(limits.max_queue, shared=bool(settings.tenants.by_digest))
 
     def close(self) -> None:
         """Let the tokenizer's threads and process go."""
@@ -87,7 +87,7 @@ class RequestPath:
         return response
 
     async def to_explain(self, body: Any, http: Request) -> RouteRequest:
-        """A body as the router would be asked, for a request that ends there: it holds a place
+        """What the router would decide about, for a body that is only explained: it holds a place
         until it is tokenized."""
         request = ApiRequest.of(http, body, "")
         self.known_model(body.model)
@@ -113,8 +113,8 @@ class RequestPath:
         over."""
         request_id, tenant = request.request_id, request.tenant.name
         record = live.records.get(request_id)
-        others = record is not None and record.tenant != tenant
-        if others or request_id in self._open or request_id.endswith(PREFILL_SUFFIX):
+        foreign = record is not None and record.tenant != tenant
+        if foreign or request_id in self._open or request_id.endswith(PREFILL_SUFFIX):
             request.request_id = request_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
         self._open.add(request_id)
         traceparent = request.headers.get("traceparent", "")
@@ -133,7 +133,7 @@ class RequestPath:
         self._take_place(live, request.request_id, request.tenant)
         if not self._rollout.asks:
             return await self._by_ray(live, request)
-        # An ingress that has only just begun may be asked before it heard of any worker.
+        # An ingress that has only just begun may be asked before it knows of any worker.
         await live.members.first_joined(_FIRST_WORKER_S)
         prompt = await self._tokenized(request)
         count = None if prompt.token_ids is None else prompt.tokens
@@ -160,7 +160,7 @@ class RequestPath:
         ours = min(live.router.reservations, here) if self._rollout.asks else here
         elsewhere = max(live.router.in_flight - ours, 0)
         if not self._places.take(holder, tenant, elsewhere):
-            raise queue_full(self._settings.max_queue, live.retry_after_s())
+            raise queue_full(self._limits.max_queue, live.retry_after_s())
 
     async def _tokenized(self, request: ApiRequest) -> TokenizedPrompt:
         """The prompt as token ids; bounded in length if it cannot be rendered here.
@@ -169,7 +169,7 @@ class RequestPath:
             ApiError: 400, it cannot fit, or took too much; 503, 504, it was not done in time.
         """
         live, start_s = self._live(), time.perf_counter()
-        limit_s, body_bytes = self._settings.request_timeout_s, len(request.arrival.body)
+        limit_s, body_bytes = self._limits.request_timeout_s, len(request.arrival.body)
         largest = max((one.max_context_tokens for one in _announcements(live)), default=None)
         try:
             async with asyncio.timeout(request.patience_s(limit_s)):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kappa.settings.engine import TransferSettings
-from kappa.settings.routing import FailoverSettings, ObservingSettings
+from kappa.settings.routing import ObservingSettings, RouterSettings
 from router.admission import AdmissionRule
 from router.api.auth import Tenants
 from router.index.prefix_hash import secret_from_seed
@@ -39,38 +39,27 @@ class IngressSettings:
     """
 
     tokenizer_source: str
-    policy: str
-    index_blocks: int
-    max_queue: int
-    stale_after_s: float
-    calibrate: bool
-    calibrate_requests: int | None
-    request_timeout_s: float
     secret: str
-    record: str | None
-    forecast_workers: int = 4
-    admission: bool = False
+    router: RouterSettings = field(default_factory=RouterSettings)
     tenants: Tenants = field(default_factory=Tenants)
-    mode: str = "on"
     observing: ObservingSettings = field(default_factory=ObservingSettings)
+    transfer: TransferSettings = field(default_factory=TransferSettings)
     log_level: str = "WARNING"
-    failover: FailoverSettings = field(default_factory=FailoverSettings)
     drain_s: float = 60.0
     replicas: int = 1
-    transfer: TransferSettings = field(default_factory=TransferSettings)
 
 
 def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:
     """The pure router's part of the settings, for the ingress of this rank."""
     return RouterConfig(
-        policy=policy_named(settings.policy),
+        policy=policy_named(settings.router.policy),
         secret=secret_from_seed(settings.secret),
-        index_blocks=settings.index_blocks,
-        stale_after_s=settings.stale_after_s,
-        calibrate=settings.calibrate,
-        calibrate_requests=settings.calibrate_requests,
-        forecast_workers=settings.forecast_workers,
-        admission=AdmissionRule() if settings.admission else None,
+        index_blocks=settings.router.index_blocks,
+        stale_after_s=settings.router.stale_after_s,
+        calibrate=settings.router.calibrate,
+        calibrate_requests=settings.router.calibrate_requests,
+        forecast_workers=settings.router.forecast_workers,
+        admission=AdmissionRule() if settings.router.admission else None,
         first=rank % settings.replicas / settings.replicas,
         planner_of=planner_of,
     )
@@ -78,10 +67,10 @@ def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:
 
 def member_rule(settings: IngressSettings) -> MembershipRule:
     """When a worker counts as gone."""
-    failover = settings.failover
+    failover = settings.router.failover
     return MembershipRule(
         stall_after_s=failover.stall_after_s,
-        lost_after_s=max(settings.stale_after_s, failover.stall_after_s),
+        lost_after_s=max(settings.router.stale_after_s, failover.stall_after_s),
         # Ray ends it at its own time; a little later it is gone for us, too.
         drain_s=settings.drain_s + _DRAIN_MARGIN_S,
         breaker=BreakerRule(
@@ -94,14 +83,14 @@ def member_rule(settings: IngressSettings) -> MembershipRule:
 
 def record_file(settings: IngressSettings, rank: int) -> str | None:
     """Where the ingress of this rank writes its log: each its own, where there are several."""
-    if settings.record is None or settings.replicas == 1:
-        return settings.record
-    path = Path(settings.record)
+    if settings.router.record is None or settings.replicas == 1:
+        return settings.router.record
+    path = Path(settings.router.record)
     return str(path.with_name(f"{path.stem}-{rank}{path.suffix}"))
 
 
 class LiveStart:
-    """The live router, made when first asked for."""
+    """The live router, made at the first call."""
 
     def __init__(
         self, settings: IngressSettings, wake: Callable[[], Awaitable[None]], rank: int = 0

@@ -62,7 +62,7 @@ def refresh_tenants(live: LiveRouter, known: Tenants) -> None:
 
 
 def refresh_refusals(live: LiveRouter, state: Any) -> None:
-    """Bring in what was turned away before it was a request, from the application's `state`."""
+    """Bring in what was refused before it was a request, from the application's `state`."""
     live.metrics.total(m.TENANT_REQUESTS, "unknown", "invalid_api_key", to=state.keys_refused)
     for (tenant, code), count in state.refused.items():
         label = live.metrics.tenant(tenant)

@@ -169,8 +169,8 @@ def _serve(tokenizer: Any, pipe: Connection) -> None:
 
 def _answer(tokenizer: Any, question: bytes) -> bytes:
     try:
-        asked = json.loads(question)
-        ids = tokenizer.tokens(asked["plain"], asked["most_tokens"])
+        given = json.loads(question)
+        ids = tokenizer.tokens(given["plain"], given["most_tokens"])
         return b" " + bytes(ids.astype("<i4").tobytes())
     except PromptTooLong as error:
         return json.dumps({"too_long": error.args[0]}).encode()
@@ -198,7 +198,7 @@ def _die_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it died before we asked
+        os._exit(1)  # it died before that
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
+from kappa.settings.routing import RouterSettings
 from router.api.app import Access, make_app
 from router.api.endpoints import ROUTES, KappaIngress
 from router.api.metadata import PIN_HEADER
@@ -178,10 +179,8 @@ class Serving:
 
 
 def settings_of_ingress():
-    return IngressSettings(
-        tokenizer_source="", policy="priced", index_blocks=10_000, max_queue=64, stale_after_s=1e9,
-        calibrate=True, calibrate_requests=None, request_timeout_s=60.0, secret="s", record=None,
-    )  # fmt: skip
+    small = RouterSettings(index_blocks=10_000, max_queue=64, stale_after_s=1e9)
+    return IngressSettings(tokenizer_source="", secret="s", router=small)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
+from kappa.settings.routing import RouterSettings
 from router.admission import AdmissionRule
 from router.api.app import Access, make_app
 from router.api.auth import Tenants
@@ -37,16 +38,22 @@ def event(text):
     return f"data: {json.dumps({'choices': [choice]})}\n\n"
 
 
+def ingress_settings(**changes):
+    """Settings of an ingress, in which those of the router may be changed by their own names."""
+    known = IngressSettings.__dataclass_fields__
+    own = {name: changes.pop(name) for name in list(changes) if name in known}
+    small = {
+        "policy": "ttft", "index_blocks": 1000, "max_queue": 8, "stale_after_s": 1e9,
+        "calibrate": False, "request_timeout_s": 60.0,
+    }  # fmt: skip
+    return IngressSettings("", "s", RouterSettings(**small | changes), **own)
+
+
 class Scripted(KappaIngress):
     """The ingress with a script in place of Ray's delivery; `script(worker)` yields its items."""
 
     def __init__(self, renderer, script, **changes):
-        values = {
-            "tokenizer_source": "", "policy": "ttft", "index_blocks": 1000, "max_queue": 8,
-            "stale_after_s": 1e9, "calibrate": False, "calibrate_requests": None,
-            "request_timeout_s": 60.0, "secret": "s",
-        }  # fmt: skip
-        self._wire(IngressSettings(**{"record": None} | values | changes), renderer)
+        self._wire(ingress_settings(**changes), renderer)
         self._model_cards = {"m": None}
         self._script, self.sent, self.closed = script, [], 0
         self.told, self.headers = [], []

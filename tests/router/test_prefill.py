@@ -20,13 +20,13 @@ from router.api.endpoints import KappaIngress
 from router.api.metadata import PIN_HEADER
 from router.api.prefill import Network, prefill_only
 from router.api.render import PromptRenderer
-from router.api.start import IngressSettings
 from router.decision import PricedWorker, RouteRequest
 from router.index.prefix_hash import secret_from_seed
 from router.live.replica_registry import ReplicaRegistry
 from router.policies import policy_named
 from router.recording import _request_in, _request_out
 from router.router import Router, RouterConfig
+from tests.router.scripted import ingress_settings
 from workers.tiny_model import make_tiny_model
 
 # -- whether it is worth it --------------------------------------------------------------------
@@ -117,11 +117,7 @@ class Scripted(KappaIngress):
     """The ingress with a script in place of Ray's delivery."""
 
     def __init__(self, renderer, answers):
-        settings = IngressSettings(
-            tokenizer_source="", policy="ttft", index_blocks=1000, max_queue=8,
-            stale_after_s=1e9, calibrate=False, calibrate_requests=None, request_timeout_s=30.0,
-            secret="s", record=None, transfer=TransferSettings(min_new_tokens=64),
-        )  # fmt: skip
+        settings = ingress_settings(transfer=TransferSettings(min_new_tokens=64))
         self._model_cards = {"m": None}
         self._wire(settings, renderer)
         self.answers, self.sent = answers, []

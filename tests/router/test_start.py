@@ -6,20 +6,15 @@ import pytest
 
 import router.live.live_router
 from kappa.settings.routing import FailoverSettings
-from router.api.start import IngressSettings, LiveStart, member_rule, record_file, router_config
+from router.api.start import LiveStart, member_rule, record_file, router_config
 from router.live.replica_registry import ReplicaRegistry
-from tests.router.scripted import announcement
+from tests.router.scripted import announcement, ingress_settings
 
 pytestmark = pytest.mark.ray
 
 
 def settings(**changes):
-    values = {
-        "tokenizer_source": "", "policy": "ttft", "index_blocks": 1000, "max_queue": 8,
-        "stale_after_s": 10.0, "calibrate": False, "calibrate_requests": None,
-        "request_timeout_s": 60.0, "secret": "s", "record": None,
-    }  # fmt: skip
-    return IngressSettings(**values | changes)
+    return ingress_settings(**{"stale_after_s": 10.0} | changes)
 
 
 @pytest.fixture
