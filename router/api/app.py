@@ -39,7 +39,7 @@ from router.api.errors import (
     validation_error,
 )
 from router.api.keyring import Keyring
-from router.api.limits import Allowance, Lease, Limits, Places
+from router.api.limits import Allowance, Lease, Places, TenantLimits
 
 log = structlog.get_logger(__name__)
 
@@ -79,7 +79,7 @@ class Access:
 
 
 @dataclass(slots=True)
-class Arrival:
+class Inbound:
     """What is known of a request before its endpoint sees it.
 
     arrived_s: by the monotonic clock. lease: what it holds of its tenant's limits, if these count
@@ -98,10 +98,10 @@ class Arrival:
         return self.tenant.operator or self.tenant.name == tenant
 
 
-def arrival_of(request: Request) -> Arrival:
+def inbound_of(request: Request) -> Inbound:
     """What the middleware found out about a request."""
-    arrival: Arrival = request.scope["state"]["arrival"]
-    return arrival
+    inbound: Inbound = request.scope["state"]["inbound"]
+    return inbound
 
 
 def current_tenants(app: Any, otherwise: Tenants) -> Tenants:
@@ -140,10 +140,10 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
         return validation_error(list(error.errors()))
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
-    if request.url.path in _BODY_PATHS and not arrival_of(request).accepted:
+    if request.url.path in _BODY_PATHS and not inbound_of(request).accepted:
         return unreadable_body(error)
     log.error(
-        "request_crashed", request_id=arrival_of(request).request_id, error=type(error).__name__,
+        "request_crashed", request_id=inbound_of(request).request_id, error=type(error).__name__,
         places=places_of(error),
     )  # fmt: skip
     return ApiError(500, "Internal error.", code="internal")
@@ -151,11 +151,11 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
 
 def error_response(request: Request, error: ApiError) -> Response:
     """Log an error once and turn it into a response."""
-    arrival = arrival_of(request)
+    inbound = inbound_of(request)
     log.warning(
         "request_refused" if error.status < 500 else "request_failed",
-        request_id=arrival.request_id,
-        tenant=arrival.tenant.name if error.status != 401 else None,
+        request_id=inbound.request_id,
+        tenant=inbound.tenant.name if error.status != 401 else None,
         path=request.url.path,
         status=error.status,
         code=error.code,
@@ -179,46 +179,46 @@ class Gate:
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
-        self._limits = Limits(access.default_allowance, access.allowances, access.replicas)
+        self._limits = TenantLimits(access.default_allowance, access.allowances, access.replicas)
         self._outstanding = Places(access.max_outstanding_bodies)
         self._keyring: Keyring | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with its `Arrival` in its state, or refuse it."""
+        """Pass the request on with its `Inbound` in its state, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         given = _header(scope, b"x-request-id")
         # Ray Serve sends its id in the same header, so the two are one.
         fit = 0 < len(given) <= _LONGEST_ID and _ID_CHARACTERS.issuperset(given)
-        arrival = Arrival(given if fit else uuid.uuid4().hex, time.monotonic())
-        scope.setdefault("state", {})["arrival"] = arrival
+        inbound = Inbound(given if fit else uuid.uuid4().hex, time.monotonic())
+        scope.setdefault("state", {})["inbound"] = inbound
         # Whatever is logged on the way carries the id.
-        with structlog.contextvars.bound_contextvars(request_id=arrival.request_id):
-            answer = _Answer(send)
+        with structlog.contextvars.bound_contextvars(request_id=inbound.request_id):
+            reply = _Reply(send)
             try:
-                await self._admit(scope, arrival, answer)
-                await self._serve(scope, receive, arrival, answer)
+                await self._admit(scope, inbound, reply)
+                await self._serve(scope, receive, inbound, reply)
             except ApiError as error:
-                await error_response(Request(scope), error)(scope, receive, answer)
+                await error_response(Request(scope), error)(scope, receive, reply)
             finally:
-                if arrival.lease is not None:
-                    arrival.lease.close(time.monotonic(), served=0 < answer.status < 400)
+                if inbound.lease is not None:
+                    inbound.lease.close(time.monotonic(), served=0 < reply.status < 400)
 
-    async def _admit(self, scope: Scope, arrival: Arrival, answer: _Answer) -> None:
+    async def _admit(self, scope: Scope, inbound: Inbound, reply: _Reply) -> None:
         """Raises ApiError 401, 403, 429 or 431."""
         self._check_headers(scope["headers"])
         path = _path(scope)
         try:
-            arrival.tenant = self._authenticated(scope, path, await self._tenants(scope))
+            inbound.tenant = self._authenticated(scope, path, await self._tenants(scope))
         except ApiError as error:
             scope["app"].state.keys_refused += error.status == 401
             raise
         if path in _LIMITED_PATHS:
-            tenant = arrival.tenant.name
-            answer.headers = lambda: self._limits.headers(tenant, time.monotonic())
+            tenant = inbound.tenant.name
+            reply.headers = lambda: self._limits.headers(tenant, time.monotonic())
             try:
-                arrival.lease = self._limits.enter(tenant, time.monotonic())
+                inbound.lease = self._limits.enter(tenant, time.monotonic())
             except ApiError as error:
                 scope["app"].state.refused[tenant, error.code or ""] += 1
                 raise
@@ -254,18 +254,16 @@ class Gate:
             raise operator_only(path)
         return tenant
 
-    async def _serve(
-        self, scope: Scope, receive: Receive, arrival: Arrival, answer: _Answer
-    ) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, inbound: Inbound, reply: _Reply) -> None:
         """Read the body whole and have the request answered, whatever is raised on the way.
 
         Starlette would answer an exception, too, but then raise it again, and the server would
         close a connection that its client believes to be good.
         """
-        body = await self._body(scope, receive, arrival.tenant)
+        body = await self._body(scope, receive, inbound.tenant)
         if body is None:
             return  # The client left.
-        arrival.body = body
+        inbound.body = body
         sent = False
 
         async def replay() -> Message:
@@ -276,9 +274,9 @@ class Gate:
             return await receive()
 
         try:
-            await self._app(scope, replay, answer)
+            await self._app(scope, replay, reply)
         except Exception as error:
-            if answer.status:
+            if reply.status:
                 raise
             raise _as_api_error(Request(scope), error) from None
 
@@ -308,7 +306,7 @@ class Gate:
             raise bodies_outstanding(who, self._access.max_outstanding_bodies)
 
 
-class _Answer:
+class _Reply:
     """Where the answer goes. status: of what has begun, 0 until then; headers: what to add."""
 
     def __init__(self, send: Send) -> None:

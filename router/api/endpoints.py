@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kappa.logging import configure
 from router.api import status
-from router.api.app import Access, arrival_of, current_tenants, make_app
+from router.api.app import Access, current_tenants, inbound_of, make_app
 from router.api.errors import (
     ApiError,
     invalid_json,
@@ -150,7 +150,7 @@ class KappaIngress(OpenAiIngress):
         except NoWorkerError as error:
             raise no_worker(str(error), live.retry_after_s()) from None
         explained = status.explanation(decision)
-        if not arrival_of(request).tenant.operator:
+        if not inbound_of(request).tenant.operator:
             for candidate in explained["candidates"]:
                 for name in _OPERATORS_FIELDS:
                     del candidate[name]
@@ -161,7 +161,7 @@ class KappaIngress(OpenAiIngress):
 
         At most `_MOST_DECISIONS` to others.
         """
-        asker = arrival_of(request).tenant
+        asker = inbound_of(request).tenant
         only = None if asker.operator else asker.name
         count = max(min(limit, sys.maxsize if asker.operator else _MOST_DECISIONS), 0)
         answers = await self._ingresses.call(self.for_ingresses, "decisions", only, count)
@@ -170,7 +170,7 @@ class KappaIngress(OpenAiIngress):
 
     async def decision(self, request_id: str, request: Request) -> Response:
         """One request: its decision, what became of it, and where its time went; or 404."""
-        asker = arrival_of(request)
+        asker = inbound_of(request)
         for tenant, account in await self._ingresses.call(
             self.for_ingresses, "decision", request_id
         ):

@@ -135,7 +135,7 @@ class Lease:
 
 
 @dataclass(slots=True)
-class Limits:
+class TenantLimits:
     """Every tenant's allowance and what it has left, in one ingress replica."""
 
     default: Allowance = Allowance()

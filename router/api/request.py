@@ -11,7 +11,7 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from router.api.app import Arrival, arrival_of
+from router.api.app import Inbound, inbound_of
 from router.api.auth import Tenant
 from router.api.constraints import (
     APPROX_HEADER,
@@ -48,7 +48,7 @@ class ApiRequest:
     method: str
     body: Any
     headers: Headers
-    arrival: Arrival
+    inbound: Inbound
     timeline: RequestTimeline
     on_end: Callable[[ApiRequest, str, int], None] | None = None
     deadline: Deadline | None = None
@@ -57,9 +57,9 @@ class ApiRequest:
     @classmethod
     def of(cls, http: Request, body: Any, method: str) -> ApiRequest:
         """An HTTP request as it arrived; `prepare` it before anything is decided."""
-        arrival = arrival_of(http)
-        timeline = RequestTimeline(arrival.request_id, arrival.tenant.name, time.time())
-        return cls(arrival.request_id, method, body, http.headers, arrival, timeline)
+        inbound = inbound_of(http)
+        timeline = RequestTimeline(inbound.request_id, inbound.tenant.name, time.time())
+        return cls(inbound.request_id, method, body, http.headers, inbound, timeline)
 
     def prepare(self) -> None:
         """Read its deadline, and make its body's `cache_salt` its tenant's own, for engine and
@@ -72,7 +72,7 @@ class ApiRequest:
         if salt is not None:
             self.body.cache_salt = salt
         header = self.headers.get(DEADLINE_HEADER, "")
-        self.deadline = deadline_of(header, self.arrival.arrived_s)
+        self.deadline = deadline_of(header, self.inbound.arrived_s)
 
     def finish(self, end: str, status: int) -> None:
         """It is over; only the first call counts."""
@@ -84,7 +84,7 @@ class ApiRequest:
 
     @property
     def tenant(self) -> Tenant:
-        return self.arrival.tenant
+        return self.inbound.tenant
 
     @property
     def streamed(self) -> bool:
@@ -137,7 +137,7 @@ class ApiRequest:
     @property
     def digest(self) -> str:
         """A name of its content, by the body as it came."""
-        return content_digest(self.tenant.name, self.method, self.arrival.body)
+        return content_digest(self.tenant.name, self.method, self.inbound.body)
 
     # -- what it is held to -------------------------------------------------------------------
 
@@ -151,9 +151,9 @@ class ApiRequest:
         self.prompt, now_s = prompt, time.monotonic()
         if self.deadline is not None:
             self.deadline.check(now_s)
-        if self.arrival.lease is not None:
+        if self.inbound.lease is not None:
             generated = choices_in(vars(self.body)) * self.max_tokens
-            self.arrival.lease.reserve(prompt.tokens, generated, now_s)
+            self.inbound.lease.reserve(prompt.tokens, generated, now_s)
 
     def patience_s(self, longest_s: float) -> float:
         """Seconds to wait for its first item: no longer than `longest_s`, nor past its deadline.
@@ -182,10 +182,10 @@ class ApiRequest:
     def attempt_over(self, end: str) -> None:
         """An attempt to serve it ended so; what was computed for a client that would not wait, it
         pays for."""
-        if self.arrival.lease is not None and end in _GIVEN_UP:
-            self.arrival.lease.worked = True
+        if self.inbound.lease is not None and end in _GIVEN_UP:
+            self.inbound.lease.worked = True
 
     def generated(self, tokens: int) -> None:
         """Output tokens go out to the client."""
-        if self.arrival.lease is not None:
-            self.arrival.lease.generated(tokens)
+        if self.inbound.lease is not None:
+            self.inbound.lease.generated(tokens)

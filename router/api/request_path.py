@@ -119,7 +119,7 @@ class RequestPath:
         self._open.add(request_id)
         traceparent = request.headers.get("traceparent", "")
         request.timeline = self._telemetry.begin(request_id, tenant, time.time(), traceparent)
-        request.arrival.accepted, request.on_end = True, self._end
+        request.inbound.accepted, request.on_end = True, self._end
 
     def _end(self, request: ApiRequest, end: str, status: int) -> None:
         self._open.discard(request.request_id)
@@ -169,7 +169,7 @@ class RequestPath:
             ApiError: 400, it cannot fit, or took too much; 503, 504, it was not done in time.
         """
         live, start_s = self._live(), time.perf_counter()
-        limit_s, body_bytes = self._limits.request_timeout_s, len(request.arrival.body)
+        limit_s, body_bytes = self._limits.request_timeout_s, len(request.inbound.body)
         largest = max((one.max_context_tokens for one in _announcements(live)), default=None)
         try:
             async with asyncio.timeout(request.patience_s(limit_s)):

@@ -46,7 +46,7 @@ class Tokenizing:
         """`process`: tokenizes long prompts; by default one of the renderer's tokenizer."""
         self._renderer = renderer
         self._process = process or TokenizerProcess(renderer.source)
-        self._short, self._long = Lane("tokenize"), Lane("tokenize-long")
+        self._short, self._long = TokenizingLane("tokenize"), TokenizingLane("tokenize-long")
 
     async def tokens(
         self, body: Any, body_bytes: int, tenant: Tenant, most_tokens: int | None
@@ -90,7 +90,7 @@ def _holds_text(body: Any) -> bool:
 # -- fairness ---------------------------------------------------------------------------------
 
 
-class Lane:
+class TokenizingLane:
     """Runs one piece of work at a time in a thread of its own; who is next, the queue says."""
 
     def __init__(self, name: str) -> None:

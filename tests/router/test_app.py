@@ -11,7 +11,7 @@ from pydantic import BaseModel, field_validator
 from starlette.responses import StreamingResponse
 
 from kappa.keys import digest_of, hashed
-from router.api.app import Access, arrival_of, make_app
+from router.api.app import Access, inbound_of, make_app
 from router.api.auth import Tenants
 from router.api.errors import queue_full
 from router.api.limits import Allowance
@@ -40,12 +40,12 @@ async def client():
 
     @app.post("/v1/chat/completions")
     async def ask(question: Question, request: Request):
-        arrival_of(request).accepted = True
+        inbound_of(request).accepted = True
         if question.text == "boom":
             raise RuntimeError("secret detail")
         if question.text == "busy":
             raise queue_full(3, 1.5)
-        return {"id": arrival_of(request).request_id, "size": len(question.text)}
+        return {"id": inbound_of(request).request_id, "size": len(question.text)}
 
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -140,7 +140,7 @@ def keyed(**options):
 
     @app.post("/v1/chat/completions")
     async def ask(question: Question, request: Request):
-        tenant = arrival_of(request).tenant
+        tenant = inbound_of(request).tenant
         if question.text == "busy":
             raise queue_full(3, 1.5)
         return {"tenant": tenant.name, "weight": tenant.weight}
@@ -233,15 +233,15 @@ def client_of(access):
 
     @app.post(PATH)
     async def ask(request: Request):
-        arrival = arrival_of(request)
-        arrival.accepted = True
+        inbound = inbound_of(request)
+        inbound.accepted = True
         what = (await request.body()).decode()
         if what == "busy":
             raise queue_full(3, 1.5)
         if what == "crash":
             raise RuntimeError("the prompt says: swordfish")
         if what.startswith("tokens"):
-            arrival.lease.reserve(int(what.split()[1]), 0, 0.0)
+            inbound.lease.reserve(int(what.split()[1]), 0, 0.0)
         if what == "stream":
 
             async def parts():
@@ -250,7 +250,7 @@ def client_of(access):
                     yield part
 
             return StreamingResponse(parts())
-        return {"id": arrival.request_id, "sees_bob": arrival.may_see("bob")}
+        return {"id": inbound.request_id, "sees_bob": inbound.may_see("bob")}
 
     for path in ("/v1/nodes", "/v1/tenants", "/metrics", "/ready", "/v1/models"):
         app.get(path)(lambda: "ok")

@@ -4,7 +4,7 @@ import pytest
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from starlette.requests import Request
 
-from router.api.app import Arrival
+from router.api.app import Inbound
 from router.api.auth import Tenant
 from router.api.request import ApiRequest
 from router.index.prefix_hash import salt_of
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.ray
 
 def request(headers=None, *, completion=False, tenant=None, **fields):
     given = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-    arrival = Arrival("r", 0.0, tenant or Tenant())
-    http = Request({"type": "http", "headers": given, "state": {"arrival": arrival}})
+    inbound = Inbound("r", 0.0, tenant or Tenant())
+    http = Request({"type": "http", "headers": given, "state": {"inbound": inbound}})
     if completion:
         return ApiRequest.of(
             http, CompletionRequest(model="m", prompt="x", **fields), "completions"

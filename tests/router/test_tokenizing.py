@@ -19,10 +19,10 @@ from router.api.tokenizer import PromptTooLong, longest_token_bytes
 from router.api.tokenizing import (
     SHORT_BYTES,
     FairQueue,
-    Lane,
     PromptRefused,
     TokenizerProcess,
     Tokenizing,
+    TokenizingLane,
     longest_s,
 )
 from tests.router.stream_worker import until
@@ -129,7 +129,7 @@ def gate():
 
 @pytest.fixture
 def lane():
-    lane = Lane("test")
+    lane = TokenizingLane("test")
     yield lane
     lane.close()
 
