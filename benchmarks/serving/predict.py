@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -73,11 +74,8 @@ def predict(
     settings = settings.model_copy(update={"router": router})
 
     def measured(where: str) -> tuple[Phase, Phase]:
-        bench = _run_predict(
-            where, settings, seed, requests=requests, per_class=per_class, limit_s=limit,
-            calibrate=calibrate, load=load,
-        )  # fmt: skip
-        return asyncio.run(bench)
+        size = Size(requests, per_class, limit, calibrate, load)
+        return asyncio.run(_run_predict(where, settings, seed, size))
 
     if url is not None:
         warm_up, phase = measured(url.rstrip("/"))
@@ -90,24 +88,30 @@ def predict(
     publish(facts, lambda console: _show(facts, console), json_output=json_output)
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured. calibrate: outcomes to learn from before; load: of the nodes."""
+
+    requests: int
+    per_class: int
+    limit_s: float
+    calibrate: int
+    load: float
+
+
 async def _run_predict(
     url: str,
     settings: ClusterSettings,
     seed: int,
-    *,
-    requests: int,
-    per_class: int,
-    limit_s: float,
-    calibrate: int,
-    load: float,
+    size: Size,
 ) -> tuple[Phase, Phase]:
     shapes = shapes_of(read_sessions(demo_sessions_path()))
     async with ClusterClient(url, settings.model.id, timeout_s=120.0) as client:
         player = Player(client)
-        note(f"warm-up: {calibrate} outcomes to learn from")
-        governor = Governor(load, settings.workers, settings.dilation * _TOKEN_S)
+        note(f"warm-up: {size.calibrate} outcomes to learn from")
+        governor = Governor(size.load, settings.workers, settings.dilation * _TOKEN_S)
         warm_up = await player.warm_up(
-            Traffic(shapes, seed + _WARM_UP_SEED), calibrate + 10, governor
+            Traffic(shapes, seed + _WARM_UP_SEED), size.calibrate + 10, governor
         )
         traffic = Traffic(shapes, seed)
         note("reading the documents that are to be revisited")
@@ -115,7 +119,7 @@ async def _run_predict(
         note("measuring")
         phase = await player.measure(
             traffic, governor, Random(seed),
-            requests=requests, per_class=per_class, limit_s=limit_s,
+            requests=size.requests, per_class=size.per_class, limit_s=size.limit_s,
         )  # fmt: skip
     return warm_up, phase
 

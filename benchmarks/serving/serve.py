@@ -150,11 +150,18 @@ def has_text(line: str) -> bool:
     return bool(delta.get("content")) or ("content" in delta and "role" not in delta)
 
 
+@dataclass(frozen=True, slots=True)
+class System:
+    """An endpoint by its name in the result."""
+
+    name: str
+    url: str
+    model: str
+
+
 async def play_round(
     client: httpx.AsyncClient,
-    system: str,
-    url: str,
-    model: str,
+    system: System,
     prompt: str,
     concurrency: int,
     requests: int,
@@ -166,11 +173,11 @@ async def play_round(
 
     async def one_client() -> None:
         for text in texts:
-            answers.append(await ask(client, url, model, text))
+            answers.append(await ask(client, system.url, system.model, text))
 
     start_s = time.perf_counter()
     await asyncio.gather(*(one_client() for _ in range(concurrency)))
-    return Round(system, prompt, concurrency, time.perf_counter() - start_s, tuple(answers))
+    return Round(system.name, prompt, concurrency, time.perf_counter() - start_s, tuple(answers))
 
 
 async def play(
@@ -183,25 +190,22 @@ async def play(
 ) -> list[Round]:
     """All rounds: for each prompt and concurrency the systems take turns, `rounds` times each."""
     random = Random(seed)
+    systems = [System(name, url, model) for name, url in urls.items()]
     done: list[Round] = []
     limits = httpx.Limits(max_connections=128, max_keepalive_connections=128)
     async with httpx.AsyncClient(timeout=120.0, limits=limits) as client:
-        for system, url in urls.items():
-            for _ in range(2):
-                for kind in PROMPT_WORDS:
-                    await play_round(client, system, url, model, kind, 4, 8, random)
+        for system, _, kind in itertools.product(systems, range(2), PROMPT_WORDS):
+            await play_round(client, system, kind, 4, 8, random)
         for prompt, concurrency in itertools.product(PROMPT_WORDS, concurrencies):
             count = max(requests, 2 * concurrency)
             for turn in range(rounds):
                 # The order turns too, so that none is always first after a pause.
-                names = list(urls)
-                names = names[turn % len(names) :] + names[: turn % len(names)]
-                for system in names:
-                    played = await play_round(
-                        client, system, urls[system], model, prompt, concurrency, count, random
+                first = turn % len(systems)
+                for system in systems[first:] + systems[:first]:
+                    done.append(
+                        await play_round(client, system, prompt, concurrency, count, random)
                     )
-                    done.append(played)
-            rows = [_row(_of(done, system, prompt, concurrency)) for system in urls]
+            rows = [_row(_of(done, name, prompt, concurrency)) for name in urls]
             medians = ", ".join(f"{r['system']} {1e3 * r['ttft_s']['p50']:.0f} ms" for r in rows)
             note(f"{prompt} prompts, concurrency {concurrency}: TTFT p50 {medians}")
     return done

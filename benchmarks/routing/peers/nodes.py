@@ -89,11 +89,11 @@ class Ticket:
 
 
 class EmulatedNode:
-    """One node. scale: its memory for KV is divided by it, as the prompts are."""
+    """One node. noise: of the durations of steps, and of transfers."""
 
     def __init__(
-        self, number: int, spec: NodeSpec, shape: ModelShape, block_tokens: int, noise: float,
-        seed: int, loop: PacedLoop,
+        self, number: int, spec: NodeSpec, shape: ModelShape, block_tokens: int,
+        noise: tuple[Noise, Noise], loop: PacedLoop,
     ) -> None:  # fmt: skip
         self.name, self.spec, self.shape, self.block_tokens = spec.name, spec, shape, block_tokens
         self._loop = loop
@@ -104,10 +104,9 @@ class EmulatedNode:
         self._batches = self._served = 0
         self._events, self.events_endpoint = _publisher()
         self._reports, self.reports_endpoint = _publisher()
-        rng = np.random.default_rng((seed, number))
         self.model = node_model(spec, shape, block_tokens)
         self.node = Node(
-            number, self.model, loop, (Noise(rng, noise), Noise(rng.spawn(1)[0], noise)),
+            number, self.model, loop, noise,
             JobEvents(self._on_first, self._on_finished, self._on_admitted), self,
         )  # fmt: skip
         self.totals = {"prompt_tokens": 0, "device_tokens": 0, "host_tokens": 0}
@@ -220,6 +219,12 @@ class EmulatedNode:
         """Let its sockets go."""
         self._events.close()
         self._reports.close()
+
+
+def noise_of(sigma: float, seed: int, number: int) -> tuple[Noise, Noise]:
+    """Of a node's steps, and of its transfers."""
+    rng = np.random.default_rng((seed, number))
+    return Noise(rng, sigma), Noise(rng.spawn(1)[0], sigma)
 
 
 async def report_all(nodes: list[EmulatedNode]) -> None:

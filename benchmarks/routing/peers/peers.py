@@ -19,7 +19,13 @@ from rich.console import Console
 
 from benchmarks.harness import Json, note, publish, result, table
 from benchmarks.routing.peers.helper import SCRIPTS, HelperError, started
-from benchmarks.routing.peers.nodes import EmulatedNode, PacedLoop, report_all, scaled_memory
+from benchmarks.routing.peers.nodes import (
+    EmulatedNode,
+    PacedLoop,
+    noise_of,
+    report_all,
+    scaled_memory,
+)
 from benchmarks.routing.peers.play import Arrival, Cut, Outcome, Player, arrivals
 from benchmarks.routing.peers.rows import against, measured, repeat_row, router_row
 from benchmarks.routing.peers.venv import DYNAMO_VERSION, dynamo_python
@@ -163,7 +169,7 @@ async def _run(name: str, found: Sequence[Arrival], setting: Setting, seed: int)
     nodes = [
         EmulatedNode(
             number, scaled_memory(spec, shape, setting.scale), shape, setting.block_tokens,
-            setting.noise, seed, loop,
+            noise_of(setting.noise, seed, number), loop,
         )
         for number, spec in enumerate(cluster_named(setting.cluster).nodes)
     ]  # fmt: skip

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from benchmarks.routing.peers import peers as module
 from benchmarks.routing.peers import wire
 from benchmarks.routing.peers.helper import HelperError, started
-from benchmarks.routing.peers.nodes import EmulatedNode, PacedLoop, scaled_memory
+from benchmarks.routing.peers.nodes import EmulatedNode, PacedLoop, noise_of, scaled_memory
 from benchmarks.routing.peers.play import Cut, Outcome, arrivals
 from benchmarks.routing.peers.rows import against, measured, repeat_row, router_row
 from kappa.shapes import model_shape
@@ -163,7 +163,7 @@ async def test_a_handler_that_fails_ends_the_loop():
 async def test_blocks_are_published_as_an_engine_would_and_found_again():
     loop = PacedLoop(1.0)
     spec = scaled_memory(cluster_named("small").nodes[1], SHAPE, 4)
-    node = EmulatedNode(0, spec, SHAPE, BLOCK, 0.0, 1, loop)
+    node = EmulatedNode(0, spec, SHAPE, BLOCK, noise_of(0.0, 1, 0), loop)
     driver = asyncio.create_task(loop.drive())
     stream = zmq.asyncio.Context.instance().socket(zmq.SUB)
     stream.setsockopt(zmq.SUBSCRIBE, b"")
