@@ -87,7 +87,7 @@ class LiveRouter:
 
     @property
     def choosable(self) -> int:
-        """Workers that could be chosen now: heard from, not gone, not finishing."""
+        """Workers that could be chosen now: they report, and are neither gone nor finishing."""
         stale_after_s, gone = self.router.config.stale_after_s, self.members.blocked().gone
         return len(self.router.pool.fleet.ready(self.now_s(), stale_after_s, gone))
 
@@ -152,8 +152,8 @@ class LiveRouter:
         return self._decided(self.router.explain, request, self.members.blocked())
 
     def first_token(self, request_id: str, worker: str = "") -> None:
-        """A request's first token came, whoever noticed first; `worker` is who says so, if it is
-        one: what a worker says of a request that another has by now is too late."""
+        """A request's first token came, as its stream shows or as `worker` reports, whichever is
+        first; what a worker reports of a request that another has by now is too late."""
         record = self.records.get(request_id)
         if record is not None and worker and record.decision.worker != worker:
             return
@@ -243,9 +243,9 @@ class LiveRouter:
         return self.router.in_flight_on(worker) + self.router.remote_in_flight_on(worker)
 
     def _load(self) -> float:
-        """Share of workers that have something to compute or load, right now."""
+        """Share of workers that have something to compute or load, as far as is known."""
         workers = self.router.workers.values()
-        return sum(len(s.queue) > 0 for s in workers) / max(len(workers), 1)
+        return sum(bool(s.flights) for s in workers) / max(len(workers), 1)
 
     # -- workers ------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class LiveRouter:
         self.node_renamed(node)
 
     def node_renamed(self, before: str) -> None:
-        """Nobody is called so any more: what was shown of it goes."""
+        """No worker has the name `before` any more: its metrics go."""
         self.metrics.forget_node(before)
 
     def worker_died(self, worker: str) -> None:
@@ -302,7 +302,7 @@ class LiveRouter:
         report = report.renamed(self.records.own)
         self.router.report(report, self.now_s())
         if any(request_id not in self.router for request_id in report.finished):
-            # Not ours that are in flight: of these we are told how they ended, too.
+            # Not ours in flight, whose ends `release` brings too.
             self.suspects.ended(report.worker, self.now_s())
         node = state.announcement.node.name
         for admission in report.admitted:

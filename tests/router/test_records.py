@@ -1,8 +1,11 @@
 """What became of a decision: its waits add up, and nothing is made up."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from kappa.protocol import Spent
+from router.live.live_router import LiveRouter
 from router.live.records import DecisionRecord
 from tests.router.building import ask, router
 
@@ -20,3 +23,12 @@ def test_without_a_report_nothing_is_said_of_what_was_spent():
     record = DecisionRecord(router("a").route(ask(), 1.0), 1.0, 0.0, ttft_s=1.0)
     actual = record.to_dict()["actual"]
     assert actual["queue_s"] is actual["load_s"] is actual["compute_s"] is None
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_the_load_is_the_share_of_workers_with_requests_forecast_or_not(workers):
+    made = router(*(f"w{i}" for i in range(workers)))
+    made.route(ask(), 1.0)
+    assert LiveRouter._load(SimpleNamespace(router=made)) == 1 / workers
+    made.release("r", 2.0)
+    assert LiveRouter._load(SimpleNamespace(router=made)) == 0.0
