@@ -27,12 +27,14 @@ def print_json(data: Any) -> None:
 
 def print_text(text: str) -> None:
     """Text for people as it is: neither coloured nor wrapped."""
-    Console(highlight=False, soft_wrap=True).print(text, markup=False)
+    Console(highlight=False, emoji=False, soft_wrap=True).print(text, markup=False)
 
 
 def warn(text: str, style: str = "yellow") -> None:
     """Text on stderr."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, style=style, markup=False)
+    Console(stderr=True, highlight=False, emoji=False, soft_wrap=True).print(
+        text, style=style, markup=False
+    )
 
 
 def fail(why: str, code: int = 1) -> NoReturn:

@@ -30,7 +30,7 @@ _PLACES = ("/opt/kappa", "/dist", "/src")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BuildStep:
     """One instruction: its word, its text on one line, the line it begins on, its stage."""
 
     word: str
@@ -39,9 +39,9 @@ class Step:
     stage: int
 
 
-def parse(text: str) -> list[Step]:
+def parse(text: str) -> list[BuildStep]:
     """The instructions of a Dockerfile, without comments, continued lines joined."""
-    steps: list[Step] = []
+    steps: list[BuildStep] = []
     parts: list[str] = []
     start, stage = 0, -1
     for number, line in enumerate(text.splitlines(), start=1):
@@ -54,10 +54,10 @@ def parse(text: str) -> list[Step]:
             continue
         word, _, rest = " ".join(parts).partition(" ")
         stage += word.upper() == "FROM"
-        steps.append(Step(word.upper(), rest.strip(), start, stage))
+        steps.append(BuildStep(word.upper(), rest.strip(), start, stage))
         parts = []
     if parts:
-        steps.append(Step("?", " ".join(parts), start, stage))
+        steps.append(BuildStep("?", " ".join(parts), start, stage))
     return steps
 
 
@@ -77,7 +77,7 @@ def lint(text: str, root: Path = ROOT) -> list[str]:
     return found
 
 
-def _step_faults(step: Step, root: Path) -> Iterator[str]:
+def _step_faults(step: BuildStep, root: Path) -> Iterator[str]:
     if step.word not in _INSTRUCTIONS:
         yield f"{step.word} is no instruction used here"
     if step.word == "FROM":

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.compiled import compiled
-from router.index.block_table import NO_ROW, BlockTable
 from router.index.hash_table import HashTable, Int32s, Int64s, UInt64s
 from router.index.kv_events import BlocksRemoved, BlocksStored, EngineHash, Tier
-from router.index.prefix_hash import ROOT, PrefixHasher, Running
+from router.index.prefix_hash import ROOT, HashState, PrefixHasher
+from router.index.row_table import NO_ROW, RowTable
 
 # Blocks no tier holds stay known for a while: a host store is often announced just after the
 # device block went, and only the memory of that block says what the engine's hash stands for.
@@ -51,7 +51,7 @@ class _Anchor(NamedTuple):
     """Where the blocks of an event can be hashed from: block `first` follows `running`."""
 
     first: int
-    running: Running
+    running: HashState
     salt: int
 
 
@@ -64,7 +64,7 @@ class Holdings:
     def __init__(self, hasher: PrefixHasher | None, max_blocks: int, host_extends: bool) -> None:
         self._hasher, self._host_extends = hasher, host_extends
         self.max_blocks = max_blocks
-        self.table = BlockTable(max_blocks)
+        self.table = RowTable(max_blocks)
         self.workers: dict[str, Worker] = {}
         self.by_bit: list[str] = []
         self.device_bits = 0
@@ -318,7 +318,7 @@ class Holdings:
         """Remove rows and all that refers to them."""
         if not rows.size:
             return
-        gone = np.zeros(self.max_blocks + 1, dtype=bool)
+        gone = np.zeros(len(self.table.keys), dtype=bool)
         gone[rows] = True
         for worker in self.workers.values():
             self._forget_names(worker, gone[worker.names.values])
@@ -345,7 +345,7 @@ class Holdings:
         rows = self.table.unheld_rows()
         if not rows.size:
             return rows
-        named = np.zeros(self.max_blocks + 1, dtype=bool)
+        named = np.zeros(len(self.table.keys), dtype=bool)
         for worker in self.workers.values():
             named[worker.names.values] = True
         nameless: Int32s = rows[~named[rows]]

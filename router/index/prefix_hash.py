@@ -32,7 +32,7 @@ _STEP = np.uint64(_GOLDEN)
 _UNMIX_A, _UNMIX_B = pow(int(_MIX_A), -1, 1 << 64), pow(int(_MIX_B), -1, 1 << 64)
 
 
-class Running(NamedTuple):
+class HashState(NamedTuple):
     """State at a block boundary: enough to hash what follows without the tokens before it.
 
     `raw_sum` is the unfinalised sum modulo 2^64: keep it inside the process, since raw sums
@@ -43,7 +43,7 @@ class Running(NamedTuple):
     blocks: int
 
 
-ROOT = Running(0, 0)
+ROOT = HashState(0, 0)
 
 
 def secret_from_seed(seed: bytes | str) -> int:
@@ -108,7 +108,7 @@ class PrefixHasher:
         """
         return self.extend(ROOT, token_ids, salt)
 
-    def extend(self, parent: Running, token_ids: Tokens, salt: int = 0) -> UInt64s:
+    def extend(self, parent: HashState, token_ids: Tokens, salt: int = 0) -> UInt64s:
         """Hashes of the prefixes that continue `parent` with `token_ids`, one per full block.
 
         Raises:
@@ -124,10 +124,10 @@ class PrefixHasher:
         )
         return hashes
 
-    def running(self, prefix_hash: int, blocks: int, salt: int = 0) -> Running:
+    def running(self, prefix_hash: int, blocks: int, salt: int = 0) -> HashState:
         """The state behind a prefix hash of so many blocks: the finaliser can be undone."""
         mixed = _unmix(_unmix(prefix_hash) ^ self._salted(salt))
-        return Running((mixed - blocks * _GOLDEN) & _MASK, blocks)
+        return HashState((mixed - blocks * _GOLDEN) & _MASK, blocks)
 
     def _salted(self, salt: int) -> int:
         return (self._key + salt * _SALT_FACTOR) & _MASK

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.index.block_table import HolderSets
 from router.index.kv_events import BlocksRemoved, BlocksStored, TierCleared, WorkerGone, WorkerReset
 from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
 from router.index.prefix_index import Match, PrefixIndex
+from router.index.row_table import HolderSets
 
 SIZE = 2
 HASHER = PrefixHasher(SIZE, secret_from_seed("tests"))
@@ -24,26 +24,28 @@ def name(tokens, salt=0):
     return repr((tuple(tokens), salt)).encode()
 
 
-def stored(tokens, worker="w", tier="device", start=0, salt=0, told="auto"):
+def stored(tokens, worker="w", tier="device", start=0, salt=0, sent_salt="auto"):
     """An event for blocks [start, end) of a sequence, as an engine would send it."""
     ends = range((start + 1) * SIZE, len(tokens) + 1, SIZE)
-    if told == "auto":
-        told = salt if tier == "device" and start == 0 else None
+    if sent_salt == "auto":
+        sent_salt = salt if tier == "device" and start == 0 else None
     parent = name(tokens[: start * SIZE], salt) if start else None
     hashes = tuple(name(tokens[:end], salt) for end in ends)
-    return BlocksStored(worker, tier, hashes, parent, tuple(tokens[start * SIZE :]), SIZE, told)
+    return BlocksStored(
+        worker, tier, hashes, parent, tuple(tokens[start * SIZE :]), SIZE, sent_salt
+    )
 
 
 def removed(*prefixes, worker="w", tier="device", salt=0):
     return BlocksRemoved(worker, tier, tuple(name(p, salt) for p in prefixes))
 
 
-def ask(index, tokens, worker="w", salt=0):
+def match(index, tokens, worker="w", salt=0):
     return index.match(HASHER.prefix_hashes(tokens, salt), worker)
 
 
 class Model:
-    """What one worker holds, by token prefix; every question is a linear scan."""
+    """What one worker holds, by token prefix; every lookup is a linear scan."""
 
     def __init__(self):
         self.known, self.device, self.host = set(), {}, set()
@@ -198,22 +200,22 @@ def test_host_run_starts_where_the_device_run_ends():
     index = PrefixIndex(HASHER, 100)
     index.handle(stored(A + B + C + D))
     index.handle(stored(A + B + C + D, tier="host"))
-    assert ask(index, A + B + C + D) == Match(4, 0)
+    assert match(index, A + B + C + D) == Match(4, 0)
     index.handle(removed(A + B + C, A + B + C + D))
-    assert ask(index, A + B + C + D) == Match(2, 2)
+    assert match(index, A + B + C + D) == Match(2, 2)
     index.handle(removed(A, tier="host"))
-    assert ask(index, A + B + C + D) == Match(2, 2)
+    assert match(index, A + B + C + D) == Match(2, 2)
     index.handle(removed(A))
-    assert ask(index, A + B + C + D) == Match(0, 0)
+    assert match(index, A + B + C + D) == Match(0, 0)
 
 
 def test_a_hole_hides_what_follows_until_it_is_filled():
     index = PrefixIndex(HASHER, 100)
     index.handle(stored(A + B + C))
     index.handle(removed(A + B))
-    assert ask(index, A + B + C) == Match(1, 0)
+    assert match(index, A + B + C) == Match(1, 0)
     index.handle(stored(A + B, start=1))
-    assert ask(index, A + B + C) == Match(3, 0)
+    assert match(index, A + B + C) == Match(3, 0)
 
 
 def test_two_device_copies_need_two_removals_host_needs_one():
@@ -223,12 +225,12 @@ def test_two_device_copies_need_two_removals_host_needs_one():
         index.handle(stored(A, tier=tier))
     index.handle(removed(A))
     index.handle(removed(A))
-    assert ask(index, A) == Match(1, 0)
+    assert match(index, A) == Match(1, 0)
     index.handle(removed(A))
-    assert ask(index, A) == Match(0, 1)
+    assert match(index, A) == Match(0, 1)
     index.handle(stored(A, tier="host"))
     index.handle(removed(A, tier="host"))
-    assert ask(index, A) == Match(0, 0)
+    assert match(index, A) == Match(0, 0)
 
 
 def test_tenants_with_one_prompt_stay_apart_in_host():
@@ -236,17 +238,17 @@ def test_tenants_with_one_prompt_stay_apart_in_host():
     index.handle(stored(A + B, salt=salt))
     index.handle(stored(A + B, tier="host", salt=salt))
     index.handle(removed(A, A + B, salt=salt))
-    assert ask(index, A + B, salt=salt) == Match(0, 2)
-    assert ask(index, A + B) == Match(0, 0)
+    assert match(index, A + B, salt=salt) == Match(0, 2)
+    assert match(index, A + B) == Match(0, 0)
 
 
 def test_a_host_block_of_unknown_salt_is_counted_not_guessed():
     index = PrefixIndex(HASHER, 100)
     index.handle(stored(A + B, tier="host"))
-    assert ask(index, A + B) == Match(0, 0)
+    assert match(index, A + B) == Match(0, 0)
     assert index.stats()["unjoined"] == 2
-    index.handle(stored(A + B, tier="host", told=0))
-    assert ask(index, A + B) == Match(0, 2)
+    index.handle(stored(A + B, tier="host", sent_salt=0))
+    assert match(index, A + B) == Match(0, 2)
 
 
 def test_host_extends_only_when_allowed():
@@ -255,7 +257,7 @@ def test_host_extends_only_when_allowed():
         index.handle(stored(A))
         index.handle(stored(A + B, tier="host"))
         index.handle(stored(A + B + C, tier="host", start=2))
-        assert ask(index, A + B + C) == Match(1, 2 if allowed else 0)
+        assert match(index, A + B + C) == Match(1, 2 if allowed else 0)
 
 
 def test_blocks_named_without_tokens_join_by_name():
@@ -264,19 +266,19 @@ def test_blocks_named_without_tokens_join_by_name():
     names = (name(A), name(A + B), name(C))
     index.handle(BlocksStored("w", "host", names, None, (), 0, None))
     index.handle(removed(A, A + B))
-    assert ask(index, A + B) == Match(0, 2)
+    assert match(index, A + B) == Match(0, 2)
     assert index.stats()["unjoined"] == 1
 
 
-def test_orphans_are_counted_and_do_not_answer():
+def test_blocks_of_an_unknown_parent_are_counted_and_not_matched():
     index = PrefixIndex(HASHER, 100)
     index.handle(stored(A + B + C, start=1))
     assert index.stats()["orphans"] == 2
-    assert ask(index, A + B + C) == Match(0, 0)
+    assert match(index, A + B + C) == Match(0, 0)
     assert index.size_blocks() == 0
 
 
-def test_reset_forgets_and_gone_unlists():
+def test_a_reset_forgets_blocks_and_a_worker_that_is_gone_is_unlisted():
     index = PrefixIndex(HASHER, 100)
     index.handle(stored(A + B, "a"))
     index.handle(stored(A + B, "b"))
@@ -294,7 +296,7 @@ def test_a_second_name_for_one_block_is_ignored():
     index.handle(stored(A))
     index.handle(BlocksStored("w", "device", (1,), None, A, SIZE, 0))
     index.handle(BlocksRemoved("w", "device", (1,)))
-    assert ask(index, A) == Match(1, 0)
+    assert match(index, A) == Match(1, 0)
     assert index.stats()["ambiguous"] == index.stats()["unknown_removals"] == 1
 
 
@@ -303,18 +305,18 @@ def test_least_recently_used_leaves_go_first():
     index.handle(stored(A + B))
     index.handle(stored(C))
     index.handle(stored(D))
-    assert ask(index, A + B) == Match(2, 0)
+    assert match(index, A + B) == Match(2, 0)
     index.handle(stored((9, 9)))
-    assert (ask(index, A + B), ask(index, C)) == (Match(2, 0), Match(0, 0))
+    assert (match(index, A + B), match(index, C)) == (Match(2, 0), Match(0, 0))
     index.handle(stored((8, 8)))
-    assert (ask(index, A + B), ask(index, D)) == (Match(2, 0), Match(0, 0))
+    assert (match(index, A + B), match(index, D)) == (Match(2, 0), Match(0, 0))
     assert index.stats()["evicted"] == 2
 
 
 def test_a_run_longer_than_the_bound_keeps_its_head():
     index = PrefixIndex(HASHER, 3)
     index.handle(stored(A + B + C + D + A))
-    assert ask(index, A + B + C + D + A) == Match(3, 0)
+    assert match(index, A + B + C + D + A) == Match(3, 0)
     assert index.stats()["refused"] == 2
 
 
@@ -325,7 +327,7 @@ def test_what_no_tier_holds_goes_before_what_is_held():
     assert index.stats()["unheld"] == 1
     for i in range(6):
         index.handle(stored((100 + i, 0)))
-    assert ask(index, A + B) == Match(2, 0)
+    assert match(index, A + B) == Match(2, 0)
     assert index.stats()["unheld"] == 0 and index.size_blocks() == 8
 
 
@@ -341,7 +343,7 @@ def test_long_chains_toggle_without_recursion():
     assert index.match(hashes, "w") == Match(20_000, 0)
 
 
-def test_another_block_size_is_refused_whole():
+def test_another_block_size_is_rejected_as_a_whole():
     index = PrefixIndex(HASHER, 100)
     event = BlocksStored("w7", "device", (1,), None, (1, 2, 3, 4), 4, 0)
     with pytest.raises(ValueError, match=r"w7 stores blocks of 4 tokens.*blocks of 2"):
@@ -357,7 +359,7 @@ def test_another_block_size_is_refused_whole():
 
 
 class Presence:
-    """Who holds which hash in which tier; every question is a linear scan."""
+    """Who holds which hash in which tier; every lookup is a linear scan."""
 
     def __init__(self):
         self.held = set()
@@ -436,7 +438,7 @@ def test_a_bounded_index_forgets_but_never_claims_too_much(seed, bound):
     check_rows(index)
 
 
-def test_columns_answer_as_names_do():
+def test_columns_and_names_give_the_same_matches():
     index, rng = PrefixIndex(None, 10_000), np.random.default_rng(0)
     prompt = rng.integers(1, 2**64, 50, dtype=np.uint64)
     for worker in range(100):
@@ -506,7 +508,7 @@ def test_tokens_need_a_hasher():
         PrefixIndex(None, 10).handle(stored(A))
 
 
-def test_many_names_drop_idle_ones_first():
+def test_idle_names_are_dropped_first():
     """Names of blocks that their worker lost but another holds cost nothing that is held."""
     index = PrefixIndex(HASHER, 64)
     paths = [tuple(range(100 * i, 100 * i + 2 * 16)) for i in range(2)]
@@ -516,7 +518,7 @@ def test_many_names_drop_idle_ones_first():
     every = [path[:end] for path in paths for end in range(2, 33, 2)]
     index.handle(removed(*every, worker="a"))
     index.handle(stored(tuple(range(1000, 1008)), "b"))
-    assert all(ask(index, path, "b") == Match(16, 0) for path in paths)
+    assert all(match(index, path, "b") == Match(16, 0) for path in paths)
     assert index.stats()["names"] <= 64 and index.stats()["evicted"] == 0
     check_rows(index)
 
@@ -550,7 +552,8 @@ def test_blocks_that_came_one_by_one_match_as_well():
     assert index.match_all(prompt) == {"w": Match(1990, 0), "v": Match(0, 700)}
 
 
-def test_an_index_fills_up_to_its_bound():
+def test_an_index_grows_to_its_bound(monkeypatch):
+    monkeypatch.setattr("router.index.row_table._PREPARED", 100)
     index, rng = PrefixIndex(None, 5000), np.random.default_rng(0)
     prompts = [rng.integers(1, 2**64, 90, dtype=np.uint64) for _ in range(55)]
     for prompt in prompts:
@@ -566,13 +569,13 @@ def test_blocks_of_thousands_of_salts_stay_apart():
     index = PrefixIndex(HASHER, 500)
     for tenant in range(4000):
         index.handle(stored(A + B, salt=tenant + 1))
-    assert ask(index, A + B, salt=4000) == Match(2, 0)
+    assert match(index, A + B, salt=4000) == Match(2, 0)
     index.handle(stored(A + B + C, start=2, salt=4000))
-    assert ask(index, A + B + C, salt=4000) == Match(3, 0)
-    assert ask(index, A + B + C, salt=3999) == Match(2, 0)
+    assert match(index, A + B + C, salt=4000) == Match(3, 0)
+    assert match(index, A + B + C, salt=3999) == Match(2, 0)
 
 
-def test_time_that_runs_out_keeps_the_order_of_blocks():
+def test_ticks_that_overflow_keep_the_order_of_blocks():
     index = PrefixIndex(None, 4)
     one, two, three = (np.arange(i, i + 2, dtype=np.uint64) for i in (10, 20, 30))
     index._held.table.tick = 2**32 - 4
@@ -584,45 +587,45 @@ def test_time_that_runs_out_keeps_the_order_of_blocks():
     assert index._held.table.tick < 2**32 - 4
 
 
-def test_a_known_block_ends_what_was_left_out_for_a_second_name():
+def test_blocks_after_a_second_name_are_left_out_up_to_a_known_block():
     # The engine names block A anew (1), names A+B as before, and brings C behind it.
     index = PrefixIndex(HASHER, 100)
     index.handle(stored(A + B))
     run = (1, name(A + B), name(A + B + C))
     index.handle(BlocksStored("w", "device", run, None, A + B + C, SIZE, 0))
-    assert ask(index, A + B + C) == Match(3, 0)
+    assert match(index, A + B + C) == Match(3, 0)
     assert index.stats()["ambiguous"] == 1
     # Of two unknown ones in a row behind a second name, both are left out.
     index.handle(BlocksStored("w", "device", (2, 3), None, A + D, SIZE, 0))
-    assert ask(index, A + D) == Match(1, 0)
+    assert match(index, A + D) == Match(1, 0)
     assert index.stats()["ambiguous"] == 3
 
 
-def test_a_copy_more_on_the_device_is_given_back_on_its_own():
+def test_each_device_copy_needs_a_removal_of_its_own():
     index = PrefixIndex(HASHER, 100)
     for _ in range(3):
         index.handle(stored(A + B + C + D))
     prefixes = (A, A + B, A + B + C, A + B + C + D)
     for left in (2, 1, 0):
         index.handle(removed(*prefixes))
-        assert ask(index, A + B + C + D) == Match(4 if left else 0, 0)
+        assert match(index, A + B + C + D) == Match(4 if left else 0, 0)
     assert index.stats()["unknown_removals"] == 0
     index.handle(removed(*prefixes))
     assert index.stats()["unknown_removals"] == 4
 
 
-def test_device_copies_say_nothing_of_the_host():
+def test_device_copies_do_not_count_in_host():
     index = PrefixIndex(HASHER, 100)
     for _ in range(2):
         index.handle(stored(A + B))
     index.handle(stored(A + B, tier="host"))
     index.handle(removed(A, A + B, tier="host"))
-    assert ask(index, A + B) == Match(2, 0)
+    assert match(index, A + B) == Match(2, 0)
     index.handle(removed(A, A + B, tier="host"))
     assert index.stats()["unknown_removals"] == 2
 
 
-def test_the_bytes_of_the_holders_sets_are_about_those_that_they_take():
+def test_holder_sets_count_the_bytes_that_they_take():
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     sets = HolderSets()

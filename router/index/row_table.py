@@ -25,6 +25,7 @@ _ROW = np.dtype(
     [("key", "u8"), ("salt", "u8"), ("holders", "i4"), ("depth", "u4"), ("used", "u4")]
 )  # fmt: skip
 _MAX_LOAD = 0.4
+_PREPARED = 1 << 20
 _EVICTED_SHARE = 64
 _SAMPLE = 4096
 _FREE = (1 << 32) - 1
@@ -91,10 +92,10 @@ class HolderSets:
         return sum(map(sys.getsizeof, tables)) + objects
 
 
-class BlockTable:
+class RowTable:
     """Rows by prefix hash: who holds each, how deep it is, its salt, and when it was last used.
 
-    Row 0 is no row. All memory is reserved at the start; the system commits it as it is used.
+    Row 0 is no row. Columns are views of the rows, to be taken anew after rows were added.
 
     Args:
         max_rows: the bound.
@@ -107,13 +108,9 @@ class BlockTable:
         self.tick = 1
         self._next = 1
         self._free: Int32s = np.empty(0, dtype=np.int32)
-        self._rows = np.zeros(max_rows + 1, dtype=_ROW)
-        self.keys: UInt64s = self._rows["key"]
-        self.holders: Int32s = self._rows["holders"]
-        self.depth: NDArray[np.uint32] = self._rows["depth"]
-        self.salt: UInt64s = self._rows["salt"]
-        self._used: NDArray[np.uint32] = self._rows["used"]
-        self._by_key = HashTable(max_rows, _MAX_LOAD, self.keys)
+        rows = np.zeros(min(max_rows, _PREPARED) + 1, dtype=_ROW)
+        self._by_key = HashTable(len(rows), _MAX_LOAD, rows["key"])
+        self._use(rows)
         self._starts = np.empty(_CHANGES, dtype=np.int64)
         self._numbers = np.empty(_CHANGES, dtype=np.int32)
         # Compiled now rather than while the first request waits.
@@ -276,12 +273,26 @@ class BlockTable:
 
     def _allocate(self, count: int) -> Int32s:
         fresh = min(count, self.max_rows + 1 - self._next)
+        if self._next + fresh > len(self._rows):
+            needed = self._next + fresh
+            grown = np.zeros(min(self.max_rows + 1, needed + needed // 8), dtype=_ROW)
+            grown[: len(self._rows)] = self._rows
+            self._use(grown)
         rows = np.arange(self._next, self._next + fresh, dtype=np.int32)
         self._next += fresh
         if fresh == count:
             return rows
         again, self._free = self._free[: count - fresh], self._free[count - fresh :]
         return np.concatenate([rows, again])
+
+    def _use(self, rows: NDArray[np.void]) -> None:
+        self._rows = rows
+        self.keys: UInt64s = rows["key"]
+        self.holders: Int32s = rows["holders"]
+        self.depth: NDArray[np.uint32] = rows["depth"]
+        self.salt: UInt64s = rows["salt"]
+        self._used: NDArray[np.uint32] = rows["used"]
+        self._by_key.keys = self.keys
 
     def _release(self, rows: Int32s) -> None:
         self.keys[rows] = 0
