@@ -285,7 +285,8 @@ class Holdings:
         if not absent.size:
             return True
         room, gone = self.table.room_after_eviction(len(absent))
-        self._evict(gone)
+        if gone.size:
+            self._evict(gone)
         added = absent[:room]
         if room:
             rows[added] = self.table.add(hashes[added], depths[added], salt, bit)

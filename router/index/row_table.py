@@ -33,6 +33,7 @@ _LAST_TICK = _FREE - 1
 _CHANGES = 256
 # Blocks of one prompt are in few sets.
 _FEW_SETS = 32
+_NO_ROWS: Int32s = np.empty(0, dtype=np.int32)
 
 
 class HolderSets:
@@ -203,6 +204,13 @@ class RowTable:
             return 0
         sets = self.sets
         numbers, counts = self._sets_of(rows)
+        if len(numbers) == 1:
+            only = int(numbers[0])
+            moved = sets.changed(only, bit, len(rows), present)
+            if moved == only:
+                return 0
+            self.holders[rows] = moved
+            return len(rows)
         old, each = numbers.tolist(), counts.tolist()
         # A set that loses its last block is gone, and its number may come again at once; so the
         # old sets are kept until all rows have moved.
@@ -243,7 +251,7 @@ class RowTable:
         """
         short = len(self) + more - self.max_rows
         if short <= 0:
-            return more, np.empty(0, dtype=np.int32)
+            return more, _NO_ROWS
         gone = self.oldest(max(short, self.max_rows // _EVICTED_SHARE))
         return more - max(0, short - len(gone)), gone
 
