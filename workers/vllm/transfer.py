@@ -13,10 +13,8 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import structlog
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -28,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from workers.vllm.connector import HostTierConnector
 from workers.vllm.load_sources import LOAD_SOURCES, LoadSeconds
 from workers.vllm.options import TRANSFER_KEY, read_options
-from workers.vllm.transfer_files import TransferError, TransferFiles, TransferPace
+from workers.vllm.transfer_files import TransferError, TransferFiles, TransferOptions
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -65,26 +63,6 @@ class TransferMetadata(OffloadingConnectorMetadata):
     receives: list[Receive] = field(default_factory=list)
 
 
-class TransferOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """As `TransferFiles` and `TransferPace` take them."""
-
-    folder: str
-    most_bytes: int
-    wait_s: float
-    token_s: float = 0.0
-    fixed_s: float = 0.0
-
-    def files(self, rank: int) -> TransferFiles:
-        """The folder, for the engine's process of this rank."""
-        return TransferFiles(
-            Path(self.folder),
-            most_bytes=self.most_bytes,
-            wait_s=self.wait_s,
-            rank=rank,
-            pace=TransferPace(self.token_s, self.fixed_s),
-        )
-
-
 class TransferConnector(HostTierConnector):
     """The host tier's connector that also sends and receives whole prompts."""
 
@@ -99,7 +77,8 @@ class TransferConnector(HostTierConnector):
         if role == KVConnectorRole.WORKER:
             extra = vllm_config.kv_transfer_config.kv_connector_extra_config
             options = read_options(extra, TRANSFER_KEY, TransferOptions)
-            self._kappa_mover = Mover(options.files(int(vllm_config.parallel_config.rank)))
+            rank = int(vllm_config.parallel_config.rank)
+            self._kappa_mover = Mover(TransferFiles(options, rank))
             LOAD_SOURCES.append(self._kappa_mover)
 
     # -- the scheduler's side -----------------------------------------------------------------

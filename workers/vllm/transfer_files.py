@@ -13,9 +13,9 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -30,14 +30,17 @@ class TransferError(Exception):
     """Blocks that did not come; the message says why. Their tokens are computed again."""
 
 
-@dataclass(frozen=True, slots=True)
-class TransferPace:
-    """Real seconds that a paced transfer lasts; nothing on a worker that is not paced."""
+class TransferOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """wait_s: how long a receiver waits beyond the pace, and after how long files are swept.
+    token_s, fixed_s: real seconds that a paced transfer lasts; nothing on a worker that is not."""
 
+    folder: str
+    most_bytes: int
+    wait_s: float
     token_s: float = 0.0
     fixed_s: float = 0.0
 
-    def seconds(self, tokens: int) -> float:
+    def pace_s(self, tokens: int) -> float:
         """Least seconds from sending to receiving so many tokens."""
         return self.fixed_s + tokens * self.token_s
 
@@ -47,23 +50,18 @@ class TransferFiles:
 
     def __init__(
         self,
-        folder: Path,
-        *,
-        most_bytes: int,
-        wait_s: float,
+        options: TransferOptions,
         rank: int = 0,
-        pace: TransferPace = TransferPace(),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`wait_s`: how long a receiver waits beyond the pace, and after how long files are swept;
-        rank: of an engine's process, each of which hands its own part over.
+        """rank: of an engine's process, each of which hands its own part over.
 
         Raises:
             OSError: the folder cannot be made, is another user's, or is open to others.
         """
-        self._folder, self._most_bytes, self._wait_s = folder, most_bytes, wait_s
-        self._rank, self._pace, self._clock, self._sleep = rank, pace, clock, sleep
+        self._folder = folder = Path(options.folder)
+        self._options, self._rank, self._clock, self._sleep = options, rank, clock, sleep
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = folder.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -83,7 +81,7 @@ class TransferFiles:
         path = self._path(name)
         self.sweep()
         size = sum(tensor.nbytes for tensor in blocks)
-        if self._held_bytes() + size > self._most_bytes:
+        if self._held_bytes() + size > self._options.most_bytes:
             path.with_suffix(_REFUSED).touch()
             return
         part = path.with_suffix(".part")
@@ -94,7 +92,7 @@ class TransferFiles:
             part.unlink(missing_ok=True)
             path.with_suffix(_REFUSED).touch()
             raise
-        remaining_s = start_s + self._pace.seconds(tokens) - self._clock()
+        remaining_s = start_s + self._options.pace_s(tokens) - self._clock()
         if remaining_s > 0:
             self._sleep(remaining_s)
         part.replace(path)
@@ -110,13 +108,13 @@ class TransferFiles:
         """
         path = self._path(name)
         began_s = self._clock() if since_s is None else since_s
-        deadline_s = began_s + self._wait_s + self._pace.seconds(tokens)
+        deadline_s = began_s + self._options.wait_s + self._options.pace_s(tokens)
         while not path.exists():
             if path.with_suffix(_REFUSED).exists():
                 path.with_suffix(_REFUSED).unlink(missing_ok=True)
                 raise TransferError("refused: no room for it")
             if self._clock() >= deadline_s:
-                raise TransferError(f"not there after {self._wait_s:g} s")
+                raise TransferError(f"not there after {self._options.wait_s:g} s")
             self._sleep(_POLL_S)
         try:
             tensors = load_file(path)
@@ -130,7 +128,7 @@ class TransferFiles:
         """Remove what nobody received in time; returns how many files."""
         swept = 0
         for path, found in self._files():
-            if time.time() - found.st_mtime > 2 * self._wait_s + 60:
+            if time.time() - found.st_mtime > 2 * self._options.wait_s + 60:
                 path.unlink(missing_ok=True)
                 swept += 1
         return swept

@@ -9,7 +9,7 @@ from workers.vllm.arguments import FILES, NIXL, TransferChoice, hand_over
 from workers.vllm.load_sources import LOAD_SOURCES
 from workers.vllm.options import TRANSFER_KEY
 from workers.vllm.transfer import Mover, Receive, Send, fill
-from workers.vllm.transfer_files import TransferError, TransferFiles
+from workers.vllm.transfer_files import TransferError, TransferFiles, TransferOptions
 
 pytestmark = pytest.mark.vllm
 
@@ -27,7 +27,7 @@ def cache(seed, blocks=12):
 
 @pytest.fixture
 def mover(tmp_path):
-    made = Mover(TransferFiles(tmp_path, most_bytes=1 << 20, wait_s=0.3))
+    made = Mover(TransferFiles(TransferOptions(str(tmp_path), 1 << 20, 0.3)))
     yield made
     made.shutdown()
 
@@ -117,7 +117,7 @@ def test_blocks_of_another_shape_are_refused_before_anything_is_written(handed):
 
 
 def test_a_mover_that_has_stopped_is_asked_no_more(tmp_path):
-    made = Mover(TransferFiles(tmp_path, most_bytes=1, wait_s=0.1))
+    made = Mover(TransferFiles(TransferOptions(str(tmp_path), 1, 0.1)))
     LOAD_SOURCES.append(made)
     made.shutdown()
     assert made not in LOAD_SOURCES

@@ -9,12 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from workers.vllm.transfer_files import TransferError, TransferFiles, TransferPace  # noqa: E402
+from workers.vllm.transfer_files import TransferError, TransferFiles, TransferOptions  # noqa: E402
 
 
-def files(tmp_path, **changes):
-    values = {"most_bytes": 1 << 20, "wait_s": 0.2, **changes}
-    return TransferFiles(tmp_path / "transfer", **values)
+def files(tmp_path, rank=0, time=(), **changes):
+    given = {"most_bytes": 1 << 20, "wait_s": 0.2, **changes}
+    return TransferFiles(TransferOptions(str(tmp_path / "transfer"), **given), rank, *time)
 
 
 def blocks(seed=0):
@@ -29,7 +29,7 @@ def name():
     return uuid.uuid4().hex
 
 
-def test_what_is_given_is_taken_bit_by_bit_and_once(tmp_path):
+def test_what_is_sent_is_received_bit_by_bit_and_once(tmp_path):
     given, one = blocks(), name()
     between = files(tmp_path)
     between.send(one, given, 96)
@@ -40,7 +40,7 @@ def test_what_is_given_is_taken_bit_by_bit_and_once(tmp_path):
         between.receive(one, 96)
 
 
-def test_a_taker_waits_for_the_giver(tmp_path):
+def test_a_receiver_waits_for_the_sender(tmp_path):
     between, one = files(tmp_path, wait_s=30.0), name()
     taken = []
     taker = threading.Thread(target=lambda: taken.append(between.receive(one, 96)))
@@ -50,7 +50,7 @@ def test_a_taker_waits_for_the_giver(tmp_path):
     assert len(taken) == 1
 
 
-def test_a_full_folder_refuses_and_says_so_at_once(tmp_path):
+def test_a_full_folder_refuses_at_once(tmp_path):
     between, first, second = files(tmp_path, most_bytes=600, wait_s=1e6), name(), name()
     between.send(first, blocks(), 96)
     between.send(second, blocks(), 96)
@@ -93,9 +93,7 @@ def test_a_paced_transfer_lasts_as_long_as_its_bytes_would(tmp_path):
         slept.append(seconds)
         now[0] += seconds
 
-    between = files(
-        tmp_path, pace=TransferPace(token_s=0.01, fixed_s=0.5), clock=lambda: now[0], sleep=sleep
-    )
+    between = files(tmp_path, token_s=0.01, fixed_s=0.5, time=(lambda: now[0], sleep))
     between.send(name(), blocks(), 96)
     assert slept == [pytest.approx(0.5 + 0.96)]
 
@@ -145,7 +143,7 @@ def test_a_transfer_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_pat
 
 def test_a_wait_that_began_before_is_not_begun_again(tmp_path):
     slept = []
-    between, one = files(tmp_path, wait_s=5.0, clock=lambda: 100.0, sleep=slept.append), name()
+    between, one = files(tmp_path, wait_s=5.0, time=(lambda: 100.0, slept.append)), name()
     with pytest.raises(TransferError, match="not there after 5 s"):
         between.receive(one, 96, since_s=95.0)
     assert slept == []
