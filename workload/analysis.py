@@ -60,8 +60,7 @@ def source_ratios(workload: Workload) -> Ratios:
     for session in workload.sessions:
         for number, turn in enumerate(session.turns):
             if turn.new_tokens is None:
-                cached.append(reuse.cached_tokens(session, number))
-                reuse.note(session, number)
+                cached.append(reuse.visit(session, number))
                 new.append(turn.input_tokens - cached[-1])
             else:
                 new.append(turn.new_tokens)
@@ -80,10 +79,8 @@ def engine_ratios(workload: Workload, *, block_tokens: int = ENGINE_BLOCK_TOKENS
     cached: list[int] = []
     for session in workload.sessions:
         for number, turn in enumerate(session.turns):
-            held = reuse.cached_tokens(session, number)
-            reuse.note(session, number)
-            cached.append(held)
-            new.append(turn.input_tokens - held)
+            cached.append(reuse.visit(session, number))
+            new.append(turn.input_tokens - cached[-1])
     return _ratios(workload, new, cached)
 
 

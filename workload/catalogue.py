@@ -15,7 +15,7 @@ from typing import Any
 from workload import finqa, miniswe, narrativeqa, sharegpt
 from workload.arrivals import ArrivalProcess, poisson, servegen
 from workload.azure import read_azure
-from workload.documents import MAX_CONTEXT_TOKENS
+from workload.documents import MAX_CONTEXT_TOKENS, Reading
 from workload.mooncake import read_mooncake
 from workload.reading import WorkloadError, json_items, json_lines, open_table
 from workload.shapes import Workload
@@ -56,6 +56,10 @@ class ReadAs:
     def blocks(self, own: int) -> int:
         """The block size to read with, where the reader's own is `own`."""
         return own if self.block_tokens is None else self.block_tokens
+
+    def reading(self, own: int) -> Reading:
+        """How documents are read, each by `own` readers unless chosen."""
+        return Reading(max_context_tokens=self.max_context_tokens, readers=self.readers or own)
 
 
 DEFAULT = ReadAs()
@@ -110,18 +114,12 @@ def _narrativeqa(
         questions,
         documents,
         summaries=_beside(questions, ("summaries.jsonl.gz", "summaries.jsonl")),
-        max_context_tokens=how.max_context_tokens,
-        readers=how.readers or readers,
+        reading=how.reading(readers),
     )
 
 
 def _finqa(filings: Path, questions: Path, how: ReadAs, readers: int) -> Workload:
-    return finqa.read_finqa(
-        filings,
-        questions,
-        max_context_tokens=how.max_context_tokens,
-        readers=how.readers or readers,
-    )
+    return finqa.read_finqa(filings, questions, how.reading(readers))
 
 
 def _convfinqa(path: Path, how: ReadAs) -> Workload:

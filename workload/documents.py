@@ -39,20 +39,22 @@ class Reading:
 
     max_context_tokens: longest prompt and answer together; longer documents lose their end. None
     for no limit. readers: sessions a document; each asks all its questions, beginning with another
-    one. seed: of the pauses.
+    one. seed: of the pauses, exponential with mean `MEAN_THINK_S`.
     """
 
-    block_tokens: int
+    block_tokens: int = 256
     max_context_tokens: int | None = MAX_CONTEXT_TOKENS
     readers: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what reads nothing."""
         if self.block_tokens < 1:
             raise ValueError(f"block_tokens is {self.block_tokens}: give at least 1")
         if self.readers < 1:
             raise ValueError(f"readers is {self.readers}: give at least 1")
+
+
+DEFAULT = Reading()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

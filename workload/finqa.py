@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from workload.documents import (
-    MAX_CONTEXT_TOKENS,
+    DEFAULT,
     MEAN_THINK_S,
     Question,
     Reading,
@@ -43,7 +43,6 @@ from workload.shapes import (
 )
 from workload.texts import Prompts
 
-BLOCK_TOKENS = 256
 PAGE_BLOCK_TOKENS = 64
 SOURCE = (
     "FinQA lengths: filings of patronus-ai/financebench, questions of ConvFinQA; derived lengths"
@@ -68,33 +67,24 @@ _FILING_COLUMNS: dict[str, type] = {
 def read_finqa(
     filings: str | Path,
     questions: str | Path,
-    *,
-    block_tokens: int = BLOCK_TOKENS,
-    max_context_tokens: int | None = MAX_CONTEXT_TOKENS,
-    readers: int = 1,
-    seed: int = 0,
+    reading: Reading = DEFAULT,
 ) -> Workload:
     """Read the two tables of lengths; each filing is dealt questions at random.
 
     Args:
         filings: the table of filings.
         questions: the table of questions.
-        block_tokens: tokens a block.
-        max_context_tokens: longest prompt and answer together; longer filings lose their end, and
-            `notes` counts them. None for no limit.
-        readers: sessions a filing; each asks all its questions, beginning with another one.
-        seed: of the dealing and of the pauses.
+        reading: how, its seed of the dealing, too; `notes` counts the filings that it cuts.
 
     Raises:
         WorkloadError: if a file is absent, damaged, or breaks the format.
     """
-    reading = Reading(block_tokens, max_context_tokens, readers, seed)
     filings, questions = Path(filings), Path(questions)
     table = read_table(filings, _FILING_COLUMNS, lengths={"llama2_tokens": 1})
     refuse_repeated(filings, table["doc_name"])
     column = "question_tokens"
     asked = read_table(questions, {column: int}, lengths={column: 1})[column].to_list()
-    places = np.random.default_rng((seed, 1)).permutation(len(asked))
+    places = np.random.default_rng((reading.seed, 1)).permutation(len(asked))
     dealt = np.resize(places, (table.height, QUESTIONS_PER_FILING)).tolist()
     groups = {
         name: [Question(name, tokens, asked[place], OUTPUT_TOKENS) for place in own]
@@ -104,7 +94,7 @@ def read_finqa(
     }
     read = document_sessions("finqa", filings, groups, reading)
     notes = [*read.notes, "which question goes with which filing is drawn, not recorded"]
-    return Workload("finqa", block_tokens, read.sessions, SOURCE, tuple(notes))
+    return Workload("finqa", reading.block_tokens, read.sessions, SOURCE, tuple(notes))
 
 
 class _Annotation(msgspec.Struct):

@@ -14,12 +14,11 @@ from typing import Annotated
 
 import msgspec
 
-from workload.documents import MAX_CONTEXT_TOKENS, Question, Reading, document_sessions
+from workload.documents import DEFAULT, Question, Reading, document_sessions
 from workload.reading import SomeTokens, Tokens, at, json_lines, read_table, refuse_repeated
 from workload.shapes import Texts, Workload
 from workload.texts import Documents
 
-BLOCK_TOKENS = 256
 SOURCE = "NarrativeQA lengths, google-deepmind/narrativeqa, Apache-2.0"
 SUMMARY_SOURCE = f"{SOURCE}; summaries from Wikipedia, CC-BY-SA-3.0 (documents.wiki_url)"
 
@@ -46,10 +45,7 @@ def read_narrativeqa(
     documents: str | Path | None = None,
     *,
     summaries: str | Path | None = None,
-    block_tokens: int = BLOCK_TOKENS,
-    max_context_tokens: int | None = MAX_CONTEXT_TOKENS,
-    readers: int = 1,
-    seed: int = 0,
+    reading: Reading = DEFAULT,
 ) -> Workload:
     """Read questions with the lengths of their documents; `.gz` is read as is.
 
@@ -59,16 +55,11 @@ def read_narrativeqa(
             `doc_est_tokens`. Documents without a question are left out, and `notes` counts them.
         summaries: what documents begin with. With it and the questions' texts the workload has
             texts: the summary, plain words up to the document's length, and the question.
-        block_tokens: tokens a block.
-        max_context_tokens: longest prompt and answer together; longer documents lose their end,
-            and `notes` counts them. None for no limit.
-        readers: sessions a document; each asks all its questions, beginning with another one.
-        seed: of the pauses, exponential with mean `workload.documents.MEAN_THINK_S`.
+        reading: how; `notes` counts the documents that it cuts.
 
     Raises:
         WorkloadError: if a file is absent, damaged, or breaks the format.
     """
-    reading = Reading(block_tokens, max_context_tokens, readers, seed)
     path = Path(path)
     lengths = None if documents is None else _document_tokens(Path(documents))
     described = None if summaries is None else _summaries(Path(summaries))
@@ -84,7 +75,7 @@ def read_narrativeqa(
         texts = Documents(read.questions, tokens, described)
         notes.append("story bodies are not in the source: a summary, then plain words")
     source = SOURCE if texts is None else SUMMARY_SOURCE
-    return Workload("narrativeqa", block_tokens, read.sessions, source, tuple(notes), texts)
+    return Workload("narrativeqa", reading.block_tokens, read.sessions, source, tuple(notes), texts)
 
 
 class _Summary(msgspec.Struct):

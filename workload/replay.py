@@ -79,6 +79,12 @@ class Reuse:
         self._seen: set[int] = set()
         self._parts: dict[int, int] = {}  # id of a block that a prompt fills in part -> how far
 
+    def visit(self, session: SessionShape, turn: int) -> int:
+        """Tokens held of the turn's prompt, which is then kept."""
+        held = self.cached_tokens(session, turn)
+        self.note(session, turn)
+        return held
+
     def cached_tokens(self, session: SessionShape, turn: int) -> int:
         """Tokens held of the turn's prompt; an engine computes the last one in any case."""
         shape = session.turns[turn]
@@ -316,8 +322,7 @@ def _request(
     options: ReplayOptions,
 ) -> Request:
     shape = session.turns[turn]
-    cached_tokens = reuse.cached_tokens(session, turn)
-    reuse.note(session, turn)
+    cached_tokens = reuse.visit(session, turn)
     make_prompt: Callable[[], Prompt]
     if options.texts and workload.texts is not None:
         copy, place = origin
