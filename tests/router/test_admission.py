@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from kappa.cost import step_model
 from kappa.hardware import node_profile
 from router.admission import AdmissionRule, Demand, Evaluation, Lateness, alone_s, delay_s
-from router.decision import NoWorkerError, OverloadedError
+from router.decision import Choice, NoWorkerError, OverloadedError
 from router.fleet import Fleet, Flight
+from router.policy import LeastTtft
+from router.router import Router, RouterConfig
 from tests.router import building
 from tests.router.building import SHAPE, announcement, ask, estimate, fleet_of, join
 from tests.router.offering import estimates
@@ -118,6 +120,22 @@ def test_one_that_another_worker_can_serve_in_time_goes_there():
             break
     other = {"a": "b", "b": "a"}[first]
     assert made.in_flight_on(first) and made.in_flight_on(other)
+
+
+class FirstWorker(LeastTtft):
+    def choose(self, estimates):
+        return Choice(0, "first")
+
+
+def test_one_that_goes_elsewhere_stays_away_from_workers_that_it_excludes():
+    config = RouterConfig(policy=FirstWorker(), secret=7, admission=AdmissionRule())
+    made = Router(config)
+    for worker in "abc":
+        made.join(announcement(worker), 0.0)
+    for i in range(20):
+        only_a = frozenset("bc")
+        made.route(ask(f"r{i}", tokens=20_000, seed=i, exclude=only_a, retry=True), 1.0)
+    assert made.route(ask("r", exclude=frozenset("b")), 1.0).worker == "c"
 
 
 def test_no_more_are_admitted_than_a_worker_runs_at_a_time():

@@ -88,6 +88,15 @@ def test_an_admission_corrects_what_was_reserved():
     assert estimates.link_backlog_s[0] == 0 and estimates.queued_tokens[0] == 8000
 
 
+def test_a_correction_of_the_first_in_the_queue_is_what_can_have_been_done():
+    made = fleet_of("h100-pcie5")
+    a, b = (made.reserve(name, estimate(made, tokens=8000), 0) for name in "ab")
+    for flight in (a, b):
+        made.correct(flight, 0, 4000)
+        # The first one is late: all of it may be done, and nothing of the second.
+        assert estimate(made, now_s=50.0).gpu_backlog_s[0] == pytest.approx(b.gpu_s)
+
+
 def busy(made, *workers, prompts=30):
     for worker in workers:
         for i in range(prompts):
