@@ -284,6 +284,9 @@ class CpuMover(LinkMover):
 
     def drain(self, timeout_s: float = WAIT_S) -> None:
         """Wait until both queues are empty; failures are not raised again."""
+        self._ended(timeout_s)
+
+    def _ended(self, timeout_s: float) -> None:
         end_s = time.monotonic() + timeout_s
         for event in list(self._newest.values()):
             if not event.ended(max(end_s - time.monotonic(), 0.0)):
@@ -293,7 +296,7 @@ class CpuMover(LinkMover):
         """End both threads; what has not begun fails."""
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
-        self.drain(timeout_s)
+        self._ended(timeout_s)
         for thread in self._threads.values():
             thread.shutdown()
 
