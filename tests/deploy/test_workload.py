@@ -87,4 +87,4 @@ def test_a_broken_file_is_named_with_its_line(tmp_path):
     path.write_text('{"session": "a", "t_s": 0, "input": "x", "output": "y"}\n{"session": 1}\n')
     answer = invoke(path)
     assert answer.exit_code == 2
-    assert ":2: field 'session' must be a string" in answer.stderr.replace("\n│ ", "")
+    assert ":2: Expected `str`, got `int` - at `$.session`" in answer.stderr.replace("\n│ ", "")
