@@ -18,6 +18,7 @@ from benchmarks.faults.processes import alive, freeze, kill, thaw
 from benchmarks.faults.target import FaultsError, Target
 
 _SHOW_S = 30.0
+_END_S = 60.0
 _HOUR_S = 3600.0
 _CORRUPT = (
     "null", "[]", "{", '{"device": "cpu"}',
@@ -117,6 +118,16 @@ def _kill_controller(target: Target, row: dict[str, Any], turn: int) -> Action:
         return target.until(there, _SHOW_S) is True
 
     return Action(lambda: kill(pids[:1]), shown=another)
+
+
+def _kill_head(target: Target, row: dict[str, Any], turn: int) -> Action:
+    pids = target.family.of_role("gcs")
+    if not pids:
+        raise FaultsError("no process of Ray's GCS was found: the cluster was joined, not started")
+    return Action(
+        lambda: kill(pids),
+        shown=lambda: target.until(lambda: not target.family.survivors(), _END_S) is True,
+    )
 
 
 # -- emulated engines -----------------------------------------------------------------------------
@@ -266,6 +277,7 @@ _MAKERS: dict[str, Callable[[Target, dict[str, Any], int], Action]] = {
     "worker_stalled": _freeze_worker,
     "ingress_killed": _kill_ingress,
     "controller_killed": _kill_controller,
+    "ray_head_killed": _kill_head,
     "slow_link": _slow_link,
     "loads_fail": _loads_fail,
     "events_lost": _events("lose"),

@@ -20,7 +20,8 @@ class Fault:
     stays before it is healed; 0: nothing has to be healed. may_lose_open: requests that were open
     at that moment may fail (their one way to the client is gone); all others must be answered.
     first_answer_s: after it, somebody answers within so much. recovers: a killed worker must be
-    back within its own start time and `recovery_extra_s`. shows: what else must be seen, in words.
+    back within its own start time and `recovery_extra_s`. ends_cluster: nothing serves afterwards;
+    tried last. shows: what else must be seen, in words.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Fault:
     first_answer_s: float | None = None
     recovers: bool = False
     recovery_extra_s: float = 5.0
+    ends_cluster: bool = False
     shows: str = ""
 
 
@@ -80,6 +82,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "poisoned_profile", "the cached profile is nonsense, then a worker starts anew",
         recovers=True, recovery_extra_s=10.0, shows="the worker joins with the profile it had",
+    ),
+    Fault(
+        "ray_head_killed", "kill -9 of Ray's GCS, without which there is no cluster",
+        ends_cluster=True, shows="`kappa serve` ends, and nothing that it started is left",
     ),
     Fault(
         "engine_killed", "kill -9 of a vLLM engine's process", engine="vllm", first_answer_s=1.0,

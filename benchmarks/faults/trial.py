@@ -34,9 +34,9 @@ async def try_faults(
     seed: int,
     progress: Progress = lambda _: None,
 ) -> list[Evaluation]:
-    """Try each; a fault that cannot be tried has failed."""
+    """Try each, those that end the cluster last; a fault that cannot be tried has failed."""
     evaluations = []
-    for turn, fault in enumerate(faults):
+    for turn, fault in enumerate(sorted(faults, key=lambda fault: fault.ends_cluster)):
         progress(f"{fault.name}: {fault.title}")
         try:
             evaluations.append(await try_fault(target, fault, mix, seed + turn, turn))
@@ -54,6 +54,8 @@ async def try_fault(target: Target, fault: Fault, mix: Mix, seed: int, turn: int
         FaultsError: it cannot be tried on this cluster, or that does not answer to begin with.
     """
     action = await aside(lambda: action_for(fault, target, turn))
+    if fault.ends_cluster:
+        return await _ended(target, fault, action)
     workers = {str(row["worker"]) for row in await aside(target.nodes)}
     async with Traffic(target.url, target.model, mix, seed, target.headers) as traffic:
         await asyncio.sleep(_BEFORE_S)
@@ -69,6 +71,15 @@ async def try_fault(target: Target, fault: Fault, mix: Mix, seed: int, turn: int
         await traffic.settle()
         after = await _settled(target, fault, traffic, action, shown, back)
         return evaluate(fault, traffic.seen, at_s, after)
+
+
+async def _ended(target: Target, fault: Fault, action: Action) -> Evaluation:
+    """Without load: whatever clients sent would be lost with the cluster."""
+    at_s = time.monotonic()
+    await aside(action.do)
+    shown = await aside(action.shown)
+    left = tuple(await aside(target.family.survivors))
+    return evaluate(fault, (), at_s, After(orphans=left, shown=shown))
 
 
 async def _recovered(

@@ -62,3 +62,45 @@ async def test_reservations_that_nobody_tells_of_are_no_kept_promise(reservation
     after = await _settled(cluster, fault, cluster, Action(lambda: None), True, None)
     failed = evaluate(fault, [FINE], 0.0, after).failed
     assert len(failed) == (word is not None) and all(word in said for said in failed)
+
+
+class DyingCluster(Cluster):
+    """One emulated worker and a GCS; `left` outlives it."""
+
+    def __init__(self, left):
+        super().__init__({})
+        self.left, self.killed = left, []
+
+    def nodes(self):
+        return [{"node": "a", "worker": "w", "engine": "emulated"}]
+
+    def of_role(self, role):
+        return [7] if role == "gcs" else []
+
+    def survivors(self):
+        assert self.killed == [7]
+        return self.left
+
+
+@pytest.mark.parametrize(("left", "kept"), [([], True), (["8 raylet/raylet"], False)])
+async def test_nothing_may_outlive_a_cluster_whose_head_is_killed(monkeypatch, left, kept):
+    cluster = DyingCluster(left)
+    monkeypatch.setattr("benchmarks.faults.actions.kill", cluster.killed.extend)
+    monkeypatch.setattr(cluster, "until", lambda question, patience_s: question() or None)
+    found = await trial.try_fault(cluster, fault_named("ray_head_killed"), None, 0)
+    assert found.kept == kept
+    assert found.orphans == tuple(left)
+
+
+async def test_what_ends_the_cluster_is_tried_last(monkeypatch):
+    tried = []
+
+    async def try_fault(target, fault, mix, seed, turn):
+        tried.append(fault.name)
+        raise trial.FaultsError("not now")
+
+    monkeypatch.setattr(trial, "try_fault", try_fault)
+    await trial.try_faults(
+        None, [fault_named("ray_head_killed"), fault_named("slow_link")], None, 0
+    )
+    assert tried == ["slow_link", "ray_head_killed"]
