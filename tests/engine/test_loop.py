@@ -200,7 +200,7 @@ def test_draws_depend_on_the_seed_and_on_nobody_else() -> None:
     ("tokens", "options", "message"),
     [
         ([], {}, "0 tokens"),
-        ([1], {"max_tokens": 0}, "an answer of 0"),
+        ([1], {"count": 0}, "an answer of 0"),
         ([3] * 192, {}, "holds 192 tokens of a request at most"),
         ([3, 96], {}, "token ids 3 to 96: the model's are 0 to 95"),
         ([-1], {}, "token ids -1 to -1"),
@@ -211,7 +211,7 @@ def test_draws_depend_on_the_seed_and_on_nobody_else() -> None:
 def test_requests_that_cannot_be_served_are_refused(tokens, options, message: str) -> None:
     with engine() as made:
         with pytest.raises(ValueError, match=message) as refused:
-            submit(made, tokens, **{"max_tokens": 4, **options})
+            submit(made, tokens, **{"count": 4, **options})
         assert isinstance(refused.value, RequestRefused) or "planner" in options
         assert not made.busy
 
