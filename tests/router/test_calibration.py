@@ -186,6 +186,20 @@ def test_totals_of_a_worker_that_started_anew_teach_nothing():
     assert worker.calibration.link_scale == pytest.approx(1.0)
 
 
+def test_steps_that_fell_are_another_life_though_loads_and_seconds_rose():
+    pool, worker = cluster()
+    token_s = load_token_s(announcement())
+    tokens, seconds = 0, 0.0
+    for i in range(16):
+        # A worker starts anew at every second report; only the loads of a life are as announced.
+        tokens += 100_000
+        seconds += 100_000 * token_s * (3.0 if i % 2 else 1.0)
+        report = WorkerReport("w", 1.0 * i, steps_total=4 if i % 2 else 900,
+                              load_tokens_total=tokens, load_seconds_total=seconds)  # fmt: skip
+        pool.report(report, 1.0 * i)
+    assert worker.calibration.link_scale == pytest.approx(1.0)
+
+
 def test_without_calibration_totals_are_only_kept():
     pool, worker = cluster(calibrate=False)
     loads(pool, reports=20)

@@ -66,6 +66,13 @@ def test_without_the_workers_word_the_wait_is_one_span():
     assert names == ["ingress", "tokenize", "decide", "first_token", "stream"]
 
 
+def test_what_was_spent_is_shown_without_tokens_while_no_admission_was_reported():
+    spent = SimpleNamespace(load_s=0.5, compute_s=0.3)
+    record = SimpleNamespace(spent=spent, admitted=None, ttft_s=0.9)
+    telemetry = Telemetry(lambda _: record, 10)
+    assert telemetry.engine_share("r") == EngineShare(0.5, 0.3, 0, 0, 0, 0.9)
+
+
 def test_a_worker_that_died_shows_as_given_up_and_the_next_as_served():
     telemetry = kept()
     timeline = telemetry.begin("r", "t", 0.0)

@@ -89,6 +89,18 @@ def test_running_requests_are_limited():
     assert core.step(0.0, 1).prefilled == works[2:]
 
 
+def test_a_request_whose_load_has_landed_waits_for_a_place_like_any_other():
+    core, memory = batcher(max_running=1)
+    loading, other = Work(40, 0.0), Work(10, 0.0)
+    memory.cached[loading] = (0, 30)
+    add(core, loading, other)
+    assert core.step(0.0, 0).prefilled == [other]
+    core.landed(loading, 1.0)
+    assert core.step(1.0, 1).prefilled == []
+    core.finish(other, 1, 1.5)
+    assert core.step(2.0, 0).prefilled == [loading]
+
+
 @pytest.mark.parametrize("rule", ["fcfs", "cap1", "vtc"])
 def test_the_latest_is_preempted_and_is_first_in_line_again(rule):
     core, memory = batcher(rule=rule)
