@@ -12,10 +12,10 @@ from tests.live.tier_engine import BLOCK, TierEngine
 pytestmark = [pytest.mark.live, pytest.mark.vllm]
 
 
-@pytest.fixture(scope="module", params=["ahead"])
-def engine(request):
+@pytest.fixture(scope="module")
+def engine():
     with tempfile.TemporaryDirectory(prefix="kappa-tail-") as folder:
-        made = TierEngine(Path(folder), load=request.param)
+        made = TierEngine(Path(folder))
         try:
             yield made
         finally:
