@@ -6,7 +6,7 @@ import pytest
 
 from kappa.protocol import Spent
 from router.live.live_router import LiveRouter
-from router.live.records import DecisionRecord
+from router.live.records import DecisionRecord, Records
 from tests.router.building import ask, router
 
 
@@ -32,3 +32,13 @@ def test_the_load_is_the_share_of_workers_with_requests_forecast_or_not(workers)
     assert LiveRouter._load(SimpleNamespace(router=made)) == 1 / workers
     made.release("r", 2.0)
     assert LiveRouter._load(SimpleNamespace(router=made)) == 0.0
+
+
+def test_as_many_records_are_kept_as_was_said_and_those_being_served_longest():
+    records = Records(2)
+    for name, end in (("served", ""), ("done", "done"), ("later", "done"), ("last", "done")):
+        made = router("a").route(ask(name), 1.0)
+        records.add(DecisionRecord(made, 1.0, 0.0, end=end))
+        if name == "done":
+            assert list(records) == ["served", "done"]
+    assert list(records) == ["served", "last"]
