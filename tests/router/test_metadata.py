@@ -13,6 +13,7 @@ from kappa.protocol import CHARGES_KEY, Charge
 from router.api.auth import Tenant
 from router.api.errors import ApiError
 from router.api.metadata import (
+    decision_headers,
     prompt_metadata,
     routed_metadata,
     tenant_metadata,
@@ -53,6 +54,28 @@ def test_what_is_not_known_is_not_sent():
     sent = metadata(decision(informed=False))
     unknown = {"kappa_prompt_tokens", "kappa_device_tokens", "kappa_host_tokens", CHARGES_KEY}
     assert not unknown & set(sent) and sent["kappa_request_id"] == "r"
+
+
+@pytest.mark.parametrize(("source", "paced"), [("paced", "true"), ("measured", "false")])
+def test_a_response_says_where_it_was_computed_how_and_why(source, paced):
+    made = decision()
+    chosen = made.chosen
+    chosen.node, chosen.kappa_crit = SimpleNamespace(name="pcie", source=source), 17.314
+    chosen.plan, chosen.ttft_s, made.reason = "", 0.98765, "load"
+    assert decision_headers(made) == {
+        "x-kappa-node": "pcie", "x-kappa-paced": paced,
+        "x-kappa-ratio": "12.80",  # 64 cached tokens over 5 new ones
+        "x-kappa-crit": "17.31", "x-kappa-reason": "load", "x-kappa-predicted-ttft-ms": "987.6",
+    }  # fmt: skip
+    chosen.plan = "tail"
+    assert decision_headers(made)["x-kappa-plan"] == "tail"
+
+
+def test_seconds_are_sent_to_the_microsecond():
+    made = decision()
+    made.chosen.load_s, made.chosen.compute_s = 0.0123456, 0.0000014
+    sent = metadata(made)
+    assert (sent["kappa_link_s"], sent["kappa_gpu_s"]) == (0.012346, 0.000001)
 
 
 def test_what_is_computed_anew_is_not_announced_as_a_load():
