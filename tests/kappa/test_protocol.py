@@ -130,3 +130,11 @@ def test_an_arrival_without_a_count_is_refused_by_name(wrong):
 
 def test_a_tenants_charge_is_its_seconds_without_the_name():
     assert TenantCharge("alice", 1.0, 2.0, 3.0).charge == Charge(vram_s=1.0, gpu_s=2.0, link_s=3.0)
+
+
+def test_a_worker_that_has_done_nothing_reports_nothing():
+    idle = msgspec.structs.asdict(WorkerReport("w", 3.0))
+    counted = {name: value for name, value in idle.items() if isinstance(value, int | float)}
+    assert counted.pop("time_s") == 3.0
+    assert len(counted) > 20
+    assert not any(counted.values()), counted

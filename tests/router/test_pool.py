@@ -15,6 +15,7 @@ from kappa.protocol import Admission, Arrival, WorkerReport
 from router.decision import MismatchError, RouteRequest
 from router.engine_queue import EngineJob
 from router.index.kv_events import WorkerReset
+from router.pool import no_planner
 from router.router import Router
 from tests.router import building
 from tests.router.building import NEVER, SIZE, announcement, prompt, stored
@@ -383,3 +384,9 @@ def test_routers_that_know_of_each_other_queue_less_than_those_that_do_not(forec
     assert two < 1.6 * one, "two ingresses decide almost as well as one"
     assert blind > 1.3 * two, "what workers tell is worth something"
     assert same_order > two, "and so is breaking ties differently"
+
+
+def test_without_planners_a_worker_that_plans_its_loads_is_refused_rather_than_priced_wrong():
+    assert no_planner(announcement("a")) is None
+    with pytest.raises(ValueError, match=r"worker a plans its loads.*planner_of"):
+        no_planner(replace(announcement("a"), load_plan={"planner": "kv"}))
