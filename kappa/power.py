@@ -69,7 +69,7 @@ def gpu_power(gpu: str) -> GpuPower | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class GpuWork:
     """What a GPU did in a window, in seconds: of all its steps, and of what they computed at full
     rate; the rest of the steps waited for memory."""
 
@@ -83,7 +83,7 @@ class Work:
             raise ValueError(f"{self}: give a window above zero and no negative seconds")
 
 
-def modelled_w(power: GpuPower, work: Work) -> float:
+def modelled_w(power: GpuPower, work: GpuWork) -> float:
     """Mean watts over a window, from what was done in it."""
     busy = min(work.step_s / work.window_s, 1.0)
     computing = min(work.compute_s / work.window_s, busy)

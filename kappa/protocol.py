@@ -137,11 +137,11 @@ class Announcement:
         return record_from(cls, nested, "announcement", _SPEAKS)
 
 
-class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ReportRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A record within a report."""
 
 
-class Admission(_Row, frozen=True):
+class Admission(_ReportRow, frozen=True):
     """The engine admitted a request: its prompt's tokens by source, for good."""
 
     request_id: str
@@ -150,7 +150,7 @@ class Admission(_Row, frozen=True):
     new_tokens: int
 
 
-class Arrival(_Row, frozen=True):
+class Arrival(_ReportRow, frozen=True):
     """A request is at the worker, whichever ingress sent it, with what that ingress expected.
 
     Tokens of the prompt by source, as expected; all zero where the ingress knew nothing of it.
@@ -166,7 +166,7 @@ class Arrival(_Row, frozen=True):
     prefilled: bool = False
 
 
-class Spent(_Row, frozen=True):
+class Spent(_ReportRow, frozen=True):
     """What a request had taken when its prompt was computed, in real seconds.
 
     load_s: of the link, by its own load; compute_s: of the steps that computed its prompt, which
@@ -193,7 +193,7 @@ class Charge(NamedTuple):
     link_s: float = 0.0
 
 
-class TenantCharge(_Row, frozen=True):
+class TenantCharge(_ReportRow, frozen=True):
     """What one tenant used of the reporting worker since that started; see `Charge`."""
 
     tenant: str

@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
-from kappa.power import GpuPower, Work, gpu_power, modelled_w
+from kappa.power import GpuPower, GpuWork, gpu_power, modelled_w
 from kappa.protocol import Announcement, WorkerReport
 
 log = structlog.get_logger(__name__)
@@ -203,10 +203,10 @@ class PowerReporter:
             "power_source": source,
         }  # fmt: skip
 
-    def _work(self, before: WorkerReport, now: WorkerReport) -> Work:
+    def _work(self, before: WorkerReport, now: WorkerReport) -> GpuWork:
         step = self._announced.step
         tokens = now.step_tokens_total - before.step_tokens_total
-        return Work(
+        return GpuWork(
             window_s=(now.time_s - before.time_s) / step.dilation,
             step_s=max(now.step_seconds_total - before.step_seconds_total, 0.0) / step.dilation,
             compute_s=max(tokens, 0) * step.token_s,

@@ -30,7 +30,7 @@ COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 SOURCE = "Azure LLM inference trace 2023 (conversation), Microsoft Azure (Splitwise), CC-BY-4.0"
 
 
-class _Row(NamedTuple):
+class _AzureRow(NamedTuple):
     time: str
     prompt_tokens: SomeTokens
     output_tokens: Tokens
@@ -74,7 +74,7 @@ def _rows(path: Path) -> Iterator[tuple[datetime, int, int]]:
     for number, values in rows:
         if values:
             with at(f"{path}:{number}"):
-                row = msgspec.convert(values, _Row, strict=False)
+                row = msgspec.convert(values, _AzureRow, strict=False)
                 time = datetime.fromisoformat(row.time)
             if time.tzinfo is not None:
                 time = time.astimezone(UTC).replace(tzinfo=None)

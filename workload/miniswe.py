@@ -45,7 +45,7 @@ _CACHE_BLOCK_TOKENS = 16  # of the cache that `cached_C` was computed with
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _SweRow:
     """One request. cached_tokens: how much of its prompt had been seen before."""
 
     session: str
@@ -62,7 +62,7 @@ class _Prompts:
     last: dict[str, BlockIds]  # session -> its latest prompt
     of_length: dict[int, BlockIds]  # prompt length in whole cache blocks -> the latest such prompt
 
-    def ids(self, row: _Row, number: int, stop: int, block_tokens: int) -> BlockIds:
+    def ids(self, row: _SweRow, number: int, stop: int, block_tokens: int) -> BlockIds:
         """Ids of the row's prompt and output, and note its prompt.
 
         What was cached came from the session's previous prompt, or else from another session's
@@ -90,10 +90,10 @@ def read_miniswe(path: str | Path, *, block_tokens: int = BLOCK_TOKENS) -> Workl
     require_block_tokens(block_tokens)
     path = Path(path)
     table = read_table(path, _COLUMNS, lengths={"input_length": 1, "output_length": 0})
-    rows: list[_Row] = []
+    rows: list[_SweRow] = []
     latest_s: dict[str, float] = {}
     for number, fields in enumerate(table.iter_rows(), start=1):
-        row, new_tokens = _Row(*fields[:5]), fields[5]
+        row, new_tokens = _SweRow(*fields[:5]), fields[5]
         with at(f"{path}: row {number}"):
             if row.cached_tokens + new_tokens != row.input_tokens:
                 raise ValueError(
@@ -184,7 +184,7 @@ def _common_length(one: str, other: str) -> int:
     return least
 
 
-def _workload(rows: list[_Row], block_tokens: int) -> Workload:
+def _workload(rows: list[_SweRow], block_tokens: int) -> Workload:
     prompts = _Prompts({}, {})
     turns: dict[str, list[TurnShape]] = {}
     latest_s: dict[str, float] = {}

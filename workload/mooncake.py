@@ -37,7 +37,7 @@ SOURCE = "Mooncake conversation trace, kvcache-ai/Mooncake (FAST 2025), Apache-2
 _COMMON_REQUESTS = 100
 
 
-class _Record(msgspec.Struct):
+class _MooncakeRecord(msgspec.Struct):
     timestamp: Seconds  # in milliseconds
     input_length: SomeTokens
     output_length: Tokens
@@ -97,7 +97,7 @@ def read_mooncake(path: str | Path) -> Workload:
 def _read(path: Path) -> list[_Request]:
     requests: list[_Request] = []
     before_ms = 0.0
-    for where, record in json_lines(path, _Record):
+    for where, record in json_lines(path, _MooncakeRecord):
         if record.timestamp < before_ms:
             raise WorkloadError(
                 f"{where}: timestamp {record.timestamp} is before the line above's {before_ms}"

@@ -84,7 +84,7 @@ class _Summary(msgspec.Struct):
     summary_tokens: Tokens
 
 
-class _Record(msgspec.Struct):
+class _QuestionRecord(msgspec.Struct):
     document_id: str
     question_tokens: SomeTokens
     doc_est_tokens: SomeTokens | None = None
@@ -129,7 +129,7 @@ def _document_tokens(path: Path) -> dict[str, int]:
 def _read(path: Path, lengths: dict[str, int] | None) -> dict[str, list[Question]]:
     """The questions of each document, in order."""
     documents: dict[str, list[Question]] = {}
-    for where, record in json_lines(path, _Record):
+    for where, record in json_lines(path, _QuestionRecord):
         with at(where):
             question = record.as_question(lengths)
             group = documents.setdefault(question.document, [])

@@ -43,7 +43,7 @@ class Session:
     turns: tuple[Turn, ...]
 
 
-class _Record(msgspec.Struct):
+class _SessionRecord(msgspec.Struct):
     session: str
     t_s: Seconds
     input: str
@@ -65,7 +65,7 @@ def read_sessions(path: str | Path) -> list[Session]:
         WorkloadError: if the file is absent, damaged or breaks these rules.
     """
     turns: dict[str, list[Turn]] = {}
-    for where, record in json_lines(Path(path), _Record):
+    for where, record in json_lines(Path(path), _SessionRecord):
         earlier = turns.setdefault(record.session, [])
         if earlier and record.t_s < earlier[-1].t_s:
             raise WorkloadError(

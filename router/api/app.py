@@ -39,7 +39,7 @@ from router.api.errors import (
     validation_error,
 )
 from router.api.keyring import Keyring
-from router.api.limits import Allowance, Lease, Places, TenantLimits
+from router.api.limits import Allowance, Lease, Places, TenantLimiter
 
 log = structlog.get_logger(__name__)
 
@@ -179,7 +179,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
-        self._limits = TenantLimits(access.default_allowance, access.allowances, access.replicas)
+        self._limits = TenantLimiter(access.default_allowance, access.allowances, access.replicas)
         self._outstanding = Places(access.max_outstanding_bodies)
         self._keyring: Keyring | None = None
 

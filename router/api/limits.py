@@ -135,7 +135,7 @@ class Lease:
 
 
 @dataclass(slots=True)
-class TenantLimits:
+class TenantLimiter:
     """Every tenant's allowance and what it has left, in one ingress replica."""
 
     default: Allowance = Allowance()

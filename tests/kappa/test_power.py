@@ -13,8 +13,8 @@ from kappa.power import (
     MARGIN,
     Advice,
     GpuPower,
+    GpuWork,
     Waited,
-    Work,
     advise,
     gpu_power,
     modelled_w,
@@ -37,20 +37,20 @@ def test_every_node_of_the_catalogue_has_watts():
     [(0, 0, 70, 70), (1, 1, 700, 700), (1, 0, 300, 450), (0.4, 0.1, 180, 250)],
 )
 def test_draw_goes_with_what_is_done(busy, computing, least, most):
-    assert least <= modelled_w(H100, Work(10, 10 * busy, 10 * computing)) <= most
+    assert least <= modelled_w(H100, GpuWork(10, 10 * busy, 10 * computing)) <= most
 
 
 def test_a_memory_bound_node_draws_what_the_paper_measured():
     """The paper's GPUs draw 152 W on average on NarrativeQA, 196 W on ShareGPT: mostly waiting."""
     (_, narrative), (share, _) = paper.TABLE5_POWER_W[130], paper.TABLE5_POWER_W[70]
-    waiting = modelled_w(H100, Work(1.0, 0.25, 0.01))
+    waiting = modelled_w(H100, GpuWork(1.0, 0.25, 0.01))
     assert narrative[0] * 0.8 < waiting < share[0] * 1.2
-    assert share[1] < modelled_w(H100, Work(1.0, 1.0, 0.0)) * 1.1
+    assert share[1] < modelled_w(H100, GpuWork(1.0, 1.0, 0.0)) * 1.1
 
 
 @given(st.floats(0, 20), st.floats(0, 20))
 def test_a_draw_stays_between_idle_and_the_cap(step_s, compute_s):
-    assert H100.idle_w <= modelled_w(H100, Work(10.0, step_s, compute_s)) <= H100.cap_w
+    assert H100.idle_w <= modelled_w(H100, GpuWork(10.0, step_s, compute_s)) <= H100.cap_w
 
 
 def test_memory_bound_requests_do_not_notice_a_low_cap_and_compute_bound_ones_do():
@@ -124,7 +124,7 @@ def test_watts_out_of_order_are_refused(watts):
 @pytest.mark.parametrize("work", [(0, 1, 1), (1, -1, 0), (1, 1, -1)])
 def test_seconds_that_cannot_be_are_refused(work):
     with pytest.raises(ValueError, match="above zero"):
-        Work(*work)
+        GpuWork(*work)
 
 
 def test_the_exponent_is_the_cautious_one():

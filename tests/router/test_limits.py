@@ -5,13 +5,13 @@ import pytest
 
 from router.api.auth import Tenant
 from router.api.errors import ApiError
-from router.api.limits import Allowance, Bucket, Places, TenantLimits, duration, over_share
+from router.api.limits import Allowance, Bucket, Places, TenantLimiter, duration, over_share
 
 FAR_S = 1e6
 
 
 def limits(replicas=1, **allowance):
-    return TenantLimits(by_tenant={"alice": Allowance(**allowance)}, replicas=replicas)
+    return TenantLimiter(by_tenant={"alice": Allowance(**allowance)}, replicas=replicas)
 
 
 def refused(call, *arguments):
@@ -21,7 +21,7 @@ def refused(call, *arguments):
 
 
 def test_without_limits_nothing_is_refused_or_said():
-    free = TenantLimits()
+    free = TenantLimiter()
     for _ in range(1000):
         free.enter("alice", 0.0).reserve(10**9, 10**9, 0.0)
     assert free.headers("alice", 0.0) == {}
@@ -40,7 +40,9 @@ def test_requests_of_a_minute_are_let_in_then_refused_until_the_next_one_has_gro
 
 
 def test_a_tenant_does_not_pay_for_another():
-    some = TenantLimits(Allowance(requests_per_minute=1), {"bob": Allowance(requests_per_minute=2)})
+    some = TenantLimiter(
+        Allowance(requests_per_minute=1), {"bob": Allowance(requests_per_minute=2)}
+    )
     some.enter("alice", 0.0)
     refused(some.enter, "alice", 0.0)
     some.enter("bob", 0.0)
