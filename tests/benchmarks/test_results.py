@@ -23,7 +23,7 @@ def show_faults(runs, console):
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 SHOWN = [
     ("2026-11-21-bench-predict.json", predict._show, "queue"),
-    ("2026-11-21-bench-serve.json", serve._show, "stock_no_batching"),
+    ("2026-11-22-bench-serve.json", serve._show, "stock_no_batching"),
     ("2026-11-21-bench-validate.json", validate._show, "least_backlog"),
     ("2026-11-22-bench-peers.json", peers._show, "ray-prefix"),
     ("2026-11-22-bench-router.json", router._show, "dynamo"),
