@@ -48,11 +48,6 @@ WORDS = tuple(_TEXT.split())
 _WORDS = np.array(WORDS, dtype=object)
 
 
-def mean_words_length() -> float:
-    """Characters in a word of `WORDS` and the space behind it, on average."""
-    return sum(map(len, WORDS)) / len(WORDS) + 1
-
-
 def block_tokens_of(ids: BlockIds, block_tokens: int, salt: int, span: range) -> NDArray[np.int64]:
     """Tokens of blocks, shape (blocks, block_tokens): a function of id, place and salt alone.
 

@@ -80,15 +80,6 @@ def read_heads(path: str | Path, shape: ModelShape) -> HeadProfile:
     return HeadProfile(importance, similarity, str(path))
 
 
-def heads_to_dict(profile: HeadProfile, model: str, note: str = "") -> dict[str, Any]:
-    """As `read_heads` reads it, ready for JSON."""
-    measured = None if profile.similarity is None else profile.similarity.tolist()
-    return {
-        "format": FORMAT, "model": model, "note": note,
-        "importance": profile.importance.tolist(), "similarity": measured,
-    }  # fmt: skip
-
-
 def _table(path: str | Path, key: str, value: Any, wanted: tuple[int, int], least: float) -> Scores:
     layers, heads = wanted
     expected = f"give {layers} layers of {heads} numbers in [{least:g}, 1]"

@@ -17,7 +17,6 @@ from kappa.plans.clo import (
     difficulty,
     equal_heads,
     head_bytes,
-    heads_to_dict,
     layer_seconds,
     memory,
     persistent_heads,
@@ -81,15 +80,24 @@ def test_a_group_matters_as_its_most_important_head():
     assert profile.kv_importance(2).tolist() == [[0.6, 0.3]]
 
 
+def written_heads(profile, model, note=""):
+    """A file's content, as a tool that measures heads would write it."""
+    measured = None if profile.similarity is None else profile.similarity.tolist()
+    return json.dumps({
+        "format": FORMAT, "model": model, "note": note,
+        "importance": profile.importance.tolist(), "similarity": measured,
+    })  # fmt: skip
+
+
 def test_a_file_gives_back_what_was_written(tmp_path):
     rng = np.random.default_rng(1)
     written = HeadProfile(rng.random((2, 4)), rng.random((2, 2)))
     path = tmp_path / "heads.json"
-    path.write_text(json.dumps(heads_to_dict(written, "m", "measured")))
+    path.write_text(written_heads(written, "m", "measured"))
     got = read_heads(path, SHAPE)
     assert np.array_equal(got.importance, written.importance)
     assert np.array_equal(got.similarity, written.similarity) and got.source == str(path)
-    path.write_text(json.dumps(heads_to_dict(equal_heads(SHAPE), "m")))
+    path.write_text(written_heads(equal_heads(SHAPE), "m"))
     assert read_heads(path, SHAPE).similarity is None
 
 
