@@ -1,14 +1,10 @@
 """`kappa bench`: one command for each question."""
 
-from __future__ import annotations
-
 import typer
 
-from benchmarks.faults.soak import soak
 from benchmarks.offload.command import offload
 from benchmarks.routing.overload import overload
 from benchmarks.routing.peers.peers import peers
-from benchmarks.routing.regret import regret
 from benchmarks.routing.router import router
 from benchmarks.routing.routing import routing
 from benchmarks.scheduling.scheduler import scheduler
@@ -17,17 +13,6 @@ from benchmarks.serving.serve import serve
 from benchmarks.serving.validate import validate
 
 app = typer.Typer(help="Measure the running system.", no_args_is_help=True, add_completion=False)
-for command in (
-    offload,
-    overload,
-    peers,
-    regret,
-    router,
-    routing,
-    scheduler,
-    serve,
-    soak,
-    validate,
-):
+for command in (offload, overload, peers, router, routing, scheduler, serve, validate):
     app.command()(command)
 app.command(help=PREDICT_HELP)(predict)

@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from benchmarks.faults import command as faults
-from benchmarks.faults import soak
 from benchmarks.offload import run as offload
 from benchmarks.routing import router
 from benchmarks.routing.peers import peers
@@ -27,7 +26,6 @@ SHOWN = [
     ("2026-11-21-bench-validate.json", validate._show, "least_backlog"),
     ("2026-11-22-bench-peers.json", peers._show, "ray-prefix"),
     ("2026-11-22-bench-router.json", router._show, "dynamo"),
-    ("2026-11-21-bench-soak.json", soak._show, "MB/h"),
     ("2026-11-21-faults-emulated.json", show_faults, "ingress_killed"),
     ("2026-11-21-bench-offload-cpu.json", offload.show, "kvpr-ahead"),
 ]
