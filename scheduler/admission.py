@@ -7,19 +7,23 @@ the order and the tier of the candidates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduler.blocks import Ledger
 from scheduler.loads import JustInTime
-from scheduler.packing import Floats, pack
-from scheduler.waiting import FAR_AHEAD, IN_TURN
+from scheduler.tenants import FAR_AHEAD, IN_TURN
 from scheduler.work import BUDGET, CAP, LINK, RESERVED, SLOTS, VRAM, Quote, Room, Work
+
+Floats = NDArray[np.float64]
 
 # Loads in flight that may start although the link is not about to run empty: double buffering.
 _STAGED = 2
 _LACKS_BLOCKS = (VRAM, CAP, RESERVED)
+# First come, first served is kept if it fills this share of what the best fill does.
+_GOOD_ENOUGH = 0.98
 
 
 class Candidate:
@@ -40,19 +44,15 @@ class Candidate:
     def __init__(
         self, work: Work, quote: Quote, prompt_blocks: int, reserve: int, blocks_per_token: float
     ) -> None:
-        self.work = work
-        self.quote = quote
-        self.reserve = reserve
+        self.work, self.quote, self.reserve = work, quote, reserve
         self.blocks = quote.blocks + reserve
         self.footprint = prompt_blocks + reserve
         self.new_tokens = max(work.total_tokens - quote.device_tokens - quote.host_tokens, 1)
         self.high = self.blocks > self.new_tokens * blocks_per_token
         self.tier = IN_TURN
-        self.starving = False
-        self.reserves = True
+        self.starving, self.reserves = False, True
         self.leaves_blocks = self.leaves_slots = 0
-        self.admitted = False
-        self.why = ""
+        self.admitted, self.why = False, ""
 
     @property
     def waits(self) -> bool:
@@ -82,9 +82,8 @@ class WindowFill:
     def add(self, candidate: Candidate, reserved: bool) -> None:
         """One more was looked at; reserved: the reservation is its own."""
         self._classes.add(candidate.high)
-        if candidate.quote.host_tokens:
-            return
-        if candidate.blocks > self._free or not (reserved or candidate.footprint <= self._spare):
+        fits = candidate.blocks <= self._free and (reserved or candidate.footprint <= self._spare)
+        if candidate.quote.host_tokens or not fits:
             return
         self._free -= candidate.blocks
         self._left -= candidate.new_tokens
@@ -113,34 +112,22 @@ class AdmissionRound:
         candidates: Sequence[Candidate],
         admit: Callable[[Candidate], bool],
     ) -> None:
-        self._ledger = ledger
-        self._link = link
-        self._room = room
-        self._now_s = now_s
-        self._candidates = candidates
-        self._admit = admit
+        self._ledger, self._link, self._room, self._now_s = ledger, link, room, now_s
+        self._candidates, self._admit = candidates, admit
         # A starving request waits for budget or a slot, which loads that start now would take.
         self._no_loads = False
         # With nothing running, whatever fits may start: its growth then has all the rest.
         self._alone = not len(ledger) and not room.running
         self._free = ledger.free(room.memory)
-        self._cap = self._high_cap()
-
-    def _high_cap(self) -> float:
-        """Blocks that requests of high ratio may hold: their part of what both classes want."""
-        capacity = self._room.memory.capacity_blocks
-        high = low = 0
-        for candidate in self._candidates:
-            if candidate.high:
-                high += candidate.footprint
-            else:
-                low += candidate.footprint
-        if not low or not high:
-            return float(capacity)
-        held = capacity - self._free
-        high += self._ledger.high_blocks
-        low += max(held - self._ledger.high_blocks, 0)
-        return capacity * high / (high + low)
+        # Blocks that requests of high ratio may hold: their part of what both classes want.
+        capacity = room.memory.capacity_blocks
+        high = sum(c.footprint for c in candidates if c.high)
+        low = sum(c.footprint for c in candidates if not c.high)
+        self._cap = float(capacity)
+        if low and high:
+            high += ledger.high_blocks
+            low += max(capacity - self._free - ledger.high_blocks, 0)
+            self._cap = capacity * high / (high + low)
 
     # -- the steps ----------------------------------------------------------------------------
 
@@ -170,22 +157,23 @@ class AdmissionRound:
             candidate.why = why
             self._no_loads = self._no_loads or candidate.reserves
             return
-        if not self._misfits(candidate):
+        if self._fits(candidate):
             self._take(candidate)
         elif candidate.reserves and self._ledger.reserved_for is None:
             self._ledger.reserve(candidate.work, candidate.footprint, self._room.memory)
 
     def start_loads(self, candidates: Sequence[Candidate]) -> None:
         """Start loads while the link is about to run empty."""
-        if self._link.open(self._now_s) and not self._no_loads:
-            eligible = [c for c in candidates if not self._misfits(c)]
-            space_s = max(self._link.horizon_s() - self._link.backlog_s(self._now_s), 1e-9)
+        link, now_s = self._link, self._now_s
+        if link.open(now_s) and not self._no_loads:
+            eligible = [c for c in candidates if self._fits(c)]
+            space_s = max(link.horizon_s() - link.backlog_s(now_s), 1e-9)
             # One that is longer than that may start too: the link is open.
-            link_s = [min(self._link.load_s(c.quote.host_tokens), space_s) for c in eligible]
+            link_s = [min(link.load_s(c.quote.host_tokens), space_s) for c in eligible]
             for index in self._packed(eligible, np.array(link_s), space_s) if eligible else ():
-                if not self._link.open(self._now_s):
+                if not link.open(now_s):
                     break
-                if not self._misfits(eligible[index]):
+                if self._fits(eligible[index]):
                     self._take(eligible[index])
         for candidate in candidates:
             if candidate.waits:
@@ -195,11 +183,11 @@ class AdmissionRound:
         """Fill the budget with what can be computed at once."""
         exhausted = self._exhausted()
         if not exhausted:
-            eligible = [c for c in candidates if not self._misfits(c)]
+            eligible = [c for c in candidates if self._fits(c)]
             for index in self._packed(eligible) if eligible else ():
                 if exhausted := self._exhausted():
                     break
-                if not self._misfits(eligible[index]):
+                if self._fits(eligible[index]):
                     self._take(eligible[index])
         for candidate in candidates:
             if candidate.waits:
@@ -216,12 +204,10 @@ class AdmissionRound:
 
     def stage_second_load(self) -> None:
         """With blocks that nobody else wants, keep a second load ready behind the first."""
-        candidates = self._candidates
-        if self._no_loads or any(
-            c.why in _LACKS_BLOCKS and not c.quote.host_tokens for c in candidates
-        ):
+        wanted = any(c.why in _LACKS_BLOCKS and not c.quote.host_tokens for c in self._candidates)
+        if self._no_loads or wanted:
             return
-        for candidate in candidates:
+        for candidate in self._candidates:
             if len(self._link) >= _STAGED:
                 return
             if candidate.why == LINK and not self._misfit(candidate):
@@ -235,34 +221,31 @@ class AdmissionRound:
             return BUDGET
         return SLOTS if self._room.slots <= 0 else ""
 
-    def _misfits(self, candidate: Candidate) -> bool:
+    def _fits(self, candidate: Candidate) -> bool:
         candidate.why = self._misfit(candidate)
-        return bool(candidate.why)
+        return not candidate.why
 
     def _misfit(self, candidate: Candidate) -> str:
         """Why it cannot have its blocks; empty if it can."""
+        ledger, room = self._ledger, self._room
         if self._alone:
-            fits = candidate.quote.blocks <= self._room.memory.available()
-            return "" if fits else VRAM
-        if candidate.leaves_slots and self._room.slots <= candidate.leaves_slots:
+            return "" if candidate.quote.blocks <= room.memory.available() else VRAM
+        if candidate.leaves_slots and room.slots <= candidate.leaves_slots:
             return SLOTS
         if candidate.blocks + candidate.leaves_blocks > self._free:
             return VRAM
-        ledger = self._ledger
         others = ledger.reserved_for not in (None, candidate.work)
-        if others and candidate.footprint > ledger.spare(self._room.memory):
+        if others and candidate.footprint > ledger.spare(room.memory):
             return RESERVED
         capped = candidate.high and not candidate.starving and ledger.high_blocks > 0
-        if capped and ledger.high_blocks + candidate.footprint > self._cap:
-            return CAP
-        return ""
+        return CAP if capped and ledger.high_blocks + candidate.footprint > self._cap else ""
 
     def _packed(
         self, eligible: Sequence[Candidate], link_s: Floats | None = None, space_s: float = 0.0
     ) -> list[int]:
         """Places of those to take: most tokens within blocks, link, reservation and cap."""
-        ledger = self._ledger
-        free = max(self._free, self._room.memory.available() if self._alone else 0)
+        ledger, memory = self._ledger, self._room.memory
+        free = max(self._free, memory.available() if self._alone else 0)
         columns = [np.array([c.blocks for c in eligible], dtype=np.float64)]
         room = [float(free)]
         if self._alone:
@@ -270,10 +253,9 @@ class AdmissionRound:
         if link_s is not None:
             columns.append(link_s)
             room.append(space_s)
-        if ledger.reserved_for is not None:
-            own = ledger.reserved_for
+        if (own := ledger.reserved_for) is not None:
             columns.append(np.array([0.0 if c.work is own else c.footprint for c in eligible]))
-            room.append(float(ledger.spare(self._room.memory)))
+            room.append(float(ledger.spare(memory)))
         if link_s is None and any(c.high for c in eligible):
             columns.append(np.array([c.footprint if c.high else 0.0 for c in eligible]))
             # One is always allowed.
@@ -298,3 +280,51 @@ class AdmissionRound:
         if not candidate.quote.host_tokens:
             self._room.slots -= 1
             self._room.budget_tokens -= candidate.new_tokens
+
+
+def pack(tokens: Floats, sizes: Floats, budget_tokens: float, room: Floats) -> list[int]:
+    """Which requests fill an iteration (paper 001, §7.4): a knapsack, solved greedily.
+
+    Wanted are the tokens that fill the budget, within the room of every scarce resource. Prefill is
+    chunked, so tokens beyond the budget do no harm. The best of greedy fills in four orders comes
+    close to the optimum; where first come, first served is nearly as good it is taken, so that
+    nobody is bypassed for little.
+
+    Args:
+        tokens: of each request, shape (n,).
+        sizes: what each takes, shape (n, resources).
+        budget_tokens: of the iteration.
+        room: what there is, shape (resources,).
+
+    Returns:
+        The places of those chosen, oldest first.
+    """
+    if not len(tokens) or budget_tokens <= 0:
+        return []
+    wants, needs, have = tokens.tolist(), sizes.tolist(), room.tolist()
+
+    def fill(order: Iterable[int]) -> tuple[list[int], float]:
+        """Take in this order whatever fits, until the budget is used."""
+        chosen: list[int] = []
+        left, filled = have, 0.0
+        for index in order:
+            after = [a - b for a, b in zip(left, needs[index], strict=True)]
+            if min(after) < 0:
+                continue
+            left = after
+            chosen.append(index)
+            filled += wants[index]
+            if filled >= budget_tokens:
+                break
+        return chosen, filled
+
+    first_come, first_tokens = best, best_tokens = fill(range(len(wants)))
+    if first_tokens >= _GOOD_ENOUGH * min(budget_tokens, float(tokens.sum())):
+        return first_come
+    share = (sizes / np.maximum(room, 1e-12)).max(axis=1)
+    for rank in (-tokens / (share + 1e-12), -tokens, share):
+        chosen, filled = fill(np.argsort(rank, kind="stable").tolist())
+        if filled > best_tokens:
+            best, best_tokens = chosen, filled
+    good_enough = first_tokens >= _GOOD_ENOUGH * min(best_tokens, budget_tokens)
+    return first_come if good_enough else sorted(best)

@@ -40,16 +40,15 @@ class Batcher:
         max_running: requests that compute; those being loaded are not counted, as in vLLM.
 
     `was_queued`: somebody waited when the last step was planned; `passed`: how many were looked at
-    then and left, by reason.
+    then and left, by reason. `budget_fill`: sum of the shares of the budget used, and the steps
+    counted, which are those with work at hand.
     """
 
     def __init__(
         self, memory: Memory, rule: Rule, budget_tokens: int = 8192, max_running: int = 256
     ) -> None:
-        self.memory = memory
-        self.rule = rule
-        self.budget_tokens = budget_tokens
-        self.max_running = max_running
+        self.memory, self.rule = memory, rule
+        self.budget_tokens, self.max_running = budget_tokens, max_running
         self.running: dict[Work, None] = {}
         self.prefilling: list[Work] = []
         self.ready: deque[Work] = deque()
@@ -57,14 +56,13 @@ class Batcher:
         self.preemptions = 0
         self.was_queued = False
         self.passed: Mapping[str, int] = {}
+        self.budget_fill = (0.0, 0)
         self._room = Room(memory, 0, 0, 0)
         # Of those that wait: they need what is being loaded for another.
         self._pending = 0
         self._decoding: set[Work] = set()
         self._decoding_of: dict[str, int] = {}
         self._step: Step | None = None
-        self._fill = 0.0
-        self._fill_steps = 0
         self._wanting = False
 
     # -- events -------------------------------------------------------------------------------
@@ -151,8 +149,12 @@ class Batcher:
         """
         step = self._step = Step()
         budget = self.budget_tokens - decoding
-        if self.prefilling:
-            budget = self._continue(step, budget)
+        for work in self.prefilling:
+            if budget <= 0:
+                break
+            budget -= self._chunk(step, work, budget)
+        if step.prefilled:
+            self.prefilling = [w for w in self.prefilling if w.computed_tokens < w.total_tokens]
         while self.ready and budget > 0 and len(self.running) < self.max_running:
             budget -= self._run(step, self.ready.popleft(), budget)
         self.was_queued = len(self.rule) > 0
@@ -160,35 +162,22 @@ class Batcher:
         if admit and self.was_queued:
             budget = self._admit(step, budget, now_s)
         self._wanting = bool(step.chunks) or self.queued > 0
-        if self._wanting:
-            self._fill += (self.budget_tokens - budget) / self.budget_tokens
-            self._fill_steps += 1
+        self._count_fill(1, self.budget_tokens - budget)
         return step
 
     def repeat(self, steps: int, decoding: int) -> None:
         """The last step's decoding went on alone for `steps` more iterations."""
+        self._count_fill(steps, decoding)
+
+    def _count_fill(self, steps: int, tokens: int) -> None:
         if self._wanting:
-            self._fill += steps * decoding / self.budget_tokens
-            self._fill_steps += steps
+            fill, counted = self.budget_fill
+            self.budget_fill = (fill + steps * tokens / self.budget_tokens, counted + steps)
 
     @property
     def queued(self) -> int:
         """Requests that wait for room; those that only wait for another's load are not counted."""
         return len(self.rule) - self._pending
-
-    @property
-    def budget_fill(self) -> tuple[float, int]:
-        """Sum of the shares of the budget used, and steps counted: those with work at hand."""
-        return self._fill, self._fill_steps
-
-    def _continue(self, step: Step, budget: int) -> int:
-        for work in self.prefilling:
-            if budget <= 0:
-                break
-            budget -= self._chunk(step, work, budget)
-        if step.prefilled:
-            self.prefilling = [w for w in self.prefilling if w.computed_tokens < w.total_tokens]
-        return budget
 
     def _run(self, step: Step, work: Work, budget: int) -> int:
         self.running[work] = None
@@ -209,14 +198,13 @@ class Batcher:
     def _admit(self, step: Step, budget: int, now_s: float) -> int:
         room = self._room
         running = len(self.running)
-        room.budget_tokens = budget
-        room.slots = self.max_running - running
+        room.budget_tokens, room.slots = budget, self.max_running - running
         room.running = running + len(self.loading) + len(self.ready)
         plan = self.rule.plan(room, now_s)
         self.passed = plan.passed
         self._pending = plan.passed.get(PENDING, 0)
+        step.admitted = plan.admitted
         for work, quote in plan.admitted:
-            step.admitted.append((work, quote))
             work.computed_tokens = quote.device_tokens + quote.host_tokens
             if quote.host_tokens:
                 self.loading[work] = None

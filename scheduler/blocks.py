@@ -32,7 +32,7 @@ class Hold:
     key: int
     high: bool
     reach: int
-    share: float
+    share: float = 0.0
     backfilled: bool = False
 
 
@@ -53,15 +53,10 @@ class Ledger:
     def __contains__(self, work: Work) -> bool:
         return work in self._holds
 
-    # -- questions ----------------------------------------------------------------------------
-
     def outstanding(self) -> int:
         """Blocks declared and not yet taken."""
-        return sum(
-            hold.reserve - work.grown_blocks
-            for work, hold in self._holds.items()
-            if hold.reserve > work.grown_blocks
-        )
+        holds = self._holds.items()
+        return sum(h.reserve - w.grown_blocks for w, h in holds if h.reserve > w.grown_blocks)
 
     def free(self, memory: Memory) -> int:
         """Blocks that nobody has, nor was promised for its growth."""
@@ -69,8 +64,6 @@ class Ledger:
 
     def spare(self, memory: Memory) -> int:
         """Blocks that those behind a reservation may still take; all, if there is none."""
-        if self.reserved_for is None:
-            return memory.capacity_blocks
         return memory.capacity_blocks - self._reserved_blocks - self._backfilled_blocks
 
     # -- reservations -------------------------------------------------------------------------
@@ -102,16 +95,12 @@ class Ledger:
         work.grown_blocks = 0
         depth = min(quote.shared_blocks, blocks)
         # Of a prompt, at least the last token is computed: its last block is not another's.
-        reach = depth or blocks - 1
-        hold = Hold(blocks, depth, reserve, quote.shared_key, high, reach, 0.0)
+        hold = Hold(blocks, depth, reserve, quote.shared_key, high, reach=depth or blocks - 1)
         if work is self.reserved_for:
             self.unreserve()
-        elif self.reserved_for is not None:
-            hold.backfilled = True
-            self._backfilled_blocks += blocks + reserve
+        hold.backfilled = self.reserved_for is not None
         self._holds[work] = hold
-        if high:
-            self.high_blocks += blocks + reserve
+        self._count_held(hold, blocks + reserve)
         if hold.key:
             group = self._groups.setdefault(hold.key, {})
             _extend_chain(group, depth)
@@ -126,16 +115,11 @@ class Ledger:
         """Its blocks are free."""
         hold = self._holds.pop(work)
         self._count_held(hold, -hold.blocks - hold.reserve)
-        changes: Changes = {}
-        group = self._groups.get(hold.key)
-        if group is not None and work in group:
-            del group[work]
-            if group:
-                changes = self._split(hold.key)
-            else:
-                del self._groups[hold.key]
-        changes[work] = (work.tenant, -hold.share)
-        return changes
+        group = self._groups.get(hold.key, {})
+        group.pop(work, None)
+        if not group:
+            self._groups.pop(hold.key, None)
+        return {**self._split(hold.key), work: (work.tenant, -hold.share)}
 
     def grow(self) -> Changes:
         """Count what requests took beyond their reserve, as if they had declared it."""
@@ -160,10 +144,8 @@ class Ledger:
 
         It is shared as far as anyone found it.
         """
-        group = self._groups.get(key)
-        if not group:
-            return {}
-        longest = max(hold.depth for hold in group.values())
+        group = self._groups.get(key, {})
+        longest = max((hold.depth for hold in group.values()), default=0)
         chain = {work: min(hold.reach, longest) for work, hold in group.items()}
         changes: Changes = {}
         before, paid, left = 0, 0.0, len(group)

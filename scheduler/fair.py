@@ -5,11 +5,11 @@ engines count the first only and stop at the first request whose blocks do not f
 context holds up whatever stands behind it. Here:
 
 - Loads start just in time (`scheduler.loads`), so what waits for the link holds no blocks.
-- What can be computed at once is packed (`scheduler.packing`).
+- What can be computed at once is packed (`scheduler.admission`).
 - Requests of high ratio (more of VRAM than of the budget) may hold no more than their class' part
   of what both classes want, while both wait.
-- Tenants go in the order of the service they had less the credit that waiting earns
-  (`scheduler.accounts`); within a tenant, first come, first served.
+- TenantQueues go in the order of the service they had less the credit that waiting earns
+  (`scheduler.tenants`); within a tenant, first come, first served.
 - Where there are several tenants, those with something running leave some slots and blocks to those
   with nothing, so that nobody waits for another's answers to end.
 - A request bypassed too often, or waiting too long, is starving: it goes first in its turn, and if
@@ -23,18 +23,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from math import inf
 from typing import NamedTuple
 
 from kappa.protocol import Charge
-from scheduler.accounts import Accounts
 from scheduler.admission import AdmissionRound, Candidate, WindowFill
 from scheduler.blocks import Changes, Ledger
 from scheduler.config import FairConfig, LinkRates
 from scheduler.loads import JustInTime
-from scheduler.waiting import FAR_AHEAD, IN_TURN, Waiting
-from scheduler.work import BUDGET, CAP, LINK, PENDING, SLOTS, Plan, Quote, Room, Work
+from scheduler.tenants import FAR_AHEAD, IN_TURN, TenantQueues
+from scheduler.work import BUDGET, CAP, LINK, PENDING, SLOTS, Plan, Room, Work
 
+# Weight of the newest in the mean length of an answer.
 _NEWEST = 0.05
 # How much further to look for a load to start, when the rest of the iteration is full.
 _LOOK_FURTHER = 16
@@ -76,10 +75,9 @@ class Fair:
         self.config = config
         self.max_skips = 0
         self.max_wait_s = 0.0
-        self._accounts = Accounts(config.weights, config.default_weight)
+        self._tenants = TenantQueues(config)
         self._ledger = Ledger()
         self._link = JustInTime(link)
-        self._waiting = Waiting(config, self._accounts)
         self._seq = 0
         self._output_tokens = float(config.expected_output_tokens)
         self._admitted_s: dict[Work, float] = {}
@@ -87,7 +85,7 @@ class Fair:
         self._no_op: _NoOp | None = None
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._tenants)
 
     # -- events -------------------------------------------------------------------------------
 
@@ -96,41 +94,42 @@ class Fair:
         work.seq = self._seq
         self._seq += 1
         self._event(now_s)
-        self._waiting.append(work)
-        return len(self._waiting) <= self.config.window or self._waiting.tenants > 1
+        self._tenants.enter(work)
+        return len(self._tenants) <= self.config.window or self._tenants.waiting > 1
 
     def returned(self, work: Work, now_s: float) -> None:
-        self._release(work, now_s, over=False)
-        self._link.forget(work, now_s)
-        self._waiting.put_back(work)
+        self._wait_again(work, now_s, preempted=False)
 
     def preempted(self, work: Work, now_s: float) -> None:
+        self._wait_again(work, now_s, preempted=True)
+
+    def _wait_again(self, work: Work, now_s: float, preempted: bool) -> None:
         self._release(work, now_s, over=False)
         self._link.forget(work, now_s)
-        self._waiting.restore(work)
+        self._tenants.enter(work, preempted)
 
     def landed(self, work: Work, now_s: float) -> None:
         self._no_op = None
-        self._accounts.loaded(work.tenant, self._link.landed(work, now_s))
+        self._tenants.loaded(work.tenant, self._link.landed(work, now_s))
 
     def finished(self, work: Work, output_tokens: int, now_s: float) -> None:
         self._release(work, now_s)
         # Of a load that was broken off, nobody knows how far it came.
-        self._accounts.loaded(work.tenant, self._link.forget(work, now_s))
+        self._tenants.loaded(work.tenant, self._link.forget(work, now_s))
         if output_tokens > 0:
             self._output_tokens += _NEWEST * (output_tokens - self._output_tokens)
 
     def aborted(self, work: Work, now_s: float) -> None:
         self._event(now_s)
-        self._waiting.remove(work)
+        self._tenants.leave(work)
         if self._ledger.reserved_for is work:
             self._ledger.unreserve()
 
     def ran(
         self, seconds: float, tokens: Mapping[str, int], now_s: float, iterations: int = 1
     ) -> None:
-        self._accounts.settle(now_s, self._capacity_blocks)
-        self._accounts.computed(seconds, tokens)
+        self._tenants.settle(now_s, self._capacity_blocks)
+        self._tenants.computed(seconds, tokens)
         self._charge(self._ledger.grow())
         self._link.ran(seconds / max(iterations, 1))
 
@@ -139,17 +138,15 @@ class Fair:
     ) -> None:
         """What other workers charged each tenant so far, and the weights of some."""
         self._event(now_s)
-        self._accounts.charged_elsewhere(charges, weights)
+        self._tenants.charged_elsewhere(charges, weights)
 
     def charges(self) -> dict[str, Charge]:
         """What this engine has charged each tenant, so far."""
-        return self._accounts.charges()
+        return self._tenants.charges()
 
     def victim(self, running: Sequence[Work]) -> Work:
         """The latest admitted of the tenant that had most."""
-        served = {
-            tenant: self._accounts.service_s(tenant) for tenant in {w.tenant for w in running}
-        }
+        served = {work.tenant: self._tenants.service_s(work.tenant) for work in running}
         most = max(served.values())
         return next(work for work in reversed(running) if served[work.tenant] == most)
 
@@ -158,8 +155,8 @@ class Fair:
     def plan(self, room: Room, now_s: float) -> Plan:
         plan = Plan()
         self._capacity_blocks = room.memory.capacity_blocks
-        self._accounts.settle(now_s, self._capacity_blocks)
-        if not self._waiting:
+        self._tenants.settle(now_s, self._capacity_blocks)
+        if not len(self):
             return plan
         if self._no_op is not None and self._no_op.lasts(room, now_s, self._link):
             plan.passed, plan.reserved = self._no_op.passed, self._ledger.reserved_for
@@ -169,37 +166,56 @@ class Fair:
             # Others had so much more that the first in turn is owed its blocks.
             first = candidates[1 if candidates[0].work is self._ledger.reserved_for else 0]
             first.starving = first.starving or first.tier == IN_TURN
-        AdmissionRound(
-            self._ledger, self._link, room, now_s, candidates,
-            lambda candidate: self._admit(candidate, room, plan, now_s),
-        ).run()  # fmt: skip
+
+        def admit(candidate: Candidate) -> bool:
+            return self._admit(candidate, room, plan, now_s)
+
+        AdmissionRound(self._ledger, self._link, room, now_s, candidates, admit).run()
         plan.reserved = self._ledger.reserved_for
-        self._count_bypassed(candidates, plan)
+        # Who was bypassed, why, and by how many behind them that took what they lacked.
+        behind = loads_behind = 0
+        for candidate in reversed(candidates):
+            why, work = candidate.why, candidate.work
+            if not why:
+                behind += 1
+                loads_behind += bool(candidate.quote.host_tokens)
+                continue
+            plan.passed[why] = plan.passed.get(why, 0) + 1
+            work.skips += loads_behind if why == LINK else behind
+            self.max_skips = max(self.max_skips, work.skips)
         self._no_op = None if plan.admitted else self._no_op_for(candidates, room, plan)
         return plan
 
     def _candidates(self, room: Room, now_s: float, plan: Plan) -> list[Candidate]:
         """Waiting requests in the order of their turn, each with what it would take.
 
-        As far as the window goes; or until those seen fill the iteration by themselves.
+        First of all the one with the reservation. As far as the window goes; or until those seen
+        fill the iteration by themselves.
         """
-        reserved = self._ledger.reserved_for
-        max_skips, starving_since_s = self.config.max_skips, now_s - self.config.due_after_s
-        headroom, running = self._headroom(room), {work.tenant for work in self._admitted_s}
+        config, reserved = self.config, self._ledger.reserved_for
+        turns: Iterable[tuple[Work, int]] = self._tenants.in_turn(now_s)
+        if reserved is not None:
+            others = (turn for turn in turns if turn[0] is not reserved)
+            turns = chain(((reserved, IN_TURN),), others)
+        starving_since_s = now_s - config.due_after_s
+        running = {work.tenant for work in self._admitted_s}
+        # What tenants with something running leave to those with nothing.
+        share = config.headroom if self._tenants.known > 1 else 0.0
+        leaves_blocks = math.ceil(share * room.memory.capacity_blocks)
+        leaves_slots = math.ceil(share * (room.slots + room.running))
         fill = WindowFill(self._ledger, room)
         further = _LOOK_FURTHER if self._link.open(now_s) else 0
         candidates: list[Candidate] = []
-        for work, tier in self._in_turn(now_s):
-            quote = room.memory.quote(work)
-            if quote is None:
+        for work, tier in turns:
+            candidate = self._candidate(work, room)
+            if candidate is None:
                 plan.passed[PENDING] = plan.passed.get(PENDING, 0) + 1
                 continue
-            candidate = self._candidate(work, quote, room)
             candidate.tier = tier
-            candidate.starving = work.skips > max_skips or work.arrival_s <= starving_since_s
-            candidate.reserves = self.config.reserve and tier == IN_TURN
+            candidate.starving = work.skips > config.max_skips or work.arrival_s <= starving_since_s
+            candidate.reserves = config.reserve and tier == IN_TURN
             if work.tenant in running:
-                candidate.leaves_blocks, candidate.leaves_slots = headroom
+                candidate.leaves_blocks, candidate.leaves_slots = leaves_blocks, leaves_slots
             # Of those that have nothing, the first only.
             running.add(work.tenant)
             candidates.append(candidate)
@@ -211,16 +227,12 @@ class Fair:
                 break
         return candidates
 
-    def _in_turn(self, now_s: float) -> Iterable[tuple[Work, int]]:
-        """All in turn, but first of all the one with the reservation."""
-        reserved = self._ledger.reserved_for
-        turns = self._waiting.in_turn(now_s)
-        if reserved is None:
-            return turns
-        return chain(((reserved, IN_TURN),), (turn for turn in turns if turn[0] is not reserved))
-
-    def _candidate(self, work: Work, quote: Quote, room: Room) -> Candidate:
+    def _candidate(self, work: Work, room: Room) -> Candidate | None:
+        """With what it would take; None while it needs what is being loaded for another."""
         memory, total = room.memory, work.total_tokens
+        quote = memory.quote(work)
+        if quote is None:
+            return None
         size = memory.block_tokens
         prompt_blocks = -(-total // size)
         answer_tokens = min(work.max_tokens, int(self._output_tokens))
@@ -231,46 +243,19 @@ class Fair:
         blocks_per_token = memory.capacity_blocks / max(room.budget_tokens, 1)
         return Candidate(work, quote, prompt_blocks, reserve, blocks_per_token)
 
-    def _headroom(self, room: Room) -> tuple[int, int]:
-        """Blocks and slots that tenants with something running leave to those with nothing.
-
-        A request of such a tenant then waits for no answer of another's to end.
-        """
-        share = self.config.headroom
-        if not share or len(self._accounts) < 2:
-            return 0, 0
-        return (
-            math.ceil(share * room.memory.capacity_blocks),
-            math.ceil(share * (room.slots + room.running)),
-        )
-
     def _no_op_for(self, candidates: list[Candidate], room: Room, plan: Plan) -> _NoOp | None:
         """Nothing was admitted: why that stays so for a while, if it does."""
         reasons = {candidate.why for candidate in candidates}
         memory, budget = room.memory, room.budget_tokens
         if not candidates or reasons & {BUDGET, SLOTS} or budget <= 0 or room.slots <= 0:
             return None
-        after_s = self.config.due_after_s
-        starving_s = min(
-            (c.work.arrival_s + after_s for c in candidates if not c.starving), default=inf
-        )
+        arrivals_s = [c.work.arrival_s for c in candidates if not c.starving]
+        starving_s = min(arrivals_s, default=math.inf) + self.config.due_after_s
+        budget_tokens = budget if CAP in reasons else None
         return _NoOp(
-            memory.version, memory.available(), budget if CAP in reasons else None,
-            LINK in reasons, starving_s, plan.passed,
+            memory.version, memory.available(), budget_tokens, LINK in reasons, starving_s,
+            plan.passed,
         )  # fmt: skip
-
-    def _count_bypassed(self, candidates: list[Candidate], plan: Plan) -> None:
-        """Who was bypassed, why, and by how many behind them that took what they lacked."""
-        behind = loads_behind = 0
-        for candidate in reversed(candidates):
-            why, work = candidate.why, candidate.work
-            if not why:
-                behind += 1
-                loads_behind += bool(candidate.quote.host_tokens)
-                continue
-            plan.passed[why] = plan.passed.get(why, 0) + 1
-            work.skips += loads_behind if why == LINK else behind
-            self.max_skips = max(self.max_skips, work.skips)
 
     # -- bookkeeping --------------------------------------------------------------------------
 
@@ -288,7 +273,7 @@ class Fair:
         quote = room.memory.take(work, found)
         if quote is None:
             return False
-        self._waiting.remove(work)
+        self._tenants.leave(work)
         blocks = candidate.footprint - candidate.reserve
         self._charge(self._ledger.admit(work, quote, blocks, candidate.reserve, candidate.high))
         if quote.host_tokens:
@@ -300,7 +285,7 @@ class Fair:
 
     def _event(self, now_s: float) -> None:
         self._no_op = None
-        self._accounts.settle(now_s, self._capacity_blocks)
+        self._tenants.settle(now_s, self._capacity_blocks)
 
     def _release(self, work: Work, now_s: float, over: bool = True) -> None:
         self._event(now_s)
@@ -311,8 +296,8 @@ class Fair:
         held_s = now_s - self._admitted_s.pop(work, now_s)
         self._charge(changes)
         if over:
-            self._accounts.ended(work.tenant, share * held_s / self._capacity_blocks)
+            self._tenants.ended(work.tenant, share * held_s / self._capacity_blocks)
 
     def _charge(self, changes: Changes) -> None:
         for tenant, blocks in changes.values():
-            self._accounts.hold(tenant, blocks)
+            self._tenants.hold(tenant, blocks)

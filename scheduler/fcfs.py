@@ -22,8 +22,7 @@ class Fcfs:
     timed = False
 
     def __init__(self, config: FairConfig | None = None) -> None:
-        self.max_skips = 0
-        self.max_wait_s = 0.0
+        self.max_skips, self.max_wait_s = 0, 0.0
         self._waiting: deque[Work] = deque()
         self._delayed: list[Work] = []
         self._seq = 0

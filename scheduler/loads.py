@@ -27,9 +27,7 @@ class JustInTime:
     def __init__(self, rates: LinkRates | None) -> None:
         self._rates = rates
         self._scale = 1.0
-        self._iteration_s = 0.0
-        self._free_s = 0.0
-        self._last_landed_s = 0.0
+        self._iteration_s = self._free_s = self._last_landed_s = 0.0
         # When each started to queue, and the seconds of link it was expected to take.
         self._loads: dict[Work, tuple[float, float]] = {}
 
@@ -46,17 +44,13 @@ class JustInTime:
 
     def open(self, now_s: float) -> bool:
         """Whether another load may start."""
-        if not self._loads:
-            return True
-        if self._rates is None:
+        if not self._loads or self._rates is None:
             return len(self._loads) < _BLIND
         return self.backlog_s(now_s) < self.horizon_s()
 
     def load_s(self, tokens: int) -> float:
         """Seconds of link that a load of so many tokens takes."""
         return self._rates.load_s(tokens) * self._scale if self._rates else 0.0
-
-    # -- events -------------------------------------------------------------------------------
 
     def start(self, work: Work, tokens: int, now_s: float) -> None:
         """A load starts, or queues."""
@@ -70,8 +64,7 @@ class JustInTime:
         One that is there far too soon had less to load than was thought, and teaches no rate.
         """
         started_s, expected_s = self._loads.pop(work, (now_s, 0.0))
-        begun_s = max(started_s, self._last_landed_s)
-        took_s = max(now_s - begun_s, 0.0)
+        took_s = max(now_s - max(started_s, self._last_landed_s), 0.0)
         self._last_landed_s = now_s
         empty = now_s - started_s < _LEAST_SCALE * expected_s
         if expected_s > 0 and took_s > 0 and not empty:
@@ -79,15 +72,17 @@ class JustInTime:
             seen = max(took_s - _AHEAD_ITERATIONS * self._iteration_s, min(took_s, expected_s))
             scale = self._scale * (1.0 + _NEWEST * (min(seen / expected_s, _MOST_SCALE) - 1.0))
             self._scale = min(max(scale, _LEAST_SCALE), _MOST_SCALE)
-        self._free_s = now_s + sum(seconds for _, seconds in self._loads.values())
+        self._free_s = now_s + self._queued_s()
         return expected_s if self._rates and not empty else took_s
 
     def forget(self, work: Work, now_s: float) -> float:
         """It is not loading any more, for whatever reason; seconds of link it was to take."""
         _, expected_s = self._loads.pop(work, (now_s, 0.0))
-        left_s = sum(seconds for _, seconds in self._loads.values())
-        self._free_s = min(self._free_s, now_s + left_s)
+        self._free_s = min(self._free_s, now_s + self._queued_s())
         return expected_s
+
+    def _queued_s(self) -> float:
+        return sum(seconds for _, seconds in self._loads.values())
 
     def ran(self, iteration_s: float) -> None:
         """An iteration took so long."""

@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 VRAM, LINK, BUDGET, SLOTS, RESERVED, CAP, PENDING = (
     "vram", "link", "budget", "slots", "reserved", "cap", "pending",
 )  # fmt: skip
-REASONS = (VRAM, LINK, BUDGET, SLOTS, RESERVED, CAP, PENDING)
 
 
 class Work:
@@ -34,21 +33,12 @@ class Work:
     )  # fmt: skip
 
     def __init__(
-        self,
-        total_tokens: int,
-        arrival_s: float,
-        max_tokens: int = 1,
-        tenant: str = "",
+        self, total_tokens: int, arrival_s: float, max_tokens: int = 1, tenant: str = "",
         priority: int = 0,
-    ) -> None:
-        self.total_tokens = total_tokens
-        self.arrival_s = arrival_s
-        self.max_tokens = max_tokens
-        self.tenant = tenant
-        self.priority = priority
-        self.computed_tokens = 0
-        self.grown_blocks = 0
-        self.skips = 0
+    ) -> None:  # fmt: skip
+        self.total_tokens, self.max_tokens = total_tokens, max_tokens
+        self.arrival_s, self.tenant, self.priority = arrival_s, tenant, priority
+        self.computed_tokens = self.grown_blocks = self.skips = 0
         self.seq = -1
 
 
@@ -87,15 +77,12 @@ class Memory(Protocol):
 
         Asked often: an engine may answer from what it looked up a moment ago.
         """
-        ...
 
     def available(self) -> int:
         """Blocks unused or evictable."""
-        ...
 
     def take(self, work: Work, quote: Quote) -> Quote | None:
         """Reserve what was quoted; what was in fact taken, or None: it does not fit after all."""
-        ...
 
 
 @dataclass(slots=True)
@@ -140,38 +127,29 @@ class Rule(Protocol):
 
     def add(self, work: Work, now_s: float) -> bool:
         """A request arrived; whether the next iteration may have something for it."""
-        ...
 
     def plan(self, room: Room, now_s: float) -> Plan:
         """Admit for the coming iteration: takes from `room.memory`, forgets what it admitted."""
-        ...
 
     def returned(self, work: Work, now_s: float) -> None:
         """The engine could not admit what was planned: it waits again, where it was."""
-        ...
 
     def landed(self, work: Work, now_s: float) -> None:
         """The load of an admitted request is on the device."""
-        ...
 
     def preempted(self, work: Work, now_s: float) -> None:
         """A running request lost its blocks and waits again, before those that never ran."""
-        ...
 
     def finished(self, work: Work, output_tokens: int, now_s: float) -> None:
         """An admitted request is over, its blocks are free; aborted ones too."""
-        ...
 
     def aborted(self, work: Work, now_s: float) -> None:
         """A waiting request's client left."""
-        ...
 
     def ran(
         self, seconds: float, tokens: Mapping[str, int], now_s: float, iterations: int = 1
     ) -> None:
         """Iterations ended that took so long in all, with so many tokens of each tenant."""
-        ...
 
     def victim(self, running: Sequence[Work]) -> Work:
         """Which of `running` (in order of admission, not empty) gives up its blocks."""
-        ...

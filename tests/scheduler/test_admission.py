@@ -6,7 +6,7 @@ from scheduler.admission import AdmissionRound, Candidate, WindowFill
 from scheduler.blocks import Ledger
 from scheduler.config import LinkRates
 from scheduler.loads import JustInTime
-from scheduler.waiting import AHEAD, FAR_AHEAD, IN_TURN
+from scheduler.tenants import AHEAD, FAR_AHEAD, IN_TURN
 from scheduler.work import BUDGET, CAP, LINK, RESERVED, SLOTS, VRAM, Quote, Room
 from tests.scheduler.engine import Blocks, Request
 
@@ -86,7 +86,7 @@ def test_with_nothing_running_whatever_fits_may_start():
     assert bench.admitted == [one]
 
 
-def test_blocks_are_set_aside_for_a_due_request_in_turn():
+def test_blocks_are_set_aside_for_a_starving_request_in_turn():
     bench = Bench(used=70)
     starving = bench.candidate(60)
     fits, too_large = bench.candidate(30), bench.candidate(25)
@@ -106,7 +106,7 @@ def test_no_blocks_are_set_aside_out_of_turn_or_if_switched_off(reserve, tier):
     assert starving.why == VRAM and bench.ledger.reserved_for is None
 
 
-def test_no_load_starts_that_would_take_the_budget_that_a_due_request_waits_for():
+def test_no_load_starts_that_would_take_the_budget_that_a_starving_request_waits_for():
     bench = Bench(used=10, budget=0)
     starving, load = bench.candidate(20), bench.candidate(20, host=10)
     admission = bench.round(starving, load)
@@ -177,16 +177,6 @@ def test_an_engine_that_refuses_keeps_the_request_waiting():
     bench.memory.take(Request(80), Quote(80, 0, 0))
     admission.fill_budget([one])
     assert not bench.admitted and one.why == VRAM
-
-
-def test_enough_was_seen_when_the_iteration_is_full():
-    bench = Bench(used=10, budget=50)
-    seen = WindowFill(bench.ledger, Room(bench.memory, 50, 8, 1))
-    for tokens in (30, 200, 25):
-        assert not seen.full
-        seen.add(bench.candidate(tokens), reserved=False)
-    assert seen.full
-    assert WindowFill(bench.ledger, Room(bench.memory, 50, 0, 1)).full
 
 
 def test_what_may_not_pass_a_reservation_does_not_fill_the_iteration():

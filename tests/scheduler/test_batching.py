@@ -149,8 +149,8 @@ def test_an_aborted_request_is_forgotten_wherever_it_is(place, rule):
     core.ran(1.0, 1, 2.0)
 
 
-class Told:
-    """A rule that notes what it is told of what ran."""
+class Noting:
+    """A rule that notes what it is informed of."""
 
     def __init__(self, rule):
         self._rule, self.ran_tokens, self.iterations = rule, [], []
@@ -166,8 +166,8 @@ class Told:
         self.iterations.append(iterations)
 
 
-def test_the_rule_is_told_what_ran_by_tenant():
-    rule = Told(rule_named("fcfs"))
+def test_the_rule_is_informed_of_what_ran_by_tenant():
+    rule = Noting(rule_named("fcfs"))
     core = Batcher(Blocks(1000), rule, budget_tokens=100)
     one, two = Work(60, 0.0, tenant="a"), Work(70, 0.0, tenant="b")
     add(core, one, two)
@@ -187,6 +187,7 @@ def test_the_rule_is_told_what_ran_by_tenant():
 def test_budget_fill_counts_steps_with_work_at_hand_only():
     core, memory = batcher(blocks=100, budget_tokens=100)
     core.step(0.0, 10)
+    core.repeat(5, 20)
     assert core.budget_fill == (0.0, 0)
     add(core, Work(40, 0.0), Work(90, 0.0))
     core.step(0.0, 10)
@@ -250,14 +251,3 @@ def test_a_budget_that_decoding_takes_whole_leaves_nothing_for_prompts():
     assert shares(core.step(0.2, decoding=99)) == [(1, 100)]
     step = core.step(0.3, decoding=51)
     assert shares(step) == [(49, 101)] and step.prefilled == [work] and not core.prefilling
-
-
-def test_fill_is_the_share_of_the_budget_that_was_given_out():
-    core, _ = batcher(blocks=1000, budget_tokens=100)
-    add(core, Work(30, 0.0))
-    core.step(0.0, 20)
-    assert core.budget_fill == (pytest.approx(0.5), 1)
-    # With nothing at hand neither a step nor its repetitions count.
-    core.step(0.1, 20)
-    core.repeat(5, 20)
-    assert core.budget_fill == (pytest.approx(0.5), 1)

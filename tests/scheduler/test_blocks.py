@@ -60,49 +60,6 @@ def test_those_behind_a_reservation_hold_no_more_than_it_leaves():
     assert ledger.reserved_for is None and ledger.spare(memory) == 100
 
 
-def test_a_reservation_starts_anew_for_the_next():
-    ledger, memory = Ledger(), Blocks(100)
-    ledger.reserve(Request(50), 50, memory)
-    behind, _ = admit(ledger, 30)
-    ledger.unreserve()
-    ledger.reserve(Request(70), 70, memory)
-    assert ledger.spare(memory) == 30  # the one behind the first ran before the second
-    ledger.release(behind)
-    assert ledger.spare(memory) == 30
-
-
-def test_what_was_set_aside_does_not_grow_with_what_is_expected():
-    ledger, memory = Ledger(), Blocks(100)
-    ledger.reserve(Request(50), 60, memory)
-    assert ledger.promised(50, 30) == 10 and ledger.promised(50, 4) == 4
-    ledger.reserve(Request(90), 200, memory)
-    assert ledger.promised(90, 110) == 10
-
-
-def test_a_prefix_is_divided_among_those_who_hold_it():
-    ledger = Ledger()
-    first, changes = admit(ledger, 10, key=7)
-    assert changes == {first: 10}
-    second, changes = admit(ledger, 8, shared=4, key=7)
-    assert changes == {first: -2, second: 6}
-    third, changes = admit(ledger, 12, reserve=3, shared=8, key=7)
-    # 8 are the first's and the third's, 4 of them the second's too.
-    assert changes[third] == pytest.approx(4 + 3 + 4 / 3 + 4 / 2)
-    released = {w: delta for w, (_, delta) in ledger.release(first).items()}
-    assert released[first] == pytest.approx(-(2 + 4 / 3 + 4 / 2))
-    assert {w: d for w, (_, d) in ledger.release(second).items()}[second] == pytest.approx(-6)
-    assert ledger.release(third)[third][1] == pytest.approx(-15)
-
-
-def test_other_prefixes_have_nothing_to_do_with_it():
-    ledger = Ledger()
-    admit(ledger, 10, key=7)
-    _, changes = admit(ledger, 8, key=8)
-    assert list(changes.values()) == [8]
-    _, changes = admit(ledger, 8)
-    assert list(changes.values()) == [8]
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(
@@ -160,17 +117,10 @@ def test_a_new_reservation_counts_only_those_who_come_after_it():
     assert ledger.spare(memory) == 70
 
 
-def test_what_is_outstanding_is_what_is_declared_beyond_what_was_taken():
-    ledger, memory = Ledger(), Blocks(100)
-    one, _ = admit(ledger, 10, reserve=3)
-    other, _ = admit(ledger, 20, reserve=4)
-    one.grown_blocks, other.grown_blocks = 3, 1
-    assert ledger.outstanding() == 3 and ledger.free(memory) == 97
-    assert one in ledger and len(ledger) == 2
-
-
 def test_a_chain_is_divided_among_those_who_reach_so_far():
     ledger = Ledger()
+    # Other prefixes, and those without a key, have nothing to do with it.
+    assert [list(admit(ledger, 8, key=key)[1].values()) for key in (8, 0)] == [[8], [8]]
     first, change = admit(ledger, 10, key=7)
     assert change == {first: 10.0}
     # 4 blocks of 10 are the first one's: 2 each. It pays 8; the second 2 + 6, and 1

@@ -101,9 +101,9 @@ def test_who_needs_what_is_being_loaded_waits_for_it_and_for_nothing_else():
     assert second in engine.done
 
 
-def test_an_engine_that_is_stuck_is_looked_at_again_when_something_happens():
+def test_a_remembered_answer_is_forgotten_at_every_event():
     """Nothing fits, nothing happens: the answer is remembered, but no event is missed."""
-    for event in ("finish", "abort", "arrive", "due"):
+    for event in ("finish", "abort", "arrive", "starving"):
         rule, engine = fair(due_after_s=50.0)
         holder = engine.add(Request(60, 1000, bound=0))
         engine.iterate()
@@ -178,7 +178,7 @@ def test_who_was_preempted_goes_first_and_who_was_refused_stands_where_it_was():
     assert list(engine.running) == works[:1] or works[1] in engine.running
     last = list(engine.running)[-1]
     engine.give_back(last)
-    order = [work for work, _ in rule._waiting.in_turn(0.0)]
+    order = [work for work, _ in rule._tenants.in_turn(0.0)]
     assert order == sorted(engine.waiting, key=lambda w: w.seq)
     engine.preempt(works[0])
     engine.iterate()
@@ -364,7 +364,7 @@ def test_requests_of_high_ratio_hold_no_more_than_their_part_while_others_wait()
     assert plan.passed[CAP] == 2
 
 
-def test_a_request_that_becomes_due_by_time_alone_gets_its_reservation():
+def test_a_request_that_starves_by_time_alone_gets_its_reservation():
     """No event, and nothing came free, since the answer was remembered."""
     rule, memory = Fair(FairConfig(due_after_s=30.0)), Blocks(100)
     rule.add(Request(60), 0.0)

@@ -15,7 +15,7 @@ from tests.scheduler.engine import Blocks, Engine, Request
 
 
 class AnyDay(RuleBasedStateMachine):
-    """Arrivals, aborts, refusals, preemptions, loads, shared prefixes, news: nothing is lost."""
+    """Arrivals, aborts, refusals, preemptions, loads, shared prefixes, reports: nothing is lost."""
 
     tenants = "abc"
 
@@ -128,9 +128,9 @@ class AnyDay(RuleBasedStateMachine):
         self.reserved = None
 
     @rule(tenant=st.integers(0, 2), seconds=st.floats(0, 50))
-    def hear(self, tenant, seconds):
-        news = {self.tenants[tenant % len(self.tenants)]: Charge(seconds, seconds / 2, 0.0)}
-        self.rule.charged_elsewhere(news, {}, self.engine.now_s)
+    def receive_charges(self, tenant, seconds):
+        charges = {self.tenants[tenant % len(self.tenants)]: Charge(seconds, seconds / 2, 0.0)}
+        self.rule.charged_elsewhere(charges, {}, self.engine.now_s)
 
     def gone(self, request):
         self.before.discard(request)
@@ -200,7 +200,7 @@ def test_a_large_request_is_admitted_though_small_ones_never_end(tenant, host_to
     assert skips <= 80
 
 
-def test_it_is_due_by_time_alone_too():
+def test_it_is_starving_by_time_alone_too():
     admitted_s, _ = stream(FairConfig(max_skips=10**9, due_after_s=20.0))
     assert admitted_s is not None and 20 < admitted_s <= 35
 
@@ -335,15 +335,15 @@ def cluster(lag_s, seconds=200.0):
     engines = [
         Engine(Fair(FairConfig()), Blocks(100), budget=64, iteration_s=0.1) for _ in range(2)
     ]
-    heard_s = 0.0
+    reported_s = 0.0
     while engines[0].now_s < seconds:
         for engine, own in zip(engines, "bc", strict=True):
             offer(engine, rng, {"a": SMALL, own: LARGE}, 6)
             engine.iterate()
-        if lag_s is not None and engines[0].now_s - heard_s >= lag_s:
-            heard_s = engines[0].now_s
-            told = [engine.rule.charges() for engine in engines]
-            for engine, elsewhere in zip(engines, reversed(told), strict=True):
+        if lag_s is not None and engines[0].now_s - reported_s >= lag_s:
+            reported_s = engines[0].now_s
+            charges = [engine.rule.charges() for engine in engines]
+            for engine, elsewhere in zip(engines, reversed(charges), strict=True):
                 engine.rule.charged_elsewhere(elsewhere, {}, engine.now_s)
     return {tenant: sum(service_s(engine.rule, tenant) for engine in engines) for tenant in "abc"}
 

@@ -109,7 +109,7 @@ def test_a_load_of_nothing_teaches_no_rate_and_costs_what_it_took():
     assert found.load_s(100) == pytest.approx(1.0)
 
 
-def test_two_loads_heard_of_at_once_are_both_charged():
+def test_two_loads_reported_at_once_are_both_charged():
     found, first, second = link(), Work(1, 0.0), Work(1, 0.0)
     found.start(first, 100, 0.0), found.start(second, 50, 0.0)
     assert found.landed(first, 1.6) == pytest.approx(1.0)
