@@ -20,8 +20,11 @@ from kappa.cost import StepModel, transfer_s
 # A forecast that would take longer than this many steps is cut off: it is "very late" anyway.
 _MAX_STEPS = 2_000
 _MANY = 1_000_000
-_NEVER = float("inf")
+_NEVER = math.inf
 _ROUNDING = 1e-6
+
+Work = list[tuple[int, int]]
+"""Of a step: new tokens of each request, and the tokens of its context before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,8 @@ class EngineJob:
     context_tokens: tokens in the cache before the next new one (device and host hits).
     new_tokens: prompt tokens still to compute. output_tokens: what it is expected to decode.
     The rest is the forecast's own: queued_s is when it was admitted, its load put on the link,
-    loaded_s when that lands; prefilled_tokens are what it has computed of the prompt.
+    loaded_s when that lands (never before it is admitted); prefilled_tokens are what it has
+    computed of the prompt.
     """
 
     request_id: str
@@ -60,7 +64,7 @@ class EngineJob:
     new_tokens: int
     output_tokens: int
     queued_s: float = 0.0
-    loaded_s: float | None = None
+    loaded_s: float = _NEVER
     admitted: bool = False
     prefilled_tokens: int = 0
     decoded_tokens: int = 0
@@ -86,8 +90,7 @@ class EngineQueue:
     def __init__(self, speed: EngineSpeed) -> None:
         self.speed = speed
         self._jobs: dict[str, EngineJob] = {}
-        self._now_s = 0.0
-        self._link_free_s = 0.0
+        self._now_s = self._link_free_s = 0.0
         # A busy engine polls for landed loads as a step starts, and schedules them after it.
         self._polled_s = 0.0
         # A forecast lets streams end after the tokens they are expected to make; the live state
@@ -96,6 +99,8 @@ class EngineQueue:
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    # -- what happens -------------------------------------------------------------------------
 
     def submit(self, job: EngineJob, now_s: float) -> None:
         self.advance(now_s)
@@ -111,15 +116,27 @@ class EngineQueue:
         new = max(new, 1)
         if not job.admitted:
             job.host_tokens, job.context_tokens, job.new_tokens = host, device + host, new
-            self._queue(job, now_s)
+            self._admit_at(job, now_s)
             return
+        load_s = self.speed.load_s(host)
         if host == job.host_tokens and device + host == job.context_tokens - job.prefilled_tokens:
-            self._load_from(job, now_s)
+            if job.loads and not job.prefilled_tokens:
+                # Its load was put on the link only now, which may be later than was thought.
+                before = [other.loaded_s for other in self._jobs.values() if other.loads]
+                job.queued_s = now_s
+                free_s = max([now_s, *(at_s for at_s in before if at_s < job.loaded_s)])
+                self._land(job, free_s + load_s)
             return
-        if host != job.host_tokens:
-            self._reload(job, host)
-        landed = job.loaded_s is not None and job.loaded_s <= now_s
-        job.prefilled_tokens = min(job.prefilled_tokens, new - 1) if landed else 0
+        if host != job.host_tokens and job.loads:
+            start_s = max(job.loaded_s - self.speed.load_s(job.host_tokens), job.queued_s)
+            job.host_tokens = host
+            self._land(job, start_s + load_s)
+            if host <= 0:
+                job.loaded_s = job.queued_s
+        elif host != job.host_tokens:
+            job.host_tokens = host
+            self._admit_at(job, job.queued_s)
+        job.prefilled_tokens = min(job.prefilled_tokens, new - 1) if job.loaded_s <= now_s else 0
         job.context_tokens = device + host + job.prefilled_tokens
         job.new_tokens = new - job.prefilled_tokens
 
@@ -135,18 +152,27 @@ class EngineQueue:
             if done.pop(request_id, 0):
                 self._compute(done)
             self._polled_s, self._now_s = self._now_s, now_s
-        if job.loaded_s is None:
+        if not job.admitted:
             job.queued_s = job.loaded_s = now_s
         elif job.loaded_s > now_s:
             self._land(job, now_s)
         job.context_tokens += job.new_tokens
         job.prefilled_tokens += job.new_tokens
-        job.new_tokens = 0
-        job.admitted = True
+        job.new_tokens, job.admitted = 0, True
 
     def finish(self, request_id: str, now_s: float) -> None:
         self.advance(now_s)
         self._jobs.pop(request_id, None)
+
+    def advance(self, now_s: float) -> None:
+        """Bring the forecast to `now_s`: finish the steps that will have ended by then."""
+        for _ in range(_MAX_STEPS):
+            if not self._jobs or not self._step(now_s):
+                break
+        if not any(job.decoding or job.loaded_s <= self._now_s for job in self._jobs.values()):
+            self._now_s = self._polled_s = max(self._now_s, now_s)
+
+    # -- what is forecast ---------------------------------------------------------------------
 
     def first_token_s(self, job: EngineJob, now_s: float) -> float:
         """When the first token of `job` would come if it were sent now (same clock as `now_s`)."""
@@ -156,8 +182,7 @@ class EngineQueue:
         ahead._jobs.pop(job.request_id, None)
         mine = ahead._jobs[job.request_id] = replace(job)
         ahead._now_s, ahead._link_free_s = self._now_s, self._link_free_s
-        ahead._polled_s = self._polled_s
-        ahead._guess_ends = True
+        ahead._polled_s, ahead._guess_ends = self._polled_s, True
         for _ in range(_MAX_STEPS):
             if mine.decoding or not ahead._step(_NEVER):
                 break
@@ -167,29 +192,25 @@ class EngineQueue:
     def backlog_s(self, now_s: float) -> tuple[float, float]:
         """Seconds of queued work on (link, gpu), prompts only."""
         self.advance(now_s)
-        link_s = max(self._link_free_s - now_s, 0.0)
-        step = self.speed.step
-        gpu_s = 0.0
+        link_s, gpu_s = max(self._link_free_s - now_s, 0.0), 0.0
         for job in self._jobs.values():
             if job.decoding:
                 continue
-            if job.loaded_s is None:
+            if not job.admitted:
                 link_s += self.speed.load_s(job.host_tokens)
-            gpu_s += step.real_s([(job.new_tokens, job.context_tokens)])
+            gpu_s += self.speed.step.real_s([(job.new_tokens, job.context_tokens)])
         return link_s, gpu_s
 
     def decode_delay_s(self, new_tokens: int, context_tokens: int) -> float:
         """Seconds by which prefilling this prompt would hold up those that decode, in total."""
         jobs = [job for job in self._jobs.values() if job.decoding]
-        left = sorted(
-            (max(job.output_tokens - job.decoded_tokens, 1) for job in jobs), reverse=True
-        )
+        left = [max(job.output_tokens - job.decoded_tokens, 1) for job in jobs]
         decoding = [(1, job.context_tokens) for job in jobs]
         step, total_s = self.speed.step, 0.0
         alone_s = step.real_s(decoding)
         chunk = max(self.speed.budget_tokens - len(decoding), 1)
         # Every step with a part of the prompt in it delays a token of those that still decode.
-        for i in range(left[0] if left else 0):
+        for i in range(max(left, default=0)):
             if new_tokens <= 0:
                 break
             tokens = min(new_tokens, chunk)
@@ -198,16 +219,7 @@ class EngineQueue:
             new_tokens, context_tokens = new_tokens - tokens, context_tokens + tokens
         return total_s
 
-    def advance(self, now_s: float) -> None:
-        """Bring the forecast to `now_s`: finish the steps that will have ended by then."""
-        for _ in range(_MAX_STEPS):
-            if not self._jobs or not self._step(now_s):
-                break
-        if not any(self._runnable(job, self._now_s) for job in self._jobs.values()):
-            self._now_s = self._polled_s = max(self._now_s, now_s)
-
-    def _runnable(self, job: EngineJob, at_s: float) -> bool:
-        return job.decoding or (job.loaded_s is not None and job.loaded_s <= at_s)
+    # -- steps --------------------------------------------------------------------------------
 
     def _step(self, until_s: float) -> bool:
         """Run one step if it ends by `until_s`; False when there is nothing to run by then."""
@@ -234,47 +246,34 @@ class EngineQueue:
 
         An idle engine polls for landed loads all the time, so they are seen at once.
         """
-        if any(self._unseen(job) for job in self._jobs.values()):
+        waiting = [job for job in self._jobs.values() if not job.decoding]
+        if any(self._unseen(job) for job in waiting):
             self._polled_s = self._now_s
             return True
-        events = [
-            job.arrival_s if not job.admitted else job.loaded_s
-            for job in self._jobs.values()
-            if not job.decoding
-        ]
-        later = [at_s for at_s in events if at_s is not None and at_s > self._now_s]
-        if not later or min(later) > until_s:
+        events = [job.loaded_s if job.admitted else job.arrival_s for job in waiting]
+        next_s = min((at_s for at_s in events if at_s > self._now_s), default=None)
+        if next_s is None or next_s > until_s:
             return False
-        self._now_s = self._polled_s = min(later)
+        self._now_s = self._polled_s = next_s
         return True
-
-    def _known(self, job: EngineJob) -> bool:
-        """Whether the engine knows that the job can run: there was no load, or it has landed."""
-        assert job.loaded_s is not None
-        seen_s = self._polled_s if job.loads else self._now_s
-        return job.loaded_s <= seen_s
 
     def _unseen(self, job: EngineJob) -> bool:
         """Its load has landed, and the engine does not know yet."""
-        return (
-            not job.decoding
-            and job.loads
-            and job.loaded_s is not None
-            and self._polled_s < job.loaded_s <= self._now_s
-        )
+        return job.loads and self._polled_s < job.loaded_s <= self._now_s
 
-    def _fast_forward(
-        self, work: list[tuple[int, int]], first_s: float, until_s: float
-    ) -> tuple[int, float, float]:
+    def _known(self, job: EngineJob) -> bool:
+        """Whether the engine knows that the job can run: there was no load, or it has landed."""
+        return job.loaded_s <= (self._polled_s if job.loads else self._now_s)
+
+    def _fast_forward(self, work: Work, first_s: float, until_s: float) -> tuple[int, float, float]:
         """Decode-only steps until something else happens: how many, their seconds, the last's."""
         jobs = self._jobs.values()
         waiting = [job for job in jobs if not job.decoding]
         arrivals = [job.arrival_s for job in waiting if not job.admitted]
-        landings = [j.loaded_s for j in waiting if j.loads and j.loaded_s is not None]
+        landings = [job.loaded_s for job in waiting if job.loads and job.admitted]
         steps = 1 if any(self._unseen(job) for job in waiting) else _MANY
         if self._guess_ends:
-            ends = (j.output_tokens - j.decoded_tokens for j in jobs if j.decoding)
-            steps = min(steps, *ends)
+            steps = min(steps, *(j.output_tokens - j.decoded_tokens for j in jobs if j.decoding))
         growth_s = self._later_step_s(work, 1) - first_s
         # An event waits for the end of the step that it falls into; a landing is seen as the next
         # step starts, and waits for the end of that one too.
@@ -296,7 +295,7 @@ class EngineQueue:
         total_s = steps * first_s + 0.5 * steps * (steps - 1) * growth_s
         return steps, total_s, first_s + (steps - 1) * growth_s
 
-    def _later_step_s(self, work: list[tuple[int, int]], steps: int) -> float:
+    def _later_step_s(self, work: Work, steps: int) -> float:
         return self.speed.step.real_s([(new, context + steps) for new, context in work])
 
     def _admit(self) -> None:
@@ -305,87 +304,54 @@ class EngineQueue:
         A first-come engine looks at those that wait only while its step has tokens to spare: behind
         a long prompt not even a load begins.
         """
-        waiting = [
-            job for job in self._jobs.values() if not job.admitted and job.arrival_s <= self._now_s
-        ]
+        jobs = self._jobs.values()
+        waiting = [job for job in jobs if not job.admitted and job.arrival_s <= self._now_s]
         if not waiting:
             return
         held, budget = 0, self.speed.budget_tokens
-        for job in self._jobs.values():
+        for job in jobs:
             if job.admitted:
                 held += job.footprint_tokens
                 if job.decoding or self._known(job):
                     budget -= max(job.new_tokens, 1)
         packs, capacity = self.speed.packs, self.speed.capacity_tokens
         for job in waiting:
-            loads = job.loads
             fits = not held or held + job.footprint_tokens <= capacity
-            if packs and loads:
+            if packs and job.loads:
                 fits = fits and self._link_free_s <= self._now_s
             elif budget <= 0:
                 fits = False
-            if not fits:
-                if packs:
-                    continue
+            if fits:
+                held += job.footprint_tokens
+                self._admit_at(job, self._now_s)
+                if not job.loads:
+                    budget -= job.new_tokens
+            elif not packs:
                 break
-            held += job.footprint_tokens
-            self._queue(job, self._now_s)
-            if not job.loads:
-                budget -= job.new_tokens
 
-    def _queue(self, job: EngineJob, at_s: float) -> None:
+    def _admit_at(self, job: EngineJob, at_s: float) -> None:
         """Admit a job: its load, if it has one, goes to the end of the link's queue."""
         job.admitted, job.queued_s, job.loaded_s = True, at_s, at_s
         if job.loads:
             start_s = max(at_s, self._link_free_s)
             job.loaded_s = self._link_free_s = start_s + self.speed.load_s(job.host_tokens)
 
-    def _load_from(self, job: EngineJob, now_s: float) -> None:
-        """Its load was put on the link only now, which may be later than was thought."""
-        if not job.loads or job.prefilled_tokens > 0 or job.loaded_s is None:
-            return
-        before = [
-            other.loaded_s
-            for other in self._jobs.values()
-            if other.loads and other.loaded_s is not None and other.loaded_s < job.loaded_s
-        ]
-        job.queued_s = now_s
-        self._land(job, max([now_s, *before]) + self.speed.load_s(job.host_tokens))
-
-    def _reload(self, job: EngineJob, host_tokens: int) -> None:
-        """An admitted job's load is of another size."""
-        assert job.loaded_s is not None
-        if not job.loads:
-            job.host_tokens = host_tokens
-            self._queue(job, job.queued_s)
-            return
-        start_s = max(job.loaded_s - self.speed.load_s(job.host_tokens), job.queued_s)
-        job.host_tokens = host_tokens
-        self._land(job, start_s + self.speed.load_s(host_tokens))
-        if host_tokens <= 0:
-            job.loaded_s = job.queued_s
-
     def _land(self, job: EngineJob, at_s: float) -> None:
         """A load lands at another time than was thought: those behind it on the link follow."""
         was_s, job.loaded_s = job.loaded_s, at_s
-        assert was_s is not None
-        others = [
-            (other.loaded_s, other)
-            for other in self._jobs.values()
-            if other is not job and other.loads and other.loaded_s is not None
-        ]
+        others = [o for o in self._jobs.values() if o is not job and o.loads and o.admitted]
         free_s = at_s
-        for landed_s, other in sorted(others, key=lambda item: item[0]):
-            if landed_s > was_s:
-                landed_s = max(free_s, other.queued_s) + self.speed.load_s(other.host_tokens)
-                other.loaded_s = landed_s
-            free_s = max(free_s, landed_s)
+        for other in sorted(others, key=lambda other: other.loaded_s):
+            if other.loaded_s > was_s:
+                start_s = max(free_s, other.queued_s)
+                other.loaded_s = start_s + self.speed.load_s(other.host_tokens)
+            free_s = max(free_s, other.loaded_s)
         self._link_free_s = free_s
 
-    def _schedule(self) -> tuple[list[tuple[int, int]], dict[str, int]]:
+    def _schedule(self) -> tuple[Work, dict[str, int]]:
         """Fill one step: decoding requests first, then prompts in order, within the budget."""
         budget = self.speed.budget_tokens
-        work: list[tuple[int, int]] = []
+        work: Work = []
         done: dict[str, int] = {}
         prompts = []
         for job in self._jobs.values():
@@ -400,12 +366,11 @@ class EngineQueue:
         for job in prompts:
             if budget <= 0:
                 break
-            if job.loaded_s is None or not self._known(job):
-                continue
-            tokens = min(job.new_tokens, budget)
-            work.append((tokens, job.context_tokens))
-            done[job.request_id] = tokens
-            budget -= tokens
+            if self._known(job):
+                tokens = min(job.new_tokens, budget)
+                work.append((tokens, job.context_tokens))
+                done[job.request_id] = tokens
+                budget -= tokens
         return work, done
 
     def _compute(self, done: dict[str, int], steps: int = 1) -> None:

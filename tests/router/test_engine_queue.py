@@ -469,8 +469,8 @@ def test_any_sequence_of_events_keeps_the_forecast_sound(actions, capacity):
         for known in inside(queue).values():
             assert min(known.host_tokens, known.new_tokens, known.prefilled_tokens) >= 0
             assert known.context_tokens >= known.prefilled_tokens
-            assert known.admitted == (known.loaded_s is not None)
-            if known.host_tokens and known.loaded_s is not None and known.loaded_s > now_s:
+            assert known.admitted == (known.loaded_s < math.inf)
+            if known.host_tokens and now_s < known.loaded_s < math.inf:
                 assert queue._link_free_s >= known.loaded_s
 
 
