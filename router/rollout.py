@@ -20,21 +20,17 @@ _STEPS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A mode, and for a canary the percentage of conversations that it steers."""
+    """A mode, and the percentage of conversations that ours steers."""
 
     mode: Mode
-    percent: float
+    percent: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Rollout:
-        """Read `ray`, `shadow`, `canary:N` (0 < N < 100) or `on`.
-
-        Raises:
-            ValueError: anything else, with what is allowed.
-        """
+        """Read `ray`, `shadow`, `canary:N` (0 < N < 100) or `on`; ValueError for anything else."""
         match text:
             case "ray" | "shadow":
-                return cls(text, 0.0)
+                return cls(text)
             case "on":
                 return cls("on", 100.0)
         name, _, share = text.partition(":")
@@ -49,23 +45,15 @@ class Rollout:
         return cls("canary", percent)
 
     @property
-    def asks(self) -> bool:
+    def decides(self) -> bool:
         """Whether our policy decides at all, if only for the log."""
         return self.mode != "ray"
 
-    @property
-    def rays_alone(self) -> bool:
-        """Whether Ray's router steers every request."""
-        return self.mode in ("ray", "shadow")
-
     def arm(self, conversation: str) -> Arm:
         """Who steers; the same for all requests of a conversation, whichever ingress it meets."""
-        if self.mode != "canary":
-            return "kappa" if self.mode == "on" else "ray"
         # A client may name it by half of a surrogate pair, which JSON can hold.
         named = conversation.encode(errors="surrogatepass")
-        digest = hashlib.blake2b(named, digest_size=8).digest()
-        step = int.from_bytes(digest, "big") % _STEPS
+        step = int.from_bytes(hashlib.blake2b(named, digest_size=8).digest()) % _STEPS
         return "kappa" if step < self.percent / 100 * _STEPS else "ray"
 
 
@@ -83,32 +71,30 @@ class ShadowDecision:
     """What ours would have done with a request that Ray's router steered; real seconds.
 
     chosen_node, predicted_ttft_s: ours. ray_node, ray_predicted_ttft_s: what became of it, priced
-    by the same forecast at the same moment; empty and None where that is not known.
+    by the same forecast at the same moment.
     """
 
     chosen_worker: str
     chosen_node: str
     reason: str
     predicted_ttft_s: float
-    ray_worker: str = ""
-    ray_node: str = ""
-    ray_predicted_ttft_s: float | None = None
+    ray_worker: str
+    ray_node: str
+    ray_predicted_ttft_s: float
 
     @property
-    def agreed(self) -> bool | None:
-        """Whether both chose the same worker; None if Ray's choice is not known."""
-        return self.chosen_worker == self.ray_worker if self.ray_worker else None
+    def agreed(self) -> bool:
+        """Whether both chose the same worker."""
+        return self.chosen_worker == self.ray_worker
+
+    @property
+    def saving_s(self) -> float:
+        """Predicted TTFT that ours would have saved."""
+        return self.ray_predicted_ttft_s - self.predicted_ttft_s
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, with what follows from it."""
         return {**asdict(self), "agreed": self.agreed, "saving_s": self.saving_s}
-
-    @property
-    def saving_s(self) -> float | None:
-        """Predicted TTFT that ours would have saved."""
-        if self.ray_predicted_ttft_s is None:
-            return None
-        return self.ray_predicted_ttft_s - self.predicted_ttft_s
 
 
 def ray_choice(workers: Sequence[str], in_flight: Callable[[str], int], request_id: str) -> str:
@@ -116,17 +102,14 @@ def ray_choice(workers: Sequence[str], in_flight: Callable[[str], int], request_
     requests in flight.
 
     Over all workers of all pools, where Ray's own router sees those of one pool. The draw is made
-    from the request's id, so that it can be repeated.
-
-    Raises:
-        ValueError: no workers.
+    from the request's id, so that it can be repeated. ValueError without workers.
     """
     if not workers:
         raise ValueError("no workers to draw from")
     digest = hashlib.blake2b(request_id.encode(), digest_size=16, person=b"ray choice").digest()
-    first = int.from_bytes(digest[:8], "big") % len(workers)
+    first = int.from_bytes(digest[:8]) % len(workers)
     if len(workers) == 1:
         return workers[0]
-    second = int.from_bytes(digest[8:], "big") % (len(workers) - 1)
+    second = int.from_bytes(digest[8:]) % (len(workers) - 1)
     second += second >= first
     return min(workers[first], workers[second], key=in_flight)

@@ -131,7 +131,7 @@ class RequestPath:
         request.prepare()
         refuse_killer(live, request)
         self._take_place(live, request.request_id, request.tenant)
-        if not self._rollout.asks:
+        if not self._rollout.decides:
             return await self._by_ray(live, request)
         # An ingress that has only just begun may be asked before it knows of any worker.
         await live.members.first_joined(_FIRST_WORKER_S)
@@ -157,7 +157,7 @@ class RequestPath:
         """One of `max_queue` places, held until the request ends; ApiError 429 if it gets none."""
         here = len(self._places)
         # Workers report as others' what Ray's router sent them for us: nothing is reserved then.
-        ours = min(live.router.reservations, here) if self._rollout.asks else here
+        ours = min(live.router.reservations, here) if self._rollout.decides else here
         elsewhere = max(live.router.in_flight - ours, 0)
         if not self._places.take(holder, tenant, elsewhere):
             raise queue_full(self._limits.max_queue, live.retry_after_s())

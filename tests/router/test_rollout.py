@@ -8,12 +8,12 @@ from router.rollout import Rollout, ShadowDecision
 
 
 @pytest.mark.parametrize(
-    ("text", "asks", "rays_alone", "arm"),
-    [("ray", False, True, "ray"), ("shadow", True, True, "ray"), ("on", True, False, "kappa")],
+    ("text", "decides", "arm"),
+    [("ray", False, "ray"), ("shadow", True, "ray"), ("on", True, "kappa")],
 )
-def test_modes_without_a_share(text, asks, rays_alone, arm):
+def test_modes_without_a_share(text, decides, arm):
     rollout = Rollout.parse(text)
-    assert (rollout.asks, rollout.rays_alone) == (asks, rays_alone)
+    assert rollout.decides == decides
     assert {rollout.arm(str(i)) for i in range(50)} == {arm}
 
 
@@ -29,7 +29,7 @@ def test_anything_else_is_refused_with_what_is_allowed(text):
 @pytest.mark.parametrize("percent", [1, 5, 12.5, 50, 99])
 def test_a_canary_steers_about_its_share_of_the_conversations(percent):
     rollout = Rollout.parse(f"canary:{percent}")
-    assert rollout.asks and not rollout.rays_alone
+    assert rollout.decides
     n = 20_000
     steered = sum(rollout.arm(f"conversation {i}") == "kappa" for i in range(n))
     spread = 4 * (n * percent / 100 * (1 - percent / 100)) ** 0.5
@@ -44,11 +44,9 @@ def test_a_conversation_stays_in_its_arm_and_a_larger_canary_keeps_what_a_smalle
         assert large.arm(name) == "kappa"
 
 
-def test_a_shadow_tells_agreement_and_saving_only_once_rays_choice_is_known():
-    ours = ShadowDecision("w1", "c2c", "load", 1.0)
-    assert ours.agreed is None and ours.saving_s is None
-    told = ShadowDecision("w1", "c2c", "load", 1.0, "w2", "pcie", 3.5)
-    assert told.agreed is False and told.saving_s == 2.5
+def test_a_shadow_says_whether_both_agreed_and_what_ours_would_have_saved():
+    other = ShadowDecision("w1", "c2c", "load", 1.0, "w2", "pcie", 3.5)
+    assert other.agreed is False and other.saving_s == 2.5
     assert ShadowDecision("w1", "c2c", "load", 1.0, "w1", "c2c", 1.0).agreed is True
 
 
