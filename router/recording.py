@@ -7,9 +7,11 @@ and simulated wiring together. Pure: it makes and reads dictionaries, files are 
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from router.index.kv_events import (
 from router.router import Router, RouterConfig
 
 Entry = dict[str, Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 _EVENTS: dict[str, type] = {
     cls.__name__: cls for cls in (BlocksStored, BlocksRemoved, TierCleared, WorkerReset, WorkerGone)
@@ -33,10 +36,39 @@ _EVENTS: dict[str, type] = {
 _REQUEST_FIELDS = (
     "request_id", "max_tokens", "salt", "exclude", "retry", "handed_tokens", "prompt_tokens",
 )  # fmt: skip
+# Calls whose name in the log, by which recorded logs have them, is another.
+_LOGGED_AS = {"invalidate": "void"}
+
+
+def _noted(method: F) -> F:
+    """`method`, which writes each of its calls; a `route` with its decision, if there is one."""
+    call, signature = method.__name__, inspect.signature(method)
+
+    @functools.wraps(method)
+    def noted(self: RecordedRouter, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        del given["self"]
+        if "events" in given:
+            given["events"] = list(given["events"])
+        entry = {name: _FORMS[name][0](v) if name in _FORMS else v for name, v in given.items()}
+        entry = {"call": _LOGGED_AS.get(call, call), **entry}
+        if call == "route":
+            entry["decided"] = {}
+        try:
+            answer = method(self, **given)
+            if call == "route":
+                entry["decided"] = decided(answer)
+            return answer
+        finally:
+            self._write(entry)
+
+    return cast(F, noted)
 
 
 class RecordedRouter(Router):
-    """A `Router` that hands each call, as a JSON-ready entry, to `write` before it obeys.
+    """A `Router` that hands each call, as a JSON-ready entry, to `write`.
 
     `explain` is written because a look-up keeps a prefix in the index, `backlogs_s` because it
     moves the forecasts' clocks.
@@ -46,60 +78,24 @@ class RecordedRouter(Router):
         super().__init__(config)
         self._write = write
 
-    def _note(self, call: str, **arguments: Any) -> None:
-        self._write({"call": call, **arguments})
+    join = _noted(Router.join)
+    leave = _noted(Router.leave)
+    blocks = _noted(Router.blocks)
+    report = _noted(Router.report)
+    invalidate = _noted(Router.invalidate)
+    first_token = _noted(Router.first_token)
+    tokens = _noted(Router.tokens)
+    release = _noted(Router.release)
+    route = _noted(Router.route)
+    explain = _noted(Router.explain)
+    backlogs_s = _noted(Router.backlogs_s)
 
-    def join(self, announcement: Announcement, now_s: float) -> None:
-        self._note("join", now_s=now_s, announcement=announcement.to_dict())
-        super().join(announcement, now_s)
 
-    def leave(self, worker: str) -> list[str]:
-        self._note("leave", worker=worker)
-        return super().leave(worker)
-
-    def blocks(self, events: Iterable[KVEvent]) -> None:
-        events = list(events)
-        self._note("blocks", events=[_event_out(event) for event in events])
-        super().blocks(events)
-
-    def report(self, report: WorkerReport, now_s: float) -> None:
-        self._note("report", now_s=now_s, report=report.to_dict())
-        super().report(report, now_s)
-
-    def invalidate(self, worker: str, now_s: float) -> None:
-        self._note("void", now_s=now_s, worker=worker)
-        super().invalidate(worker, now_s)
-
-    def first_token(self, request_id: str, now_s: float) -> float | None:
-        self._note("first_token", now_s=now_s, request_id=request_id)
-        return super().first_token(request_id, now_s)
-
-    def tokens(self, request_id: str, count: int) -> None:
-        self._note("tokens", request_id=request_id, count=count)
-        super().tokens(request_id, count)
-
-    def release(self, request_id: str, now_s: float, *, complete: bool = True) -> bool:
-        self._note("release", now_s=now_s, request_id=request_id, complete=complete)
-        return super().release(request_id, now_s, complete=complete)
-
-    def route(self, request: RouteRequest, now_s: float) -> Decision:
-        """As `Router.route`, written with what it decided (no worker: an empty outcome)."""
-        entry = {"now_s": now_s, "request": _request_out(request)}
-        try:
-            decision = super().route(request, now_s)
-        except NoWorkerError:
-            self._note("route", **entry, decided={})
-            raise
-        self._note("route", **entry, decided=decided(decision))
-        return decision
-
-    def explain(self, request: RouteRequest, now_s: float) -> Decision:
-        self._note("explain", now_s=now_s, request=_request_out(request))
-        return super().explain(request, now_s)
-
-    def backlogs_s(self, now_s: float) -> dict[str, tuple[float, float]]:
-        self._note("backlogs_s", now_s=now_s)
-        return super().backlogs_s(now_s)
+_CALLS = {
+    _LOGGED_AS.get(name, name): name
+    for name, method in vars(RecordedRouter).items()
+    if hasattr(method, "__wrapped__")
+}
 
 
 def decided(decision: Decision) -> Entry:
@@ -115,39 +111,34 @@ def decided(decision: Decision) -> Entry:
 
 
 def replay(entries: Iterable[Mapping[str, Any]], router: Router) -> list[tuple[Any, Any]]:
-    """Feed a log to a fresh router; returns (decided then, decided now) for every `route`."""
+    """Feed a log to a fresh router; returns (decided then, decided now) for every `route`.
+
+    Raises:
+        ValueError: an entry names a call that no router has.
+    """
     pairs: list[tuple[Any, Any]] = []
     for entry in entries:
-        answer = _apply(entry, router)
-        if entry["call"] == "route":
-            pairs.append((entry["decided"], answer))
+        given = dict(entry)
+        call, then = given.pop("call"), given.pop("decided", None)
+        if call not in _CALLS:
+            raise ValueError(f"unknown call {call!r} in a router log")
+        given = {name: _FORMS[name][1](v) if name in _FORMS else v for name, v in given.items()}
+        try:
+            answer = getattr(router, _CALLS[call])(**given)
+        except NoWorkerError:
+            answer = None
+        if call == "route":
+            pairs.append((then, {} if answer is None else decided(answer)))
     return pairs
 
 
-def _apply(entry: Mapping[str, Any], router: Router) -> Any:
-    call = {"void": "invalidate"}.get(entry["call"], entry["call"])
-    if call not in _CALLS:
-        raise ValueError(f"unknown call {call!r} in a router log")
-    arguments = {
-        name: _READ[name](value) if name in _READ else value
-        for name, value in entry.items()
-        if name not in ("call", "decided")
-    }
-    try:
-        answer = getattr(router, call)(**arguments)
-    except NoWorkerError:
-        return {}
-    return decided(answer) if call == "route" else None
+# -- what is not JSON by itself, there and back ---------------------------------------------------
 
 
 def _request_out(request: RouteRequest) -> Entry:
-    tokens = request.token_ids
     fields = {name: getattr(request, name) for name in _REQUEST_FIELDS}
-    return {
-        **fields,
-        "token_ids": None if tokens is None else [int(t) for t in tokens],
-        "exclude": sorted(request.exclude),
-    }
+    tokens = None if request.token_ids is None else [int(t) for t in request.token_ids]
+    return {**fields, "token_ids": tokens, "exclude": sorted(request.exclude)}
 
 
 def _request_in(data: Mapping[str, Any]) -> RouteRequest:
@@ -186,14 +177,10 @@ def _hash_in(value: Any) -> Any:
     return bytes.fromhex(value["hex"]) if isinstance(value, dict) else value
 
 
-_CALLS = {
-    "join", "leave", "blocks", "report", "invalidate", "first_token", "tokens", "release", "route",
-    "explain", "backlogs_s",
-}  # fmt: skip
-# Entries name their call's parameters; these are not JSON by themselves.
-_READ: dict[str, Callable[[Any], Any]] = {
-    "announcement": Announcement.from_dict,
-    "report": WorkerReport.from_dict,
-    "events": lambda events: [_event_in(event) for event in events],
-    "request": _request_in,
+# By the parameter's name: how it is written, how it is read.
+_FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "announcement": (Announcement.to_dict, Announcement.from_dict),
+    "report": (WorkerReport.to_dict, WorkerReport.from_dict),
+    "events": (lambda all: [_event_out(e) for e in all], lambda all: [_event_in(e) for e in all]),
+    "request": (_request_out, _request_in),
 }
