@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from router.decision import Decision
@@ -58,11 +58,6 @@ class RequestTimeline:
     end: str = ""
     status: int = 0
 
-    @property
-    def first_token_s(self) -> float | None:
-        """When its first item came back from a worker."""
-        return self.attempts[-1].first_token_s if self.attempts else None
-
     def tokenized(self, prompt_tokens: int | None, now_s: float) -> None:
         """Its prompt was rendered; None if it could not be."""
         self.tokenized_s, self.prompt_tokens = now_s, prompt_tokens
@@ -108,7 +103,7 @@ class Span:
     name: str
     start_s: float
     end_s: float
-    parent: str = ""
+    parent: str = "ingress"
     derived: bool = False
     attributes: Mapping[str, Value] = field(default_factory=dict)
 
@@ -116,23 +111,15 @@ class Span:
     def seconds(self) -> float:
         return self.end_s - self.start_s
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {
-            "name": self.name, "start_s": self.start_s, "end_s": self.end_s,
-            "seconds": self.seconds, "parent": self.parent, "derived": self.derived,
-            "attributes": dict(self.attributes),
-        }  # fmt: skip
-
 
 class Telemetry:
     """The last requests' timelines, and with the live router's records their accounts.
 
-    `on_end` is handed each timeline that ended; it returns at once and raises nothing.
+    record_of: the live router's record of a request, None if it has none. `on_end` is handed each
+    timeline that ended; it returns at once and raises nothing.
     """
 
     def __init__(self, record_of: Callable[[str], DecisionRecord | None], kept: int = KEPT) -> None:
-        """`record_of`: the live router's record of a request, None if it has none."""
         self._record_of, self._kept = record_of, kept
         self.on_end: Callable[[RequestTimeline], None] | None = None
         self._timelines: OrderedDict[str, RequestTimeline] = OrderedDict()
@@ -174,37 +161,23 @@ class Telemetry:
         if timeline is None and record is None:
             return None
         outcome = record.to_dict() if record is not None else {"request_id": request_id}
-        return {**outcome, "timeline": None if timeline is None else self._to_dict(timeline)}
+        if timeline is None:
+            return {**outcome, "timeline": None}
+        over = timeline.ended_s is not None
+        spans = spans_of(timeline, self.engine_share(request_id)) if over else []
+        shown = ("received_s", "ended_s", "status", "end", "prompt_tokens")
+        moments = {name: getattr(timeline, name) for name in shown}
+        moments["spans"] = [{**asdict(span), "seconds": span.seconds} for span in spans]
+        return {**outcome, "timeline": moments}
 
     def engine_share(self, request_id: str) -> EngineShare | None:
         """What a request's worker reports it spent; None if it has not yet."""
         record = self._record_of(request_id)
         if record is None or record.spent is None:
             return None
-        tokens = record.admitted
-        return EngineShare(
-            record.spent.load_s,
-            record.spent.compute_s,
-            tokens.device_tokens if tokens else 0,
-            tokens.host_tokens if tokens else 0,
-            tokens.new_tokens if tokens else 0,
-            record.ttft_s,
-        )
-
-    def _to_dict(self, timeline: RequestTimeline) -> dict[str, Any]:
-        over = timeline.ended_s is not None
-        spans = spans_of(timeline, self.engine_share(timeline.request_id)) if over else []
-        return {
-            "received_s": timeline.received_s,
-            "ended_s": timeline.ended_s,
-            "status": timeline.status,
-            "end": timeline.end,
-            "prompt_tokens": timeline.prompt_tokens,
-            "spans": [span.to_dict() for span in spans],
-        }
-
-
-# -- from moments to spans --------------------------------------------------------------------
+        spent, found = record.spent, record.admitted
+        tokens = (found.device_tokens, found.host_tokens, found.new_tokens) if found else (0, 0, 0)
+        return EngineShare(spent.load_s, spent.compute_s, *tokens, record.ttft_s)
 
 
 def spans_of(timeline: RequestTimeline, engine: EngineShare | None = None) -> list[Span]:
@@ -220,50 +193,43 @@ def spans_of(timeline: RequestTimeline, engine: EngineShare | None = None) -> li
         "kappa.request_id": t.request_id, "kappa.tenant": t.tenant, "kappa.end": t.end,
         "http.response.status_code": t.status, "kappa.attempts": len(t.attempts),
     }  # fmt: skip
-    found = [Span("ingress", t.received_s, t.ended_s, attributes=about)]
+    found = [Span("ingress", t.received_s, t.ended_s, "", attributes=about)]
+
+    def add(name: str, start_s: float, end_s: float, attributes: Mapping[str, Value]) -> None:
+        found.append(Span(name, start_s, max(end_s, start_s), attributes=dict(attributes)))
+
     if t.tokenized_s is None:
         return found
-    tokens: dict[str, Value] = {} if t.prompt_tokens is None else {"tokens": t.prompt_tokens}
-    found.append(_span("tokenize", t.received_s, t.tokenized_s, tokens))
+    tokens = {} if t.prompt_tokens is None else {"tokens": t.prompt_tokens}
+    add("tokenize", t.received_s, t.tokenized_s, tokens)
     since_s = t.tokenized_s
     for i, attempt in enumerate(t.attempts):
         last = i + 1 == len(t.attempts)
         over_s = t.ended_s if last else t.attempts[i + 1].decided_s
-        found += _attempt_spans(attempt, since_s, over_s, engine if last else None)
+        where: dict[str, Value] = {
+            "kappa.node": attempt.node, "kappa.worker": attempt.worker,
+            "kappa.reason": attempt.reason,
+        }  # fmt: skip
+        # The next attempt's decision begins where this one was given up.
+        decided_s = min(attempt.decided_s, over_s)
+        add("decide", min(since_s, decided_s), decided_s, where)
         since_s = over_s
-    if t.attempts and t.first_token_s is not None:
-        found.append(_span("stream", _first_token_s(t.attempts[-1], engine), t.ended_s))
+        if attempt.sent_s is None:
+            continue
+        if attempt.first_token_s is None:
+            add("given_up", attempt.sent_s, over_s, where)
+            continue
+        first_token_s = attempt.first_token_s
+        if last and engine is not None and engine.ttft_s is not None:
+            # As the worker reported, at the latest with its first item.
+            reported_s = max(attempt.decided_s + engine.ttft_s, attempt.sent_s)
+            first_token_s = min(reported_s, first_token_s)
+        add("first_token", attempt.sent_s, first_token_s, where)
+        if last and engine is not None:
+            found += _engine_spans(attempt.sent_s, first_token_s, engine)
+        if last:
+            add("stream", first_token_s, t.ended_s, {})
     return found
-
-
-def _attempt_spans(
-    attempt: TimedAttempt, since_s: float, over_s: float, engine: EngineShare | None
-) -> list[Span]:
-    """Spans of one attempt: what was decided, and the wait for its first token."""
-    where: dict[str, Value] = {
-        "kappa.node": attempt.node, "kappa.worker": attempt.worker, "kappa.reason": attempt.reason
-    }  # fmt: skip
-    # The next attempt's decision begins where this one was given up.
-    decided_s = min(attempt.decided_s, over_s)
-    found = [_span("decide", min(since_s, decided_s), decided_s, where)]
-    if attempt.sent_s is None:
-        return found
-    if attempt.first_token_s is None:
-        return [*found, _span("given_up", attempt.sent_s, over_s, where)]
-    first_token_s = _first_token_s(attempt, engine)
-    found.append(_span("first_token", attempt.sent_s, first_token_s, where))
-    if engine is not None:
-        found += _engine_spans(attempt.sent_s, first_token_s, engine)
-    return found
-
-
-def _first_token_s(attempt: TimedAttempt, engine: EngineShare | None) -> float:
-    """When its first token came: as the worker reported, at the latest with its first item."""
-    assert attempt.first_token_s is not None
-    if engine is None or engine.ttft_s is None:
-        return attempt.first_token_s
-    reported_s = attempt.decided_s + engine.ttft_s
-    return min(max(reported_s, attempt.sent_s or reported_s), attempt.first_token_s)
 
 
 def _engine_spans(sent_s: float, first_token_s: float, engine: EngineShare) -> list[Span]:
@@ -275,19 +241,10 @@ def _engine_spans(sent_s: float, first_token_s: float, engine: EngineShare) -> l
     scale = min(wait_s / spent_s, 1.0) if spent_s > 0 else 1.0
     load_from_s = first_token_s - spent_s * scale
     prefill_from_s = first_token_s - engine.compute_s * scale
-    prefill_tokens = {"tokens": engine.new_tokens, "device_tokens": engine.device_tokens}
-
-    def span(name: str, start_s: float, end_s: float, tokens: Mapping[str, Value]) -> Span:
-        return Span(name, start_s, end_s, "first_token", True, tokens)
-
+    loaded = {"tokens": engine.cached_tokens}
+    computed = {"tokens": engine.new_tokens, "device_tokens": engine.device_tokens}
     return [
-        span("queue", sent_s, load_from_s, {}),
-        span("load", load_from_s, prefill_from_s, {"tokens": engine.cached_tokens}),
-        span("prefill", prefill_from_s, first_token_s, prefill_tokens),
+        Span("queue", sent_s, load_from_s, "first_token", True),
+        Span("load", load_from_s, prefill_from_s, "first_token", True, loaded),
+        Span("prefill", prefill_from_s, first_token_s, "first_token", True, computed),
     ]
-
-
-def _span(
-    name: str, start_s: float, end_s: float, attributes: Mapping[str, Value] | None = None
-) -> Span:
-    return Span(name, start_s, max(end_s, start_s), "ingress", False, dict(attributes or {}))

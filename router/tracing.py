@@ -24,14 +24,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kappa.logging import RateLimit
 from kappa.settings.routing import ObservingSettings
-from router.telemetry import EngineShare, RequestTimeline, Span, spans_of
+from router.telemetry import EngineShare, RequestTimeline, spans_of
 
 log = structlog.get_logger(__name__)
 
 _SETTLE_S = 1.0
-_QUEUED_SPANS = 8192
-_BATCH_SPANS = 512
-_BATCH_EVERY_MS = 1000
 _EXPORT_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 2.0
 _NS = 1_000_000_000
@@ -39,7 +36,11 @@ _ONCE_A_MINUTE = RateLimit()
 
 
 class Tracing:
-    """Turns timelines that ended into spans and sends them; call `close` at the end."""
+    """Turns timelines that ended into spans and sends them; call `close` at the end.
+
+    engine_share: what a request's worker spent, looked up `settle_s` after the request's end.
+    exporter: instead of the one that the settings name.
+    """
 
     def __init__(
         self,
@@ -48,9 +49,6 @@ class Tracing:
         exporter: SpanExporter | None = None,
         settle_s: float = _SETTLE_S,
     ) -> None:
-        """`engine_share`: what a request's worker spent, asked `settle_s` after its end.
-        `exporter`: instead of the one that the settings ask for.
-        """
         self._engine_share, self._settle_s = engine_share, settle_s
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(settings.trace_share)),
@@ -58,13 +56,14 @@ class Tracing:
             shutdown_on_exit=False,
         )
         self._exporter = exporter or _exporter(settings)
-        processor = BatchSpanProcessor(
-            self._exporter,
-            max_queue_size=_QUEUED_SPANS,
-            max_export_batch_size=_BATCH_SPANS,
-            schedule_delay_millis=_BATCH_EVERY_MS,
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                self._exporter,
+                max_queue_size=8192,
+                max_export_batch_size=512,
+                schedule_delay_millis=1000,
+            )
         )
-        self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("kappa-serve")
         self._later: set[asyncio.TimerHandle] = set()
 
@@ -98,29 +97,27 @@ class Tracing:
 
     def _export(self, timeline: RequestTimeline) -> None:
         try:
-            spans = spans_of(timeline, self._engine_share(timeline.request_id))
-            self._emit(timeline, spans)
+            self._emit(timeline)
         except Exception as error:
             # A trace is never worth a request.
             log.warning("spans_not_made", request_id=timeline.request_id, error=repr(error))
 
-    def _emit(self, timeline: RequestTimeline, spans: list[Span]) -> None:
+    def _emit(self, timeline: RequestTimeline) -> None:
         carrier = {"traceparent": timeline.traceparent} if timeline.traceparent else {}
         outside = TraceContextTextMapPropagator().extract(carrier)
         contexts: dict[str, Any] = {"": outside}
         opened = []
-        for span in spans:
-            attributes = {**span.attributes, **({"kappa.derived": True} if span.derived else {})}
+        for span in spans_of(timeline, self._engine_share(timeline.request_id)):
             made = self._tracer.start_span(
                 span.name,
                 context=contexts[span.parent],
                 kind=trace.SpanKind.INTERNAL if span.parent else trace.SpanKind.SERVER,
-                attributes=attributes,
+                attributes={**span.attributes, **({"kappa.derived": True} if span.derived else {})},
                 start_time=int(span.start_s * _NS),
             )
             contexts[span.name] = trace.set_span_in_context(made, outside)
             opened.append((made, span))
-        if timeline.status >= 500 and opened:
+        if timeline.status >= 500:
             opened[0][0].set_status(trace.StatusCode.ERROR, timeline.end)
         for made, span in reversed(opened):
             made.end(end_time=int(span.end_s * _NS))
@@ -128,37 +125,22 @@ class Tracing:
 
 def _exporter(settings: ObservingSettings) -> SpanExporter:
     """The exporter that the settings name; its complaints are thinned out."""
-    exporter = _made(settings)
-    # After the imports: a filter of a parent is not asked for the loggers below it.
-    for name in ("opentelemetry.exporter", "opentelemetry.sdk", "urllib3.connectionpool"):
-        for logger in _loggers_below(name):
-            logger.addFilter(_ONCE_A_MINUTE)
-    return exporter
-
-
-def _made(settings: ObservingSettings) -> SpanExporter:
-    assert settings.otlp_endpoint is not None
+    url = settings.otlp_endpoint
+    assert url is not None
+    exporter: SpanExporter
     if settings.otlp_protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
-            OTLPSpanExporter as GrpcExporter,
-        )
+        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc
 
-        insecure = settings.otlp_endpoint.startswith("http://")
-        return GrpcExporter(
-            endpoint=settings.otlp_endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S
-        )
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
-        OTLPSpanExporter as HttpExporter,
-    )
+        insecure = url.startswith("http://")
+        exporter = grpc.OTLPSpanExporter(url, insecure=insecure, timeout=_EXPORT_TIMEOUT_S)
+    else:
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
 
-    address = settings.otlp_endpoint.removesuffix("/v1/traces")
-    return HttpExporter(endpoint=f"{address}/v1/traces", timeout=_EXPORT_TIMEOUT_S)
-
-
-def _loggers_below(name: str) -> list[logging.Logger]:
-    """A logger and those that exist below it."""
-    found = [logging.getLogger(name)]
-    for below, logger in list(logging.Logger.manager.loggerDict.items()):
-        if below.startswith(f"{name}.") and isinstance(logger, logging.Logger):
-            found.append(logger)
-    return found
+        address = f"{url.removesuffix('/v1/traces')}/v1/traces"
+        exporter = http.OTLPSpanExporter(address, timeout=_EXPORT_TIMEOUT_S)
+    # After the imports, and on each logger: a filter of a parent is not consulted for those below.
+    noisy = ("opentelemetry.exporter", "opentelemetry.sdk", "urllib3.connectionpool")
+    for name in [*noisy, *logging.Logger.manager.loggerDict]:
+        if any(name == parent or name.startswith(f"{parent}.") for parent in noisy):
+            logging.getLogger(name).addFilter(_ONCE_A_MINUTE)
+    return exporter
