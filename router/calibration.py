@@ -47,10 +47,6 @@ class _Scale:
         return self._measured_s / self._announced_s
 
 
-def _samples() -> deque[float]:
-    return deque(maxlen=_KEPT_SAMPLES)
-
-
 @dataclass(slots=True)
 class Calibration:
     """Corrections of one worker's predictions, learnt from outcomes.
@@ -62,9 +58,9 @@ class Calibration:
     overhead_s: float = 0.0
     link_scale: float = 1.0
     compute_scale: float = 1.0
-    _overheads: deque[float] = field(default_factory=_samples)
+    _overheads: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_SAMPLES))
+    _computes: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_SAMPLES))
     _link: _Scale = field(default_factory=_Scale)
-    _computes: deque[float] = field(default_factory=_samples)
     _steps: _Scale = field(default_factory=_Scale)
 
     def outcome(self, compute_s: float, load_s: float, actual_s: float) -> None:
@@ -86,33 +82,26 @@ class Calibration:
         if len(self._overheads) >= _MIN_SAMPLES:
             self.overhead_s = statistics.median(self._overheads)
 
-    def link(self, measured_s: float, announced_s: float, bound: float = _BOUND) -> None:
-        """Learn the link from some loads: their seconds as measured, and as announced."""
-        self.link_scale = self._link.learn(measured_s, announced_s, bound)
-
-    def steps(self, measured_s: float, announced_s: float) -> None:
-        """Learn the gpu from the computing of some steps."""
-        self.compute_scale = self._steps.learn(measured_s, announced_s, _BOUND)
-
     def reports(self, announced: Announcement, before: WorkerReport, after: WorkerReport) -> bool:
         """Learn from what a worker did between two reports; whether there was anything to learn."""
         # Totals that fell belong to a worker that started anew.
         if after.steps_total < before.steps_total:
             return False
+        dilation, learnt = announced.node.dilation, False
         tokens = after.load_tokens_total - before.load_tokens_total
         loading_s = after.load_seconds_total - before.load_seconds_total
-        expected_s = (
-            after.computed_announced_seconds_total - before.computed_announced_seconds_total
-        )
-        computing_s = after.computed_seconds_total - before.computed_seconds_total
-        dilation, learnt = announced.node.dilation, False
         if tokens > 0 and loading_s > 0:
             # What is announced is the link; a server behind it is known by measuring only.
             bound = _BOUND if announced.tier != "lmcache" else _SERVER_BOUND
-            self.link(loading_s / dilation, tokens * load_token_s(announced) / dilation, bound)
+            expected_s = tokens * load_token_s(announced)
+            self.link_scale = self._link.learn(loading_s / dilation, expected_s / dilation, bound)
             learnt = True
-        if expected_s > 0 and computing_s > 0:
-            self.steps(computing_s / dilation, expected_s / dilation)
+        announced_s = after.computed_announced_seconds_total
+        announced_s -= before.computed_announced_seconds_total
+        computing_s = after.computed_seconds_total - before.computed_seconds_total
+        if announced_s > 0 and computing_s > 0:
+            learn = self._steps.learn
+            self.compute_scale = learn(computing_s / dilation, announced_s / dilation, _BOUND)
             learnt = True
         return learnt
 
