@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.commands.provenance import Json, command, machine
+from deploy.commands.console import Json, command, machine
 
 __all__ = [
     "Interval", "Json", "OutFile", "alternate", "append_line", "command", "finite", "machine",

@@ -5,7 +5,7 @@ endpoint does raises here: a failure becomes the record's kind of error. Little 
 as thousands of streams share one core; bodies are encoded before they are due. The headers of our
 own cluster are read where they are there.
 
-A piece of a stream may hold several server-sent events or a part of one. An event counts as output
+A chunk of a stream may hold several server-sent events or a part of one. An event counts as output
 if it carries text, or if it is a choice that neither announces the role nor ends the answer:
 engines send tokens without text, too (special tokens, halves of a character).
 """
@@ -30,6 +30,7 @@ from workload.replay import Prompt
 
 PROBE_S = 10.0
 """What a question about the endpoint itself may take."""
+NETWORK_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 _ERROR_BYTES = 4096
 _LONGEST_EVENT_BYTES = 4 << 20
 _CONNECT_S = 30.0
@@ -110,22 +111,22 @@ class Endpoint:
     `now_s`: seconds since the run began.
     """
 
+    _session: aiohttp.ClientSession
+
     def __init__(self, settings: EndpointSettings, now_s: Callable[[], float]) -> None:
         """Raises EndpointError for a URL that is none."""
         self.settings, self.now_s = settings, now_s
         self._url = base_url(settings.url)
-        self._headers = {
-            tenant: {"authorization": f"Bearer {key}"} for tenant, key in settings.keys.items()
-        }
-        self._session: aiohttp.ClientSession | None = None
+        self._headers = {tenant: bearer(key) for tenant, key in settings.keys.items()}
 
     async def __aenter__(self) -> Endpoint:
         timeout_s = self.settings.timeout_s
         trace = aiohttp.TraceConfig()
-        trace.on_request_headers_sent.append(self._sent)
-        connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=300, keepalive_timeout=_KEEPALIVE_S)
+        trace.on_request_headers_sent.append(self._note_sent)
         self._session = aiohttp.ClientSession(
-            connector=connector,
+            connector=aiohttp.TCPConnector(
+                limit=0, ttl_dns_cache=300, keepalive_timeout=_KEEPALIVE_S
+            ),
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, _CONNECT_S)),
             headers={"content-type": "application/json", "accept": "text/event-stream"},
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -135,8 +136,11 @@ class Endpoint:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
+
+    async def _note_sent(self, _: object, context: SimpleNamespace, __: object) -> None:
+        if context.trace_request_ctx is not None:
+            context.trace_request_ctx.sent_s = self.now_s()
 
     async def send(self, prepared: Prepared, record: RequestRecord) -> float | None:
         """Send one attempt and fill `record` with what came; returns the seconds of a
@@ -151,7 +155,7 @@ class Endpoint:
         record.status, record.error, record.error_detail = 0, "", ""
         _read_headers({}, record)
         try:
-            async with self._opened().post(
+            async with self._session.post(
                 self._url + prepared.path,
                 data=prepared.body,
                 headers=self._headers.get(record.tenant) or self._headers.get(""),
@@ -162,33 +166,39 @@ class Endpoint:
                 if response.status == 200:
                     await self._read(response, stream, times)
                 else:
-                    retry_after_s = _seconds(response.headers.get("retry-after"))
-                    await _refused(response, record)
+                    retry_after_s = _number(response.headers.get("retry-after"))
+                    record.error = _status_kind(response.status)
+                    record.error_detail = await _refusal(response)
         except StreamFault as fault:
             record.error, record.error_detail = fault.kind, fault.detail
         except asyncio.CancelledError:
             record.error, record.error_detail = "cancelled", "the run was stopped"
             raise
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        except (*NETWORK_ERRORS, ValueError) as error:
             record.error, record.error_detail = _kind(error, record.status), detail_of(error)
         finally:
             record.ended_s = self.now_s()
-            record.error_detail = self._plain(record.error_detail)
-            _note(record, stream, times)
+            for key in filter(None, self.settings.keys.values()):
+                # Some endpoints repeat the key that they refuse.
+                record.error_detail = record.error_detail.replace(key, "…")
+            record.error_detail = printable(record.error_detail)
+            record.first_token_s = times[0] if times else None
+            record.last_token_s = times[-1] if times else None
+            record.gaps_s = [round(b - a, 6) for a, b in pairwise(times)]
+            reported = stream.completion_tokens
+            record.generated_tokens = stream.outputs if reported is None else reported
+            record.prompt_tokens = stream.prompt_tokens
         return retry_after_s
 
     async def decisions(self, limit: int) -> bytes:
         """The last `limit` decisions of our cluster, as JSON; empty if it reports none."""
         headers = self._headers.get("") or next(iter(self._headers.values()), None)
+        url, timeout = f"{self._url}/v1/decisions", aiohttp.ClientTimeout(total=PROBE_S)
+        options: dict[str, Any] = {"params": {"limit": str(limit)}, "timeout": timeout}
         try:
-            async with self._opened().get(
-                f"{self._url}/v1/decisions",
-                params={"limit": str(limit)},
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=PROBE_S),
-            ) as response:
+            async with self._session.get(url, headers=headers, **options) as response:
                 return await response.read() if response.status == 200 else b""
-        except (aiohttp.ClientError, TimeoutError, OSError):
+        except NETWORK_ERRORS:
             return b""
 
     async def _read(
@@ -202,9 +212,9 @@ class Endpoint:
                 f"expected text/event-stream, got {response.content_type}: {head[:120]!r}",
             )
         read = response.content.readany
-        while piece := await read():
+        while chunk := await read():
             came_s = self.now_s()
-            outputs = stream.feed(piece)
+            outputs = stream.feed(chunk)
             if outputs:
                 times.extend([came_s] * outputs)
         times.extend([self.now_s()] * stream.end())
@@ -213,22 +223,10 @@ class Endpoint:
         if not stream.outputs:
             raise StreamFault("empty", "the stream ended without a token")
 
-    def _plain(self, detail: str) -> str:
-        """What an endpoint answered, fit to be kept: some repeat the key that they refuse."""
-        for key in filter(None, self.settings.keys.values()):
-            detail = detail.replace(key, "…")
-        return printable(detail)
 
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise RuntimeError("use Endpoint as a context manager")
-        return self._session
-
-    async def _sent(
-        self, session: aiohttp.ClientSession, context: SimpleNamespace, params: Any
-    ) -> None:
-        if context.trace_request_ctx is not None:
-            context.trace_request_ctx.sent_s = self.now_s()
+def bearer(key: str) -> dict[str, str]:
+    """The headers that carry a key, if there is one."""
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def base_url(url: str) -> str:
@@ -258,22 +256,21 @@ def _read_headers(headers: Mapping[str, str], record: RequestRecord) -> None:
     ours = headers if record.node else {}
     record.paced = ours.get("x-kappa-paced") == "true"
     record.reason = printable(ours.get("x-kappa-reason", ""))
-    record.ratio = _seconds(ours.get("x-kappa-ratio"))
-    record.crit = _seconds(ours.get("x-kappa-crit"))
-    predicted_ms = _seconds(ours.get("x-kappa-predicted-ttft-ms"))
+    record.ratio = _number(ours.get("x-kappa-ratio"))
+    record.crit = _number(ours.get("x-kappa-crit"))
+    predicted_ms = _number(ours.get("x-kappa-predicted-ttft-ms"))
     record.predicted_ttft_s = None if predicted_ms is None else predicted_ms / 1e3
 
 
-async def _refused(response: aiohttp.ClientResponse, record: RequestRecord) -> None:
-    """An answer other than 200: its kind, and its message."""
-    record.error = _status_kind(response.status)
+async def _refusal(response: aiohttp.ClientResponse) -> str:
+    """The message of an answer other than 200."""
     body = await response.content.read(_ERROR_BYTES)
     if not response.content.at_eof():
         response.close()
     try:
-        record.error_detail = error_message(msgspec.json.decode(body))
+        return error_message(msgspec.json.decode(body))
     except msgspec.DecodeError:
-        record.error_detail = error_message(body.decode("utf-8", "replace"))
+        return error_message(body.decode("utf-8", "replace"))
 
 
 def _status_kind(status: int) -> str:
@@ -296,8 +293,15 @@ def _kind(error: BaseException, status: int) -> str:
 
 def detail_of(error: BaseException) -> str:
     """An exception's message in one line."""
-    text = str(error) or type(error).__name__
-    return text.replace("\n", " ")[:300]
+    return error_message(str(error) or type(error).__name__)
+
+
+def error_message(error: Any) -> str:
+    """The message of OpenAI's error object, or any other, in one line."""
+    if isinstance(error, dict):
+        inner = error.get("error", error)
+        error = inner.get("message", inner) if isinstance(inner, dict) else inner
+    return str(error).replace("\n", " ")[:300]
 
 
 def printable(text: str) -> str:
@@ -307,17 +311,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _note(record: RequestRecord, stream: Stream, times: list[float]) -> None:
-    """Times and counts of what came, also if the stream broke."""
-    record.first_token_s = times[0] if times else None
-    record.last_token_s = times[-1] if times else None
-    record.gaps_s = [round(b - a, 6) for a, b in pairwise(times)]
-    reported = stream.completion_tokens
-    record.generated_tokens = stream.outputs if reported is None else reported
-    record.prompt_tokens = stream.prompt_tokens
-
-
-def _seconds(text: str | None) -> float | None:
+def _number(text: str | None) -> float | None:
     """A finite number of a header that is zero or above; None for anything else."""
     try:
         value = float(text) if text else math.nan
@@ -373,15 +367,15 @@ class Stream:
         self.completion_tokens: int | None = None
         self.finished = self.done = False
 
-    def feed(self, piece: bytes) -> int:
-        """Read on; returns how many events with output ended in this piece.
+    def feed(self, chunk: bytes) -> int:
+        """Read on; returns how many events with output ended in this chunk.
 
         Raises:
             StreamFault: an event that is no JSON of OpenAI's, an error of the endpoint, or
                 bytes without end that are no events.
         """
         before = self.outputs
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             self._line(line)
         if len(self._rest) > _LONGEST_EVENT_BYTES:
@@ -436,14 +430,6 @@ class Stream:
         # The only event of an answer of one token may have no text and end it.
         if has_text or (not announces and (not ends or not self.outputs)):
             self.outputs += 1
-
-
-def error_message(error: Any) -> str:
-    """The message of OpenAI's error object in one line."""
-    if isinstance(error, dict):
-        inner = error.get("error", error)
-        error = inner.get("message", inner) if isinstance(inner, dict) else inner
-    return str(error).replace("\n", " ")[:300]
 
 
 def _shown(data: bytes) -> str:

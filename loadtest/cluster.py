@@ -2,10 +2,7 @@
 
 Before: models, nodes, what options it takes. vLLM, SGLang and clusters of ours are recognised by
 what they report; an endpoint that is none of these gets plain OpenAI requests. Afterwards: what a
-cluster of ours predicted of each request and what became of that (`/v1/decisions`). It remembers a
-few thousand decisions, newest last; they are fetched while the run goes on, a few hundred at a
-time, so that neither side is busy with it for long, and once more at the end. What is not found any
-more is counted.
+cluster of ours predicted of each request and what became of that (`/v1/decisions`).
 """
 
 from __future__ import annotations
@@ -13,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from loadtest.client import PROBE_S, EndpointError, base_url, detail_of
+from loadtest.client import NETWORK_ERRORS, PROBE_S, EndpointError, base_url, bearer, detail_of
 from loadtest.journal import RequestDecision
 
 _EOS_OWNERS = ("vllm", "sglang")
@@ -27,7 +25,7 @@ _EOS_OWNERS = ("vllm", "sglang")
 _REMEMBERED = 4096
 _BATCH = 256
 _POLL_S = 1.0
-# Others may ask the same cluster; their decisions lie between ours.
+# Others may use the same cluster; their decisions lie between ours.
 _SLACK = 64
 _SETTLE_S = 0.5
 # Workers report about once a second; what they have not reported by then they never will.
@@ -50,26 +48,6 @@ class Surveyed:
     takes_ignore_eos: bool
 
 
-async def survey(url: str, key: str = "", timeout_s: float = PROBE_S) -> Surveyed:
-    """Ask an endpoint what it is, without generating anything.
-
-    Raises:
-        EndpointError: nobody answers, the key is refused, or it serves no model.
-    """
-    base = base_url(url)
-    headers = {"authorization": f"Bearer {key}"} if key else None
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-        cards = await _cards(session, base)
-        rows = (await _object_at(session, f"{base}/v1/nodes")).get("nodes")
-        is_ours = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-        nodes = tuple(rows or ()) if is_ours else ()
-        takes = bool(nodes) or any(card.owned_by in _EOS_OWNERS for card in cards)
-        takes = takes or "version" in await _object_at(session, f"{base}/version")
-    contexts = {c.id: c.max_model_len for c in cards if isinstance(c.max_model_len, int)}
-    return Surveyed(tuple(card.id for card in cards), contexts, nodes, takes)
-
-
 class _Card(msgspec.Struct):
     id: str
     owned_by: Any = None
@@ -80,6 +58,24 @@ class _Models(msgspec.Struct):
     data: list[_Card]
 
 
+async def survey(url: str, key: str = "", timeout_s: float = PROBE_S) -> Surveyed:
+    """Find out what an endpoint is, without generating anything.
+
+    Raises:
+        EndpointError: nobody answers, the key is refused, or it serves no model.
+    """
+    base, timeout = base_url(url), aiohttp.ClientTimeout(total=timeout_s)
+    async with aiohttp.ClientSession(headers=bearer(key), timeout=timeout) as session:
+        cards = await _cards(session, base)
+        rows = (await _object_at(session, f"{base}/v1/nodes")).get("nodes")
+        is_ours = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+        nodes = tuple(rows or ()) if is_ours else ()
+        takes = bool(nodes) or any(card.owned_by in _EOS_OWNERS for card in cards)
+        takes = takes or "version" in await _object_at(session, f"{base}/version")
+    contexts = {c.id: c.max_model_len for c in cards if isinstance(c.max_model_len, int)}
+    return Surveyed(tuple(card.id for card in cards), contexts, nodes, takes)
+
+
 async def _cards(session: aiohttp.ClientSession, base: str) -> list[_Card]:
     try:
         async with session.get(f"{base}/v1/models") as response:
@@ -87,7 +83,7 @@ async def _cards(session: aiohttp.ClientSession, base: str) -> list[_Card]:
                 hint = "; give its key with --key" if response.status in (401, 403) else ""
                 raise EndpointError(f"{base}/v1/models answers {response.status}{hint}")
             cards = msgspec.json.decode(await response.read(), type=_Models).data
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+    except NETWORK_ERRORS as error:
         raise EndpointError(f"nobody answers at {base}: {detail_of(error)}") from None
     except msgspec.DecodeError as error:
         raise EndpointError(f"{base}/v1/models is not OpenAI's list of models: {error}") from None
@@ -101,7 +97,7 @@ async def _object_at(session: aiohttp.ClientSession, url: str) -> dict[str, Any]
     try:
         async with session.get(url) as response:
             found = msgspec.json.decode(await response.read()) if response.status == 200 else {}
-    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+    except (*NETWORK_ERRORS, msgspec.DecodeError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -114,8 +110,12 @@ class _Answer(msgspec.Struct):
 
 
 class Decisions:
-    """Decisions still to be fetched. `fetch` gives the last so many as JSON; `write` keeps one. A
-    decision is waited for `patience_s` after its request has ended, and then kept as it is."""
+    """Decisions still to be fetched. `fetch` gives the last so many as JSON; `write` keeps one.
+
+    A cluster remembers a few thousand, newest last: they are fetched while the run goes on, a few
+    hundred at a time, so that neither side is busy with it for long. A decision is waited for
+    `patience_s` after its request has ended, and then kept as it is; what is not found is counted.
+    """
 
     def __init__(
         self,
@@ -148,12 +148,9 @@ class Decisions:
     async def follow(self) -> None:
         """Fetch while the run goes on, until cancelled."""
         while True:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._enough.wait(), _POLL_S)
-            except TimeoutError:
-                pass
-            else:
-                self._enough.clear()
+            self._enough.clear()
             if self._wanted:
                 await self.poll()
                 # Not more often than this, whatever is wanted.
@@ -168,20 +165,19 @@ class Decisions:
     async def poll(self) -> None:
         """Fetch once as many decisions as reach back to the oldest one wanted."""
         oldest = min(ticket for ticket, _ in self._wanted.values())
-        limit = min(self._made - oldest + 1 + _SLACK, _REMEMBERED)
-        answer = await self._fetch(limit)
-        try:
-            found = msgspec.json.decode(answer, type=_Answer).decisions if answer else []
-        except msgspec.DecodeError:
-            found = []
-        by_id = {decision.request_id: decision for decision in found}
+        answer = await self._fetch(min(self._made - oldest + 1 + _SLACK, _REMEMBERED))
+        found: dict[str, RequestDecision] = {}
+        with suppress(msgspec.DecodeError):
+            decisions = msgspec.json.decode(answer, type=_Answer).decisions
+            found = {decision.request_id: decision for decision in decisions}
         now_s = time.monotonic()
         for request_id, (ticket, until_s) in list(self._wanted.items()):
-            decision = by_id.get(request_id)
+            decision = found.get(request_id)
             is_last = now_s >= until_s or self._made - ticket >= _REMEMBERED
-            if decision is not None and (is_last or _is_complete(decision)):
-                predicted, actual = _figures(decision.predicted), _figures(decision.actual)
-                self._write(RequestDecision(request_id, predicted, actual))
+            if decision is not None and (is_last or is_complete(decision.actual)):
+                decision.predicted = _figures(decision.predicted)
+                decision.actual = _figures(decision.actual)
+                self._write(decision)
                 self.written += 1
             elif is_last:
                 self.lost += 1
@@ -190,14 +186,15 @@ class Decisions:
             del self._wanted[request_id]
 
 
+def is_complete(actual: dict[str, Any]) -> bool:
+    """Whether a request's worker has reported what became of its prompt."""
+    return all(actual.get(name, 0) is not None for name in _REPORTED_LAST)
+
+
 def _figures(found: dict[str, Any]) -> dict[str, Any]:
     """Numbers, and what is not known: a report counts with them."""
-    return {name: value for name, value in found.items() if value is None or _is_number(value)}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_complete(decision: RequestDecision) -> bool:
-    return all(decision.actual.get(name, 0) is not None for name in _REPORTED_LAST)
+    return {
+        name: value
+        for name, value in found.items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    }

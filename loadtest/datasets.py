@@ -1,6 +1,6 @@
 """Workloads as a command line names them: built in, in a file, or on the Hugging Face hub.
 
-`kappa workload` and `kappa replay` ask here. Only a name that begins with `hf:` goes to the
+Only a name that begins with `hf:` goes to the
 network, and only to fetch what is not in the hub's cache yet. A tokenizer, if one is given,
 measures texts; otherwise their lengths are guessed from their characters.
 """
@@ -98,7 +98,8 @@ def fetched(name: str) -> Path:
         cached = try_to_load_from_cache(repo, file, repo_type="dataset")
         if isinstance(cached, str):
             return Path(cached)
-        _require_reachable(endpoint)
+        # Fails at once where there is no network: the hub's client would try for half a minute.
+        httpx.head(endpoint, timeout=_REACH_TIMEOUT_S)
         return Path(hf_hub_download(repo, file, repo_type="dataset", endpoint=endpoint))
     except (HFValidationError, HfHubHTTPError) as error:
         first_line = str(error).strip().partition("\n")[0]
@@ -107,8 +108,3 @@ def fetched(name: str) -> Path:
         raise WorkloadError(
             f"{name}: cannot reach {endpoint} ({type(error).__name__}); {remedy}"
         ) from error
-
-
-def _require_reachable(endpoint: str) -> None:
-    """Fail at once where there is no network: the hub's client would try for half a minute."""
-    httpx.head(endpoint, timeout=_REACH_TIMEOUT_S)

@@ -1,8 +1,8 @@
 """Makes a load test's sessions and the prompts of their first requests ahead of their time.
 
-It works in one thread of its own, so that a long prompt does not keep the others from being sent;
-as much is made ahead as a bound on sessions and bytes allows. Later turns are made when the turn
-before has ended, in their pause. Called by the runner.
+One thread of its own makes them, so that a long prompt does not keep the others from being sent; as
+much is made ahead as a bound on sessions and bytes allows. Later turns are made when the turn
+before has ended, in their pause.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 
 from loadtest.client import Prepared
 from workload.replay import Prompt, ReplaySession, Request
@@ -25,14 +24,13 @@ _VISIT_S = 0.02
 # A shorter pause is not worth the way through the thread.
 _WORTH_A_THREAD_S = 0.05
 
-Prepare = Callable[[Prompt, int], Prepared]
-
 
 @dataclass(frozen=True, slots=True)
 class NotMade:
     """A prompt that could not be made, and why."""
 
     why: str
+    body: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +52,16 @@ class Feeder:
     def __init__(
         self,
         sessions: Iterator[ReplaySession],
-        prepare: Prepare,
+        prepare: Callable[[Prompt, int], Prepared],
         done: Mapping[str, int] | None = None,
     ) -> None:
         self._sessions, self._prepare, self._done = sessions, prepare, done or {}
         self._ready: deque[Fed] = deque()
-        # Each counted by one thread only: made by ours, taken by the event loop's.
-        self._made_bytes = self._taken_bytes = 0
+        self._ready_bytes = 0
         self._is_over = False
-        self._visit: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        self._visit: asyncio.Future[list[Fed]] | None = None
+        self._one_reader = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
 
     def __enter__(self) -> Feeder:
@@ -74,88 +73,69 @@ class Feeder:
 
     async def prime(self) -> None:
         """Make the first sessions, before the clock of the run starts."""
-        if self._visit is None and not self._ready and not self._is_over:
-            self._visit = self._start()
-            await asyncio.wait([self._visit])
+        async with self._one_reader:
+            await self._visited()
 
     async def next(self) -> Fed | None:
         """The next session, None after the last one.
 
         Raises what the iterator of sessions raised, after the sessions before it.
         """
-        while not self._ready:
-            if self._visit is None:
-                if self._is_over:
-                    return None
-                self._visit = self._start()
-            # Many may wait for one visit, and the first to wake forgets it, or begins another.
-            visit = self._visit
-            await asyncio.wait([visit])
+        async with self._one_reader:
+            while not self._ready and not (self._is_over and self._visit is None):
+                await self._visited()
             if not self._ready:
-                visit.result()
-            self._settle()
-        fed = self._ready.popleft()
-        self._taken_bytes += _size(fed.made)
-        self._settle()
-        if self._visit is None and not self._is_over and len(self._ready) < _SESSIONS_AHEAD // 2:
-            self._visit = self._start()
-        return fed
+                if self._error is not None:
+                    raise self._error
+                return None
+            fed = self._ready.popleft()
+            self._ready_bytes -= len(fed.made.body)
+            if self._visit is not None and self._visit.done():
+                await self._visited()
+            is_low = len(self._ready) < _SESSIONS_AHEAD // 2 and self._ready_bytes < _BYTES_AHEAD
+            if self._visit is None and is_low and not self._is_over:
+                self._visit = self._start()
+            return fed
 
     async def make(self, request: Request) -> Prepared | NotMade:
         if request.after_s < _WORTH_A_THREAD_S:
             return self._make(request)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, request)
 
-    def _start(self) -> asyncio.Future[None]:
+    def _start(self) -> asyncio.Future[list[Fed]]:
         return asyncio.get_running_loop().run_in_executor(self._thread, self._fill)
 
-    def _settle(self) -> None:
-        """Forget a visit that is over; one that failed stays, to be raised when nothing is left."""
-        visit = self._visit
-        if visit is not None and visit.done() and visit.exception() is None:
-            self._visit = None
+    async def _visited(self) -> None:
+        """Wait for the end of a visit, and take what it made."""
+        self._visit = self._visit or self._start()
+        await asyncio.wait([self._visit])  # which a cancellation leaves as it is
+        made = self._visit.result()
+        self._visit = None
+        self._ready.extend(made)
+        self._ready_bytes += sum(len(fed.made.body) for fed in made)
 
-    def _fill(self) -> None:
-        until_s = time.monotonic() + _VISIT_S
-        while (
-            len(self._ready) < _SESSIONS_AHEAD
-            and (not self._ready or self._made_bytes - self._taken_bytes < _BYTES_AHEAD)
-            and not self._is_over
-        ):
-            session = next(self._sessions, None)
+    def _fill(self) -> list[Fed]:
+        """One visit of the thread: at least one session, unless they are over."""
+        made: list[Fed] = []
+        made_bytes, until_s = 0, time.monotonic() + _VISIT_S
+        while not self._is_over and len(made) < _SESSIONS_AHEAD and made_bytes < _BYTES_AHEAD:
+            try:
+                session = next(self._sessions, None)
+            except Exception as error:
+                self._error, session = error, None
             if session is None:
                 self._is_over = True
-                return
+                break
             first = self._done.get(session.id, 0)
             if first < len(session.requests):
-                made = self._make(session.requests[first])
-                self._made_bytes += _size(made)
-                self._ready.append(Fed(session, first, made))
-            if time.monotonic() > until_s and self._ready:
-                return
+                made.append(Fed(session, first, self._make(session.requests[first])))
+                made_bytes += len(made[-1].made.body)
+            if made and time.monotonic() > until_s:
+                break
+        return made
 
     def _make(self, request: Request) -> Prepared | NotMade:
         try:
             return self._prepare(request.make_prompt(), request.output_tokens)
         except Exception as error:
             return NotMade(f"{type(error).__name__}: {error}"[:300])
-
-
-def _size(made: Prepared | NotMade) -> int:
-    return len(made.body) if isinstance(made, Prepared) else 0
-
-
-def bounded(
-    sessions: Iterator[ReplaySession], most_sessions: int | None, most_requests: int | None
-) -> Iterator[ReplaySession]:
-    """The first sessions, with so many requests in all; the last session may be cut short."""
-    left = most_requests
-    for session in islice(sessions, most_sessions):
-        if left is None:
-            yield session
-            continue
-        requests = session.requests[:left]
-        left -= len(requests)
-        yield replace(session, requests=requests)
-        if not left:
-            return

@@ -8,16 +8,14 @@ is left out: a run has no warm-up that is not measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import polars as pl
 from numpy.typing import ArrayLike
 
-from loadtest.explain import split, why_slow, why_slow_tokens
-from loadtest.journal import ERROR_KINDS, RequestRecord
+from loadtest.explain import why_slow, why_slow_tokens
+from loadtest.journal import ERROR_KINDS
 from loadtest.results import BASES, PARTS, TOKENS, Floats, Results
 
 _EXAMPLES = 3
@@ -25,19 +23,20 @@ _BINS, _FIRST_BIN_S = 240, 0.25
 _MOST_OWNERS = 512
 _OTHERS = "(all others)"
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+_SLOWEST, _SLOWEST_TOKENS = 25, 10
 
 
 def figures(found: Results) -> dict[str, Any]:
     """The figures of a run, ready for JSON; None where there is nothing to measure."""
-    table = found.table
-    done, sent = table.filter(pl.col("error") == ""), table.filter(pl.col("error") != "prompt")
+    table, c = found.table, pl.col
+    done, sent = table.filter(c.error == ""), table.filter(c.error != "prompt")
     duration_s = _span_s(sent["sent_s"], sent["ended_s"])
     due_s = 0.0 if found.is_closed else _span_s(table["scheduled_s"], table["scheduled_s"])
     window_s = due_s or duration_s
     output_tokens = int(done["generated_tokens"].sum())
-    prompt = pl.when(pl.col("prompt_tokens") > 0).then("prompt_tokens").otherwise("input_tokens")
+    prompt = pl.when(c.prompt_tokens > 0).then("prompt_tokens").otherwise("input_tokens")
     slo = _slo(found)
-    met = int(table["met"].sum())
+    by_class = table.with_columns(c.bound.fill_null(""))
     return {
         "requests": table.height,
         "sent": sent.height,
@@ -57,23 +56,24 @@ def figures(found: Results) -> dict[str, Any]:
         "tpot_s": spread(table["tpot_s"]),
         "e2e_s": spread(table["e2e_s"]),
         # Of retried requests only the last attempt's time is known, which the endpoint put off.
-        "late_s": spread(sent.filter(pl.col("attempt") == 0)["late_s"]),
-        "goodput_rps": None if slo["met"] is None else _per(met, window_s),
+        "late_s": spread(sent.filter(c.attempt == 0)["late_s"]),
+        "goodput_rps": None if slo["met"] is None else _per(int(table["met"].sum()), window_s),
         "slo": slo,
-        "errors": _errors(table.filter(pl.col("error") != "")),
+        "errors": _errors(table.filter(c.error != "")),
         "cached_tokens": _cached(table),
         "prediction": _prediction(done),
         **_fairness(table),
-        "reasons": _counts(table.filter(pl.col("reason") != "")["reason"]),
+        "reasons": _counts(table.filter(c.reason != "")["reason"]),
         "nodes": _owners(table, "node", "(not reported)"),
         "tenants": _owners(table, "tenant", "(none)"),
-        "classes": _owners(table.with_columns(pl.col("bound").fill_null("")), "bound",
-                           "(not reported)"),
-        "slowest": [_slow_row(record) for record in found.slowest],
-        "slowest_tokens": [_slow_tokens_row(record) for record in found.slowest_tokens],
+        "classes": _owners(by_class, "bound", "(not reported)"),
+        "slowest": [_slow_row(row) for row in _largest(table, "ttft_s", _SLOWEST)],
+        "slowest_tokens": [
+            _slow_tokens_row(row) for row in _largest(table, "tpot_s", _SLOWEST_TOKENS)
+        ],
         "paced_requests": int(table["paced"].sum()),
-        "timeline": timeline(table).to_dict(),
-    }  # fmt: skip
+        "timeline": timeline(table),
+    }
 
 
 def spread(values: pl.Series) -> dict[str, float | None]:
@@ -107,37 +107,34 @@ def _per(count: float, seconds: float) -> float | None:
 
 def _counts(values: pl.Series) -> dict[str, int]:
     """How often each occurs, the most frequent first; of equals the one that came first."""
-    names, counts = np.unique(values.to_numpy().astype(str), return_counts=True)
-    first = {name: place for place, name in reversed(list(enumerate(values.to_list())))}
-    pairs = zip(names.tolist(), counts.tolist(), strict=True)
-    return dict(sorted(pairs, key=lambda pair: (-pair[1], first[pair[0]])))
+    counts = values.alias("value").to_frame().group_by("value", maintain_order=True).len()
+    return dict(counts.sort("len", descending=True, maintain_order=True).iter_rows())
 
 
 def _slo(found: Results) -> dict[str, Any]:
     table, objective = found.table, found.objective
-    basis = _counts(table["basis"])
-    has_any = set(basis) - {"none"} != set()
-    not_judged = int(table["met"].null_count())
-    judged = max(table.height - not_judged, 1)
+    basis = set(table["basis"])
+    no_limit = int(table["met"].null_count())
+    limited = max(table.height - no_limit, 1)
     shares = {
-        name: int(table[name].sum()) / judged if has_any else None
+        name: int(table[name].sum()) / limited if basis - {"none"} else None
         for name in ("met", "ttft_met", "tpot_met")
     }
-    given = objective.has_limits
     named = ", ".join(name for name in BASES if name in basis and name != "none")
-    named = named or ("given" if given else "none")
-    met = shares["met"]
+    named = named or ("given" if objective.has_limits else "none")
+    meaning = objective.limits_text() if objective.has_limits else BASES[named.split(", ")[0]]
+    met, is_required = shares["met"], objective.is_required
     return {
         **shares,
         "ttft_limit_s_p50": spread(table["ttft_limit_s"])["p50"],
         "tpot_limit_s_p50": spread(table["tpot_limit_s"])["p50"],
         "basis": named,
-        "meaning": objective.limits_text() if given else BASES[named.split(", ")[0]],
-        "not_judged": not_judged,
-        "asked": objective.is_required,
+        "meaning": meaning,
+        "not_judged": no_limit,
+        "asked": is_required,
         "share": objective.share,
         # What nobody required can be met in part, but neither passed nor missed.
-        "passed": met >= objective.share if met is not None and objective.is_required else None,
+        "passed": met >= objective.share if met is not None and is_required else None,
     }
 
 
@@ -146,8 +143,7 @@ def _errors(failed: pl.DataFrame) -> dict[str, Any]:
     for kind, count in _counts(failed["error"]).items():
         details = failed.filter(pl.col("error") == kind)["error_detail"]
         examples = details.filter(details != "").unique(maintain_order=True).head(_EXAMPLES)
-        name = "http_NNN" if kind.startswith("http_") else kind
-        meaning = ERROR_KINDS.get(name, "")
+        meaning = ERROR_KINDS.get("http_NNN" if kind.startswith("http_") else kind, "")
         rows[kind] = {"count": count, "meaning": meaning, "examples": examples.to_list()}
     return rows
 
@@ -156,49 +152,48 @@ def _cached(table: pl.DataFrame) -> dict[str, Any]:
     """Expected with an unlimited cache, against what engines found, where they reported it."""
     reported = table.drop_nulls([f"actual_{name}" for name in TOKENS])
     device, host, computed = (int(reported[f"actual_{name}"].sum()) for name in TOKENS)
+    found = {"actual": device + host, "device": device, "host": host, "computed": computed}
     return {
         "expected": int(table["cached_tokens"].sum()),
         "told_requests": reported.height,
         "expected_where_told": int(reported["cached_tokens"].sum()),
-        "actual": device + host if reported.height else None,
-        "device": device if reported.height else None,
-        "host": host if reported.height else None,
-        "computed": computed if reported.height else None,
+        **(found if reported.height else dict.fromkeys(found)),
     }
 
 
 def _prediction(done: pl.DataFrame) -> dict[str, Any]:
     """|predicted - actual| / actual of TTFT, the actual one as client and as router saw it."""
+    c = pl.col
     known = done.drop_nulls(["predicted_ttft_s", "first_token_s"])
-    known = known.with_columns(client_s=pl.col("first_token_s") - pl.col("sent_s"))
-    client = known.filter(pl.col("client_s") > 0)
-    router = known.filter(pl.col("actual_ttft_s") > 0)
-    bias = (client["predicted_ttft_s"] - client["client_s"]) / client["client_s"]
-    off = (router["predicted_ttft_s"] - router["actual_ttft_s"]) / router["actual_ttft_s"]
+    known = known.with_columns(client_s=c.first_token_s - c.sent_s)
+    client = known.filter(c.client_s > 0).select(c.predicted_ttft_s / c.client_s - 1).to_series()
+    router = known.filter(c.actual_ttft_s > 0)
+    off = router.select(c.predicted_ttft_s / c.actual_ttft_s - 1).to_series()
     return {
-        "requests": client.height,
-        "client_error": spread(bias.abs()),
-        "client_bias_p50": spread(bias)["p50"],
-        "router_requests": router.height,
+        "requests": len(client),
+        "client_error": spread(client.abs()),
+        "client_bias_p50": spread(client)["p50"],
+        "router_requests": len(off),
         "router_error": spread(off.abs()),
     }
 
 
 def _fairness(table: pl.DataFrame) -> dict[str, Any]:
     """Jain's index over tenants: of how near to idle they ran, else of their token rates."""
-    done = _few_owners(table, "tenant").filter(pl.col("error") == "")
-    by_speed = jain(_means(done, pl.col("idle_ttft_s") / pl.col("ttft_s").clip(lower_bound=1e-9)))
-    if by_speed is not None:
-        return {"jain": by_speed, "jain_of": "idle TTFT over TTFT, mean by tenant"}
-    quick = done.filter(pl.col("e2e_s") > 0)
-    by_rate = jain(_means(quick, pl.col("generated_tokens") / pl.col("e2e_s")))
-    what = "output tokens per second of a request, mean by tenant"
-    return {"jain": by_rate, "jain_of": None if by_rate is None else what}
-
-
-def _means(done: pl.DataFrame, figure: pl.Expr) -> list[float]:
-    means = done.group_by("tenant", maintain_order=True).agg(figure.mean().alias("mean"))
-    return means["mean"].drop_nulls().to_list()
+    c = pl.col
+    done = _few_owners(table, "tenant").filter(c.error == "")
+    for what, figure in (
+        ("idle TTFT over TTFT, mean by tenant", c.idle_ttft_s / c.ttft_s.clip(1e-9)),
+        (
+            "output tokens per second of a request, mean by tenant",
+            pl.when(c.e2e_s > 0).then(c.generated_tokens / c.e2e_s),
+        ),
+    ):
+        means = done.group_by("tenant", maintain_order=True).agg(figure.mean().alias("mean"))
+        index = jain(means["mean"].drop_nulls().to_numpy())
+        if index is not None:
+            return {"jain": index, "jain_of": what}
+    return {"jain": None, "jain_of": None}
 
 
 def jain(values: ArrayLike) -> float | None:
@@ -242,9 +237,7 @@ def _owner(group: pl.DataFrame) -> dict[str, Any]:
         "requests": group.height,
         "completed": completed,
         "failed": group.height - completed,
-        "ttft_s": spread(group["ttft_s"]),
-        "tpot_s": spread(group["tpot_s"]),
-        "e2e_s": spread(group["e2e_s"]),
+        **{name: spread(group[name]) for name in ("ttft_s", "tpot_s", "e2e_s")},
         "met": group["met"].mean(),
         "kappa_p50": spread(group["ratio"])["p50"],
         "expected_cached_tokens": int(group["cached_tokens"].sum()),
@@ -255,104 +248,75 @@ def _owner(group: pl.DataFrame) -> dict[str, Any]:
 # -- the slowest ----------------------------------------------------------------------------------
 
 
-def _slow_row(record: RequestRecord) -> dict[str, Any]:
+def _largest(table: pl.DataFrame, column: str, most: int) -> list[dict[str, Any]]:
+    """The rows with the largest values, the worst first, of equals the first."""
+    known = table.drop_nulls(["ttft_s", column])
+    return known.sort(column, descending=True, maintain_order=True).head(most).to_dicts()
+
+
+def _slow_row(row: dict[str, Any]) -> dict[str, Any]:
     """One with a late first token: predicted and actual, split alike, and why."""
-    found = split(record)
-    predicted, actual = record.predicted or {}, record.actual or {}
+    parts = {name: row[f"actual_{name}"] for name in PARTS}
+    rest = {name: row[name] for name in ("ttft_s", "late_s", "way_s", "unknown_s")}
     return {
-        **_named(record),
-        "ttft_s": record.ttft_s,
-        "predicted": {
-            "ttft_s": record.predicted_ttft_s,
-            **{name: predicted.get(name) for name in PARTS},
-        },
-        "actual": asdict(found) if found else None,
-        "expected_cached_tokens": record.cached_tokens,
-        "actual_tokens": {name: actual.get(name) for name in TOKENS},
-        "why": why_slow(record),
+        **_named(row),
+        "ttft_s": row["ttft_s"],
+        "predicted": {name: row[f"predicted_{name}"] for name in ("ttft_s", *PARTS)},
+        "actual": {**rest, **parts, "source": row["split"]},
+        "expected_cached_tokens": row["cached_tokens"],
+        "actual_tokens": {name: row[f"actual_{name}"] for name in TOKENS},
+        "why": why_slow(row),
     }
 
 
-def _slow_tokens_row(record: RequestRecord) -> dict[str, Any]:
+def _slow_tokens_row(row: dict[str, Any]) -> dict[str, Any]:
     return {
-        **_named(record),
-        "tpot_s": record.tpot_s,
-        "longest_gap_s": max(record.gaps_s, default=None),
-        "why": why_slow_tokens(record),
+        **_named(row),
+        "tpot_s": row["tpot_s"],
+        "longest_gap_s": max(row["gaps_s"], default=None),
+        "why": why_slow_tokens(row),
     }
 
 
-def _named(record: RequestRecord) -> dict[str, Any]:
-    return {
-        "session": record.session,
-        "turn": record.turn,
-        "tenant": record.tenant,
-        "request_id": record.request_id,
-        "scheduled_s": record.scheduled_s,
-        "node": record.node,
-        "paced": record.paced,
-        "reason": record.reason,
-        "ratio": record.ratio,
-        "kappa_crit": record.crit,
-        "input_tokens": record.input_tokens,
-        "generated_tokens": record.generated_tokens,
-    }
+def _named(row: dict[str, Any]) -> dict[str, Any]:
+    names = (
+        "session", "turn", "tenant", "request_id", "scheduled_s", "node", "paced", "reason",
+        "ratio", "input_tokens", "generated_tokens",
+    )  # fmt: skip
+    return {**{name: row[name] for name in names}, "kappa_crit": row["crit"]}
 
 
-# -- for pictures ---------------------------------------------------------------------------------
+# -- over time ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RateTimeline:
-    """What happened in each of at most `_BINS` bins of `bin_s` seconds; `counts` by series.
+def timeline(table: pl.DataFrame) -> dict[str, Any]:
+    """What happened in each of at most `_BINS` bins of `bin_s` seconds, by series.
 
-    in_flight: requests sent and not yet ended, waiting: due and not yet sent; at the end of a bin.
+    One that was never sent was neither due nor ended. in_flight: sent and not yet ended; waiting:
+    due and not yet sent; at the end of a bin.
     """
-
-    bin_s: float
-    counts: Mapping[str, Floats]
-
-    def times_s(self) -> Floats:
-        """The middle of each bin."""
-        return (np.arange(len(self.counts["due"]), dtype=np.float64) + 0.5) * self.bin_s
-
-    def per_second(self, series: str) -> Floats:
-        return self.counts[series] / self.bin_s
-
-    def in_flight(self) -> Floats:
-        return np.cumsum(self.counts["sent"] - self.counts["ended"])
-
-    def waiting(self) -> Floats:
-        return np.maximum(np.cumsum(self.counts["due"] - self.counts["sent"]), 0.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "bin_s": self.bin_s,
-            **{name: counts.astype(int).tolist() for name, counts in self.counts.items()},
-            "in_flight": self.in_flight().astype(int).tolist(),
-        }
-
-
-def timeline(table: pl.DataFrame) -> RateTimeline:
-    """Requests and output tokens over time; one that was never sent was neither due nor ended."""
-    sent, done = table.filter(pl.col("error") != "prompt"), table.filter(pl.col("error") == "")
+    c = pl.col
+    sent, done = table.filter(c.error != "prompt"), table.filter(c.error == "")
     last_s = max([0.0, *table["scheduled_s"], *sent["sent_s"], *table["ended_s"]])
     bin_s = _FIRST_BIN_S
     while last_s >= bin_s * _BINS:
         bin_s *= 2
     bins = int(last_s / bin_s) + 1
 
-    def counted(times_s: pl.Series, weights: pl.Series | None = None) -> Floats:
+    def counted(times_s: pl.Series, weights: pl.Series | None = None) -> Any:
         places = (times_s.to_numpy().clip(min=0.0) / bin_s).astype(np.int64)
         by = None if weights is None else weights.to_numpy()
-        return np.bincount(places, weights=by, minlength=bins).astype(np.float64)
+        return np.bincount(places, weights=by, minlength=bins).astype(np.int64)
 
-    return RateTimeline(bin_s, {
+    counts = {
         "due": counted(sent["scheduled_s"]),
         "sent": counted(sent["sent_s"]),
         "ended": counted(sent["ended_s"]),
         "completed": counted(done["ended_s"]),
-        "failed": counted(table.filter(pl.col("error") != "")["ended_s"]),
-        "met": counted(table.filter(pl.col("met"))["ended_s"]),
+        "failed": counted(table.filter(c.error != "")["ended_s"]),
+        "met": counted(table.filter("met")["ended_s"]),
         "output_tokens": counted(done["ended_s"], done["generated_tokens"]),
-    })  # fmt: skip
+    }
+    counts["in_flight"] = np.cumsum(counts["sent"] - counts["ended"])
+    counts["waiting"] = np.maximum(np.cumsum(counts["due"] - counts["sent"]), 0)
+    return {"bin_s": bin_s, **{name: values.tolist() for name, values in counts.items()}}

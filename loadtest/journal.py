@@ -1,9 +1,8 @@
 """What a load test leaves on disk, written as it happens: records.jsonl, decisions.jsonl, run.json.
 
 Every ended request is one line, appended with one write: a run that is killed loses no line, at
-most the end of the last. `Journal.resume` drops that, and requests that were stopped, so that they
-are sent again and no other is. Decisions come later than the requests they belong to; they wait in
-a file of their own and are put into the records when the run ends, or when a report reads them.
+most the end of the last. What our cluster decided is reported later than the request ends, so it
+has a file of its own; whoever reads the records finds it on them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ERROR_KINDS: Mapping[str, str] = {
     "prompt": "the prompt could not be made; nothing was sent",
     "cancelled": "the run was stopped before the answer ended",
 }
-"""Kinds of errors that `Record.error` may hold besides the empty string, and what they mean."""
+"""Kinds of errors that `RequestRecord.error` may hold besides the empty string."""
 
 
 class JournalError(ValueError):
@@ -94,23 +93,6 @@ class RequestRecord(msgspec.Struct, forbid_unknown_fields=True):
     predicted: dict[str, Any] | None = None
     actual: dict[str, Any] | None = None
 
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.session, self.turn
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Seconds from when it was due to its first chunk with output; None without one."""
-        return None if self.first_token_s is None else self.first_token_s - self.scheduled_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Seconds per later token, by tokens and not by chunks; None for one token or none."""
-        later = self.generated_tokens - 1
-        if self.first_token_s is None or self.last_token_s is None or later < 1:
-            return None
-        return (self.last_token_s - self.first_token_s) / later
-
 
 class RequestDecision(msgspec.Struct):
     """What our cluster predicted of a request, and what became of that (`GET /v1/decisions`)."""
@@ -134,8 +116,7 @@ class Journal:
         self.folder, self.run = folder, run
         self.done: dict[str, int] = {}
         self.elapsed_s = 0.0
-        self._records = _appending(folder / RECORDS)
-        self._decisions = -1
+        self._files: dict[str, int] = {}
 
     @classmethod
     def create(cls, folder: Path, run: dict[str, Any]) -> Journal:
@@ -156,38 +137,50 @@ class Journal:
 
     @classmethod
     def resume(cls, folder: Path, options: Mapping[str, Any]) -> Journal:
-        """Go on with the run in `folder`.
+        """Go on with the run in `folder`, without half a line and requests that were stopped.
 
         Raises:
             JournalError: there is none, it is damaged, or its options were others.
         """
-        run = read_run(folder)
-        _require_same(folder, run.get(OPTIONS) or {}, options)
-        done: dict[str, int] = {}
-        elapsed_s = 0.0
-
-        def kept(record: RequestRecord) -> RequestRecord | None:
-            nonlocal elapsed_s
-            if record.error == "cancelled":
-                return None
-            done[record.session] = max(done.get(record.session, 0), record.turn + 1)
-            elapsed_s = max(elapsed_s, record.ended_s)
-            return record
-
+        journal = cls(folder, read_run(folder))
+        before = journal.run.get(OPTIONS) or {}
+        for name in sorted({*before, *options}):
+            if before.get(name) != options.get(name):
+                raise JournalError(
+                    f"{folder} is a run with {name} {before.get(name)!r}, not "
+                    f"{options.get(name)!r}: resume it with the same options, or begin another "
+                    "with --out"
+                )
+        part = folder / f".{RECORDS}.part"
         with file_errors(folder):
-            _rewrite(folder / RECORDS, kept)
-            _merge_decisions(folder)
-            journal = cls(folder, run)
-        journal.done, journal.elapsed_s = done, elapsed_s
+            with part.open("wb") as file:
+                for record in read_records(folder):
+                    if record.error == "cancelled":
+                        continue
+                    done = journal.done.get(record.session, 0)
+                    journal.done[record.session] = max(done, record.turn + 1)
+                    journal.elapsed_s = max(journal.elapsed_s, record.ended_s)
+                    file.write(msgspec.json.encode(record) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, folder / RECORDS)
+            (folder / DECISIONS).unlink(missing_ok=True)
         return journal
 
-    def write(self, record: RequestRecord) -> None:
-        _append(self._records, record)
-
-    def write_decision(self, decision: RequestDecision) -> None:
-        if self._decisions < 0:
-            self._decisions = _appending(self.folder / DECISIONS)
-        _append(self._decisions, decision)
+    def write(self, entry: RequestRecord | RequestDecision) -> None:
+        """Append with one write: a line is in the file or it is not. A full disk is an OSError."""
+        name = RECORDS if isinstance(entry, RequestRecord) else DECISIONS
+        if name not in self._files:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._files[name] = os.open(self.folder / name, flags, 0o644)
+        file, line = self._files[name], msgspec.json.encode(entry) + b"\n"
+        written = os.write(file, line)
+        if written < len(line):
+            # Half a line would spoil the next one, if there is one.
+            os.ftruncate(file, os.fstat(file).st_size - written)
+            raise OSError(
+                f"only {written} of {len(line)} bytes could be written: is the disk full?"
+            )
 
     def note(self, **facts: Any) -> None:
         """Put facts into run.json; a run that goes on later keeps them."""
@@ -195,12 +188,9 @@ class Journal:
         write_whole(self.folder / RUN, msgspec.json.format(msgspec.json.encode(self.run)) + b"\n")
 
     def close(self) -> None:
-        """Close the files and put the decisions into the records. Idempotent."""
-        for file in (self._records, self._decisions):
-            if file >= 0:
-                os.close(file)
-        self._records = self._decisions = -1
-        _merge_decisions(self.folder)
+        """Idempotent."""
+        while self._files:
+            os.close(self._files.popitem()[1])
 
 
 @contextmanager
@@ -232,52 +222,6 @@ def write_whole(path: Path, data: bytes) -> None:
     os.replace(new, path)
 
 
-def _require_same(folder: Path, before: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    for name in sorted({*before, *options}):
-        if before.get(name) != options.get(name):
-            raise JournalError(
-                f"{folder} is a run with {name} {before.get(name)!r}, not {options.get(name)!r}: "
-                "resume it with the same options, or begin another with --out"
-            )
-
-
-def _merge_decisions(folder: Path) -> None:
-    path = folder / DECISIONS
-    if path.exists():
-        with _joining(path) as join:
-            _rewrite(folder / RECORDS, join)
-        path.unlink()
-
-
-def _rewrite(path: Path, change: Callable[[RequestRecord], RequestRecord | None]) -> None:
-    """Pass every record through `change`, which leaves it out by None; all of it or nothing."""
-    if not path.exists():
-        return
-    new = path.with_suffix(".new")
-    with new.open("wb") as file:
-        for record in read_records(path):
-            changed = change(record)
-            if changed is not None:
-                file.write(msgspec.json.encode(changed) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
-
-
-def _appending(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-
-def _append(file: int, entry: RequestRecord | RequestDecision) -> None:
-    """One write each: a line is in the file or it is not. A disk that is full is an error."""
-    line = msgspec.json.encode(entry) + b"\n"
-    written = os.write(file, line)
-    if written < len(line):
-        # Half a line would spoil the next one, if there is one.
-        os.ftruncate(file, os.fstat(file).st_size - written)
-        raise OSError(f"only {written} of {len(line)} bytes could be written: is the disk full?")
-
-
 # -- reading --------------------------------------------------------------------------------------
 
 
@@ -288,32 +232,37 @@ def read_run(folder: Path) -> dict[str, Any]:
         JournalError: there is none, or it is damaged.
     """
     path = folder / RUN
+    if not path.exists():
+        raise JournalError(f"{folder} holds no run: there is no {RUN}")
     try:
         with file_errors(path):
-            if not path.exists():
-                raise JournalError(f"{folder} holds no run: there is no {RUN}")
-            run = msgspec.json.decode(path.read_bytes())
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.ValidationError as error:
+        raise JournalError(f"{path}: {error}") from None
     except msgspec.DecodeError as error:
         raise JournalError(f"{path}: not JSON: {error}") from None
-    if not isinstance(run, dict):
-        raise JournalError(f"{path}: expected an object, found {type(run).__name__}")
-    return run
 
 
-def read_records(path: Path) -> Iterator[RequestRecord]:
-    """The records of a journal, one at a time; a last line without its end is left out.
+def read_records(folder: Path) -> Iterator[RequestRecord]:
+    """A run's records, one at a time, with what was decided of each; none if there is no file.
+
+    A last line without its end is left out. Of several decisions of a request the last one counts;
+    they are looked up where they lie in their file: all of them are larger than memory should be.
 
     Raises:
         JournalError: a line that is no record, naming file and line; or no leave to read.
     """
-    for number, _, line in _lines(path):
-        yield _decoded(line, _record, f"{path}:{number}")
-
-
-def read_joined(folder: Path) -> Iterator[RequestRecord]:
-    """A run's records with the decisions on them; raises as `read_records`."""
-    with _joining(folder / DECISIONS) as join:
-        yield from map(join, read_records(folder / RECORDS))
+    decisions, places = folder / DECISIONS, {}
+    for place, line, where in _lines(decisions):
+        places[_decoded(line, _decision, where).request_id] = place
+    with decisions.open("rb") if places else nullcontext() as file:
+        for _, line, where in _lines(folder / RECORDS):
+            record = _decoded(line, _record, where)
+            if file is not None and record.request_id in places:
+                file.seek(places[record.request_id])
+                found = _decision(file.readline())
+                record.predicted, record.actual = found.predicted, found.actual
+            yield record
 
 
 def was_cut(folder: Path) -> bool:
@@ -340,38 +289,18 @@ _record = msgspec.json.Decoder(RequestRecord).decode
 _decision = msgspec.json.Decoder(RequestDecision).decode
 
 
-def _decoded(line: bytes, decode: Callable[[bytes], T], place: str) -> T:
+def _decoded(line: bytes, decode: Callable[[bytes], T], where: str) -> T:
     try:
         return decode(line)
     except (ValueError, TypeError) as error:
-        raise JournalError(f"{place}: not a record: {error}") from None
+        raise JournalError(f"{where}: not a record: {error}") from None
 
 
-@contextmanager
-def _joining(path: Path) -> Iterator[Callable[[RequestRecord], RequestRecord]]:
-    """A function that puts a request's decision into its record, looked up where it lies in the
-    file: many runs' decisions together are larger than memory should be. The last one counts."""
-    places: dict[str, int] = {}
-    for number, place, line in _lines(path):
-        places[_decoded(line, _decision, f"{path}:{number}").request_id] = place
-    with path.open("rb") if places else nullcontext() as file:
-
-        def join(record: RequestRecord) -> RequestRecord:
-            place = places.get(record.request_id) if record.request_id else None
-            if place is not None and file is not None:
-                file.seek(place)
-                decision = _decision(file.readline())
-                record.predicted, record.actual = decision.predicted, decision.actual
-            return record
-
-        yield join
-
-
-def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """(number, place, line) of each whole line; none if there is no file."""
-    place = 0
+def _lines(path: Path) -> Iterator[tuple[int, bytes, str]]:
+    """(offset, line, file and number) of each whole line."""
+    offset = 0
     with file_errors(path), path.open("rb") if path.exists() else nullcontext(()) as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):
-                yield number, place, line
-            place += len(line)
+                yield offset, line, f"{path}:{number}"
+            offset += len(line)

@@ -1,24 +1,26 @@
 """The options of a load test that two runs must share to be parts of one: what is sent, and how.
 
-They are checked before anything is sent, and kept in run.json, where a run that goes on finds them.
+`kappa replay` has them as they stand here; they are kept in run.json, where a run that goes on
+finds them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import numpy as np
+from typer import Argument, BadParameter, Option
 
 from loadtest.client import EndpointSettings, base_url
 from loadtest.cluster import Surveyed
 from loadtest.datasets import open_workload
-from loadtest.feeder import bounded
 from loadtest.runner import DEFAULT_IN_FLIGHT, RunSettings
 from workload.arrivals import ArrivalSpec, parse_arrivals
 from workload.replay import (
@@ -30,78 +32,91 @@ from workload.replay import (
 )
 from workload.shapes import Workload
 
-DEFAULT_ARRIVALS = "poisson:1"
-PROMPTS = ("auto", "ids", "text", "chat")
+Choice = Literal["auto", "on", "off"]
+Rates = Literal["sessions", "requests"]
+Prompts = Literal["auto", "ids", "text", "chat"]
 """How workloads of lengths are sent: token ids, words, or words in a chat of one message."""
-CHOICES = ("auto", "on", "off")
-RATES = ("sessions", "requests")
 
 
-def _is_factor(text: str) -> bool:
+def _factor(text: str) -> str:
     try:
-        return Fraction(text) > 0
+        if Fraction(text) > 0:
+            return text
     except (ValueError, ZeroDivisionError):
-        return False
+        pass
+    raise BadParameter(f"{text!r} is no factor such as 1/32 or 0.5")
 
 
-_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (("prompts",), PROMPTS.__contains__, ", ".join(PROMPTS)),
-    (("ignore_eos",), CHOICES.__contains__, ", ".join(CHOICES)),
-    (("rates",), RATES.__contains__, ", ".join(RATES)),
-    (
-        ("sessions", "requests", "closed", "max_output", "max_context", "max_turns", "in_flight",
-         "limit"),
-        lambda value: value >= 1, "1 or more",
-    ),
-    (("duration", "timeout"), lambda v: math.isfinite(v) and v > 0, "seconds, above zero"),
-    (("pause_factor", "retries"), lambda v: math.isfinite(v) and v >= 0, "zero or more"),
-    (("scale",), _is_factor, "a factor such as 1/32 or 0.5"),
-)  # fmt: skip
-"""(options, what their values must satisfy, what to give instead)."""
+def finite(value: float | None) -> float | None:
+    """An option's value, unless it is no number of seconds."""
+    if value is not None and not math.isfinite(value):
+        raise BadParameter(f"{value} is no number of seconds")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """A load test's options. None leaves out a bound; seconds and tokens as in `kappa replay`.
+    """A load test's options. None leaves out a bound.
 
     `digest` tells two versions of a workload's file apart.
     """
 
-    workload: str
-    url: str
-    model: str | None = None
-    arrivals: str = DEFAULT_ARRIVALS
-    closed: int | None = None
-    rates: str = "sessions"
-    sessions: int | None = None
-    requests: int | None = None
-    duration: float | None = None
-    seed: int = 0
-    prompts: str = "auto"
-    ignore_eos: str = "auto"
-    usage: bool = True
-    max_output: int | None = None
-    max_context: int | None = None
-    max_turns: int | None = None
-    pause_factor: float = 1.0
-    retries: int = 0
-    timeout: float = 300.0
-    in_flight: int = DEFAULT_IN_FLIGHT
-    tokenizer: str | None = None
-    scale: str = "1"
-    limit: int | None = None
+    workload: Annotated[
+        str | None, Argument(help="A built-in workload, a file of one, hf:OWNER/NAME.")
+    ] = None
+    url: Annotated[str | None, Option(help="The endpoint, with or without /v1.")] = None
+    model: Annotated[str | None, Option(help="Default: the first that it serves.")] = None
+    arrivals: Annotated[
+        str, Option(help="Sessions a second: poisson:5, gamma:5,cv=3, trace, ramp:1-9/60 …")
+    ] = "poisson:1"
+    closed: Annotated[
+        int | None, Option(min=1, help="So many sessions at a time, instead of arrivals.")
+    ] = None
+    rates: Annotated[Rates, Option(help="What rates count.")] = "sessions"
+    sessions: Annotated[int | None, Option(min=1, help="End after so many sessions.")] = None
+    requests: Annotated[int | None, Option(min=1, help="End after so many requests.")] = None
+    duration: Annotated[
+        float | None, Option(min=1e-9, callback=finite, help="Nothing is due after these s.")
+    ] = None
+    seed: Annotated[int, Option(help="Of arrivals, order and tokens.")] = 0
+    prompts: Annotated[Prompts, Option(help="For workloads of lengths.")] = "auto"
+    ignore_eos: Annotated[Choice, Option(help="Answers as long as requested, where it can be.")] = (
+        "auto"
+    )
+    usage: Annotated[bool, Option(help="Ask the endpoint for token counts.")] = True
+    max_output: Annotated[int | None, Option(min=1, help="Longest answer, in tokens.")] = None
+    max_context: Annotated[
+        int | None,
+        Option(min=1, help="Longest prompt and answer; default: as the endpoint says."),
+    ] = None
+    max_turns: Annotated[int | None, Option(min=1, help="Turns of a session, at most.")] = None
+    pause_factor: Annotated[
+        float, Option(min=0, callback=finite, help="Multiplies pauses between turns.")
+    ] = 1.0
+    retries: Annotated[int, Option(min=0, help="Further attempts after what may pass.")] = 0
+    timeout: Annotated[
+        float, Option(min=1e-9, callback=finite, help="Seconds for a whole answer.")
+    ] = 300.0
+    in_flight: Annotated[int, Option(min=1, help="Streams at once, at most.")] = DEFAULT_IN_FLIGHT
+    tokenizer: Annotated[
+        str | None, Option(help="Measures texts: a tokenizer.json, or a model's folder.")
+    ] = None
+    scale: Annotated[str, Option(callback=_factor, help="Every length times this, as 1/32.")] = "1"
+    limit: Annotated[int | None, Option(min=1, help="Read so many sessions of the file.")] = None
     digest: str = ""
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot be sent, with a ValueError that names the option."""
-        base_url(self.url)
+    def checked(self) -> LoadOptions:
+        """With the digest of the workload's file; ValueError for what is missing or no use."""
+        for name, given in (("WORKLOAD", self.workload), ("--url URL", self.url)):
+            if not given:
+                raise ValueError(f"give {name}")
+        base_url(str(self.url))
         self.spec()
-        for names, is_usable, remedy in _RULES:
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not is_usable(value):
-                    option = name.replace("_", "-")
-                    raise ValueError(f"--{option} is {value!r}: give {remedy}")
+        path, digest = Path(str(self.workload)), ""
+        if path.is_file():
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        return replace(self, digest=digest)
 
     def open(self) -> Workload:
         """The workload itself; reads its file.
@@ -110,7 +125,7 @@ class LoadOptions:
             ValueError: there is none, or it cannot be used; says file and line.
         """
         return open_workload(
-            self.workload,
+            str(self.workload),
             tokenizer=self.tokenizer,
             scale=Fraction(self.scale),
             # What engines share at the finest: chats then share what they really would.
@@ -128,7 +143,7 @@ class LoadOptions:
         """Where and how to send; `surveyed`: None if the endpoint did not answer."""
         takes = surveyed is not None and surveyed.takes_ignore_eos
         return EndpointSettings(
-            url=self.url,
+            url=str(self.url),
             model=self.model or "",
             keys=keys,
             timeout_s=self.timeout,
@@ -159,8 +174,10 @@ class LoadOptions:
         factor = 1.0 if self.rates == "sessions" else 1.0 / mean_turns(workload)
         reported = surveyed.contexts.get(self.model or "") if surveyed else None
         is_bounded = any(x is not None for x in (self.sessions, self.requests, self.duration))
+        # Engines that take vLLM's options take token ids, too.
+        takes_ids = surveyed is not None and surveyed.takes_ignore_eos
         options = ReplayOptions(
-            as_text=self._as_text(surveyed),
+            as_text=not takes_ids if self.prompts == "auto" else self.prompts != "ids",
             max_context_tokens=reported if self.max_context is None else self.max_context,
             max_output_tokens=self.max_output,
             max_turns=self.max_turns,
@@ -177,20 +194,18 @@ class LoadOptions:
         )
         return bounded(sessions, self.sessions, self.requests)
 
-    def _as_text(self, surveyed: Surveyed | None) -> bool:
-        """Whether prompts are words: engines that take vLLM's options take token ids, too."""
-        if self.prompts == "auto":
-            return surveyed is None or not surveyed.takes_ignore_eos
-        return self.prompts != "ids"
 
-
-NAMES = frozenset(f.name for f in fields(LoadOptions))
-
-
-def file_digest(workload: str) -> str:
-    """A digest of the workload's file, empty for one that is built in."""
-    path = Path(workload)
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+def bounded(
+    sessions: Iterator[ReplaySession], most_sessions: int | None, most_requests: int | None
+) -> Iterator[ReplaySession]:
+    """The first sessions, with so many requests in all; the last session may be cut short."""
+    left = most_requests
+    for session in islice(sessions, most_sessions):
+        if left is None:
+            yield session
+            continue
+        requests = session.requests[:left]
+        left -= len(requests)
+        yield replace(session, requests=requests)
+        if not left:
+            return

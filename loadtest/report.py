@@ -1,10 +1,9 @@
 """From a replay's folder to its report: `summary.json`, `records.parquet` and `report.html`.
 
-Reads `run.json` and `records.jsonl`, which a run writes as it goes, so a run that was stopped or
-killed has a report too, and so has one without a single request. The page has no script and needs
-no network: `page.html` lays out the summary, what was run and the pictures; jinja2 escapes what
-came from outside (names, errors, commands). Called by `kappa replay` at its end, and by
-`kappa replay --report FOLDER`.
+Reads what a run writes as it goes, so a run that was stopped or killed has a report too, and so has
+one without a single request. The page has no script and needs no network: `page.html` lays out the
+summary, what was run and the pictures; jinja2 escapes what came from outside (names, errors,
+commands). Called by `kappa replay` at its end, and by `kappa replay --report FOLDER`.
 """
 
 from __future__ import annotations
@@ -23,18 +22,19 @@ from loadtest.journal import (
     RUN,
     JournalError,
     file_errors,
-    read_joined,
+    read_records,
     read_run,
     was_cut,
     write_whole,
 )
-from loadtest.results import Results, objective_of, results_of
+from loadtest.results import PARTS, Results, objective_of, results_of
 
 SUMMARY, PARQUET, REPORT = "summary.json", "records.parquet", "report.html"
 
+Facts = Mapping[str, Any]
+
 _LATE_S = 0.1
 """A client that sends a hundredth of its requests later than this did not offer the load."""
-_PICTURES = ("cdf", "time", "rates", "nodes", "tenants", "ratio")
 _PARTS = {
     "late": "sent late", "queue": "queue", "load": "load", "compute": "compute",
     "way": "between client and router", "unknown": "not split",
@@ -44,57 +44,45 @@ _RUN_KEYS = (
 )  # fmt: skip
 
 
-def write_report(folder: Path) -> Path:
-    """Write the three files into `folder`; returns the path of the page.
+def write_report(folder: Path) -> dict[str, Any]:
+    """Write the three files into `folder`; returns the summary.
 
     Raises:
         JournalError: a file that cannot be read or written; names it, and the line.
     """
-    folder = Path(folder)
     run = read_run(folder)
     try:
         objective = objective_of(run)
     except (ValueError, TypeError) as error:
         raise JournalError(f"{folder / RUN}: {error}") from None
-    is_cut = was_cut(folder)
-    found = results_of(read_joined(folder), objective, is_closed=_is_closed(run))
+    is_cut, options = was_cut(folder), run.get(OPTIONS) or {}
+    # Sessions that came when others had ended have no rate of their own.
+    is_closed = options.get("closed") is not None
+    is_closed = is_closed or str(options.get("arrivals")).startswith("closed")
+    found = results_of(read_records(folder), objective, is_closed=is_closed)
     summary = figures(found)
-    note = " ".join(_notes(run, summary, is_cut))
-    target = folder / REPORT
+    summary |= {"note": " ".join(_notes(run, summary, is_cut)), "run": run}
     with file_errors(folder, "the report cannot be written: "):
         part = folder / f".{PARQUET}.part"
         found.table.write_parquet(part)
         part.replace(folder / PARQUET)
-        text = json.dumps({**summary, "note": note, "run": run}, indent=1, allow_nan=False)
+        text = json.dumps(summary, indent=1, allow_nan=False)
         write_whole(folder / SUMMARY, f"{text}\n".encode())
-        write_whole(target, _page(run, summary, pictures(found, summary), note).encode())
-    return target
+        write_whole(folder / REPORT, _page(summary, drawn(found, summary)).encode())
+    return summary
 
 
-def _is_closed(run: Mapping[str, Any]) -> bool:
-    """Whether sessions came when others had ended, so that arrivals have no rate of their own."""
-    options = run.get(OPTIONS) or {}
-    return options.get("closed") is not None or str(options.get("arrivals")).startswith("closed")
-
-
-def pictures(found: Results, summary: Mapping[str, Any]) -> dict[str, str]:
-    """Every picture of the report as SVG, by name; empty where there is nothing to show."""
+def drawn(found: Results, summary: Facts) -> dict[str, str]:
+    """The pictures of the report as SVG, by name."""
     if not summary["requests"]:
         return {}
     # Costs a second to load: only for those who draw.
-    from loadtest import plots
+    from loadtest.plots import pictures
 
-    return {
-        "cdf": plots.latency_cdfs(found.table),
-        "time": plots.ttft_over_time(found.table, summary["slo"]["ttft_limit_s_p50"]),
-        "rates": plots.rates_over_time(found.table),
-        "nodes": plots.ttft_by_owner(summary["nodes"], "node"),
-        "tenants": plots.ttft_by_owner(summary["tenants"], "tenant"),
-        "ratio": plots.ratio_by_node(found.table),
-    }
+    return pictures(found.table, summary)
 
 
-def _notes(run: Mapping[str, Any], summary: Mapping[str, Any], is_cut: bool) -> Iterator[str]:
+def _notes(run: Facts, summary: Facts, is_cut: bool) -> Iterator[str]:
     """What a reader must know before any figure."""
     if not summary["requests"]:
         yield "No request has ended yet: the journal is empty."
@@ -106,25 +94,21 @@ def _notes(run: Mapping[str, Any], summary: Mapping[str, Any], is_cut: bool) -> 
         yield "The journal's last line was cut off and is left out."
     held_back = (run.get("client") or {}).get("held_back")
     if held_back:
-        yield (
-            f"{held_back:,} requests were held back: the client had {run.get('max_streams')} "
-            "streams open, its limit."
-        )
+        limit = f"{run.get('max_streams')} streams open, its limit"
+        yield f"{held_back:,} requests were held back: the client had {limit}."
     slo = summary["slo"]
     if slo["met"] is not None and slo["not_judged"]:
-        yield (
-            f"{slo['not_judged']:,} requests have no objective: the endpoint reported too little "
-            "of them."
-        )
+        why = "the endpoint reported too little of them"
+        yield f"{slo['not_judged']:,} requests have no objective: {why}."
     late_s = summary["late_s"]["p99"]
     if late_s is not None and late_s > _LATE_S:
         yield (
             f"The client sent late: 1 % of the requests by {late_s:.2g} s or more. What the "
-            "endpoint was offered is not quite what was asked for."
+            "endpoint was offered is not quite what was requested."
         )
 
 
-def slowest_lines(summary: Mapping[str, Any], most: int = 5) -> Iterator[str]:
+def slowest_lines(summary: Facts, most: int = 5) -> Iterator[str]:
     """The slowest requests as plain lines, for a terminal."""
     for row in summary["slowest"][:most]:
         yield f"{row['ttft_s']:.2f} s  {row['session']}, turn {row['turn']}: {row['why']}"
@@ -133,41 +117,33 @@ def slowest_lines(summary: Mapping[str, Any], most: int = 5) -> Iterator[str]:
 # -- the page -------------------------------------------------------------------------------------
 
 
-def _page(
-    run: Mapping[str, Any], summary: Mapping[str, Any], drawn: Mapping[str, str], note: str
-) -> str:
+def _page(summary: Facts, svg: Mapping[str, str]) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    texts: dict[str, Callable[..., str]] = {
+        "seconds": _seconds, "percent": _percent, "number": _number, "count": _count,
+        "split": lambda row: " / ".join(_seconds(row[name]) for name in PARTS),
+    }  # fmt: skip
+    environment.filters.update(texts)
     headline, kind = _headline(summary)
-    return _template().render(
-        run={"workload": run.get("workload"), "url": run.get("url")},
+    names = ("cdf", "time", "rates", "nodes", "tenants", "ratio")
+    return environment.get_template("page.html").render(
+        run={"workload": summary["run"].get("workload"), "url": summary["run"].get("url")},
         summary=summary,
-        pictures={name: drawn.get(name) for name in _PICTURES},
-        note=note,
+        pictures={name: svg.get(name) for name in names},
+        note=summary["note"],
         headline=headline,
         kind=kind,
         cards=_cards(summary),
-        facts=list(_facts(run, summary)),
+        facts=list(_facts(summary)),
         findings=list(_findings(summary)),
         parts=_PARTS,
     )
 
 
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    texts: dict[str, Callable[..., str]] = {
-        "seconds": _seconds, "percent": _percent, "number": _number, "count": _count,
-        "split": _split,
-    }  # fmt: skip
-    environment.filters.update(texts)
-    return environment.get_template("page.html")
-
-
-def _headline(summary: Mapping[str, Any]) -> tuple[str, str]:
+def _headline(summary: Facts) -> tuple[str, str]:
     """What came of it, and whether that is good or bad (or nothing)."""
     slo, requests = summary["slo"], summary["requests"]
     if not requests:
@@ -178,29 +154,37 @@ def _headline(summary: Mapping[str, Any]) -> tuple[str, str]:
         return f"{requests:,} requests; {own_objective(slo)}", ""
     word, kind = ("met", "good") if slo["passed"] else ("missed", "bad")
     of = f"{_percent(slo['met'])} of {requests:,} requests within it"
-    return f"SLO {word}: {of}, {_percent(slo['share'])} asked", kind
+    return f"SLO {word}: {of}, {_percent(slo['share'])} required", kind
 
 
-def own_objective(slo: Mapping[str, Any]) -> str:
+def own_objective(slo: Facts) -> str:
     """How far an objective was met that nobody requested: the endpoint's own."""
     return f"{slo['basis']} objective: {_percent(slo['met'])} met"
 
 
-def _cards(summary: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _cards(summary: Facts) -> tuple[tuple[str, str], ...]:
+    def median_and_p99(key: str) -> str:
+        p50, p99 = (_seconds(summary[key][q]) for q in ("p50", "p99"))
+        return f"{p50.removesuffix(' s')} / {p99}"
+
+    def rate(key: str) -> str:
+        return "–" if summary[key] is None else f"{_number(summary[key])} req/s"
+
     return (
         ("requests", _count(summary["requests"])),
         ("failed", _count(summary["failed"])),
-        ("offered", _rate(summary["rate_rps"])),
-        ("goodput", _rate(summary["goodput_rps"])),
-        ("TTFT p50 / p99", _median_and_p99(summary["ttft_s"])),
-        ("inter-token p50 / p99", _median_and_p99(summary["itl_s"])),
-        ("end-to-end p50 / p99", _median_and_p99(summary["e2e_s"])),
+        ("offered", rate("rate_rps")),
+        ("goodput", rate("goodput_rps")),
+        ("TTFT p50 / p99", median_and_p99("ttft_s")),
+        ("inter-token p50 / p99", median_and_p99("itl_s")),
+        ("end-to-end p50 / p99", median_and_p99("e2e_s")),
         ("output tokens/s", _number(summary["output_tokens_per_s"])),
     )
 
 
-def _facts(run: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _facts(summary: Facts) -> Iterator[tuple[str, str]]:
     """What was run, by name."""
+    run = summary["run"]
     for key in _RUN_KEYS:
         value = run.get(key)
         if value is not None:
@@ -212,7 +196,7 @@ def _facts(run: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[tuple
         yield "paced", f"emulated: {names} spend time as the hardware they are paced as"
 
 
-def _findings(summary: Mapping[str, Any]) -> Iterator[str]:
+def _findings(summary: Facts) -> Iterator[str]:
     """Reuse, prediction and fairness, a sentence each."""
     cached, prediction = summary["cached_tokens"], summary["prediction"]
     expected = cached["expected_where_told"]
@@ -249,18 +233,6 @@ def _percent(value: float | None) -> str:
 
 def _seconds(value: float | None) -> str:
     return "–" if value is None else seconds(value)
-
-
-def _median_and_p99(spread: Mapping[str, float | None]) -> str:
-    return f"{_seconds(spread['p50']).removesuffix(' s')} / {_seconds(spread['p99'])}"
-
-
-def _split(row: Mapping[str, Any]) -> str:
-    return " / ".join(_seconds(row[name]) for name in ("queue_s", "load_s", "compute_s"))
-
-
-def _rate(value: float | None) -> str:
-    return "–" if value is None else f"{_number(value)} req/s"
 
 
 def _number(value: float | None) -> str:

@@ -1,20 +1,18 @@
-"""A load test's records as one table, each held against its objective, and the slowest in full.
+"""A load test's records as one table, each request held against its objective.
 
 What a request may take is found in one of three ways, tried in this order: limits that the user
 gave in seconds; the objective of `kappa.slo` on the endpoint's own nodes (`GET /v1/nodes` reports
 their profiles); five times the idle TTFT that the endpoint predicted for the request. An endpoint
 that reports nothing, without limits given, has no objective, and then there is no goodput.
 
-A request takes about 2 kB and 4 bytes a token (200,000 requests: a process of 520 MB).
-`loadtest.figures` makes the report's figures of the table.
+A request takes about 2 kB and 8 bytes a token. `loadtest.figures` makes the report's figures.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -35,7 +33,6 @@ from kappa.slo import (
     limits,
     median_node,
 )
-from loadtest.explain import split
 from loadtest.journal import RequestRecord
 
 Floats = NDArray[np.float64]
@@ -55,54 +52,140 @@ BASES: Mapping[str, str] = {
 
 PARTS = ("queue_s", "load_s", "compute_s")
 TOKENS = ("device_tokens", "cached_tokens", "new_tokens")
+_BATCH = 8192
 
-SCHEMA: dict[str, Any] = {
+# As recorded, and what the endpoint reported of each request.
+_RECORDED: dict[str, Any] = {
     "session": pl.String, "turn": pl.Int64, "tenant": pl.String, "attempt": pl.Int64,
     "scheduled_s": pl.Float64, "sent_s": pl.Float64, "first_token_s": pl.Float64,
     "last_token_s": pl.Float64, "ended_s": pl.Float64,
-    "ttft_s": pl.Float64, "tpot_s": pl.Float64, "e2e_s": pl.Float64, "late_s": pl.Float64,
     "input_tokens": pl.Int64, "output_tokens": pl.Int64, "generated_tokens": pl.Int64,
     "prompt_tokens": pl.Int64, "cached_tokens": pl.Int64, "new_tokens": pl.Int64,
-    "gaps_s": pl.List(pl.Float32),
-    "status": pl.Int64, "error": pl.String, "error_detail": pl.String,
-    "retried": pl.List(pl.String),
-    "request_id": pl.String, "node": pl.String, "paced": pl.Boolean, "reason": pl.String,
-    "ratio": pl.Float64, "crit": pl.Float64, "predicted_ttft_s": pl.Float64,
+    "gaps_s": pl.List(pl.Float64), "status": pl.Int64, "error": pl.String,
+    "error_detail": pl.String, "retried": pl.List(pl.String), "request_id": pl.String,
+    "node": pl.String, "paced": pl.Boolean, "reason": pl.String, "ratio": pl.Float64,
+    "crit": pl.Float64, "predicted_ttft_s": pl.Float64,
+}  # fmt: skip
+_REPORTED: dict[str, Any] = {
     **{f"predicted_{name}": pl.Float64 for name in PARTS},
     **{f"predicted_{name}": pl.Int64 for name in TOKENS},
     **{f"actual_{name}": pl.Float64 for name in (*PARTS, "ttft_s")},
     **{f"actual_{name}": pl.Int64 for name in TOKENS},
-    "split": pl.String, "bound": pl.String,
+}
+SCHEMA: dict[str, Any] = {
+    **_RECORDED, **_REPORTED,
+    "ttft_s": pl.Float64, "tpot_s": pl.Float64, "e2e_s": pl.Float64, "late_s": pl.Float64,
+    "way_s": pl.Float64, "unknown_s": pl.Float64, "split": pl.String, "bound": pl.String,
     "ttft_limit_s": pl.Float64, "tpot_limit_s": pl.Float64, "idle_ttft_s": pl.Float64,
     "basis": pl.String, "ttft_met": pl.Boolean, "tpot_met": pl.Boolean, "met": pl.Boolean,
 }  # fmt: skip
 """Columns of the table: a record's own, its seconds as one reads them, and its objective.
 
-ttft_s, tpot_s, e2e_s: null for a request that failed. predicted_*, actual_*: its TTFT split into
-queue, load and compute; split: where the actual one is from (`loadtest.explain`). bound:
+ttft_s, tpot_s, e2e_s: from when it was due; null for a request that failed. late_s, actual_queue_s,
+actual_load_s, actual_compute_s, way_s, unknown_s: the parts of its TTFT (`_split`). bound:
 `memory-bound` if its ratio is at or above the node's critical ratio, else `compute-bound`. met:
 null where there was no objective for it.
 """
 
-_BATCH = 8192
-_SLOWEST, _SLOWEST_TOKENS = 25, 10
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Results:
+    """A run's requests as a table.
+
+    is_closed: whether sessions came when others had ended; rates are then over the whole run.
+    """
+
+    table: pl.DataFrame
+    objective: Objective
+    is_closed: bool = False
+
+
+def results_of(
+    records: Iterable[RequestRecord], objective: Objective, *, is_closed: bool = False
+) -> Results:
+    """Read records, once, into a table."""
+    rest = iter(records)
+    pieces = [pl.DataFrame(schema=SCHEMA)]
+    while batch := list(islice(rest, _BATCH)):
+        # A journal is JSON, where 2.0 may be written as 2 and the other way round.
+        rows = pl.DataFrame(map(_row, batch), schema={**_RECORDED, **_REPORTED}, strict=False)
+        pieces.append(objective.evaluated(_split(_timed(rows))).select(list(SCHEMA)))
+    return Results(pl.concat(pieces), objective, is_closed)
+
+
+def _row(record: RequestRecord) -> dict[str, Any]:
+    row = {name: getattr(record, name) for name in _RECORDED}
+    for name in _REPORTED:
+        source, _, figure = name.partition("_")
+        row[name] = (getattr(record, source) or {}).get(figure)
+    return row
+
+
+def _timed(table: pl.DataFrame) -> pl.DataFrame:
+    """With the seconds that count: from when a request was due, of those that did not fail."""
+    c = pl.col
+    is_done, later_tokens = c.error == "", c.generated_tokens - 1
+    is_timed = is_done & c.first_token_s.is_not_null()
+    return table.with_columns(
+        ttft_s=pl.when(is_done).then(c.first_token_s - c.scheduled_s),
+        # By tokens and not by chunks; null for one token or none.
+        tpot_s=pl.when(is_timed & (later_tokens > 0)).then(
+            (c.last_token_s - c.first_token_s) / later_tokens
+        ),
+        e2e_s=pl.when(is_done).then(c.ended_s - c.scheduled_s),
+        late_s=(c.sent_s - c.scheduled_s).clip(0.0),
+        bound=pl.when(c.ratio.is_not_null() & c.crit.is_not_null()).then(
+            pl.when(c.ratio >= c.crit).then(pl.lit("memory-bound")).otherwise(
+                pl.lit("compute-bound"))),
+    )  # fmt: skip
+
+
+def _split(table: pl.DataFrame) -> pl.DataFrame:
+    """With the TTFT in parts: late, queue, load, compute, way (between client and router), unknown.
+
+    What the router saw is split as the endpoint reported it (`told`). If it reported only token
+    counts, load and compute are its predictions, scaled to the tokens that really were loaded and
+    computed, and the queue is what is left (`derived`). Else all of it is unknown (`none`).
+    """
+    c = pl.col
+    since_sent_s = (c.first_token_s - c.sent_s).clip(0.0)
+    seen_s = pl.min_horizontal(c.actual_ttft_s, since_sent_s)
+    has_token, is_seen = c.first_token_s.is_not_null(), c.actual_ttft_s.is_not_null()
+    actual = [c(f"actual_{part}") for part in PARTS]
+    is_told = has_token & is_seen & pl.all_horizontal(part.is_not_null() for part in actual)
+    load_s, compute_s = _scaled("load_s", "cached_tokens"), _scaled("compute_s", "new_tokens")
+    is_derived = has_token & is_seen & (load_s + compute_s).is_not_null()
+    # What was predicted for these tokens cannot have taken longer than all of it together.
+    excess = pl.when(seen_s > 0).then(((load_s + compute_s) / seen_s).clip(1.0)).otherwise(1.0)
+    load_s, compute_s = load_s / excess, compute_s / excess
+    queue_s = (seen_s - load_s - compute_s).clip(0.0)
+    derived = [pl.when(is_derived).then(part) for part in (queue_s, load_s, compute_s)]
+    parts = [pl.when(is_told).then(a).otherwise(d) for a, d in zip(actual, derived, strict=True)]
+    told_rest_s = (seen_s - actual[0] - actual[1] - actual[2]).clip(0.0)
+    return table.with_columns(
+        *(part.alias(f"actual_{name}") for part, name in zip(parts, PARTS, strict=True)),
+        way_s=pl.when(has_token & is_seen).then(since_sent_s - seen_s),
+        unknown_s=pl.when(is_told).then(told_rest_s).when(is_derived).then(0.0)
+        .when(is_seen).then(seen_s).otherwise(since_sent_s),
+        split=pl.when(is_told).then(pl.lit("told")).when(is_derived).then(pl.lit("derived"))
+        .when(has_token).then(pl.lit("none")),
+    )  # fmt: skip
+
+
+def _scaled(part: str, tokens: str) -> pl.Expr:
+    """The predicted seconds of a part for the tokens really taken; null where that is unknown."""
+    seconds, expected = pl.col(f"predicted_{part}"), pl.col(f"predicted_{tokens}")
+    real = pl.col(f"actual_{tokens}")
+    nothing = pl.when((expected == 0) & (real == 0) & seconds.is_not_null()).then(0.0)
+    return pl.when(expected > 0).then(seconds * real / expected).otherwise(nothing)
 
 
 # -- the objective --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Judged:
-    """Per request: limits (NaN or inf: none), seconds idle (NaN: unknown), one of `BASES`."""
-
-    limits: Limits
-    idle_ttft_s: Floats
-    basis: tuple[str, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """By what requests are judged.
+    """What requests are held against.
 
     ttft_s, tpot_s: limits given, in seconds; None leaves that one unlimited, or to the endpoint's
     own objective if both are None. share: of the requests that must meet it for the run to pass;
@@ -140,29 +223,54 @@ class Objective:
         later = "" if self.tpot_s is None else f"later tokens within {self.tpot_s:g} s each"
         return ", ".join(filter(None, (first, later)))
 
-    def judge(self, batch: Sequence[RequestRecord]) -> Judged:
-        count = len(batch)
-        idle_ttft, idle_tpot = self._idle(batch)
-        if self.has_limits:
-            given = (np.inf if limit is None else limit for limit in (self.ttft_s, self.tpot_s))
-            ttft, tpot = (np.full(count, limit) for limit in given)
-            return Judged(Limits(ttft, tpot), idle_ttft, ("given",) * count)
-        if self.speeds:
-            own = limits(idle_ttft, idle_tpot, self.dilation)
-            return Judged(own, idle_ttft, ("idle",) * count)
-        predicted = np.array([_predicted_idle_s(record) for record in batch], dtype=np.float64)
-        ttft = np.maximum(TTFT_FLOOR_S * self.dilation, TTFT_IDLE_FACTOR * predicted)
-        bases = tuple("none" if unknown else "predicted" for unknown in np.isnan(predicted))
-        return Judged(Limits(ttft, np.full(count, np.inf)), predicted, bases)
+    def evaluated(self, table: pl.DataFrame) -> pl.DataFrame:
+        """The table with each request's limits and whether it met them."""
+        found, idle_s, basis = self._limits(table)
+        ttft, tpot = table["ttft_s"].to_numpy(), table["tpot_s"].to_numpy()
+        answered, has_limit = ~np.isnan(ttft), ~np.isnan(found.ttft_s)
+        columns = {
+            "ttft_limit_s": _finite(found.ttft_s),
+            "tpot_limit_s": _finite(found.tpot_s),
+            "idle_ttft_s": _finite(idle_s),
+            "basis": np.where(has_limit, basis, "none").tolist(),
+            "ttft_met": ttft <= found.ttft_s,
+            "tpot_met": answered & has_limit & ~(tpot > found.tpot_s),
+            # What was answered met or missed a limit only if there was one; what failed missed.
+            "met": [
+                bool(met) if known else None
+                for met, known in zip(found.met(ttft, tpot), has_limit | ~answered, strict=True)
+            ],
+        }
+        return table.with_columns(
+            pl.Series(name, values, dtype=SCHEMA[name]) for name, values in columns.items()
+        )
 
-    def _idle(self, batch: Sequence[RequestRecord]) -> tuple[Floats, Floats]:
-        """Idle TTFT and TPOT on the median node, its reusable prefix in the host tier."""
-        if not self.speeds or not batch:
-            unknown = np.full(len(batch), np.nan)
+    def _limits(self, table: pl.DataFrame) -> tuple[Limits, Floats, str]:
+        """Limits of each request, NaN or inf for none; its seconds idle, NaN if unknown; basis."""
+        idle_ttft, idle_tpot = self._idle(table)
+        unlimited = np.full(table.height, np.inf)
+        if self.has_limits:
+            ttft, tpot = (unlimited if limit is None else np.full(table.height, limit)
+                          for limit in (self.ttft_s, self.tpot_s))  # fmt: skip
+            return Limits(ttft, tpot), idle_ttft, "given"
+        if self.speeds:
+            return limits(idle_ttft, idle_tpot, self.dilation), idle_ttft, "idle"
+        predicted = table["predicted_load_s"] + table["predicted_compute_s"]
+        idle = predicted.to_numpy().astype(np.float64)
+        ttft = np.maximum(TTFT_FLOOR_S * self.dilation, TTFT_IDLE_FACTOR * idle)
+        return Limits(ttft, unlimited), idle, "predicted"
+
+    def _idle(self, table: pl.DataFrame) -> tuple[Floats, Floats]:
+        """Idle TTFT and TPOT on the median node, the reusable prefix in its host tier."""
+        if not self.speeds:
+            unknown = np.full(table.height, np.nan)
             return unknown, unknown
-        prompt = np.array([r.prompt_tokens or r.input_tokens for r in batch], dtype=np.float64)
-        cached = np.minimum([r.cached_tokens for r in batch], np.maximum(prompt - 1, 0))
-        output = np.array([r.generated_tokens or r.output_tokens for r in batch], dtype=np.float64)
+        lengths = table.select(
+            _positive_or("prompt_tokens", "input_tokens"),
+            _positive_or("generated_tokens", "output_tokens"),
+        )
+        prompt, output = (column.to_numpy().astype(np.float64) for column in lengths)
+        cached = np.minimum(table["cached_tokens"].to_numpy(), np.maximum(prompt - 1, 0))
         kinds = list(dict.fromkeys(self.speeds))
         counts = [self.speeds.count(kind) for kind in kinds]
         ttft = [idle_ttft_s(kind, cached, prompt - cached) for kind in kinds]
@@ -170,10 +278,12 @@ class Objective:
         return median_node(ttft, counts), median_node(tpot, counts)
 
 
-def _predicted_idle_s(record: RequestRecord) -> float:
-    predicted = record.predicted or {}
-    load_s, compute_s = predicted.get("load_s"), predicted.get("compute_s")
-    return float("nan") if load_s is None or compute_s is None else float(load_s) + float(compute_s)
+def _positive_or(column: str, other: str) -> pl.Expr:
+    return pl.when(pl.col(column) > 0).then(column).otherwise(other).alias(column)
+
+
+def _finite(values: Floats) -> list[float | None]:
+    return [value if np.isfinite(value) else None for value in values.tolist()]
 
 
 def objective_of(run: Mapping[str, Any]) -> Objective:
@@ -187,21 +297,17 @@ def objective_of(run: Mapping[str, Any]) -> Objective:
     if unknown:
         raise ValueError(f"objective: unknown key {unknown[0]!r}; known: ttft_s, tpot_s, share")
     rows, share = run.get("nodes") or [], given.get("share")
+    profiles = (row.get("profile") for row in rows)
+    dilations = (profile.get("dilation") for profile in profiles if isinstance(profile, Mapping))
     return Objective(
         ttft_s=given.get("ttft_s"),
         tpot_s=given.get("tpot_s"),
         share=SHARE if share is None else float(share),
         speeds=_node_speeds(rows, str(run.get("model") or "")),
-        dilation=_dilation(rows),
+        # Of the node that is slowed down most.
+        dilation=max((float(d) for d in dilations if isinstance(d, int | float)), default=1.0),
         has_share=share is not None,
     )
-
-
-def _dilation(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Real seconds per emulated one, on the node that is slowed down most; 1 without nodes."""
-    profiles = (row.get("profile") for row in rows)
-    known = (profile.get("dilation") for profile in profiles if isinstance(profile, Mapping))
-    return max((float(value) for value in known if isinstance(value, int | float)), default=1.0)
 
 
 def _node_speeds(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[IdleSpeed, ...]:
@@ -220,88 +326,3 @@ def _node_speeds(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[IdleSpe
         load_token_s = kv_bytes_per_token(shape) / profile.h2d_bytes_per_s
         speeds.append(IdleSpeed(step_model(shape, profile), load_token_s, profile.load_fixed_s))
     return tuple(speeds)
-
-
-# -- the table ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Results:
-    """A run's requests as a table, and the slowest of them in full.
-
-    slowest: by first token; slowest_tokens: by later tokens; the worst first, of equals the first.
-    is_closed: whether sessions came when others had ended; rates are then over the whole run.
-    """
-
-    table: pl.DataFrame
-    objective: Objective
-    slowest: Sequence[RequestRecord]
-    slowest_tokens: Sequence[RequestRecord]
-    is_closed: bool = False
-
-
-def results_of(
-    records: Iterable[RequestRecord], objective: Objective, *, is_closed: bool = False
-) -> Results:
-    """Read records, once, into a table."""
-    rest = iter(records)
-    pieces = [pl.DataFrame(schema=SCHEMA)]
-    slowest: list[RequestRecord] = []
-    slowest_tokens: list[RequestRecord] = []
-    while batch := list(islice(rest, _BATCH)):
-        pieces.append(_piece(batch, objective))
-        done = [record for record in batch if not record.error and record.ttft_s is not None]
-        slowest = heapq.nlargest(_SLOWEST, chain(slowest, done), key=lambda r: r.ttft_s or 0.0)
-        later = (record for record in done if record.tpot_s is not None)
-        slowest_tokens = heapq.nlargest(
-            _SLOWEST_TOKENS, chain(slowest_tokens, later), key=lambda r: r.tpot_s or 0.0
-        )
-    return Results(pl.concat(pieces), objective, slowest, slowest_tokens, is_closed)
-
-
-def _piece(batch: list[RequestRecord], objective: Objective) -> pl.DataFrame:
-    rows = [_row(record) for record in batch]
-    found = objective.judge(batch)
-    ttft, tpot = (np.array([row[name] for row in rows], dtype=np.float64) for name in
-                  ("ttft_s", "tpot_s"))  # fmt: skip
-    answered, known = ~np.isnan(ttft), np.array([basis != "none" for basis in found.basis])
-    met = found.limits.met(ttft, tpot)
-    judged = {
-        "ttft_limit_s": _finite(found.limits.ttft_s),
-        "tpot_limit_s": _finite(found.limits.tpot_s),
-        "idle_ttft_s": _finite(found.idle_ttft_s),
-        "basis": list(found.basis),
-        "ttft_met": ttft <= found.limits.ttft_s,
-        "tpot_met": answered & known & ~(tpot > found.limits.tpot_s),
-        # What was answered has met or missed a limit only if there was one; what failed missed.
-        "met": [bool(is_met) if judge else None
-                for is_met, judge in zip(met, known | ~answered, strict=True)],
-    }  # fmt: skip
-    columns = [name for name in SCHEMA if name not in judged]
-    # A journal is JSON, where 2.0 may be written as 2 and the other way round.
-    piece = pl.DataFrame(rows, schema={name: SCHEMA[name] for name in columns}, strict=False)
-    return piece.with_columns(
-        pl.Series(name, values, dtype=SCHEMA[name], strict=False) for name, values in judged.items()
-    ).select(list(SCHEMA))
-
-
-def _row(record: RequestRecord) -> dict[str, Any]:
-    found = split(record)
-    predicted, actual = record.predicted or {}, record.actual or {}
-    row: dict[str, Any] = {n: getattr(record, n) for n in SCHEMA if hasattr(record, n)}
-    is_done = not record.error
-    row["ttft_s"] = record.ttft_s if is_done else None
-    row["tpot_s"] = record.tpot_s if is_done and record.ttft_s is not None else None
-    row["e2e_s"] = record.ended_s - record.scheduled_s if is_done else None
-    row["late_s"] = max(record.sent_s - record.scheduled_s, 0.0)
-    row |= {f"predicted_{name}": predicted.get(name) for name in (*PARTS, *TOKENS)}
-    row |= {f"actual_{name}": actual.get(name) for name in (*TOKENS, "ttft_s")}
-    row |= {f"actual_{name}": getattr(found, name, None) for name in PARTS}
-    row["split"] = found.source if found else None
-    if record.ratio is not None and record.crit is not None:
-        row["bound"] = "memory-bound" if record.ratio >= record.crit else "compute-bound"
-    return row
-
-
-def _finite(values: Floats) -> list[float | None]:
-    return [value if np.isfinite(value) else None for value in values.tolist()]

@@ -1,8 +1,7 @@
 """One load test from its first request to its last: endpoint, prompts, journal, decisions, stop.
 
 Ctrl-C, or SIGTERM, stops sending and gives streams a short time to end; a second one ends them now.
-Either way what was done is in the journal, from which the report is made. Called by `kappa replay`
-and by the measurement of the client itself.
+Either way what was done is in the journal, from which the report is made. Called by `kappa replay`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from loadtest.journal import Journal
 from loadtest.runner import Counts, Runner, RunSettings
 from workload.replay import ReplaySession
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # So many signals, and nothing is waited for any more.
 _IN_A_HURRY = 2
 # Files besides streams: the journal, the event loop's own, the interpreter's.
@@ -55,9 +53,7 @@ async def play(
     settings: RunSettings,
     sessions: Iterator[ReplaySession],
     journal: Journal,
-    *,
     counts: Counts,
-    on_ready: Callable[[Callable[[], float]], None] = lambda _: None,
 ) -> Played:
     """Send all sessions, less what the journal says was answered; records go to the journal.
 
@@ -66,34 +62,28 @@ async def play(
         sessions: in order of arrival.
         journal: open; its `elapsed_s` is where the clock of this part begins.
         counts: brought up to date as the run goes on.
-        on_ready: called with the run's clock just before the first request.
     """
     with quick_process(), Feeder(sessions, endpoint.prepare, journal.done) as feeder:
         begin_s = time.monotonic() - journal.elapsed_s
-
-        def now_s() -> float:
-            return time.monotonic() - begin_s
-
-        async with Endpoint(endpoint, now_s) as client:
+        async with Endpoint(endpoint, lambda: time.monotonic() - begin_s) as client:
             # Nothing is fetched from endpoints whose answers do not carry our headers.
-            decisions = Decisions(client.decisions, journal.write_decision)
+            decisions = Decisions(client.decisions, journal.write)
             runner = Runner(client, settings, journal.write, counts, decisions, journal.elapsed_s)
             signals: list[bool] = []
             stops: list[Callable[[], object]] = [runner.stop, lambda: signals.append(True)]
             with _stopping(stops):
                 await feeder.prime()
                 begin_s, cpu_s = time.monotonic() - journal.elapsed_s, time.process_time()
-                on_ready(now_s)
                 follow = asyncio.create_task(decisions.follow())
                 try:
                     await runner.run(feeder)
-                    was_stopped = bool(signals)
-                    elapsed_s = now_s() - journal.elapsed_s
-                    cpu_share = (time.process_time() - cpu_s) / max(elapsed_s, 1e-9)
                 finally:
                     follow.cancel()
                     with suppress(asyncio.CancelledError):
                         await follow
+                was_stopped = bool(signals)
+                elapsed_s = client.now_s() - journal.elapsed_s
+                cpu_share = (time.process_time() - cpu_s) / max(elapsed_s, 1e-9)
                 # The records are complete without: whoever is in a hurry need not wait.
                 if len(signals) < _IN_A_HURRY:
                     settling = asyncio.create_task(decisions.settle())
@@ -133,16 +123,11 @@ def quick_process() -> Iterator[None]:
 def _stopping(stops: list[Callable[[], object]]) -> Iterator[None]:
     """Call all of `stops` at a signal; the list may grow."""
     loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        for each in stops:
-            each()
-
     added = []
-    for number in _SIGNALS:
+    for number in (signal.SIGINT, signal.SIGTERM):
         # Only the main thread may handle signals; elsewhere its owner stops the run.
         with suppress(ValueError, RuntimeError, NotImplementedError):
-            loop.add_signal_handler(number, stop)
+            loop.add_signal_handler(number, lambda: [stop() for stop in stops])
             added.append(number)
     try:
         yield
@@ -162,16 +147,12 @@ def showing(counts: Counts, total: int | None, console: Console) -> Iterator[Non
     task = bar.add_task("", total=total)
 
     def drawn() -> RenderableType:
-        bar.update(task, completed=counts.ended, description=_state(counts))
+        failed = sum(counts.errors.copy().values())
+        parts = [f"{counts.ended:,} ended", f"{counts.in_flight:,} in flight"]
+        parts += [f"{counts.held_back:,} held back"] if counts.held_back else []
+        parts += [f"[red]{failed:,} failed[/red]"] if failed else []
+        bar.update(task, completed=counts.ended, description=", ".join(parts))
         return bar.get_renderable()
 
     with Live(get_renderable=drawn, console=console, transient=True):
         yield
-
-
-def _state(counts: Counts) -> str:
-    failed = sum(counts.errors.copy().values())
-    parts = [f"{counts.ended:,} ended", f"{counts.in_flight:,} in flight"]
-    parts += [f"{counts.held_back:,} held back"] if counts.held_back else []
-    parts += [f"[red]{failed:,} failed[/red]"] if failed else []
-    return ", ".join(parts)

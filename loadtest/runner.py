@@ -3,17 +3,16 @@
 Open loop: sessions begin at their arrivals. Closed loop: so many sessions at a time. In both, a
 later turn is due a pause after its predecessor has ended. Latency counts from when a request was
 due, so a client that is late hides nothing (coordinated omission). All streams live in one event
-loop; a bound on them holds requests back and says how often. Called by `kappa replay`.
+loop; a bound on them holds requests back and says how often.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,11 +22,15 @@ from loadtest.feeder import Fed, Feeder, NotMade
 from loadtest.journal import RequestRecord
 from workload.replay import Request
 
+T = TypeVar("T")
+
 DEFAULT_IN_FLIGHT = 16_384
 _LONGEST_RETRY_S = 60.0
 _FIRST_RETRY_S = 0.5
 # Timers of an event loop have a resolution of a millisecond: a shorter one would spin.
 _TICK_S = 0.001
+# Another attempt may do better.
+_MAY_PASS = ("connect", "timeout", "cut", "429", "503")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +71,13 @@ class Counts:
 
 
 class Runner:
-    """One run, or the rest of one. `write` is called with every record as its request ends.
+    """One run, or the rest of one.
 
     Args:
         endpoint: where to; open. Its clock is that of all records.
         settings: how.
-        write: what keeps records; if it raises, the run stops and raises the same.
+        write: called with every record as its request ends; if it raises, the run stops and
+            raises the same.
         counts: brought up to date as the run goes on.
         decisions: fetches what our cluster decided; None not to.
         begin_s: when this part of the run begins; sessions that came before are due then.
@@ -90,9 +94,9 @@ class Runner:
     ) -> None:
         self._endpoint, self._settings, self._write = endpoint, settings, write
         self._now_s, self.counts, self._decisions = endpoint.now_s, counts, decisions
+        self._begin_s = begin_s
         self._slots = asyncio.Semaphore(settings.in_flight)
         self._rng = np.random.default_rng(settings.seed)
-        self._begin_s = begin_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
@@ -108,12 +112,19 @@ class Runner:
         try:
             if self._settings.closed is None:
                 await self._open_loop(feeder)
-            else:
-                for _ in range(self._settings.closed):
-                    self._spawn(self._closed_loop(feeder))
-            await self._streams_ended()
+            for _ in range(self._settings.closed or 0):
+                self._spawn(self._closed_loop(feeder))
+            while self._tasks and not self.is_stopped:
+                self._changed.clear()
+                await self._changed.wait()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=self._settings.grace_s)
         finally:
-            await self._cancel_rest()
+            self.is_stopped = True
+            rest = list(self._tasks)
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
         if self._failure is not None:
             raise self._failure
 
@@ -122,13 +133,10 @@ class Runner:
 
         For the event loop's thread: a signal handler added to the loop, or a task.
         """
-        if self.is_stopped:
-            for task in self._tasks:
-                task.cancel()
+        for task in list(self._tasks if self.is_stopped else self._idle):
+            task.cancel()
         self.is_stopped = True
         self._changed.set()
-        for idle in list(self._idle):
-            idle.cancel()
 
     # -- when ---------------------------------------------------------------------------------
 
@@ -145,6 +153,14 @@ class Runner:
             if self._is_over(due_s):
                 return
             await self._session(fed, due_s, feeder)
+
+    async def _next(self, feeder: Feeder) -> Fed | None:
+        try:
+            return None if self.is_stopped else await self._unless_stopped(feeder.next())
+        except Exception as error:
+            # Like the end of the workload; what was begun goes on.
+            self._failure = self._failure or error
+            return None
 
     async def _session(self, fed: Fed, due_s: float, feeder: Feeder) -> None:
         """Send a session's requests in order, also after one that failed: what is offered does
@@ -165,44 +181,29 @@ class Runner:
             if not await self._request(requests[turn], due_s, made):
                 return
 
-    async def _next(self, feeder: Feeder) -> Fed | None:
-        if self.is_stopped:
-            return None
-        try:
-            with self._idling():
-                return await feeder.next()
-        except asyncio.CancelledError:
-            if not self.is_stopped:
-                raise
-        except Exception as error:
-            # Like the end of the workload; what was begun goes on.
-            self._failure = self._failure or error
-        return None
-
     async def _wait_until(self, due_s: float) -> bool:
         """Sleep until it is time; False if the run was stopped."""
-        while not self.is_stopped:
-            left_s = due_s - self._now_s()
-            if left_s <= 0:
-                return True
-            if not await self._unless_stopped(asyncio.sleep(max(left_s, _TICK_S))):
-                return False
-        return False
-
-    async def _unless_stopped(self, waiting: Awaitable[object]) -> bool:
-        """Wait, with nothing on its way; False if the run was stopped meanwhile."""
-        with self._idling():
-            try:
-                await waiting
-            except asyncio.CancelledError:
-                if not self.is_stopped:
-                    raise
-                return False
-        return True
+        while not self.is_stopped and (left_s := due_s - self._now_s()) > 0:
+            await self._unless_stopped(asyncio.sleep(max(left_s, _TICK_S)))
+        return not self.is_stopped
 
     def _is_over(self, due_s: float) -> bool:
         duration_s = self._settings.duration_s
         return self.is_stopped or (duration_s is not None and due_s > duration_s)
+
+    async def _unless_stopped(self, waiting: Awaitable[T]) -> T | None:
+        """Wait, with nothing on its way; None if the run was stopped meanwhile."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._idle.add(task)
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if not self.is_stopped:
+                raise
+            return None
+        finally:
+            self._idle.discard(task)
 
     # -- one request --------------------------------------------------------------------------
 
@@ -227,12 +228,16 @@ class Runner:
             return False
         while True:
             retry_after_s = await self._attempt(made, record)
-            if record.attempt >= self._settings.retries or not _may_pass(record.error):
+            may_pass = record.error in _MAY_PASS or record.error.startswith("http_5")
+            if record.attempt >= self._settings.retries or not may_pass or self.is_stopped:
                 break
+            # What Retry-After said, else twice as long each time, with jitter.
+            jitter = 0.5 + self._rng.random() / 2
+            pause_s = min(_FIRST_RETRY_S * 2.0**record.attempt, _LONGEST_RETRY_S) * jitter
+            if retry_after_s is not None:
+                pause_s = min(retry_after_s, _LONGEST_RETRY_S)
             # Stopped before another attempt: what became of the last one is the record.
-            backoff_s = self._backoff_s(record.attempt, retry_after_s)
-            waited = not self.is_stopped and await self._unless_stopped(asyncio.sleep(backoff_s))
-            if not waited or not await self._slot():
+            if not await self._wait_until(self._now_s() + pause_s) or not await self._slot():
                 break
             record.retried.append(record.error)
             record.attempt += 1
@@ -245,7 +250,7 @@ class Runner:
         if not self._slots.locked():
             return await self._slots.acquire()
         self.counts.held_back += 1
-        return await self._unless_stopped(self._slots.acquire())
+        return bool(await self._unless_stopped(self._slots.acquire()))
 
     async def _attempt(self, made: Prepared, record: RequestRecord) -> float | None:
         counts = self.counts
@@ -273,16 +278,9 @@ class Runner:
         except Exception as error:
             self._fail(error)
 
-    def _backoff_s(self, attempt: int, retry_after_s: float | None) -> float:
-        """What Retry-After said, else twice as long each time, with jitter."""
-        if retry_after_s is not None:
-            return min(retry_after_s, _LONGEST_RETRY_S)
-        jitter = 0.5 + self._rng.random() / 2
-        return min(_FIRST_RETRY_S * 2.0**attempt, _LONGEST_RETRY_S) * jitter
-
     # -- tasks --------------------------------------------------------------------------------
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
@@ -298,34 +296,3 @@ class Runner:
         self._failure = self._failure or error
         if not self.is_stopped:
             self.stop()
-
-    async def _streams_ended(self) -> None:
-        """Until no task is left; after a stop, at most for the grace. A request has its timeout."""
-        while self._tasks and not self.is_stopped:
-            self._changed.clear()
-            await self._changed.wait()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._settings.grace_s)
-
-    async def _cancel_rest(self) -> None:
-        self.is_stopped = True
-        rest = list(self._tasks)
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
-
-    @contextmanager
-    def _idling(self) -> Iterator[None]:
-        """While nothing of this task is on its way: a stop may cancel it."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._idle.add(task)
-        try:
-            yield
-        finally:
-            self._idle.discard(task)
-
-
-def _may_pass(error: str) -> bool:
-    """Whether another attempt may do better."""
-    return error in ("connect", "timeout", "cut", "429", "503") or error.startswith("http_5")

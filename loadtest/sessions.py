@@ -1,7 +1,7 @@
-"""Replays chat sessions against an OpenAI endpoint of ours, and notes what became of each turn.
+"""Replays chat sessions against a cluster of ours, and finds out what was decided of each turn.
 
-Sessions run at once, the turns of one in order, each after its pause: the way agents talk. A
-decision is fetched from the cluster afterwards. Called by `kappa demo` and `kappa dashboards`.
+Sessions run at once, the turns of one in order, each after its pause: the way agents talk. Called
+by `kappa demo` and `kappa dashboards`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ import msgspec
 from loadtest.client import Endpoint, EndpointError, EndpointSettings
 from loadtest.cluster import survey
 from loadtest.journal import RequestRecord
+from workload.sessions import Session, as_messages
 
 Message = dict[str, str]
 
@@ -42,42 +43,47 @@ class ChatSession:
     turns: tuple[ChatTurn, ...]
 
 
-@dataclass(slots=True)
-class TurnOutcome:
-    """What became of one turn, from 1. Seconds are the client's own; `error` is empty on success.
+def chat_sessions(
+    recorded: Sequence[Session], count: int, longest_pause_s: float = 1.0
+) -> list[ChatSession]:
+    """`count` chats from recorded sessions; beyond those, copies under a system message.
 
-    `decision` is the cluster's record of it (`GET /v1/decisions`), empty if it has none.
+    The assistant's turns are the recorded ones, so that each prompt extends the one before. Agents
+    think for seconds; a demo that waits as long shows nothing more, so pauses are bounded.
     """
-
-    session: str
-    turn: int
-    request_id: str = ""
-    node: str = ""
-    paced: bool = False
-    predicted_ttft_s: float = 0.0
-    ttft_s: float = 0.0
-    error: str = ""
-    decision: dict[str, Any] = field(default_factory=dict)
+    chats = []
+    for number in range(count):
+        copy, index = divmod(number, len(recorded))
+        session = recorded[index]
+        first = [{"role": "system", "content": f"Replay {copy + 1}."}] if copy else []
+        replies = [turn.output_text for turn in session.turns]
+        turns, last_s = [], 0.0
+        for place, turn in enumerate(session.turns):
+            messages = (*first, *as_messages(turn, replies[:place]))
+            turns.append(ChatTurn(messages, min(turn.t_s - last_s, longest_pause_s)))
+            last_s = turn.t_s
+        chats.append(ChatSession(session.id[:6] + (f"+{copy}" if copy else ""), tuple(turns)))
+    return chats
 
 
 async def replay(
     url: str,
     sessions: Sequence[ChatSession],
     max_tokens: int,
-    on_outcome: Callable[[TurnOutcome], None] = lambda _: None,
-) -> list[TurnOutcome]:
-    """Replay `sessions`, all at once, and return every turn's outcome in order of completion.
+    on_record: Callable[[RequestRecord], None] = lambda _: None,
+) -> list[RequestRecord]:
+    """Replay `sessions`, all at once, and return every turn's record in order of completion.
 
     Args:
         url: base of the cluster, without `/v1`.
-        sessions: what to send; a session ends at its first turn that fails.
+        sessions: what to send, turns counted from 1; one ends at its first turn that fails.
         max_tokens: bound on each answer.
-        on_outcome: called on the event loop as each turn ends.
+        on_record: called on the event loop as each turn ends.
 
     Raises:
         EndpointError: nobody answers at `url`, or it serves no model.
     """
-    outcomes: list[TurnOutcome] = []
+    records: list[RequestRecord] = []
     settings = EndpointSettings(url, (await survey(url)).models[0])
     async with Endpoint(settings, time.monotonic) as endpoint:
 
@@ -86,15 +92,14 @@ async def replay(
                 await asyncio.sleep(turn.pause_s)
                 record = RequestRecord(session.name, number)
                 await endpoint.send(settings.prepare(turn.messages, max_tokens), record)
-                outcome = _outcome(record)
-                outcome.decision = await _decision(endpoint, record.request_id)
-                outcomes.append(outcome)
-                on_outcome(outcome)
-                if outcome.error:
+                await _decide(endpoint, record)
+                records.append(record)
+                on_record(record)
+                if record.error:
                     return
 
         await asyncio.gather(*(run(session) for session in sessions))
-    return outcomes
+    return records
 
 
 async def node_rows(url: str) -> tuple[dict[str, Any], ...]:
@@ -109,33 +114,15 @@ async def node_rows(url: str) -> tuple[dict[str, Any], ...]:
     return nodes
 
 
-def _outcome(record: RequestRecord) -> TurnOutcome:
-    first_s, error = record.first_token_s, ""
-    if record.error:
-        kind = f"HTTP {record.status}" if record.status not in (0, 200) else record.error
-        error = f"{kind}: {record.error_detail}"
-    return TurnOutcome(
-        record.session,
-        record.turn,
-        record.request_id,
-        record.node,
-        record.paced,
-        predicted_ttft_s=record.predicted_ttft_s or 0.0,
-        ttft_s=0.0 if first_s is None else first_s - record.sent_s,
-        error=error,
-    )
-
-
-async def _decision(endpoint: Endpoint, request_id: str) -> dict[str, Any]:
-    """The record of a request, waiting shortly for what its engine reports of the admission."""
-    found: dict[str, Any] = {}
+async def _decide(endpoint: Endpoint, record: RequestRecord) -> None:
+    """Put the decision on the record, waiting shortly for what its engine reports."""
     for _ in range(_ADMISSION_TRIES):
         try:
             rows = msgspec.json.decode(await endpoint.decisions(_DECISIONS_READ))["decisions"]
-            found = next((row for row in rows if row["request_id"] == request_id), {})
-            if not found or found["actual"]["new_tokens"] is not None:
-                break
-        except (msgspec.DecodeError, KeyError, TypeError):
-            break
+            row = next(row for row in rows if row["request_id"] == record.request_id)
+            record.predicted, record.actual = row["predicted"], row["actual"]
+            if row["actual"]["new_tokens"] is not None:
+                return
+        except (msgspec.DecodeError, KeyError, TypeError, StopIteration):
+            return
         await asyncio.sleep(_ADMISSION_PAUSE_S)
-    return found

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import inspect
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, NoReturn
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 from rich.console import Console
@@ -15,9 +22,37 @@ from rich.table import Table
 
 KEY_VARIABLES = ("KAPPA_API_KEY", "OPENAI_API_KEY")
 
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ApiKey = Annotated[
     str | None, typer.Option(help="API key; default: $KAPPA_API_KEY or $OPENAI_API_KEY.")
 ]
+
+
+def with_options(model: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose first argument is a dataclass: its annotated fields become options."""
+    hints = get_type_hints(model, include_extras=True)
+    ours = [f for f in dataclasses.fields(model) if hasattr(hints[f.name], "__metadata__")]
+
+    def wrapped(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(**given: Any) -> None:
+            options = model(**{field.name: given.pop(field.name) for field in ours})
+            function(options, **given)
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        _, *own = inspect.signature(function, eval_str=True).parameters.values()
+        fields = [
+            inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name])
+            for f in ours
+        ]  # fmt: skip
+        signature = inspect.Signature([*fields, *(p.replace(kind=kind) for p in own)])
+        command.__signature__ = signature  # type: ignore[attr-defined]
+        return command
+
+    return wrapped
+
+
+# -- what is printed ------------------------------------------------------------------------------
 
 
 def print_json(data: Any) -> None:
@@ -28,28 +63,6 @@ def print_json(data: Any) -> None:
 def print_text(text: str) -> None:
     """Text for people as it is: neither coloured nor wrapped."""
     Console(highlight=False, emoji=False, soft_wrap=True).print(text, markup=False)
-
-
-def warn(text: str, style: str = "yellow") -> None:
-    """Text on stderr."""
-    Console(stderr=True, highlight=False, emoji=False, soft_wrap=True).print(
-        text, style=style, markup=False
-    )
-
-
-def fail(why: str, code: int = 1) -> NoReturn:
-    """End the command: 1, something failed; 2, the input was at fault."""
-    warn(why, "red")
-    raise typer.Exit(code)
-
-
-@contextlib.contextmanager
-def bad_parameter() -> Iterator[None]:
-    """ValueError and OSError are shown as faults of the options, with exit code 2."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 def print_table(
@@ -78,11 +91,47 @@ def percent(share: float | None, digits: int = 1) -> str:
     return "-" if share is None else f"{share:.{digits}%}"
 
 
+def machine() -> str:
+    """This machine in a few words, for results."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    name = names[0] if names else platform.processor() or platform.machine()
+    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{os.cpu_count()} x {name}, {memory_gb:.0f} GiB, {platform.system()}"
+
+
+def command() -> str:
+    """The command line, as typed, for results."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+# -- faults and keys ------------------------------------------------------------------------------
+
+
+def warn(text: str, style: str = "yellow") -> None:
+    """Text on stderr."""
+    console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
+    console.print(text, style=style, markup=False)
+
+
+def fail(why: str, code: int = 1) -> NoReturn:
+    """End the command: 1, something failed; 2, the input was at fault."""
+    warn(why, "red")
+    raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def bad_parameter() -> Iterator[None]:
+    """ValueError and OSError are shown as faults of the options, with exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def api_key(given: str | None, variables: Sequence[str] = KEY_VARIABLES) -> str:
     """The key given, or of the environment; empty if there is none."""
     return given or next((os.environ[v] for v in variables if os.environ.get(v)), "")
-
-
-def bearer(key: str) -> dict[str, str]:
-    """The headers that carry a key, if there is one."""
-    return {"authorization": f"Bearer {key}"} if key else {}

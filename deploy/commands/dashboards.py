@@ -21,11 +21,10 @@ from typing import Annotated
 import typer
 
 from deploy.commands.console import fail, warn
-from deploy.commands.demo import chat_sessions
 from deploy.commands.serve import Config, Policy, Port, running, settings_or_exit
 from deploy.prometheus import Prometheus, PrometheusError, ray_targets, tool
 from loadtest.client import EndpointError
-from loadtest.sessions import replay
+from loadtest.sessions import chat_sessions, replay
 from workload.sessions import demo_sessions_path, read_sessions
 
 _ANSWER_TOKENS = 16
@@ -117,9 +116,9 @@ async def _traffic(url: str, count: int, seconds: float | None) -> None:
                 for turn in itertools.count():
                     first = turn % _GROUPS * count
                     now = chats[first : first + count]
-                    for outcome in await replay(url, now, _ANSWER_TOKENS):
-                        if outcome.error:
-                            errors[outcome.error] += 1
+                    for record in await replay(url, now, _ANSWER_TOKENS):
+                        if record.error:
+                            errors[f"{record.error}: {record.error_detail}"] += 1
     finally:
         if errors:
             warn(f"requests that failed: {dict(errors)}")

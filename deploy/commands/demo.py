@@ -10,29 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from deploy.commands.console import fail, percent, print_json, print_table, warn
-from deploy.commands.provenance import Json
+from deploy.commands.console import Json, fail, percent, print_json, print_table, warn
 from deploy.commands.serve import Config, Policy, running, settings_or_exit
 from loadtest.client import EndpointError
-from loadtest.sessions import ChatSession, ChatTurn, TurnOutcome, node_rows, replay
-from workload.sessions import Session, as_messages, demo_sessions_path, read_sessions
+from loadtest.journal import RequestRecord
+from loadtest.sessions import ChatSession, chat_sessions, node_rows, replay
+from workload.sessions import demo_sessions_path, read_sessions
 
-# Agents think for seconds; a demo that waits as long shows nothing more.
-_LONGEST_PAUSE_S = 1.0
-
+_TOKENS = ("device_tokens", "cached_tokens", "new_tokens")
 _HEADER = (
     f"{'session/turn':<13} {'node':<8} {'device':>6} {'C host':>6} {'N new':>6} {'κ':>7} "
     f"{'κ_crit':>7} {'bound':<8} {'reason':<14} {'predicted':>9} {'TTFT':>9}"
 )
+
+Row = dict[str, Any]
 
 
 def demo(
@@ -58,23 +58,30 @@ def demo(
 
 def show(url: str, chats: Sequence[ChatSession], max_tokens: int, json_output: bool) -> None:
     """Replay, print, and exit with 1 if the demo did not show what it is for."""
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, quiet=json_output)
     # Ray and vLLM, once imported, have it log every request.
     for name in ("httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         before = asyncio.run(node_rows(url))
-        if not json_output:
-            console.print(title(before), highlight=False)
-            console.print(_HEADER, style="bold", highlight=False)
-        outcomes = _replay(url, chats, max_tokens, None if json_output else console)
+        console.print(title(before), highlight=False)
+        console.print(_HEADER, style="bold", highlight=False)
+        is_drawn = console.is_terminal and not json_output
+        with Progress(console=console, transient=True, disable=not is_drawn) as progress:
+            task = progress.add_task("requests", total=sum(len(chat.turns) for chat in chats))
+
+            def on_record(record: RequestRecord) -> None:
+                console.print(line(to_dict(record)), highlight=False, markup=False)
+                progress.advance(task)
+
+            records = asyncio.run(replay(url, chats, max_tokens, on_record))
         after = asyncio.run(node_rows(url))
     except EndpointError as error:
         fail(str(error))
-    totals = summary(outcomes, before, after)
-    faults = shortcomings(outcomes, [row["node"] for row in before], totals)
+    rows = [to_dict(record) for record in records]
+    totals = summary(records, before, after)
+    faults = shortcomings(rows, [row["node"] for row in before], totals)
     if json_output:
-        rows = [to_dict(outcome) for outcome in outcomes]
         print_json({"url": url, "totals": totals, "faults": faults, "requests": rows})
     else:
         _print_totals(totals)
@@ -84,27 +91,7 @@ def show(url: str, chats: Sequence[ChatSession], max_tokens: int, json_output: b
         raise typer.Exit(1)
 
 
-def chat_sessions(recorded: Sequence[Session], count: int) -> list[ChatSession]:
-    """`count` chats from the recorded sessions; beyond those, copies under a system message.
-
-    The assistant's turns are the recorded ones, so that each prompt extends the one before.
-    """
-    chats = []
-    for number in range(count):
-        copy, index = divmod(number, len(recorded))
-        session = recorded[index]
-        first = [{"role": "system", "content": f"Replay {copy + 1}."}] if copy else []
-        replies = [turn.output_text for turn in session.turns]
-        turns, last_s = [], 0.0
-        for k, turn in enumerate(session.turns):
-            messages = (*first, *as_messages(turn, replies[:k]))
-            turns.append(ChatTurn(messages, min(turn.t_s - last_s, _LONGEST_PAUSE_S)))
-            last_s = turn.t_s
-        chats.append(ChatSession(session.id[:6] + (f"+{copy}" if copy else ""), tuple(turns)))
-    return chats
-
-
-def title(nodes: Sequence[dict[str, Any]]) -> str:
+def title(nodes: Sequence[Row]) -> str:
     """What runs, and whether its speeds are real."""
     paced = [row for row in nodes if row["paced"]]
     names = ", ".join(f"{row['node']} ({row['profile']['link_name']})" for row in nodes)
@@ -117,74 +104,93 @@ def title(nodes: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def line(outcome: TurnOutcome) -> str:
-    """One request as a row under `_HEADER`; tokens are those that the engine reported."""
-    head = f"{outcome.session + '/' + str(outcome.turn):<13} {outcome.node or '-':<8} "
-    if outcome.error:
-        return f"{head}failed: {outcome.error}"
-    d = outcome.decision
-    device, host, new = _tokens(outcome)
+def to_dict(record: RequestRecord) -> Row:
+    """One request, JSON-ready; tokens are those that the engine reported."""
+    tokens = {name: (record.actual or {}).get(name) or 0 for name in _TOKENS}
+    first_s, bound, error = record.first_token_s, None, None
+    if record.ratio is not None and record.crit is not None:
+        bound = "memory" if record.ratio >= record.crit else "compute"
+    if record.error:
+        kind = f"HTTP {record.status}" if record.status not in (0, 200) else record.error
+        error = f"{kind}: {record.error_detail}"
+    return {
+        "session": record.session,
+        "turn": record.turn,
+        "request_id": record.request_id,
+        "node": record.node,
+        "paced": record.paced,
+        **tokens,
+        "ratio": tokens["cached_tokens"] / max(tokens["new_tokens"], 1),
+        "kappa_crit": record.crit,
+        "bound": bound,
+        "reason": record.reason or None,
+        "predicted_ttft_s": record.predicted_ttft_s or 0.0,
+        "ttft_s": 0.0 if first_s is None else first_s - record.sent_s,
+        "error": error,
+    }
+
+
+def line(row: Row) -> str:
+    """One request as a row under `_HEADER`."""
+    head = f"{row['session'] + '/' + str(row['turn']):<13} {row['node'] or '-':<8} "
+    if row["error"]:
+        return f"{head}failed: {row['error']}"
+    device, host, new = (row[name] for name in _TOKENS)
     return (
-        f"{head}{device:>6} {host:>6} {new:>6} {host / max(new, 1):>7.2f} "
-        f"{d.get('kappa_crit', 0.0):>7.1f} {d.get('bound', '?'):<8} {d.get('reason', '?'):<14} "
-        f"{outcome.predicted_ttft_s:>7.2f} s {outcome.ttft_s:>7.2f} s"
+        f"{head}{device:>6} {host:>6} {new:>6} {row['ratio']:>7.2f} {row['kappa_crit'] or 0:>7.1f} "
+        f"{row['bound'] or '?':<8} {row['reason'] or '?':<14} "
+        f"{row['predicted_ttft_s']:>7.2f} s {row['ttft_s']:>7.2f} s"
     )
 
 
-def to_dict(outcome: TurnOutcome) -> dict[str, Any]:
-    """One request, JSON-ready."""
-    device, host, new = _tokens(outcome)
-    return {
-        "session": outcome.session,
-        "turn": outcome.turn,
-        "request_id": outcome.request_id,
-        "node": outcome.node,
-        "paced": outcome.paced,
-        "device_tokens": device,
-        "cached_tokens": host,
-        "new_tokens": new,
-        "ratio": host / max(new, 1),
-        "kappa_crit": outcome.decision.get("kappa_crit"),
-        "bound": outcome.decision.get("bound"),
-        "reason": outcome.decision.get("reason"),
-        "predicted_ttft_s": outcome.predicted_ttft_s,
-        "ttft_s": outcome.ttft_s,
-        "error": outcome.error or None,
-    }
-
-
 def summary(
-    outcomes: Sequence[TurnOutcome],
-    before: Sequence[dict[str, Any]],
-    after: Sequence[dict[str, Any]],
+    records: Sequence[RequestRecord], before: Sequence[Row], after: Sequence[Row]
 ) -> dict[str, Any]:
     """Totals of a replay; `before` and `after` are the cluster's nodes around it."""
-    done = [outcome for outcome in outcomes if not outcome.error]
-    device, host, new = (sum(_tokens(outcome)[i] for outcome in done) for i in range(3))
-    errors = sorted(abs(o.predicted_ttft_s - o.ttft_s) / o.ttft_s for o in done)
-    steps = _gained(before, after, "steps_total")
+    answered = [record for record in records if not record.error]
+    done = [to_dict(record) for record in answered]
+    ttft_s = np.array([row["ttft_s"] for row in done])
+    errors = np.abs(np.array([row["predicted_ttft_s"] for row in done]) - ttft_s) / ttft_s
+    as_predicted = [
+        all((record.predicted or {}).get(name) == row[name] for name in _TOKENS)
+        for record, row in zip(answered, done, strict=True)
+    ]
+
+    def gained(key: str) -> int:
+        earlier, later = (
+            sum((row["totals"] or {}).get(key, 0) for row in rows) for rows in (before, after)
+        )
+        return later - earlier
+
+    steps = gained("steps_total")
     return {
-        "requests": len(outcomes),
-        "failed": len(outcomes) - len(done),
+        "requests": len(records),
+        "failed": len(records) - len(done),
         "paced": any(row["paced"] for row in before),
-        "requests_per_node": dict(Counter(outcome.node for outcome in done)),
-        "device_tokens": device,
-        "host_tokens": host,
-        "new_tokens": new,
-        "memory_bound_share": _share([o.decision.get("bound") == "memory" for o in done]),
-        "split_as_predicted_share": _share([_split_held(o) for o in done]),
-        "ttft_error_median": _quantile(errors, 0.5),
-        "ttft_error_p90": _quantile(errors, 0.9),
-        "ttft_median_s": _quantile(sorted(o.ttft_s for o in done), 0.5),
-        "overrun_share": _gained(before, after, "overruns_total") / steps if steps else None,
+        "requests_per_node": dict(Counter(row["node"] for row in done)),
+        "device_tokens": sum(row["device_tokens"] for row in done),
+        "host_tokens": sum(row["cached_tokens"] for row in done),
+        "new_tokens": sum(row["new_tokens"] for row in done),
+        "memory_bound_share": _mean([row["bound"] == "memory" for row in done]),
+        "split_as_predicted_share": _mean(as_predicted),
+        "ttft_error_median": float(np.median(errors)) if done else None,
+        "ttft_error_p90": float(np.quantile(errors, 0.9, method="higher")) if done else None,
+        "ttft_median_s": float(np.median(ttft_s)) if done else None,
+        "overrun_share": gained("overruns_total") / steps if steps else None,
     }
 
 
-def shortcomings(
-    outcomes: Sequence[TurnOutcome], nodes: Sequence[str], totals: dict[str, Any]
-) -> list[str]:
+def _mean(flags: Sequence[bool]) -> float | None:
+    return sum(flags) / len(flags) if flags else None
+
+
+def shortcomings(rows: Sequence[Row], nodes: Sequence[str], totals: Row) -> list[str]:
     """Why the demo did not show what it is for; empty when it did."""
-    faults = [f"session {o.session} turn {o.turn} failed: {o.error}" for o in outcomes if o.error]
+    faults = [
+        f"session {row['session']} turn {row['turn']} failed: {row['error']}"
+        for row in rows
+        if row["error"]
+    ]
     idle = sorted(set(nodes) - set(totals["requests_per_node"]))
     if idle:
         faults.append(
@@ -199,76 +205,20 @@ def shortcomings(
     return faults
 
 
-def _replay(
-    url: str, chats: Sequence[ChatSession], max_tokens: int, console: Console | None
-) -> list[TurnOutcome]:
-    def run(on_outcome: Callable[[TurnOutcome], None]) -> list[TurnOutcome]:
-        return asyncio.run(replay(url, chats, max_tokens, on_outcome))
-
-    if console is None:
-        return run(lambda _: None)
-    if not console.is_terminal:
-        return run(lambda outcome: print(line(outcome), flush=True))
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("requests", total=sum(len(chat.turns) for chat in chats))
-
-        def on_outcome(outcome: TurnOutcome) -> None:
-            progress.console.print(line(outcome), highlight=False, markup=False)
-            progress.advance(task)
-
-        return run(on_outcome)
-
-
-def _print_totals(totals: dict[str, Any]) -> None:
-    all_tokens = max(totals["device_tokens"] + totals["host_tokens"] + totals["new_tokens"], 1)
+def _print_totals(totals: Row) -> None:
+    names = {
+        "device_tokens": "prompt tokens found on the device",
+        "host_tokens": "loaded from the host tier (C)", "new_tokens": "computed (N)",
+    }  # fmt: skip
+    all_tokens = max(sum(totals[key] for key in names), 1)
     nodes = ", ".join(f"{n}: {k}" for n, k in sorted(totals["requests_per_node"].items()))
-    rows = [("requests", f"{totals['requests']} ({totals['failed']} failed); {nodes}")]
-    for name, key in (
-        ("prompt tokens found on the device", "device_tokens"),
-        ("loaded from the host tier (C)", "host_tokens"),
-        ("computed (N)", "new_tokens"),
-    ):
-        rows.append((name, f"{totals[key]:,} ({totals[key] / all_tokens:.0%})"))
     errors = [percent(totals[key]) for key in ("ttft_error_median", "ttft_error_p90")]
-    rows += [
+    rows = [
+        ("requests", f"{totals['requests']} ({totals['failed']} failed); {nodes}"),
+        *((name, f"{totals[k]:,} ({totals[k] / all_tokens:.0%})") for k, name in names.items()),
         ("memory-bound requests (κ ≥ κ_crit)", percent(totals["memory_bound_share"])),
         ("token split as predicted", percent(totals["split_as_predicted_share"])),
         ("TTFT prediction error, median / p90", " / ".join(errors)),
         ("steps that overran their pace", percent(totals["overrun_share"])),
     ]
     print_table(f"Totals ({'paced' if totals['paced'] else 'real speed'})", ("", ""), rows, left=2)
-
-
-def _tokens(outcome: TurnOutcome) -> tuple[int, int, int]:
-    """Prompt tokens found on the device, loaded, computed."""
-    actual = outcome.decision.get("actual") or {}
-    device, host, new = (
-        actual.get(key) or 0 for key in ("device_tokens", "cached_tokens", "new_tokens")
-    )
-    return device, host, new
-
-
-def _split_held(outcome: TurnOutcome) -> bool:
-    predicted = outcome.decision.get("predicted") or {}
-    keys = ("device_tokens", "cached_tokens", "new_tokens")
-    return tuple(predicted.get(key) for key in keys) == _tokens(outcome)
-
-
-def _gained(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], key: str) -> int:
-    def total(rows: Sequence[dict[str, Any]]) -> int:
-        return sum((row["totals"] or {}).get(key, 0) for row in rows)
-
-    return total(after) - total(before)
-
-
-def _share(flags: Sequence[bool]) -> float | None:
-    return sum(flags) / len(flags) if flags else None
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float | None:
-    """Nearest rank."""
-    if not ordered:
-        return None
-    if share == 0.5:
-        return statistics.median(ordered)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]

@@ -15,8 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.commands.console import bad_parameter, print_json, print_table, print_text
-from deploy.commands.provenance import Json
+from deploy.commands.console import Json, bad_parameter, print_json, print_table, print_text
 from kappa import cost, paper
 from kappa.cost import TokenCounts
 from kappa.hardware import DEMO_NODES, NodeProfile, node_profile

@@ -20,8 +20,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from deploy.commands.console import fail, print_json, print_table, warn
-from deploy.commands.provenance import Json
+from deploy.commands.console import Json, fail, print_json, print_table, warn
 from kappa.keys import (
     TENANT_NAME,
     entry_fault,

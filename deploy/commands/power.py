@@ -19,16 +19,18 @@ import httpx
 import typer
 
 from deploy.commands.console import (
+    Json,
     api_key,
-    bearer,
+    command,
     fail,
+    machine,
     percent,
     print_json,
     print_table,
     print_text,
 )
-from deploy.commands.provenance import Json, command, machine
 from kappa.power import GpuPower, Waited, advise, gpu_power
+from loadtest.client import bearer
 from workers.power import INTERVAL_S, NoNvmlError, PowerMeter, PowerRow, sample_power, summary
 
 _LEAST_INTERVAL_S = 0.01

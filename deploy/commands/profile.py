@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from deploy.commands.console import fail, percent, print_json, print_table, print_text
-from deploy.commands.provenance import Json
+from deploy.commands.console import Json, fail, percent, print_json, print_table, print_text
 from deploy.commands.serve import Config, running, settings_or_exit
 
 _TIMEOUT_S = 200.0

@@ -7,13 +7,12 @@ Exit codes: 0 the objective was met, or none was given; 1 it was missed, or noth
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.console import Console
 
 from deploy.commands.console import (
     ApiKey,
+    Json,
     api_key,
     bad_parameter,
     print_json,
@@ -31,56 +31,26 @@ from deploy.commands.console import (
     print_text,
     seconds,
     warn,
+    with_options,
 )
-from deploy.commands.provenance import Json
 from loadtest.client import EndpointError, EndpointSettings
 from loadtest.cluster import Surveyed, survey
 from loadtest.journal import OPTIONS, Journal, JournalError, locked, read_run
-from loadtest.options import CHOICES, DEFAULT_ARRIVALS, NAMES, PROMPTS, LoadOptions, file_digest
+from loadtest.options import LoadOptions
 from loadtest.run import Played, play, showing, streams_allowed
-from loadtest.runner import DEFAULT_IN_FLIGHT, Counts, RunSettings
+from loadtest.runner import Counts, RunSettings
 from workload.replay import ReplaySession
 
 _SECRET = ("--key", "--tenant-key")
 
 
+@with_options(LoadOptions)
 def replay(
+    options: LoadOptions,
     ctx: typer.Context,
-    workload: Annotated[
-        str | None, typer.Argument(help="A built-in workload, a file of one, hf:OWNER/NAME.")
-    ] = None,
-    url: Annotated[str | None, typer.Option(help="The endpoint, with or without /v1.")] = None,
-    model: Annotated[str | None, typer.Option(help="Default: the first that it serves.")] = None,
-    arrivals: Annotated[
-        str, typer.Option(help="Sessions a second: poisson:5, gamma:5,cv=3, trace, ramp:1-9/60 …")
-    ] = DEFAULT_ARRIVALS,
-    closed: Annotated[
-        int | None, typer.Option(help="So many sessions at a time, instead of arrivals.")
-    ] = None,
-    rates: Annotated[str, typer.Option(help="What rates count: sessions or requests.")] = (
-        "sessions"
-    ),
-    sessions: Annotated[int | None, typer.Option(help="End after so many sessions.")] = None,
-    requests: Annotated[int | None, typer.Option(help="End after so many requests.")] = None,
-    duration: Annotated[float | None, typer.Option(help="Nothing is due after these s.")] = None,
-    seed: Annotated[int, typer.Option(help="Of arrivals, order and tokens.")] = 0,
-    prompts: Annotated[
-        str, typer.Option(help=f"For workloads of lengths: {', '.join(PROMPTS)}.")
-    ] = "auto",
-    ignore_eos: Annotated[
-        str, typer.Option(help=f"Answers as long as asked, where it can be: {', '.join(CHOICES)}.")
-    ] = "auto",
-    usage: Annotated[bool, typer.Option(help="Ask the endpoint for token counts.")] = True,
-    max_output: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
-    max_context: Annotated[
-        int | None, typer.Option(help="Longest prompt and answer; default: as the endpoint says.")
-    ] = None,
-    max_turns: Annotated[int | None, typer.Option(help="Turns of a session, at most.")] = None,
-    pause_factor: Annotated[float, typer.Option(help="Multiplies pauses between turns.")] = 1.0,
-    retries: Annotated[int, typer.Option(help="Further attempts after what may pass.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds for a whole answer.")] = 300.0,
-    in_flight: Annotated[int, typer.Option(help="Streams at once, at most.")] = DEFAULT_IN_FLIGHT,
-    grace: Annotated[float, typer.Option(help="Seconds that Ctrl-C leaves to streams.")] = 10.0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that Ctrl-C leaves to streams.")
+    ] = 10.0,
     key: ApiKey = None,
     tenant_key: Annotated[
         list[str] | None, typer.Option(help="TENANT=KEY, for requests of a workload's tenant.")
@@ -91,11 +61,6 @@ def replay(
     dilation: Annotated[
         float, typer.Option(help="Real seconds per second of the limits given (paced nodes).")
     ] = 1.0,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Measures texts: a tokenizer.json, or a model's folder.")
-    ] = None,
-    scale: Annotated[str, typer.Option(help="Every length times this, such as 1/32.")] = "1",
-    limit: Annotated[int | None, typer.Option(help="Read so many sessions of the file.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     report: Annotated[Path | None, typer.Option(help="Only report anew on this folder.")] = None,
@@ -106,29 +71,32 @@ def replay(
         if report is not None:
             _report(report, json_output)
             return
-        options = _options(ctx, resume)
+        options = (options if resume is None else _as_before(options, ctx, resume)).checked()
         objective = _objective(slo_ttft, slo_tpot, slo_share, dilation)
         keys = _keys(key, tenant_key)
-        if not grace >= 0:
-            raise ValueError(f"--grace is {grace}: give seconds, zero or more")
-        options, surveyed, traffic = _checked(options, keys, is_new=resume is None)
+        options, surveyed, traffic = _ready(options, keys, is_new=resume is None)
         if surveyed is not None and not surveyed.nodes and set(objective) == {"share"}:
             raise ValueError(
                 f"--slo-share: {options.url} reports no nodes, so there is no objective to share "
                 "in: give --slo-ttft or --slo-tpot"
             )
         folder = resume or out or Path(f"replay-{datetime.now(UTC):%Y%m%d-%H%M%S}")
-        max_streams = streams_allowed(options.in_flight)
-        run = _run(options, surveyed, max_streams) | {"objective": objective}
+        settings = options.run_settings(streams_allowed(options.in_flight), grace)
         with ExitStack() as stack:
-            journal = _journal(folder, run, stack, is_new=resume is None)
+            if resume is None:
+                run = _run(options, surveyed, settings.in_flight) | {"objective": objective}
+                journal = Journal.create(folder, run)
+                stack.enter_context(locked(folder))
+            else:
+                stack.enter_context(locked(folder))
+                journal = Journal.resume(folder, asdict(options))
+                objective = objective or journal.run.get("objective") or {}
+                journal.note(objective=objective, interrupted=False, end=None)
             lock = stack.pop_all()
-    settings = options.run_settings(max_streams, grace)
     with lock:
+        endpoint = options.endpoint(surveyed, keys)
         try:
-            played = _play(
-                journal, options.endpoint(surveyed, keys), settings, traffic, options.requests
-            )
+            played = _play(journal, endpoint, settings, traffic, options.requests)
             figures = _report(folder, json_output)
         except (OSError, JournalError) as error:
             warn(f"no report: {error}")
@@ -139,35 +107,17 @@ def replay(
     raise typer.Exit(130 if played.was_stopped else int(missed))
 
 
-def _journal(folder: Path, run: dict[str, Any], stack: ExitStack, *, is_new: bool) -> Journal:
-    """The journal of a run that begins or goes on, its folder locked as long as `stack` lasts."""
-    if is_new:
-        journal = Journal.create(folder, run)
-        stack.enter_context(locked(folder))
-        return journal
-    stack.enter_context(locked(folder))
-    journal = Journal.resume(folder, run[OPTIONS])
-    objective = run["objective"] or journal.run.get("objective") or {}
-    journal.note(objective=objective, interrupted=False, end=None)
-    return journal
+def _as_before(options: LoadOptions, ctx: typer.Context, resume: Path) -> LoadOptions:
+    """The options of the run in `resume`, but for those that stand on the command line."""
+    before = read_run(resume).get(OPTIONS) or {}
+    for name in {field.name for field in fields(options)} & ctx.params.keys() & before.keys():
+        source = ctx.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            options = replace(options, **{name: before[name]})
+    return options
 
 
-def _options(ctx: typer.Context, resume: Path | None) -> LoadOptions:
-    """The options that make up a run; with `resume`, those not given are those of that run."""
-    given: dict[str, Any] = {name: ctx.params[name] for name in NAMES if name in ctx.params}
-    if resume is not None:
-        before = read_run(resume).get(OPTIONS) or {}
-        for name in given:
-            source = ctx.get_parameter_source(name)
-            if source is None or source.name != "COMMANDLINE":
-                given[name] = before.get(name, given[name])
-    for name in ("workload", "url"):
-        if not given[name]:
-            raise ValueError(f"give {'WORKLOAD' if name == 'workload' else '--url URL'}")
-    return LoadOptions(**{**given, "digest": file_digest(given["workload"])})
-
-
-def _checked(
+def _ready(
     options: LoadOptions, keys: Mapping[str, str], *, is_new: bool
 ) -> tuple[LoadOptions, Surveyed | None, Iterator[ReplaySession]]:
     """Everything that can be wrong before the first request; ValueError says what is.
@@ -179,7 +129,8 @@ def _checked(
     options.replay(workload, None)
     surveyed: Surveyed | None = None
     try:
-        surveyed = asyncio.run(survey(options.url, keys.get("", next(iter(keys.values()), ""))))
+        key = keys.get("", next(iter(keys.values()), ""))
+        surveyed = asyncio.run(survey(str(options.url), key))
     except EndpointError as error:
         if not options.model and is_new:
             remedy = "with --model NAME requests are sent all the same, and counted as failed"
@@ -206,14 +157,13 @@ def _play(
     played = None
     try:
         with showing(counts, total, Console(stderr=True)):
-            played = asyncio.run(play(endpoint, settings, traffic, journal, counts=counts))
+            played = asyncio.run(play(endpoint, settings, traffic, journal, counts))
     except (OSError, ValueError) as error:
         warn(f"the run could not go on: {error}")
     finally:
         journal.close()
     client = counts.to_dict()
-    before = (journal.run.get("client") or {}).get("held_back", 0)
-    client["held_back"] += before
+    client["held_back"] += (journal.run.get("client") or {}).get("held_back", 0)
     if played is not None:
         client |= {
             "cpu_share": played.client_cpu_share, "elapsed_s": played.elapsed_s,
@@ -243,13 +193,11 @@ def _objective(
 
 
 def _keys(key: str | None, tenant_keys: list[str] | None) -> dict[str, str]:
-    keys = {}
     default = api_key(key)
-    if default:
-        keys[""] = default
+    keys = {"": default} if default else {}
     for given in tenant_keys or []:
-        tenant, equals, value = given.partition("=")
-        if not (tenant and equals and value):
+        tenant, _, value = given.partition("=")
+        if not (tenant and value):
             # The text may be a key: it is not repeated.
             raise ValueError("--tenant-key: give TENANT=KEY")
         keys[tenant] = value
@@ -257,16 +205,21 @@ def _keys(key: str | None, tenant_keys: list[str] | None) -> dict[str, str]:
 
 
 def _run(options: LoadOptions, surveyed: Surveyed | None, max_streams: int) -> dict[str, Any]:
-    """What run.json says of a run that begins."""
+    """What run.json says of a run that begins; its command line without keys."""
+    shown = [Path(sys.argv[0]).name]
+    for before, word in pairwise(sys.argv):
+        name, equals, _ = word.partition("=")
+        is_secret = before in _SECRET or (name in _SECRET and equals)
+        shown.append("…" if before in _SECRET else f"{name}=…" if is_secret else word)
+    python, load = platform.python_version(), os.getloadavg()[0]
     return {
-        "command": _command(sys.argv),
+        "command": shown,
         "workload": options.workload,
         "url": options.url,
         "model": options.model,
         "seed": options.seed,
         "max_streams": max_streams,
-        "machine": f"{os.cpu_count()} cores, Python "
-        f"{platform.python_version()}, load {os.getloadavg()[0]:.1f}",
+        "machine": f"{os.cpu_count()} cores, Python {python}, load {load:.1f}",
         "start": datetime.now(UTC).isoformat(timespec="seconds"),
         "nodes": list(surveyed.nodes) if surveyed else [],
         "interrupted": False,
@@ -275,35 +228,14 @@ def _run(options: LoadOptions, surveyed: Surveyed | None, max_streams: int) -> d
     }
 
 
-def _command(argv: list[str]) -> list[str]:
-    """The command line without keys."""
-    shown = [Path(argv[0]).name]
-    for before, word in pairwise(argv):
-        name, equals, _ = word.partition("=")
-        if before in _SECRET:
-            word = "…"
-        elif name in _SECRET and equals:
-            word = f"{name}=…"
-        shown.append(word)
-    return shown
-
-
 def _report(folder: Path, json_output: bool) -> dict[str, Any]:
     """Write the report and print it; returns its figures."""
-    from loadtest.report import write_report
+    from loadtest.report import REPORT, own_objective, slowest_lines, write_report
 
-    page = write_report(folder)
-    figures: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    figures = write_report(folder)
     if json_output:
         print_json({**figures, "folder": str(folder)})
-    else:
-        _print(figures, page)
-    return figures
-
-
-def _print(figures: Mapping[str, Any], page: Path) -> None:
-    from loadtest.report import own_objective, slowest_lines
-
+        return figures
     note = f". {figures['note']}" if figures["note"] else ""
     print_text(
         f"{figures['requests']:,} requests, {figures['completed']:,} completed, "
@@ -320,8 +252,10 @@ def _print(figures: Mapping[str, Any], page: Path) -> None:
         result = own_objective(slo)
         if slo["passed"] is not None:
             word = "met" if slo["passed"] else "missed"
-            result = f"SLO {word}: {slo['met']:.1%}, {slo['share']:.1%} asked"
+            result = f"SLO {word}: {slo['met']:.1%}, {slo['share']:.1%} required"
         goodput = f"goodput {figures['goodput_rps'] or 0:.4g} requests/s"
         lines.append(f"{result} ({slo['meaning']}), {goodput}")
     lines += [f"{k}: {e['count']:,} ({e['meaning']})" for k, e in figures["errors"].items()]
-    print_text("\n".join([*lines, *slowest_lines(figures), f"report: {page}"]))
+    lines += [*slowest_lines(figures), f"report: {folder / REPORT}"]
+    print_text("\n".join(lines))
+    return figures

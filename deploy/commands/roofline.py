@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.commands.console import bad_parameter, print_json, print_text
-from deploy.commands.provenance import Json
+from deploy.commands.console import Json, bad_parameter, print_json, print_text
 from kappa import paper
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.shapes import model_shape

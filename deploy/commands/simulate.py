@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from deploy.commands.console import (
+    Json,
     bad_parameter,
     number,
     percent,
@@ -24,7 +25,6 @@ from deploy.commands.console import (
     print_text,
     seconds,
 )
-from deploy.commands.provenance import Json
 from kappa.shapes import model_shape
 from router.admission import AdmissionRule
 from router.policies import policy_named

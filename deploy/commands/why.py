@@ -14,8 +14,8 @@ from urllib.parse import quote
 import httpx
 import typer
 
-from deploy.commands.console import ApiKey, api_key, bearer, fail, print_json, print_text
-from deploy.commands.provenance import Json
+from deploy.commands.console import ApiKey, Json, api_key, fail, print_json, print_text
+from loadtest.client import bearer
 
 _WIDTH = 48
 _EIGHTHS = " ▏▎▍▌▋▊▉█"

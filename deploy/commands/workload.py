@@ -12,8 +12,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from deploy.commands.console import bad_parameter, percent, print_json, print_table, print_text
-from deploy.commands.provenance import Json
+from deploy.commands.console import (
+    Json,
+    bad_parameter,
+    percent,
+    print_json,
+    print_table,
+    print_text,
+)
 from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
 from loadtest.datasets import open_workload

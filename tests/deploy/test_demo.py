@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from functools import partial
 
 import pytest
 import uvicorn
@@ -13,9 +14,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from typer.testing import CliRunner
 
 from deploy.cli import app as cli
-from deploy.commands.demo import chat_sessions, shortcomings, summary, title
+from deploy.commands.demo import shortcomings, summary, title, to_dict
 from loadtest.client import EndpointError
-from loadtest.sessions import ChatSession, ChatTurn, TurnOutcome, node_rows, replay
+from loadtest.journal import RequestRecord
+from loadtest.sessions import ChatSession, ChatTurn, chat_sessions, node_rows, replay
 from workload.sessions import Session, Turn, demo_sessions_path, read_sessions
 
 _PATIENCE_S = 30.0
@@ -66,10 +68,7 @@ class StandIn:
         self.most_running = max(self.most_running, len(self.running))
         node, request_id = self.nodes[number % len(self.nodes)], f"id-{number}"
         split = {"device_tokens": 32, "cached_tokens": self.host_tokens, "new_tokens": 10}
-        self.records.append(
-            {"request_id": request_id, "kappa_crit": 16.8, "bound": "memory", "reason": "tie",
-             "ratio": 64.0, "predicted": split, "actual": split}
-        )  # fmt: skip
+        self.records.append({"request_id": request_id, "predicted": split, "actual": split})
 
         async def events():
             await asyncio.sleep(0.02)
@@ -83,7 +82,8 @@ class StandIn:
 
         headers = {
             "x-request-id": request_id, "x-kappa-node": node, "x-kappa-paced": "true",
-            "x-kappa-predicted-ttft-ms": "25.0",
+            "x-kappa-predicted-ttft-ms": "25.0", "x-kappa-ratio": "64.0", "x-kappa-crit": "16.8",
+            "x-kappa-reason": "tie",
         }  # fmt: skip
         return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
@@ -110,7 +110,8 @@ def cluster():
 @pytest.fixture
 def short(monkeypatch):
     """No pauses between turns."""
-    monkeypatch.setattr("deploy.commands.demo._LONGEST_PAUSE_S", 0.0)
+    chats = partial(chat_sessions, longest_pause_s=0.0)
+    monkeypatch.setattr("deploy.commands.demo.chat_sessions", chats)
 
 
 def demo(cluster, *options):
@@ -210,11 +211,12 @@ def test_pauses_are_the_recorded_ones_up_to_a_bound():
 
 def test_totals_of_nothing_are_empty_not_an_error():
     rows = [{"node": "a", "paced": False, "totals": None}]
-    failed = [TurnOutcome("s", 1, error="gone")]
+    failed = [RequestRecord("s", 1, error="connect", error_detail="gone")]
     totals = summary(failed, rows, rows)
     assert (totals["failed"], totals["host_tokens"], totals["overrun_share"]) == (1, 0, None)
     assert totals["ttft_error_median"] is None
-    assert len(shortcomings(failed, ["a"], totals)) == 3
+    faults = shortcomings([to_dict(record) for record in failed], ["a"], totals)
+    assert len(faults) == 3 and "failed: connect: gone" in faults[0]
 
 
 def test_real_speed_is_said_too():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from loadtest.journal import RECORDS, read_records
+from loadtest.journal import read_records
 
 pytestmark = pytest.mark.live
 
@@ -24,7 +24,7 @@ def test_every_request_comes_with_what_was_predicted_and_what_happened(idle, tmp
         capture_output=True, text=True, timeout=_RUN_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    records = list(read_records(out / RECORDS))
+    records = list(read_records(out))
     assert [record.error for record in records] == [""] * 24
     names = {node["node"] for node in idle.nodes()}
     for record in records:

@@ -22,23 +22,32 @@ from loadtest.journal import (
     read_run,
 )
 
-ASK = {"workload": "w", "seed": 1}
+OPTIONS_USED = {"workload": "w", "seed": 1}
 
 
 def begun(folder: Path) -> Journal:
-    return Journal.create(folder, {OPTIONS: ASK, "model": "m"})
+    return Journal.create(folder, {OPTIONS: OPTIONS_USED, "model": "m"})
 
 
 def lines(folder: Path) -> list[RequestRecord]:
-    return list(read_records(folder / RECORDS))
+    return list(read_records(folder))
 
 
-def test_a_record_is_on_disk_before_the_journal_is_closed(tmp_path: Path) -> None:
+def keys(folder: Path) -> list[tuple[str, int]]:
+    return [(record.session, record.turn) for record in lines(folder)]
+
+
+def test_a_record_and_the_facts_of_a_run_are_on_disk_before_the_journal_is_closed(
+    tmp_path: Path,
+) -> None:
     journal = begun(tmp_path / "run")
     record = RequestRecord("s", 2, "red", gaps_s=[0.1, 0.2], error="cut", predicted={"load_s": 1.0})
     journal.write(record)
+    journal.note(interrupted=True)
     assert lines(tmp_path / "run") == [record]
-    assert read_run(tmp_path / "run")["model"] == "m"
+    facts = {OPTIONS: OPTIONS_USED, "model": "m", "interrupted": True}
+    assert json.loads((tmp_path / "run" / RUN).read_text()) == facts
+    assert read_run(tmp_path / "run") == facts
 
 
 def test_a_run_goes_on_after_its_last_whole_line(tmp_path: Path) -> None:
@@ -48,24 +57,20 @@ def test_a_run_goes_on_after_its_last_whole_line(tmp_path: Path) -> None:
     journal.write(RequestRecord("b", 0, ended_s=9.0, error="cancelled"))
     with (tmp_path / RECORDS).open("ab") as file:
         file.write(b'{"session":"c","tur')
-    resumed = Journal.resume(tmp_path, ASK)
+    resumed = Journal.resume(tmp_path, OPTIONS_USED)
     # What was stopped is sent again; what failed was answered.
     assert (resumed.done, resumed.elapsed_s) == ({"a": 2}, 5.0)
     resumed.write(RequestRecord("b", 0))
-    assert [record.key for record in lines(tmp_path)] == [("a", 0), ("a", 1), ("b", 0)]
+    assert keys(tmp_path) == [("a", 0), ("a", 1), ("b", 0)]
 
 
-def test_a_run_of_other_options_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_go_on_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     begun(tmp_path).write(RequestRecord("a", 0, error="cancelled"))
     with pytest.raises(JournalError, match="seed 1, not 2"):
-        Journal.resume(tmp_path, {**ASK, "seed": 2})
-    assert len(lines(tmp_path)) == 1  # and nothing was changed
-
-
-def test_a_folder_with_a_run_is_not_written_over(tmp_path: Path) -> None:
-    begun(tmp_path)
+        Journal.resume(tmp_path, {**OPTIONS_USED, "seed": 2})
     with pytest.raises(JournalError, match=f"--resume {tmp_path}"):
         begun(tmp_path)
+    assert len(lines(tmp_path)) == 1
 
 
 def test_a_folder_that_cannot_be_made_or_holds_no_run(tmp_path: Path) -> None:
@@ -73,10 +78,10 @@ def test_a_folder_that_cannot_be_made_or_holds_no_run(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=str(tmp_path / "file")):
         begun(tmp_path / "file")
     with pytest.raises(JournalError, match="holds no run"):
-        Journal.resume(tmp_path, ASK)
+        Journal.resume(tmp_path, OPTIONS_USED)
     (tmp_path / RUN).write_text("{")
     with pytest.raises(JournalError, match=r"run\.json: not JSON"):
-        Journal.resume(tmp_path, ASK)
+        Journal.resume(tmp_path, OPTIONS_USED)
 
 
 @pytest.mark.parametrize(
@@ -89,44 +94,41 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, why: str) -> None:
     with (tmp_path / RECORDS).open("a") as file:
         file.write(line + "\n")
     with pytest.raises(JournalError, match=rf"records\.jsonl:2: .*{why}"):
-        Journal.resume(tmp_path, ASK)
+        Journal.resume(tmp_path, OPTIONS_USED)
 
 
-def test_decisions_join_their_records_at_the_end(tmp_path: Path) -> None:
+def test_a_damaged_decision_is_named(tmp_path: Path) -> None:
+    begun(tmp_path).write(RequestDecision("r0", {}, {}))
+    with (tmp_path / DECISIONS).open("a") as file:
+        file.write('{"request_id":1}\n')
+    with pytest.raises(JournalError, match=r"decisions\.jsonl:2: "):
+        Journal.resume(tmp_path, OPTIONS_USED)
+
+
+def test_the_last_decision_of_a_request_is_found_on_its_record(tmp_path: Path) -> None:
     journal = begun(tmp_path)
     for number in range(3):
         journal.write(RequestRecord("s", number, request_id=f"r{number}"))
-    journal.write_decision(RequestDecision("r1", {"load_s": 1.0}, {"new_tokens": None}))
-    journal.write_decision(RequestDecision("r0", {"load_s": 2.0}, {"new_tokens": 5}))
-    journal.write_decision(RequestDecision("r1", {"load_s": 1.0}, {"new_tokens": 7}))
-    assert all(record.actual is None for record in lines(tmp_path))
+    journal.write(RequestDecision("r1", {"load_s": 1.0}, {"new_tokens": None}))
+    journal.write(RequestDecision("r0", {"load_s": 2.0}, {"new_tokens": 5}))
+    journal.write(RequestDecision("r1", {"load_s": 1.0}, {"new_tokens": 7}))
     journal.close()
     journal.close()
-    kept = [(record.predicted, record.actual) for record in lines(tmp_path)]
-    assert kept == [
+    assert [(record.predicted, record.actual) for record in lines(tmp_path)] == [
         ({"load_s": 2.0}, {"new_tokens": 5}), ({"load_s": 1.0}, {"new_tokens": 7}), (None, None),
     ]  # fmt: skip
-    assert not (tmp_path / DECISIONS).exists()
 
 
-def test_decisions_of_a_killed_run_join_when_it_goes_on(tmp_path: Path) -> None:
+def test_decisions_of_a_killed_run_are_kept_when_it_goes_on(tmp_path: Path) -> None:
     journal = begun(tmp_path)
     journal.write(RequestRecord("s", 0, request_id="r0"))
-    journal.write_decision(RequestDecision("r0", {}, {"new_tokens": 5}))
+    journal.write(RequestDecision("r0", {}, {"new_tokens": 5}))
     with (tmp_path / DECISIONS).open("ab") as file:
         file.write(b'{"request_id":"r1"')
-    resumed = Journal.resume(tmp_path, ASK)
+    resumed = Journal.resume(tmp_path, OPTIONS_USED)
     resumed.write(RequestRecord("s", 1, request_id="r1"))
-    resumed.write_decision(RequestDecision("r1", {}, {"new_tokens": 6}))
-    resumed.close()
+    resumed.write(RequestDecision("r1", {}, {"new_tokens": 6}))
     assert [record.actual for record in lines(tmp_path)] == [{"new_tokens": 5}, {"new_tokens": 6}]
-
-
-def test_facts_of_a_run_are_kept_beside_its_options(tmp_path: Path) -> None:
-    begun(tmp_path).note(interrupted=True)
-    assert json.loads((tmp_path / RUN).read_text()) == {
-        OPTIONS: ASK, "model": "m", "interrupted": True,
-    }  # fmt: skip
 
 
 def test_half_a_line_on_a_full_disk_does_not_spoil_the_rest(tmp_path: Path) -> None:
@@ -141,7 +143,7 @@ def test_half_a_line_on_a_full_disk_does_not_spoil_the_rest(tmp_path: Path) -> N
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     journal.write(RequestRecord("c", 0))  # a stream that ends later, when there is room again
-    assert [record.key for record in lines(tmp_path)] == [("a", 0), ("c", 0)]
+    assert keys(tmp_path) == [("a", 0), ("c", 0)]
 
 
 def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
@@ -152,11 +154,3 @@ def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
         pass
     with pytest.raises(JournalError, match="nowhere"), locked(tmp_path / "nowhere"):
         pass
-
-
-def test_a_damaged_decision_is_named(tmp_path: Path) -> None:
-    begun(tmp_path).write_decision(RequestDecision("r0", {}, {}))
-    with (tmp_path / DECISIONS).open("a") as file:
-        file.write('{"request_id":1}\n')
-    with pytest.raises(JournalError, match=r"decisions\.jsonl:2: "):
-        Journal.resume(tmp_path, ASK)

@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from deploy.commands.console import with_options
 from loadtest.cluster import Surveyed
-from loadtest.options import LoadOptions, file_digest
+from loadtest.options import LoadOptions
 from workload.catalogue import workload_named
 from workload.shapes import Workload
 
@@ -28,28 +31,46 @@ def of(**options: Any) -> LoadOptions:
     return LoadOptions("sharegpt", "http://h", model="m", **options)
 
 
+app = typer.Typer()
+
+
+@app.command()
+@with_options(LoadOptions)
+def show(options: LoadOptions) -> None:
+    """What the command line makes of its words."""
+    print(options.checked())
+
+
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("words", "why"),
     [
-        ({"arrivals": "gamma:5"}, "cv"),
-        ({"arrivals": "closed:0"}, "closed"),
-        ({"closed": 0}, "--closed is 0"),
-        ({"duration": 0.0}, "--duration is 0"),
-        ({"duration": float("nan")}, "--duration is nan"),
-        ({"timeout": -1.0}, "--timeout is -1"),
-        ({"in_flight": 0}, "--in-flight is 0"),
-        ({"retries": -1}, "--retries is -1"),
-        ({"prompts": "poem"}, "--prompts is 'poem'"),
-        ({"ignore_eos": "maybe"}, "--ignore-eos is 'maybe'"),
-        ({"rates": "tokens"}, "--rates is 'tokens'"),
-        ({"pause_factor": -1.0}, "--pause-factor is -1.0: give zero or more"),
-        ({"scale": "1/0"}, "--scale is '1/0': give a factor"),
-        ({"max_output": 0}, "--max-output is 0: give 1 or more"),
+        ("--arrivals gamma:5", "cv"),
+        ("--arrivals closed:0", "closed"),
+        ("--closed 0", "'--closed': Input should be greater than or equal to 1"),
+        ("--duration 0", "'--duration': Input should be greater"),
+        ("--duration nan", "'--duration': Input should be greater"),
+        ("--timeout -1", "'--timeout': Input should be greater"),
+        ("--in-flight 0", "'--in-flight': Input should be greater than or equal to 1"),
+        ("--retries -1", "'--retries': Input should be greater than or equal to 0"),
+        ("--prompts poem", "'poem' is not one of 'auto', 'ids', 'text', 'chat'"),
+        ("--ignore-eos maybe", "'--ignore-eos': Value error, 'maybe'"),
+        ("--rates tokens", "'--rates': Value error, 'tokens'"),
+        ("--pause-factor -1", "'--pause-factor': Input should be greater than or equal to 0"),
+        ("--pause-factor inf", "'--pause-factor': inf"),
+        ("--scale 1/0", "'--scale': '1/0' is no factor"),
+        ("--max-output 0", "'--max-output': Input should be greater than or equal to 1"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        of(**options)
+def test_what_cannot_be_is_refused_by_name(words: str, why: str) -> None:
+    run = CliRunner(env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    done = run.invoke(app, ["sharegpt", "--url", "http://h", *words.split()])
+    assert (done.exit_code != 0, why in done.stderr + str(done.exception)) == (True, True)
+
+
+def test_options_have_defaults_and_values_of_the_command_line() -> None:
+    words = ["sharegpt", "--url", "http://h", "--closed", "3", "--no-usage"]
+    shown = CliRunner().invoke(app, words).stdout.replace("\n", "")
+    assert shown == str(LoadOptions("sharegpt", "http://h", closed=3, usage=False))
 
 
 def test_the_same_seed_is_the_same_traffic_and_bounds_end_it(talks: Workload) -> None:
@@ -103,8 +124,9 @@ def test_ignore_eos(choice: str, surveyed: Surveyed | None, sent: bool) -> None:
 
 def test_a_file_that_changed_is_another_workload(tmp_path: Path) -> None:
     path = tmp_path / "w.jsonl"
+    options = LoadOptions(str(path), "http://h")
     path.write_text("1")
-    first = file_digest(str(path))
+    first = options.checked().digest
     path.write_text("2")
-    assert first != file_digest(str(path)) != ""
-    assert file_digest("sharegpt") == ""
+    assert first != options.checked().digest != ""
+    assert of().checked().digest == ""

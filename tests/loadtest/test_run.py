@@ -14,7 +14,7 @@ from aiohttp import web
 from rich.console import Console
 
 from loadtest.client import EndpointSettings
-from loadtest.journal import OPTIONS, RECORDS, Journal, RequestRecord, read_records
+from loadtest.journal import OPTIONS, Journal, RequestRecord, read_records
 from loadtest.run import play, quick_process, showing, streams_allowed
 from loadtest.runner import Counts, RunSettings
 from tests.loadtest.rude_endpoint import Rude, rude, session
@@ -25,9 +25,9 @@ async def played(
 ) -> dict[tuple[str, int], RequestRecord]:
     sessions = iter([session(f"s{n}", prompt) for n, prompt in enumerate(prompts)])
     endpoint = EndpointSettings(server.url, "m")
-    await play(endpoint, RunSettings(closed=1), sessions, journal, counts=Counts())
+    await play(endpoint, RunSettings(closed=1), sessions, journal, Counts())
     journal.close()
-    return {record.key: record for record in read_records(journal.folder / RECORDS)}
+    return {(record.session, record.turn): record for record in read_records(journal.folder)}
 
 
 async def test_decisions_of_a_cluster_of_ours_reach_their_records(tmp_path: Path) -> None:
@@ -95,12 +95,12 @@ async def test_ctrl_c_ends_the_wait_for_decisions_but_not_the_run(tmp_path: Path
     async with rude({"/v1/decisions": decisions}) as server:
         outcome = await play(
             EndpointSettings(server.url, "m"), RunSettings(), iter([session("s", "ours a")]),
-            journal, counts=Counts(),
+            journal, Counts(),
         )  # fmt: skip
     journal.close()
     assert len(asked) == 1
     assert (outcome.was_stopped, outcome.decisions_missing) == (False, 1)
-    assert [record.error for record in read_records(tmp_path / RECORDS)] == [""]
+    assert [record.error for record in read_records(tmp_path)] == [""]
 
 
 def shown(counts: Counts, is_terminal: bool) -> str:

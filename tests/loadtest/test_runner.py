@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from loadtest.client import Endpoint, EndpointSettings
-from loadtest.feeder import Feeder, bounded
+from loadtest.feeder import Feeder
 from loadtest.journal import RequestRecord
+from loadtest.options import bounded
 from loadtest.runner import Counts, Runner, RunSettings
 from tests.loadtest.rude_endpoint import Rude, rude, session
 from workload.replay import ReplaySession
@@ -27,7 +28,7 @@ class Run:
 
     async def end(self) -> dict[tuple[str, int], RequestRecord]:
         await asyncio.wait_for(self.task, 30)
-        return {record.key: record for record in self.records}
+        return {(record.session, record.turn): record for record in self.records}
 
 
 def begin(
@@ -232,7 +233,7 @@ async def test_a_workload_that_breaks_is_raised_after_what_was_sent() -> None:
         run = begin(server, breaks())
         with pytest.raises(ValueError, match="line 2"):
             await run.end()
-    assert [record.key for record in run.records] == [("s", 0)]
+    assert [record.session for record in run.records] == ["s"]
 
 
 async def test_endless_workloads_are_read_no_further_than_needed() -> None:
