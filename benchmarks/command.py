@@ -8,11 +8,10 @@ from benchmarks.routing.peers.peers import peers
 from benchmarks.routing.router import router
 from benchmarks.routing.routing import routing
 from benchmarks.scheduling.scheduler import scheduler
-from benchmarks.serving.predict import PREDICT_HELP, predict
+from benchmarks.serving.predict import predict
 from benchmarks.serving.serve import serve
 from benchmarks.serving.validate import validate
 
 app = typer.Typer(help="Measure the running system.", no_args_is_help=True, add_completion=False)
-for command in (offload, overload, peers, router, routing, scheduler, serve, validate):
+for command in (offload, overload, peers, predict, router, routing, scheduler, serve, validate):
     app.command()(command)
-app.command(help=PREDICT_HELP)(predict)

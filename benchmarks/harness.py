@@ -1,7 +1,7 @@
 """What every bench is measured and reported with: arms in turns, intervals, result, table.
 
 A bench measures, calls `result` with its facts, and hands that to `publish` with a function that
-prints it for a reader. The options of a bench that everybody has are `Json` and `OutFile`.
+prints it for a reader.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,14 +25,12 @@ from rich.table import Table
 from deploy.commands.console import Json, command, machine
 
 __all__ = [
-    "Interval", "Json", "OutFile", "alternate", "append_line", "command", "finite", "machine",
-    "mean_interval", "note", "paired", "publish", "quantile", "quartiles",
-    "read_lines", "result", "save_json", "spread", "table", "usage_errors",
+    "Interval", "Json", "alternate", "append_line", "command", "finite", "machine", "names", "note",
+    "numbers", "paired", "publish", "quantile", "quartiles", "read_lines", "result", "save_json",
+    "spread", "table", "usage_errors",
 ]  # fmt: skip
 
 T = TypeVar("T")
-OutFile = Annotated[Path | None, typer.Option(help="Write the result here, as JSON.")]
-
 
 _FILE_COLUMNS = 170
 
@@ -47,18 +45,15 @@ def result(**facts: Any) -> dict[str, Any]:
 
 
 def publish(
-    facts: Mapping[str, Any],
-    show: Callable[[Console], None],
-    *,
-    json_output: bool,
-    out: Path | None = None,
-    remark: str = "",
-) -> None:
+    facts: Mapping[str, Any], show: Callable[[Console], None], *, json_output: bool,
+    out: Path | None = None, remark: str = "",
+) -> None:  # fmt: skip
     """Print a result as one JSON object, or for a reader with the command and machine beneath.
 
     Args:
         facts: of `result`.
         show: prints it for a reader.
+        json_output: print JSON.
         out: a file that gets it as JSON, too.
         remark: what else belongs beside the machine, such as "paced".
     """
@@ -70,8 +65,7 @@ def publish(
     # Into a file, a table is as wide as it needs, not as 80 columns.
     console = Console(width=None if Console().is_terminal else _FILE_COLUMNS)
     show(console)
-    made = f"{facts['command']}  on {facts['machine']}"
-    made = f"{made}, {remark}" if remark else made
+    made = f"{facts['command']}  on {facts['machine']}{', ' if remark else ''}{remark}"
     console.print(made, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -83,14 +77,8 @@ def save_json(facts: Mapping[str, Any], path: Path) -> None:
 
 def _as_json(facts: Mapping[str, Any]) -> bytes:
     # msgspec writes null for infinite and NaN, which JSON has not: a figure that was not to be had
-    # must not cost the result of an hour.
-    return msgspec.json.encode(facts, enc_hook=_plain)
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, str):  # a version of torch, which is one
-        return str(value)
-    raise NotImplementedError(type(value))
+    # must not cost the result of an hour. torch's version is a subclass of str.
+    return msgspec.json.encode(facts, enc_hook=str)
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
@@ -124,7 +112,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()
 ) -> Table:
     """Columns to the right, but for the first and those of `left`."""
     made = Table(title=title or None)
@@ -140,6 +128,9 @@ def note(text: str) -> None:
     Console(stderr=True).print(text, style="dim", highlight=False, markup=False)
 
 
+# Options ------------------------------------------------------------------------------------------
+
+
 @contextmanager
 def usage_errors() -> Iterator[None]:
     """End the command with status 2 and one line for input that cannot be used."""
@@ -148,6 +139,35 @@ def usage_errors() -> Iterator[None]:
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+def numbers(text: str, option: str, most: float = 1e6) -> tuple[float, ...]:
+    """Different numbers above 0 and at most `most` from a text with commas.
+
+    Raises:
+        ValueError: names the option.
+    """
+    try:
+        found = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < number <= most for number in found):
+        raise ValueError(f"{option} is {text!r}: give numbers above 0 with commas, such as 0.8,3")
+    return found
+
+
+def names(text: str, known: Iterable[str], option: str) -> tuple[str, ...]:
+    """Different names, all of them known, from a text with commas.
+
+    Raises:
+        ValueError: names the option and what is known.
+    """
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    wrong = [name for name in found if name not in known]
+    if wrong or not found:
+        what = f"unknown {', '.join(map(repr, wrong))}" if wrong else "nothing given"
+        raise ValueError(f"{option}: {what}: choose of {', '.join(known)}")
+    return found
 
 
 # Measuring ----------------------------------------------------------------------------------------
@@ -189,24 +209,23 @@ class Interval:
     count: int
 
 
-def mean_interval(values: Sequence[float]) -> Interval:
-    """Student's t. Raises ValueError where there is nothing."""
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    """The geometric mean of ours / theirs, pair by pair, with Student's t on the logarithms.
+
+    Raises:
+        ValueError: there are no pairs.
+    """
     # Half a second to import: only where it is used, or every command would wait for it.
     from scipy.stats import t as student
 
-    if not len(values):
+    logs = np.log(np.asarray(ours, float) / np.asarray(theirs, float))
+    if not len(logs):
         raise ValueError("no values to average: play at least one round")
-    mean, count = float(np.mean(values)), len(values)
+    mean, count = float(logs.mean()), len(logs)
     if count < 2:
-        return Interval(mean, math.nan, math.nan, count)
-    half = float(student.ppf(0.975, count - 1) * np.std(values, ddof=1) / math.sqrt(count))
-    return Interval(mean, mean - half, mean + half, count)
-
-
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """The geometric mean of ours / theirs, pair by pair, with an interval on the logarithms."""
-    logs = mean_interval(np.log(np.asarray(ours, float) / np.asarray(theirs, float)).tolist())
-    return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high), logs.count)
+        return Interval(math.exp(mean), math.nan, math.nan, count)
+    half = float(student.ppf(0.975, count - 1) * logs.std(ddof=1) / math.sqrt(count))
+    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), count)
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

@@ -17,17 +17,17 @@ import numpy as np
 from benchmarks.faults.hostile_values import BY_FIELD, Schema, anything, hostile, pick, written
 
 CHAT, COMPLETION, ROUTE = PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/route")
-_LOOKED_AT = (
+_OTHER_PATHS = (
     "/v1/decisions", "/v1/decisions?limit=-1", "/v1/decisions?limit=99999999999999999999999",
     "/v1/decisions/%00", "/v1/decisions/../nodes", "/v1/models/%ff", "/v1/models/x%2f..",
-    "/v1/nodes",
-    "/v1/tenants", "/metrics", "/%2e%2e/metrics", "/v1/nodes/profile", "/nowhere", "/v1/embeddings",
-    "/tokenize", "/-/routes", "/sleep?level=1", "/v1/load_lora_adapter", "/reset_prefix_cache",
+    "/v1/nodes", "/v1/tenants", "/metrics", "/%2e%2e/metrics", "/v1/nodes/profile", "/nowhere",
+    "/v1/embeddings", "/tokenize", "/-/routes", "/sleep?level=1", "/v1/load_lora_adapter",
+    "/reset_prefix_cache",
 )  # fmt: skip
 _STRANGE_FIELDS = (
     "approx", "prompt_cache_key", "best_of", "guided_json", "guided_regex", "kappa_tenant",
-    "tenant",
-    "logits_processors", "prompt_token_ids", "sampling_params", "extra_args", "lora_request", "",
+    "tenant", "logits_processors", "prompt_token_ids", "sampling_params", "extra_args",
+    "lora_request", "",
 )  # fmt: skip
 _HEADERS = (
     "x-request-id", "authorization", "x-api-key", "x-kappa-pin", "x-kappa-plan", "x-kappa-approx",
@@ -36,8 +36,7 @@ _HEADERS = (
 )  # fmt: skip
 _HEADER_VALUES = (
     "", "x", "-1", "0", "1", "1e309", "nan", "9" * 400, "Bearer", "Bearer x y", "text/plain",
-    "gzip",
-    "a" * 3000, "\xff", "kappa-tiny", "00-" + "0" * 32 + "-" + "f" * 16 + "-01", "job-1",
+    "gzip", "a" * 3000, "\xff", "kappa-tiny", "00-" + "0" * 32 + "-" + "f" * 16 + "-01", "job-1",
     "100-continue",
 )  # fmt: skip
 _NO_TEXT = (b"\xff\xfe\x00", b'{"a": \x80}', b"\x00" * 40, b'{"model": "\xed\xa0\x80"}', b"")
@@ -72,14 +71,14 @@ def bad_requests(
     for _ in range(count):
         if rng.random() < 0.02:
             method = pick(rng, ("GET", "GET", "POST", "DELETE", "PUT"))
-            yield Bad(pick(rng, _LOOKED_AT), b"", _headers(rng), method)
+            yield Bad(pick(rng, _OTHER_PATHS), b"", _headers(rng), method)
             continue
         path = pick(rng, PATHS)
         kind = pick(rng, (CHAT, COMPLETION)) if path == ROUTE else path
-        body = _good(rng, kind, model, marker)
-        fields = [
-            _changed(rng, body, schemas[kind]) for _ in range(int(rng.integers(_MOST_CHANGES)))
-        ]
+        body = _good(rng, kind, f"{marker} {'word ' * int(rng.integers(0, 30))}")
+        body["model"] = model
+        changes = range(int(rng.integers(_MOST_CHANGES)))
+        fields = [name for _ in changes if (name := _changed(rng, body, schemas[kind])) is not None]
         yield Bad(path, _encoded(rng, body), _headers(rng), fields=tuple(filter(None, fields)))
 
 
@@ -88,10 +87,9 @@ def fields_known(schemas: Mapping[str, Schema]) -> set[str]:
     return {name for schema in schemas.values() for name in schema["properties"]}
 
 
-def _good(rng: np.random.Generator, kind: str, model: str, marker: str) -> dict[str, Any]:
-    text = f"{marker} {'word ' * int(rng.integers(0, 30))}"
+def _good(rng: np.random.Generator, kind: str, text: str) -> dict[str, Any]:
     options = {
-        "model": model, "max_tokens": int(rng.integers(1, 6)), "stream": bool(rng.integers(2)),
+        "max_tokens": int(rng.integers(1, 6)), "stream": bool(rng.integers(2)),
         "temperature": float(rng.uniform(0, 1)),
     }  # fmt: skip
     if kind == COMPLETION:
@@ -108,9 +106,9 @@ def _changed(rng: np.random.Generator, body: dict[str, Any], schema: Schema) -> 
         body.pop(pick(rng, tuple(body)))
         return None
     if way < 0.12:
-        name = pick(rng, _STRANGE_FIELDS)
+        name = str(pick(rng, _STRANGE_FIELDS))
         body[name] = anything(rng)
-        return str(name)
+        return name
     # Also those that only the other model has.
     known = tuple(schema["properties"])
     name = str(pick(rng, known if way < 0.95 else tuple(BY_FIELD)))
@@ -126,16 +124,13 @@ def _encoded(rng: np.random.Generator, body: Any) -> bytes:
     if draw < 0.03:
         text = text[: int(rng.integers(0, len(text)))]
     elif draw < 0.05:
-        text = pick(
-            rng, (written([body]), written(text), f"{text[:-1]}, {text[1:]}", f"\ufeff{text}")
-        )
+        doubled = f"{text[:-1]}, {text[1:]}"
+        text = pick(rng, (written([body]), written(text), doubled, f"\ufeff{text}"))
     return text.encode()
 
 
 def _headers(rng: np.random.Generator) -> tuple[tuple[str, str], ...]:
-    sent = [("content-type", "application/json")]
+    sent = {"content-type": "application/json"}
     if rng.random() < 0.15:
-        name = pick(rng, _HEADERS)
-        sent = [pair for pair in sent if pair[0] != name]
-        sent.append((name, pick(rng, _HEADER_VALUES)))
-    return tuple(sent)
+        sent[pick(rng, _HEADERS)] = pick(rng, _HEADER_VALUES)
+    return tuple(sent.items())

@@ -11,31 +11,27 @@ import asyncio
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import aiohttp
-import numpy as np
 
 from benchmarks.faults.bodies import Bad, bad_requests, fields_known
-from benchmarks.faults.evaluation import Observed
+from benchmarks.faults.cluster import FaultsError, Target, alive, aside, key_of
 from benchmarks.faults.hostile_values import Schema
-from benchmarks.faults.processes import alive
-from benchmarks.faults.target import FaultsError, Target, aside
-from benchmarks.faults.traffic import Mix, Traffic
+from benchmarks.faults.traffic import Beside, Mix, Observed, Traffic
 
 MARKER = "zqxsecretprompt"
-HONEST = Mix(
-    clients=1, streamed_share=1.0, documents=1, words=12, max_tokens=4, pause_s=0.5, timeout_s=120.0
-)
-"""A small chat, asked again half a second after its answer."""
+HONEST = Mix(clients=1, streamed_share=1.0, documents=1, words=12, max_tokens=4, pause_s=0.5)
+"""A small chat, sent again half a second after its answer."""
 
 _IDLE_S = 20.0
 _READ_S = 10.0
 _LOOK_S = 2.0
 _LASTING_S = 0.5
+_SETTLE_S = 120.0
 _MOST_SHOWN = 20
 _MOST_SLOW = 5
 _BYTES_SHOWN = 600
@@ -52,27 +48,6 @@ class FuzzPlan:
     schemas: Mapping[str, Schema]
     at_once: int = 16
     bound_s: float = 75.0
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """Seconds of one client's requests beside others' traffic. failed: by reason."""
-
-    requests: int
-    failed: dict[str, int]
-    p50_s: float
-    p90_s: float
-    p99_s: float
-    max_s: float
-
-    @classmethod
-    def of(cls, seen: Sequence[Observed], *, first_token: bool) -> Beside:
-        """Of what a client saw, until the first token or until the end; failures have no time."""
-        fine = [r for r in seen if r.ok and r.first_s is not None]
-        taken = [(r.first_s if first_token and r.first_s else r.ended_s) - r.sent_s for r in fine]
-        values = np.quantile(taken, [0.5, 0.9, 0.99, 1.0]) if taken else [float("inf")] * 4
-        failed = Counter(r.error or str(r.status) for r in seen if not r.ok)
-        return cls(len(seen), dict(failed), *map(float, values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +87,8 @@ class FuzzResult:
     @property
     def ratios(self) -> dict[str, float]:
         """The honest client's time meanwhile over its idle median."""
-        return {
-            name: getattr(self.honest, f"{name}_s") / self.idle.p50_s
-            for name in ("p50", "p99", "max")
-        }
+        times_s = {name: getattr(self.honest, f"{name}_s") for name in ("p50", "p99", "max")}
+        return {name: time_s / self.idle.p50_s for name, time_s in times_s.items()}
 
     def broken(self) -> list[str]:
         """Which promises were, in words."""
@@ -139,43 +112,32 @@ class FuzzResult:
             f"slowest {self.slowest_s:.1f} s; honest client over its idle "
             f"{self.idle.p50_s:.2f} s: {ratios}; "
             f"{'; '.join(self.broken()) or 'every promise kept'}"
-        )  # fmt: skip
+        )
 
 
 async def fuzz(
-    target: Target,
-    plan: FuzzPlan,
-    hostile: Mapping[str, str],
-    honest: Mapping[str, str],
-    advance: Callable[[], object] = lambda: None,
+    target: Target, plan: FuzzPlan, advance: Callable[[], object] = lambda: None
 ) -> FuzzResult:
-    """Send all of the plan, several at once, and wait until nothing is reserved any more.
+    """Send all of the plan as one tenant, beside another, and wait until nothing is reserved.
 
-    Args:
-        target: the cluster.
-        plan: what to send.
-        hostile: headers of the tenant who sends it.
-        honest: headers of the tenant who asks beside it.
-        advance: called after every request.
+    advance: called after every request.
     """
-    idle = await _honest_for(target, honest, plan.seed, asyncio.sleep(_IDLE_S))
-    run = _Run(target, plan, hostile, advance)
-    meanwhile = await _honest_for(target, honest, plan.seed, run.all())
-    await aside(lambda: target.until(lambda: target.reservations() == 0, 120))
+    before = await _honest_during(target, plan.seed, asyncio.sleep(_IDLE_S))
+    run = _Run(target, plan, advance)
+    meanwhile = await _honest_during(target, plan.seed, run.all())
+    await aside(lambda: target.until(lambda: target.reservations() == 0, _SETTLE_S))
     known = fields_known(plan.schemas)
     return FuzzResult(
         sum(run.statuses.values()), run.seconds, dict(run.statuses), run.wrong_total,
         tuple(run.wrong), run.slowest_s, tuple(run.deaths), await aside(target.reservations),
-        len(known), tuple(sorted(known - run.tried)), Beside.of(idle, first_token=False),
+        len(known), tuple(sorted(known - run.tried)), Beside.of(before, first_token=False),
         Beside.of(meanwhile, first_token=False), run.beside(meanwhile),
     )  # fmt: skip
 
 
-async def _honest_for(
-    target: Target, headers: Mapping[str, str], seed: int, work: Any
-) -> list[Observed]:
+async def _honest_during(target: Target, seed: int, work: Awaitable[object]) -> list[Observed]:
     """What the honest client saw while `work` went on."""
-    async with Traffic(target.url, target.model, HONEST, seed, headers) as traffic:
+    async with Traffic(target.url, target.model, HONEST, seed, key_of("honest")) as traffic:
         await work
         await traffic.settle()
     return traffic.seen
@@ -187,7 +149,6 @@ class _Run:
 
     target: Target
     plan: FuzzPlan
-    headers: Mapping[str, str]
     advance: Callable[[], object]
     statuses: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -204,13 +165,13 @@ class _Run:
     async def all(self) -> None:
         plan = self.plan
         drawn = bad_requests(plan.seed, plan.requests, self.target.model, MARKER, plan.schemas)
-        self._start_s = start_s = time.monotonic()
-        watch = asyncio.create_task(self._watch(start_s))
+        self._start_s = time.monotonic()
+        watch = asyncio.create_task(self._watch())
         timeout = aiohttp.ClientTimeout(total=plan.bound_s)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             await asyncio.gather(*(self._sender(session, drawn) for _ in range(plan.at_once)))
-        self.seconds = time.monotonic() - start_s
+        self.seconds = time.monotonic() - self._start_s
         await asyncio.sleep(_LOOK_S)  # for the death that the last one caused
         watch.cancel()
         with suppress(asyncio.CancelledError):
@@ -218,17 +179,15 @@ class _Run:
 
     def beside(self, seen: Sequence[Observed]) -> tuple[tuple[str, ...], ...]:
         """The slowest of these requests, each with what took long and overlapped it the most."""
-        slow = sorted(seen, key=lambda r: r.sent_s - r.ended_s)[:_MOST_SLOW]
         found = []
-        for r in slow:
-            overlaps = sorted(
-                ((min(end, r.ended_s) - max(start, r.sent_s), end - start, text)
-                 for start, end, text in self._lasting), reverse=True,
-            )  # fmt: skip
-            beside = (f"{took:.1f} s: {text}" for both, took, text in overlaps[:8] if both > 0)
-            found.append(
-                (f"{r.ended_s - r.sent_s:.1f} s, at {r.sent_s - self._start_s:.0f} s", *beside)
-            )
+        for r in sorted(seen, key=lambda r: r.sent_s - r.ended_s)[:_MOST_SLOW]:
+            overlaps = [
+                (min(end_s, r.ended_s) - max(start_s, r.sent_s), f"{end_s - start_s:.1f} s: {text}")
+                for start_s, end_s, text in self._lasting
+            ]
+            beside = [text for both_s, text in sorted(overlaps, reverse=True)[:8] if both_s > 0]
+            at_s = r.sent_s - self._start_s
+            found.append((f"{r.ended_s - r.sent_s:.1f} s, at {at_s:.0f} s", *beside))
         return tuple(found)
 
     async def _sender(self, session: aiohttp.ClientSession, drawn: Iterator[Bad]) -> None:
@@ -250,29 +209,33 @@ class _Run:
             self.advance()
 
     async def _send(self, session: aiohttp.ClientSession, bad: Bad) -> tuple[str, str]:
-        """The status and what is wrong with it; a stream is left after a while."""
-        headers = {**self.headers, **dict(bad.headers)}
+        """The status and what is wrong with it; a long stream is left after a while."""
+        url, headers = f"{self.target.url}{bad.path}", {**key_of("hostile"), **dict(bad.headers)}
+        read = []
         try:
-            async with session.request(
-                bad.method, f"{self.target.url}{bad.path}", data=bad.body, headers=headers
-            ) as answer:
-                text = await _begun(answer)
+            async with session.request(bad.method, url, data=bad.body, headers=headers) as answer:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_READ_S if answer.status == 200 else None):
+                        async for chunk in answer.content.iter_any():
+                            read.append(chunk)
+                text = b"".join(read).decode(errors="replace")
                 return str(answer.status), complaint_of(answer.status, text)
         except (TimeoutError, aiohttp.ClientError, ValueError, OSError) as error:
             return type(error).__name__, repr(error)
 
-    async def _watch(self, start_s: float) -> None:
+    async def _watch(self) -> None:
         known = await aside(self._processes)
         while True:
             await asyncio.sleep(_LOOK_S)
             now = await aside(self._processes)
-            rows = {name for name, pids in now.items() if pids}
-            lost = [
-                f"{name} {pid}" for name, pids in known.items() for pid in pids if not alive(pid)
-            ] + ([f"worker {name}" for name in known.keys() - rows] if rows else [])
+            pids = [(name, pid) for name, mine in known.items() for pid in mine]
+            lost = [f"{name} {pid}" for name, pid in pids if not alive(pid)]
+            if any(now.values()):
+                lost += [f"worker {name}" for name in known if not now.get(name)]
             if lost:
                 suspects = [_shown(bad) for bad in (*self._done, *self._open.values())]
-                self.deaths.append(Death(time.monotonic() - start_s, tuple(lost), tuple(suspects)))
+                at_s = time.monotonic() - self._start_s
+                self.deaths.append(Death(at_s, tuple(lost), tuple(suspects)))
                 known = now
             known = {**known, **now}
 
@@ -286,16 +249,6 @@ class _Run:
                 pid = self.target.pid(name)
                 found[name] = [pid, *(p for p in self.target.family.below(pid) if p in engines)]
         return found
-
-
-async def _begun(answer: aiohttp.ClientResponse) -> str:
-    """The whole answer, or as much of it as came in a while: the client of a long stream leaves."""
-    read: list[bytes] = []
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_READ_S if answer.status == 200 else None):
-            async for chunk in answer.content.iter_any():
-                read.append(chunk)
-    return b"".join(read).decode(errors="replace")
 
 
 def complaint_of(status: int, text: str) -> str:

@@ -16,15 +16,16 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import aiohttp
 import numpy as np
 
 from benchmarks.faults.bodies import CHAT, COMPLETION, ROUTE, Bad
-from benchmarks.faults.fuzz import HONEST, Beside
-from benchmarks.faults.target import Target, aside
-from benchmarks.faults.traffic import Traffic
+from benchmarks.faults.cluster import Target, aside, key_of
+from benchmarks.faults.fuzz import HONEST
+from benchmarks.faults.traffic import Beside, Traffic
 
 _PROBE = replace(HONEST, pause_s=0.1)
 _RAMP_S = 5.0
@@ -94,35 +95,34 @@ def _sent(path: str, **body: Any) -> Bad:
 
 
 def _chats(
-    rng: Rng, model: str, count: int, words: int = 200, path: str = CHAT, **more: Any
+    rng: Rng, model: str, count: int = 48, words: int = 200, path: str = CHAT, **more: Any
 ) -> list[Bad]:
     """Chats that differ in their prompts; `more`: fields of all."""
     options = {"model": model, "max_tokens": 12, "ignore_eos": True, "stream": True, **more}
-    return [
-        _sent(path, messages=[{"role": "user", "content": _words(rng, words)}], **options)
-        for _ in range(count)
-    ]
+    texts = [_words(rng, words) for _ in range(count)]
+    return [_sent(path, messages=[{"role": "user", "content": t}], **options) for t in texts]
+
+
+def _texts(model: str, prompts: Sequence[Any], **more: Any) -> list[Bad]:
+    return [_sent(COMPLETION, model=model, max_tokens=12, prompt=each, **more) for each in prompts]
 
 
 def _big(rng: Rng, model: str) -> list[Bad]:
-    return [
-        _sent(CHAT, model=model, max_tokens=1,
-              messages=[{"role": "user", "content": _letters(rng, 3_900_000)}])
-        for _ in range(3)
-    ]  # fmt: skip
+    texts = [_letters(rng, 3_900_000) for _ in range(3)]
+    messages = [[{"role": "user", "content": text}] for text in texts]
+    return [_sent(CHAT, model=model, max_tokens=1, messages=each) for each in messages]
 
 
-def _schemas(rng: Rng, model: str) -> list[Bad]:
+def _grammars(rng: Rng, model: str) -> list[Bad]:
     """Structured answers whose grammars take long to compile, no two alike."""
     found = []
     for number in range(64):
         name = f"g{number}-{int(rng.integers(1 << 30))}"
         size = (20, 80, 300)[number % 3]
-        fields = [[f"{name}{i}-{j}" for j in range(20)] for i in range(size)]
-        options = [
-            {"type": "object", "properties": {field: {"type": "string"} for field in each}}
-            for each in fields
-        ]
+        options = []
+        for i in range(size):
+            fields = {f"{name}{i}-{j}": {"type": "string"} for j in range(20)}
+            options.append({"type": "object", "properties": fields})
         schema = {"name": "a", "schema": {"anyOf": options}}
         form = {"type": "json_schema", "json_schema": schema}
         found += _chats(rng, model, 1, 5, response_format=form, max_tokens=4)
@@ -132,66 +132,50 @@ def _schemas(rng: Rng, model: str) -> list[Bad]:
 
 
 def _untokenizable(rng: Rng, model: str) -> list[Bad]:
-    prompts = ([_letters(rng, 6000), "a"] for _ in range(24))
-    return [
-        *(_sent(COMPLETION, model=model, max_tokens=12, prompt=prompt) for prompt in prompts),
-        *_chats(rng, model, 24, truncate_prompt_tokens=-1),
-    ]
+    texts = _texts(model, [[_letters(rng, 6000), "a"] for _ in range(24)])
+    return texts + _chats(rng, model, 24, truncate_prompt_tokens=-1)
 
 
-def _many(rng: Rng, model: str) -> list[Bad]:
-    return [
-        _sent(COMPLETION, model=model, max_tokens=12, n=n, temperature=1.0, ignore_eos=True,
-              prompt=[_words(rng, 8) for _ in range(prompts)])
-        for n, prompts in ((128, 1024), (128, 1), (1, 128), (16, 8), (8, 8))
-    ]  # fmt: skip
+def _n_times_prompts(rng: Rng, model: str) -> list[Bad]:
+    found = []
+    for n, count in ((128, 1024), (128, 1), (1, 128), (16, 8), (8, 8)):
+        prompts = [_words(rng, 8) for _ in range(count)]
+        found += _texts(model, [prompts], n=n, temperature=1.0, ignore_eos=True)
+    return found
 
 
-def _stray(rng: Rng, model: str) -> list[Bad]:
+def _stray_messages(rng: Rng, model: str) -> list[Bad]:
     stray = [{"role": "user", "content": "a"}]
-    return [
-        _sent(COMPLETION, model=model, max_tokens=12, prompt=_words(rng, 900), messages=stray)
-        for _ in range(24)
-    ]
+    return _texts(model, [_words(rng, 900) for _ in range(24)], messages=stray)
 
 
-def _beams(rng: Rng, model: str) -> list[Bad]:
-    return _chats(rng, model, 24, 60, use_beam_search=True, n=8, stream=False, max_tokens=40)
-
-
-def _looks(rng: Rng, model: str) -> list[Bad]:
+def _decisions(rng: Rng, model: str) -> list[Bad]:
     return [Bad(f"/v1/decisions?limit={n}", b"", (), "GET") for n in (1, 100, 1000)]
 
 
-FAIR = Kind("ordinary chats", lambda rng, model: _chats(rng, model, 48))
+_beams = partial(_chats, count=24, words=60, use_beam_search=True, n=8, stream=False, max_tokens=40)
+_one_piece = partial(_chats, words=60, max_tokens=400, stream_interval=100_000)
+FAIR = Kind("ordinary chats", _chats)
 KINDS: Mapping[str, Kind] = {
     "big_prompts": Kind("prompts of 3.9 MB", _big, clients=4),
     "slow_streams": Kind("300 long streams, read slowly",
-                         lambda rng, model: _chats(rng, model, 48, 60, max_tokens=2000),
-                         clients=300, slow=True),
+                         partial(_chats, words=60, max_tokens=2000), clients=300, slow=True),
     "beam_search": Kind("beam search", _beams),
-    "n_times_prompts": Kind("n times prompts", _many),
-    "stream_interval": Kind("streams in one piece",
-                            lambda rng, model: _chats(rng, model, 48, 60, max_tokens=400,
-                                                      stream_interval=100_000)),
-    "grammars": Kind("grammars slow to compile", _schemas),
+    "n_times_prompts": Kind("n times prompts", _n_times_prompts),
+    "stream_interval": Kind("streams in one piece", _one_piece),
+    "grammars": Kind("grammars slow to compile", _grammars),
     "untokenizable": Kind("prompts not tokenized at the ingress", _untokenizable),
-    "stray_messages": Kind("completions with messages", _stray),
+    "stray_messages": Kind("completions with messages", _stray_messages),
     "templates": Kind("templates of the client",
-                      lambda rng, model: _chats(rng, model, 4, 5, chat_template=_LOOP), clients=4),
-    "trickling": Kind("bodies that trickle", lambda rng, model: _chats(rng, model, 48),
-                      clients=300, trickled=True),
-    "decisions": Kind("GET /v1/decisions", _looks),
-    "route": Kind("POST /v1/route", lambda rng, model: _chats(rng, model, 48, 900, ROUTE)),
+                      partial(_chats, count=4, words=5, chat_template=_LOOP), clients=4),
+    "trickling": Kind("bodies that trickle", _chats, clients=300, trickled=True),
+    "decisions": Kind("GET /v1/decisions", _decisions),
+    "route": Kind("POST /v1/route", partial(_chats, words=900, path=ROUTE)),
 }  # fmt: skip
 
 
 async def isolation(
-    target: Target,
-    kinds: Sequence[str],
-    seconds: float,
-    tenants: tuple[Mapping[str, str], Mapping[str, str]],
-    progress: Callable[[str], object],
+    target: Target, kinds: Sequence[str], seconds: float, progress: Callable[[str], object]
 ) -> list[Row]:
     """Measure beside fair traffic, then beside each kind, then beside fair traffic once more.
 
@@ -199,94 +183,70 @@ async def isolation(
         target: the cluster.
         kinds: names in `KINDS`.
         seconds: that each is measured for.
-        tenants: headers of the hostile and of the honest tenant.
         progress: called with each row's name before it is measured.
     """
     rows: list[Row] = []
     fair: Beside | None = None
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    loop = asyncio.get_running_loop()
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        flood = partial(attack, target.url, target.model)
         # A flood of no length, so that the process has started before any is measured.
-        await asyncio.get_running_loop().run_in_executor(
-            pool, attack, target.url, target.model, "fair", dict(tenants[0]), 0.0
-        )
+        await loop.run_in_executor(pool, flood, "fair", 0.0)
         for name in ("fair", *kinds, "fair"):
             progress(name)
-            seen, statuses = await _beside(target, name, seconds, tenants, pool)
-            fair = seen if fair is None else fair
-            left = await aside(lambda: _drained(target))
-            rows.append(
-                Row(name, _kind(name).title, seen, seen.p50_s / fair.p50_s,
-                    seen.p90_s / fair.p90_s, statuses, left)
-            )  # fmt: skip
+            going = loop.run_in_executor(pool, flood, name, _RAMP_S + seconds)
+            await asyncio.sleep(_RAMP_S)
+            honest = key_of("honest")
+            async with Traffic(target.url, target.model, _PROBE, 0, honest) as traffic:
+                await asyncio.sleep(seconds)
+                await traffic.settle()
+            seen, statuses = Beside.of(traffic.seen, first_token=True), await going
+            fair = fair or seen
+            # The traffic's own reservations go first.
+            await aside(lambda: target.until(lambda: target.reservations() == 0, _DRAIN_S))
+            left = await aside(target.reservations)
+            ratios = seen.p50_s / fair.p50_s, seen.p90_s / fair.p90_s
+            rows.append(Row(name, _kind(name).title, seen, *ratios, statuses, left))
     return rows
 
 
-async def _beside(
-    target: Target,
-    name: str,
-    seconds: float,
-    tenants: tuple[Mapping[str, str], Mapping[str, str]],
-    pool: ProcessPoolExecutor,
-) -> tuple[Beside, dict[str, int]]:
-    hostile, honest = tenants
-    loop = asyncio.get_running_loop()
-    going = loop.run_in_executor(
-        pool, attack, target.url, target.model, name, dict(hostile), _RAMP_S + seconds
-    )
-    await asyncio.sleep(_RAMP_S)
-    async with Traffic(target.url, target.model, _PROBE, 0, honest) as traffic:
-        await asyncio.sleep(seconds)
-        await traffic.settle()
-    return Beside.of(traffic.seen, first_token=True), await going
-
-
-def attack(
-    url: str, model: str, name: str, headers: dict[str, str], seconds: float
-) -> dict[str, int]:
+def attack(url: str, model: str, name: str, seconds: float) -> dict[str, int]:
     """Send traffic of a kind for so long; statuses of the answers, in a process of its own."""
     kind = _kind(name)
     requests = kind.pool(np.random.default_rng(0), model)
-    statuses: Counter[str] = Counter()
-    asyncio.run(_flood(kind, requests, url, headers, seconds, statuses))
-    return dict(statuses)
+    return dict(asyncio.run(_flood(kind, requests, url, seconds)))
 
 
 def _kind(name: str) -> Kind:
     return FAIR if name == "fair" else KINDS[name]
 
 
-async def _flood(
-    kind: Kind, requests: Sequence[Bad], url: str, headers: Mapping[str, str], seconds: float,
-    statuses: Counter[str],
-) -> None:  # fmt: skip
-    until_s = time.monotonic() + seconds
+async def _flood(kind: Kind, requests: Sequence[Bad], url: str, seconds: float) -> Counter[str]:
+    until_s, statuses = time.monotonic() + seconds, Counter[str]()
 
-    async def client(number: int) -> None:
-        turn = number
+    async def client(session: aiohttp.ClientSession, turn: int) -> None:
         while time.monotonic() < until_s:
-            bad, turn = requests[turn % len(requests)], turn + kind.clients
-            status = await _one(session, kind, url, bad, headers)
+            status = await _one(session, kind, url, requests[turn % len(requests)])
+            turn += kind.clients
             statuses[status] += 1
             if status != "200":
                 await asyncio.sleep(_REFUSED_PAUSE_S)
 
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None)
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await asyncio.gather(*(client(number) for number in range(kind.clients)))
+                await asyncio.gather(*(client(session, turn) for turn in range(kind.clients)))
+    return statuses
 
 
-async def _one(
-    session: aiohttp.ClientSession, kind: Kind, url: str, bad: Bad, headers: Mapping[str, str]
-) -> str:
+async def _one(session: aiohttp.ClientSession, kind: Kind, url: str, bad: Bad) -> str:
+    headers = {**key_of("hostile"), **dict(bad.headers)}
+    body = _trickle(bad.body) if kind.trickled else bad.body
     try:
         async with session.request(
-            bad.method, f"{url}{bad.path}", headers={**headers, **dict(bad.headers)},
-            data=_trickle(bad.body) if kind.trickled else bad.body,
-        ) as answer:  # fmt: skip
+            bad.method, f"{url}{bad.path}", headers=headers, data=body
+        ) as answer:
             while await answer.content.read(64 if kind.slow else -1):
                 await asyncio.sleep(_SLOW_S if kind.slow else 0.0)
             return str(answer.status)
@@ -298,9 +258,3 @@ async def _trickle(body: bytes) -> AsyncIterator[bytes]:
     for at in range(len(body)):
         yield body[at : at + 1]
         await asyncio.sleep(_SLOW_S)
-
-
-def _drained(target: Target) -> int:
-    """Reservations once the traffic's own are gone."""
-    target.until(lambda: target.reservations() == 0, _DRAIN_S)
-    return target.reservations()

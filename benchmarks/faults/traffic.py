@@ -1,4 +1,4 @@
-"""Load that goes on while things go wrong: clients who ask, wait, and ask again, and note all.
+"""Load that goes on while things go wrong: clients who send, wait, and send again, and note all.
 
 Each client asks for one document after the other, some streamed and some not, over plain HTTP and
 without retries of its own: what it sees is what the cluster did. Prompts come from a seed and
@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +19,43 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmarks.faults.evaluation import Observed
 
-_NODE_HEADER = "x-kappa-node"
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One request as its client saw it; times by one monotonic clock. first_s: of its first token,
+    or of the whole answer where it was not streamed; None: never. announced: a stream that failed
+    sent an error event."""
+
+    sent_s: float
+    first_s: float | None
+    ended_s: float
+    status: int
+    streamed: bool
+    complete: bool
+    announced: bool = False
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the client got all that it asked for."""
+        return self.status == 200 and self.complete
+
+
+def first_answer_s(requests: Sequence[Observed], at_s: float) -> float | None:
+    """How long after `at_s` the first request that was sent from then on got its first token."""
+    answers = [r.first_s for r in requests if r.sent_s >= at_s and r.ok and r.first_s is not None]
+    return min(answers) - at_s if answers else None
+
+
+def reasons(requests: Sequence[Observed]) -> dict[str, int]:
+    """Those that failed, by why, the most frequent first."""
+    failed = Counter(one.error or str(one.status) for one in requests if not one.ok)
+    return dict(failed.most_common())
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What is asked for. clients: at once; streamed_share: of the requests; documents: different
+    """What is sent. clients: at once; streamed_share: of the requests; documents: different
     prompts, of up to so many words; max_tokens: of an answer; pause_s: between two requests of a
     client; timeout_s: of a request."""
 
@@ -46,12 +76,16 @@ class Traffic:
         self, url: str, model: str, mix: Mix, seed: int, headers: Mapping[str, str] | None = None
     ) -> None:
         self.seen: list[Observed] = []
-        self._url, self._model, self._mix = url, model, mix
+        self._url, self._model, self._mix = f"{url}/v1/chat/completions", model, mix
         self._headers = dict(headers or {})
-        self._rng = np.random.default_rng(seed)
+        self._rng = rng = np.random.default_rng(seed)
         self._tasks: list[asyncio.Task[None]] = []
         self._going = True
-        self._documents = [self._document(i) for i in range(mix.documents)]
+        self._documents = []
+        for number in range(mix.documents):
+            words = rng.integers(0, 997, int(rng.integers(mix.words // 4, mix.words))).tolist()
+            text = " ".join(f"{word} counts." for word in words)
+            self._documents.append(f"Document {number}. {text}")
 
     async def __aenter__(self) -> Traffic:
         timeout = aiohttp.ClientTimeout(total=self._mix.timeout_s)
@@ -73,47 +107,34 @@ class Traffic:
     async def ask(self, document: int, streamed: bool) -> Observed:
         """One request, noted in `seen`."""
         body = {
-            "model": self._model,
+            "model": self._model, "max_tokens": self._mix.max_tokens, "temperature": 0.0,
             "messages": [{"role": "user", "content": self._documents[document]}],
-            "max_tokens": self._mix.max_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream": streamed,
-        }
-        sent_s = time.monotonic()
-        seen = await self._send(body, sent_s, streamed)
-        self.seen.append(seen)
-        return seen
-
-    def _document(self, number: int) -> str:
-        count = int(self._rng.integers(self._mix.words // 4, self._mix.words))
-        words = self._rng.integers(0, 997, count).tolist()
-        return f"Document {number}. " + " ".join(f"{word} counts." for word in words)
+            "ignore_eos": True, "stream": streamed,
+        }  # fmt: skip
+        self.seen.append(await self._send(body, streamed))
+        return self.seen[-1]
 
     async def _client(self) -> None:
         mix = self._mix
         while self._going:
             streamed = bool(self._rng.random() < mix.streamed_share)
-            await self.ask(int(self._rng.integers(mix.documents)), streamed)
-            # One that fails at once must not become a storm.
-            failed = not self.seen[-1].ok
-            await asyncio.sleep(max(mix.pause_s, 0.05 if failed else 0.0))
+            seen = await self.ask(int(self._rng.integers(mix.documents)), streamed)
+            # One that fails at once must not become a flood.
+            await asyncio.sleep(max(mix.pause_s, 0.0 if seen.ok else 0.05))
 
-    async def _send(self, body: dict[str, Any], sent_s: float, streamed: bool) -> Observed:
-        status, node, first_s = 0, "", None
+    async def _send(self, body: dict[str, Any], streamed: bool) -> Observed:
+        sent_s = time.monotonic()
+        status, first_s = 0, None
         complete, announced, error = False, False, ""
         try:
-            url = f"{self._url}/v1/chat/completions"
-            async with self._session.post(url, json=body, headers=self._headers) as answer:
-                status, node = answer.status, answer.headers.get(_NODE_HEADER, "")
+            async with self._session.post(self._url, json=body, headers=self._headers) as answer:
+                status = answer.status
                 if streamed and status == 200:
                     async for line in answer.content:
-                        if not line.startswith(b"data: "):
-                            continue
-                        if first_s is None:
-                            first_s = time.monotonic()
-                        complete = complete or line.startswith(b"data: [DONE]")
-                        announced = announced or line.startswith(b'data: {"error"')
+                        if line.startswith(b"data: "):
+                            first_s = first_s or time.monotonic()
+                            complete = complete or line.startswith(b"data: [DONE]")
+                            announced = announced or line.startswith(b'data: {"error"')
                 else:
                     text = await answer.text()
                     first_s = time.monotonic()
@@ -123,9 +144,8 @@ class Traffic:
             error = type(failure).__name__
         if announced:
             complete, error = False, error or "error event"
-        return Observed(
-            sent_s, first_s, time.monotonic(), status, streamed, complete, announced, node, error
-        )
+        ended_s = time.monotonic()
+        return Observed(sent_s, first_s, ended_s, status, streamed, complete, announced, error)
 
 
 def _code(text: str, status: int) -> str:
@@ -133,3 +153,23 @@ def _code(text: str, status: int) -> str:
     with suppress(ValueError, KeyError, TypeError):
         return f"{status} {json.loads(text)['error']['code']}"
     return f"{status} in another shape"
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Seconds of one client's requests beside others' traffic. failed: by reason."""
+
+    requests: int
+    failed: dict[str, int]
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    max_s: float
+
+    @classmethod
+    def of(cls, seen: Sequence[Observed], *, first_token: bool) -> Beside:
+        """Of what a client saw, until the first token or until the end; failures have no time."""
+        fine = [r for r in seen if r.ok and r.first_s is not None]
+        taken = [(r.first_s if first_token and r.first_s else r.ended_s) - r.sent_s for r in fine]
+        values = np.quantile(taken, [0.5, 0.9, 0.99, 1.0]) if taken else [float("inf")] * 4
+        return cls(len(seen), reasons(seen), *map(float, values))

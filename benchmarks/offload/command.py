@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.harness import Json, OutFile, publish, usage_errors
+from benchmarks.harness import Json, publish, usage_errors
 
 
 def offload(
@@ -22,7 +23,7 @@ def offload(
     only: Annotated[
         list[str] | None, typer.Option(help="Part of a cell's name: 8x256, column, ttft.")
     ] = None,
-    out: OutFile = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result here, as JSON.")] = None,
     json_output: Json = False,
 ) -> None:
     """Ways to bring a cache back from host memory, in turns: KV, activations, recomputation."""

@@ -6,13 +6,12 @@ objective; the peak is the best load of the same column. Simulated, as by `kappa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from benchmarks.harness import Json, publish, result, table
+from benchmarks.harness import Json, note, numbers, publish, result, table, usage_errors
 from kappa.shapes import model_shape
 from router.admission import AdmissionRule
 from router.policies import policy_named
@@ -20,8 +19,8 @@ from simulator.clusters import cluster_named
 from simulator.run import SimulationConfig, capacity_of, simulate
 from workload.catalogue import workload_named
 
-LOADS = (0.6, 0.8, 1.0, 3.0)
 MODEL = "llama-3.1-8b"
+_MOST_LOAD = 1000.0
 
 
 def overload(
@@ -30,23 +29,20 @@ def overload(
     policy: Annotated[str, typer.Option(help="Who decides.")] = "priced",
     loads: Annotated[
         str, typer.Option(help="Fractions of the capacity bound, with commas.")
-    ] = ",".join(map(str, LOADS)),
+    ] = "0.6,0.8,1.0,3.0",
     seconds: Annotated[float, typer.Option(min=1.0, help="Of arrivals, at each load.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     json_output: Json = False,
 ) -> None:
     """Goodput past saturation, with admission and without."""
-    try:
-        chosen = parsed(loads)
+    with usage_errors():
+        chosen = numbers(loads, "--loads", _MOST_LOAD)
         policy_named(policy, seed=seed)
         config = SimulationConfig(
             cluster=cluster_named(cluster), workload=workload_named(trace),
             shape=model_shape(MODEL), policy=policy, load=chosen[0], seed=seed,
         )  # fmt: skip
-        with Console(stderr=True).status("computing the capacity bound") as status:
-            rows = measure(config, chosen, seconds, status.update)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    rows = measure(config, chosen, seconds)
     shown = [
         (
             "on" if row["admission"] else "off", f"{row['load']:g}", f"{row['rate_rps']:.3g}/s",
@@ -64,52 +60,27 @@ def overload(
 
 
 def measure(
-    config: SimulationConfig,
-    loads: Sequence[float],
-    seconds: float,
-    progress: Callable[[str], object] = lambda _: None,
+    config: SimulationConfig, loads: Sequence[float], seconds: float
 ) -> list[dict[str, Any]]:
     """A row for each load, without admission and with it."""
+    note("computing the capacity bound")
     capacity_rps = capacity_of(config)
     rows = []
     for admission in (None, AdmissionRule()):
         column = []
         for load in loads:
-            progress(f"load {load:g}, {'with' if admission else 'without'} admission")
+            note(f"load {load:g}, {'with' if admission else 'without'} admission")
+            requests = max(int(load * capacity_rps * seconds), 100)
             run = config.replaced(
-                load=load, capacity_rps=capacity_rps, admission=admission,
-                requests=max(int(load * capacity_rps * seconds), 100),
-            )  # fmt: skip
-            column.append(_row(simulate(run).summary(), admission is not None))
+                load=load, capacity_rps=capacity_rps, admission=admission, requests=requests
+            )
+            summary = simulate(run).summary()
+            let_in, met = 1 - summary["rejected"] / summary["requests"], summary["slo"]["met"]
+            column.append({
+                "admission": admission is not None, "load": summary["load"],
+                "rate_rps": summary["rate_rps"], "goodput_rps": summary["goodput_rps"],
+                "let_in": let_in, "met": met, "met_of_let_in": met / let_in if let_in else 0.0,
+            })  # fmt: skip
         peak_rps = max(row["goodput_rps"] for row in column)
         rows += [{**row, "of_peak": row["goodput_rps"] / max(peak_rps, 1e-9)} for row in column]
     return rows
-
-
-def _row(summary: dict[str, Any], admission: bool) -> dict[str, Any]:
-    let_in = 1 - summary["rejected"] / summary["requests"]
-    met = summary["slo"]["met"]
-    return {
-        "admission": admission,
-        "load": summary["load"],
-        "rate_rps": summary["rate_rps"],
-        "goodput_rps": summary["goodput_rps"],
-        "let_in": let_in,
-        "met": met,
-        "met_of_let_in": met / let_in if let_in else 0.0,
-    }
-
-
-def parsed(loads: str) -> list[float]:
-    """Loads from a text with commas.
-
-    Raises:
-        ValueError: one is no number above 0, or there is none.
-    """
-    try:
-        found = [float(part) for part in loads.split(",")]
-    except ValueError:
-        raise ValueError(f"loads {loads!r}: give numbers with commas, such as 0.8,3") from None
-    if not all(0 < load < 1000 for load in found):
-        raise ValueError(f"loads {loads!r}: each must be above 0 and below 1000")
-    return found

@@ -17,8 +17,6 @@ from kappa.settings.pools import NodeSettings
 SYSTEMS = {"kappa": "", "stock": "/stock", "stock_no_batching": "/stock0"}
 """Route prefix of each system."""
 
-_NO_BATCHING = {"stream_batching_interval_ms": 0}
-
 
 def one_node(settings: ClusterSettings) -> ClusterSettings:
     """The same settings with one worker at this machine's own speed."""
@@ -38,7 +36,8 @@ class BenchCluster(Cluster):
         model = prepare_model(self.settings)
         for name in ("stock", "stock_no_batching"):
             self._progress(f"starting {name}")
-            app = _stock_app(self.settings, model, _NO_BATCHING if name != "stock" else {})
+            at_once = {"stream_batching_interval_ms": 0} if name != "stock" else {}
+            app = _stock_app(self.settings, model, at_once)
             serve.run(app, name=name, route_prefix=SYSTEMS[name])
 
 
@@ -49,35 +48,23 @@ def _stock_app(settings: ClusterSettings, model: Model, experimental: dict[str, 
     from workers.vllm.arguments import CPU_ENV
 
     e = settings.engine
+    replica = {"num_replicas": 1, "max_ongoing_requests": 4 * settings.router.max_queue}
     config = LLMConfig(
         model_loading_config={"model_id": settings.model.id, "model_source": model.source},
         engine_kwargs={
-            "dtype": e.dtype,
-            "max_model_len": e.max_context_tokens,
-            "block_size": e.block_tokens,
+            "dtype": e.dtype, "max_model_len": e.max_context_tokens, "block_size": e.block_tokens,
             "num_gpu_blocks_override": e.device_blocks,
-            "max_num_batched_tokens": e.max_batch_tokens,
-            "max_num_seqs": e.max_sequences,
-            "enforce_eager": True,
-            "enable_prefix_caching": True,
-            "enable_prompt_tokens_details": True,
-            **e.extra,
+            "max_num_batched_tokens": e.max_batch_tokens, "max_num_seqs": e.max_sequences,
+            "enforce_eager": True, "enable_prefix_caching": True,
+            "enable_prompt_tokens_details": True, **e.extra,
         },
         accelerator_config={"kind": "cpu"},
         placement_group_config={"bundles": [{"CPU": 1}]},
-        deployment_config={
-            "num_replicas": 1,
-            "max_ongoing_requests": 4 * settings.router.max_queue,
-            "ray_actor_options": {"num_cpus": 1},
-        },
+        deployment_config={**replica, "ray_actor_options": {"num_cpus": 1}},
         experimental_configs=experimental,
         callback_config={"callback_class": "workers.no_download.NoDownload"},
         runtime_env={"env_vars": {**CPU_ENV, "HF_HUB_OFFLINE": "1"}},
         log_engine_metrics=False,
-    )
-    ingress = {
-        "num_replicas": 1,
-        "max_ongoing_requests": 4 * settings.router.max_queue,
-        "ray_actor_options": {"num_cpus": 0},
-    }
+    )  # fmt: skip
+    ingress = {**replica, "ray_actor_options": {"num_cpus": 0}}
     return build_openai_app({"llm_configs": [config], "ingress_deployment_config": ingress})

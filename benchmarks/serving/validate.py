@@ -8,36 +8,46 @@ constants from the idle profile only. Finished runs are kept in a file, from whi
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 
-from benchmarks.harness import Json, append_line, note, publish, read_lines, result, table
-from benchmarks.serving.cluster_client import ClusterClient
+from benchmarks.harness import (
+    Json,
+    append_line,
+    names,
+    note,
+    numbers,
+    publish,
+    read_lines,
+    result,
+    table,
+    usage_errors,
+)
+from benchmarks.serving.client import MAX_OVERRUN_SHARE, ClusterClient
 from benchmarks.serving.mirror import (
     Mirror,
-    Overhead,
     mirror_of,
     overhead_of,
     saturation_sessions_per_s,
     simulate,
 )
 from benchmarks.serving.validate_play import Played, play
-from benchmarks.serving.validate_traffic import (
+from benchmarks.serving.validate_scripts import (
     SCALINGS,
-    Script,
+    ScriptMaker,
     digest,
     idle_script,
     salt_of,
-    scripts,
 )
 from deploy.commands.serve import running, settings_or_exit
 from kappa.model import kv_bytes_per_token
@@ -49,12 +59,26 @@ _LIVE_POLICIES = ("priced", "ttft", "threshold", "least_backlog")
 _SIMULATED_RUNS = 5
 _SATURATION_WINDOW_S = 20.0
 _MAX_CLIENT_SHARE = 0.2
-_MAX_OVERRUN_SHARE = 0.05
 _GOAL = 0.15
 _TIMEOUT_S = 300.0
-_NO_OVERHEAD = Overhead(0.0, 0.0, 0.0, 0)
 
 Row = dict[str, Any]
+
+
+class Kept(msgspec.Struct):
+    """A finished phase in the file of records; of an idle phase no more than policy and played.
+
+    key: dilation, window and seed of the bench. digest: of the requests.
+    """
+
+    key: tuple[float, float, int]
+    policy: str
+    played: Played
+    trace: str = ""
+    load: float = 0.0
+    run: int = -1
+    sessions_per_s: float = 0.0
+    digest: str = ""
 
 
 @dataclass(slots=True)
@@ -73,11 +97,9 @@ class Bench:
     idle: list[Played] = field(default_factory=list)
     played: dict[tuple[str, str, float, int], Played] = field(default_factory=dict)
 
-    def key(self) -> Row:
-        """What two records must agree on to belong together."""
-        return {
-            "dilation": self.settings.dilation, "window_s": self.window_s, "seed": self.seed,
-        }  # fmt: skip
+    @property
+    def key(self) -> tuple[float, float, int]:
+        return self.settings.dilation, self.window_s, self.seed
 
     def load_records(self) -> None:
         """Take over what a run before this one finished.
@@ -85,84 +107,62 @@ class Bench:
         Raises:
             ValueError: the file is not one of this bench.
         """
-        rows = read_lines(self.records) if self.records is not None else []
         try:
-            for row in rows:
-                if row["key"] == self.key():
-                    self._load(row, msgspec.convert(row["played"], Played))
-        except (ValueError, KeyError, TypeError) as error:
+            rows = read_lines(self.records) if self.records is not None else []
+            kept = msgspec.convert(rows, list[Kept])
+        except ValueError as error:
             raise ValueError(
-                f"{self.records}: not records of this benchmark ({error!r}); move the file away "
+                f"{self.records}: not records of this benchmark ({error}); move the file away "
                 "to start anew"
             ) from None
+        for one in kept:
+            if one.key != self.key:
+                continue
+            if not one.trace:
+                self.idle.append(one.played)
+            # The trace, its reader or its scaling may be another by now.
+            elif one.trace in self.traces and one.load in self.loads:
+                scripts = self.maker(one.trace).scripts(one.sessions_per_s)
+                if digest(scripts) == one.digest:
+                    self.rates[one.trace, one.load] = one.sessions_per_s
+                    self.played[one.policy, one.trace, one.load, one.run] = one.played
 
-    def _load(self, row: Row, played: Played) -> None:
-        if row["kind"] == "idle":
-            self.idle.append(played)
-            return
-        trace, load, rate = str(row["trace"]), float(row["load"]), float(row["sessions_per_s"])
-        # The trace, its reader or its scaling may be another by now.
-        known = trace in self.traces and load in self.loads
-        if known and self.digest(trace, rate) == row["digest"]:
-            self.rates[trace, load] = rate
-            self.played[str(row["policy"]), trace, load, int(row["run"])] = played
-
-    def keep(self, row: Row) -> None:
-        """Append one finished phase to the records."""
+    def keep(self, one: Kept) -> None:
+        """Append a finished phase to the records."""
         if self.records is not None:
-            append_line(self.records, {**row, "key": self.key()})
+            append_line(self.records, msgspec.to_builtins(one))
 
-    def todo(self, policy: str) -> list[tuple[str, float, int]]:
+    def missing(self, policy: str) -> list[tuple[str, float, int]]:
         """Runs still to be done, all cells once before any twice."""
+        every = itertools.product(range(self.runs), self.traces, self.loads)
         return [
             (trace, load, run)
-            for run in range(self.runs)
-            for trace in self.traces
-            for load in self.loads
+            for run, trace, load in every
             if (policy, trace, load, run) not in self.played
         ]
 
     def cells(self) -> list[tuple[str, float, str]]:
         """(trace, load, policy) of every cell."""
-        return [
-            (trace, load, policy)
-            for trace in self.traces
-            for load in self.loads
-            for policy in self.policies
-        ]
+        return list(itertools.product(self.traces, self.loads, self.policies))
 
     def runs_of(self, trace: str, load: float, policy: str) -> list[Played]:
         return [self.played[policy, trace, load, run] for run in range(self.runs)]
 
-    def scripts(
-        self, trace: str, sessions_per_s: float, window_s: float, salt: int
-    ) -> list[Script]:
+    def maker(self, trace: str, window_s: float | None = None) -> ScriptMaker:
         engine = self.settings.engine
-        made = scripts(
-            workload_named(trace), SCALINGS[trace], sessions_per_s=sessions_per_s,
-            window_s=window_s, dilation=self.settings.dilation, block_tokens=engine.block_tokens,
-            max_context_tokens=engine.max_context_tokens, rng=np.random.default_rng(self.seed),
-            salt=salt,
+        return ScriptMaker(
+            workload_named(trace), SCALINGS[trace], window_s or self.window_s,
+            self.settings.dilation, engine.block_tokens, engine.max_context_tokens, self.seed,
         )  # fmt: skip
-        return list(made)
-
-    def digest(self, trace: str, sessions_per_s: float) -> str:
-        """What tells the requests of a cell from those of an earlier version of its trace."""
-        return digest(self.scripts(trace, sessions_per_s, self.window_s, 0))
 
     def find_rates(self, mirror: Mirror) -> None:
         """Sessions per second of each cell, from the simulated saturation of its trace."""
         for trace in self.traces:
             missing = [load for load in self.loads if (trace, load) not in self.rates]
-            if not missing:
-                continue
-
-            def make(rate: float, trace: str = trace) -> list[Script]:
-                return self.scripts(trace, rate, _SATURATION_WINDOW_S, 0)
-
-            full = saturation_sessions_per_s(make, mirror, _NO_OVERHEAD, _SATURATION_WINDOW_S)
-            for load in missing:
-                self.rates[trace, load] = load * full
+            if missing:
+                make = self.maker(trace, _SATURATION_WINDOW_S).scripts
+                full = saturation_sessions_per_s(make, mirror, _SATURATION_WINDOW_S)
+                self.rates.update({(trace, load): load * full for load in missing})
 
 
 def validate(
@@ -188,65 +188,55 @@ def validate(
 ) -> None:
     """The simulator against real paced vLLM: TTFT quantiles, and the ranking of policies."""
     base = settings_or_exit(port=0).model_copy(update={"dilation": dilation})
-    bench = Bench(
-        base, _names(traces, SCALINGS, "--traces"), _numbers(loads),
-        _names(policies, _LIVE_POLICIES, "--policies"), runs, window, seed, records,
-    )  # fmt: skip
-    try:
+    with usage_errors():
+        bench = Bench(
+            base, names(traces, SCALINGS, "--traces"), numbers(loads, "--loads"),
+            names(policies, _LIVE_POLICIES, "--policies"), runs, window, seed, records,
+        )  # fmt: skip
         bench.load_records()
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--records") from None
-    mirror = mirror_of(base, _served_kv_bytes(base))
+    # Imports transformers: only when it is wanted.
+    from deploy.app.model import prepare_model
+
+    mirror = mirror_of(base, kv_bytes_per_token(prepare_model(base).shape))
     bench.find_rates(mirror)
     for policy in bench.policies:
-        if bench.todo(policy):
-            _run_policy(bench, policy)
+        if bench.missing(policy):
+            # One cluster for all runs of a policy.
+            router = base.router.model_copy(update={"policy": policy})
+            with running(base.model_copy(update={"router": router})) as cluster:
+                asyncio.run(_play(bench, policy, cluster.url))
     facts = _facts(bench, mirror)
-    publish(facts, lambda console: _show(facts, console), json_output=json_output)
-
-
-def _run_policy(bench: Bench, policy: str) -> None:
-    """One cluster for all runs of a policy; its idle phase comes first."""
-    router = bench.settings.router.model_copy(update={"policy": policy})
-    with running(bench.settings.model_copy(update={"router": router})) as cluster:
-        asyncio.run(_play(bench, policy, cluster.url))
+    publish(facts, lambda console: show(facts, console), json_output=json_output)
 
 
 async def _play(bench: Bench, policy: str, url: str) -> None:
-    todo = bench.todo(policy)
+    """The idle phase, then what is missing."""
+    missing = bench.missing(policy)
     async with ClusterClient(url, bench.settings.model.id, timeout_s=_TIMEOUT_S) as client:
-        idle = await play(client, [idle_script(np.random.default_rng(bench.seed))])
-        bench.idle.append(idle)
-        bench.keep({"kind": "idle", "policy": policy, "played": msgspec.to_builtins(idle)})
-        for number, (trace, load, run) in enumerate(todo, start=1):
+        bench.idle.append(await play(client, [idle_script(np.random.default_rng(bench.seed))]))
+        bench.keep(Kept(bench.key, policy, bench.idle[-1]))
+        for number, (trace, load, run) in enumerate(missing, start=1):
             rate = bench.rates[trace, load]
-            salt = salt_of(policy, trace, load, run)
-            played = await play(client, bench.scripts(trace, rate, bench.window_s, salt))
-            bench.played[policy, trace, load, run] = played
-            bench.keep(
-                {
-                    "kind": "run", "policy": policy, "trace": trace, "load": load, "run": run,
-                    "sessions_per_s": rate, "digest": bench.digest(trace, rate),
-                    "played": msgspec.to_builtins(played),
-                }
-            )  # fmt: skip
+            scripts = bench.maker(trace).scripts(rate, salt_of(policy, trace, load, run))
+            played = bench.played[policy, trace, load, run] = await play(client, scripts)
+            bench.keep(Kept(bench.key, policy, played, trace, load, run, rate, digest(scripts)))
             failed = sum(bool(a.error) for a in played.answers)
             note(
-                f"{policy} {number}/{len(todo)}: {trace} at {load:g}, run {run + 1}: "
+                f"{policy} {number}/{len(missing)}: {trace} at {load:g}, run {run + 1}: "
                 f"{len(played.answers)} requests, {failed} failed, {played.seconds:.0f} s"
             )
 
 
 def _facts(bench: Bench, mirror: Mirror) -> Row:
-    idle = [answer for played in bench.idle for answer in played.answers]
-    overhead = overhead_of(idle, mirror.by_name, bench.settings.engine.max_batch_tokens)
+    overhead = overhead_of([a for played in bench.idle for a in played.answers], mirror)
     cells = []
     for trace, load, policy in bench.cells():
-        made = bench.scripts(trace, bench.rates[trace, load], bench.window_s, 0)
-        seeds = range(_SIMULATED_RUNS)
-        simulated = [simulate(made, mirror, overhead, policy, seed).ttft_s for seed in seeds]
+        made = bench.maker(trace).scripts(bench.rates[trace, load])
+        simulated = [
+            simulate(made, mirror, overhead, policy, seed).ttft_s for seed in range(_SIMULATED_RUNS)
+        ]
         real = [played.ttfts_s() for played in bench.runs_of(trace, load, policy)]
-        cells.append(Cell(trace, load, policy, tuple(real), tuple(simulated)))
+        cells.append(Cell(trace, load, policy, real, simulated))
     rows = [row for cell in cells for row in compared(cell)]
     pairs = ranking(cells)
     every = [played for cell in bench.cells() for played in bench.runs_of(*cell)]
@@ -257,8 +247,7 @@ def _facts(bench: Bench, mirror: Mirror) -> Row:
         ranking=pairs, rows_within_goal=sum(abs(row["err"]) <= _GOAL for row in rows), goal=_GOAL,
         sessions_per_s=[
             {"trace": trace, "load": load, "sessions_per_s": bench.rates[trace, load]}
-            for trace in bench.traces
-            for load in bench.loads
+            for trace, load in itertools.product(bench.traces, bench.loads)
         ],
         scaling={trace: asdict(SCALINGS[trace]) for trace in bench.traces},
         overhead={
@@ -268,7 +257,7 @@ def _facts(bench: Bench, mirror: Mirror) -> Row:
         runs=bench.runs, requests=sum(len(played.answers) for played in every),
         failed=sum(bool(answer.error) for played in every for answer in played.answers),
         client_cpu_share=client_share, client_light=client_share < _MAX_CLIENT_SHARE,
-        overrun_share=overrun_share, void=overrun_share > _MAX_OVERRUN_SHARE,
+        overrun_share=overrun_share, void=overrun_share > MAX_OVERRUN_SHARE,
         busy_share=[
             {"trace": trace, "load": load, "policy": policy,
              "busy": float(np.mean([p.busy_share for p in bench.runs_of(trace, load, policy)]))}
@@ -285,14 +274,13 @@ class Cell:
     trace: str
     load: float
     policy: str
-    real_s: tuple[np.ndarray, ...]
-    sim_s: tuple[np.ndarray, ...]
+    real_s: Sequence[NDArray[np.float64]]
+    sim_s: Sequence[NDArray[np.float64]]
 
-    def real(self, quantile: float) -> list[float]:
-        return [float(np.quantile(run, quantile)) for run in self.real_s]
-
-    def sim(self, quantile: float) -> list[float]:
-        return [float(np.quantile(run, quantile)) for run in self.sim_s]
+    def quantiles_s(self, quantile: float) -> tuple[list[float], list[float]]:
+        """A quantile of each real and of each simulated run."""
+        real_s = [float(np.quantile(run, quantile)) for run in self.real_s]
+        return real_s, [float(np.quantile(run, quantile)) for run in self.sim_s]
 
 
 def compared(cell: Cell) -> list[Row]:
@@ -303,7 +291,7 @@ def compared(cell: Cell) -> list[Row]:
     """
     rows = []
     for quantile in QUANTILES:
-        real, sim = cell.real(quantile), cell.sim(quantile)
+        real, sim = cell.quantiles_s(quantile)
         real_s, sim_s = statistics.median(real), statistics.median(sim)
         rows.append({
             "trace": cell.trace, "load": cell.load, "policy": cell.policy, "quantile": quantile,
@@ -321,28 +309,23 @@ def ranking(cells: Sequence[Cell]) -> list[Row]:
     stack itself does not tell which is better.
     """
     pairs = []
-    for a, b in combinations(cells, 2):
-        for quantile in QUANTILES if (a.trace, a.load) == (b.trace, b.load) else ():
-            real_a, real_b = a.real(quantile), b.real(quantile)
-            decided = max(real_a) < min(real_b) or max(real_b) < min(real_a)
-            real = statistics.median(real_a) < statistics.median(real_b)
-            sim = statistics.median(a.sim(quantile)) < statistics.median(b.sim(quantile))
-            pairs.append({
-                "trace": a.trace, "load": a.load, "quantile": quantile,
-                "policies": [a.policy, b.policy], "real_better": a.policy if real else b.policy,
-                "sim_better": a.policy if sim else b.policy,
-                "agrees": real == sim if decided else None,
-            })  # fmt: skip
+    for (a, b), quantile in itertools.product(itertools.combinations(cells, 2), QUANTILES):
+        if (a.trace, a.load) != (b.trace, b.load):
+            continue
+        (real_a, sim_a), (real_b, sim_b) = a.quantiles_s(quantile), b.quantiles_s(quantile)
+        decided = max(real_a) < min(real_b) or max(real_b) < min(real_a)
+        real = a if statistics.median(real_a) < statistics.median(real_b) else b
+        sim = a if statistics.median(sim_a) < statistics.median(sim_b) else b
+        pairs.append({
+            "trace": a.trace, "load": a.load, "quantile": quantile,
+            "policies": [a.policy, b.policy], "real_better": real.policy,
+            "sim_better": sim.policy, "agrees": real is sim if decided else None,
+        })  # fmt: skip
     return pairs
 
 
-def _served_kv_bytes(settings: ClusterSettings) -> float:
-    from deploy.app.model import prepare_model
-
-    return kv_bytes_per_token(prepare_model(settings).shape)
-
-
-def _show(facts: Row, console: Console) -> None:
+def show(facts: Row, console: Console) -> None:
+    """The table of quantiles, and what speaks against the run."""
     rows = [
         (
             row["trace"], f"{row['load']:g}", row["policy"], f"p{100 * row['quantile']:.0f}",
@@ -355,32 +338,11 @@ def _show(facts: Row, console: Console) -> None:
     title = f"Real paced vLLM (dilation {facts['dilation']:g}) and simulator: TTFT"
     console.print(table(title, columns, rows, left=("policy",)))
     console.print(
-        f"{facts['rows_within_goal']} of {len(facts['rows'])} within "
-        f"{100 * facts['goal']:.0f} %; ranking "
-        f"{'agrees' if facts['ranking_agrees'] else 'DISAGREES'}; client at most "
+        f"{facts['rows_within_goal']} of {len(facts['rows'])} within {100 * facts['goal']:.0f} %; "
+        f"ranking {'agrees' if facts['ranking_agrees'] else 'DISAGREES'}; client at most "
         f"{100 * facts['client_cpu_share']:.0f} % of a core; overruns at most "
         f"{100 * facts['overrun_share']:.1f} %; failed: {facts['failed'] or 'none'}",
         highlight=False,
     )
     if facts["void"]:
         console.print("[red]invalid: more than 5 % of a run's steps overran their pace[/red]")
-
-
-def _names(text: str, known: Iterable[str], option: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    wrong = [name for name in names if name not in known]
-    if wrong or not names:
-        raise typer.BadParameter(
-            f"{', '.join(wrong) or 'nothing'}: choose of {', '.join(known)}", param_hint=option
-        )
-    return names
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        numbers = tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        numbers = ()
-    if not numbers or not all(np.isfinite(n) and n > 0 for n in numbers):
-        raise typer.BadParameter("give numbers above 0 with commas", param_hint="--loads")
-    return numbers

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.serving.cluster_client import ClusterClient, Prepared
-from benchmarks.serving.scoring import usage
-from benchmarks.serving.validate_traffic import FORCED_TOKEN, Script
+from benchmarks.serving.client import ClusterClient, usage
+from benchmarks.serving.validate_scripts import FORCED_TOKEN, Script
+from loadtest.client import Prepared
 
 _LEAD_S = 0.3
 # Reports of the last steps, and with them admissions, follow a moment later.
@@ -26,34 +25,27 @@ _MORE_DECISIONS = 64
 
 
 class Answered(msgspec.Struct):
-    """One request: seconds are real ones of the client's clock, from the start of the run.
+    """One request: seconds are real ones of the client's clock, sent_s from the start of the run.
 
-    `error` is empty on success. Token counts are the engine's own; None if it reported none.
+    error: empty on success. decided_after_s: until the router decided; engine_ttft_s: from there to
+    the first token; None where the cluster says nothing of it.
     """
 
-    session: str
-    turn: int
     sent_s: float
     prompt_tokens: int
-    output_tokens: int
     request_id: str = ""
     node: str = ""
     ttft_s: float = 0.0
-    total_s: float = 0.0
     error: str = ""
     decided_after_s: float | None = None
     engine_ttft_s: float | None = None
-    predicted_s: float | None = None
-    device_tokens: int | None = None
-    host_tokens: int | None = None
-    new_tokens: int | None = None
 
 
 class Played(msgspec.Struct):
     """One run: every request in order of sending, and what the run took of client and nodes.
 
-    `client_cpu_share`: of one core, this whole process; `busy_share`: of the nodes' gpu time until
-    the last answer; `overrun_share`: steps that could not keep their pace.
+    client_cpu_share: of one core, this whole process; busy_share: of the nodes' gpu time until the
+    last answer; overrun_share: steps that could not keep their pace.
     """
 
     answers: list[Answered] = []
@@ -68,23 +60,20 @@ class Played(msgspec.Struct):
 
 async def play(client: ClusterClient, scripts: Sequence[Script]) -> Played:
     """Send every session at its time, each turn a pause after the answer before it."""
-    sent = [
-        [
-            client.prepare(ask.prompt.tolist(), ask.output_tokens, allowed_token_ids=[FORCED_TOKEN])
-            for ask in script.asks
-        ]
-        for script in scripts
-    ]
+    prepared = []
+    for script in scripts:
+        forced = {"allowed_token_ids": [FORCED_TOKEN]}
+        prepared.append([
+            client.prepare(one.prompt.tolist(), one.output_tokens, **forced)
+            for one in script.requests
+        ])  # fmt: skip
     before = await client.nodes()
     played = Played()
     start_s = time.monotonic() + _LEAD_S
     cpu_s = time.process_time()
-    await asyncio.gather(
-        *(
-            _session(client, script, prepared, start_s, played)
-            for script, prepared in zip(scripts, sent, strict=True)
-        )
-    )
+    async with asyncio.TaskGroup() as sessions:
+        for script, bodies in zip(scripts, prepared, strict=True):
+            sessions.create_task(_session(client, script, bodies, start_s, played))
     played.seconds = time.monotonic() - start_s
     elapsed_s = played.seconds + _LEAD_S
     played.client_cpu_share = (time.process_time() - cpu_s) / elapsed_s
@@ -95,46 +84,31 @@ async def play(client: ClusterClient, scripts: Sequence[Script]) -> Played:
     played.overrun_share = used.overrun_share
     played.answers.sort(key=lambda answer: answer.sent_s)
     decisions = await client.decisions(len(played.answers) + _MORE_DECISIONS)
-    _add_decisions(played, decisions, start_s)
+    by_request = {decision["request_id"]: decision for decision in decisions}
+    # The cluster is on this machine: its wall clock and ours are one.
+    start_wall_s = time.time() - time.monotonic() + start_s
+    for answer in played.answers:
+        decision = by_request.get(answer.request_id)
+        if decision is not None:
+            answer.decided_after_s = decision["time_s"] - start_wall_s - answer.sent_s
+            answer.engine_ttft_s = decision["actual"]["ttft_s"]
     return played
 
 
 async def _session(
-    client: ClusterClient,
-    script: Script,
-    prepared: Sequence[Prepared],
-    start_s: float,
-    played: Played,
+    client: ClusterClient, script: Script, bodies: Sequence[Prepared], start_s: float, into: Played
 ) -> None:
-    next_s = start_s + script.start_s
-    for turn, (ask, one) in enumerate(zip(script.asks, prepared, strict=True)):
-        await asyncio.sleep(next_s + (ask.after_s if turn else 0.0) - time.monotonic())
-        record = await client.send(one, script.session, turn)
+    due_s = start_s + script.start_s
+    for number, (one, body) in enumerate(zip(script.requests, bodies, strict=True)):
+        await asyncio.sleep(due_s + (one.after_s if number else 0.0) - time.monotonic())
+        record = await client.send(body)
         first_s = record.sent_s if record.first_token_s is None else record.first_token_s
-        played.answers.append(
+        into.answers.append(
             Answered(
-                script.session, turn, record.sent_s - start_s, len(ask.prompt), ask.output_tokens,
-                record.request_id, record.node, first_s - record.sent_s,
-                record.ended_s - record.sent_s, record.error,
+                record.sent_s - start_s, len(one.prompt), record.request_id, record.node,
+                first_s - record.sent_s, record.error,
             )
         )  # fmt: skip
-        next_s = record.ended_s
+        due_s = record.ended_s
         if record.error:
             return
-
-
-def _add_decisions(played: Played, decisions: Sequence[dict[str, Any]], start_s: float) -> None:
-    records = {record["request_id"]: record for record in decisions}
-    # The cluster is on this machine: its wall clock and ours are one.
-    wall_s = time.time() - time.monotonic() + start_s
-    for answer in played.answers:
-        record = records.get(answer.request_id)
-        if record is None:
-            continue
-        actual = record["actual"]
-        answer.decided_after_s = record["time_s"] - wall_s - answer.sent_s
-        answer.engine_ttft_s = actual["ttft_s"]
-        answer.predicted_s = record["predicted"]["ttft_s"]
-        answer.device_tokens = actual["device_tokens"]
-        answer.host_tokens = actual["cached_tokens"]
-        answer.new_tokens = actual["new_tokens"]

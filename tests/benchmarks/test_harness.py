@@ -57,7 +57,21 @@ def test_one_pair_has_a_mean_and_no_interval() -> None:
 
 def test_nothing_to_average_is_an_error() -> None:
     with pytest.raises(ValueError, match="no values"):
-        harness.mean_interval([])
+        harness.paired([], [])
+
+
+@pytest.mark.parametrize("text", ["", "a", "0", "-1", "1,,2", "nan", "inf", "1e9"])
+def test_a_text_that_holds_no_numbers_above_0_is_refused_with_its_option(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--loads is .* give numbers"):
+        harness.numbers(text, "--loads")
+    assert harness.numbers("0.5,2,0.5", "--loads") == (0.5, 2.0)
+
+
+@pytest.mark.parametrize("text", ["c", "a,c", " , "])
+def test_a_text_of_unknown_names_is_refused_with_those_known(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--what: .*: choose of a, b"):
+        harness.names(text, ["a", "b"], "--what")
+    assert harness.names(" b,a,b", ["a", "b"], "--what") == ("b", "a")
 
 
 def test_quantile_is_linear_between_neighbours_and_none_of_nothing() -> None:

@@ -16,14 +16,14 @@ from benchmarks.serving import predict, serve, validate
 
 def show_faults(runs, console):
     for report in runs.values():
-        faults._show(report, console)
+        faults.show(report, console)
 
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 SHOWN = [
-    ("2026-11-21-bench-predict.json", predict._show, "queue"),
-    ("2026-11-22-bench-serve.json", serve._show, "stock_no_batching"),
-    ("2026-11-21-bench-validate.json", validate._show, "least_backlog"),
+    ("2026-11-21-bench-predict.json", predict.show, "queue"),
+    ("2026-11-22-bench-serve.json", serve.show, "stock_no_batching"),
+    ("2026-11-21-bench-validate.json", validate.show, "least_backlog"),
     ("2026-11-22-bench-peers.json", peers._show, "ray-prefix"),
     ("2026-11-22-bench-router.json", router._show, "dynamo"),
     ("2026-11-21-faults-emulated.json", show_faults, "ingress_killed"),

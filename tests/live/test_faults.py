@@ -9,9 +9,8 @@ import os
 import pytest
 
 from benchmarks.faults.catalogue import FAULTS, fault_named
-from benchmarks.faults.started import EMULATED
+from benchmarks.faults.cluster import EMULATED, Family, Target, environment
 from benchmarks.faults.storm import open_streams
-from benchmarks.faults.target import Target, environment
 from benchmarks.faults.traffic import Mix
 from benchmarks.faults.trial import try_fault
 from tests.live.conftest import serving
@@ -43,7 +42,7 @@ def hurt(tmp_path_factory):
         for name, value in environment(folder).items():
             patch.setenv(name, value)
         with serving(folder, EMULATED) as ready:
-            target = Target(ready["url"], ready["model"], ready["pid"], folder)
+            target = Target(ready["url"], ready["model"], Family(ready["pid"]), folder)
             yield target
             target.close()
 
@@ -51,8 +50,8 @@ def hurt(tmp_path_factory):
 @pytest.mark.parametrize("name", QUICK)
 def test_a_fault_keeps_its_promise(hurt, name):
     turn = [fault.name for fault in FAULTS].index(name)
-    verdict = asyncio.run(try_fault(hurt, fault_named(name), MIX, seed=turn, turn=turn))
-    assert verdict.kept, f"{'; '.join(verdict.failed)} ({verdict.to_dict()})"
+    found = asyncio.run(try_fault(hurt, fault_named(name), MIX, seed=turn, turn=turn))
+    assert found.kept, f"{'; '.join(found.failed)} ({found.to_dict()})"
 
 
 def test_many_streams_at_once_all_complete(hurt):

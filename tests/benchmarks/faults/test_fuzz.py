@@ -1,4 +1,4 @@
-"""The live fuzz against a real HTTP server that misbehaves as told: what is complained of, and that
+"""The live fuzz against a real HTTP server that misbehaves: what is complained of, and that
 a worker's death is found with the requests that were open then."""
 
 import json
@@ -10,13 +10,14 @@ from aiohttp import web
 
 from benchmarks.faults import fuzz as fuzzing
 from benchmarks.faults.bodies import CHAT
-from benchmarks.faults.evaluation import Observed
-from benchmarks.faults.fuzz import Beside, FuzzPlan, complaint_of, fuzz
+from benchmarks.faults.cluster import key_of
+from benchmarks.faults.fuzz import FuzzPlan, complaint_of, fuzz
+from benchmarks.faults.traffic import Beside, Observed
 from tests.benchmarks.faults.test_bodies import SCHEMAS
 
 REFUSAL = {"error": {"message": "no", "type": "bad", "param": None, "code": "invalid"}}
 CHUNK = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
-HONEST, HOSTILE = {"authorization": "Bearer honest"}, {"authorization": "Bearer hostile"}
+HONEST = key_of("honest")
 
 
 class Endpoint:
@@ -88,7 +89,7 @@ async def fuzzed(hostile, process, count=60, left=0):
     target.left = left
     try:
         plan = FuzzPlan(count, 5, SCHEMAS, at_once=4, bound_s=10.0)
-        return await fuzz(target, plan, HOSTILE, HONEST)
+        return await fuzz(target, plan)
     finally:
         await runner.cleanup()
 

@@ -9,8 +9,8 @@ from aiohttp import web
 
 from benchmarks.faults import isolation as isolating
 from benchmarks.faults.bodies import CHAT, COMPLETION, ROUTE
-from benchmarks.faults.fuzz import Beside
 from benchmarks.faults.isolation import FAIR, KINDS, Row, attack
+from benchmarks.faults.traffic import Beside
 
 REFUSAL = {"error": {"message": "no", "type": "bad", "param": None, "code": "invalid"}}
 
@@ -41,7 +41,7 @@ async def test_every_kind_of_traffic_sends_what_it_says(name, monkeypatch):
     try:
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         loop = asyncio.get_running_loop()
-        statuses = await loop.run_in_executor(None, attack, url, "m", name, {}, 1.0)
+        statuses = await loop.run_in_executor(None, attack, url, "m", name, 1.0)
     finally:
         await runner.cleanup()
     assert set(statuses) == {"429"}

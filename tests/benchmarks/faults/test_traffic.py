@@ -6,8 +6,8 @@ import json
 import pytest
 from aiohttp import web
 
-from benchmarks.faults.storm import Storm, open_streams, storm
-from benchmarks.faults.target import FaultsError
+from benchmarks.faults.cluster import FaultsError
+from benchmarks.faults.storm import KillPlan, kill_workers, open_streams
 from benchmarks.faults.traffic import Mix, Traffic
 
 CHUNK = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
@@ -83,12 +83,8 @@ async def test_each_kind_of_answer_is_noted_as_what_it_is(
     endpoint.mode = mode
     async with Traffic(url, "m", QUIET, 0) as traffic:
         seen = await traffic.ask(0, streamed)
-    assert (seen.ok, seen.announced, seen.first_s is not None, seen.error) == (
-        ok,
-        announced,
-        begun,
-        error,
-    )
+    noted = (seen.ok, seen.announced, seen.first_s is not None, seen.error)
+    assert noted == (ok, announced, begun, error)
 
 
 async def test_nobody_there_is_noted_too():
@@ -97,18 +93,18 @@ async def test_nobody_there_is_noted_too():
     assert not seen.ok and seen.status == 0 and seen.error == "ClientConnectorError"
 
 
-async def test_clients_ask_until_they_are_told_to_settle_and_what_they_ask_is_the_seeds(served):
+async def test_clients_send_until_they_settle_and_what_they_send_is_the_seeds(served):
     endpoint, url = served
-    asked = []
+    sent = []
     for _ in range(2):
         endpoint.bodies = []
         async with Traffic(url, "m", Mix(clients=1, documents=4, words=20), 7) as traffic:
             while len(endpoint.bodies) < 20:
                 await asyncio.sleep(0.005)
         assert len(traffic.seen) == len(endpoint.bodies)
-        asked.append([(b["stream"], b["messages"][0]["content"]) for b in endpoint.bodies[:20]])
-    assert asked[0] == asked[1]
-    assert {stream for stream, _ in asked[0]} == {True, False}
+        sent.append([(b["stream"], b["messages"][0]["content"]) for b in endpoint.bodies[:20]])
+    assert sent[0] == sent[1]
+    assert {stream for stream, _ in sent[0]} == {True, False}
 
 
 class Rows:
@@ -116,9 +112,13 @@ class Rows:
 
     def __init__(self, url, rows=()):
         self.url, self.model, self.headers, self._rows = url, "m", {}, list(rows)
+        self.family = self
 
     def nodes(self):
         return self._rows
+
+    def strays(self):
+        return []
 
     def reservations(self):
         return 0
@@ -127,7 +127,7 @@ class Rows:
         return question()
 
 
-async def test_a_crowd_is_open_all_at_once(served):
+async def test_many_streams_are_open_all_at_once(served):
     endpoint, url = served
     endpoint.mode = "wait"
     run = asyncio.create_task(open_streams(Rows(url), 50, QUIET, 0))
@@ -140,10 +140,10 @@ async def test_a_crowd_is_open_all_at_once(served):
     assert (seen.streams, seen.failed, seen.most_open) == (50, 0, 50)
 
 
-async def test_a_storm_needs_somebody_who_takes_over(served):
+async def test_killing_needs_somebody_who_takes_over(served):
     _, url = served
     with pytest.raises(FaultsError, match="needs two"):
-        await storm(Rows(url, [{"node": "a"}]), Storm(10, 1), QUIET, 0, print)
+        await kill_workers(Rows(url, [{"node": "a"}]), KillPlan(10, 1), QUIET, 0, print)
 
 
 async def test_streams_that_were_refused_were_neither_open_nor_quick(served):

@@ -1,24 +1,92 @@
-"""What is asked of a cluster once a fault is over; that no answer is no good one."""
+"""What clients saw, compared with a fault's promise; and the cluster once a fault is over."""
 
 import pytest
 
 from benchmarks.faults import trial
-from benchmarks.faults.actions import Action
-from benchmarks.faults.catalogue import fault_named
-from benchmarks.faults.evaluation import Observed, evaluate
-from benchmarks.faults.trial import _settled, _wrong_predictions
+from benchmarks.faults.catalogue import Fault, fault_named
+from benchmarks.faults.cluster import FaultsError
+from benchmarks.faults.traffic import Observed, first_answer_s
+from benchmarks.faults.trial import After, evaluate, settled, try_fault, try_faults
 
-FINE = Observed(0.0, 0.1, 0.2, 200, streamed=False, complete=True)
+KILLED = Fault("killed", "a kill", make=None, first_answer_s=1.0, recovers=True)
+BACK = After(recovery_s=30.0, start_s=27.0)
+
+
+def whole(sent_s, took_s=0.5, status=200, **more):
+    return Observed(sent_s, sent_s + took_s, sent_s + took_s, status, False, status == 200, **more)
+
+
+def cut(sent_s, first_s, announced):
+    return Observed(sent_s, first_s, sent_s + 2.0, 200, True, False, announced, error="ClientError")
+
+
+GOOD = [whole(float(t)) for t in range(8, 14)]
+
+
+def test_all_answered_and_back_in_time_is_kept():
+    found = evaluate(KILLED, GOOD, 10.0, BACK)
+    assert found.kept and found.lost == 0 and found.first_answer_s == pytest.approx(0.5)
+    assert found.to_dict()["kept"] is True
+
+
+@pytest.mark.parametrize("status", [500, 503, 429, 0])
+def test_a_request_that_was_refused_is_lost_too(status):
+    found = evaluate(KILLED, [*GOOD, whole(9.8, status=status)], 10.0, BACK)
+    assert not found.kept and found.lost == 1
+    assert found.failed == (f"1 of 7 requests lost (1 x {status})",)
+
+
+def test_a_stream_that_had_begun_may_end_if_it_says_so():
+    assert evaluate(KILLED, [*GOOD, cut(9.5, 9.7, announced=True)], 10.0, BACK).kept
+    found = evaluate(KILLED, [*GOOD, cut(9.5, 9.7, announced=False)], 10.0, BACK)
+    assert found.failed == ("1 streams ended without an error event",)
+
+
+def test_a_stream_that_had_not_begun_counts_as_lost():
+    found = evaluate(KILLED, [*GOOD, cut(9.5, None, announced=False)], 10.0, BACK)
+    assert found.lost == 1 and not found.kept
+
+
+def test_only_what_was_open_at_that_moment_may_be_lost_with_its_way_out():
+    fault = Fault("ingress", "its way out", make=None, may_lose_open=True)
+    assert evaluate(fault, [*GOOD, whole(9.8, status=500)], 10.0, After()).kept
+    assert not evaluate(fault, [*GOOD, whole(10.2, status=500)], 10.0, After()).kept
+
+
+@pytest.mark.parametrize(
+    ("after", "word"),
+    [
+        (After(reservations=2, recovery_s=1.0, start_s=1.0), "2 reservations leaked"),
+        (After(orphans=("7 x",), recovery_s=1.0, start_s=1.0), "1 orphan"),
+        (After(recovery_s=30.0, start_s=20.0), "10.0 s more than the start"),
+        (After(), "did not come back"),
+        (After(recovery_s=1.0, start_s=1.0, shown=False), "not seen"),
+        (After(recovery_s=1.0, start_s=1.0, complaints=("a lie",)), "a lie"),
+    ],
+)
+def test_what_is_wrong_afterwards_breaks_the_promise(after, word):
+    assert word in "; ".join(evaluate(KILLED, GOOD, 10.0, after).failed)
+
+
+def test_the_first_answer_is_of_a_request_sent_afterwards():
+    late = [whole(9.9, took_s=0.2), whole(10.5, took_s=0.6)]
+    assert first_answer_s(late, 10.0) == pytest.approx(1.1)
+    assert first_answer_s([whole(9.9)], 10.0) is None
+    found = evaluate(KILLED, late[1:], 10.0, BACK)
+    assert found.failed == ("first answer after 1.10 s, limit 1 s",)
+
+
+# -- a cluster afterwards -------------------------------------------------------------------------
 
 
 class Cluster:
     """A target that reports `found` of each request, and so many reservations."""
 
-    def __init__(self, found, reservations=0):
+    def __init__(self, found=(), reservations=0):
         self.found, self.held, self.family = found, reservations, self
 
     async def ask(self, document, streamed):
-        return FINE
+        return whole(0.0)
 
     def decisions(self, limit):
         predicted = {"device_tokens": 32, "cached_tokens": 0}
@@ -31,16 +99,11 @@ class Cluster:
         return []
 
     def until(self, question, patience_s):
-        return question()
-
-
-@pytest.fixture(autouse=True)
-def one_probe(monkeypatch):
-    monkeypatch.setattr(trial, "_PROBES", 1)
+        return question() or None
 
 
 @pytest.mark.parametrize(
-    ("device", "cached", "lie"),
+    ("device", "cached", "wrong"),
     [
         (32, 0, None),
         (32, None, None),
@@ -48,27 +111,27 @@ def one_probe(monkeypatch):
         (None, None, "could not be checked"),
     ],
 )
-async def test_predictions_are_held_against_what_was_found_if_anything_was_told(
-    device, cached, lie
-):
+async def test_predictions_are_compared_with_what_was_found(monkeypatch, device, cached, wrong):
+    monkeypatch.setattr(trial, "_PROBES", 1)
     cluster = Cluster({"device_tokens": device, "cached_tokens": cached})
-    lies = await _wrong_predictions(cluster, cluster)
-    assert len(lies) == (lie is not None) and all(lie in said for said in lies)
+    after = await settled(cluster, fault_named("events_lost"), cluster, None, None)
+    assert len(after.complaints) == (wrong is not None)
+    assert all(wrong in complaint for complaint in after.complaints)
 
 
-@pytest.mark.parametrize(("reservations", "word"), [(0, None), (2, "2 reser"), (-1, "nobody says")])
-async def test_reservations_that_nobody_tells_of_are_no_kept_promise(reservations, word):
-    cluster, fault = Cluster({}, reservations), fault_named("controller_killed")
-    after = await _settled(cluster, fault, cluster, Action(lambda: None), True, None)
-    failed = evaluate(fault, [FINE], 0.0, after).failed
-    assert len(failed) == (word is not None) and all(word in said for said in failed)
+@pytest.mark.parametrize(("reservations", "word"), [(0, None), (2, "2 reser"), (-1, "nobody rep")])
+async def test_reservations_that_nobody_reports_are_no_kept_promise(reservations, word):
+    fault, cluster = fault_named("controller_killed"), Cluster(reservations=reservations)
+    after = await settled(cluster, fault, cluster, True, None)
+    failed = evaluate(fault, GOOD, 0.0, after).failed
+    assert len(failed) == (word is not None) and all(word in why for why in failed)
 
 
 class DyingCluster(Cluster):
     """One emulated worker and a GCS; `left` outlives it."""
 
     def __init__(self, left):
-        super().__init__({})
+        super().__init__()
         self.left, self.killed = left, []
 
     def nodes(self):
@@ -85,22 +148,30 @@ class DyingCluster(Cluster):
 @pytest.mark.parametrize(("left", "kept"), [([], True), (["8 raylet/raylet"], False)])
 async def test_nothing_may_outlive_a_cluster_whose_head_is_killed(monkeypatch, left, kept):
     cluster = DyingCluster(left)
-    monkeypatch.setattr("benchmarks.faults.actions.kill", cluster.killed.extend)
-    monkeypatch.setattr(cluster, "until", lambda question, patience_s: question() or None)
-    found = await trial.try_fault(cluster, fault_named("ray_head_killed"), None, 0)
+    monkeypatch.setattr("benchmarks.faults.catalogue.kill", cluster.killed.extend)
+    found = await try_fault(cluster, fault_named("ray_head_killed"), None, 0)
     assert found.kept == kept
     assert found.orphans == tuple(left)
 
 
-async def test_what_ends_the_cluster_is_tried_last(monkeypatch):
+async def test_what_ends_the_cluster_is_tried_last_and_what_cannot_be_tried_has_failed(monkeypatch):
     tried = []
 
-    async def try_fault(target, fault, mix, seed, turn):
+    async def fails(target, fault, mix, seed, turn):
         tried.append(fault.name)
-        raise trial.FaultsError("not now")
+        raise FaultsError("not now")
 
-    monkeypatch.setattr(trial, "try_fault", try_fault)
-    await trial.try_faults(
-        None, [fault_named("ray_head_killed"), fault_named("slow_link")], None, 0
-    )
+    monkeypatch.setattr(trial, "try_fault", fails)
+    faults = [fault_named("ray_head_killed"), fault_named("slow_link")]
+    found = await try_faults(None, faults, None, 0)
     assert tried == ["slow_link", "ray_head_killed"]
+    assert [one.failed for one in found] == [("not tried: not now",)] * 2
+
+
+def test_an_emulated_fault_is_refused_on_other_engines_and_an_unknown_one_with_all_names():
+    cluster = DyingCluster([])
+    cluster.nodes = lambda: [{"node": "a", "worker": "w", "engine": "vllm"}]
+    with pytest.raises(FaultsError, match="needs engines of kind emulated, not vllm"):
+        fault_named("slow_link").action(cluster, 0)
+    with pytest.raises(ValueError, match="there are worker_killed"):
+        fault_named("meteor")

@@ -1,7 +1,5 @@
 """The pure parts of `kappa bench serve`."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest
@@ -9,21 +7,16 @@ import pytest
 from benchmarks.serving.serve import Answer, Round, has_text, prompt_text, summarize
 
 
-def rounds(system, ttfts, seconds=2.0):
-    answers = tuple(Answer(ttft, ttft / 2, 2 * ttft) for ttft in ttfts)
+def played(system, ttfts_s, seconds=2.0):
+    answers = tuple(Answer(ttft_s, ttft_s / 2) for ttft_s in ttfts_s)
     return Round(system, "short", 8, seconds, answers)
 
 
 def test_ours_is_set_beside_each_other_system():
-    result = summarize(
-        [
-            rounds("kappa", [1.0, 2.0, 3.0]),
-            rounds("stock", [2.0, 4.0, 6.0], seconds=3.0),
-            rounds("kappa", [2.0, 2.0, 2.0]),
-            rounds("stock", [4.0, 4.0, 4.0], seconds=3.0),
-        ],
-        "kappa",
-    )
+    result = summarize([
+        played("stock", [2.0, 4.0, 6.0], seconds=3.0), played("kappa", [1.0, 2.0, 3.0]),
+        played("kappa", [2.0, 2.0, 2.0]), played("stock", [4.0, 4.0, 4.0], seconds=3.0),
+    ])  # fmt: skip
     mine, stock = result["rows"]
     assert (mine["system"], mine["rounds"], mine["requests"]) == ("kappa", 2, 6)
     assert mine["ttft_s"]["p50"] == 2.0
@@ -35,7 +28,7 @@ def test_ours_is_set_beside_each_other_system():
 
 
 def test_spread_is_that_of_the_rounds_medians():
-    result = summarize([rounds("kappa", [1.0]), rounds("kappa", [3.0])], "kappa")
+    result = summarize([played("kappa", [1.0]), played("kappa", [3.0])])
     assert result["rows"][0]["ttft_s"]["spread"] == pytest.approx(1.0)
     assert result["ratio_p50"] == []
 

@@ -1,5 +1,5 @@
-"""Real processes: found, hurt, and missed when they outlive their cluster; clocks and disks inside
-them, by the module that the harness puts on their path."""
+"""Real processes: found, killed, and missed when they outlive their cluster; clocks and disks
+inside them, by the module that the harness puts on their path."""
 
 import json
 import os
@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from benchmarks.faults.processes import Family, alive, freeze, kill, thaw
-from benchmarks.faults.target import INJECT, environment
+from benchmarks.faults.cluster import INJECT, Family, alive, environment, kill
 
 _PATIENCE_S = 10.0
 
@@ -41,7 +40,7 @@ def parent():
 def test_a_child_that_outlives_its_parent_is_a_survivor(parent):
     process, child = parent
     family = Family(os.getpid())
-    assert {process.pid, child} <= {member.pid for member in family.members()}
+    assert {process.pid, child} <= set(family.members())
     assert family.below(process.pid) == [child]
     assert family.strays() == []
     kill([process.pid])
@@ -49,22 +48,8 @@ def test_a_child_that_outlives_its_parent_is_a_survivor(parent):
     assert [line.split()[0] for line in family.strays()] == [str(child)]
     kill([child])
     until(lambda: not alive(child))
+    kill([child])  # gone: nothing to do
     assert family.strays() == []
-
-
-def test_a_frozen_process_does_nothing_until_it_is_thawed():
-    code = "import time\nwhile True:\n    print(flush=True)\n    time.sleep(0.01)\n"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    try:
-        process.stdout.readline()
-        freeze(process.pid)
-        until(lambda: alive(process.pid))
-        thaw(process.pid)
-        assert process.stdout.readline()
-    finally:
-        process.kill()
-        process.wait()
-    thaw(process.pid)  # gone: nothing to do
 
 
 def run_in(folder, code, faults):
@@ -103,8 +88,8 @@ def test_a_full_disk_refuses_files_and_folders_below_it_and_nothing_else(tmp_pat
     )
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "there").write_text("x")
-    told = run_in(tmp_path, code, {"full": [str(tmp_path / "full")]})
-    assert told == ["ENOSPC", "ENOSPC", "fine", "fine"]
+    outcomes = run_in(tmp_path, code, {"full": [str(tmp_path / "full")]})
+    assert outcomes == ["ENOSPC", "ENOSPC", "fine", "fine"]
 
 
 def test_without_a_file_named_nothing_is_changed(tmp_path):

@@ -1,21 +1,17 @@
-"""Classes, errors, the baseline and the usage of nodes, as `kappa bench predict` reports them."""
-
-from __future__ import annotations
+"""Classes, errors and the baseline, as `kappa bench predict` reports them; and the nodes' usage."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.serving.scoring import (
+from benchmarks.serving.client import usage
+from benchmarks.serving.prediction_errors import (
     CLASSES,
     Outcome,
-    RunningMedian,
     baseline_errors,
     class_rows,
     outcome_from,
-    quantile,
     ratio_bucket,
-    usage,
 )
 
 
@@ -46,88 +42,59 @@ def test_every_request_has_one_class(parts, tokens):
 
 
 def test_error_is_relative_to_what_came():
-    assert outcome(took=(3.0, 2.0)).error == pytest.approx(0.5)
-    assert outcome(took=(1.0, 2.0)).error == pytest.approx(0.5)
+    assert outcome(took=(3.0, 2.0)).error == outcome(took=(1.0, 2.0)).error == pytest.approx(0.5)
 
 
 def test_a_decision_becomes_an_outcome_once_its_token_came():
     record = {
-        "request_id": "a",
-        "node": "c2c",
-        "time_s": 5.0,
+        "request_id": "a", "node": "c2c", "time_s": 5.0, "end": "done",
         "predicted": {
             "device_tokens": 32, "cached_tokens": 64, "new_tokens": 10,
             "queue_s": 0.1, "load_s": 0.2, "compute_s": 0.3, "ttft_s": 0.6,
         },
         "actual": {"device_tokens": 0, "cached_tokens": 96, "new_tokens": 10, "ttft_s": 0.5},
-        "end": "done",
     }  # fmt: skip
     made = outcome_from(record)
-    assert made is not None
+    assert made == Outcome("a", "c2c", 5.0, 0.1, 0.2, 0.3, 0.6, 32, 64, 10, 0.5, 0, 96)
     assert (made.error, made.ratio, made.miscounted) == (pytest.approx(0.2), 6.4, True)
     assert outcome_from({**record, "end": "error"}) is None
     assert outcome_from({**record, "actual": {**record["actual"], "ttft_s": None}}) is None
 
 
 def test_ratio_buckets_grow_by_two():
-    assert [ratio_bucket(r) for r in (0.0, 0.01, 0.99, 1.0, 1.99, 2.0, 64.0)] == [
-        0, 0, 4, 5, 5, 6, 11,
-    ]  # fmt: skip
-
-
-@given(st.floats(0, 1e5), st.floats(0, 1e5))
-def test_ratio_buckets_are_ordered(a, b):
-    low, high = sorted((a, b))
-    assert ratio_bucket(low) <= ratio_bucket(high)
-
-
-def test_the_running_median_falls_back_to_node_and_then_to_all():
-    baseline = RunningMedian()
-    assert baseline.predict(outcome()) is None
-    for seconds in (1.0, 2.0, 9.0):
-        baseline.learn(outcome(took=(0.0, seconds)))
-    assert baseline.predict(outcome()) == 2.0
-    assert baseline.predict(outcome(tokens=(0, 900, 100))) == 2.0
-    elsewhere = Outcome("x", "c2c", 0.0, 0.0, 0.0, 1.0, 1.0, 0, 0, 100, 1.0)
-    assert baseline.predict(elsewhere) == 2.0
+    ratios = (0.0, 0.01, 0.99, 1.0, 1.99, 2.0, 64.0)
+    assert [ratio_bucket(ratio) for ratio in ratios] == [0, 0, 4, 5, 5, 6, 11]
 
 
 def test_the_baseline_knows_only_what_came_before_each_decision():
     warm_up = [outcome("w", 0.0, took=(0.0, 1.0))]
     late = outcome("late", 2.0, took=(0.0, 10.0))
-    asked = [late, outcome("a", 5.0, took=(0.0, 2.0)), outcome("b", 20.0, took=(0.0, 2.0))]
-    errors = baseline_errors(warm_up, asked)
+    measured = [late, outcome("a", 5.0, took=(0.0, 2.0)), outcome("b", 20.0, took=(0.0, 2.0))]
     # At 5.0 only the warm-up's 1 s is known; at 20.0 also 10 s and 2 s.
-    assert errors == {
-        "late": pytest.approx(0.9), "a": pytest.approx(0.5), "b": pytest.approx(0.0)
-    }  # fmt: skip
+    assert baseline_errors(warm_up, measured) == {"late": 0.9, "a": 0.5, "b": 0.0}
     assert baseline_errors([], [outcome("first")]) == {}
 
 
-def test_quantiles_interpolate():
-    assert quantile([], 0.5) is None
-    assert quantile([3.0], 0.9) == 3.0
-    assert quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
-    assert quantile([0.0, 10.0], 0.9) == pytest.approx(9.0)
+def test_the_baseline_falls_back_to_the_node_and_then_to_all():
+    warm_up = [outcome(str(i), took=(0.0, seconds)) for i, seconds in enumerate((1.0, 2.0, 9.0))]
+    other_bucket = outcome("b", 30.0, tokens=(0, 900, 100), took=(0.0, 4.0))
+    elsewhere = Outcome("c", "c2c", 30.0, 0.0, 0.0, 1.0, 1.0, 0, 0, 100, 4.0)
+    assert baseline_errors(warm_up, [other_bucket, elsewhere]) == {"b": 0.5, "c": 0.5}
 
 
 def test_rows_have_one_shape_even_without_requests():
     measured = [outcome(str(i), took=(1.1, 1.0)) for i in range(3)]
     rows = {row["class"]: row for row in class_rows(measured, {"0": 0.5, "1": 0.5, "2": 0.5})}
     assert list(rows) == list(CLASSES)
-    compute = rows["compute"]
-    assert compute["n"] == 3
-    assert compute["median_abs_err"] == pytest.approx(0.1)
-    assert compute["baseline_median_abs_err"] == 0.5
-    assert compute["goal_met"] is True
-    assert rows["queue"]["n"] == 0
-    assert rows["queue"]["median_abs_err"] is rows["queue"]["goal_met"] is None
-    assert set(compute) == set(rows["queue"])
+    compute, queue = rows["compute"], rows["queue"]
+    assert (compute["n"], compute["baseline_median_abs_err"], compute["goal_met"]) == (3, 0.5, True)
+    assert compute["median_abs_err"] == compute["median_bias"] == pytest.approx(0.1)
+    assert (queue["n"], queue["median_abs_err"], queue["goal_met"]) == (0, None, None)
+    assert set(compute) == set(queue)
 
 
 def test_a_goal_needs_both_a_small_error_and_one_below_the_baseline():
-    measured = [outcome("a", took=(1.1, 1.0))]
-    assert class_rows(measured, {"a": 0.11})[2]["goal_met"] is False
+    assert class_rows([outcome("a", took=(1.1, 1.0))], {"a": 0.11})[2]["goal_met"] is False
     assert class_rows([outcome("a", took=(1.3, 1.0))], {"a": 9.0})[2]["goal_met"] is False
 
 
@@ -144,11 +111,9 @@ def test_load_is_the_mean_of_busy_shares_over_each_workers_own_time():
         [node("a", 10.0), node("b", 11.0, busy=5.0, steps=10)],
         [node("a", 20.0, busy=8.0, steps=100, overruns=3), node("b", 21.0, busy=9.0, steps=110)],
     )
-    assert used.load == pytest.approx(0.6)
-    assert used.load_by_node == {"a": pytest.approx(0.8), "b": pytest.approx(0.4)}
-    assert used.link_load == pytest.approx(0.3)
-    assert used.steps == 200
-    assert used.overrun_share == pytest.approx(0.015)
+    assert used.load_by_node == pytest.approx({"a": 0.8, "b": 0.4})
+    assert (used.load, used.link_load, used.store_load) == pytest.approx((0.6, 0.3, 0.15))
+    assert used.overrun_share == pytest.approx(3 / 200)
 
 
 @pytest.mark.parametrize("after", [[node("a", 10.0)], [node("b", 20.0)], []])
