@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kappa.json_file import read_json_object
+from kappa.checks import read_json_object
 from kappa.model import ModelShape
 from kappa.plans.architecture import architecture_from_config, rope_type
 from kappa.shapes import shape_from_config
@@ -186,7 +186,7 @@ def _flag(data: Mapping[str, Any], key: str, default: bool) -> bool:
 
 def _refuse(data: Mapping[str, Any], family: str, origin: str) -> None:
     known = family in FAMILIES
-    why = architecture_from_config(data, origin).peculiar()
+    why = architecture_from_config(data).peculiar()
     if not (known or why):
         why = "load plans of all kinds (K, A, R) would work, but its layers are not among these"
     if why:

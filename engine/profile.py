@@ -32,7 +32,7 @@ from engine.forward import Forward
 from engine.layers import angles, frequencies
 from engine.step import HostContext, OnCpu, Pages, prompt_row
 from kappa.model import kv_bytes_per_token
-from kappa.plans.measured import FORMAT
+from kappa.plans.rates import FORMAT
 
 _BUSY_SIDE = 512
 # An action that takes longer than this is stuck.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -15,28 +17,26 @@ def refusal(owner: object, field: str, value: object, remedy: str) -> ValueError
     return ValueError(f"{type(owner).__name__}.{field} is {value!r}: {remedy}")
 
 
-def check_positive(owner: object, *names: str) -> None:
-    """Raise ValueError for the first of these fields that is not finite and above zero."""
+def _check(owner: object, names: tuple[str, ...], good: Callable[[Any], bool], give: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if not (math.isfinite(value) and value > 0):
-            raise refusal(owner, name, value, "give a finite number above zero")
+        if not good(value):
+            raise refusal(owner, name, value, f"give {give}")
+
+
+def check_positive(owner: object, *names: str) -> None:
+    """Raise ValueError for the first of these fields that is not finite and above zero."""
+    _check(owner, names, lambda v: math.isfinite(v) and v > 0, "a finite number above zero")
 
 
 def check_not_negative(owner: object, *names: str) -> None:
     """Raise ValueError for the first of these fields that is not finite and zero or more."""
-    for name in names:
-        value = getattr(owner, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise refusal(owner, name, value, "give a finite number, zero or more")
+    _check(owner, names, lambda v: math.isfinite(v) and v >= 0, "a finite number, zero or more")
 
 
 def check_share(owner: object, *names: str) -> None:
     """Raise ValueError for the first of these fields that is no share in (0, 1]."""
-    for name in names:
-        value = getattr(owner, name)
-        if not 0.0 < value <= 1.0:
-            raise refusal(owner, name, value, "give a share in (0, 1]")
+    _check(owner, names, lambda v: 0.0 < v <= 1.0, "a share in (0, 1]")
 
 
 def record_from(cls: type[T], data: Mapping[str, Any], what: str, remedy: str = "") -> T:
@@ -47,16 +47,29 @@ def record_from(cls: type[T], data: Mapping[str, Any], what: str, remedy: str = 
     """
     known: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
     names = [field.name for field in known]
-    unknown = sorted(set(data) - set(names))
-    if unknown:
+    if unknown := sorted(set(data) - set(names)):
         problem = f"unknown keys {unknown}: {remedy or 'remove them'}"
         raise ValueError(f"{what}: {problem}; known are {', '.join(names)}")
-    missing = [field.name for field in known if field.name not in data and _required(field)]
-    if missing:
+    required = [f.name for f in known if f.default is MISSING and f.default_factory is MISSING]
+    if missing := [name for name in required if name not in data]:
         problem = f"lacks {missing}: {remedy or 'add them'}"
         raise ValueError(f"{what}: {problem}; known are {', '.join(names)}")
     return cls(**data)
 
 
-def _required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
+def read_json_object(path: str | Path, what: str) -> dict[str, Any]:
+    """The object in a file; `what` says in errors what it was wanted as, such as "node profile".
+
+    Raises:
+        ValueError: it cannot be read, is no JSON, or is no object.
+    """
+    path = Path(path)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read the {what}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: holds {type(data).__name__}; a {what} is a JSON object")
+    return data

@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from kappa.checks import check_not_negative, check_positive, record_from, refusal
-from kappa.json_file import read_json_object
+from kappa.checks import check_not_negative, check_positive, read_json_object, record_from, refusal
 
 ProfileSource = Literal["measured", "catalogue", "paced"]
 

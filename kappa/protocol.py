@@ -77,7 +77,7 @@ class Announcement:
     goes on past a request that does not fit, and starts loads just in time. engine: its kind.
     load_plan: how it brings cached prefixes back, {"planner": name, "cpu_room_share": as in the
     settings, where its CPU attends to host memory, "act_share": share of stored blocks kept as
-    activations, "rates": as `kappa.plans.measured` reads them}; empty if it loads them whole and
+    activations, "rates": as `kappa.plans.rates` reads them}; empty if it loads them whole and
     then computes. tier: the kind of its host tier; shared_tier: names the server that several
     workers have as their host tier, empty if it is the worker's own. start_s: from the start of its
     process until it could serve; 0: not known. max_sequences: requests that it runs at a time; 0:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kappa.json_file import read_json_object
+from kappa.checks import read_json_object
 from kappa.model import Attention, ModelShape
 
 

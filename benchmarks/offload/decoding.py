@@ -17,7 +17,7 @@ from benchmarks.offload.policies import Policies, Way
 from benchmarks.offload.rig import LINK, Arm, Rig, Sample
 from benchmarks.offload.streaming import model_bytes
 from engine.blocks import Ids
-from kappa.plans.cpu_offload import attention_refused
+from kappa.plans.decoding import attention_refused
 
 _COPY_STEPS = 3
 

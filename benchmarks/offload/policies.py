@@ -24,7 +24,14 @@ from benchmarks.offload.decoder import (
     Split,
     always,
 )
-from kappa.plans.cpu_offload import attention_refused, paper_share, split_context, split_s
+from kappa.plans.decoding import (
+    attention_refused,
+    cpu_share,
+    split_ahead,
+    split_context,
+    split_paper,
+    split_s,
+)
 from kappa.plans.hybridserve import (
     allocate_corrected,
     allocate_paper,
@@ -32,9 +39,8 @@ from kappa.plans.hybridserve import (
     host_cache,
     next_block_type,
 )
-from kappa.plans.kvpr import split_ahead, split_paper
 from kappa.plans.planners import LEAST_GAIN
-from kappa.plans.rates import PlanRates, decode_s
+from kappa.plans.rates import PlanRates
 
 BASELINE = "kv-only"
 
@@ -127,7 +133,7 @@ class Policies:
         """
         cell, rates = self.cell, self.rates
         full = self._full(length)
-        gpu_s = decode_s(rates, cell.batch, length, max(0, activations))[1]
+        gpu_s = rates.decode_s(cell.batch, length, max(0, activations))[1]
         moved = full - activations + rates.activation_ratio * activations
         link_s = rates.load.seconds(cell.batch * moved) if activations >= 0 else 0.0
         shares = cell.batches if cell.order == "column" else 1
@@ -189,8 +195,8 @@ class Policies:
     def _on_cpu(self, rest: str) -> Way:
         cell, rates, bt = self.cell, self.rates, self._bt
         ways: dict[str, Callable[[int], int]] = {
-            "paper": lambda full: round(paper_share(rates) * full / bt) * bt,
-            "ahead": lambda full: split_context(rates, cell.batch, full, bt).cpu_tokens,
+            "paper": lambda full: round(cpu_share(rates) * full / bt) * bt,
+            "ahead": lambda full: split_context(rates, cell.batch, full, bt).tokens,
         }
         if rest.isdigit():
             ways[rest] = lambda full: int(rest) * full // 100 // bt * bt

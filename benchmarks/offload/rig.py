@@ -27,8 +27,7 @@ from engine.config import ModelConfig
 from engine.profile import ProfileSettings, profile
 from engine.transfer import Copies, CpuMover, Direction, Event
 from engine.weights import Weights, random_weights
-from kappa.plans.measured import rates_from_measured
-from kappa.plans.rates import PlanRates
+from kappa.plans.rates import PlanRates, rates_from_measured
 
 LINK = "link-alone"
 """The arm that copies what the baseline loads, with nothing else to do."""
@@ -207,7 +206,7 @@ def rig(setting: Setting, group: Group) -> Iterator[Rig]:
             here = ScheduledForward(weights, forward.arena, forward.mover)
         rates, measured = _rates(here, setting.profile)
         # A CPU that computes is a CPU that is busy while its threads copy.
-        busy = rates.under(cpu_busy=True)
+        busy = rates.while_cpu_busy()
         yield Rig(
             forward=forward, rates=busy, rates_alone=rates, measured=measured,
             streamed=group.streamed,

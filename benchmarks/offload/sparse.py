@@ -29,7 +29,7 @@ from engine.sparse.retrieval import HeadQueries
 from engine.sparse.settings import SparseSettings
 from engine.sparse.slots import Slots
 from engine.sparse.view import View
-from kappa.plans.clo import Persistent, equal_heads, step_seconds
+from kappa.plans.clo import Persistent, equal_heads, sparse_step_s
 
 PREFETCH_ALL, NO_LOADS, NO_COPIES = "prefetch-all", "clo-100", "choose-only"
 GATHER, COPY = "gather-alone", "copy-alone"
@@ -222,7 +222,7 @@ def _predicted_s(
         return None
     miss, (idle_s, choosing_s) = 1.0 - rig.hit_ratios[name], compute
     layer_s = (idle_s + miss * max(0.0, choosing_s - idle_s)) / rig.config.layers
-    return step_seconds(
+    return sparse_step_s(
         rig.config.shape, rig.setting.clo, rig.persistent, rig.cell.context, miss=miss, link=link,
         layer_s=layer_s, batch=rig.cell.batch, ahead=not name.endswith("waited"),
-    ).tbt_s  # fmt: skip
+    )  # fmt: skip

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from kappa.plans.load_plan import Kind
-
-Positions = Literal["learned", "rope", "dynamic_rope"]
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
@@ -28,13 +26,13 @@ _TOKEN_KV_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", 
 class Architecture:
     """What of a model decides which segments it can execute.
 
+    `latent`: it caches a latent (MLA). `dynamic_rope`: rotations depend on the length.
     `sliding_window` is the window of its windowed layers in tokens, 0 where no layer has one.
     `state_layers` counts layers that keep a state instead of keys and values per token.
     """
 
-    name: str
-    attention: Literal["mha", "gqa", "mla"] = "mha"
-    positions: Positions = "rope"
+    latent: bool = False
+    dynamic_rope: bool = False
     sliding_window: int = 0
     state_layers: int = 0
 
@@ -44,19 +42,19 @@ class Architecture:
         if self.state_layers:
             why = f"{self.state_layers} layers keep a state instead of keys and values per token"
             reasons = {"K": why, "A": why}
-        elif self.attention == "mla":
+        elif self.latent:
             reasons["A"] = "multi-head latent attention caches a latent smaller than activations"
         elif self.sliding_window:
             reasons["A"] = f"sliding-window layers keep {self.sliding_window} tokens, not all"
-        if self.positions == "dynamic_rope":
+        if self.dynamic_rope:
             why = "dynamic RoPE rotates a key by the length at the time, not by position alone"
             reasons["A"] = reasons["R"] = why
         return reasons
 
     def kinds(self) -> frozenset[Kind]:
         """The kinds among K, A and R that this architecture can execute exactly."""
-        exact: tuple[Kind, ...] = ("K", "A", "R")
-        return frozenset(exact) - self.refused().keys()
+        exact: frozenset[Kind] = frozenset({"K", "A", "R"})
+        return exact - self.refused().keys()
 
     def peculiar(self) -> str:
         """Why not all kinds work, and which do; "" where they do: attention over all tokens at
@@ -68,16 +66,19 @@ class Architecture:
         return f"{'; '.join(dict.fromkeys(reasons.values()))}. Load plans that would work: {would}"
 
 
-def architecture_from_config(config: Mapping[str, Any], name: str = "") -> Architecture:
+def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
     """From a parsed Hugging Face `config.json` (of the text model)."""
-    heads = config.get("num_attention_heads")
-    kv_heads = config.get("num_key_value_heads") or heads
+    layers, model_type = config.get("layer_types"), str(config.get("model_type"))
+    if layers:
+        state_layers = sum(kind not in _TOKEN_KV_LAYERS for kind in layers)
+    else:
+        keeps_state = model_type in _STATE_FAMILIES
+        state_layers = (config.get("num_hidden_layers") or 1) if keeps_state else 0
     return Architecture(
-        name=name or str(config.get("_name_or_path") or config.get("model_type") or "model"),
-        attention="mla" if config.get("kv_lora_rank") else "mha" if kv_heads == heads else "gqa",
-        positions=_positions(config),
-        sliding_window=_window(config),
-        state_layers=_state_layers(config),
+        latent=bool(config.get("kv_lora_rank")),
+        dynamic_rope=model_type != "opt" and rope_type(config) in _LENGTH_DEPENDENT,
+        sliding_window=_window(config, model_type),
+        state_layers=state_layers,
     )
 
 
@@ -87,20 +88,7 @@ def rope_type(config: Mapping[str, Any]) -> str:
     return str(scaling.get("rope_type") or scaling.get("type") or "default")
 
 
-def _positions(config: Mapping[str, Any]) -> Positions:
-    if config.get("model_type") == "opt":
-        return "learned"
-    return "dynamic_rope" if rope_type(config) in _LENGTH_DEPENDENT else "rope"
-
-
-def _state_layers(config: Mapping[str, Any]) -> int:
-    layers = config.get("layer_types")
-    if layers:
-        return sum(kind not in _TOKEN_KV_LAYERS for kind in layers)
-    return (config.get("num_hidden_layers") or 1) * (config.get("model_type") in _STATE_FAMILIES)
-
-
-def _window(config: Mapping[str, Any]) -> int:
+def _window(config: Mapping[str, Any], model_type: str) -> int:
     """Qwen writes a window that is off unless said otherwise; others have it on by naming it."""
     window = config.get("sliding_window") or config.get("attention_chunk_size") or 0
     layers = config.get("layer_types")
@@ -109,7 +97,7 @@ def _window(config: Mapping[str, Any]) -> int:
         return int(window or 1) if windowed else 0
     used = config.get("use_sliding_window")
     if used is None:
-        used = not str(config.get("model_type")).startswith("qwen")
+        used = not model_type.startswith("qwen")
     # Layers before this one attend to all.
     first = config.get("max_window_layers") or 0
     return int(window) if used and first < config.get("num_hidden_layers", first + 1) else 0

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kappa.checks import check_not_negative, check_positive, check_share
-from kappa.json_file import read_json_object
+from kappa.checks import check_not_negative, check_positive, check_share, read_json_object
 from kappa.model import ModelShape
 from kappa.plans.load_plan import LoadPlan, Segment
-from kappa.plans.rates import PlanRates, decode_s
+from kappa.plans.rates import PlanRates
 
 FORMAT = "kappa-head-importance/1"
 """The value of "format" in a file of head importance."""
@@ -29,6 +28,9 @@ Scores = NDArray[np.float64]
 
 LEAST_SIMILARITY = 1e-3
 """Cosines below this count as this in Eq. 10, whose harmonic mean they would turn around."""
+
+
+# --- Importance and similarity of heads ----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,7 @@ class HeadProfile:
 
     def kv_importance(self, kv_heads: int) -> Scores:
         """(layers, kv_heads): of each group of query heads the most important one's."""
-        layers = len(self.importance)
-        most: Scores = self.importance.reshape(layers, kv_heads, -1).max(axis=2)
+        most: Scores = self.importance.reshape(len(self.importance), kv_heads, -1).max(axis=2)
         return most
 
 
@@ -115,27 +116,7 @@ def thresholds(importance: Scores, eta: float, power: float) -> Scores:
     return np.cos(weight * np.arccos(eta) + (1.0 - weight) * np.pi)
 
 
-def aggregate(similarity: Scores, importance: Scores) -> Scores:
-    """One cosine per KV head from those of its query heads (Eq. 10): weighted harmonic mean.
-
-    Args:
-        similarity, importance: (..., heads of a group). Where all importances are 0, the mean.
-    """
-    clamped = np.maximum(similarity, LEAST_SIMILARITY)
-    total = importance.sum(axis=-1)
-    shares = (importance / clamped).sum(axis=-1)
-    mean: Scores = similarity.mean(axis=-1)
-    weighted = np.divide(total, shares, out=np.zeros_like(mean), where=shares > 0)
-    return np.where(total > 0, weighted, mean)
-
-
-def difficulty(tau: Scores, similarity: Scores, epsilon: float) -> Scores:
-    """D of each KV head (Eq. 11): above 0, its queries are mostly too unlike to reuse what it has.
-
-    epsilon: the margin ε that is granted to the measured mean.
-    """
-    hard: Scores = tau - (similarity - epsilon)
-    return hard
+# --- Budgets -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,38 +190,36 @@ Persistent = tuple[tuple[int, ...], ...]
 
 
 def persistent_heads(
-    shape: ModelShape,
-    config: CloConfig,
-    profile: HeadProfile,
-    prefetchable: float,
-    *,
+    shape: ModelShape, config: CloConfig, profile: HeadProfile, prefetchable: float, *,
     most_heads: int | None = None,
-) -> Persistent:
+) -> Persistent:  # fmt: skip
     """KV heads of each layer that keep all their KV on the device (Eq. 13).
 
-    All of the first layer, which nothing can be prefetched for; of each other one, of the N_d with
-    D > 0 those with the largest D, less the N_p that the layer before hides. Without measured
-    similarities no head is known to be hard.
+    All of the first layer, which nothing can be prefetched for; of each other one, of the N_d whose
+    difficulty D = τ - (similarity - ε) (Eq. 11) is above 0 those with the largest, less the N_p
+    that the layer before hides. Without measured similarities no head is known to be hard.
 
     Args:
         prefetchable: N_p; rounded down.
         most_heads: so many fit device memory over all layers; the first layer's come first, then
             those with the largest D. None: all fit.
     """
-    first = [(math.inf, 0, head) for head in range(shape.kv_heads)]
-    others: list[tuple[float, int, int]] = []
+    wanted = [(math.inf, 0, head) for head in range(shape.kv_heads)]
     if profile.similarity is not None:
         tau = thresholds(profile.kv_importance(shape.kv_heads), config.eta, config.power)
-        hard = difficulty(tau, profile.similarity, config.epsilon)
+        hard = tau - (profile.similarity - config.epsilon)
+        others: list[tuple[float, int, int]] = []
         for layer in range(1, shape.layers):
             order = np.argsort(-hard[layer], kind="stable")
             count = max(int((hard[layer] > 0).sum()) - math.floor(prefetchable), 0)
             others += [(float(hard[layer, h]), layer, int(h)) for h in order[:count]]
-    wanted = first + sorted(others, key=lambda one: (-one[0], one[1], one[2]))
-    kept = wanted if most_heads is None else wanted[: max(0, most_heads)]
-    return tuple(
-        tuple(sorted(head for _, at, head in kept if at == layer)) for layer in range(shape.layers)
-    )
+        wanted += sorted(others, key=lambda one: (-one[0], one[1], one[2]))
+    if most_heads is not None:
+        wanted = wanted[: max(0, most_heads)]
+    kept: list[list[int]] = [[] for _ in range(shape.layers)]
+    for _, layer, head in wanted:
+        kept[layer].append(head)
+    return tuple(tuple(sorted(heads)) for heads in kept)
 
 
 def persistent_share(shape: ModelShape, persistent: Persistent) -> float:
@@ -248,70 +227,16 @@ def persistent_share(shape: ModelShape, persistent: Persistent) -> float:
     return sum(len(heads) for heads in persistent) / (shape.layers * shape.kv_heads)
 
 
-@dataclass(frozen=True, slots=True)
-class CloMemory:
-    """Bytes that a sequence takes: cache (choice, sinks, recent), persistent, codes; in host."""
-
-    cache_bytes: float
-    persistent_bytes: float
-    code_bytes: float
-    host_bytes: float
-
-    @property
-    def device_bytes(self) -> float:
-        return self.cache_bytes + self.persistent_bytes + self.code_bytes
+# --- Seconds -------------------------------------------------------------------------------------
 
 
-def memory(
-    shape: ModelShape, config: CloConfig, persistent: Persistent, context_tokens: int
-) -> CloMemory:
-    """What a sequence of so many tokens takes.
+def sparse_step_s(
+    shape: ModelShape, config: CloConfig, persistent: Persistent, context_tokens: int, *,
+    miss: float, link: float, layer_s: float, batch: int = 1, ahead: bool = True,
+) -> float:  # fmt: skip
+    """Seconds of a decoding step: its layers, and what of the misses' loads they do not hide.
 
-    Persistent heads have neither a choice nor codes. Codes are `code_bits` per key, beside keys
-    and values of `head_dim` elements each: 256 of 128 half-precision elements are 6.25 %.
-    """
-    kept = sum(len(heads) for heads in persistent)
-    offloaded = shape.layers * shape.kv_heads - kept
-    resident = config.sink_tokens + config.recent_tokens + config.chosen_tokens(context_tokens)
-    return CloMemory(
-        cache_bytes=offloaded * head_bytes(shape, min(resident, context_tokens)),
-        persistent_bytes=kept * head_bytes(shape, context_tokens),
-        code_bytes=offloaded * context_tokens * config.code_bits / 8,
-        host_bytes=shape.layers * shape.kv_heads * head_bytes(shape, context_tokens),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class CloStep:
-    """A decoding step: what crosses the link, what that adds, and the whole.
-
-    link_s: of all that is missed. waited_s: TBT_load, what the layers before do not hide.
-    compute_s: of the gpu. miss_bytes cross the link.
-    """
-
-    link_s: float
-    waited_s: float
-    compute_s: float
-    miss_bytes: float
-
-    @property
-    def tbt_s(self) -> float:
-        return self.compute_s + self.waited_s
-
-
-def step_seconds(
-    shape: ModelShape,
-    config: CloConfig,
-    persistent: Persistent,
-    context_tokens: int,
-    *,
-    miss: float,
-    link: float,
-    layer_s: float,
-    batch: int = 1,
-    ahead: bool = True,
-) -> CloStep:
-    """TBT_load = Σ_l max(0, miss·k·m·(1 - persist_l)·batch/B - T_comp), and what goes with it.
+    TBT_load = Σ_l max(0, miss·k·m·(1 - persist_l)·batch/B - T_comp).
 
     Args:
         miss: share of the heads that are not persistent whose choice is loaded anew.
@@ -325,32 +250,25 @@ def step_seconds(
     """
     if not 0.0 <= miss <= 1.0 or batch < 1:
         raise ValueError(f"miss {miss}, batch {batch}: give a share in [0, 1], and 1 or more")
-    chosen = config.chosen_tokens(context_tokens)
-    loads = [
-        batch * miss * head_bytes(shape, chosen) * (shape.kv_heads - len(heads))
-        for heads in persistent
-    ]
-    # Nothing is computed before the first layer that could hide its load.
-    hidden = [layer_s if ahead and layer else 0.0 for layer in range(shape.layers)]
-    waited_s = sum(max(0.0, size / link - free) for size, free in zip(loads, hidden, strict=True))
-    return CloStep(sum(loads) / link, waited_s, layer_s * shape.layers, sum(loads))
+    head_s = batch * miss * head_bytes(shape, config.chosen_tokens(context_tokens)) / link
+    waited_s = 0.0
+    for layer, heads in enumerate(persistent):
+        # Nothing is computed before the first layer that could hide its load.
+        hidden_s = layer_s if ahead and layer else 0.0
+        waited_s += max(0.0, head_s * (shape.kv_heads - len(heads)) - hidden_s)
+    return layer_s * shape.layers + waited_s
 
 
 def layer_seconds(rates: PlanRates, config: CloConfig, batch: int, context_tokens: int) -> float:
     """T_comp by a node's rates: a layer of a decoding step that attends to what is resident."""
     resident = config.sink_tokens + config.recent_tokens + config.chosen_tokens(context_tokens)
-    return decode_s(rates, batch, min(resident, context_tokens))[1] / rates.layers
+    return rates.decode_gpu_s(batch, min(resident, context_tokens)) / rates.layers
 
 
 def sparse_plan(
-    rates: PlanRates,
-    config: CloConfig,
-    persistent: float,
-    cached_tokens: int,
-    new_tokens: int,
+    rates: PlanRates, config: CloConfig, persistent: float, cached_tokens: int, new_tokens: int,
     chunk_tokens: int,
-    why: str = "as the request allowed",
-) -> LoadPlan:
+) -> LoadPlan:  # fmt: skip
     """A prefix that stays in host memory (one segment S): its choice is loaded for every chunk.
 
     Seconds by the rates: sinks, recent tokens and persistent heads once, the choice of the other
@@ -368,23 +286,22 @@ def sparse_plan(
             f"a sparse plan of {cached_tokens} cached and {new_tokens} new tokens in chunks of "
             f"{chunk_tokens}: give 1 or more of each"
         )
-    chunks = math.ceil(new_tokens / chunk_tokens)
     chosen = config.chosen_tokens(cached_tokens)
     resident = min(config.sink_tokens + config.recent_tokens, cached_tokens)
     once = (1.0 - persistent) * resident + persistent * cached_tokens
+    chunks = math.ceil(new_tokens / chunk_tokens)
     crossing = once + chunks * (1.0 - persistent) * chosen
     load_s = rates.load.seconds(crossing)
     seen = min(resident + chosen, cached_tokens)
     whole, rest = divmod(new_tokens, chunk_tokens)
     compute_s = whole * rates.prefill_s(chunk_tokens, seen)
     compute_s += rates.prefill_s(rest, seen) if rest else 0.0
-    ttft_s = max(load_s, compute_s) + rates.serial_share * min(load_s, compute_s)
     return LoadPlan(
         (Segment("S", 0, cached_tokens),),
-        ttft_s=ttft_s,
+        ttft_s=max(load_s, compute_s) + rates.serial_share * min(load_s, compute_s),
         load_s=load_s,
         compute_s=compute_s,
         load_bytes=crossing * rates.kv_bytes,
         exact=False,
-        why=why,
+        why="as the request allowed",
     )

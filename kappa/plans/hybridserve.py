@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from kappa.checks import check_not_negative, check_positive
-from kappa.plans.rates import LineFit, PlanRates, decode_s
+from kappa.plans.rates import LineFit, PlanRates
 
 BlockType = Literal["kv", "act"]
 
@@ -56,11 +56,6 @@ class HostCache:
         """Host memory for blocks."""
         return self.host_bytes - self.weight_bytes
 
-    @property
-    def ratio(self) -> float:
-        """ρ: S_ACT over S_KV."""
-        return self.act_block_bytes / self.kv_block_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
@@ -71,17 +66,17 @@ class Allocation:
     link_s: float
     gpu_s: float
 
+    @property
+    def blocks_per_s(self) -> float:
+        """Host blocks that a layer attends to per second: what a full memory is worth."""
+        longest_s = max(self.link_s, self.gpu_s)
+        return (self.act_blocks + self.kv_blocks) / longest_s if longest_s > 0 else math.inf
+
 
 def host_cache(
-    rates: PlanRates,
-    block_tokens: int,
-    host_bytes: float,
-    *,
-    weight_bytes: float,
-    device_blocks: int = 0,
-    batch: int = 1,
-    context_tokens: int = 0,
-) -> HostCache:
+    rates: PlanRates, block_tokens: int, host_bytes: float, *, weight_bytes: float,
+    batch: int = 1, context_tokens: int = 0,
+) -> HostCache:  # fmt: skip
     """Algorithm 1's inputs for a model on a node.
 
     Args:
@@ -89,16 +84,14 @@ def host_cache(
         block_tokens: tokens of a block, of either type.
         host_bytes: host memory for weights and blocks.
         weight_bytes: of the weights that are streamed; 0 where they stay on the device.
-        device_blocks: activation blocks on the device.
         batch: sequences whose decoding step is the forward pass that the correction counts.
         context_tokens: of each of them.
     """
     per_layer = 1.0 / rates.layers
 
     def by_block(fit: LineFit) -> LineFit:
-        return LineFit(
-            fit.name, fit.per_token_s * block_tokens * per_layer, fit.fixed_s * per_layer, fit.r2
-        )
+        per_block_s = fit.per_token_s * block_tokens * per_layer
+        return replace(fit, per_token_s=per_block_s, fixed_s=fit.fixed_s * per_layer)
 
     return HostCache(
         project=by_block(rates.project),
@@ -108,8 +101,7 @@ def host_cache(
         weight_bytes=weight_bytes,
         kv_block_bytes=rates.kv_bytes * block_tokens,
         act_block_bytes=rates.activation_bytes * block_tokens,
-        device_blocks=device_blocks,
-        forward_s=decode_s(rates, batch, context_tokens)[1] * per_layer,
+        forward_s=rates.decode_s(batch, context_tokens)[1] * per_layer,
     )
 
 
@@ -120,18 +112,20 @@ def initial_blocks(cache: HostCache) -> tuple[int, int]:
     Blocks that do not fit the memory are not counted.
     """
     budget_s = cache.weights_load_s - cache.project.seconds(cache.device_blocks)
-    if budget_s >= 0:
-        return _fitting(_inverse(cache.project, budget_s), cache, cache.act_block_bytes), 0
-    return 0, _fitting(_inverse(cache.load, -budget_s), cache, cache.kv_block_bytes)
+    activations = budget_s >= 0
+    fit = cache.project if activations else cache.load
+    block_bytes = cache.act_block_bytes if activations else cache.kv_block_bytes
+    wanted = max(0.0, (abs(budget_s) - fit.fixed_s) / fit.per_token_s)
+    blocks = math.floor(min(wanted, cache.free_bytes / block_bytes))
+    return (blocks, 0) if activations else (0, blocks)
 
 
 def remaining_blocks(cache: HostCache, act_init: int, kv_init: int) -> tuple[int, int]:
     """Algorithm 1, lines 20-27: (ACT, KV) blocks that fill the rest with T_kv_gen = T_load_kv."""
-    left = cache.free_bytes
-    left -= cache.act_block_bytes * act_init + cache.kv_block_bytes * kv_init
+    s_act, s_kv = cache.act_block_bytes, cache.kv_block_bytes
+    left = cache.free_bytes - (s_act * act_init + s_kv * kv_init)
     a_g, b_g = cache.project.per_token_s, cache.project.fixed_s
     a_l, b_l = cache.load.per_token_s, cache.load.fixed_s
-    s_act, s_kv = cache.act_block_bytes, cache.kv_block_bytes
     act = (left * a_l + s_kv * (b_l - b_g)) / (s_act * a_l + s_kv * a_g)
     act_blocks = math.floor(min(max(act, 0.0), left / s_act))
     return act_blocks, math.floor((left - s_act * act_blocks) / s_kv)
@@ -157,24 +151,27 @@ def allocate_corrected(cache: HostCache) -> Allocation:
     most = math.floor(cache.free_bytes / cache.act_block_bytes)
     link_s = cache.weights_load_s + cache.load.seconds(cache.free_bytes / cache.kv_block_bytes)
     spare_s = link_s - cache.forward_s - cache.project.fixed_s
-    balance = spare_s / cache.project.per_token_s - cache.device_blocks
-    acts = {0, most, *(min(max(math.floor(balance) + i, 0), most) for i in (0, 1))}
-    return max((priced(cache, act) for act in sorted(acts)), key=blocks_per_s)
+    balance = math.floor(spare_s / cache.project.per_token_s - cache.device_blocks)
+    acts = {0, most, *(min(max(balance + i, 0), most) for i in (0, 1))}
+    return max((priced(cache, act) for act in sorted(acts)), key=lambda one: one.blocks_per_s)
 
 
 def priced(cache: HostCache, act_blocks: int) -> Allocation:
     """The allocation with so many activation blocks and KV in the rest, and all its seconds."""
     kv = math.floor((cache.free_bytes - cache.act_block_bytes * act_blocks) / cache.kv_block_bytes)
-    link_s = cache.weights_load_s + cache.load.seconds(cache.ratio * act_blocks + kv)
+    ratio = cache.act_block_bytes / cache.kv_block_bytes
+    link_s = cache.weights_load_s + cache.load.seconds(ratio * act_blocks + kv)
     gpu_s = cache.project.seconds(act_blocks + cache.device_blocks) + cache.forward_s
     return Allocation(act_blocks, kv, link_s, gpu_s)
 
 
-def blocks_per_s(allocation: Allocation) -> float:
-    """Host blocks that a layer attends to per second: what a full memory is worth."""
-    blocks = allocation.act_blocks + allocation.kv_blocks
-    longest_s = max(allocation.link_s, allocation.gpu_s)
-    return blocks / longest_s if longest_s > 0 else math.inf
+def block_types(target: tuple[float, float], count: int) -> Iterator[BlockType]:
+    """The types of a request's first `count` blocks, in order; arguments as `next_block_type`."""
+    held = {"act": 0, "kv": 0}
+    for _ in range(count):
+        kind = next_block_type(target, (held["act"], held["kv"]))
+        held[kind] += 1
+        yield kind
 
 
 def next_block_type(target: tuple[float, float], held: tuple[int, int]) -> BlockType:
@@ -198,36 +195,11 @@ def next_block_type(target: tuple[float, float], held: tuple[int, int]) -> Block
     return "act" if act_lag > kv_lag else "kv"
 
 
-def block_types(target: tuple[float, float], count: int) -> Iterator[BlockType]:
-    """The types of a request's first `count` blocks, in order."""
-    act = kv = 0
-    for _ in range(count):
-        kind = next_block_type(target, (act, kv))
-        act, kv = (act + 1, kv) if kind == "act" else (act, kv + 1)
-        yield kind
-
-
-def _inverse(fit: LineFit, seconds: float) -> float:
-    return max(0.0, (seconds - fit.fixed_s) / fit.per_token_s)
-
-
-def _fitting(blocks: float, cache: HostCache, block_bytes: float) -> int:
-    return math.floor(min(blocks, cache.free_bytes / block_bytes))
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(NamedTuple):
     """Blocks of each type: a request's, a mini-batch's, or what the buffers hold."""
 
     act: int
     kv: int
-
-    def __add__(self, other: Blocks) -> Blocks:
-        return Blocks(self.act + other.act, self.kv + other.kv)
-
-    def fits(self, most: Blocks) -> bool:
-        """Whether both types are within `most`."""
-        return self.act <= most.act and self.kv <= most.kv
 
 
 def imbalance(blocks: Blocks, project: LineFit, load: LineFit) -> float:
@@ -257,7 +229,7 @@ def pack(
         ValueError: a request that exceeds a buffer by itself.
     """
     for i, request in enumerate(requests):
-        if not request.fits(most):
+        if request.act > most.act or request.kv > most.kv:
             raise ValueError(
                 f"request {i} has {request.act} activation and {request.kv} KV blocks, and the "
                 f"buffers hold {most.act} and {most.kv}: enlarge them, or change its ratio"
@@ -271,9 +243,10 @@ def pack(
         while joined:
             joined = False
             for i in list(waiting):
-                grown = total + requests[i]
+                grown = Blocks(total.act + requests[i].act, total.kv + requests[i].kv)
+                fits = grown.act <= most.act and grown.kv <= most.kv
                 worse = imbalance(grown, project, load) > imbalance(total, project, load)
-                if grown.fits(most) and not worse:
+                if fits and not worse:
                     waiting.remove(i)
                     batch.append(i)
                     total, joined = grown, True

@@ -9,7 +9,8 @@ values, which alone changes the model's output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -50,8 +51,10 @@ class LoadPlan:
     included, `ttft_s` both under the plan's overlap. `load_bytes` crosses the link. `step_s`
     is of each of the request's decoding steps alone, where part of its prefix stays in host memory
     (C); else 0. `exact` is false where the model's output changes. `why` says in a sentence what
-    the planner saw.
-    No segments at all is the plan of a request without cached tokens.
+    the planner saw. No segments at all is the plan of a request without cached tokens.
+
+    Raises:
+        ValueError: a plan that leaves a token out, or that no causal model can execute.
     """
 
     segments: tuple[Segment, ...]
@@ -64,11 +67,27 @@ class LoadPlan:
     why: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a plan that leaves a token out, or that no causal model can execute."""
         check_not_negative(self, "ttft_s", "load_s", "compute_s", "load_bytes", "step_s")
-        _check_cover(self.segments)
-        _check_recompute(self.segments)
-        if self.exact and any(s.kind == "S" for s in self.segments):
+        end_tokens = 0
+        for segment in self.segments:
+            if segment.start_tokens != end_tokens:
+                problem = "leaves a gap" if segment.start_tokens > end_tokens else "overlaps"
+                raise ValueError(
+                    f"LoadPlan: segment {segment.kind} starts at {segment.start_tokens} where the "
+                    f"cover has reached {end_tokens} ({problem}): start it at {end_tokens}"
+                )
+            end_tokens = segment.end_tokens
+        # A token can be computed only where all before it are known, layer by layer. At the front
+        # nothing comes before; at the back all that does is loaded. In the middle, or at both ends
+        # at once, a layer would run three times, which no executor of ours does.
+        kinds = "".join(segment.kind for segment in self.segments)
+        if not re.fullmatch("R*[^R]*|[^R]*R*", kinds):
+            runs = [(s.start_tokens, s.end_tokens) for s in self.segments if s.kind == "R"]
+            raise ValueError(
+                "LoadPlan: recompute (R) is one run, at the front [0, l) or at the back [S-r, S): "
+                f"got R at {runs}"
+            )
+        if self.exact and "S" in kinds:
             raise ValueError("LoadPlan.exact is True with a sparse segment: give exact=False")
 
     @property
@@ -96,34 +115,6 @@ class LoadPlan:
     def hidden_s(self) -> float:
         """Seconds of the shorter of link and gpu work that hide behind the longer."""
         return max(self.load_s + self.compute_s - self.ttft_s, 0.0)
-
-
-def _check_cover(segments: Sequence[Segment]) -> None:
-    end_tokens = 0
-    for segment in segments:
-        if segment.start_tokens != end_tokens:
-            problem = "leaves a gap" if segment.start_tokens > end_tokens else "overlaps"
-            raise ValueError(
-                f"LoadPlan: segment {segment.kind} starts at {segment.start_tokens} where the "
-                f"cover has reached {end_tokens} ({problem}): start it at {end_tokens}"
-            )
-        end_tokens = segment.end_tokens
-
-
-def _check_recompute(segments: Sequence[Segment]) -> None:
-    """A token can be computed only where all before it are known, layer by layer.
-
-    At the front nothing comes before; at the back all that does is loaded. In the middle, or at
-    both ends at once, a layer would run three times, which no executor of ours does.
-    """
-    at = [i for i, s in enumerate(segments) if s.kind == "R"]
-    runs = [i for i in at if i - 1 not in at]
-    at_an_end = bool(at) and (0 in at or len(segments) - 1 in at)
-    if len(runs) > 1 or (at and not at_an_end):
-        raise ValueError(
-            "LoadPlan: recompute (R) is one run, at the front [0, l) or at the back [S-r, S): "
-            f"got R at {[(segments[i].start_tokens, segments[i].end_tokens) for i in at]}"
-        )
 
 
 def layout(
@@ -170,10 +161,8 @@ def bounded(plan: LoadPlan, most_tokens: int) -> LoadPlan:
     it takes device memory. A tail, and a plan that recomputes all, are computed in chunks and stay
     as they are. A plan that is changed has no seconds: price it anew.
     """
-    first = plan.segments[0] if plan.segments else None
-    if first is None or first.kind != "R" or first.tokens <= most_tokens:
-        return plan
-    if len(plan.segments) == 1:
+    first, *rest = plan.segments or (None,)
+    if first is None or first.kind != "R" or first.tokens <= most_tokens or not rest:
         return plan
     runs: list[tuple[Kind, int]] = [("R", most_tokens), ("K", first.tokens - most_tokens)]
     runs += [(segment.kind, segment.tokens) for segment in plan.segments[1:]]

@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from kappa.cost import TokenCounts
-from kappa.plans.cpu_offload import attention_refused, split_context, split_s
-from kappa.plans.kvpr import split_paper
+from kappa.plans.decoding import attention_refused, split_context, split_paper, split_s
 from kappa.plans.load_plan import Kind, LoadPlan, Segment, from_runs, layout
-from kappa.plans.rates import PlanRates, decode_gpu_s
+from kappa.plans.rates import PlanRates
 from kappa.plans.split import (
     Best,
     Costs,
@@ -38,12 +37,20 @@ Policy = Literal["load", "recompute", "tail", "activations", "mixed", "auto"]
 """What a node may do: load alone; and recompute the front, or the back; and use activations; and
 both of them; or the best of all that pays."""
 
+_SOLVERS: dict[str, Callable[[Costs, int], Best]] = {
+    "load": lambda costs, _: costs.best([Split()]),
+    "recompute": best_prefix,
+    "tail": best_tail,
+    "activations": best_activations,
+    "mixed": best_mixed,
+}
+
 LEAST_GAIN = 0.02
 """A plan other than plain loading must promise an earlier first token by this share, which
 prediction error does not eat."""
 
-LEAST_TAIL_GAIN = 0.05
-"""As `LEAST_GAIN`, for vLLM: its loads are noticed, and its steps begin, when they do."""
+# The same for vLLM: its loads are noticed, and its steps begin, when they do.
+_LEAST_TAIL_GAIN = 0.05
 
 PLAIN: frozenset[Kind] = frozenset({"K", "R"})
 EXACT: frozenset[Kind] = PLAIN | {"A"}
@@ -53,18 +60,13 @@ _RATIO_ERROR = 1e-12
 
 
 def choose(
-    costs: Costs,
-    *,
-    kinds: Set[Kind] = EXACT,
-    block_tokens: int = 16,
-    held_tokens: int | None = None,
-    tail_only: bool = False,
-    least_gain: float = LEAST_GAIN,
-) -> LoadPlan:
+    costs: Costs, *, kinds: Set[Kind] = EXACT, block_tokens: int = 16,
+    held_tokens: int | None = None, tail_only: bool = False, least_gain: float = LEAST_GAIN,
+) -> LoadPlan:  # fmt: skip
     """The plan with the earliest predicted first token.
 
     Args:
-        costs: the request on the node, with what waits there.
+        costs: the request on the node.
         kinds: what architecture and engine allow (`kappa.plans.architecture`); K is always meant.
         block_tokens: plans cut at multiples of this.
         held_tokens: activations are held for this many leading cached tokens; None for all.
@@ -80,46 +82,31 @@ def choose(
         raise ValueError(
             f"kinds {sorted(kinds - EXACT)} are not chosen here: give some of {sorted(EXACT)}"
         )
-    plain = Best(Split(), costs.of(Split()))
-    best = plain
-    notes: list[str] = []
+    plain = costs.best([Split()])
+    found, notes = [plain], []
     if costs.cached:
-        found, notes = _options(costs, kinds, block_tokens, held_tokens, tail_only)
-        best = min([best, *found], key=lambda one: one.ttft_s)
+        activations = "A" in kinds and held_tokens != 0
+        if activations and (refused := activations_refused(costs.rates)):
+            notes.append(refused)
+            activations = False
+        if activations and "R" in kinds and not tail_only:
+            found.append(best_mixed(costs, block_tokens, held_tokens))
+        else:
+            if activations:
+                found.append(best_activations(costs, block_tokens, held_tokens))
+            if "R" in kinds:
+                found.append((best_tail if tail_only else best_prefix)(costs, block_tokens))
+    best = min(found, key=lambda one: one.ttft_s)
     gain = 1.0 - best.ttft_s / plain.ttft_s if plain.ttft_s > 0 else 0.0
     if best.split != plain.split and gain < least_gain:
         notes.insert(0, f"the best other plan gains {gain:.1%}, less than {least_gain:.1%}")
         best = plain
-    return plan_of(costs, best.split, _why(costs, best, plain.ttft_s, notes))
-
-
-def _options(
-    costs: Costs, kinds: Set[Kind], block_tokens: int, held_tokens: int | None, tail_only: bool
-) -> tuple[list[Best], list[str]]:
-    found: list[Best] = []
-    notes: list[str] = []
-    held = "A" in kinds and held_tokens != 0
-    refused = activations_refused(costs.rates) if held else ""
-    if refused:
-        notes.append(refused)
-    activations = held and not refused
-    if activations and "R" in kinds and not tail_only:
-        return [best_mixed(costs, block_tokens, held_tokens)], notes
-    if activations:
-        found.append(best_activations(costs, block_tokens, held_tokens))
-    if "R" in kinds:
-        recompute = best_tail if tail_only else best_prefix
-        found.append(recompute(costs, block_tokens))
-    return found, notes
-
-
-def _why(costs: Costs, best: Best, plain_s: float, notes: list[str]) -> str:
     load_s, compute_s = costs.load_s(best.split), costs.compute_s(best.split)
-    waits = "link" if load_s + costs.backlog.link_s > compute_s + costs.backlog.gpu_s else "gpu"
+    waits = "link" if load_s > compute_s else "gpu"
     reasons = [f"the {waits} is the longer ({load_s:.4g} s link, {compute_s:.4g} s gpu)"]
-    if best.ttft_s < plain_s:
-        reasons.append(f"plain loading would take {plain_s:.4g} s, this {best.ttft_s:.4g} s")
-    return "; ".join(reasons + notes)
+    if best.ttft_s < plain.ttft_s:
+        reasons.append(f"plain loading would take {plain.ttft_s:.4g} s, this {best.ttft_s:.4g} s")
+    return plan_of(costs, best.split, "; ".join(reasons + notes))
 
 
 def policy_ttft_s(costs: Costs, policy: Policy, block_tokens: int = 0) -> float:
@@ -133,17 +120,9 @@ def policy_ttft_s(costs: Costs, policy: Policy, block_tokens: int = 0) -> float:
     """
     if policy == "auto":
         policy = "recompute" if activations_refused(costs.rates) else "mixed"
-    solvers: dict[str, Callable[[Costs, int], Best]] = {
-        "recompute": best_prefix,
-        "tail": best_tail,
-        "activations": best_activations,
-        "mixed": best_mixed,
-    }
-    if policy == "load":
-        return costs.of(Split())
-    if policy not in solvers:
-        raise ValueError(f"policy is {policy!r}: use load, auto, or one of {', '.join(solvers)}")
-    return solvers[policy](costs, block_tokens).ttft_s
+    if policy not in _SOLVERS:
+        raise ValueError(f"policy is {policy!r}: use auto, or one of {', '.join(_SOLVERS)}")
+    return _SOLVERS[policy](costs, block_tokens).ttft_s
 
 
 def kappa_eff(
@@ -242,15 +221,10 @@ class Planning:
     """
 
     def __init__(
-        self,
-        block_tokens: int,
-        rates: PlanRates | None = None,
-        *,
-        activations: bool = True,
+        self, block_tokens: int, rates: PlanRates | None = None, *, activations: bool = True,
         cpu: bool = False,
-    ) -> None:
-        self.rates = rates
-        self.cpu = cpu
+    ) -> None:  # fmt: skip
+        self.rates, self.cpu = rates, cpu
         self._block_tokens = block_tokens
         self._kinds = EXACT if activations else PLAIN
         self._planners: dict[str, Planner] = {
@@ -296,7 +270,7 @@ class Planning:
         decodes; the rest crosses at every step. All of them, where no rates are known."""
         if self.rates is None or self.rates.attend is None or not kept_tokens:
             return kept_tokens
-        return split_context(self.rates, 1, kept_tokens, self._block_tokens).cpu_tokens
+        return split_context(self.rates, 1, kept_tokens, self._block_tokens).tokens
 
     def without_load(self, new: int, device: int) -> LoadPlan:
         """What a request takes that has nothing to bring back."""
@@ -330,7 +304,7 @@ class Planning:
             block_tokens=self._block_tokens,
             held_tokens=request.held,
             tail_only=tail_only,
-            least_gain=LEAST_TAIL_GAIN if tail_only else LEAST_GAIN,
+            least_gain=_LEAST_TAIL_GAIN if tail_only else LEAST_GAIN,
         )
 
     def _kv(self, request: Cached) -> LoadPlan:
@@ -379,13 +353,9 @@ class Alternative:
 
 
 def alternatives(
-    rates: PlanRates,
-    counts: TokenCounts,
-    *,
-    block_tokens: int = 16,
-    room_tokens: int | None = None,
-    activations: bool = True,
-) -> list[Alternative]:
+    rates: PlanRates, counts: TokenCounts, *, block_tokens: int = 16,
+    room_tokens: int | None = None, activations: bool = True,
+) -> list[Alternative]:  # fmt: skip
     """Every way to bring the cached tokens back, each at its best split, and what "auto" chooses.
 
     Args:
@@ -410,9 +380,8 @@ def alternatives(
         plan = None if refused else plan_of(costs, solve(costs, block_tokens).split)
         found.append(Alternative(name, plan, refused))
     planning = Planning(block_tokens, rates, activations=activations, cpu=True)
-    held = cached if activations else 0
     room = None if room_tokens is None else room_left(room_tokens, device, new)
-    request = Cached(cached, new, device, held, room)
+    request = Cached(cached, new, device, cached if activations else 0, room)
     refused = attention_refused(rates)
     on_cpu = None if refused or not cached else planning.named("cpu")(request)
     found.append(Alternative("cpu (stays in host memory)", on_cpu, refused))
@@ -427,7 +396,7 @@ def decoding(rates: PlanRates, context_tokens: int, block_tokens: int = 16) -> d
     """
     refused = attention_refused(rates)
     row: dict[str, Any] = {
-        "device_s": decode_gpu_s(rates, 1, context_tokens), "refused": refused,
+        "device_s": rates.decode_gpu_s(1, context_tokens), "refused": refused,
         "load_all_s": None, "cpu_all_s": None, "split_s": None, "cpu_share": None,
     }  # fmt: skip
     if context_tokens:
@@ -435,7 +404,7 @@ def decoding(rates: PlanRates, context_tokens: int, block_tokens: int = 16) -> d
     if context_tokens and not refused:
         split = split_context(rates, 1, context_tokens, block_tokens)
         row |= {
-            "load_all_s": split.load_all_s, "cpu_all_s": split.cpu_all_s,
+            "load_all_s": split.load_all_s, "cpu_all_s": split.load_none_s,
             "split_s": split.step_s, "cpu_share": split.share,
         }  # fmt: skip
     return row

@@ -1,20 +1,29 @@
-"""A model on a node, in the seconds that a load plan is made of.
+"""A model on a node, in the seconds that a load plan is made of; by formula, or fitted to samples.
 
 Per cached token: μ to load its KV over the link, ρμ to load its activations instead and ψ to
-project KV from them, φ to compute it from its token id; per pair of query and key: α. Built from a
-shape and a node (the cost model) or from measurements (`kappa.plans.measured`); planners read only
-this. Notation is that of docs/load-plans.md. All figures are totals over all layers, undilated.
+project KV from them, φ to compute it from its token id; per pair of query and key: α. Planners read
+only this. Notation is that of docs/load-plans.md. All figures are totals over all layers, not
+dilated.
+
+HybridServe (Section 4.3) plans on two least-squares lines, seconds to load and to project n tokens,
+and trusts them because R² is 0.99; here a line below `LEAST_R2` is refused by name. The seconds of
+a step are no line: they are measured on a grid, and the cost model is fitted for what lies beyond.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
 
-from kappa.checks import check_not_negative, check_positive, check_share
+import numpy as np
+from numpy.typing import NDArray
+
+from kappa.checks import check_not_negative, check_positive, check_share, read_json_object
 from kappa.cost import (
     StepModel,
     StepWork,
@@ -33,8 +42,15 @@ from kappa.model import (
     projection_flops,
 )
 
+FORMAT = "kappa-load-rates/1"
+"""The value of "format" in a file of measured rates."""
+
 LEAST_R2 = 0.98
-"""Below this a line explains too little of what it was fitted to; HybridServe's have 0.99."""
+"""Below this a line explains too little of what it was fitted to."""
+
+# A step counts as compute-bound where it lasts this much longer than the reads beneath it.
+_ABOVE_FLOOR = 1.5
+_LEAST_POINTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +133,13 @@ class ComputeGrid:
         above = high[j] * (1 - v) + high[j + 1] * v
         return below * (1 - u) + above * u
 
+    def correction_s(
+        self, modelled_s: Callable[[float, float], float], new_tokens: float, context_tokens: float
+    ) -> float:
+        """What was measured above the model (below: negative) at the nearest point."""
+        point = self.clamp(new_tokens, context_tokens)
+        return self.seconds_at(*point) - modelled_s(*point)
+
 
 def _cell(axis: tuple[float, ...], value: float) -> tuple[int, float]:
     """Index of the cell that holds `value`, and how far into it (0 to 1)."""
@@ -195,11 +218,6 @@ class PlanRates:
         return self.step.token_s
 
     @property
-    def pair_s(self) -> float:
-        """α."""
-        return self.step.pair_s
-
-    @property
     def activation_ratio(self) -> float:
         """ρ: bytes of a token's activations over bytes of its KV."""
         return self.activation_bytes / self.kv_bytes
@@ -221,20 +239,56 @@ class PlanRates:
 
     def prefill_s(self, new_tokens: float, context_tokens: float) -> float:
         """t_gpu(T, S): gpu seconds of a prefill step; at least one token is computed."""
-        return _measured_s(self.grid, self.modelled_prefill_s, max(1.0, new_tokens), context_tokens)
+        new_tokens = max(1.0, new_tokens)
+        seconds = self.modelled_prefill_s(new_tokens, context_tokens)
+        if self.grid is not None:
+            seconds += self.grid.correction_s(self.modelled_prefill_s, new_tokens, context_tokens)
+        return max(0.0, seconds)
 
     def modelled_prefill_s(self, new_tokens: float, context_tokens: float) -> float:
         """Gpu seconds of a prefill step by the cost model alone, without the grid."""
-        return self.step_s(chunk_work(new_tokens, context_tokens))
+        return self._step_s(chunk_work(new_tokens, context_tokens))
 
-    def step_s(self, work: StepWork[float]) -> float:
-        """Seconds of a step by the cost model; it reads all KV, and of experts those touched."""
+    def _step_s(self, work: StepWork[float]) -> float:
+        """By the cost model; it reads all KV, and of experts those touched."""
         parts = self.step.parts(work)
         return parts._replace(read_s=parts.read_s - self.idle_experts_s(work.tokens)).step_s
 
     def idle_experts_s(self, tokens: float) -> float:
         """Seconds that a step of `tokens` saves: the experts that none of them touches."""
         return self.experts_s * self.expert_idle**tokens if self.experts_s else 0.0
+
+    def decode_gpu_s(self, batch: int, context_tokens: float) -> float:
+        """Gpu seconds of a decoding step of so many sequences with all keys and values there."""
+
+        def modelled_s(sequences: float, resident_tokens: float) -> float:
+            return self._step_s(decode_work(sequences, resident_tokens))
+
+        at = float(batch), batch * context_tokens
+        corrected_s = 0.0 if self.decode is None else self.decode.correction_s(modelled_s, *at)
+        return max(0.0, modelled_s(*at) + corrected_s)
+
+    def decode_s(
+        self, batch: int, context_tokens: int, activations: float = 0.0
+    ) -> tuple[float, float]:
+        """(link, gpu) seconds of a decoding step that brings all cached tokens again.
+
+        Args:
+            batch: sequences, a new token each.
+            context_tokens: of each sequence, all in host memory.
+            activations: of them, how many per sequence come from activations; the rest is loaded.
+
+        Raises:
+            ValueError: no sequence, or more activations than context.
+        """
+        if batch < 1 or not 0 <= activations <= context_tokens:
+            raise ValueError(
+                f"batch {batch}, activations {activations} of {context_tokens} context tokens: "
+                "give one sequence or more, and no more activations than context"
+            )
+        loaded = context_tokens - activations + self.activation_ratio * activations
+        gpu_s = self.decode_gpu_s(batch, context_tokens) + self.project.seconds(batch * activations)
+        return self.load.seconds(batch * loaded), gpu_s
 
     def attending(self) -> PlanRates:
         """The same node while its CPU attends and its link loads: each slows the other down."""
@@ -247,11 +301,9 @@ class PlanRates:
             attend_loading=1.0,
         )
 
-    def under(self, *, cpu_busy: bool) -> PlanRates:
+    def while_cpu_busy(self) -> PlanRates:
         """The same node while its CPU works, which leaves the link a share of its bandwidth."""
-        share = self.h2d_cpu_busy if cpu_busy else 1.0
-        if share == 1.0:
-            return self
+        share = self.h2d_cpu_busy
         return replace(
             self,
             load=self.load.scaled(1.0 / share),
@@ -260,20 +312,6 @@ class PlanRates:
             # A processor that is busy already takes no more of the link by attending.
             h2d_attending=min(1.0, self.h2d_attending / share),
         )
-
-
-def _measured_s(
-    grid: ComputeGrid | None,
-    modelled_s: Callable[[float, float], float],
-    new_tokens: float,
-    context_tokens: float,
-) -> float:
-    """By the model, plus what the grid has above it (below: negative) at the nearest point."""
-    seconds = modelled_s(new_tokens, context_tokens)
-    if grid is not None:
-        point = grid.clamp(new_tokens, context_tokens)
-        seconds += grid.seconds_at(*point) - modelled_s(*point)
-    return max(0.0, seconds)
 
 
 def rates_from_law(
@@ -303,41 +341,159 @@ def rates_from_law(
     )
 
 
-def decode_s(
-    rates: PlanRates,
-    batch: int,
-    context_tokens: int,
-    activations: float = 0.0,
-    *,
-    streamed: bool = False,
-) -> tuple[float, float]:
-    """(link, gpu) seconds of a decoding step over all layers that brings all cached tokens again.
+# --- Fitted to measurements ----------------------------------------------------------------------
 
-    Args:
-        rates: the model on the node.
-        batch: sequences, a new token each.
-        context_tokens: of each sequence, all in host memory.
-        activations: of them, how many per sequence come from activations; the rest is loaded.
-        streamed: weights come over the link too, once per step.
+
+def fit_line(name: str, tokens: Sequence[float], seconds: Sequence[float]) -> LineFit:
+    """Least squares over samples; a negative fixed cost is noise, and the line then starts at 0.
 
     Raises:
-        ValueError: no sequence, or more activations than context.
+        ValueError: fewer than three sizes, or a time that does not grow with tokens.
     """
-    if batch < 1 or not 0 <= activations <= context_tokens:
+    if len(tokens) != len(seconds) or len(set(tokens)) < 3:
         raise ValueError(
-            f"batch {batch}, activations {activations} of {context_tokens} context tokens: give "
-            "one sequence or more, and no more activations than context"
+            f"the {name} fit has {len(tokens)} sizes and {len(seconds)} times: "
+            "measure three different sizes or more, one time each"
         )
-    loaded = context_tokens - activations + rates.activation_ratio * activations
-    link_s = rates.load.seconds(batch * loaded) + (rates.weights_load_s if streamed else 0.0)
-    step_s = decode_gpu_s(rates, batch, context_tokens)
-    return link_s, step_s + rates.project.seconds(batch * activations)
+    x, y = np.asarray(tokens, float), np.asarray(seconds, float)
+    slope, start = (float(v) for v in np.polyfit(x, y, 1))
+    if start < 0:
+        slope, start = float(x @ y / (x @ x)), 0.0
+    spread = float(((y - y.mean()) ** 2).sum())
+    error = float(((y - slope * x - start) ** 2).sum())
+    return LineFit(name, slope, start, 1.0 - error / spread if spread > 0 else 0.0)
 
 
-def decode_gpu_s(rates: PlanRates, batch: int, context_tokens: float) -> float:
-    """Gpu seconds of a decoding step with all keys and values there."""
+def fit_step(grid: ComputeGrid) -> StepModel:
+    """The cost model of a step that comes nearest to a measured grid.
 
-    def modelled_s(sequences: float, resident_tokens: float) -> float:
-        return rates.step_s(decode_work(sequences, resident_tokens))
+    The row of fewest new tokens gives the reads: weights, and KV per context token. A fixed cost,
+    GEMM seconds per token and attention seconds per pair are fitted, in relative error, to the
+    steps that last well longer than those reads (to all, where hardly any does). No constant is
+    below zero.
+    """
+    context = np.asarray(grid.context_tokens)
+    columns = np.stack([np.ones_like(context), context + grid.new_tokens[0]], axis=1)
+    weights_s, context_s = _not_negative(columns, np.asarray(grid.seconds[0]))
+    new, behind = (axis.ravel() for axis in np.meshgrid(grid.new_tokens, context, indexing="ij"))
+    seconds = np.asarray(grid.seconds).ravel()
+    bound = seconds > _ABOVE_FLOOR * (weights_s + context_s * (behind + new))
+    if bound.sum() < _LEAST_POINTS:
+        bound[:] = True
+    columns = np.stack([np.ones_like(new), new, chunk_work(new, behind).pairs], axis=1)
+    columns /= seconds[:, None]
+    fixed_s, token_s, pair_s = _not_negative(columns[bound], np.ones(int(bound.sum())))
+    # Both sides of the model's maximum carry the fixed cost; the reads were fitted with it inside.
+    fixed_s = min(fixed_s, weights_s)
+    return StepModel(token_s, pair_s, weights_s - fixed_s, context_s, fixed_s)
 
-    return _measured_s(rates.decode, modelled_s, float(batch), batch * context_tokens)
+
+def _not_negative(columns: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:
+    """Least squares with no coefficient below zero: the best over which ones are zero."""
+    count = columns.shape[1]
+    best, least_error = [0.0] * count, math.inf
+    for used in (u for size in range(1, count + 1) for u in combinations(range(count), size)):
+        some = np.linalg.lstsq(columns[:, used], values, rcond=None)[0]
+        error = float(((values - columns[:, used] @ some) ** 2).sum())
+        if (some >= 0).all() and error < least_error:
+            best, least_error = [0.0] * count, error
+            for index, value in zip(used, some, strict=True):
+                best[index] = float(value)
+    return best
+
+
+def rates_from_measured(
+    data: Mapping[str, Any] | str | Path, *, overlap: float | None = None
+) -> PlanRates:
+    """Rates from what `engine.profile` measured: its object, or the file that holds it.
+
+    The lines are fitted here, from the samples, so that a file cannot claim an R² it has not. Files
+    of machines where decoding steps and CPU attention were not measured lack those keys.
+
+    Raises:
+        ValueError: a file that cannot be read, a key that is missing, or a poor fit, by name.
+    """
+    origin = "measured rates"
+    if not isinstance(data, Mapping):
+        origin = str(data)
+        data = read_json_object(data, "file of measured rates")
+    if data.get("format") != FORMAT:
+        raise ValueError(
+            f"{origin}: format is {data.get('format')!r}, not {FORMAT!r}: profile anew"
+        )
+    try:
+        return _fitted(data, overlap)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{origin}: lacks or garbles {error}: profile anew") from error
+
+
+def _fitted(data: Mapping[str, Any], overlap: float | None) -> PlanRates:
+    layers, alone = int(data["layers"]), float(data["h2d_bytes_per_s"])
+
+    def line(name: str, samples: Mapping[str, Any]) -> LineFit:
+        """Over all layers, from the samples of one."""
+        return fit_line(name, samples["tokens"], [layers * float(s) for s in samples["seconds"]])
+
+    def grid(measured: Mapping[str, Any], *axes: str) -> ComputeGrid:
+        rows, columns = (tuple(map(float, measured[axis])) for axis in axes)
+        return ComputeGrid(rows, columns, tuple(tuple(map(float, r)) for r in measured["seconds"]))
+
+    # Without CPU attention, or with a line too poor to plan with, the CPU is not asked; the rest of
+    # the file is as good as it was.
+    attend, beside = None, {"h2d_bytes_per_s": alone, "share_while_loading": 1.0}
+    if data.get("attend") is not None:
+        try:
+            attend = line("CPU attention", data["attend"])
+            attend.require()
+            beside = data["attend"]
+        except ValueError:
+            attend = None
+    if overlap is None and data.get("overlap") is not None:
+        overlap = float(data["overlap"])
+    prefill = grid(data["grid"], "new_tokens", "context_tokens")
+    decode = data.get("decode")
+    return PlanRates(
+        name=f"{data['model']} on {data['device']}",
+        layers=layers,
+        kv_bytes=float(data["kv_bytes_per_token"]),
+        activation_bytes=float(data["activation_bytes_per_token"]),
+        load=line("load", data["load"]),
+        project=line("KV projection", data["project"]),
+        step=fit_step(prefill),
+        grid=prefill,
+        overlap=overlap,
+        h2d_cpu_busy=min(1.0, float(data["h2d_cpu_busy_bytes_per_s"]) / alone),
+        weights_load_s=float(data["weight_bytes"]) / alone,
+        decode=None if decode is None else grid(decode, "sequences", "resident_tokens"),
+        attend=attend,
+        h2d_attending=min(1.0, float(beside["h2d_bytes_per_s"]) / alone),
+        attend_loading=min(1.0, float(beside["share_while_loading"])),
+    )
+
+
+def as_measured(rates: PlanRates, model: str, device: str) -> dict[str, Any]:
+    """Rates in the form of a measurement, for nodes that are known by formula alone.
+
+    `rates_from_measured` gives them back, but for the points between those of the grid.
+    """
+    new, context = (1.0, 16.0, 128.0, 512.0, 2048.0), (0.0, 2048.0, 8192.0, 32768.0)
+    sizes = [128.0, 512.0, 2048.0, 8192.0]
+
+    def line(fit: LineFit) -> dict[str, list[float]]:
+        seconds = [(fit.fixed_s + fit.per_token_s * n) / rates.layers for n in sizes]
+        return {"tokens": sizes, "seconds": seconds}
+
+    link = rates.h2d_bytes_per_s
+    return {
+        "format": FORMAT, "source": "law", "model": model, "device": device,
+        "layers": rates.layers, "kv_bytes_per_token": rates.kv_bytes,
+        "activation_bytes_per_token": rates.activation_bytes,
+        "weight_bytes": rates.weights_load_s * link, "overlap": rates.overlap,
+        "load": line(rates.load), "project": line(rates.project),
+        "grid": {
+            "new_tokens": list(new), "context_tokens": list(context),
+            "seconds": [[rates.prefill_s(n, s) for s in context] for n in new],
+        },
+        "h2d_bytes_per_s": link, "h2d_while_storing_bytes_per_s": link,
+        "h2d_cpu_busy_bytes_per_s": link * rates.h2d_cpu_busy,
+    }  # fmt: skip

@@ -4,15 +4,15 @@ A request of S cached and T new tokens behind D tokens on the device is cut into
 from activations, and the rest loaded. Seconds are polynomials of l and a of at most second degree
 between break points, so the best split along a line is a break point, a stationary point, or where
 two of the terms of the time to first token cross. These candidates are rounded to blocks both ways
-and priced; no search, no step size. With perfect overlap, no floor and no backlog the crossing is
-the positive root of (α/2)·l² + (φ + μ)·l - (S·μ - t_gpu) = 0.
+and priced; no search, no step size. With perfect overlap and no floor the crossing is the positive
+root of (α/2)·l² + (φ + μ)·l - (S·μ - t_gpu) = 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from kappa.cost import chunk_work
@@ -21,23 +21,6 @@ from kappa.plans.rates import PlanRates
 
 Poly = tuple[float, float, float]
 """c0 + c1·x + c2·x²."""
-
-
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """Seconds of queued work that a request finds on each resource."""
-
-    link_s: float = 0.0
-    gpu_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (self.link_s >= 0 and self.gpu_s >= 0):
-            raise ValueError(
-                f"Backlog of {self.link_s} and {self.gpu_s} s: give seconds, 0 or more"
-            )
-
-
-IDLE = Backlog()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +35,14 @@ class Split:
     tail: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Best:
+    """A split and the seconds to first token it is priced at."""
+
+    split: Split
+    ttft_s: float
+
+
 class Costs:
     """The costs of one request's splits on one node.
 
@@ -60,7 +51,6 @@ class Costs:
         cached_tokens: S, to bring back.
         new_tokens: T, to compute; at least one is.
         device_tokens: D, already in VRAM, before the cached ones.
-        backlog: what link and gpu have to do first.
 
     Raises:
         ValueError: a negative count.
@@ -72,14 +62,13 @@ class Costs:
         cached_tokens: float,
         new_tokens: float,
         device_tokens: float = 0.0,
-        backlog: Backlog = IDLE,
     ) -> None:
         if min(cached_tokens, new_tokens, device_tokens) < 0:
             raise ValueError(
                 f"cached {cached_tokens}, new {new_tokens}, device {device_tokens} tokens: "
                 "give counts of 0 or more"
             )
-        self.rates, self.backlog = rates, backlog
+        self.rates = rates
         self.cached, self.new, self.device = cached_tokens, max(1.0, new_tokens), device_tokens
         context = cached_tokens + device_tokens
         self.plain_s = rates.prefill_s(self.new, context)
@@ -89,13 +78,8 @@ class Costs:
         # The grid's excess over the model at (T, S), and the fixed cost, go with every split.
         modelled_s = rates.modelled_prefill_s(self.new, context)
         self._start_s = self.plain_s - modelled_s + rates.step.fixed_s
-        serial = rates.serial_share
-        self.terms = (
-            (backlog.gpu_s, 0.0, 1.0),
-            (backlog.link_s, serial, 1.0),
-            (backlog.link_s, 1.0, serial),
-        )
-        """The three terms of `ttft_s` as (backlog, factor of load, factor of compute)."""
+        self.terms = ((rates.serial_share, 1.0), (1.0, rates.serial_share))
+        """The two terms of `ttft_s` as (factor of load, factor of compute)."""
 
     def _flop_s(self, *, tail: bool) -> Poly:
         """FLOP seconds over the recomputed tokens x, without floor and projection.
@@ -103,7 +87,7 @@ class Costs:
         At the front x tokens attend to D device tokens and to themselves; at the back x + T
         tokens attend to all before them.
         """
-        phi, alpha = self.rates.token_s, self.rates.pair_s
+        phi, alpha = self.rates.step.token_s, self.rates.step.pair_s
         if tail:
             context = self.cached + self.device
             return (self._new_flop_s, phi + alpha * context, -0.5 * alpha)
@@ -122,23 +106,20 @@ class Costs:
         """
         c0, c1, c2 = self._flop_s(tail=split.tail)
         flop_s = c0 + split.recompute * (c1 + split.recompute * c2)
-        return (
-            max(flop_s, self._floor_s - self.rates.idle_experts_s(self.new + split.recompute))
-            + self._start_s
-            + self.rates.project.seconds(split.activations)
-        )
+        read_s = self._floor_s - self.rates.idle_experts_s(self.new + split.recompute)
+        return max(flop_s, read_s) + self._start_s + self.rates.project.seconds(split.activations)
 
     def ttft_s(self, load_s: float, compute_s: float) -> float:
         """Seconds to the first token, of a pipeline over layers on two resources.
 
         A layer computes when its own load and the layer before are done, so the last to finish is
-        one of three: the gpu with no wait; the gpu after the first layer's load; the last layer
-        after the whole load. Without backlog this is max + (1 - overlap)·min, which for L layers
-        is load/L + (L-1)/L·max + compute/L. A plan that loads nothing waits for no link.
+        the gpu after the first layer's load, or the last layer after the whole load: this is
+        max + (1 - overlap)·min, which for L layers is load/L + (L-1)/L·max + compute/L. A plan that
+        loads nothing waits for no link.
         """
         if load_s <= 0:
-            return self.backlog.gpu_s + compute_s
-        return max(queue + u * load_s + v * compute_s for queue, u, v in self.terms)
+            return compute_s
+        return max(u * load_s + v * compute_s for u, v in self.terms)
 
     def of(self, split: Split) -> float:
         """Seconds to the first token under a split."""
@@ -149,23 +130,30 @@ class Costs:
 
         activations: tokens from activations along the same line.
         """
-        project = [self.rates.project_token_s * c for c in activations]
+        a0, a1, a2 = (self.rates.project_token_s * c for c in activations)
         if activations != (0.0, 0.0, 0.0):
-            project[0] += self.rates.project.fixed_s
+            a0 += self.rates.project.fixed_s
         c0, c1, c2 = self._flop_s(tail=tail)
-        start = self._start_s + project[0]
-        return [
-            (c0 + start, c1 + project[1], c2 + project[2]),
-            (self._floor_s + start, project[1], project[2]),
-        ]
+        start = self._start_s + a0
+        return [(c0 + start, c1 + a1, c2 + a2), (self._floor_s + start, a1, a2)]
 
+    def crossings(self, load: Poly, pieces: list[Poly]) -> list[float]:
+        """Where the time to first token can have its least value along a line."""
+        xs: list[float] = []
+        for one, other in combinations(pieces, 2):
+            xs += real_roots(_minus(one, other))
+        for piece in pieces:
+            terms = [
+                (u * load[0] + v * piece[0], u * load[1] + v * piece[1], v * piece[2])
+                for u, v in self.terms
+            ]
+            xs += [-c1 / (2.0 * c2) for _, c1, c2 in terms if c2]
+            xs += real_roots(_minus(*terms))
+        return xs
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """A split and the seconds to first token it is priced at."""
-
-    split: Split
-    ttft_s: float
+    def best(self, splits: Iterable[Split]) -> Best:
+        """Of these splits the one with the earliest first token, the first of equals."""
+        return min((Best(split, self.of(split)) for split in splits), key=lambda one: one.ttft_s)
 
 
 def best_prefix(costs: Costs, block_tokens: int = 0) -> Best:
@@ -184,9 +172,9 @@ def best_tail(costs: Costs, block_tokens: int = 0) -> Best:
 def _recompute(costs: Costs, block_tokens: int, *, tail: bool) -> Best:
     mu, cached = costs.rates.load_token_s, costs.cached
     load: Poly = (mu * cached + costs.rates.load.fixed_s, -mu, 0.0)
-    xs = _candidates(costs, load, costs.pieces(tail=tail))
+    xs = costs.crossings(load, costs.pieces(tail=tail))
     xs = rounded(xs, cached, block_tokens, anchor=cached if tail else 0.0)
-    return _best(costs, (Split(x, tail=tail and x > 0) for x in xs))
+    return costs.best(Split(x, tail=tail and x > 0) for x in xs)
 
 
 def best_activations(
@@ -206,8 +194,8 @@ def best_activations(
     load: Poly = (mu * (cached - recompute) + rates.load.fixed_s, -(1.0 - rho) * mu, 0.0)
     plain_s = costs.compute_s(Split(recompute))
     compute: Poly = (plain_s + rates.project.fixed_s, rates.project_token_s, 0.0)
-    xs = rounded(_candidates(costs, load, [compute]), most, block_tokens, anchor=-recompute)
-    return _best(costs, (Split(recompute, a) for a in xs))
+    xs = rounded(costs.crossings(load, [compute]), most, block_tokens, anchor=-recompute)
+    return costs.best(Split(recompute, a) for a in xs)
 
 
 def best_mixed(costs: Costs, block_tokens: int = 0, held_tokens: float | None = None) -> Best:
@@ -219,16 +207,15 @@ def best_mixed(costs: Costs, block_tokens: int = 0, held_tokens: float | None = 
     """
     cached = costs.cached
     held = cached if held_tokens is None else min(cached, held_tokens)
-    flop, floor = costs.pieces()
-    fronts = rounded(real_roots(_minus(flop, floor)), held, block_tokens)
+    fronts = rounded(real_roots(_minus(*costs.pieces())), held, block_tokens)
     found = [best_prefix(costs, block_tokens)]
     found += [best_activations(costs, block_tokens, held, front) for front in fronts]
     mu, rho = costs.rates.load_token_s, costs.rates.activation_ratio
     fixed_s = costs.rates.load.fixed_s
     load: Poly = (mu * (cached - held + rho * held) + fixed_s, -mu * rho, 0.0)
-    xs = _candidates(costs, load, costs.pieces(activations=(held, -1.0, 0.0)))
+    xs = costs.crossings(load, costs.pieces(activations=(held, -1.0, 0.0)))
     fronts = rounded(xs, held, block_tokens)
-    found.append(_best(costs, (Split(front, held - front) for front in fronts)))
+    found.append(costs.best(Split(front, held - front) for front in fronts))
     return min(found, key=lambda best: best.ttft_s)
 
 
@@ -239,19 +226,20 @@ def activations_refused(rates: PlanRates) -> str:
     projection must save more link than one spent on recomputing.
     """
     rho = rates.activation_ratio
-    if rho >= 1.0:
-        return (
-            f"activations refused: ρ = {rho:.3g}, a token's activations are no smaller than its "
-            "KV, so they cost more bytes and more FLOPs; load (K) and recompute (R) would work"
-        )
     most_s = (1.0 - rho) * rates.token_s
-    if rates.project_token_s >= most_s:
-        return (
-            f"activations refused: projecting takes ψ = {rates.project_token_s:.3g} s per token, "
-            f"and recomputing saves as much link time from (1 - ρ)·φ = {most_s:.3g} s on; "
-            "load (K) and recompute (R) would work"
+    if rho >= 1.0:
+        why = (
+            f"ρ = {rho:.3g}, a token's activations are no smaller than its "
+            "KV, so they cost more bytes and more FLOPs"
         )
-    return ""
+    elif rates.project_token_s >= most_s:
+        why = (
+            f"projecting takes ψ = {rates.project_token_s:.3g} s per token, "
+            f"and recomputing saves as much link time from (1 - ρ)·φ = {most_s:.3g} s on"
+        )
+    else:
+        return ""
+    return f"activations refused: {why}; load (K) and recompute (R) would work"
 
 
 def best_1d(price: Callable[[float], float], xs: Iterable[float]) -> tuple[float, float]:
@@ -268,33 +256,12 @@ def rounded(
     """
     inside = {0.0, high}
     for x in xs:
-        if not block_tokens:
-            inside.add(min(max(x, 0.0), high))
-            continue
-        blocks = math.floor((x - anchor) / block_tokens)
-        for neighbour in (blocks, blocks + 1):
-            inside.add(min(max(anchor + neighbour * block_tokens, 0.0), high))
+        near = [x]
+        if block_tokens:
+            blocks = math.floor((x - anchor) / block_tokens)
+            near = [anchor + n * block_tokens for n in (blocks, blocks + 1)]
+        inside.update(min(max(one, 0.0), high) for one in near)
     return sorted(inside)
-
-
-def _best(costs: Costs, splits: Iterable[Split]) -> Best:
-    return min((Best(split, costs.of(split)) for split in splits), key=lambda best: best.ttft_s)
-
-
-def _candidates(costs: Costs, load: Poly, pieces: list[Poly]) -> list[float]:
-    """Where the time to first token can have its least value along a line."""
-    xs: list[float] = []
-    for one, other in combinations(pieces, 2):
-        xs += real_roots(_minus(one, other))
-    for piece in pieces:
-        terms = [
-            (queue + u * load[0] + v * piece[0], u * load[1] + v * piece[1], v * piece[2])
-            for queue, u, v in costs.terms
-        ]
-        xs += [-c1 / (2.0 * c2) for _, c1, c2 in terms if c2]
-        for one, other in combinations(terms, 2):
-            xs += real_roots(_minus(one, other))
-    return xs
 
 
 def _minus(one: Poly, other: Poly) -> Poly:
@@ -315,13 +282,11 @@ def real_roots(poly: Poly) -> list[float]:
 
 def plan_of(costs: Costs, split: Split, why: str = "") -> LoadPlan:
     """The plan of a whole-token split, laid out R, A, K (or A, K, R at the tail)."""
+    recompute, activations = int(split.recompute), int(split.activations)
     segments = layout(
-        int(costs.cached),
-        recompute=int(split.recompute),
-        activations=int(split.activations),
-        tail=split.tail,
+        int(costs.cached), recompute=recompute, activations=activations, tail=split.tail
     )
-    return _priced(costs, segments, split, why)
+    return predict(costs, segments, why)
 
 
 def predict(costs: Costs, segments: Sequence[Segment], why: str = "as given") -> LoadPlan:
@@ -335,12 +300,12 @@ def predict(costs: Costs, segments: Sequence[Segment], why: str = "as given") ->
         ValueError: segments that do not cover the cached tokens, or of a kind (S) whose cost is not
             of link and gpu alone.
     """
-    other = [s for s in segments if s.kind not in ("K", "A", "R", "C")]
-    if other:
-        raise ValueError(
-            f"segment {other[0].kind} [{other[0].start_tokens}, {other[0].end_tokens}): "
-            "only K, A, R and C are priced by link and gpu seconds"
-        )
+    for segment in segments:
+        if segment.kind == "S":
+            raise ValueError(
+                f"segment S [{segment.start_tokens}, {segment.end_tokens}): "
+                "only K, A, R and C are priced by link and gpu seconds"
+            )
     shape = LoadPlan(tuple(segments))
     if shape.cached_tokens != costs.cached:
         raise ValueError(
@@ -349,15 +314,10 @@ def predict(costs: Costs, segments: Sequence[Segment], why: str = "as given") ->
         )
     tail = len(segments) > 1 and segments[0].kind != "R" and segments[-1].kind == "R"
     split = Split(shape.tokens("R"), shape.tokens("A"), tail)
-    return _priced(costs, shape.segments, split, why)
-
-
-def _priced(costs: Costs, segments: tuple[Segment, ...], split: Split, why: str) -> LoadPlan:
     load_s, compute_s = costs.load_s(split), costs.compute_s(split)
-    rates = costs.rates
-    loaded = costs.cached - split.recompute - split.activations
-    return LoadPlan(
-        segments=segments,
+    loaded, rates = costs.cached - split.recompute - split.activations, costs.rates
+    return replace(
+        shape,
         ttft_s=costs.ttft_s(load_s, compute_s),
         load_s=load_s,
         compute_s=compute_s,

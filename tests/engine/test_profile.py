@@ -18,10 +18,9 @@ from engine.forward import Forward
 from engine.profile import ProfileSettings, cached_profile, device_name, profile, repeating
 from engine.transfer import Copies, CpuMover, Direction, TransferFailed
 from engine.weights import random_weights
-from kappa.plans.cpu_offload import attention_refused
-from kappa.plans.measured import fit_line, rates_from_measured
+from kappa.plans.decoding import attention_refused
 from kappa.plans.planners import choose
-from kappa.plans.rates import LEAST_R2, decode_gpu_s
+from kappa.plans.rates import LEAST_R2, fit_line, rates_from_measured
 from kappa.plans.split import Costs
 
 SETTINGS = ProfileSettings(
@@ -128,10 +127,10 @@ def test_decoding_steps_are_measured_as_far_as_positions_go_and_continued_beyond
         measured[key]["seconds"] = [2e-6 * n + 1e-5 for n in measured[key]["tokens"]]
     rates = rates_from_measured(measured)
     for index, count in enumerate((1, 4)):
-        predicted = decode_gpu_s(rates, count, 64 / count)
+        predicted = rates.decode_gpu_s(count, 64 / count)
         assert predicted == pytest.approx(grid["seconds"][index][1])
     no_grid = rates_from_measured({k: v for k, v in measured.items() if k != "decode"})
-    assert no_grid.decode is None and decode_gpu_s(no_grid, 4, 16) > 0
+    assert no_grid.decode is None and no_grid.decode_gpu_s(4, 16) > 0
 
 
 def test_cpu_attention_is_measured_where_there_are_threads_for_it() -> None:

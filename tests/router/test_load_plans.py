@@ -7,8 +7,8 @@ import pytest
 
 from kappa.cost import step_model
 from kappa.hardware import node_profile
-from kappa.plans.measured import FORMAT, rates_from_measured
 from kappa.plans.planners import Cached, Planning, kappa_eff, room_left
+from kappa.plans.rates import FORMAT, rates_from_measured
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from router.decision import RouteRequest

@@ -15,7 +15,7 @@ from vllm.distributed.kv_events import KVEventBatch
 from engine.sparse.settings import SparseSettings
 from kappa.hardware import node_profile
 from kappa.plans.clo import CloConfig
-from kappa.plans.measured import rates_from_measured
+from kappa.plans.rates import rates_from_measured
 from kappa.shapes import model_shape
 from workers.own_engine.plans import SparsePlan, TorchPlan, host_blocks
 from workers.own_engine.torch_engine import TorchEngine

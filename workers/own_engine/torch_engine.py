@@ -26,9 +26,8 @@ from engine.transfer import mover_for
 from engine.weights import DTYPES, load_weights
 from kappa.plans.architecture import architecture_from_config
 from kappa.plans.clo import equal_heads, layer_seconds, persistent_heads, prefetchable_heads
-from kappa.plans.measured import as_measured, rates_from_measured
 from kappa.plans.planners import Planning
-from kappa.plans.rates import PlanRates, rates_from_law
+from kappa.plans.rates import PlanRates, as_measured, rates_from_law, rates_from_measured
 from scheduler.config import FairConfig
 from workers.identity import measured_node
 from workers.own_engine.plans import SparsePlan, TorchPlan, host_blocks

@@ -6,7 +6,7 @@ from benchmarks.offload.cells import DecodeCell, Group, PrefixCell, arena_size, 
 from benchmarks.offload.decoder import ACT_HOST, KV_HOST
 from benchmarks.offload.policies import Policies
 from kappa.cost import StepModel
-from kappa.plans.kvpr import paper_share
+from kappa.plans.decoding import activation_share
 from kappa.plans.rates import LineFit, PlanRates
 
 ROW = DecodeCell(4, 256, 17, ("kv-only", "kvpr-ahead"))
@@ -38,7 +38,7 @@ def test_loading_kv_takes_every_full_block_at_every_step():
 def test_kvprs_split_is_its_share_of_the_full_blocks():
     found = policies()
     way = found.way("kvpr-paper")
-    share = paper_share(found.rates)
+    share = activation_share(found.rates)
     assert abs(way.activations(256) - 256 * share) <= 16 and way.activations(256) % 16 == 0
     assert way.split(263) == way.activations(256)
     assert found.way("share-25").activations(256) == 64

@@ -19,7 +19,6 @@ from engine.sparse.forward import sparse_forward
 from engine.sparse.gather import Gather, pairs
 from engine.sparse.settings import SparseSettings
 from engine.transfer import CpuMover
-from kappa.plans import clo as heads
 from kappa.plans.clo import CloConfig
 from tests.engine.rig import rig
 
@@ -78,7 +77,11 @@ def test_look_ups_follow_the_plain_formulas():
     similarity, importance = rng.uniform(-1, 1, (5, 3, 4)), rng.random((3, 4))
     importance[2] = 0.0
     got = aggregate(torch.from_numpy(similarity), torch.from_numpy(importance)).numpy()
-    assert got == pytest.approx(heads.aggregate(similarity, np.broadcast_to(importance, (5, 3, 4))))
+    # Eq. 10: the harmonic mean by importance, cosines below a thousandth counting as that.
+    shares = (importance / np.maximum(similarity, 1e-3)).sum(axis=-1)
+    expected = importance.sum(axis=-1) / np.where(shares > 0, shares, 1.0)
+    expected[:, 2] = similarity[:, 2].mean(axis=-1)
+    assert got == pytest.approx(expected)
     tau = torch.tensor([0.2, 2.0, -1.0])
     hit = is_hit(torch.from_numpy(similarity), torch.from_numpy(importance), tau)
     assert torch.equal(hit, torch.from_numpy(got) >= tau) and not hit[:, 1].any()

@@ -54,14 +54,11 @@ class _Run:
         return self.computed[layer] == len(self.layers[layer].gpu)
 
 
-def simulate(
-    layers: Sequence[Layer], *, link_free_s: float = 0.0, gpu_free_s: float = 0.0, buffers: int = 0
-) -> float:
-    """Seconds at which the last layer is computed; the resources are free from the given times."""
+def simulate(layers: Sequence[Layer], *, buffers: int = 0) -> float:
+    """Seconds at which the last layer is computed."""
     run = _Run(layers, buffers)
     run.busy = {"link": True, "gpu": True}
-    run.events = [(link_free_s, "link", -1), (gpu_free_s, "gpu", -1)]
-    heapq.heapify(run.events)
+    run.events = [(0.0, "gpu", -1), (0.0, "link", -1)]
     end_s = 0.0
     while run.events:
         now_s, resource, layer = heapq.heappop(run.events)

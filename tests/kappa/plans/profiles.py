@@ -11,7 +11,7 @@ from numpy.random import Generator, default_rng
 from kappa.cost import StepModel
 from kappa.hardware import NodeProfile
 from kappa.plans.rates import LineFit, PlanRates, rates_from_law
-from kappa.plans.split import Backlog, Costs
+from kappa.plans.split import Costs
 from kappa.shapes import SHAPES
 
 
@@ -23,12 +23,11 @@ class Case:
     cached: int
     new: int
     device: int
-    backlog: Backlog
     block: int
 
     @property
     def costs(self) -> Costs:
-        return Costs(self.rates, self.cached, self.new, self.device, self.backlog)
+        return Costs(self.rates, self.cached, self.new, self.device)
 
 
 def log_uniform(rng: Generator, low: float, high: float) -> float:
@@ -70,14 +69,11 @@ def random_cases(count: int, seed: int, most_blocks: int = 64) -> Iterator[Case]
         rates = random_rates(rng)
         block = int(rng.choice([1, 8, 16, 64]))
         cached = int(rng.integers(1, most_blocks * block + 1))
-        busy = rng.random() < 0.5
-        scale = cached * rates.load_token_s
         yield Case(
             rates=rates,
             cached=cached,
             new=int(log_uniform(rng, 1.0, 500.0)),
             device=int(rng.choice([0, cached // 2, 4 * cached])),
-            backlog=Backlog(scale * rng.random(), scale * rng.random()) if busy else Backlog(),
             block=block,
         )
 

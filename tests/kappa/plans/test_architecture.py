@@ -50,7 +50,7 @@ DYNAMIC = {"type": "dynamic", "factor": 2.0}
     ],
 )
 def test_kinds_by_config(config: dict[str, Any], kinds: str, reason: str) -> None:
-    found = architecture_from_config(config, "the model")
+    found = architecture_from_config(config)
     assert found.kinds() == frozenset(kinds)
     why = found.peculiar()
     assert reason in why and bool(reason) == bool(why)
@@ -58,14 +58,12 @@ def test_kinds_by_config(config: dict[str, Any], kinds: str, reason: str) -> Non
 
 
 def test_a_model_without_any_exact_kind_says_none() -> None:
-    found = architecture_from_config(
-        {**LLAMA, "layer_types": ["mamba"], "rope_scaling": DYNAMIC}, "both"
-    )
+    found = architecture_from_config({**LLAMA, "layer_types": ["mamba"], "rope_scaling": DYNAMIC})
     assert found.peculiar().endswith("would work: none")
 
 
 def test_an_architecture_of_which_nothing_is_said_can_do_all() -> None:
-    plain = Architecture("plain")
+    plain = Architecture()
     assert plain.kinds() == {"K", "A", "R"} and plain.peculiar() == "" and plain.refused() == {}
 
 

@@ -9,6 +9,7 @@ import pytest
 from numpy.random import default_rng
 
 from kappa.hardware import NodeProfile
+from kappa.plans.decoding import activation_share
 from kappa.plans.hybridserve import (
     Allocation,
     Blocks,
@@ -16,7 +17,6 @@ from kappa.plans.hybridserve import (
     allocate_corrected,
     allocate_paper,
     block_types,
-    blocks_per_s,
     host_cache,
     imbalance,
     initial_blocks,
@@ -25,7 +25,6 @@ from kappa.plans.hybridserve import (
     priced,
     remaining_blocks,
 )
-from kappa.plans.kvpr import paper_share
 from kappa.plans.rates import LineFit, PlanRates, rates_from_law
 from kappa.shapes import shape_from_config
 from tests.kappa.plans.profiles import log_uniform
@@ -125,12 +124,12 @@ def test_the_corrected_allocation_is_the_best_of_every_one() -> None:
     for cache in random_caches(1_000, seed=44):
         found = allocate_corrected(cache)
         most = math.floor(cache.free_bytes / cache.act_block_bytes)
-        best_per_s = max(blocks_per_s(priced(cache, act)) for act in range(most + 1))
+        best_per_s = max(priced(cache, act).blocks_per_s for act in range(most + 1))
         # One block more or less may hold one block more, and take one block's projection less.
         longest_s = max(found.link_s, found.gpu_s)
         blocks = found.act_blocks + found.kv_blocks
         reach = (blocks + 1) / (longest_s - min(cache.project.per_token_s, 0.9 * longest_s))
-        assert best_per_s <= max(reach, blocks_per_s(found) * (1 + 1e-12))
+        assert best_per_s <= max(reach, found.blocks_per_s * (1 + 1e-12))
         kind = "mixed" if 0 < found.act_blocks < most else "all KV"
         kinds["all activations" if found.act_blocks == most else kind] += 1
     assert min(kinds.values()) > 20
@@ -161,7 +160,7 @@ def test_the_papers_ratios(hidden: int, layers: int, kv_per_act: float) -> None:
     act, kv = remaining_blocks(cache, 0, 0)
     assert kv / act == pytest.approx(kv_per_act, rel=0.001)
     # The planner of the other paper makes the same split.
-    share = paper_share(rates)
+    share = activation_share(rates)
     assert (1 - share) / share == pytest.approx(kv / act, rel=0.001)
 
 
@@ -181,7 +180,7 @@ def test_the_correction_counts_what_the_paper_forgets() -> None:
     really = priced(cache, paper.act_blocks)
     assert really.link_s > paper.link_s
     assert really.gpu_s > paper.gpu_s
-    assert blocks_per_s(corrected) >= blocks_per_s(really)
+    assert corrected.blocks_per_s >= really.blocks_per_s
 
 
 def test_the_next_block_is_of_the_type_that_lags() -> None:
@@ -223,6 +222,14 @@ def test_poor_fits_are_refused_by_name() -> None:
 PROJECT, LOAD = LineFit("KV projection", 2.0), LineFit("load", 1.0)
 
 
+def add(one: Blocks, other: Blocks) -> Blocks:
+    return Blocks(one.act + other.act, one.kv + other.kv)
+
+
+def fits(blocks: Blocks, most: Blocks) -> bool:
+    return blocks.act <= most.act and blocks.kv <= most.kv
+
+
 def test_imbalance_is_one_where_both_take_equally_long() -> None:
     assert imbalance(Blocks(1, 2), PROJECT, LOAD) == 1.0
     assert imbalance(Blocks(1, 4), PROJECT, LOAD) == imbalance(Blocks(2, 2), PROJECT, LOAD) == 2.0
@@ -244,10 +251,10 @@ def test_each_request_is_in_one_batch_that_fits() -> None:
             total = Blocks(0, 0)
             worst = math.inf
             for i in batch:
-                total = total + requests[i]
+                total = add(total, requests[i])
                 assert imbalance(total, PROJECT, LOAD) <= worst
                 worst = imbalance(total, PROJECT, LOAD)
-            assert total.fits(most)
+            assert fits(total, most)
 
 
 def test_no_request_of_a_later_batch_could_have_joined() -> None:
@@ -256,11 +263,11 @@ def test_no_request_of_a_later_batch_could_have_joined() -> None:
         requests = [Blocks(int(rng.integers(1, 20)), int(rng.integers(1, 20))) for _ in range(20)]
         most = Blocks(40, 40)
         batches = pack(requests, most, PROJECT, LOAD)
-        first = sum((requests[i] for i in batches[0]), Blocks(0, 0))
+        first = Blocks(*map(sum, zip(*(requests[i] for i in batches[0]), strict=True)))
         for i in (i for batch in batches[1:] for i in batch):
-            grown = first + requests[i]
+            grown = add(first, requests[i])
             worse = imbalance(grown, PROJECT, LOAD) > imbalance(first, PROJECT, LOAD)
-            assert worse or not grown.fits(most)
+            assert worse or not fits(grown, most)
 
 
 def test_unlike_requests_are_paired() -> None:

@@ -11,11 +11,15 @@ from numpy.random import default_rng
 
 from kappa.cost import StepModel
 from kappa.hardware import NodeProfile
-from kappa.plans.measured import FORMAT, as_measured, fit_line, fit_step, rates_from_measured
 from kappa.plans.rates import (
+    FORMAT,
     LEAST_R2,
     ComputeGrid,
+    as_measured,
+    fit_line,
+    fit_step,
     rates_from_law,
+    rates_from_measured,
 )
 from kappa.shapes import model_shape
 
@@ -154,11 +158,10 @@ def test_the_grid_overrides_the_law_inside_and_carries_on_outside() -> None:
 
 def test_a_link_that_shares_is_slower() -> None:
     rates = rates_from_measured(measured())
-    assert rates.under(cpu_busy=False) is rates
-    busy = rates.under(cpu_busy=True)
+    busy = rates.while_cpu_busy()
     assert busy.load_token_s == pytest.approx(rates.load_token_s * 40 / 36)
     assert busy.weights_load_s == pytest.approx(rates.weights_load_s * 40 / 36)
-    assert busy.under(cpu_busy=True) == busy  # never charged twice
+    assert busy.while_cpu_busy() == busy  # never charged twice
 
 
 def test_rates_are_read_from_a_file(tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ from kappa.plans.rates import (
     ComputeGrid,
     LineFit,
     PlanRates,
-    decode_gpu_s,
-    decode_s,
     rates_from_law,
 )
 from kappa.shapes import SHAPES, model_shape
@@ -108,14 +106,13 @@ def test_a_busy_processor_takes_no_more_of_the_link_by_attending() -> None:
         random_rates(default_rng(3)), h2d_cpu_busy=0.5, h2d_attending=0.4,
         attend=LineFit("CPU attention", 1e-6), attend_loading=0.8,
     )  # fmt: skip
-    busy = rates.under(cpu_busy=True)
+    busy = rates.while_cpu_busy()
     assert busy.load_token_s == pytest.approx(2 * rates.load_token_s)
     both = busy.attending()
     assert both.load_token_s == pytest.approx(rates.attending().load_token_s)
     assert both.attend is not None
     assert both.attend.per_token_s == pytest.approx(1e-6 / 0.8)
     assert both.attending() == both
-    assert rates.under(cpu_busy=False).h2d_attending == 0.4
 
 
 def test_what_was_not_measured_slows_nothing_down() -> None:
@@ -123,8 +120,7 @@ def test_what_was_not_measured_slows_nothing_down() -> None:
     rates = PlanRates(
         "bare", 4, 100.0, 50.0, LineFit("load", 1e-6), LineFit("KV projection", 1e-6), step
     )
-    assert rates.under(cpu_busy=True) is rates
-    assert rates.attending() == rates
+    assert rates.while_cpu_busy() == rates.attending() == rates
     assert (rates.attend_bytes_per_s, rates.weights_load_s, rates.experts_s) == (0.0, 0.0, 0.0)
     # 100 bytes in 1 us; half of them are activations; one layer of four is not hidden.
     assert rates.h2d_bytes_per_s == pytest.approx(1e8)
@@ -212,30 +208,28 @@ def test_a_line_scales_with_its_tokens_and_keeps_its_fixed_cost() -> None:
 
 def test_decoding_loads_what_is_asked() -> None:
     rates = opt_rates()
-    link_s, gpu_s = decode_s(rates, 4, 1_000, 400)
+    link_s, gpu_s = rates.decode_s(4, 1_000, 400)
     assert link_s == pytest.approx(4 * (600 * 524_288 + 400 * 262_144) / 50e9)
-    assert gpu_s > decode_s(rates, 4, 1_000)[1]
-    assert decode_s(rates, 4, 1_000)[1] == pytest.approx(rates.step.step_s([(1, 1_000)] * 4))
-    streamed_s, _ = decode_s(rates, 4, 1_000, 400, streamed=True)
-    assert streamed_s - link_s == pytest.approx(2 * SHAPES["opt-6.7b"].params_total / 50e9)
+    assert gpu_s > rates.decode_s(4, 1_000)[1]
+    assert rates.decode_s(4, 1_000)[1] == pytest.approx(rates.step.step_s([(1, 1_000)] * 4))
 
 
 @pytest.mark.parametrize(("batch", "activations"), [(0, 0), (1, 11), (1, -1)])
 def test_decoding_steps_that_cannot_be_are_refused(batch: int, activations: int) -> None:
     with pytest.raises(ValueError, match="one sequence or more"):
-        decode_s(opt_rates(), batch, 10, activations)
+        opt_rates().decode_s(batch, 10, activations)
 
 
 def test_measured_decoding_steps_overrule_the_law_inside_their_grid_and_correct_it_beyond() -> None:
     rates = opt_rates()
     sequences, resident = (1.0, 8.0), (0.0, 4_000.0)
-    law = [[decode_gpu_s(rates, b, r / b) for r in resident] for b in sequences]
+    law = [[rates.decode_gpu_s(b, r / b) for r in resident] for b in sequences]
     grid = ComputeGrid(sequences, resident, tuple(tuple(1.3 * s for s in row) for row in law))
     measured = replace(rates, decode=grid)
     for b, row in zip((1, 8), law, strict=True):
         for r, seconds in zip(resident, row, strict=True):
-            assert decode_gpu_s(measured, b, r / b) == pytest.approx(1.3 * seconds)
-    assert decode_s(measured, 8, 500)[1] == pytest.approx(1.3 * law[1][1])
+            assert measured.decode_gpu_s(b, r / b) == pytest.approx(1.3 * seconds)
+    assert measured.decode_s(8, 500)[1] == pytest.approx(1.3 * law[1][1])
     # Beyond: the law, and what the nearest point lasts longer.
-    beyond = decode_gpu_s(rates, 32, 1_000)
-    assert decode_gpu_s(measured, 32, 1_000) == pytest.approx(beyond + 0.3 * law[1][1])
+    beyond = rates.decode_gpu_s(32, 1_000)
+    assert measured.decode_gpu_s(32, 1_000) == pytest.approx(beyond + 0.3 * law[1][1])

@@ -12,7 +12,6 @@ from kappa.cost import StepModel
 from kappa.plans.load_plan import from_runs, layout
 from kappa.plans.rates import LineFit, PlanRates
 from kappa.plans.split import (
-    Backlog,
     Costs,
     Split,
     activations_refused,
@@ -40,16 +39,13 @@ def test_closed_form_is_the_simulated_pipeline() -> None:
     for seed, case in enumerate(random_cases(1_000, seed=11)):
         if case.rates.overlap is not None:
             continue  # then the pipeline is not one of layers
-        costs, backlog = case.costs, case.backlog
+        costs = case.costs
         for split in splits(case, seed):
             load_s, compute_s = costs.load_s(split), costs.compute_s(split)
             layers = even(load_s, compute_s, case.rates.layers)
             if load_s == 0:
                 layers = [Layer((), ((compute_s / case.rates.layers, 0),))] * case.rates.layers
-            simulated_s = simulate(
-                layers, link_free_s=backlog.link_s if load_s else 0.0, gpu_free_s=backlog.gpu_s
-            )
-            assert costs.of(split) == pytest.approx(simulated_s, rel=1e-9)
+            assert costs.of(split) == pytest.approx(simulate(layers), rel=1e-9)
             compared += 1
     assert compared > 1_000
 
@@ -67,7 +63,7 @@ def test_no_better_order_within_a_layer_saves_more_than_the_fill() -> None:
     compared = 0
     for seed, case in enumerate(random_cases(500, seed=13)):
         rates = case.rates
-        if rates.overlap is not None or case.backlog != Backlog():
+        if rates.overlap is not None:
             continue
         costs = case.costs
         split = splits(case, seed)[4]
@@ -127,20 +123,15 @@ def test_attention_counts_the_pairs_there_are() -> None:
 
 
 def test_a_plan_that_loads_nothing_waits_for_no_link() -> None:
-    costs = Costs(simple_rates(), 20, 3, backlog=Backlog(link_s=1_000.0, gpu_s=2.0))
-    assert costs.of(Split(20)) == 2.0 + 23.0
-    assert costs.of(Split(19)) > 1_000.0
+    slow = replace(simple_rates(), load=LineFit("load", 0.1, 1_000.0))
+    assert Costs(slow, 20, 3).of(Split(20)) == 23.0
+    assert Costs(slow, 20, 3).of(Split(19)) > 1_000.0
 
 
 @pytest.mark.parametrize("counts", [(-1, 1, 0), (1, -1, 0), (1, 1, -1)])
 def test_negative_counts_are_refused(counts: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="counts of 0 or more"):
         Costs(simple_rates(), *counts)
-
-
-def test_negative_backlog_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Backlog of -1\.0"):
-        Backlog(-1.0, 0.0)
 
 
 _ROUNDING = 1 + 1e-12
@@ -158,7 +149,7 @@ def block_s(case: Case) -> float:
     slowest = max(
         rates.load_token_s * max(1.0, rates.activation_ratio),
         rates.project_token_s,
-        rates.token_s + rates.pair_s * context,
+        rates.token_s + rates.step.pair_s * context,
     )
     return 2 * tokens * slowest
 

@@ -6,9 +6,8 @@ import pytest
 
 from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
-from kappa.plans.measured import rates_from_measured
 from kappa.plans.planners import Cached, Planning
-from kappa.plans.rates import rates_from_law
+from kappa.plans.rates import rates_from_law, rates_from_measured
 from kappa.shapes import model_shape
 from workers.vllm.tail_recompute import TailRecompute, tail_rates
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kappa.json_file import read_json_object
+from kappa.checks import read_json_object
 
 
 def test_an_object_is_read(tmp_path):

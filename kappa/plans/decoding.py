@@ -1,0 +1,314 @@
+"""How a decoding step over KV in host memory is divided between link, device and CPU.
+
+KVPR (I/O-aware partial KV recomputation, Eq. 6-12) loads the activations of [0, l), then projects
+them while the KV of [l, s) loads: `split_paper`; `split_ahead` is for an engine that loads the next
+layer's activations early, and counts the rest of the step. Paper 002 lets the CPU attend to part of
+the context while the rest is loaded, both merged by log-sum-exp: `split_context`; where weights are
+streamed, the CPU computes a layer's attention while the feed-forward weights cross and, time
+permitting, some columns of the first of them: `plan_layer`. All splits are closed forms, rounded
+to blocks both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from kappa.checks import check_not_negative, check_positive
+from kappa.plans.rates import LineFit, PlanRates
+from kappa.plans.split import best_1d, rounded
+
+
+@dataclass(frozen=True, slots=True)
+class StepSplit:
+    """`tokens` of a sequence's context come from activations, or stay with the CPU; others load.
+
+    Seconds of a step over all layers: with the split, where all is loaded, and where none is. They
+    are those of the planner's own model: `split_paper` leaves out all but the KV.
+    """
+
+    tokens: int
+    context_tokens: int
+    step_s: float
+    load_all_s: float
+    load_none_s: float
+
+    @property
+    def share(self) -> float:
+        return self.tokens / self.context_tokens
+
+    @property
+    def gain(self) -> float:
+        """Share of the step's time that the split saves over loading all KV."""
+        return 1.0 - self.step_s / self.load_all_s
+
+
+def _best(
+    price: Callable[[float], float], at: float, context_tokens: int, block_tokens: int,
+    held: int | None = None,
+) -> StepSplit:  # fmt: skip
+    if context_tokens < 1 or block_tokens < 1:
+        raise ValueError(
+            f"context_tokens {context_tokens}, block_tokens {block_tokens}: give 1 or more"
+        )
+    most = context_tokens if held is None else max(0, min(context_tokens, held))
+    step_s, tokens = best_1d(price, rounded([at], float(most), block_tokens))
+    return StepSplit(int(tokens), context_tokens, step_s, price(0), price(context_tokens))
+
+
+# --- Activations ---------------------------------------------------------------------------------
+
+
+def activation_share(rates: PlanRates) -> float:
+    """l*/s of KVPR's Eq. 12 in closed form: 1 / (1 + ψ/μ), which for MHA is 1 / (1 + h·B/G).
+
+    The two terms of the maximum are equal there; 0 where activations are no smaller than KV.
+    """
+    if rates.activation_ratio >= 1.0:
+        return 0.0
+    return rates.load_token_s / (rates.load_token_s + rates.project_token_s)
+
+
+def paper_s(rates: PlanRates, batch: int, context_tokens: float, tokens: float) -> float:
+    """Eq. 11 over all layers: activations, then the longer of projecting l and loading s - l."""
+    mu, psi = rates.load_token_s, rates.project_token_s
+    activations_s = rates.activation_ratio * mu * tokens
+    return batch * (activations_s + max(psi * tokens, mu * (context_tokens - tokens)))
+
+
+def split_paper(
+    rates: PlanRates, batch: int, context_tokens: int, block_tokens: int = 1,
+    held: int | None = None,
+) -> StepSplit:  # fmt: skip
+    """Eq. 12, solved: `activation_share` of s, within what activations are held for.
+
+    Args:
+        rates: the model on the node.
+        batch: sequences of the same length; the split does not depend on it, the seconds do.
+        context_tokens: s.
+        block_tokens: l is a multiple of this, or an end.
+        held: activations are held for this many leading tokens; None for all.
+    """
+
+    def price(tokens: float) -> float:
+        return paper_s(rates, batch, context_tokens, tokens)
+
+    at = activation_share(rates) * context_tokens
+    return _best(price, at, context_tokens, block_tokens, held)
+
+
+def split_ahead(
+    rates: PlanRates, batch: int, context_tokens: int, block_tokens: int = 1
+) -> StepSplit:
+    """The split where activations load ahead: link and gpu seconds of the whole step are equal.
+
+    l = (b·s·μ - t_rest - fixed) / (b·(ψ + (1 - ρ)·μ)), clipped to [0, s], with t_rest the rest of
+    the decoding step. Arguments as `split_paper`.
+    """
+
+    def price(tokens: float) -> float:
+        return max(rates.decode_s(batch, context_tokens, tokens))
+
+    rho = rates.activation_ratio
+    link_s, rest_s = rates.decode_s(batch, context_tokens)
+    per_token_s = rates.project_token_s + (1.0 - rho) * rates.load_token_s
+    balance = (link_s - rest_s - rates.project.fixed_s) / (batch * per_token_s) if rho < 1 else 0.0
+    return _best(price, balance, context_tokens, block_tokens)
+
+
+# --- Attention on the CPU ------------------------------------------------------------------------
+
+LEAST_SHARE = 0.3
+"""The CPU must attend to KV at this share of the link's bandwidth, or it does not attend."""
+
+
+def attention_refused(rates: PlanRates) -> str:
+    """Why the CPU is not to attend on this node, or "" where it is: B_c must reach 0.3 B."""
+    if rates.attend is None:
+        return (
+            "CPU attention refused: it is not measured here; give the engine threads for it "
+            "(cpu_threads), load (K) works in any case"
+        )
+    share = rates.attend_bytes_per_s / rates.h2d_bytes_per_s
+    if share < LEAST_SHARE:
+        return (
+            f"CPU attention refused: it reads {rates.attend_bytes_per_s:.3g} B/s of KV, "
+            f"{share:.2f} of what the link carries, and pays from {LEAST_SHARE:g} on; "
+            "more threads, or load (K), would work"
+        )
+    return ""
+
+
+def _attend(rates: PlanRates) -> LineFit:
+    if rates.attend is None:
+        raise ValueError(
+            f"{rates.name}: CPU attention is not measured: profile with threads for it"
+        )
+    return rates.attend
+
+
+def cpu_share(rates: PlanRates) -> float:
+    """c* = B_c / (B_c + B'): both take equally long, nothing else counted.
+
+    Raises:
+        ValueError: CPU attention is not measured.
+    """
+    busy = rates.attending()
+    return busy.load_token_s / (busy.load_token_s + _attend(busy).per_token_s)
+
+
+def split_s(rates: PlanRates, batch: int, context_tokens: int, cpu_tokens: float) -> float:
+    """Seconds of a decoding step whose sequences each leave `cpu_tokens` of context to the CPU.
+
+    Loads run ahead of the layers; in each layer the CPU's share waits for the queries, and the
+    output for the CPU: so the link alone, or device and CPU one after the other, whichever takes
+    longer. What the device attends to shrinks with its share.
+
+    Raises:
+        ValueError: no sequence, more on the CPU than there is, or CPU attention not measured.
+    """
+    if not 0 <= cpu_tokens <= context_tokens:
+        raise ValueError(f"{cpu_tokens} tokens on the CPU of {context_tokens}: give no more")
+    busy = rates.attending() if 0 < cpu_tokens < context_tokens else rates
+    none_s, all_s = (rates.decode_s(batch, s)[1] for s in (0, context_tokens))
+    share = cpu_tokens / context_tokens if context_tokens else 0.0
+    gpu_s = all_s - share * (all_s - none_s)
+    cpu_s = _attend(busy).seconds(batch * cpu_tokens) if cpu_tokens else 0.0
+    return max(busy.load.seconds(batch * (context_tokens - cpu_tokens)), gpu_s + cpu_s)
+
+
+def split_context(
+    rates: PlanRates, batch: int, context_tokens: int, block_tokens: int = 1
+) -> StepSplit:
+    """The split with the shortest step: link, and device and CPU, take equally long.
+
+    With a_c, μ' the seconds per token of CPU and link while both are busy, and g the device's
+    seconds: b·c·s·a_c + F_c + g(c) = b·(1 - c)·s·μ' + F_l, linear in c. An end is taken where that
+    is better: there one of the two is left alone, and pays no fixed cost.
+
+    Args:
+        rates: with `attend`.
+        batch: sequences of the same length.
+        context_tokens: s.
+        block_tokens: the CPU attends to whole blocks.
+
+    Raises:
+        ValueError: nothing to split, or CPU attention is not measured.
+    """
+
+    def price(tokens: float) -> float:
+        return split_s(rates, batch, context_tokens, tokens)
+
+    busy = rates.attending()
+    attend = _attend(busy)
+    none_s, all_s = (rates.decode_s(batch, s)[1] for s in (0, context_tokens))
+    lead_s = busy.load.seconds(batch * context_tokens) - all_s - attend.fixed_s
+    each_s = batch * (attend.per_token_s + busy.load_token_s)
+    each_s -= (all_s - none_s) / max(context_tokens, 1)
+    balance = lead_s / each_s if each_s > 0 else float(context_tokens)
+    return _best(price, balance, context_tokens, block_tokens)
+
+
+# --- Streamed weights ----------------------------------------------------------------------------
+
+Mode = Literal["mha", "mha-o", "mha-av-o"]
+"""What the CPU computes of a layer's attention: all, all but the output projection, or neither that
+nor the product with the values."""
+
+MODES: tuple[Mode, ...] = ("mha", "mha-o", "mha-av-o")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """One layer's decoding step of a batch: seconds of the CPU's parts, bytes of the link's.
+
+    project_s: norm, Q, K and V; scores_s: softmax of queries by keys; values_s: times the values;
+    out_s: output projection; fc1_s: the first feed-forward product, all columns. `*_bytes`: the
+    weights of each, and the batch's values in host memory. link_bytes_per_s: while the CPU
+    computes. gpu_s: what the device computes when both have arrived, gpu_fc1_s: of FC1, all of it.
+    """
+
+    project_s: float
+    scores_s: float
+    values_s: float
+    out_s: float
+    fc1_s: float
+    out_bytes: float
+    fc1_bytes: float
+    fc2_bytes: float
+    values_bytes: float
+    link_bytes_per_s: float
+    gpu_s: float = 0.0
+    gpu_fc1_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, *(field.name for field in fields(self)))
+        check_positive(self, "link_bytes_per_s")
+
+    def cpu_s(self, mode: Mode, alpha: float = 0.0) -> float:
+        """Seconds of the CPU; `alpha` of the FC1 columns only where it computes all attention."""
+        seconds = self.project_s + self.scores_s
+        if mode != "mha-av-o":
+            seconds += self.values_s
+        if mode == "mha":
+            seconds += self.out_s + alpha * self.fc1_s
+        return seconds
+
+    def link_s(self, mode: Mode, alpha: float = 0.0) -> float:
+        """Seconds of the bytes that cross for the layer."""
+        moved = (1.0 - (alpha if mode == "mha" else 0.0)) * self.fc1_bytes + self.fc2_bytes
+        if mode != "mha":
+            moved += self.out_bytes
+        if mode == "mha-av-o":
+            moved += self.values_bytes
+        return moved / self.link_bytes_per_s
+
+    def layer_s(self, mode: Mode, alpha: float = 0.0) -> float:
+        """Seconds of the layer: the link runs ahead, CPU and device follow each other."""
+        left = 1.0 - (alpha if mode == "mha" else 0.0)
+        computed_s = self.cpu_s(mode, alpha) + self.gpu_s + left * self.gpu_fc1_s
+        return max(computed_s, self.link_s(mode, alpha))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """columns: of FC1, a share `alpha` of them, computed on the CPU. Seconds are of one layer."""
+
+    mode: Mode
+    columns: int
+    alpha: float
+    layer_s: float
+
+
+def alpha_star(times: LayerTimes) -> float:
+    """The share of FC1's columns at which CPU (and device) and link take equally long, in [0, 1].
+
+    (W_ffn/B - t_mha) / (W_1/B + t_fc1), what the device computes counted beside; the paper draws it
+    (Fig. 4) and gives no formula.
+    """
+    spare_s = times.link_s("mha") - times.cpu_s("mha") - times.gpu_s - times.gpu_fc1_s
+    each_s = times.fc1_bytes / times.link_bytes_per_s + times.fc1_s - times.gpu_fc1_s
+    if each_s <= 0:
+        return 1.0 if times.fc1_bytes or times.fc1_s else 0.0
+    return min(1.0, max(0.0, spare_s / each_s))
+
+
+def plan_layer(times: LayerTimes, columns: int, multiple: int = 1) -> LayerPlan:
+    """The mode, and of the full one the split, with the shortest layer; of equals the fuller mode.
+
+    Args:
+        times: of the batch at its length.
+        columns: of FC1.
+        multiple: columns are moved in multiples of this.
+
+    Raises:
+        ValueError: no column, or multiples of none.
+    """
+    if columns < 1 or multiple < 1:
+        raise ValueError(f"columns {columns}, multiple {multiple}: give 1 or more")
+    at = rounded([alpha_star(times) * columns], float(columns), multiple)
+    layer_s, moved = best_1d(lambda moved: times.layer_s("mha", moved / columns), at)
+    plans = [LayerPlan("mha", int(moved), moved / columns, layer_s)]
+    plans += [LayerPlan(mode, 0, 0.0, times.layer_s(mode)) for mode in MODES[1:]]
+    return min(plans, key=lambda plan: plan.layer_s)
