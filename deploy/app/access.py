@@ -20,7 +20,7 @@ _OWN_KEY = new_key(secrets.token_bytes(32))
 
 def tenants_table(settings: ClusterSettings) -> Any:
     """The tenants' table; of their keys it holds digests only."""
-    from router.api.auth import Tenants
+    from router.api.tenants import Tenants
 
     t = settings.tenants
     own = {digest_of(_OWN_KEY): OWN_TENANT} if t.closed else {}
@@ -39,7 +39,7 @@ def tenants_table(settings: ClusterSettings) -> Any:
 def access_of(settings: ClusterSettings) -> Any:
     """What every ingress replica knows of who may ask, how much, and in what size."""
     from router.api.app import Access
-    from router.api.limits import Allowance
+    from router.api.tenants import Allowance
 
     t, a = settings.tenants, settings.access
     return Access(

@@ -43,7 +43,7 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
         name="KappaIngress",
         num_replicas=settings.http.replicas,
         # Room for the requests that are served and the bodies that are awaited, twice `max_queue`,
-        # also where tenants below their shares come on top (`router.api.limits`).
+        # also where tenants below their shares come on top (`router.api.tenants`).
         max_ongoing_requests=8 * limits.max_queue,
         # Bounded, too: beyond it Ray Serve answers 503 at once.
         max_queued_requests=4 * limits.max_queue,

@@ -3,12 +3,13 @@
 One middleware stands before every endpoint and refuses a request before more is spent on it: its
 id, its headers, its key and role, its tenant's limits, and only then its body. It buffers no
 stream. What is logged of a request or a crash never holds a text of the client's: codes,
-parameters, and places in the code. Made once per ingress replica.
+parameters, and places in the code.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import traceback
 import uuid
@@ -26,20 +27,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.api.auth import Tenant, Tenants, keys_in
-from router.api.errors import (
-    ApiError,
-    bodies_outstanding,
-    body_too_large,
-    body_too_slow,
-    headers_too_large,
-    invalid_api_key,
-    operator_only,
-    unreadable_body,
-    validation_error,
-)
-from router.api.keyring import Keyring
-from router.api.limits import Allowance, Lease, Places, TenantLimiter
+from kappa.keys import KeysUnreadableError, read_digests
+from kappa.protocol import MAX_TENANTS
+from router.api import errors
+from router.api.errors import ApiError
+from router.api.tenants import Allowance, Lease, Places, Tenant, TenantLimiter, Tenants, keys_in
 
 log = structlog.get_logger(__name__)
 
@@ -49,11 +41,12 @@ _LIMITED_PATHS = (*_BODY_PATHS, "/v1/route", "/v1/decisions")
 # What probes ask, who have no key.
 _OPEN_PATHS = ("/health", "/ready")
 _METRICS_PATH = "/metrics"
-# What concerns the whole cluster. Decisions show a tenant its own ones, an operator all.
-_OPERATOR_PATHS = ("/v1/nodes", "/v1/nodes/profile", "/v1/tenants")
+OPERATOR_PATHS = ("/v1/nodes", "/v1/nodes/profile", "/v1/tenants")
+"""What concerns the whole cluster. Decisions show a tenant its own ones, an operator all."""
 _ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:-")
 _LONGEST_ID = 128
 _PLACES_LOGGED = 12
+_SETTLED_S = 0.5
 
 
 @dataclass(slots=True)
@@ -93,10 +86,6 @@ class Inbound:
     body: bytes = b""
     accepted: bool = False
 
-    def may_see(self, tenant: str) -> bool:
-        """Whether whoever asks may see what is `tenant`'s: itself, or an operator."""
-        return self.tenant.operator or self.tenant.name == tenant
-
 
 def inbound_of(request: Request) -> Inbound:
     """What the middleware found out about a request."""
@@ -104,27 +93,19 @@ def inbound_of(request: Request) -> Inbound:
     return inbound
 
 
-def current_tenants(app: Any, otherwise: Tenants) -> Tenants:
-    """The tenants as the application knows them now; `otherwise` before its first request."""
-    keyring: Keyring | None = getattr(app.state, "keyring", None)
-    return otherwise if keyring is None else keyring.current()
-
-
-# -- the application --------------------------------------------------------------------------
-
-
 def make_app(access: Access | None = None) -> FastAPI:
     """An application with our middleware and error handlers, and no routes yet.
 
     `app.state.keys_refused` counts requests that were refused for want of a known key,
-    `app.state.refused` those that were by their tenant's limits, by (tenant, code).
+    `app.state.refused` those that were by their tenant's limits, by (tenant, code);
+    `app.state.keyring` is there from the first request on.
     """
     app = FastAPI(title="kappa-serve", docs_url=None, redoc_url=None)
     app.state.keys_refused = 0
     app.state.refused = Counter()
 
     async def on_error(request: Request, error: Any) -> Response:
-        return error_response(request, _as_api_error(request, error))
+        return _error_response(request, _as_api_error(request, error))
 
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
@@ -132,24 +113,28 @@ def make_app(access: Access | None = None) -> FastAPI:
     return app
 
 
+# -- errors -----------------------------------------------------------------------------------
+
+
 def _as_api_error(request: Request, error: Exception) -> ApiError:
     """What a client sees of anything that was raised."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
-        return validation_error(list(error.errors()))
+        return errors.validation_error(list(error.errors()))
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
-    if request.url.path in _BODY_PATHS and not inbound_of(request).accepted:
-        return unreadable_body(error)
+    inbound = inbound_of(request)
+    if request.url.path in _BODY_PATHS and not inbound.accepted:
+        return errors.unreadable_body(error)
     log.error(
-        "request_crashed", request_id=inbound_of(request).request_id, error=type(error).__name__,
+        "request_crashed", request_id=inbound.request_id, error=type(error).__name__,
         places=places_of(error),
     )  # fmt: skip
-    return ApiError(500, "Internal error.", code="internal")
+    return errors.INTERNAL()
 
 
-def error_response(request: Request, error: ApiError) -> Response:
+def _error_response(request: Request, error: ApiError) -> Response:
     """Log an error once and turn it into a response."""
     inbound = inbound_of(request)
     log.warning(
@@ -181,89 +166,115 @@ class Gate:
         self._app, self._access = app, access
         self._limits = TenantLimiter(access.default_allowance, access.allowances, access.replicas)
         self._outstanding = Places(access.max_outstanding_bodies)
-        self._keyring: Keyring | None = None
+        self._keyring = Keyring(access.tenants, access.keys_file, access.keys_check_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its `Inbound` in its state, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = _header(scope, b"x-request-id")
+        # Of several with one name, the first.
+        headers = {name.lower(): value for name, value in reversed(scope["headers"])}
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
         # Ray Serve sends its id in the same header, so the two are one.
         fit = 0 < len(given) <= _LONGEST_ID and _ID_CHARACTERS.issuperset(given)
         inbound = Inbound(given if fit else uuid.uuid4().hex, time.monotonic())
         scope.setdefault("state", {})["inbound"] = inbound
+        scope["app"].state.keyring = self._keyring
         # Whatever is logged on the way carries the id.
         with structlog.contextvars.bound_contextvars(request_id=inbound.request_id):
             reply = _Reply(send)
             try:
-                await self._admit(scope, inbound, reply)
-                await self._serve(scope, receive, inbound, reply)
+                self._check_headers(scope["headers"])
+                await self._admit(scope, headers, inbound, reply)
+                body = await self._body(scope, receive, headers, inbound.tenant)
+                if body is not None:  # else the client left
+                    inbound.body = body
+                    await self._serve(scope, receive, body, reply)
             except ApiError as error:
-                await error_response(Request(scope), error)(scope, receive, reply)
+                await _error_response(Request(scope), error)(scope, receive, reply)
             finally:
                 if inbound.lease is not None:
                     inbound.lease.close(time.monotonic(), served=0 < reply.status < 400)
 
-    async def _admit(self, scope: Scope, inbound: Inbound, reply: _Reply) -> None:
-        """Raises ApiError 401, 403, 429 or 431."""
-        self._check_headers(scope["headers"])
-        path = _path(scope)
-        try:
-            inbound.tenant = self._authenticated(scope, path, await self._tenants(scope))
-        except ApiError as error:
-            scope["app"].state.keys_refused += error.status == 401
-            raise
-        if path in _LIMITED_PATHS:
-            tenant = inbound.tenant.name
-            reply.headers = lambda: self._limits.headers(tenant, time.monotonic())
-            try:
-                inbound.lease = self._limits.enter(tenant, time.monotonic())
-            except ApiError as error:
-                scope["app"].state.refused[tenant, error.code or ""] += 1
-                raise
-
     def _check_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
         """More or longer headers than any client of ours has reason to send are refused."""
-        size, most = sum(len(name) + len(value) for name, value in headers), self._access
-        if len(headers) > most.max_headers:
-            raise headers_too_large(f"{len(headers)} headers; at most {most.max_headers} are read")
-        if size > most.max_header_bytes:
-            raise headers_too_large(
-                f"{size} bytes of headers; at most {most.max_header_bytes} are read"
-            )
+        most, most_bytes = self._access.max_headers, self._access.max_header_bytes
+        if len(headers) > most:
+            raise errors.HEADERS_TOO_LARGE(what=f"{len(headers)} headers", limit=most)
+        size_bytes = sum(len(name) + len(value) for name, value in headers)
+        if size_bytes > most_bytes:
+            raise errors.HEADERS_TOO_LARGE(what=f"{size_bytes} bytes of headers", limit=most_bytes)
 
-    async def _tenants(self, scope: Scope) -> Tenants:
-        if self._keyring is None:
-            access = self._access
-            self._keyring = Keyring(access.tenants, access.keys_file, access.keys_check_s)
-            scope["app"].state.keyring = self._keyring
-        await self._keyring.refresh()
-        return self._keyring.current()
-
-    def _authenticated(self, scope: Scope, path: str, tenants: Tenants) -> Tenant:
-        """Whose a request is. Raises ApiError 401, or 403 for an operator's path."""
-        keys = keys_in(_header(scope, b"authorization"), _header(scope, b"x-api-key"))
+    async def _admit(
+        self, scope: Scope, headers: dict[bytes, bytes], inbound: Inbound, reply: _Reply
+    ) -> None:
+        """Find out whose the request is and enter it; raises ApiError 401, 403 or 429."""
+        path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
+        path = path if len(path) == 1 else path.rstrip("/")
+        await self._keyring.refresh(time.monotonic())
+        tenants, state = self._keyring.tenants, scope["app"].state
+        given = (headers.get(name, b"") for name in (b"authorization", b"x-api-key"))
+        keys = keys_in(*(value.decode("latin-1") for value in given))
         tenant = tenants.find(keys)
         is_open = path in _OPEN_PATHS or (path == _METRICS_PATH and self._access.open_metrics)
         if tenant is None and not is_open:
-            raise invalid_api_key(given=bool(keys))
+            state.keys_refused += 1
+            raise errors.UNKNOWN_KEY() if keys else errors.NO_KEY()
         tenant = tenant or tenants.default
-        guarded = path in _OPERATOR_PATHS or (path == _METRICS_PATH and not is_open)
+        guarded = path in OPERATOR_PATHS or (path == _METRICS_PATH and not is_open)
         if guarded and not tenant.operator:
-            raise operator_only(path)
-        return tenant
+            raise errors.OPERATOR_ONLY(path=path)
+        inbound.tenant = tenant
+        if path in _LIMITED_PATHS:
+            reply.headers = lambda: self._limits.headers(tenant.name, time.monotonic())
+            try:
+                inbound.lease = self._limits.enter(tenant.name, time.monotonic())
+            except ApiError as error:
+                state.refused[tenant.name, error.code or ""] += 1
+                raise
 
-    async def _serve(self, scope: Scope, receive: Receive, inbound: Inbound, reply: _Reply) -> None:
-        """Read the body whole and have the request answered, whatever is raised on the way.
+    async def _body(
+        self, scope: Scope, receive: Receive, headers: dict[bytes, bytes], tenant: Tenant
+    ) -> bytes | None:
+        """The whole body; None if the client left.
+
+        Only so many are awaited at a time, shared among tenants, or among addresses where there are
+        no keys: each holds one of the ingress' slots. Raises ApiError 408, 413 or 429.
+        """
+        holder, who = object(), f"tenant {tenant.name}"
+        if scope["method"] not in ("GET", "HEAD"):
+            if not self._access.tenants.by_digest:
+                tenant, who = Tenant((scope.get("client") or ("",))[0]), "this address"
+            if not self._outstanding.take(holder, tenant):
+                raise errors.BODIES_OUTSTANDING(limit=self._access.max_outstanding_bodies, who=who)
+        timeout_s, most_bytes = self._access.body_timeout_s, self._access.max_body_bytes
+        declared = headers.get(b"content-length", b"")[:20]
+        body, more = bytearray(), True
+        try:
+            if declared.isdigit() and int(declared) > most_bytes:
+                raise errors.BODY_TOO_LARGE(limit_bytes=most_bytes)
+            async with asyncio.timeout(timeout_s):
+                while more:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return None
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > most_bytes:
+                        raise errors.BODY_TOO_LARGE(limit_bytes=most_bytes)
+        except TimeoutError:
+            raise errors.BODY_TOO_SLOW(limit_s=timeout_s) from None
+        finally:
+            self._outstanding.leave(holder)
+        return bytes(body)
+
+    async def _serve(self, scope: Scope, receive: Receive, body: bytes, reply: _Reply) -> None:
+        """Have the request answered, whatever is raised on the way.
 
         Starlette would answer an exception, too, but then raise it again, and the server would
         close a connection that its client believes to be good.
         """
-        body = await self._body(scope, receive, inbound.tenant)
-        if body is None:
-            return  # The client left.
-        inbound.body = body
         sent = False
 
         async def replay() -> Message:
@@ -279,31 +290,6 @@ class Gate:
             if reply.status:
                 raise
             raise _as_api_error(Request(scope), error) from None
-
-    async def _body(self, scope: Scope, receive: Receive, tenant: Tenant) -> bytes | None:
-        """The whole body; None if the client left.
-
-        Only so many are awaited at a time, shared among tenants, or among addresses where there are
-        no keys: each holds one of the ingress' slots. Raises ApiError 408, 413 or 429.
-        """
-        timeout_s, has_body = self._access.body_timeout_s, scope["method"] not in ("GET", "HEAD")
-        holder = object()
-        if has_body:
-            self._take_place(holder, scope, tenant)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await _read(scope, receive, self._access.max_body_bytes)
-        except TimeoutError:
-            raise body_too_slow(timeout_s) from None
-        finally:
-            self._outstanding.leave(holder)
-
-    def _take_place(self, holder: object, scope: Scope, tenant: Tenant) -> None:
-        who = f"tenant {tenant.name}"
-        if not self._access.tenants.by_digest:
-            tenant, who = Tenant((scope.get("client") or ("",))[0]), "this address"
-        if not self._outstanding.take(holder, tenant):
-            raise bodies_outstanding(who, self._access.max_outstanding_bodies)
 
 
 class _Reply:
@@ -321,29 +307,92 @@ class _Reply:
         return self._send(message)
 
 
-async def _read(scope: Scope, receive: Receive, limit_bytes: int) -> bytes | None:
-    declared = _header(scope, b"content-length")
-    if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit_bytes:
-        raise body_too_large(limit_bytes)
-    body, more = bytearray(), True
-    while more:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(body) > limit_bytes:
-            raise body_too_large(limit_bytes)
-    return bytes(body)
+# -- the keys file ----------------------------------------------------------------------------
 
 
-def _path(scope: Scope) -> str:
-    path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
-    return path if len(path) == 1 else path.rstrip("/")
+class Keyring:
+    """The tenants as an ingress knows them now: the table of its start, and the keys file as it is.
+
+    The file is looked at, not watched: at most every `check_s` seconds, by the request that comes
+    then, so nothing runs beside; it is read on a thread. While it cannot be read, is faulty, or
+    holds no key any more, the keys that it held last stay valid, and the log says so: a slip must
+    not lock everybody out. A file that is just being written is not taken before it has stayed the
+    same for a moment.
+
+    tenants: as of the last look; reloads, faults: how often the file was taken, and not.
+    """
+
+    def __init__(self, tenants: Tenants, path: str | None = None, check_s: float = 2.0) -> None:
+        """`tenants`: the table at deployment, with the file's keys as they were then."""
+        self.tenants, self._path, self._check_s = tenants, path, check_s
+        self._next_s = float("-inf")
+        self._taken: tuple[int, ...] | None = None
+        self._changing: tuple[int, ...] | None = None
+        self._fault = ""
+        self.reloads = self.faults = 0
+        # Before anybody is served: a key that was taken out must not be valid again by a restart.
+        self.look(float("-inf"))
+
+    async def refresh(self, now_s: float) -> None:
+        """Look at the file if that is due; `now_s` is of the monotonic clock."""
+        if self._path is not None and now_s >= self._next_s:
+            self._next_s = now_s + self._check_s  # others do not wait for this look
+            await asyncio.to_thread(self.look, now_s)
+
+    def look(self, now_s: float) -> None:
+        """Look at the file, and take its keys if it has changed."""
+        if self._path is None:
+            return
+        self._next_s = now_s + self._check_s
+        try:
+            status = os.stat(self._path)
+        except OSError as error:
+            self._failed(f"keys_file {self._path}: cannot be read: {error.strerror}")
+            return
+        stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+        if stamp == self._taken:
+            return
+        # A time of writing that lies in the future (the clock was set back) is a moment ago, too.
+        is_young = time.time() - status.st_mtime < _SETTLED_S
+        if is_young and self._taken is not None and stamp != self._changing:
+            self._changing, self._next_s = stamp, now_s + _SETTLED_S
+            return
+        first = self._taken is None
+        try:
+            by_digest = read_digests(self._path)
+            tenants = self.tenants.with_file(by_digest)
+            _check_change(self._path, self.tenants, tenants)
+        except KeysUnreadableError as error:
+            # Rights, or a machine out of files: it may be readable next time, though unchanged.
+            self._failed(str(error))
+            return
+        except ValueError as error:
+            self._taken = stamp  # Read once more only when it has changed again.
+            self._failed(str(error))
+            return
+        self._taken, self._fault, self.tenants = stamp, "", tenants
+        self.reloads += 1
+        if not first:
+            log.warning("keys_reloaded", path=self._path, keys=len(by_digest))
+
+    def _failed(self, why: str) -> None:
+        self.faults += 1
+        if why != self._fault:
+            self._fault = why
+            log.error("keys_not_reloaded", reason=why, remedy="the keys read before stay valid")
 
 
-def _header(scope: Scope, name: bytes) -> str:
-    for key, value in scope["headers"]:
-        if key.lower() == name:
-            return bytes(value).decode("latin-1")
-    return ""
+def _check_change(path: str, before: Tenants, after: Tenants) -> None:
+    """Raises ValueError for a file that takes every key away, or names too many tenants."""
+    had, has = (len(table.by_digest.keys() - table.fixed) for table in (before, after))
+    if had and not has:
+        raise ValueError(
+            f"keys_file {path}: holds no key, and held {had}: all of its tenants would be locked "
+            "out. Leave one in it, or restart without keys_file"
+        )
+    count = len(after.all())
+    if count > MAX_TENANTS:
+        raise ValueError(
+            f"keys_file {path}: there would be {count} tenants; at most {MAX_TENANTS} are kept "
+            "apart"
+        )

@@ -2,7 +2,9 @@
 
 A worker that fails before its first item may be followed by another; from then on the status has
 gone out, and a failure ends the stream with an error event in OpenAI's shape. However an attempt
-ends, the reservation is released and Ray's stream closed.
+ends, the reservation is released and Ray's stream closed. Ray, vLLM and our own replicas report
+trouble as exceptions, as error objects in place of an answer, and as error events inside a stream:
+all become a `WorkerFailed`, or an `ApiError` where the client itself is to blame.
 """
 
 from __future__ import annotations
@@ -15,93 +17,45 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kappa import metrics as m
-from kappa.protocol import APPROX_KEY, ERROR_EVENT, PROMPT_ENGINES
+from kappa.protocol import APPROX_KEY, ERROR_EVENT, PROMPT_ENGINES, EngineDiedError
+from router.api import errors
 from router.api.app import places_of
-from router.api.constraints import is_approximate, late_workers
-from router.api.errors import (
-    ApiError,
-    deadline_passed,
-    engine_failed,
-    no_plans_here,
-    no_token_in_time,
-    no_worker,
-    overloaded,
-)
-from router.api.failures import (
-    WorkerFailed,
-    error_in,
-    may_pass_on,
-    raise_error_item,
-    raise_refused,
-    worker_failed,
-)
+from router.api.errors import ApiError
 from router.api.metadata import (
+    APPROX_HEADER,
     Metadata,
-    approx_headers,
     decision_headers,
     prompt_metadata,
     routed_metadata,
     tenant_metadata,
     worker_headers,
 )
-from router.api.request import ApiRequest
+from router.api.request import ApiRequest, is_approximate, late_workers
 from router.decision import Decision, NoWorkerError, OverloadedError, RouteRequest
 from router.live.live_router import LiveRouter
-from router.live.waiting import Wait
+from router.live.membership import DIED, ENGINE_DIED
+from router.live.replica_registry import PinGoneError
+from router.live.waiting import Wait, WorkerLostError
 from router.rollout import Rollout, Unsteered
 
 log = structlog.get_logger(__name__)
 
 _ATTEMPTS = 2
+# vLLM's and our own engines' names of a dead engine, where their classes do not travel.
+_DEAD_ENGINES = frozenset(("EngineDeadError", "EngineDiedError", "EngineStopped"))
+# vLLM's error of a request that ended in its scheduler. There are two reasons: a load that failed,
+# after which our connectors compute the prompt instead, and a grammar that does not compile.
+_ENDED_BY_SCHEDULER = "Internal server error"
+_CONSTRAINTS = ("structured_outputs", "response_format", "tools")
 
 Call = Callable[[Any, str, dict[str, str]], AsyncGenerator[Any, None]]
 """Hands a body, Ray's name of its kind and a worker's headers to Ray; what comes back."""
-
-
-@dataclass(slots=True, eq=False)
-class _Attempt:
-    """One request at one worker; end: how it ended, empty until then."""
-
-    live: LiveRouter
-    request: ApiRequest
-    decision: Decision | Unsteered
-    stream: AsyncGenerator[Any, None]
-    wait: Wait
-    end: str = ""
-
-    @property
-    def worker(self) -> str:
-        return self.decision.worker
-
-    async def first(self, timeout_s: float) -> Any:
-        """The stream's first item; ApiError 400 if the request's own grammar is at fault."""
-        try:
-            return await self.wait.next(self.stream, self.request.patience_s(timeout_s))
-        except Exception as error:
-            raise_refused(error, self.request.body)
-            raise
-
-    def generated(self, tokens: int) -> None:
-        """Output tokens go out."""
-        self.live.tokens(self.decision.request_id, tokens)
-        self.request.generated(tokens)
-
-    async def over(self, end: str) -> None:
-        """Release and close. The first end counts: by a second one, which may come late, the same
-        id can be another request's."""
-        if self.end:
-            return
-        self.end = end
-        try:
-            self.request.attempt_over(end)
-            self.live.release(self.decision.request_id, end)
-        finally:
-            self.live.members.waits.end(self.worker, self.wait)
-            await self.stream.aclose()
 
 
 class Delivery:
@@ -122,7 +76,8 @@ class Delivery:
             try:
                 decision = self._decide(live, routed, request)
             except OverloadedError as error:
-                raise overloaded(str(error), error.retry_after_s) from last
+                after_s = error.retry_after_s
+                raise errors.OVERLOADED(reason=error, retry_after_s=after_s) from last
             except NoWorkerError as error:
                 raise _nobody_left(live, last, str(error)) from last
             try:
@@ -164,8 +119,22 @@ class Delivery:
             raise _nobody_left(live, failure, "the worker failed on this request") from None
 
     def _decide(self, live: LiveRouter, routed: RouteRequest, request: ApiRequest) -> Decision:
-        """Choose and reserve, by our rule or, as the rollout has it, by Ray's."""
-        routed, tenant = _in_time(live, routed, request), request.tenant.name
+        """Choose and reserve, by our rule or, as the rollout has it, by Ray's; kept from workers
+        that are predicted to answer after the deadline.
+
+        Raises:
+            ApiError: that is all of them, or it has passed.
+            NoWorkerError: there is none to ask.
+        """
+        tenant, deadline = request.tenant.name, request.deadline
+        if deadline is not None:
+            now_s = time.monotonic()
+            deadline.check(now_s)
+            estimates = live.explain(routed).estimates
+            if estimates is not None and routed.sized:
+                streamed = bool(request.body.stream)
+                late = late_workers(deadline, estimates, now_s, streamed=streamed)
+                routed = replace(routed, exclude=routed.exclude | late) if late else routed
         if self._rollout.arm(f"{tenant} {request.conversation}") == "ray":
             return live.route_as_ray(routed, tenant)
         return live.route(routed, tenant)
@@ -180,70 +149,24 @@ class Delivery:
             WorkerFailed: the worker did not serve it; nothing was sent to the client.
         """
         request.timeline.sent(time.time())
-        pool = decision.pool if isinstance(decision, Unsteered) else None
-        headers = worker_headers(request.headers, decision.worker, pool)
-        stream = self._call(request.body, request.method, headers)
-        wait = live.members.waits.begin(decision.worker)
-        attempt = _Attempt(live, request, decision, stream, wait)
+        attempt = Attempt.begin(self._call, live, decision, request)
         try:
-            first = await attempt.first(self._timeout_s)
-            item = first[0] if isinstance(first, list) and first else first
+            first, item = await attempt.first(self._timeout_s)
             raise_error_item(item, request.body)
             live.first_token(decision.request_id)
             request.timeline.first_item(time.time())
             shown = {} if isinstance(decision, Unsteered) else decision_headers(decision)
-            shown |= approx_headers(request.body)
+            if (request.body.vllm_xargs or {}).get(APPROX_KEY):
+                shown[APPROX_HEADER] = "ok"
             if not hasattr(item, "model_dump_json"):
                 return _Stream(attempt, _relayed(attempt, first), shown)
             content = item.model_dump_json()
             attempt.generated(getattr(item.usage, "completion_tokens", 0) or 0)
         except BaseException as error:
-            end, raised = self._failed(attempt, error)
-            await attempt.over(end)
-            raise raised from None
+            raise await attempt.failed(error, self._timeout_s) from None
         await attempt.over("done")
-        _finish(attempt, 200)
+        attempt.finish()
         return Response(content, headers=shown, media_type="application/json")
-
-    def _failed(self, attempt: _Attempt, error: BaseException) -> tuple[str, BaseException]:
-        """How an attempt ended that failed before its first item, and what to raise of it."""
-        request = attempt.request
-        if isinstance(error, ApiError):
-            # A passed deadline says nothing of the worker.
-            return "deadline" if request.expired else "refused", error
-        if isinstance(error, TimeoutError):
-            if request.deadline is not None and request.expired:
-                return "deadline", deadline_passed(request.deadline.allowed_s)
-            return "timeout", no_token_in_time(self._timeout_s)
-        if not isinstance(error, Exception):
-            return "client_gone" if isinstance(error, asyncio.CancelledError) else "error", error
-        failure = worker_failed(error)
-        attempt.live.members.failed(attempt.worker, failure.why)
-        if failure is not error and failure.why == "error":
-            # Not its text, which may quote the prompt.
-            log.error(
-                "engine_error", request_id=request.request_id, error=type(error).__name__,
-                places=places_of(error),
-            )  # fmt: skip
-        return failure.end, failure
-
-
-def _in_time(live: LiveRouter, routed: RouteRequest, request: ApiRequest) -> RouteRequest:
-    """The same request, kept from workers that are predicted to answer after its deadline.
-
-    Raises:
-        ApiError: that is all of them, or it has passed.
-        NoWorkerError: there is none to ask.
-    """
-    if request.deadline is None:
-        return routed
-    now_s = time.monotonic()
-    request.deadline.check(now_s)
-    estimates = live.explain(routed).estimates
-    if estimates is None or not routed.sized:
-        return routed
-    late = late_workers(request.deadline, estimates, now_s, streamed=request.streamed)
-    return replace(routed, exclude=routed.exclude | late) if late else routed
 
 
 def _metadata(
@@ -258,7 +181,7 @@ def _metadata(
         if is_approximate(state.announcement, request.approx):
             sent[APPROX_KEY] = "ok"
     elif request.load_plan:
-        raise no_plans_here()
+        raise errors.NO_LOAD_PLANS()
     return sent
 
 
@@ -266,20 +189,102 @@ def _nobody_left(live: LiveRouter, last: WorkerFailed | None, why: str) -> ApiEr
     """The error of a request that cannot be tried again."""
     if last is not None and last.error is not None:
         return last.error
-    return no_worker(why, live.retry_after_s())
+    return errors.NO_WORKER(why=why, retry_after_s=live.retry_after_s())
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One request at one worker; end: how it ended, empty until then."""
+
+    live: LiveRouter
+    request: ApiRequest
+    decision: Decision | Unsteered
+    stream: AsyncGenerator[Any, None]
+    wait: Wait
+    end: str = ""
+
+    @classmethod
+    def begin(
+        cls,
+        call: Call,
+        live: LiveRouter,
+        decision: Decision | Unsteered,
+        request: ApiRequest,
+        body: Any = None,
+    ) -> Attempt:
+        """Send a request to the worker of a decision; `body`: another one than its own."""
+        pool = decision.pool if isinstance(decision, Unsteered) else None
+        headers = worker_headers(request.headers, decision.worker, pool)
+        stream = call(request.body if body is None else body, request.method, headers)
+        return cls(live, request, decision, stream, live.members.waits.begin(decision.worker))
+
+    async def first(self, timeout_s: float) -> tuple[Any, Any]:
+        """What the stream yields first, and the first item in it; ApiError 400 if the request's own
+        grammar is at fault."""
+        try:
+            first = await self.wait.next(self.stream, self.request.patience_s(timeout_s))
+        except Exception as error:
+            if "GenerationError" in _names(error):
+                _raise_if_constrained(self.request.body)
+            raise
+        return first, first[0] if isinstance(first, list) and first else first
+
+    def generated(self, tokens: int) -> None:
+        """Output tokens go out."""
+        self.live.tokens(self.decision.request_id, tokens)
+        self.request.generated(tokens)
+
+    async def failed(self, error: BaseException, timeout_s: float) -> BaseException:
+        """End an attempt that failed before its first item; what to raise of it: an `ApiError`, a
+        `WorkerFailed`, or what ends the task."""
+        request, raised = self.request, error
+        if isinstance(error, ApiError | TimeoutError):
+            # A passed deadline says nothing of the worker.
+            end = "deadline" if request.expired else "refused"
+            if isinstance(error, TimeoutError) and request.deadline and request.expired:
+                raised = errors.DEADLINE_PASSED(allowed_s=request.deadline.allowed_s)
+            elif isinstance(error, TimeoutError):
+                end, raised = "timeout", errors.NO_TOKEN_IN_TIME(limit_s=timeout_s)
+        elif not isinstance(error, Exception):
+            end = "client_gone" if isinstance(error, asyncio.CancelledError) else "error"
+        else:
+            raised = failure = worker_failed(error)
+            end = failure.end
+            self.live.members.failed(self.decision.worker, failure.why)
+            if failure is not error and failure.why == "error":
+                # Not its text, which may quote the prompt.
+                log.error(
+                    "engine_error", request_id=request.request_id, error=type(error).__name__,
+                    places=places_of(error),
+                )  # fmt: skip
+        await self.over(end)
+        return raised
+
+    async def over(self, end: str) -> None:
+        """Release and close. The first end counts: by a second one, which may come late, the same
+        id can be another request's."""
+        if self.end:
+            return
+        self.end = end
+        try:
+            self.request.attempt_over(end)
+            self.live.release(self.decision.request_id, end)
+        finally:
+            self.live.members.waits.end(self.decision.worker, self.wait)
+            await self.stream.aclose()
+
+    def finish(self) -> None:
+        """The request is over with this attempt: its engine survived the content, or died of
+        it."""
+        live, request = self.live, self.request
+        if self.end == "done" and live.suspects:
+            live.suspects.served(request.digest)
+        elif self.end == "worker_died" and request.request_id in live.records:
+            live.suspects.blame(self.decision.worker, request.digest, live.now_s())
+        request.finish(self.end, 200)
 
 
 # -- the answer -------------------------------------------------------------------------------
-
-
-def _finish(attempt: _Attempt, status: int) -> None:
-    """The request is over with this attempt: its engine survived the content, or died of it."""
-    live, request = attempt.live, attempt.request
-    if attempt.end == "done" and live.suspects:
-        live.suspects.served(request.digest)
-    elif attempt.end == "worker_died" and request.request_id in live.records:
-        live.suspects.blame(attempt.worker, request.digest, live.now_s())
-    request.finish(attempt.end, status)
 
 
 class _Stream(StreamingResponse):
@@ -287,7 +292,7 @@ class _Stream(StreamingResponse):
     the iterator of such a client without starting it, so its own `finally` would not run."""
 
     def __init__(
-        self, attempt: _Attempt, content: AsyncIterator[str], headers: dict[str, str]
+        self, attempt: Attempt, content: AsyncIterator[str], headers: dict[str, str]
     ) -> None:
         super().__init__(content, media_type="text/event-stream", headers=headers)
         self._attempt = attempt
@@ -298,20 +303,23 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._attempt.over("client_gone")
-            _finish(self._attempt, 200)
+            self._attempt.finish()
 
 
-async def _relayed(attempt: _Attempt, first: Any) -> AsyncGenerator[str, None]:
+async def _relayed(attempt: Attempt, first: Any) -> AsyncGenerator[str, None]:
     item, packet = first, ""
     try:
         while True:
-            packet = as_events(item)
+            items = item if isinstance(item, list) else [item]
+            packet = "".join(
+                i if isinstance(i, str) else f"data: {i.model_dump_json()}\n\n" for i in items
+            )
             error = error_in(packet)
             if error is not None:
                 await attempt.over("error")
                 yield f"{packet[: packet.find(ERROR_EVENT)]}{_error_event(error)}"
                 return
-            attempt.generated(tokens_in(packet))
+            attempt.generated(_tokens_in(packet))
             yield packet
             try:
                 item = await attempt.wait.next(attempt.stream)
@@ -323,26 +331,20 @@ async def _relayed(attempt: _Attempt, first: Any) -> AsyncGenerator[str, None]:
     except (asyncio.CancelledError, GeneratorExit):
         raise
     except Exception as error:
-        # The status has gone out; an event in OpenAI's shape is the only way left to tell.
+        # The status has gone out; an event in OpenAI's shape is the only way left to say so.
         failure = worker_failed(error)
-        attempt.live.members.failed(attempt.worker, failure.why)
+        attempt.live.members.failed(attempt.decision.worker, failure.why)
         await attempt.over(failure.end)
         log.warning(
             "stream_broken", request_id=attempt.request.request_id, why=failure.why,
             error=type(error).__name__,
         )  # fmt: skip
-        yield _error_event(engine_failed())
+        yield _error_event(errors.ENGINE_FAILED())
     finally:
         await attempt.over("client_gone")
 
 
-def as_events(item: Any) -> str:
-    """One or several stream items as server-sent events."""
-    items = item if isinstance(item, list) else [item]
-    return "".join(i if isinstance(i, str) else f"data: {i.model_dump_json()}\n\n" for i in items)
-
-
-def tokens_in(packet: str) -> int:
+def _tokens_in(packet: str) -> int:
     """Output tokens in a packet: its events, less the role, the usage and the end marker."""
     events = packet.count("data: {")
     return max(events - packet.count('"role":"assistant"') - packet.count('"choices":[]'), 0)
@@ -350,3 +352,99 @@ def tokens_in(packet: str) -> int:
 
 def _error_event(error: ApiError) -> str:
     return f"data: {json.dumps(error.body())}\n\n"
+
+
+# -- what failures mean -----------------------------------------------------------------------
+
+
+class WorkerFailed(Exception):
+    """A worker did not serve a request. end: how it ended there (`LiveRouter.release`); why: one
+    word; error: what the client gets if nobody else can serve it, None: that nobody can."""
+
+    def __init__(self, end: str, why: str, error: ApiError | None = None) -> None:
+        super().__init__(why)
+        self.end, self.why, self.error = end, why, error
+
+
+def worker_failed(error: Exception) -> WorkerFailed:
+    """What an exception out of Ray's delivery means."""
+    if isinstance(error, WorkerFailed):
+        return error
+    if isinstance(error, WorkerLostError):
+        return WorkerFailed("worker_died", str(error))
+    if isinstance(error, EngineDiedError) or _names(error) & _DEAD_ENGINES:
+        return WorkerFailed("worker_died", ENGINE_DIED)
+    if isinstance(error, RayActorError):
+        return WorkerFailed("worker_died", DIED)
+    if isinstance(error, PinGoneError):
+        return WorkerFailed("worker_full", "left")
+    if isinstance(error, BackPressureError):
+        return WorkerFailed("worker_full", "full")
+    return WorkerFailed("error", "error", errors.ENGINE_FAILED())
+
+
+def _names(error: BaseException) -> set[str]:
+    """Of the classes of an exception and of what Ray says caused it."""
+    cause = getattr(error, "cause", None)
+    return {type(e).__name__ for e in (error, cause) if e is not None}
+
+
+def may_pass_on(live: LiveRouter, request: ApiRequest, worker: str) -> None:
+    """A request was lost with a worker before its first token: may another have it?
+
+    Raises:
+        ApiError: 503, it was alone in an engine that died; 422, it was in two.
+    """
+    blame = live.suspects.blame(worker, request.digest, live.now_s())
+    if blame == "retry":
+        return
+    log.error(
+        "request_killed_engine", request_id=request.request_id, tenant=request.tenant.name,
+        worker=worker, blame=blame,
+    )  # fmt: skip
+    if blame == "killer":
+        raise errors.KILLED_AN_ENGINE()
+    raise errors.ALONE_IN_DEAD_ENGINE(
+        request_id=request.request_id, retry_after_s=live.retry_after_s()
+    )
+
+
+def raise_error_item(item: Any, body: Any = None) -> None:
+    """Raise if what came first is an error instead of the answer to a request with that body.
+
+    Raises:
+        ApiError: the engine refused the request, or could not compile its grammar: so would others.
+        WorkerFailed: the engine failed.
+    """
+    error = error_in(item) if isinstance(item, str) else None
+    if error is None and hasattr(item, "error"):
+        error = errors.from_engine(item)
+    if error is None:
+        return
+    if error.status < 500:
+        raise error
+    if _ENDED_BY_SCHEDULER in (item if isinstance(item, str) else error.message):
+        _raise_if_constrained(body)
+    raise WorkerFailed("error", "error", errors.ENGINE_FAILED())
+
+
+def _raise_if_constrained(body: Any) -> None:
+    """Raises ApiError 400 if a schema, an expression or a grammar constrains the answer."""
+    if any(getattr(body, name, None) for name in _CONSTRAINTS):
+        raise errors.GRAMMAR_FAILED() from None
+
+
+def error_in(packet: str) -> ApiError | None:
+    """The error that a part of a stream holds, if it does; details of a failure stay here."""
+    at = packet.find(ERROR_EVENT)
+    if at < 0:
+        return None
+    line = packet[at:].split("\n", 1)[0].removeprefix("data: ")
+    try:
+        info = json.loads(line)["error"]
+        status = int(info.get("code") or 500)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return errors.ENGINE_FAILED()
+    if status >= 500:
+        return errors.ENGINE_FAILED()
+    return ApiError(status, str(info.get("message", "")), param=info.get("param"))

@@ -1,7 +1,7 @@
 """The HTTP face: Ray Serve LLM's OpenAI ingress, with one decision per request taken here.
 
 What happens to a chat or completion is `router.api.request_path`'s; the live router is made by
-`router.api.start`. Ray's own ingress does model look-up and delivery.
+`router.api.start`. Ray's own ingress does model look-up.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from itertools import islice
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from ray import serve
 from ray.exceptions import RayActorError
+from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
@@ -25,25 +26,17 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from kappa.logging import configure
-from router.api import status
-from router.api.app import Access, current_tenants, inbound_of, make_app
-from router.api.errors import (
-    ApiError,
-    invalid_json,
-    no_worker,
-    unknown_request,
-    unreadable_body,
-    validation_error,
-)
+from router.api import errors, status
+from router.api.app import Access, inbound_of, make_app
+from router.api.errors import ApiError
 from router.api.fields import checked_chat, checked_completion
 from router.api.metadata import PIN_HEADER, POOL_HEADER
-from router.api.pools import PoolHandles
-from router.api.render import PromptRenderer
+from router.api.render import PromptRenderer, Tokenizing
 from router.api.request_path import RequestPath
 from router.api.start import IngressSettings, LiveStart
+from router.api.tenants import Places, Tenants
 from router.decision import NoWorkerError
 from router.live.ingresses import Ingresses, merged
-from router.live.live_router import LiveRouter
 from router.live.replica_registry import PinGoneError
 from router.telemetry import Telemetry
 
@@ -52,8 +45,6 @@ log = structlog.get_logger(__name__)
 _PROFILE_TIMEOUT_S = 90.0
 _WAKE_TIMEOUT_S = 120.0
 _MOST_DECISIONS = 256
-# Of a candidate: what it does for others, which only operators see, as in /v1/nodes.
-_OPERATORS_FIELDS = ("worker", "in_flight", "queue_s", "harm_s")
 # Workers that start with us take longer; one that joins others knows them sooner.
 _FIRST_SIGHT_S = 25.0
 
@@ -64,16 +55,59 @@ CompletionBody = Annotated[CompletionRequest, BeforeValidator(checked_completion
 _CHAT, _COMPLETION = TypeAdapter(ChatBody), TypeAdapter(CompletionBody)
 
 
+class PoolHandles:
+    """Ray Serve's handles of the pools that serve the model, in the cluster file's order.
+
+    Ray's own ingress knows one deployment for each model; ours has one for each pool, and decides
+    over all of them.
+    """
+
+    def __init__(self, handles: Mapping[str, Any]) -> None:
+        """`handles`: Serve's, by pool; ValueError if there is none."""
+        if not handles:
+            raise ValueError("no pool was bound to the ingress")
+        self._handles = dict(handles)
+        # Every configured copy of a handle is one more long poll: each pool has one for streams.
+        self._streaming: dict[str, Any] = {}
+
+    def all(self) -> list[Any]:
+        return list(self._handles.values())
+
+    def of(self, pool: str) -> Any:
+        """A pool's handle; that of any if the pool is not known (its worker has just left)."""
+        return self._handles.get(pool) or self.all()[0]
+
+    async def stream(
+        self, pool: str, body: Any, method: str, headers: dict[str, str]
+    ) -> AsyncGenerator[Any, None]:
+        """What a worker of the pool answers to `method`; the pin in `headers` says which one.
+
+        Closed before its end, the worker is stopped: Ray does so by itself only while
+        somebody waits for an item, not between two of them.
+        """
+        known = pool if pool in self._handles else next(iter(self._handles))
+        if known not in self._streaming:
+            self._streaming[known] = self._handles[known].options(stream=True)
+        if isinstance(body, ChatCompletionRequest):
+            body = _sanitize_chat_completion_request(body)
+        info = RawRequestInfo(headers=headers)
+        answer = getattr(self._streaming[known], method).remote(body, info)
+        ended = False
+        try:
+            async for item in answer:
+                yield item
+            ended = True
+        finally:
+            if not ended:
+                answer.cancel()
+
+
 class KappaIngress(OpenAiIngress):
     """OpenAI endpoints, `GET /v1/nodes`, `GET /v1/tenants`, `POST /v1/route`,
     `GET /v1/decisions`, `GET /v1/decisions/ID`, `GET /metrics`."""
 
     def __init__(
-        self,
-        pools: dict[str, Any],
-        model_cards: dict[str, Any],
-        *,
-        kappa: IngressSettings,
+        self, pools: dict[str, Any], model_cards: dict[str, Any], *, kappa: IngressSettings
     ) -> None:
         seen = kappa.observing
         configure(seen.log_format, seen.log_file, kappa.log_level)
@@ -83,8 +117,12 @@ class KappaIngress(OpenAiIngress):
         self._wire(kappa, PromptRenderer(kappa.tokenizer_source))
 
     def _wire(self, settings: IngressSettings, renderer: PromptRenderer) -> None:
+        try:
+            rank = int(serve.get_replica_context().rank.rank)
+        except RayServeException:  # outside of Ray Serve
+            rank = 0
         self._settings = settings
-        self._start = LiveStart(settings, self._wake_router, self._rank())
+        self._live = LiveStart(settings, self._wake_router, rank)
         self._checked = False
         self._ingresses = Ingresses(settings.replicas, "for_ingresses")
         self._telemetry = Telemetry(lambda request_id: self._live().records.get(request_id))
@@ -95,16 +133,20 @@ class KappaIngress(OpenAiIngress):
 
             self._tracing = Tracing(settings.observing, self._telemetry.engine_share)
             self._telemetry.on_end = self._tracing.ended
+        # Without keys nobody can be told from another.
+        places = Places(settings.router.max_queue, shared=bool(settings.tenants.by_digest))
         self._path = RequestPath(
-            settings, renderer, self._live, lambda: list(self._model_cards), self._call,
-            self._telemetry,
+            settings.router, settings.transfer, Tokenizing(renderer), places, self._telemetry,
+            self._live, lambda: list(self._model_cards), self._call,
         )  # fmt: skip
 
     def __del__(self) -> None:
         """Ray Serve calls it when the replica goes: its threads end, the last spans are sent."""
-        for part in ("_path", "_tracing"):
-            if vars(self).get(part) is not None:
-                vars(self)[part].close()
+        path, tracing = vars(self).get("_path"), vars(self).get("_tracing")
+        if path is not None:
+            path.tokenizing.close()
+        if tracing is not None:
+            tracing.close()
 
     # -- endpoints ----------------------------------------------------------------------------
 
@@ -118,7 +160,7 @@ class KappaIngress(OpenAiIngress):
 
     async def model_data(self, model: str) -> Any:
         """One model's card, or 404."""
-        self._path.known_model(model)
+        self._path.check_model(model)
         return await super().model_data(model)
 
     async def nodes(self) -> Response:
@@ -127,18 +169,20 @@ class KappaIngress(OpenAiIngress):
 
     async def tenants(self, request: Request) -> Response:
         """Every tenant with its weight, what it was charged, and its share of all charges."""
-        known = current_tenants(request.app, self._settings.tenants)
-        return JSONResponse({"tenants": status.tenants(self._live(), known)})
+        charged = self._live().charges.totals()
+        return JSONResponse({"tenants": status.shares(self._tenants(request.app), charged)})
 
     async def profile(self) -> Response:
         """Measure every worker's machine anew, one after the other, and show the nodes."""
-        for worker in list(self._live().router.workers):
+        live = self._live()
+        for worker in list(live.router.workers):
             pin = RawRequestInfo(headers={PIN_HEADER: worker})
-            handle = self._pools.of(self._live().pool_of(worker))
+            handle = self._pools.of(live.pool_of(worker))
             try:
                 await asyncio.wait_for(handle.profile.remote(None, pin), _PROFILE_TIMEOUT_S)
             except (TimeoutError, RayActorError, BackPressureError, PinGoneError):
-                raise no_worker(f"worker {worker} could not be measured", 10.0) from None
+                why = f"worker {worker} could not be measured"
+                raise errors.NO_WORKER(why=why, retry_after_s=10.0) from None
         return await self.nodes()
 
     async def route(self, request: Request) -> Response:
@@ -148,13 +192,9 @@ class KappaIngress(OpenAiIngress):
         try:
             decision = live.explain(routed)
         except NoWorkerError as error:
-            raise no_worker(str(error), live.retry_after_s()) from None
-        explained = status.explanation(decision)
-        if not inbound_of(request).tenant.operator:
-            for candidate in explained["candidates"]:
-                for name in _OPERATORS_FIELDS:
-                    del candidate[name]
-        return JSONResponse(explained)
+            raise errors.NO_WORKER(why=error, retry_after_s=live.retry_after_s()) from None
+        operator = inbound_of(request).tenant.operator
+        return JSONResponse(status.explanation(decision, operator=operator))
 
     async def decisions(self, request: Request, limit: int = 100) -> Response:
         """The last decisions with their outcomes, newest last; of other tenants to operators.
@@ -170,13 +210,13 @@ class KappaIngress(OpenAiIngress):
 
     async def decision(self, request_id: str, request: Request) -> Response:
         """One request: its decision, what became of it, and where its time went; or 404."""
-        asker = inbound_of(request)
-        for tenant, account in await self._ingresses.call(
-            self.for_ingresses, "decision", request_id
-        ):
-            if account is not None and tenant is not None and asker.may_see(tenant):
+        asker = inbound_of(request).tenant
+        found = await self._ingresses.call(self.for_ingresses, "decision", request_id)
+        for tenant, account in found:
+            own = tenant is not None and (asker.operator or asker.name == tenant)
+            if account is not None and own:
                 return JSONResponse(account)
-        raise unknown_request(request_id)
+        raise errors.UNKNOWN_REQUEST(request_id=request_id[:80])
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus metrics, of all ingresses together."""
@@ -194,13 +234,17 @@ class KappaIngress(OpenAiIngress):
 
     async def for_ingresses(self, what: str, *args: Any) -> Any:
         """What this ingress alone knows: its `metrics`, its last `decisions`, or one `decision`."""
+        live = self._live()
         match what:
             case "metrics":
-                return self._own_metrics()
+                status.refresh_gauges(live)
+                status.refresh_tenants(live, self._tenants(self._asgi_app))
+                status.refresh_refusals(live, self._asgi_app.state)
+                return live.metrics.exposition()
             case "decisions":
                 tenant, count = args
                 # Of the newest first, no more than are wanted: a record takes 7 us of this loop.
-                newest = reversed(self._live().records.values())
+                newest = reversed(live.records.values())
                 wanted = (r for r in newest if tenant is None or r.tenant == tenant)
                 return [record.to_dict() for record in islice(wanted, count)]
             case "decision":
@@ -208,12 +252,11 @@ class KappaIngress(OpenAiIngress):
                 return self._telemetry.tenant(request_id), self._telemetry.account(request_id)
         raise ValueError(f"an ingress asked for {what!r}, which this one does not know")
 
-    def _own_metrics(self) -> bytes:
-        live, app = self._live(), self._asgi_app
-        status.refresh_gauges(live)
-        status.refresh_tenants(live, current_tenants(app, self._settings.tenants))
-        status.refresh_refusals(live, app.state)
-        return live.metrics.exposition()
+    def _tenants(self, app: Any) -> Tenants:
+        """The tenants as the application knows them now, or at the start before its first
+        request."""
+        keyring = getattr(app.state, "keyring", None)
+        return self._settings.tenants if keyring is None else keyring.tenants
 
     # -- calls from and to Ray ------------------------------------------------------------------
 
@@ -226,20 +269,10 @@ class KappaIngress(OpenAiIngress):
         """
         if not self._checked:
             self._checked = True
-            await self._start.known(_FIRST_SIGHT_S)
+            await self._live.known(_FIRST_SIGHT_S)
         fault = self._live().members.fault()
         if fault:
             raise RuntimeError(f"this ingress must be replaced: {fault}")
-
-    def _rank(self) -> int:
-        """Which of the ingresses this is; 0 outside of Ray Serve."""
-        try:
-            return int(serve.get_replica_context().rank.rank)
-        except RayServeException:
-            return 0
-
-    def _live(self) -> LiveRouter:
-        return self._start()
 
     def _call(self, body: Any, method: str, headers: dict[str, str]) -> AsyncGenerator[Any, None]:
         pool = headers.get(POOL_HEADER) or self._live().pool_of(headers.get(PIN_HEADER, ""))
@@ -259,18 +292,18 @@ async def _parsed(request: Request) -> Any:
     try:
         data = json.loads(await request.body())
     except (ValueError, RecursionError) as error:
-        raise invalid_json(error) from None
+        raise errors.INVALID_JSON(why=error) from None
     if not isinstance(data, dict):
-        raise ApiError(400, "The request body is not a JSON object.", code="invalid_value")
+        raise errors.NO_OBJECT()
     schema: TypeAdapter[Any] = _CHAT if "messages" in data else _COMPLETION
     try:
         return schema.validate_python(data)
     except ApiError:
         raise
     except ValidationError as error:
-        raise validation_error(list(error.errors())) from None
+        raise errors.validation_error(list(error.errors())) from None
     except Exception as error:
-        raise unreadable_body(error) from None
+        raise errors.unreadable_body(error) from None
 
 
 ROUTES: dict[str, Callable[[FastAPI], Any]] = {

@@ -10,9 +10,7 @@ that worker computes the prompt itself.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -20,14 +18,11 @@ import structlog
 from kappa import metrics as m
 from kappa.protocol import Announcement
 from kappa.settings.engine import TransferSettings
-from router.api.deliver import Call
-from router.api.errors import ApiError
-from router.api.failures import may_pass_on, worker_failed
-from router.api.metadata import routed_metadata, tenant_metadata, worker_headers
+from router.api.deliver import Attempt, Call, WorkerFailed, may_pass_on
+from router.api.metadata import routed_metadata, tenant_metadata
 from router.api.request import ApiRequest
 from router.decision import (
     COMPUTE,
-    Decision,
     NoWorkerError,
     OverloadedError,
     PricedWorker,
@@ -50,45 +45,34 @@ _ONE_TOKEN = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
-    """What lies between prefill and decode workers, as the settings say; seconds are emulated ones
-    on paced workers."""
+def hands_over(
+    network: TransferSettings,
+    here: PricedWorker,
+    there: PricedWorker,
+    to: Announcement,
+    tokens: int,
+) -> bool:
+    """Whether a prefill worker should compute a prompt and hand it over.
 
-    bytes_per_s: float
-    fixed_s: float
-    min_new_tokens: int
-
-    def seconds(self, tokens: int, to: Announcement) -> float:
-        """Real seconds to hand over so many tokens' KV to that worker."""
-        bytes_s = tokens * to.kv_bytes_per_token / self.bytes_per_s
-        return to.node.dilation * (self.fixed_s + bytes_s)
-
-    def hands_over(self, here: PricedWorker, there: PricedWorker, transfer_s: float) -> bool:
-        """Whether `there` should compute the prompt and hand it to `here`.
-
-        Args:
-            here: the best worker that decodes, as if it computed the prompt itself.
-            there: the best prefill worker.
-            transfer_s: seconds to hand the prompt's KV over.
-        """
-        if here.bound != COMPUTE or here.counts.new_tokens < self.min_new_tokens:
-            return False
-        return there.ttft_s + transfer_s < here.ttft_s
-
-
-def prefill_only(workers: Iterable[Announcement]) -> frozenset[str]:
-    """Workers that compute prompts for others and never decode."""
-    return frozenset(one.worker for one in workers if one.role == _ROLE)
+    Args:
+        network: what lies between the two; its seconds are emulated ones on paced workers.
+        here: the best worker that decodes, as if it computed the prompt itself.
+        there: the best prefill worker.
+        to: the announcement of `here`.
+        tokens: whose KV would be handed over.
+    """
+    if here.bound != COMPUTE or here.counts.new_tokens < network.min_new_tokens:
+        return False
+    bytes_s = tokens * to.kv_bytes_per_token / network.net_bytes_per_s
+    return there.ttft_s + to.node.dilation * (network.fixed_s + bytes_s) < here.ttft_s
 
 
 class PrefillElsewhere:
     """Hands compute-bound prompts over, where there are prefill workers."""
 
-    def __init__(self, call: Call, settings: TransferSettings, timeout_s: float) -> None:
+    def __init__(self, call: Call, network: TransferSettings, timeout_s: float) -> None:
         """`timeout_s`: to the end of a prefill."""
-        self._call, self._timeout_s = call, timeout_s
-        self._network = Network(settings.net_bytes_per_s, settings.fixed_s, settings.min_new_tokens)
+        self._call, self._network, self._timeout_s = call, network, timeout_s
 
     async def __call__(
         self, live: LiveRouter, routed: RouteRequest, request: ApiRequest
@@ -99,19 +83,23 @@ class PrefillElsewhere:
             ApiError: a prefill worker died of it, or may have, so that nobody else may have it.
                 Whatever else fails here is only logged and counted.
         """
-        workers = [state.announcement for state in live.router.workers.values()]
-        prefill = prefill_only(workers)
+        workers = {name: state.announcement for name, state in live.router.workers.items()}
+        prefill = frozenset(name for name, one in workers.items() if one.role == _ROLE)
         if not prefill:
             return routed
-        decoding = frozenset(one.worker for one in workers) - prefill
         decodes = replace(routed, exclude=routed.exclude | prefill)
         prefills = replace(
-            routed,
-            request_id=f"{routed.request_id}{PREFILL_SUFFIX}",
-            exclude=routed.exclude | decoding,
-            max_tokens=1,
-        )
-        if not self._worth_it(live, decodes, prefills):
+            routed, request_id=f"{routed.request_id}{PREFILL_SUFFIX}", max_tokens=1,
+            exclude=routed.exclude | (workers.keys() - prefill),
+        )  # fmt: skip
+        if not routed.informed:
+            return decodes
+        try:
+            here, there = live.explain(decodes).chosen, live.explain(prefills).chosen
+        except NoWorkerError:
+            return decodes
+        if not hands_over(self._network, here, there, workers[here.worker], routed.tokens):
+            live.metrics.inc(m.PREFILLS, "kept" if here.bound == COMPUTE else "memory_bound")
             return decodes
         params = await self._prefill(live, prefills, request)
         live.metrics.inc(m.PREFILLS, "handed_over" if params else "failed")
@@ -119,21 +107,6 @@ class PrefillElsewhere:
             return decodes
         request.body.kv_transfer_params = params
         return replace(decodes, handed_tokens=routed.tokens)
-
-    def _worth_it(self, live: LiveRouter, decodes: RouteRequest, prefills: RouteRequest) -> bool:
-        if not decodes.informed:
-            return False
-        try:
-            here, there = live.explain(decodes), live.explain(prefills)
-        except NoWorkerError:
-            return False
-        to = live.router.workers[here.worker].announcement
-        transfer_s = self._network.seconds(decodes.tokens, to)
-        if self._network.hands_over(here.chosen, there.chosen, transfer_s):
-            return True
-        kept = "kept" if here.chosen.bound == COMPUTE else "memory_bound"
-        live.metrics.inc(m.PREFILLS, kept)
-        return False
 
     async def _prefill(
         self, live: LiveRouter, prefills: RouteRequest, request: ApiRequest
@@ -143,50 +116,30 @@ class PrefillElsewhere:
             decision = live.route(prefills, request.tenant.name)
         except (NoWorkerError, OverloadedError):
             return None
-        headers = worker_headers(request.headers, decision.worker, None)
-        stream = self._call(_one_token(live, decision, request), request.method, headers)
-        wait = live.members.waits.begin(decision.worker)
-        end = "error"
+        sent = tenant_metadata(live.records[decision.request_id].sent_as, request.tenant)
+        sent |= routed_metadata(decision, live.charges.elsewhere(decision.worker))
+        changes = {name: one for name, one in _ONE_TOKEN.items() if hasattr(request.body, name)}
+        body = request.body.model_copy(
+            update={**changes, "kv_transfer_params": dict(_TRANSFER), "vllm_xargs": sent}
+        )
+        attempt = Attempt.begin(self._call, live, decision, request, body)
         try:
-            first = await wait.next(stream, request.patience_s(self._timeout_s))
-            item = first[0] if isinstance(first, list) and first else first
-            params = getattr(item, "kv_transfer_params", None)
-            end = "done" if hasattr(item, "choices") else "refused"
-            return dict(params) if params else None
-        except asyncio.CancelledError:
-            end = "client_gone"
-            raise
-        except Exception as error:
-            end = _end_of(error, request)
+            _, item = await attempt.first(self._timeout_s)
+        except BaseException as error:
+            raised = await attempt.failed(error, self._timeout_s)
+            if not isinstance(error, Exception):
+                raise
             log.warning(
                 "prefill_failed", request_id=decision.request_id, worker=decision.worker,
                 error=type(error).__name__,
             )  # fmt: skip
-            live.members.failed(decision.worker, worker_failed(error).why)
-            if end == "worker_died":
+            if isinstance(raised, WorkerFailed) and raised.end == "worker_died":
                 may_pass_on(live, request, decision.worker)
             return None
-        finally:
-            if end == "done":
-                live.first_token(decision.request_id)
-            live.release(decision.request_id, end)
-            live.members.waits.end(decision.worker, wait)
-            request.attempt_over(end)
-            await stream.aclose()
-
-
-def _one_token(live: LiveRouter, decision: Decision, request: ApiRequest) -> Any:
-    """A copy of a request's body that asks for one token, and where the prompt's KV is."""
-    changes = {name: value for name, value in _ONE_TOKEN.items() if hasattr(request.body, name)}
-    sent = tenant_metadata(live.records[decision.request_id].sent_as, request.tenant)
-    sent |= routed_metadata(decision, live.charges.elsewhere(decision.worker))
-    return request.body.model_copy(
-        update={**changes, "kv_transfer_params": dict(_TRANSFER), "vllm_xargs": sent}
-    )
-
-
-def _end_of(error: Exception, request: ApiRequest) -> str:
-    """How a prefill that failed ended; if time ran out, that says nothing of its worker."""
-    if isinstance(error, ApiError | TimeoutError):
-        return "deadline" if request.expired else "timeout"
-    return worker_failed(error).end
+        if not hasattr(item, "choices"):
+            await attempt.over("refused")
+            return None
+        live.first_token(decision.request_id)
+        await attempt.over("done")
+        params = getattr(item, "kv_transfer_params", None)
+        return dict(params) if params else None

@@ -2,20 +2,32 @@
 
 Uses the model's own tokenizer and chat template (`router.api.tokenizer`), as the engine does. What
 it cannot render for sure (images) it does not guess: routing then fails open, and charges and
-admission control take an upper bound of its length. Slow work: call it off the event loop.
+admission control take an upper bound of its length. It is work like any other: in two lanes, each
+with one prompt at a time and a queue before it that is fair to tenants. Short prompts are tokenized
+by a thread, which their size keeps busy for milliseconds; long ones by a process that can be ended.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import numpy as np
-from ray.serve.llm.openai_api_models import ChatCompletionRequest
 
-from router.api.tokenizer import PromptTokenizer
+from router.api import errors
+from router.api.tenants import Tenant
+from router.api.tokenizer import PromptTokenizer, PromptTooLong
 
 # What vLLM passes on of a message; a template sees nothing else.
 _KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "task")
@@ -25,6 +37,16 @@ _KEYS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning", "
 # known only to itself.
 _MESSAGE_TOKENS = 8
 _MEDIA_TOKENS = 16_384
+
+SHORT_BYTES = 16 << 10
+"""Of a prompt that a thread tokenizes: about 10 ms of work."""
+_START_S = 60.0
+# Measured, 3.9 MB of one-byte tokens: 8 s on a free core, 28 s on a busy one.
+_SHORTEST_S, _S_PER_BYTE = 5.0, 20e-6
+# The root that this package is imported from: the process needs the same.
+_ROOT = str(Path(__file__).parents[2])
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +60,12 @@ class TokenizedPrompt:
     token_ids: np.ndarray | None
     tokens: int
     longest_tokens: int = 0
+
+
+def is_chat(body: Any) -> bool:
+    """Whether a body is a chat's, else a completion's; of a completion's extra fields one may have
+    any name: its type decides, as it does in the engine."""
+    return "messages" in type(body).model_fields
 
 
 class PromptRenderer:
@@ -55,7 +83,7 @@ class PromptRenderer:
 
         `tokens`: turns what `PromptTokenizer.tokens` takes into ids; by default that.
         """
-        tokens = self.tokenizer.tokens if tokens is None else tokens
+        tokens = tokens or self.tokenizer.tokens
         prompts = self.plain(body)
         if not prompts or any(prompt is None for prompt in prompts):
             return bounded(body)
@@ -69,8 +97,7 @@ class PromptRenderer:
     def plain(self, body: Any) -> list[list[int] | dict[str, Any] | None]:
         """For each prompt what `PromptTokenizer.tokens` takes, of JSON's types; the tokens
         themselves where a body holds them; None where they are not certain."""
-        # A completion may carry a field of any name: its type decides, as it does in the engine.
-        if isinstance(body, ChatCompletionRequest):
+        if is_chat(body):
             return [self._chat(body)]
         prompt = body.prompt
         if not prompt:
@@ -82,27 +109,22 @@ class PromptRenderer:
 
     def _chat(self, body: Any) -> dict[str, Any] | None:
         messages = [self._message(message) for message in body.messages]
-        if any(message is None for message in messages):
-            return None
-        tools = [tool.model_dump() for tool in body.tools] if getattr(body, "tools", None) else None
         extra = dict(getattr(body, "chat_template_kwargs", None) or {})
         effort = getattr(body, "reasoning_effort", None)
         if effort is not None:
             extra = {"enable_thinking": effort != "none", **extra, "reasoning_effort": effort}
         chat = {
             "conversation": messages,
-            "tools": tools,
+            "tools": [tool.model_dump() for tool in getattr(body, "tools", None) or ()] or None,
             "documents": getattr(body, "documents", None),
             "chat_template": None,
             "add_generation_prompt": getattr(body, "add_generation_prompt", True),
             "continue_final_message": getattr(body, "continue_final_message", False),
         }
-        if extra.keys() & chat.keys():
+        if None in messages or extra.keys() & chat.keys():
             return None
-        return {
-            "chat": chat | extra,
-            "add_special_tokens": bool(getattr(body, "add_special_tokens", False)),
-        }
+        special = bool(getattr(body, "add_special_tokens", False))
+        return {"chat": chat | extra, "add_special_tokens": special}
 
     def _message(self, message: Any) -> dict[str, Any] | None:
         """A message as the template sees it: content as a string, arguments as objects."""
@@ -113,9 +135,13 @@ class PromptRenderer:
             return None
         if plain.get("role") == "developer" and not self.tokenizer.takes_developers:
             return None
-        plain["content"] = _text(content)
-        if plain["content"] is None:
-            return None
+        if isinstance(content, list | tuple):
+            # As vLLM joins it, if it holds no more than text.
+            parts = [{"text": part} if isinstance(part, str) else part for part in content]
+            if any(p.get("type", "text") != "text" or p.get("text") is None for p in parts):
+                return None
+            content = "\n".join(part["text"] for part in parts if part["text"])
+        plain["content"] = content or ""
         if "reasoning" in plain:
             plain["reasoning_content"] = plain["reasoning"]
         calls = plain.pop("tool_calls", None)
@@ -127,16 +153,6 @@ class PromptRenderer:
 def _as_dict(value: Any) -> dict[str, Any]:
     plain: dict[str, Any] = dict(value) if isinstance(value, dict) else value.model_dump()
     return plain
-
-
-def _text(content: Any) -> str | None:
-    """Content as vLLM joins it; None if it holds more than text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = [{"type": "text", "text": p} if isinstance(p, str) else p for p in content]
-    if any(p.get("type", "text") != "text" or p.get("text") is None for p in parts):
-        return None
-    return "\n".join(p["text"] for p in parts if p["text"])
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
@@ -152,36 +168,23 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-# -- what is not tokenized --------------------------------------------------------------------
-
-
 def bounded(body: Any) -> TokenizedPrompt:
     """A prompt that is not tokenized: at most a token for each byte of it, and so many for each
     image, sound and video."""
-    if not isinstance(body, ChatCompletionRequest):
-        return TokenizedPrompt(None, max(_prompt_tokens(body.prompt), 1))
-    shown = [[tool.model_dump() for tool in body.tools or ()], body.documents]
-    messages = sum(_message_tokens(_as_dict(message)) for message in body.messages)
-    return TokenizedPrompt(None, messages + _bytes_in(shown))
-
-
-def _prompt_tokens(prompt: Any) -> int:
-    if not isinstance(prompt, list):
-        return _bytes_in(prompt)
-    ids = bool(prompt) and isinstance(prompt[0], int)
-    return len(prompt) if ids else sum(map(_prompt_tokens, prompt))
-
-
-def _message_tokens(message: Mapping[str, Any]) -> int:
-    content = message.get("content")
-    parts = content if isinstance(content, list | tuple) else [content]
-    each = (_MEDIA_TOKENS if _is_media(part) else _bytes_in(part) for part in parts)
-    around = _bytes_in({key: value for key, value in message.items() if key != "content"})
-    return _MESSAGE_TOKENS + around + sum(each)
-
-
-def _is_media(part: Any) -> bool:
-    return isinstance(part, Mapping) and str(part.get("type")).endswith(("_url", "_audio"))
+    if not is_chat(body):
+        prompt = body.prompt
+        several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+        prompts = prompt if several else [prompt]
+        tokens = sum(len(one) if isinstance(one, list) else _bytes_in(one) for one in prompts)
+        return TokenizedPrompt(None, max(tokens, 1))
+    tokens = _bytes_in([[tool.model_dump() for tool in body.tools or ()], body.documents])
+    for message in map(_as_dict, body.messages):
+        content = message.pop("content", None)
+        for part in content if isinstance(content, list | tuple) else [content]:
+            kind = str(part.get("type")) if isinstance(part, Mapping) else ""
+            tokens += _MEDIA_TOKENS if kind.endswith(("_url", "_audio")) else _bytes_in(part)
+        tokens += _MESSAGE_TOKENS + _bytes_in(message)
+    return TokenizedPrompt(None, tokens)
 
 
 def _bytes_in(value: Any) -> int:
@@ -193,3 +196,245 @@ def _bytes_in(value: Any) -> int:
     if isinstance(value, list | tuple):
         return sum(map(_bytes_in, value))
     return 0 if value is None else len(str(value))
+
+
+# -- lanes ------------------------------------------------------------------------------------
+
+
+class Tokenizing:
+    """Turns prompts into tokens for all requests of an ingress."""
+
+    def __init__(self, renderer: PromptRenderer, process: TokenizerProcess | None = None) -> None:
+        """`process`: tokenizes long prompts; by default one of the renderer's tokenizer."""
+        self._renderer = renderer
+        self._process = process or TokenizerProcess(renderer.source)
+        self._short, self._long = TokenizingLane("tokenize"), TokenizingLane("tokenize-long")
+
+    async def tokens(
+        self, body: Any, body_bytes: int, tenant: Tenant, most_tokens: int | None
+    ) -> TokenizedPrompt:
+        """A body's prompt as token ids, int64; bounded in length if it cannot be rendered here.
+
+        most_tokens: the largest context of any worker; None: not known.
+
+        Raises:
+            ApiError: 400, it cannot fit `most_tokens`, or tokenizing it was ended; 503, there is no
+                process to do it.
+            Exception: whatever the template raises.
+        """
+        prompt = getattr(body, "prompt", "")
+        holds_text = isinstance(prompt[0] if isinstance(prompt, list) and prompt else prompt, str)
+        short = body_bytes <= SHORT_BYTES or not holds_text
+        tokenizer = self._renderer.tokenizer if short else self._process
+
+        def work() -> TokenizedPrompt:
+            return self._renderer.render(body, lambda plain: tokenizer.tokens(plain, most_tokens))
+
+        try:
+            return await (self._short if short else self._long).run(tenant, body_bytes, work)
+        except PromptTooLong as error:
+            token_bytes = self._renderer.tokenizer.longest_token_bytes
+            assert token_bytes is not None
+            raise errors.PROMPT_TOO_LONG(
+                limit_tokens=most_tokens, text_bytes=error.args[0],
+                tokens=-(-error.args[0] // token_bytes),
+            ) from None  # fmt: skip
+
+    def close(self) -> None:
+        """End the process, and let the threads go."""
+        self._short.close()
+        self._long.close()
+        self._process.close()
+
+
+class TokenizingLane:
+    """Runs one piece of work at a time in a thread of its own; who is next, the queue says."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._busy = False
+
+    async def run(self, tenant: Tenant, cost: int, work: Callable[[], T]) -> T:
+        """The result of `work`, or what it raises. Cancelled while it waits, it is taken out of the
+        queue; cancelled later, the work goes on to its end, since a thread cannot be stopped, and
+        only then comes the next."""
+        loop = asyncio.get_running_loop()
+        admission: asyncio.Future[None] = loop.create_future()
+        self._queue.put(admission, tenant.name, tenant.weight, max(cost, 1))
+        if not self._busy:
+            self._next()
+        try:
+            await admission
+        except asyncio.CancelledError:
+            self._queue.drop(admission, tenant.name)
+            if admission.done() and not admission.cancelled():
+                self._next()
+            raise
+        job = loop.run_in_executor(self._thread, work)
+        job.add_done_callback(self._done)
+        return await asyncio.shield(job)
+
+    def close(self) -> None:
+        """Let the thread go."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _done(self, job: asyncio.Future[Any]) -> None:
+        # Nobody may be left to take note of what it raised.
+        if not job.cancelled():
+            job.exception()
+        self._next()
+
+    def _next(self) -> None:
+        while (admission := self._queue.take()) is not None and admission.cancelled():
+            pass
+        self._busy = admission is not None
+        if admission is not None:
+            admission.set_result(None)
+
+
+class FairQueue(Generic[T]):
+    """Serves tenants by weight: start-time fair queueing, in the order of arrival within a tenant.
+
+    Each tenant has a virtual time, which its work advances by cost / weight; who is least advanced
+    is next. One that had nothing waiting begins at the time of the work begun last, so nobody saves
+    up. P. Goyal, H. Vin, H. Cheng, "Start-time Fair Queuing", SIGCOMM 1996.
+    """
+
+    def __init__(self) -> None:
+        # Of each tenant's items: order of arrival, advance, item.
+        self._waiting: dict[str, deque[tuple[int, float, T]]] = {}
+        self._reached: dict[str, float] = {}
+        self._now = 0.0
+        self._count = 0
+
+    def put(self, item: T, tenant: str, weight: float, cost: float) -> None:
+        """Add an item; `cost` in any unit that is the same for all, `weight` above zero."""
+        if tenant not in self._waiting:
+            self._reached[tenant] = max(self._reached.get(tenant, 0.0), self._now)
+        self._waiting.setdefault(tenant, deque()).append((self._count, cost / weight, item))
+        self._count += 1
+
+    def take(self) -> T | None:
+        """The next one, charged to its tenant. None: nothing waits, and all are even again."""
+        if not self._waiting:
+            self._reached.clear()
+            self._now = 0.0
+            return None
+        tenant = min(self._waiting, key=lambda t: (self._reached[t], self._waiting[t][0][0]))
+        _, advance, item = self._waiting[tenant].popleft()
+        self._now = self._reached[tenant]
+        self._reached[tenant] += advance
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
+        return item
+
+    def drop(self, item: T, tenant: str) -> None:
+        """Take an item out without a charge; harmless for one that does not wait."""
+        left = deque(one for one in self._waiting.pop(tenant, ()) if one[2] is not item)
+        if left:
+            self._waiting[tenant] = left
+
+
+# -- the process ------------------------------------------------------------------------------
+
+
+class PromptRefused(Exception):  # the prompt's fault, as a template saw it
+    """The template or tokenizer refused the prompt; `args`: the name of its error."""
+
+
+def longest_s(prompt_bytes: int) -> float:
+    """Seconds that tokenizing so many bytes may take."""
+    return _SHORTEST_S + _S_PER_BYTE * prompt_bytes
+
+
+class TokenizerProcess:
+    """A process of its own that tokenizes one prompt at a time, and can be ended.
+
+    It is started for the first prompt, not forked. A prompt that takes longer than its bytes allow
+    costs the process, and the next prompt starts another. Blocking: call it from a thread, and not
+    from two at once; `close` is for any.
+    """
+
+    def __init__(self, source: str, module: str = "router.api.tokenizer") -> None:
+        """`source`: the tokenizer's folder or name; `module`: what is run."""
+        self._command = [sys.executable, "-m", module, source]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._lock, self._closed = threading.Lock(), False
+
+    @property
+    def pid(self) -> int | None:
+        """The running process' id; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def tokens(self, plain: Mapping[str, Any], most_tokens: int | None = None) -> np.ndarray:
+        """As `PromptTokenizer.tokens`, there.
+
+        Raises:
+            ApiError: 400, it took too long or too much memory; 503, the process did not start.
+            PromptTooLong: it cannot fit `most_tokens`.
+            PromptRefused: the template or the tokenizer refused it.
+        """
+        question = json.dumps({"plain": plain, "most_tokens": most_tokens}).encode()
+        limit_s = longest_s(len(question))
+        too_much = errors.PROMPT_NOT_TOKENIZED(prompt_bytes=len(question), limit_s=limit_s)
+        pipe = self._started()
+        try:
+            pipe.send_bytes(question)
+            if not pipe.poll(limit_s):
+                raise TimeoutError
+            answer = pipe.recv_bytes()
+        except (OSError, EOFError):
+            self._end()
+            raise too_much from None
+        if answer[:1] != b"{":
+            return np.frombuffer(answer[1:], dtype="<i4").astype(np.int64)
+        failure = json.loads(answer)
+        if "too_long" in failure:
+            raise PromptTooLong(failure["too_long"])
+        raise too_much if failure["error"] == "MemoryError" else PromptRefused(failure["error"])
+
+    def close(self) -> None:
+        """End the process, for good."""
+        with self._lock:
+            self._closed = True
+        self._end()
+
+    def _started(self) -> Connection:
+        """The connection to a process that has loaded its tokenizer."""
+        if self._process is not None and self._pipe is not None and self._process.poll() is None:
+            return self._pipe
+        self._end()
+        pipe, its = Pipe()
+        paths = [_ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        environment = {
+            **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        with self._lock, its:
+            if self._closed:
+                pipe.close()
+                raise errors.TOKENIZER_NOT_STARTED()
+            self._pipe = pipe
+            self._process = subprocess.Popen(
+                self._command, stdin=its.fileno(), stdout=subprocess.DEVNULL, env=environment
+            )
+        try:
+            if not pipe.poll(_START_S):
+                raise TimeoutError
+            pipe.recv_bytes()
+        except (OSError, EOFError):
+            self._end()
+            raise errors.TOKENIZER_NOT_STARTED() from None
+        return pipe
+
+    def _end(self) -> None:
+        with self._lock:
+            process, pipe = self._process, self._pipe
+            self._process = self._pipe = None
+        if process is not None:
+            process.kill()
+            process.wait()
+        if pipe is not None:
+            pipe.close()

@@ -1,37 +1,40 @@
-"""One chat or completion on its way: whose it is, what it asks for, and what it is held to."""
+"""One chat or completion on its way: whose it is, what it asks for, and what it is held to.
+
+What can never be served is refused before it is queued: a scheduler that packs by VRAM promises
+that every request is served only for those that fit.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ray.serve.llm.openai_api_models import ChatCompletionRequest
+import numpy as np
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from kappa.protocol import Announcement
+from router.api import errors
 from router.api.app import Inbound, inbound_of
-from router.api.auth import Tenant
-from router.api.constraints import (
-    APPROX_HEADER,
-    DEADLINE_HEADER,
-    Deadline,
-    approx_allowed,
-    cache_salt,
-    deadline_of,
-)
 from router.api.fields import choices_in
-from router.api.metadata import PLAN_HEADER
-from router.api.render import TokenizedPrompt
+from router.api.metadata import APPROX_HEADER, PLAN_HEADER
+from router.api.render import TokenizedPrompt, is_chat
+from router.api.tenants import Tenant
+from router.decision import Estimates
 from router.index.prefix_hash import salt_of
 from router.live.suspects import content_digest
 from router.telemetry import RequestTimeline
 
+DEADLINE_HEADER = "x-kappa-deadline-ms"
 SESSION_HEADER = "x-session-id"
 
-_CONVERSATION_KEYS = ("prompt_cache_key", "user")
+_LONGEST_DEADLINE_MS = 24 * 3600 * 1000
 _CLOCK_SLACK_S = 0.005
+_CONVERSATION_KEYS = ("prompt_cache_key", "user")
+_APPROX_VALUES = {"ok": True, "no": False, "": None}
 _GIVEN_UP = ("client_gone", "deadline")
 
 
@@ -40,8 +43,8 @@ class ApiRequest:
     """A request from its accepted body to the end of its answer.
 
     request_id: its id here, unlike that of any other that is open; method: Ray's name of its kind,
-    `chat` or `completions`; body: Ray's schema of it; prompt: None until it is tokenized or
-    bounded; on_end: called once with the end and the status, when the request is over.
+    `chat` or `completions`; body: Ray's schema of it; on_end: called once with the end and the
+    status, when the request is over; deadline: by when its answer must have begun.
     """
 
     request_id: str
@@ -52,7 +55,6 @@ class ApiRequest:
     timeline: RequestTimeline
     on_end: Callable[[ApiRequest, str, int], None] | None = None
     deadline: Deadline | None = None
-    prompt: TokenizedPrompt | None = None
 
     @classmethod
     def of(cls, http: Request, body: Any, method: str) -> ApiRequest:
@@ -63,16 +65,11 @@ class ApiRequest:
 
     def prepare(self) -> None:
         """Read its deadline, and make its body's `cache_salt` its tenant's own, for engine and
-        router alike.
-
-        Raises:
-            ApiError: 400, its deadline is none.
-        """
+        router alike; raises ApiError 400 if its deadline is none."""
         salt = cache_salt(self.tenant, self.body.cache_salt)
         if salt is not None:
             self.body.cache_salt = salt
-        header = self.headers.get(DEADLINE_HEADER, "")
-        self.deadline = deadline_of(header, self.inbound.arrived_s)
+        self.deadline = deadline_of(self.headers.get(DEADLINE_HEADER, ""), self.inbound.arrived_s)
 
     def finish(self, end: str, status: int) -> None:
         """It is over; only the first call counts."""
@@ -87,11 +84,6 @@ class ApiRequest:
         return self.inbound.tenant
 
     @property
-    def streamed(self) -> bool:
-        """Whether its answer has begun with its first token."""
-        return bool(self.body.stream)
-
-    @property
     def max_tokens(self) -> int:
         """The client's bound on generated tokens, 0 if it gave none."""
         fields = vars(self.body)
@@ -99,19 +91,15 @@ class ApiRequest:
 
     @property
     def salt(self) -> int:
-        """What sets its cached prefixes apart: its tenant, or that it finds none at all."""
-        if self._reads_no_cache:
-            return salt_of(f"{self.request_id} finds no prefix")
-        return salt_of(self.body.cache_salt)
+        """What sets its cached prefixes apart: its tenant, or that it finds none at all.
 
-    @property
-    def _reads_no_cache(self) -> bool:
-        """Whether vLLM computes all of its prompt, since it is asked for the prompt's logprobs."""
+        vLLM computes all of a prompt whose logprobs it is asked for.
+        """
         body = self.body
-        if body.prompt_logprobs is not None or not body.echo:
-            return body.prompt_logprobs is not None
-        is_chat = isinstance(body, ChatCompletionRequest)
-        return (body.top_logprobs if is_chat else body.logprobs) is not None
+        reads_no_cache = body.prompt_logprobs is not None
+        if body.echo and not reads_no_cache:
+            reads_no_cache = (body.top_logprobs if is_chat(body) else body.logprobs) is not None
+        return salt_of(f"{self.request_id} finds no prefix" if reads_no_cache else body.cache_salt)
 
     @property
     def conversation(self) -> str:
@@ -148,7 +136,7 @@ class ApiRequest:
         Raises:
             ApiError: its tenant has no tokens left, or its deadline has passed.
         """
-        self.prompt, now_s = prompt, time.monotonic()
+        now_s = time.monotonic()
         if self.deadline is not None:
             self.deadline.check(now_s)
         if self.inbound.lease is not None:
@@ -156,11 +144,8 @@ class ApiRequest:
             self.inbound.lease.reserve(prompt.tokens, generated, now_s)
 
     def patience_s(self, longest_s: float) -> float:
-        """Seconds to wait for its first item: no longer than `longest_s`, nor past its deadline.
-
-        Raises:
-            ApiError: 504, it has passed.
-        """
+        """Seconds to wait for its first item: no longer than `longest_s`, nor past its deadline;
+        raises ApiError 504 if that has passed."""
         if self.deadline is None:
             return longest_s
         now_s = time.monotonic()
@@ -174,11 +159,6 @@ class ApiRequest:
         now_s = time.monotonic() + _CLOCK_SLACK_S
         return self.deadline is not None and now_s >= self.deadline.at_s
 
-    def check_deadline(self) -> None:
-        """Raises ApiError 504 if its deadline has passed."""
-        if self.deadline is not None and self.expired:
-            self.deadline.check(self.deadline.at_s)
-
     def attempt_over(self, end: str) -> None:
         """An attempt to serve it ended so; what was computed for a client that would not wait, it
         pays for."""
@@ -189,3 +169,164 @@ class ApiRequest:
         """Output tokens go out to the client."""
         if self.inbound.lease is not None:
             self.inbound.lease.generated(tokens)
+
+
+def cache_salt(tenant: Tenant, own: str | None) -> str | None:
+    """The salt of a request of `tenant` that asked for the salt `own`; None: there is none.
+
+    An engine that reuses another tenant's prefix answers sooner, and by that tells what the other
+    asked. So the tenant's name goes into the salt of every prefix hash, the engine's and the
+    router's alike; a client's own salt divides its tenant's cache further and can never leave it.
+    The salt is the same at every start and every ingress, so that caches which outlive them stay of
+    use. Whoever knows it gains nothing: what a client sends is hashed in, never taken for the
+    result.
+    """
+    if not tenant.own_cache:
+        return own or None
+    name, given = tenant.name.encode(), (own or "").encode(errors="surrogatepass")
+    # The length keeps apart tenant and salt, wherever one ends and the other begins.
+    data = len(name).to_bytes(4, "little") + name + given
+    return hashlib.blake2b(data, digest_size=16, person=b"kappa-tenant").hexdigest()
+
+
+# -- deadlines --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """By when an answer must have begun: the first token of a streamed one, all of another.
+
+    In seconds of the clock that `arrived_s` was read from. What is predicted to miss it is refused
+    at once; what has missed it while it waited, here or in an engine's queue, is dropped.
+    """
+
+    arrived_s: float
+    allowed_s: float
+
+    @property
+    def at_s(self) -> float:
+        return self.arrived_s + self.allowed_s
+
+    def check(self, now_s: float) -> None:
+        """Raises ApiError 504 once it has passed."""
+        if now_s >= self.at_s:
+            raise errors.DEADLINE_PASSED(allowed_s=self.allowed_s)
+
+
+def deadline_of(header: str, arrived_s: float) -> Deadline | None:
+    """The deadline that a request's header asks for; None without one; ApiError 400 if it is no
+    whole number of milliseconds above 0, or more than a day."""
+    text = header.strip()
+    if not text:
+        return None
+    readable = text.isascii() and text.isdigit() and len(text) < 12
+    if not readable or not 1 <= int(text) <= _LONGEST_DEADLINE_MS:
+        raise errors.bad_field(
+            DEADLINE_HEADER, f"give whole milliseconds from 1 to {_LONGEST_DEADLINE_MS}"
+        )
+    return Deadline(arrived_s, int(text) / 1000)
+
+
+def late_workers(
+    deadline: Deadline, estimates: Estimates, now_s: float, *, streamed: bool
+) -> frozenset[str]:
+    """The workers that would answer too late, none if all make it.
+
+    An answer that is not streamed is there with its last token: as many as are expected, at the
+    worker's predicted pace.
+
+    Raises:
+        ApiError: 429 with the seconds that the soonest one lacks, if that is all of them.
+    """
+    needed_s = estimates.ttft_s
+    if not streamed:
+        needed_s = needed_s + estimates.expected_output_tokens * estimates.tpot_s
+    late = needed_s > deadline.at_s - now_s
+    if late.all():
+        soonest_s = float(needed_s.min())
+        late_s = now_s + soonest_s - deadline.at_s
+        raise errors.DEADLINE_UNMEETABLE(
+            needed_s=soonest_s, late_s=late_s, allowed_s=deadline.allowed_s, retry_after_s=late_s
+        )
+    return frozenset(estimates.workers[i] for i in np.flatnonzero(late))
+
+
+# -- workers that can serve it ----------------------------------------------------------------
+
+
+def unfit_workers(
+    workers: Collection[Announcement], prompt_tokens: int, max_tokens: int
+) -> frozenset[str]:
+    """Workers that could never hold the prompt and `max_tokens` more (at least one).
+
+    Raises:
+        ApiError: 400 with what it needs and what there is, if that is all of them.
+    """
+    generated = max(max_tokens, 1)
+    needed = prompt_tokens + generated
+
+    def blocks(worker: Announcement) -> int:
+        return -(-needed // worker.block_tokens)
+
+    def usable_blocks(worker: Announcement) -> int:
+        return worker.device_blocks - 1  # vLLM keeps one block that it never gives away.
+
+    unfit = frozenset(
+        one.worker
+        for one in workers
+        if needed > one.max_context_tokens or blocks(one) > usable_blocks(one)
+    )
+    if not workers or len(unfit) < len(workers):
+        return unfit
+    context = max(one.max_context_tokens for one in workers)
+    if needed > context:
+        asked = f" and {max_tokens} to generate" if max_tokens > 0 else ""
+        raise errors.CONTEXT_TOO_LONG(
+            limit_tokens=context, needed=needed, parts=f"{prompt_tokens} in the prompt{asked}"
+        )
+    largest = max(workers, key=lambda one: usable_blocks(one) * one.block_tokens)
+    fault = errors.ANSWER_TOO_LARGE if max_tokens > 0 else errors.PROMPT_TOO_LARGE
+    raise fault(
+        blocks=blocks(largest), prompt_tokens=prompt_tokens, max_tokens=generated,
+        device_blocks=usable_blocks(largest),
+    )  # fmt: skip
+
+
+def approx_allowed(header: str | None, field: object) -> bool | None:
+    """Whether a client takes an approximate answer; None: it does not say.
+
+    Args:
+        header: of `x-kappa-approx`, which wins; None without one.
+        field: "approx" of the body; None without one.
+
+    Raises:
+        ApiError: 400, it is neither ok nor no.
+    """
+    given = field if header is None else header
+    value = "" if given is None else str(given).strip().lower()
+    if value not in _APPROX_VALUES:
+        raise errors.bad_field(
+            APPROX_HEADER, "give 'ok' where the answer may be approximate, or 'no'"
+        )
+    return _APPROX_VALUES[value]
+
+
+def is_approximate(worker: Announcement, allowed: bool | None) -> bool:
+    """Whether this worker is to answer a request approximately."""
+    policy = worker.load_plan.get("approx", "never")
+    return allowed is not False and (policy == "always" or (policy == "ask" and allowed is True))
+
+
+def exact_workers(workers: Collection[Announcement], allowed: bool | None) -> frozenset[str]:
+    """Workers that a request which asks for an approximate answer is kept from.
+
+    Raises:
+        ApiError: 400, it asks and no worker may: rather than be answered exactly, at a cost that it
+            did not ask for.
+    """
+    if not allowed:
+        return frozenset()
+    exact = frozenset(one.worker for one in workers if not is_approximate(one, allowed))
+    if workers and len(exact) == len(workers):
+        raise errors.NO_APPROXIMATION()
+    return exact

@@ -17,7 +17,7 @@ from pathlib import Path
 from kappa.settings.engine import TransferSettings
 from kappa.settings.routing import ObservingSettings, RouterSettings
 from router.admission import AdmissionRule
-from router.api.auth import Tenants
+from router.api.tenants import Tenants
 from router.index.prefix_hash import secret_from_seed
 from router.live.circuit_breaker import BreakerRule
 from router.live.live_router import LiveRouter
@@ -51,15 +51,16 @@ class IngressSettings:
 
 def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:
     """The pure router's part of the settings, for the ingress of this rank."""
+    given = settings.router
     return RouterConfig(
-        policy=policy_named(settings.router.policy),
+        policy=policy_named(given.policy),
         secret=secret_from_seed(settings.secret),
-        index_blocks=settings.router.index_blocks,
-        stale_after_s=settings.router.stale_after_s,
-        calibrate=settings.router.calibrate,
-        calibrate_requests=settings.router.calibrate_requests,
-        forecast_workers=settings.router.forecast_workers,
-        admission=AdmissionRule() if settings.router.admission else None,
+        index_blocks=given.index_blocks,
+        stale_after_s=given.stale_after_s,
+        calibrate=given.calibrate,
+        calibrate_requests=given.calibrate_requests,
+        forecast_workers=given.forecast_workers,
+        admission=AdmissionRule() if given.admission else None,
         first=rank % settings.replicas / settings.replicas,
         planner_of=planner_of,
     )
@@ -67,16 +68,14 @@ def router_config(settings: IngressSettings, rank: int = 0) -> RouterConfig:
 
 def member_rule(settings: IngressSettings) -> MembershipRule:
     """When a worker counts as gone."""
-    failover = settings.router.failover
+    rule = settings.router.failover
     return MembershipRule(
-        stall_after_s=failover.stall_after_s,
-        lost_after_s=max(settings.router.stale_after_s, failover.stall_after_s),
+        stall_after_s=rule.stall_after_s,
+        lost_after_s=max(settings.router.stale_after_s, rule.stall_after_s),
         # Ray ends it at its own time; a little later it is gone for us, too.
         drain_s=settings.drain_s + _DRAIN_MARGIN_S,
         breaker=BreakerRule(
-            failures=failover.failures,
-            pause_s=failover.pause_s,
-            longest_pause_s=failover.longest_pause_s,
+            failures=rule.failures, pause_s=rule.pause_s, longest_pause_s=rule.longest_pause_s
         ),
     )
 
@@ -104,14 +103,11 @@ class LiveStart:
     def __call__(self) -> LiveRouter:
         """The live router; the first call makes it, on the running event loop."""
         if self._live is None:
-            seen = self._settings.observing
+            settings, seen = self._settings, self._settings.observing
             self._live = LiveRouter(
-                router_config(self._settings, self._rank),
-                record=record_file(self._settings, self._rank),
-                rule=member_rule(self._settings),
-                counting=seen.metrics,
-                request_log=seen.request_log,
-            )
+                router_config(settings, self._rank), record_file(settings, self._rank),
+                member_rule(settings), counting=seen.metrics, request_log=seen.request_log,
+            )  # fmt: skip
             self._waking = asyncio.ensure_future(self._wake())
         return self._live
 

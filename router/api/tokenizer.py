@@ -2,8 +2,8 @@
 
 `python -m router.api.tokenizer SOURCE` tokenizes long prompts for an ingress. Its standard input is
 a socket, on which frames come as `multiprocessing.connection` sends them. It dies with its parent,
-and each prompt may take only so much memory; its other side is
-`router.api.tokenizing.TokenizerProcess`. So this file imports little: no Ray, no vLLM, no torch.
+and each prompt may take only so much memory; its other side is `router.api.render`. So this file
+imports little: no Ray, no vLLM, no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class PromptTokenizer:
         self.takes_developers = "developer" in template
         self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         self.longest_token_bytes = longest_token_bytes(self._backend)
-        # The first call takes truncation and padding out of the backend; see `_ids`.
+        # The first call takes truncation and padding out of the backend, which `tokens` calls.
         self._tokenizer("a")
 
     def tokens(self, plain: Mapping[str, Any], most_tokens: int | None = None) -> np.ndarray:
@@ -73,29 +73,25 @@ class PromptTokenizer:
             PromptTooLong: it cannot fit, found before it is tokenized.
             Exception: whatever a template raises.
         """
-        text = plain["text"] if "text" in plain else self._rendered(plain["chat"])
+        if "text" in plain:
+            text = plain["text"]
+        else:
+            chat = {**plain["chat"]}
+            chat["chat_template"] = chat.get("chat_template") or self._template
+            text = str(self._tokenizer.apply_chat_template(**chat, tokenize=False))
         if most_tokens is not None and self.longest_token_bytes is not None:
             text_bytes = len(text.encode(errors="replace"))
             if text_bytes > most_tokens * self.longest_token_bytes:
                 raise PromptTooLong(text_bytes)
-        return np.asarray(self._ids(text, plain["add_special_tokens"]), dtype=np.int64)
-
-    def _rendered(self, chat: Mapping[str, Any]) -> str:
-        template = chat.get("chat_template") or self._template
-        return str(
-            self._tokenizer.apply_chat_template(
-                **{**chat, "chat_template": template}, tokenize=False
-            )
-        )
-
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """As the tokenizer's own call gives them, which also builds masks, offsets and lists that
-        nobody reads: as long as tokenizing itself."""
+        special = plain["add_special_tokens"]
         if self._backend is None:
-            ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids
-            return ids
-        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(found.ids)
+            ids = self._tokenizer(text, add_special_tokens=special).input_ids
+        else:
+            # The tokenizer's own call also builds masks, offsets and lists that nobody reads, which
+            # takes as long as tokenizing itself.
+            (found,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+            ids = found.ids
+        return np.asarray(ids, dtype=np.int64)
 
 
 def longest_token_bytes(backend: Any) -> int | None:
@@ -110,11 +106,12 @@ def longest_token_bytes(backend: Any) -> int | None:
     added = backend.get_added_tokens_decoder().values()
     if shrinks is None or any(token.lstrip or token.rstrip for token in added):
         return None
-    parts = list(_parts(_state(backend.pre_tokenizer)))
-    if not any(part["type"] == "ByteLevel" for part in parts) or not all(map(_keeps, parts)):
-        return None
+    cuts = _flat(_state(backend.pre_tokenizer))
+    keep = all(c["type"] in _CUTTING and c.get("behavior") != "Removed" for c in cuts)
     vocabulary = backend.get_vocab(with_added_tokens=False)
-    if sum(len(token) == 1 for token in vocabulary) < _BYTE_VALUES:
+    single_bytes = sum(len(token) == 1 for token in vocabulary)
+    byte_level = any(c["type"] == "ByteLevel" for c in cuts) and single_bytes >= _BYTE_VALUES
+    if not keep or not byte_level:
         return None
     # A character of a byte-level token is a byte; an added token is found as the text it is.
     lengths = [len(token) for token in vocabulary]
@@ -127,44 +124,41 @@ def _state(part: Any) -> dict[str, Any]:
     return state or {}
 
 
-def _parts(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    if state.get("type") == "Sequence":
-        for part in state["pretokenizers"]:
-            yield from _parts(part)
-    elif state:
-        yield state
-
-
-def _keeps(part: Mapping[str, Any]) -> bool:
-    return part["type"] in _CUTTING and part.get("behavior") != "Removed"
+def _flat(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A pre-tokenizer's parts, those of sequences one by one."""
+    if state.get("type") != "Sequence":
+        return [state] if state else []
+    return [part for inner in state["pretokenizers"] for part in _flat(inner)]
 
 
 # -- the program ------------------------------------------------------------------------------
 
 
 def main(source: str, load: Callable[[str], Any] = PromptTokenizer) -> None:
-    """Load the tokenizer of `source` and serve on standard input."""
-    _die_with_parent()
+    """Load the tokenizer of `source` and serve on standard input until the ingress is gone.
+
+    Answers are ids as little-endian int32 after a space, or a JSON object with `error` or
+    `too_long`.
+    """
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before that
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # `transformers` imports them if they are there; a tokenizer needs none of them, and they are
     # three quarters of the memory.
     for name in ("torch", "torchvision", "scipy", "sklearn", "pandas"):
         sys.modules[name] = None  # type: ignore[assignment]
     with contextlib.suppress(EOFError, OSError):
-        _serve(load(source), Connection(os.dup(0)))
-
-
-def _serve(tokenizer: Any, pipe: Connection) -> None:
-    """Answer until the ingress is gone: ids as little-endian int32 after a space, or a JSON object
-    with `error` or `too_long`."""
-    pipe.send_bytes(b"ready")
-    while True:
-        question = pipe.recv_bytes()
-        _bound_memory(_data_bytes() + _SPARE_BYTES + _MEMORY_PER_BYTE * len(question))
-        pipe.send_bytes(_answer(tokenizer, question))
-        if len(question) > _LARGE_BYTES:
-            # What a long prompt took would stay for good.
-            ctypes.CDLL(None).malloc_trim(0)
+        tokenizer, pipe = load(source), Connection(os.dup(0))
+        pipe.send_bytes(b"ready")
+        while True:
+            question = pipe.recv_bytes()
+            _bound_memory(_SPARE_BYTES + _MEMORY_PER_BYTE * len(question))
+            pipe.send_bytes(_answer(tokenizer, question))
+            if len(question) > _LARGE_BYTES:
+                # What a long prompt took would stay for good.
+                ctypes.CDLL(None).malloc_trim(0)
 
 
 def _answer(tokenizer: Any, question: bytes) -> bytes:
@@ -182,23 +176,13 @@ def _answer(tokenizer: Any, question: bytes) -> bytes:
         return json.dumps({"error": type(error).__name__}).encode()
 
 
-def _data_bytes() -> int:
-    """What this process has of private memory that it may write, as RLIMIT_DATA counts it."""
+def _bound_memory(more_bytes: int) -> None:
+    """Allow so much more of private memory that may be written, as RLIMIT_DATA counts it."""
     pages = int(Path("/proc/self/statm").read_text().split()[5])
-    return pages * resource.getpagesize()
-
-
-def _bound_memory(limit_bytes: int) -> None:
+    limit_bytes = pages * resource.getpagesize() + more_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard == resource.RLIM_INFINITY or limit_bytes < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
-
-
-def _die_with_parent() -> None:
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it died before that
 
 
 if __name__ == "__main__":

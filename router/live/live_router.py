@@ -33,7 +33,6 @@ from router.live.record_file import RecordFile
 from router.live.records import SENT_MARK, DecisionRecord, Records
 from router.live.replica_registry import REGISTRY
 from router.live.suspects import Suspects
-from router.load_plans import planner_of
 from router.recording import RecordedRouter
 from router.rollout import Arm, ShadowDecision, ray_choice
 from router.router import Router, RouterConfig
@@ -261,7 +260,7 @@ class LiveRouter:
         return ray_choice(pools, lambda _: 0, request_id) if pools else ""
 
     def worker_joined(self, announcement: Announcement) -> None:
-        planner = planner_of(announcement)
+        planner = self.router.config.planner_of(announcement)
         self.kappa_eff[announcement.worker] = planner.kappa_eff() if planner is not None else None
 
     def worker_left(self, worker: str, node: str, lost: list[str]) -> None:

@@ -85,7 +85,7 @@ class InProcess(KappaIngress):
         return {"object": "list", "data": list(self._model_cards.values())}
 
     async def model_data(self, model: str):
-        self._path.known_model(model)
+        self._path.check_model(model)
         return self._model_cards[model]
 
     async def profile(self):
@@ -172,7 +172,7 @@ class Serving:
             await asyncio.sleep(0.05)
         server.should_exit = True
         await serving
-        await ingress._start.close()
+        await ingress._live.close()
         for node in nodes:
             await node.close()
         live_router.REGISTRY = registry

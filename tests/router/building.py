@@ -8,8 +8,10 @@ import numpy as np
 
 from kappa.cost import step_model
 from kappa.hardware import node_profile
+from kappa.keys import digest_of
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
+from router.api.tenants import Tenants
 from router.calibration import Calibration, engine_speed
 from router.decision import RouteRequest
 from router.fleet import Fleet, PricedPrompt
@@ -79,3 +81,9 @@ def estimate(fleet, now_s=0.0, tokens=4000, cached=0, device=0):
     slots = fleet.ready(now_s, NEVER, frozenset())
     device, cached = np.full(len(slots), float(device)), np.full(len(slots), float(cached))
     return fleet.estimate(slots, now_s, PricedPrompt(tokens, 100), device, cached)
+
+
+def tenants_of(by_key, weights=None, **options):
+    """A table of tenants from keys in the clear."""
+    by_digest = {digest_of(key): name for key, name in by_key.items()}
+    return Tenants(weights=weights or {}, **options).with_digests(by_digest)

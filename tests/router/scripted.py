@@ -1,12 +1,13 @@
 """The ingress with a script in place of Ray's delivery; routing, limits and HTTP are real.
 
 Fault injection for the tests of the request path: `script(worker)` yields what that worker answers,
-or raises. The fixture `serve` (conftest) makes one, with workers that only their announcement tells
-of.
+or raises. The fixture `serve` (conftest) makes one, with workers of which only announcements are
+known.
 """
 
 import json
-from dataclasses import replace
+import pickle
+from dataclasses import dataclass, replace
 
 import httpx
 import numpy as np
@@ -14,28 +15,38 @@ import numpy as np
 import router.live.live_router
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
+from kappa.keys import digest_of
 from kappa.protocol import Announcement
 from kappa.settings.routing import RouterSettings
 from router.admission import AdmissionRule
 from router.api.app import Access, make_app
-from router.api.auth import Tenants
-from router.api.endpoints import KappaIngress
+from router.api.endpoints import ROUTES, KappaIngress
 from router.api.metadata import PIN_HEADER
 from router.api.render import PromptRenderer
 from router.api.start import IngressSettings
+from router.api.tenants import Tenants
 from router.decision import RouteRequest
 from router.live.replica_registry import ReplicaRegistry
 from tests.router.stream_worker import until as until
 from workers.tiny_model import make_tiny_model
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-PATH = "/v1/chat/completions"
-_PATIENCE_S = 30.0
+PATH, TEXTS, ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/route"
+KEYS = {"alice": "sk-alice", "bob": "sk-bob", "ops": "sk-ops"}
+OWN = Tenants(own_caches=True, operators=frozenset({"ops"})).with_digests(
+    {digest_of(key): name for name, key in KEYS.items()}
+)
+"""Tenants with caches of their own, of which `ops` is an operator."""
 
 
 def event(text):
     choice = {"index": 0, "delta": {"content": text}}
     return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+
+async def words(_worker):
+    yield [event("one")]
+    yield [event("two"), event("three")]
 
 
 def ingress_settings(**changes):
@@ -50,61 +61,95 @@ def ingress_settings(**changes):
 
 
 class Scripted(KappaIngress):
-    """The ingress with a script in place of Ray's delivery; `script(worker)` yields its items."""
+    """The ingress with a script in place of Ray's delivery; `script(worker)` yields its items.
+
+    sent, bodies, headers: of each delivery the worker, the body as its engine gets it, and the
+    headers; closed: deliveries that are over.
+    """
 
     def __init__(self, renderer, script, **changes):
         self._wire(ingress_settings(**changes), renderer)
         self._model_cards = {"m": None}
-        self._script, self.sent, self.closed = script, [], 0
-        self.told, self.headers = [], []
+        self.script, self.sent, self.closed = script, [], 0
+        self.bodies, self.headers = [], []
 
     async def _wake_router(self):
         return
 
+    @property
+    def told(self):
+        """The metadata of each delivery."""
+        return [body.vllm_xargs for body in self.bodies]
+
     async def _call(self, body, method, headers):
-        worker = headers[PIN_HEADER]
+        worker = headers.get(PIN_HEADER, "")
         self.sent.append(worker)
-        self.told.append(dict(body.vllm_xargs))
+        # Ray pickles a body on its way.
+        self.bodies.append(pickle.loads(pickle.dumps(body)))
         self.headers.append(headers)
         try:
-            async for item in self._script(worker):
+            async for item in self.script(worker):
                 yield item
         finally:
             self.closed += 1
 
 
-def announcement(worker, device_blocks=100):
-    return Announcement(
+def announcement(worker, device_blocks=100, **changes):
+    said = Announcement(
         worker=worker, model="m", node=replace(node_profile("pcie"), name=worker),
         step=StepModel(1e-5, 0.0, 1e-3, 0.0), kv_bytes_per_token=1e5, emulated_model="",
         fingerprint="f", block_tokens=16, device_blocks=device_blocks, host_blocks=0,
         max_batch_tokens=512, max_context_tokens=1024, events_endpoint="tcp://127.0.0.1:9",
         snapshot_endpoint="tcp://127.0.0.1:9",
-    ).to_dict()  # fmt: skip
+    )  # fmt: skip
+    return replace(said, **changes).to_dict()
+
+
+def client_of(app, **options):
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False, **options)
+    return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 
 async def post(app, key=None, **changes):
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(app) as client:
         return await client.post(PATH, json=BODY | changes, headers=headers)
 
 
 async def get(app, path, key=None):
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://test"
-    ) as client:
+    async with client_of(app) as client:
         return await client.get(path, headers=headers)
 
 
-def code(answer):
+def code(answer, status=None):
+    """The code of an error, whose status is checked where one is given."""
+    assert status in (None, answer.status_code), answer.text
     return answer.json()["error"]["code"]
 
 
-async def words(_worker):
-    yield [event("one")]
-    yield [event("two"), event("three")]
+@dataclass
+class Here:
+    """A scripted ingress, its live router, application and a client of it."""
+
+    ingress: Scripted
+    live: object
+    app: object
+    client: httpx.AsyncClient
+
+    def __iter__(self):
+        return iter((self.ingress, self.live, self.app))
+
+    def ask(self, tenant=None, path=PATH, headers=None, **changes):
+        """Post a streamed chat, changed as said, with the key of `tenant`."""
+        key = {"authorization": f"Bearer {KEYS[tenant]}"} if tenant else {}
+        body = {**BODY, "stream": path != ROUTE, **changes}
+        return self.client.post(path, json=body, headers={**key, **(headers or {})})
+
+    def send(self, path, body):
+        """Post like a client whose JSON writer knows NaN and Infinity."""
+        headers = {"content-type": "application/json"}
+        return self.client.post(path, content=json.dumps(body).encode(), headers=headers)
 
 
 class Scene:
@@ -114,29 +159,34 @@ class Scene:
         self._renderer, self._monkeypatch = renderer, monkeypatch
         self._made = []
 
-    async def __call__(self, script, workers=("a", "b"), device_blocks=(100, 100), **changes):
-        """(ingress, live router, application) with these workers on `ingress.registry`."""
+    async def __call__(
+        self, script=words, workers=("a", "b"), device_blocks=(100, 100), access=None, **changes
+    ):
+        """A scripted ingress with these workers (names or announcements) on `ingress.registry`."""
         registry = ReplicaRegistry()
         self._monkeypatch.setattr(router.live.live_router, "REGISTRY", registry)
         ingress = Scripted(self._renderer, script, **changes)
-        app = make_app(Access(changes.get("tenants") or Tenants(), max_body_bytes=1 << 20))
-        app.post(PATH)(ingress.chat)
-        app.get("/metrics")(ingress.metrics)
-        app.get("/v1/tenants")(ingress.tenants)
-        app.get("/v1/nodes")(ingress.nodes)
+        tenants = changes.get("tenants") or Tenants()
+        app = make_app(Access(tenants, **{"max_body_bytes": 1 << 20, **(access or {})}))
+        for name, route in ROUTES.items():
+            route(app)(getattr(ingress, name))
         live = ingress._live()
         ingress.registry = registry
-        said = zip(workers, device_blocks, strict=False)
-        registry.publish("d", {worker: announcement(worker, blocks) for worker, blocks in said})
+        if not isinstance(workers, dict):
+            named = zip(workers, device_blocks, strict=False)
+            workers = {name: announcement(name, blocks) for name, blocks in named}
+        registry.publish("d", workers)
         await until(lambda: len(live.router.workers) == len(workers))
-        self._made.append(ingress)
-        return ingress, live, app
+        here = Here(ingress, live, app, client_of(app))
+        self._made.append(here)
+        return here
 
     async def close(self):
         """Stop everything that was made."""
-        for ingress in self._made:
-            await ingress._start.close()
-            ingress._path.close()
+        for here in self._made:
+            await here.client.aclose()
+            await here.ingress._live.close()
+            here.ingress._path.tokenizing.close()
 
 
 def tiny_renderer(folder):

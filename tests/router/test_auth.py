@@ -6,12 +6,13 @@ import pickle
 import pytest
 
 from kappa.protocol import Charge
-from router.api.auth import Tenant, Tenants, keys_in
 from router.api.status import shares
+from router.api.tenants import Tenant, Tenants, keys_in
+from tests.router.building import tenants_of
 
 KEYS = {"sk-alice": "alice", "sk-alice-2": "alice", "sk-bob": "bob"}
-OPEN = Tenants.of(KEYS, {"alice": 3.0, "default": 0.5})
-CLOSED = Tenants.of(KEYS, {"alice": 3.0}, refuse=True)
+OPEN = tenants_of(KEYS, {"alice": 3.0, "default": 0.5})
+CLOSED = tenants_of(KEYS, {"alice": 3.0}, refuse=True)
 
 
 @pytest.mark.parametrize(

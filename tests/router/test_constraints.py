@@ -8,8 +8,8 @@ import pytest
 from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
-from router.api.auth import Tenant
-from router.api.constraints import (
+from router.api.errors import ApiError
+from router.api.request import (
     Deadline,
     approx_allowed,
     cache_salt,
@@ -19,7 +19,7 @@ from router.api.constraints import (
     late_workers,
     unfit_workers,
 )
-from router.api.errors import ApiError
+from router.api.tenants import Tenant
 from router.index.prefix_hash import PrefixHasher, salt_of
 from tests.router.offering import estimates
 

@@ -1,41 +1,30 @@
 """Errors in OpenAI's shape, and the checks behind the schemas."""
 
+import ast
+import string
+from pathlib import Path
 from types import SimpleNamespace as Body
 
 import pytest
 
-from router.api.errors import (
-    body_too_large,
-    context_too_long,
-    engine_failed,
-    from_engine,
-    no_worker,
-    overloaded,
-    queue_full,
-    unknown_model,
-    unreadable_body,
-    validation_error,
-)
+from router.api import errors
+from router.api.errors import Fault, from_engine, unreadable_body, validation_error
+
+FAULTS = {name: one for name, one in vars(errors).items() if isinstance(one, Fault)}
+PACKAGE = Path(errors.__file__).parent
 
 
 @pytest.mark.parametrize(
     ("error", "status", "kind", "code", "param"),
     [
-        (unknown_model("x", ["a", "b"]), 404, "invalid_request_error", "model_not_found", "model"),
-        (body_too_large(9), 413, "invalid_request_error", "body_too_large", None),
-        (
-            context_too_long(90, 20, 100),
-            400,
-            "invalid_request_error",
-            "context_length_exceeded",
-            "messages",
-        ),
-        (no_worker("none", 3.0), 503, "server_error", "no_worker", None),
-        (overloaded("full", 2.0), 429, "rate_limit_error", "overloaded", None),
-        (queue_full(8, 0.1), 429, "rate_limit_error", "queue_full", None),
-        (engine_failed(), 500, "server_error", "engine", None),
+        (errors.UNKNOWN_MODEL(model="x", served="a, b"), 404, "invalid_request_error",
+         "model_not_found", "model"),
+        (errors.OPERATOR_ONLY(path="/x"), 403, "permission_error", "operator_only", None),
+        (errors.NO_WORKER(why="none", retry_after_s=3.0), 503, "server_error", "no_worker", None),
+        (errors.QUEUE_FULL(limit=8), 429, "rate_limit_error", "queue_full", None),
+        (errors.ENGINE_FAILED(), 500, "server_error", "engine", None),
     ],
-)
+)  # fmt: skip
 def test_each_error_has_the_shape_that_clients_read(error, status, kind, code, param):
     assert error.status == status
     inner = error.body()["error"]
@@ -43,47 +32,59 @@ def test_each_error_has_the_shape_that_clients_read(error, status, kind, code, p
     assert inner["message"] == str(error) != ""
 
 
-def test_messages_carry_the_numbers():
-    assert "'x'" in unknown_model("x", ["a", "b"]).message
-    assert "a, b" in unknown_model("x", ["a", "b"]).message
-    assert all(n in context_too_long(90, 20, 100).message for n in ("100", "110", "90", "20"))
-    # Without a bound on the answer at least one token must fit.
-    assert "needs 101 (100 in the prompt)" in context_too_long(100, 0, 100).message
+def names_in(message):
+    return {name for _, name, _, _ in string.Formatter().parse(message) if name}
+
+
+def test_every_error_is_made_with_the_values_that_its_message_names():
+    made = set()
+    for path in PACKAGE.glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call):
+                continue
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            if name in FAULTS:
+                given = {keyword.arg for keyword in call.keywords} - {"retry_after_s"}
+                assert given == names_in(FAULTS[name].message), f"{path.name}:{call.lineno}"
+                made.add(name)
+    chosen = {"REQUESTS_OVER_RATE", "TOKENS_OVER_RATE", "ANSWER_TOO_LARGE", "PROMPT_TOO_LARGE"}
+    assert made | chosen == set(FAULTS), "each is made somewhere"
 
 
 @pytest.mark.parametrize(
     ("seconds", "header"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.01, "2"), (59.5, "60")]
 )
 def test_retry_after_is_whole_seconds_and_never_zero(seconds, header):
-    assert queue_full(1, seconds).headers() == {"retry-after": header}
-    assert no_worker("x", seconds).headers() == {"retry-after": header}
+    assert errors.QUEUE_FULL(limit=1, retry_after_s=seconds).headers() == {"retry-after": header}
 
 
-def test_other_errors_give_no_time_to_come_back():
-    assert engine_failed().headers() == {}
+def test_other_headers_say_how_to_authenticate_or_nothing():
+    assert errors.ENGINE_FAILED().headers() == {}
+    assert errors.NO_KEY().headers() == {"www-authenticate": "Bearer"}
+    assert errors.TOKENIZER_NOT_STARTED().headers() == {"retry-after": "5"}
+
+
+def test_half_a_surrogate_pair_in_a_message_can_be_sent():
+    body = errors.bad_field("a\ud800", "no").body()["error"]
+    assert body["message"] == "a\\ud800: no." and body["param"] == "a\\ud800"
 
 
 def test_an_engines_refusal_keeps_its_status_and_message():
     refused = from_engine(Body(error=Body(code=400, message="top_p is 7")))
-    assert (refused.status, refused.kind) == (400, "invalid_request_error")
-    assert refused.message == "top_p is 7"
+    assert (refused.status, refused.message) == (400, "top_p is 7")
     failed = from_engine(Body(message="boom", code=None))
-    assert (failed.status, failed.kind, failed.message) == (500, "server_error", "boom")
+    assert (failed.status, failed.message) == (500, "boom")
 
 
 def test_a_schemas_fault_names_the_field_not_the_text():
-    error = validation_error(
-        [{"loc": ("body", "messages", 0, "role"), "msg": "Field required", "input": "secret"}]
-    )
+    fault = {"loc": ("body", "messages", 0, "role"), "msg": "Field required", "input": "secret"}
+    error = validation_error([fault])
     assert (error.status, error.param) == (400, "messages.0.role")
     assert error.message == "messages.0.role: Field required."
     assert validation_error([]).param == "body"
-
-
-def test_broken_json_is_told_as_such():
     fault = {"type": "json_invalid", "loc": ("body", 3), "msg": "x", "ctx": {"error": "Expecting"}}
-    assert validation_error([fault]).code == "invalid_json"
-    assert "Expecting" in validation_error([fault]).message
+    error = validation_error([fault])
+    assert error.code == "invalid_json" and "Expecting" in error.message
 
 
 def test_a_schema_that_raises_is_still_the_clients_fault():

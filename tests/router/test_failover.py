@@ -16,7 +16,7 @@ import router.api.request_path
 from kappa.keys import digest_of
 from kappa.protocol import EngineDiedError, WorkerReport
 from kappa.settings.routing import FailoverSettings
-from router.api.auth import Tenants
+from router.api.tenants import Tenants
 from router.decision import RouteRequest
 from router.live.replica_registry import PinGoneError
 from tests.router.scripted import announcement, code, event, get, post, until, words
@@ -380,7 +380,7 @@ async def test_a_fault_of_ours_between_decision_and_delivery_leaves_nothing_rese
     monkeypatch.setattr(router.api.deliver, "routed_metadata", broken)
     assert (await post(app)).status_code == 500
     assert ingress.sent == [] and live.router.reservations == 0
-    assert ingress._path._open == set()
+    assert ingress._path.open == set()
 
 
 async def test_a_late_second_end_does_not_release_a_later_request_of_the_same_id(serve):
@@ -389,7 +389,7 @@ async def test_a_late_second_end_does_not_release_a_later_request_of_the_same_id
     wait = live.members.waits.begin("a")
     decision = live.route(RouteRequest("job"))
     request = SimpleNamespace(attempt_over=lambda end: None)
-    attempt = router.api.deliver._Attempt(live, request, decision, stream, wait)
+    attempt = router.api.deliver.Attempt(live, request, decision, stream, wait)
     await attempt.over("client_gone")
     live.route(RouteRequest("job"))
     await attempt.over("client_gone")
@@ -456,7 +456,7 @@ async def killing(serve, monkeypatch):
             async for item in engines(worker, body.messages[0]["content"]):
                 yield item
 
-        ingress._path._delivery._call = call
+        ingress._path.delivery._call = call
 
         async def ask(text, **more):
             said = [{"role": "user", "content": text}]

@@ -8,8 +8,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
 from kappa.protocol import EngineDiedError
+from router.api.deliver import WorkerFailed, error_in, raise_error_item, worker_failed
 from router.api.errors import ApiError
-from router.api.failures import WorkerFailed, error_in, raise_error_item, worker_failed
 from router.live.replica_registry import PinGoneError
 from router.live.waiting import WorkerLostError
 from tests.router.scripted import code, post

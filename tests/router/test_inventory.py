@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from router.api.app import _OPERATOR_PATHS, make_app
+from router.api.app import OPERATOR_PATHS, make_app
 from router.api.endpoints import ROUTES
 
 pytestmark = pytest.mark.ray
@@ -40,4 +40,4 @@ def test_the_document_names_every_endpoint_and_no_other():
 
 def test_what_the_document_calls_an_operators_is_guarded():
     said = {path for (_, path), who in documented().items() if who == "operators"}
-    assert said == set(_OPERATOR_PATHS)
+    assert said == set(OPERATOR_PATHS)

@@ -10,8 +10,9 @@ import pytest
 
 from kappa.keys import digest_of, hashed, read_digests
 from kappa.protocol import MAX_TENANTS
-from router.api.auth import Tenants
-from router.api.keyring import Keyring
+from router.api.app import Keyring
+from router.api.tenants import Tenants
+from tests.router.building import tenants_of
 
 
 class File:
@@ -53,7 +54,7 @@ def keyring(file, fixed=("sk-fixed-0123456",), refuse=True, at_start=("sk-old-01
 def name(ring, key, now_s):
     if now_s >= ring._next_s:
         ring.look(now_s)
-    tenant = ring.current().find([key])
+    tenant = ring.tenants.find([key])
     return tenant and tenant.name
 
 
@@ -75,7 +76,7 @@ def test_keys_of_the_settings_stay_whatever_the_file_says(file):
     ring = keyring(file)
     file.write("sk-fixed-0123456: mallory\nsk-x-0123456789a: bob\n")
     assert name(ring, "sk-fixed-0123456", 0.0) == "alice"
-    assert ring.current().find(["sk-x-0123456789a"]).weight == 3.0
+    assert ring.tenants.find(["sk-x-0123456789a"]).weight == 3.0
 
 
 def test_a_key_removed_before_an_ingress_starts_is_not_brought_back_by_its_settings(file):
@@ -150,10 +151,10 @@ def test_an_unchanged_file_is_read_once(file):
 
 
 def test_without_a_file_the_table_stays(tmp_path):
-    tenants = Tenants.of({"sk-a-0123456789a": "a"}, {})
+    tenants = tenants_of({"sk-a-0123456789a": "a"}, {})
     ring = Keyring(tenants)
     ring.look(1e9)
-    assert ring.current() is tenants
+    assert ring.tenants is tenants
 
 
 def test_a_link_that_is_turned_to_another_file_is_followed(tmp_path):
@@ -270,13 +271,13 @@ async def test_the_file_is_read_on_a_thread_and_only_by_the_request_that_finds_i
         assert go_on.wait(30.0)
         return read_digests(path)
 
-    monkeypatch.setattr("router.api.keyring.read_digests", slowly)
+    monkeypatch.setattr("router.api.app.read_digests", slowly)
     file.write("sk-new-012345678: alice\n")
     first = asyncio.create_task(ring.refresh(2.0))
     assert await asyncio.to_thread(started.wait, 30.0)
     await ring.refresh(2.1)  # not due: the loop is free, and this one does not wait
-    assert ring.current().find(["sk-old-012345678"]).name == "alice"
+    assert ring.tenants.find(["sk-old-012345678"]).name == "alice"
     go_on.set()
     await first
-    assert ring.current().find(["sk-new-012345678"]).name == "alice"
+    assert ring.tenants.find(["sk-new-012345678"]).name == "alice"
     assert len(readers) == 1 and readers[0] is not threading.main_thread()

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from router.api.auth import Tenant
 from router.api.errors import ApiError
-from router.api.limits import Allowance, Bucket, Places, TenantLimiter, duration, over_share
+from router.api.tenants import Allowance, Bucket, Places, Tenant, TenantLimiter, duration
 
 FAR_S = 1e6
 
@@ -112,7 +111,7 @@ def test_reserving_again_replaces_and_closing_again_changes_nothing():
     for _ in range(3):
         lease.close(0.0, served=True)
     assert some.headers("alice", 0.0)["x-ratelimit-remaining-tokens"] == "80"
-    assert some.open("alice") == 0
+    some.enter("alice", 0.0).close(0.0, served=True)
     lease.reserve(50, 0, 0.0)
     assert some.headers("alice", 0.0)["x-ratelimit-remaining-tokens"] == "80"
 
@@ -146,9 +145,11 @@ def test_replicas_share_the_rate_and_never_exceed_it_together():
             except ApiError:
                 pass
     assert let_in == 40
-    assert Allowance(concurrent=6).shared(4).concurrent == 2
-    assert Allowance(concurrent=1).shared(4).concurrent == 1
-    assert Allowance().shared(4) == Allowance()
+    for concurrent, each in ((6, 2), (1, 1)):
+        share = limits(replicas=4, concurrent=concurrent)
+        for _ in range(each):
+            share.enter("alice", 0.0)
+        refused(share.enter, "alice", 0.0)
 
 
 def test_less_than_one_request_a_minute_can_still_be_made():
@@ -221,7 +222,11 @@ ALICE, BOB = Tenant("alice"), Tenant("bob")
     ],
 )
 def test_a_tenant_below_its_share_is_never_refused(held, weights, elsewhere, turned_away):
-    assert over_share(held, weights, "bob", 8, elsewhere) is turned_away
+    places = Places(8)
+    for name, count in held.items():
+        for i in range(count):
+            places._held[name, i] = Tenant(name, weights[name])
+    assert places.take("one more", Tenant("bob", weights["bob"]), elsewhere) is not turned_away
 
 
 def test_places_that_are_left_are_free_again():

@@ -10,7 +10,6 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest
 
 from kappa.cost import TokenCounts
 from kappa.protocol import CHARGES_KEY, Charge
-from router.api.auth import Tenant
 from router.api.errors import ApiError
 from router.api.metadata import (
     decision_headers,
@@ -19,6 +18,7 @@ from router.api.metadata import (
     tenant_metadata,
     worker_headers,
 )
+from router.api.tenants import Tenant
 
 pytestmark = pytest.mark.ray
 

@@ -12,8 +12,8 @@ import router.tracing
 from kappa.keys import digest_of
 from kappa.protocol import Admission, Spent, WorkerReport
 from kappa.settings.routing import ObservingSettings
-from router.api.auth import Tenants
 from router.api.metadata import POOL_HEADER
+from router.api.tenants import Tenants
 from tests.router.scripted import BODY, PATH, event, get, post
 
 pytestmark = pytest.mark.ray
@@ -147,7 +147,7 @@ async def test_rays_own_mode_decides_reserves_and_tokenizes_nothing(begin):
         sent.append((headers, dict(body.vllm_xargs)))
         yield [event("one")]
 
-    ingress._path._delivery._call = call
+    ingress._path.delivery._call = call
     answer = await post(app, stream=True)
     assert answer.status_code == 200 and "one" in answer.text
     headers, told = sent[0]
@@ -179,7 +179,7 @@ async def test_another_tenants_account_is_not_had_by_sending_its_requests_id(beg
             assert (await get(app, "/v1/decisions/job-1", "sk-bob")).status_code == 404
         told = (await get(app, "/v1/decisions/job-1", "sk-alice")).json()
     assert told["tenant"] == "alice" and told["timeline"]["status"] == 200
-    assert ingress._path._open == set() and live.router.reservations == 0
+    assert ingress._path.open == set() and live.router.reservations == 0
 
 
 async def test_with_the_collector_down_every_request_is_answered(begin, monkeypatch):

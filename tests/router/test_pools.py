@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.api.pools import PoolHandles
+from router.api.endpoints import PoolHandles
 
 
 class Answer:

@@ -5,8 +5,8 @@ from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionReq
 from starlette.requests import Request
 
 from router.api.app import Inbound
-from router.api.auth import Tenant
 from router.api.request import ApiRequest
+from router.api.tenants import Tenant
 from router.index.prefix_hash import salt_of
 
 pytestmark = pytest.mark.ray

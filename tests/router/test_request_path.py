@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 
 import router.api.request_path
 from kappa.protocol import TenantCharge, WorkerReport
-from router.api.auth import Tenants
+from tests.router.building import tenants_of
 from tests.router.scripted import BODY, PATH, code, event, get, overload, post, words
 
 pytestmark = pytest.mark.ray
@@ -203,7 +203,7 @@ async def test_a_client_that_leaves_at_any_moment_frees_its_reservation(serve, l
     assert record.end == "client_gone"
 
 
-TENANTS = Tenants.of({"sk-alice": "alice", "sk-bob": "bob"}, {"alice": 2.0})
+TENANTS = tenants_of({"sk-alice": "alice", "sk-bob": "bob"}, {"alice": 2.0})
 
 
 async def test_the_tenant_goes_with_the_request_to_the_engine_and_the_key_does_not(serve):
@@ -241,7 +241,7 @@ async def test_a_worker_is_told_what_the_others_charged(serve):
 
 
 async def test_unknown_keys_are_refused_counted_and_cost_nothing(serve):
-    tenants = Tenants.of({"sk-alice": "alice"}, {}, refuse=True)
+    tenants = tenants_of({"sk-alice": "alice"}, {}, refuse=True)
     ingress, live, app = await serve(words, tenants=tenants)
     answer = await post(app, "sk-hush")
     assert (answer.status_code, code(answer)) == (401, "invalid_api_key")
@@ -294,4 +294,4 @@ async def test_a_replica_that_goes_ends_its_threads_and_sends_its_last_spans(ser
     ingress.__del__()
     assert ended == ["spans"]
     with pytest.raises(RuntimeError, match="shutdown"):
-        ingress._path._tokenizing._short._thread.submit(len, "")
+        ingress._path.tokenizing._short._thread.submit(len, "")

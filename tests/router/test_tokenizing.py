@@ -12,11 +12,9 @@ import pytest
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-import router.api.tokenizing
-from router.api.auth import Tenant
+import router.api.render
 from router.api.errors import ApiError
-from router.api.tokenizer import PromptTooLong, longest_token_bytes
-from router.api.tokenizing import (
+from router.api.render import (
     SHORT_BYTES,
     FairQueue,
     PromptRefused,
@@ -25,6 +23,8 @@ from router.api.tokenizing import (
     TokenizingLane,
     longest_s,
 )
+from router.api.tenants import Tenant
+from router.api.tokenizer import PromptTooLong, longest_token_bytes
 from tests.router.stream_worker import until
 
 # -- the order of a fair queue -----------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_a_prompt_that_hangs_costs_the_process_and_the_next_one_starts_another(
 ):
     scripted.tokens(text("start"))
     pid = scripted.pid
-    monkeypatch.setattr(router.api.tokenizing, "longest_s", lambda _bytes: 0.05)
+    monkeypatch.setattr(router.api.render, "longest_s", lambda _bytes: 0.05)
     with pytest.raises(ApiError) as error:
         scripted.tokens(text("hang"))
     assert (error.value.status, error.value.code) == (400, "prompt_not_tokenized")
@@ -393,7 +393,7 @@ def test_a_closed_process_is_gone_and_starts_no_more(scripted):
 
 def test_the_process_dies_with_its_parent():
     program = (
-        "import os; from router.api.tokenizing import TokenizerProcess as P;"
+        "import os; from router.api.render import TokenizerProcess as P;"
         "p = P('', 'tests.router.scripted_tokenizer');"
         "p.tokens({'text': 'a'}); print(p.pid, flush=True); os._exit(0)"
     )

@@ -362,7 +362,7 @@ def test_the_openai_ingress_delivers_the_way_we_call_it():
     from ray.llm._internal.serve.core.protocol import RawRequestInfo
     from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
 
-    # `router.api.pools` does what this does, with the handle of the worker's pool.
+    # `router.api.endpoints` does what this does, with the handle of the worker's pool.
     theirs = inspect.getsource(OpenAiIngress._get_response)
     assert ".remote(\n            body, raw_request_info\n        )" in theirs
     assert "_sanitize_chat_completion_request(body)" in theirs
