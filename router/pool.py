@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +36,17 @@ from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
 from router.policy import least
 
-RowPlanner = Callable[[np.void], PlannedLoad | None]
-"""Changes a row of the estimates to what the worker's load plan makes of it; None: nothing."""
+
+class RowPlanner(Protocol):
+    """A worker's load planner."""
+
+    def __call__(self, row: np.void) -> PlannedLoad | None:
+        """Change a row of the estimates to what the worker's plan makes of it; None: nothing."""
+
+    def kappa_eff(self) -> float | None:
+        """The ratio at which its predicted TTFT is twice the compute time."""
+
+
 PlannerOf = Callable[[Announcement], RowPlanner | None]
 
 

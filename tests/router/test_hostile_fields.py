@@ -89,9 +89,8 @@ async def test_a_completion_with_messages_is_refused_and_priced_by_its_prompt(he
     stray = {**TEXT, "prompt": long, "messages": CHAT["messages"]}
     await refused(here, TEXTS, stray, None)
     for prompt in (long, [long, "a"]):
-        body = {**TEXT, "prompt": prompt, "messages": None}
-        error = await refused(here, TEXTS, body, "messages")
-        assert error["code"] == "context_length_exceeded"
+        answer = await here.send(TEXTS, {**TEXT, "prompt": prompt, "messages": None})
+        assert code(answer, 400) == "context_length_exceeded" and here.ingress.sent == []
 
 
 NUMBERS = {
