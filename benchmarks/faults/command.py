@@ -201,7 +201,14 @@ def show(report: Report, console: Console) -> None:
                 ("" if back is None else f"{back:.2f} s")
                 + (f" (start {start:.1f})" if start else ""),
             ))  # fmt: skip
-        columns = ("fault", "verdict", "requests", "lost", "first answer", "recovery")
+        columns: tuple[str, ...] = (
+            "fault",
+            "verdict",
+            "requests",
+            "lost",
+            "first answer",
+            "recovery",
+        )
         title = f"seed {report['seed']} on {report['machine']}"
         console.print(table(title, columns, rows, left=("verdict",)))
     if "fuzz" in report:

@@ -8,9 +8,10 @@ is held here and there. Tokenization is excluded, for the peers as well.
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Annotated, Any, cast
 
@@ -18,16 +19,14 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import Progress
 
-from benchmarks.harness import Json, note, publish, quantile, result, table
+from benchmarks.harness import Json, note, publish, quantile, result, table, usage_errors
 from kappa.cost import step_model
 from kappa.hardware import node_profile
 from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from router.decision import RouteRequest
 from router.index.kv_events import BlocksStored, Tier
-from router.index.prefix_hash import UInt64s
 from router.policies import policy_named
 from router.router import Router, RouterConfig
 
@@ -36,7 +35,7 @@ NODES = (8, 64, 1000)
 _BLOCK_TOKENS = 16
 # Blocks in the index, counted once for each worker that has them.
 _INDEX_BLOCKS = {8: 200_000, 64: 200_000, 1000: 1_000_000}
-# Prompts asked about per length, and the share of each that some node holds.
+# Different prompts per length, and the share of each that some node holds.
 _PROMPTS = {512: 64, 4096: 32, 32_768: 16, 131_072: 4}
 _HELD = 0.8
 _SYSTEM_PROMPT_TOKENS = 512
@@ -46,6 +45,7 @@ _VOCABULARY = 128_000
 _PROFILES = ("gh200-c2c", "h100-pcie5", "a100-pcie4")
 
 Tokens = NDArray[np.int32]
+Row = dict[str, Any]
 
 
 def router(
@@ -56,33 +56,25 @@ def router(
     json_output: Json = False,
 ) -> None:
     """One routing decision in microseconds: hash, look up, score, and all of it."""
-    rows: list[dict[str, Any]] = []
-    bytes_per_block = 0.0
-    try:
+    with usage_errors():
         policy_named(policy)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--policy") from None
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("decisions", total=len(NODES) * len(LENGTHS) * 2)
-        for nodes in NODES:
-            state = BusyRouter(nodes, policy, seed)
-            for row in state.rows(repeats):
-                rows.append(row)
-                progress.advance(task)
-            bytes_per_block = max(bytes_per_block, state.bytes_per_block())
+    rows: list[Row] = []
+    bytes_per_block = 0.0
+    for nodes in NODES:
+        note(f"decisions among {nodes} nodes")
+        state = BusyRouter(nodes, policy, seed)
+        rows += state.rows(repeats)
+        bytes_per_block = max(bytes_per_block, state.index.index_bytes() / state.blocks())
     facts = result(
-        rows=rows,
-        index_bytes_per_block=bytes_per_block,
+        rows=rows, index_bytes_per_block=bytes_per_block,
         index_blocks={str(nodes): blocks for nodes, blocks in _INDEX_BLOCKS.items()},
-        peers=peer_rows() if peers else [],
-        policy=policy,
-        repeats=repeats,
-    )
-    publish(facts, lambda shown: _show(facts, shown), json_output=json_output)
+        peers=peer_rows() if peers else [], policy=policy, repeats=repeats,
+    )  # fmt: skip
+    publish(facts, lambda console: show(facts, console), json_output=json_output)
 
 
 class BusyRouter:
-    """A router in the state of a busy cluster, and prompts to ask it about.
+    """A router in the state of a busy cluster, and prompts to route.
 
     Args:
         nodes: how many workers it has.
@@ -93,53 +85,57 @@ class BusyRouter:
     def __init__(self, nodes: int, policy: str, seed: int) -> None:
         self.nodes = nodes
         self._rng = np.random.default_rng(seed)
-        self._names = 0
-        self._ticks = 0
+        self._names = self._ticks = 0
         self._router = Router(
             RouterConfig(
-                policy=policy_named(policy, seed=seed),
-                secret=1,
-                index_blocks=_INDEX_BLOCKS[nodes],
-                stale_after_s=float("inf"),
-                forecast_workers=0,
+                policy=policy_named(policy, seed=seed), secret=1,
+                index_blocks=_INDEX_BLOCKS[nodes], stale_after_s=math.inf, forecast_workers=0,
             )
-        )
+        )  # fmt: skip
         for number in range(nodes):
             self._router.join(_announcement(number), 0.0)
+        assert self._router.index is not None
+        self.index = self._router.index
         self._system = self._tokens(_SYSTEM_PROMPT_TOKENS)
         self.prompts = {
-            length: [self._prompt(length) for _ in range(count)]
+            length: [
+                np.concatenate([self._system, self._tokens(length)])[:length] for _ in range(count)
+            ]
             for length, count in _PROMPTS.items()
         }
         self._fill()
         self._occupy()
 
-    def rows(self, repeats: int) -> Iterator[dict[str, Any]]:
+    def rows(self, repeats: int) -> Iterator[Row]:
         """A result row per length and form of input."""
+        hasher = self._router.hasher
+        assert hasher is not None
         for length in LENGTHS:
+            hashes = [hasher.prefix_hashes(prompt) for prompt in self.prompts[length]]
             for form in ("array", "list"):
-                yield self._row(length, form, repeats)
+                prompts: Sequence[Any] = self.prompts[length]
+                if form == "list":
+                    prompts = [prompt.tolist() for prompt in prompts]
+                total = self._decisions([{"token_ids": ids} for ids in prompts], repeats)
+                scored = self._decisions(
+                    [{"prefix_hashes": each, "prompt_tokens": length} for each in hashes], repeats
+                )
+                hash_us = _median_us(hasher.prefix_hashes, prompts, repeats)
+                lookup_us = _median_us(self.index.match_columns, hashes, repeats)
+                yield {
+                    "tokens": length, "nodes": self.nodes, "input": form, "hash_us": hash_us,
+                    "lookup_us": lookup_us,
+                    "score_us": max(statistics.median(scored) - lookup_us, 0.0),
+                    "total_us": {"p50": statistics.median(total), "p99": quantile(total, 0.99)},
+                }  # fmt: skip
 
-    def bytes_per_block(self) -> float:
-        """Index memory per block of a worker, everything counted."""
-        index = self._router.index
-        assert index is not None
-        return index.index_bytes() / self._blocks()
-
-    def _blocks(self) -> int:
+    def blocks(self) -> int:
         """Blocks in the index; one that several workers hold counts for each, as its names do."""
-        index = self._router.index
-        assert index is not None
-        now = index.stats()
+        now = self.index.stats()
         return max(now["names"], now["blocks"])
-
-    # ---- state
 
     def _tokens(self, count: int) -> Tokens:
         return self._rng.integers(0, _VOCABULARY, count, dtype=np.int32)
-
-    def _prompt(self, length: int) -> Tokens:
-        return np.concatenate([self._system, self._tokens(length)])[:length]
 
     def _fill(self) -> None:
         """The prompts' beginnings on two nodes each, and other sessions up to the bound."""
@@ -150,7 +146,7 @@ class BusyRouter:
                 one, other = self._rng.choice(self.nodes, size=2, replace=False).tolist()
                 self._store(one, own[: len(own) // 2], "device", ends[one])
                 self._store(other, own, "host", ends[other])
-        while self._blocks() < _INDEX_BLOCKS[self.nodes] - _FILLER_BLOCKS:
+        while self.blocks() < _INDEX_BLOCKS[self.nodes] - _FILLER_BLOCKS:
             tokens = self._tokens(_FILLER_BLOCKS * _BLOCK_TOKENS)
             self._store(int(self._rng.integers(self.nodes)), tokens, "device")
 
@@ -158,14 +154,11 @@ class BusyRouter:
         """Blocks come to a node, below `parent`; returns the name of the last one."""
         blocks = len(tokens) // _BLOCK_TOKENS
         event = BlocksStored(
-            worker=f"worker-{node}",
-            tier=tier,
+            worker=f"worker-{node}", tier=tier,
             engine_hashes=tuple(range(self._names, self._names + blocks)),
-            parent_engine_hash=parent,
-            token_ids=tokens[: blocks * _BLOCK_TOKENS],
-            block_tokens=_BLOCK_TOKENS,
-            salt=0 if parent is None else None,
-        )
+            parent_engine_hash=parent, token_ids=tokens[: blocks * _BLOCK_TOKENS],
+            block_tokens=_BLOCK_TOKENS, salt=0 if parent is None else None,
+        )  # fmt: skip
         self._names += blocks
         self._router.blocks([event])
         return self._names - 1
@@ -186,38 +179,11 @@ class BusyRouter:
         self._ticks += 1
         return 1e-3 * self._ticks
 
-    # ---- measuring
-
-    def _row(self, length: int, form: str, repeats: int) -> dict[str, Any]:
-        hasher, index = self._router.hasher, self._router.index
-        assert hasher is not None and index is not None
-        arrays = self.prompts[length]
-        asked = [prompt if form == "array" else prompt.tolist() for prompt in arrays]
-        hashes = [hasher.prefix_hashes(prompt) for prompt in arrays]
-        total = self._decisions([{"token_ids": cast(Tokens, ids)} for ids in asked], repeats)
-        scored = self._decisions(
-            [{"prefix_hashes": each, "prompt_tokens": length} for each in hashes], repeats
-        )
-        hash_us = _median_us(hasher.prefix_hashes, asked, repeats)
-        lookup_us = _median_us(index.match_columns, hashes, repeats)
-        return {
-            "tokens": length,
-            "nodes": self.nodes,
-            "input": form,
-            "hash_us": hash_us,
-            "lookup_us": lookup_us,
-            "score_us": max(statistics.median(scored) - lookup_us, 0.0),
-            "total_us": {
-                "p50": statistics.median(total),
-                "p99": quantile(total, 0.99),
-            },
-        }
-
     def _decisions(self, requests: list[dict[str, Any]], repeats: int) -> list[float]:
         """Microseconds of one decision each: hash, look up, score, choose and reserve."""
         taken = []
         for number in range(-len(requests), repeats):
-            now_s, name = self._now_s(), f"asked-{number}"
+            now_s, name = self._now_s(), f"measured-{number}"
             request = RouteRequest(name, max_tokens=256, **requests[number % len(requests)])
             begin = time.perf_counter()
             self._router.route(request, now_s)
@@ -227,6 +193,27 @@ class BusyRouter:
             if number >= 0:
                 taken.append(1e6 * (end - begin))
         return taken
+
+
+def _median_us(call: Callable[[Any], object], inputs: Sequence[Any], repeats: int) -> float:
+    taken = []
+    for number in range(repeats):
+        begin = time.perf_counter()
+        call(inputs[number % len(inputs)])
+        taken.append(1e6 * (time.perf_counter() - begin))
+    return statistics.median(taken)
+
+
+def _announcement(number: int) -> Announcement:
+    shape = model_shape("llama-3.1-8b")
+    profile = node_profile(_PROFILES[number % len(_PROFILES)])
+    return Announcement(
+        worker=f"worker-{number}", model="llama-3.1-8b", node=profile,
+        step=step_model(shape, profile), kv_bytes_per_token=131_072.0, emulated_model="",
+        fingerprint="bench", block_tokens=_BLOCK_TOKENS, device_blocks=30_000, host_blocks=100_000,
+        max_batch_tokens=8192, max_context_tokens=262_144, events_endpoint="",
+        snapshot_endpoint="",
+    )  # fmt: skip
 
 
 _PEERS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
@@ -241,24 +228,21 @@ _PEERS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }  # fmt: skip
 
 
-def peer_rows(lengths: tuple[int, ...] = LENGTHS, repeats: int = 200) -> list[dict[str, Any]]:
+def peer_rows(lengths: tuple[int, ...] = LENGTHS, repeats: int = 200) -> list[Row]:
     """The real peers' decision times among four workers; one that cannot run here is left out, and
     noted with the reason. `index` is "empty", or "held": one worker holds the whole prompt."""
-    # Makes an environment of its own: only when it is wanted.
-    from benchmarks.routing.peers.helper import HelperError, started
-    from benchmarks.routing.peers.peers import router_command
-    from benchmarks.routing.peers.venv import DYNAMO_VERSION
+    from benchmarks.routing.peers.routers import DYNAMO_VERSION, PeerError, command_of, started
 
-    async def timed(script: str, hello: dict[str, Any]) -> list[dict[str, Any]]:
-        async with started(script, router_command(script), hello) as helper:
-            answer = await helper.ask({"op": "time", "lengths": lengths, "repeats": repeats})
-        return list(answer["rows"])
+    async def timed(script: str, hello: dict[str, Any]) -> list[Row]:
+        async with started(script, command_of(script), hello) as peer:
+            answer = await peer.ask({"op": "time", "lengths": lengths, "repeats": repeats})
+        return cast(list[Row], answer["rows"])
 
     found = []
     for script, (hello, what) in _PEERS.items():
         try:
             rows = asyncio.run(timed(script, hello))
-        except HelperError as error:
+        except PeerError as error:
             note(str(error))
             continue
         for row in rows:
@@ -272,40 +256,9 @@ def peer_rows(lengths: tuple[int, ...] = LENGTHS, repeats: int = 200) -> list[di
     return found
 
 
-def _median_us(
-    call: Callable[[Any], object], asked: list[Any] | list[UInt64s], repeats: int
-) -> float:
-    taken = []
-    for number in range(repeats):
-        begin = time.perf_counter()
-        call(asked[number % len(asked)])
-        taken.append(1e6 * (time.perf_counter() - begin))
-    return statistics.median(taken)
-
-
-def _announcement(number: int) -> Announcement:
-    shape = model_shape("llama-3.1-8b")
-    profile = node_profile(_PROFILES[number % len(_PROFILES)])
-    return Announcement(
-        worker=f"worker-{number}",
-        model="llama-3.1-8b",
-        node=profile,
-        step=step_model(shape, profile),
-        kv_bytes_per_token=131_072.0,
-        emulated_model="",
-        fingerprint="bench",
-        block_tokens=_BLOCK_TOKENS,
-        device_blocks=30_000,
-        host_blocks=100_000,
-        max_batch_tokens=8192,
-        max_context_tokens=262_144,
-        events_endpoint="",
-        snapshot_endpoint="",
-    )
-
-
-def _show(facts: dict[str, Any], console: Console) -> None:
-    ours = [
+def show(facts: Row, console: Console) -> None:
+    """Ours, the peers', and the index's memory."""
+    lines: list[tuple[str, ...]] = [
         (
             f"{row['tokens']:,}", f"{row['nodes']:,}", row["input"],
             *(f"{row[key]:.0f}" for key in ("hash_us", "lookup_us", "score_us")),
@@ -314,23 +267,19 @@ def _show(facts: dict[str, Any], console: Console) -> None:
         for row in facts["rows"]
     ]  # fmt: skip
     columns = ("tokens", "nodes", "input", "hash", "look-up", "score", "total p50", "p99")
-    console.print(table(f"One decision, policy {facts['policy']}; µs", columns, ours, ("input",)))
-    if facts["peers"]:
-        _show_peers(facts["peers"], console)
-    console.print(
-        f"index: {facts['index_bytes_per_block']:.1f} bytes a block at most", highlight=False
-    )
-
-
-def _show_peers(rows: list[dict[str, Any]], console: Console) -> None:
-    peers = [
+    console.print(table(f"One decision, policy {facts['policy']}; µs", columns, lines, ("input",)))
+    lines = [
         (
             f"{row['peer']} {row['version']}", f"{row['tokens']:,}", str(row["workers"]),
             row["index"], f"{row['us']['p50']:.0f}", f"{row['us']['p99']:.0f}",
         )
-        for row in rows
+        for row in facts["peers"]
     ]  # fmt: skip
-    columns = ("peer", "tokens", "workers", "index", "p50", "p99")
-    console.print(table("The peers, in process; µs", columns, peers, ("index",)))
-    for peer, what in {row["peer"]: row["what"] for row in rows}.items():
+    if lines:
+        names = ("peer", "tokens", "workers", "index", "p50", "p99")
+        console.print(table("The peers, in process; µs", names, lines, ("index",)))
+    for peer, what in {row["peer"]: row["what"] for row in facts["peers"]}.items():
         console.print(f"{peer}: {what}", highlight=False)
+    console.print(
+        f"index: {facts['index_bytes_per_block']:.1f} bytes a block at most", highlight=False
+    )

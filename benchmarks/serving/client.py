@@ -17,6 +17,11 @@ from loadtest.journal import RequestRecord
 MAX_OVERRUN_SHARE = 0.05
 """Steps that may overrun their pace before a run is invalid."""
 
+_TOTALS = (
+    "time_s", "step_seconds_total", "load_seconds_total", "store_seconds_total", "steps_total",
+    "overruns_total",
+)  # fmt: skip
+
 
 class ClusterClient:
     """Use as an async context manager; times are those of `time.monotonic`."""
@@ -87,7 +92,7 @@ def usage(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
         old, new = earlier.get(row["worker"]), row["totals"]
         if not old or not new or new["time_s"] <= old["time_s"]:
             raise ValueError(f"node {row['node']} has no two reports to compare")
-        grown = {key: new[key] - old[key] for key in old if key.endswith(("_s", "_total"))}
+        grown = {key: new[key] - old[key] for key in _TOTALS}
         elapsed_s = grown["time_s"]
         gpu[row["node"]] = grown["step_seconds_total"] / elapsed_s
         link.append(grown["load_seconds_total"] / elapsed_s)

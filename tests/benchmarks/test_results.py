@@ -24,8 +24,8 @@ SHOWN = [
     ("2026-11-21-bench-predict.json", predict.show, "queue"),
     ("2026-11-22-bench-serve.json", serve.show, "stock_no_batching"),
     ("2026-11-21-bench-validate.json", validate.show, "least_backlog"),
-    ("2026-11-22-bench-peers.json", peers._show, "ray-prefix"),
-    ("2026-11-22-bench-router.json", router._show, "dynamo"),
+    ("2026-11-22-bench-peers.json", peers.show, "ray-prefix"),
+    ("2026-11-22-bench-router.json", router.show, "dynamo"),
     ("2026-11-21-faults-emulated.json", show_faults, "ingress_killed"),
     ("2026-11-21-bench-offload-cpu.json", offload.show, "kvpr-ahead"),
 ]

@@ -29,6 +29,7 @@ from simulator.clusters import NodeSpec, node_model
 from simulator.loop import Loop, Noise
 from simulator.memory import SimulatedJob
 from simulator.node import JobEvents, Node
+from workload.shapes import TurnShape
 
 BUDGET_TOKENS = 8192
 _USABLE_HBM = 0.9
@@ -89,11 +90,11 @@ class Ticket:
 
 
 class EmulatedNode:
-    """One node. noise: of the durations of steps, and of transfers."""
+    """One node. noise: seed and sigma of the durations of steps, and of transfers."""
 
     def __init__(
-        self, number: int, spec: NodeSpec, shape: ModelShape, block_tokens: int,
-        noise: tuple[Noise, Noise], loop: PacedLoop,
+        self, spec: NodeSpec, shape: ModelShape, block_tokens: int,
+        noise: tuple[tuple[int, int], float], loop: PacedLoop,
     ) -> None:  # fmt: skip
         self.name, self.spec, self.shape, self.block_tokens = spec.name, spec, shape, block_tokens
         self._loop = loop
@@ -105,25 +106,28 @@ class EmulatedNode:
         self._events, self.events_endpoint = _publisher()
         self._reports, self.reports_endpoint = _publisher()
         self.model = node_model(spec, shape, block_tokens)
-        self.node = Node(
-            number, self.model, loop, noise,
-            JobEvents(self._on_first, self._on_finished, self._on_admitted), self,
-        )  # fmt: skip
+        seed, sigma = noise
+        rng = np.random.default_rng(seed)
+        noises = Noise(rng, sigma), Noise(rng.spawn(1)[0], sigma)
+        events = JobEvents(self._on_first, self._on_finished, self._on_admitted)
+        self.node = Node(0, self.model, loop, noises, events, self)
         self.totals = {"prompt_tokens": 0, "device_tokens": 0, "host_tokens": 0}
 
-    def submit(self, request_id: str, kept: list[int], prompt_tokens: int, output: int) -> Ticket:
-        """Hand a request to the engine; `kept`: ids of the blocks of prompt and output.
+    def submit(self, request_id: str, turn: TurnShape) -> Ticket:
+        """Hand a request to the engine.
 
         Raises:
             ValueError: it can never fit.
         """
-        if not self.node.fits(prompt_tokens, output):
+        prompt_tokens, output_tokens = turn.input_tokens, turn.output_tokens
+        if not self.node.fits(prompt_tokens, output_tokens):
             raise ValueError(f"{prompt_tokens} prompt tokens never fit on {self.name}")
         self._loop.catch_up()
-        for before, block in zip([None, *kept[:-1]], kept, strict=True):
-            self._parents[block] = before
-        ids = np.array(kept, dtype=np.uint64)
-        job = SimulatedJob(self._served, prompt_tokens, output, ids, self._loop.now_s)
+        kept = turn.kept_blocks.tolist()
+        self._parents.update(zip(kept, [None, *kept[:-1]], strict=True))
+        job = SimulatedJob(
+            self._served, prompt_tokens, output_tokens, turn.kept_blocks, self._loop.now_s
+        )
         self._served += 1
         ticket = Ticket(request_id, asyncio.Event(), asyncio.Event())
         self._tickets[job] = ticket
@@ -131,11 +135,9 @@ class EmulatedNode:
         return ticket
 
     def _on_admitted(self, job: SimulatedJob) -> None:
-        new_tokens = job.prompt_tokens - job.device_tokens - job.cached_tokens
-        request_id = self._tickets[job].request_id
-        self._admitted.append(
-            Admission(request_id, job.device_tokens, job.cached_tokens, new_tokens)
-        )
+        device, host = job.device_tokens, job.cached_tokens
+        new_tokens = job.prompt_tokens - device - host
+        self._admitted.append(Admission(self._tickets[job].request_id, device, host, new_tokens))
 
     def _on_first(self, job: SimulatedJob) -> None:
         ticket = self._tickets[job]
@@ -219,12 +221,6 @@ class EmulatedNode:
         """Let its sockets go."""
         self._events.close()
         self._reports.close()
-
-
-def noise_of(sigma: float, seed: int, number: int) -> tuple[Noise, Noise]:
-    """Of a node's steps, and of its transfers."""
-    rng = np.random.default_rng((seed, number))
-    return Noise(rng, sigma), Noise(rng.spawn(1)[0], sigma)
 
 
 async def report_all(nodes: list[EmulatedNode]) -> None:

@@ -8,54 +8,38 @@ asked over the same JSON lines. Every run starts with fresh processes and empty 
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from benchmarks.harness import Json, note, publish, result, table
-from benchmarks.routing.peers.helper import SCRIPTS, HelperError, started
-from benchmarks.routing.peers.nodes import (
-    EmulatedNode,
-    PacedLoop,
-    noise_of,
-    report_all,
-    scaled_memory,
+from benchmarks.harness import Json, names, note, publish, result, table, usage_errors
+from benchmarks.routing.peers.nodes import EmulatedNode, PacedLoop, report_all, scaled_memory
+from benchmarks.routing.peers.play import (
+    Arrival,
+    Cut,
+    Player,
+    Row,
+    against,
+    arrivals,
+    repeat_row,
+    router_row,
 )
-from benchmarks.routing.peers.play import Arrival, Cut, Outcome, Player, arrivals
-from benchmarks.routing.peers.rows import against, measured, repeat_row, router_row
-from benchmarks.routing.peers.venv import DYNAMO_VERSION, dynamo_python
+from benchmarks.routing.peers.routers import OURS, ROUTERS, PeerError, command_of, started
 from kappa.shapes import model_shape
 from simulator.capacity import capacity_rps
 from simulator.clusters import check, cluster_named
 from workload.catalogue import workload_named
-from workload.reading import WorkloadError
 from workload.shapes import Workload
 
-OURS = "kappa"
 EMULATED = (
     "Nodes are EMULATED (simulator engines on the wall clock): this ranks routers, it measures no"
     " GPU."
 )
 _SETTLE_S = 1.0
 _WARM_SHARE = 0.2
-_IN_PROCESS = "Ray's own class and defaults, no cluster: exact queue lengths, no actor calls"
-# Name: version, what it is, script, what its first line holds besides the nodes.
-ROUTERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    OURS: (version("kappa-serve"), "router.core, fed by KV events and reports", "", {}),
-    "dynamo": (DYNAMO_VERSION, "SelectionService and its defaults", "dynamo_router.py",
-               {"settings": {}}),
-    "dynamo-prefill": (
-        DYNAMO_VERSION, "SelectionService, prefill_load_scale 8 instead of 1", "dynamo_router.py",
-        {"settings": {"DYN_ROUTER_PREFILL_LOAD_SCALE": "8"}},
-    ),
-    "ray-prefix": (version("ray"), _IN_PROCESS, "ray_router.py", {"router": "prefix_affinity"}),
-    "ray-pow2": (version("ray"), _IN_PROCESS, "ray_router.py", {"router": "pow_2"}),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +51,16 @@ class Setting:
     dilation: float
     noise: float
     seconds: float
-    scale: int
-    block_tokens: int
+    cut: Cut
     policy: str
+
+    def prepared(self, workload: str, seed: int) -> tuple[Workload, float]:
+        """The workload, cut, and the cluster's capacity for it in requests per second."""
+        found = self.cut.apply(workload_named(workload))
+        nodes, shape = cluster_named(self.cluster), model_shape(self.model)
+        check(nodes, shape, found.block_tokens)
+        specs = [scaled_memory(spec, shape, self.cut.scale) for spec in nodes.nodes]
+        return found, capacity_rps(found, specs, shape, requests=5_000, seed=seed)
 
 
 def peers(
@@ -92,24 +83,17 @@ def peers(
     json_output: Json = False,
 ) -> None:
     """Real routers before emulated nodes, in real time: TTFT by router, on the same requests."""
-    chosen = [name.strip() for name in only.split(",") if name.strip()] or list(ROUTERS)
-    if unknown := [name for name in chosen if name not in ROUTERS]:
-        raise typer.BadParameter(
-            f"no router {unknown[0]!r}; known: {', '.join(ROUTERS)}", param_hint="--only"
-        )
     cut = Cut(turns, pause, scale)
-    try:
-        cut_workload, capacity = _prepared(workload, cluster, model, cut, seed)
-    except (ValueError, WorkloadError) as error:
-        raise typer.BadParameter(str(error)) from None
-    setting = Setting(
-        cluster, model, dilation, noise, seconds, scale, cut_workload.block_tokens, policy
-    )
+    setting = Setting(cluster, model, dilation, noise, seconds, cut, policy)
+    with usage_errors():
+        chosen = names(only or ",".join(ROUTERS), ROUTERS, "--only")
+        cut_workload, capacity = setting.prepared(workload, seed)
     note(EMULATED)
     traffic = {
         s: arrivals(cut_workload, load * capacity, seconds, s) for s in range(seed, seed + repeats)
     }
-    rows, not_run = asyncio.run(_compared(chosen, traffic, setting))
+    block_tokens = cut_workload.block_tokens
+    rows, not_run = asyncio.run(_compared(chosen, traffic, setting, block_tokens))
     facts = result(
         emulated=True, header=EMULATED, rows=rows, not_run=not_run,
         against_ours=against(rows, OURS), workload=workload, source=cut_workload.source,
@@ -118,44 +102,33 @@ def peers(
         noise=noise, policy=policy,
         late_ms=max((r["late_ms"] for row in rows for r in row["repeats"]), default=0.0),
     )  # fmt: skip
-    publish(facts, lambda console: _show(facts, console), json_output=json_output)
-
-
-def _prepared(
-    workload: str, cluster: str, model: str, cut: Cut, seed: int
-) -> tuple[Workload, float]:
-    """The workload, cut, and the cluster's capacity for it in requests per second."""
-    found = cut.apply(workload_named(workload))
-    nodes, shape = cluster_named(cluster), model_shape(model)
-    check(nodes, shape, found.block_tokens)
-    specs = [scaled_memory(spec, shape, cut.scale) for spec in nodes.nodes]
-    return found, capacity_rps(found, specs, shape, requests=5_000, seed=seed)
+    publish(facts, lambda console: show(facts, console), json_output=json_output)
 
 
 async def _compared(
-    chosen: Sequence[str], traffic: dict[int, list[Arrival]], setting: Setting
-) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    chosen: Sequence[str], traffic: Mapping[int, list[Arrival]], setting: Setting, block_tokens: int
+) -> tuple[list[Row], list[dict[str, str]]]:
     """A row per router, and those that could not be run."""
-    repeats: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+    repeats: dict[str, list[Row]] = {name: [] for name in chosen}
     failed: dict[str, str] = {}
-    for number, (seed, found) in enumerate(traffic.items()):
-        # In another order each time, so that none always has the machine at its coolest.
-        for name in [*chosen[number % len(chosen) :], *chosen[: number % len(chosen)]]:
-            if name in failed:
-                continue
+    order = list(chosen)
+    for number, (seed, found) in enumerate(traffic.items(), start=1):
+        for name in [name for name in order if name not in failed]:
             try:
-                row = {"seed": seed, **await _run(name, found, setting, seed)}
-            except HelperError as error:
+                row = {"seed": seed, **await run(name, found, setting, block_tokens, seed)}
+            except PeerError as error:
                 failed[name] = str(error)
                 note(f"{name}: not run: {error}")
                 continue
             repeats[name].append(row)
             note(
-                f"repeat {number + 1}/{len(traffic)} {name}: {row['completed']}/{row['requests']} "
+                f"repeat {number}/{len(traffic)} {name}: {row['completed']}/{row['requests']} "
                 f"requests, TTFT {row.get('ttft_s')}; nodes late {row['late_ms']:.0f} ms"
             )
+        # In another order each time, so that none always has the machine at its coolest.
+        order.append(order.pop(0))
     rows = [
-        {"router": name, "version": ROUTERS[name][0], "what": ROUTERS[name][1],
+        {"router": name, "version": ROUTERS[name].version, "what": ROUTERS[name].what,
          **router_row(repeats[name])}
         for name in chosen
         if name not in failed
@@ -163,26 +136,26 @@ async def _compared(
     return rows, [{"router": name, "why": why} for name, why in failed.items()]
 
 
-async def _run(name: str, found: Sequence[Arrival], setting: Setting, seed: int) -> dict[str, Any]:
+async def run(
+    name: str, found: Sequence[Arrival], setting: Setting, block_tokens: int, seed: int
+) -> Row:
     """One router, one seed: fresh nodes, a fresh router, all requests; both gone afterwards."""
     shape, loop = model_shape(setting.model), PacedLoop(setting.dilation)
-    nodes = [
-        EmulatedNode(
-            number, scaled_memory(spec, shape, setting.scale), shape, setting.block_tokens,
-            noise_of(setting.noise, seed, number), loop,
-        )
-        for number, spec in enumerate(cluster_named(setting.cluster).nodes)
-    ]  # fmt: skip
+    nodes = []
+    for number, spec in enumerate(cluster_named(setting.cluster).nodes):
+        scaled = scaled_memory(spec, shape, setting.cut.scale)
+        noise = (seed, number), setting.noise
+        nodes.append(EmulatedNode(scaled, shape, block_tokens, noise, loop))
     beside = [asyncio.create_task(loop.drive()), asyncio.create_task(report_all(nodes))]
-    _, _, script, more = ROUTERS[name]
+    router = ROUTERS[name]
     hello = {
-        "nodes": [node.row() for node in nodes], "block_tokens": setting.block_tokens,
-        "seed": seed, "policy": setting.policy, **more,
+        "nodes": [node.row() for node in nodes], "block_tokens": block_tokens, "seed": seed,
+        "policy": setting.policy, **router.hello,
     }  # fmt: skip
     try:
-        async with started(name, router_command(script), hello) as router:
+        async with started(name, command_of(router.script), hello) as process:
             await asyncio.sleep(_SETTLE_S)
-            player = Player(router, nodes, loop)
+            player = Player(process, nodes, loop)
             await player.play(found, setting.seconds)
         for task in beside:
             if task.done():
@@ -194,7 +167,9 @@ async def _run(name: str, found: Sequence[Arrival], setting: Setting, seed: int)
         await asyncio.gather(*beside, return_exceptions=True)
         for node in nodes:
             node.close()
-    outcomes: list[Outcome] = measured(player.outcomes, _WARM_SHARE * setting.seconds)
+    # What came first only warmed the caches.
+    from_s = _WARM_SHARE * setting.seconds
+    outcomes = [outcome for outcome in player.outcomes if outcome.start_s >= from_s]
     late_s = sorted(loop.late_s) or [0.0]
     return {
         "late_ms": 1e3 * late_s[int(0.99 * (len(late_s) - 1))],
@@ -202,19 +177,8 @@ async def _run(name: str, found: Sequence[Arrival], setting: Setting, seed: int)
     }
 
 
-def router_command(script: str) -> list[str]:
-    """How a router's process is started; without a script, ours.
-
-    Raises:
-        HelperError: its environment cannot be made.
-    """
-    if not script:
-        return [sys.executable, "-m", "benchmarks.routing.peers.our_router"]
-    python = dynamo_python() if script.startswith("dynamo") else sys.executable
-    return [python, "-I", str(SCRIPTS / script)]
-
-
-def _show(facts: dict[str, Any], console: Console) -> None:
+def show(facts: dict[str, Any], console: Console) -> None:
+    """A row per router, those that did not run, and what the bench was cut to."""
     console.print(facts["header"], highlight=False)
     nodes = list(facts["rows"][0].get("node_share", {})) if facts["rows"] else []
     columns = (
@@ -225,7 +189,20 @@ def _show(facts: dict[str, Any], console: Console) -> None:
         f"{facts['workload']} on {facts['cluster']} (emulated), load {facts['load']:g}; "
         "s, median of repeats (least to most)"
     )
-    console.print(table(title, columns, [_cells(row, nodes) for row in facts["rows"]]))
+    lines = []
+    for row in facts["rows"]:
+        name = f"{row['router']} {row['version']}"
+        if "ttft_s" not in row:
+            lines.append((name, *["-"] * 7))
+            continue
+        spreads = (row["ttft_s"]["p50"], row["ttft_s"]["p99"], row["e2e_s"]["p50"])
+        lines.append((
+            name, *(f"{s['median']:.3f} ({s['least']:.3f} to {s['most']:.3f})" for s in spreads),
+            f"{row['in_flight']['median']:.1f}", str(row["requests"]),
+            str(sum(row["failed"].values())),
+            " ".join(f"{100 * row['node_share'][node]:.0f}%" for node in nodes),
+        ))  # fmt: skip
+    console.print(table(title, columns, lines))
     for lost in facts["not_run"]:
         console.print(f"not run: {lost['router']}: {lost['why']}", highlight=False)
     console.print(
@@ -234,19 +211,3 @@ def _show(facts: dict[str, Any], console: Console) -> None:
         f"nodes late by {facts['late_ms']:.0f} ms of wall time at most (p99 of a run)",
         highlight=False,
     )
-
-
-def _cells(row: dict[str, Any], nodes: Sequence[str]) -> tuple[str, ...]:
-    name = f"{row['router']} {row['version']}"
-    if "ttft_s" not in row:
-        return (name, *["-"] * 7)
-    return (
-        name, _spread(row["ttft_s"]["p50"]), _spread(row["ttft_s"]["p99"]),
-        _spread(row["e2e_s"]["p50"]), f"{row['in_flight']['median']:.1f}", str(row["requests"]),
-        str(sum(row["failed"].values())),
-        " ".join(f"{100 * row['node_share'][node]:.0f}%" for node in nodes),
-    )  # fmt: skip
-
-
-def _spread(value: dict[str, float]) -> str:
-    return f"{value['median']:.3f} ({value['least']:.3f} to {value['most']:.3f})"
