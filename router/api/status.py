@@ -13,8 +13,9 @@ from kappa import metrics as m
 from kappa.protocol import Charge
 from router.api.tenants import Tenants
 from router.decision import Decision
-from router.live.fairness import credits_s, oldest_waits_s
+from router.live.charges import credits_s
 from router.live.live_router import LiveRouter
+from router.live.records import oldest_waits_s
 
 # Of a report: lists of requests, which are anybody's.
 _LISTS = ("arrived", "finished", "in_flight", "admitted", "prefilled", "spent")

@@ -2,7 +2,7 @@
 
 Workers charge alone and report cumulative counters; an ingress adds them up and sends each worker,
 with the requests that it sends there, what the others charged: else a tenant would multiply its
-share by spreading. Two ingresses hear the same workers, so both have the whole picture, up to the
+share by spreading. All ingresses receive the same reports, so all have the whole picture, up to the
 lag. The bound that this carries over: if one worker keeps the weighted charges of two tenants that
 both wait there within U seconds of each other, W workers keep them within U + (W - 1) * L / w
 seconds in all; L is the age of its newest report (the report's period, its way, and the time since
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kappa.protocol import MAX_TENANTS, Charge, TenantCharge
@@ -27,7 +27,7 @@ SENT_TENANTS = 64
 _NS = 1e9
 _MAX_GONE = 64
 
-_Ns = tuple[int, int, int]
+_Ns = tuple[int, ...]
 _ZERO: _Ns = (0, 0, 0)
 
 
@@ -76,10 +76,9 @@ class Charges:
         self._workers[worker] = known
         if time_s <= known.time_s:
             return {}
-        now = {c.tenant: _ns(c.charge) for c in charges}
-        if steps_total < known.steps_total or any(
-            _fell(known.charged.get(tenant, _ZERO), ns) for tenant, ns in now.items()
-        ):
+        now = {c.tenant: tuple(round(seconds * _NS) for seconds in c.charge) for c in charges}
+        fell = any(min(_minus(ns, known.charged.get(t, _ZERO))) < 0 for t, ns in now.items())
+        if fell or steps_total < known.steps_total:
             known.charged = {}
         known.time_s, known.steps_total = time_s, steps_total
         gained = {}
@@ -87,13 +86,17 @@ class Charges:
             more = _minus(ns, known.charged.get(tenant, _ZERO))
             known.charged[tenant] = ns
             if any(more):
-                self._add(tenant, more, time_s)
+                account = self._accounts.setdefault(tenant, _TenantAccount())
+                account.charged = _plus(account.charged, more)
+                account.active_s = max(account.active_s, time_s)
                 gained[tenant] = _seconds(more)
-        self._evict()
+        surplus = len(self._accounts) - self._max_tenants
+        if surplus > 0:
+            self._evict(heapq.nsmallest(surplus, self._accounts, key=self._activity))
         return gained
 
     def left(self, worker: str) -> None:
-        """A worker is gone; what it charged stays. Of late ones the counters are remembered, in
+        """A worker is gone; what it charged stays. The counters of the last ones are remembered, in
         case they come back."""
         known = self._workers.pop(worker, None)
         if known is not None:
@@ -104,14 +107,13 @@ class Charges:
     def elsewhere(self, worker: str, limit: int = SENT_TENANTS) -> dict[str, Charge]:
         """What all others charged, earlier lives of `worker` included: by tenant, the most
         recently active first, at most `limit` of them; those charged nothing are left out."""
-        known = self._workers.get(worker)
-        here = known.charged if known is not None else {}
-        others = {
-            tenant: _seconds(ns)
-            for tenant, account in self._recent(limit)
-            if any(ns := _minus(account.charged, here.get(tenant, _ZERO)))
-        }
-        return others
+        here = self._workers.get(worker, _Worker()).charged
+        found = {}
+        for tenant in heapq.nlargest(limit, self._accounts, key=self._activity):
+            ns = _minus(self._accounts[tenant].charged, here.get(tenant, _ZERO))
+            if any(ns):
+                found[tenant] = _seconds(ns)
+        return found
 
     def totals(self) -> dict[str, Charge]:
         """What all workers charged each tenant, by name."""
@@ -122,31 +124,29 @@ class Charges:
         """What tenants that are no longer kept had been charged."""
         return _seconds(self._remainder)
 
-    def _recent(self, limit: int) -> list[tuple[str, _TenantAccount]]:
-        return heapq.nlargest(limit, self._accounts.items(), key=lambda i: (i[1].active_s, i[0]))
+    def _activity(self, tenant: str) -> tuple[float, str]:
+        return self._accounts[tenant].active_s, tenant
 
-    def _add(self, tenant: str, more: _Ns, time_s: float) -> None:
-        account = self._accounts.setdefault(tenant, _TenantAccount())
-        account.charged = _plus(account.charged, more)
-        account.active_s = max(account.active_s, time_s)
-
-    def _evict(self) -> None:
-        surplus = len(self._accounts) - self._max_tenants
-        if surplus <= 0:
-            return
-        oldest = heapq.nsmallest(
-            surplus, self._accounts.items(), key=lambda i: (i[1].active_s, i[0])
-        )
-        for tenant, account in oldest:
-            self._remainder = _plus(self._remainder, account.charged)
-            del self._accounts[tenant]
-        for known in (*self._workers.values(), *self._gone.values()):
-            for tenant, _ in oldest:
+    def _evict(self, tenants: Iterable[str]) -> None:
+        for tenant in tenants:
+            self._remainder = _plus(self._remainder, self._accounts.pop(tenant).charged)
+            for known in (*self._workers.values(), *self._gone.values()):
                 known.charged.pop(tenant, None)
 
 
-def _ns(charge: Charge) -> _Ns:
-    return round(charge.vram_s * _NS), round(charge.gpu_s * _NS), round(charge.link_s * _NS)
+def credits_s(charged: Mapping[str, Charge], weights: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of service, by weight, that each tenant is behind the mean; below 0: ahead of it.
+
+    That is what the schedulers even out: the resource that a tenant used most, by its weight (1
+    where it has none), compared with the mean of all that were charged anything.
+    """
+    served = {
+        tenant: max(charge) / weights.get(tenant, 1.0)
+        for tenant, charge in charged.items()
+        if max(charge) > 0
+    }
+    mean_s = sum(served.values()) / len(served) if served else 0.0
+    return {tenant: mean_s - seconds for tenant, seconds in served.items()}
 
 
 def _seconds(ns: _Ns) -> Charge:
@@ -159,7 +159,3 @@ def _plus(a: _Ns, b: _Ns) -> _Ns:
 
 def _minus(a: _Ns, b: _Ns) -> _Ns:
     return a[0] - b[0], a[1] - b[1], a[2] - b[2]
-
-
-def _fell(before: _Ns, now: _Ns) -> bool:
-    return now[0] < before[0] or now[1] < before[1] or now[2] < before[2]

@@ -50,6 +50,9 @@ class Blocked:
 
 @dataclass(slots=True)
 class _Open:
+    """Why and until when nothing is sent; silent: not before a sign of life. probes: when each was
+    sent."""
+
     why: str
     until_s: float
     pause_s: float
@@ -58,12 +61,6 @@ class _Open:
 
     def paused(self, now_s: float) -> bool:
         return self.silent or now_s < self.until_s
-
-    def probing(self, now_s: float) -> bool:
-        late = [request for request, sent_s in self.probes.items() if now_s - sent_s > PROBE_S]
-        for request_id in late:
-            del self.probes[request_id]
-        return bool(self.probes)
 
 
 _NOBODY = Blocked()
@@ -78,13 +75,10 @@ class Breakers:
         self._open: dict[str, _Open] = {}
         self._opened: dict[str, int] = {}
 
-    # -- what happens -------------------------------------------------------------------------
-
     def sent(self, worker: str, request_id: str, now_s: float) -> None:
         """A request went to a worker; on one that is half open it is the probe."""
-        state = self._open.get(worker)
-        if state is not None:
-            state.probes[request_id] = now_s
+        if worker in self._open:
+            self._open[worker].probes[request_id] = now_s
 
     def succeeded(self, worker: str, request_id: str) -> bool:
         """A request of it was answered; True if that closed its breaker.
@@ -99,24 +93,22 @@ class Breakers:
 
     def failed(self, worker: str, request_id: str, now_s: float) -> bool:
         """The worker failed a request; True if that opened its breaker, or opened it anew."""
-        state = self._open.get(worker)
+        state, pause_s = self._open.get(worker), self.rule.pause_s
         if state is not None:
             if request_id not in state.probes:
                 return False
             pause_s = min(2 * state.pause_s, self.rule.longest_pause_s)
-            self._trip(worker, ERRORS, now_s, pause_s, silent=False)
-            return True
-        self._failures[worker] = self._failures.get(worker, 0) + 1
-        if self._failures[worker] < self.rule.failures:
-            return False
-        self._trip(worker, ERRORS, now_s, self.rule.pause_s, silent=False)
+        else:
+            self._failures[worker] = self._failures.get(worker, 0) + 1
+            if self._failures[worker] < self.rule.failures:
+                return False
+        self._trip(worker, _Open(ERRORS, now_s + pause_s, pause_s, silent=False))
         return True
 
     def abandoned(self, worker: str, request_id: str) -> None:
         """A request ended without proving anything of the worker (client left, worker full)."""
-        state = self._open.get(worker)
-        if state is not None:
-            state.probes.pop(request_id, None)
+        if worker in self._open:
+            self._open[worker].probes.pop(request_id, None)
 
     def trip(self, worker: str, why: str, now_s: float, *, needs_sign: bool = True) -> bool:
         """The worker seems gone, or stalls; True if it was not open for that already.
@@ -131,7 +123,7 @@ class Breakers:
         ):
             return False
         pause_s = self.rule.pause_s if needs_sign else self.rule.longest_pause_s
-        self._trip(worker, why, now_s, pause_s, silent=needs_sign)
+        self._trip(worker, _Open(why, now_s + pause_s, pause_s, silent=needs_sign))
         return True
 
     def alive(self, worker: str, now_s: float) -> bool:
@@ -147,19 +139,18 @@ class Breakers:
         for table in (self._failures, self._open, self._opened):
             table.pop(worker, None)
 
-    # -- what follows -------------------------------------------------------------------------
-
     def blocked(self, now_s: float) -> Blocked:
         """Who must not be chosen now."""
         if not self._open:
             return _NOBODY
-        gone = frozenset(worker for worker, state in self._open.items() if state.silent)
-        failing = frozenset(
-            worker
-            for worker, state in self._open.items()
-            if worker not in gone and (state.paused(now_s) or state.probing(now_s))
-        )
-        return Blocked(gone, failing)
+        gone, failing = set(), set()
+        for worker, state in self._open.items():
+            state.probes = {r: at_s for r, at_s in state.probes.items() if now_s - at_s <= PROBE_S}
+            if state.silent:
+                gone.add(worker)
+            elif state.paused(now_s) or state.probes:
+                failing.add(worker)
+        return Blocked(frozenset(gone), frozenset(failing))
 
     def state(self, worker: str, now_s: float) -> BreakerState:
         """How a worker's breaker stands."""
@@ -175,6 +166,6 @@ class Breakers:
         pauses = [s.until_s - now_s for s in self._open.values() if not s.silent]
         return max(min(pauses, default=0.0), 0.0)
 
-    def _trip(self, worker: str, why: str, now_s: float, pause_s: float, *, silent: bool) -> None:
-        self._open[worker] = _Open(why, now_s + pause_s, pause_s, silent)
+    def _trip(self, worker: str, state: _Open) -> None:
+        self._open[worker] = state
         self._opened[worker] = self._opened.get(worker, 0) + 1

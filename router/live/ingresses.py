@@ -15,7 +15,6 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
-from prometheus_client.samples import Sample
 from ray import serve
 
 from kappa.metrics import ADDING
@@ -23,8 +22,6 @@ from kappa.metrics import ADDING
 log = structlog.get_logger(__name__)
 
 _TIMEOUT_S = 2.0
-
-_Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class Ingresses:
@@ -40,30 +37,25 @@ class Ingresses:
 
         Only its own if the others could not be reached within two seconds.
         """
+        found: list[Any] = []
         if self._replicas > 1:
             try:
-                return await self._call_all(what, *args)
+                if self._handle is None:
+                    context = serve.get_replica_context()
+                    self._handle = serve.get_deployment_handle(context.deployment, context.app_name)
+                response = self._handle.broadcast(self._method, what, *args)
+                answers = await response.results_async(timeout_s=_TIMEOUT_S, return_exceptions=True)
+                found = [a for a in answers if not isinstance(a, BaseException)]
+                lost = [repr(a) for a in answers if isinstance(a, BaseException)]
+                if lost or not found:
+                    log.warning("ingresses_silent", count=len(lost), errors=lost[:1], what=what)
             except Exception as error:
                 log.warning("ingresses_unreachable", error=repr(error), what=what)
-        return [await own(what, *args)]
-
-    async def _call_all(self, what: str, *args: Any) -> list[Any]:
-        if self._handle is None:
-            context = serve.get_replica_context()
-            self._handle = serve.get_deployment_handle(context.deployment, context.app_name)
-        response = self._handle.broadcast(self._method, what, *args)
-        answers = await response.results_async(timeout_s=_TIMEOUT_S, return_exceptions=True)
-        lost = [answer for answer in answers if isinstance(answer, BaseException)]
-        if lost:
-            log.warning("ingresses_silent", count=len(lost), error=repr(lost[0]), what=what)
-        found = [answer for answer in answers if not isinstance(answer, BaseException)]
-        if not found:
-            raise RuntimeError("no ingress answered")
-        return found
+        return found or [await own(what, *args)]
 
 
 class _Merged(Collector):
-    def __init__(self, families: list[Metric]) -> None:
+    def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
@@ -81,30 +73,23 @@ def merged(expositions: Iterable[bytes]) -> bytes:
         ValueError: one of them is no such text.
     """
     families: dict[str, Metric] = {}
-    values: dict[str, dict[_Key, float]] = {}
+    values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
     for text in expositions:
         for family in text_string_to_metric_families(text.decode()):
-            known = families.setdefault(
-                family.name, Metric(family.name, family.documentation, family.type)
-            )
-            _merge(values.setdefault(known.name, {}), family, adds=family.name in ADDING)
-    for name, family in families.items():
-        family.samples = [
-            Sample(sample, dict(labels), value) for (sample, labels), value in values[name].items()
-        ]
+            families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                key = family.name, sample.name, tuple(sorted(sample.labels.items()))
+                known = values.get(key, sample.value)
+                if key in values and family.name in ADDING and not _is_time(sample.name):
+                    values[key] = known + sample.value
+                else:
+                    values[key] = (min if _is_time(sample.name) else max)(known, sample.value)
+    for (family_name, sample_name, labels), value in values.items():
+        families[family_name].add_sample(sample_name, dict(labels), value)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Merged(list(families.values())))
+    registry.register(_Merged(families.values()))
     return generate_latest(registry)
 
 
-def _merge(into: dict[_Key, float], family: Metric, *, adds: bool) -> None:
-    for sample in family.samples:
-        key = sample.name, tuple(sorted(sample.labels.items()))
-        if key not in into:
-            into[key] = sample.value
-        elif sample.name.endswith("_created"):
-            into[key] = min(into[key], sample.value)
-        elif adds:
-            into[key] += sample.value
-        else:
-            into[key] = max(into[key], sample.value)
+def _is_time(sample: str) -> bool:
+    return sample.endswith("_created")

@@ -26,28 +26,23 @@ from router.live.supervised import pause_s, supervised
 log = structlog.get_logger(__name__)
 
 _SNAPSHOT_TIMEOUT_S = 5.0
-_FRAMES = ("kind", "seq", "payload")
 _CONNECTION_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_report = msgspec.msgpack.Decoder(WorkerReport).decode
 
 
 class StreamListener(Protocol):
-    """What a subscriber calls, on its event loop."""
+    """What a subscriber calls, on its event loop. A task is `feed` or `line`."""
 
     def blocks(self, events: list[KVEvent]) -> None: ...
-
     def reported(self, report: WorkerReport) -> None: ...
-
     def stream_gap(self, worker: str) -> None: ...
-
-    def connection(self, worker: str, up: bool) -> None:
-        """The connection to a worker stands, or broke."""
-
-    def task_restarted(self, task: str) -> None:
-        """`feed` or `line`, which failed and begins anew."""
+    def connection(self, worker: str, up: bool) -> None: ...
+    def task_restarted(self, task: str) -> None: ...
 
 
 class KVSubscriber:
-    """Follows one worker until it is closed."""
+    """Follows one worker until it is closed. synced: its state is known; connected: its stream
+    stands; skipped: events that could not be used, by reason."""
 
     def __init__(self, announcement: Announcement, listener: StreamListener) -> None:
         self._worker = announcement.worker
@@ -56,19 +51,16 @@ class KVSubscriber:
         self._context = zmq.asyncio.Context.instance()
         self._cursor = StreamCursor()
         self._broken = False
-        self.synced = False
-        self.connected = False
+        self.synced = self.connected = False
         self.skipped: Counter[str] = Counter()
         self._stream = self._context.socket(zmq.SUB)
         self._stream.setsockopt(zmq.SUBSCRIBE, b"")
         self._stream.setsockopt(zmq.LINGER, 0)
-        loop = asyncio.get_running_loop()
         self._monitor = self._stream.get_monitor_socket(_CONNECTION_EVENTS)
         self._stream.connect(announcement.events_endpoint)
-        runs = {"feed": self._receive_all, "line": self._watch_connection}
         self._tasks = [
-            loop.create_task(supervised(name, run, listener.task_restarted, self._worker))
-            for name, run in runs.items()
+            asyncio.create_task(supervised(name, run, listener.task_restarted, self._worker))
+            for name, run in (("feed", self._receive_all), ("line", self._watch_connection))
         ]
 
     @property
@@ -92,57 +84,54 @@ class KVSubscriber:
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
             up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            if up == self.connected:
-                continue
-            self.connected = up
-            if not up:
+            if up != self.connected:
+                self.connected = up
                 # What was missed meanwhile shows as a gap, unless it was nothing.
-                self._broken = True
-            self._listener.connection(self._worker, up)
+                self._broken = self._broken or not up
+                self._listener.connection(self._worker, up)
 
     async def _receive_all(self) -> None:
         try:
             # Subscribed before the snapshot is requested, so nothing falls between the two.
             await self._resync()
             while True:
-                message = await self._stream.recv_multipart()
-                if len(message) != len(_FRAMES):
-                    self._unreadable(f"{len(message)} frames, not {len(_FRAMES)}")
+                frames = await self._stream.recv_multipart()
+                try:
+                    kind, number, payload = frames
+                except ValueError:
+                    self._unreadable(f"{len(frames)} frames instead of kind, number and payload")
                     continue
-                kind, seq, payload = message
-                await self._receive(kind, int.from_bytes(seq, "big"), payload)
+                if not self._receive(kind, int.from_bytes(number, "big"), payload):
+                    await self._resync()
         finally:
             self.synced = False
 
-    async def _receive(self, kind: bytes, seq: int, payload: bytes) -> None:
+    def _receive(self, kind: bytes, seq: int, payload: bytes) -> bool:
+        """Pass a message on; whether what is known of the worker still holds."""
         if self._broken:
             # Its blocks were forgotten when the connection broke, so that even no gap is one.
-            await self._resync()
-            return
+            return False
         order = self._cursor.advance(seq)
         if order == "duplicate":
-            return
+            return True
         if order == "gap":
             log.warning("worker_stream_gap", worker=self._worker, seq=seq)
             self._listener.stream_gap(self._worker)
-            await self._resync()
-            return
+            return False
         try:
-            self._dispatch(kind, payload)
-        except (ValueError, TypeError) as error:
+            if kind == KV:
+                self._listener.blocks(decode_batch(payload, self._worker, self.skipped))
+            elif kind == REPORT:
+                self._listener.reported(_report(payload))
+            elif kind == RESET:
+                self._listener.blocks([WorkerReset(self._worker)])
+        except (ValueError, TypeError, msgspec.DecodeError) as error:
             self._unreadable(str(error))
         except Exception as error:
             # A fault of ours must not end the stream; what it left half done is made anew.
             log.error("worker_message_failed", worker=self._worker, error=repr(error))
-            await self._resync()
-
-    def _dispatch(self, kind: bytes, payload: bytes) -> None:
-        if kind == KV:
-            self._listener.blocks(decode_batch(payload, self._worker, self.skipped))
-        elif kind == REPORT:
-            self._listener.reported(WorkerReport.from_dict(msgspec.msgpack.decode(payload)))
-        elif kind == RESET:
-            self._listener.blocks([WorkerReset(self._worker)])
+            return False
+        return True
 
     def _unreadable(self, error: str) -> None:
         log.warning("worker_message_unreadable", worker=self._worker, error=error)
@@ -150,7 +139,7 @@ class KVSubscriber:
     async def _resync(self) -> None:
         attempt = 0
         self.synced = self._broken = False
-        while True:
+        while not self.synced:
             try:
                 # Not wait_for: Python 3.11's swallows a cancellation that meets the answer.
                 async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
@@ -160,18 +149,13 @@ class KVSubscriber:
                 for batch in batches:
                     events.extend(decode_batch(batch, self._worker, self.skipped))
                 self._listener.blocks(events)
-                break
+                self._cursor.resume(seq + 1)
+                self.synced = True
             except Exception as error:
-                log.warning(
-                    "worker_snapshot_failed",
-                    worker=self._worker,
-                    attempt=attempt,
-                    error=repr(error),
-                )
+                failed = {"worker": self._worker, "attempt": attempt, "error": repr(error)}
+                log.warning("worker_snapshot_failed", **failed)
                 await asyncio.sleep(pause_s(attempt))
                 attempt += 1
-        self._cursor.resume(seq + 1)
-        self.synced = True
 
     async def _snapshot(self) -> tuple[int, list[bytes]]:
         socket = self._context.socket(zmq.DEALER)

@@ -17,7 +17,7 @@ from functools import partial
 import structlog
 
 from kappa import metrics as m
-from kappa.protocol import Admission, Announcement, WorkerReport
+from kappa.protocol import Announcement, WorkerReport
 from router.decision import (
     Decision,
     NoWorkerError,
@@ -70,9 +70,8 @@ class LiveRouter:
         self.kappa_eff: dict[str, float | None] = {}
         # The machine's clock may be set while we run; what is expected must not jump with it.
         self._epoch_s = time.time() - time.monotonic()
-        self.members = Membership(
-            self.router, REGISTRY, rule or MembershipRule(), self.now_s, listener=self
-        )
+        rule = rule or MembershipRule()
+        self.members = Membership(self.router, REGISTRY, rule, self.now_s, listener=self)
 
     def now_s(self) -> float:
         """Seconds since the epoch as of the start, and never a jump since."""
@@ -104,20 +103,19 @@ class LiveRouter:
         self.metrics.inc(m.DECISIONS, node, decision.policy, decision.reason, chosen.bound)
         self.metrics.observe(m.RATIO, node, value=chosen.counts.ratio)
         self.metrics.observe(m.PREDICTED_TTFT, node, value=chosen.ttft_s)
-        self.members.breakers.sent(decision.worker, request.request_id, self.now_s())
-        self.records.add(
-            DecisionRecord(
-                without_candidates(decision),
-                time.time(),
-                self._load(),
-                tenant,
-                attempt=int(request.retry),
-                avoided=tuple(sorted(avoided.gone | avoided.failing)),
-                steered=steered,
-                sent_as=self.sent_as(request.request_id),
-            )
-        )
         self.metrics.inc(m.ROLLOUT_REQUESTS, steered)
+        self.members.breakers.sent(decision.worker, request.request_id, self.now_s())
+        record = DecisionRecord(
+            without_candidates(decision),
+            time.time(),
+            self._load(),
+            tenant,
+            attempt=int(request.retry),
+            avoided=tuple(sorted(avoided.gone | avoided.failing)),
+            steered=steered,
+            sent_as=self.sent_as(request.request_id),
+        )
+        self.records.add(record)
         return decision
 
     def sent_as(self, request_id: str) -> str:
@@ -133,13 +131,11 @@ class LiveRouter:
         workers = list(estimates.workers)
         chosen = ray_choice(workers, self._in_flight, request.request_id)
         others = frozenset(workers) - {chosen}
-        decision = self.route(
-            replace(request, exclude=request.exclude | others), tenant, steered="ray"
-        )
-        row = workers.index(chosen)
+        rest = replace(request, exclude=request.exclude | others)
+        decision = self.route(rest, tenant, steered="ray")
         shadow = ShadowDecision(
-            ours.worker, ours.chosen.node.name, ours.reason, ours.chosen.ttft_s,
-            decision.worker, decision.chosen.node.name, float(estimates.ttft_s[row]),
+            ours.worker, ours.chosen.node.name, ours.reason, ours.chosen.ttft_s, decision.worker,
+            decision.chosen.node.name, float(estimates.ttft_s[workers.index(chosen)]),
         )  # fmt: skip
         self.records[request.request_id].shadow = shadow
         self.metrics.inc(m.SHADOWS, "true" if shadow.agreed else "false")
@@ -179,9 +175,9 @@ class LiveRouter:
     def release(self, request_id: str, end: str) -> None:
         """A request ended: `done`, `refused` by its engine, `error`, `timeout`, `deadline`,
         `client_gone`, `worker_full`, `worker_died`, or `unsent`: no worker saw it. Idempotent."""
+        record = self.records.get(request_id)
         if not self.router.release(request_id, self.now_s(), complete=end == "done"):
             return
-        record = self.records.get(request_id)
         if record is None:
             return
         record.end = end
@@ -206,19 +202,16 @@ class LiveRouter:
 
     def answered(self, tenant: str, status: int, code: str | None = None) -> None:
         """A request of `tenant` was answered, with an error of that code if there is one."""
-        self.metrics.inc(m.REQUESTS, str(status))
         outcome = "answered" if status < 400 else code or "error"
+        self.metrics.inc(m.REQUESTS, str(status))
         self.metrics.inc(m.TENANT_REQUESTS, self.metrics.tenant(tenant), outcome)
 
     def retry_after_s(self) -> float:
         """When it makes sense to come back: the least backlog of any worker, or its next trial."""
-        now_s = self.now_s()
-        backlogs = self.router.backlogs_s(now_s)
-        gone = self.members.blocked().gone
-        soonest_s = min(
-            (max(pair) for worker, pair in backlogs.items() if worker not in gone),
-            default=_NO_WORKER_RETRY_S,
-        )
+        now_s, gone = self.now_s(), self.members.blocked().gone
+        backlogs = self.router.backlogs_s(now_s).items()
+        waits_s = (max(pair) for worker, pair in backlogs if worker not in gone)
+        soonest_s = min(waits_s, default=_NO_WORKER_RETRY_S)
         return max(soonest_s, self.members.breakers.retry_after_s(now_s))
 
     def _decided(
@@ -229,14 +222,14 @@ class LiveRouter:
     ) -> Decision:
         """Among those that do not fail; where there are none, among all that seem to live."""
         gone = request.exclude | blocked.gone
-        if not blocked.failing:
-            return decide(replace(request, exclude=gone) if blocked.gone else request, self.now_s())
-        try:
-            return decide(replace(request, exclude=gone | blocked.failing), self.now_s())
-        except OverloadedError:
-            raise
-        except NoWorkerError:
-            return decide(replace(request, exclude=gone), self.now_s())
+        if blocked.failing:
+            try:
+                return decide(replace(request, exclude=gone | blocked.failing), self.now_s())
+            except OverloadedError:
+                raise
+            except NoWorkerError:
+                pass
+        return decide(replace(request, exclude=gone) if blocked.gone else request, self.now_s())
 
     def _in_flight(self, worker: str) -> int:
         return self.router.in_flight_on(worker) + self.router.remote_in_flight_on(worker)
@@ -274,7 +267,6 @@ class LiveRouter:
         self.node_renamed(node)
 
     def node_renamed(self, before: str) -> None:
-        """No worker has the name `before` any more: its metrics go."""
         self.metrics.forget_node(before)
 
     def worker_died(self, worker: str) -> None:
@@ -295,42 +287,32 @@ class LiveRouter:
         return state.announcement.node.name if state is not None else worker
 
     def reported(self, report: WorkerReport) -> None:
+        """A worker's report: what it says of requests goes by our ids, as far as they are ours."""
         state = self.router.workers.get(report.worker)
         if state is None:
             return
-        report = report.renamed(self.records.own)
+        report, worker = report.renamed(self.records.own), report.worker
         self.router.report(report, self.now_s())
         if any(request_id not in self.router for request_id in report.finished):
             # Not ours in flight, whose ends `release` brings too.
-            self.suspects.ended(report.worker, self.now_s())
-        node = state.announcement.node.name
+            self.suspects.ended(worker, self.now_s())
+        node = state.announcement.node
+        host = "lmcache" if state.announcement.tier == "lmcache" else "host"
         for admission in report.admitted:
-            self._admitted(report.worker, node, admission)
+            record = self.records.of(admission.request_id, worker)
+            if record is not None:
+                record.admitted = admission
+            self.metrics.inc(m.PROMPT_TOKENS, node.name, "device", by=admission.device_tokens)
+            self.metrics.inc(m.PROMPT_TOKENS, node.name, host, by=admission.host_tokens)
+            self.metrics.inc(m.PROMPT_TOKENS, node.name, "new", by=admission.new_tokens)
         for request_id in report.prefilled:
-            self.first_token(request_id, report.worker)
+            self.first_token(request_id, worker)
         for spent in report.spent:
-            record = self.records.of(spent.request_id, report.worker)
+            record = self.records.of(spent.request_id, worker)
             if record is not None:
                 record.spent = spent
-        self.metrics.reported(report, node, paced=state.announcement.node.source == "paced")
-        self._charged(report)
-
-    def _charged(self, report: WorkerReport) -> None:
-        gained = self.charges.report(
-            report.worker, report.charges, report.time_s, report.steps_total
-        )
+        self.metrics.reported(report, node.name, paced=node.source == "paced")
+        gained = self.charges.report(worker, report.charges, report.time_s, report.steps_total)
         for tenant, charge in gained.items():
-            label = self.metrics.tenant(tenant)
             for resource, seconds in zip(("vram", "gpu", "link"), charge, strict=True):
-                self.metrics.inc(m.TENANT_CHARGE, label, resource, by=seconds)
-
-    def _admitted(self, worker: str, node: str, admission: Admission) -> None:
-        record = self.records.of(admission.request_id, worker)
-        if record is not None:
-            record.admitted = admission
-        self.metrics.inc(m.PROMPT_TOKENS, node, "device", by=admission.device_tokens)
-        state = self.router.workers.get(worker)
-        tier = state.announcement.tier if state is not None else "own"
-        source = tier if tier == "lmcache" else "host"
-        self.metrics.inc(m.PROMPT_TOKENS, node, source, by=admission.host_tokens)
-        self.metrics.inc(m.PROMPT_TOKENS, node, "new", by=admission.new_tokens)
+                self.metrics.inc(m.TENANT_CHARGE, self.metrics.tenant(tenant), resource, by=seconds)

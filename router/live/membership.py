@@ -14,13 +14,13 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import structlog
 
 from kappa.protocol import Announcement, WorkerReport
 from router.decision import MismatchError
-from router.index.kv_events import KVEvent
 from router.live.circuit_breaker import Blocked, BreakerRule, Breakers
 from router.live.kv_subscriber import KVSubscriber
 from router.live.replica_registry import Announcements, ReplicaRegistry
@@ -40,7 +40,10 @@ _GRACE_S = 5.0
 _PATIENCE = 4.0
 
 Progress = tuple[float, ...]
-"""What rises while an engine works: its steps, iterations, loaded and computed tokens."""
+progress_of: Callable[[WorkerReport], Progress] = attrgetter(
+    "steps_total", "iterations_total", "load_tokens_total", "step_tokens_total"
+)
+"""What rises while the engine of a worker works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +60,19 @@ class MembershipRule:
 
 
 class MembershipListener(Protocol):
-    """What is called after the router knows of a change, on the event loop."""
+    """What is called after the router knows of a change, on the event loop.
+
+    worker_left: with the ids of its requests that were in flight. worker_died: its engine or its
+    process, while its requests are still in flight. node_renamed: nobody has the name any more.
+    """
 
     def worker_joined(self, announcement: Announcement) -> None: ...
-
-    def worker_left(self, worker: str, node: str, lost: list[str]) -> None:
-        """`lost`: ids of its requests that were in flight."""
-
-    def worker_died(self, worker: str) -> None:
-        """Its engine or process died; called while its requests are still in flight."""
-
-    def node_renamed(self, before: str) -> None:
-        """A worker's node has no longer the name that it had before."""
-
+    def worker_left(self, worker: str, node: str, lost: list[str]) -> None: ...
+    def worker_died(self, worker: str) -> None: ...
+    def node_renamed(self, before: str) -> None: ...
     def reported(self, report: WorkerReport) -> None: ...
-
     def breaker_opened(self, worker: str, why: str) -> None: ...
-
     def stream_gap(self, worker: str) -> None: ...
-
     def task_restarted(self, task: str) -> None: ...
 
 
@@ -134,15 +131,15 @@ class Membership:
         self.refused: dict[str, str] = {}
         self._router, self._registry, self._clock = router, registry, clock
         self._listener = listener
+        self.blocks = router.blocks
+        self.stream_gap, self.task_restarted = listener.stream_gap, listener.task_restarted
         self._members: dict[str, Member] = {}
-        self._draining: frozenset[str] = frozenset()
         self._loop = asyncio.get_running_loop()
         self._closing: set[asyncio.Task[None]] = set()
         self._joined = asyncio.Event()
-        self._watch = self._loop.create_task(
-            supervised("watch", self._check_all, listener.task_restarted, "")
-        )
         self._readable_s = clock()
+        watch = supervised("watch", self._check_all, listener.task_restarted, "")
+        self._watch = self._loop.create_task(watch)
         registry.subscribe(self._on_registry)
 
     # -- state --------------------------------------------------------------------------------
@@ -159,8 +156,7 @@ class Membership:
     @property
     def synced(self) -> bool:
         """Whether there are workers, and of each that can be reached the state is known."""
-        subscribers = [m.subscriber for m in self._members.values()]
-        return bool(subscribers) and all(s.synced for s in subscribers)
+        return bool(self._members) and all(m.subscriber.synced for m in self._members.values())
 
     def fault(self) -> str:
         """Why this ingress can follow the workers no more and should be replaced; empty: it can.
@@ -181,9 +177,8 @@ class Membership:
     def blocked(self) -> Blocked:
         """Who must not be chosen now: those that drain count as gone."""
         blocked = self.breakers.blocked(self._clock())
-        if not self._draining:
-            return blocked
-        return Blocked(blocked.gone | self._draining, blocked.failing)
+        draining = [worker for worker, m in self._members.items() if m.leaves_by_s is not None]
+        return Blocked(blocked.gone.union(draining), blocked.failing) if draining else blocked
 
     async def first_joined(self, within_s: float) -> None:
         """Wait, at most so long, until a worker has joined since the start; then never again."""
@@ -231,14 +226,14 @@ class Membership:
             if data and (member is None or member.announced != data):
                 self._join(worker, deployment, data)
             elif member is not None:
-                self._stays(worker, member)
-        for worker in [w for w in self._members if w not in known]:
-            if self._members[worker].deployment == deployment:
+                member.leaves_by_s = None
+        for worker, member in list(self._members.items()):
+            if worker not in known and member.deployment == deployment:
                 if worker in died:
                     self._note_death(worker)
                     self._leave(worker, DIED)
-                else:
-                    self._drain(worker)
+                elif not member.draining:
+                    self._drain(worker, member)
         for worker in died & self.refused.keys():
             del self.refused[worker]
 
@@ -254,15 +249,13 @@ class Membership:
             self._leave(worker, "mismatch")
             return
         self.refused.pop(worker, None)
-        member = self._members.get(worker)
+        member, node = self._members.get(worker), announcement.node.name
         if member is None:
-            subscriber = KVSubscriber(announcement, self)
-            self._members[worker] = Member(deployment, data, subscriber)
-            log.info("worker_joined", worker=worker, node=announcement.node.name)
+            self._members[worker] = Member(deployment, data, KVSubscriber(announcement, self))
+            log.info("worker_joined", worker=worker, node=node)
         else:
-            before, member.announced = member.node, data
-            self._stays(worker, member)
-            if before != announcement.node.name:
+            before, member.announced, member.leaves_by_s = member.node, data, None
+            if before != node:
                 # Its pool shrank, and it took over the name of one that has gone.
                 self._listener.node_renamed(before)
         if announcement.profile_error:
@@ -270,27 +263,18 @@ class Membership:
         self._joined.set()
         self._listener.worker_joined(announcement)
 
-    def _stays(self, worker: str, member: Member) -> None:
-        member.leaves_by_s = None
-        self._draining -= {worker}
-
-    def _drain(self, worker: str) -> None:
-        member = self._members[worker]
-        if member.draining:
-            return
+    def _drain(self, worker: str, member: Member) -> None:
         in_flight = self._router.in_flight_on(worker)
-        if not member.subscriber.connected or not in_flight:
+        if member.subscriber.connected and in_flight:
+            member.leaves_by_s = self._clock() + self.rule.drain_s
+            log.info("worker_draining", worker=worker, in_flight=in_flight)
+        else:
             self._leave(worker, "left")
-            return
-        member.leaves_by_s = self._clock() + self.rule.drain_s
-        self._draining |= {worker}
-        log.info("worker_draining", worker=worker, in_flight=in_flight)
 
     def _leave(self, worker: str, why: str) -> None:
         member = self._members.pop(worker, None)
         if member is None:
             return
-        self._draining -= {worker}
         task = self._loop.create_task(member.subscriber.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -303,10 +287,6 @@ class Membership:
         self._listener.worker_left(worker, member.node, lost)
 
     # -- of the subscribers -------------------------------------------------------------------
-
-    def blocks(self, events: list[KVEvent]) -> None:
-        """Blocks came or went."""
-        self._router.blocks(events)
 
     def connection(self, worker: str, up: bool) -> None:
         """The connection to a worker stands, or broke."""
@@ -330,14 +310,6 @@ class Membership:
         if why in (DISCONNECTED, SILENT) and self.breakers.alive(report.worker, now_s):
             log.info("worker_heard_again", worker=report.worker)
         self._listener.reported(report)
-
-    def stream_gap(self, worker: str) -> None:
-        """Messages of a worker were lost; a snapshot follows."""
-        self._listener.stream_gap(worker)
-
-    def task_restarted(self, task: str) -> None:
-        """A task that follows a worker failed and begins anew."""
-        self._listener.task_restarted(task)
 
     # -- silence and stalls -------------------------------------------------------------------
 
@@ -403,18 +375,7 @@ class Membership:
             self._listener.worker_died(worker)
 
     def _trip(self, worker: str, why: str, *, needs_sign: bool = True) -> None:
-        if worker not in self._members:
-            return
-        if self.breakers.trip(worker, why, self._clock(), needs_sign=needs_sign):
+        known = worker in self._members
+        if known and self.breakers.trip(worker, why, self._clock(), needs_sign=needs_sign):
             log.warning("breaker_open", worker=worker, why=why)
             self._listener.breaker_opened(worker, why)
-
-
-def progress_of(report: WorkerReport) -> Progress:
-    """What rises while the engine of a worker works."""
-    return (
-        report.steps_total,
-        report.iterations_total,
-        report.load_tokens_total,
-        report.step_tokens_total,
-    )

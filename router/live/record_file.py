@@ -29,28 +29,25 @@ class RecordFile:
         self._size = 0
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            # It may be there from before, with another mode.
-            os.fchmod(self._file, 0o600)
+            os.fchmod(self._file, 0o600)  # It may be there from before, with another mode.
             self._size = os.fstat(self._file).st_size
         except OSError as error:
             self._end(str(error))
 
     def __call__(self, entry: Mapping[str, Any]) -> None:
         """Append an entry; never raises for what the disk does."""
-        if self._file is None:
-            self._on_drop()
-            return
-        line = json.dumps(entry).encode() + b"\n"
-        if self._size + len(line) > self._max_bytes:
-            self._end(f"it has reached its {self._max_bytes} bytes")
-        else:
+        if self._file is not None:
+            line = json.dumps(entry).encode() + b"\n"
+            why = "the disk is full"
             try:
-                if os.write(self._file, line) == len(line):
+                if self._size + len(line) > self._max_bytes:
+                    why = f"it has reached its {self._max_bytes} bytes"
+                elif os.write(self._file, line) == len(line):
                     self._size += len(line)
                     return
-                self._end("the disk is full")
             except OSError as error:
-                self._end(str(error))
+                why = str(error)
+            self._end(why)
         self._on_drop()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ the oldest go. Pure.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,11 @@ class DecisionRecord:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, without the candidates."""
         decision, chosen = self.decision, self.decision.chosen
-        actual, spent = self.admitted, self.spent
+        actual, spent, ttft_s = self.admitted, self.spent, self.ttft_s
+        queue_s = None
+        if spent is not None and ttft_s is not None:
+            # What neither its own load nor the steps that computed its prompt account for.
+            queue_s = max(ttft_s - spent.load_s - spent.compute_s, 0.0)
         return {
             "request_id": decision.request_id,
             "time_s": self.time_s,
@@ -73,10 +78,10 @@ class DecisionRecord:
                 "device_tokens": actual.device_tokens if actual else None,
                 "cached_tokens": actual.host_tokens if actual else None,
                 "new_tokens": actual.new_tokens if actual else None,
-                "queue_s": self._queue_s(),
+                "queue_s": queue_s,
                 "load_s": spent.load_s if spent else None,
                 "compute_s": spent.compute_s if spent else None,
-                "ttft_s": self.ttft_s,
+                "ttft_s": ttft_s,
             },
             "load": self.load,
             "attempt": self.attempt,
@@ -101,12 +106,6 @@ class DecisionRecord:
             "end": self.end,
             **({"steered": self.steered} if self.steered != "kappa" else {}),
         }
-
-    def _queue_s(self) -> float | None:
-        """What neither its own load nor the steps that computed its prompt account for."""
-        if self.spent is None or self.ttft_s is None:
-            return None
-        return max(self.ttft_s - self.spent.load_s - self.spent.compute_s, 0.0)
 
 
 class Records(OrderedDict[str, DecisionRecord]):
@@ -136,3 +135,13 @@ class Records(OrderedDict[str, DecisionRecord]):
         """The record of a request if it is on that worker: what another reports of it is late."""
         record = self.get(request_id)
         return record if record is not None and record.decision.worker == worker else None
+
+
+def oldest_waits_s(records: Iterable[DecisionRecord], now_s: float) -> dict[str, float]:
+    """Seconds that each tenant's oldest request has waited for its engine to admit it."""
+    oldest: dict[str, float] = {}
+    for record in records:
+        if not record.end and record.admitted is None and record.ttft_s is None:
+            waited_s = max(now_s - record.time_s, 0.0)
+            oldest[record.tenant] = max(waited_s, oldest.get(record.tenant, 0.0))
+    return oldest

@@ -15,6 +15,10 @@ Announcements = dict[str, Mapping[str, Any]]
 Listener = Callable[[str, Announcements, frozenset[str]], None]
 
 
+class PinGoneError(Exception):
+    """The replica that the ingress chose has gone before the request reached it."""
+
+
 class ReplicaRegistry:
     """Announcements by deployment and replica id; an empty announcement means not ready yet.
 
@@ -29,10 +33,7 @@ class ReplicaRegistry:
         self._listeners: list[Listener] = []
 
     def publish(
-        self,
-        deployment: str,
-        announcements: Announcements,
-        died: frozenset[str] = frozenset(),
+        self, deployment: str, announcements: Announcements, died: frozenset[str] = frozenset()
     ) -> None:
         """Replace what is known of a deployment's replicas; listeners run here: none may wait."""
         with self._lock:
@@ -59,10 +60,6 @@ class ReplicaRegistry:
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
-
-
-class PinGoneError(Exception):
-    """The replica that the ingress chose has gone before the request reached it."""
 
 
 REGISTRY = ReplicaRegistry()

@@ -26,7 +26,7 @@ KEPT_S = 600.0
 _RECENT_S = 10.0
 # All who were in an engine learn of its death within this.
 _DEATH_S = 10.0
-# A machine whose idle engine died lately is what is wrong.
+# A machine whose idle engine died so recently is what is wrong.
 _IDLE_DEATH_S = 60.0
 # What of a body no engine reads: a change of it does not make another content.
 _UNREAD = frozenset(
@@ -46,8 +46,7 @@ def content_digest(tenant: str, method: str, body: bytes) -> str:
         body = json.dumps(read, sort_keys=True).encode()
     except (ValueError, AttributeError):
         pass  # No JSON object: as it is.
-    name = f"{len(tenant)} {tenant} {method} ".encode()
-    return hashlib.sha256(name + body).hexdigest()
+    return hashlib.sha256(f"{len(tenant)} {tenant} {method} ".encode() + body).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,15 @@ class _Death:
     blameless: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Strikes:
+    """Deaths that a content was in, when it was last blamed, and for which of them."""
+
+    count: int
+    at_s: float
+    death: _Death
+
+
 class Suspects:
     """Deaths of engines, and contents that were in them; at most `MEMORY`, for `KEPT_S`."""
 
@@ -64,14 +72,11 @@ class Suspects:
         self._deaths: OrderedDict[str, _Death] = OrderedDict()
         self._ended_s: dict[str, float] = {}
         self._idle_deaths_s: dict[str, float] = {}
-        # Of each content: deaths that it was in, when it was last blamed, and the last death.
-        self._strikes: OrderedDict[str, tuple[int, float, _Death]] = OrderedDict()
+        self._strikes: OrderedDict[str, _Strikes] = OrderedDict()
 
     def __len__(self) -> int:
         """Contents that are remembered."""
         return len(self._strikes)
-
-    # -- what happens -------------------------------------------------------------------------
 
     def ended(self, worker: str, now_s: float) -> None:
         """A request left a worker."""
@@ -104,24 +109,21 @@ class Suspects:
         death = self._deaths.get(worker)
         if death is None or now_s - death.at_s > _DEATH_S or death.blameless:
             return "retry"
-        if not digest:
-            return "alone" if death.alone else "retry"
-        count = self._count(digest, now_s)
-        # Several requests of one content may be lost with one engine: that is one death.
-        if not count or self._strikes[digest][2] is not death:
-            count += 1
-            self._strikes[digest] = (count, now_s, death)
-            self._strikes.move_to_end(digest)
-        self._forget(now_s)
-        if count >= DEATHS:
-            return "killer"
+        if digest:
+            count = self._count(digest, now_s)
+            # Several requests of one content may be lost with one engine: that is one death.
+            if not count or self._strikes[digest].death is not death:
+                count += 1
+                self._strikes[digest] = _Strikes(count, now_s, death)
+                self._strikes.move_to_end(digest)
+            self._forget(now_s)
+            if count >= DEATHS:
+                return "killer"
         return "alone" if death.alone else "retry"
 
     def served(self, digest: str) -> None:
         """An engine answered that content and lives: it was not what killed the other."""
         self._strikes.pop(digest, None)
-
-    # -- what follows ------------------------------------------------------------------------
 
     def refused(self, digest: str, now_s: float) -> bool:
         """Whether that content is refused."""
@@ -129,15 +131,14 @@ class Suspects:
 
     def _count(self, digest: str, now_s: float) -> int:
         strikes = self._strikes.get(digest)
-        return strikes[0] if strikes is not None and now_s - strikes[1] <= KEPT_S else 0
+        return strikes.count if strikes is not None and now_s - strikes.at_s <= KEPT_S else 0
 
     def _forget(self, now_s: float) -> None:
-        while len(self._strikes) > MEMORY or (
-            self._strikes and now_s - next(iter(self._strikes.values()))[1] > KEPT_S
+        strikes, deaths, idle = self._strikes, self._deaths, self._idle_deaths_s
+        while strikes and (
+            len(strikes) > MEMORY or now_s - next(iter(strikes.values())).at_s > KEPT_S
         ):
-            self._strikes.popitem(last=False)
-        while self._deaths and now_s - next(iter(self._deaths.values())).at_s > _DEATH_S:
-            self._deaths.popitem(last=False)
-        late = [n for n, at_s in self._idle_deaths_s.items() if now_s - at_s > _IDLE_DEATH_S]
-        for node in late:
-            del self._idle_deaths_s[node]
+            strikes.popitem(last=False)
+        while deaths and now_s - next(iter(deaths.values())).at_s > _DEATH_S:
+            deaths.popitem(last=False)
+        self._idle_deaths_s = {n: s for n, s in idle.items() if now_s - s <= _IDLE_DEATH_S}

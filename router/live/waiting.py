@@ -8,6 +8,7 @@ gone for good fails all. On the ingress' event loop only.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -17,7 +18,7 @@ class WorkerLostError(Exception):
 
 
 class Wait:
-    """One request's waits for its worker."""
+    """One request's waits for its worker; waiting: for an item now, and not for a slow client."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -48,23 +49,21 @@ class Wait:
 
     @property
     def waiting(self) -> bool:
-        """Whether an item is waited for now, and not a client that reads slowly."""
         return self._scope is not None
 
     def lose(self, why: str) -> None:
         """The worker is lost: the wait in progress ends now, and each later one at once."""
-        if self._why:
-            return
-        self._why = why
-        if self._scope is not None and not self._scope.expired():
-            self._scope.reschedule(asyncio.get_running_loop().time())
+        if not self._why:
+            self._why = why
+            if self._scope is not None and not self._scope.expired():
+                self._scope.reschedule(asyncio.get_running_loop().time())
 
 
 class Waits:
     """Who waits for which worker."""
 
     def __init__(self) -> None:
-        self._by_worker: dict[str, set[Wait]] = {}
+        self._by_worker: defaultdict[str, set[Wait]] = defaultdict(set)
 
     def __len__(self) -> int:
         return sum(map(len, self._by_worker.values()))
@@ -72,16 +71,15 @@ class Waits:
     def begin(self, worker: str) -> Wait:
         """A request waits for `worker` from now on; pair with `end`."""
         wait = Wait()
-        self._by_worker.setdefault(worker, set()).add(wait)
+        self._by_worker[worker].add(wait)
         return wait
 
     def end(self, worker: str, wait: Wait) -> None:
-        """It waits no more; harmless to say twice."""
-        waits = self._by_worker.get(worker)
-        if waits is not None:
-            waits.discard(wait)
-            if not waits:
-                del self._by_worker[worker]
+        """It waits no more; it may be ended twice."""
+        waits = self._by_worker.get(worker, set())
+        waits.discard(wait)
+        if not waits:
+            self._by_worker.pop(worker, None)
 
     def on(self, worker: str) -> bool:
         """Whether anybody waits for an item of `worker` now."""

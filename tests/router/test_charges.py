@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kappa.protocol import Charge, TenantCharge
-from router.live.charges import Charges
+from router.live.charges import Charges, credits_s
 
 TENANTS, WORKERS = ("a", "b", "c", "d"), ("w0", "w1", "w2")
 
@@ -23,7 +23,7 @@ def gpu(charges):
     return {tenant: charge.gpu_s for tenant, charge in charges.items()}
 
 
-def test_a_worker_is_told_what_all_others_charged():
+def test_a_worker_is_sent_what_all_others_charged():
     charges = Charges()
     charges.report("w0", of(a=1.0, b=2.0), 1.0)
     charges.report("w1", of(a=10.0), 1.0)
@@ -104,13 +104,26 @@ def test_tenants_beyond_the_bound_go_into_the_remainder_the_least_active_first()
     assert charges.remainder.gpu_s == 3.5
 
 
-def test_at_most_so_many_are_told_the_most_recently_active_first():
+def test_at_most_64_tenants_are_sent_the_most_recently_active_first():
     charges = Charges()
     for i in range(100):
         charges.report("w0", of(**{f"t{i:02}": 1.0}), float(i))
     told = charges.elsewhere("w1")
     assert list(told) == [f"t{i:02}" for i in range(99, 35, -1)]
     assert list(charges.elsewhere("w1", limit=2)) == ["t99", "t98"]
+
+
+def test_who_had_less_than_the_mean_by_weight_is_behind():
+    charged = {"a": Charge(1.0, 6.0, 0.0), "b": Charge(2.0, 0.0, 1.0), "idle": Charge()}
+    assert credits_s(charged, {}) == {"a": -2.0, "b": 2.0}
+    assert credits_s(charged, {"a": 3.0}) == {"a": 0.0, "b": 0.0}
+    assert credits_s({}, {}) == {}
+
+
+@given(st.dictionaries(st.text(), st.floats(0, 1e6), max_size=20))
+def test_credits_add_up_to_zero(seconds):
+    charged = {tenant: Charge(0.0, s, 0.0) for tenant, s in seconds.items()}
+    assert sum(credits_s(charged, {}).values()) == pytest.approx(0.0, abs=1e-3)
 
 
 def history(rng, reports):
@@ -160,7 +173,7 @@ def falls(before, now):
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), reports=st.integers(2, 8))
-def test_two_listeners_agree_when_both_have_heard_all_and_nothing_ever_falls(seed, reports):
+def test_two_listeners_agree_once_both_received_all_and_nothing_ever_falls(seed, reports):
     rng = random.Random(seed)
     said, truth = history(rng, reports)
     first, second = Charges(), Charges()
@@ -181,7 +194,7 @@ def test_two_listeners_agree_when_both_have_heard_all_and_nothing_ever_falls(see
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), at=st.floats(0.0, 1.0))
-def test_a_listener_that_is_behind_is_short_by_what_it_has_not_heard_and_no_more(seed, at):
+def test_a_listener_that_is_behind_is_short_by_what_it_has_not_received(seed, at):
     rng = random.Random(seed)
     said, _ = history(rng, 6)
     ahead, behind = Charges(), Charges()

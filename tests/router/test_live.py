@@ -50,7 +50,7 @@ async def joined(live, registry, *workers, **changes):
     await until(lambda: len(live.router.workers) == len(workers))
 
 
-async def test_without_workers_nothing_is_chosen_and_a_time_is_told(scene):
+async def test_without_workers_nothing_is_chosen_and_a_time_to_retry_is_given(scene):
     live, _ = scene
     with pytest.raises(NoWorkerError, match="0 known"):
         live.route(ask())
@@ -151,7 +151,7 @@ async def test_an_announcement_that_cannot_be_read_is_refused(scene, worker, spo
     assert live.router.workers == {}
 
 
-async def test_nodes_tell_what_is_known(scene, worker):
+async def test_nodes_show_what_is_known(scene, worker):
     live, registry = scene
     w = worker()
     await joined(live, registry, w, profile_error="no GPU", measured={"h2d_bytes_per_s": 5.0})
@@ -281,7 +281,7 @@ def test_a_record_that_cannot_be_opened_keeps_nothing_from_starting(tmp_path):
     assert dropped == [1]
 
 
-async def test_an_ingress_that_can_follow_nobody_says_so(scene, worker, monkeypatch):
+async def test_an_ingress_that_can_follow_nobody_has_a_fault(scene, worker, monkeypatch):
     live, registry = scene
     await joined(live, registry, worker("a"), worker("b"))
     await until(lambda: live.members.synced)

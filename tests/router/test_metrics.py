@@ -59,7 +59,7 @@ def test_totals_of_workers_that_left_are_remembered_for_some_and_then_dropped():
     assert "w199" in metrics._totals, "it is here again"
 
 
-def test_power_is_told_with_its_source_and_energy_adds_up_over_restarts():
+def test_power_has_its_source_and_energy_adds_up_over_restarts():
     metrics = RouterMetrics()
     told = {"power_w": 300.0, "power_cap_w": 700.0, "power_source": "model"}
     for worker, joules in (("w1", 100.0), ("w1", 150.0), ("w2", 20.0), ("w2", 30.0)):

@@ -6,7 +6,7 @@ import pytest
 
 from kappa.protocol import Spent
 from router.live.live_router import LiveRouter
-from router.live.records import DecisionRecord, Records
+from router.live.records import DecisionRecord, Records, oldest_waits_s
 from tests.router.building import ask, router
 
 
@@ -19,7 +19,7 @@ def test_the_queue_is_what_neither_load_nor_computing_accounts_for(ttft_s, queue
     assert (actual["load_s"], actual["compute_s"], actual["ttft_s"]) == (0.2, 0.3, ttft_s)
 
 
-def test_without_a_report_nothing_is_said_of_what_was_spent():
+def test_without_a_report_what_was_spent_is_unknown():
     record = DecisionRecord(router("a").route(ask(), 1.0), 1.0, 0.0, ttft_s=1.0)
     actual = record.to_dict()["actual"]
     assert actual["queue_s"] is actual["load_s"] is actual["compute_s"] is None
@@ -34,7 +34,7 @@ def test_the_load_is_the_share_of_workers_with_requests_forecast_or_not(workers)
     assert LiveRouter._load(SimpleNamespace(router=made)) == 0.0
 
 
-def test_as_many_records_are_kept_as_was_said_and_those_being_served_longest():
+def test_records_are_bounded_and_those_being_served_kept_longest():
     records = Records(2)
     for name, end in (("served", ""), ("done", "done"), ("later", "done"), ("last", "done")):
         made = router("a").route(ask(name), 1.0)
@@ -42,3 +42,15 @@ def test_as_many_records_are_kept_as_was_said_and_those_being_served_longest():
         if name == "done":
             assert list(records) == ["served", "done"]
     assert list(records) == ["served", "last"]
+
+
+def test_the_oldest_request_that_no_engine_has_admitted_counts():
+    rows = [
+        ("a", 5.0, {}), ("a", 8.0, {}), ("b", 1.0, {"admitted": SimpleNamespace()}),
+        ("b", 2.0, {"ttft_s": 0.1}), ("b", 3.0, {"end": "done"}), ("c", 99.0, {}),
+    ]  # fmt: skip
+    records = [
+        DecisionRecord(SimpleNamespace(), time_s, 0.0, tenant, **changes)
+        for tenant, time_s, changes in rows
+    ]
+    assert oldest_waits_s(records, 10.0) == {"a": 5.0, "c": 0.0}

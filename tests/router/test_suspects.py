@@ -17,7 +17,7 @@ def test_one_that_was_alone_is_not_passed_on_and_one_among_others_is():
     assert [suspects.blame("w", content, 0.1) for content in "yz"] == ["retry", "retry"]
 
 
-def test_the_first_sign_of_a_death_says_who_was_there():
+def test_the_first_sign_of_a_death_decides_who_was_there():
     suspects = Suspects()
     died(suspects, in_flight=3)
     died(suspects, in_flight=1, now_s=1.0)  # two were told before it

@@ -84,7 +84,7 @@ async def test_a_cancelled_wait_is_cancelled_even_if_the_worker_is_lost_then(sce
     assert feed.closed
 
 
-async def test_only_those_who_wait_for_the_worker_are_told_and_nothing_is_kept(scene):
+async def test_only_those_who_wait_for_the_worker_lose_it_and_nothing_is_kept(scene):
     waits, _, _ = scene
     mine, other = waits.begin("a"), waits.begin("b")
     assert waits.lose("a", "died", begun=True) == 1
