@@ -1,116 +1,277 @@
 """Every name of vLLM and Ray that is private, or not promised, and that our adapters rely on.
 
-When an upgrade breaks one, the test that fails says which adapter to look at.
+Tables by adapter: when an upgrade breaks a row, its place says which adapter to look at.
 """
 
 import dataclasses
+import importlib
 import inspect
 
 import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
+_OFFLOADING = f"{_CONNECTOR}.offloading"
+_OFFLOADER = f"{_CONNECTOR}.offloading_connector:OffloadingConnector"
+_SCHEDULER = f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler"
+_STATE = f"{_OFFLOADING}.scheduler:RequestOffloadState"
+_MANAGER = "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager"
+_SPEC = "vllm.v1.kv_offload.cpu.spec:CPUOffloadingSpec"
+_REQUEST_ROUTER = "ray.serve.request_router:RequestRouter"
+_LLM_SERVER = "ray.serve.llm.deployment:LLMServer"
+_INGRESS = "ray.serve.llm.ingress:OpenAiIngress"
+_BODIES = "ray.serve.llm.openai_api_models"
+_AUTOSCALING = "ray.serve.config"
+
+
+def named(path):
+    """What `module:attribute.attribute` names."""
+    module, _, attributes = path.partition(":")
+    found = importlib.import_module(module)
+    for name in attributes.split(".") if attributes else ():
+        found = getattr(found, name)
+    return found
+
 
 def parameters(function):
     return list(inspect.signature(function).parameters)
 
 
-def source_of(cls):
-    """Source of a class and of what it inherits."""
-    own = [base for base in cls.__mro__ if base.__module__.split(".")[0] in ("ray", "vllm")]
+def source_of(found):
+    """Source of a module, a function, or a class and what it inherits."""
+    if not inspect.isclass(found):
+        return inspect.getsource(found)
+    own = [base for base in found.__mro__ if base.__module__.split(".")[0] in ("ray", "vllm")]
     return "".join(inspect.getsource(base) for base in own)
 
 
-def fields(cls):
-    return {field.name for field in dataclasses.fields(cls)}
+# The first parameters of methods that we override or call, `self` left out.
+SIGNATURES = {
+    # workers.vllm.connector
+    f"{_OFFLOADER}.__init__": "vllm_config role kv_cache_config",
+    f"{_OFFLOADER}.get_num_new_matched_tokens": "request num_computed_tokens",
+    f"{_OFFLOADER}.update_state_after_alloc": "request blocks num_external_tokens",
+    f"{_OFFLOADER}.request_finished": "request block_ids",
+    f"{_OFFLOADER}.request_finished_all_groups": "request block_ids",
+    f"{_STATE}.update_num_hit_chunks": "num_cached_tokens",
+    f"{_STATE}.update_offload_keys": "",
+    f"{_SCHEDULER}._touch": "req_status",
+    f"{_CONNECTOR}.base:KVConnectorWorkerMetadata.aggregate": "other",
+    # workers.vllm.host_tier
+    f"{_MANAGER}.__init__": "num_blocks cache_policy cache_policy_module_path enable_events",
+    f"{_SPEC}.get_worker": "kv_caches",
+    "vllm.v1.kv_offload.base:BlockIDsLoadStoreSpec.__init__": "block_ids",
+    # workers.vllm.metered_worker
+    "vllm.v1.worker.cpu_worker:CPUWorker.execute_model": "scheduler_output",
+    "vllm.v1.worker.cpu_worker:CPUWorker.sample_tokens": "grammar_output",
+    # workers.replica, workers.no_download
+    f"{_LLM_SERVER}._batch_output_stream": "generator",
+    f"{_LLM_SERVER}._start_engine": "",
+    f"{_LLM_SERVER}.record_routing_stats": "",
+    f"{_LLM_SERVER}.collective_rpc": "method timeout args",
+    "vllm.v1.engine.output_processor:OutputProcessor.get_num_unfinished_requests": "",
+    "ray.llm._internal.common.callbacks.base:CallbackBase.on_before_node_init": "",
+    # router.ray_router
+    f"{_REQUEST_ROUTER}.update_replicas": "replicas",
+    f"{_REQUEST_ROUTER}.on_replica_actor_died": "replica_id",
+    f"{_REQUEST_ROUTER}.choose_replicas": "candidate_replicas pending_request",
+    f"{_REQUEST_ROUTER}.on_request_completed": "replica_id internal_request_id",
+    f"{_REQUEST_ROUTER}._remove_pending_request_from_indices": "pending_request",
+    # router.api, deploy.app
+    "ray.llm._internal.serve.core.ingress.utils:_sanitize_chat_completion_request": "request",
+    "ray.llm._internal.serve.core.configs.openai_api_models:to_model_metadata": (
+        "model_id model_config"
+    ),
+    "ray.serve.context:_get_global_client": "raise_if_no_controller_running",
+}
 
 
-# -- workers.vllm_plugin -----------------------------------------------------------------------
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_a_method_takes_what_we_give_it(path):
+    expected = SIGNATURES[path].split()
+    found = [name for name in parameters(named(path)) if name != "self"]
+    assert found[: len(expected)] == expected
+    assert expected or not found
+
+
+# Parameters, or fields of dataclasses, structs, models and annotations, that must be among them.
+NAMES = {
+    # workers.vllm.connector, workers.vllm.transfer
+    "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta invalid_block_ids",
+    f"{_OFFLOADING}.scheduler:TransferJobStatus": "keys",
+    f"{_OFFLOADING}.common:OffloadingConnectorMetadata": "load_jobs",
+    f"{_OFFLOADING}.common:TransferJob": "req_id",
+    _STATE: "partial_tail_boundary",
+    "vllm.config:KVTransferConfig": "kv_load_failure_policy",
+    "vllm.outputs:RequestOutput.__init__": "kv_transfer_params",
+    # workers.vllm.host_tier
+    "vllm.v1.kv_offload.base:CanonicalKVCacheTensor": "tensor page_size_bytes",
+    "vllm.v1.kv_offload.base:CanonicalKVCaches": "tensors",
+    # workers.vllm.metered_worker
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
+        "total_num_scheduled_tokens finished_req_ids"
+    ),
+    "vllm.v1.core.sched.output:NewRequestData": (
+        "req_id prompt_token_ids sampling_params num_computed_tokens"
+    ),
+    "vllm.v1.core.sched.output:CachedRequestData": "req_ids num_computed_tokens",
+    "vllm.config:VllmConfig": "additional_config",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "vllm_xargs",
+    "vllm.distributed.kv_events:BlockStored": "extra_keys",
+    # workers.replica
+    "ray.serve.llm:LLMConfig": (
+        "callback_config placement_group_config accelerator_config log_engine_metrics runtime_env "
+        "deployment_config"
+    ),
+    "ray.serve.context:ReplicaContext": "replica_id rank",
+    # router.ray_router
+    "ray.serve._private.common:ReplicaID": "unique_id",
+    "ray.serve._private.common:RequestMetadata": "internal_request_id",
+    "ray.serve.request_router:PendingRequest": "args metadata",
+    f"{_REQUEST_ROUTER}.initialize_state": "kwargs",
+    # router.api, deploy.app
+    f"{_INGRESS}.__init__": "llm_deployments model_cards",
+    "ray.serve.llm.ingress:make_fastapi_ingress": "endpoint_map app",
+    "ray.llm._internal.serve.core.protocol:RawRequestInfo": "headers",
+    "ray.serve.llm:build_llm_deployment": "bind_kwargs deployment_cls override_serve_options",
+    f"{_AUTOSCALING}:AutoscalingPolicy": "policy_function policy_kwargs",
+    f"{_AUTOSCALING}:AutoscalingConfig": (
+        "min_replicas max_replicas upscale_delay_s downscale_delay_s look_back_period_s policy"
+    ),
+    f"{_AUTOSCALING}:AutoscalingContext.__init__": (
+        "aggregated_metrics running_replicas target_num_replicas"
+    ),
+    f"{_BODIES}:ChatCompletionRequest": "kv_transfer_params",
+    f"{_BODIES}:ChatCompletionResponse": "kv_transfer_params",
+    f"{_BODIES}:CompletionRequest": "kv_transfer_params",
+    f"{_BODIES}:CompletionResponse": "kv_transfer_params",
+    "ray.serve:deployment": "placement_group_bundle_label_selector",
+}
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_a_record_has_the_fields_that_we_use(path):
+    found = named(path)
+    known = set(getattr(found, "model_fields", ())) or set(getattr(found, "__struct_fields__", ()))
+    known |= set(getattr(found, "__annotations__", ()))
+    if not inspect.isclass(found) or not known:
+        known |= set(parameters(found))
+    assert set(NAMES[path].split()) <= known
+
+
+# Text that must stand in the source of what is named: attributes that are set, calls in an order.
+SOURCES = {
+    "vllm.v1.request:Request.__init__": (
+        "self.num_prompt_tokens", "self.sampling_params", "self.kv_transfer_params",
+    ),
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params": (
+        "extra_args",
+    ),
+    # What a load took is reported under the id that the scheduler's steps name a request by.
+    _SCHEDULER: (
+        "self.manager", "self._jobs", "self._events_tracker", "self._req_status",
+        "TransferJob(\n            req_id=request.request_id",
+    ),
+    f"{_OFFLOADING}.events:OffloadingEventsTracker": ("self._pending_event_metadata",),
+    _MANAGER: ("self._policy", "self._get_load_store_spec"),
+    f"{_SPEC}.get_manager": ("_manager", "eviction_policy", "cache_policy_module_path"),
+    _SPEC: ("self.extra_config", "self.num_blocks", "self.blocks_per_chunk",
+            "self.tokens_per_block"),
+    _LLM_SERVER: ("self._llm_config", "self.engine"),
+    "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine": (
+        "self._engine_client = self._start_async_llm_engine",
+    ),
+    "vllm.v1.engine.async_llm:AsyncLLM": ("self.output_processor = OutputProcessor(",),
+    # A request whose future has an answer is passed over at the next look at its candidates.
+    f"{_REQUEST_ROUTER}._fulfill_pending_requests": ("pending_request.future.done()",),
+    f"{_REQUEST_ROUTER}.__init__": ("self._deployment_id",),
+    # `router.api.endpoints` does what this does, with the handle of the worker's pool.
+    f"{_INGRESS}._get_response": (
+        ".remote(\n            body, raw_request_info\n        )",
+        "_sanitize_chat_completion_request(body)",
+        "RawRequestInfo.from_starlette_request(raw_request)",
+    ),
+    _INGRESS: ("self._model_cards",),
+    # A class is made once, with its arguments; bounds and delays are applied to what it answers.
+    "ray.serve._private.autoscaling_state:_resolve_policy_callable": (
+        "raw(**policy.policy_kwargs)",
+    ),
+    "ray.serve._private.autoscaling_state": ("_apply_autoscaling_config(",),
+    "ray.serve._private.replica": ('"record_autoscaling_stats"',),
+    # One more step follows a request's end: that is when its blocks are copied, and reports leave.
+    "vllm.v1.core.sched.scheduler:Scheduler.has_finished_requests": ("self.finished_req_ids",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_the_source_has_what_we_rely_on(path):
+    source = source_of(named(path))
+    assert [text for text in SOURCES[path] if text not in source] == []
+
+
+PRESENT = [
+    "workers.vllm.metered_worker:MeteredCPUWorker", "workers.vllm.connector:HostTierConnector",
+    "workers.vllm.host_tier:HostTierSpec", "workers.no_download:NoDownload",
+    "router.ray_router:KappaRouter", "workers.vllm.scheduler:FairScheduler",
+    *(f"{_CONNECTOR}:KVConnectorBase_V1.{name}" for name in (
+        "bind_connector_metadata", "get_finished", "get_block_ids_with_load_errors",
+        "build_connector_meta", "update_state_after_alloc", "get_num_new_matched_tokens",
+        "request_finished", "shutdown",
+    )),
+    "ray.serve.llm:LLMConfig.update_engine_kwargs",
+    "ray.serve.request_router:RunningReplica.routing_stats",
+    "ray.serve.request_router:RunningReplica.replica_id",
+    "ray.serve._private.client:ServeControllerClient.http_config",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PRESENT)
+def test_what_we_name_as_text_or_read_exists(path):
+    assert named(path) is not None
+
+
+# -- what no table says ---------------------------------------------------------------------------
 
 
 def test_spin_condition_ends_with_its_busy_loop_default():
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    assert parameters(SpinCondition.__init__)[-1] == "busy_loop_s"
-    assert SpinCondition.__init__.__defaults__ is not None
+    spin = named("vllm.distributed.device_communicators.shm_broadcast:SpinCondition.__init__")
+    assert parameters(spin)[-1] == "busy_loop_s" and spin.__defaults__ is not None
 
 
-# -- workers.vllm.connector ---------------------------------------------------------------------
-
-
-def test_the_offloading_connector_has_the_methods_that_we_extend():
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector as Connector,
-    )
-
-    assert parameters(Connector.__init__) == ["self", "vllm_config", "role", "kv_cache_config"]
-    assert parameters(Connector.get_num_new_matched_tokens)[1:] == [
-        "request", "num_computed_tokens",
-    ]  # fmt: skip
-    assert parameters(Connector.update_state_after_alloc)[1:] == [
-        "request", "blocks", "num_external_tokens",
-    ]  # fmt: skip
-    assert parameters(Connector.request_finished)[1:] == ["request", "block_ids"]
-    assert parameters(Connector.request_finished_all_groups)[1:] == ["request", "block_ids"]
-
-
-def test_connector_roles_and_requests_have_what_we_read():
+def test_connector_roles_differ_and_sampling_params_take_arguments():
     from vllm import SamplingParams
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-    from vllm.v1.request import Request
 
     assert KVConnectorRole.SCHEDULER != KVConnectorRole.WORKER
-    source = inspect.getsource(Request.__init__)
-    assert all(f"self.{name}" in source for name in ("num_prompt_tokens", "sampling_params"))
     assert SamplingParams(extra_args={"a": 1}).extra_args == {"a": 1}
 
 
-def test_the_ingress_mark_reaches_sampling_params():
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    assert "vllm_xargs" in ChatCompletionRequest.model_fields
-    assert "extra_args" in inspect.getsource(ChatCompletionRequest.to_sampling_params)
-
-
-def test_the_connector_tells_its_scheduler_which_jobs_ended_and_keeps_their_keys():
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common, events, scheduler
-    from vllm.v1.outputs import KVConnectorOutput
+def test_records_that_we_extend_or_decode_have_these_fields_in_this_order():
+    from vllm.distributed import kv_events
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common
+    from vllm.v1.kv_offload import base
 
     assert list(common.OffloadingWorkerMetadata.__annotations__) == [
         "completed_jobs", "transfer_stats",
     ]  # fmt: skip
-    assert fields(KVConnectorOutput) >= {"kv_connector_worker_meta"}
-    assert "keys" in scheduler.TransferJobStatus.__annotations__
-    assert "load_jobs" in common.OffloadingConnectorMetadata.__annotations__
-    assert "req_id" in common.TransferJob.__annotations__
-    # What a load took is told under the id that the scheduler's steps name a request by.
-    made = inspect.getsource(scheduler.OffloadingConnectorScheduler)
-    assert "TransferJob(\n            req_id=request.request_id" in made
-    source = inspect.getsource(scheduler.OffloadingConnectorScheduler)
-    for name in ("manager", "_jobs", "_events_tracker"):
-        assert f"self.{name}" in source, name
-    assert "self._pending_event_metadata" in inspect.getsource(events.OffloadingEventsTracker)
+    # Ours adds fields behind theirs.
+    theirs = [field.name for field in dataclasses.fields(common.OffloadingConnectorMetadata)]
+    assert set(theirs) == {"load_jobs", "store_jobs", "jobs_to_flush"}
+    assert list(base.TransferResult.__annotations__) == [
+        "job_id", "success", "transfer_size", "transfer_time",
+    ]  # fmt: skip
+    assert kv_events.BlockStored.__struct_fields__[:7] == (
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+        "lora_name",
+    )  # fmt: skip
+    assert kv_events.BlockRemoved.__struct_fields__[:2] == ("block_hashes", "medium")
+    assert kv_events.KVEventBatch.__struct_fields__[:2] == ("ts", "events")
 
 
-def test_vllm_takes_a_shorter_hit_and_keeps_what_a_waiting_request_will_load():
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
-
-    states = scheduler.RequestOffloadState
-    assert "partial_tail_boundary" in states.__annotations__
-    assert parameters(states.update_num_hit_chunks) == ["self", "num_cached_tokens"]
-    assert "self._req_status" in inspect.getsource(scheduler.OffloadingConnectorScheduler)
-    # What a waiting request will load is kept.
-    assert parameters(states.update_offload_keys) == ["self"]
-    assert parameters(scheduler.OffloadingConnectorScheduler._touch) == ["self", "req_status"]
-
-
-# -- workers.vllm.lmcache ----------------------------------------------------------------------
-
-
-def test_connectors_of_vllm_are_asked_what_our_shell_answers():
+def test_connectors_of_vllm_are_asked_what_our_lmcache_connector_answers():
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
-    from vllm.v1.outputs import KVConnectorOutput
 
     from workers.vllm.lmcache.connector import LmcacheConnector
 
@@ -124,355 +285,60 @@ def test_connectors_of_vllm_are_asked_what_our_shell_answers():
     ):  # fmt: skip
         theirs = parameters(getattr(KVConnectorBase_V1, name))
         assert parameters(getattr(LmcacheConnector, name))[: len(theirs)] == theirs, name
-    assert parameters(KVConnectorWorkerMetadata.aggregate) == ["self", "other"]
-    assert fields(KVConnectorOutput) >= {"invalid_block_ids", "kv_connector_worker_meta"}
 
 
 def test_a_failed_load_can_be_computed_instead():
     from vllm.config import KVTransferConfig
 
     assert KVTransferConfig(kv_load_failure_policy="recompute").kv_load_failure_policy
-    assert "kv_load_failure_policy" in fields(KVTransferConfig)
 
 
-# -- workers.vllm.host_tier --------------------------------------------------------------------
-
-
-def test_the_cpu_manager_has_what_ours_extends():
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-
-    from workers.vllm.host_tier_manager import HostTierManager
-
-    for name in ("prepare_store", "complete_store", "reset_cache"):
-        theirs, ours = getattr(CPUOffloadingManager, name), getattr(HostTierManager, name)
-        assert parameters(ours) == parameters(theirs)
-    source = inspect.getsource(CPUOffloadingManager)
-    assert all(f"self.{name}" in source for name in ("_policy", "_get_load_store_spec"))
-    assert parameters(CPUOffloadingManager.__init__)[:5] == [
-        "self", "num_blocks", "cache_policy", "cache_policy_module_path", "enable_events",
-    ]  # fmt: skip
-    made = inspect.getsource(CPUOffloadingSpec.get_manager)
-    assert all(n in made for n in ("_manager", "eviction_policy", "cache_policy_module_path"))
-
-
-def test_the_cpu_spec_tells_sizes_and_takes_our_worker():
-    from vllm.v1.kv_offload.base import OffloadingSpec
-    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-
-    source = inspect.getsource(CPUOffloadingSpec) + inspect.getsource(OffloadingSpec)
-    for name in ("extra_config", "num_blocks", "blocks_per_chunk", "tokens_per_block"):
-        assert f"self.{name}" in source, name
-    assert parameters(CPUOffloadingSpec.get_worker) == ["self", "kv_caches"]
-
-
-def test_the_offloading_worker_asks_for_no_more_than_we_have():
+def test_the_host_tier_takes_what_vllms_takes():
     from vllm.v1.kv_offload.base import OffloadingWorker
 
     from workers.vllm.host_tier import HostTierWorker
+    from workers.vllm.host_tier_manager import HostTierManager
 
+    for name in ("prepare_store", "complete_store", "reset_cache"):
+        theirs, ours = getattr(named(_MANAGER), name), getattr(HostTierManager, name)
+        assert parameters(ours) == parameters(theirs)
     assert OffloadingWorker.__abstractmethods__ <= set(vars(HostTierWorker))
     for name in ("submit_store", "submit_load"):
         theirs, ours = getattr(OffloadingWorker, name), getattr(HostTierWorker, name)
         assert parameters(ours) == parameters(theirs)
 
 
-def test_transfer_types_have_the_fields_that_we_use():
-    from vllm.v1.kv_offload import base
-
-    assert fields(base.CanonicalKVCacheTensor) >= {"tensor", "page_size_bytes"}
-    assert fields(base.CanonicalKVCaches) >= {"tensors"}
-    assert list(base.TransferResult.__annotations__) == [
-        "job_id", "success", "transfer_size", "transfer_time",
-    ]  # fmt: skip
-    assert parameters(base.BlockIDsLoadStoreSpec.__init__) == ["self", "block_ids"]
-
-
-# -- workers.vllm.metered_worker ---------------------------------------------------------------
-
-
-def test_the_cpu_worker_runs_and_samples_in_two_calls():
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    assert parameters(CPUWorker.execute_model) == ["self", "scheduler_output"]
-    assert parameters(CPUWorker.sample_tokens) == ["self", "grammar_output"]
-
-
-def test_the_scheduler_output_tells_each_requests_tokens():
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched import output
-
-    assert fields(output.SchedulerOutput) >= {
-        "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens",
-        "total_num_scheduled_tokens", "finished_req_ids",
-    }  # fmt: skip
-    assert fields(output.NewRequestData) >= {
-        "req_id", "prompt_token_ids", "sampling_params", "num_computed_tokens",
-    }  # fmt: skip
-    assert fields(output.CachedRequestData) >= {"req_ids", "num_computed_tokens"}
-    assert "additional_config" in VllmConfig.__annotations__
-
-
-# -- workers.mirror, workers.vllm.arguments ----------------------------------------------------
-
-
-def test_kv_events_have_the_fields_that_mirror_and_decoder_know():
-    from vllm.distributed import kv_events
-
-    assert kv_events.BlockStored.__struct_fields__[:7] == (
-        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
-        "lora_name",
-    )  # fmt: skip
-    assert "extra_keys" in kv_events.BlockStored.__struct_fields__
-    assert kv_events.BlockRemoved.__struct_fields__[:2] == ("block_hashes", "medium")
-    assert kv_events.KVEventBatch.__struct_fields__[:2] == ("ts", "events")
-
-
-def test_every_engine_argument_that_we_set_exists():
+def test_every_engine_argument_and_variable_that_we_set_is_known_to_vllm():
+    import vllm.envs
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from kappa.hardware import node_profile
     from kappa.shapes import model_shape
-    from workers.vllm.arguments import (
-        Endpoints,
-        EngineLimits,
-        EngineScheduler,
-        Pace,
-        engine_kwargs,
-    )
+    from workers.vllm import arguments
 
-    limits = EngineLimits(4096, 32, 200, 1 << 20, 1024, 8, "float32")
-    pace = Pace(model_shape("llama-3.1-8b"), node_profile("pcie"))
-    given = engine_kwargs(limits, Endpoints("ipc://a", "ipc://b"), pace, EngineScheduler("fair"))
+    limits = arguments.EngineLimits(4096, 32, 200, 1 << 20, 1024, 8, "float32")
+    pace = arguments.Pace(model_shape("llama-3.1-8b"), node_profile("pcie"))
+    ends, scheduler = arguments.Endpoints("ipc://a", "ipc://b"), arguments.EngineScheduler("fair")
+    given = arguments.engine_kwargs(limits, ends, pace, scheduler)
     assert "scheduler_cls" in given
-    assert set(given) <= fields(AsyncEngineArgs)
-
-
-def test_the_classes_that_we_name_as_text_exist():
-    import importlib
-
-    for path in (
-        "workers.vllm.metered_worker.MeteredCPUWorker", "workers.vllm.connector.HostTierConnector",
-        "workers.vllm.host_tier.HostTierSpec", "workers.no_download.NoDownload",
-        "router.ray_router.KappaRouter", "workers.vllm.scheduler.FairScheduler",
-    ):  # fmt: skip
-        module, name = path.rsplit(".", 1)
-        assert inspect.isclass(getattr(importlib.import_module(module), name))
-
-
-def test_environment_variables_of_vllm_that_we_set_are_known_to_it():
-    import vllm.envs
-
-    from workers.vllm.arguments import CPU_ENV
-
-    ours = {name for name in CPU_ENV if name.startswith("VLLM_")}
+    assert set(given) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    ours = {name for name in arguments.CPU_ENV if name.startswith("VLLM_")}
     assert ours <= set(vllm.envs.environment_variables)
 
 
-# -- workers.replica, workers.no_download ------------------------------------------------------
-
-
-def test_the_llm_server_has_the_methods_that_we_override():
-    from ray.serve.llm.deployment import LLMServer
-
-    assert parameters(LLMServer._batch_output_stream) == ["self", "generator"]
-    assert parameters(LLMServer._start_engine) == ["self"]
-    assert parameters(LLMServer.record_routing_stats) == ["self"]
-    assert parameters(LLMServer.collective_rpc)[:4] == ["self", "method", "timeout", "args"]
-    assert inspect.iscoroutinefunction(LLMServer.__init__)
-    source = source_of(LLMServer)
-    assert "self._llm_config" in source and "self.engine" in source
-
-
-def test_the_front_end_counts_what_the_engine_has_not_answered():
-    from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
-    from ray.serve.llm.deployment import LLMServer
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    assert inspect.iscoroutinefunction(LLMServer.check_health)
-    assert "self._engine_client = self._start_async_llm_engine" in source_of(VLLMEngine)
-    assert "self.output_processor = OutputProcessor(" in source_of(AsyncLLM)
-    assert parameters(OutputProcessor.get_num_unfinished_requests) == ["self"]
-
-
-def test_the_llm_config_takes_engine_arguments_late_and_callbacks():
-    from ray.serve.llm import LLMConfig
-
-    assert callable(LLMConfig.update_engine_kwargs)
-    for name in ("callback_config", "placement_group_config", "accelerator_config",
-                 "log_engine_metrics", "runtime_env", "deployment_config"):  # fmt: skip
-        assert name in LLMConfig.model_fields
-
-
-def test_the_replica_context_tells_id_and_rank():
-    from ray.serve.context import ReplicaContext
-
-    assert fields(ReplicaContext) >= {"replica_id", "rank"}
+def test_the_llm_server_is_made_and_watched_by_coroutines():
+    server = named(_LLM_SERVER)
+    assert inspect.iscoroutinefunction(server.__init__)
+    assert inspect.iscoroutinefunction(server.check_health)
 
 
 def test_a_callback_can_switch_the_download_off():
-    from ray.llm._internal.common.callbacks.base import CallbackBase, CallbackCtx
+    from ray.llm._internal.common.callbacks.base import CallbackCtx
 
     assert CallbackCtx().run_init_node is True
-    assert parameters(CallbackBase.on_before_node_init) == ["self"]
 
 
-# -- router.ray_router -------------------------------------------------------------------------
-
-
-def test_the_request_router_has_the_methods_that_we_override():
-    from ray.serve.request_router import RequestRouter
-
-    assert parameters(RequestRouter.update_replicas)[:2] == ["self", "replicas"]
-    assert parameters(RequestRouter.on_replica_actor_died)[:2] == ["self", "replica_id"]
-    assert parameters(RequestRouter.choose_replicas)[:3] == [
-        "self", "candidate_replicas", "pending_request",
-    ]  # fmt: skip
-    assert parameters(RequestRouter.on_request_completed) == [
-        "self", "replica_id", "internal_request_id",
-    ]  # fmt: skip
-    assert parameters(RequestRouter._remove_pending_request_from_indices) == [
-        "self", "pending_request",
-    ]  # fmt: skip
-    # A request whose future has an answer is passed over at the next look at its candidates.
-    assert "pending_request.future.done()" in inspect.getsource(
-        RequestRouter._fulfill_pending_requests
-    )
-    assert "kwargs" in parameters(RequestRouter.initialize_state)
-    assert "self._deployment_id" in inspect.getsource(RequestRouter.__init__)
-
-
-def test_replicas_and_requests_tell_what_the_router_reads():
-    from ray.serve._private.common import ReplicaID, RequestMetadata
-    from ray.serve.request_router import PendingRequest, RunningReplica
-
-    assert isinstance(RunningReplica.routing_stats, property)
-    assert isinstance(RunningReplica.replica_id, property)
-    assert "unique_id" in fields(ReplicaID)
-    assert fields(PendingRequest) >= {"args", "metadata"}
-    assert "internal_request_id" in fields(RequestMetadata)
-
-
-# -- router.api, deploy.app --------------------------------------------------------------------
-
-
-def test_the_openai_ingress_delivers_the_way_we_call_it():
-    from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request
-    from ray.llm._internal.serve.core.protocol import RawRequestInfo
-    from ray.serve.llm.ingress import OpenAiIngress, make_fastapi_ingress
-
-    # `router.api.endpoints` does what this does, with the handle of the worker's pool.
-    theirs = inspect.getsource(OpenAiIngress._get_response)
-    assert ".remote(\n            body, raw_request_info\n        )" in theirs
-    assert "_sanitize_chat_completion_request(body)" in theirs
-    assert "RawRequestInfo.from_starlette_request(raw_request)" in theirs
-    assert parameters(_sanitize_chat_completion_request) == ["request"]
-    assert {"llm_deployments", "model_cards"} <= set(parameters(OpenAiIngress.__init__))
-    assert "self._model_cards" in source_of(OpenAiIngress)
-    assert {"endpoint_map", "app"} <= set(parameters(make_fastapi_ingress))
-    assert "headers" in parameters(RawRequestInfo)
-
-
-def test_the_deployment_builder_takes_our_class_and_arguments():
-    from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
-    from ray.serve.llm import build_llm_deployment
-
-    assert {"bind_kwargs", "deployment_cls", "override_serve_options"} <= set(
-        parameters(build_llm_deployment)
-    )
-    assert parameters(to_model_metadata)[:2] == ["model_id", "model_config"]
-
-
-def test_serve_scales_a_deployment_by_a_policy_of_ours():
-    from ray.serve._private import autoscaling_state
-    from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
-
-    assert {"policy_function", "policy_kwargs"} <= set(AutoscalingPolicy.model_fields)
-    assert {
-        "min_replicas", "max_replicas", "upscale_delay_s", "downscale_delay_s",
-        "look_back_period_s", "policy",
-    } <= set(AutoscalingConfig.model_fields)  # fmt: skip
-    assert {"aggregated_metrics", "running_replicas", "target_num_replicas"} <= set(
-        parameters(AutoscalingContext.__init__)
-    )
-    # A class is made once, with its arguments; bounds and delays are applied to what it answers.
-    assert "raw(**policy.policy_kwargs)" in inspect.getsource(
-        autoscaling_state._resolve_policy_callable
-    )
-    assert "_apply_autoscaling_config(" in inspect.getsource(autoscaling_state)
-
-
-def test_a_replica_hands_its_figures_to_the_autoscaler_by_this_name():
-    from ray.serve._private import replica
-
-    assert '"record_autoscaling_stats"' in inspect.getsource(replica)
-
-
-def test_a_running_serve_can_be_asked_where_it_listens():
-    from ray.serve._private.client import ServeControllerClient
-    from ray.serve.context import _get_global_client
-
-    assert parameters(_get_global_client) == ["raise_if_no_controller_running"]
-    assert isinstance(ServeControllerClient.http_config, property)
-
-
-# -- workers.vllm.transfer ---------------------------------------------------------------------
-
-
-def test_vllms_connectors_give_and_take_the_way_ours_does():
-    import dataclasses
-
-    from vllm.config.kv_transfer import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-        OffloadingConnectorMetadata,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
-        OffloadingConnector,
-    )
-    from vllm.outputs import RequestOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
-    from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
-
-    # Ours adds fields behind theirs.
-    assert dataclasses.is_dataclass(OffloadingConnectorMetadata)
-    assert fields(OffloadingConnectorMetadata) == {"load_jobs", "store_jobs", "jobs_to_flush"}
-    for name in (
-        "bind_connector_metadata", "get_finished", "get_block_ids_with_load_errors",
-        "build_connector_meta",
-        "update_state_after_alloc", "get_num_new_matched_tokens", "request_finished", "shutdown",
-    ):  # fmt: skip
-        assert hasattr(KVConnectorBase_V1, name), name
-    assert parameters(OffloadingConnector.request_finished_all_groups) == [
-        "self", "request", "block_ids",
-    ]  # fmt: skip
-    assert "self.kv_transfer_params" in inspect.getsource(Request.__init__)
-    assert "kv_transfer_params" in parameters(RequestOutput.__init__)
-    # What is given is copied at binding, since loads may start behind the forward pass.
-    steps = inspect.getsource(KVConnectorModelRunnerMixin._get_kv_connector_output)
+def test_what_is_sent_is_copied_at_binding_since_loads_may_start_behind_the_forward_pass():
+    mixin = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin"
+    steps = inspect.getsource(named(f"{mixin}._get_kv_connector_output"))
     assert steps.index("bind_connector_metadata(") < steps.index("yield output")
-    # One more step follows a request's end: that is when its blocks are copied.
-    assert "self.finished_req_ids" in inspect.getsource(Scheduler.has_finished_requests)
-    assert "recompute" in str(KVTransferConfig.__dataclass_fields__["kv_load_failure_policy"].type)
-
-
-def test_openai_bodies_and_answers_carry_the_place_of_a_transfer():
-    from ray.serve.llm.openai_api_models import (
-        ChatCompletionRequest,
-        ChatCompletionResponse,
-        CompletionRequest,
-        CompletionResponse,
-    )
-
-    for model in (
-        ChatCompletionRequest, ChatCompletionResponse, CompletionRequest, CompletionResponse,
-    ):  # fmt: skip
-        assert "kv_transfer_params" in model.model_fields
-
-
-def test_serve_places_workers_by_label():
-    import ray.serve
-
-    assert "placement_group_bundle_label_selector" in parameters(ray.serve.deployment)
