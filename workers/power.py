@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 INTERVAL_S = 0.2
 """The paper's sampling interval (001, Table 5)."""
 _REPORT_EVERY_S = 1.0
+_HAIR = 1e-9
+"""0.6 / 0.2 is just under 3."""
 
 
 class NoNvmlError(RuntimeError):
@@ -65,18 +67,25 @@ class PowerMeter:
         self.gpus: tuple[Gpu, ...] = ()
 
     def __enter__(self) -> PowerMeter:
+        nvml = self._nvml
         try:
-            self._nvml.nvmlInit()
-        except self._nvml.NVMLError as error:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:
             raise NoNvmlError(
                 f"no NVML on this machine ({error}): power is measured where NVIDIA's driver is, "
                 "which brings libnvidia-ml.so.1"
             ) from None
         try:
-            count = self._nvml.nvmlDeviceGetCount()
-            self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
-            self.gpus = tuple(self._gpu(i, handle) for i, handle in enumerate(self._handles))
-        except self._nvml.NVMLError as error:
+            count = nvml.nvmlDeviceGetCount()
+            self._handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+            gpus = []
+            for index, handle in enumerate(self._handles):
+                name = nvml.nvmlDeviceGetName(handle)
+                name = name.decode() if isinstance(name, bytes) else str(name)
+                limit_w = self._watts("nvmlDeviceGetEnforcedPowerLimit", handle)
+                gpus.append(Gpu(index, name, limit_w))
+            self.gpus = tuple(gpus)
+        except nvml.NVMLError as error:
             self.__exit__()
             raise NoNvmlError(f"NVML does not list its GPUs: {error}") from None
         if not self.gpus:
@@ -90,14 +99,10 @@ class PowerMeter:
 
     def watts(self) -> tuple[float | None, ...]:
         """Watts of every GPU now; None for one that gives none."""
-        return tuple(self._milliwatts("nvmlDeviceGetPowerUsage", h) for h in self._handles)
+        return tuple(self._watts("nvmlDeviceGetPowerUsage", handle) for handle in self._handles)
 
-    def _gpu(self, index: int, handle: Any) -> Gpu:
-        name = self._nvml.nvmlDeviceGetName(handle)
-        name = name.decode() if isinstance(name, bytes) else str(name)
-        return Gpu(index, name, self._milliwatts("nvmlDeviceGetEnforcedPowerLimit", handle))
-
-    def _milliwatts(self, call: str, handle: Any) -> float | None:
+    def _watts(self, call: str, handle: Any) -> float | None:
+        """What a call gives in milliwatts."""
         try:
             return float(getattr(self._nvml, call)(handle)) / 1e3
         except self._nvml.NVMLError:
@@ -120,15 +125,13 @@ def sample_power(
     if not (seconds > 0 and interval_s > 0):
         raise ValueError(f"seconds {seconds}, interval {interval_s}: give times above zero")
     start_s, slot = now_s(), 0
-    # A hair of slack: 0.6 / 0.2 is just under 3.
-    slots = int(seconds / interval_s + 1e-9) + 1
+    slots = int(seconds / interval_s + _HAIR) + 1
     while slot < slots:
         wait_s = start_s + slot * interval_s - now_s()
         if wait_s > 0:
             sleep(wait_s)
-        at_s = now_s() - start_s
-        record(PowerRow(at_s, meter.watts()))
-        slot = max(slot + 1, int((now_s() - start_s) / interval_s + 1e-9))
+        record(PowerRow(now_s() - start_s, meter.watts()))
+        slot = max(slot + 1, int((now_s() - start_s) / interval_s + _HAIR))
 
 
 def summary(gpus: tuple[Gpu, ...], rows: list[PowerRow]) -> list[dict[str, Any]]:
@@ -165,7 +168,12 @@ class PowerReporter:
         self._catalogue: GpuPower | None = gpu_power(announced.node.gpu)
         self._gpus, self._gpu_count = gpus, gpu_count
         self._paced = announced.node.source == "paced"
-        self._meter = None if self._paced or nvml is None else _open(nvml)
+        self._meter: PowerMeter | None = None
+        if nvml is not None and not self._paced:
+            try:
+                self._meter = PowerMeter(nvml).__enter__()
+            except NoNvmlError as error:
+                log.info("power_modelled", reason=str(error))
         self._before: WorkerReport | None = None
         self._energy_j = 0.0
         self._figures: dict[str, Any] = {}
@@ -188,13 +196,17 @@ class PowerReporter:
             self._meter = None
 
     def _look(self, before: WorkerReport, now: WorkerReport) -> None:
+        window_s = now.time_s - before.time_s
         if self._meter is not None:
-            watts, cap_w, source = *self._measured(), "nvml"
-            window_s = now.time_s - before.time_s
+            watts, cap_w = self._measured(self._meter)
+            source = "nvml"
         elif self._catalogue is not None:
-            work = self._work(before, now)
-            watts, cap_w = modelled_w(self._catalogue, work), self._catalogue.cap_w
-            source, window_s = "paced" if self._paced else "model", work.window_s
+            step = self._announced.step
+            window_s /= step.dilation
+            step_s = max(now.step_seconds_total - before.step_seconds_total, 0.0) / step.dilation
+            compute_s = max(now.step_tokens_total - before.step_tokens_total, 0) * step.token_s
+            watts = modelled_w(self._catalogue, GpuWork(window_s, step_s, compute_s))
+            cap_w, source = self._catalogue.cap_w, "paced" if self._paced else "model"
         else:
             return
         self._energy_j += watts * window_s
@@ -203,33 +215,14 @@ class PowerReporter:
             "power_source": source,
         }  # fmt: skip
 
-    def _work(self, before: WorkerReport, now: WorkerReport) -> GpuWork:
-        step = self._announced.step
-        tokens = now.step_tokens_total - before.step_tokens_total
-        return GpuWork(
-            window_s=(now.time_s - before.time_s) / step.dilation,
-            step_s=max(now.step_seconds_total - before.step_seconds_total, 0.0) / step.dilation,
-            compute_s=max(tokens, 0) * step.token_s,
-        )
-
-    def _measured(self) -> tuple[float, float]:
+    def _measured(self, meter: PowerMeter) -> tuple[float, float]:
         """(draw, cap) of this worker's GPUs in watts; zero where NVML gives none."""
-        assert self._meter is not None
-        watts = [w or 0.0 for w in self._meter.watts()]
-        caps = [gpu.limit_w or 0.0 for gpu in self._meter.gpus]
+        watts, caps = [w or 0.0 for w in meter.watts()], [gpu.limit_w or 0.0 for gpu in meter.gpus]
         if self._gpus is not None:
             mine = [i for i in self._gpus if 0 <= i < len(watts)]
             return sum(watts[i] for i in mine), sum(caps[i] for i in mine)
         share = min(self._gpu_count / len(watts), 1.0) if self._gpu_count else 1.0
         return sum(watts) * share, sum(caps) * share
-
-
-def _open(nvml: Any) -> PowerMeter | None:
-    try:
-        return PowerMeter(nvml).__enter__()
-    except NoNvmlError as error:
-        log.info("power_modelled", reason=str(error))
-        return None
 
 
 def power_reporter(announced: Announcement, gpus: int) -> PowerReporter:

@@ -45,10 +45,8 @@ class HangWatch:
 
     def __init__(self, patience_s: float, now_s: float) -> None:
         """`patience_s`: see `hang_patience_s`."""
-        self._patience_s = patience_s
-        self._looked_s = now_s
-        self._silent_s = 0.0
-        self._signs = -1
+        self._patience_s, self._looked_s = patience_s, now_s
+        self._silent_s, self._signs = 0.0, -1
 
     def look(self, now_s: float, owed: int, signs: int) -> None:
         """Look once; owed: requests that the engine has not answered; signs: how often it has shown
@@ -90,8 +88,6 @@ async def watch_engine(
         await asyncio.sleep(every_s)
         try:
             await check()
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             log.error("engine_dead", error=repr(error), then="the replica ends itself")
             await asyncio.sleep(last_words_s)
@@ -113,27 +109,26 @@ def follow_owner(end: Callable[[int], None] = os._exit) -> threading.Thread | No
     pid_text, _, started = os.environ.get(OWNER_ENV, "").partition(":")
     if not pid_text.isdigit() or int(pid_text) == os.getpid() or not hasattr(os, "pidfd_open"):
         return None
-    pid = int(pid_text)
     try:
-        owner = os.pidfd_open(pid)
+        owner = os.pidfd_open(int(pid_text))
     except ProcessLookupError:
         end(1)
         return None
     except OSError:
         return None  # a kernel without pidfd
-    if _started(pid) != started:
+    if _started(int(pid_text)) != started:
         end(1)  # its number has gone to another process already
         return None
-    thread = threading.Thread(target=_wait, args=(owner, end), name="kappa-owner", daemon=True)
+
+    def wait() -> None:
+        poller = select.poll()
+        poller.register(owner, select.POLLIN)
+        poller.poll()
+        end(1)
+
+    thread = threading.Thread(target=wait, name="kappa-owner", daemon=True)
     thread.start()
     return thread
-
-
-def _wait(owner: int, end: Callable[[int], None]) -> None:
-    poller = select.poll()
-    poller.register(owner, select.POLLIN)
-    poller.poll()
-    end(1)
 
 
 def process_age_s() -> float:
@@ -149,7 +144,6 @@ def process_age_s() -> float:
 def _started(pid: int) -> str:
     """When a process was started, in the kernel's ticks; empty if there is none."""
     try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_STARTED_FIELD]
     except OSError:
         return ""
-    return after_name[_STARTED_FIELD]

@@ -22,16 +22,12 @@ _MAX_NUMBER = 2.0**63
 
 def request_id_of(sampling_params: Any) -> str:
     """The ingress' request id; "" if none."""
-    return str(_extra_args(sampling_params).get(REQUEST_ID_KEY, ""))
+    return str((getattr(sampling_params, "extra_args", None) or {}).get(REQUEST_ID_KEY, ""))
 
 
 def plan_of(sampling_params: Any) -> str:
     """The planner that a request names for its own prefix; "" if none."""
-    return str(_extra_args(sampling_params).get(PLAN_KEY, ""))
-
-
-def _extra_args(sampling_params: Any) -> Mapping[str, Any]:
-    return getattr(sampling_params, "extra_args", None) or {}
+    return str((getattr(sampling_params, "extra_args", None) or {}).get(PLAN_KEY, ""))
 
 
 def tenant_of(metadata: Mapping[str, Any] | None) -> str:
@@ -46,11 +42,9 @@ def charges_of(
     """What other workers charged whom, and this tenant's weight."""
     weight: Any = metadata.get(WEIGHT_KEY)
     weights = {tenant: float(weight)} if _is_number(weight) and weight > 0 else {}
-    text = metadata.get(CHARGES_KEY)
-    if not text:
-        return {}, weights
     try:
-        charges = {str(name): Charge(*seconds) for name, seconds in json.loads(text).items()}
+        sent = json.loads(metadata.get(CHARGES_KEY) or "{}")
+        charges = {str(name): Charge(*seconds) for name, seconds in sent.items()}
     except (ValueError, TypeError, AttributeError, RecursionError):
         return {}, weights
     return {t: c for t, c in charges.items() if all(_is_number(s) and s >= 0 for s in c)}, weights

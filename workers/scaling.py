@@ -34,35 +34,27 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class ScalingRule:
-    """When a pool has enough workers."""
+    """When a pool has enough workers; the settings check its bounds."""
 
     target_backlog_s: float
     target_utilisation: float
 
     def __post_init__(self) -> None:
-        """Refuse targets that no pool can meet."""
-        if not self.target_backlog_s > 0:
-            raise ValueError(f"target_backlog_s is {self.target_backlog_s}: give seconds above 0")
-        if not 0 < self.target_utilisation <= 1:
+        if not (self.target_backlog_s > 0 and 0 < self.target_utilisation <= 1):
             raise ValueError(
+                f"target_backlog_s is {self.target_backlog_s}: give seconds above 0; "
                 f"target_utilisation is {self.target_utilisation}: give a share above 0, at most 1"
             )
 
-    def need(self, loads: Iterable[WorkerLoad]) -> float:
-        """Workers needed, not rounded: for what arrives, and for what waits."""
-        return sum(
+    def wanted(self, loads: Iterable[WorkerLoad], current: int) -> int:
+        """Workers wanted where there are `current`; bounds and delays are Ray Serve's."""
+        need = sum(
             load.demand / self.target_utilisation + load.backlog_s / self.target_backlog_s
             for load in loads
         )
-
-    def wanted(self, loads: Iterable[WorkerLoad], current: int) -> int:
-        """Workers wanted where there are `current`; bounds and delays are Ray Serve's."""
-        need = self.need(loads)
         more = math.ceil(need - _ROUNDING)
         fewer = math.ceil(need / (1 - _SLACK) - _ROUNDING)
-        if more > current:
-            return more
-        return max(fewer, 1) if fewer < current else current
+        return more if more > current else min(max(fewer, 1), current)
 
 
 def loads_in(

@@ -22,12 +22,10 @@ class BacklogPolicy:
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """The number wanted, and no state; while no worker has reported, as many as there are."""
-        metrics = context.aggregated_metrics or {}
         figures = {
             name: {str(replica): value for replica, value in by_replica.items()}
-            for name, by_replica in metrics.items()
+            for name, by_replica in (context.aggregated_metrics or {}).items()
         }
-        loads = loads_in(figures, [str(replica) for replica in context.running_replicas])
-        if not loads:
-            return context.target_num_replicas, {}
-        return self._rule.wanted(loads, context.target_num_replicas), {}
+        loads = loads_in(figures, map(str, context.running_replicas))
+        current = context.target_num_replicas
+        return self._rule.wanted(loads, current) if loads else current, {}

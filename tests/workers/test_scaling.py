@@ -16,7 +16,6 @@ def loads(*pairs):
 
 
 def test_arrivals_are_served_at_the_target_utilisation():
-    assert RULE.need(loads((0.0, 0.8), (0.0, 0.8))) == pytest.approx(2.0)
     assert RULE.wanted(loads((0.0, 0.8), (0.0, 0.8)), 2) == 2
     assert RULE.wanted(loads((0.0, 1.0), (0.0, 1.0)), 2) == 3
 
@@ -43,7 +42,7 @@ def test_impossible_targets_are_refused(bad):
         ScalingRule(*bad)
 
 
-def test_workers_that_told_nothing_or_nonsense_do_not_count():
+def test_workers_that_reported_nothing_or_nonsense_do_not_count():
     figures = {
         BACKLOG_KEY: {"a": 1.0, "b": math.nan, "c": 2.0, "gone": 9.0},
         DEMAND_KEY: {"a": 0.5, "b": 0.5, "d": 0.5, "gone": 1.0},

@@ -48,29 +48,25 @@ class FaultsFile:
 
     def now(self) -> EngineFaults:
         """What goes wrong at this moment."""
-        now_s = self._clock()
-        if self._path and now_s - self._looked_s >= _LOOK_EVERY_S:
-            self._looked_s = now_s
-            self._look()
-        return self._faults
-
-    def _look(self) -> None:
-        path = Path(self._path)
+        now_s, path = self._clock(), Path(self._path)
+        if not self._path or now_s - self._looked_s < _LOOK_EVERY_S:
+            return self._faults
+        self._looked_s = now_s
         try:
             changed = path.stat().st_mtime_ns
         except OSError:
             self._faults, self._seen = EngineFaults(), 0
-            return
-        if changed == self._seen:
-            return
-        self._seen = changed
-        try:
-            read = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, Any]])
-            mine = {**read.get("*", {}), **read.get(self._worker, {})}
-            self._faults = msgspec.convert(mine, EngineFaults)
-        except (OSError, msgspec.MsgspecError) as error:
-            self._faults = EngineFaults()
-            log.warning("faults_unreadable", path=self._path, reason=str(error))
+            return self._faults
+        if changed != self._seen:
+            self._seen = changed
+            try:
+                read = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, Any]])
+                mine = {**read.get("*", {}), **read.get(self._worker, {})}
+                self._faults = msgspec.convert(mine, EngineFaults)
+            except (OSError, msgspec.MsgspecError) as error:
+                self._faults = EngineFaults()
+                log.warning("faults_unreadable", path=self._path, reason=str(error))
+        return self._faults
 
 
 class FaultyPublisher(KvPublisher):
@@ -83,13 +79,11 @@ class FaultyPublisher(KvPublisher):
 
     def send(self, number: int, frames: list[bytes]) -> None:
         fault = self._network_faults.now().events if number % 2 else ""
-        if fault == "lose":
-            return
         if fault == "reorder":
             self._late = number, frames
-            return
-        for _ in range(2 if fault == "repeat" else 1):
-            super().send(number, frames)
-        if self._late is not None:
-            super().send(*self._late)
-            self._late = None
+        elif fault != "lose":
+            for _ in range(2 if fault == "repeat" else 1):
+                super().send(number, frames)
+            if self._late is not None:
+                super().send(*self._late)
+                self._late = None

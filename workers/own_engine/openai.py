@@ -76,18 +76,18 @@ def read_body(body: Any, eos_tokens: Sequence[int]) -> Body:
         BodyRefused: names the field.
     """
     for name, harmless in _UNSUPPORTED.items():
-        value = getattr(body, name, None)
-        if value not in harmless:
+        if getattr(body, name, None) not in harmless:
             raise BodyRefused(name, "the engine of kind torch does not do this; use vllm for it")
-    response_format = getattr(body, "response_format", None)
-    if response_format is not None and getattr(response_format, "type", "text") != "text":
+    if getattr(getattr(body, "response_format", None), "type", "text") != "text":
         raise BodyRefused("response_format", "the engine of kind torch gives text only")
     extra = getattr(body, "vllm_xargs", None) or {}
-    stop = getattr(body, "stop", None) or ()
-    options = getattr(body, "stream_options", None)
+    if not extra.get(PROMPT_KEY):
+        raise BodyRefused("prompt", "came without its tokens: send it through the kappa ingress")
+    # The older field warns when it is read; a body without either may use all that is left.
+    limits = (body.__dict__.get(name) for name in ("max_completion_tokens", "max_tokens"))
     request = EngineRequest(
-        tokens=_prompt(extra),
-        max_tokens=_max_tokens(body),
+        tokens=np.frombuffer(base64.b64decode(extra[PROMPT_KEY]), dtype="<i4").tolist(),
+        max_tokens=int(next((n for n in limits if n is not None), _MOST_TOKENS)),
         sampling=_sampling(body, eos_tokens),
         tenant=tenant_of(extra) or DEFAULT_TENANT,
         planner=str(extra.get(PLAN_KEY, "")) or None,
@@ -95,29 +95,13 @@ def read_body(body: Any, eos_tokens: Sequence[int]) -> Body:
         name=str(extra.get(REQUEST_ID_KEY, getattr(body, "request_id", ""))),
         approx=bool(extra.get(APPROX_KEY)),
     )
+    stop, options = getattr(body, "stop", None) or (), getattr(body, "stream_options", None)
     return Body(
         request,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stream=bool(getattr(body, "stream", False)),
-        include_usage=bool(options is not None and getattr(options, "include_usage", False)),
+        include_usage=bool(getattr(options, "include_usage", False)),
     )
-
-
-def _prompt(extra: Mapping[str, Any]) -> list[int]:
-    packed = extra.get(PROMPT_KEY)
-    if not packed:
-        raise BodyRefused("prompt", "came without its tokens: send it through the kappa ingress")
-    tokens: list[int] = np.frombuffer(base64.b64decode(packed), dtype="<i4").tolist()
-    return tokens
-
-
-def _max_tokens(body: Any) -> int:
-    # The older field warns when it is read; a body without either may use all that is left.
-    for name in ("max_completion_tokens", "max_tokens"):
-        value = body.__dict__.get(name)
-        if value is not None:
-            return int(value)
-    return _MOST_TOKENS
 
 
 def _sampling(body: Any, eos_tokens: Sequence[int]) -> Sampling:
@@ -215,9 +199,7 @@ class AnswerText:
     def push(self, tokens: list[int], last: bool) -> str:
         """The text that these tokens add; all that is left with the last."""
         text = "".join(self._detokenizer.push(token) for token in tokens)
-        if last:
-            text += self._detokenizer.rest()
-        return self._stopper.push(text, last)
+        return self._stopper.push(text + self._detokenizer.rest() if last else text, last)
 
 
 class OpenAIAnswer:
@@ -235,27 +217,22 @@ class OpenAIAnswer:
         self, kind: str, request_id: str, model: str, created_s: float, prompt_tokens: int
     ) -> None:
         self._chat = kind == "chat"
-        self._base = {
-            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}",
-            "created": int(created_s),
-            "model": model,
-        }
+        self._object = "chat.completion" if self._chat else "text_completion"
+        name = f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}"
+        self._base = {"id": name, "created": int(created_s), "model": model}
         self._prompt_tokens = prompt_tokens
 
     def opening(self) -> str:
         """A chat's first event names the role; completions have none."""
-        if not self._chat:
-            return ""
-        return self._event(self._choice({"role": "assistant", "content": ""}))
+        return self._choice({"role": "assistant", "content": ""}) if self._chat else ""
 
     def chunk(self, text: str, finish_reason: str | None = None) -> str:
         """An event with some text, and at the end the reason why it ended."""
-        content = {"content": text} if self._chat else text
-        return self._event(self._choice(content, finish_reason))
+        return self._choice({"content": text} if self._chat else text, finish_reason)
 
     def closing(self, usage: Mapping[str, Any] | None) -> str:
         """The usage, if it was asked for, and the end of the stream."""
-        extra = "" if usage is None else self._event(None, usage)
+        extra = "" if usage is None else self._event(choices=[], usage=dict(usage))
         return f"{extra}data: [DONE]\n\n"
 
     def usage(
@@ -265,33 +242,27 @@ class OpenAIAnswer:
 
         approximate: of the answer, those computed sparsely; None where none may be.
         """
-        extra = {} if approximate is None else {"approximate_tokens": approximate}
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": output_tokens,
             "total_tokens": self._prompt_tokens + output_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
-            **extra,
+            **({} if approximate is None else {"approximate_tokens": approximate}),
         }
 
     def whole(self, text: str, finish_reason: str, usage: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of a request that is not streamed."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": text}
-        else:
-            choice["text"] = text
-        kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._base, "object": kind, "choices": [choice], "usage": dict(usage)}
+        said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        choice = {"index": 0, "finish_reason": finish_reason, **said}
+        return {**self._base, "object": self._object, "choices": [choice], "usage": dict(usage)}
 
-    def _choice(self, content: Any, finish_reason: str | None = None) -> dict[str, Any]:
+    def _choice(self, content: Any, finish_reason: str | None = None) -> str:
         field = "delta" if self._chat else "text"
-        return {"index": 0, field: content, "logprobs": None, "finish_reason": finish_reason}
+        choice = {"index": 0, field: content, "logprobs": None, "finish_reason": finish_reason}
+        return self._event(choices=[choice])
 
-    def _event(self, choice: dict[str, Any] | None, usage: Mapping[str, Any] | None = None) -> str:
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        event = {**self._base, "object": kind, "choices": [choice] if choice else []}
-        if usage is not None:
-            event["usage"] = dict(usage)
+    def _event(self, **fields: Any) -> str:
+        kind = f"{self._object}.chunk" if self._chat else self._object
         # Compact, as vLLM's: the ingress counts tokens by the marks of its events.
-        return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
+        event = json.dumps({**self._base, "object": kind, **fields}, separators=(",", ":"))
+        return f"data: {event}\n\n"
