@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from engine.sparse.settings import SparseSettings
 from kappa.cost import step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
+from kappa.plans.clo import HeadProfile
 from kappa.plans.rates import rates_from_measured
 from kappa.protocol import Announcement
 from kappa.settings.routing import ObservingSettings
 from scheduler.catalogue import packs
-from workers.own_engine.plans import SparsePlan
 from workers.vllm.arguments import (
     EngineLimits,
     EngineScheduler,
@@ -27,6 +28,20 @@ from workers.vllm.arguments import (
     fingerprint,
 )
 from workers.vllm.tail_recompute import TAIL, tail_rates
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePlan:
+    """How requests that may be answered approximately decode.
+
+    heads: scores of their importance, if any were given: they travel as numbers, since the file
+    need not be on the worker's machine. persistent_heads: that keep their KV on the device, at
+    most.
+    """
+
+    settings: SparseSettings = field(default_factory=SparseSettings)
+    heads: HeadProfile | None = None
+    persistent_heads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +106,7 @@ class WorkerPlan:
         measured: of the machine, from an earlier start; without, a node that is not paced has no
         rates to plan by, and loads all. server: of LMCache, if the worker started one.
         """
-        node = measured_node(self.node(rank), measured)
-        rates = None
+        node, rates = measured_node(self.node(rank), measured), None
         if self.tier.planner == TAIL and node.source != "catalogue":
             shape = self.emulated if node.source == "paced" else self.served
             rates = tail_rates(shape, node)
@@ -157,17 +171,27 @@ def announce(
     announced as they were measured, and its plans with them.
     tail: the rates by which an engine of vLLM leaves part of a hit unloaded, if it does.
     """
-    node = measured_node(plan.node(replica.rank), profile.measured)
-    planned = rates_from_measured(rates) if rates else None
-    if planned is not None:
-        node = replace(node, h2d_bytes_per_s=planned.h2d_bytes_per_s)
+    node, limits = measured_node(plan.node(replica.rank), profile.measured), plan.limits
     paced = node.source == "paced"
-    shape, limits = plan.emulated if paced else plan.served, plan.limits
+    shape = plan.emulated if paced else plan.served
+    load_plan: dict[str, Any] = {}
+    if rates:
+        measured = rates_from_measured(rates)
+        node, step = replace(node, h2d_bytes_per_s=measured.h2d_bytes_per_s), measured.step
+        load_plan = {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
+        if plan.cpu_threads:
+            load_plan["cpu_room_share"] = plan.cpu_room_share
+        if plan.approx != "never":
+            load_plan["approx"] = plan.approx
+    else:
+        step = step_model(shape, node)
+        if tail:
+            load_plan = {"planner": TAIL, "act_share": 0.0, "rates": dict(tail)}
     return Announcement(
         worker=replica.worker,
         model=replica.model,
         node=node,
-        step=planned.step if planned is not None else step_model(shape, node),
+        step=step,
         kv_bytes_per_token=kv_bytes_per_token(shape),
         emulated_model=shape.name if paced else "",
         fingerprint=fingerprint(plan.model_source, plan.chat_template, limits, plan.served.name),
@@ -182,26 +206,10 @@ def announce(
         profile_error=profile.error,
         packs=packs(plan.scheduler.rule),
         engine=plan.kind,
-        load_plan=_load_plan(plan, rates, tail),
+        load_plan=load_plan,
         tier=plan.tier.kind,
         shared_tier=plan.tier.server if plan.tier.shared else "",
         measured=profile.measured,
         pool=plan.pool,
         role=plan.role,
     )
-
-
-def _load_plan(
-    plan: WorkerPlan, rates: Mapping[str, Any] | None, tail: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """What the router must know to foresee the engine's plans; empty if it loads all."""
-    if rates:
-        load_plan = {"planner": plan.planner, "act_share": plan.act_share, "rates": dict(rates)}
-        if plan.cpu_threads:
-            load_plan["cpu_room_share"] = plan.cpu_room_share
-        if plan.approx != "never":
-            load_plan["approx"] = plan.approx
-        return load_plan
-    if tail:
-        return {"planner": TAIL, "act_share": 0.0, "rates": dict(tail)}
-    return {}

@@ -1,10 +1,9 @@
 """Which requests are in a replica, and how much work of its worker they ask for.
 
 Each request is reported when it comes, with what its ingress expected of it, and when it is over;
-every router learns it from there, and so knows of the requests that it did not send. Those messages
-may be dropped, so now and then the report stream corrects itself by `present`. The ingress also
-sends the seconds that it predicted: from these the autoscaler learns the backlog, and how much of
-the worker's time is asked for by what arrives.
+every router learns it from there, and so knows of the requests that it did not send. The ingress
+also sends the seconds that it predicted: from these the autoscaler learns the backlog, and how much
+of the worker's time is asked for by what arrives.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from msgspec.structs import asdict
+from msgspec.structs import replace
 
 from kappa.protocol import (
     DEVICE_TOKENS_KEY,
@@ -42,21 +41,26 @@ class _Entry:
     count: int = 0
 
 
+class InFlightNews(NamedTuple):
+    """What came and went since the last news; all that is here, where that was asked for."""
+
+    arrived: tuple[Arrival, ...]
+    finished: tuple[str, ...]
+    in_flight: tuple[Arrival, ...] | None
+
+
 class InFlight:
     """Requests from their arrival to their end. Safe between threads.
 
-    Args:
-        send: takes messages for `workers.report_stream`; called where requests arrive and end.
-        max_sequences: requests that the engine serves at once.
+    `changed`: called where requests arrive and end. `urgent`: whether there is news.
     """
 
-    def __init__(
-        self, send: Callable[[dict[str, object]], None], max_sequences: int, now_s: float
-    ) -> None:
-        self._send = send
-        self._max_sequences = max(max_sequences, 1)
+    def __init__(self, now_s: float) -> None:
+        self.changed: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
+        self._arrived: list[str] = []
+        self._finished: list[str] = []
         self._start_s = self._seen_s = now_s
         self._link_s = self._gpu_s = 0.0
 
@@ -69,7 +73,13 @@ class InFlight:
         request_id = str(metadata.get(REQUEST_ID_KEY, ""))
         if not request_id:
             return ""
-        arrival = _expected(request_id, metadata, body)
+        device, host, prompt = (
+            token_count(metadata.get(key))
+            for key in (DEVICE_TOKENS_KEY, HOST_TOKENS_KEY, PROMPT_TOKENS_KEY)
+        )
+        fields = vars(body)
+        limit = token_count(fields.get("max_completion_tokens") or fields.get("max_tokens"))
+        arrival = Arrival(request_id, device, host, max(prompt - device - host, 0), limit)
         link_s, gpu_s = seconds_of(metadata.get(LINK_S_KEY)), seconds_of(metadata.get(GPU_S_KEY))
         with self._lock:
             self._fade(now_s)
@@ -77,9 +87,9 @@ class InFlight:
             self._gpu_s += gpu_s
             entry = self._entries.setdefault(request_id, _Entry(arrival, link_s, gpu_s))
             entry.count += 1
-            first = entry.count == 1
-        if first:
-            self._send({"kind": "arrive", **asdict(arrival)})
+            if entry.count == 1:
+                self._arrived.append(request_id)
+        self.changed()
         return request_id
 
     def prefilled(self, request_id: str) -> None:
@@ -87,6 +97,7 @@ class InFlight:
         with self._lock:
             entry = self._entries.get(request_id)
             if entry is not None:
+                entry.arrival = replace(entry.arrival, prefilled=True)
                 entry.link_s = entry.gpu_s = 0.0
 
     def ended(self, request_id: str) -> None:
@@ -96,16 +107,28 @@ class InFlight:
             if entry is None:
                 return
             entry.count -= 1
-            last = not entry.count
-            if last:
+            if not entry.count:
                 del self._entries[request_id]
-        if last:
-            self._send({"kind": "finish", "request_id": request_id})
+                self._finished.append(request_id)
+        self.changed()
 
-    def present(self) -> dict[str, Arrival]:
-        """All that are here, oldest first."""
+    @property
+    def urgent(self) -> bool:
+        return bool(self._arrived or self._finished)
+
+    def news(self, *, everything: bool = False) -> InFlightNews:
+        """What to report; everything: with all that is here, oldest first."""
         with self._lock:
-            return {name: entry.arrival for name, entry in self._entries.items()}
+            here, finished = self._entries, tuple(self._finished)
+            arrived = tuple(here[name].arrival for name in self._arrived if name in here)
+            present = tuple(e.arrival for e in here.values()) if everything else None
+            self._arrived, self._finished = [], []
+        return InFlightNews(arrived, finished, present)
+
+    def last(self, count: int) -> list[str]:
+        """Ids of the youngest requests here."""
+        with self._lock:
+            return list(self._entries)[-count:]
 
     def backlog_s(self) -> tuple[float, float]:
         """Predicted seconds (link, gpu) of the requests that wait for their first token."""
@@ -113,32 +136,18 @@ class InFlight:
             entries = list(self._entries.values())
         return sum(entry.link_s for entry in entries), sum(entry.gpu_s for entry in entries)
 
-    def demand(self, now_s: float) -> float:
+    def demand(self, now_s: float, max_sequences: int) -> float:
         """Share of the worker's time that is asked for: of its link or its gpu by what arrives, or
-        of its places by what is open, whichever is most."""
+        of its places (requests that the engine serves at once) by what is open; the largest."""
         with self._lock:
             self._fade(now_s)
             # While it has not run for a whole window yet, what came is taken to go on.
             seen_s = max(now_s - self._start_s, 1.0)
             window_s = _WINDOW_S * -math.expm1(-seen_s / _WINDOW_S)
             arriving = max(self._link_s, self._gpu_s) / window_s
-            return max(arriving, len(self._entries) / self._max_sequences)
+            return max(arriving, len(self._entries) / max(max_sequences, 1))
 
     def _fade(self, now_s: float) -> None:
         factor = math.exp(-max(now_s - self._seen_s, 0.0) / _WINDOW_S)
         self._link_s, self._gpu_s = self._link_s * factor, self._gpu_s * factor
         self._seen_s = max(now_s, self._seen_s)
-
-
-def _expected(request_id: str, metadata: Mapping[str, Any], body: Any) -> Arrival:
-    """What its ingress expects of a request, by its metadata and its body."""
-    device = token_count(metadata.get(DEVICE_TOKENS_KEY))
-    host = token_count(metadata.get(HOST_TOKENS_KEY))
-    fields = vars(body)
-    return Arrival(
-        request_id,
-        device_tokens=device,
-        host_tokens=host,
-        new_tokens=max(token_count(metadata.get(PROMPT_TOKENS_KEY)) - device - host, 0),
-        max_tokens=token_count(fields.get("max_completion_tokens") or fields.get("max_tokens")),
-    )

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Full, Queue
-from typing import TextIO
 
 from kappa.protocol import Charge
 
@@ -57,23 +56,23 @@ class IterationLog:
     Args:
         send: puts a message on the stats channel; must not block.
         path: file for JSON lines, or None.
+
+    `lines_dropped`: that were lost because the disk was too slow, or full.
     """
 
     def __init__(self, send: Callable[[dict[str, object]], None], path: str | None = None) -> None:
         self._send = send
-        self._lines = _Lines(path) if path else None
+        self.lines_dropped = 0
         self._pending: deque[Iteration] = deque(maxlen=_MOST_PENDING)
         self._passed: Counter[str] = Counter()
         self._iterations = self._queued = self._preemptions = 0
         self._budget_fill = self._vram_fill = 0.0
-        self._last_end_s = 0.0
-        self._last_sent_s = 0.0
+        self._last_end_s = self._last_sent_s = 0.0
         self._sent_charges: dict[str, Charge] = {}
-
-    @property
-    def lines_dropped(self) -> int:
-        """JSON lines that were lost because the disk was too slow, or full."""
-        return self._lines.dropped if self._lines else 0
+        self._lines: Queue[Iteration | None] = Queue(_MOST_LINES)
+        self._writer: threading.Thread | None = None
+        if path:
+            self._start_writer(Path(path))
 
     def scheduled(self, iteration: Iteration) -> None:
         """It goes to the worker."""
@@ -91,13 +90,17 @@ class IterationLog:
         self._last_end_s = now_s
         self._iterations += 1
         self._preemptions += it.preempted
-        self._passed.update(it.passed)
+        if it.passed:
+            self._passed.update(it.passed)
         if it.queued:
             self._queued += 1
             self._budget_fill += it.tokens / max(it.budget_tokens, 1)
             self._vram_fill += it.blocks / max(it.capacity_blocks, 1)
-        if self._lines:
-            self._lines.put(it)
+        if self._writer is not None:
+            try:
+                self._lines.put_nowait(it)
+            except Full:
+                self.lines_dropped += 1
         return it
 
     def due(self, now_s: float, idle: bool) -> bool:
@@ -118,6 +121,7 @@ class IterationLog:
         self._last_sent_s = now_s
         changed = {t: c for t, c in charges.items() if self._sent_charges.get(t) != c}
         self._sent_charges.update(changed)
+        waiting, loading, running = counts
         self._send(
             {
                 "kind": "iterations",
@@ -129,53 +133,40 @@ class IterationLog:
                 "preemptions": self._preemptions,
                 "rule_errors": rule_errors,
                 "charges": {tenant: list(charge) for tenant, charge in changed.items()},
-                **dict(zip(("waiting", "loading", "running"), counts, strict=True)),
+                "waiting": waiting,
+                "loading": loading,
+                "running": running,
             }
         )
 
     def close(self) -> None:
         """Write what is queued."""
-        if self._lines:
-            self._lines.close()
+        if self._writer is not None and self._writer.is_alive():
+            try:
+                self._lines.put(None, timeout=1.0)
+            except Full:
+                return
+            self._writer.join(timeout=2.0)
 
-
-class _Lines:
-    """A file of JSON lines, written by a thread of its own."""
-
-    def __init__(self, path: str) -> None:
+    def _start_writer(self, path: Path) -> None:
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise ValueError(
                 f"the scheduler's log {path} cannot be written: {error.strerror}; give another "
                 "path, or none"
             ) from None
-        self.dropped = 0
-        self._queue: Queue[Iteration | None] = Queue(_MOST_LINES)
-        self._thread = threading.Thread(target=self._run, name="kappa-iterations", daemon=True)
-        self._thread.start()
 
-    def put(self, iteration: Iteration) -> None:
-        try:
-            self._queue.put_nowait(iteration)
-        except Full:
-            self.dropped += 1
+        def write() -> None:
+            with file:
+                while (iteration := self._lines.get()) is not None:
+                    try:
+                        file.write(json.dumps(asdict(iteration)) + "\n")
+                        if self._lines.empty():
+                            file.flush()
+                    except OSError:
+                        self.lines_dropped += 1
 
-    def close(self) -> None:
-        if self._thread.is_alive():
-            try:
-                self._queue.put(None, timeout=1.0)
-            except Full:
-                return
-            self._thread.join(timeout=2.0)
-
-    def _run(self) -> None:
-        with self._file:
-            while (iteration := self._queue.get()) is not None:
-                try:
-                    self._file.write(json.dumps(asdict(iteration)) + "\n")
-                    if self._queue.empty():
-                        self._file.flush()
-                except OSError:
-                    self.dropped += 1
+        self._writer = threading.Thread(target=write, name="kappa-iterations", daemon=True)
+        self._writer.start()

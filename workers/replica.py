@@ -28,12 +28,10 @@ from kappa.logging import configure
 from kappa.protocol import ERROR_EVENT, Announcement, EngineDiedError
 from workers.host_memory import prepare_host_memory
 from workers.identity import Profile, ReplicaId, WorkerPlan, announce
-from workers.in_flight import InFlight
 from workers.power import power_reporter
 from workers.reaper import HangWatch, hang_patience_s, own_engines, process_age_s, watch_engine
 from workers.report_stream import ReportStream
 from workers.scaling import BACKLOG_KEY, DEMAND_KEY
-from workers.stats_channel import StatsSender
 from workers.vllm.arguments import (
     LMCACHE,
     Endpoints,
@@ -79,7 +77,9 @@ class KappaServer(LLMServer):
         self._lmcache: LmcacheServer | None = None
         self._tier_folder = await asyncio.to_thread(prepare_host_memory, plan)
         engine_cls = self._configure_engine(llm_config)
-        self._start_reports()
+        host = plan.stream_host or ray.util.get_node_ip_address()
+        self._stream = ReportStream(self._worker, host, *self._endpoints)
+        self._stream.start()
         self._announcement: dict[str, Any] = {}
         self._start_s = 0.0
         self._hang: HangWatch | None = None
@@ -102,38 +102,31 @@ class KappaServer(LLMServer):
     def _configure_engine(self, llm_config: LLMConfig) -> type | None:
         """Put the engine's arguments into `llm_config`; returns its class if it is not vLLM's."""
         plan, endpoints = self._plan, self._endpoints
+        if plan.kind in ("torch", "emulated"):
+            from workers.own_engine.server import OWN_KEY, OwnPlan
+
+            own = OwnPlan(plan, self._worker, self._rank, endpoints)
+            llm_config.update_engine_kwargs(**{OWN_KEY: own})
         if plan.kind == "torch":
-            from workers.own_engine.plans import torch_plan
             from workers.own_engine.torch_engine import TorchEngine
 
-            engine_plan = torch_plan(plan, endpoints.stats, endpoints.kv_events, self._rank)
-            llm_config.update_engine_kwargs(kappa_torch=engine_plan)
             return TorchEngine
         if plan.kind == "emulated":
-            from workers.own_engine.emulated import EmulatedEngine, emulated_plan
+            from workers.own_engine.emulated import EmulatedEngine
 
-            emulated = emulated_plan(
-                plan, self._worker, endpoints.stats, endpoints.kv_events, self._rank
-            )
-            llm_config.update_engine_kwargs(kappa_emulated=emulated)
             return EmulatedEngine
-        llm_config.update_engine_kwargs(**self._vllm_arguments())
-        return None
-
-    def _vllm_arguments(self) -> dict[str, Any]:
-        plan, node = self._plan, self._plan.node(self._rank)
+        node = plan.node(self._rank)
         pace = Pace(plan.emulated, node) if node.source == "paced" else None
         self._tier = self._prepare_tier()
         scheduler = replace(plan.scheduler.for_rank(self._rank), tenant_required=True)
-        arguments = engine_kwargs(
-            plan.limits, self._endpoints, pace, scheduler, self._tier, plan.gpus
-        )
+        arguments = engine_kwargs(plan.limits, endpoints, pace, scheduler, self._tier, plan.gpus)
         if self._tier_folder is not None:
             extra = arguments["kv_transfer_config"]["kv_connector_extra_config"]
             extra[PERSIST_KEY] = str(self._tier_folder.folder)
         if plan.transfer is not None:
             hand_over(plan.transfer, arguments, pace)
-        return arguments
+        llm_config.update_engine_kwargs(**arguments)
+        return None
 
     def _prepare_tier(self) -> EngineTier:
         """The engine's host tier; an LMCache server is started if the worker is to have its own."""
@@ -147,43 +140,34 @@ class KappaServer(LLMServer):
                 Path(plan.cache_dir) / "logs" / f"lmcache-{self._worker}.log",
             )
             server = self._lmcache.url if self._lmcache is not None else ""
-        measured: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            measured = json.loads(self._profile_path().read_text())
-        return plan.engine_tier(self._rank, measured, server)
+        return plan.engine_tier(self._rank, self._cached_profile(), server)
 
     # -- what the cluster learns --------------------------------------------------------------
 
-    def _start_reports(self) -> None:
-        host = self._plan.stream_host or ray.util.get_node_ip_address()
-        self._stream = ReportStream(self._worker, host, *self._endpoints)
-        self._in_flight = InFlight(
-            StatsSender(self._endpoints.stats).send,
-            self._plan.limits.max_sequences,
-            time.monotonic(),
-        )
-        self._stream.totals.on_prefilled = self._in_flight.prefilled
-        self._stream.totals.present = self._in_flight.present
-        self._stream.start()
-
     async def _measure(self, *, cached: bool = True) -> Profile:
-        path = self._profile_path()
-        if cached and path.exists():
-            with contextlib.suppress(OSError, ValueError):
-                return Profile(json.loads(path.read_text()))
+        if cached and (known := self._cached_profile()):
+            return Profile(known)
+        request = self._plan.profile_request()
         try:
             results = await asyncio.wait_for(
-                self.collective_rpc("kappa_profile", args=(self._plan.profile_request(),)),
-                _PROFILE_TIMEOUT_S,
+                self.collective_rpc("kappa_profile", args=(request,)), _PROFILE_TIMEOUT_S
             )
         except Exception as error:
             log.warning("profile_failed", worker=self._worker, error=repr(error))
             reason = f"profile failed, serving with the catalogue's figures: {error!r}"
             return Profile({}, reason)
+        path = self._profile_path()
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(results[0]))
         return Profile(results[0])
+
+    def _cached_profile(self) -> dict[str, Any]:
+        """What this machine was measured at an earlier start; empty if it was not."""
+        with contextlib.suppress(OSError, ValueError):
+            known: dict[str, Any] = json.loads(self._profile_path().read_text())
+            return known
+        return {}
 
     def _profile_path(self) -> Path:
         served, limits = self._plan.served, self._plan.limits
@@ -218,9 +202,10 @@ class KappaServer(LLMServer):
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What `workers.scaling` decides by: seconds that wait here, and demand."""
+        here = self._stream.in_flight
         return {
-            BACKLOG_KEY: max(self._in_flight.backlog_s()),
-            DEMAND_KEY: self._in_flight.demand(time.monotonic()),
+            BACKLOG_KEY: max(here.backlog_s()),
+            DEMAND_KEY: here.demand(time.monotonic(), self._plan.limits.max_sequences),
         }
 
     async def profile(self, _body: None = None, _pin: Any = None) -> dict[str, Any]:
@@ -243,9 +228,9 @@ class KappaServer(LLMServer):
     async def _counted(
         self, request: Any, stream: AsyncGenerator[Any, None]
     ) -> AsyncGenerator[Any, None]:
-        request_id = ""
+        request_id, here = "", self._stream.in_flight
         try:
-            request_id = self._in_flight.arrived(request, time.monotonic())
+            request_id = here.arrived(request, time.monotonic())
             async for item in stream:
                 if is_error(item):
                     await self.check_health()
@@ -254,7 +239,7 @@ class KappaServer(LLMServer):
             await self.check_health()
             raise
         finally:
-            self._in_flight.ended(request_id)
+            here.ended(request_id)
             await stream.aclose()
 
     def _batch_output_stream(
@@ -276,18 +261,15 @@ class KappaServer(LLMServer):
             try:
                 await super().check_health()
                 if self._hang is not None:
-                    signs = self._stream.totals.engine_messages
-                    self._hang.look(time.monotonic(), self._unanswered(), signs)
+                    # Requests that vLLM has not answered, whatever their clients have read of it.
+                    client = getattr(self.engine, "_engine_client", None)
+                    owed = client.output_processor.get_num_unfinished_requests() if client else 0
+                    self._hang.look(time.monotonic(), owed, self._stream.totals.engine_messages)
             except Exception as error:
-                last = list(self._in_flight.present())[-_IN_FLIGHT_NAMED:]
+                last = self._stream.in_flight.last(_IN_FLIGHT_NAMED)
                 self._death = f"worker {self._worker}: {error!r}; last of its requests: {last}"
         if self._death:
             raise EngineDiedError(self._death)
-
-    def _unanswered(self) -> int:
-        """Requests that vLLM's engine has not answered, whatever their clients have read of it."""
-        client = getattr(self.engine, "_engine_client", None)
-        return client.output_processor.get_num_unfinished_requests() if client is not None else 0
 
     async def _start_engine(self) -> None:
         # As Ray's, without its usage report: that starts one more actor of some 400 MB.

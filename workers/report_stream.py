@@ -9,15 +9,18 @@ Which requests are in the replica is reported as they come and go, so that sever
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import structlog
 import zmq
 
 from kappa.protocol import KV, REPORT, RESET, WorkerReport
+from workers.in_flight import InFlight
 from workers.mirror import KvMirror
 from workers.report_totals import ReportTotals
 
@@ -25,13 +28,17 @@ log = structlog.get_logger(__name__)
 
 _REPORT_EVERY_S = 0.25
 # Reports that change predictions do not wait for that, but go out in lots.
-_URGENT_EVERY_S = 0.005
+_URGENT_EVERY_S = 0.01
 _POLL_MS = 100
 _HIGH_WATER_MESSAGES = 100_000
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class ReportStream:
-    """Owns the replica's sockets and the thread that serves them."""
+    """Owns the replica's sockets and the thread that serves them.
+
+    `complete` adds what is known besides the engine's measurements; called on the stream's thread.
+    """
 
     def __init__(self, worker: str, host: str, stats_endpoint: str, kv_endpoint: str) -> None:
         """Bind the public endpoints on `host` (free ports) and the private ones as given."""
@@ -45,44 +52,66 @@ class ReportStream:
         self._kv.connect(kv_endpoint)
         self._out = self._context.socket(zmq.PUB)
         self._out.setsockopt(zmq.SNDHWM, _HIGH_WATER_MESSAGES)
-        self.events_endpoint = f"tcp://{host}:{self._out.bind_to_random_port(f'tcp://{host}')}"
         self._snapshots = self._context.socket(zmq.ROUTER)
-        port = self._snapshots.bind_to_random_port(f"tcp://{host}")
-        self.snapshot_endpoint = f"tcp://{host}:{port}"
+        self.events_endpoint, self.snapshot_endpoint = (
+            f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
+            for socket in (self._out, self._snapshots)
+        )
         self._mirror = KvMirror()
-        self.totals = ReportTotals(worker)
+        self.in_flight = InFlight(time.monotonic())
+        self.totals = ReportTotals(worker, self.in_flight)
         self.complete: Callable[[WorkerReport], WorkerReport] = lambda report: report
-        """Adds what is known besides the engine's measurements; called on the stream's thread."""
-        self._seq = 0
-        self._kv_seq = -1
+        self._seq, self._kv_seq = 0, -1
         self._last_report_s = float("-inf")
         # The machine's clock may be set while we run; times in reports only rise.
         self._epoch_s = time.time() - time.monotonic()
         self._stop = threading.Event()
+        # Requests come and go on other threads: a byte in this pipe wakes ours.
+        self._woken, self._wake = os.pipe()
+        for end in (self._woken, self._wake):
+            os.set_blocking(end, False)
         self._thread = threading.Thread(target=self._run, name="kappa-report", daemon=True)
 
     def start(self) -> None:
+        self.in_flight.changed = self._wake_up
         self._thread.start()
 
     def close(self) -> None:
         """Stop the thread and close the sockets."""
+        self.in_flight.changed = lambda: None
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
         self._context.destroy(linger=0)
+        if self._wake >= 0:
+            os.close(self._wake)
+            os.close(self._woken)
+            self._wake = self._woken = -1
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # It is full: the thread will wake.
+            os.write(self._wake, b"!")
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._kv, self._stats, self._snapshots):
-            poller.register(socket, zmq.POLLIN)
+        for readable in (self._kv, self._stats, self._snapshots, self._woken):
+            poller.register(readable, zmq.POLLIN)
         while not self._stop.is_set():
             try:
                 urgent_ms = int(1000 * _URGENT_EVERY_S)
                 ready = dict(poller.poll(urgent_ms if self.totals.urgent else _POLL_MS))
-                if self._kv in ready:
-                    self._read_kv()
-                if self._stats in ready:
-                    self._read_stats()
+                if self._woken in ready:
+                    os.read(self._woken, 4096)
+                for _, number, payload in _received(self._kv) if self._kv in ready else ():
+                    self._add_events(int.from_bytes(number, "big"), payload)
+                for (encoded,) in _received(self._stats) if self._stats in ready else ():
+                    message = msgspec.msgpack.decode(encoded)
+                    if message.get("kind") == "kv":
+                        # Blocks that a predecessor left: the engine publishes only its own events.
+                        self._mirror.apply(message["batch"])
+                        self._publish(KV, message["batch"])
+                    else:
+                        self.totals.add(message)
                 if self._snapshots in ready:
                     self._answer_snapshot()
                 self._publish_report()
@@ -95,22 +124,16 @@ class ReportStream:
         self._seq += 1
         self._out.send_multipart([kind, self._seq.to_bytes(8, "big"), payload])
 
-    def _read_kv(self) -> None:
-        while True:
-            try:
-                _, seq_bytes, payload = self._kv.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            seq = int.from_bytes(seq_bytes, "big")
-            # The engine counts from 0: a later first number means that we listened too late.
-            if seq != self._kv_seq + 1:
-                self._forget("gap", seq)
-            self._kv_seq = seq
-            try:
-                self._mirror.apply(payload)
-            except msgspec.DecodeError:
-                self._forget("unreadable", seq)
-                continue
+    def _add_events(self, seq: int, payload: bytes) -> None:
+        # The engine counts from 0: a later first number means that we listened too late.
+        if seq != self._kv_seq + 1:
+            self._forget("gap", seq)
+        self._kv_seq = seq
+        try:
+            self._mirror.apply(payload)
+        except msgspec.DecodeError:
+            self._forget("unreadable", seq)
+        else:
             self._publish(KV, payload)
 
     def _forget(self, why: str, seq: int) -> None:
@@ -120,26 +143,12 @@ class ReportStream:
         self.totals.lost(1)
         self._publish(RESET, b"")
 
-    def _read_stats(self) -> None:
-        while True:
-            try:
-                message = msgspec.msgpack.decode(self._stats.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            if message.get("kind") == "kv":
-                # Blocks that a predecessor left: the engine publishes events of its own only.
-                self._mirror.apply(message["batch"])
-                self._publish(KV, message["batch"])
-            else:
-                self.totals.add(message)
-
     def _publish_report(self) -> None:
         now_s = self._epoch_s + time.monotonic()
         every_s = _URGENT_EVERY_S if self.totals.urgent else _REPORT_EVERY_S
         if now_s - self._last_report_s >= every_s:
             self._last_report_s = now_s
-            report = self.complete(self.totals.take(now_s))
-            self._publish(REPORT, msgspec.msgpack.encode(report.to_dict()))
+            self._publish(REPORT, _encode(self.complete(self.totals.take(now_s))))
 
     def _answer_snapshot(self) -> None:
         identity, *_ = self._snapshots.recv_multipart(zmq.NOBLOCK)
@@ -148,3 +157,10 @@ class ReportStream:
         # What is no part of a snapshot follows it, numbered, for everybody.
         self.totals.report_all()
         self._last_report_s = float("-inf")
+
+
+def _received(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    """The messages that are there now."""
+    with contextlib.suppress(zmq.Again):
+        while True:
+            yield socket.recv_multipart(zmq.NOBLOCK)

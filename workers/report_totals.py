@@ -6,79 +6,53 @@ then. Totals only rise within one life of a replica; lists start anew with each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
-
-import msgspec
-from msgspec.structs import replace
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
 
 from kappa.cost import StepParts
-from kappa.protocol import (
-    COMPUTE_STEP_TOKENS,
-    Admission,
-    Arrival,
-    Spent,
-    TenantCharge,
-    WorkerReport,
-)
+from kappa.protocol import COMPUTE_STEP_TOKENS, Admission, Spent, TenantCharge, WorkerReport
+from workers.in_flight import InFlight
 
 _BANDWIDTH_WEIGHT = 0.2
 _REPORT_ALL_EVERY_S = 10.0
-# Sent by the replica itself; every other message is a sign of life of its engine.
-_OWN_KINDS = ("arrive", "finish")
+# Of an `iterations` message: taken over as they are.
+_SCHEDULER_COUNTS = ("iterations", "queued_iterations", "rule_errors", "preemptions")
+_SCHEDULER_STATES = ("waiting", "loading", "running")
 
 Message = Mapping[str, Any]
-R = TypeVar("R", Admission, Arrival)
 
 
 class ReportTotals:
-    """Adds the engine processes' measurements up into `WorkerReport`s."""
+    """Adds the engine processes' measurements up into `WorkerReport`s; `engine_messages`: how many
+    messages came from them."""
 
-    def __init__(self, worker: str) -> None:
-        self._worker = worker
-        # Fields of the report that are numbers, or replaced as a whole.
-        self._fields: dict[str, Any] = {}
+    def __init__(self, worker: str, in_flight: InFlight) -> None:
+        self.engine_messages = 0
+        self._worker, self._in_flight = worker, in_flight
+        self._totals: dict[str, Any] = defaultdict(int)
+        # Fields of the report that are replaced as a whole.
+        self._latest: dict[str, Any] = {}
         self._admitted: list[Admission] = []
         self._prefilled: list[str] = []
         self._spent: list[Spent] = []
+        self._tier_failures: Counter[str] = Counter()
         self._charges: dict[str, TenantCharge] = {}
         self._charged: dict[str, TenantCharge] = {}
         self._reported_all_s = 0.0
-        self._in_flight: dict[str, Arrival] = {}
-        self._arrived: list[str] = []
-        self._finished: list[str] = []
-        self.on_prefilled: Callable[[str], None] = lambda _: None
-        """Called, on the stream's thread, with the id of each request whose prompt is computed."""
-        self.present: Callable[[], Mapping[str, Arrival]] | None = None
-        """What is in the replica, read on the stream's thread: messages about that may be lost."""
-        self.engine_messages = 0
-        """How many messages came from the engine's processes."""
 
     @property
     def urgent(self) -> bool:
         """Whether something waits that changes a prediction now."""
-        return bool(self._admitted or self._prefilled or self._arrived or self._finished)
+        return bool(self._admitted or self._prefilled or self._in_flight.urgent)
 
     def report_all(self) -> None:
         """Have the next report hold all that there is, for a reader that knows nothing yet."""
         self._reported_all_s = float("-inf")
 
-    def add(self, message: Message) -> None:
-        """Add one measurement from the stats channel; an unknown kind is ignored.
-
-        Raises:
-            ValueError: a field that is not a number.
-            KeyError: a field is missing.
-        """
-        kind = message.get("kind")
-        self.engine_messages += kind not in _OWN_KINDS
-        handler = getattr(self, f"_add_{kind}", None)
-        if handler is not None:
-            handler(message)
-
     def lost(self, events: int) -> None:
         """The engine's event stream had a gap."""
-        self._count(event_gaps_total=events)
+        self._totals["event_gaps_total"] += events
 
     def take(self, now_s: float) -> WorkerReport:
         """The report so far; its per-report lists start anew.
@@ -86,136 +60,96 @@ class ReportTotals:
         Charges are those that changed; now and then all, for an ingress that missed some.
         """
         self._charged.update(self._charges)
-        in_flight: tuple[Arrival, ...] | None = None
-        if now_s - self._reported_all_s >= _REPORT_ALL_EVERY_S:
+        everything = now_s - self._reported_all_s >= _REPORT_ALL_EVERY_S
+        if everything:
             self._charges, self._reported_all_s = self._charged, now_s
-            self._correct_in_flight()
-            in_flight = tuple(self._in_flight.values())
         report = WorkerReport(
             worker=self._worker,
             time_s=now_s,
-            **self._fields,
+            **self._totals,
+            **self._latest,
+            tier_failures_total=dict(self._tier_failures),
             admitted=tuple(self._admitted),
             prefilled=tuple(self._prefilled),
             spent=tuple(self._spent),
             charges=tuple(self._charges.values()),
-            arrived=tuple(self._in_flight[r] for r in self._arrived if r in self._in_flight),
-            finished=tuple(self._finished),
-            in_flight=in_flight,
+            **self._in_flight.news(everything=everything)._asdict(),
         )
-        self._arrived, self._finished = [], []
         self._admitted, self._prefilled, self._spent, self._charges = [], [], [], {}
         return report
 
-    def _correct_in_flight(self) -> None:
-        """Make up for messages that were lost, by what is in the replica now."""
-        if self.present is None:
-            return
-        present = self.present()
-        # Those that just ended: their message, if it still comes, finds them gone.
-        self._finished.extend(name for name in self._in_flight if name not in present)
-        self._in_flight = {n: self._in_flight.get(n, here) for n, here in present.items()}
+    def add(self, m: Message) -> None:
+        """Add one measurement from the stats channel; an unknown kind is ignored.
 
-    def _count(self, **amounts: float) -> None:
-        for name, amount in amounts.items():
-            self._fields[name] = self._fields.get(name, 0) + amount
+        Raises:
+            ValueError: a field that is not a number.
+            KeyError: a field is missing.
+        """
+        self.engine_messages += 1
+        match m.get("kind"):
+            case "step":
+                self._add_step(m)
+            case "iterations":
+                self._add_iterations(m)
+            case "admit":
+                counts = (int(_number(m[f"{name}_tokens"])) for name in ("device", "host", "new"))
+                self._admitted.append(Admission(str(m["request_id"]), *counts))
+            case "load" | "store" as kind:
+                took_s, moved = self._count(m, kind)
+                if kind == "load":
+                    known = self._latest.get("h2d_bytes_per_s", 0.0)
+                    speed = moved / took_s if took_s > 0 else known
+                    known = known or speed
+                    self._latest["h2d_bytes_per_s"] = known + _BANDWIDTH_WEIGHT * (speed - known)
+            case "wait":  # A call held the engine up for stores whose blocks it wanted back.
+                self._totals["store_wait_seconds_total"] += _number(m["took_s"])
+            case "store_dropped":
+                self._totals["stores_dropped_total"] += 1
+            case "tier_failed":  # An LMCache server did not do what it was asked for, once.
+                self._tier_failures[str(m["why"])] += 1
+                self._totals["failed_loads_total"] += m["why"] == "load"
+            case "faults":  # What went wrong in an engine of ours; cumulative.
+                for name in ("failed_loads", "misused_blocks"):
+                    self._totals[f"{name}_total"] = int(_number(m[name]))
 
-    # -- messages, by kind --------------------------------------------------------------------
+    def _count(self, m: Message, kind: str) -> tuple[float, int]:
+        took_s, moved, tokens = map(_number, (m["took_s"], m["bytes"], m["tokens"]))
+        self._totals[f"{kind}_tokens_total"] += int(tokens)
+        self._totals[f"{kind}_bytes_total"] += int(moved)
+        self._totals[f"{kind}_seconds_total"] += took_s
+        return took_s, int(moved)
 
     def _add_step(self, m: Message) -> None:
-        took_s, tokens = _number(m["took_s"]), int(_number(m["tokens"]))
-        self._count(
-            steps_total=1,
-            step_seconds_total=took_s,
-            step_tokens_total=tokens,
-            overruns_total=int(m["overrun"]),
-        )
+        took_s, tokens, totals = _number(m["took_s"]), int(_number(m["tokens"])), self._totals
+        totals["steps_total"] += 1
+        totals["step_seconds_total"] += took_s
+        totals["step_tokens_total"] += tokens
+        totals["overruns_total"] += int(m["overrun"])
         # What the announced step model says of the same step, if the engine has one.
         announced = m.get("announced")
         if announced and tokens >= COMPUTE_STEP_TOKENS:
             parts = StepParts(*map(_number, announced))
             computed_s = parts.computed_s(took_s)
             if computed_s:
-                self._count(
-                    computed_seconds_total=computed_s,
-                    computed_announced_seconds_total=parts.compute_s,
-                )
+                totals["computed_seconds_total"] += computed_s
+                totals["computed_announced_seconds_total"] += parts.compute_s
         for request_id in map(str, m["prefilled"]):
             self._prefilled.append(request_id)
-            known = self._in_flight.get(request_id)
-            if known is not None:
-                self._in_flight[request_id] = replace(known, prefilled=True)
-            self.on_prefilled(request_id)
+            self._in_flight.prefilled(request_id)
         for request_id, load_s, compute_s in m.get("spent", ()):
             self._spent.append(Spent(str(request_id), _number(load_s), _number(compute_s)))
 
-    def _add_admit(self, m: Message) -> None:
-        self._admitted.append(_record(m, Admission))
-
-    def _add_arrive(self, m: Message) -> None:
-        arrival = _record(m, Arrival)
-        self._in_flight[arrival.request_id] = arrival
-        self._arrived.append(arrival.request_id)
-
-    def _add_finish(self, m: Message) -> None:
-        if self._in_flight.pop(str(m["request_id"]), None) is not None:
-            self._finished.append(str(m["request_id"]))
-
-    def _add_load(self, m: Message) -> None:
-        took_s, moved = _number(m["took_s"]), int(_number(m["bytes"]))
-        known = self._fields.get("h2d_bytes_per_s", 0.0)
-        speed = moved / took_s if took_s > 0 else known
-        known = known or speed
-        self._fields["h2d_bytes_per_s"] = known + _BANDWIDTH_WEIGHT * (speed - known)
-        self._count(
-            load_tokens_total=int(_number(m["tokens"])),
-            load_bytes_total=moved,
-            load_seconds_total=took_s,
-        )
-
-    def _add_store(self, m: Message) -> None:
-        self._count(
-            store_tokens_total=int(_number(m["tokens"])),
-            store_bytes_total=int(_number(m["bytes"])),
-            store_seconds_total=_number(m["took_s"]),
-        )
-
-    def _add_store_dropped(self, _: Message) -> None:
-        self._count(stores_dropped_total=1)
-
-    def _add_tier_failed(self, m: Message) -> None:
-        """An LMCache server did not do what it was asked for, once."""
-        why = str(m["why"])
-        failures = dict(self._fields.get("tier_failures_total", {}))
-        self._fields["tier_failures_total"] = {**failures, why: failures.get(why, 0) + 1}
-        self._count(failed_loads_total=int(why == "load"))
-
-    def _add_faults(self, m: Message) -> None:
-        """What went wrong in an engine of ours; cumulative."""
-        self._fields["failed_loads_total"] = int(_number(m["failed_loads"]))
-        self._fields["misused_blocks_total"] = int(_number(m["misused_blocks"]))
-
     def _add_iterations(self, m: Message) -> None:
         """The scheduler's own totals (`workers.iteration_log`); cumulative."""
-        self._charges.update(
-            {str(t): TenantCharge(str(t), *map(_number, c)) for t, c in m["charges"].items()}
-        )
-        self._fields["passed_total"] = {str(why): int(n) for why, n in m["passed"].items()}
-        self._fields["budget_fill_sum"] = _number(m["budget_fill"])
-        self._fields["vram_fill_sum"] = _number(m["vram_fill"])
-        for name in ("iterations", "queued_iterations", "rule_errors", "preemptions"):
-            self._fields[f"{name}_total"] = int(_number(m[name]))
-        for name in ("waiting", "loading", "running"):
-            self._fields[name] = int(_number(m[name]))
-
-    def _add_wait(self, m: Message) -> None:
-        """A call held the engine up for stores whose blocks it wanted back."""
-        self._count(store_wait_seconds_total=_number(m["took_s"]))
-
-
-def _record(m: Message, kind: type[R]) -> R:
-    fields = kind.__struct_fields__
-    return msgspec.convert({name: m[name] for name in fields if name in m}, kind)
+        for tenant, charge in m["charges"].items():
+            self._charges[str(tenant)] = TenantCharge(str(tenant), *map(_number, charge))
+        self._latest["passed_total"] = {str(why): int(n) for why, n in m["passed"].items()}
+        for name in ("budget_fill", "vram_fill"):
+            self._latest[f"{name}_sum"] = _number(m[name])
+        for name in _SCHEDULER_COUNTS:
+            self._latest[f"{name}_total"] = int(_number(m[name]))
+        for name in _SCHEDULER_STATES:
+            self._latest[name] = int(_number(m[name]))
 
 
 def _number(value: object) -> float:

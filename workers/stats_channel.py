@@ -8,10 +8,14 @@ measurement costs a little accuracy, a blocked engine costs everybody.
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import zmq
 
 _HIGH_WATER_MESSAGES = 10_000
+# What may wait does so for so long at most while more is sent: each message wakes the replica.
+_HOLD_S = 0.05
 
 
 class StatsSender:
@@ -21,6 +25,8 @@ class StatsSender:
         """Connect to `endpoint` (``ipc://path``); an empty one makes every send a no-op."""
         self.dropped = 0
         self._encode = msgspec.msgpack.Encoder().encode
+        self._held: list[bytes] = []
+        self._flushed_s = 0.0
         self._socket: zmq.Socket[bytes] | None = None
         if endpoint:
             self._socket = zmq.Context.instance().socket(zmq.PUSH)
@@ -28,12 +34,27 @@ class StatsSender:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.connect(endpoint)
 
-    def send(self, message: dict[str, object]) -> None:
+    def send(self, message: dict[str, object], *, urgent: bool = True) -> None:
         """Send one measurement, or count it as dropped: also one that cannot be encoded (an int
-        beyond 64 bits). Call from one thread only."""
+        beyond 64 bits). One that is not urgent leaves with the next that is, with `flush`, or with
+        any that comes 50 ms after the last ones left. Call from one thread only."""
         if self._socket is None:
             return
         try:
-            self._socket.send(self._encode(message), zmq.NOBLOCK)
-        except (zmq.ZMQError, OverflowError, TypeError, ValueError, RecursionError):
+            self._held.append(self._encode(message))
+        except (OverflowError, TypeError, ValueError, RecursionError):
             self.dropped += 1
+        if urgent or time.monotonic() - self._flushed_s > _HOLD_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what waits."""
+        if self._socket is None or not self._held:
+            return
+        self._flushed_s = time.monotonic()
+        held, self._held = self._held, []
+        for message in held:
+            try:
+                self._socket.send(message, zmq.NOBLOCK)
+            except zmq.ZMQError:
+                self.dropped += 1

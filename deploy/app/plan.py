@@ -91,7 +91,7 @@ def _transfer(settings: ClusterSettings) -> Any:
 def _sparse(engine: EngineSettings, model: Model) -> Any:
     """How workers decode approximately; reads the file of head importance, if there is one."""
     from engine.sparse.settings import SparseSettings
-    from workers.own_engine.plans import SparsePlan
+    from workers.identity import SparsePlan
 
     s = engine.sparse
     heads = None

@@ -24,10 +24,11 @@ from router.api.metadata import PIN_HEADER
 from router.api.render import PromptRenderer
 from router.api.start import IngressSettings
 from router.live.replica_registry import ReplicaRegistry
+from tests.workers.emulation import emulated_plan
 from workers.own_engine.emulated import EmulatedEngine
-from workers.own_engine.plans import EmulatedPlan
 from workers.report_stream import ReportStream
 from workers.tiny_model import make_tiny_model
+from workers.vllm.arguments import Endpoints, EngineLimits
 
 MODEL = "tiny"
 BLOCK = 16
@@ -45,11 +46,11 @@ class Node:
         sockets = f"ipc://@kappa-test-{os.getpid()}-{id(self)}"
         self.stream = ReportStream(name, "127.0.0.1", f"{sockets}-stats", f"{sockets}-kv")
         self.stream.start()
-        plan = EmulatedPlan(
-            name, STEP, 1e-8, 0.0, 512, 64, BLOCK, DEVICE_BLOCKS, HOST_BLOCKS,
-            CONTEXT_TOKENS, f"{sockets}-stats", f"{sockets}-kv",
-        )  # fmt: skip
-        config = SimpleNamespace(engine_kwargs={"kappa_emulated": plan}, model_id=MODEL)
+        limits = EngineLimits(
+            CONTEXT_TOKENS, BLOCK, DEVICE_BLOCKS, HOST_BLOCKS * BLOCK * 2, 512, 64, "float32"
+        )
+        plan = emulated_plan(name, limits, Endpoints(f"{sockets}-stats", f"{sockets}-kv"))
+        config = SimpleNamespace(engine_kwargs={"kappa_own": plan}, model_id=MODEL)
         self.engine = EmulatedEngine(config)
 
     def announcement(self, **changes):

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import zmq
@@ -58,14 +59,13 @@ class StreamWorker:
         self.kv.send_multipart([b"kv", self.seq.to_bytes(8, "big"), payload])
         self.seq += 1
 
-    def arrives(self, request_id, new=4000, **counts):
-        zero = {"device_tokens": 0, "host_tokens": 0, "max_tokens": 8}
-        self.stats.send(
-            {"kind": "arrive", "request_id": request_id, "new_tokens": new, **zero, **counts}
-        )
+    def arrives(self, request_id, new=4000):
+        sent = {"kappa_request_id": request_id, "kappa_prompt_tokens": new}
+        body = SimpleNamespace(vllm_xargs=sent, max_tokens=8)
+        self.stream.in_flight.arrived(body, 0.0)
 
     def finishes(self, request_id):
-        self.stats.send({"kind": "finish", "request_id": request_id})
+        self.stream.in_flight.ended(request_id)
 
     def admit(self, request_id, device, host, new):
         self.stats.send({"kind": "admit", "request_id": request_id, "device_tokens": device,

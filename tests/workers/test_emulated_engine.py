@@ -13,10 +13,10 @@ import zmq
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from vllm.distributed.kv_events import KVEventBatch
 
-from kappa.cost import StepModel
+from tests.workers.emulation import emulated_plan
 from workers.own_engine.emulated import WORD, EmulatedEngine
 from workers.own_engine.faults import EngineFaults, FaultsFile
-from workers.own_engine.plans import EmulatedPlan
+from workers.vllm.arguments import Endpoints, EngineLimits
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 BLOCK = 4
@@ -31,11 +31,10 @@ class Bench:
         self.kv = self.context.socket(zmq.SUB)
         self.kv.setsockopt(zmq.SUBSCRIBE, b"")
         self.kv.connect(f"ipc://{folder}/kv")
-        plan = EmulatedPlan(
-            "one", StepModel(1e-6, 0.0, 1e-4, 0.0), 1e-6, 0.0, 16, 4, BLOCK, 17, 40, 60,
-            f"ipc://{folder}/stats", f"ipc://{folder}/kv",
-        )  # fmt: skip
-        config = SimpleNamespace(engine_kwargs={"kappa_emulated": plan}, model_id="m")
+        limits = EngineLimits(60, BLOCK, 17, 40 * BLOCK * 2, 16, 4, "float32")
+        ends = Endpoints(f"ipc://{folder}/stats", f"ipc://{folder}/kv")
+        plan = emulated_plan("one", limits, ends)
+        config = SimpleNamespace(engine_kwargs={"kappa_own": plan}, model_id="m")
         self.engine = EmulatedEngine(config)
         self.messages, self.batches, self.numbers = [], [], []
 
@@ -79,7 +78,7 @@ async def answers(engine, body, method="completions"):
     return [item async for item in getattr(engine, method)(body)]
 
 
-async def test_an_answer_has_as_many_tokens_as_asked_and_says_what_it_is(bench):
+async def test_an_answer_has_as_many_tokens_as_requested_and_names_the_engine(bench):
     (answer,) = await answers(bench.engine, completion(range(10)))
     assert answer.choices[0].text == WORD * 3 and answer.system_fingerprint == "emulated"
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (10, 3)
@@ -100,7 +99,7 @@ async def test_a_chat_is_streamed_token_by_token_and_ends(bench):
     assert chunks[-1]["usage"]["completion_tokens"] == 3
 
 
-async def test_a_repeated_prompt_is_found_and_told_by_source(bench):
+async def test_a_repeated_prompt_is_found_and_reported_by_source(bench):
     await answers(bench.engine, completion(range(18), "first"))
     (again,) = await answers(bench.engine, completion(range(18), "second"))
     assert again.usage.prompt_tokens_details.cached_tokens == 16

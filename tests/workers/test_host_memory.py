@@ -99,7 +99,7 @@ def test_this_machine_can_be_read():
     assert host_budget().machine_bytes > 0
 
 
-def test_what_lies_on_the_workers_own_shelf_is_not_asked_for_again(machine, tmp_path):
+def test_what_lies_in_the_workers_own_folder_counts_as_free(machine, tmp_path):
     cgroups, proc = machine
     shelf, size = tmp_path / "shelf-00", 8 << 20
     shelf.mkdir()

@@ -74,7 +74,7 @@ def test_an_unpaced_node_takes_the_measured_figures() -> None:
     assert announcement.emulated_model == ""
 
 
-def test_a_failed_profile_leaves_the_catalogue_and_says_so() -> None:
+def test_a_failed_profile_leaves_the_catalogue_and_names_the_reason() -> None:
     announcement = said(plan(node_profile("pcie")), measured={}, error="profile failed: boom")
     assert announcement.node == node_profile("pcie")
     assert announcement.node.source == "catalogue"

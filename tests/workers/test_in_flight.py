@@ -19,11 +19,11 @@ def body(request_id="r", max_tokens=None, **words):
 
 @pytest.fixture
 def scene():
-    totals = ReportTotals("w")
-    return InFlight(totals.add, 8, 0.0), totals
+    here = InFlight(0.0)
+    return here, ReportTotals("w", here)
 
 
-def test_a_request_is_told_with_what_its_ingress_expects_and_again_when_it_is_over(scene):
+def test_a_request_is_reported_as_its_ingress_expects_it_and_when_it_is_over(scene):
     here, totals = scene
     words = {"kappa_prompt_tokens": 100, "kappa_device_tokens": 32, "kappa_host_tokens": 16}
     name = here.arrived(body(max_tokens=8, **words), 0.0)
@@ -43,7 +43,7 @@ def test_one_that_came_and_went_between_two_reports_is_no_arrival(scene):
     assert report.arrived == () and report.finished == ("r",)
 
 
-def test_all_that_is_here_is_told_when_asked_for_with_what_has_become_of_it(scene):
+def test_all_that_is_here_is_reported_on_demand_with_what_has_become_of_it(scene):
     here, totals = scene
     here.arrived(body("a", kappa_prompt_tokens=10), 0.0)
     here.arrived(body("b"), 0.0)
@@ -72,12 +72,12 @@ def test_an_id_that_is_here_twice_ends_with_its_last(scene):
 
 
 @pytest.mark.parametrize("words", [None, {}, {"mine": 1}])
-def test_a_request_that_no_ingress_of_ours_sent_is_not_told(scene, words):
+def test_a_request_that_no_ingress_of_ours_sent_is_not_reported(scene, words):
     here, totals = scene
     assert here.arrived(SimpleNamespace(vllm_xargs=words), 0.0) == ""
     here.ended("")
     assert not totals.urgent
-    assert here.backlog_s() == (0, 0) and here.demand(1.0) == 0.0
+    assert here.backlog_s() == (0, 0) and here.demand(1.0, 8) == 0.0
 
 
 @pytest.mark.parametrize("nonsense", ["x", -3, float("nan"), None, [1], {}, -(10**400)])
@@ -95,38 +95,6 @@ def test_a_count_beyond_all_bounds_is_the_bound(scene, huge):
     assert totals.take(1.0).arrived == (Arrival("r", new_tokens=most, max_tokens=most),)
 
 
-def lossy():
-    """A replica's requests, its totals, and what was sent: nothing arrives by itself."""
-    sent, totals = [], ReportTotals("w")
-    here = InFlight(sent.append, 8, 0.0)
-    totals.present = here.present
-    return here, totals, sent
-
-
-def test_a_finish_that_was_lost_is_made_up_for_when_all_is_told():
-    here, totals, sent = lossy()
-    here.arrived(body("a"), 0.0), here.arrived(body("b"), 0.0)
-    for message in sent:
-        totals.add(message)
-    assert len(totals.take(100.0).in_flight) == 2
-    here.ended("a")  # and its message is dropped
-    assert totals.take(101.0).finished == ()
-    report = totals.take(120.0)
-    assert report.finished == ("a",) and report.in_flight == (Arrival("b"),)
-    totals.add(sent[-1])  # it comes after all: nothing is finished twice
-    assert totals.take(121.0).finished == ()
-
-
-def test_an_arrival_that_was_lost_is_made_up_for_and_what_became_of_others_is_kept():
-    here, totals, sent = lossy()
-    here.arrived(body("a"), 0.0)
-    totals.add(sent[-1])
-    totals.add({"kind": "step", "tokens": 1, "prefilled": ["a"], "took_s": 0.1, "overrun": False})
-    here.arrived(body("b", max_tokens=7), 0.0)
-    report = totals.take(100.0)
-    assert report.in_flight == (Arrival("a", prefilled=True), Arrival("b", max_tokens=7))
-
-
 # -- the load of the worker ------------------------------------------------------------------------
 
 
@@ -134,12 +102,12 @@ def predicted(request_id, link_s=1.0, gpu_s=2.0):
     return body(request_id, kappa_link_s=link_s, kappa_gpu_s=gpu_s)
 
 
-def load(max_sequences=8):
-    return InFlight(lambda message: None, max_sequences, 0.0)
+def load():
+    return InFlight(0.0)
 
 
 def test_a_request_waits_until_its_prompt_is_computed():
-    here = load(max_sequences=8)
+    here = load()
     here.arrived(predicted("a"), 0.0)
     here.arrived(predicted("b", 0.5, 0.0), 0.0)
     assert here.backlog_s() == (1.5, 2.0)
@@ -153,31 +121,31 @@ def test_a_request_waits_until_its_prompt_is_computed():
 
 @pytest.mark.parametrize("nonsense", ["much", None, float("nan"), float("inf"), -3.0])
 def test_nonsense_for_seconds_counts_as_none(nonsense):
-    here = load(max_sequences=8)
+    here = load()
     here.arrived(predicted("a", nonsense, nonsense), 0.0)
     assert here.backlog_s() == (0.0, 0.0)
 
 
 def test_demand_is_the_share_of_the_busier_resource_that_arrives():
-    here = load(max_sequences=1000)
+    here = load()
     for second in range(300):
         request_id = here.arrived(predicted(str(second), 0.2, 0.6), float(second))
         here.ended(request_id)
-    assert here.demand(300.0) == pytest.approx(0.6, rel=0.05)
+    assert here.demand(300.0, 1000) == pytest.approx(0.6, rel=0.05)
     # Nothing comes any more: forgotten within a few windows.
-    assert here.demand(500.0) < 0.01
+    assert here.demand(500.0, 1000) < 0.01
 
 
 def test_demand_is_right_before_a_whole_window_has_passed():
-    here = load(max_sequences=1000)
+    here = load()
     for tenth in range(100):
         here.ended(here.arrived(predicted(str(tenth), 0.0, 0.05), tenth / 10))
-    assert here.demand(10.0) == pytest.approx(0.5, rel=0.1)
+    assert here.demand(10.0, 1000) == pytest.approx(0.5, rel=0.1)
 
 
 def test_open_streams_ask_for_places_even_when_no_prompt_waits():
-    here = load(max_sequences=4)
+    here = load()
     for i in range(3):
         here.arrived(predicted(str(i), 0.0, 0.0), 0.0)
         here.prefilled(str(i))
-    assert here.demand(10.0) == pytest.approx(0.75)
+    assert here.demand(10.0, 4) == pytest.approx(0.75)

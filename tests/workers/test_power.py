@@ -57,7 +57,7 @@ def test_mean_most_and_share_of_the_limit():
     assert not nvml.open
 
 
-def test_a_gpu_that_does_not_tell_is_no_zero():
+def test_a_gpu_without_figures_is_no_zero():
     gpus, rows = sampled(FakeNvml([None, 700.0], [[None], [None, 200.0]]), 0.6)
     silent, half = summary(gpus, rows)
     assert silent["mean_w"] is silent["max_w"] is silent["share_of_limit"] is None
@@ -187,7 +187,7 @@ def test_a_worker_that_does_not_know_its_gpus_has_its_share_of_all():
     assert (last.power_w, last.power_cap_w) == (500.0, 1400.0)
 
 
-def test_without_nvml_and_catalogue_nothing_is_told():
+def test_without_nvml_and_catalogue_nothing_is_reported():
     *_, last = reports(
         PowerReporter(announced(gpu="abacus"), FakeNvml([], [])), (0, 0, 0), (5, 1, 9)
     )

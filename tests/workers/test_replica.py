@@ -17,7 +17,6 @@ from workers.in_flight import InFlight
 from workers.reaper import HangWatch
 from workers.replica import KappaServer, configure_logs
 from workers.report_totals import ReportTotals
-from workers.stats_channel import StatsSender
 from workers.vllm_plugin import LOG_ENV, log_as
 
 pytestmark = pytest.mark.vllm
@@ -42,10 +41,10 @@ class Engine:
 class Replica(KappaServer):
     """A replica that has started."""
 
-    def __init__(self, endpoint=""):
+    def __init__(self):
         self.engine, self._worker, self._death = Engine(), "w", ""
-        self._stream = SimpleNamespace(totals=ReportTotals("w"))
-        self._in_flight = InFlight(StatsSender(endpoint).send, 4, 0.0)
+        here = self.here = InFlight(0.0)
+        self._stream = SimpleNamespace(totals=ReportTotals("w", here), in_flight=here)
         self._hang = HangWatch(PATIENCE_S, 0.0)
 
     def __del__(self):
@@ -79,13 +78,13 @@ async def everything(stream):
 
 
 def assert_nothing_is_left(replica, stream):
-    assert stream.closed and len(replica._in_flight) == 0
-    assert replica._in_flight.backlog_s() == (0.0, 0.0)
+    assert stream.closed and len(replica.here) == 0
+    assert replica.here.backlog_s() == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("number", [2**63, 2**70, 10**400])
-async def test_a_request_of_absurd_numbers_is_served_and_leaves_nothing(tmp_path, number):
-    replica, stream = Replica(f"ipc://{tmp_path}/stats"), Stream("answer")
+async def test_a_request_of_absurd_numbers_is_served_and_leaves_nothing(number):
+    replica, stream = Replica(), Stream("answer")
     asked = body()
     asked.max_tokens = number
     asked.vllm_xargs |= {"kappa_prompt_tokens": number, "kappa_gpu_s": number}
@@ -99,7 +98,7 @@ async def test_whatever_counting_raises_leaves_nothing(monkeypatch):
     def broken(*_):
         raise OverflowError("Integer value out of range")
 
-    monkeypatch.setattr(replica._in_flight, "arrived", broken)
+    monkeypatch.setattr(replica.here, "arrived", broken)
     with pytest.raises(OverflowError):
         await everything(replica._counted(body(), stream))
     assert_nothing_is_left(replica, stream)
@@ -140,7 +139,7 @@ async def look_for(replica, clock, seconds):
 
 async def test_an_engine_that_owes_answers_and_does_nothing_fails_the_replicas_health(clock):
     replica = Replica()
-    replica._in_flight.arrived(body("stuck"), 0.0)
+    replica.here.arrived(body("stuck"), 0.0)
     replica.engine.owed = 1
     # The first look sees what was there before: silence counts from then.
     await look_for(replica, clock, 1 + PATIENCE_S)
@@ -156,7 +155,7 @@ async def test_an_engine_that_works_or_is_idle_is_healthy_however_long(clock):
         await look_for(replica, clock, PATIENCE_S - 1)
         replica._stream.totals.add(STEP)
     # What comes to the replica is no sign of its engine's life.
-    replica._stream.totals.add({"kind": "finish", "request_id": "other"})
+    replica.here.ended(replica.here.arrived(body("other"), 0.0))
     with pytest.raises(EngineDiedError, match="owes 3"):
         await look_for(replica, clock, 2 + PATIENCE_S)
 

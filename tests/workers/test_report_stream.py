@@ -1,5 +1,7 @@
 """A replica's stream over real sockets: events and measurements in, one numbered stream out."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 import zmq
@@ -7,6 +9,7 @@ from msgspec.structs import replace
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from kappa.protocol import COMPUTE_STEP_TOKENS, Admission, Spent, TenantCharge, WorkerReport
+from workers.in_flight import InFlight
 from workers.report_stream import ReportStream
 from workers.report_totals import ReportTotals
 from workers.stats_channel import StatsSender
@@ -14,6 +17,10 @@ from workers.stats_channel import StatsSender
 pytestmark = pytest.mark.vllm
 
 _PATIENCE_MS = 20_000
+
+
+def totals_of():
+    return ReportTotals("w", InFlight(0.0))
 
 
 def step(**changes):
@@ -24,7 +31,7 @@ def step(**changes):
 
 
 def test_totals_add_up_and_lists_start_anew():
-    totals = ReportTotals("w")
+    totals = totals_of()
     assert not totals.urgent
     totals.add(step(prefilled=["a"], spent=[["a", 0.5, 0.25]]))
     totals.add(step(overrun=True))
@@ -58,7 +65,7 @@ def iterations(**changes):
 
 
 def test_the_schedulers_totals_are_taken_over_as_they_are():
-    totals = ReportTotals("w")
+    totals = totals_of()
     totals.add(iterations(iterations=8, waiting=5))
     totals.add(iterations())
     totals.add({"kind": "store_dropped", "blocks": 2, "tokens": 64, "why": "backlog"})
@@ -71,7 +78,7 @@ def test_the_schedulers_totals_are_taken_over_as_they_are():
 
 
 def test_a_tenants_latest_charge_is_reported_once():
-    totals = ReportTotals("w")
+    totals = totals_of()
     totals.add(iterations(charges={"a": [1.0, 0.0, 0.0], "b": [1.0, 2.0, 3.0]}))
     totals.add(iterations(charges={"a": [2.0, 0.0, 0.5]}))
     assert totals.take(0.0).charges == (
@@ -80,8 +87,8 @@ def test_a_tenants_latest_charge_is_reported_once():
     assert totals.take(1.0).charges == ()
 
 
-def test_all_charges_are_told_again_now_and_then():
-    totals = ReportTotals("w")
+def test_all_charges_are_reported_again_every_ten_seconds():
+    totals = totals_of()
     totals.add(iterations(charges={"a": [1.0, 0.0, 0.0], "b": [1.0, 2.0, 3.0]}))
     assert len(totals.take(100.0).charges) == 2
     totals.add(iterations(charges={"a": [2.0, 0.0, 0.0]}))
@@ -89,8 +96,8 @@ def test_all_charges_are_told_again_now_and_then():
     assert {c.tenant: c.vram_s for c in totals.take(111.0).charges} == {"a": 2.0, "b": 1.0}
 
 
-def test_only_steps_of_many_tokens_tell_of_the_flop_rate():
-    totals = ReportTotals("w")
+def test_only_steps_of_many_tokens_show_the_flop_rate():
+    totals = totals_of()
     announced = [0.2, 0.1, 0.05]
     totals.add(step(tokens=COMPUTE_STEP_TOKENS - 1, announced=announced))
     totals.add(step(tokens=COMPUTE_STEP_TOKENS, announced=announced))
@@ -103,15 +110,15 @@ def test_only_steps_of_many_tokens_tell_of_the_flop_rate():
     assert report.computed_announced_seconds_total == 0.2
 
 
-def test_a_step_that_waited_for_memory_tells_of_no_flop_rate():
-    totals = ReportTotals("w")
+def test_a_step_that_waited_for_memory_shows_no_flop_rate():
+    totals = totals_of()
     totals.add(step(tokens=COMPUTE_STEP_TOKENS, announced=[0.1, 0.2, 0.05]))
     report = totals.take(0.0)
     assert (report.computed_seconds_total, report.computed_announced_seconds_total) == (0.0, 0.0)
 
 
 def test_bandwidth_is_smoothed_over_loads():
-    totals = ReportTotals("w")
+    totals = totals_of()
     load = {"kind": "load", "tokens": 4, "bytes": 100, "took_s": 1.0}
     totals.add(load)
     assert totals.take(0.0).h2d_bytes_per_s == 100
@@ -124,7 +131,7 @@ def test_bandwidth_is_smoothed_over_loads():
 
 
 def test_unknown_kinds_are_ignored_and_nonsense_is_not():
-    totals = ReportTotals("w")
+    totals = totals_of()
     totals.add({"kind": "weather"})
     totals.add({})
     with pytest.raises(ValueError, match="not a number"):
@@ -224,7 +231,7 @@ def test_a_gap_in_the_engines_events_resets_readers_and_the_snapshot(engine):
     assert report["event_gaps_total"] == 1
 
 
-def test_events_from_before_the_stream_listened_are_missed_and_said(engine):
+def test_events_from_before_the_stream_listened_are_counted_as_a_gap(engine):
     payload = engine.publish(3)  # 0 to 2 were published to nobody
     assert engine.next(b"reset") == b""
     assert engine.next(b"kv") == payload
@@ -234,11 +241,9 @@ def test_events_from_before_the_stream_listened_are_missed_and_said(engine):
     assert gaps[-1].event_gaps_total == 1
 
 
-def test_who_asks_for_a_snapshot_is_told_what_is_in_flight_right_after_it(engine):
-    engine.stats.send(
-        {"kind": "arrive", "request_id": "r", "device_tokens": 1, "host_tokens": 2,
-         "new_tokens": 3, "max_tokens": 4}
-    )  # fmt: skip
+def test_what_is_in_flight_follows_a_snapshot(engine):
+    body = SimpleNamespace(vllm_xargs={"kappa_request_id": "r"})
+    engine.stream.in_flight.arrived(body, 0.0)
 
     def told(payload):
         return WorkerReport.from_dict(msgspec.msgpack.decode(payload))
@@ -276,13 +281,44 @@ def test_a_sender_without_a_reader_drops_and_counts(tmp_path):
     assert silent.dropped == 0
 
 
+def test_what_is_not_urgent_leaves_with_what_is_or_when_it_has_waited(tmp_path, monkeypatch):
+    context = zmq.Context()
+    there = context.socket(zmq.PULL)
+    there.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
+    there.bind(f"ipc://{tmp_path}/stats")
+    now = [10.0]
+    monkeypatch.setattr("workers.stats_channel.time", SimpleNamespace(monotonic=lambda: now[0]))
+    sender = StatsSender(f"ipc://{tmp_path}/stats")
+
+    def arrived(*numbers):
+        got = [msgspec.msgpack.decode(there.recv())["n"] for _ in numbers]
+        return got == list(numbers) and not there.poll(50)
+
+    sender.send({"n": 0})
+    sender.send({"n": 1}, urgent=False)
+    assert arrived(0)
+    sender.send({"n": 2})
+    assert arrived(1, 2), "in their order"
+    now[0] += 0.049
+    sender.send({"n": 3}, urgent=False)
+    assert arrived()
+    now[0] += 0.002
+    sender.send({"n": 4}, urgent=False)
+    assert arrived(3, 4)
+    sender.send({"n": 5}, urgent=False)
+    sender.flush()
+    sender.flush()
+    assert arrived(5)
+    context.destroy(linger=0)
+
+
 def test_closing_ends_the_thread(tmp_path):
     engine = Engine(tmp_path)
     engine.close()
     assert not engine.stream._thread.is_alive()
 
 
-def test_an_unreadable_engine_event_voids_what_is_known(engine):
+def test_an_unreadable_engine_event_invalidates_what_is_known(engine):
     engine.publish(0)
     engine.next(b"kv")
     engine.kv.send_multipart([b"kv", (1).to_bytes(8, "big"), b"not msgpack at all"])

@@ -139,7 +139,7 @@ def test_the_template_only_appends(tokenizer, chat, tools):
             assert whole.startswith(prompt)
 
 
-def test_the_template_keeps_what_was_said(tokenizer):
+def test_the_template_keeps_every_message(tokenizer):
     text = tokenizer.apply_chat_template(CHAT, tools=TOOLS, tokenize=False)
 
     assert text.startswith('<s><|system|>Tools:\n{"type": "function", "function": {"name": "run"')

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -14,12 +15,15 @@ from vllm.distributed.kv_events import KVEventBatch
 
 from engine.sparse.settings import SparseSettings
 from kappa.hardware import node_profile
+from kappa.model import ModelShape
 from kappa.plans.clo import CloConfig
 from kappa.plans.rates import rates_from_measured
 from kappa.shapes import model_shape
-from workers.own_engine.plans import SparsePlan, TorchPlan, host_blocks
-from workers.own_engine.torch_engine import TorchEngine
+from workers.identity import SparsePlan, WorkerPlan
+from workers.own_engine.server import OwnPlan
+from workers.own_engine.torch_engine import TorchEngine, host_blocks
 from workers.tiny_model import make_tiny_model
+from workers.vllm.arguments import Endpoints, EngineLimits, EngineScheduler
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -41,16 +45,17 @@ class Bench:
         self.kv = self.context.socket(zmq.SUB)
         self.kv.setsockopt(zmq.SUBSCRIBE, b"")
         self.kv.connect(f"ipc://{folder}/kv")
-        plan = TorchPlan(
-            source=str(self.model), dtype="float32", block_tokens=BLOCK, device_blocks=64,
-            host_blocks=128, max_batch_tokens=256, max_sequences=8, planner="auto", act_share=0.0,
-            scheduler="fair", fair={}, rates_dir=str(folder / "rates"), node=node_profile("pcie"),
-            profile={"sizes_bytes": [1 << 20, 1 << 22], "block_bytes": 4096, "hidden": 64,
-                     "intermediate": 256, "dtype": "float32"},
-            stats_endpoint=f"ipc://{folder}/stats", kv_endpoint=f"ipc://{folder}/kv",
-            approx="ask", sparse=SPARSE, max_context_tokens=1000, cpu_threads=1,
+        shape = ModelShape("tiny", 2, 64, 2, 1, 32, 5e5, 5e5, "gqa", 4.0, 4.0)
+        plan = WorkerPlan(
+            (node_profile("pcie"),), shape, shape,
+            EngineLimits(1000, BLOCK, 64, 0, 256, 8, "float32"), str(self.model), "",
+            str(folder), "", scheduler=EngineScheduler("fair"), kind="torch", planner="auto",
+            approx="ask", sparse=SPARSE, cpu_threads=1,
         )  # fmt: skip
-        config = SimpleNamespace(engine_kwargs={"kappa_torch": plan}, model_id="tiny")
+        limits = replace(plan.limits, host_bytes=int(128 * plan.block_bytes))
+        ends = Endpoints(f"ipc://{folder}/stats", f"ipc://{folder}/kv")
+        own = OwnPlan(replace(plan, limits=limits), "w", 0, ends)
+        config = SimpleNamespace(engine_kwargs={"kappa_own": own}, model_id="tiny")
         self.engine = TorchEngine(config)
         self.messages, self.events, self.numbers = [], [], []
 
@@ -126,7 +131,7 @@ async def test_an_answer_is_the_same_whole_and_in_pieces(started):
     assert talk.usage.prompt_tokens_details.cached_tokens == 48
 
 
-async def test_a_prefix_that_stays_in_host_memory_is_answered_and_told_alike(started):
+async def test_a_prefix_that_stays_in_host_memory_is_answered_and_reported_alike(started):
     tokens = prompt(100, 21)
     (first,) = await answered(started, completion(tokens, "fresh"))
     for seed in range(3):
@@ -141,7 +146,7 @@ async def test_a_prefix_that_stays_in_host_memory_is_answered_and_told_alike(sta
     assert admitted["stays"]["new_tokens"] == 4
 
 
-async def test_what_a_request_did_is_told_as_a_vllm_engine_tells_it(started):
+async def test_what_a_request_did_is_reported_as_by_a_vllm_engine(started):
     tokens = prompt(100, 2)
     await answered(started, completion(tokens, "first"))
     await answered(started, completion(tokens, "second"))
@@ -202,7 +207,7 @@ async def test_bad_requests_are_answered_with_400_and_their_reason(started):
         assert error.error.code == 400 and why in error.error.message
 
 
-async def test_an_answer_that_may_be_approximate_says_how_much_of_it_is(started):
+async def test_an_answer_that_may_be_approximate_counts_its_approximate_tokens(started):
     tokens = prompt(90, 8)
     (exact,) = await answered(started, completion(tokens, max_tokens=40))
     assert "approximate_tokens" not in exact.usage.model_dump()

@@ -97,8 +97,6 @@ class EngineReports:
         self._log.close()
         self._kv.close()
 
-    # -- what the engine calls ----------------------------------------------------------------
-
     def admitted(self, sequence: Sequence) -> None:
         """A request got its blocks: its tokens by source, recomputed ones being new."""
         salt = sequence.request.salt
@@ -116,7 +114,6 @@ class EngineReports:
                 "device_tokens": account.device_tokens,
                 "host_tokens": loaded + account.kept_tokens,
                 "new_tokens": max(account.new_tokens - loaded, 1),
-                "t_s": time.time(),
             }
         )
 
@@ -125,35 +122,43 @@ class EngineReports:
     ) -> None:
         """An iteration ended that computed so many tokens, and the last ones of these prompts."""
         named = [sequence for sequence in prefilled if sequence.name]
-        self._stats.send(
-            {
-                "kind": "step",
-                "tokens": tokens,
-                "prefilled": [sequence.name for sequence in named],
-                "spent": [(s.name, s.account.load_s, s.account.compute_s) for s in named],
-                "pace_s": seconds if self._paced else 0.0,
-                "took_s": seconds,
-                "real_s": 0.0 if self._paced else seconds,
-                "overrun": False,
-                "t_s": time.time(),
-            }
-        )
+        step = {
+            "kind": "step",
+            "tokens": tokens,
+            "prefilled": [sequence.name for sequence in named],
+            "spent": [(s.name, s.account.load_s, s.account.compute_s) for s in named],
+            "took_s": seconds,
+            "overrun": False,
+        }
+        self._stats.send(step, urgent=bool(named))
         now_s = self.ran_s = time.monotonic()
         self.was_busy = engine.busy
-        self._log.scheduled(self._iteration(engine, now_s - seconds, tokens))
+        batcher, memory = engine.batcher, engine.memory
+        waiting, running = len(batcher.rule), len(batcher.running)
+        loading = len(batcher.loading) + len(batcher.ready)
+        iteration = Iteration(
+            now_s - seconds,
+            tokens=tokens,
+            budget_tokens=batcher.budget_tokens,
+            blocks=memory.capacity_blocks - memory.available(),
+            capacity_blocks=memory.capacity_blocks,
+            queued=batcher.was_queued,
+            waiting=waiting,
+            loading=loading,
+            running=running,
+            passed=batcher.passed,
+        )
+        self._log.scheduled(iteration)
         self._log.ended(now_s)
         if self._log.due(now_s, idle=not engine.busy):
-            rule = engine.batcher.rule
-            charges = rule.charges() if hasattr(rule, "charges") else {}
-            self._log.publish(now_s, _counts(engine), 0, charges)
+            charges = batcher.rule.charges() if hasattr(batcher.rule, "charges") else {}
+            self._log.publish(now_s, (waiting, loading, running), 0, charges)
         self._transfers(engine)
         self._failures(engine)
 
     def publish(self, events: list[CacheEvent]) -> None:
         """Changes of what can be found, as one of vLLM's batches."""
         self._kv.publish([self._event(event) for event in events])
-
-    # -- translation --------------------------------------------------------------------------
 
     def _event(self, event: CacheEvent) -> BlockStored | BlockRemoved:
         digests, medium = list(event.digests), _MEDIA[event.place]
@@ -171,22 +176,6 @@ class EngineReports:
             medium=medium,
             lora_name=None,
             extra_keys=keys if event.place == "device" else None,
-        )
-
-    def _iteration(self, engine: Engine, started_s: float, tokens: int) -> Iteration:
-        waiting, loading, running = _counts(engine)
-        memory = engine.memory
-        return Iteration(
-            started_s,
-            tokens=tokens,
-            budget_tokens=engine.batcher.budget_tokens,
-            blocks=memory.capacity_blocks - memory.available(),
-            capacity_blocks=memory.capacity_blocks,
-            queued=engine.batcher.was_queued,
-            waiting=waiting,
-            loading=loading,
-            running=running,
-            passed=engine.batcher.passed,
         )
 
     def _transfers(self, engine: Engine) -> None:
@@ -219,10 +208,3 @@ class EngineReports:
         for _ in range(dropped - self._dropped):
             self._stats.send({"kind": "store_dropped"})
         self._dropped = dropped
-
-
-def _counts(engine: Engine) -> tuple[int, int, int]:
-    """Requests that wait, load and run."""
-    batcher = engine.batcher
-    loading = len(batcher.loading) + len(batcher.ready)
-    return len(batcher.rule), loading, len(batcher.running)

@@ -21,16 +21,31 @@ from ray.serve.llm.openai_api_models import ChatCompletionResponse, CompletionRe
 from engine.loop import Engine
 from engine.runner import EngineRunner, EngineStopped
 from engine.sequence import RequestRefused
+from workers.identity import WorkerPlan
 from workers.own_engine.openai import AnswerText, Body, BodyRefused, OpenAIAnswer, read_body
 from workers.own_engine.reports import EngineReports
 from workers.profiler import measure
 from workers.request_metadata import charges_of
+from workers.vllm.arguments import Endpoints
 
 log = structlog.get_logger(__name__)
+
+OWN_KEY = "kappa_own"
+"""Of the `OwnPlan` in an engine's arguments."""
 
 _STOP_S = 30.0
 # An iteration of a full budget takes seconds, and a load that hangs is given up after a minute.
 _HANG_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPlan:
+    """What an engine of ours must know: its worker's plan, name and rank, and where it reports."""
+
+    plan: WorkerPlan
+    worker: str
+    rank: int
+    endpoints: Endpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +61,16 @@ class Built:
 
 
 class OwnEngine(LLMEngine):
-    """What `LLMServer` drives. A subclass says what it is called and builds the engine."""
+    """What `LLMServer` drives. A subclass builds the engine, and says what it is called in a
+    sentence, and what answers that are not streamed have as their `system_fingerprint`."""
 
     CALLED: ClassVar[str]
-    """The engine in a sentence: "the emulated engine"."""
     FINGERPRINT: ClassVar[str | None] = None
-    """What answers that are not streamed have as their `system_fingerprint`."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, llm_config: Any) -> None:
+        self.own: OwnPlan = llm_config.engine_kwargs[OWN_KEY]
+        self.plan = self.own.plan
+        self._model: str = llm_config.model_id
         self._built: Built | None = None
         self._runner: EngineRunner | None = None
         self._failure_logged = False
@@ -97,23 +113,18 @@ class OwnEngine(LLMEngine):
 
     # -- one request --------------------------------------------------------------------------
 
-    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """A chat completion, streamed or whole."""
-        async for item in self._answer(request, "chat"):
-            yield item
+        return self._answer(request, "chat")
 
-    async def completions(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncGenerator[Any, None]:
+    def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """A completion, streamed or whole."""
-        async for item in self._answer(request, "completions"):
-            yield item
+        return self._answer(request, "completions")
 
     async def _answer(self, body: Any, kind: str) -> AsyncGenerator[Any, None]:
         assert self._built is not None
         try:
-            read = read_body(body, self._built.eos)
-            async for item in self._generate(read, body, kind):
+            async for item in self._generate(read_body(body, self._built.eos), body, kind):
                 yield item
         except BodyRefused as error:
             yield error_answer(400, str(error), error.param)
@@ -133,22 +144,21 @@ class OwnEngine(LLMEngine):
         self._runner.call(lambda engine: engine.charge(charges, weights))
         stream = self._runner.stream(request)
         whole: list[str] = []
-        opened, output_tokens, cached_tokens, reason = False, 0, 0, "stop"
+        opening = answer.opening() if body.stream else ""
+        output_tokens, cached_tokens, reason = 0, 0, "stop"
         approximate: int | None = None
         try:
             async for output in stream:
-                if body.stream and not opened:
-                    opened = True
-                    if opening := answer.opening():
-                        yield opening
+                if opening:
+                    yield opening
+                    opening = ""
                 output_tokens += len(output.tokens)
                 over = output.finish_reason
                 if output.account is not None:
                     cached_tokens = output.account.cached_tokens
                     approximate = output.account.approximate_tokens if request.approx else None
                 shown = text.push(output.tokens, over is not None)
-                if text.stopped:
-                    over = "stop"
+                over = "stop" if text.stopped else over
                 if body.stream:
                     yield answer.chunk(shown, over)
                 else:
@@ -170,17 +180,13 @@ class OwnEngine(LLMEngine):
 
     # -- what else the protocol asks ----------------------------------------------------------
 
-    async def embeddings(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncGenerator[Any, None]:
+    async def embeddings(self, request: Any, raw_request_info: Any = None) -> Any:
         """Refused: text is all there is."""
-        yield error_answer(400, f"{self._called_first} has no embeddings.")
+        yield self._has_no("embeddings")
 
-    async def transcriptions(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncGenerator[Any, None]:
+    async def transcriptions(self, request: Any, raw_request_info: Any = None) -> Any:
         """Refused: text is all there is."""
-        yield error_answer(400, f"{self._called_first} has no transcriptions.")
+        yield self._has_no("transcriptions")
 
     async def resolve_lora(self, lora_model: Any) -> None:
         """There are no adapters."""
@@ -201,9 +207,8 @@ class OwnEngine(LLMEngine):
         loop = asyncio.get_running_loop()
         return [await loop.run_in_executor(None, measure, *args)]
 
-    @property
-    def _called_first(self) -> str:
-        return self.CALLED[0].upper() + self.CALLED[1:]
+    def _has_no(self, what: str) -> ErrorResponse:
+        return error_answer(400, f"{self.CALLED[0].upper()}{self.CALLED[1:]} has no {what}.")
 
 
 def error_answer(status: int, message: str, param: str | None = None) -> ErrorResponse:

@@ -105,6 +105,7 @@ class Metered:
         self._kappa_begin(scheduler_output)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         if scheduler_output.total_num_scheduled_tokens == 0:
+            self._kappa_stats.flush()
             for source in LOAD_SOURCES:
                 source.wait_for_load(_LOAD_POLL_S)
         elif output is not None:
@@ -162,7 +163,8 @@ class Metered:
             ],
             t_s=time.time(),
         )
-        self._kappa_stats.send(step)
+        # Each message wakes two processes: steps that complete no prompt go together.
+        self._kappa_stats.send(step, urgent=bool(step["prefilled"]))
 
 
 class Rewindable(torch.Generator):

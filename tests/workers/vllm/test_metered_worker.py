@@ -159,8 +159,19 @@ def test_steps_back_to_back_keep_the_pace_together(worker):
         fresh = [new("a", 1)] if not context else []
         cached = [("a", context)] if context else []
         run(made, scheduled({"a": 1}, fresh, cached))
+    made._kappa_stats.flush()
     steps = [report() for _ in range(5)]
     assert all(step["took_s"] >= step["pace_s"] for step in steps)
+
+
+def test_steps_that_complete_no_prompt_are_reported_together(worker, monkeypatch):
+    made, _ = worker(None)
+    sent = []
+    monkeypatch.setattr(made._kappa_stats, "send", lambda _, urgent: sent.append(urgent))
+    run(made, scheduled({"a": 1}, [new("a", 2)]))
+    run(made, scheduled({"a": 1}, (), [("a", 1)]))
+    run(made, scheduled({"a": 1}, (), [("a", 2)]))
+    assert sent == [False, True, False]
 
 
 def test_an_empty_step_reports_nothing(worker):
