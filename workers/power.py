@@ -10,7 +10,6 @@ worker without figures.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -152,7 +151,7 @@ def summary(gpus: tuple[Gpu, ...], rows: list[PowerRow]) -> list[dict[str, Any]]
 
 
 class PowerReporter:
-    """Adds power and energy to a worker's reports; call `close` at the end."""
+    """Adds power and energy to a worker's reports, as long as its process lives."""
 
     def __init__(
         self,
@@ -187,13 +186,6 @@ class PowerReporter:
             self._look(before, report)
             self._before = report
         return replace(report, **self._figures) if self._figures else report
-
-    def close(self) -> None:
-        """Let NVML go."""
-        if self._meter is not None:
-            with contextlib.suppress(Exception):
-                self._meter.__exit__()
-            self._meter = None
 
     def _look(self, before: WorkerReport, now: WorkerReport) -> None:
         window_s = now.time_s - before.time_s

@@ -9,7 +9,6 @@ same on every machine, byte for byte.
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -87,14 +86,31 @@ def make_tiny_model(directory: str | Path, corpus: Iterable[str], seed: int = 0)
     Raises:
         FileExistsError: if the directory holds something that was not made here.
     """
-    target = Path(directory).absolute()
-    texts = list(corpus)
-    fingerprint = _fingerprint(texts, seed)
-    if _is_made(target, fingerprint):
+    target, texts = Path(directory).absolute(), list(corpus)
+    digest = hashlib.sha256()
+    for text in texts:
+        encoded = text.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    fingerprint = {
+        "version": _VERSION,
+        "seed": seed,
+        "shape": _SHAPE,
+        "bpe_tokens": BPE_TOKENS,
+        "corpus_sha256": digest.hexdigest(),
+        "chat_template_sha256": hashlib.sha256(CHAT_TEMPLATE.encode()).hexdigest(),
+    }
+
+    def is_made() -> bool:
+        try:
+            found = json.loads((target / FINGERPRINT_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return bool(found == fingerprint)
+
+    if is_made():
         return target
     if target.exists() and any(target.iterdir()) and not (target / FINGERPRINT_FILE).exists():
         raise FileExistsError(f"{target} is not empty and holds no tiny model; not replacing it")
-
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
         made = Path(scratch) / "model"
@@ -103,45 +119,15 @@ def make_tiny_model(directory: str | Path, corpus: Iterable[str], seed: int = 0)
         _write_weights(made, vocab_size, seed)
         _write_configs(made, vocab_size)
         _write_json(made / FINGERPRINT_FILE, fingerprint)
-        _move_into_place(made, target, Path(scratch) / "old", fingerprint)
+        try:
+            if target.exists():
+                os.rename(target, Path(scratch) / "old")
+            os.rename(made, target)
+        except OSError:
+            # Another process was faster: its model is as good as ours, if it is the same one.
+            if not is_made():
+                raise
     return target
-
-
-def _fingerprint(texts: list[str], seed: int) -> dict[str, object]:
-    digest = hashlib.sha256()
-    for text in texts:
-        encoded = text.encode()
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    template = hashlib.sha256(CHAT_TEMPLATE.encode()).hexdigest()
-    return {
-        "version": _VERSION,
-        "seed": seed,
-        "shape": _SHAPE,
-        "bpe_tokens": BPE_TOKENS,
-        "corpus_sha256": digest.hexdigest(),
-        "chat_template_sha256": template,
-    }
-
-
-def _is_made(target: Path, fingerprint: dict[str, object]) -> bool:
-    try:
-        found = json.loads((target / FINGERPRINT_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return bool(found == fingerprint)
-
-
-def _move_into_place(made: Path, target: Path, old: Path, fingerprint: dict[str, object]) -> None:
-    try:
-        if target.exists():
-            os.rename(target, old)
-        os.rename(made, target)
-    except OSError:
-        # Another process was faster: its model is as good as ours, if it is the same one.
-        if not _is_made(target, fingerprint):
-            raise
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _write_tokenizer(directory: Path, texts: list[str]) -> int:
@@ -191,20 +177,23 @@ def _write_weights(directory: Path, vocab_size: int, seed: int) -> None:
     hidden, inner = _SHAPE["hidden_size"], _SHAPE["intermediate_size"]
     queries = _SHAPE["num_attention_heads"] * _SHAPE["head_dim"]
     keys = _SHAPE["num_key_value_heads"] * _SHAPE["head_dim"]
+    matrices = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    # In this order, since that is how the seed's numbers are drawn.
     tensors = {"model.embed_tokens.weight": normal(vocab_size, hidden)}
     for layer in range(_SHAPE["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        tensors |= {
-            f"{prefix}.input_layernorm.weight": np.ones(hidden, np.float32),
-            f"{prefix}.self_attn.q_proj.weight": normal(queries, hidden),
-            f"{prefix}.self_attn.k_proj.weight": normal(keys, hidden),
-            f"{prefix}.self_attn.v_proj.weight": normal(keys, hidden),
-            f"{prefix}.self_attn.o_proj.weight": normal(hidden, queries),
-            f"{prefix}.post_attention_layernorm.weight": np.ones(hidden, np.float32),
-            f"{prefix}.mlp.gate_proj.weight": normal(inner, hidden),
-            f"{prefix}.mlp.up_proj.weight": normal(inner, hidden),
-            f"{prefix}.mlp.down_proj.weight": normal(hidden, inner),
-        }
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{norm}.weight"] = np.ones(hidden, np.float32)
+        for name, shape in matrices.items():
+            tensors[f"{prefix}.{name}.weight"] = normal(*shape)
     tensors["model.norm.weight"] = np.ones(hidden, np.float32)
     tensors["lm_head.weight"] = normal(vocab_size, hidden)
     path = directory / "model.safetensors"

@@ -51,9 +51,8 @@ class _TenantAccount:
 class Charges:
     """The tenants' accounts; no charge of a tenant that is kept ever decreases.
 
-    At most `max_tenants` are kept. Beyond that the least recently active one goes into
-    `remainder`; should it come back, it begins with its workers' counters as they are reported
-    then, so `remainder` has counted it already.
+    At most `max_tenants` are kept. Beyond that the least recently active one is forgotten; should
+    it come back, it begins with its workers' counters as they are reported then.
     """
 
     def __init__(self, max_tenants: int = MAX_TENANTS) -> None:
@@ -61,7 +60,6 @@ class Charges:
         self._workers: dict[str, _Worker] = {}
         self._gone: OrderedDict[str, _Worker] = OrderedDict()
         self._accounts: dict[str, _TenantAccount] = {}
-        self._remainder: _Ns = _ZERO
 
     def report(
         self, worker: str, charges: Iterable[TenantCharge], time_s: float, steps_total: int = 0
@@ -87,12 +85,14 @@ class Charges:
             known.charged[tenant] = ns
             if any(more):
                 account = self._accounts.setdefault(tenant, _TenantAccount())
-                account.charged = _plus(account.charged, more)
+                account.charged = tuple(map(sum, zip(account.charged, more, strict=True)))
                 account.active_s = max(account.active_s, time_s)
                 gained[tenant] = _seconds(more)
-        surplus = len(self._accounts) - self._max_tenants
-        if surplus > 0:
-            self._evict(heapq.nsmallest(surplus, self._accounts, key=self._activity))
+        surplus = max(len(self._accounts) - self._max_tenants, 0)
+        for tenant in heapq.nsmallest(surplus, self._accounts, key=self._activity):
+            del self._accounts[tenant]
+            for each in (*self._workers.values(), *self._gone.values()):
+                each.charged.pop(tenant, None)
         return gained
 
     def left(self, worker: str) -> None:
@@ -119,19 +119,8 @@ class Charges:
         """What all workers charged each tenant, by name."""
         return {name: _seconds(a.charged) for name, a in sorted(self._accounts.items())}
 
-    @property
-    def remainder(self) -> Charge:
-        """What tenants that are no longer kept had been charged."""
-        return _seconds(self._remainder)
-
     def _activity(self, tenant: str) -> tuple[float, str]:
         return self._accounts[tenant].active_s, tenant
-
-    def _evict(self, tenants: Iterable[str]) -> None:
-        for tenant in tenants:
-            self._remainder = _plus(self._remainder, self._accounts.pop(tenant).charged)
-            for known in (*self._workers.values(), *self._gone.values()):
-                known.charged.pop(tenant, None)
 
 
 def credits_s(charged: Mapping[str, Charge], weights: Mapping[str, float]) -> dict[str, float]:
@@ -151,10 +140,6 @@ def credits_s(charged: Mapping[str, Charge], weights: Mapping[str, float]) -> di
 
 def _seconds(ns: _Ns) -> Charge:
     return Charge(*(value / _NS for value in ns))
-
-
-def _plus(a: _Ns, b: _Ns) -> _Ns:
-    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
 
 
 def _minus(a: _Ns, b: _Ns) -> _Ns:

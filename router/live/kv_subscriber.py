@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from typing import Protocol
 
 import msgspec
@@ -42,7 +41,7 @@ class StreamListener(Protocol):
 
 class KVSubscriber:
     """Follows one worker until it is closed. synced: its state is known; connected: its stream
-    stands; skipped: events that could not be used, by reason."""
+    stands."""
 
     def __init__(self, announcement: Announcement, listener: StreamListener) -> None:
         self._worker = announcement.worker
@@ -52,7 +51,6 @@ class KVSubscriber:
         self._cursor = StreamCursor()
         self._broken = False
         self.synced = self.connected = False
-        self.skipped: Counter[str] = Counter()
         self._stream = self._context.socket(zmq.SUB)
         self._stream.setsockopt(zmq.SUBSCRIBE, b"")
         self._stream.setsockopt(zmq.LINGER, 0)
@@ -120,7 +118,7 @@ class KVSubscriber:
             return False
         try:
             if kind == KV:
-                self._listener.blocks(decode_batch(payload, self._worker, self.skipped))
+                self._listener.blocks(decode_batch(payload, self._worker))
             elif kind == REPORT:
                 self._listener.reported(_report(payload))
             elif kind == RESET:
@@ -147,7 +145,7 @@ class KVSubscriber:
                 # The events begin with a reset: what a failure leaves half done is made anew.
                 events: list[KVEvent] = [WorkerReset(self._worker)]
                 for batch in batches:
-                    events.extend(decode_batch(batch, self._worker, self.skipped))
+                    events.extend(decode_batch(batch, self._worker))
                 self._listener.blocks(events)
                 self._cursor.resume(seq + 1)
                 self.synced = True
