@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -76,10 +77,6 @@ class Rules(BaseModel, extra="forbid"):
     floors: dict[str, Floor]
     accepted: list[Accepted]
 
-    def last_days(self) -> dict[str, datetime.date]:
-        """Until when each accepted advisory is."""
-        return {entry.advisory: entry.until for entry in self.accepted}
-
 
 def read_rules(path: Path = RULES) -> Rules:
     """The local rules.
@@ -119,25 +116,22 @@ def findings(report: Any) -> list[Finding]:
                 f"its advisory service knew {len(known)} of {len(packages)} packages: it cannot "
                 "be reached from here, or is a mirror without advisories"
             )
-        return [
-            Finding(
-                package["name"],
-                package["version"],
-                frozenset({found["id"], *found.get("aliases", ())}),
-                tuple(found.get("fix_versions", ())),
-            )
-            for package in known
-            for found in package["vulns"]
-        ]
+        found = []
+        for package in known:
+            for advisory in package["vulns"]:
+                names = frozenset({advisory["id"], *advisory.get("aliases", ())})
+                fixed = tuple(advisory.get("fix_versions", ()))
+                found.append(Finding(package["name"], package["version"], names, fixed))
+        return found
     except (KeyError, TypeError) as error:
         raise AuditError(f"pip-audit's report has another shape than expected: {error!r}") from None
 
 
 def faults(found: list[Finding], rules: Rules, today: datetime.date) -> list[str]:
     """What is wrong: findings that nobody accepted, or that are accepted no longer."""
-    wrong, accepted = [], rules.last_days()
+    wrong, last_days = [], {entry.advisory: entry.until for entry in rules.accepted}
     for finding in found:
-        until = [accepted[name] for name in finding.advisories & accepted.keys()]
+        until = [last_days[name] for name in finding.advisories & last_days.keys()]
         if not until:
             wrong.append(str(finding))
         elif max(until) < today:
@@ -147,10 +141,11 @@ def faults(found: list[Finding], rules: Rules, today: datetime.date) -> list[str
 
 def unused(found: list[Finding], rules: Rules) -> list[str]:
     """Accepted advisories that are in no package of the lock."""
-    names = {name for finding in found for name in finding.advisories}
+    names = {entry.advisory for entry in rules.accepted}
+    names = names.difference(*(finding.advisories for finding in found))
     return [
         f"{RULES.name}: {name} is in no package of the lock any more: drop the entry"
-        for name in sorted(rules.last_days().keys() - names)
+        for name in sorted(names)
     ]
 
 
@@ -160,8 +155,7 @@ def report_of(lock: Path) -> Any:
     Raises:
         AuditError: it could not be run, or reached no advisory service.
     """
-    uv = Path(sys.executable).parent / "uv"
-    runner = str(uv) if uv.exists() else shutil.which("uv")
+    runner = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     if runner is None:
         raise AuditError("there is no uv here to run pip-audit with")
     command = [
@@ -169,9 +163,7 @@ def report_of(lock: Path) -> Any:
         "--disable-pip", "--progress-spinner", "off", "--format", "json", "--timeout", "15",
     ]  # fmt: skip
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise AuditError(f"pip-audit took over {_TIMEOUT_S:g} s") from None
     try:

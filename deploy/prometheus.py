@@ -7,19 +7,22 @@ however that ends. Called by `./dev dashboards`, the tests of the rules and the 
 
 from __future__ import annotations
 
-import json
-import select
+import ctypes
+import os
 import shutil
+import signal
 import subprocess
-import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import httpx
 import yaml
 
-from deploy.app.ports import free_port
+from deploy.app.ray_cluster import free_port
 from kappa.settings.cluster import home
 
 Tool = Literal["prometheus", "promtool"]
@@ -28,12 +31,8 @@ _PACKAGE = "prometheus"
 _FETCH_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 _REMEDY = "put prometheus and promtool (2.42 or later) on the PATH"
-
-
-def tethered(python: str = sys.executable) -> list[str]:
-    """How to run `deploy/tethered.py`, which ends what it runs when its standard input closes."""
-    return [python, "-I", str(Path(__file__).with_name("tethered.py"))]
 
 
 class PrometheusError(RuntimeError):
@@ -49,23 +48,19 @@ def tool(name: Tool) -> Path:
     known = shutil.which(name)
     if known:
         return Path(known)
-    path = _folder() / "usr" / "bin" / name
+    folder = home() / "tools" / _PACKAGE
+    path = folder / "usr" / "bin" / name
     if not path.exists():
-        _fetch()
+        _fetch(folder)
     if not path.exists():
         raise PrometheusError(f"Debian's package {_PACKAGE} holds no {name}; {_REMEDY}")
     return path
 
 
-def _folder() -> Path:
-    return home() / "tools" / _PACKAGE
-
-
-def _fetch() -> None:
+def _fetch(folder: Path) -> None:
     """Download Debian's package and unpack it; another process may do the same meanwhile."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         raise PrometheusError(f"no Prometheus here, and no apt-get to fetch it with; {_REMEDY}")
-    folder = _folder()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as work:
         _run(["apt-get", "download", _PACKAGE], work)
@@ -82,18 +77,17 @@ def _fetch() -> None:
 
 
 def _run(command: Sequence[str], folder: str) -> None:
+    what = " ".join(command)
     try:
-        done = subprocess.run(
+        subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_S,
-            check=False,
+            check=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise PrometheusError(
-            f"{' '.join(command)} took over {_FETCH_TIMEOUT_S:g} s; {_REMEDY}"
-        ) from None
-    if done.returncode:
-        why = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
-        raise PrometheusError(f"{' '.join(command)} failed: {why[0]}; {_REMEDY}")
+        raise PrometheusError(f"{what} took over {_FETCH_TIMEOUT_S:g} s; {_REMEDY}") from None
+    except subprocess.CalledProcessError as error:
+        why = error.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        raise PrometheusError(f"{what} failed: {why[0]}; {_REMEDY}") from None
 
 
 def configuration(
@@ -113,7 +107,10 @@ def configuration(
 
 
 class Prometheus:
-    """A running server; use as a context manager. `url` is where it answers."""
+    """A running server; use as a context manager. `url` is where it answers.
+
+    To be started by a thread that lives as long as it: the server ends with that thread.
+    """
 
     def __init__(
         self,
@@ -124,7 +121,7 @@ class Prometheus:
     ) -> None:
         self._configuration = configuration(jobs, rules, interval_s)
         self._port = port
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.url = ""
 
@@ -144,39 +141,37 @@ class Prometheus:
     def _start(self, program: Path, folder: Path) -> None:
         file, log = folder / "prometheus.yml", folder / "log.txt"
         file.write_text(self._configuration, encoding="utf-8")
-        host = "127.0.0.1"
-        self.url = f"http://{host}:{self._port or free_port(host)}"
+        address = f"127.0.0.1:{self._port or free_port('127.0.0.1')}"
+        self.url = f"http://{address}"
         command = [
             str(program),
             f"--config.file={file}",
             f"--storage.tsdb.path={folder / 'data'}",
-            f"--web.listen-address={self.url.removeprefix('http://')}",
+            f"--web.listen-address={address}",
         ]
-        # Prometheus would outlive whoever is killed: the tether ends it when our pipe closes.
-        with log.open("w", encoding="utf-8") as stderr:
+        with log.open("wb") as output:
+            # It would outlive whoever is killed: the kernel ends it.
             process = self._process = subprocess.Popen(
-                tethered(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                start_new_session=True,
-            )
-        assert process.stdin is not None and process.stdout is not None
-        hello = {"command": command, "probe": f"{self.url}/-/ready"}
-        process.stdin.write(json.dumps(hello) + "\n")
-        process.stdin.flush()
-        answered, _, _ = select.select([process.stdout], [], [], _START_TIMEOUT_S)
-        if not answered or '"ready"' not in process.stdout.readline():
-            last = log.read_text(encoding="utf-8").strip().splitlines()[-5:]
-            raise PrometheusError("Prometheus did not start:\n" + "\n".join(last))
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True, preexec_fn=partial(_die_with, os.getpid()),
+            )  # fmt: skip
+        until_s = time.monotonic() + _START_TIMEOUT_S
+        while process.poll() is None and time.monotonic() < until_s:
+            try:
+                if httpx.get(f"{self.url}/-/ready", timeout=2.0).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.1)
+        last = log.read_text(encoding="utf-8").strip().splitlines()[-5:]
+        raise PrometheusError("Prometheus did not start:\n" + "\n".join(last))
 
     def stop(self) -> None:
         """End the server and drop its data; safe to call twice."""
         if self._process is not None:
+            self._process.terminate()
             try:
-                # Closes the tether's standard input, and waits.
-                self._process.communicate(timeout=_STOP_TIMEOUT_S)
+                self._process.wait(_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -184,6 +179,13 @@ class Prometheus:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+def _die_with(parent: int) -> None:
+    """In a child, before it becomes the program: ask the kernel to end it with its parent."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def ray_targets(pid: int, temp_dir: Path = Path("/tmp/ray")) -> list[str]:

@@ -1,18 +1,25 @@
-"""The Ray Serve application: workers' deployment and ingress, bound together from settings.
+"""The Ray Serve application: workers' deployments and ingress, bound together from settings.
 
-Settings that cannot go together are refused here, before anything starts.
+Of who may send requests the ingress knows tenants by digests of keys, their limits, sizes. Where
+nobody is served without a key, this process makes itself one for its own requests (readiness,
+warm-up, what `kappa serve` prints). It lives as long as the process and is written nowhere.
 """
 
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 from typing import Any
 
-from deploy.app.access import access_of, tenants_table
+from deploy.app.fits import contradictions
 from deploy.app.model import Model, StartError
-from deploy.app.pools import pool_config, pool_deployment
-from deploy.app.refusals import contradictions
+from deploy.app.plan import pool_config, pool_deployment
+from kappa.keys import digest_of, new_key
 from kappa.settings.cluster import ClusterSettings
+
+OWN_TENANT = "kappa-own"
+
+_OWN_KEY = new_key(secrets.token_bytes(32))
 
 
 def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0.0.1") -> Any:
@@ -30,48 +37,90 @@ def build_app(settings: ClusterSettings, model: Model, stream_host: str = "127.0
     from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
 
     from router.api.endpoints import make_ingress
+    from router.api.start import IngressSettings
 
-    model_id, limits = settings.model.id, settings.router
-    pools = settings.all_pools
+    pools, limits, replicas = settings.all_pools, settings.router, settings.http.replicas
     configs = {pool.name: pool_config(settings, pool, model) for pool in pools}
     workers = {
         pool.name: pool_deployment(settings, pool, model, configs[pool.name], stream_host)
         for pool in pools
     }
+    # One that is taken away ends its streams, which take as long as those of workers.
+    drain_s = max(pool.drain_s for pool in pools)
     ingress = serve.deployment(
         make_ingress(access_of(settings)),
         name="KappaIngress",
-        num_replicas=settings.http.replicas,
-        # Room for the requests that are served and the bodies that are awaited, twice `max_queue`,
-        # also where tenants below their shares come on top (`router.api.tenants`).
+        num_replicas=replicas,
+        # Enough for the requests that are served and the bodies that are awaited, twice
+        # `max_queue`, also where tenants below their shares come on top (`router.api.tenants`).
         max_ongoing_requests=8 * limits.max_queue,
         # Bounded, too: beyond it Ray Serve answers 503 at once.
         max_queued_requests=4 * limits.max_queue,
         health_check_period_s=5,
-        # One that is taken away ends its streams, which take as long as those of workers.
-        graceful_shutdown_timeout_s=max(pool.drain_s for pool in pools),
+        graceful_shutdown_timeout_s=drain_s,
         ray_actor_options={"num_cpus": 0},
     )
+    # Every pool serves the same model: any of their configurations makes its card.
+    card = to_model_metadata(settings.model.id, configs[pools[0].name])
     return ingress.bind(
         pools=workers,
-        # Every pool serves the same model: any of their configurations makes its card.
-        model_cards={model_id: to_model_metadata(model_id, configs[pools[0].name])},
-        kappa=_ingress_settings(settings, model),
+        model_cards={settings.model.id: card},
+        kappa=IngressSettings(
+            tokenizer_source=model.source,
+            secret=secrets.token_hex(16),  # of its hashes: new at every start
+            router=limits,
+            tenants=tenants_table(settings),
+            observing=settings.observing,
+            transfer=settings.transfer,
+            log_level=settings.log_level,
+            drain_s=drain_s,
+            replicas=replicas,
+        ),
     )
 
 
-def _ingress_settings(settings: ClusterSettings, model: Model) -> Any:
-    """What the ingress is told; the secret of its hashes is new at every start."""
-    from router.api.start import IngressSettings
+def tenants_table(settings: ClusterSettings) -> Any:
+    """The tenants' table; of their keys it holds digests only."""
+    from router.api.tenants import Tenants
 
-    return IngressSettings(
-        tokenizer_source=model.source,
-        secret=secrets.token_hex(16),
-        router=settings.router,
+    t = settings.tenants
+    own = {digest_of(_OWN_KEY): OWN_TENANT} if t.closed else {}
+    table = Tenants(
+        refuse=t.closed,
+        weights=dict(t.weights),
+        # Without keys nobody can be distinguished from an operator.
+        operators=frozenset({*t.operators, *own.values()}) if t.by_key else None,
+        own_caches=bool(t.by_key) and not t.share_cache,
+        blind=secrets.token_bytes(32),
+    )
+    return table.with_digests({**t.digests, **own}, t.default_name, t.fixed_digests | own.keys())
+
+
+def access_of(settings: ClusterSettings) -> Any:
+    """What every ingress replica knows of who may send requests, how many, and in what size."""
+    from router.api.app import Access
+    from router.api.tenants import Allowance
+
+    t, a = settings.tenants, settings.access
+    allowances = {name: Allowance(**limits.model_dump()) for name, limits in t.limits.items()}
+    return Access(
         tenants=tenants_table(settings),
-        observing=settings.observing,
-        transfer=settings.transfer,
-        log_level=settings.log_level,
-        drain_s=max(pool.drain_s for pool in settings.all_pools),
+        # Replicas have working folders of their own.
+        keys_file=None if t.keys_file is None else str(Path(t.keys_file).absolute()),
+        keys_check_s=t.keys_check_s,
+        max_body_bytes=settings.router.max_body_bytes,
+        max_headers=a.max_headers,
+        max_header_bytes=a.max_header_bytes,
+        body_timeout_s=a.body_timeout_s,
+        max_outstanding_bodies=2 * settings.router.max_queue,
+        open_metrics=a.open_metrics,
+        default_allowance=Allowance(**t.default_limits.model_dump()),
+        # Its own requests are the cluster's, not a client's.
+        allowances={OWN_TENANT: Allowance(), **allowances},
         replicas=settings.http.replicas,
     )
+
+
+def own_headers(settings: ClusterSettings) -> dict[str, str]:
+    """What our own requests must send where those without a key are refused: this process' key."""
+    return {"authorization": f"Bearer {_OWN_KEY}"} if settings.tenants.closed else {}

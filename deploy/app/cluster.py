@@ -12,18 +12,16 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 
-from deploy.app.access import own_headers
-from deploy.app.build import build_app
+from deploy.app.build import build_app, own_headers
+from deploy.app.fits import contradictions, misfits
 from deploy.app.model import Model, StartError, prepare_model
-from deploy.app.placing import misfits
-from deploy.app.ports import check_port, reachable
-from deploy.app.ray_cluster import APP, JoinedRay, OwnRay
-from deploy.app.refusals import contradictions
+from deploy.app.ray_cluster import APP, JoinedRay, OwnRay, check_port, machines, reachable
 from kappa.settings.access import HttpSettings, open_door
 from kappa.settings.cluster import ClusterSettings
 
@@ -49,7 +47,8 @@ class Cluster:
         """`address`: of a running Ray cluster to join, `HOST:PORT` or `auto`; none: start one."""
         self.settings = settings
         self._progress = progress
-        self._ray = JoinedRay(address) if address else OwnRay(self._workers_at_most())
+        most = sum(pool.most for pool in settings.all_pools) + self.engines_beside
+        self._ray = JoinedRay(address) if address else OwnRay(most)
         self.url = ""
 
     def __enter__(self) -> Cluster:
@@ -64,7 +63,12 @@ class Cluster:
         self.stop()
 
     def _start(self) -> None:
-        _quiet(self.settings.log_level)
+        # Before Ray and vLLM are imported.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", self.settings.log_level)
+        for name in ("httpx", "httpx2"):
+            logging.getLogger(name).setLevel(self.settings.log_level)
         http = self.settings.http
         if http.port and not self._ray.joined:
             check_port(http.host, http.port)  # before seconds are spent on what cannot be reached
@@ -77,7 +81,7 @@ class Cluster:
         model = prepare_model(self.settings)
         self._progress("joining Ray" if self._ray.joined else "starting Ray")
         self._ray.start(self.settings.log_level)
-        unplaced = misfits(self.settings.all_pools, self._ray.machines())
+        unplaced = misfits(self.settings.all_pools, machines())
         if unplaced:
             raise StartError("\n".join(unplaced))
         host, port = self._ray.serve_on(http.host, http.port)
@@ -103,9 +107,6 @@ class Cluster:
                 "logs; run with --log-level INFO to see them here"
             ) from None
 
-    def _workers_at_most(self) -> int:
-        return sum(pool.most for pool in self.settings.all_pools) + self.engines_beside
-
     def _warm_up(self) -> None:
         """Wait for all workers, then send each some requests.
 
@@ -128,9 +129,9 @@ class Cluster:
             # A round at once: each one's reservation sends the next to another worker.
             with ThreadPoolExecutor(wanted) as pool:
                 for turn in range(_WARM_ROUNDS):
-                    list(pool.map(lambda i, t=turn: self._ask(client, i, t), range(wanted)))
+                    list(pool.map(partial(self._warm, client, turn), range(wanted)))
 
-    def _ask(self, client: httpx.Client, number: int, turn: int) -> None:
+    def _warm(self, client: httpx.Client, turn: int, number: int) -> None:
         body = {
             "model": self.settings.model.id,
             "messages": [{"role": "user", "content": f"warm up {number} {turn}"}],
@@ -146,27 +147,9 @@ class Cluster:
 
     def stop(self) -> None:
         """Take back what was started; safe to call twice. Ctrl-C skips the polite part."""
-        with _unheard(self.settings.log_level):
+        with contextlib.ExitStack() as quiet:
+            if self.settings.log_level not in ("DEBUG", "INFO"):
+                # Ray reports that the controller which we stop has stopped.
+                quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
+                quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
             self._ray.stop()
-
-
-def _quiet(level: str) -> None:
-    """Before Ray and vLLM are imported."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", level)
-    for name in ("httpx", "httpx2"):
-        logging.getLogger(name).setLevel(level)
-
-
-@contextlib.contextmanager
-def _unheard(level: str) -> Iterator[None]:
-    """Ray reports, on standard output, that the controller which we stop has stopped."""
-    if level in ("DEBUG", "INFO"):
-        yield
-        return
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        yield

@@ -1,6 +1,8 @@
-"""What each worker gets before its engine starts: its node, its limits and its scheduler.
+"""One pool as a Ray Serve deployment: engine, place, number of workers, and what each must know.
 
-Pure translation of settings into the workers' own words; nothing is started here.
+Pure translation of settings into Ray's and the workers' words; nothing is started here. Ray places
+the workers on machines that offer what the pool demands; Serve's autoscaler calls our policy
+(`workers.scaling_policy`) how many there should be.
 """
 
 from __future__ import annotations
@@ -14,7 +16,121 @@ from kappa.hardware import NodeProfile, node_profile
 from kappa.plans.clo import CloConfig, read_heads
 from kappa.settings.cluster import ClusterSettings, home
 from kappa.settings.engine import EngineSettings
-from kappa.settings.pools import PoolSettings
+from kappa.settings.pools import PoolSettings, ScalingSettings
+
+ENGINE_CPUS = 1
+"""Ray's CPUs for an engine's worker process, beside those of its replica."""
+
+# The fallback: Ray's own router, which only publishes its replicas.
+_ROUTERS = {"on": "router.ray_router.KappaRouter", "ray": "router.ray_own.WatchedRayRouter"}
+_SCALING_POLICY = "workers.scaling_policy:BacklogPolicy"
+# A domain that cannot exist: vLLM fetches from any where none is named.
+_NO_MEDIA_DOMAINS = ["nowhere.invalid"]
+# Serve averages what workers report over so long; they report every 10 s.
+_LOOK_BACK_S = 20.0
+
+
+# -- the deployment -------------------------------------------------------------------------------
+
+
+def pool_config(settings: ClusterSettings, pool: PoolSettings, model: Model) -> Any:
+    """Ray Serve LLM's configuration of a pool's deployment."""
+    from ray.serve.llm import LLMConfig
+
+    from workers.vllm.arguments import CPU_ENV
+
+    engine, place, source = pool.engine_settings(settings.engine), pool.placement, settings.model
+    bundle = {"CPU": ENGINE_CPUS, **({"GPU": 1} if place.gpus else {})}
+    arguments: dict[str, Any] = {
+        "enable_prompt_tokens_details": True,
+        "allowed_media_domains": _NO_MEDIA_DOMAINS,
+        **engine.extra,
+    }
+    if place.gpus > 1:
+        arguments.setdefault("tensor_parallel_size", place.gpus)
+    dropped = ("VLLM_CPU_", "OMP_") if place.gpus else ()
+    environment = {name: v for name, v in CPU_ENV.items() if not name.startswith(dropped)}
+    is_fetched = source.source is not None and not Path(source.source).exists()
+    number: dict[str, Any] = {"num_replicas": pool.least}
+    if pool.autoscaling is not None:
+        number = {"autoscaling_config": autoscaling(pool.autoscaling)}
+    return LLMConfig(
+        model_loading_config={"model_id": source.id, "model_source": model.source},
+        engine_kwargs=arguments,
+        accelerator_config={"kind": "gpu" if place.gpus else "cpu"},
+        placement_group_config={"bundles": [bundle] * max(place.gpus, 1)},
+        deployment_config={
+            **number,
+            "max_ongoing_requests": 4 * settings.router.max_queue,
+            "max_constructor_retry_count": 2,
+            "health_check_period_s": 2,
+            "health_check_timeout_s": 10,
+            "graceful_shutdown_timeout_s": pool.drain_s,
+            "request_router_config": {
+                "request_router_class": _ROUTERS.get(settings.router.mode, _ROUTERS["on"]),
+                "request_routing_stats_period_s": 1,
+                "request_routing_stats_timeout_s": 10,
+            },
+            "ray_actor_options": {
+                "num_cpus": place.cpus,
+                **({"resources": dict(place.resources)} if place.resources else {}),
+            },
+        },
+        callback_config={"callback_class": "workers.no_download.NoDownload"},
+        runtime_env={"env_vars": {**environment, "HF_HUB_OFFLINE": "0" if is_fetched else "1"}},
+        log_engine_metrics=engine.metrics,
+    )
+
+
+def pool_deployment(
+    settings: ClusterSettings, pool: PoolSettings, model: Model, config: Any, stream_host: str
+) -> Any:
+    """The pool's Serve deployment, bound; `config` as `pool_config` makes it."""
+    from ray.serve.llm import build_llm_deployment
+
+    from workers.replica import KappaServer
+
+    labels = dict(pool.placement.labels)
+    return build_llm_deployment(
+        config,
+        bind_kwargs={"plan": worker_plan(settings, pool, model, stream_host)},
+        override_serve_options={
+            "name": f"{KappaServer.__name__}:{pool.name}",
+            **({"placement_group_bundle_label_selector": [labels]} if labels else {}),
+        },
+        deployment_cls=KappaServer,
+    )
+
+
+def worker_demand(pool: PoolSettings) -> dict[str, float]:
+    """What one worker of the pool demands of Ray, all its processes together."""
+    place = pool.placement
+    return {
+        "CPU": place.cpus + ENGINE_CPUS * max(place.gpus, 1),
+        **({"GPU": float(place.gpus)} if place.gpus else {}),
+        **place.resources,
+    }
+
+
+def autoscaling(scaling: ScalingSettings) -> dict[str, Any]:
+    """Ray Serve's autoscaling of a pool, by our policy."""
+    return {
+        "min_replicas": scaling.min_replicas,
+        "max_replicas": scaling.max_replicas,
+        "upscale_delay_s": scaling.up_after_s,
+        "downscale_delay_s": scaling.down_after_s,
+        "look_back_period_s": _LOOK_BACK_S,
+        "policy": {
+            "policy_function": _SCALING_POLICY,
+            "policy_kwargs": {
+                "target_backlog_s": scaling.target_backlog_s,
+                "target_utilisation": scaling.target_utilisation,
+            },
+        },
+    }
+
+
+# -- its workers ----------------------------------------------------------------------------------
 
 
 def worker_nodes(settings: ClusterSettings) -> tuple[NodeProfile, ...]:
@@ -35,11 +151,18 @@ def pool_nodes(settings: ClusterSettings, pool: PoolSettings) -> tuple[NodeProfi
 def worker_plan(
     settings: ClusterSettings, pool: PoolSettings, model: Model, stream_host: str
 ) -> Any:
-    """What each replica of a pool must know before its engine starts."""
-    from workers.identity import WorkerPlan
-    from workers.vllm.arguments import EngineLimits, TierChoice
+    """What each replica of a pool must know before its engine starts.
 
-    e = pool.engine_settings(settings.engine)
+    stream_host: loopback in a cluster that we start, which is on one machine.
+    """
+    from workers.identity import WorkerPlan
+    from workers.vllm.arguments import EngineLimits, TierChoice, TransferChoice
+
+    e, t = pool.engine_settings(settings.engine), settings.transfer
+    is_split = any(each.role != "both" for each in settings.all_pools)
+    transfer = TransferChoice(
+        t.connector, t.folder, t.most_bytes, t.wait_s, t.net_bytes_per_s, t.fixed_s
+    )
     return WorkerPlan(
         nodes=pool_nodes(settings, pool),
         served=model.shape,
@@ -51,7 +174,6 @@ def worker_plan(
         model_source=model.source,
         chat_template=model.chat_template,
         cache_dir=str(home()),
-        # Loopback in a cluster that we start: it is on one machine, nothing listens beyond it.
         stream_host=stream_host,
         scheduler=engine_scheduler(settings),
         kind=e.kind,
@@ -68,24 +190,12 @@ def worker_plan(
         pool=pool.name,
         role=pool.role,
         gpus=pool.placement.gpus,
-        transfer=_transfer(settings),
+        transfer=transfer if is_split else None,
         handover_dir=str(Path(e.handover_dir).absolute()) if e.handover_dir else "",
         handover_wait_s=e.handover_wait_s,
         observing=settings.observing,
         log_level=settings.log_level,
     )  # fmt: skip
-
-
-def _transfer(settings: ClusterSettings) -> Any:
-    """How prompts are handed over, None where every worker keeps its own."""
-    from workers.vllm.arguments import TransferChoice
-
-    if all(pool.role == "both" for pool in settings.all_pools):
-        return None
-    t = settings.transfer
-    return TransferChoice(
-        t.connector, t.folder, t.most_bytes, t.wait_s, t.net_bytes_per_s, t.fixed_s
-    )
 
 
 def _sparse(engine: EngineSettings, model: Model) -> Any:
@@ -115,16 +225,12 @@ def engine_scheduler(settings: ClusterSettings) -> Any:
     from workers.vllm.arguments import EngineScheduler
 
     s = settings.scheduler
+    names = ("max_skips", "due_after_s", "window", "slack_s", "credit", "reserve")
+    weights = {"weights": dict(settings.tenants.weights)}
     return EngineScheduler(
         rule=s.name,
-        config={
-            "weights": dict(settings.tenants.weights), "max_skips": s.max_skips,
-            "due_after_s": s.due_after_s, "window": s.window, "slack_s": s.slack_s,
-            "credit": s.credit, "reserve": s.reserve,
-        },
-        link={
-            "duplex": s.duplex, "order": s.link_order, "store_backlog_s": s.store_backlog_s,
-        },
+        config=weights | {name: getattr(s, name) for name in names},
+        link={"duplex": s.duplex, "order": s.link_order, "store_backlog_s": s.store_backlog_s},
         # Replicas have working folders of their own.
         log=str(Path(s.log).absolute()) if s.log else None,
-    )  # fmt: skip
+    )

@@ -15,9 +15,8 @@ from typing import Any
 
 import psutil
 
+from deploy.app.fits import Machine
 from deploy.app.model import StartError
-from deploy.app.placing import Machine
-from deploy.app.ports import free_port
 
 APP = "kappa"
 """Our application's name in Ray Serve."""
@@ -63,16 +62,9 @@ class OwnRay:
         import ray
 
         self._log_level = log_level
-        _quiet_ray(log_level)
+        local = {"num_cpus": self._cpus, "include_dashboard": False}
         try:
-            ray.init(
-                num_cpus=self._cpus,
-                include_dashboard=False,
-                configure_logging=True,
-                logging_level=log_level,
-                log_to_driver=log_level in ("DEBUG", "INFO"),
-                object_store_memory=_OBJECT_STORE_BYTES,
-            )
+            _init(log_level, **local, object_store_memory=_OBJECT_STORE_BYTES)
         except Exception as error:  # Ray raises a bare one when a process of its own is late.
             ray.shutdown()
             raise StartError(
@@ -86,15 +78,9 @@ class OwnRay:
             ray.shutdown()
             raise StartError(_NO_TOKEN.format("but it started without one"))
 
-    def machines(self) -> list[Machine]:
-        """The machines of the cluster."""
-        return _machines()
-
     def serve_on(self, host: str, port: int) -> tuple[str, int]:
         """Start Ray Serve; returns where it listens, `port` 0 being a free one."""
-        port = port or free_port(host)
-        _start_serve(host, port, self._log_level)
-        return host, port
+        return _start_serve(host, port, self._log_level)
 
     def dead(self) -> str:
         """Which of the processes without which Ray does not run has ended, as "" while none has."""
@@ -111,16 +97,15 @@ class OwnRay:
 
         if not ray.is_initialized():
             return
-        if self.dead():
-            # Nobody is left to answer: every call would wait for a minute.
-            _kill_ray()
+        if not self.dead():
+            _leave(serve.shutdown)
             return
-        try:
-            serve.shutdown()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            ray.shutdown()
+        # Nobody is left to answer: every call would wait for a minute.
+        below = psutil.Process().children(recursive=True)
+        for process in below:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(below, _REACH_S)
 
 
 class JoinedRay:
@@ -156,41 +141,24 @@ class JoinedRay:
         Raises:
             StartError: nothing answers there, or it runs another version.
         """
-        self._reach()
-        import ray
-
+        wrong = f"no Ray cluster can be joined at {self._address}: {{}}. "
+        if self._address != "auto":
+            host, _, port = self._address.rpartition(":")
+            try:
+                # Find out at once whether anything listens there: Ray would try for minutes.
+                socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+            except (OSError, ValueError, OverflowError) as error:
+                remedy = "Give the HOST:PORT of its head (by default 6379), or auto on one of its"
+                raise StartError(f"{wrong.format(error)}{remedy} machines") from None
         self._log_level = log_level
-        _quiet_ray(log_level)
         try:
-            ray.init(
-                address=self._address,
-                configure_logging=True,
-                logging_level=log_level,
-                log_to_driver=log_level in ("DEBUG", "INFO"),
-            )
+            _init(log_level, address=self._address)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise StartError(
-                f"no Ray cluster can be joined at {self._address}: {error}. Is one there "
-                "('ray start --head'), and is its token yours (RAY_AUTH_TOKEN, or the file that "
-                "RAY_AUTH_TOKEN_PATH names)? Without --address one is started here"
+                f"{wrong.format(error)}Is one there ('ray start --head'), and is its token yours "
+                "(RAY_AUTH_TOKEN, or the file that RAY_AUTH_TOKEN_PATH names)? Without --address "
+                "one is started here"
             ) from None
-
-    def _reach(self) -> None:
-        """Find out at once whether anything listens there: Ray would try for minutes."""
-        if self._address == "auto":
-            return
-        host, _, port = self._address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
-        except (OSError, ValueError, OverflowError) as error:
-            raise StartError(
-                f"no Ray cluster can be joined at {self._address}: {error}. Give the HOST:PORT of "
-                "its head (6379 unless told otherwise), or auto on one of its machines"
-            ) from None
-
-    def machines(self) -> list[Machine]:
-        """The machines of the cluster."""
-        return _machines()
 
     def dead(self) -> str:
         """Nothing: whoever started this cluster looks after its processes."""
@@ -204,85 +172,119 @@ class JoinedRay:
         """
         from ray import serve
 
-        running = _serve_address()
-        if running is None:
+        # Ray has no public way to find out.
+        from ray.serve.context import _get_global_client
+
+        client: Any = _get_global_client(raise_if_no_controller_running=False)
+        if client is None:
             self._serve_is_ours = True
-            port = port or free_port(host)
-            _start_serve(host, port, self._log_level)
-            running = host, port
+            host, port = _start_serve(host, port, self._log_level)
+        elif client.http_config.host is None:
+            raise StartError(
+                "Ray Serve runs there without an HTTP proxy, so nothing can be sent to it: stop it "
+                "('serve shutdown'), and it is started with one here"
+            )
         elif APP in serve.status().applications:
             raise StartError(
                 f"the cluster at {self._address} serves an application {APP!r} already: stop that "
                 "first ('serve shutdown', or a Ctrl-C where it was started)"
             )
+        else:
+            host, port = str(client.http_config.host), int(client.http_config.port)
         self._deployed = True
-        return running
+        return host, port
 
     def stop(self) -> None:
         """Take our application back and leave; others' stay."""
         import ray
         from ray import serve
 
-        if not ray.is_initialized():
-            return
-        try:
+        def take_back() -> None:
             if self._serve_is_ours:
                 serve.shutdown()
             elif self._deployed and APP in serve.status().applications:
                 serve.delete(APP)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            ray.shutdown()
+
+        if ray.is_initialized():
+            _leave(take_back)
 
 
-def _machines() -> list[Machine]:
+def machines() -> list[Machine]:
+    """The machines of the cluster that is connected."""
     import ray
 
     return [Machine.of_ray(node) for node in ray.nodes() if node["Alive"]]
 
 
-def _kill_ray() -> None:
-    """End all that this process started, without asking Ray."""
-    below = psutil.Process().children(recursive=True)
-    for process in below:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(below, _REACH_S)
-
-
-def _start_serve(host: str, port: int, level: str) -> None:
-    from ray import serve
-
-    serve.start(
-        http_options={"host": host, "port": port},
-        logging_config={"log_level": level, "enable_access_log": False},
-    )
-
-
-def _serve_address() -> tuple[str, int] | None:
-    """Where a running Ray Serve listens, None if none runs. Ray has no public way to ask."""
-    from ray.serve.context import _get_global_client
-
-    client: Any = _get_global_client(raise_if_no_controller_running=False)
-    if client is None:
-        return None
-    options = client.http_config
-    if options.host is None:
-        raise StartError(
-            "Ray Serve runs there without an HTTP proxy, so it can be asked nothing: stop it "
-            "('serve shutdown'), and it is started with one here"
-        )
-    return str(options.host), int(options.port)
-
-
-def _quiet_ray(level: str) -> None:
-    """After Ray Serve is imported, which sets its own levels."""
-    import ray.serve  # noqa: F401
+def _init(log_level: str, **options: Any) -> None:
+    """Connect to Ray, or start it, as quiet as `log_level` says."""
+    import ray
+    import ray.serve  # sets levels of its own
 
     for name in ("ray", "ray.serve", "ray._private.authentication"):
-        logging.getLogger(name).setLevel(level)
-    if level == "WARNING":
+        logging.getLogger(name).setLevel(log_level)
+    if log_level == "WARNING":
         # Says at every start that token authentication is on, as it should be.
         name = "ray._private.authentication.authentication_token_setup"
         logging.getLogger(name).setLevel("ERROR")
+    ray.init(
+        configure_logging=True,
+        logging_level=log_level,
+        log_to_driver=log_level in ("DEBUG", "INFO"),
+        **options,
+    )
+
+
+def _leave(take_back: Any) -> None:
+    import ray
+
+    try:
+        take_back()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        ray.shutdown()
+
+
+# -- ports ----------------------------------------------------------------------------------------
+
+
+def _start_serve(host: str, port: int, level: str) -> tuple[str, int]:
+    from ray import serve
+
+    port = port or free_port(host)
+    logging_config = {"log_level": level, "enable_access_log": False}
+    serve.start(http_options={"host": host, "port": port}, logging_config=logging_config)
+    return host, port
+
+
+def free_port(host: str) -> int:
+    """A TCP port on `host` that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that something listens on; raises StartError with what to do."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartError(
+                f"cannot listen on {host}:{port}: {error.strerror}. Stop what listens there, or "
+                "choose another port with --port (0 picks a free one)"
+            ) from None
+
+
+def reachable(host: str) -> str:
+    """What to write into a URL for an endpoint of this machine that listens on `host`."""
+    match host.strip("[]"):
+        case "0.0.0.0" | "":
+            return "127.0.0.1"
+        case "::":
+            return "[::1]"
+        case bare:
+            return f"[{bare}]" if ":" in bare else bare

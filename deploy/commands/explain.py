@@ -8,7 +8,7 @@ an engine measured (workers keep theirs under KAPPA_HOME, in profiles/). All sec
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ from kappa.cost import TokenCounts
 from kappa.hardware import DEMO_NODES, NodeProfile, node_profile
 from kappa.model import ModelShape
 from kappa.plans.planners import alternatives, decoding
-from kappa.plans.rates import LineFit, PlanRates, rates_from_law, rates_from_measured
+from kappa.plans.rates import LineFit, rates_from_law, rates_from_measured
 from kappa.shapes import model_shape
 
 _SEGMENTS = {"K": "load", "A": "activations", "R": "recompute", "C": "stays in host memory"}
@@ -32,13 +32,11 @@ def tables(json_output: Json = False) -> None:
     """Print paper 001's tables and case studies beside our own arithmetic."""
     table2, table3 = paper.table2_rows(), paper.table3_rows()
     cases = [{"name": c.name, "paper": c.paper, "ours": c.ours} for c in paper.cases()]
+    keys = ("where", "printed", "holds", "why")
+    slips = [{key: getattr(slip, key) for key in keys} for slip in paper.SLIPS]
     if json_output:
         print_json({"table2": table2, "table3": table3, "cases": cases})
         return
-    slips = [
-        {"where": s.where, "printed": s.printed, "holds": s.holds, "why": s.why}
-        for s in paper.SLIPS
-    ]
     for title, rows in (
         ("Table 2: B/G in KB/GFLOP", table2),
         ("Table 3: κ_crit as printed, from the printed factors, and with F/M corrected", table3),
@@ -77,34 +75,42 @@ def explain(
     chosen one marked, and what a decoding step behind the prompt takes.
     """
     counts = TokenCounts(device_tokens=0, cached_tokens=cached, new_tokens=new)
-    found = []
+    names, costs, plans = [], [], []
     with bad_parameter():
         shape = model_shape(model)
         for profile in [node_profile(name) for name in node or DEMO_NODES]:
-            plan_rates = _plan_rates(shape, profile, rates, cpu_gbps)
-            behind = counts.cached_tokens + counts.device_tokens + counts.new_tokens
+            found = rates_from_law(shape, profile) if rates is None else rates_from_measured(rates)
+            if cpu_gbps and rates is None:
+                attend = LineFit("CPU attention", found.kv_bytes / (cpu_gbps * 1e9))
+                found = replace(found, attend=attend)
             ways = alternatives(
-                plan_rates,
-                counts,
-                block_tokens=block_tokens,
-                room_tokens=room,
-                activations=activations,
+                found, counts, block_tokens=block_tokens, room_tokens=room, activations=activations
             )
-            plans = {
+            names.append(profile.name)
+            costs.append(request_cost(counts, shape, profile))
+            plans.append({
                 "plans": [way.to_dict() for way in ways],
-                "decoding": decoding(plan_rates, behind, block_tokens),
-            }
-            found.append((profile.name, request_cost(counts, shape, profile), plans))
+                "decoding": decoding(found, cached + new, block_tokens),
+            })  # fmt: skip
     if json_output:
-        nodes = [{"node": name, **costs, **plans} for name, costs, plans in found]
-        print_json({**found[0][1], **found[0][2]} if len(found) == 1 else {"nodes": nodes})
+        nodes = [
+            {"node": n, **c, **p} for n, c, p in zip(names, costs, plans, strict=True)
+        ]  # fmt: skip
+        print_json({**costs[0], **plans[0]} if len(nodes) == 1 else {"nodes": nodes})
         return
     print_text(f"{shape.name}: {cached:,} cached, {new:,} new tokens")
-    _print_costs([name for name, _, _ in found], [costs for _, costs, _ in found])
-    for name, _, plans in found:
-        _print_plans(name if rates is None else str(rates), plans)
-        if rates is not None:
-            break
+    rows = [
+        [_SYMBOLS.get(key, key.removesuffix("_s")), *(_cell(key, c[key]) for c in costs)]
+        for key in costs[0]
+    ]
+    print_table(None, ["", *names], rows, left=len(costs) + 1)
+    if len(costs) > 1:
+        best = min(range(len(costs)), key=lambda i: float(costs[i]["ttft_s"]))
+        print_text(f"Least idle TTFT: {names[best]}")
+    if rates is not None:
+        names, plans = [str(rates)], plans[:1]
+    for name, row in zip(names, plans, strict=True):
+        _print_plans(name, row)
 
 
 def request_cost(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> dict[str, Any]:
@@ -123,59 +129,31 @@ def request_cost(counts: TokenCounts, shape: ModelShape, node: NodeProfile) -> d
     }
 
 
-def _plan_rates(
-    shape: ModelShape, node: NodeProfile, measured: Path | None, cpu_gbps: float
-) -> PlanRates:
-    """What plans are made of: the file's, or the node's, with a CPU of that bandwidth if any."""
-    if measured is not None:
-        return rates_from_measured(measured)
-    rates = rates_from_law(shape, node)
-    if not cpu_gbps:
-        return rates
-    return replace(rates, attend=LineFit("CPU attention", rates.kv_bytes / (cpu_gbps * 1e9)))
-
-
-def _print_costs(names: list[str], costs: list[dict[str, Any]]) -> None:
-    rows = [
-        [_SYMBOLS.get(key, key.removesuffix("_s")), *(_cell(key, c[key]) for c in costs)]
-        for key in costs[0]
-    ]
-    print_table(None, ["", *names], rows, left=len(costs) + 1)
-    if len(costs) > 1:
-        best = min(range(len(costs)), key=lambda i: float(costs[i]["ttft_s"]))
-        print_text(f"Least idle TTFT: {names[best]}")
-
-
 def _print_plans(title: str, found: Mapping[str, Any]) -> None:
     """Every load plan of a request, the chosen one marked, and a decoding step behind it."""
-    rows: list[Sequence[str]] = []
-    refusals: dict[str, None] = {}
+    rows, notes = [], []
     for row in found["plans"]:
         if "ttft_s" not in row:
-            refusals[row["refused"] or "nothing is cached"] = None
+            notes.append(row["refused"] or "nothing is cached")
             continue
         parts = ", ".join(f"{_SEGMENTS[k]} {stop - start:,}" for k, start, stop in row["segments"])
-        times = (_ms(row[key]) for key in ("ttft_s", "load_s", "compute_s"))
         rows.append((
-            row["plan"] + (" *" if row["chosen"] else ""), *times,
+            row["plan"] + (" *" if row["chosen"] else ""),
+            *(_ms(row[key]) for key in ("ttft_s", "load_s", "compute_s")),
             f"{row['load_bytes'] / 1e6:,.1f}", parts or "nothing is cached",
         ))  # fmt: skip
     columns = ("", "TTFT", "link", "gpu", "MB", "what")
     print_table(f"Load plans, {title}", columns, rows)
-    for row in found["plans"]:
-        if row["chosen"]:
-            print_text(f"* chosen: {row['why']}")
-    print_text("\n".join([*refusals, f"A decoding step behind it: {_step(found['decoding'])}"]))
-
-
-def _step(step: Mapping[str, Any]) -> str:
+    chosen = [f"* chosen: {row['why']}" for row in found["plans"] if row["chosen"]]
+    step = found["decoding"]
     ways = [f"{_ms(step['device_s'])} on the device"]
     if step["load_all_s"] is not None:
         ways.append(f"{_ms(step['load_all_s'])} loading all from host memory")
     if step["split_s"] is not None:
         ways.append(f"{_ms(step['cpu_all_s'])} with the CPU attending to all")
         ways.append(f"{_ms(step['split_s'])} with it attending to {step['cpu_share']:.0%}")
-    return ", ".join(ways)
+    behind = f"A decoding step behind it: {', '.join(ways)}"
+    print_text("\n".join([*chosen, *dict.fromkeys(notes), behind]))
 
 
 def _ms(value_s: float) -> str:

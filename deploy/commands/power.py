@@ -45,6 +45,8 @@ _SOURCES = {
     "nvml": "measured", "model": "modelled", "paced": "modelled, paced: as the node it stands for",
 }  # fmt: skip
 
+Node = Mapping[str, Any]
+
 
 class PowerError(RuntimeError):
     """The cluster does not report its power; the message says what to do."""
@@ -73,13 +75,11 @@ def power(
         if url is None:
             result = _of_machine(seconds or _GPU_SECONDS, interval)
         else:
-            headers = bearer(api_key(key, ("KAPPA_API_KEY",)))
+            base, headers = url.rstrip("/"), bearer(api_key(key, ("KAPPA_API_KEY",)))
             interval_s = max(interval, _LEAST_CLUSTER_INTERVAL_S)
-            with httpx.Client(
-                base_url=url.rstrip("/"), headers=headers, timeout=_TIMEOUT_S
-            ) as client:
+            with httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT_S) as client:
                 samples, decisions = watch(client, seconds or _CLUSTER_SECONDS, interval_s)
-            result = cluster_power(url.rstrip("/"), samples, decisions, tolerance)
+            result = cluster_power(base, samples, decisions, tolerance)
     except NoNvmlError as error:
         fail(f"error: {error}; for a running cluster's nodes, give --url", 2)
     except PowerError as error:
@@ -106,9 +106,6 @@ def _of_machine(seconds: float, interval_s: float) -> dict[str, Any]:
     return {"gpus": gpus, "rows": samples, "interval_s": interval_s}
 
 
-# ---- a running cluster
-
-
 def watch(
     client: httpx.Client,
     seconds: float,
@@ -125,11 +122,12 @@ def watch(
     try:
         until_s = now_s() + seconds
         while True:
-            samples.append(_get(client, "/v1/nodes")["nodes"])
+            samples.append(client.get("/v1/nodes").raise_for_status().json()["nodes"])
             if now_s() + interval_s > until_s:
                 break
             sleep(interval_s)
-        return samples, _get(client, f"/v1/decisions?limit={_DECISIONS}")["decisions"]
+        answer = client.get(f"/v1/decisions?limit={_DECISIONS}").raise_for_status()
+        return samples, answer.json()["decisions"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         raise PowerError(
             f"{client.base_url} cannot be asked for its nodes: {error}. Start a cluster with "
@@ -137,16 +135,9 @@ def watch(
         ) from None
 
 
-def _get(client: httpx.Client, path: str) -> dict[str, Any]:
-    answer = client.get(path)
-    answer.raise_for_status()
-    found: dict[str, Any] = answer.json()
-    return found
-
-
 def cluster_power(
     url: str,
-    samples: Sequence[Iterable[Mapping[str, Any]]],
+    samples: Sequence[Iterable[Node]],
     decisions: Iterable[Mapping[str, Any]],
     tolerance: float,
 ) -> dict[str, Any]:
@@ -158,24 +149,26 @@ def cluster_power(
     rows = node_rows(samples, decisions, tolerance)
     if not any(row["source"] for row in rows):
         raise PowerError(
-            f"no node of {url} tells its power: their GPUs are not in the catalogue, and there is "
-            "no NVML"
+            f"no node of {url} reports its power: their GPUs are not in the catalogue, and there "
+            "is no NVML"
         )
     freed_w = sum(row["freed_w"] or 0.0 for row in rows)
     return {"nodes": rows, "freed_w": freed_w, "tolerance": tolerance}
 
 
 def node_rows(
-    samples: Sequence[Iterable[Mapping[str, Any]]],
-    decisions: Iterable[Mapping[str, Any]],
-    tolerance: float,
+    samples: Sequence[Iterable[Node]], decisions: Iterable[Mapping[str, Any]], tolerance: float
 ) -> list[dict[str, Any]]:
     """A row per node: draw, cap and advice; figures are None where there are none."""
     waited = defaultdict(list)
     for decision in decisions:
-        found = _waited(decision)
-        if found is not None:
-            waited[str(decision["node"])].append(found)
+        # What its first token waited for, as measured, else as predicted.
+        for source in (decision.get("actual") or {}, decision.get("predicted") or {}):
+            parts = [source.get(key) for key in ("queue_s", "load_s", "compute_s")]
+            known = [max(float(p), 0.0) for p in parts if isinstance(p, int | float)]
+            if len(known) == len(parts):
+                waited[str(decision["node"])].append(Waited(*known))
+                break
     by_worker = defaultdict(list)
     for sample in samples:
         for node in sample:
@@ -183,9 +176,7 @@ def node_rows(
     return [_row(nodes, waited[str(nodes[-1]["node"])], tolerance) for nodes in by_worker.values()]
 
 
-def _row(
-    nodes: Sequence[Mapping[str, Any]], requests: list[Waited], tolerance: float
-) -> dict[str, Any]:
+def _row(nodes: Sequence[Node], requests: list[Waited], tolerance: float) -> dict[str, Any]:
     last, totals = nodes[-1], [node.get("totals") or {} for node in nodes]
     metered = [t for t in totals if t.get("power_source")]
     source = metered[-1]["power_source"] if metered else ""
@@ -223,39 +214,26 @@ def _power(gpu: str, cap_w: float) -> GpuPower | None:
     return replace(known, cap_w=max(known.cap_w * count, cap_w), least_cap_w=least_w, idle_w=idle_w)
 
 
-def _waited(decision: Mapping[str, Any]) -> Waited | None:
-    """What a request's first token waited for, as measured, else as predicted."""
-    for source in (decision.get("actual") or {}, decision.get("predicted") or {}):
-        parts = [source.get(key) for key in ("queue_s", "load_s", "compute_s")]
-        if all(isinstance(part, int | float) for part in parts):
-            return Waited(*(max(float(part), 0.0) for part in parts if part is not None))
-    return None
-
-
-# ---- printing
-
-
 def _print_nodes(result: dict[str, Any]) -> None:
     columns = (
         "node", "GPU", "mean W", "most W", "cap W", "J/token", "advised cap W", "TTFT +", "freed W",
     )  # fmt: skip
-    rows = []
+    rows, names = [], defaultdict(list)
     for row in result["nodes"]:
         advice, joules = row["advice"] or {}, row["j_per_token"]
         rows.append((
-            row["node"], row["gpu"], _watts(row["mean_w"]), _watts(row["max_w"]),
-            _watts(row["cap_w"]), "-" if joules is None else f"{joules:.3g}",
-            _watts(advice.get("cap_w")), percent(advice.get("ttft_growth")),
-            _watts(row["freed_w"]),
+            row["node"], row["gpu"], *(_watts(row[key]) for key in ("mean_w", "max_w", "cap_w")),
+            "-" if joules is None else f"{joules:.3g}", _watts(advice.get("cap_w")),
+            percent(advice.get("ttft_growth")), _watts(row["freed_w"]),
         ))  # fmt: skip
+        names[row["source"]].append(row["node"])
     print_table(None, columns, rows, left=2)
-    for source in sorted({row["source"] for row in result["nodes"] if row["source"]}):
-        names = ", ".join(r["node"] for r in result["nodes"] if r["source"] == source)
-        print_text(f"{names}: {_SOURCES[source]}")
-    print_text(
+    sources = [f"{', '.join(names[s])}: {_SOURCES[s]}" for s in sorted(names) if s]
+    advice = (
         f"{result['freed_w']:.0f} W could be freed at a mean TTFT within "
         f"{result['tolerance']:.1%}; advice only, nothing was changed"
     )
+    print_text("\n".join([*sources, advice]))
 
 
 def _print_gpus(result: dict[str, Any]) -> None:

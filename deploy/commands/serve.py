@@ -132,7 +132,7 @@ def running(
 
 def print_ready(url: str, settings: ClusterSettings, json_output: bool) -> None:
     """URL, model, nodes and a curl line; or all of it as JSON."""
-    from deploy.app.access import own_headers
+    from deploy.app.build import own_headers
 
     headers = own_headers(settings)
     nodes = httpx.get(f"{url}/v1/nodes", headers=headers, timeout=30.0).json()["nodes"]

@@ -39,17 +39,14 @@ from simulator.faults import (
     misprofiled_third,
     random_faults,
 )
-from simulator.outcome import Outcome
 from simulator.run import SimulationConfig, capacity_of, traffic_of
 from simulator.run import simulate as run
-from simulator.traffic import Traffic
 from workload.catalogue import workload_named
 
 MISPROFILES: dict[str, tuple[Resource, ...]] = {
     "none": (), "link": ("link",), "compute": ("compute",), "both": RESOURCES,
 }  # fmt: skip
-_MISPROFILE_FACTOR = 3.0
-_STRAGGLER_FACTOR = 3.0
+_WRONG_FACTOR = 3.0
 _DOWN_S = 60.0
 
 
@@ -101,10 +98,8 @@ def simulate(
         known("misprofile", misprofile, MISPROFILES)
         policy_named(policy, seed=seed)
         where = cluster_named(cluster)
-        if nodes is not None:
-            where = scaled(where, nodes)
         config = SimulationConfig(
-            cluster=where,
+            cluster=where if nodes is None else scaled(where, nodes),
             workload=workload_named(trace),
             shape=model_shape(model),
             policy=policy,
@@ -119,27 +114,26 @@ def simulate(
         if config.load is not None:
             config = config.replaced(capacity_rps=capacity_of(config))
         traffic = traffic_of(config)
-        if trouble:
-            horizon_s = float(traffic.planned_s.max())
-            faults = random_faults(len(where.nodes), horizon_s, trouble, seed, noise)
-        else:
-            faults = faults_of(config, traffic, misprofile, failures, stragglers, noise)
-        summary = _played(config.replaced(faults=faults), traffic).summary()
+        count, horizon_s = len(config.cluster.nodes), float(traffic.planned_s.max())
+        wrong = MISPROFILES[misprofile]
+        faults = random_faults(count, horizon_s, trouble, seed, noise) if trouble else Faults(
+            noise_sigma=noise,
+            misprofiles=misprofiled_third(count, wrong, _WRONG_FACTOR, seed) if wrong else (),
+            failures=drawn_failures(count, failures, horizon_s, _DOWN_S, seed),
+            stragglers=drawn_stragglers(count, stragglers, horizon_s, _WRONG_FACTOR, seed),
+        )  # fmt: skip
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("requests", total=traffic.requests)
+            outcome = run(
+                config.replaced(faults=faults), traffic=traffic, timer=time.perf_counter,
+                progress=lambda ended, _: bar.update(task, completed=ended),
+            )  # fmt: skip
+        summary = outcome.summary()
     if json_output:
         print_json(summary)
     else:
         _print(summary)
-
-
-def _played(config: SimulationConfig, traffic: Traffic) -> Outcome:
-    """The run, with a bar of progress on a terminal."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("requests", total=traffic.requests)
-        return run(
-            config, traffic=traffic, timer=time.perf_counter,
-            progress=lambda ended, _: bar.update(task, completed=ended),
-        )  # fmt: skip
 
 
 def known(what: str, name: str, names: Any) -> None:
@@ -152,28 +146,6 @@ def known(what: str, name: str, names: Any) -> None:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"unknown {what} {name!r}.{hint} Known: {', '.join(names)}")
-
-
-def faults_of(
-    config: SimulationConfig,
-    traffic: Traffic,
-    misprofile: str,
-    failures: int,
-    stragglers: int,
-    noise: float,
-) -> Faults:
-    """What goes wrong, drawn for this cluster and the length of this traffic."""
-    count, seed = len(config.cluster.nodes), config.seed
-    horizon_s = float(traffic.planned_s.max())
-    resources = MISPROFILES[misprofile]
-    return Faults(
-        noise_sigma=noise,
-        misprofiles=(
-            misprofiled_third(count, resources, _MISPROFILE_FACTOR, seed) if resources else ()
-        ),
-        failures=drawn_failures(count, failures, horizon_s, _DOWN_S, seed),
-        stragglers=drawn_stragglers(count, stragglers, horizon_s, _STRAGGLER_FACTOR, seed),
-    )
 
 
 def _print(summary: dict[str, Any]) -> None:
@@ -200,11 +172,12 @@ def _print(summary: dict[str, Any]) -> None:
     figures = [*((key, number(summary[key])) for key in keys), decision]
     print_table(None, ("figure", "value"), figures)
     columns = ("node", "requests", "gpu busy", "link busy", "device", "cached", "new tokens", "κ")
+    counts = ("device_tokens", "cached_tokens", "new_tokens")
     shares = [
         (
             node["name"], f"{node['requests']:,}", percent(node["gpu_busy"], 0),
-            percent(node["link_busy"], 0), f"{node['device_tokens']:,}",
-            f"{node['cached_tokens']:,}", f"{node['new_tokens']:,}", number(node["kappa_p50"]),
+            percent(node["link_busy"], 0), *(f"{node[key]:,}" for key in counts),
+            number(node["kappa_p50"]),
         )
         for node in summary["nodes"]
     ]  # fmt: skip

@@ -26,7 +26,7 @@ _INSTRUCTIONS = {
 }  # fmt: skip
 _STEP_TIMEOUT_S = 1800.0
 # The image's folders that the build stage writes to.
-_PLACES = ("/opt/kappa", "/dist", "/src")
+_PLACES = ("opt", "dist", "src")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,11 @@ def parse(text: str) -> list[BuildStep]:
             continue
         start = start if parts else number
         parts.append(stripped.removesuffix("\\").strip())
-        if stripped.endswith("\\"):
-            continue
-        word, _, rest = " ".join(parts).partition(" ")
-        stage += word.upper() == "FROM"
-        steps.append(BuildStep(word.upper(), rest.strip(), start, stage))
-        parts = []
+        if not stripped.endswith("\\"):
+            word, _, rest = " ".join(parts).partition(" ")
+            stage += word.upper() == "FROM"
+            steps.append(BuildStep(word.upper(), rest.strip(), start, stage))
+            parts = []
     if parts:
         steps.append(BuildStep("?", " ".join(parts), start, stage))
     return steps
@@ -67,8 +66,7 @@ def lint(text: str, root: Path = ROOT) -> list[str]:
     found = [f"line {step.line}: {fault}" for step in steps for fault in _step_faults(step, root)]
     if not steps or steps[0].word not in ("FROM", "ARG"):
         return [*found, "line 1: a Dockerfile begins with FROM"]
-    last = max(step.stage for step in steps)
-    users = [step.text for step in steps if step.word == "USER" and step.stage == last]
+    users = [s.text for s in steps if s.word == "USER" and s.stage == steps[-1].stage]
     # A number: Kubernetes cannot tell whether a name is root's.
     if not users or not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", users[-1]):
         found.append("the last stage ends as root: give USER a number above 0")
@@ -88,26 +86,23 @@ def _step_faults(step: BuildStep, root: Path) -> Iterator[str]:
         for source in step.text.split()[:-1]:
             if not (root / source).exists():
                 yield f"COPY {source}: there is no such file"
-    if step.word == "RUN":
-        yield from _run_faults(step.text)
-
-
-def _run_faults(text: str) -> Iterator[str]:
-    if "apt-get install" in text:
+    if step.word != "RUN":
+        return
+    if "apt-get install" in step.text:
         for wanted in ("--no-install-recommends", "--yes", "rm -rf /var/lib/apt/lists/*"):
-            if wanted not in text:
+            if wanted not in step.text:
                 yield f"apt-get install without {wanted}"
-    if re.search(r"\b(sudo|curl|wget)\b", text):
+    if re.search(r"\b(sudo|curl|wget)\b", step.text):
         yield "fetches or runs what no lock names (sudo, curl, wget)"
-    if re.search(r"pip install\b.*(\s-e\s|--editable)", text):
+    if re.search(r"pip install\b.*(\s-e\s|--editable)", step.text):
         yield "installs the working tree: install the wheel"
-    for command in re.findall(r"pip install[^&;]*", text):
-        if re.search(r"(-r |\.whl)", command) and "--no-deps" not in command:
+    for command in re.findall(r"pip install[^&;]*", step.text):
+        if not re.search(r"(-r |\.whl)", command):
+            yield f"{command.strip()}: install from a lock, which names version and hash"
+        elif "--no-deps" not in command:
             yield "installs without --no-deps: the lock is complete, and nothing else may come in"
         if "-r " in command and "--require-hashes" not in command:
             yield "installs a lock without --require-hashes: its files would not be checked"
-        if not re.search(r"(-r |\.whl)", command):
-            yield f"{command.strip()}: install from a lock, which names version and hash"
 
 
 def unpinned(text: str) -> list[str]:
@@ -128,65 +123,45 @@ def install(kind: str, folder: Path) -> None:
         subprocess.CalledProcessError: a step fails.
     """
     for place in _PLACES:
-        (folder / place[1:]).mkdir(parents=True)
-    (folder / "opt/kappa").rmdir()  # made by its own step
-    source = folder / "src"
+        (folder / place).mkdir()
+    # As in the image: nothing of this environment, but where packages are found.
+    kept = re.compile(r"PATH|HOME|(PIP|UV|SSL)_\w+|\w+_proxy|\w+_PROXY")
+    environment = {name: value for name, value in os.environ.items() if kept.fullmatch(name)}
+    environment["PATH"] = f"{folder}/python/bin:{environment.get('PATH', '/usr/bin:/bin')}"
+    environment["TARGETARCH"] = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, "")
+    environment["UV_LINK_MODE"] = "copy"
+    if kind == "cpu":
+        wheels = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS")
+        environment["TORCH_WHEELS"] = wheels or "https://download.pytorch.org/whl/cpu/torch/"
     for step in parse((FOLDER / f"{kind}.Dockerfile").read_text(encoding="utf-8")):
         if step.stage:
             break
         if step.word == "COPY" and not step.text.startswith("--"):
-            *names, _ = step.text.split()
-            for name in names:
-                _copy(ROOT / name, source / Path(name).parent)
+            for name in step.text.split()[:-1]:
+                _copy(ROOT / name, folder / "src" / Path(name).parent)
         elif step.word == "RUN":
             text = re.sub(r"(?<![\w/.])(/opt/kappa|/dist)", rf"{folder}\1", step.text)
             print(f"+ {text}", flush=True)
             subprocess.run(
-                ["/bin/sh", "-ec", text], cwd=source, env=_environment(kind, folder), check=True,
+                ["/bin/sh", "-ec", text], cwd=folder / "src", env=environment, check=True,
                 timeout=_STEP_TIMEOUT_S,
             )  # fmt: skip
 
 
 def _copy(path: Path, to: Path) -> None:
     """A file, or of the whole tree what the wheel is made of, as .dockerignore says."""
-    if path.is_file():
-        to.mkdir(exist_ok=True)
-        shutil.copy(path, to)
-        return
-    ignore = (FOLDER / "cpu.Dockerfile.dockerignore").read_text(encoding="utf-8")
-    for pattern in (line[1:] for line in ignore.splitlines() if line.startswith("!")):
-        for found in path.glob(pattern):
-            if found.is_dir():
-                skip = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(found, to / found.name, ignore=skip, dirs_exist_ok=True)
-            else:
-                shutil.copy(found, to)
-
-
-def _environment(kind: str, folder: Path) -> dict[str, str]:
-    """As in the image: nothing of this environment, but where packages are found."""
-    kept = re.compile(r"PATH|HOME|(PIP|UV|SSL)_\w+|\w+_proxy|\w+_PROXY")
-    environment = {name: value for name, value in os.environ.items() if kept.fullmatch(name)}
-    # The steps' `python` and `uv` are an environment's of their own, as in the image.
-    environment["PATH"] = f"{folder}/python/bin:{environment.get('PATH', '/usr/bin:/bin')}"
-    wheels = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS")
-    machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, "")
-    if kind == "cpu":
-        environment["TORCH_WHEELS"] = wheels or "https://download.pytorch.org/whl/cpu/torch/"
-    return {**environment, "TARGETARCH": machine, "UV_LINK_MODE": "copy"}
-
-
-def _try_install(kind: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="kappa-image-") as work:
-        folder = Path(work)
-        subprocess.run([sys.executable, "-m", "venv", folder / "python"], check=True)
-        install(kind, folder)
-        python = folder / "opt" / "kappa" / "bin" / "python"
-        subprocess.run(
-            [python, "-c", "import kappa, router.policy, deploy.serve_app, dashboards.build, vllm"],
-            cwd=work, check=True,
-        )  # fmt: skip
-        subprocess.run([python.with_name("kappa"), "--help"], cwd=work, check=True)
+    found = [path]
+    if path.is_dir():
+        ignore = (FOLDER / "cpu.Dockerfile.dockerignore").read_text(encoding="utf-8")
+        patterns = [line[1:] for line in ignore.splitlines() if line.startswith("!")]
+        found = [each for pattern in patterns for each in path.glob(pattern)]
+    to.mkdir(exist_ok=True)
+    for each in found:
+        if each.is_dir():
+            skip = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(each, to / each.name, ignore=skip, dirs_exist_ok=True)
+        else:
+            shutil.copy(each, to)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -201,7 +176,13 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"warning: {kind}.Dockerfile: {warning}")
     print("\n".join(found) or "no faults")
     if options.install and not found:
-        _try_install(options.install)
+        with tempfile.TemporaryDirectory(prefix="kappa-image-") as work:
+            subprocess.run([sys.executable, "-m", "venv", f"{work}/python"], check=True)
+            install(options.install, Path(work))
+            binaries = Path(work) / "opt" / "kappa" / "bin"
+            imports = "import kappa, router.policy, deploy.serve_app, dashboards.build, vllm"
+            subprocess.run([binaries / "python", "-c", imports], cwd=work, check=True)
+            subprocess.run([binaries / "kappa", "--help"], cwd=work, check=True)
     return 1 if found else 0
 
 

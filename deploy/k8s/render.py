@@ -15,8 +15,7 @@ from pathlib import Path
 
 import yaml
 
-FOLDER = Path(__file__).parent
-OVERLAYS = FOLDER / "overlays"
+OVERLAYS = Path(__file__).parent / "overlays"
 _TIMEOUT_S = 60.0
 
 
@@ -35,27 +34,20 @@ def render(folder: Path) -> str:
     Raises:
         RenderError: there is no Kustomize here, or it refuses the overlay.
     """
-    if shutil.which("kubectl"):
-        command = ["kubectl", "kustomize"]
-    elif shutil.which("kustomize"):
-        command = ["kustomize", "build"]
-    else:
+    commands = (["kubectl", "kustomize"], ["kustomize", "build"])
+    command = next((each for each in commands if shutil.which(each[0])), None)
+    if command is None:
         raise RenderError(
             "neither kubectl nor kustomize is here: https://kubernetes.io/docs/tasks/tools"
         )
     try:
-        done = subprocess.run(
-            [*command, str(folder)],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        return subprocess.run(
+            [*command, str(folder)], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        ).stdout
     except subprocess.TimeoutExpired:
         raise RenderError(f"{folder}: rendering took over {_TIMEOUT_S:g} s") from None
-    if done.returncode:
-        raise RenderError(f"{folder}: {done.stderr.strip()}")
-    return done.stdout
+    except subprocess.CalledProcessError as error:
+        raise RenderError(f"{folder}: {error.stderr.strip()}") from None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,9 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overlay", nargs="*", help="default: all of them")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write FOLDER/OVERLAY.yaml")
     options = parser.parse_args(arguments)
-    strangers = sorted(set(options.overlay) - set(overlays()))
-    if strangers:
-        parser.error(f"no overlay named {strangers}; there are {overlays()}")
+    unknown = sorted(set(options.overlay) - set(overlays()))
+    if unknown:
+        parser.error(f"no overlay named {unknown}; there are {overlays()}")
     failed = False
     for name in options.overlay or overlays():
         try:

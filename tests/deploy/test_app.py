@@ -1,20 +1,44 @@
-"""What the application is told of tenants: digests of keys, and a key for our own requests."""
+"""What settings become: tenants, deployments of pools, what each worker must know."""
 
+import json
 import pickle
 
 import msgspec
+import numpy as np
 import pytest
 
-from deploy.app.access import own_headers, tenants_table
-from deploy.app.build import build_app
+from deploy.app.build import own_headers, tenants_table
 from deploy.app.model import Model, StartError
-from deploy.app.plan import engine_scheduler
+from deploy.app.plan import (
+    engine_scheduler,
+    pool_config,
+    pool_deployment,
+    pool_nodes,
+    worker_plan,
+)
+from kappa.plans.clo import FORMAT
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
 from scheduler.config import FairConfig
 from workers.vllm.link_queue import LinkRules
 
+MODEL = Model("nowhere", model_shape("llama-3.1-8b"), "")
 KEYED = {"by_key": {"sk-alice-0123456": "alice"}, "weights": {"alice": 2.0}}
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Using extra keyword arguments"),
+]
+
+
+def cluster(*pools, **more):
+    return load_settings(None, pools=[{"profile": "gh200-c2c", **pool} for pool in pools], **more)
+
+
+def config_of(pool, **more):
+    settings = cluster({"name": "a", **pool}, **more)
+    return pool_config(settings, settings.all_pools[0], MODEL)
 
 
 def test_the_ingress_gets_the_tenants_and_not_their_keys():
@@ -53,15 +77,122 @@ def test_engines_schedule_by_the_rule_weights_and_link_of_the_settings(tmp_path,
     assert scheduler.log == str(tmp_path / "it.jsonl")
 
 
-MODEL = Model("nowhere", model_shape("llama-3.1-8b"), "")
+def test_a_worker_runs_where_the_pool_says_and_nowhere_else():
+    config = config_of({"placement": {"gpus": 2, "cpus": 4, "resources": {"pool-a": 1}}})
+    assert config.placement_group_config == {"bundles": [{"CPU": 1, "GPU": 1}] * 2}
+    assert config.accelerator_config.kind == "gpu"
+    assert config.engine_kwargs["tensor_parallel_size"] == 2
+    options = config.deployment_config["ray_actor_options"]
+    assert (options["num_cpus"], options["resources"]) == (4, {"pool-a": 1})
 
 
-def test_an_engine_of_our_own_cannot_be_paced():
-    with pytest.raises(StartError, match="cannot be paced, but nodes pcie, c2c are"):
-        build_app(load_settings(None, engine="torch"), MODEL)
+def test_engines_fetch_media_only_from_domains_that_the_operator_names():
+    from vllm.multimodal.media.connector import MediaConnector
+
+    def allowed(**engine):
+        return config_of({}, engine=engine).engine_kwargs["allowed_media_domains"]
+
+    connector = MediaConnector(allowed_media_domains=allowed())
+    for address in ("http://169.254.169.254/latest/meta-data", "https://example.com/a.png"):
+        with pytest.raises(ValueError, match="must be from one of the allowed domains"):
+            connector.fetch_image(address)
+    with pytest.raises(RuntimeError, match="allowed-local-media-path"):
+        connector.fetch_image("file:///etc/passwd")
+    named = ["images.example.com"]
+    assert allowed(extra={"allowed_media_domains": named}) == named
 
 
-def test_vllms_own_order_needs_vllm():
-    settings = load_settings(None, engine="torch", scheduler={"name": "stock"}).unpaced()
-    with pytest.raises(StartError, match=r"scheduler\.name is stock"):
-        build_app(settings, MODEL)
+def test_a_gpu_pool_does_not_get_the_environment_of_a_cpu_engine():
+    on_gpu = config_of({"placement": {"gpus": 1}}).runtime_env["env_vars"]
+    on_cpu = config_of({}).runtime_env["env_vars"]
+    assert not any(name.startswith(("VLLM_CPU", "OMP_")) for name in on_gpu)
+    assert on_cpu["OMP_NUM_THREADS"] == "1" and on_gpu.keys() < on_cpu.keys()
+
+
+def test_labels_choose_machines():
+    settings = cluster({"name": "a", "placement": {"labels": {"ray.io/node-group": "gh200"}}})
+    (pool,) = settings.all_pools
+    bound = pool_deployment(settings, pool, MODEL, pool_config(settings, pool, MODEL), "")
+    made = bound._bound_deployment
+    assert made.name == "KappaServer:a"
+    assert made._replica_config.placement_group_bundle_label_selector == [
+        {"ray.io/node-group": "gh200"}
+    ]
+
+
+def test_a_fixed_pool_and_one_that_scales():
+    fixed = config_of({"replicas": 3}).deployment_config
+    assert fixed["num_replicas"] == 3 and "autoscaling_config" not in fixed
+    scaled = config_of(
+        {"autoscaling": {"max_replicas": 4, "target_backlog_s": 2.0, "down_after_s": 60}}
+    ).deployment_config
+    assert "num_replicas" not in scaled
+    policy = scaled["autoscaling_config"]
+    assert (policy["min_replicas"], policy["max_replicas"]) == (1, 4)
+    assert policy["downscale_delay_s"] == 60
+    assert policy["policy"]["policy_kwargs"]["target_backlog_s"] == 2.0
+
+
+def test_a_worker_that_goes_has_the_pools_time_to_end_its_streams():
+    assert config_of({"drain_s": 90}).deployment_config["graceful_shutdown_timeout_s"] == 90
+
+
+def test_a_worker_knows_its_pool_and_what_that_changes():
+    settings = cluster(
+        {"name": "a", "engine": {"device_blocks": 300}, "replicas": 2, "cost_per_hour": 2.5},
+        {"name": "b", "paced": True},
+        dilation=7,
+    )
+    first, second = (worker_plan(settings, pool, MODEL, "") for pool in settings.all_pools)
+    assert (first.pool, first.role, first.limits.device_blocks) == ("a", "both", 300)
+    assert [node.name for node in first.nodes] == ["a-0", "a-1"]
+    assert {node.cost_per_hour for node in first.nodes} == {2.5}
+    assert {node.source for node in first.nodes} == {"catalogue"}
+    assert second.limits.device_blocks == settings.engine.device_blocks
+    assert (second.nodes[0].source, second.nodes[0].dilation) == ("paced", 7)
+    assert first.transfer is None, "nobody hands over"
+
+
+def test_roles_bring_the_transfer_to_every_worker():
+    settings = cluster({"name": "a", "role": "prefill"}, {"name": "b"})
+    plans = [worker_plan(settings, pool, MODEL, "") for pool in settings.all_pools]
+    assert [plan.role for plan in plans] == ["prefill", "both"]
+    assert {plan.transfer.folder for plan in plans} == {settings.transfer.folder}
+
+
+def test_names_of_a_pool_that_scales_are_bounded():
+    settings = cluster({"name": "a", "autoscaling": {"max_replicas": 3}})
+    nodes = pool_nodes(settings, settings.all_pools[0])
+    assert [node.name for node in nodes] == ["a-0", "a-1", "a-2"]
+
+
+def planned(tmp_path, engine):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(json.dumps({"engine": engine}))
+    settings = load_settings(path)
+    return worker_plan(settings, settings.all_pools[0], MODEL, "")
+
+
+def heads(tmp_path, layers):
+    path = tmp_path / "heads.json"
+    path.write_text(json.dumps({"format": FORMAT, "importance": [[0.25] * 32] * layers}))
+    return str(path)
+
+
+def test_the_settings_arrive_at_the_worker_with_the_scores_themselves(tmp_path):
+    sparse = {"share": 0.2, "lanes": 7, "max_age": 5, "heads": heads(tmp_path, 32)}
+    plan = planned(tmp_path, {"kind": "torch", "approx": "ask", "sparse": sparse})
+    assert (plan.approx, plan.sparse.settings.slots, plan.sparse.settings.max_age) == ("ask", 7, 5)
+    assert plan.sparse.settings.clo.share == 0.2 and plan.sparse.settings.clo.eta == 0.8
+    assert np.array_equal(plan.sparse.heads.importance, np.full((32, 32), 0.25))
+
+
+def test_without_approximation_no_file_of_heads_is_read(tmp_path):
+    plan = planned(tmp_path, {"kind": "torch", "sparse": {"heads": "/nowhere"}})
+    assert plan.approx == "never" and plan.sparse.heads is None
+
+
+def test_scores_of_another_model_stop_the_start(tmp_path):
+    sparse = {"heads": heads(tmp_path, 3)}
+    with pytest.raises(StartError, match=r"engine\.sparse\.heads: .*give 32 layers of 32"):
+        planned(tmp_path, {"kind": "torch", "approx": "always", "sparse": sparse})

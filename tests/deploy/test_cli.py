@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from deploy.app.model import StartError, prepare_model
 from deploy.app.plan import worker_nodes
-from deploy.app.ports import check_port, free_port
+from deploy.app.ray_cluster import check_port, free_port
 from deploy.cli import app
 from kappa.settings.cluster import load_settings
 from kappa.settings.pools import ModelSettings

@@ -6,8 +6,7 @@ import pytest
 
 from deploy.app.cluster import Cluster
 from deploy.app.model import StartError
-from deploy.app.ports import reachable
-from deploy.app.ray_cluster import JoinedRay, OwnRay
+from deploy.app.ray_cluster import JoinedRay, OwnRay, reachable
 from kappa.settings.cluster import load_settings
 
 pytestmark = pytest.mark.ray
@@ -66,9 +65,6 @@ class Joined(JoinedRay):
     def start(self, log_level):
         pass
 
-    def machines(self):
-        return [SimpleNamespace(name="m", resources={"CPU": 8.0}, labels={})]
-
 
 @pytest.fixture
 def joined(monkeypatch):
@@ -84,6 +80,7 @@ def joined(monkeypatch):
         monkeypatch.setattr(ray.serve.context, "_get_global_client", lambda **_: client)
         monkeypatch.setattr(ray.serve, "status", lambda: SimpleNamespace(applications={}))
         monkeypatch.setattr(deploy.app.cluster, "prepare_model", lambda _: None)
+        monkeypatch.setattr(deploy.app.cluster, "machines", lambda: [])
         monkeypatch.setattr(deploy.app.cluster, "misfits", lambda *_: [])
         cluster = Cluster(load_settings(None, **sections), address="auto")
         cluster._ray = Joined()
@@ -120,6 +117,20 @@ def test_a_joined_serve_on_loopback_needs_no_keys(joined):
 def test_a_joined_serve_without_a_proxy_is_refused_with_a_remedy(joined):
     with pytest.raises(StartError, match=r"without an HTTP proxy.*serve shutdown"):
         joined(None)
+
+
+def test_rays_client_protocol_is_refused():
+    with pytest.raises(StartError, match="HOST:PORT or auto"):
+        Cluster(load_settings(), address="ray://somewhere:10001")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "127.0.0.1:many", "127.0.0.1:99999"])
+def test_where_nobody_listens_nothing_is_joined(address):
+    with pytest.raises(StartError, match=f"can be joined at {address}: .*HOST:PORT"):
+        JoinedRay(address).start("WARNING")
+    import ray
+
+    assert not ray.is_initialized()
 
 
 @pytest.mark.parametrize(

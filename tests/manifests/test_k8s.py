@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.k8s import checks, fits, render
+from deploy.k8s import checks, render
 from deploy.serve_app import settings_of
 from kappa.settings.base import SettingsError
 
@@ -285,9 +285,9 @@ def test_the_settings_of_an_application_are_those_of_a_cluster_file():
 
 
 def test_quantities():
-    assert fits.quantity("4Gi") == 4 << 30
-    assert fits.quantity("1500m") == 1.5
-    assert fits.quantity(2) == 2
+    assert checks.quantity("4Gi") == 4 << 30
+    assert checks.quantity("1500m") == 1.5
+    assert checks.quantity(2) == 2
 
 
 def test_nothing_comes_in_from_namespaces_that_no_administrator_has_labelled(rendered):

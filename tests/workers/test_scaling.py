@@ -126,7 +126,7 @@ def test_serve_takes_the_policy_by_its_name_and_asks_with_its_arguments():
     import ray.cloudpickle
     from ray.serve.config import AutoscalingConfig
 
-    from deploy.app.pools import autoscaling
+    from deploy.app.plan import autoscaling
     from kappa.settings.pools import ScalingSettings
 
     made = AutoscalingConfig(**autoscaling(ScalingSettings(max_replicas=3, target_backlog_s=2.0)))

@@ -1,0 +1,152 @@
+"""What goes together: settings with one another, and pools with a cluster's machines. Pure.
+
+Looked at before anything starts, and after the command line's options have been applied; all faults
+are reported at once. Ray would leave a worker that fits nowhere pending for ever; here it is an
+error, with what is missing and what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deploy.app.plan import worker_demand
+from kappa.settings.cluster import ClusterSettings
+from kappa.settings.pools import PoolSettings
+
+_REASONS_SHOWN = 3
+# Ray counts in ten-thousandths.
+_ROUNDING = 1e-5
+
+
+def contradictions(settings: ClusterSettings) -> list[str]:
+    """Settings that are sound one by one and do not go together."""
+    return [*_of_engines(settings), *_of_roles(settings)]
+
+
+def _of_engines(settings: ClusterSettings) -> Iterator[str]:
+    kind, pools = settings.engine.kind, settings.all_pools
+    paced = ", ".join(pool.name for pool in pools if pool.paced)
+    unpaced = ", ".join(pool.name for pool in pools if not pool.paced)
+    if kind == "torch" and paced:
+        yield (
+            f"engine.kind is torch, which cannot be paced, but nodes {paced} are: say "
+            "'paced: false' for each, or start with --unpaced"
+        )
+    if kind == "emulated" and unpaced:
+        yield (
+            f"engine.kind is emulated, which has no speed but its pace, and nodes {unpaced} are "
+            "not paced: say 'paced: true' for each"
+        )
+    if kind == "torch" and settings.scheduler.name == "stock":
+        yield (
+            "scheduler.name is stock, which is vLLM's own: with engine.kind torch name another "
+            "rule, such as fair"
+        )
+    on_gpus = ", ".join(pool.name for pool in pools if pool.paced and pool.placement.gpus)
+    if on_gpus:
+        yield f"pools {on_gpus} have GPUs and are paced: a GPU has its own speed; drop one"
+
+
+def _of_roles(settings: ClusterSettings) -> Iterator[str]:
+    pools, connector = settings.all_pools, settings.transfer.connector
+    if all(pool.role == "both" for pool in pools):
+        return
+    if settings.engine.kind != "vllm":
+        yield (
+            f"engine.kind is {settings.engine.kind}, which cannot hand KV over: make every pool's "
+            "role both"
+        )
+        return
+    for pool in pools:
+        engine, who = pool.engine_settings(settings.engine), f"pool {pool.name}"
+        if not engine.host_bytes:
+            yield f"{who} hands KV over or takes it, which needs engine.host_bytes above 0"
+        if engine.host_tier != "own" and connector == "files":
+            need = f"needs engine.host_tier own, not {engine.host_tier}"
+            yield f"{who}: transfer.connector files {need}"
+        if connector == "nixl" and not pool.placement.gpus:
+            yield (
+                f"{who} has no GPU, and transfer.connector is nixl, which vLLM's CPU build lacks: "
+                "say files"
+            )
+
+
+# -- pools and machines ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A Ray node: what it offers in all (CPU, GPU, custom resources) and how it is labelled."""
+
+    name: str
+    offers: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_ray(cls, node: Mapping[str, Any]) -> Machine:
+        """From an entry of `ray.nodes()`."""
+        return cls(str(node["NodeManagerHostname"]), node["Resources"], node.get("Labels") or {})
+
+    def lacks(self, pool: PoolSettings) -> list[str]:
+        """Why a worker of the pool cannot run here, empty if it can."""
+        short = [
+            f"{name} {self.offers.get(name, 0):g} of {wanted:g}"
+            for name, wanted in worker_demand(pool).items()
+            if self.offers.get(name, 0) < wanted
+        ]
+        other = [
+            f"label {name}={self.labels.get(name, '(none)')}, not {wanted}"
+            for name, wanted in pool.placement.labels.items()
+            if self.labels.get(name) != wanted
+        ]
+        return short + other
+
+
+def misfits(pools: Sequence[PoolSettings], machines: Sequence[Machine]) -> list[str]:
+    """Every pool that fits no machine, and how many workers of the others find no place; with the
+    place in the settings and what to change."""
+    faults, fitting = [], []
+    for number, pool in enumerate(pools):
+        lacking = sorted(
+            ((machine.lacks(pool), machine.name) for machine in machines),
+            key=lambda found: len(found[0]),
+        )
+        if any(not lacks for lacks, _ in lacking):
+            fitting.append(pool)
+            continue
+        reasons = dict.fromkeys(f"{name} has {', '.join(lacks)}" for lacks, name in lacking)
+        why = "; ".join(list(reasons)[:_REASONS_SHOWN]) or "there is none"
+        faults.append(
+            f"pools.{number}.placement: pool {pool.name} fits none of {len(lacking)} machine(s): "
+            f"{why}. Change its placement, or add a machine that offers it"
+        )
+    return [*faults, *_without_place(fitting, machines)]
+
+
+def _without_place(pools: Iterable[PoolSettings], machines: Sequence[Machine]) -> Iterator[str]:
+    """Pools whose workers do not all find a place when those are placed first that the fewest
+    machines suit, and of them the most demanding."""
+    free = [dict(machine.offers) for machine in machines]
+
+    def freedom(pool: PoolSettings) -> tuple[int, float]:
+        suiting = sum(not machine.lacks(pool) for machine in machines)
+        return suiting, -sum(worker_demand(pool).values())
+
+    for pool in sorted(pools, key=freedom):
+        demand, placed = worker_demand(pool), 0
+        for machine, offers in zip(machines, free, strict=True):
+            if machine.lacks(pool):
+                continue
+            while placed < pool.least and all(
+                offers.get(name, 0) >= wanted - _ROUNDING for name, wanted in demand.items()
+            ):
+                placed += 1
+                for name, wanted in demand.items():
+                    offers[name] -= wanted
+        if placed < pool.least:
+            yield (
+                f"pool {pool.name}: room for {placed} of {pool.least} workers beside the others: "
+                "lower its number, or add machines"
+            )

@@ -1,0 +1,171 @@
+"""What goes together: settings with one another, pools with machines; faults say what to change."""
+
+import pytest
+import ray
+
+from deploy.app.build import build_app
+from deploy.app.cluster import Cluster
+from deploy.app.fits import Machine, contradictions, misfits
+from deploy.app.model import Model, StartError
+from deploy.app.plan import worker_demand
+from kappa.settings.cluster import load_settings
+from kappa.settings.pools import PoolSettings
+from kappa.shapes import model_shape
+
+MODEL = Model("nowhere", model_shape("llama-3.1-8b"), "")
+GPU = {"gpus": 1, "resources": {"pool-gh200": 1}}
+
+pytestmark = pytest.mark.ray
+
+
+def cluster(*pools, **more):
+    return load_settings(None, pools=[{"profile": "gh200-c2c", **pool} for pool in pools], **more)
+
+
+def test_every_contradiction_is_reported_at_once():
+    settings = cluster(
+        {"name": "a", "paced": True, "role": "prefill"}, {"name": "b"},
+        engine="torch", scheduler={"name": "stock"},
+    )  # fmt: skip
+    found = contradictions(settings)
+    assert len(found) == 3
+    with pytest.raises(StartError) as caught:
+        build_app(settings, MODEL)
+    assert str(caught.value).splitlines() == found
+
+
+@pytest.mark.parametrize(
+    ("pools", "more", "says"),
+    [
+        ([{"name": "a", "paced": True}], {"engine": "torch"}, "cannot be paced, but nodes a are"),
+        ([{"name": "a"}], {"engine": "emulated"}, "no speed but its pace, and nodes a are"),
+        (
+            [{"name": "a"}],
+            {"engine": "torch", "scheduler": {"name": "stock"}},
+            "scheduler.name is stock",
+        ),
+        ([{"name": "a", "paced": True, "placement": {"gpus": 1}}], {}, "has its own speed"),
+        (
+            [{"name": "a", "role": "prefill", "engine": {"host_bytes": 0}}, {"name": "b"}],
+            {},
+            "pool a hands KV over or takes it, which needs engine.host_bytes",
+        ),
+        (
+            [{"name": "a", "role": "prefill"}, {"name": "b"}],
+            {"transfer": {"connector": "nixl"}},
+            "pool a has no GPU",
+        ),
+        (
+            [{"name": "a", "role": "prefill"}, {"name": "b"}],
+            {"engine": {"host_tier": "native"}},
+            "needs engine.host_tier own",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_reported_with_what_to_change(pools, more, says):
+    assert any(says in fault for fault in contradictions(cluster(*pools, **more)))
+
+
+def test_a_sound_cluster_has_no_contradiction():
+    assert contradictions(load_settings()) == []
+    sound = cluster({"name": "a", "role": "prefill"}, {"name": "b", "role": "decode"})
+    assert contradictions(sound) == []
+
+
+def test_before_anything_starts_all_that_is_known_to_be_wrong_is_reported():
+    settings = cluster(
+        {"name": "a", "placement": {"resources": {"pool-a": 1}}},
+        {"name": "b", "placement": {"labels": {"zone": "x"}}},
+        {"name": "c", "paced": True, "placement": {"gpus": 1}},
+    )
+    with pytest.raises(StartError) as caught, Cluster(settings):
+        pass
+    message = str(caught.value)
+    assert "pools.0.placement: pool a fits none of 1 machine(s): this machine has pool-a" in message
+    assert "pools.1.placement" in message and "label zone=(none), not x" in message
+    assert "pools c have GPUs and are paced" in message
+    assert not ray.is_initialized()
+
+
+# -- machines
+
+
+def pool(name="a", **changes):
+    return PoolSettings(name=name, profile="pcie", **changes)
+
+
+def machine(name="m", labels=None, **offers):
+    return Machine(name, offers, labels or {})
+
+
+def test_a_worker_demands_its_replica_and_its_engines():
+    assert worker_demand(pool()) == {"CPU": 2.0}
+    assert worker_demand(pool(placement={"gpus": 2, "cpus": 3})) == {"CPU": 5.0, "GPU": 2.0}
+    assert worker_demand(pool(placement=GPU)) == {"CPU": 2.0, "GPU": 1.0, "pool-gh200": 1.0}
+
+
+def test_a_machine_is_read_from_what_ray_reports():
+    node = {
+        "NodeManagerHostname": "h", "Resources": {"CPU": 4.0, "GPU": 1.0},
+        "Labels": {"ray.io/node-group": "gh200"}, "Alive": True,
+    }  # fmt: skip
+    assert Machine.of_ray(node) == machine("h", {"ray.io/node-group": "gh200"}, CPU=4.0, GPU=1.0)
+
+
+def test_what_fits_is_not_mentioned():
+    assert misfits([pool(replicas=2)], [machine(CPU=4)]) == []
+    assert misfits([pool(replicas=2)], [machine("a", CPU=2), machine("b", CPU=3)]) == []
+
+
+def test_a_pool_that_fits_no_machine_is_reported_with_its_place_and_the_nearest_machines():
+    machines = [machine("cpu", CPU=8), machine("gpu", CPU=8, GPU=1)]
+    (fault,) = misfits([pool(), pool("b", placement=GPU)], machines)
+    assert fault.startswith("pools.1.placement: pool b fits none of 2 machine(s): gpu has")
+    assert "gpu has pool-gh200 0 of 1; cpu has GPU 0 of 1, pool-gh200 0 of 1" in fault
+
+
+def test_a_label_that_no_machine_carries_is_reported():
+    labelled = pool(placement={"labels": {"ray.io/node-group": "gh200"}})
+    (fault,) = misfits([labelled], [machine(labels={"ray.io/node-group": "h100"}, CPU=8)])
+    assert "label ray.io/node-group=h100, not gh200" in fault
+    assert misfits([labelled], [machine(labels={"ray.io/node-group": "gh200"}, CPU=8)]) == []
+
+
+def test_without_machines_nothing_fits():
+    (fault,) = misfits([pool()], [])
+    assert "fits none of 0 machine(s): there is none" in fault
+
+
+def test_machines_that_are_too_few_are_reported_by_pool():
+    (fault,) = misfits([pool(replicas=3)], [machine(CPU=4)])
+    assert "room for 2 of 3 workers" in fault
+
+
+def test_the_most_demanding_pool_is_placed_first():
+    machines = [machine("gpu", CPU=2, GPU=1), machine("cpu", CPU=2)]
+    small, large = pool(), pool("b", placement={"gpus": 1})
+    assert misfits([small, large], machines) == []
+    assert misfits([large, small], machines) == []
+
+
+def test_every_pool_at_fault_is_reported_at_once():
+    pools = [pool(placement={"cpus": 64}), pool("b", placement=GPU), pool("c", replicas=9)]
+    assert len(misfits(pools, [machine(CPU=4)])) == 3
+
+
+def test_the_demo_fits_the_cluster_that_is_started_for_it():
+    pools = load_settings().all_pools
+    assert misfits(pools, [machine(CPU=2 * len(pools) + 2)]) == []
+
+
+def test_a_pool_that_few_machines_suit_is_placed_before_a_larger_one():
+    machines = [machine("gpu", CPU=8, GPU=1), machine("cpu", CPU=8)]
+    large, bound = pool(placement={"cpus": 6}), pool("b", placement={"gpus": 1, "cpus": 2})
+    assert misfits([large, bound], machines) == []
+    assert misfits([bound, large], machines) == []
+
+
+def test_fractions_of_a_cpu_add_up_as_ray_counts_them():
+    assert misfits([pool(replicas=5, placement={"cpus": 0.2})], [machine(CPU=6)]) == []
+    (fault,) = misfits([pool(replicas=6, placement={"cpus": 0.2})], [machine(CPU=6)])
+    assert "room for 5 of 6" in fault
