@@ -21,7 +21,7 @@ from typing import Annotated
 import typer
 
 from deploy.commands.console import fail, warn
-from deploy.commands.serve import Config, Policy, Port, running, settings_or_exit
+from deploy.commands.serve import Config, Policy, Port, interrupt, running, settings_or_exit
 from deploy.prometheus import Prometheus, PrometheusError, ray_targets, tool
 from loadtest.client import EndpointError
 from loadtest.sessions import chat_sessions, replay
@@ -58,18 +58,29 @@ def dashboards(
     settings = settings_or_exit(config, policy, port)
     engine = settings.engine.model_copy(update={"metrics": True})
     settings = settings.model_copy(update={"engine": engine})
+    from dashboards.build import DASHBOARDS, FOLDER, RULE_FILES
+
+    rules = [FOLDER / "rules" / name for name in RULE_FILES]
+    files = "\n".join(f"  {FOLDER / f'{board.uid}.json'}" for board in DASHBOARDS)
     try:
         tool("prometheus")  # before seconds are spent on the cluster
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, interrupt)
         with running(settings) as cluster:
             # Ray has put its own handler there, which dumps the stack and exits.
-            signal.signal(signal.SIGTERM, _interrupt)
+            signal.signal(signal.SIGTERM, interrupt)
             jobs = {
                 "kappa": [cluster.url.removeprefix("http://")],
                 "ray": ray_targets(os.getpid()),
             }
-            with Prometheus(jobs, _rules(), _INTERVAL_S, prometheus_port) as server:
-                _print_urls(cluster.url, server.url)
+            with Prometheus(jobs, rules, _INTERVAL_S, prometheus_port) as server:
+                print(
+                    f"endpoint    {cluster.url}/v1 (metrics: {cluster.url}/metrics)\n"
+                    f"Prometheus  {server.url} (rules: {server.url}/rules)\n"
+                    f"Dashboards, for your Grafana with that Prometheus as data source:\n{files}\n"
+                    "Which panels have data: .venv/bin/python -m dashboards.check --prometheus "
+                    f"{server.url}\nCtrl-C stops all of it.",
+                    flush=True,
+                )
                 asyncio.run(_traffic(cluster.url, sessions, seconds))
                 if seconds is not None:
                     raise typer.Exit(_evaluate(server.url, seconds, picture))
@@ -77,30 +88,6 @@ def dashboards(
         fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _rules() -> list[Path]:
-    from dashboards.build import FOLDER, RULE_FILES
-
-    return [FOLDER / "rules" / name for name in RULE_FILES]
-
-
-def _print_urls(cluster: str, prometheus: str) -> None:
-    from dashboards.build import DASHBOARDS, FOLDER
-
-    files = "\n".join(f"  {FOLDER / f'{board.uid}.json'}" for board in DASHBOARDS)
-    print(
-        f"endpoint    {cluster}/v1 (metrics: {cluster}/metrics)\n"
-        f"Prometheus  {prometheus} (rules: {prometheus}/rules)\n"
-        f"Dashboards, for your Grafana with that Prometheus as data source:\n{files}\n"
-        f"Which panels have data: .venv/bin/python -m dashboards.check --prometheus {prometheus}\n"
-        "Ctrl-C stops all of it.",
-        flush=True,
-    )
 
 
 async def _traffic(url: str, count: int, seconds: float | None) -> None:

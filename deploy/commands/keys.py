@@ -119,26 +119,22 @@ def _append(file: Path, line: str) -> None:
         if file.exists():
             read_digests(file)  # A faulty file is not made longer.
             text = file.read_text(encoding="utf-8")
-        _replace(file.resolve(), f"{text}{line}\n")  # a link to it stays
+        target = file.resolve()  # a link to it stays
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with open(handle, "w", encoding="utf-8") as out:
+                if target.exists():
+                    was = target.stat()
+                    os.fchown(handle, was.st_uid, was.st_gid)
+                    os.fchmod(handle, stat.S_IMODE(was.st_mode))
+                out.write(f"{text}{line}\n")
+                out.flush()
+                os.fsync(handle)
+            os.replace(name, target)
+        except BaseException:
+            os.unlink(name)
+            raise
     except ValueError as error:
         fail(str(error), 2)
     except OSError as error:
         fail(f"{file}: cannot be written: {error.strerror}", 2)
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file whole and put it in the place of the old one, with its owner and rights."""
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8") as out:
-            if file.exists():
-                was = file.stat()
-                os.fchown(handle, was.st_uid, was.st_gid)
-                os.fchmod(handle, stat.S_IMODE(was.st_mode))
-            out.write(text)
-            out.flush()
-            os.fsync(handle)
-        os.replace(name, file)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -79,18 +80,15 @@ def server(
 def install(root: Path, lock: Path) -> None:
     """Make the server's environment in `root`, from `lock`; the stamp comes last."""
     venv, client = root / "venv", root / "client"
-    _run(sys.executable, "-m", "venv", str(venv))
+    run = partial(subprocess.run, check=True, timeout=_INSTALL_TIMEOUT_S)
+    run([sys.executable, "-m", "venv", str(venv)])
     links = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS") or _TORCH
     uv = Path(sys.prefix) / "bin" / "uv"
     pip = [str(uv), "pip", "install", "--quiet", "--python", str(venv / "bin" / "python")]
     if not uv.exists():
         pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    _run(*pip, "--no-deps", "--require-hashes", "--find-links", links, "-r", str(lock))
+    run([*pip, "--no-deps", "--require-hashes", "--find-links", links, "-r", str(lock)])
     (package,) = venv.glob("lib/python3*/site-packages/lmcache")
     client.mkdir()
     (client / "lmcache").symlink_to(package)
     (root / STAMP).write_text("")
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, timeout=_INSTALL_TIMEOUT_S)

@@ -53,12 +53,12 @@ def serve(
 ) -> None:
     """Serve a model, on a Ray cluster started here or one that is joined, until Ctrl-C."""
     settings = settings_or_exit(config, policy, port, host, unpaced, log_level, allow_open)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     is_ready = False
     try:
         with running(settings, address=address) as cluster:
             # Ray has put its own handler there, which dumps the stack and exits.
-            signal.signal(signal.SIGTERM, _interrupt)
+            signal.signal(signal.SIGTERM, interrupt)
             print_ready(cluster.url, settings, json_output)
             is_ready = True
             while not (why := cluster.ended()):
@@ -70,7 +70,8 @@ def serve(
     os._exit(1)
 
 
-def _interrupt(*_: object) -> None:
+def interrupt(*_: object) -> None:
+    """A handler of signals: as if Ctrl-C had been pressed."""
     raise KeyboardInterrupt
 
 
@@ -84,18 +85,18 @@ def settings_or_exit(
     allow_open: bool = False,
 ) -> ClusterSettings:
     """Settings from file and options; on a fault prints it and exits with 2."""
+    given: dict[str, dict[str, Any]] = {
+        "router": {"policy": policy},
+        "http": {"port": port, "host": host},
+        "access": {"allow_open": allow_open or None},
+    }
     try:
         settings = load_settings(config)
-        changes: dict[str, Any] = {}
-        if policy is not None:
-            changes["router"] = {**settings.router.model_dump(), "policy": policy}
-        http = {k: v for k, v in (("port", port), ("host", host)) if v is not None}
-        if http:
-            changes["http"] = {**settings.http.model_dump(), **http}
-        if allow_open:
-            changes["access"] = {**settings.access.model_dump(), "allow_open": True}
-        if log_level is not None:
-            changes["log_level"] = log_level
+        changes: dict[str, Any] = {} if log_level is None else {"log_level": log_level}
+        for section, options in given.items():
+            changed = {name: value for name, value in options.items() if value is not None}
+            if changed:
+                changes[section] = {**getattr(settings, section).model_dump(), **changed}
         if changes:
             settings = load_settings(config, **changes)
     except SettingsError as error:

@@ -130,10 +130,11 @@ def _print(figures: dict[str, Any], where: SimulatedCluster) -> None:
         f"{figures['workload']}: {figures['requests']:,} requests of {figures['sessions']:,} "
         f"sessions ({figures['source']}){notes}"
     )
-    for title, view in (
-        ("as the source counts", figures),
-        (f"in an engine: blocks of {ENGINE_BLOCK_TOKENS}, cold at first", figures["engine"]),
-    ):
+    views = {
+        "as the source counts": figures,
+        f"in an engine: blocks of {ENGINE_BLOCK_TOKENS}, cold at first": figures["engine"],
+    }
+    for title, view in views.items():
         rows = [
             (symbol, *map(_number, view[key].values()))
             for key, symbol in (("new", "new"), ("cached", "cached"), ("kappa", "κ"))
@@ -142,20 +143,20 @@ def _print(figures: dict[str, Any], where: SimulatedCluster) -> None:
     critical, shares = figures["kappa_crit"], []
     for kind, limit in _kinds(where, critical).items():
         names = [name for name in critical if critical[name] == limit]
-        above = (view["share_above"][names[0]] for view in (figures, figures["engine"]))
+        above = (view["share_above"][names[0]] for view in views.values())
         shares.append((kind, str(len(names)), f"{limit:.4g}", *map(percent, above)))
-    print_table(
-        f"{figures['model']} on {figures['cluster']}",
-        ("node", "count", "κ_crit", "memory-bound", "in an engine"), shares,
-    )  # fmt: skip
+    columns = ("node", "count", "κ_crit", "memory-bound", "in an engine")
+    print_table(f"{figures['model']} on {figures['cluster']}", columns, shares)
     if figures["paper"]:
         rows = [
             (
-                row["where"], f"{row['quantity']} {row['statistic']}", _number(row["paper"]),
-                _number(row["ours"]),
+                r["where"],
+                f"{r['quantity']} {r['statistic']}",
+                _number(r["paper"]),
+                _number(r["ours"]),
             )
-            for row in figures["paper"]
-        ]  # fmt: skip
+            for r in figures["paper"]
+        ]
         columns = ("paper 001", "", "paper", "ours")
         print_table("beside the paper's figures", columns, rows, left=2)
         print_text(figures["why_ours_differ"])
