@@ -148,17 +148,17 @@ def _print(figures: dict[str, Any], where: SimulatedCluster) -> None:
     columns = ("node", "count", "κ_crit", "memory-bound", "in an engine")
     print_table(f"{figures['model']} on {figures['cluster']}", columns, shares)
     if figures["paper"]:
-        rows = [
+        beside = [
             (
                 r["where"],
                 f"{r['quantity']} {r['statistic']}",
-                _number(r["paper"]),
-                _number(r["ours"]),
+                *map(_number, (r["paper"], r["ours"])),
             )
             for r in figures["paper"]
         ]
-        columns = ("paper 001", "", "paper", "ours")
-        print_table("beside the paper's figures", columns, rows, left=2)
+        print_table(
+            "beside the paper's figures", ("paper 001", "", "paper", "ours"), beside, left=2
+        )
         print_text(figures["why_ours_differ"])
 
 
