@@ -3,7 +3,6 @@
 import asyncio
 import json
 
-import httpx
 import pytest
 import structlog
 from opentelemetry.sdk.trace.export import SpanExportResult
@@ -14,50 +13,28 @@ from kappa.protocol import Admission, Spent, WorkerReport
 from kappa.settings.routing import ObservingSettings
 from router.api.metadata import POOL_HEADER
 from router.api.tenants import Tenants
-from tests.router.scripted import BODY, PATH, event, get, post
+from tests.router.scripted import KEYS, code, event, get, post, until, words
 
 pytestmark = pytest.mark.ray
 
-DECISIONS = "/v1/decisions/{request_id}"
+
+async def account(app, request_id, key=None):
+    return await get(app, f"/v1/decisions/{request_id}", key)
 
 
-async def words(_worker):
-    yield [event("one")]
-    yield [event("two")]
-
-
-@pytest.fixture
-async def begin(serve):
-    async def make(script=words, **changes):
-        ingress, live, app = await serve(script, **changes)
-        app.get(DECISIONS)(ingress.decision)
-        return ingress, live, app
-
-    return make
-
-
-async def account(app, request_id):
-    return await get(app, f"/v1/decisions/{request_id}")
-
-
-async def test_a_requests_account_says_where_its_time_went(begin):
+async def test_a_requests_account_says_where_its_time_went(serve):
     async def slow(_worker):
         await asyncio.sleep(0.2)
         yield [event("one")]
         await asyncio.sleep(0.1)
         yield [event("two")]
 
-    _, live, app = await begin(slow)
+    _, live, app = await serve(slow)
     await post(app, stream=True)
     (record,) = live.records.values()
-    request_id, worker = record.decision.request_id, record.decision.worker
-    there = record.sent_as
-    live.reported(
-        WorkerReport(
-            worker, 1.0, spent=(Spent(there, 0.05, 0.1),),
-            admitted=(Admission(there, 16, 32, 8),),
-        )
-    )  # fmt: skip
+    request_id, there = record.decision.request_id, record.sent_as
+    admitted, spent = Admission(there, 16, 32, 8), Spent(there, 0.05, 0.1)
+    live.reported(WorkerReport(record.decision.worker, 1.0, spent=(spent,), admitted=(admitted,)))
     told = (await account(app, request_id)).json()
     assert told["request_id"] == request_id and told["end"] == "done"
     spans = {span["name"]: span for span in told["timeline"]["spans"]}
@@ -71,23 +48,35 @@ async def test_a_requests_account_says_where_its_time_went(begin):
     assert told["timeline"]["status"] == 200
 
 
-async def test_a_refused_request_has_an_account_without_a_decision(begin):
-    ingress, _, app = await begin(workers=())
+async def test_a_refused_request_has_an_account_without_a_decision(serve):
+    ingress, _, app = await serve(workers=())
     assert (await post(app)).status_code == 503
     (request_id,) = ingress._telemetry._timelines
     told = (await account(app, request_id)).json()
     assert told["timeline"]["status"] == 503 and "node" not in told
     assert [span["name"] for span in told["timeline"]["spans"]] == ["ingress", "tokenize"]
+    assert code(await account(app, "nobody"), 404) == "request_not_found"
 
 
-async def test_an_unknown_request_is_404_in_openais_shape(begin):
-    _, _, app = await begin()
-    answer = await account(app, "nobody")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "request_not_found")
+async def test_another_tenants_account_is_not_had_by_sending_its_requests_id(serve):
+    digests = {digest_of(KEYS[name]): name for name in ("alice", "bob")}
+    tenants = Tenants(operators=frozenset()).with_digests(digests)
+    here = await serve(tenants=tenants)
+    headers = {"x-request-id": "job-1"}
+    assert (await here.ask("alice", headers=headers)).status_code == 200
+    for changes in ({"model": "none"}, {}):
+        await here.ask("bob", headers=headers, **changes)
+        assert (await account(here.app, "job-1", "sk-bob")).status_code == 404
+    told = (await account(here.app, "job-1", "sk-alice")).json()
+    assert told["tenant"] == "alice" and told["timeline"]["status"] == 200
+    assert here.ingress._path.open == set() and here.live.router.reservations == 0
 
 
-async def test_in_shadow_rays_rule_steers_and_ours_is_written_down(begin):
-    ingress, live, app = await begin(mode="shadow")
+# -- rollout ---------------------------------------------------------------------------------------
+
+
+async def test_in_shadow_rays_rule_steers_and_ours_is_written_down(serve):
+    ingress, live, app = await serve(mode="shadow")
     for _ in range(12):
         assert (await post(app, stream=True)).status_code == 200
     records = list(live.records.values())
@@ -105,54 +94,41 @@ async def test_in_shadow_rays_rule_steers_and_ours_is_written_down(begin):
     assert told["steered"] == "ray" and told["shadow"]["chosen_worker"] in ("a", "b")
 
 
-async def test_shadow_takes_the_shorter_queue_of_the_two(begin):
+async def test_shadow_takes_the_shorter_queue_of_the_two(serve):
     gate = asyncio.Event()
 
     async def held(_worker):
         await gate.wait()
         yield [event("one")]
 
-    ingress, live, app = await begin(held, mode="shadow")
+    ingress, live, app = await serve(held, mode="shadow")
     asked = [asyncio.create_task(post(app, stream=True)) for _ in range(6)]
-    async with asyncio.timeout(30):
-        while live.router.reservations < 6:
-            await asyncio.sleep(0.01)
+    await until(lambda: live.router.reservations == 6)
     assert sorted(ingress.sent.count(worker) for worker in ("a", "b")) == [3, 3]
     gate.set()
     await asyncio.gather(*asked)
 
 
-async def test_a_canary_keeps_each_conversation_in_its_arm(begin):
-    _, live, app = await begin(mode="canary:50")
+async def test_a_canary_keeps_each_conversation_in_its_arm(serve):
+    _, live, app = await serve(mode="canary:50")
     for turn in range(3):
-        for name in range(16):
+        for name in range(12):
             await post(app, stream=True, user=f"u{name}", max_tokens=4 + turn)
     by_conversation = {}
     for number, record in enumerate(live.records.values()):
-        by_conversation.setdefault(number % 16, set()).add(record.steered)
+        by_conversation.setdefault(number % 12, set()).add(record.steered)
     assert all(len(arms) == 1 for arms in by_conversation.values())
     assert {"kappa", "ray"} == set.union(*by_conversation.values())
     assert all((r.shadow is not None) == (r.steered == "ray") for r in live.records.values())
 
 
-async def test_rays_own_mode_decides_reserves_and_tokenizes_nothing(begin):
-    sent = []
-
-    async def script(_worker):
-        yield [event("one")]
-
-    ingress, live, app = await begin(script, mode="ray")
-
-    async def call(body, method, headers):
-        sent.append((headers, dict(body.vllm_xargs)))
-        yield [event("one")]
-
-    ingress._path.delivery._call = call
+async def test_rays_own_mode_decides_reserves_and_tokenizes_nothing(serve):
+    ingress, live, app = await serve(mode="ray")
     answer = await post(app, stream=True)
     assert answer.status_code == 200 and "one" in answer.text
-    headers, told = sent[0]
+    (headers,), (sent,) = ingress.headers, ingress.told
     assert "x-kappa-pin" not in headers and POOL_HEADER in headers
-    assert told["kappa_tenant"] == "default" and "kappa_prompt_tokens" not in told
+    assert sent["kappa_tenant"] == "default" and "kappa_prompt_tokens" not in sent
     assert not live.records and not live.router.reservations
     assert "x-kappa-node" not in answer.headers
     text = (await get(app, "/metrics")).text
@@ -161,90 +137,63 @@ async def test_rays_own_mode_decides_reserves_and_tokenizes_nothing(begin):
     assert (timeline.end, timeline.status) == ("done", 200)
 
 
-async def test_another_tenants_account_is_not_had_by_sending_its_requests_id(begin):
-    tenants = Tenants(operators=frozenset()).with_digests(
-        {digest_of(f"sk-{name}"): name for name in ("alice", "bob")}
-    )
-    ingress, live, app = await begin(tenants=tenants)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-
-        async def ask(name, **changes):
-            headers = {"authorization": f"Bearer sk-{name}", "x-request-id": "job-1"}
-            return await client.post(PATH, json=BODY | {"stream": True} | changes, headers=headers)
-
-        assert (await ask("alice")).status_code == 200
-        for changes in ({"model": "none"}, {}):
-            await ask("bob", **changes)
-            assert (await get(app, "/v1/decisions/job-1", "sk-bob")).status_code == 404
-        told = (await get(app, "/v1/decisions/job-1", "sk-alice")).json()
-    assert told["tenant"] == "alice" and told["timeline"]["status"] == 200
-    assert ingress._path.open == set() and live.router.reservations == 0
+# -- traces, metrics, logs -------------------------------------------------------------------------
 
 
-async def test_with_the_collector_down_every_request_is_answered(begin, monkeypatch):
-    class Broken:
-        def export(self, spans):
-            raise OSError("no route to host")
+class Exporter:
+    """A collector's client, which keeps what it gets, or fails."""
 
-        def shutdown(self):
-            pass
+    def __init__(self, error=None):
+        self.got, self.error = [], error
 
-        def force_flush(self, timeout_millis=0):
-            return True
+    def export(self, spans):
+        if self.error is not None:
+            raise self.error
+        self.got.extend(spans)
+        return SpanExportResult.SUCCESS
 
-    monkeypatch.setattr(router.tracing, "_exporter", lambda _: Broken())
+    def shutdown(self):
+        pass
+
+    def force_flush(self, timeout_millis=0):
+        return True
+
+
+@pytest.mark.parametrize("error", [None, OSError("no route to host")])
+async def test_a_request_is_answered_and_becomes_one_trace_if_the_collector_is_there(
+    serve, monkeypatch, error
+):
+    exporter = Exporter(error)
+    monkeypatch.setattr(router.tracing, "_exporter", lambda _: exporter)
     seen = ObservingSettings(otlp_endpoint="http://127.0.0.1:9")
-    ingress, _, app = await begin(observing=seen)
-    for _ in range(5):
-        assert (await post(app, stream=True)).status_code == 200
-    ingress._tracing.close()
-
-
-async def test_a_request_becomes_one_trace_with_the_clients(begin, monkeypatch):
-    got = []
-
-    class Kept:
-        def export(self, spans):
-            got.extend(spans)
-            return SpanExportResult.SUCCESS
-
-        def shutdown(self):
-            pass
-
-        def force_flush(self, timeout_millis=0):
-            return True
-
-    monkeypatch.setattr(router.tracing, "_exporter", lambda _: Kept())
-    monkeypatch.setattr(router.tracing, "_SETTLE_S", 0.0)
-    seen = ObservingSettings(otlp_endpoint="http://127.0.0.1:9")
-    ingress, _, app = await begin(observing=seen)
+    ingress, _, app = await serve(observing=seen)
     ingress._tracing._settle_s = 0.0
-    await post(app, stream=True)
+    assert (await post(app, stream=True)).status_code == 200
     await asyncio.sleep(0.05)
     ingress._tracing.close()
-    assert {"ingress", "tokenize", "decide", "first_token", "stream"} <= {s.name for s in got}
-    assert len({span.context.trace_id for span in got}) == 1
+    if error is None:
+        names = {span.name for span in exporter.got}
+        assert {"ingress", "tokenize", "decide", "first_token", "stream"} <= names
+        assert len({span.context.trace_id for span in exporter.got}) == 1
 
 
-async def test_without_metrics_and_request_log_requests_are_served_all_the_same(begin):
+async def test_without_metrics_and_request_log_requests_are_served_all_the_same(serve):
     seen = ObservingSettings(metrics=False, request_log=False)
     with structlog.testing.capture_logs() as lines:
-        _, _, app = await begin(observing=seen)
+        _, _, app = await serve(words, observing=seen)
         assert (await post(app, stream=True)).status_code == 200
         assert (await get(app, "/metrics")).content == b""
     assert not [line for line in lines if line["event"] == "request_done"]
 
 
-async def test_log_lines_on_a_requests_way_carry_its_id(begin, capsys):
+async def test_log_lines_on_a_requests_way_carry_its_id(serve):
     async def broken(_worker):
         raise RuntimeError("engine down")
         yield
 
-    _, _, app = await begin(broken)
-    with structlog.testing.capture_logs(
-        processors=[structlog.contextvars.merge_contextvars]
-    ) as lines:
+    _, _, app = await serve(broken)
+    merge = structlog.contextvars.merge_contextvars
+    with structlog.testing.capture_logs(processors=[merge]) as lines:
         await post(app)
     told = [line for line in lines if line["event"] in ("worker_failed", "request_failed")]
     assert told and all(line["request_id"] for line in told), json.dumps(lines, default=repr)

@@ -1,25 +1,49 @@
-"""What a request asks for, read from its body and its headers."""
+"""What a request asks for and is held to: salts, deadlines, approximation, who can serve it."""
+
+import itertools
+from dataclasses import replace
 
 import pytest
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 from starlette.requests import Request
 
+from kappa.hardware import node_profile
 from router.api.app import Inbound
-from router.api.request import ApiRequest
+from router.api.errors import ApiError
+from router.api.request import (
+    ApiRequest,
+    Deadline,
+    approx_allowed,
+    cache_salt,
+    deadline_of,
+    exact_workers,
+    is_approximate,
+    late_workers,
+    unfit_workers,
+)
 from router.api.tenants import Tenant
-from router.index.prefix_hash import salt_of
+from router.index.prefix_hash import PrefixHasher, salt_of
+from tests.router.building import announcement
+from tests.router.offering import estimates
 
 pytestmark = pytest.mark.ray
 
 
-def request(headers=None, *, completion=False, tenant=None, **fields):
+def refused(call, *arguments, **options):
+    with pytest.raises(ApiError) as caught:
+        call(*arguments, **options)
+    return caught.value
+
+
+# -- bodies and headers ----------------------------------------------------------------------------
+
+
+def request(headers=None, *, completion=False, **fields):
     given = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-    inbound = Inbound("r", 0.0, tenant or Tenant())
-    http = Request({"type": "http", "headers": given, "state": {"inbound": inbound}})
+    http = Request({"type": "http", "headers": given, "state": {"inbound": Inbound("r", 0.0)}})
     if completion:
-        return ApiRequest.of(
-            http, CompletionRequest(model="m", prompt="x", **fields), "completions"
-        )
+        body = CompletionRequest(model="m", prompt="x", **fields)
+        return ApiRequest.of(http, body, "completions")
     messages = [{"role": "user", "content": "x"}]
     return ApiRequest.of(
         http, ChatCompletionRequest(model="m", messages=messages, **fields), "chat"
@@ -46,35 +70,215 @@ def test_the_later_bound_on_generated_tokens_counts():
 
 
 @pytest.mark.parametrize(
-    ("fields", "reads"),
+    ("completion", "fields", "reads"),
     [
-        ({}, True),
-        ({"logprobs": True, "top_logprobs": 2}, True),
-        ({"prompt_logprobs": 0}, False),
-        ({"echo": True, "logprobs": True, "top_logprobs": 2}, False),
+        (False, {}, True),
+        (False, {"logprobs": True, "top_logprobs": 2}, True),
+        (False, {"prompt_logprobs": 0}, False),
+        (False, {"echo": True, "logprobs": True, "top_logprobs": 2}, False),
+        (True, {"logprobs": 2}, True),
+        (True, {"echo": True}, True),
+        (True, {"echo": True, "logprobs": 2}, False),
     ],
 )
-def test_a_prompt_whose_logprobs_are_asked_for_finds_no_cached_prefix(fields, reads):
-    made = request(cache_salt="mine", **fields)
+def test_a_prompt_whose_logprobs_are_asked_for_finds_no_cached_prefix(completion, fields, reads):
+    made = request(completion=completion, cache_salt="mine", **fields)
     assert (made.salt == salt_of("mine")) is reads
     skips = made.body.to_sampling_params(4, {}).skip_reading_prefix_cache
-    assert skips is not reads, "as vLLM does"
+    assert bool(skips) is not reads, "as vLLM does"
 
 
-@pytest.mark.parametrize(
-    ("fields", "reads"),
-    [({"logprobs": 2}, True), ({"echo": True}, True), ({"echo": True, "logprobs": 2}, False)],
-)
-def test_so_does_a_completion_that_is_echoed_with_logprobs(fields, reads):
-    made = request(completion=True, **fields)
-    assert (made.salt == 0) is reads
-    assert made.body.to_sampling_params(4, {}).skip_reading_prefix_cache is not reads
-
-
-def test_its_end_is_told_once():
-    ends = []
-    made = request()
+def test_its_end_is_reported_once():
+    ends, made = [], request()
     made.on_end = lambda *end: ends.append(end)
     made.finish("done", 200)
     made.finish("error", 500)
     assert ends == [(made, "done", 200)]
+
+
+# -- deadlines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed_s"), [("1", 0.001), (" 1500 ", 1.5), ("86400000", 86400)]
+)
+def test_a_deadline_is_whole_milliseconds_from_arrival(text, allowed_s):
+    deadline = deadline_of(text, 10.0)
+    assert deadline == Deadline(10.0, allowed_s) and deadline.at_s == 10.0 + allowed_s
+    assert deadline_of("", 1.0) is None and deadline_of("  ", 1.0) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0", "-5", "1.5", "1e3", "soon", "0x10", "1 2", "86400001", "9" * 400, "²", "١", "+5",
+        "1_000",
+    ],
+)  # fmt: skip
+def test_what_is_no_deadline_is_refused_with_what_it_should_be(text):
+    error = refused(deadline_of, text, 0.0)
+    assert (error.status, error.param) == (400, "x-kappa-deadline-ms")
+    assert "whole milliseconds" in error.message and text not in error.message.split()
+
+
+def test_it_has_passed_from_its_moment_on():
+    deadline = Deadline(10.0, 2.0)
+    deadline.check(11.999)
+    error = refused(deadline.check, 12.0)
+    assert (error.status, error.code, error.retry_after_s) == (504, "deadline_exceeded", None)
+
+
+def priced(*ttft_s):
+    rows = ({"ttft_s": ttft, "tpot_s": 0.1} for ttft in ttft_s)
+    return estimates(*rows, expected_output_tokens=10)
+
+
+def test_workers_predicted_too_late_are_named():
+    made = priced(1.0, 3.0, 1.99)
+    assert late_workers(Deadline(0.0, 2.5), made, 0.5, streamed=True) == {made.workers[1]}
+    assert late_workers(Deadline(0.0, 9.0), made, 0.5, streamed=True) == frozenset()
+    # An answer that is not streamed is there with its last token: 10 of 0.1 s later.
+    made = priced(1.0, 1.5)
+    assert late_workers(Deadline(0.0, 2.2), made, 0.0, streamed=True) == frozenset()
+    assert late_workers(Deadline(0.0, 2.2), made, 0.0, streamed=False) == {made.workers[1]}
+
+
+def test_if_all_are_late_it_is_refused_with_what_the_soonest_lacks():
+    error = refused(late_workers, Deadline(0.0, 2.0), priced(3.0, 2.5), 1.0, streamed=True)
+    assert (error.status, error.code) == (429, "deadline_unmeetable")
+    assert error.retry_after_s == pytest.approx(1.5)
+    assert "2.5 s from now" in error.message
+
+
+# -- salts -----------------------------------------------------------------------------------------
+
+ALICE, BOB = (Tenant(name, own_cache=True) for name in ("alice", "bob"))
+
+
+def test_without_isolation_a_client_has_the_salt_that_it_asks_for():
+    assert cache_salt(Tenant(), None) is None
+    assert cache_salt(Tenant(), "") is None
+    assert cache_salt(Tenant("alice"), "mine") == "mine"
+
+
+def test_every_pair_of_tenant_and_own_salt_has_a_salt_of_its_own():
+    tenants = [ALICE, BOB, Tenant("alicex", own_cache=True), Tenant("a", own_cache=True)]
+    own = [None, "x", "licex", "alice", "bob", "\x00", "ß", "\ud800"]
+    salts = {(t.name, o): cache_salt(t, o) for t, o in itertools.product(tenants, own)}
+    assert len(set(salts.values())) == len(salts)
+    assert cache_salt(ALICE, "") == cache_salt(ALICE, None)
+    stolen = cache_salt(ALICE, None)
+    assert cache_salt(BOB, stolen) not in (stolen, cache_salt(ALICE, stolen))
+
+
+def test_a_salt_is_the_same_at_every_start():
+    assert cache_salt(ALICE, "x") == "342cb34df72dcc2e5545f14032f21394"
+    assert cache_salt(ALICE, "x") == cache_salt(Tenant("alice", 7.0, own_cache=True), "x")
+
+
+@pytest.mark.parametrize("own", [None, "session"])
+def test_the_router_finds_no_prefix_of_another_tenant(own):
+    hasher = PrefixHasher(16, secret=7)
+    alice, bob = (
+        hasher.prefix_hashes(list(range(64)), salt_of(cache_salt(tenant, own)))
+        for tenant in (ALICE, BOB)
+    )
+    assert len(alice) == 4 and not set(alice.tolist()) & set(bob.tolist())
+
+
+# -- context and KV cache --------------------------------------------------------------------------
+
+
+def worker(name, blocks, context=4096):
+    return announcement(name, device_blocks=blocks, max_context_tokens=context)
+
+
+SMALL, LARGE = worker("small", 11), worker("large", 21)  # 160 and 320 tokens can be held
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "unfit"),
+    [
+        (100, 60, set()),
+        (100, 61, {"small"}),
+        (159, 0, set()),
+        (160, 0, {"small"}),
+        (160, -1, {"small"}),
+        (1, 319, {"small"}),
+    ],
+)
+def test_workers_that_cannot_hold_prompt_and_answer_are_named(prompt, wanted, unfit):
+    assert unfit_workers([SMALL, LARGE], prompt, wanted) == unfit
+    assert unfit_workers([], 10**6, 1) == frozenset(), "nothing is known"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "param", "blocks"), [(10, 311, "max_tokens", 21), (900, 0, "messages", 57)]
+)
+def test_what_no_worker_can_hold_is_refused_with_both_numbers(prompt, wanted, param, blocks):
+    error = refused(unfit_workers, [SMALL, LARGE], prompt, wanted)
+    assert (error.status, error.code, error.param) == (400, "footprint_too_large", param)
+    assert f"takes {blocks} blocks" in error.message and "has 20" in error.message
+
+
+@pytest.mark.parametrize(
+    ("wanted", "needs"),
+    [(10, "210 (200 in the prompt and 10 to generate)"), (0, "201 (200 in the prompt)")],
+)
+def test_a_context_that_is_too_short_is_named_as_such(wanted, needs):
+    workers = [worker("a", 500, context=200), worker("b", 2, context=100)]
+    error = refused(unfit_workers, workers, 200, wanted)
+    assert error.code == "context_length_exceeded"
+    assert f"context is 200 tokens, the request needs {needs}" in error.message
+
+
+def test_a_worker_with_room_but_a_short_context_does_not_help_one_with_neither():
+    workers = [worker("deep", 11, context=4096), worker("short", 500, context=100)]
+    error = refused(unfit_workers, workers, 200, 1)
+    assert error.code in ("footprint_too_large", "context_length_exceeded")
+
+
+# -- approximate answers ---------------------------------------------------------------------------
+
+
+def approx_worker(name, policy=None):
+    plan = {"planner": "auto", "rates": {}, **({"approx": policy} if policy else {})}
+    node = replace(node_profile("pcie"), name=name)
+    return announcement(name, node, engine="torch", load_plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("header", "field", "asked"),
+    [
+        ("ok", None, True), (" OK ", None, True), (None, "ok", True), ("no", "ok", False),
+        (None, None, None), ("", "ok", None), (None, "", None),
+    ],
+)  # fmt: skip
+def test_a_request_says_ok_no_or_nothing_and_the_header_wins(header, field, asked):
+    assert approx_allowed(header, field) is asked
+
+
+@pytest.mark.parametrize("given", ["yes", "true", 1, True, "k=5", ["ok"]])
+def test_another_word_is_refused(given):
+    error = refused(approx_allowed, None, given)
+    assert (error.status, error.param) == (400, "x-kappa-approx") and "give 'ok'" in error.message
+
+
+def test_a_worker_answers_approximately_where_it_may_and_nobody_objects():
+    policies = (None, "never", "ask", "always")
+    assert {
+        (policy, asked)
+        for policy, asked in itertools.product(policies, (True, None, False))
+        if is_approximate(approx_worker("w", policy), asked)
+    } == {("ask", True), ("always", True), ("always", None)}
+
+
+def test_who_asks_is_kept_from_exact_workers_and_refused_if_there_are_no_others():
+    mixed = [approx_worker("a"), approx_worker("b", "ask"), approx_worker("c", "always")]
+    assert exact_workers(mixed, True) == {"a"}
+    assert exact_workers(mixed, None) == exact_workers(mixed, False) == frozenset()
+    error = refused(exact_workers, mixed[:1], True)
+    assert (error.status, error.code) == (400, "approx_not_allowed")
+    assert "no worker here gives approximate" in error.message
+    # Of workers that are not there yet nothing is known: that is another error.
+    assert exact_workers([], True) == frozenset()

@@ -1,4 +1,4 @@
-"""Start and stop of the live router: from settings to rules, and when it may be asked."""
+"""Start and stop of the live router, and the handles of the pools that it decides over."""
 
 import asyncio
 
@@ -6,6 +6,7 @@ import pytest
 
 import router.live.live_router
 from kappa.settings.routing import FailoverSettings
+from router.api.endpoints import PoolHandles
 from router.api.start import LiveStart, member_rule, record_file, router_config
 from router.live.replica_registry import ReplicaRegistry
 from tests.router.scripted import announcement, ingress_settings
@@ -24,10 +25,6 @@ def registry(monkeypatch):
     return made
 
 
-async def nothing():
-    return
-
-
 def test_the_settings_say_when_a_worker_is_gone():
     failover = FailoverSettings(stall_after_s=20, failures=2, pause_s=3, longest_pause_s=9)
     rule = member_rule(settings(failover=failover, drain_s=100.0))
@@ -37,14 +34,11 @@ def test_the_settings_say_when_a_worker_is_gone():
     assert member_rule(settings()).lost_after_s == 10.0
 
 
-def test_each_of_several_ingresses_writes_a_log_of_its_own():
+def test_each_of_several_ingresses_has_a_log_and_a_first_worker_of_its_own():
     assert record_file(settings(), 0) is None
     assert record_file(settings(record="/x/log.jsonl"), 0) == "/x/log.jsonl"
     several = settings(record="/x/log.jsonl", replicas=2)
     assert [record_file(several, rank) for rank in (0, 1)] == ["/x/log-0.jsonl", "/x/log-1.jsonl"]
-
-
-def test_each_of_several_ingresses_breaks_ties_from_another_worker_on():
     firsts = [router_config(settings(replicas=4), rank).first for rank in range(5)]
     assert firsts == [0.0, 0.25, 0.5, 0.75, 0.0]
 
@@ -64,11 +58,14 @@ async def test_it_is_made_once_woken_once_and_closed(registry):
     assert woken == [1] and live.members.settled
     registry.publish("d", {"a": announcement("a")})
     await asyncio.sleep(0.01)
-    assert live.router.workers == {}, "it hears nothing any more"
+    assert live.router.workers == {}, "it is informed of nothing any more"
     await start.close()
 
 
 async def test_what_is_not_known_in_time_is_said(registry):
+    async def nothing():
+        return
+
     start = LiveStart(settings(), nothing)
     assert not await start.known(0.05)
     registry.publish("d", {"a": announcement("a")})
@@ -76,3 +73,63 @@ async def test_what_is_not_known_in_time_is_said(registry):
     start().members.get("a").subscriber.synced = True
     assert await start.known(5.0)
     await start.close()
+
+
+# -- handles ---------------------------------------------------------------------------------------
+
+
+class Answer:
+    """A handle and Ray's generator of its streamed answer, as far as they are used."""
+
+    def __init__(self, *items):
+        self.items, self.asked, self.cancelled = list(items), [], 0
+        self.completions = self
+
+    def options(self, *, stream):
+        assert stream
+        return self
+
+    def remote(self, body, info):
+        self.asked.append(body)
+        return self
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if not self.items:
+            raise StopAsyncIteration
+        item = self.items.pop(0)
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def cancel(self):
+        self.cancelled += 1
+
+
+def streamed(answer, pool="a"):
+    return PoolHandles({"a": answer}).stream(pool, {"x": 1}, "completions", {})
+
+
+@pytest.mark.parametrize("pool", ["a", "gone"])
+async def test_what_a_pool_or_any_other_answers_is_passed_on_and_not_stopped(pool):
+    answer = Answer(1, 2)
+    assert [item async for item in streamed(answer, pool)] == [1, 2]
+    assert answer.asked == [{"x": 1}] and answer.cancelled == 0
+
+
+async def test_one_that_is_left_between_two_items_or_fails_is_stopped():
+    stream = streamed(answer := Answer(1, 2))
+    assert await anext(stream) == 1
+    await stream.aclose()
+    assert answer.cancelled == 1
+    answer = Answer(1, RuntimeError("lost"))
+    with pytest.raises(RuntimeError, match="lost"):
+        _ = [item async for item in streamed(answer)]
+    assert answer.cancelled == 1
+
+
+def test_without_pools_there_is_nothing_to_serve():
+    with pytest.raises(ValueError, match="no pool"):
+        PoolHandles({})

@@ -27,7 +27,9 @@ from router.api.tenants import Tenant
 from router.api.tokenizer import PromptTooLong, longest_token_bytes
 from tests.router.stream_worker import until
 
-# -- the order of a fair queue -----------------------------------------------------------------
+ALICE, BOB = Tenant("alice"), Tenant("bob")
+
+# -- the order of a fair queue ---------------------------------------------------------------------
 
 
 def drained(queue):
@@ -37,69 +39,57 @@ def drained(queue):
     return items
 
 
-def filled(*entries):
-    queue = FairQueue()
+def put(queue, *entries):
     for item, weight, cost in entries:
         queue.put(item, item[0], weight, cost)
     return queue
 
 
-def test_one_tenant_is_served_in_the_order_of_arrival():
-    assert drained(filled(("a1", 1, 9), ("a2", 1, 1), ("a3", 1, 5))) == ["a1", "a2", "a3"]
-
-
-def test_small_requests_pass_another_tenants_large_ones():
-    queue = filled(("a1", 1, 100), ("a2", 1, 100), ("b1", 1, 30), ("b2", 1, 30))
-    # Virtual times: both 0, a came first: a1 (a at 100); b1 (b 30), b2 (b 60); then a2.
-    assert drained(queue) == ["a1", "b1", "b2", "a2"]
-
-
-def test_a_weight_of_two_gets_twice_the_work():
-    ones = [(f"a{i}", 1, 10) for i in range(3)]
-    twos = [(f"b{i}", 2, 10) for i in range(5)]
-    # a advances by 10, b by 5: a 0 10 20, b 0 5 10 15 20; ties go to who arrived first.
-    assert drained(filled(*ones, *twos)) == ["a0", "b0", "b1", "a1", "b2", "b3", "a2", "b4"]
+@pytest.mark.parametrize(
+    ("entries", "order"),
+    [
+        # One tenant is served in the order of arrival.
+        ([("a1", 1, 9), ("a2", 1, 1), ("a3", 1, 5)], "a1 a2 a3"),
+        # Virtual times: both 0, a came first: a1 (a at 100); b1 (b 30), b2 (b 60); then a2.
+        ([("a1", 1, 100), ("a2", 1, 100), ("b1", 1, 30), ("b2", 1, 30)], "a1 b1 b2 a2"),
+        # A weight of two gets twice the work: a advances by 10, b by 5: a 0 10 20, b 0 5 10 15 20;
+        # ties go to who arrived first.
+        ([(f"a{i}", 1, 10) for i in range(3)] + [(f"b{i}", 2, 10) for i in range(5)],
+         "a0 b0 b1 a1 b2 b3 a2 b4"),
+    ],
+)  # fmt: skip
+def test_tenants_are_served_by_weight(entries, order):
+    assert drained(put(FairQueue(), *entries)) == order.split()
 
 
 def test_a_tenant_that_had_nothing_waiting_does_not_catch_up_on_the_past():
-    queue = filled(("a1", 1, 10), ("a2", 1, 10), ("a3", 1, 10), ("a4", 1, 10))
+    queue = put(FairQueue(), *((f"a{i}", 1, 10) for i in range(1, 5)))
     assert [queue.take() for _ in range(3)] == ["a1", "a2", "a3"]
     # a3 began at 20, so b begins there, and a stands at 30: b at 20 and 30, where a4 is earlier.
-    for item in ("b1", "b2", "b3"):
-        queue.put(item, "b", 1, 10)
+    put(queue, ("b1", 1, 10), ("b2", 1, 10), ("b3", 1, 10))
     assert drained(queue) == ["b1", "a4", "b2", "b3"]
 
 
 def test_a_tenant_that_comes_back_at_once_has_not_forgotten_its_last_work():
-    queue = filled(("a1", 1, 100), ("b1", 1, 10))
+    queue = put(FairQueue(), ("a1", 1, 100), ("b1", 1, 10))
     assert queue.take() == "a1"
-    queue.put("a2", "a", 1, 100)
-    queue.put("b2", "b", 1, 10)
+    put(queue, ("a2", 1, 100), ("b2", 1, 10))
     assert drained(queue) == ["b1", "b2", "a2"]
-
-
-def test_all_are_even_again_once_nothing_waits():
-    queue = filled(("a1", 1, 100))
-    assert drained(queue) == ["a1"]
-    queue.put("a2", "a", 1, 1)
-    queue.put("b1", "b", 1, 1)
-    assert drained(queue) == ["a2", "b1"]
+    # Once nothing waits, all are even again.
+    assert drained(put(queue, ("a3", 1, 1), ("b3", 1, 1))) == ["a3", "b3"]
 
 
 def test_what_is_dropped_is_not_charged():
-    queue = filled(("a1", 1, 100), ("a2", 1, 1), ("b1", 1, 1))
+    queue = put(FairQueue(), ("a1", 1, 100), ("a2", 1, 1), ("b1", 1, 1))
     for item, tenant in (("a1", "a"), ("a1", "a"), ("c1", "c")):
         queue.drop(item, tenant)
     assert drained(queue) == ["a2", "b1"]
-    queue.put("a3", "a", 1, 1)
+    put(queue, ("a3", 1, 1))
     queue.drop("a3", "a")
     assert queue.take() is None
 
 
-ALICE, BOB = Tenant("alice"), Tenant("bob")
-
-
-# -- lanes ------------------------------------------------------------------------------------
+# -- lanes -----------------------------------------------------------------------------------------
 
 
 class Gate:
@@ -120,77 +110,69 @@ class Gate:
 
 
 @pytest.fixture
-def gate():
-    gate = Gate()
-    yield gate
-    for _ in range(99):
-        gate.may_end.release()
+def begin():
+    """`await begin(name, ...)`: tasks of one lane, whose work ends as `begin.gate` lets it."""
+    lane, gate = TokenizingLane("test"), Gate()
 
+    async def make(*names, tenant=ALICE, cost=1):
+        tasks = []
+        for name in names:
+            tasks.append(asyncio.create_task(lane.run(tenant, cost, gate(name))))
+            await asyncio.sleep(0)
+        return tasks
 
-@pytest.fixture
-def lane():
-    lane = TokenizingLane("test")
-    yield lane
+    make.gate = gate
+    yield make
+    gate.may_end.release(99)
     lane.close()
 
 
-async def begin(lane, gate, name, tenant, cost):
-    task = asyncio.create_task(lane.run(tenant, cost, gate(name)))
-    await asyncio.sleep(0)
-    return task
-
-
-async def test_another_tenants_small_work_passes_what_waits(lane, gate):
-    tasks = [await begin(lane, gate, f"a{i}", ALICE, 1000) for i in range(3)]
-    tasks.append(await begin(lane, gate, "b", BOB, 1))
-    for _ in tasks:
-        gate.may_end.release()
+async def test_another_tenants_small_work_passes_what_waits(begin):
+    tasks = await begin("a0", "a1", "a2", cost=1000)
+    tasks += await begin("b", tenant=BOB)
+    begin.gate.may_end.release(4)
     assert await asyncio.gather(*tasks) == ["a0", "a1", "a2", "b"]
-    assert gate.begun == ["a0", "b", "a1", "a2"]
+    assert begin.gate.begun == ["a0", "b", "a1", "a2"]
 
 
-async def test_work_that_fails_lets_the_next_one_begin(lane, gate):
-    tasks = [await begin(lane, gate, name, ALICE, 1) for name in ("bad", "good")]
-    gate.may_end.release()
-    gate.may_end.release()
+async def test_work_that_fails_lets_the_next_one_begin(begin):
+    bad, good = await begin("bad", "good")
+    begin.gate.may_end.release(2)
     with pytest.raises(ValueError, match="bad"):
-        await tasks[0]
-    assert await tasks[1] == "good"
+        await bad
+    assert await good == "good"
 
 
-async def test_who_leaves_while_it_waits_is_taken_out_of_the_queue(lane, gate):
-    first, left, last = [await begin(lane, gate, n, ALICE, 1) for n in ("1", "2", "3")]
+async def test_who_leaves_while_it_waits_is_taken_out_of_the_queue(begin):
+    first, left, last = await begin("1", "2", "3")
     left.cancel()
-    for _ in range(2):
-        gate.may_end.release()
+    begin.gate.may_end.release(2)
     assert (await first, await last) == ("1", "3")
-    assert left.cancelled() and gate.begun == ["1", "3"]
+    assert left.cancelled() and begin.gate.begun == ["1", "3"]
 
 
-async def test_who_leaves_at_its_turn_passes_it_on(lane, gate):
-    first, left, last = [await begin(lane, gate, n, ALICE, 1) for n in ("1", "2", "3")]
+async def test_who_leaves_as_it_is_admitted_passes_its_place_on(begin):
+    first, left, last = await begin("1", "2", "3")
     first.add_done_callback(lambda _: left.cancel())
-    gate.may_end.release()
+    begin.gate.may_end.release()
     assert await first == "1"
-    gate.may_end.release()
-    gate.may_end.release()
+    begin.gate.may_end.release(2)
     assert await last == "3"
 
 
-async def test_what_was_begun_for_one_who_left_ends_before_the_next(lane, gate):
-    left, last = [await begin(lane, gate, name, ALICE, 1) for name in ("bad", "good")]
-    await until(lambda: gate.begun)
+async def test_what_was_begun_for_one_who_left_ends_before_the_next(begin):
+    left, last = await begin("bad", "good")
+    await until(lambda: begin.gate.begun)
     left.cancel()
     with pytest.raises(asyncio.CancelledError):
         await left
     await asyncio.sleep(0.05)
-    assert gate.begun == ["bad"]
-    gate.may_end.release()
-    gate.may_end.release()
+    assert begin.gate.begun == ["bad"]
+    begin.gate.may_end.release(2)
     assert await last == "good"
 
 
-# -- which lane, and what is too long -------------------------------------------------------------
+# -- which lane, and what is too long --------------------------------------------------------------
 
 
 class Recorded:
@@ -242,7 +224,7 @@ async def test_a_prompt_of_too_many_bytes_is_refused_untokenized(tokenizing, ren
     assert f"{2 * longest + 1} bytes are at least 3" in error.value.message
 
 
-def byte_level(normalizer=None, parts=(), special=None, longest="abcdefg"):
+def byte_level(normalizer=None, parts=(), special=None, longest="abcdefg", truncated=False):
     vocabulary = {letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
     vocabulary[longest] = 256
     backend = Tokenizer(models.BPE(vocabulary, []))
@@ -251,6 +233,15 @@ def byte_level(normalizer=None, parts=(), special=None, longest="abcdefg"):
         backend.normalizer = normalizer
     if special is not None:
         backend.add_special_tokens([special])
+    if truncated:
+        backend.enable_truncation(10)
+    return backend
+
+
+def few_bytes(pre_tokenizer=None):
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
     return backend
 
 
@@ -272,19 +263,12 @@ def test_the_longest_token_bounds_the_bytes_of_each():
         byte_level(parts=[pre_tokenizers.WhitespaceSplit()]),
         byte_level(special=AddedToken("<x>", lstrip=True)),
         byte_level(special=AddedToken("<x>", rstrip=True)),
-        Tokenizer(models.BPE({"a": 0}, [])),
+        byte_level(truncated=True),
+        few_bytes(),
+        few_bytes(pre_tokenizers.ByteLevel()),
     ],
 )
-def test_no_bound_is_claimed_where_text_may_disappear(backend):
-    assert longest_token_bytes(backend) is None
-
-
-def test_a_missing_byte_or_a_truncation_leaves_no_bound():
-    backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel()
-    assert longest_token_bytes(backend) is None
-    backend = byte_level()
-    backend.enable_truncation(10)
+def test_no_bound_is_claimed_where_text_may_disappear_or_a_byte_is_missing(backend):
     assert longest_token_bytes(backend) is None
 
 
@@ -312,10 +296,10 @@ def test_nfc_shrinks_no_character_to_less_than_a_quarter():
     assert max(ratios.values()) == ratios["\u0390"] == 3.5
 
 
-# -- the process ----------------------------------------------------------------------------------
+# -- the process -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def scripted():
     process = TokenizerProcess("", "tests.router.scripted_tokenizer")
     yield process
@@ -347,29 +331,23 @@ def test_the_process_gives_the_same_tokens_and_imports_no_torch(renderer):
         process.close()
 
 
-def test_a_prompt_that_hangs_costs_the_process_and_the_next_one_starts_another(
-    scripted, monkeypatch
+@pytest.mark.parametrize("what", ["hang", "die", "memory"])
+def test_a_prompt_that_hangs_dies_or_takes_all_memory_is_refused_and_the_next_one_served(
+    scripted, monkeypatch, what
 ):
-    scripted.tokens(text("start"))
+    assert scripted.tokens(text("ab")).tolist() == [97, 98]
     pid = scripted.pid
-    monkeypatch.setattr(router.api.render, "longest_s", lambda _bytes: 0.05)
+    if what == "hang":
+        monkeypatch.setattr(router.api.render, "longest_s", lambda _bytes: 0.05)
     with pytest.raises(ApiError) as error:
-        scripted.tokens(text("hang"))
+        scripted.tokens(text(what))
     assert (error.value.status, error.value.code) == (400, "prompt_not_tokenized")
-    assert gone(pid)
+    assert gone(pid) or what == "memory"
     monkeypatch.undo()
     assert scripted.tokens(text("ab")).tolist() == [97, 98]
 
 
-@pytest.mark.parametrize("what", ["die", "memory"])
-def test_a_prompt_that_ends_the_process_or_takes_its_memory_is_refused(scripted, what):
-    with pytest.raises(ApiError) as error:
-        scripted.tokens(text(what))
-    assert (error.value.status, error.value.code) == (400, "prompt_not_tokenized")
-    assert scripted.tokens(text("ab")).tolist() == [97, 98]
-
-
-def test_what_a_template_refuses_is_told_without_its_text(scripted):
+def test_what_a_template_refuses_is_named_without_its_text(scripted):
     with pytest.raises(PromptRefused, match=r"^ValueError$"):
         scripted.tokens(text("refuse"))
 
@@ -382,13 +360,14 @@ def test_a_process_that_does_not_start_is_an_error_of_ours():
     process.close()
 
 
-def test_a_closed_process_is_gone_and_starts_no_more(scripted):
-    scripted.tokens(text("ab"))
-    pid = scripted.pid
-    scripted.close()
+def test_a_closed_process_is_gone_and_starts_no_more():
+    process = TokenizerProcess("", "tests.router.scripted_tokenizer")
+    process.tokens(text("ab"))
+    pid = process.pid
+    process.close()
     assert gone(pid)
     with pytest.raises(ApiError, match="did not start"):
-        scripted.tokens(text("ab"))
+        process.tokens(text("ab"))
 
 
 def test_the_process_dies_with_its_parent():

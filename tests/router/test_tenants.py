@@ -1,12 +1,91 @@
-"""Token buckets and places: what a tenant may use, never more, and what was not used comes back."""
+"""Whose a request is, and how much it may take: keys, token buckets, places."""
+
+import copy
+import pickle
 
 import numpy as np
 import pytest
 
+from kappa.protocol import Charge
 from router.api.errors import ApiError
-from router.api.tenants import Allowance, Bucket, Places, Tenant, TenantLimiter, duration
+from router.api.tenants import (
+    Allowance,
+    Bucket,
+    Places,
+    Tenant,
+    TenantLimiter,
+    Tenants,
+    duration,
+    keys_in,
+)
+from tests.router.building import tenants_of
 
-FAR_S = 1e6
+# -- keys ------------------------------------------------------------------------------------------
+
+KEYS = {"sk-alice": "alice", "sk-alice-2": "alice", "sk-bob": "bob"}
+OPEN = tenants_of(KEYS, {"alice": 3.0, "default": 0.5})
+CLOSED = tenants_of(KEYS, {"alice": 3.0}, refuse=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "tenant"),
+    [
+        (["sk-alice"], Tenant("alice", 3.0)),
+        (["sk-alice-2"], Tenant("alice", 3.0)),
+        (["sk-bob"], Tenant("bob", 1.0)),
+        (["none", "sk-bob"], Tenant("bob", 1.0)),
+        (["sk-alice", "sk-bob"], Tenant("alice", 3.0)),
+        (["sk-alic"], None),
+        (["SK-ALICE"], None),
+        (["sk-\udcff"], None),
+        ([], None),
+    ],
+)
+def test_the_first_known_key_counts_and_without_one_it_is_the_default_or_nobody(keys, tenant):
+    assert OPEN.find(keys) == (tenant or Tenant("default", 0.5))
+    assert CLOSED.find(keys) == tenant
+    assert Tenants().find(keys) == Tenant(), "without keys everyone is the default tenant"
+
+
+@pytest.mark.parametrize(
+    ("authorization", "api_key", "keys"),
+    [
+        ("Bearer sk-a", "", ["sk-a"]), ("bearer   sk-a ", "", ["sk-a"]), ("", "sk-b", ["sk-b"]),
+        ("Bearer none", " sk-b", ["none", "sk-b"]), ("Basic dXNlcjpwdw==", "", []),
+        ("sk-a", "", []), ("Bearer", "", []), ("Bearer ", "", []), ("", "", []),
+    ],
+)  # fmt: skip
+def test_keys_come_in_either_header(authorization, api_key, keys):
+    assert keys_in(authorization, api_key) == keys
+
+
+def test_keys_are_in_nothing_that_is_shown_or_sent():
+    for text in (repr(OPEN), str(OPEN.by_digest), repr(pickle.dumps(OPEN))):
+        assert "sk-" not in text
+    assert pickle.loads(pickle.dumps(OPEN)) == copy.deepcopy(OPEN) == OPEN
+
+
+def test_the_default_tenant_is_listed_only_where_it_can_occur():
+    assert list(OPEN.all()) == ["alice", "bob", "default"]
+    assert list(CLOSED.all()) == ["alice", "bob"]
+    assert Tenants().all() == {"default": Tenant()}
+
+
+@pytest.mark.ray
+def test_shares_say_what_each_was_charged_of_all():
+    from router.api.status import shares
+
+    charged = {"alice": Charge(3.0, 1.0, 0.0), "ghost": Charge(1.0, 1.0, 0.0)}
+    rows = {row["tenant"]: row for row in shares(OPEN, charged)}
+    assert list(rows) == ["alice", "bob", "default", "ghost"]
+    assert rows["alice"]["share"] == {"vram": 0.75, "gpu": 0.5, "link": 0.0}
+    assert rows["alice"]["weight"] == 3.0
+    assert rows["ghost"]["charged"] == {"vram_s": 1.0, "gpu_s": 1.0, "link_s": 0.0}
+    assert rows["bob"]["share"] == {"vram": 0.0, "gpu": 0.0, "link": 0.0}
+    assert [row["tenant"] for row in shares(Tenants(), {})] == ["default"]
+
+
+# -- token buckets ---------------------------------------------------------------------------------
 
 
 def limits(replicas=1, **allowance):
@@ -19,6 +98,10 @@ def refused(call, *arguments):
     return caught.value
 
 
+def remaining(some, what="tokens"):
+    return some.headers("alice", 0.0)[f"x-ratelimit-remaining-{what}"]
+
+
 def test_without_limits_nothing_is_refused_or_said():
     free = TenantLimiter()
     for _ in range(1000):
@@ -26,7 +109,7 @@ def test_without_limits_nothing_is_refused_or_said():
     assert free.headers("alice", 0.0) == {}
 
 
-def test_requests_of_a_minute_are_let_in_then_refused_until_the_next_one_has_grown():
+def test_requests_of_a_minute_are_admitted_then_refused_until_the_next_one_has_grown():
     some = limits(requests_per_minute=6)
     for _ in range(6):
         some.enter("alice", 100.0)
@@ -39,32 +122,28 @@ def test_requests_of_a_minute_are_let_in_then_refused_until_the_next_one_has_gro
 
 
 def test_a_tenant_does_not_pay_for_another():
-    some = TenantLimiter(
-        Allowance(requests_per_minute=1), {"bob": Allowance(requests_per_minute=2)}
-    )
-    some.enter("alice", 0.0)
-    refused(some.enter, "alice", 0.0)
-    some.enter("bob", 0.0)
-    some.enter("bob", 0.0)
-    refused(some.enter, "bob", 0.0)
+    some = TenantLimiter(Allowance(1), {"bob": Allowance(2)})
+    for tenant, count in (("alice", 1), ("bob", 2)):
+        for _ in range(count):
+            some.enter(tenant, 0.0)
+        refused(some.enter, tenant, 0.0)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_over_any_time_no_more_than_a_full_bucket_and_the_rate_goes_through(seed):
-    rng = np.random.default_rng(seed)
-    some, now_s, let_in = limits(requests_per_minute=30), 0.0, 0
-    for gap_s in rng.exponential(0.3, 2000):
+    some, now_s, admitted = limits(requests_per_minute=30), 0.0, 0
+    for gap_s in np.random.default_rng(seed).exponential(0.3, 2000):
         now_s += gap_s
         try:
             some.enter("alice", now_s)
-            let_in += 1
+            admitted += 1
         except ApiError:
             pass
     # At the end there may be what a few long gaps have left.
-    assert 30 + now_s * 0.5 - 4 <= let_in <= 30 + now_s * 0.5 + 1
+    assert 30 + now_s * 0.5 - 4 <= admitted <= 30 + now_s * 0.5 + 1
 
 
-def test_a_request_that_may_wait_what_it_was_told_is_let_in_then():
+def test_a_request_that_waits_as_long_as_it_should_is_admitted_then():
     some = limits(tokens_per_minute=600)
     some.enter("alice", 0.0).reserve(500, 0, 0.0)
     lease = some.enter("alice", 0.0)
@@ -74,33 +153,27 @@ def test_a_request_that_may_wait_what_it_was_told_is_let_in_then():
     lease.reserve(300, 0, 20.0)
 
 
-def test_what_was_reserved_and_not_generated_comes_back_at_the_end():
+@pytest.mark.parametrize(
+    ("reserved", "generated", "served", "worked", "left"),
+    [
+        ((100, 800), 50, True, False, "850"),  # what was not generated comes back
+        ((50, 0), 1060, True, False, "0"),  # beyond the reservation is a debt
+        ((60, 30), 0, False, False, "1000"),  # no engine worked for it
+        ((60, 30), 0, False, True, "940"),  # one did, and its client left
+    ],
+)
+def test_at_its_end_a_request_pays_for_what_it_used(reserved, generated, served, worked, left):
     some = limits(tokens_per_minute=1000)
     lease = some.enter("alice", 0.0)
-    lease.reserve(100, 800, 0.0)
-    assert some.headers("alice", 0.0)["x-ratelimit-remaining-tokens"] == "100"
-    lease.generated(50)
-    lease.close(0.0, served=True)
-    assert some.headers("alice", 0.0)["x-ratelimit-remaining-tokens"] == "850"
-
-
-def test_what_was_generated_beyond_the_reservation_is_a_debt():
-    some = limits(tokens_per_minute=100)
-    lease = some.enter("alice", 0.0)
-    lease.reserve(50, 0, 0.0)
-    lease.generated(110)
-    lease.close(0.0, served=True)
-    assert some.headers("alice", 0.0)["x-ratelimit-remaining-tokens"] == "0"
-    error = refused(some.enter("alice", 0.0).reserve, 10, 0, 0.0)
-    assert error.retry_after_s == pytest.approx(70 * 0.6)
-
-
-def test_one_that_no_engine_worked_for_pays_no_tokens():
-    some = limits(tokens_per_minute=100)
-    lease = some.enter("alice", 0.0)
-    lease.reserve(60, 30, 0.0)
-    lease.close(0.0, served=False)
-    assert some.headers("alice", 0.0)["x-ratelimit-remaining-tokens"] == "100"
+    lease.reserve(*reserved, 0.0)
+    assert remaining(some) == str(1000 - sum(reserved))
+    lease.generated(generated)
+    lease.worked = worked
+    lease.close(0.0, served=served)
+    assert remaining(some) == left
+    if left == "0":
+        error = refused(some.enter("alice", 0.0).reserve, 10, 0, 0.0)
+        assert error.retry_after_s == pytest.approx((110 + 10) * 0.06)
 
 
 def test_reserving_again_replaces_and_closing_again_changes_nothing():
@@ -110,10 +183,11 @@ def test_reserving_again_replaces_and_closing_again_changes_nothing():
     lease.reserve(20, 0, 0.0)
     for _ in range(3):
         lease.close(0.0, served=True)
-    assert some.headers("alice", 0.0)["x-ratelimit-remaining-tokens"] == "80"
-    some.enter("alice", 0.0).close(0.0, served=True)
+    assert remaining(some) == "80"
     lease.reserve(50, 0, 0.0)
-    assert some.headers("alice", 0.0)["x-ratelimit-remaining-tokens"] == "80"
+    assert remaining(some) == "80"
+    some.enter("alice", 0.0)
+    refused(some.enter, "alice", 0.0)
 
 
 def test_what_no_minute_allows_is_refused_for_good_and_takes_nothing():
@@ -127,25 +201,24 @@ def test_what_no_minute_allows_is_refused_for_good_and_takes_nothing():
 def test_only_so_many_are_open_at_a_time():
     some = limits(concurrent=2)
     first, _ = some.enter("alice", 0.0), some.enter("alice", 0.0)
-    error = refused(some.enter, "alice", FAR_S)
+    error = refused(some.enter, "alice", 1e6)
     assert (error.status, error.code) == (429, "too_many_concurrent")
     assert error.retry_after_s is not None
-    first.close(FAR_S, served=True)
-    some.enter("alice", FAR_S)
+    first.close(1e6, served=True)
+    some.enter("alice", 1e6)
 
 
 def test_replicas_share_the_rate_and_never_exceed_it_together():
-    shares = [limits(replicas=4, requests_per_minute=40, concurrent=6) for _ in range(4)]
-    let_in = 0
-    for share in shares:
+    admitted = 0
+    for share in [limits(replicas=4, requests_per_minute=40, concurrent=6) for _ in range(4)]:
         for _ in range(50):
             try:
                 share.enter("alice", 0.0).close(0.0, served=True)
-                let_in += 1
+                admitted += 1
             except ApiError:
                 pass
-    assert let_in == 40
-    for concurrent, each in ((6, 2), (1, 1)):
+    assert admitted == 40
+    for concurrent, each in ((6, 2), (1, 1)):  # rounded up, at least one
         share = limits(replicas=4, concurrent=concurrent)
         for _ in range(each):
             share.enter("alice", 0.0)
@@ -167,17 +240,14 @@ def test_a_clock_that_runs_backwards_gives_nothing():
     assert bucket.level == pytest.approx(1.0)
 
 
-def test_headers_tell_limit_rest_and_time_to_full():
+def test_headers_say_limit_rest_and_time_to_full():
     some = limits(requests_per_minute=60, tokens_per_minute=6000)
     some.enter("alice", 0.0).reserve(1000, 500, 0.0)
     assert some.headers("alice", 0.0) == {
-        "x-ratelimit-limit-requests": "60",
-        "x-ratelimit-remaining-requests": "59",
-        "x-ratelimit-reset-requests": "1s",
-        "x-ratelimit-limit-tokens": "6000",
-        "x-ratelimit-remaining-tokens": "4500",
-        "x-ratelimit-reset-tokens": "15s",
-    }
+        "x-ratelimit-limit-requests": "60", "x-ratelimit-limit-tokens": "6000",
+        "x-ratelimit-remaining-requests": "59", "x-ratelimit-remaining-tokens": "4500",
+        "x-ratelimit-reset-requests": "1s", "x-ratelimit-reset-tokens": "15s",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -192,15 +262,14 @@ def test_durations_are_written_as_openai_does_and_rounded_up(seconds, text):
     assert duration(seconds) == text
 
 
-# -- places ------------------------------------------------------------------------------------
-
+# -- places ----------------------------------------------------------------------------------------
 
 EVEN = {"alice": 1.0, "bob": 1.0, "carol": 1.0}
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 
 
 @pytest.mark.parametrize(
-    ("held", "weights", "elsewhere", "turned_away"),
+    ("held", "weights", "elsewhere", "refuses"),
     [
         ({"alice": 7}, EVEN, 0, False),  # 7 < 8: room for anybody
         ({"bob": 8}, EVEN, 0, True),  # alone its share is all 8; a ninth is one too many
@@ -209,7 +278,6 @@ ALICE, BOB = Tenant("alice"), Tenant("bob")
         ({"alice": 8, "bob": 4}, EVEN, 0, True),  # the fifth would be 5 of 4
         ({"alice": 8, "carol": 4, "bob": 1}, EVEN, 0, False),  # 8/3 = 2.67, the second is 2
         ({"alice": 8, "carol": 4, "bob": 2}, EVEN, 0, True),  # the third would be 3 > 2.67
-        ({"alice": 8, "carol": 0, "bob": 3}, EVEN, 0, False),  # who holds none has no share: 8/2
         ({"alice": 8, "bob": 5}, {"alice": 1.0, "bob": 3.0}, 0, False),  # 8 * 3/4 = 6
         ({"alice": 8, "bob": 6}, {"alice": 1.0, "bob": 3.0}, 0, True),
         ({"alice": 8}, {"alice": 99.0, "bob": 1.0}, 0, False),  # 8/100, but at least one
@@ -221,20 +289,19 @@ ALICE, BOB = Tenant("alice"), Tenant("bob")
         ({}, EVEN, 8, False),  # nobody here: whose they are is not known
     ],
 )
-def test_a_tenant_below_its_share_is_never_refused(held, weights, elsewhere, turned_away):
+def test_a_tenant_below_its_share_is_never_refused(held, weights, elsewhere, refuses):
     places = Places(8)
     for name, count in held.items():
         for i in range(count):
             places._held[name, i] = Tenant(name, weights[name])
-    assert places.take("one more", Tenant("bob", weights["bob"]), elsewhere) is not turned_away
+    assert places.take("one more", Tenant("bob", weights["bob"]), elsewhere) is not refuses
 
 
 def test_places_that_are_left_are_free_again():
     places = Places(2)
     assert places.take(1, ALICE) and places.take(2, ALICE) and not places.take(3, ALICE)
-    places.leave(1)
-    places.leave(1)
-    places.leave("never there")
+    for holder in (1, 1, "never there"):
+        places.leave(holder)
     assert len(places) == 1 and places.take(3, ALICE) and not places.take(4, ALICE)
 
 
@@ -248,7 +315,7 @@ def test_tenants_that_come_one_after_the_other_fill_no_more_than_the_harmonic_su
     assert len(places) == 25
 
 
-def test_where_tenants_cannot_be_told_apart_the_limit_is_all_there_is():
+def test_where_tenants_cannot_be_distinguished_the_limit_is_all_there_is():
     places = Places(2, shared=False)
     assert not places.take(0, BOB, elsewhere=2)
     assert places.take(1, ALICE) and places.take(2, ALICE) and not places.take(3, BOB)
