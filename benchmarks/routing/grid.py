@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -95,40 +95,13 @@ class Run:
     seed: int
     role: Literal["run", "tuning", "tuned"] = "run"
 
-    @property
-    def name(self) -> str:
-        return f"{self.role}|{self.cell.name}|{self.policy}|{self.seed}"
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a grid stands."""
-
-    done: int
-    total: int
-    eta_s: float
-    last: str
-
-
-class Store:
-    """Finished runs of a grid in a directory, one JSON line each."""
-
-    def __init__(self, directory: Path, settings: Settings) -> None:
-        self._path, self._settings = directory / "rows.jsonl", settings
-        self._rows = {row["key"]: row for row in read_lines(self._path)}
-
-    def key(self, run: Run) -> str:
+    def key(self, settings: Settings) -> str:
         """The run, and a fingerprint of all that its outcome depends on."""
-        return f"{run.name}|{fingerprint(run.cell, self._settings)}"
-
-    def find(self, run: Run) -> Row | None:
-        return self._rows.get(self.key(run))
-
-    def add(self, run: Run, row: Row) -> None:
-        """Keep a finished run, on disk before this returns."""
-        row = {"key": self.key(run), **row}
-        append_line(self._path, row)
-        self._rows[row["key"]] = row
+        digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
+        for text in (_sources(), _content(self.cell.trace), _content(self.cell.cluster)):
+            digest.update(text.encode())
+        name = f"{self.role}|{self.cell.name}|{self.policy}|{self.seed}"
+        return f"{name}|{digest.hexdigest()[:12]}"
 
 
 def reported_rows(directory: Path) -> list[Row]:
@@ -150,27 +123,6 @@ def reported_rows(directory: Path) -> list[Row]:
         if not name.startswith("tuning|"):
             latest[name] = row
     return list(latest.values())
-
-
-def cells_of(
-    clusters: Sequence[str],
-    traces: Sequence[str],
-    loads: Sequence[float],
-    warmth: Sequence[bool],
-    extra: Sequence[tuple[str, bool]] = (),
-) -> list[Cell]:
-    """The cells of a grid. `extra`: (faults, admission) of cells with warm caches beside the plain
-    ones."""
-    return [
-        cell
-        for cluster in clusters
-        for trace in traces
-        for load in loads
-        for cell in (
-            *(Cell(cluster, trace, load, warm) for warm in warmth),
-            *(Cell(cluster, trace, load, True, *kind) for kind in extra),
-        )
-    ]
 
 
 def default_policies() -> tuple[str, ...]:
@@ -198,64 +150,62 @@ def check(cells: Iterable[Cell], policies: Sequence[str], settings: Settings) ->
 
 
 class Grid:
-    """Runs a grid. jobs: processes; progress: called after each run."""
+    """Runs a grid into a directory.
+
+    jobs: processes; progress: called after each run with how many are done, of how many, the
+    seconds left, and the run's name.
+    """
 
     def __init__(
-        self, directory: Path, settings: Settings, jobs: int, progress: Callable[[Progress], None]
-    ) -> None:
-        self._store, self._settings, self._jobs = Store(directory, settings), settings, jobs
+        self, directory: Path, settings: Settings, jobs: int,
+        progress: Callable[[int, int, float, str], object],
+    ) -> None:  # fmt: skip
+        self._path, self._settings, self._jobs = directory / "rows.jsonl", settings, jobs
         self._progress = progress
+        self._rows = {row["key"]: row for row in read_lines(self._path)}
         self._done = self._ran = self._total = 0
         self._start_s = time.monotonic()
 
     def run(self, cells: Sequence[Cell], policies: Sequence[str], seeds: int) -> list[Row]:
         """Run what is missing and return all rows, in order of cell, policy and seed."""
         tuned = cells if TUNED in policies else ()
-        tuning = [
+        others = [policy for policy in policies if policy != TUNED]
+        first = [
             Run(cell, dynamo_with(credit), TUNING_SEED, "tuning")
-            for cell in tuned
-            for credit in CREDITS
+            for cell, credit in product(tuned, CREDITS)
         ]
-        plain = [
-            Run(cell, policy, seed)
-            for cell in cells
-            for seed in range(seeds)
-            for policy in policies
-            if policy != TUNED
-        ]
-        self._total = len(tuning) + len(plain) + len(tuned) * seeds
+        first += [Run(*each) for each in product(cells, others, range(seeds))]
+        self._total = len(first) + len(tuned) * seeds
         # Runs of the same traffic one after the other: it is built once per process.
-        self._run_missing(
-            sorted(tuning + plain, key=lambda run: (run.cell.trace, run.cell, run.seed))
-        )
+        self._run_missing(sorted(first, key=lambda run: (run.cell.trace, run.cell, run.seed)))
         best = {cell: self.best_credit(cell) for cell in tuned}
-        self._run_missing(
-            [Run(cell, best[cell], s, "tuned") for cell in best for s in range(seeds)]
-        )
-        rows = []
-        for cell in cells:
-            for policy in policies:
-                for seed in range(seeds):
-                    run = Run(cell, policy, seed)
-                    if policy == TUNED:
-                        run = Run(cell, best[cell], seed, "tuned")
-                    row = self._store.find(run)
-                    assert row is not None
-                    rows.append(row)
-        return rows
+        self._run_missing([Run(c, best[c], s, "tuned") for c, s in product(tuned, range(seeds))])
+        return [
+            self._rows[
+                (
+                    Run(cell, best[cell], seed, "tuned")
+                    if policy == TUNED
+                    else Run(cell, policy, seed)
+                ).key(self._settings)
+            ]
+            for cell, policy, seed in product(cells, policies, range(seeds))
+        ]
+
+    def find(self, run: Run) -> Row | None:
+        return self._rows.get(run.key(self._settings))
 
     def best_credit(self, cell: Cell) -> str:
         """Dynamo with the least p99 TTFT on the tuning seed; the default where none ended."""
         best = ("dynamo", float("inf"))
         for policy in map(dynamo_with, CREDITS):
-            row = self._store.find(Run(cell, policy, TUNING_SEED, "tuning"))
+            row = self.find(Run(cell, policy, TUNING_SEED, "tuning"))
             p99_s = row["ttft_s"]["p99"] if row is not None else None
             if p99_s is not None and p99_s < best[1]:
                 best = (policy, p99_s)
         return best[0]
 
     def _run_missing(self, runs: Sequence[Run]) -> None:
-        missing = [run for run in dict.fromkeys(runs) if self._store.find(run) is None]
+        missing = [run for run in runs if self.find(run) is None]
         self._done += len(runs) - len(missing)
         if self._jobs == 1:
             for run in missing:
@@ -284,13 +234,15 @@ class Grid:
                 raise
 
     def _finished(self, run: Run, row: Row) -> None:
-        self._store.add(run, row)
+        """Keep a run, on disk before it counts."""
+        row = {"key": run.key(self._settings), **row}
+        append_line(self._path, row)
+        self._rows[row["key"]] = row
         self._done += 1
         self._ran += 1
         each_s = (time.monotonic() - self._start_s) / self._ran
-        last = f"{run.cell.name} {run.policy} seed {run.seed}"
-        left_s = each_s * (self._total - self._done)
-        self._progress(Progress(self._done, self._total, left_s, last))
+        name = f"{run.cell.name} {run.policy} seed {run.seed}"
+        self._progress(self._done, self._total, each_s * (self._total - self._done), name)
 
 
 def dynamo_with(credit: float) -> str:
@@ -304,9 +256,10 @@ def simulated(run: Run, settings: Settings) -> Row:
     cell = run.cell
     if run.role == "tuning":
         settings = replace(settings, requests=max(settings.requests // _TUNING_SHARE, 1))
-    traffic, base = _traffic(cell.cluster, cell.trace, cell.load, cell.warm, run.seed, settings)
+    plain = replace(cell, faults="none", admission=False)
+    traffic, base = _traffic(plain, run.seed, settings)
     config = replace(
-        base, policy=run.policy, faults=faults_of(cell, base, run.seed),
+        base, policy=run.policy, faults=_faults(cell, base, run.seed),
         admission=AdmissionRule() if cell.admission else None,
     )  # fmt: skip
     start_s = time.perf_counter()
@@ -315,7 +268,7 @@ def simulated(run: Run, settings: Settings) -> Row:
     return {
         **outcome.summary(), **asdict(cell), "sent": settings.requests,
         "policy": TUNED if run.role == "tuned" else run.policy, "spec": run.policy,
-        "throughput_rps": throughput_rps(outcome), "wall_s": wall_s,
+        "throughput_rps": _throughput_rps(outcome), "wall_s": wall_s,
     }  # fmt: skip
 
 
@@ -330,19 +283,17 @@ def _capacity_rps(cluster: str, trace: str, model: str) -> float:
 
 
 @lru_cache(maxsize=1)
-def _traffic(
-    cluster: str, trace: str, load: float, warm: bool, seed: int, settings: Settings
-) -> tuple[Traffic, SimulationConfig]:
+def _traffic(cell: Cell, seed: int, settings: Settings) -> tuple[Traffic, SimulationConfig]:
     config = SimulationConfig(
-        cluster=cluster_named(cluster), workload=_workload(trace),
-        shape=model_shape(settings.model), scheduler=settings.scheduler, load=load,
-        capacity_rps=_capacity_rps(cluster, trace, settings.model), requests=settings.requests,
-        seed=seed, warm=warm,
+        cluster=cluster_named(cell.cluster), workload=_workload(cell.trace),
+        shape=model_shape(settings.model), scheduler=settings.scheduler, load=cell.load,
+        capacity_rps=_capacity_rps(cell.cluster, cell.trace, settings.model),
+        requests=settings.requests, seed=seed, warm=cell.warm,
     )  # fmt: skip
     return traffic_of(config), config
 
 
-def faults_of(cell: Cell, config: SimulationConfig, seed: int) -> Faults:
+def _faults(cell: Cell, config: SimulationConfig, seed: int) -> Faults:
     """What goes wrong in a cell: noise always, and what its name says."""
     nodes = len(config.cluster.nodes)
     if cell.faults == "misprofile":
@@ -359,7 +310,7 @@ def faults_of(cell: Cell, config: SimulationConfig, seed: int) -> Faults:
     return Faults()
 
 
-def throughput_rps(outcome: Outcome) -> float:
+def _throughput_rps(outcome: Outcome) -> float:
     """Requests finished per second between the first and the last measured arrival."""
     records = outcome.records
     arrivals_s = records.arrival_s[records.measured]
@@ -368,14 +319,6 @@ def throughput_rps(outcome: Outcome) -> float:
         return 0.0
     ended_s = records.arrival_s + records.e2e_s
     return float(((ended_s > start_s) & (ended_s <= end_s)).sum()) / (end_s - start_s)
-
-
-def fingerprint(cell: Cell, settings: Settings) -> str:
-    """Of the settings, a trace or cluster file's content, and the simulator's sources."""
-    digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
-    for text in (_sources(), _content(cell.trace), _content(cell.cluster)):
-        digest.update(text.encode())
-    return digest.hexdigest()[:12]
 
 
 @lru_cache(maxsize=64)

@@ -9,32 +9,49 @@ whole interval lies above the limit, and *held* if all of it lies at or below; e
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.harness import Interval, finite, paired
+from benchmarks.harness import finite, paired
 
 Row = dict[str, Any]
-CellKey = tuple[str, str, float, bool, str, bool]
 Seeds = dict[int, Row]
-Cells = dict[CellKey, dict[str, Seeds]]
 
 LIMITS = {"p99": 1.02, "p50": 1.05}
 """Most that our quantile may be of the best peer's."""
-_WORDS = ("held", "open", "lost")
+
+
+class CellKey(NamedTuple):
+    """The facts of a row that make its cell."""
+
+    cluster: str
+    trace: str
+    load: float
+    warm: bool
+    faults: str
+    admission: bool
+
+    def words(self, *, load: bool = True) -> str:
+        """A cell in words, or its family: the cell without its load."""
+        parts = [Path(self.cluster).name, Path(self.trace).name]
+        parts += [f"{self.load:g}"] if load else []
+        parts.append("warm" if self.warm else "cold")
+        parts += [self.faults] if self.faults != "none" else []
+        return " ".join([*parts, *(["admission"] if self.admission else [])])
+
+
+Cells = dict[CellKey, dict[str, Seeds]]
 
 
 def by_cell(rows: Iterable[Row]) -> Cells:
     """Rows by cell, policy and seed; cells in order."""
     cells: Cells = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        key = tuple(
-            row[name] for name in ("cluster", "trace", "load", "warm", "faults", "admission")
-        )
+        key = CellKey(*(row[name] for name in CellKey._fields))
         cells[key][row["policy"]][row["seed"]] = row
     return {cell: dict(cells[cell]) for cell in sorted(cells)}
 
@@ -42,126 +59,125 @@ def by_cell(rows: Iterable[Row]) -> Cells:
 def summary(rows: Sequence[Row], us: str, ours: Sequence[str]) -> dict[str, Any]:
     """All comparisons, their counts, and what overload and faults do, ready for JSON."""
     cells = by_cell(rows)
-    found = [
-        compared
-        for cell, policies in cells.items()
-        for quantile in LIMITS
-        if (compared := _compared(cell, policies, quantile, us, ours)) is not None
-    ]
+    found: list[Row] = []
+    for cell, policies in cells.items():
+        found += [
+            compared
+            for quantile in LIMITS
+            if (compared := _compared(cell, policies, quantile, us, ours)) is not None
+        ]
+    counts = Counter((one["quantile"], one["verdict"]) for one in found)
     return {
-        "us": us,
-        "cells": len(cells),
+        "us": us, "cells": len(cells),
         "counts": {
-            quantile: {
-                word: sum(one["quantile"] == quantile and one["verdict"] == word for one in found)
-                for word in _WORDS
-            }
+            quantile: {word: counts[quantile, word] for word in ("held", "open", "lost")}
             for quantile in LIMITS
         },
-        "verdicts": found,
-        "overload": overload(cells),
-        "saturation": saturation(cells, ours),
-        "faults": fault_costs(cells),
-    }
+        "verdicts": found, "overload": _overload(cells), "saturation": _saturation(cells, ours),
+        "faults": _fault_costs(cells),
+    }  # fmt: skip
 
 
 def _compared(
     cell: CellKey, policies: dict[str, Seeds], quantile: str, us: str, ours: Sequence[str]
 ) -> Row | None:
     """How `us` did against the best peer; None without a peer, or seeds in common with it."""
-    mine = {seed: _quantile(row, quantile) for seed, row in policies.get(us, {}).items()}
-    best: tuple[float, str] | None = None
-    for name, rows in policies.items():
-        # A peer that skipped some of the seeds has not run the same race.
-        if name in ours or not mine or not rows.keys() >= mine.keys():
-            continue
-        mean = float(np.mean(np.log([_quantile(rows[seed], quantile) for seed in mine])))
-        if best is None or mean < best[0]:
-            best = (mean, name)
-    if best is None or not all(math.isfinite(value) for value in mine.values()):
+    seeds = sorted(policies.get(us, ()))
+    mine = [_ttft_s(policies[us][seed], quantile) for seed in seeds]
+    # A peer that skipped some of the seeds has not run the same race.
+    peers = {
+        name: [_ttft_s(rows[seed], quantile) for seed in seeds]
+        for name, rows in policies.items()
+        if name not in ours and seeds and rows.keys() >= set(seeds)
+    }
+    if not peers or not np.isfinite(mine).all():
         return None
-    theirs, seeds = policies[best[1]], sorted(mine)
-    ratio = paired([mine[s] for s in seeds], [_quantile(theirs[s], quantile) for s in seeds])
+    best = min(peers, key=lambda name: float(np.log(peers[name]).mean()))
+    ratio = paired(mine, peers[best])
+    word = "held" if ratio.high <= LIMITS[quantile] else "open"
     return {
-        "cell": _name(cell), "quantile": quantile, "peer": best[1], "ratio": ratio.mean,
+        "cell": cell.words(), "quantile": quantile, "peer": best, "ratio": ratio.mean,
         "low": finite(ratio.low), "high": finite(ratio.high), "seeds": ratio.count,
-        "verdict": _verdict(ratio, LIMITS[quantile]),
+        "verdict": "lost" if ratio.low > LIMITS[quantile] else word,
     }  # fmt: skip
 
 
-def _verdict(ratio: Interval, limit: float) -> str:
-    if ratio.low > limit:
-        return "lost"
-    return "held" if ratio.high <= limit else "open"
-
-
-def _quantile(row: Row, quantile: str) -> float:
+def _ttft_s(row: Row, quantile: str) -> float:
     """A TTFT quantile; infinite where nothing was served."""
     value = row["ttft_s"][quantile]
     return math.inf if value is None else max(float(value), 1e-9)
 
 
-def overload(cells: Cells) -> list[Row]:
+def _mean(rows: Seeds, of: str | Callable[[Row], float]) -> float:
+    values = [row[of] if isinstance(of, str) else of(row) for row in rows.values()]
+    return float(np.mean(values))
+
+
+def _overload(cells: Cells) -> list[Row]:
     """Goodput at the highest load over its peak, per family of cells and policy."""
     goodput: dict[tuple[str, str], dict[float, float]] = defaultdict(dict)
     for cell, policies in cells.items():
         for policy, rows in policies.items():
-            goodput[_name(cell, load=False), policy][cell[2]] = _mean(rows, "goodput_rps")
-    return [
-        {
-            "family": family, "policy": policy, "load": max(loads),
-            "goodput_rps": loads[max(loads)], "peak_rps": max(loads.values()),
-            "share": loads[max(loads)] / max(loads.values()) if max(loads.values()) else None,
-        }
-        for (family, policy), loads in goodput.items()
-        if len(loads) > 1
-    ]  # fmt: skip
+            family = cell.words(load=False)
+            goodput[family, policy][cell.load] = _mean(rows, "goodput_rps")
+    found = []
+    for (family, policy), loads in goodput.items():
+        if len(loads) > 1:
+            last, peak = loads[max(loads)], max(loads.values())
+            found.append({
+                "family": family, "policy": policy, "load": max(loads), "goodput_rps": last,
+                "peak_rps": peak, "share": last / peak if peak else None,
+            })  # fmt: skip
+    return found
 
 
-def saturation(cells: Cells, ours: Sequence[str]) -> list[Row]:
+def _saturation(cells: Cells, ours: Sequence[str]) -> list[Row]:
     """A cell's rate over the highest throughput that a peer reached at any load of its family."""
     best: dict[str, tuple[float, str]] = {}
     for cell, policies in cells.items():
-        family = _name(cell, load=False)
+        family = cell.words(load=False)
         for policy, rows in policies.items():
             if policy not in ours:
                 reached = (_mean(rows, "throughput_rps"), policy)
                 best[family] = max(best.get(family, (0.0, "")), reached)
     found = []
     for cell, policies in cells.items():
-        most_rps, peer = best.get(_name(cell, load=False), (0.0, ""))
+        most_rps, peer = best.get(cell.words(load=False), (0.0, ""))
         rate_rps = next(iter(next(iter(policies.values())).values()))["rate_rps"]
         if most_rps > 0:
             share = rate_rps / most_rps
-            found.append({"cell": _name(cell), "load_of_best_peer": share, "peer": peer})
+            found.append({"cell": cell.words(), "load_of_best_peer": share, "peer": peer})
     return found
 
 
-def fault_costs(cells: Cells) -> list[Row]:
+def _fault_costs(cells: Cells) -> list[Row]:
     """Each policy's p99 with faults over its own without, in the same cell."""
     costs = []
     for cell, policies in cells.items():
-        plain = cells.get((*cell[:4], "none", cell[5]))
-        if cell[4] == "none" or plain is None:
+        plain = cells.get(cell._replace(faults="none"))
+        if cell.faults == "none" or plain is None:
             continue
         for policy, rows in policies.items():
             seeds = sorted(set(rows) & set(plain.get(policy, {})))
-            faulty = [_quantile(rows[seed], "p99") for seed in seeds]
-            sound = [_quantile(plain[policy][seed], "p99") for seed in seeds]
+            faulty = [_ttft_s(rows[seed], "p99") for seed in seeds]
+            sound = [_ttft_s(plain[policy][seed], "p99") for seed in seeds]
             if not seeds or not np.isfinite([*faulty, *sound]).all():
                 continue
             ratio = paired(faulty, sound)
             costs.append({
-                "cell": _name(cell), "policy": policy, "p99_ratio": ratio.mean,
+                "cell": cell.words(), "policy": policy, "p99_ratio": ratio.mean,
                 "low": finite(ratio.low), "high": finite(ratio.high),
             })  # fmt: skip
     return costs
 
 
+# Tables -------------------------------------------------------------------------------------------
+
+
 def markdown(rows: Sequence[Row], us: str, ours: Sequence[str]) -> str:
     """Tables for the documentation."""
     facts = summary(rows, us, ours)
-    parts = [_comparison_table(facts)]
+    parts = [_comparison(facts)]
     parts += [_cell_table(cell, policies) for cell, policies in by_cell(rows).items()]
     if facts["overload"]:
         columns = ("cells", "policy", "load", "goodput req/s", "peak req/s", "share")
@@ -172,48 +188,19 @@ def markdown(rows: Sequence[Row], us: str, ours: Sequence[str]) -> str:
             for row in facts["overload"]
         ]  # fmt: skip
         title = "Goodput at the highest load over the peak of the loads tried:"
-        parts.append(_markdown_table(title, columns, lines))
+        parts.append(_table(title, columns, lines))
     if facts["faults"]:
-        ratios = [
-            (row["cell"], row["policy"], _interval(row["p99_ratio"], row))
-            for row in facts["faults"]
-        ]
+        ratios = [(r["cell"], r["policy"], _interval(r["p99_ratio"], r)) for r in facts["faults"]]
         title = "p99 TTFT with faults over the same policy's without:"
-        parts.append(_markdown_table(title, ("cell", "policy", "p99 ratio"), ratios))
+        parts.append(_table(title, ("cell", "policy", "p99 ratio"), ratios))
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rules = [
-        "---" if name in ("cell", "cells", "policy", "best peer") else "--:" for name in columns
-    ]
+def _table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    words = ("cell", "cells", "policy", "best peer")
+    rules = ["---" if name in words else "--:" for name in columns]
     table = [columns, rules, *lines]
     return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in table)])
-
-
-def _comparison_table(facts: dict[str, Any]) -> str:
-    title = (
-        f"TTFT of `{facts['us']}` over the best peer's, geometric mean of paired seeds with 95% "
-        "interval. "
-        + " ".join(
-            f"{quantile} (limit {LIMITS[quantile]:g}): {counts['held']} held, "
-            f"{counts['open']} open, {counts['lost']} lost."
-            for quantile, counts in facts["counts"].items()
-        )
-    )
-    relative = {row["cell"]: row["load_of_best_peer"] for row in facts["saturation"]}
-    found: dict[str, dict[str, Row]] = defaultdict(dict)
-    for row in facts["verdicts"]:
-        found[row["cell"]][row["quantile"]] = row
-    lines = []
-    for cell, quantiles in found.items():
-        line = [cell, f"{relative[cell]:.2f}" if cell in relative else "-"]
-        for quantile in LIMITS:
-            row = quantiles.get(quantile)
-            line += ["-", "-"] if row is None else [_interval(row["ratio"], row), row["peer"]]
-        lines.append(line)
-    columns = ("cell", "rate / best peer's saturation", "p99", "best peer", "p50", "best peer")
-    return _markdown_table(title, columns, lines)
 
 
 def _interval(ratio: float, row: Row) -> str:
@@ -223,44 +210,48 @@ def _interval(ratio: float, row: Row) -> str:
     return f"{ratio:.3f} [{row['low']:.3f}, {row['high']:.3f}]{lost}"
 
 
-def _cell_table(cell: CellKey, policies: dict[str, Seeds]) -> str:
-    order = sorted(
-        policies, key=lambda p: np.mean([_quantile(r, "p99") for r in policies[p].values()])
+def _comparison(facts: dict[str, Any]) -> str:
+    counted = " ".join(
+        f"{quantile} (limit {LIMITS[quantile]:g}): {counts['held']} held, {counts['open']} open, "
+        f"{counts['lost']} lost."
+        for quantile, counts in facts["counts"].items()
     )
-    lines = [
-        (
-            policy, _spread(policies[policy], "p50"), _spread(policies[policy], "p99"),
-            f"{100 * _mean(policies[policy], lambda row: row['slo']['met']):.1f}%",
-            f"{_mean(policies[policy], 'goodput_rps'):.2f}",
-            f"{100 * _mean(policies[policy], _rejected):.1f}%",
-        )
-        for policy in order
-    ]  # fmt: skip
+    relative = {row["cell"]: row["load_of_best_peer"] for row in facts["saturation"]}
+    found: dict[str, dict[str, Row]] = defaultdict(dict)
+    for row in facts["verdicts"]:
+        found[row["cell"]][row["quantile"]] = row
+    lines = []
+    for cell, quantiles in found.items():
+        line = [cell, f"{relative[cell]:.2f}" if cell in relative else "-"]
+        for quantile in LIMITS:
+            compared = quantiles.get(quantile)
+            if compared is None:
+                line += ["-", "-"]
+            else:
+                line += [_interval(compared["ratio"], compared), compared["peer"]]
+        lines.append(line)
+    columns = ("cell", "rate / best peer's saturation", "p99", "best peer", "p50", "best peer")
+    title = (
+        f"TTFT of `{facts['us']}` over the best peer's, geometric mean of paired seeds with 95% "
+        f"interval. {counted}"
+    )
+    return _table(title, columns, lines)
+
+
+def _cell_table(cell: CellKey, policies: dict[str, Seeds]) -> str:
+    lines = []
+    for policy, rows in policies.items():
+        p50_s, p99_s = ([_ttft_s(row, q) for row in rows.values()] for q in ("p50", "p99"))
+        rejected = _mean(rows, lambda row: row["rejected"] / max(row["requests"], 1))
+        line = (
+            policy, *(f"{np.mean(s):.3g} [{min(s):.3g}, {max(s):.3g}]" for s in (p50_s, p99_s)),
+            f"{100 * _mean(rows, lambda row: row['slo']['met']):.1f}%",
+            f"{_mean(rows, 'goodput_rps'):.2f}", f"{100 * rejected:.1f}%",
+        )  # fmt: skip
+        lines.append((float(np.mean(p99_s)), line))
     columns = ("policy", "TTFT p50 s", "TTFT p99 s", "SLO met", "goodput req/s", "rejected")
-    title = f"{_name(cell)}: mean over seeds, least to greatest in brackets"
-    text = _markdown_table(title, columns, lines)
+    title = f"{cell.words()}: mean over seeds, least to greatest in brackets"
+    ordered = [line for _, line in sorted(lines, key=lambda one: one[0])]
+    text = _table(title, columns, ordered)
     specs = {row["spec"] for row in policies.get("dynamo_tuned", {}).values()}
     return f"{text}\n\ndynamo_tuned is {', '.join(sorted(specs))}." if specs else text
-
-
-def _rejected(row: Row) -> float:
-    return float(row["rejected"] / max(row["requests"], 1))
-
-
-def _mean(rows: Seeds, of: str | Callable[[Row], float]) -> float:
-    values = [row[of] if isinstance(of, str) else of(row) for row in rows.values()]
-    return float(np.mean(values))
-
-
-def _spread(rows: Seeds, quantile: str) -> str:
-    values = [_quantile(row, quantile) for row in rows.values()]
-    return f"{np.mean(values):.3g} [{min(values):.3g}, {max(values):.3g}]"
-
-
-def _name(cell: CellKey, *, load: bool = True) -> str:
-    """A cell in words, or its family: the cell without its load."""
-    cluster, trace, share, warm, faults, admission = cell
-    text = f"{Path(cluster).name} {Path(trace).name}{f' {share:g}' if load else ''}"
-    text += " warm" if warm else " cold"
-    text += f" {faults}" if faults != "none" else ""
-    return text + (" admission" if admission else "")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from benchmarks.harness import Json, note, publish, result, usage_errors
 from benchmarks.routing import grid, report
@@ -15,7 +15,7 @@ from benchmarks.routing import grid, report
 _CLUSTERS = ("mixed", "small", "uniform")
 _TRACES = ("narrativeqa", "mooncake", "sharegpt", "miniswe", "azure")
 _LOADS = (0.5, 0.8, 0.95, 1.2)
-_US = "priced"
+_OUR_POLICY = "priced"
 
 
 def routing(
@@ -63,40 +63,35 @@ def routing(
     json_output: Json = False,
 ) -> None:
     """Policies over clusters, traces and loads. Goes on where it was stopped."""
-    extra = [("misprofile", False)] * misprofile + [("failure", False)] * failures
-    extra += [("none", True)] * admission
+    # Beside the plain cells: warm caches, and something that goes wrong or is rejected.
+    kinds = [(warm, "none", False) for warm in ((True, False) if cold is None else (not cold,))]
+    kinds += [(True, "misprofile", False)] * misprofile + [(True, "failure", False)] * failures
+    kinds += [(True, "none", True)] * admission
+    points = product(cluster or _CLUSTERS, trace or _TRACES, load or _LOADS)
+    names = grid.default_policies()
+    if policies is not None:
+        parts = policies.split(";" if ";" in policies else ",")
+        names = tuple(part.strip() for part in parts if part.strip())
     try:
         with usage_errors():
             if only_report:
                 rows = grid.reported_rows(out)
             else:
-                cells = grid.cells_of(
-                    cluster or _CLUSTERS, trace or _TRACES, load or _LOADS,
-                    (True, False) if cold is None else (not cold,), extra,
-                )  # fmt: skip
+                cells = [grid.Cell(*point, *kind) for point, kind in product(points, kinds)]
                 settings = grid.Settings(requests, model, scheduler)
-                names = policy_names(policies)
                 grid.check(cells, names, settings)
-                made = grid.Grid(out, settings, jobs or os.cpu_count() or 1, _tell)
+                made = grid.Grid(out, settings, jobs or os.cpu_count() or 1, _progress)
                 rows = made.run(cells, names, seeds)
     except KeyboardInterrupt:
         typer.echo(f"stopped; the same command goes on from {out / 'rows.jsonl'}", err=True)
         raise typer.Exit(130) from None
-
-    def show(console: Console) -> None:
-        print(report.markdown(rows, _US, grid.OURS))
-
-    facts = result(rows=rows, **report.summary(rows, _US, grid.OURS))
-    publish(facts, show, json_output=json_output)
-
-
-def policy_names(text: str | None) -> tuple[str, ...]:
-    """The policies of a command line; all of them if it names none."""
-    if text is None:
-        return grid.default_policies()
-    separator = ";" if ";" in text else ","
-    return tuple(part.strip() for part in text.split(separator) if part.strip())
+    facts = result(rows=rows, **report.summary(rows, _OUR_POLICY, grid.OURS))
+    publish(
+        facts,
+        lambda _: print(report.markdown(rows, _OUR_POLICY, grid.OURS)),
+        json_output=json_output,
+    )
 
 
-def _tell(at: grid.Progress) -> None:
-    note(f"{at.done}/{at.total}, {at.eta_s / 60:.1f} min left: {at.last}")
+def _progress(done: int, total: int, left_s: float, last: str) -> None:
+    note(f"{done}/{total}, {left_s / 60:.1f} min left: {last}")

@@ -8,7 +8,7 @@ the same. Seconds are emulated; a backend on a paced engine multiplies them by i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,10 +31,15 @@ FRESH, OFFLOADED, LARGE = "fresh", "offloaded", "large"
 POLICIES = (
     "fcfs", "fcfs_link", "priority", "vtc", "dlpm", "hrrn", "cap1", "greedy", "fair",
 )  # fmt: skip
+WORKLOADS = ("mixed", "mixed10", "mixed_stream", "fresh", "heavy_light", "small_vs_large")
+"""mixed: all at once, offloaded ones first. mixed10: ten times the blocks and the requests.
+mixed_stream: those requests on the small device, in a drawn order at drawn times. fresh: no reuse,
+all at once. heavy_light: like requests, three times as many of one tenant, which came first.
+small_vs_large: a stream that keeps the blocks taken, and one request that needs most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Request:
     """One request. prefix_tokens: of its prompt, in the host tier when it comes. kind: how it is
     counted. priority: lower goes first, under the policy that cares."""
 
@@ -60,14 +65,8 @@ class Ask:
 class Workload:
     """Requests in order of arrival, and the usable blocks of the device that serves them."""
 
-    name: str
     blocks: int
-    asks: tuple[Ask, ...]
-
-    @property
-    def tenants(self) -> tuple[str, ...]:
-        """In order of first arrival."""
-        return tuple(dict.fromkeys(ask.tenant for ask in self.asks))
+    requests: tuple[Request, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,73 +82,35 @@ class Setting:
         """Emulated seconds per token on the link."""
         return KV_BYTES_PER_TOKEN / (LINK_BYTES_PER_S * LINKS[self.link])
 
-    def check(self, workloads: Sequence[str]) -> None:
-        """Raise ValueError for a name that is not known; `workloads`: those of the backend."""
-        for what, name, known in (
-            ("workload", self.workload, workloads), ("link", self.link, tuple(LINKS)),
-            ("stores", self.stores, STORES),
-        ):  # fmt: skip
-            if name not in known:
-                raise ValueError(f"unknown {what} {name!r}: choose one of {', '.join(known)}")
-
 
 def workload_of(name: str, seed: int = SEED) -> Workload:
     """The workload of that name; `seed` moves arrivals where those are drawn."""
-    return replace(WORKLOADS[name](np.random.default_rng(seed)), name=name)
+    offloaded, small = Request(OFFLOADED, 512, 16, priority=1), Request(FRESH, 0, 96)
+    if name == "mixed":
+        return Workload(39, (offloaded,) * 6 + (small,) * 12)
+    if name == "mixed10":
+        return Workload(390, (offloaded,) * 60 + (small,) * 120)
+    if name == "fresh":
+        return Workload(390, (small,) * 400)
+    if name == "heavy_light":
+        heavy, light = replace(small, tenant="heavy", priority=1), replace(small, tenant="light")
+        return Workload(39, (heavy,) * 90 + (light,) * 30)
+    if name == "mixed_stream":
+        rng = np.random.default_rng(seed)
+        requests = [offloaded] * 60 + [small] * 120
+        order = rng.permutation(len(requests)).tolist()
+        times_s = np.cumsum(rng.exponential(0.05, size=len(requests))).tolist()
+        drawn = zip(order, times_s, strict=True)
+        return Workload(39, tuple(replace(requests[i], at_s=at_s) for i, at_s in drawn))
+    assert name == "small_vs_large"
+    stream = [replace(small, at_s=0.012 * i) for i in range(300)]
+    large = Request(LARGE, 0, 1000, at_s=0.5, tenant="b", priority=1)
+    return Workload(39, tuple(sorted([*stream, large], key=lambda one: one.at_s)))
 
 
 def prompts(
-    asks: Sequence[Ask], seed: int, run: int, vocabulary: tuple[int, int]
+    requests: Sequence[Request], seed: int, run: int, vocabulary: tuple[int, int]
 ) -> list[list[int]]:
     """Token ids of each request's prompt, no two with a block in common; other ones each run."""
     rng = np.random.default_rng((seed, run))
-    return [rng.integers(*vocabulary, size=ask.prompt_tokens).tolist() for ask in asks]
-
-
-def _offloaded() -> Ask:
-    return Ask(OFFLOADED, 512, 16, priority=1)
-
-
-def _small(at_s: float = 0.0, tenant: str = "a", priority: int = 0) -> Ask:
-    return Ask(FRESH, 0, 96, at_s=at_s, tenant=tenant, priority=priority)
-
-
-def _mixed(_: np.random.Generator) -> Workload:
-    return Workload("", 39, (_offloaded(),) * 6 + (_small(),) * 12)
-
-
-def _mixed10(_: np.random.Generator) -> Workload:
-    return Workload("", 390, (_offloaded(),) * 60 + (_small(),) * 120)
-
-
-def _mixed_stream(rng: np.random.Generator) -> Workload:
-    asks = [_offloaded()] * 60 + [_small()] * 120
-    order = rng.permutation(len(asks))
-    times = np.cumsum(rng.exponential(0.05, size=len(asks)))
-    drawn = zip(order, times, strict=True)
-    return Workload("", 39, tuple(replace(asks[i], at_s=float(t)) for i, t in drawn))
-
-
-def _fresh(_: np.random.Generator) -> Workload:
-    return Workload("", 390, (_small(),) * 400)
-
-
-def _heavy_light(_: np.random.Generator) -> Workload:
-    heavy, light = _small(tenant="heavy", priority=1), _small(tenant="light")
-    return Workload("", 39, (heavy,) * 90 + (light,) * 30)
-
-
-def _small_vs_large(_: np.random.Generator) -> Workload:
-    stream = [_small(at_s=0.012 * i) for i in range(300)]
-    large = Ask(LARGE, 0, 1000, at_s=0.5, tenant="b", priority=1)
-    return Workload("", 39, tuple(sorted([*stream, large], key=lambda ask: ask.at_s)))
-
-
-# mixed: all at once, offloaded ones first. mixed10: ten times the blocks and the requests.
-# mixed_stream: those requests on the small device, in a drawn order at drawn times. fresh: no
-# reuse, all at once. heavy_light: like requests, three times as many of one tenant, which came
-# first. small_vs_large: a stream that keeps the blocks taken, and one request that needs most.
-WORKLOADS: dict[str, Callable[[np.random.Generator], Workload]] = {
-    "mixed": _mixed, "mixed10": _mixed10, "mixed_stream": _mixed_stream, "fresh": _fresh,
-    "heavy_light": _heavy_light, "small_vs_large": _small_vs_large,
-}  # fmt: skip
+    return [rng.integers(*vocabulary, size=one.prompt_tokens).tolist() for one in requests]

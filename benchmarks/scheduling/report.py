@@ -8,8 +8,9 @@ for every policy. Seconds are emulated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -20,77 +21,79 @@ from benchmarks.scheduling import mix
 
 _KEYS = ("policy", "workload", "backend", "link", "stores")
 
+Row = dict[str, Any]
+
 
 @dataclass(slots=True)
 class Served:
     """What became of one request, in emulated seconds since the run began."""
 
-    ask: mix.Ask
+    request: mix.Request
     arrived_s: float
-    admitted_s: float | None = None
-    first_s: float | None = None
-    finished_s: float | None = None
+    admitted_s: float = math.inf
+    first_s: float = math.nan
+    finished_s: float = math.inf
     cached_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.arrived_s
 
 
 @dataclass(slots=True)
 class Played:
     """One run: its requests in order of arrival, the engine's iterations (`started_s`, `tokens`,
-    `blocks`, `queued`: something waited before it), and sums of what its host tier reported."""
+    `blocks`, `queued`: something waited before it), and sums of what its host tier reported.
+    blocks: of the device."""
 
-    workload: mix.Workload
+    blocks: int
     served: list[Served]
-    iterations: list[dict[str, Any]]
-    engine: dict[str, float]
+    iterations: list[Row]
+    engine: dict[str, float] = field(default_factory=dict)
 
 
-def row_of(policy: str, setting: mix.Setting, backend: str, played: Played) -> dict[str, Any]:
+def row_of(policy: str, setting: mix.Setting, backend: str, played: Played) -> Row:
     """One run as a row."""
-    served, capacity = played.served, played.workload.blocks
+    served, capacity = played.served, played.blocks
     budget_fill, vram_fill = fills(played.iterations, capacity)
     gap, jain = fairness(served, capacity)
-    waits = [s.admitted_s - s.arrived_s for s in served if s.admitted_s is not None]
-    kinds = dict.fromkeys((mix.FRESH, mix.OFFLOADED, *(s.ask.kind for s in served)))
+    waits = [s.admitted_s - s.arrived_s for s in served if math.isfinite(s.admitted_s)]
+    ends = [s.finished_s for s in served if math.isfinite(s.finished_s)]
+    ttft_s: dict[str, list[float]] = {mix.FRESH: [], mix.OFFLOADED: []}
+    for one in served:
+        ttft_s.setdefault(one.request.kind, []).append(one.ttft_s)
     return {
-        "policy": policy, "workload": setting.workload, "backend": backend,
-        "link": setting.link, "stores": setting.stores,
+        "policy": policy, "backend": backend, **asdict(setting),
         "ttft_s": {
-            kind: {
-                "p50": quantile(_ttfts(served, kind), 0.5),
-                "p99": quantile(_ttfts(served, kind), 0.99),
-            }
-            for kind in kinds
+            kind: {"p50": quantile(values, 0.5), "p99": quantile(values, 0.99)}
+            for kind, values in ttft_s.items()
         },
-        "makespan_s": max((s.finished_s for s in served if s.finished_s), default=None),
-        "budget_fill": budget_fill, "vram_fill": vram_fill,
+        "makespan_s": max(ends, default=None), "budget_fill": budget_fill, "vram_fill": vram_fill,
         "max_wait_s": max(waits, default=None), "max_skips": max_skips(served),
         "service_gap": gap, "jain": jain,
     }  # fmt: skip
 
 
-def details_of(policy: str, setting: mix.Setting, played: Played) -> dict[str, Any]:
+def details_of(policy: str, setting: mix.Setting, played: Played) -> Row:
     """What else is worth knowing of a run: means, by tenant, and the host tier's sums."""
-    served = played.served
-    kinds = dict.fromkeys(s.ask.kind for s in served)
-    prompts = [s for s in served if s.ask.prefix_tokens]
+
+    def means(name: str) -> dict[str, float]:
+        groups = defaultdict(list)
+        for one in played.served:
+            groups[getattr(one.request, name)].append(one.ttft_s)
+        return {key: float(np.mean(values)) for key, values in groups.items()}
+
+    prompts = [s for s in played.served if s.request.prefix_tokens]
     return {
-        "policy": policy, "workload": setting.workload, "backend": "vllm",
-        "link": setting.link, "stores": setting.stores,
-        "ttft_mean_s": {kind: _mean(_ttfts(served, kind)) for kind in kinds},
-        "ttft_mean_s_by_tenant": {
-            tenant: _mean([_ttft(s) for s in served if s.ask.tenant == tenant])
-            for tenant in played.workload.tenants
-        },
-        "prefixes_found": sum(s.cached_tokens >= s.ask.prefix_tokens for s in prompts),
-        "prefixes": len(prompts),
-        **played.engine,
+        "policy": policy, "backend": "vllm", **asdict(setting),
+        "ttft_mean_s": means("kind"), "ttft_mean_s_by_tenant": means("tenant"),
+        "prefixes_found": sum(s.cached_tokens >= s.request.prefix_tokens for s in prompts),
+        "prefixes": len(prompts), **played.engine,
     }  # fmt: skip
 
 
-def fills(
-    iterations: Sequence[Mapping[str, Any]], capacity: int
-) -> tuple[float | None, float | None]:
+def fills(iterations: Sequence[Row], capacity: int) -> tuple[float | None, float | None]:
     """Shares of the token budget and of the blocks in use while something waited, over time."""
     seconds = tokens = blocks = 0.0
     for this, following in pairwise(iterations):
@@ -104,7 +107,7 @@ def fills(
 
 def max_skips(served: Sequence[Served]) -> int:
     """The most requests that came after one and were admitted before it."""
-    admitted = np.array([_or_never(s.admitted_s) for s in served])
+    admitted = np.array([one.admitted_s for one in served])
     return max((int((admitted[i + 1 :] < at).sum()) for i, at in enumerate(admitted)), default=0)
 
 
@@ -115,19 +118,21 @@ def fairness(served: Sequence[Served], capacity: int) -> tuple[float | None, flo
     tenants' service differs since both have had requests waiting; index: of the service that each
     got while all had. None where there is one tenant, or they never wait at the same time.
     """
-    tenants = sorted({s.ask.tenant for s in served})
+    tenants = sorted({one.request.tenant for one in served})
     if len(tenants) < 2:
         return None, None
-    times = sorted(
-        {t for s in served for t in (s.arrived_s, s.admitted_s, s.finished_s) if t is not None}
-    )
+    # One row per request: arrived, admitted, finished; and its tenant and blocks.
+    times_s = np.array([(s.arrived_s, s.admitted_s, s.finished_s) for s in served])
+    mine = np.array([[s.request.tenant == tenant for s in served] for tenant in tenants])
+    blocks = np.array([s.request.blocks for s in served])
     gap = 0.0
     together = np.zeros(len(tenants))
     since = np.zeros((len(tenants), len(tenants)))
-    for start_s, end_s in pairwise(times):
-        rates = np.array([_blocks_at(served, tenant, start_s) for tenant in tenants]) / capacity
-        waits = np.array([_waits_at(served, tenant, start_s) for tenant in tenants])
-        gained = rates * (end_s - start_s)
+    for start_s, end_s in pairwise(np.unique(times_s[np.isfinite(times_s)]).tolist()):
+        arrived, admitted, finished = (times_s <= start_s).T
+        held = mine @ (blocks * (admitted & ~finished))
+        waits = (mine & (arrived & ~admitted)).any(axis=1)
+        gained = held / capacity * (end_s - start_s)
         both = waits[:, None] & waits[None, :]
         since = np.where(both, since + gained[:, None] - gained[None, :], 0.0)
         gap = max(gap, float(np.abs(since).max()))
@@ -138,11 +143,11 @@ def fairness(served: Sequence[Served], capacity: int) -> tuple[float | None, flo
     return gap, float(together.sum() ** 2 / (len(tenants) * (together**2).sum()))
 
 
-def medians(rows: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def medians(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     """Rows of several runs as one row each of medians, and as one of [least, most, runs]."""
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    groups = defaultdict(list)
     for row in rows:
-        groups.setdefault(tuple(row[key] for key in _KEYS), []).append(row)
+        groups[tuple(row[key] for key in _KEYS)].append(row)
     middle = [_joined(group, lambda values: float(np.median(values))) for group in groups.values()]
     spread = [
         _joined(group, lambda values: [min(values), max(values), len(values)])
@@ -151,37 +156,7 @@ def medians(rows: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], li
     return middle, spread
 
 
-def _ttft(served: Served) -> float:
-    return math.nan if served.first_s is None else served.first_s - served.arrived_s
-
-
-def _ttfts(served: Sequence[Served], kind: str) -> list[float]:
-    return [_ttft(s) for s in served if s.ask.kind == kind]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
-
-
-def _or_never(time_s: float | None) -> float:
-    return math.inf if time_s is None else time_s
-
-
-def _blocks_at(served: Sequence[Served], tenant: str, time_s: float) -> int:
-    return sum(
-        s.ask.blocks
-        for s in served
-        if s.ask.tenant == tenant and _or_never(s.admitted_s) <= time_s < _or_never(s.finished_s)
-    )
-
-
-def _waits_at(served: Sequence[Served], tenant: str, time_s: float) -> bool:
-    return any(
-        s.ask.tenant == tenant and s.arrived_s <= time_s < _or_never(s.admitted_s) for s in served
-    )
-
-
-def _joined(group: Sequence[Any], join: Any) -> Any:
+def _joined(group: Sequence[Any], join: Callable[[list[float]], Any]) -> Any:
     first = group[0]
     if isinstance(first, Mapping):
         return {key: _joined([one[key] for one in group], join) for key in first}

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,8 @@ from rich.table import Table
 from benchmarks.harness import (
     Json,
     append_line,
+    names,
+    note,
     publish,
     result,
     save_json,
@@ -29,8 +31,11 @@ from benchmarks.harness import (
     usage_errors,
 )
 from benchmarks.scheduling import mix, report
+from benchmarks.scheduling.report import Row
 
-Row = dict[str, Any]
+_SHOWN = (
+    "makespan_s", "budget_fill", "vram_fill", "max_wait_s", "max_skips", "service_gap", "jain",
+)  # fmt: skip
 
 
 def scheduler(
@@ -56,27 +61,26 @@ def scheduler(
     json_output: Json = False,
 ) -> None:
     """Policies on fixed workloads: TTFT by kind, makespan, how full, how long and how fair."""
-    names = tuple(policies.split(","))
-    settings = [
-        mix.Setting(workload, link, sharing)
-        for workload in workloads.split(",")
-        for link in links.split(",")
-        for sharing in stores.split(",")
-    ]
     with usage_errors():
-        check(backend, names, settings)
-    console = Console(stderr=True)
+        (chosen,) = names(backend, ("vllm", "simulator"), "--backend")
+        # "bare": vLLM's own scheduler class, without even our measuring.
+        known = (*mix.POLICIES, "bare") if chosen == "vllm" else mix.POLICIES
+        rules = names(policies, known, "--policies")
+        points = product(
+            names(workloads, mix.WORKLOADS, "--workloads"), names(links, mix.LINKS, "--links"),
+            names(stores, mix.STORES, "--stores"),
+        )  # fmt: skip
+    settings = [mix.Setting(*point) for point in points]
     rows, details = [], []
-    for row, detail in _play(backend, names, settings, runs, dilation, console):
+    for row, detail in _played(chosen, rules, settings, runs, dilation):
         rows.append(row)
-        if detail is not None:
-            details.append(detail)
+        details += [detail] if detail is not None else []
         if out is not None:
             append_line(out / "runs.jsonl", {"row": row, "detail": detail})
     middle, spread = report.medians(rows)
     facts = result(
         rows=middle, spread=spread, details=report.medians(details)[0], runs=runs,
-        dilation=dilation if backend == "vllm" else None,
+        dilation=dilation if chosen == "vllm" else None,
     )  # fmt: skip
     if out is not None:
         save_json(facts, out / "scheduler.json")
@@ -85,83 +89,46 @@ def scheduler(
         for setting in settings:
             console.print(_table(setting, middle, spread))
 
-    publish(facts, show, json_output=json_output, remark="paced" if backend == "vllm" else "")
+    publish(facts, show, json_output=json_output, remark="paced" if chosen == "vllm" else "")
 
 
-def check(backend: str, policies: tuple[str, ...], settings: list[mix.Setting]) -> None:
-    """Raise ValueError, naming what is known, for a name that is not."""
-    if backend not in ("vllm", "simulator"):
-        raise ValueError(f"unknown backend {backend!r}: choose vllm or simulator")
-    known = (*mix.POLICIES, "bare") if backend == "vllm" else mix.POLICIES
-    for policy in policies:
-        if policy not in known:
-            raise ValueError(f"unknown policy {policy!r}: choose of {', '.join(known)}")
-    for setting in settings:
-        setting.check(tuple(mix.WORKLOADS))
-
-
-Run = tuple[Row, Row | None]
-
-
-def _play(
-    backend: str,
-    policies: tuple[str, ...],
-    settings: list[mix.Setting],
-    runs: int,
-    dilation: float,
-    console: Console,
-) -> Iterator[Run]:
+def _played(
+    backend: str, rules: Sequence[str], settings: Sequence[mix.Setting], runs: int, dilation: float
+) -> Iterator[tuple[Row, Row | None]]:
+    """A row of every run, on vLLM with its details."""
     if backend == "simulator":
         from benchmarks.scheduling.simulated import runs_of
 
-        for setting in settings:
-            for policy in policies:
-                for row in runs_of(policy, setting, runs):
-                    yield row, None
+        for setting, rule in product(settings, rules):
+            for row in runs_of(rule, setting, runs):
+                yield row, None
         return
     # Engines are ended on the way out, whatever the reason.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    for number, setting in enumerate(settings, start=1):
-        title = f"{setting.workload} {setting.link} {setting.stores} ({number}/{len(settings)})"
-        with console.status(title) as status:
-            turns = _Turns(setting, policies, dilation, runs, lambda t: status.update(t), title)
-            yield from asyncio.run(turns.play())
+    for setting in settings:
+        note(f"{setting.workload} {setting.link} {setting.stores}")
+        yield from asyncio.run(_turns(setting, rules, runs, dilation))
 
 
-@dataclass(slots=True)
-class _Turns:
-    """The engines of one setting, and their turns."""
+async def _turns(
+    setting: mix.Setting, rules: Sequence[str], runs: int, dilation: float
+) -> list[tuple[Row, Row]]:
+    """All runs of a setting on vLLM: every policy once before any twice."""
+    from benchmarks.scheduling.vllm_runs import Engine
 
-    setting: mix.Setting
-    policies: tuple[str, ...]
-    dilation: float
-    runs: int
-    progress: Callable[[str], None]
-    title: str
-
-    async def play(self) -> list[Run]:
-        """All runs: every policy once before any twice."""
-        from benchmarks.scheduling.vllm_runs import Engine
-
-        played: list[Run] = []
-        with ExitStack() as ended:
-            engines = []
-            for policy in self.policies:
-                self.progress(f"{self.title}: starting {policy}")
-                engine = Engine(policy, self.setting, self.dilation)
-                ended.callback(engine.close)
-                engines.append(engine)
-            for run in range(self.runs):
-                for engine in engines:
-                    self.progress(f"{self.title}: run {run + 1} of {self.runs}, {engine.policy}")
-                    one = await engine.play(run)
-                    played.append(
-                        (
-                            report.row_of(engine.policy, self.setting, "vllm", one),
-                            report.details_of(engine.policy, self.setting, one),
-                        )
-                    )
-        return played
+    found = []
+    with ExitStack() as ended:
+        engines = []
+        for rule in rules:
+            note(f"starting {rule}")
+            engines.append(Engine(rule, setting, dilation))
+            ended.callback(engines[-1].close)
+        for run, engine in product(range(runs), engines):
+            note(f"run {run + 1} of {runs}, {engine.policy}")
+            played = await engine.play(run)
+            row = report.row_of(engine.policy, setting, "vllm", played)
+            found.append((row, report.details_of(engine.policy, setting, played)))
+    return found
 
 
 def _table(setting: mix.Setting, rows: list[Row], spread: list[Row]) -> Table:
@@ -171,32 +138,19 @@ def _table(setting: mix.Setting, rows: list[Row], spread: list[Row]) -> Table:
         if all(row[key] == getattr(setting, key) for key in ("workload", "link", "stores"))
     ]
     kinds = dict.fromkeys(k for row, _ in mine for k, q in row["ttft_s"].items() if q["p50"])
-    columns: list[tuple[str, tuple[str, ...]]] = [
-        (f"{kind} {quantile}", ("ttft_s", kind, quantile))
-        for kind in kinds
-        for quantile in ("p50", "p99")
-    ]
-    columns += [(key.removesuffix("_s"), (key,)) for key in _SHOWN]
-    return table(
-        f"{setting.workload}, link {setting.link}, stores {setting.stores}",
-        ("policy", *(name.replace("_", " ") for name, _ in columns)),
-        [
-            (row["policy"], *(_cell(row, around, path) for _, path in columns))
-            for row, around in mine
-        ],
-    )
+    paths: list[tuple[str, ...]] = [("ttft_s", *pair) for pair in product(kinds, ("p50", "p99"))]
+    paths += [(key,) for key in _SHOWN]
 
+    def cell(row: Any, around: Any, path: tuple[str, ...]) -> str:
+        """A median, and by how much the runs differ, in percent of it."""
+        for key in path:
+            row, around = row[key], around[key]
+        if row is None:
+            return "-"
+        percent = 50.0 * (around[1] - around[0]) / row if row else 0.0
+        return f"{row:.3g} ±{percent:.0f}%"
 
-_SHOWN = (
-    "makespan_s", "budget_fill", "vram_fill", "max_wait_s", "max_skips", "service_gap", "jain",
-)  # fmt: skip
-
-
-def _cell(row: Any, around: Any, path: tuple[str, ...]) -> str:
-    """A median, and by how much the runs differ, in percent of it."""
-    for key in path:
-        row, around = row[key], around[key]
-    if row is None:
-        return "-"
-    percent = 50.0 * (around[1] - around[0]) / row if row else 0.0
-    return f"{row:.3g} ±{percent:.0f}%"
+    titles = (" ".join(path[-2:]).removesuffix("_s").replace("_", " ") for path in paths)
+    lines = [(row["policy"], *(cell(row, around, path) for path in paths)) for row, around in mine]
+    title = f"{setting.workload}, link {setting.link}, stores {setting.stores}"
+    return table(title, ("policy", *titles), lines)

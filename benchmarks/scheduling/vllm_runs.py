@@ -13,6 +13,7 @@ import asyncio
 import atexit
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -159,69 +160,66 @@ class Engine:
         offloaded: prefixes lie in the host tier when their requests come, else they are nowhere.
         """
         workload = mix.workload_of(self.setting.workload, mix.SEED + run)
-        ids = mix.prompts(workload.asks, mix.SEED, run, _VOCABULARY)
-        await self._fill(workload.asks if offloaded else (), ids, run)
+        requests = workload.requests
+        ids = mix.prompts(requests, mix.SEED, run, _VOCABULARY)
+        await self._fill(requests if offloaded else (), ids, run)
         start_s, start_wall_s = time.monotonic(), time.time()
-        served = await asyncio.wait_for(
-            asyncio.gather(
-                *(
-                    self._serve(run, number, ask, ids[number], start_s)
-                    for number, ask in enumerate(workload.asks)
-                )
-            ),
-            _RUN_LIMIT_S,
+        serving = (
+            self._serve(f"{run}-{number}", one, ids[number], start_s)
+            for number, one in enumerate(requests)
         )
+        served = await asyncio.wait_for(asyncio.gather(*serving), _RUN_LIMIT_S)
         await asyncio.sleep(0.3)  # the last reports
         engine: dict[str, float] = dict.fromkeys(_COUNTED, 0.0)
         for message in self._messages():
             _count(engine, message, self.dilation)
             if message["kind"] == "admit":
-                number = int(str(message["request_id"]).partition("-")[2])
-                if served[number].admitted_s is None:  # a preempted request is admitted again
-                    served[number].admitted_s = (message["t_s"] - start_wall_s) / self.dilation
-        return Played(workload, list(served), self._iterations(start_s), engine)
+                one = served[int(str(message["request_id"]).partition("-")[2])]
+                # A preempted request is admitted again.
+                at_s = (message["t_s"] - start_wall_s) / self.dilation
+                one.admitted_s = min(one.admitted_s, at_s)
+        return Played(workload.blocks, list(served), self._iterations(start_s), engine)
 
     async def _serve(
-        self, run: int, number: int, ask: mix.Ask, ids: list[int], start_s: float
+        self, name: str, request: mix.Request, ids: list[int], start_s: float
     ) -> Served:
-        await asyncio.sleep(max(start_s + ask.at_s * self.dilation - time.monotonic(), 0.0))
-        served = Served(ask, self._since(start_s))
+        await asyncio.sleep(max(start_s + request.at_s * self.dilation - time.monotonic(), 0.0))
+        served = Served(request, self._since(start_s))
         params = SamplingParams(
-            max_tokens=ask.output_tokens, ignore_eos=True, temperature=0.0, detokenize=False,
+            max_tokens=request.output_tokens, ignore_eos=True, temperature=0.0, detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             # As the ingress would: who it is, and what it expects the host tier to hold.
             extra_args={
-                REQUEST_ID_KEY: f"{run}-{number}", TENANT_KEY: f"{ask.tenant}.{run}",
-                HOST_TOKENS_KEY: ask.prefix_tokens,
+                REQUEST_ID_KEY: name, TENANT_KEY: f"{request.tenant}.{name.partition('-')[0]}",
+                HOST_TOKENS_KEY: request.prefix_tokens,
             },
         )  # fmt: skip
         prompt = {"prompt_token_ids": ids}
-        name = f"{run}-{number}-{time.monotonic_ns()}"
-        async for output in self._llm.generate(prompt, params, name, priority=ask.priority):
-            if served.first_s is None:
+        unique, priority = f"{name}-{time.monotonic_ns()}", request.priority
+        async for output in self._llm.generate(prompt, params, unique, priority=priority):
+            if math.isnan(served.first_s):
                 served.first_s = self._since(start_s)
                 served.cached_tokens = output.num_cached_tokens or 0
             served.tokens += output.outputs[0].token_ids
         served.finished_s = self._since(start_s)
         return served
 
-    async def _fill(self, asks: Sequence[mix.Ask], ids: list[list[int]], run: int) -> None:
+    async def _fill(self, requests: Sequence[mix.Request], ids: list[list[int]], run: int) -> None:
         """Empty both tiers; then put the prefixes into the host tier, and nothing on the device."""
         await self._llm.collective_rpc("kappa_paced", args=(False,))
         await self._settled()
         await self._llm.reset_prefix_cache(reset_connector=True)
-        with_ids = zip(asks, ids, strict=False)
-        prefixes = [tokens[: ask.prefix_tokens] for ask, tokens in with_ids if ask.prefix_tokens]
-        if prefixes:
-            params = SamplingParams(
-                max_tokens=1, ignore_eos=True, temperature=0.0, detokenize=False,
-                extra_args={TENANT_KEY: f"fill.{run}"},
-            )  # fmt: skip
-            for prefix in prefixes:
+        params = SamplingParams(
+            max_tokens=1, ignore_eos=True, temperature=0.0, detokenize=False,
+            extra_args={TENANT_KEY: f"fill.{run}"},
+        )  # fmt: skip
+        for request, tokens in zip(requests, ids, strict=False):
+            if request.prefix_tokens:
+                prompt = {"prompt_token_ids": tokens[: request.prefix_tokens]}
                 name = f"fill-{time.monotonic_ns()}"
-                async for _ in self._llm.generate({"prompt_token_ids": prefix}, params, name):
+                async for _ in self._llm.generate(prompt, params, name):
                     pass
-            await self._settled()
+        await self._settled()
         await self._llm.collective_rpc("kappa_paced", args=(True,))
         await self._llm.reset_prefix_cache()
         await asyncio.sleep(0.2)

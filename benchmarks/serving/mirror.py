@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -129,15 +130,16 @@ def overhead_of(idle: Iterable[Answered], mirror: Mirror) -> Overhead:
     Raises:
         ValueError: no request of the idle phase was answered.
     """
-    before, whole = [], []
+    before, whole, errors = [], [], Counter[str]()
     for a in idle:
+        errors[a.error or "no outcome in /v1/decisions"] += 1
         if a.error or a.engine_ttft_s is None or a.decided_after_s is None:
             continue
         engine_s = mirror.prefill_s(a.node, a.prompt_tokens)
         before.append(a.decided_after_s + 0.5 * (a.engine_ttft_s - engine_s))
         whole.append(a.ttft_s - engine_s)
     if not whole:
-        raise ValueError("no request of the idle phase was answered: is the cluster up?")
+        raise ValueError(f"no request of the idle phase was answered: {dict(errors)}")
     total_s, before_s = statistics.median(whole), statistics.median(before)
     # The median absolute deviation, as a standard deviation of a normal distribution.
     jitter_s = 1.4826 * statistics.median(abs(value - total_s) for value in whole)

@@ -18,7 +18,7 @@ async def test_answers_do_not_depend_on_where_a_prefix_came_from(policy):
     finally:
         engine.close()
     for run, found in ((loaded, 512), (computed, 0)):
-        prompts = [s for s in run.served if s.ask.prefix_tokens]
+        prompts = [s for s in run.served if s.request.prefix_tokens]
         assert [s.cached_tokens for s in prompts] == [found] * 6
         assert all(len(s.tokens) == mix.OUTPUT_TOKENS for s in run.served)
         assert all(s.arrived_s <= s.admitted_s <= s.first_s <= s.finished_s for s in run.served)

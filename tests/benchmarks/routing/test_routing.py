@@ -1,5 +1,6 @@
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,83 +31,76 @@ CELL = grid.Cell("small", TRACE, 0.5)
 
 
 def run(directory, policies, seeds=1, cells=(CELL,), settings=SETTINGS):
-    told = []
-    rows = grid.Grid(directory, settings, 1, told.append).run(cells, policies, seeds)
-    return rows, told
+    progress = []
+    made = grid.Grid(directory, settings, 1, lambda *at: progress.append(at))
+    return made.run(cells, policies, seeds), progress
 
 
 # -- the grid ---------------------------------------------------------------------------------
 
 
 def test_a_grid_gives_a_row_for_every_run(tmp_path):
-    rows, told = run(tmp_path, ("ttft", "round_robin"), seeds=2)
+    rows, progress = run(tmp_path, ("ttft", "round_robin"), seeds=2)
     assert [(r["policy"], r["seed"]) for r in rows] == [
         ("ttft", 0), ("ttft", 1), ("round_robin", 0), ("round_robin", 1),
     ]  # fmt: skip
     assert all(r["requests"] == 48 and r["load"] == 0.5 and r["warm"] for r in rows)
-    assert [at.done for at in told] == [1, 2, 3, 4] and told[-1].eta_s == 0
+    assert [at[:2] for at in progress] == [(1, 4), (2, 4), (3, 4), (4, 4)] and progress[-1][2] == 0
 
 
 def test_a_stopped_grid_goes_on(tmp_path):
     first, _ = run(tmp_path, ("ttft",))
-    again, told = run(tmp_path, ("ttft", "round_robin"))
+    again, progress = run(tmp_path, ("ttft", "round_robin"))
     assert again[0] == first[0]
-    assert len(told) == 1 and "round_robin" in told[0].last
+    assert len(progress) == 1 and "round_robin" in progress[0][3]
 
 
 def test_a_line_cut_short_is_run_again(tmp_path):
     run(tmp_path, ("ttft", "round_robin"))
     path = tmp_path / "rows.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
-    rows, told = run(tmp_path, ("ttft", "round_robin"))
-    assert len(told) == 1 and len(rows) == 2
+    rows, progress = run(tmp_path, ("ttft", "round_robin"))
+    assert len(progress) == 1 and len(rows) == 2
     assert len(path.read_text().splitlines()) == 2
 
 
 def test_other_settings_are_other_runs(tmp_path):
     run(tmp_path, ("ttft",))
-    _, told = run(tmp_path, ("ttft",), settings=grid.Settings(requests=70))
-    assert len(told) == 1
+    _, progress = run(tmp_path, ("ttft",), settings=grid.Settings(requests=70))
+    assert len(progress) == 1
 
 
 def test_a_changed_trace_file_is_another_run(tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text("one")
-    key = grid.Store(tmp_path / "out", SETTINGS).key(
-        grid.Run(grid.Cell("small", str(trace), 0.5), "ttft", 0)
-    )
+    run = grid.Run(grid.Cell("small", str(trace), 0.5), "ttft", 0)
+    key = run.key(SETTINGS)
     trace.write_text("two")
     grid._content.cache_clear()
-    assert key != grid.Store(tmp_path / "out", SETTINGS).key(
-        grid.Run(grid.Cell("small", str(trace), 0.5), "ttft", 0)
-    )
+    assert key != run.key(SETTINGS)
 
 
 def test_the_tuned_policy_takes_the_best_constant_and_says_which(tmp_path):
-    rows, told = run(tmp_path, ("ttft", grid.TUNED), seeds=2)
+    rows, progress = run(tmp_path, ("ttft", grid.TUNED), seeds=2)
     tuned = [row for row in rows if row["policy"] == grid.TUNED]
-    store = grid.Store(tmp_path, SETTINGS)
+    made = grid.Grid(tmp_path, SETTINGS, 1, print)
     p99 = {
-        policy: store.find(grid.Run(CELL, policy, grid.TUNING_SEED, "tuning"))["ttft_s"]["p99"]
+        policy: made.find(grid.Run(CELL, policy, grid.TUNING_SEED, "tuning"))["ttft_s"]["p99"]
         for policy in map(grid.dynamo_with, grid.CREDITS)
     }
     assert {row["spec"] for row in tuned} == {min(p99, key=p99.get)}
     assert [row["seed"] for row in tuned] == [0, 1]
-    assert told[-1].done == told[-1].total == len(grid.CREDITS) + 4
+    assert progress[-1][0] == progress[-1][1] == len(grid.CREDITS) + 4
     assert sorted(row["policy"] for row in grid.reported_rows(tmp_path)) == [
         grid.TUNED, grid.TUNED, "ttft", "ttft",
     ]  # fmt: skip
 
 
-def test_faults_are_cells_of_their_own():
-    cells = grid.cells_of(
-        ("small",), ("azure",), (0.5,), (True, False),
-        (("misprofile", False), ("failure", False), ("none", True)),
-    )  # fmt: skip
-    assert [cell.name for cell in cells] == [
-        "small_azure_0.5_warm", "small_azure_0.5_cold", "small_azure_0.5_warm_misprofile",
-        "small_azure_0.5_warm_failure", "small_azure_0.5_warm_admission",
-    ]  # fmt: skip
+def test_a_cells_name_says_what_goes_wrong_in_it():
+    cell = grid.Cell("small", "azure", 0.5, warm=False)
+    assert cell.name == "small_azure_0.5_cold"
+    assert replace(cell, faults="failure").name == "small_azure_0.5_cold_failure"
+    assert replace(cell, admission=True).name == "small_azure_0.5_cold_admission"
 
 
 @pytest.mark.parametrize("faults", ["misprofile", "failure"])
@@ -144,7 +138,7 @@ def cell_rows(ours, peer, **facts):
         ([1.0], [2.0], "open"),
     ],
 )
-def test_a_cell_is_judged_by_its_whole_interval(ours, peer, verdict):
+def test_a_cell_is_evaluated_by_its_whole_interval(ours, peer, verdict):
     facts = report.summary(cell_rows(ours, peer), "priced", grid.OURS)
     assert facts["counts"]["p99"] == {w: int(w == verdict) for w in ("held", "open", "lost")}
 
@@ -163,7 +157,7 @@ def test_a_peer_that_serves_nothing_is_never_the_best():
     assert {v["peer"] for v in found["verdicts"]} == {"dynamo"}
 
 
-def test_collapse_and_saturation_are_told_from_loads():
+def test_collapse_and_saturation_come_from_the_loads():
     rows = cell_rows([1.0], [1.0], load=0.8, goodput=8.0)
     rows += cell_rows([9.0], [9.0], load=1.2, goodput=2.0)
     found = report.summary(rows, "priced", grid.OURS)
@@ -198,16 +192,20 @@ def command(*words):
 def test_the_command_prints_rows_and_reports_them_later(tmp_path):
     words = (
         "--cluster", "small", "--trace", TRACE, "--load", 0.5, "--policies", "priced,round_robin",
-        "--seeds", 1, "--requests", 60, "--warm", "--jobs", 1, "--out", tmp_path,
+        "--seeds", 1, "--requests", 60, "--warm", "--admission", "--misprofile", "--failures",
+        "--jobs", 1, "--out", tmp_path,
     )  # fmt: skip
     done = command(*words, "--json")
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]
-    assert [r["policy"] for r in rows] == ["priced", "round_robin"]
+    assert [r["policy"] for r in rows] == ["priced", "round_robin"] * 4
+    kinds = [(r["faults"], r["admission"]) for r in rows[::2]]
+    assert kinds == [("none", False), ("misprofile", False), ("failure", False), ("none", True)]
     assert {"ttft_s", "goodput_rps", "slo", "nodes", "decision_us"} <= set(rows[0])
 
     later = command("--report", "--json", "--out", tmp_path)
-    assert json.loads(later.stdout)["rows"] == rows
+    by_key = sorted(json.loads(later.stdout)["rows"], key=lambda r: r["key"])
+    assert by_key == sorted(rows, key=lambda r: r["key"])
     assert "| policy |" in command("--report", "--out", tmp_path).stdout
 
 

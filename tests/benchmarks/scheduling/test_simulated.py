@@ -56,16 +56,3 @@ def test_runs_are_the_same_each_time_and_differ_by_seed():
 def test_tenants_that_wait_at_the_same_time_get_a_gap_and_an_index():
     (row,) = scheduler_sim.runs_of("vtc", mix.Setting("heavy_light", "x1", "free"), 1)
     assert row["service_gap"] > 0 and 0.9 < row["jain"] <= 1
-
-
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        (mix.Setting("mixd", "x1", "free"), "workload 'mixd'.*mixed10"),
-        (mix.Setting("mixed", "x2", "free"), "link 'x2'.*x0.25"),
-        (mix.Setting("mixed", "x1", "half"), "stores 'half'.*free, shared"),
-    ],
-)
-def test_unknown_names_are_refused_with_those_there_are(setting, words):
-    with pytest.raises(ValueError, match=words):
-        scheduler_sim.runs_of("fair", setting, 1)
