@@ -128,7 +128,7 @@ class AdmissionRule:
         held = float((estimates.device_tokens + estimates.cached_tokens).max())
         ttft_s, tpot_s = fleet.idle_s(estimates.slots, estimates.prompt_tokens, held)
         idle_s = float(np.median(ttft_s))
-        floor_s = self.floor_s * float(np.median(fleet.dilation(estimates.slots)))
+        floor_s = self.floor_s * float(np.median(fleet.of_each(estimates.slots, "dilation")))
         limit_s = max(floor_s, self.ttft_factor * idle_s)
         return idle_s, limit_s, self.tpot_factor * float(np.median(tpot_s))
 
@@ -138,7 +138,7 @@ class AdmissionRule:
         """Each worker against the request's limits."""
         now_s = estimates.now_s
         late_s = np.array([lateness.late_s(worker, now_s) for worker in estimates.workers])
-        long = estimates.work_s > _LONG_PROMPT_S * fleet.dilation(estimates.slots)
+        long = estimates.work_s > _LONG_PROMPT_S * fleet.of_each(estimates.slots, "dilation")
         # Prompts delay the tokens of what decodes beside them: by how much they
         # did is how much they will.
         expected_s = np.array(
@@ -157,7 +157,7 @@ class AdmissionRule:
             slow_s=expected_s - _within(tpot_s, self.tpot_factor, share),
             token_s=expected_s,
             # Without a free slot it waits until another ends, which no prediction has priced.
-            full=estimates.in_flight >= fleet.max_sequences(estimates.slots),
+            full=estimates.in_flight >= fleet.of_each(estimates.slots, "max_sequences"),
             idle=estimates.in_flight == 0,
             blocked=demand.blocked(now_s, estimates.compute_s),
             budget_wait_s=demand.budget_wait_s(now_s, self.blocking_share * len(estimates)),

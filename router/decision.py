@@ -20,6 +20,8 @@ MEMORY, COMPUTE = "memory", "compute"
 Floats = NDArray[np.float64]
 Slots = NDArray[np.intp]
 
+_NO_HASHES: UInt64s = np.empty(0, dtype=np.uint64)
+
 
 class NoWorkerError(Exception):
     """No worker can take the request now."""
@@ -74,9 +76,29 @@ class RouteRequest:
     @property
     def tokens(self) -> int:
         """Length of the prompt; an engine computes at least one token."""
-        if self.token_ids is not None:
-            return max(len(self.token_ids), 1)
-        return max(self.prompt_tokens, 1)
+        return max(self.prompt_tokens if self.token_ids is None else len(self.token_ids), 1)
+
+
+@dataclass(slots=True)
+class PricedPrompt:
+    """What is priced: tokens of a prompt and of its answer, its blocks, its conversation."""
+
+    tokens: int
+    output_tokens: int
+    block_tokens: int = 1
+    prefix_hashes: UInt64s = field(default_factory=lambda: _NO_HASHES)
+    session: str = ""
+
+
+class PlannedLoad(NamedTuple):
+    """How a worker would bring a cached prefix back: in words, tokens that it computes anew, tokens
+    that cross the link, real seconds of the shorter of link and gpu work that hide behind the
+    longer."""
+
+    kind: str
+    recomputed_tokens: int
+    crossing_tokens: int
+    hidden_s: float
 
 
 class Column:
@@ -93,32 +115,16 @@ class Column:
         instance.rows[self._name] = values
 
 
-def row_type(table: type) -> np.dtype[np.void]:
-    """A record with a float for each `Column` of a class."""
-    names = [name for name, value in vars(table).items() if isinstance(value, Column)]
-    return np.dtype([(name, np.float64) for name in names])
-
-
-class PlannedLoad(NamedTuple):
-    """How a worker would bring a cached prefix back: in words, tokens that it computes anew, tokens
-    that cross the link, real seconds of the shorter of link and gpu work that hide behind the
-    longer."""
-
-    kind: str
-    recomputed_tokens: int
-    crossing_tokens: int
-    hidden_s: float
-
-
 @dataclass(slots=True, eq=False)
 class Estimates:
     """What one request would cost on each of n workers; seconds are real ones.
 
     rows: a record per worker, whose fields are the columns below, shape (n,) each.
-    slots: the workers' places in the fleet, constant for life. fetch_from: the worker from which
-    `fetch_tokens` come first, empty if none do. fetching: the estimates if every worker first
-    fetched what its peer `fetch_from` holds; none where nobody can or nothing is to be had.
-    plans: by row, how the worker would bring the prefix back, of those that plan (`load_plans`).
+    slots: the workers' places in the fleet, constant for life; nodes: what they announced.
+    fetch_from: the worker from which `fetch_tokens` come first, empty if none do. fetching: the
+    estimates if every worker first fetched what its peer `fetch_from` holds; none where nobody can
+    or nothing is to be had. plans: by row, how the worker would bring the prefix back, of those
+    that plan (`load_plans`).
     """
 
     now_s: float
@@ -130,6 +136,7 @@ class Estimates:
     prefix_hashes: UInt64s
     session: str
     expected_output_tokens: int
+    nodes: tuple[NodeProfile, ...] = ()
     fetch_from: str = ""
     fetching: Estimates | None = None
     plans: dict[int, PlannedLoad] = field(default_factory=dict)
@@ -189,16 +196,15 @@ class Estimates:
         """Queued work on the busier of link and gpu."""
         return np.maximum(self.link_backlog_s, self.gpu_backlog_s)
 
-    def candidate(self, index: int, node: NodeProfile) -> PricedWorker:
+    def candidate(self, index: int) -> PricedWorker:
         """Row `index`, as plain numbers."""
         row = dict(zip(ESTIMATE.names or (), self.rows[index].item(), strict=True))
+        tokens = (int(row[name]) for name in ("device_tokens", "cached_tokens", "new_tokens"))
         plan = self.plans.get(index)
         return PricedWorker(
             worker=self.workers[index],
-            node=node,
-            counts=TokenCounts(
-                int(row["device_tokens"]), int(row["cached_tokens"]), int(row["new_tokens"])
-            ),
+            node=self.nodes[index],
+            counts=TokenCounts(*tokens),
             kappa_crit=row["kappa_crit"],
             queue_s=max(row["ttft_s"] - row["load_s"] - row["compute_s"] - row["fixed_s"], 0.0),
             load_s=row["load_s"],
@@ -212,7 +218,7 @@ class Estimates:
         )
 
 
-ESTIMATE = row_type(Estimates)
+ESTIMATE = np.dtype([(n, np.float64) for n, v in vars(Estimates).items() if isinstance(v, Column)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +284,6 @@ class Decision:
     informed: bool
     estimates: Estimates | None = field(default=None, compare=False, repr=False)
     index: int = field(default=-1, compare=False, repr=False)
-    nodes: tuple[NodeProfile, ...] = field(default=(), compare=False, repr=False)
     fetch: Fetch | None = None
 
     @property
@@ -294,9 +299,8 @@ class Decision:
     @property
     def candidates(self) -> tuple[PricedWorker, ...]:
         """Every worker that could have been chosen, priced; none in a log."""
-        if self.estimates is None:
-            return ()
-        return tuple(self.estimates.candidate(i, node) for i, node in enumerate(self.nodes))
+        estimates = self.estimates
+        return () if estimates is None else tuple(map(estimates.candidate, range(len(estimates))))
 
     @property
     def kind(self) -> str:
@@ -313,4 +317,4 @@ class Decision:
 
 def without_candidates(decision: Decision) -> Decision:
     """A copy that keeps only the choice, for logs."""
-    return replace(decision, estimates=None, index=-1, nodes=())
+    return replace(decision, estimates=None, index=-1)

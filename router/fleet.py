@@ -16,15 +16,12 @@ from kappa.hardware import NodeProfile
 from kappa.protocol import Announcement
 from kappa.slo import TPOT_IDLE_FACTOR, TTFT_FLOOR_S, TTFT_IDLE_FACTOR
 from router import pricing
-from router.decision import ESTIMATE, Estimates, Floats, PricedWorker, Slots
+from router.decision import ESTIMATE, Estimates, Floats, PricedPrompt, PricedWorker, Slots
 from router.engine_queue import EngineSpeed
-from router.index.prefix_hash import UInt64s
 
 USE_WINDOW_S = 20.0
 _MORE_RECORDS = 8
 _SLO = (TTFT_FLOOR_S, TTFT_IDLE_FACTOR, TPOT_IDLE_FACTOR)
-_NO_HASHES: UInt64s = np.empty(0, dtype=np.uint64)
-_NO_SLOTS: Slots = np.empty(0, dtype=np.intp)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,17 +55,6 @@ class Flight:
     output_tokens: int = 0
 
 
-@dataclass(slots=True)
-class PricedPrompt:
-    """What is priced: tokens of a prompt and of its answer, its blocks, its conversation."""
-
-    tokens: int
-    output_tokens: int
-    block_tokens: int = 1
-    prefix_hashes: UInt64s | None = None
-    session: str = ""
-
-
 class Fleet:
     """The records, and the requests reserved on them.
 
@@ -90,7 +76,7 @@ class Fleet:
         self._prompts: list[OrderedDict[str, Flight]] = []
         self._nodes: dict[str, NodeProfile] = {}
         # All workers in the order in which they are listed: places, names, nodes.
-        self._active: Slots = _NO_SLOTS
+        self._active: Slots = np.empty(0, dtype=np.intp)
         self._active_names: list[str] = []
         self._active_nodes: tuple[NodeProfile, ...] = ()
         self._compile()
@@ -100,15 +86,13 @@ class Fleet:
         nothing, records = np.empty(0), self._records
         estimates = self.estimate(self._active, 0.0, PricedPrompt(1, 1), nothing, nothing)
         self.idle_s(self._active, 1, 0.0)
-        pricing.backlog_s(records, 0, 0.0)
-        if records.size:
-            row = np.zeros(1, dtype=estimates.rows.dtype)
-            pricing.reserve(records, 0, row, 0, 0.0, USE_WINDOW_S)
-            pricing.shift(records, 0, 0.0, 0.0, 0)
-            pricing.admitted_s(records, 0, 0, 0, 0)
-            pricing.finish_prompt(records, 0, 0.0, 0.0, 0, 0.0)
-            pricing.decode(records, 0, 0, 0)
-            pricing.depart(records, 0, 0)
+        pricing.queued_s(records[0], 0.0)
+        row = np.zeros(1, dtype=estimates.rows.dtype)
+        pricing.reserve(records, 0, row, 0, 0.0, USE_WINDOW_S)
+        pricing.correct(records, 0, (0, 0, 0), (0.0, 0.0, 0), True)
+        pricing.finish_prompt(records, 0, (0.0, 0.0, 0), 0.0)
+        pricing.decode(records, 0, 0, 0)
+        pricing.depart(records, 0, 0)
 
     # -- workers ------------------------------------------------------------------------------
 
@@ -118,53 +102,57 @@ class Fleet:
     def slot(self, worker: str) -> int:
         return self._slots[worker]
 
-    def nodes(self, slots: Slots) -> tuple[NodeProfile, ...]:
-        """What the workers in some places announced."""
-        if len(slots) == len(self._active):
-            return self._active_nodes
-        return tuple(self._nodes[self.names[slot]] for slot in slots)
-
-    def join(self, announced: Announcement, speed: EngineSpeed, now_s: float) -> None:
-        """A worker gets a place, which it keeps for life; again: only what it is changes."""
+    def join(self, announced: Announcement, now_s: float) -> int:
+        """A worker gets a place, which it keeps for life and which is returned; again: only what it
+        is changes. `calibrate` follows."""
         node, slot = announced.node, self._slots.get(announced.worker)
         if slot is None:
-            slot = self._free.pop() if self._free else self._grow()
+            slot = self._free.pop() if self._free else len(self.names)
+            if slot == len(self.names):
+                self.names.append("")
+                self._prompts.append(OrderedDict())
+            if slot == len(self._records):
+                more = np.zeros(len(self._records) + _MORE_RECORDS, dtype=pricing.WORKER)
+                self._records = np.concatenate([self._records, more])
             self._slots[announced.worker] = slot
             self.names[slot] = announced.worker
             self._records[slot] = 0.0
             self._records["gpu_since_s"][slot] = self._records["used_s"][slot] = now_s
         self._nodes[announced.worker] = node
         self._activate()
-        record = self._records[slot]
-        record["budget_tokens"] = speed.budget_tokens
-        record["capacity_tokens"] = speed.capacity_tokens
-        record["max_sequences"] = announced.max_sequences or np.inf
-        record["kappa_crit"] = announced.kappa_crit
-        record["h2d_bytes_per_s"] = node.h2d_bytes_per_s
-        record["flops_per_s"] = node.flops_per_s
-        record["cost_per_hour"] = node.cost_per_hour
         kv_bytes_per_token = announced.kv_bytes_per_token * node.dilation
-        record["net_tokens_per_s"] = announced.net_bytes_per_s / kv_bytes_per_token
-        record["dilation"] = node.dilation
-        record["seen_s"] = now_s
-        self.calibrate(announced.worker, speed, 0.0)
+        self._set(
+            slot,
+            max_sequences=announced.max_sequences or np.inf,
+            kappa_crit=announced.kappa_crit,
+            h2d_bytes_per_s=node.h2d_bytes_per_s,
+            flops_per_s=node.flops_per_s,
+            cost_per_hour=node.cost_per_hour,
+            net_tokens_per_s=announced.net_bytes_per_s / kv_bytes_per_token,
+            dilation=node.dilation,
+            seen_s=now_s,
+        )
+        return slot
 
     def calibrate(self, worker: str, speed: EngineSpeed, overhead_s: float) -> None:
-        record, step = self._records[self._slots[worker]], speed.step
-        record["load_token_s"], record["load_fixed_s"] = speed.load_token_s, speed.load_fixed_s
-        record["token_s"] = step.token_s * step.dilation
-        record["pair_s"] = step.pair_s * step.dilation
-        record["weights_s"] = step.weights_s * step.dilation
-        record["context_token_s"] = step.context_token_s * step.dilation
-        record["step_fixed_s"] = step.fixed_s * step.dilation
-        record["overhead_s"] = overhead_s
+        step = speed.step
+        self._set(
+            self._slots[worker],
+            budget_tokens=speed.budget_tokens,
+            capacity_tokens=speed.capacity_tokens,
+            load_token_s=speed.load_token_s,
+            load_fixed_s=speed.load_fixed_s,
+            token_s=step.token_s * step.dilation,
+            pair_s=step.pair_s * step.dilation,
+            weights_s=step.weights_s * step.dilation,
+            context_token_s=step.context_token_s * step.dilation,
+            step_fixed_s=step.fixed_s * step.dilation,
+            overhead_s=overhead_s,
+        )
 
-    def seen(self, worker: str, now_s: float) -> None:
-        self._records["seen_s"][self._slots[worker]] = now_s
-
-    def spare(self, worker: str, tokens: float) -> None:
-        """A worker's host tier has room for so many tokens that a peer holds too."""
-        self._records["spare_tokens"][self._slots[worker]] = tokens
+    def reported(self, worker: str, now_s: float, spare_tokens: float) -> None:
+        """A worker reported; its host tier has room for so many tokens that a peer holds too."""
+        self._set(self._slots[worker], seen_s=now_s, spare_tokens=spare_tokens)
 
     def leave(self, worker: str) -> None:
         """A worker is gone, with all that was reserved there."""
@@ -175,14 +163,10 @@ class Fleet:
         self._free.append(slot)
         self._activate()
 
-    def _grow(self) -> int:
-        slot = len(self.names)
-        if slot == len(self._records):
-            more = np.zeros(len(self._records) + _MORE_RECORDS, dtype=pricing.WORKER)
-            self._records = np.concatenate([self._records, more])
-        self.names.append("")
-        self._prompts.append(OrderedDict())
-        return slot
+    def _set(self, slot: int, **values: float) -> None:
+        record = self._records[slot]
+        for name, value in values.items():
+            record[name] = value
 
     def _activate(self) -> None:
         slots = np.array(sorted(self._slots.values()), dtype=np.intp)
@@ -213,25 +197,20 @@ class Fleet:
         """The engine admitted a request, with these tokens instead of the expected ones."""
         if flight.prefilled or flight.new_tokens == new_tokens:
             return
-        slot, context_tokens = flight.slot, flight.prompt_tokens - new_tokens
-        link_s, gpu_s = pricing.admitted_s(
-            self._records, slot, host_tokens, new_tokens, context_tokens
+        slot, before = flight.slot, (flight.link_s, flight.gpu_s, flight.new_tokens)
+        first = next(iter(self._prompts[slot].values())) is flight
+        context_tokens = flight.prompt_tokens - new_tokens
+        flight.link_s, flight.gpu_s = pricing.correct(
+            self._records, slot, (host_tokens, new_tokens, context_tokens), before, first
         )
-        pricing.shift(
-            self._records, slot, link_s - flight.link_s, gpu_s - flight.gpu_s,
-            new_tokens - flight.new_tokens,
-        )  # fmt: skip
-        if next(iter(self._prompts[slot].values())) is flight:
-            self._records["gpu_head_s"][slot] = gpu_s
-        flight.link_s, flight.gpu_s, flight.new_tokens = link_s, gpu_s, new_tokens
+        flight.new_tokens = new_tokens
 
     def prefilled(self, flight: Flight, now_s: float) -> None:
         """A request's prompt is done: its link and gpu work are no longer ahead of anyone."""
-        if flight.prefilled:
-            return
-        self._finish_prompt(flight, now_s)
-        flight.prefilled = True
-        pricing.decode(self._records, flight.slot, 1, flight.prompt_tokens)
+        if not flight.prefilled:
+            self._finish_prompt(flight, now_s)
+            flight.prefilled = True
+            pricing.decode(self._records, flight.slot, 1, flight.prompt_tokens)
 
     def release(self, flight: Flight, now_s: float) -> None:
         if flight.prefilled:
@@ -244,9 +223,8 @@ class Fleet:
         slot, prompts = flight.slot, self._prompts[flight.slot]
         first = next(iter(prompts.values())) is flight
         del prompts[flight.request_id]
-        pricing.finish_prompt(
-            self._records, slot, flight.link_s, flight.gpu_s, flight.new_tokens, now_s
-        )
+        done = flight.link_s, flight.gpu_s, flight.new_tokens
+        pricing.finish_prompt(self._records, slot, done, now_s)
         if flight.fetch_tokens:
             promised = self._records["promised_tokens"]
             promised[slot] = max(promised[slot] - flight.fetch_tokens, 0.0)
@@ -264,7 +242,7 @@ class Fleet:
 
     def backlog_s(self, worker: str, now_s: float) -> tuple[float, float]:
         """Seconds of queued work on one worker's (link, gpu)."""
-        return pricing.backlog_s(self._records, self._slots[worker], now_s)
+        return pricing.queued_s(self._records[self._slots[worker]], now_s)
 
     def ready(self, now_s: float, stale_after_s: float, exclude: frozenset[str]) -> Slots:
         """Places of the workers that have reported recently and are not excluded."""
@@ -273,11 +251,8 @@ class Fleet:
             fresh = now_s - self._records["seen_s"][slots] <= stale_after_s
             if not fresh.all():
                 slots = slots[fresh]
-        if exclude:
-            out = [self._slots[w] for w in exclude if w in self._slots]
-            if out:
-                slots = slots[~np.isin(slots, out)]
-        return slots
+        out = [self._slots[worker] for worker in exclude if worker in self._slots]
+        return slots[~np.isin(slots, out)] if out else slots
 
     def estimate(
         self,
@@ -301,35 +276,23 @@ class Fleet:
         if fetch is not None:
             fetch_from, rows["fetch_tokens"] = fetch
             source = self._slots[fetch_from]
-        pricing.price(
-            self._records, slots, rows,
-            (now_s, USE_WINDOW_S, float(prompt.tokens), float(prompt.output_tokens)), source, _SLO,
-        )  # fmt: skip
-        whole = len(slots) == len(self._active)
+        request = now_s, USE_WINDOW_S, float(prompt.tokens), float(prompt.output_tokens)
+        pricing.price(self._records, slots, rows, request, source, _SLO)
+        names, nodes = self._active_names, self._active_nodes
+        if len(slots) < len(names):
+            names = [self.names[slot] for slot in slots]
+            nodes = tuple(self._nodes[name] for name in names)
         return Estimates(
-            now_s=now_s,
-            workers=self._active_names if whole else [self.names[slot] for slot in slots],
-            slots=slots,
-            rows=rows,
-            prompt_tokens=prompt.tokens,
-            block_tokens=prompt.block_tokens,
-            prefix_hashes=_NO_HASHES if prompt.prefix_hashes is None else prompt.prefix_hashes,
-            session=prompt.session,
-            expected_output_tokens=prompt.output_tokens,
-            fetch_from=fetch_from,
-        )
+            now_s, names, slots, rows, prompt.tokens, prompt.block_tokens, prompt.prefix_hashes,
+            prompt.session, prompt.output_tokens, nodes, fetch_from,
+        )  # fmt: skip
 
     def idle_s(self, slots: Slots, prompt_tokens: int, held_tokens: float) -> tuple[Floats, Floats]:
         """TTFT and time per output token on idle workers that hold `held_tokens` of the prompt in
         their host tiers."""
         return pricing.idle_s(self._records, slots, float(prompt_tokens), float(held_tokens))
 
-    def dilation(self, slots: Slots) -> Floats:
-        """Real seconds per emulated second of each worker."""
-        dilations: Floats = self._records["dilation"][slots]
-        return dilations
-
-    def max_sequences(self, slots: Slots) -> Floats:
-        """How many requests each runs at a time, as announced; infinite if it did not say."""
-        sequences: Floats = self._records["max_sequences"][slots]
-        return sequences
+    def of_each(self, slots: Slots, name: str) -> Floats:
+        """A figure of each worker's record (`pricing.WORKER`), as its dilation."""
+        figures: Floats = self._records[name][slots]
+        return figures

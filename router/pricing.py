@@ -44,6 +44,8 @@ FELT_USE = 0.5
 
 Workers = NDArray[np.void]
 Rows = NDArray[np.void]
+Prompt = tuple[float, float, int]
+"""What a prompt put on its worker: seconds of link and gpu, tokens to compute."""
 Slo = tuple[float, float, float]
 """Least TTFT objective in seconds, and what TTFT and TPOT may be of an idle worker's."""
 
@@ -171,34 +173,35 @@ def reserve(
 
 
 @compiled
-def admitted_s(
-    workers: Workers, slot: int, host_tokens: float, new_tokens: float, context_tokens: float
+def correct(
+    workers: Workers, slot: int, found: tuple[int, int, int], before: Prompt, first: bool
 ) -> tuple[float, float]:
-    """Link and gpu seconds of a prompt by what its engine found: tokens in host, tokens to compute
-    behind `context_tokens`."""
+    """Link and gpu seconds of a prompt by what its engine found, put in place of those reserved.
+
+    found: tokens in host, tokens to compute, and those of the context before them; first: it is at
+    the head of the queue.
+    """
     worker = workers[slot]
+    host_tokens, new_tokens, context_tokens = found
     pairs = new_tokens * (context_tokens + 0.5 * new_tokens)
     gpu_s = new_tokens * worker.token_s + pairs * worker.pair_s
-    return host_tokens * worker.load_token_s, gpu_s
+    link_s = host_tokens * worker.load_token_s
+    link_before_s, gpu_before_s, new_before = before
+    worker.gpu_reserved_s += gpu_s - gpu_before_s
+    worker.link_reserved_s += link_s - link_before_s
+    worker.link_free_s += link_s - link_before_s
+    worker.queued_tokens += new_tokens - new_before
+    if first:
+        worker.gpu_head_s = gpu_s
+    return link_s, gpu_s
 
 
 @compiled
-def shift(workers: Workers, slot: int, link_s: float, gpu_s: float, new_tokens: float) -> None:
-    """A reservation turned out to be so much more (or less)."""
-    worker = workers[slot]
-    worker.gpu_reserved_s += gpu_s
-    worker.link_reserved_s += link_s
-    worker.link_free_s += link_s
-    worker.queued_tokens += new_tokens
-
-
-@compiled
-def finish_prompt(
-    workers: Workers, slot: int, link_s: float, gpu_s: float, new_tokens: float, now_s: float
-) -> None:
+def finish_prompt(workers: Workers, slot: int, done: Prompt, now_s: float) -> None:
     """A prompt is no longer ahead of anyone; sums of many small numbers drift, but where nobody
     waits any more the queue is exactly empty."""
     worker = workers[slot]
+    link_s, gpu_s, new_tokens = done
     worker.link_reserved_s -= link_s
     worker.gpu_reserved_s -= gpu_s
     worker.waiting -= 1
@@ -332,12 +335,6 @@ def price(
         step_s = reading_step_s(worker, prompt_tokens + worker.resident_tokens)
         step_s /= 1 - FELT_USE * min(row.gpu_use, MOST_USE)
         row.own_late_s = weight * max(step_s - MOST_STEP * tpot_limit_s, 0.0)
-
-
-@compiled
-def backlog_s(workers: Workers, slot: int, now_s: float) -> tuple[float, float]:
-    """Work queued on link and gpu of the worker in place `slot`."""
-    return queued_s(workers[slot], now_s)
 
 
 @compiled

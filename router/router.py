@@ -2,39 +2,83 @@
 
 The ingress feeds it what happens (a worker joins, blocks are stored, a first token comes) and has
 it decide where a request goes; the simulator and the replay of a recorded log do exactly the same.
-Pure: each call takes the time. `router.pool` knows the workers, a policy picks one of them.
+Pure: each call takes the time. It joins the prefix index, the fleet, calibration, load plans and
+the engine queue models of the workers whose KV blocks mean the same; a policy picks one of them.
+
+Several ingresses decide over the same workers, and each would send the next request to the worker
+that looks idle to it. So every worker reports to all of them what arrived and what left; a request
+that this router did not send is reserved as if it had. The worker is the truth: now and then it
+reports all that is in flight there, and what is not among that is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kappa.protocol import Announcement, WorkerReport
-from router.admission import AdmissionRule, Demand, Evaluation, Lateness, alone_s, delay_s
-from router.decision import Decision, NoWorkerError, OverloadedError, RouteRequest
-from router.fleet import Flight
-from router.index.kv_events import KVEvent
+from kappa.protocol import Announcement, Arrival, WorkerReport
+from router import pricing
+from router.admission import AdmissionRule, Demand, Lateness, alone_s, delay_s
+from router.calibration import Calibration, OutputLengths, engine_speed
+from router.decision import (
+    Decision,
+    Estimates,
+    Floats,
+    MismatchError,
+    NoWorkerError,
+    OverloadedError,
+    PlannedLoad,
+    PricedPrompt,
+    RouteRequest,
+    Slots,
+)
+from router.engine_queue import EngineJob, EngineQueue
+from router.fleet import Fleet, Flight
+from router.index.kv_events import KVEvent, WorkerGone, WorkerReset
 from router.index.prefix_hash import PrefixHasher
 from router.index.prefix_index import PrefixIndex
-from router.policy import LeastBacklog, Policy
-from router.pool import PlannerOf, Pool, WorkerState, no_planner
+from router.policy import LeastBacklog, Policy, least
+
+
+class RowPlanner(Protocol):
+    """A worker's load planner."""
+
+    def __call__(self, row: np.void) -> PlannedLoad | None:
+        """Change a row of the estimates to what the worker's plan makes of it; None: nothing."""
+
+    def kappa_eff(self) -> float | None:
+        """The ratio at which its predicted TTFT is twice the compute time."""
+
+
+PlannerOf = Callable[[Announcement], RowPlanner | None]
 
 _FAIL_OPEN = LeastBacklog()
+
+
+def no_planner(announcement: Announcement) -> RowPlanner | None:
+    """Of workers that load prefixes whole and then compute; ValueError for others."""
+    if announcement.load_plan:
+        raise ValueError(
+            f"worker {announcement.worker} plans its loads; make the router with "
+            "router.load_plans.planner_of"
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """index_blocks bounds the prefix index; stale_after_s a worker's silence.
 
-    forecast_workers: pools of at most so many workers are forecast step by step for every
-    decision; in larger ones queues are arithmetic (`router.pricing`), which costs microseconds.
-    admission: which requests are rejected; none: none. first: where the order of workers begins,
-    from 0 to below 1; ingresses that share workers take different ones, so that ties are broken
-    differently. planner_of: makes the load planner that a worker announces; without one such
-    workers are refused.
+    forecast_workers: up to so many workers are forecast step by step for every decision; of more,
+    queues are arithmetic (`router.pricing`), which costs microseconds. calibrate_requests: after so
+    many first tokens nothing is learnt any more. admission: which requests are rejected; none:
+    none. first: where the order of workers begins, from 0 to below 1; ingresses that share workers
+    take different ones, so that ties are broken differently. planner_of: makes the load planner
+    that a worker announces; without one such workers are refused.
     """
 
     policy: Policy
@@ -49,47 +93,181 @@ class RouterConfig:
     planner_of: PlannerOf = no_planner
 
 
+@dataclass(slots=True)
+class WorkerState:
+    """One worker as the router sees it. flights: what is in flight there, whoever sent it."""
+
+    announcement: Announcement
+    queue: EngineQueue
+    calibration: Calibration
+    report: WorkerReport | None = None
+    seen_s: float = 0.0
+    planner: RowPlanner | None = None
+    flights: dict[str, Flight] = field(default_factory=dict)
+
+
 class Router:
-    """Decides where requests go, from what was reported to it."""
+    """Decides where requests go, from what was reported to it.
+
+    workers: by name, in the order in which they joined. flights: requests in flight in the cluster,
+    as far as is known; reservations: how many of them this router sent. index, hasher: who holds
+    which prefix, and what hashes prompts; None before a worker has joined.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        self.pool = Pool(
-            config.secret, config.index_blocks, config.forecast_workers, config.first,
-            config.planner_of,
-        )  # fmt: skip
-        self.pool.calibrate = config.calibrate
-        self._sent = 0
+        self.workers: dict[str, WorkerState] = {}
+        self.flights: dict[str, Flight] = {}
+        self.reservations = 0
+        self.fleet = Fleet(config.first)
+        self.index: PrefixIndex | None = None
+        self.hasher: PrefixHasher | None = None
+        self.outputs = OutputLengths()
+        self.calibrating = config.calibrate
         self._first_tokens = 0
-        self._lateness = Lateness()
-        self._demand = Demand()
+        self._lateness, self._demand = Lateness(), Demand()
+        # Where the index answers for the worker in each place of the fleet.
+        self._columns: Slots = np.zeros(0, dtype=np.intp)
+        self._any_planner = self._tiers_shared = False
+        self._fingerprint = ""
+        # Compiled now rather than while the first request waits.
+        pricing.leading_tokens(np.zeros((2, 0), dtype=np.int64), self._columns, self._columns, 0, 1)
 
-    # -- what happens -------------------------------------------------------------------------
+    # -- workers ------------------------------------------------------------------------------
 
     def join(self, announcement: Announcement, now_s: float) -> None:
-        """A worker joins, or announces itself anew; raises MismatchError as `Pool.join`."""
-        self.pool.join(announcement, now_s)
+        """A worker joins, or announces itself anew (after measuring again).
+
+        Raises:
+            MismatchError: its blocks would not mean the same as the others'.
+            ValueError: its load planner cannot be used.
+        """
+        worker = announcement.worker
+        index = self._index_for(announcement)
+        planner = self.config.planner_of(announcement)
+        state = self.workers.get(worker)
+        if state is None:
+            calibration = Calibration()
+            queue = EngineQueue(engine_speed(announcement, calibration))
+            state = self.workers[worker] = WorkerState(announcement, queue, calibration)
+        elif any(
+            getattr(state.announcement, name) != getattr(announcement, name)
+            for name in ("node", "step", "kv_bytes_per_token")
+        ):
+            # What was learnt corrects the old figures; the overhead has nothing of them.
+            state.calibration = Calibration(overhead_s=state.calibration.overhead_s)
+        state.announcement, state.planner, state.seen_s = announcement, planner, now_s
+        slot = self.fleet.join(announcement, now_s)
+        self._calibrated(state)
+        if slot >= len(self._columns):
+            more = np.zeros(slot + 1 - len(self._columns), dtype=np.intp)
+            self._columns = np.concatenate([self._columns, more])
+        self._columns[slot] = index.column(worker)
+        self._note_kinds()
+
+    def _index_for(self, announcement: Announcement) -> PrefixIndex:
+        """The index, which the first worker's blocks set; MismatchError for others."""
+        size = announcement.block_tokens
+        if not self.workers:
+            self._fingerprint = announcement.fingerprint
+        known = self.hasher.block_tokens if self.hasher is not None else 0
+        if self.index is None or (not self.workers and known != size):
+            self.hasher, known = PrefixHasher(size, self.config.secret), size
+            self.index = PrefixIndex(self.hasher, self.config.index_blocks)
+        if announcement.fingerprint != self._fingerprint:
+            raise MismatchError(
+                f"worker {announcement.worker} has fingerprint {announcement.fingerprint}, the "
+                f"pool {self._fingerprint}: model, dtype, block size or chat template differ"
+            )
+        if size != known:
+            raise MismatchError(
+                f"worker {announcement.worker} has blocks of {size} tokens, "
+                f"the pool of {known}: give the pool one block size"
+            )
+        return self.index
 
     def leave(self, worker: str) -> list[str]:
-        """A worker is gone; returns those of its requests that this router sent."""
-        lost = [flight.request_id for flight in self.pool.leave(worker) if flight.own]
-        self._sent -= len(lost)
+        """A worker is gone, with all that it held; returns those of its requests that this router
+        sent."""
         self.config.policy.left(worker)
         self._lateness.left(worker)
+        state = self.workers.pop(worker, None)
+        if state is None:
+            return []
+        for request_id in state.flights:
+            del self.flights[request_id]
+        self.fleet.leave(worker)
+        self._note_kinds()
+        if self.index is not None:
+            self.index.handle(WorkerGone(worker))
+        lost = [flight.request_id for flight in state.flights.values() if flight.own]
+        self.reservations -= len(lost)
         return lost
 
-    def blocks(self, events: Iterable[KVEvent]) -> None:
-        self.pool.blocks(events)
+    def _note_kinds(self) -> None:
+        """What need not be looked for where no worker has it."""
+        states = self.workers.values()
+        self._tiers_shared = any(state.announcement.shared_tier for state in states)
+        self._any_planner = any(state.planner is not None for state in states)
 
-    def report(self, report: WorkerReport, now_s: float) -> None:
-        self.pool.report(report, now_s)
+    def blocks(self, events: Iterable[KVEvent]) -> None:
+        """KV blocks were stored or removed somewhere; those of a worker that is gone are late."""
+        if self.index is not None:
+            for event in events:
+                if event.worker in self.workers:
+                    self.index.handle(event)
 
     def invalidate(self, worker: str, now_s: float) -> None:
         """Nothing that a worker reported is true any more: its blocks, and what others sent it.
 
         What this router sent there itself stays, until its ingress releases it.
         """
-        self.pool.invalidate(worker, now_s)
+        state = self.workers.get(worker)
+        if self.index is None or state is None:
+            return
+        self.index.handle(WorkerReset(worker))
+        for flight in [f for f in state.flights.values() if not f.own]:
+            self._finish(flight, now_s)
+
+    def report(self, report: WorkerReport, now_s: float) -> None:
+        """A worker measured something, or reports what other ingresses sent it."""
+        state = self.workers.get(report.worker)
+        if state is None:
+            return
+        assert self.hasher is not None
+        # Arrivals come before admissions, which correct them.
+        self._reserve_remote(report.worker, report.arrived, now_s)
+        before, learn = state.report, state.calibration.reports
+        if self.calibrating and before is not None and learn(state.announcement, before, report):
+            self._calibrated(state)
+        state.report, state.seen_s = report, now_s
+        spare_tokens = report.host_spare_blocks * self.hasher.block_tokens
+        self.fleet.reported(report.worker, now_s, spare_tokens)
+        for a in report.admitted:
+            state.queue.correct(a.request_id, a.device_tokens, a.host_tokens, a.new_tokens, now_s)
+            flight = state.flights.get(a.request_id)
+            if flight is not None:
+                self.fleet.correct(flight, a.host_tokens, a.new_tokens)
+        for request_id in report.prefilled:
+            self._prefilled(state, request_id, now_s)
+        # What has left, and what is missing or new where the worker lists all in flight.
+        gone = [state.flights[name] for name in report.finished if name in state.flights]
+        if report.in_flight is not None:
+            there = {arrival.request_id for arrival in report.in_flight}
+            gone += [f for name, f in state.flights.items() if name not in there]
+        for flight in gone:
+            # Of its own requests the ingress knows itself when they are over.
+            if not flight.own and flight.request_id in state.flights:
+                self._finish(flight, now_s)
+        self._reserve_remote(report.worker, report.in_flight or (), now_s)
+
+    def _calibrated(self, state: WorkerState) -> None:
+        state.queue.speed = engine_speed(state.announcement, state.calibration)
+        self.fleet.calibrate(
+            state.announcement.worker, state.queue.speed, state.calibration.overhead_s
+        )
+
+    # -- requests in flight -------------------------------------------------------------------
 
     def first_token(self, request_id: str, now_s: float) -> float | None:
         """A request's first token came; returns its TTFT, or None if it is not in flight."""
@@ -101,11 +279,14 @@ class Router:
         self._first_tokens += 1
         limit = self.config.calibrate_requests
         if limit is not None and self._first_tokens > limit:
-            self.pool.calibrate = False
-        self.pool.prefilled(self.workers[flight.worker], request_id, now_s)
+            self.calibrating = False
+        state, chosen = self.workers[flight.worker], flight.chosen
+        self._prefilled(state, request_id, now_s)
         ttft_s = now_s - flight.sent_s
-        if flight.informed and flight.chosen is not None and flight.chosen.in_flight == 0:
-            self.pool.outcome(flight, ttft_s)
+        # Only one that met no queue teaches.
+        if self.calibrating and flight.informed and chosen is not None and chosen.in_flight == 0:
+            state.calibration.outcome(chosen.compute_s, chosen.load_s, ttft_s)
+            self._calibrated(state)
         return ttft_s
 
     def tokens(self, request_id: str, count: int) -> None:
@@ -122,75 +303,92 @@ class Router:
         flight = self._own(request_id)
         if flight is None:
             return False
-        self._sent -= 1
-        self.pool.finish(flight, now_s)
+        self.reservations -= 1
+        self._finish(flight, now_s)
         self._lateness.ended(flight, now_s, flight.output_tokens if complete else 0)
         if complete and flight.output_tokens:
-            self.pool.outputs.add(flight.output_tokens)
+            self.outputs.add(flight.output_tokens)
         return True
+
+    def _own(self, request_id: str) -> Flight | None:
+        flight = self.flights.get(request_id)
+        return flight if flight is not None and flight.own else None
+
+    def _reserve(self, request_id: str, estimates: Estimates, row: int) -> Flight:
+        """Put a request on the worker that a row of its estimates is about."""
+        flight = self.fleet.reserve(request_id, estimates, row)
+        state = self.workers[flight.worker]
+        self.flights[request_id] = state.flights[request_id] = flight
+        if self._forecasting:
+            state.queue.submit(_job(request_id, estimates, row), estimates.now_s)
+        return flight
+
+    def _prefilled(self, state: WorkerState, request_id: str, now_s: float) -> None:
+        state.queue.prefilled(request_id, now_s)
+        # A request that was tried elsewhere since may still be reported by the first worker.
+        flight = state.flights.get(request_id)
+        if flight is not None:
+            self.fleet.prefilled(flight, now_s)
+
+    def _finish(self, flight: Flight, now_s: float) -> None:
+        state = self.workers[flight.worker]
+        del self.flights[flight.request_id], state.flights[flight.request_id]
+        state.queue.finish(flight.request_id, now_s)
+        self.fleet.release(flight, now_s)
+
+    def _reserve_remote(self, worker: str, arrivals: Iterable[Arrival], now_s: float) -> None:
+        """Put other ingresses' requests where they went, priced as if this router had sent them."""
+        assert self.hasher is not None
+        for arrival in arrivals:
+            # A client may use one id twice; the second is then not seen, and nothing is confused.
+            if arrival.request_id in self.flights:
+                continue
+            device, host = float(arrival.device_tokens), float(arrival.host_tokens)
+            tokens = arrival.device_tokens + arrival.host_tokens + max(arrival.new_tokens, 1)
+            expected = self.outputs.guess(arrival.max_tokens)
+            prompt = PricedPrompt(tokens, expected, self.hasher.block_tokens)
+            slots = np.array([self.fleet.slot(worker)], dtype=np.intp)
+            held = np.array([device]), np.array([host])
+            estimates = self.fleet.estimate(slots, now_s, prompt, *held)
+            self._plan_loads(estimates)
+            self._reserve(arrival.request_id, estimates, 0)
+            if arrival.prefilled:
+                self._prefilled(self.workers[worker], arrival.request_id, now_s)
 
     # -- what is known ------------------------------------------------------------------------
 
-    @property
-    def workers(self) -> dict[str, WorkerState]:
-        """The workers by name, in the order in which they joined."""
-        return self.pool.workers
-
-    @property
-    def index(self) -> PrefixIndex | None:
-        """Who holds which prefix; None before a worker has joined."""
-        return self.pool.index
-
-    @property
-    def hasher(self) -> PrefixHasher | None:
-        """What hashes prompts; None before a worker has joined."""
-        return self.pool.hasher
-
-    @property
-    def reservations(self) -> int:
-        """Requests in flight that this router sent."""
-        return self._sent
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request is in flight that this router sent."""
+        return self._own(request_id) is not None
 
     @property
     def in_flight(self) -> int:
         """Requests in flight in the cluster, as far as is known: its own, and others'."""
-        return len(self.pool.flights)
+        return len(self.flights)
+
+    def flights_on(self, worker: str) -> Iterable[Flight]:
+        """What is in flight on a worker, whoever sent it."""
+        state = self.workers.get(worker)
+        return state.flights.values() if state is not None else ()
 
     def in_flight_on(self, worker: str) -> int:
         """Requests in flight on one worker that this router sent."""
-        return sum(flight.own for flight in self._flights_on(worker))
+        return sum(flight.own for flight in self.flights_on(worker))
 
     def remote_in_flight_on(self, worker: str) -> int:
         """Requests in flight on one worker that other ingresses sent."""
-        return sum(not flight.own for flight in self._flights_on(worker))
+        return sum(not flight.own for flight in self.flights_on(worker))
 
     def longest_wait_s(self, worker: str) -> float:
         """The longest predicted TTFT among those that this router has waiting on a worker."""
-        return max(
-            (
-                flight.chosen.ttft_s
-                for flight in self._flights_on(worker)
-                if flight.chosen is not None and flight.first_token_s is None
-            ),
-            default=0.0,
-        )
+        flights = [f for f in self.flights_on(worker) if f.first_token_s is None]
+        return max((f.chosen.ttft_s for f in flights if f.chosen is not None), default=0.0)
 
     def backlogs_s(self, now_s: float) -> dict[str, tuple[float, float]]:
         """Seconds of queued work on each worker's (link, gpu)."""
-        if self.pool.forecasting:
+        if self._forecasting:
             return {w: state.queue.backlog_s(now_s) for w, state in self.workers.items()}
-        return {w: self.pool.fleet.backlog_s(w, now_s) for w in self.workers}
-
-    def __contains__(self, request_id: str) -> bool:
-        return self._own(request_id) is not None
-
-    def _own(self, request_id: str) -> Flight | None:
-        flight = self.pool.flights.get(request_id)
-        return flight if flight is not None and flight.own else None
-
-    def _flights_on(self, worker: str) -> Iterable[Flight]:
-        state = self.workers.get(worker)
-        return state.flights.values() if state is not None else ()
+        return {w: self.fleet.backlog_s(w, now_s) for w in self.workers}
 
     # -- decisions ----------------------------------------------------------------------------
 
@@ -203,13 +401,23 @@ class Router:
         """
         # Routed again under the same id: the earlier answer was not taken.
         if not self._release(request.request_id, now_s, complete=False):
-            remote = self.pool.flights.get(request.request_id)
+            remote = self.flights.get(request.request_id)
             if remote is not None:
-                self.pool.finish(remote, now_s)
+                self._finish(remote, now_s)
         decision = self._decide(request, now_s)
-        if self.config.admission is not None and request.sized and not request.retry:
-            decision = self._admitted(self.config.admission, request, decision)
-        self._commit(decision)
+        admission = self.config.admission
+        if admission is not None and request.sized and not request.retry:
+            decision = self._admitted(admission, request, decision)
+        estimates, index = decision.priced, decision.index
+        flight = self._reserve(decision.request_id, estimates, index)
+        flight.own, flight.sent_s = True, now_s
+        flight.chosen, flight.informed = decision.chosen, decision.informed
+        self.reservations += 1
+        if decision.informed:
+            self.config.policy.routed(estimates, index)
+        if admission is not None:
+            flight.tpot_s = float(alone_s(estimates)[index])
+            self._lateness.sent(flight, now_s, float(delay_s(estimates)[index]))
         return decision
 
     def explain(self, request: RouteRequest, now_s: float) -> Decision:
@@ -217,40 +425,31 @@ class Router:
         return self._decide(request, now_s)
 
     def _decide(self, request: RouteRequest, now_s: float) -> Decision:
-        slots = self.pool.fleet.ready(now_s, self.config.stale_after_s, request.exclude)
+        slots = self.fleet.ready(now_s, self.config.stale_after_s, request.exclude)
         if not len(slots):
-            raise self._no_worker(request)
+            known = self.workers.keys()
+            excluded = len(known & request.exclude)
+            raise NoWorkerError(
+                f"no worker is ready ({len(known)} known, {excluded} excluded, "
+                f"{len(known) - excluded} not heard from in the last "
+                f"{self.config.stale_after_s:g} s)"
+            )
         policy = self.config.policy if request.informed else _FAIL_OPEN
-        estimates = self.pool.estimate(request, slots, now_s, fetches=self.config.policy.fetches)
+        estimates = self._estimate(request, slots, now_s)
         choice = policy.choose(estimates)
         if choice.fetch is not None and estimates.fetching is not None:
             estimates = estimates.fetching
-        nodes = self.pool.fleet.nodes(slots)
         return Decision(
             request_id=request.request_id,
-            chosen=estimates.candidate(choice.index, nodes[choice.index]),
+            chosen=estimates.candidate(choice.index),
             reason=choice.reason if request.informed else "uninformed_least_backlog",
             policy=policy.name,
             prompt_tokens=request.tokens if request.informed else 0,
             informed=request.informed,
             estimates=estimates,
             index=choice.index,
-            nodes=nodes,
             fetch=choice.fetch,
         )
-
-    def _commit(self, decision: Decision) -> None:
-        """Reserve what was decided."""
-        estimates, index, now_s = decision.priced, decision.index, decision.priced.now_s
-        flight = self.pool.reserve(decision.request_id, estimates, index)
-        flight.own, flight.sent_s = True, now_s
-        flight.chosen, flight.informed = decision.chosen, decision.informed
-        self._sent += 1
-        if decision.informed:
-            self.config.policy.routed(estimates, index)
-        if self.config.admission is not None:
-            flight.tpot_s = float(alone_s(estimates)[index])
-            self._lateness.sent(flight, now_s, float(delay_s(estimates)[index]))
 
     def _admitted(
         self, admission: AdmissionRule, request: RouteRequest, decision: Decision
@@ -258,32 +457,117 @@ class Router:
         """The decision if its worker is expected to meet the objective, else one for those that
         are."""
         estimates = decision.priced
-        found = admission.evaluate(self.pool.fleet, estimates, self._lateness, self._demand)
+        now_s, demand = estimates.now_s, self._demand
+        found = admission.evaluate(self.fleet, estimates, self._lateness, demand)
         rejected = found.rejected
-        self._demand.evaluated(
-            estimates.now_s, found.work_s, found.slack_s, admitted=not rejected.all()
-        )
+        demand.evaluated(now_s, found.work_s, found.slack_s, admitted=not rejected.all())
         if rejected.all():
-            raise _overloaded(found)
+            why, retry_after_s = found.why()
+            raise OverloadedError(f"the cluster is full: {why}", retry_after_s)
         if rejected[decision.index]:
             late = frozenset(estimates.workers[row] for row in np.flatnonzero(rejected))
-            others = replace(request, exclude=request.exclude | late)
-            decision = self._decide(others, estimates.now_s)
+            decision = self._decide(replace(request, exclude=request.exclude | late), now_s)
         row = estimates.workers.index(decision.worker)
         if found.blocks[row]:
-            self._demand.spend(float(estimates.compute_s[row]))
+            demand.spend(float(estimates.compute_s[row]))
         return decision
 
-    def _no_worker(self, request: RouteRequest) -> NoWorkerError:
-        known = self.workers.keys()
-        excluded = len(known & request.exclude)
-        return NoWorkerError(
-            f"no worker is ready ({len(known)} known, {excluded} excluded, "
-            f"{len(known) - excluded} not heard from in the last "
-            f"{self.config.stale_after_s:g} s)"
-        )
+    # -- what a request costs -----------------------------------------------------------------
+
+    @property
+    def _forecasting(self) -> bool:
+        return len(self.workers) <= self.config.forecast_workers
+
+    def _estimate(self, request: RouteRequest, slots: Slots, now_s: float) -> Estimates:
+        """The request priced on `slots`, by what each of them holds as the index has it; where the
+        policy fetches, also with the longest prefix brought from its holder first."""
+        assert self.hasher is not None
+        expected, size = self.outputs.guess(request.max_tokens), self.hasher.block_tokens
+        prompt = PricedPrompt(request.tokens, expected, size, session=request.session)
+        if request.token_ids is not None:
+            prompt.prefix_hashes = self.hasher.prefix_hashes(request.token_ids, request.salt)
+        elif request.prefix_hashes is not None:
+            prompt.prefix_hashes = request.prefix_hashes
+        device, cached = self._held_tokens(prompt, slots)
+        if request.handed_tokens:
+            most = prompt.tokens - 1
+            handed = float(min(request.handed_tokens, most) // size * size)
+            device = np.maximum(device, handed)
+            cached = np.minimum(cached, most // size * float(size) - device)
+        estimates = self.fleet.estimate(slots, now_s, prompt, device, cached)
+        if self.config.policy.fetches:
+            leading = device + cached
+            holder = least(-leading, estimates.net_backlog_s)
+            if leading[holder]:
+                everywhere = leading[holder] - device
+                source = estimates.workers[holder], everywhere - cached
+                estimates.fetching = self.fleet.estimate(
+                    slots, now_s, prompt, device, everywhere, source
+                )
+        self._plan_loads(estimates)
+        if self._forecasting:
+            self._forecast(estimates)
+        return estimates
+
+    def _held_tokens(self, prompt: PricedPrompt, slots: Slots) -> tuple[Floats, Floats]:
+        """Leading tokens that each worker has on the device, and further ones in its host tier.
+
+        Workers that name the same LMCache server announce it. Each reports only what it stored or
+        found itself, so what any of them holds, on the device or there, counts as held for all,
+        behind each one's own device tokens. That is an estimate: a prompt's blocks on a device are
+        in the server too, unless their store failed or was evicted; the engine's look-up then finds
+        less and computes the rest.
+        """
+        hashes, size = prompt.prefix_hashes, prompt.block_tokens
+        if not len(hashes):
+            return np.zeros(len(slots)), np.zeros(len(slots))
+        assert self.index is not None
+        # An engine computes at least the last token: a full hit gives its last block back.
+        usable = (prompt.tokens - 1) // size
+        held = self.index.match_columns(hashes)
+        device, cached = pricing.leading_tokens(held, self._columns, slots, usable, size)
+        servers: dict[str, list[int]] = {}
+        for row, slot in enumerate(slots if self._tiers_shared else ()):
+            server = self.workers[self.fleet.names[slot]].announcement.shared_tier
+            if server:
+                servers.setdefault(server, []).append(row)
+        for rows in servers.values():
+            at: NDArray[np.intp] = np.array(rows)
+            reach = float((device[at] + cached[at]).max())
+            cached[at] = np.maximum(cached[at], reach - device[at])
+        return device, cached
+
+    def _plan_loads(self, estimates: Estimates) -> None:
+        if not self._any_planner:
+            return
+        for row, worker in enumerate(estimates.workers):
+            planner = self.workers[worker].planner
+            planned = planner(estimates.rows[row]) if planner is not None else None
+            if planned is not None:
+                estimates.plans[row] = planned
+
+    def _forecast(self, estimates: Estimates) -> None:
+        """Replace the arithmetic of queues by each engine's forecast."""
+        now_s = estimates.now_s
+        for row, worker in enumerate(estimates.workers):
+            queue, job = self.workers[worker].queue, _job("", estimates, row)
+            ready_s = queue.first_token_s(job, now_s) + float(estimates.fixed_s[row]) / 2
+            plan = estimates.plans.get(row)
+            estimates.ttft_s[row] = ready_s - now_s - (plan.hidden_s if plan else 0.0)
+            estimates.tpot_impact_s[row] = queue.decode_delay_s(job.new_tokens, job.context_tokens)
+            link_s, gpu_s = queue.backlog_s(now_s)
+            estimates.link_backlog_s[row], estimates.gpu_backlog_s[row] = link_s, gpu_s
 
 
-def _overloaded(found: Evaluation) -> OverloadedError:
-    why, retry_after_s = found.why()
-    return OverloadedError(f"the cluster is full: {why}", retry_after_s)
+def _job(request_id: str, estimates: Estimates, row: int) -> EngineJob:
+    """What a request would be to the engine of a row."""
+    # Half of what a request costs besides the engine is spent before it reaches it.
+    arrival_s = estimates.now_s + float(estimates.fixed_s[row]) / 2
+    cached, new = int(estimates.cached_tokens[row]), int(estimates.new_tokens[row])
+    plan = estimates.plans.get(row)
+    if plan is not None:
+        loaded = plan.crossing_tokens
+        cached, new = loaded, new + cached - loaded
+    context = int(estimates.device_tokens[row]) + cached
+    expected = estimates.expected_output_tokens
+    return EngineJob(request_id, arrival_s, cached, context, new, expected)

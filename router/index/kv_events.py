@@ -29,15 +29,12 @@ _TIERS: dict[str, Tier] = {"GPU": "device", "CPU": "host"}
 class BlocksStored:
     """A run of consecutive blocks became available in a tier.
 
-    Args:
-        worker: who holds them.
-        tier: where they are held.
-        engine_hashes: the engine's names, in order.
-        parent_engine_hash: the block before the first one; None at the start of a sequence.
-        token_ids: all blocks' tokens, block_tokens each; empty when the engine only names them.
-        block_tokens: tokens in a block (ignored without tokens).
-        salt: what sets this sequence apart (`prefix_hash.salt_of`, 0 for nothing); None when
-            the event does not say, and the parent or the engine hash must.
+    engine_hashes: the engine's names, in order.
+    parent_engine_hash: the block before the first one; None at the start of a sequence.
+    token_ids: all blocks' tokens, block_tokens each; empty when the engine only names them.
+    block_tokens: tokens in a block (ignored without tokens).
+    salt: what sets this sequence apart (`prefix_hash.salt_of`, 0 for nothing); None when the event
+    does not say, and the parent or the engine hash must.
     """
 
     worker: str
@@ -90,7 +87,7 @@ class StreamCursor:
         self.expected = 0
 
     def advance(self, seq: int) -> Literal["ok", "duplicate", "gap"]:
-        """Judge a batch: apply it ("ok"), skip it ("duplicate"), or something is lost ("gap").
+        """What to do with a batch: apply ("ok") or skip it ("duplicate"), or resync ("gap").
 
         Moves on "ok" only, so after a gap the missing numbers are [expected, seq).
 
@@ -148,13 +145,11 @@ _decode_stored = msgspec.msgpack.Decoder(_Stored).decode
 _decode_removed = msgspec.msgpack.Decoder(_Removed).decode
 
 
-def decode_batch(
-    payload: bytes,
-    worker: str,
-    skipped: Counter[str] | None = None,
-    cleared_tier: Tier | None = None,
-) -> list[KVEvent]:
-    """Events of one published batch, in order.
+def decode_batch(payload: bytes, worker: str, skipped: Counter[str] | None = None) -> list[KVEvent]:
+    """Events of one published batch, in order, in the name of `worker`.
+
+    AllBlocksCleared clears both tiers: the engine sends it for the device cache and nothing for
+    the host's, which may have been cleared with it.
 
     Args:
         payload: the message's last frame.
@@ -163,9 +158,6 @@ def decode_batch(
             another medium ("medium:..."), "remote", "other_group" (a hybrid model's further
             cache groups), "sparse" (tokens do not line up with blocks), "multimodal" (blocks
             whose content is more than tokens, with those after them in the event).
-        cleared_tier: what AllBlocksCleared clears. The engine sends it for the device cache and
-            nothing for the host's, which may have been cleared with it: the default (both) may
-            forget what is still held, "device" may go on claiming what is not.
 
     Raises:
         ValueError: the payload is malformed; names the worker and the reason.
@@ -176,30 +168,21 @@ def decode_batch(
     except msgspec.DecodeError as error:
         raise ValueError(f"malformed KV event batch from worker {worker}: {error}") from error
     try:
-        decoded = [_decode_event(raw, worker, counts, cleared_tier) for raw in outer.events]
+        decoded = [_decoded(raw, worker, counts) for raw in outer.events]
     except (msgspec.DecodeError, OverflowError) as error:
         raise ValueError(f"malformed KV event from worker {worker}: {error}") from error
     return [event for event in decoded if event is not None]
 
 
-def _decode_event(
-    raw: msgspec.Raw, worker: str, counts: Counter[str], cleared_tier: Tier | None
-) -> KVEvent | None:
+def _decoded(raw: msgspec.Raw, worker: str, counts: Counter[str]) -> KVEvent | None:
+    """One event; None, counted, if it is not about a tier of ours."""
     kind = _decode_kind(raw).type
     if kind == "AllBlocksCleared":
-        return TierCleared(worker, cleared_tier)
-    if kind == "BlockStored":
-        return _stored(_decode_stored(raw), worker, counts)
-    if kind == "BlockRemoved":
-        removed = _decode_removed(raw)
-        tier = _tier(removed, counts)
-        return None if tier is None else BlocksRemoved(worker, tier, tuple(removed.block_hashes))
-    counts[f"type:{kind}"] += 1
-    return None
-
-
-def _tier(event: _Stored | _Removed, counts: Counter[str]) -> Tier | None:
-    """The tier an event is about, or None, counted, if it is not about one of ours."""
+        return TierCleared(worker, None)
+    if kind not in ("BlockStored", "BlockRemoved"):
+        counts[f"type:{kind}"] += 1
+        return None
+    event = _decode_stored(raw) if kind == "BlockStored" else _decode_removed(raw)
     tier = _TIERS.get(event.medium or "")
     if tier is None:
         counts[f"medium:{event.medium}"] += 1
@@ -207,46 +190,33 @@ def _tier(event: _Stored | _Removed, counts: Counter[str]) -> Tier | None:
         counts["remote"] += 1
     elif event.group_idx:
         counts["other_group"] += 1
+    elif isinstance(event, _Removed):
+        return BlocksRemoved(worker, tier, tuple(event.block_hashes))
     else:
-        return tier
+        return _stored(event, worker, tier, counts)
     return None
 
 
-def _stored(event: _Stored, worker: str, counts: Counter[str]) -> BlocksStored | None:
-    tier = _tier(event, counts)
-    if tier is None:
-        return None
+def _stored(event: _Stored, worker: str, tier: Tier, counts: Counter[str]) -> BlocksStored | None:
     hashes: tuple[EngineHash, ...] = tuple(event.block_hashes)
     # Without tokens the blocks are only named (host events that do not describe themselves).
     if event.token_ids and len(event.token_ids) != len(hashes) * event.block_size:
         counts["sparse"] += 1
         return None
-    plain = _plain_blocks(event)
-    if plain < len(hashes):
+    # Names and salts are strings; images are (identifier, offset) pairs, embeddings bytes.
+    keys = event.extra_keys or []
+    plain = (all(isinstance(key, str) for key in block or ()) for block in keys)
+    usable = next((i for i, text_only in enumerate(plain) if not text_only), len(hashes))
+    if usable < len(hashes):
         counts["multimodal"] += 1
-        if not plain:
+        if not usable:
             return None
-    tokens = np.array(event.token_ids[: plain * event.block_size], dtype=np.int64)
-    salt = _salt(event) if tier == "device" else None
-    parent = event.parent_block_hash
-    return BlocksStored(worker, tier, hashes[:plain], parent, tokens, event.block_size, salt)
-
-
-def _plain_blocks(event: _Stored) -> int:
-    """How many leading blocks are identified by tokens, adapter and salt alone."""
-    for i, keys in enumerate(event.extra_keys or ()):
-        # Names and salts are strings; images are (identifier, offset) pairs, embeddings bytes.
-        if keys and not all(isinstance(key, str) for key in keys):
-            return i
-    return len(event.block_hashes)
-
-
-def _salt(event: _Stored) -> int | None:
-    """A sequence's salt, which only its first block reports; None for later runs, which inherit."""
-    if event.parent_block_hash is not None:
-        return None
-    first = (event.extra_keys or [None])[0] or []
-    keys = [key for key in first if isinstance(key, str)]
-    if event.lora_name is not None and keys[:1] == [event.lora_name]:
-        keys = keys[1:]
-    return salt_of(keys[0] if keys else None, event.lora_name)
+    parent, salt = event.parent_block_hash, None
+    if tier == "device" and parent is None:
+        # Only the first block of a sequence reports its salt, behind its adapter's name.
+        first = [key for key in (keys[0] if keys else None) or () if isinstance(key, str)]
+        if event.lora_name is not None and first[:1] == [event.lora_name]:
+            del first[0]
+        salt = salt_of(first[0] if first else None, event.lora_name)
+    tokens = np.array(event.token_ids[: usable * event.block_size], dtype=np.int64)
+    return BlocksStored(worker, tier, hashes[:usable], parent, tokens, event.block_size, salt)

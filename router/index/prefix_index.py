@@ -1,5 +1,8 @@
 """Who holds which prefix, in which tier: fed by typed KV events, looked up once per request.
 
+Placing: a block is found by the engine's name for it, or by our own hash of its tokens below a
+parent that is known, never by guess; what cannot be placed is counted.
+
 Counting: an engine may hold one hash in several device blocks and reports each, so device
 presence is reference-counted. A host tier keeps its chunks by hash and holds a key at most once,
 so host presence is a set: a repeated announcement needs no second removal. (With host chunks of
@@ -18,29 +21,40 @@ index knows less, and claims nothing untrue.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kappa.compiled import compiled
-from router.index.hash_table import Int64s, UInt64s
-from router.index.holdings import Holdings
+from router.index.block_table import NO_ROW, NO_ROWS, BlockTable, HashTable, Int32s, Int64s, UInt64s
 from router.index.kv_events import (
     BlocksRemoved,
     BlocksStored,
+    EngineHash,
     KVEvent,
     Tier,
     TierCleared,
     WorkerGone,
     WorkerReset,
 )
-from router.index.prefix_hash import PrefixHasher
+from router.index.prefix_hash import ROOT, HashState, PrefixHasher
 
 # Blocks that are walked before it is checked whether anybody still holds them.
 _BATCH = 512
 # What Python takes for a worker's objects besides their arrays.
 _WORKER_BYTES = 2100
+# Blocks no tier holds stay known for a while: a host store is often announced just after the
+# device block went, and only the memory of that block says what the engine's hash stands for.
+_UNHELD_SHARE = 8
+_SETS_SHARE = 32
+_FEWEST_SETS = 1024
+_NAMES_LOAD = 0.68
+_MASK = (1 << 64) - 1
+_MASKS: dict[Tier | None, int] = {"device": 1, "host": 2, None: 3}
 
 
 class Match(NamedTuple):
@@ -50,29 +64,48 @@ class Match(NamedTuple):
     host_blocks: int
 
 
+class Holder:
+    """A worker's place in sets of holders, its engine's names, and its spare device copies."""
+
+    __slots__ = ("bit", "copies", "names")
+
+    def __init__(self, bit: int) -> None:
+        self.bit = bit
+        self.names = HashTable(0, _NAMES_LOAD)
+        self.copies: dict[int, int] = {}
+
+    def bits(self, tier: Tier | None) -> int:
+        """Its bit in the sets of holders; of no tier: both."""
+        return _MASKS[tier] << 2 * self.bit
+
+
 class PrefixIndex:
     """Longest held prefix per worker and tier, within bounded memory.
 
     Args:
-        hasher: must be the one that hashes requests; None if only `hold` and `drop` feed it.
+        hasher: must be the one that hashes requests.
         max_blocks: most distinct blocks to keep, and most names (one per block and worker that
             an engine feeds), at least 1; under 64 bytes each, everything counted.
-        host_extends: accept a host block never seen on the device when its parent is known (it
-            inherits the parent's salt). Set False for multimodal pools: host events do not say
-            which blocks hold images, so token ids alone would not identify them.
 
     Raises:
         ValueError: max_blocks below 1.
     """
 
-    def __init__(
-        self, hasher: PrefixHasher | None, max_blocks: int, host_extends: bool = True
-    ) -> None:
+    def __init__(self, hasher: PrefixHasher, max_blocks: int) -> None:
         if max_blocks < 1:
             raise ValueError(f"max_blocks must be at least 1, got {max_blocks}")
-        self._held = Holdings(hasher, max_blocks, host_extends)
+        self._hasher, self._max_blocks = hasher, max_blocks
+        self._table = BlockTable(max_blocks)
+        self._holders: dict[str, Holder] = {}
+        # Places in the sets of holders: how many were ever taken, which are free again, and the
+        # device bits of all that are taken.
+        self._columns, self._free_columns, self._device_bits = 0, list[int](), 0
+        self._named = 0
+        self._counts: Counter[str] = Counter()
         # Compiled now rather than while the first request waits.
         _spread(_bytes_of(0), 0, 0, np.empty((2, 0), dtype=np.int64))
+        _rising(NO_ROWS)
+        Holder(0)
 
     # ---- lookups
 
@@ -86,32 +119,32 @@ class PrefixIndex:
     def match_all(self, prefix_hashes: UInt64s) -> dict[str, Match]:
         """`match` for every worker that holds anything of this prompt."""
         device, host = self.match_columns(prefix_hashes).tolist()
-        found = ((w, Match(device[r.bit], host[r.bit])) for w, r in self._held.workers.items())
+        found = ((w, Match(device[h.bit], host[h.bit])) for w, h in self._holders.items())
         return {worker: match for worker, match in found if any(match)}
 
     def match_columns(self, prefix_hashes: UInt64s) -> Int64s:
         """Blocks on device and in host by workers' `column`, shape (2, columns)."""
-        blocks = np.zeros((2, len(self._held.by_bit)), dtype=np.int64)
+        blocks = np.zeros((2, self._columns), dtype=np.int64)
         for workers, found in self._matches(prefix_hashes):
             _spread(_bytes_of(workers), *found, blocks)
         return blocks
 
     def column(self, worker: str) -> int:
         """Where `match_columns` answers for a worker, from now until it is gone."""
-        return self._held.worker(worker).bit
+        return self._holder(worker).bit
 
     def workers(self) -> tuple[str, ...]:
         """Workers mentioned and not gone, oldest first."""
-        return tuple(self._held.workers)
+        return tuple(self._holders)
 
     def size_blocks(self) -> int:
         """Distinct blocks kept, at most max_blocks."""
-        return len(self._held.table)
+        return len(self._table)
 
     def index_bytes(self) -> int:
         """Memory of all tables, at their present size, in bytes."""
-        workers = sum(w.names.nbytes() + 100 * len(w.copies) for w in self._held.workers.values())
-        return self._held.table.nbytes() + workers + _WORKER_BYTES * len(self._held.workers)
+        holders = sum(h.names.nbytes() + 100 * len(h.copies) for h in self._holders.values())
+        return self._table.nbytes() + holders + _WORKER_BYTES * len(self._holders)
 
     def stats(self) -> dict[str, int]:
         """Counts now, and totals since the start.
@@ -121,65 +154,25 @@ class PrefixIndex:
         `unjoined` (in host, salt unknown), `refused` and `evicted` (by the bound), `ambiguous`
         (second engine hash for one of ours, ignored, and what follows it), `unknown_removals`.
         """
-        table = self._held.table
-        now = {
-            "blocks": len(table),
-            "unheld": table.unheld,
-            "names": self._held.named,
-            "holder_sets": len(table.sets),
-            "workers": len(self._held.workers),
+        totals = ("orphans", "unjoined", "refused", "ambiguous", "unknown_removals")
+        return {
+            "blocks": len(self._table),
+            "unheld": self._table.unheld,
+            "names": self._named,
+            "holder_sets": len(self._table.sets),
+            "workers": len(self._holders),
+            **{name: self._counts[name] for name in totals},
+            "evicted": self._table.evicted,
         }
-        return now | self._held.counts | {"evicted": table.evicted}
-
-    # ---- feeding
-
-    def hold(self, worker: str, tier: Tier, prefix_hashes: UInt64s) -> None:
-        """Blocks are present in a tier now, in prefix order; for callers that know our hashes.
-
-        Presence only: blocks held twice need one `drop`. Do not mix with events of one worker.
-        """
-        self._held.table.next_tick()
-        self._held.hold(worker, tier, prefix_hashes)
-        self._held.trim()
-
-    def drop(self, worker: str, tier: Tier, prefix_hashes: UInt64s) -> None:
-        """Blocks are no longer present in a tier; those that were not do not matter."""
-        self._held.drop(worker, tier, prefix_hashes)
-        self._held.trim()
-
-    def handle(self, event: KVEvent) -> None:
-        """Apply one event. Blocks that cannot be placed are counted, never guessed.
-
-        Raises:
-            ValueError: stored blocks of another size than the hasher's, or a token count that
-                is not blocks times block size; nothing is changed then.
-        """
-        self._held.table.next_tick()
-        match event:
-            case BlocksStored():
-                self._held.check(event)
-                self._held.stored(event)
-            case BlocksRemoved():
-                self._held.removed(event)
-            case TierCleared(worker, tier):
-                if worker in self._held.workers:
-                    self._held.clear(self._held.workers[worker], tier)
-            case WorkerReset(worker):
-                self._held.clear(self._held.worker(worker), None)
-            case WorkerGone(worker):
-                self._held.gone(worker)
-        self._held.trim()
-
-    # ---- inside
 
     def _matches(self, prefix_hashes: UInt64s) -> list[tuple[int, Match]]:
         """What workers hold, in groups that hold the same; a group is a set of device bits."""
-        table = self._held.table
+        table = self._table
         table.next_tick()
         bits = table.sets.bits
         answer: list[tuple[int, Match]] = []
         # Workers whose device run goes on, and those whose host run does, by where it began.
-        device, hosts = self._held.device_bits, list[tuple[int, int]]()
+        device, hosts = self._device_bits, list[tuple[int, int]]()
         at, total, batch, more = 0, len(prefix_hashes), _BATCH, True
         while more and at < total and (device or hosts):
             changes, passed, more = table.walk(prefix_hashes[at : at + batch])
@@ -187,7 +180,10 @@ class PrefixIndex:
                 held, here = bits[number], at + start
                 in_host = held >> 1
                 if hosts:
-                    hosts = self._follow(hosts, in_host, here, answer)
+                    for group, begin in hosts:
+                        if group & ~in_host:
+                            answer.append((group & ~in_host, Match(begin, here - begin)))
+                    hosts = [(g & in_host, begin) for g, begin in hosts if g & in_host]
                 ended = device & ~held
                 if ended:
                     device &= held
@@ -204,25 +200,335 @@ class PrefixIndex:
         answer += ((group, Match(begin, at - begin)) for group, begin in hosts)
         return answer
 
-    @staticmethod
-    def _follow(
-        hosts: list[tuple[int, int]], in_host: int, here: int, answer: list[tuple[int, Match]]
-    ) -> list[tuple[int, int]]:
-        """The host runs that go on at block `here`; adds those that do not to the answer."""
-        going = []
-        for group, begin in hosts:
-            still = group & in_host
-            if still:
-                going.append((still, begin))
-            if still != group:
-                answer.append((group ^ still, Match(begin, here - begin)))
-        return going
+    # ---- feeding
+
+    def hold(self, worker: str, tier: Tier, prefix_hashes: UInt64s) -> None:
+        """Blocks are present in a tier now, in prefix order; for callers that know our hashes.
+
+        Presence only: blocks held twice need one `drop`. Do not mix with events of one worker.
+        """
+        self._table.next_tick()
+        bit = self._holder(worker).bits(tier)
+        rows, absent = self._table.find(prefix_hashes)
+        held = _present(rows, absent)
+        if held.size:
+            self._table.touch(held)
+        if absent:
+            depths = np.arange(1, len(prefix_hashes) + 1)
+            self._add_absent(rows, prefix_hashes, depths, 0, bit)
+        self._table.change(_distinct(held), bit, present=True)
+        self._trim()
+
+    def drop(self, worker: str, tier: Tier, prefix_hashes: UInt64s) -> None:
+        """Blocks are no longer present in a tier; those that were not do not matter."""
+        holder = self._holders.get(worker)
+        if holder is not None:
+            held = _distinct(_present(*self._table.find(prefix_hashes)))
+            self._table.change(held, holder.bits(tier), present=False)
+        self._trim()
+
+    def handle(self, event: KVEvent) -> None:
+        """Apply one event. Blocks that cannot be placed are counted, never guessed.
+
+        Raises:
+            ValueError: stored blocks of another size than the hasher's, or a token count that
+                is not blocks times block size; nothing is changed then.
+        """
+        self._table.next_tick()
+        match event:
+            case BlocksStored():
+                self._check(event)
+                self._stored(event)
+            case BlocksRemoved():
+                self._removed(event)
+            case TierCleared(worker, tier):
+                if worker in self._holders:
+                    self._clear(self._holders[worker], tier)
+            case WorkerReset(worker):
+                self._clear(self._holder(worker), None)
+            case WorkerGone(worker):
+                holder = self._holders.pop(worker, None)
+                if holder is not None:
+                    self._clear(holder, None)
+                    self._device_bits &= ~holder.bits("device")
+                    self._free_columns.append(holder.bit)
+        self._trim()
+
+    def _holder(self, worker: str) -> Holder:
+        """A worker's record, made at its first mention."""
+        holder = self._holders.get(worker)
+        if holder is None:
+            if not self._free_columns:
+                self._free_columns.append(self._columns)
+                self._columns += 1
+            holder = self._holders[worker] = Holder(self._free_columns.pop())
+            self._device_bits |= holder.bits("device")
+        return holder
+
+    def _check(self, event: BlocksStored) -> None:
+        tokens = len(event.token_ids)
+        if not tokens:
+            return
+        size = self._hasher.block_tokens
+        if event.block_tokens != size:
+            raise ValueError(
+                f"worker {event.worker} stores blocks of {event.block_tokens} tokens, "
+                f"the index is for blocks of {size}: give the pool one block size"
+            )
+        if tokens != len(event.engine_hashes) * size:
+            raise ValueError(
+                f"worker {event.worker} stored {len(event.engine_hashes)} blocks of {size} "
+                f"tokens but sent {tokens} tokens"
+            )
+
+    def _stored(self, event: BlocksStored) -> None:
+        holder = self._holder(event.worker)
+        names = _keys_of(event.engine_hashes)
+        rows, absent = holder.names.find(names)
+        known = _present(rows, absent)
+        self._table.touch(known)
+        if absent:
+            before = self._place(holder, event, names, rows)
+            known = np.concatenate([known, before]) if known.size else before
+        if event.tier == "host":
+            self._table.change(_distinct(known), holder.bits("host"), present=True)
+        elif known.size:
+            self._gain_on_device(holder, known)
+
+    def _removed(self, event: BlocksRemoved) -> None:
+        holder = self._holders.get(event.worker)
+        if holder is None:
+            self._counts["unknown_removals"] += len(event.engine_hashes)
+            return
+        rows = _present(*holder.names.find(_keys_of(event.engine_hashes)))
+        unknown = len(event.engine_hashes) - len(rows)
+        if event.tier == "device" and holder.copies:
+            kept = []
+            for row in rows.tolist():
+                # A spare device copy goes first.
+                spare = holder.copies.pop(row, 0)
+                if spare > 1:
+                    holder.copies[row] = spare - 1
+                elif not spare:
+                    kept.append(row)
+            rows = np.array(kept, dtype=np.int32)
+        changed = self._table.change(_distinct(rows), holder.bits(event.tier), present=False)
+        self._counts["unknown_removals"] += unknown + len(rows) - changed
+
+    def _clear(self, holder: Holder, tier: Tier | None) -> None:
+        """A tier of a worker is empty; of no tier: both, and its names are invalid."""
+        self._table.clear_bits(holder.bits(tier))
+        if tier != "host":
+            holder.copies.clear()
+        if tier is None:
+            self._named -= len(holder.names)
+            holder.names = HashTable(0, _NAMES_LOAD)
+            self._forget(self._nameless())
+
+    # ---- placing stored blocks
+
+    def _place(self, holder: Holder, event: BlocksStored, names: UInt64s, rows: Int32s) -> Int32s:
+        """Names the unknown blocks of a run; returns the rows among them that were there before.
+
+        New rows are held at once.
+        """
+        unsalted = event.tier == "host" and event.salt is None
+        anchor = self._anchor(holder, event, rows) if len(event.token_ids) else None
+        first, running, salt = anchor or (len(rows), ROOT, 0)
+        unknown = (rows == NO_ROW).nonzero()[0]
+        if first:
+            unplaced = int(np.count_nonzero(unknown < first))
+            self._counts["unjoined" if unsalted else "orphans"] += unplaced
+            unknown = unknown[unplaced:]
+        if not unknown.size:
+            return NO_ROWS
+        tokens = event.token_ids[first * self._hasher.block_tokens :]
+        places = unknown - first
+        hashes = self._hasher.extend(running, tokens, salt)[places]
+        found, absent = self._table.find(hashes)
+        before = NO_ROWS
+        if absent < len(found):
+            clear = self._unambiguous(holder, unknown, found)
+            unknown, places, hashes, found = (x[clear] for x in (unknown, places, hashes, found))
+            before = found.copy()
+            self._table.touch(before[before != NO_ROW])
+        depths = places + (1 + running.blocks)
+        placed = len(found)
+        if not self._add_absent(found, hashes, depths, salt, holder.bits(event.tier)):
+            # What follows a refused block cannot be placed either.
+            placed = int((found == NO_ROW).nonzero()[0][0])
+            self._counts["refused"] += len(found) - placed
+        self._named -= len(holder.names)
+        holder.names.add(names[unknown[:placed]], found[:placed])
+        self._named += len(holder.names)
+        before = before[:placed]
+        return before[before != NO_ROW]
+
+    def _anchor(
+        self, holder: Holder, event: BlocksStored, rows: Int32s
+    ) -> tuple[int, HashState, int] | None:
+        """What the unknown blocks of a run hang below: the first of them, the state before it and
+        the salt; None: that is unknown, too."""
+        first, parent = 0, NO_ROW
+        if event.parent_engine_hash is not None:
+            parent = int(holder.names.find(_keys_of((event.parent_engine_hash,)))[0][0])
+        elif event.salt is not None:
+            return 0, ROOT, event.salt
+        if parent == NO_ROW:
+            # A run may start at unknown blocks and go on in known ones.
+            known = np.flatnonzero(rows)
+            if not known.size:
+                return None
+            first, parent = int(known[0]) + 1, int(rows[known[0]])
+        table = self._table
+        table.touch(parent)
+        # A parent already fixes the salt, so a child can have no other.
+        salt = int(table.salt[parent])
+        running = self._hasher.running(int(table.keys[parent]), int(table.depth[parent]), salt)
+        return first, running, salt
+
+    def _unambiguous(self, holder: Holder, unknown: Int64s, found: Int32s) -> Int64s:
+        """Which unknown blocks may be named: not those that the worker holds under another name.
+
+        Nor those that follow one without a known block between.
+        """
+        doubled = self._table.held_with(found, holder.bits(None))
+        if not doubled.any():
+            return np.arange(len(found))
+        kept, last_broken = [], -1
+        for i, (position, twice) in enumerate(zip(unknown.tolist(), doubled.tolist(), strict=True)):
+            if twice or last_broken == position - 1 >= 0:
+                last_broken = position
+            else:
+                kept.append(i)
+        self._counts["ambiguous"] += len(found) - len(kept)
+        return np.array(kept, dtype=np.int64)
+
+    def _gain_on_device(self, holder: Holder, rows: Int32s) -> None:
+        """Blocks came to the device: a copy more of those that were there already."""
+        times: Int64s | None = None
+        if not _rising(rows):
+            rows, times = np.unique(rows, return_counts=True)
+        bit = holder.bits("device")
+        present = self._table.held_with(rows, bit)
+        if times is not None or present.any():
+            spare = present.astype(np.int64) + (0 if times is None else times - 1)
+            for place in np.flatnonzero(spare).tolist():
+                row = int(rows[place])
+                holder.copies[row] = holder.copies.get(row, 0) + int(spare[place])
+        self._table.change(rows[~present], bit, present=True)
+
+    def _add_absent(
+        self, rows: Int32s, hashes: UInt64s, depths: Int64s, salt: int, bit: int
+    ) -> bool:
+        """Fill in rows for absent blocks, held with a bit; False: there was no room for the last.
+
+        Rows touched in this tick are not evicted for them.
+        """
+        absent = (rows == NO_ROW).nonzero()[0]
+        if not absent.size:
+            return True
+        room, gone = self._table.room_after_eviction(len(absent))
+        if gone.size:
+            self._evict(gone)
+        added = absent[:room]
+        if room:
+            rows[added] = self._table.add(hashes[added], depths[added], salt, bit)
+        return room == len(absent)
+
+    # ---- bounds
+
+    def _trim(self) -> None:
+        """Keep what nobody holds, the names and the sets within their shares of the bound."""
+        table, most = self._table, self._max_blocks
+        most_unheld = most // _UNHELD_SHARE
+        if table.unheld > most_unheld:
+            self._forget(self._nameless())
+            if table.unheld > most_unheld:
+                excess = table.unheld - most_unheld + most // (2 * _UNHELD_SHARE)
+                table.next_tick()
+                self._forget(table.oldest(min(table.unheld, excess)))
+        if self._named > most:
+            # Names of blocks that their worker holds no more but others do.
+            bits = table.sets.bits
+            for holder in self._holders.values():
+                mine = holder.bits(None)
+                idle = np.array([n > 0 and not held & mine for n, held in enumerate(bits)])
+                self._forget_names(holder, idle[table.holders[holder.names.values]])
+        while len(table.sets) > max(_FEWEST_SETS, most // _SETS_SHARE) or self._named > most:
+            table.next_tick()
+            self._evict(table.oldest(max(1, len(table) // 64)))
+
+    def _evict(self, rows: Int32s) -> None:
+        self._table.evicted += len(rows)
+        self._forget(rows)
+
+    def _forget(self, rows: Int32s) -> None:
+        """Remove rows and all that refers to them."""
+        if not rows.size:
+            return
+        gone = np.zeros(len(self._table.keys), dtype=bool)
+        gone[rows] = True
+        for holder in self._holders.values():
+            self._forget_names(holder, gone[holder.names.values])
+            for row in [row for row in holder.copies if gone[row]]:
+                del holder.copies[row]
+        self._table.remove(rows)
+
+    def _forget_names(self, holder: Holder, lanes: NDArray[np.bool_]) -> None:
+        """Forget the names in those lanes of a worker's table that are chosen."""
+        self._named -= len(holder.names)
+        holder.names.remove(holder.names.keys_where(lanes))
+        self._named += len(holder.names)
+
+    def _nameless(self) -> Int32s:
+        """Rows that nobody holds and no engine has named."""
+        rows = self._table.unheld_rows()
+        named = np.zeros(len(self._table.keys), dtype=bool)
+        for holder in self._holders.values() if rows.size else ():
+            named[holder.names.values] = True
+        nameless: Int32s = rows[~named[rows]]
+        return nameless
+
+
+def _keys_of(engine_hashes: Sequence[EngineHash]) -> UInt64s:
+    """64-bit keys for an engine's hashes."""
+    try:
+        return np.frombuffer(array("Q", cast("Sequence[int]", engine_hashes)), dtype=np.uint64)
+    except (TypeError, OverflowError):
+        # Bytes, or integers of other sizes.
+        keys = [
+            h if isinstance(h, int) and 0 <= h <= _MASK else hash(h) & _MASK for h in engine_hashes
+        ]
+        return np.array(keys, dtype=np.uint64)
+
+
+def _present(rows: Int32s, absent: int) -> Int32s:
+    """The rows that are there, as many as `absent` being NO_ROW."""
+    return rows[rows != NO_ROW] if absent else rows
+
+
+def _distinct(rows: Int32s) -> Int32s:
+    """Each row once."""
+    distinct: Int32s = rows if _rising(rows) else np.unique(rows)
+    return distinct
 
 
 def _bytes_of(workers: int) -> NDArray[np.uint8]:
     """Bits of workers as bytes, the lowest first."""
     size = workers.bit_length() // 8 + 1
     return np.frombuffer(bytearray(workers.to_bytes(size, "little")), np.uint8)
+
+
+@compiled
+def _rising(rows: Int32s) -> bool:
+    """Whether each row is above the one before."""
+    last = 0
+    for row in rows:
+        if row <= last:
+            return False
+        last = row
+    return True
 
 
 @compiled

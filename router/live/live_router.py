@@ -87,7 +87,7 @@ class LiveRouter:
     def choosable(self) -> int:
         """Workers that could be chosen now: they report, and are neither gone nor finishing."""
         stale_after_s, gone = self.router.config.stale_after_s, self.members.blocked().gone
-        return len(self.router.pool.fleet.ready(self.now_s(), stale_after_s, gone))
+        return len(self.router.fleet.ready(self.now_s(), stale_after_s, gone))
 
     # -- requests -----------------------------------------------------------------------------
 

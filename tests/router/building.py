@@ -13,8 +13,8 @@ from kappa.protocol import Announcement
 from kappa.shapes import model_shape
 from router.api.tenants import Tenants
 from router.calibration import Calibration, engine_speed
-from router.decision import RouteRequest
-from router.fleet import Fleet, PricedPrompt
+from router.decision import PricedPrompt, RouteRequest
+from router.fleet import Fleet
 from router.index.kv_events import BlocksStored
 from router.policies import policy_named
 from router.router import Router, RouterConfig
@@ -55,6 +55,15 @@ def ask(name="r", tokens=100, seed=0, **options):
     return RouteRequest(name, token_ids, max_tokens=50, **options)
 
 
+def outcome(made, compute_s, ttft_s):
+    """A request that met no queue, predicted to compute for `compute_s`, has its first token."""
+    made.route(ask("outcome"), 0.0)
+    flight = made.flights["outcome"]
+    flight.chosen = replace(flight.chosen, compute_s=compute_s, load_s=0.0, in_flight=0)
+    made.first_token("outcome", ttft_s)
+    made.release("outcome", ttft_s, complete=False)
+
+
 def stored(worker, token_ids, tier="device"):
     """The event that a worker holds the whole blocks of a prompt."""
     blocks = len(token_ids) // SIZE
@@ -65,7 +74,8 @@ def stored(worker, token_ids, tier="device"):
 
 
 def join(fleet, announced, now_s=0.0):
-    fleet.join(announced, engine_speed(announced, Calibration()), now_s)
+    fleet.join(announced, now_s)
+    fleet.calibrate(announced.worker, engine_speed(announced, Calibration()), 0.0)
 
 
 def fleet_of(*nodes):

@@ -86,7 +86,7 @@ def test_the_floor_is_in_dilated_time(dilation):
     node = replace(node_profile("h100-pcie5"), source="paced", dilation=dilation)
     made = router(None, announcement("a", node))
     estimates = made.explain(ask(), 1.0).estimates
-    fleet = made.pool.fleet
+    fleet = made.fleet
     idle_s = fleet.idle_s(estimates.slots, estimates.prompt_tokens, 0.0)[0][0]
     assert AdmissionRule().limits_s(fleet, estimates)[1] == max(0.5 * dilation, 5 * idle_s)
 
@@ -166,7 +166,7 @@ def test_cheap_requests_are_admitted_where_costly_ones_are_not():
     demand = Demand()
     for i in range(100):
         demand.evaluated(59.0, i * 1e-3, 1.0, admitted=i % 2 == 0)
-    fleet = made.pool.fleet
+    fleet = made.fleet
     idle, allowed = AdmissionRule().tpot_factor, {}
     for name, tokens in (("cheap", 10), ("costly", 20_000)):
         estimates = made.explain(ask("x", tokens=tokens, seed=9), 60.0).estimates

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from statistics import median
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -15,9 +14,8 @@ from kappa.cost import StepModel
 from kappa.hardware import node_profile
 from kappa.protocol import WorkerReport
 from router.calibration import Calibration, OutputLengths, engine_speed, load_token_s
-from router.pool import Pool
 from tests.router import building
-from tests.router.building import KV_BYTES
+from tests.router.building import KV_BYTES, NEVER, outcome
 
 STEP = StepModel(1e-5, 1e-10, 1e-3, 1e-8)
 
@@ -28,20 +26,12 @@ def announcement(**changes):
 
 
 def cluster(*, calibrate=True, announced=None):
-    """A pool of one worker, and what it knows of that."""
-    pool = Pool(secret=7, index_blocks=100, forecast_workers=4)
-    pool.calibrate = calibrate
-    pool.join(announced or announcement(), 0.0)
-    return pool, pool.workers["w"]
+    """A router of one worker, and what it knows of that."""
+    made = building.router(announced or announcement(), calibrate=calibrate, stale_after_s=NEVER)
+    return made, made.workers["w"]
 
 
-def outcome(pool, compute_s, ttft_s):
-    """A request that met no queue had its first token."""
-    chosen = SimpleNamespace(compute_s=compute_s, load_s=0.0)
-    pool.outcome(SimpleNamespace(worker="w", chosen=chosen), ttft_s)
-
-
-def loads(pool, reports, scale=3.0, steps=0, tokens=100_000):
+def loads(made, reports, scale=3.0, steps=0, tokens=100_000):
     """Reports of loads that lasted `scale` times as long as announced."""
     second = tokens * load_token_s(announcement()) * scale
     for i in range(reports):
@@ -49,7 +39,7 @@ def loads(pool, reports, scale=3.0, steps=0, tokens=100_000):
             "w", float(i), steps_total=steps + i, load_tokens_total=i * tokens,
             load_seconds_total=i * second,
         )  # fmt: skip
-        pool.report(report, float(i))
+        made.report(report, float(i))
 
 
 def test_the_announced_speeds_are_what_a_forecast_starts_from():
@@ -104,11 +94,11 @@ def test_long_prompts_teach_the_compute_scale_within_bounds(real, learnt):
 
 def test_an_outcome_changes_the_forecast_unless_calibration_is_off():
     for calibrate in (True, False):
-        pool, worker = cluster(calibrate=calibrate)
+        made, worker = cluster(calibrate=calibrate)
         for _ in range(10):
-            outcome(pool, 0.001, 0.002)
+            outcome(made, 0.001, 0.002)
         for _ in range(10):
-            outcome(pool, worker.calibration.compute_scale, 2.001)
+            outcome(made, worker.calibration.compute_scale, 2.001)
         scale = 2.0 if calibrate else 1.0
         learnt = worker.queue.speed.step
         assert learnt.token_s == pytest.approx(scale * STEP.token_s, rel=0.01)
@@ -121,12 +111,12 @@ def test_an_outcome_changes_the_forecast_unless_calibration_is_off():
 
 
 def test_the_link_is_learnt_from_differences_of_totals():
-    pool, worker = cluster()
-    loads(pool, reports=1)
+    made, worker = cluster()
+    loads(made, reports=1)
     assert worker.calibration.link_scale == 1.0
-    loads(pool, reports=2)
+    loads(made, reports=2)
     assert 2.0 < worker.calibration.link_scale < 3.0
-    loads(pool, reports=12)
+    loads(made, reports=12)
     assert worker.calibration.link_scale == pytest.approx(3.0, rel=0.01)
     assert worker.queue.speed.load_token_s == pytest.approx(
         3 * load_token_s(announcement()), rel=0.01
@@ -139,10 +129,10 @@ def test_a_paced_node_is_believed_as_soon_as_one_at_its_own_speed():
         announced = announcement(
             node=replace(announcement().node, source="paced", dilation=dilation)
         )
-        pool, worker = cluster(announced=announced)
+        made, worker = cluster(announced=announced)
         for i in range(2):
             seconds = 3.0 * i * 1000 * load_token_s(announced)
-            pool.report(
+            made.report(
                 WorkerReport("w", float(i), steps_total=i, load_tokens_total=1000 * i,
                              load_seconds_total=seconds), float(i))  # fmt: skip
         learnt.append(worker.calibration.link_scale)
@@ -151,26 +141,26 @@ def test_a_paced_node_is_believed_as_soon_as_one_at_its_own_speed():
 
 
 def test_an_outlier_counts_as_four_times_what_was_announced_and_fades():
-    pool, worker = cluster()
-    loads(pool, reports=20, scale=1.0)
+    made, worker = cluster()
+    loads(made, reports=20, scale=1.0)
     last, stuck_s = worker.report, 1000.0
-    pool.report(
+    made.report(
         structs.replace(last, steps_total=99, load_tokens_total=last.load_tokens_total + 100_000,
                 load_seconds_total=last.load_seconds_total + stuck_s), 99.0)  # fmt: skip
     assert 1.0 < worker.calibration.link_scale < 1.4
-    loads(pool, reports=60, scale=1.0, steps=100)
+    loads(made, reports=60, scale=1.0, steps=100)
     assert worker.calibration.link_scale == pytest.approx(1.0, rel=0.01)
 
 
 @pytest.mark.parametrize(("real", "learnt"), [(1000.0, 4.0), (1e-6, 0.25)])
 def test_the_link_scale_is_bounded(real, learnt):
-    pool, worker = cluster()
-    loads(pool, reports=20, scale=real)
+    made, worker = cluster()
+    loads(made, reports=20, scale=real)
     assert worker.calibration.link_scale == pytest.approx(learnt, rel=0.02)
 
 
 def test_totals_of_a_worker_that_started_anew_teach_nothing():
-    pool, worker = cluster()
+    made, worker = cluster()
     token_s = load_token_s(announcement())
     lives = [
         (500, 10_000, 10_000 * token_s),
@@ -182,12 +172,12 @@ def test_totals_of_a_worker_that_started_anew_teach_nothing():
     for i, (steps, tokens, seconds) in enumerate(lives):
         report = WorkerReport("w", 1.0 * i, steps_total=steps, load_tokens_total=tokens,
                               load_seconds_total=seconds)  # fmt: skip
-        pool.report(report, 1.0 * i)
+        made.report(report, 1.0 * i)
     assert worker.calibration.link_scale == pytest.approx(1.0)
 
 
 def test_steps_that_fell_are_another_life_though_loads_and_seconds_rose():
-    pool, worker = cluster()
+    made, worker = cluster()
     token_s = load_token_s(announcement())
     tokens, seconds = 0, 0.0
     for i in range(16):
@@ -196,13 +186,13 @@ def test_steps_that_fell_are_another_life_though_loads_and_seconds_rose():
         seconds += 100_000 * token_s * (3.0 if i % 2 else 1.0)
         report = WorkerReport("w", 1.0 * i, steps_total=4 if i % 2 else 900,
                               load_tokens_total=tokens, load_seconds_total=seconds)  # fmt: skip
-        pool.report(report, 1.0 * i)
+        made.report(report, 1.0 * i)
     assert worker.calibration.link_scale == pytest.approx(1.0)
 
 
 def test_without_calibration_totals_are_only_kept():
-    pool, worker = cluster(calibrate=False)
-    loads(pool, reports=20)
+    made, worker = cluster(calibrate=False)
+    loads(made, reports=20)
     assert worker.calibration.link_scale == 1.0
     assert worker.report.load_tokens_total == 1_900_000
 
@@ -211,34 +201,34 @@ def test_without_calibration_totals_are_only_kept():
 
 
 def test_the_same_figures_again_keep_what_was_learnt_and_new_ones_do_not():
-    pool, worker = cluster()
+    made, worker = cluster()
     for _ in range(10):
-        outcome(pool, 0.001, 0.002)
-    loads(pool, reports=20)
-    pool.join(announcement(), 30.0)
+        outcome(made, 0.001, 0.002)
+    loads(made, reports=20)
+    made.join(announcement(), 30.0)
     assert worker.calibration.link_scale == pytest.approx(3.0, rel=0.01)
     slower = replace(announcement().node, h2d_bytes_per_s=21e9)
-    pool.join(announcement(node=slower), 31.0)
+    made.join(announcement(node=slower), 31.0)
     assert worker.calibration.link_scale == 1.0
     assert worker.calibration.overhead_s == pytest.approx(0.001)
     assert worker.queue.speed.load_token_s == pytest.approx(KV_BYTES / 21e9)
     assert worker.seen_s == 31.0
 
 
-def steps(pool, reports, scale):
+def steps(made, reports, scale):
     """Reports of computing that lasted `scale` times as long as the announced model says."""
     for i in range(reports):
         report = WorkerReport(
             "w", float(i), steps_total=10 * i, computed_seconds_total=scale * i,
             computed_announced_seconds_total=float(i), step_seconds_total=50.0 * i,
         )  # fmt: skip
-        pool.report(report, float(i))
+        made.report(report, float(i))
 
 
 @pytest.mark.parametrize(("real", "learnt"), [(3.0, 3.0), (0.5, 0.5), (100.0, 4.0), (0.01, 0.25)])
 def test_the_gpu_is_learnt_from_steps_within_bounds(real, learnt):
-    pool, worker = cluster()
-    steps(pool, 8, real)
+    made, worker = cluster()
+    steps(made, 8, real)
     assert worker.calibration.compute_scale == pytest.approx(learnt, rel=0.03)
     assert worker.queue.speed.step.real_s([(9000, 9)]) == pytest.approx(
         worker.calibration.compute_scale * STEP.real_s([(9000, 9)])
@@ -246,29 +236,29 @@ def test_the_gpu_is_learnt_from_steps_within_bounds(real, learnt):
 
 
 def test_what_is_learnt_reaches_the_fleet():
-    pool, _ = cluster()
-    slots = pool.fleet.ready(0.0, 1e9, frozenset())
-    before_s = pool.fleet.idle_s(slots, 1000, 500)[0]
-    steps(pool, 8, 2.0)
-    loads(pool, 8, scale=2.0, steps=100)
-    after_s = pool.fleet.idle_s(slots, 1000, 500)[0]
+    made, _ = cluster()
+    slots = made.fleet.ready(0.0, 1e9, frozenset())
+    before_s = made.fleet.idle_s(slots, 1000, 500)[0]
+    steps(made, 8, 2.0)
+    loads(made, 8, scale=2.0, steps=100)
+    after_s = made.fleet.idle_s(slots, 1000, 500)[0]
     assert after_s == pytest.approx(2 * before_s, rel=0.01)
 
 
 def test_a_little_computing_teaches_little():
-    pool, worker = cluster()
-    pool.report(WorkerReport("w", 0.0), 0.0)
-    pool.report(
+    made, worker = cluster()
+    made.report(WorkerReport("w", 0.0), 0.0)
+    made.report(
         WorkerReport("w", 1.0, steps_total=1, computed_seconds_total=0.003,
                      computed_announced_seconds_total=0.001), 1.0)  # fmt: skip
     assert 1.0 < worker.calibration.compute_scale < 1.1
 
 
 def test_once_steps_are_reported_outcomes_leave_the_compute_scale_alone():
-    pool, worker = cluster()
-    steps(pool, 8, 2.0)
+    made, worker = cluster()
+    steps(made, 8, 2.0)
     for _ in range(20):
-        outcome(pool, 10.0, 90.0)
+        outcome(made, 10.0, 90.0)
     assert worker.calibration.compute_scale == pytest.approx(2.0, rel=0.01)
 
 

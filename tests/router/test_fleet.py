@@ -10,7 +10,8 @@ import pytest
 from kappa.cost import step_model
 from kappa.hardware import node_profile
 from router.calibration import Calibration, engine_speed
-from router.fleet import Fleet, PricedPrompt
+from router.decision import PricedPrompt
+from router.fleet import Fleet
 from tests.router.building import NEVER, SHAPE, announcement, estimate, fleet_of, join
 
 
@@ -20,8 +21,8 @@ def test_the_order_may_begin_elsewhere_and_everything_follows_it():
         join(made, announcement(f"w{i}", node))
     estimates = estimate(made)
     assert estimates.workers == ["w2", "w3", "w0", "w1"]
-    names = [node.name for node in made.nodes(estimates.slots)]
-    assert names == [made.nodes(estimates.slots[i : i + 1])[0].name for i in range(4)]
+    names = [node.name for node in estimates.nodes]
+    assert names == ["pcie", "c2c", "h100-pcie5", "gh200-c2c"]
     with pytest.raises(ValueError, match=r"first is 1\.0"):
         Fleet(first=1.0)
 
@@ -144,7 +145,7 @@ def test_places_are_stable_while_others_come_and_go():
 
 def test_silent_and_excluded_workers_are_not_offered():
     made = fleet_of()
-    made.seen("w1", 20.0)
+    made.reported("w1", 20.0, 0.0)
     names = [made.names[s] for s in made.ready(25.0, 10.0, frozenset())]
     assert names == ["w1"]
     assert not len(made.ready(25.0, 10.0, frozenset({"w1", "unknown"})))
@@ -195,7 +196,7 @@ def with_network():
 def test_a_fetch_takes_for_ever_where_there_is_no_room_for_it():
     made = with_network()
     assert fetched(made).fetch_s.tolist() == [0.0, np.inf]
-    made.spare("w1", 4000.0)
+    made.reported("w1", 0.0, 4000.0)
     offer = fetched(made)
     assert offer.fetch_s[1] == pytest.approx(4000 * 131072 / 25e9)
     assert np.isinf(fetched(made, 4001.0).ttft_s[1])
@@ -218,7 +219,7 @@ def test_a_transfer_keeps_the_cards_of_both_ends_busy_until_it_is_done():
 
 def test_room_that_others_were_promised_stays_promised():
     made = with_network()
-    made.spare("w1", 9000.0)
+    made.reported("w1", 0.0, 9000.0)
     a = made.reserve("a", fetched(made), 1)
     made.reserve("b", fetched(made, 1000.0), 1)
     made.prefilled(a, 1.0)
@@ -231,4 +232,5 @@ def test_a_worker_that_did_not_say_runs_any_number_at_a_time():
     made = Fleet()
     join(made, announcement("w0"))
     join(made, announcement("w1", max_sequences=3))
-    assert made.max_sequences(made.ready(0.0, NEVER, frozenset())).tolist() == [np.inf, 3.0]
+    slots = made.ready(0.0, NEVER, frozenset())
+    assert made.of_each(slots, "max_sequences").tolist() == [np.inf, 3.0]

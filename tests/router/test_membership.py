@@ -198,7 +198,7 @@ async def test_what_is_reported_of_one_ingress_request_is_not_taken_for_anothers
     await until(lambda: one.router.workers["w"].report.steps_total == 1)
     alices = one.records["job-1"]
     assert (alices.admitted, alices.spent, alices.ttft_s) == (None, None, None)
-    assert not one.router.pool.flights["job-1"].prefilled
+    assert not one.router.flights["job-1"].prefilled
     w.finishes(bobs)
     await until(lambda: one.router.remote_in_flight_on("w") == 0)
     assert one.router.in_flight == 1

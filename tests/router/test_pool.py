@@ -15,8 +15,7 @@ from kappa.protocol import Admission, Arrival, WorkerReport
 from router.decision import MismatchError, RouteRequest
 from router.engine_queue import EngineJob
 from router.index.kv_events import WorkerReset
-from router.pool import no_planner
-from router.router import Router
+from router.router import Router, no_planner
 from tests.router import building
 from tests.router.building import NEVER, SIZE, announcement, prompt, stored
 

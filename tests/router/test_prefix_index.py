@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.index.block_table import HolderSets
 from router.index.kv_events import BlocksRemoved, BlocksStored, TierCleared, WorkerGone, WorkerReset
 from router.index.prefix_hash import PrefixHasher, salt_of, secret_from_seed
 from router.index.prefix_index import Match, PrefixIndex
-from router.index.row_table import HolderSets
 
 SIZE = 2
 HASHER = PrefixHasher(SIZE, secret_from_seed("tests"))
@@ -143,8 +143,7 @@ def apply(index, models, op):
 
 def check_rows(index):
     """Sets count their blocks, tables and columns name the same rows, and no row is lost."""
-    held = index._held
-    table = held.table
+    table = index._table
     rows = np.flatnonzero(table.keys)
     assert len(rows) == len(table) == len(table._by_key)
     assert sorted(table._by_key.values[table._by_key.values > 0]) == sorted(rows)
@@ -153,8 +152,8 @@ def check_rows(index):
         table.sets.blocks
     )
     assert not set(table._free.tolist()) & set(rows.tolist())
-    assert held.named == sum(len(worker.names) for worker in held.workers.values())
-    for worker in held.workers.values():
+    assert index._named == sum(len(holder.names) for holder in index._holders.values())
+    for worker in index._holders.values():
         named = worker.names.values[worker.names.values > 0]
         assert set(named.tolist()) <= set(rows.tolist()) and len(named) == len(worker.names)
         assert set(worker.copies) <= set(named.tolist())
@@ -251,13 +250,12 @@ def test_a_host_block_of_unknown_salt_is_counted_not_guessed():
     assert match(index, A + B) == Match(0, 2)
 
 
-def test_host_extends_only_when_allowed():
-    for allowed in (True, False):
-        index = PrefixIndex(HASHER, 100, host_extends=allowed)
-        index.handle(stored(A))
-        index.handle(stored(A + B, tier="host"))
-        index.handle(stored(A + B + C, tier="host", start=2))
-        assert match(index, A + B + C) == Match(1, 2 if allowed else 0)
+def test_a_host_block_never_seen_on_the_device_follows_a_known_parent():
+    index = PrefixIndex(HASHER, 100)
+    index.handle(stored(A))
+    index.handle(stored(A + B, tier="host"))
+    index.handle(stored(A + B + C, tier="host", start=2))
+    assert match(index, A + B + C) == Match(1, 2)
 
 
 def test_blocks_named_without_tokens_join_by_name():
@@ -412,7 +410,7 @@ def walk(seed, index, truth, check, moves=40, blocks=60):
 @given(st.integers(0, 2**32))
 @settings(max_examples=30, deadline=None)
 def test_hold_and_drop_equal_a_linear_scan(seed):
-    index, truth = PrefixIndex(None, 100_000), Presence()
+    index, truth = PrefixIndex(HASHER, 100_000), Presence()
 
     def check(answers, prompt):
         expected = {w: truth.match(w, prompt) for w in ("w0", "w1", "w2", "w3")}
@@ -425,7 +423,7 @@ def test_hold_and_drop_equal_a_linear_scan(seed):
 @given(st.integers(0, 2**32), st.integers(1, 200))
 @settings(max_examples=30, deadline=None)
 def test_a_bounded_index_forgets_but_never_claims_too_much(seed, bound):
-    index, truth = PrefixIndex(None, bound), Presence()
+    index, truth = PrefixIndex(HASHER, bound), Presence()
 
     def check(answers, prompt):
         assert index.size_blocks() <= bound
@@ -439,7 +437,7 @@ def test_a_bounded_index_forgets_but_never_claims_too_much(seed, bound):
 
 
 def test_columns_and_names_give_the_same_matches():
-    index, rng = PrefixIndex(None, 10_000), np.random.default_rng(0)
+    index, rng = PrefixIndex(HASHER, 10_000), np.random.default_rng(0)
     prompt = rng.integers(1, 2**64, 50, dtype=np.uint64)
     for worker in range(100):
         index.hold(f"w{worker}", "device", prompt[: worker % 40])
@@ -456,7 +454,7 @@ def test_columns_and_names_give_the_same_matches():
 
 def test_a_prompt_whose_holders_change_at_every_block_is_followed_to_its_end():
     # More changes than one walk tells of, and more sets than one tally counts.
-    index, blocks = PrefixIndex(None, 10_000), 700
+    index, blocks = PrefixIndex(HASHER, 10_000), 700
     prompt = np.random.default_rng(1).integers(1, 2**64, blocks, dtype=np.uint64)
     for worker in range(1, blocks + 1):
         index.hold(f"w{worker}", "device", prompt[:worker])
@@ -473,7 +471,7 @@ def test_a_prompt_whose_holders_change_at_every_block_is_followed_to_its_end():
 
 
 def test_a_worker_that_takes_the_place_of_another_inherits_nothing():
-    index, prompt = PrefixIndex(None, 100), np.arange(1, 30, dtype=np.uint64)
+    index, prompt = PrefixIndex(HASHER, 100), np.arange(1, 30, dtype=np.uint64)
     index.hold("old", "device", prompt)
     index.handle(WorkerGone("old"))
     index.hold("new", "host", prompt[:2])
@@ -481,7 +479,7 @@ def test_a_worker_that_takes_the_place_of_another_inherits_nothing():
 
 
 def test_recent_blocks_outlive_old_ones():
-    index, rng = PrefixIndex(None, 30_000), np.random.default_rng(0)
+    index, rng = PrefixIndex(HASHER, 30_000), np.random.default_rng(0)
     hot = rng.integers(1, 2**64, 300, dtype=np.uint64)
     index.hold("w", "device", hot)
     cold = rng.integers(1, 2**64, 300, dtype=np.uint64)
@@ -494,18 +492,13 @@ def test_recent_blocks_outlive_old_ones():
 
 
 def test_repeated_hashes_in_one_call_are_one_block():
-    index, prompt = PrefixIndex(None, 1000), np.arange(1, 40, dtype=np.uint64)
+    index, prompt = PrefixIndex(HASHER, 1000), np.arange(1, 40, dtype=np.uint64)
     index.hold("w", "device", np.concatenate([prompt, prompt]))
     index.hold("w", "host", np.concatenate([prompt, prompt]))
     assert (index.size_blocks(), index.match(prompt, "w")) == (39, Match(39, 0))
     index.drop("w", "device", np.concatenate([prompt, prompt]))
     assert index.match(prompt, "w") == Match(0, 39)
     check_rows(index)
-
-
-def test_tokens_need_a_hasher():
-    with pytest.raises(ValueError, match="no hasher"):
-        PrefixIndex(None, 10).handle(stored(A))
 
 
 def test_idle_names_are_dropped_first():
@@ -544,7 +537,7 @@ def test_less_than_64_bytes_a_block_everything_counted(workers, copies):
 
 
 def test_blocks_that_came_one_by_one_match_as_well():
-    index, rng = PrefixIndex(None, 10_000), np.random.default_rng(0)
+    index, rng = PrefixIndex(HASHER, 10_000), np.random.default_rng(0)
     prompt = rng.integers(1, 2**64, 2000, dtype=np.uint64)
     for block in rng.permutation(1990).tolist():
         index.hold("w", "device", prompt[block : block + 1])
@@ -553,8 +546,8 @@ def test_blocks_that_came_one_by_one_match_as_well():
 
 
 def test_an_index_grows_to_its_bound(monkeypatch):
-    monkeypatch.setattr("router.index.row_table._PREPARED", 100)
-    index, rng = PrefixIndex(None, 5000), np.random.default_rng(0)
+    monkeypatch.setattr("router.index.block_table._PREPARED", 100)
+    index, rng = PrefixIndex(HASHER, 5000), np.random.default_rng(0)
     prompts = [rng.integers(1, 2**64, 90, dtype=np.uint64) for _ in range(55)]
     for prompt in prompts:
         index.hold("w", "device", prompt)
@@ -576,15 +569,15 @@ def test_blocks_of_thousands_of_salts_stay_apart():
 
 
 def test_ticks_that_overflow_keep_the_order_of_blocks():
-    index = PrefixIndex(None, 4)
+    index = PrefixIndex(HASHER, 4)
     one, two, three = (np.arange(i, i + 2, dtype=np.uint64) for i in (10, 20, 30))
-    index._held.table.tick = 2**32 - 4
+    index._table.tick = 2**32 - 4
     index.hold("w", "device", one)
     index.hold("w", "device", two)
     assert index.match(one, "w") == Match(2, 0)
     index.hold("w", "device", three)
     assert index.match(one, "w") == index.match(three, "w") == Match(2, 0)
-    assert index._held.table.tick < 2**32 - 4
+    assert index._table.tick < 2**32 - 4
 
 
 def test_blocks_after_a_second_name_are_left_out_up_to_a_known_block():

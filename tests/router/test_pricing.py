@@ -99,7 +99,7 @@ def test_queues_shrink_as_time_passes(now_s, link_s, gpu_s):
         {}, {"link_free_s": 5.0, "link_reserved_s": 2.0, "gpu_reserved_s": 3.0, "gpu_since_s": 4.0,
              "gpu_head_s": 1.0},
     )  # fmt: skip
-    assert pricing.backlog_s(busy, 1, now_s) == pytest.approx((link_s, gpu_s))
+    assert pricing.queued_s(busy[1], now_s) == pytest.approx((link_s, gpu_s))
 
 
 @pytest.mark.parametrize(
@@ -306,15 +306,22 @@ def test_without_a_load_none_is_counted():
 
 def test_an_admission_is_priced_by_what_the_engine_found():
     # 100 new behind 50: pairs 100 x (50 + 50) = 10,000: 1 + 1 s; 40 in host: 0.04 s.
-    assert pricing.admitted_s(workers(), 0, 40, 100, 50) == pytest.approx((0.04, 2.0))
+    made = workers(BUSY)
+    found_s = pricing.correct(made, 0, (40, 100, 50), (1.0, 1.5, 300), True)
+    assert found_s == pytest.approx((0.04, 2.0))
+    # In place of 1 s of link, 1.5 s of gpu and 300 tokens; it is the first in the queue.
+    changed = "link_reserved_s", "link_free_s", "gpu_reserved_s", "queued_tokens", "gpu_head_s"
+    assert values(made[0], *changed) == pytest.approx([2.04, 13.04, 3.5, 100.0, 2.0])
+    pricing.correct(made, 0, (40, 100, 50), (0.04, 2.0, 100), False)
+    assert values(made[0], "gpu_head_s") == pytest.approx([2.0])
 
 
 def test_the_last_prompt_that_is_done_leaves_exactly_nothing():
     made = workers({**BUSY, "waiting": 2.0})
-    pricing.finish_prompt(made, 0, 1.0, 2.0, 100, 20.0)
+    pricing.finish_prompt(made, 0, (1.0, 2.0, 100), 20.0)
     queue = "link_reserved_s", "gpu_reserved_s", "waiting", "queued_tokens", "link_free_s"
     assert values(made[0], *queue) == [2.0, 1.0, 1.0, 200.0, 14.0]
-    pricing.finish_prompt(made, 0, 1.9, 0.9, 200, 21.0)
+    pricing.finish_prompt(made, 0, (1.9, 0.9, 200), 21.0)
     assert values(made[0], *queue) == [0.0, 0.0, 0.0, 0.0, 21.0]
 
 

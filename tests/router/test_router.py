@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -18,7 +17,17 @@ from router.decision import NoWorkerError, RouteRequest, without_candidates
 from router.policies import policy_named
 from router.policy import LeastTtft
 from router.router import Router, RouterConfig
-from tests.router.building import KV_BYTES, SHAPE, SIZE, announcement, ask, prompt, router, stored
+from tests.router.building import (
+    KV_BYTES,
+    SHAPE,
+    SIZE,
+    announcement,
+    ask,
+    outcome,
+    prompt,
+    router,
+    stored,
+)
 
 # -- reservations -------------------------------------------------------------------------------
 
@@ -57,8 +66,8 @@ def test_output_lengths_are_learnt_from_complete_streams_only():
         made.tokens(name, count)
         made.release(name, 2.0, complete=complete)
     made.tokens("gone", 5)
-    assert made.pool.outputs.guess(0) == 7
-    assert made.pool.outputs.guess(3) == 3
+    assert made.outputs.guess(0) == 7
+    assert made.outputs.guess(3) == 3
 
 
 def test_only_a_request_that_met_nobody_teaches():
@@ -133,9 +142,8 @@ def test_a_busy_worker_is_avoided():
 def test_the_prediction_includes_the_overhead():
     made = router("a")
     before_s = made.explain(ask(), 1.0).chosen.ttft_s
-    nothing = SimpleNamespace(compute_s=0.0, load_s=0.0)
     for _ in range(5):
-        made.pool.outcome(SimpleNamespace(worker="a", chosen=nothing), 0.4)
+        outcome(made, 0.0, 0.4)
     after = made.explain(ask(), 1.0).chosen
     assert after.ttft_s == pytest.approx(before_s + 0.4)
     assert after.queue_s == pytest.approx(0.0, abs=1e-6)
@@ -376,7 +384,7 @@ assert sum(before.values()) > 5, before
 made.route(ask("array", tokens=1000), 1.0)
 made.route(RouteRequest("list", prompt(5000).tolist(), max_tokens=10), 1.0)
 made.route(RouteRequest("narrow", prompt(500).astype(np.int32), max_tokens=10), 1.0)
-made.pool.fleet.backlog_s("w0", 2.0)
+made.fleet.backlog_s("w0", 2.0)
 assert loops() == before, (before, loops())
 """
 
@@ -419,7 +427,7 @@ def test_calibration_ends_after_as_many_outcomes_as_are_set(outcomes, calibrates
     for i in range(outcomes):
         made.route(ask(f"r{i}", seed=i), float(i))
         made.first_token(f"r{i}", i + 0.1)
-    assert made.pool.calibrate is calibrates
+    assert made.calibrating is calibrates
 
 
 def test_a_handed_prefix_takes_the_place_of_what_was_to_be_loaded():

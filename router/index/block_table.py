@@ -1,7 +1,9 @@
-"""The prefix index's store: one row per distinct prefix, shared by all workers that hold it.
+"""The prefix index's store: a row per distinct prefix, shared by all workers that hold it.
 
 A row stores the number of the set of its holders: blocks of one prompt mostly have the same. Rows
-are allocated in order, so blocks that come together get neighbouring ones.
+are allocated in order, so blocks that come together get neighbouring ones. Rows are found by a
+compiled hash table with open addressing, searched for a whole batch of keys at once; a Python
+dictionary costs 100 bytes an entry and a loop in Python, this 4 bytes a lane besides the keys.
 
 Bound: when rows run out the oldest few per cent go at once, by when a block was last stored or
 looked up: those that nobody holds first, and of blocks used together the deepest first. That may
@@ -16,11 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kappa.compiled import compiled
-from router.index.hash_table import HashTable, Int32s, Int64s, UInt64s, find_rows, plain, walk
+
+UInt64s = NDArray[np.uint64]
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
 
 NO_ROW = 0
 NOBODY = 0
+NO_ROWS: Int32s = np.empty(0, dtype=np.int32)
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
+_LARGE = 1 << 15
 _ROW = np.dtype(
     [("key", "u8"), ("salt", "u8"), ("holders", "i4"), ("depth", "u4"), ("used", "u4")]
 )  # fmt: skip
@@ -33,7 +42,171 @@ _LAST_TICK = _FREE - 1
 _CHANGES = 256
 # Blocks of one prompt are in few sets.
 _FEW_SETS = 32
-_NO_ROWS: Int32s = np.empty(0, dtype=np.int32)
+
+# -- keys to values -------------------------------------------------------------------------------
+
+
+@compiled
+def _home(key: np.uint64, lanes: int) -> int:
+    """The lane where the search for a key begins."""
+    return int(np.int64((key * _GOLDEN >> _HALF) * np.uint64(lanes) >> _HALF))
+
+
+@compiled
+def _search(values: Int32s, keys: UInt64s, by_value: bool, key: np.uint64) -> tuple[int, bool]:
+    """The lane of a key and True, or the first lane free for it and False.
+
+    keys: by value (a column of the rows that the values number), else by lane.
+    """
+    lane = _home(key, len(values))
+    while values[lane]:
+        if keys[values[lane] if by_value else lane] == key:
+            return lane, True
+        lane += 1
+        if lane == len(values):
+            lane = 0
+    return lane, False
+
+
+@compiled
+def _find(values: Int32s, keys: UInt64s, by_value: bool, wanted: UInt64s, found: Int32s) -> int:
+    """Fill in the value of each wanted key, 0 where it is absent; returns how many are absent.
+
+    Blocks that came together have neighbouring rows, so with keys by value the one after the last
+    one is tried first.
+    """
+    value, absent = 0, 0
+    for i in range(len(wanted)):
+        if by_value and value and value + 1 < len(keys) and keys[value + 1] == wanted[i]:
+            value += 1
+        else:
+            lane, present = _search(values, keys, by_value, wanted[i])
+            value = values[lane] if present else 0
+            absent += not present
+        found[i] = value
+    return absent
+
+
+@compiled
+def _insert(
+    values: Int32s, keys: UInt64s, by_value: bool, new: UInt64s, given: Int32s, now: Int32s
+) -> int:
+    """Add keys with the values given, fill in what each has now; returns how many were absent."""
+    added = 0
+    for i in range(len(new)):
+        lane, present = _search(values, keys, by_value, new[i])
+        if not present:
+            values[lane] = given[i]
+            if not by_value:
+                keys[lane] = new[i]
+            added += 1
+        now[i] = values[lane]
+    return added
+
+
+@compiled
+def _erase(values: Int32s, keys: UInt64s, by_value: bool, old: UInt64s) -> int:
+    """Remove keys, moving back those that were pushed on by them; returns how many there were."""
+    erased, lanes = 0, len(values)
+    for i in range(len(old)):
+        hole, present = _search(values, keys, by_value, old[i])
+        if not present:
+            continue
+        erased += 1
+        lane = hole
+        while True:
+            lane = lane + 1 if lane + 1 < lanes else 0
+            if not values[lane]:
+                break
+            home = _home(keys[values[lane] if by_value else lane], lanes)
+            # A key may move back as far as its home.
+            if (lane - home) % lanes >= (lane - hole) % lanes:
+                values[hole] = values[lane]
+                if not by_value:
+                    keys[hole] = keys[lane]
+                hole = lane
+        values[hole] = 0
+    return erased
+
+
+class HashTable:
+    """Maps 64-bit keys to positive values; grows in small steps, since spare memory counts, too.
+
+    Deletion moves later keys back, so there are no tombstones, and a search ends at the first empty
+    lane.
+
+    Args:
+        entries: how many it must hold without growing.
+        max_load: entries per lane at most.
+        keys: the keys by value, zero where there is none; the caller keeps them, and no key is
+            zero. None: the table keeps them itself, by lane.
+    """
+
+    __slots__ = ("_by_value", "_count", "_max_load", "keys", "values")
+
+    def __init__(self, entries: int, max_load: float, keys: UInt64s | None = None) -> None:
+        self._max_load, self._by_value = max_load, keys is not None
+        self.keys = np.empty(0, dtype=np.uint64) if keys is None else keys
+        self._allocate(entries)
+        # Compiled now rather than while the first request waits.
+        nothing = np.empty(0, dtype=np.uint64)
+        self.add(nothing, self.find(nothing)[0])
+        self.remove(nothing)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def nbytes(self) -> int:
+        """Bytes of its own arrays."""
+        return self.values.nbytes + (0 if self._by_value else self.keys.nbytes)
+
+    def find(self, keys: UInt64s) -> tuple[Int32s, int]:
+        """The value of each key, 0 where it is absent, and how many are absent."""
+        found = np.empty(len(keys), dtype=np.int32)
+        return found, _find(self.values, self.keys, self._by_value, _plain(keys), found)
+
+    def add(self, keys: UInt64s, values: Int32s) -> Int32s:
+        """Add keys that are absent, each with its value; returns what each has now.
+
+        Where a key comes more than once, its first value counts for all.
+        """
+        entries = self._count + len(keys)
+        if entries > int(len(self.values) * self._max_load):
+            filled = self.values != 0
+            old = self.values[filled]
+            old_keys = self.keys[old] if self._by_value else self.keys[filled]
+            self._allocate(max(64, entries + (entries >> (4 if entries < _LARGE else 3))))
+            self.add(old_keys, old)
+        now = np.empty(len(keys), dtype=np.int32)
+        self._count += _insert(self.values, self.keys, self._by_value, _plain(keys), values, now)
+        return now
+
+    def remove(self, keys: UInt64s) -> None:
+        """Remove keys; those that are absent do not matter."""
+        self._count -= _erase(self.values, self.keys, self._by_value, _plain(keys))
+
+    def keys_where(self, chosen: NDArray[np.bool_]) -> UInt64s:
+        """Keys of the filled lanes that are chosen, of a table that keeps them; a copy."""
+        kept: UInt64s = self.keys[chosen & (self.values != 0)]
+        return kept
+
+    def _allocate(self, entries: int) -> None:
+        # One lane stays empty at least, where searches end.
+        lanes = max(8, int(np.ceil(entries / self._max_load)) + 1)
+        self.values: Int32s = np.zeros(lanes, dtype=np.int32)
+        self._count = 0
+        if not self._by_value:
+            self.keys = np.zeros(lanes, dtype=np.uint64)
+
+
+def _plain(keys: UInt64s) -> UInt64s:
+    """The keys as the loops are compiled for: in one piece, and no view that may not be written."""
+    if keys.dtype == np.uint64 and keys.flags.carray:
+        return keys
+    return np.require(keys, np.uint64, ("C", "A", "W"))
+
+
+# -- who holds a block ----------------------------------------------------------------------------
 
 
 class HolderSets:
@@ -56,14 +229,12 @@ class HolderSets:
         """`blocks` blocks go from set `old` to the set of these bits; returns its number."""
         number = self._number.get(bits)
         if number is None:
-            if self._free:
-                number = self._free.pop()
-                self.bits[number] = bits
-            else:
-                number = len(self.bits)
-                self.bits.append(bits)
+            if not self._free:
+                self._free.append(len(self.bits))
+                self.bits.append(0)
                 self.blocks.append(0)
-            self._number[bits] = number
+            number = self._number[bits] = self._free.pop()
+            self.bits[number] = bits
         self.blocks[number] += blocks
         self.leave(old, blocks)
         return number
@@ -93,7 +264,7 @@ class HolderSets:
         return sum(map(sys.getsizeof, tables)) + objects
 
 
-class RowTable:
+class BlockTable:
     """Rows by prefix hash: who holds each, how deep it is, its salt, and when it was last used.
 
     Row 0 is no row. Columns are views of the rows, to be taken anew after rows were added.
@@ -108,18 +279,16 @@ class RowTable:
         self.evicted = 0
         self.tick = 1
         self._next = 1
-        self._free: Int32s = np.empty(0, dtype=np.int32)
+        self._free: Int32s = NO_ROWS
         rows = np.zeros(min(max_rows, _PREPARED) + 1, dtype=_ROW)
         self._by_key = HashTable(len(rows), _MAX_LOAD, rows["key"])
         self._use(rows)
         self._starts = np.empty(_CHANGES, dtype=np.int64)
         self._numbers = np.empty(_CHANGES, dtype=np.int32)
         # Compiled now rather than while the first request waits.
-        self.find(self.keys[:0])
         self.walk(self.keys[:0])
-        nothing = np.empty(0, dtype=np.int32)
-        self._sets_of(nothing)
-        _renumber(self.holders, nothing, nothing, nothing)
+        self._sets_of(NO_ROWS)
+        _renumber(self.holders, NO_ROWS, NO_ROWS, NO_ROWS)
 
     def __len__(self) -> int:
         return self._next - 1 - len(self._free)
@@ -138,8 +307,7 @@ class RowTable:
 
     def find(self, keys: UInt64s) -> tuple[Int32s, int]:
         """The row of each prefix hash, NO_ROW where there is none, and how many have none."""
-        rows = np.empty(len(keys), dtype=np.int32)
-        return rows, find_rows(self._by_key.values, self._rows, plain(keys), rows)
+        return self._by_key.find(keys)
 
     def walk(self, keys: UInt64s) -> tuple[list[tuple[int, int]], int, bool]:
         """Who holds leading keys that have rows, which count as used now.
@@ -147,8 +315,8 @@ class RowTable:
         Returns (place, set of holders from there on) of every change, how many keys that covers,
         and whether the next one may have a row.
         """
-        passed, changes = walk(
-            self._by_key.values, self._rows, plain(keys), self.tick, self._starts, self._numbers
+        passed, changes = _walk(
+            self._by_key.values, self._rows, _plain(keys), self.tick, self._starts, self._numbers
         )
         found = zip(self._starts[:changes].tolist(), self._numbers[:changes].tolist(), strict=True)
         return list(found), passed, passed == len(keys) or changes == _CHANGES
@@ -177,9 +345,7 @@ class RowTable:
             self.tick >>= 1
         self.tick += 1
 
-    def add(
-        self, keys: UInt64s, depths: NDArray[np.uint32] | NDArray[np.int64], salt: int, bits: int
-    ) -> Int32s:
+    def add(self, keys: UInt64s, depths: Int64s, salt: int, bits: int) -> Int32s:
         """Rows for prefix hashes that have none, held by a set of bits; there must be room."""
         rows = self._allocate(len(keys))
         first, last = int(rows[0]), int(rows[-1]) + 1
@@ -207,10 +373,9 @@ class RowTable:
         if len(numbers) == 1:
             only = int(numbers[0])
             moved = sets.changed(only, bit, len(rows), present)
-            if moved == only:
-                return 0
-            self.holders[rows] = moved
-            return len(rows)
+            if moved != only:
+                self.holders[rows] = moved
+            return len(rows) if moved != only else 0
         old, each = numbers.tolist(), counts.tolist()
         # A set that loses its last block is gone, and its number may come again at once; so the
         # old sets are kept until all rows have moved.
@@ -251,14 +416,22 @@ class RowTable:
         """
         short = len(self) + more - self.max_rows
         if short <= 0:
-            return more, _NO_ROWS
+            return more, NO_ROWS
         gone = self.oldest(max(short, self.max_rows // _EVICTED_SHARE))
         return more - max(0, short - len(gone)), gone
 
     def oldest(self, count: int) -> Int32s:
         """At most `count` rows, those that should go first; none of this tick's."""
         used, holders = self._used[1 : self._next], self.holders[1 : self._next]
-        places = _candidates(used, holders, count, self.tick)
+        may_go = (used != _FREE) & (used != self.tick)
+        places = np.flatnonzero(may_go)
+        if len(used) > 4 * _SAMPLE:
+            # The age that a sample gives spares ordering everything.
+            sample = np.sort(used[:: len(used) // _SAMPLE])
+            last = _SAMPLE // 32 + 2 * _SAMPLE * count // len(used)
+            old = used <= sample[min(len(sample) - 1, last)]
+            few = np.flatnonzero((old | (holders == NOBODY)) & may_go)
+            places = few if len(few) >= count else places
         age = used[places].astype(np.uint64)
         age[holders[places] == NOBODY] = 0
         age <<= np.uint64(32)
@@ -281,13 +454,13 @@ class RowTable:
 
     def _allocate(self, count: int) -> Int32s:
         fresh = min(count, self.max_rows + 1 - self._next)
-        if self._next + fresh > len(self._rows):
-            needed = self._next + fresh
+        needed = self._next + fresh
+        if needed > len(self._rows):
             grown = np.zeros(min(self.max_rows + 1, needed + needed // 8), dtype=_ROW)
             grown[: len(self._rows)] = self._rows
             self._use(grown)
-        rows = np.arange(self._next, self._next + fresh, dtype=np.int32)
-        self._next += fresh
+        rows = np.arange(self._next, needed, dtype=np.int32)
+        self._next = needed
         if fresh == count:
             return rows
         again, self._free = self._free[: count - fresh], self._free[count - fresh :]
@@ -310,19 +483,34 @@ class RowTable:
         self._free = np.sort(np.concatenate([self._free, rows]))
 
 
-def _candidates(
-    used: NDArray[np.uint32], holders: Int32s, count: int, tick: int
-) -> NDArray[np.intp]:
-    """Places in these columns among which the `count` oldest rows are."""
-    may_go = (used != _FREE) & (used != tick)
-    if len(used) > 4 * _SAMPLE:
-        # The age that a sample gives spares ordering everything.
-        sample = np.sort(used[:: len(used) // _SAMPLE])
-        age = sample[min(len(sample) - 1, _SAMPLE // 32 + 2 * _SAMPLE * count // len(used))]
-        places = np.flatnonzero(((used <= age) | (holders == NOBODY)) & may_go)
-        if len(places) >= count:
-            return places
-    return np.flatnonzero(may_go)
+@compiled
+def _walk(
+    values: Int32s, rows: NDArray[np.void], prompt: UInt64s, tick: int, starts: Int64s,
+    sets: Int32s,
+) -> tuple[int, int]:  # fmt: skip
+    """Go along the rows of a prompt's leading keys up to one that is absent; marks them as used.
+
+    Fills in where the set of holders changes and which it is from there on; ends early where there
+    is no more room for that. Returns how many keys were passed and how many changes.
+    """
+    keys, holders, used = rows["key"], rows["holders"], rows["used"]
+    row, last, changes = 0, -1, 0
+    for i in range(len(prompt)):
+        if row and row + 1 < len(keys) and keys[row + 1] == prompt[i]:
+            row += 1
+        else:
+            lane, present = _search(values, keys, True, prompt[i])
+            if not present:
+                return i, changes
+            row = values[lane]
+        if holders[row] != last:
+            if changes == len(starts):
+                return i, changes
+            last = holders[row]
+            starts[changes], sets[changes] = i, last
+            changes += 1
+        used[row] = tick
+    return len(prompt), changes
 
 
 @compiled
