@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,14 @@ def check_not_negative(owner: object, *names: str) -> None:
 def check_share(owner: object, *names: str) -> None:
     """Raise ValueError for the first of these fields that is no share in (0, 1]."""
     _check(owner, names, lambda v: 0.0 < v <= 1.0, "a share in (0, 1]")
+
+
+def unknown_name(what: str, name: str, known: Iterable[str], remedy: str) -> ValueError:
+    """The error for a name that is none of the known ones; tells the near ones."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"no {what} named {name!r}.{hint} Known: {', '.join(known)}; {remedy}.")
 
 
 def record_from(cls: type[T], data: Mapping[str, Any], what: str, remedy: str = "") -> T:

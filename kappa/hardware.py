@@ -8,14 +8,20 @@ link's doing. Called by the command line, the simulator and paced workers.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
-from kappa.checks import check_not_negative, check_positive, read_json_object, record_from, refusal
+from kappa.checks import (
+    check_not_negative,
+    check_positive,
+    read_json_object,
+    record_from,
+    refusal,
+    unknown_name,
+)
 
 ProfileSource = Literal["measured", "catalogue", "paced"]
 
@@ -83,77 +89,52 @@ class NodeProfile:
 _NUMBERS = tuple(f.name for f in fields(NodeProfile) if f.type == "float")
 
 
-class _Link(NamedTuple):
-    """One direction of a link, and where its figure is from."""
+# One direction of a link: its name and bytes/s. PCI-SIG: PCIe x16, 128b/130b.
+_PCIE4 = ("PCIe-4 x16", 31.5e9)
+_PCIE5 = ("PCIe-5 x16", 63.0e9)
+_C2C = ("NVLink-C2C", 450e9)
+_PCIE4_NOTE = "PCI-SIG PCIe 4.0 x16: 16 GT/s, 128b/130b"
+_PCIE5_NOTE = "PCI-SIG PCIe 5.0 x16: 32 GT/s, 128b/130b"
+_C2C_NOTE = "NVLink-C2C 900 GB/s counts both directions"
 
-    name: str
-    bytes_per_s: float
-    note: str
-
-
-_PCIE4 = _Link("PCIe-4 x16", 31.5e9, "PCI-SIG PCIe 4.0 x16: 16 GT/s, 128b/130b")
-_PCIE5 = _Link("PCIe-5 x16", 63.0e9, "PCI-SIG PCIe 5.0 x16: 32 GT/s, 128b/130b")
-_C2C = _Link("NVLink-C2C", 450e9, "NVLink-C2C 900 GB/s counts both directions")
-
-
-def _node(
-    name: str, gpu: str, link: _Link, rates: tuple[float, float, float], reference: str
-) -> NodeProfile:
-    """rates: FLOP/s, bytes/s of the device's memory, and its bytes."""
-    flops_per_s, hbm_bytes_per_s, hbm_bytes = rates
-    return NodeProfile(
-        name=name,
-        gpu=gpu,
-        link_name=link.name,
-        h2d_bytes_per_s=link.bytes_per_s,
-        flops_per_s=flops_per_s,
-        hbm_bytes_per_s=hbm_bytes_per_s,
-        hbm_bytes=hbm_bytes,
-        reference=reference.format(link=link.note),
-    )
-
-
+# Name, GPU, link; FLOP/s, bytes/s of the device's memory, and its bytes.
 _NODES = (
-    _node(
-        "a100-pcie4", "A100-SXM4-80GB", _PCIE4, (312e12, 2.039e12, 80e9),
-        "NVIDIA A100 Tensor Core GPU data sheet; {link}",
+    NodeProfile(
+        "a100-pcie4", "A100-SXM4-80GB", *_PCIE4, 312e12, 2.039e12, 80e9,
+        reference=f"NVIDIA A100 Tensor Core GPU data sheet; {_PCIE4_NOTE}",
     ),
-    _node(
-        "h100-pcie5", "H100-SXM5-80GB", _PCIE5, (989e12, 3.35e12, 80e9),
-        "NVIDIA H100 Tensor Core GPU data sheet, half its sparse FP16; {link}",
+    NodeProfile(
+        "h100-pcie5", "H100-SXM5-80GB", *_PCIE5, 989e12, 3.35e12, 80e9,
+        reference=f"NVIDIA H100 Tensor Core GPU data sheet, half its sparse FP16; {_PCIE5_NOTE}",
     ),
-    _node(
-        "h200-pcie5", "H200-SXM-141GB", _PCIE5, (989e12, 4.8e12, 141e9),
-        "NVIDIA H200 Tensor Core GPU data sheet, half its sparse FP16; {link}",
+    NodeProfile(
+        "h200-pcie5", "H200-SXM-141GB", *_PCIE5, 989e12, 4.8e12, 141e9,
+        reference=f"NVIDIA H200 Tensor Core GPU data sheet, half its sparse FP16; {_PCIE5_NOTE}",
     ),
-    _node(
-        "b200-pcie5", "B200-HGX-180GB", _PCIE5, (2250e12, 8e12, 180e9),
-        "NVIDIA DGX B200 data sheet, an eighth, half its sparse FP16; {link}",
+    NodeProfile(
+        "b200-pcie5", "B200-HGX-180GB", *_PCIE5, 2250e12, 8e12, 180e9,
+        reference=f"NVIDIA DGX B200 data sheet, an eighth, half its sparse FP16; {_PCIE5_NOTE}",
     ),
-    _node(
-        "gh200-c2c", "GH200-96GB", _C2C, (989e12, 4e12, 96e9),
-        "NVIDIA GH200 Grace Hopper Superchip data sheet; {link}",
+    NodeProfile(
+        "gh200-c2c", "GH200-96GB", *_C2C, 989e12, 4e12, 96e9,
+        reference=f"NVIDIA GH200 Grace Hopper Superchip data sheet; {_C2C_NOTE}",
     ),
-    replace(
-        _node(
-            "gb200-c2c", "GB200-186GB", _C2C, (2500e12, 8e12, 186e9),
-            "NVIDIA GB200 NVL72 data sheet, one GPU, half its sparse FP16; {link}; "
-            "one Grace serves two GPUs, so both name its link group",
-        ),
-        link_group="grace",
+    NodeProfile(
+        "gb200-c2c", "GB200-186GB", *_C2C, 2500e12, 8e12, 186e9, link_group="grace",
+        reference=f"NVIDIA GB200 NVL72 data sheet, one GPU, half its sparse FP16; {_C2C_NOTE}; "
+        "one Grace serves two GPUs, so both name its link group",
     ),
-    _node(
-        "unified-hbm", "B200-class, CPU on package", _Link("unified HBM", 8e12, ""),
-        (2500e12, 8e12, 186e9),
-        "what-if of paper 001 §7.1: the host tier is the HBM itself, at 8 TB/s",
+    NodeProfile(
+        "unified-hbm", "B200-class, CPU on package", "unified HBM", 8e12, 2500e12, 8e12, 186e9,
+        reference="what-if of paper 001 §7.1: the host tier is the HBM itself, at 8 TB/s",
     ),
-    _node(
-        "pcie", "demo GPU", _Link("PCIe-5 x16, sustained", 55e9, ""), (400e12, 3.35e12, 80e9),
-        "demo: an H100's assumed sustained rates (55 GB/s, 400 TFLOP/s), not measured",
+    NodeProfile(
+        "pcie", "demo GPU", "PCIe-5 x16, sustained", 55e9, 400e12, 3.35e12, 80e9,
+        reference="demo: an H100's assumed sustained rates (55 GB/s, 400 TFLOP/s), not measured",
     ),
-    _node(
-        "c2c", "demo GPU", _Link("NVLink-C2C, sustained", 375e9, ""), (400e12, 3.35e12, 80e9),
-        "demo: as pcie but for a GH200's assumed sustained link of 375 GB/s "
+    NodeProfile(
+        "c2c", "demo GPU", "NVLink-C2C, sustained", 375e9, 400e12, 3.35e12, 80e9,
+        reference="demo: as pcie but for a GH200's assumed sustained link of 375 GB/s "
         "(342 GB/s is reported in vllm issue 6496)",
     ),
 )  # fmt: skip
@@ -177,18 +158,9 @@ def node_profile(name_or_path: str | Path) -> NodeProfile:
         return known
     path = Path(text)
     if path.suffix == ".json" or path.is_file():
-        return _read_profile(path)
-    near = difflib.get_close_matches(text.lower(), CATALOGUE, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"no node named {text!r}.{hint} Known: {', '.join(sorted(CATALOGUE))}; "
-        "or give the path of a profile in JSON."
-    )
-
-
-def _read_profile(path: Path) -> NodeProfile:
-    data = read_json_object(path, "node profile")
-    try:
-        return NodeProfile.from_dict(data)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        data = read_json_object(path, "node profile")
+        try:
+            return NodeProfile.from_dict(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    raise unknown_name("node", text, CATALOGUE, "or give the path of a profile in JSON")

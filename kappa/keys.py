@@ -19,10 +19,6 @@ DIGEST_PREFIX = "sha256:"
 
 KEY_PREFIX = "sk-kappa-"
 
-_DIGEST_HEX = 64
-
-_LEAST_CHARACTERS = 16
-
 _KEY_BYTES = 32
 
 
@@ -52,31 +48,25 @@ def is_hashed(entry: str) -> bool:
     return entry.startswith(DIGEST_PREFIX)
 
 
-def entry_fault(entry: str) -> str | None:
+def entry_fault(entry: str, least_characters: int = 16) -> str | None:
     """Why an entry must be no key and no digest of one, without its text; None if it may."""
-    if not is_hashed(entry) and len(entry) < _LEAST_CHARACTERS and _form_fault(entry) is None:
-        return (
-            f"has {len(entry)} characters, so it could be guessed: at least {_LEAST_CHARACTERS}; "
-            "'kappa keys new' makes one"
-        )
-    return _form_fault(entry)
-
-
-def _form_fault(entry: str) -> str | None:
     if is_hashed(entry):
-        digits = entry.removeprefix(DIGEST_PREFIX)
-        if len(digits) == _DIGEST_HEX and all(c in "0123456789abcdef" for c in digits.lower()):
+        if re.fullmatch(r"[0-9a-fA-F]{64}", entry.removeprefix(DIGEST_PREFIX)):
             return None
         return (
-            f"is no digest: after 'sha256:' come {_DIGEST_HEX} hexadecimal digits; "
-            "'kappa keys hash' prints it"
+            "is no digest: after 'sha256:' come 64 hexadecimal digits; 'kappa keys hash' prints it"
         )
-    if entry and entry.isascii() and entry.isprintable() and " " not in entry:
-        return None
-    return (
-        "is empty, or not plain ASCII without spaces: clients could not send it as "
-        "'Authorization: Bearer KEY'"
-    )
+    if not (entry and entry.isascii() and entry.isprintable() and " " not in entry):
+        return (
+            "is empty, or not plain ASCII without spaces: clients could not send it as "
+            "'Authorization: Bearer KEY'"
+        )
+    if len(entry) < least_characters:
+        return (
+            f"has {len(entry)} characters, so it could be guessed: at least {least_characters}; "
+            "'kappa keys new' makes one"
+        )
+    return None
 
 
 def entry_digest(entry: str) -> bytes:
@@ -85,7 +75,7 @@ def entry_digest(entry: str) -> bytes:
     Raises:
         ValueError: it is neither.
     """
-    fault = _form_fault(entry)
+    fault = entry_fault(entry, least_characters=0)
     if fault is not None:
         raise ValueError(f"a key {fault}")
     if is_hashed(entry):
@@ -154,23 +144,18 @@ def read_digests(path: str | Path) -> dict[bytes, str]:
 
 
 def _parsed(text: str) -> tuple[int, Any]:
-    """The line of a key that is given twice, 0 without one, and what the file holds."""
+    """The line of the first key that stood there before, 0 without one; and what the file holds."""
     # libyaml's loader: 1,000 keys take a twentieth of the time of the one in Python.
     loader = yaml.CSafeLoader(text)
     try:
         node = loader.get_single_node()
         # The loader takes the last of two equal keys in silence; a key given twice is a mistake.
-        return _given_twice(node), None if node is None else loader.construct_document(node)
+        seen: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    return int(key.start_mark.line) + 1, {}
+                seen.add(key.value)
+        return 0, None if node is None else loader.construct_document(node)
     finally:
         loader.dispose()
-
-
-def _given_twice(node: Any) -> int:
-    """The line of the first key that stood there before; 0 without one."""
-    seen = set()
-    for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-        if isinstance(key, yaml.ScalarNode):
-            if key.value in seen:
-                return int(key.start_mark.line) + 1
-            seen.add(key.value)
-    return 0

@@ -45,18 +45,17 @@ class Tee:
 
     def write(self, text: str) -> int:
         """Write to all; a full disk or a closed pipe must not fail a request."""
-        for stream in list(self._streams):
-            try:
-                stream.write(text)
-            except (OSError, ValueError):
-                self._streams.remove(stream)
+        self._each(lambda stream: stream.write(text))
         return len(text)
 
     def flush(self) -> None:
         """Flush all."""
+        self._each(lambda stream: stream.flush())
+
+    def _each(self, do: Callable[[TextIO], object]) -> None:
         for stream in list(self._streams):
             try:
-                stream.flush()
+                do(stream)
             except (OSError, ValueError):
                 self._streams.remove(stream)
 
@@ -81,9 +80,6 @@ def destination(log_file: str | None) -> Tee:
     return Tee(sys.stdout, file)
 
 
-_LEVELS = {"DEBUG": logging.DEBUG}
-
-
 def configure(log_format: str, log_file: str | None = None, level: str = "INFO") -> None:
     """Set structlog up for this process.
 
@@ -105,7 +101,9 @@ def configure(log_format: str, log_file: str | None = None, level: str = "INFO")
         )
     structlog.configure(
         processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS.get(level, logging.INFO)),
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.DEBUG if level == "DEBUG" else logging.INFO
+        ),
         logger_factory=structlog.PrintLoggerFactory(out),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
     )

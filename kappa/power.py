@@ -23,7 +23,8 @@ MARGIN = 1.05
 """A cap stands this much above the highest draw seen, so that it never bites."""
 
 
-_SLOWEST = 1e3  # beyond this nothing is left above idle
+# Beyond this slowdown nothing is left above idle.
+_SLOWEST = 1e3
 
 
 @dataclass(frozen=True, slots=True)

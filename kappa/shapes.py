@@ -8,13 +8,12 @@ take one path. A sliding window is not modelled: its KV is counted as if it were
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kappa.checks import read_json_object
+from kappa.checks import read_json_object, unknown_name
 from kappa.model import Attention, ModelShape
 
 
@@ -53,30 +52,6 @@ _DTYPE_BYTES = {
 }  # fmt: skip
 
 
-class _Config:
-    """A config's keys, and the file to name when one is missing or wrong."""
-
-    def __init__(self, data: Mapping[str, Any], origin: str) -> None:
-        self.data, self.origin = data, origin
-
-    def fail(self, key: str, problem: str) -> ValueError:
-        return ValueError(f"{self.origin}: key {key!r} {problem}")
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.data.get(key)
-        if value is None:
-            if default is None:
-                raise self.fail(key, "is missing: add it, or give the model's full config.json")
-            return default
-        least = 1 if default is None else 0
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.fail(key, f"is {value!r}: give a whole number, at least {least}")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        return bool(default if self.data.get(key) is None else self.data[key])
-
-
 def dtype_bytes(dtype: str) -> float:
     """Bytes per element of a dtype by name ("bfloat16", "fp8", "torch.float16").
 
@@ -90,11 +65,9 @@ def dtype_bytes(dtype: str) -> float:
 
 
 def shape_from_config(
-    config: Mapping[str, Any] | str | Path,
-    name: str = "",
-    kv_dtype: str = "auto",
+    config: Mapping[str, Any] | str | Path, name: str = "", kv_dtype: str = "auto",
     weight_dtype: str = "auto",
-) -> ModelShape:
+) -> ModelShape:  # fmt: skip
     """A ``ModelShape`` from a config, given as a mapping, a file, or a folder that holds one.
 
     Args:
@@ -118,163 +91,168 @@ def shape_from_config(
         # A multimodal wrapper keeps the dtype and quantisation outside the text model's config.
         outer = {k: data[k] for k in ("torch_dtype", "dtype", "quantization_config") if k in data}
         data = {**outer, **nested}
-    return _build(_Config(data, origin), name or origin, kv_dtype, weight_dtype)
+    return _Reader(data, origin).shape(name or origin, kv_dtype, weight_dtype)
 
 
-def _build(config: _Config, name: str, kv_dtype: str, weight_dtype: str) -> ModelShape:
-    model_type = str(config.data.get("model_type"))
-    family = _FAMILIES.get(model_type)
-    if family is None:
-        raise config.fail(
-            "model_type",
-            f"is {model_type!r}, which has no reader: build kappa.model.ModelShape by hand, "
-            f"or use one of {', '.join(_FAMILIES)}",
+class _Reader:
+    """A config's keys, the file to name when one is missing or wrong, and what they add up to."""
+
+    def __init__(self, data: Mapping[str, Any], origin: str) -> None:
+        self.data, self.origin = data, origin
+        model_type = str(data.get("model_type"))
+        if model_type not in _FAMILIES:
+            raise self.fail(
+                "model_type",
+                f"is {model_type!r}, which has no reader: build kappa.model.ModelShape by hand, "
+                f"or use one of {', '.join(_FAMILIES)}",
+            )
+        self.family = _FAMILIES[model_type]
+        self.is_opt = model_type == "opt"
+        self.heads = self.integer("num_attention_heads")
+        self.kv_heads = self.integer("num_key_value_heads", self.heads)
+        self.hidden = self.integer("hidden_size")
+        self.layers = self.integer("num_hidden_layers")
+        self.latent = self.integer("kv_lora_rank", 0)
+        if self.latent:
+            self.head_dim = self.integer("v_head_dim")
+        else:
+            self.head_dim = self.integer("head_dim", self.hidden // self.heads)
+        self.experts = self.experts_active = 0
+        for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+            if data.get(key) and not self.experts:
+                self.experts = self.integer(key)
+                self.experts_active = self.integer("num_experts_per_tok")
+
+    def fail(self, key: str, problem: str) -> ValueError:
+        return ValueError(f"{self.origin}: key {key!r} {problem}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.data.get(key)
+        if value is None:
+            if default is None:
+                raise self.fail(key, "is missing: add it, or give the model's full config.json")
+            return default
+        least = 1 if default is None else 0
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.fail(key, f"is {value!r}: give a whole number, at least {least}")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(default if self.data.get(key) is None else self.data[key])
+
+    def shape(self, name: str, kv_dtype: str, weight_dtype: str) -> ModelShape:
+        attention: Attention = "mha" if self.kv_heads == self.heads else "gqa"
+        base = self._outside() + self.layers * self._attention()
+        every_token, expert, moe_layers = self._mlp()
+        base += every_token
+        model_bytes = self._model_bytes()
+        return ModelShape(
+            name=name,
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            params_active=float(base + moe_layers * expert * self.experts_active),
+            params_total=float(base + moe_layers * expert * self.experts),
+            attention="mla" if self.latent else attention,
+            kv_dtype_bytes=model_bytes if kv_dtype == "auto" else dtype_bytes(kv_dtype),
+            weight_dtype_bytes=self._weight_bytes(model_bytes, weight_dtype),
+            kv_lora_rank=self.latent,
+            rope_head_dim=self.integer("qk_rope_head_dim") if self.latent else 0,
+            experts=self.experts,
+            experts_active=self.experts_active,
+            max_context_tokens=self.integer("max_position_embeddings", 0),
+            source=self.origin,
         )
-    heads = config.integer("num_attention_heads")
-    kv_heads = config.integer("num_key_value_heads", heads)
-    hidden = config.integer("hidden_size")
-    latent = config.integer("kv_lora_rank", 0)
-    attention: Attention = "mla" if latent else ("mha" if kv_heads == heads else "gqa")
-    default_dim = None if latent else hidden // heads
-    head_dim = config.integer("v_head_dim" if latent else "head_dim", default_dim)
-    experts, experts_active = _experts(config)
-    active, total = _count(config, family, head_dim, experts_active)
-    model_bytes = _named_dtype(config, "torch_dtype" if "torch_dtype" in config.data else "dtype")
-    return ModelShape(
-        name=name,
-        layers=config.integer("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        params_active=float(active),
-        params_total=float(total),
-        attention=attention,
-        kv_dtype_bytes=model_bytes if kv_dtype == "auto" else dtype_bytes(kv_dtype),
-        weight_dtype_bytes=_weight_bytes(config, model_bytes, weight_dtype),
-        kv_lora_rank=latent,
-        rope_head_dim=config.integer("qk_rope_head_dim") if latent else 0,
-        experts=experts,
-        experts_active=experts_active,
-        max_context_tokens=config.integer("max_position_embeddings", 0),
-        source=config.origin,
-    )
 
+    def _model_bytes(self) -> float:
+        key = "torch_dtype" if "torch_dtype" in self.data else "dtype"
+        if self.data.get(key) is None:
+            return 2.0
+        try:
+            return dtype_bytes(str(self.data[key]))
+        except ValueError as error:
+            raise self.fail(key, f"names an {error}") from None
 
-def _named_dtype(config: _Config, key: str) -> float:
-    value = config.data.get(key)
-    if value is None:
-        return 2.0
-    try:
-        return dtype_bytes(str(value))
-    except ValueError as error:
-        raise config.fail(key, f"names an {error}") from None
+    def _weight_bytes(self, model_bytes: float, weight_dtype: str) -> float:
+        if weight_dtype != "auto":
+            return dtype_bytes(weight_dtype)
+        quantisation = self.data.get("quantization_config")
+        if not isinstance(quantisation, Mapping):
+            return model_bytes
+        if quantisation.get("load_in_4bit"):
+            return 0.5
+        if quantisation.get("load_in_8bit") or quantisation.get("quant_method") == "fp8":
+            return 1.0
+        bits = quantisation.get("bits")
+        if isinstance(bits, int) and bits > 0:
+            return bits / 8.0
+        raise self.fail("quantization_config", "does not tell its bits: pass weight_dtype")
 
+    def _outside(self) -> int:
+        """Parameters of embeddings, and of all norms."""
+        hidden = self.hidden
+        width = self.integer("word_embed_proj_dim", hidden)
+        tied = self.flag("tie_word_embeddings", self.family.tied)
+        norm = hidden * (2 if self.is_opt else 1)
+        params = self.integer("vocab_size") * width * (1 if tied else 2)
+        params += norm * (1 + self.layers * self.family.norms_per_layer)
+        if self.is_opt:
+            # OPT learns its positions, two of them offsets, and may project a narrower embedding.
+            params += (self.integer("max_position_embeddings") + 2) * hidden
+            params += 2 * width * hidden if width != hidden else 0
+        return params
 
-def _weight_bytes(config: _Config, model_bytes: float, weight_dtype: str) -> float:
-    if weight_dtype != "auto":
-        return dtype_bytes(weight_dtype)
-    quantisation = config.data.get("quantization_config")
-    if not isinstance(quantisation, Mapping):
-        return model_bytes
-    if quantisation.get("load_in_4bit"):
-        return 0.5
-    if quantisation.get("load_in_8bit") or quantisation.get("quant_method") == "fp8":
-        return 1.0
-    bits = quantisation.get("bits")
-    if isinstance(bits, int) and bits > 0:
-        return bits / 8.0
-    raise config.fail("quantization_config", "does not tell its bits: pass weight_dtype")
+    def _attention(self) -> int:
+        """Parameters of a layer's attention."""
+        hidden, heads, dim, rank = self.hidden, self.heads, self.head_dim, self.latent
+        if rank:
+            rope = self.integer("qk_rope_head_dim")
+            nope = self.integer("qk_nope_head_dim")
+            query_rank, query_width = self.integer("q_lora_rank", 0), heads * (nope + rope)
+            query = query_rank * (hidden + 1 + query_width) if query_rank else hidden * query_width
+            latent = hidden * (rank + rope) + rank + rank * heads * (nope + dim)
+            return query + latent + heads * dim * hidden
+        qkv_width = (heads + 2 * self.kv_heads) * dim
+        params = hidden * qkv_width + heads * dim * hidden
+        with_bias = self.flag("attention_bias", False)
+        if self.is_opt or self.family.qkv_bias or with_bias:
+            params += qkv_width
+        if self.is_opt or (with_bias and not self.family.qkv_bias):
+            params += hidden
+        return params + (2 * dim if self.family.head_norms else 0)
 
-
-def _experts(config: _Config) -> tuple[int, int]:
-    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if config.data.get(key):
-            return config.integer(key), config.integer("num_experts_per_tok")
-    return 0, 0
-
-
-def _count(config: _Config, family: _Family, head_dim: int, experts_active: int) -> tuple[int, int]:
-    """Parameters: (active for one token, total)."""
-    hidden, layers = config.integer("hidden_size"), config.integer("num_hidden_layers")
-    is_opt = config.data.get("model_type") == "opt"
-    vocab = config.integer("vocab_size")
-    width = config.integer("word_embed_proj_dim", hidden)
-    tied = config.flag("tie_word_embeddings", family.tied)
-    norm = hidden * (2 if is_opt else 1)
-    outside = vocab * width * (1 if tied else 2) + norm
-    if is_opt:
-        # OPT learns its positions, two of them offsets, and may project a narrower embedding.
-        outside += (config.integer("max_position_embeddings") + 2) * hidden
-        outside += 2 * width * hidden if width != hidden else 0
-    attention = _attention_params(config, family, head_dim, is_opt)
-    shared, expert, moe_layers = _mlp_params(config, family, is_opt)
-    base = outside + layers * (attention + family.norms_per_layer * norm) + shared
-    experts, _ = _experts(config)
-    return base + moe_layers * expert * experts_active, base + moe_layers * expert * experts
-
-
-def _attention_params(config: _Config, family: _Family, head_dim: int, all_bias: bool) -> int:
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    rank = config.integer("kv_lora_rank", 0)
-    if rank:
-        rope = config.integer("qk_rope_head_dim")
-        nope = config.integer("qk_nope_head_dim")
-        query_rank = config.integer("q_lora_rank", 0)
-        query_width = heads * (nope + rope)
-        query = query_rank * (hidden + 1 + query_width) if query_rank else hidden * query_width
-        latent = hidden * (rank + rope) + rank + rank * heads * (nope + head_dim)
-        return query + latent + heads * head_dim * hidden
-    kv_heads = config.integer("num_key_value_heads", heads)
-    qkv_width = (heads + 2 * kv_heads) * head_dim
-    biased = all_bias or family.qkv_bias or config.flag("attention_bias", False)
-    output_biased = all_bias or (config.flag("attention_bias", False) and not family.qkv_bias)
-    return (
-        hidden * qkv_width
-        + heads * head_dim * hidden
-        + (qkv_width if biased else 0)
-        + (hidden if output_biased else 0)
-        + (2 * head_dim if family.head_norms else 0)
-    )
-
-
-def _mlp_params(config: _Config, family: _Family, is_opt: bool) -> tuple[int, int, int]:
-    """MLP parameters: (every token passes, over all layers; one expert; layers with experts)."""
-    hidden, layers = config.integer("hidden_size"), config.integer("num_hidden_layers")
-    matrices = 3 if family.gated else 2
-    experts, _ = _experts(config)
-    if not experts:
-        inner = config.integer("ffn_dim") if is_opt else config.integer("intermediate_size")
-        return layers * (matrices * hidden * inner + (inner + hidden if is_opt else 0)), 0, 0
-    dense_layers = config.integer("first_k_dense_replace", 0) + len(
-        config.data.get("mlp_only_layers") or ()
-    )
-    moe_layers = (layers - dense_layers) // max(1, config.integer("decoder_sparse_step", 1))
-    inner = config.integer("intermediate_size", 0)
-    expert_inner = config.integer("moe_intermediate_size", inner)
-    expert = matrices * hidden * expert_inner
-    always = config.integer("n_shared_experts", 0) * expert + hidden * experts
-    if config.data.get("model_type") == "deepseek_v3":
-        always += experts  # the router's balancing bias
-    shared_inner = config.integer("shared_expert_intermediate_size", 0)
-    always += matrices * hidden * shared_inner + (hidden if shared_inner else 0)
-    dense = (layers - moe_layers) * matrices * hidden * inner
-    return dense + moe_layers * always, expert, moe_layers
+    def _mlp(self) -> tuple[int, int, int]:
+        """Parameters: (that every token passes, over all layers; of one expert; expert layers)."""
+        hidden, layers, experts = self.hidden, self.layers, self.experts
+        matrices = 3 if self.family.gated else 2
+        if not experts:
+            inner = self.integer("ffn_dim" if self.is_opt else "intermediate_size")
+            bias = inner + hidden if self.is_opt else 0
+            return layers * (matrices * hidden * inner + bias), 0, 0
+        dense_layers = self.integer("first_k_dense_replace", 0)
+        dense_layers += len(self.data.get("mlp_only_layers") or ())
+        moe_layers = (layers - dense_layers) // max(1, self.integer("decoder_sparse_step", 1))
+        inner = self.integer("intermediate_size", 0)
+        expert = matrices * hidden * self.integer("moe_intermediate_size", inner)
+        always = self.integer("n_shared_experts", 0) * expert + hidden * experts
+        if self.data.get("model_type") == "deepseek_v3":
+            always += experts  # the router's balancing bias
+        shared_inner = self.integer("shared_expert_intermediate_size", 0)
+        always += matrices * hidden * shared_inner + (hidden if shared_inner else 0)
+        dense = (layers - moe_layers) * matrices * hidden * inner
+        return dense + moe_layers * always, expert, moe_layers
 
 
 def _decoder(
     model_type: str, layers: int, hidden: int, heads: int, kv_heads: int, **more: object
 ) -> dict[str, object]:
     return {
-        "model_type": model_type,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "torch_dtype": "bfloat16",
-        "_name_or_path": "built in",
-        **more,
-    }
+        "model_type": model_type, "num_hidden_layers": layers, "hidden_size": hidden,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "torch_dtype": "bfloat16", "_name_or_path": "built in", **more,
+    }  # fmt: skip
 
 
 _LLAMA31 = {"vocab_size": 128256, "max_position_embeddings": 131072}
@@ -329,9 +307,4 @@ def model_shape(name_or_path: str | Path, kv_dtype: str = "auto") -> ModelShape:
     if name in SHAPES:
         known = SHAPES[name]
         return known if kv_dtype == "auto" else replace(known, kv_dtype_bytes=dtype_bytes(kv_dtype))
-    near = difflib.get_close_matches(name, SHAPES, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"no model named {text!r}.{hint} Known: {', '.join(sorted(SHAPES))}; "
-        "or give the path of a config.json."
-    )
+    raise unknown_name("model", text, SHAPES, "or give the path of a config.json")

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kappa.checks import check_not_negative, check_positive
+from kappa.cost import transfer_s
 
 _MAX_HEADROOM = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """What a load takes: fixed_s + tokens * token_s, in seconds of the engine's own clock."""
+    """What a load takes (`kappa.cost.transfer_s`), in seconds of the engine's own clock."""
 
     token_s: float
     fixed_s: float = 0.0
@@ -23,7 +24,7 @@ class LinkRates:
 
     def load_s(self, tokens: int) -> float:
         """Seconds that a load of `tokens` occupies the link."""
-        return self.fixed_s + tokens * self.token_s
+        return transfer_s(tokens, self.token_s, self.fixed_s)
 
 
 @dataclass(frozen=True, slots=True)

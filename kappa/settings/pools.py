@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from kappa.hardware import NodeProfile, node_profile
 from kappa.model import ModelShape
@@ -22,6 +22,19 @@ Role = Literal["both", "prefill", "decode"]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 LabelText = Annotated[str, Field(min_length=1)]
+
+
+def _known_profile(value: str) -> str:
+    node_profile(value)
+    return value
+
+
+def _known_model(value: str) -> str:
+    model_shape(value)
+    return value
+
+
+ProfileName = Annotated[str, AfterValidator(_known_profile)]
 
 # Where these differ, blocks of one worker mean nothing to another.
 SHARED_ENGINE_KEYS = frozenset({"kind", "block_tokens", "dtype"})
@@ -70,7 +83,9 @@ class PoolSettings(Section):
     """Workers alike: their hardware, their number, their place, their share of the work."""
 
     name: Name
-    profile: str = Field(description="catalogue name or profile JSON: prior, or what to pace as")
+    profile: ProfileName = Field(
+        description="catalogue name or profile JSON: prior, or what to pace as"
+    )
     paced: bool = Field(False, description="on a CPU machine, act as fast as the profile")
     replicas: int | None = Field(None, ge=1, description="fixed number of workers; none: one")
     autoscaling: ScalingSettings | None = None
@@ -83,12 +98,6 @@ class PoolSettings(Section):
     engine: dict[str, Any] = Field(
         default_factory=dict, description="what differs from the cluster's engine section"
     )
-
-    @field_validator("profile")
-    @classmethod
-    def _known_profile(cls, value: str) -> str:
-        node_profile(value)
-        return value
 
     @model_validator(mode="after")
     def _one_way_to_count(self) -> PoolSettings:
@@ -140,6 +149,7 @@ def engine_faults(pools: Any, shared: Any) -> list[Fault]:
     """What is wrong with pools' own engine arguments, beside the cluster's `engine` section."""
     found: list[Fault] = []
     base = shared if isinstance(shared, dict) else {"kind": shared} if shared else {}
+    known = {loc[0] for loc, _ in _engine_faults(base) if loc}
     for number, pool in enumerate(pools if isinstance(pools, list | tuple) else ()):
         own = value_of(pool, "engine")
         if not isinstance(own, dict):
@@ -150,7 +160,6 @@ def engine_faults(pools: Any, shared: Any) -> list[Fault]:
              "in the section engine")
             for key in sorted(own.keys() & SHARED_ENGINE_KEYS)
         ]  # fmt: skip
-        known = {str(loc[0]) for loc, _ in _engine_faults(base) if loc}
         found += [
             ((*where, *loc), reason)
             for loc, reason in _engine_faults({**base, **own})
@@ -178,13 +187,9 @@ class ModelSettings(Section):
     id: str = Field("kappa-tiny", min_length=1, description="name that clients use")
     source: str | None = Field(None, description="folder or Hugging Face name; none: made here")
     seed: int = Field(0, ge=0, description="seed of the made model")
-    emulate: str = Field("llama-3.1-8b", description="model whose cost a paced node emulates")
-
-    @field_validator("emulate")
-    @classmethod
-    def _known_shape(cls, value: str) -> str:
-        model_shape(value)
-        return value
+    emulate: Annotated[str, AfterValidator(_known_model)] = Field(
+        "llama-3.1-8b", description="model whose cost a paced node emulates"
+    )
 
     @property
     def emulated_shape(self) -> ModelShape:
@@ -196,14 +201,8 @@ class NodeSettings(Section):
     """One worker: the hardware that it is, or on a CPU machine the one that it is paced as."""
 
     name: Name
-    profile: str = Field(description="catalogue name or profile JSON")
+    profile: ProfileName = Field(description="catalogue name or profile JSON")
     paced: bool = True
-
-    @field_validator("profile")
-    @classmethod
-    def _known_profile(cls, value: str) -> str:
-        node_profile(value)
-        return value
 
     def node(self, dilation: float) -> NodeProfile:
         """The profile to pace by, in dilated time."""

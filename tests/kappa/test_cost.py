@@ -256,7 +256,7 @@ def test_a_paced_node_dilates_its_steps():
 
 @pytest.mark.parametrize("factor", [1 / 3, 1.0, 3.0])
 @pytest.mark.parametrize(("computes_s", "reads_s"), [(0.3, 0.1), (0.12, 0.1), (0.1, 0.02)])
-def test_a_step_tells_how_far_off_the_announced_flop_rate_is(factor, computes_s, reads_s):
+def test_a_step_shows_how_far_off_the_announced_flop_rate_is(factor, computes_s, reads_s):
     took_s = max(computes_s, reads_s) + 0.01
     parts = StepParts(computes_s / factor, reads_s, 0.01)
     computed_s = parts.computed_s(took_s)
@@ -267,7 +267,7 @@ def test_a_step_tells_how_far_off_the_announced_flop_rate_is(factor, computes_s,
         assert computed_s == 0.0
 
 
-def test_a_step_that_only_read_tells_at_most_how_long_it_computed():
+def test_a_step_that_only_read_shows_at_most_how_long_it_computed():
     assert StepParts(0.05, 0.1, 0.01).computed_s(0.11) == 0.0
     assert StepParts(0.3, 0.1, 0.01).computed_s(0.11) == pytest.approx(0.1)
 

@@ -65,20 +65,20 @@ def test_the_advice_keeps_its_promise():
     """Slowed by what the advised cap costs, the mean TTFT grows by no more than was tolerated."""
     for requests in (MEMORY_BOUND, COMPUTE_BOUND, MEMORY_BOUND + COMPUTE_BOUND):
         for tolerance in (0.005, 0.02, 0.1):
-            told = advise(H100, 700.0, requests, tolerance)
+            advised = advise(H100, 700.0, requests, tolerance)
             before = sum(r.ttft_s for r in requests)
             load, compute = sum(r.load_s for r in requests), sum(r.compute_s for r in requests)
             queue = sum(r.queue_s for r in requests)
-            slowed = told.slowdown
+            slowed = advised.slowdown
             after = load + compute * slowed + queue * ((load + compute * slowed) / (load + compute))
             assert after / before - 1 <= tolerance * 1.001
-            assert told.ttft_growth == pytest.approx(after / before - 1, abs=1e-6)
+            assert advised.ttft_growth == pytest.approx(after / before - 1, abs=1e-6)
 
 
 def test_a_measured_draw_makes_a_cap_that_changes_nothing():
-    told = advise(H100, 700.0, COMPUTE_BOUND, 0.0, highest_draw_w=310.0)
-    assert told == Advice(330.0, 370.0, 1.0, 0.0, "measured")
-    assert told.cap_w >= 310 * MARGIN
+    advised = advise(H100, 700.0, COMPUTE_BOUND, 0.0, highest_draw_w=310.0)
+    assert advised == Advice(330.0, 370.0, 1.0, 0.0, "measured")
+    assert advised.cap_w >= 310 * MARGIN
 
 
 def test_a_cap_is_one_that_the_gpu_takes_and_never_above_the_present_one():
@@ -98,10 +98,10 @@ def test_a_cap_is_one_that_the_gpu_takes_and_never_above_the_present_one():
     st.floats(200, 700),
 )  # fmt: skip
 def test_advice_is_always_in_range(requests, tolerance, peak, cap_w):
-    told = advise(H100, cap_w, requests, tolerance, peak)
-    assert H100.least_cap_w <= told.cap_w <= cap_w
-    assert told.freed_w == cap_w - told.cap_w
-    assert told.slowdown >= 1.0 and 0 <= told.ttft_growth <= tolerance + 1e-9
+    advised = advise(H100, cap_w, requests, tolerance, peak)
+    assert H100.least_cap_w <= advised.cap_w <= cap_w
+    assert advised.freed_w == cap_w - advised.cap_w
+    assert advised.slowdown >= 1.0 and 0 <= advised.ttft_growth <= tolerance + 1e-9
 
 
 def test_slowdown_is_unbounded_where_nothing_is_computed():

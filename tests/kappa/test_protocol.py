@@ -1,4 +1,4 @@
-"""What workers tell survives the wire, and what is malformed is named, never a stray KeyError."""
+"""What workers report survives the wire, and what is malformed is named, never a stray KeyError."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kappa.protocol import (
 from kappa.shapes import model_shape
 
 NODE = replace(node_profile("h100-pcie5"), source="paced", dilation=30.0)
-SAID = Announcement(
+ANNOUNCED = Announcement(
     worker="w", model="m", node=NODE, step=step_model(model_shape("llama-3.1-8b"), NODE),
     kv_bytes_per_token=131072.0, emulated_model="llama-3.1-8b", fingerprint="f", block_tokens=16,
     device_blocks=100, host_blocks=10, max_batch_tokens=512, max_context_tokens=4096,
@@ -46,27 +46,27 @@ WIRES = [
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_both_survive_the_wire(wire):
-    assert Announcement.from_dict(wire(SAID.to_dict())) == SAID
+    assert Announcement.from_dict(wire(ANNOUNCED.to_dict())) == ANNOUNCED
     assert WorkerReport.from_dict(wire(REPORT.to_dict())) == REPORT
     assert WorkerReport.from_dict({"worker": "w", "time_s": 1.0}) == WorkerReport("w", 1.0)
 
 
 def test_a_copy_shares_nothing_that_can_change():
-    data = SAID.to_dict()
+    data = ANNOUNCED.to_dict()
     data["measured"]["more"] = 1
     data["node"]["name"] = "other"
-    assert "more" not in SAID.measured
-    assert SAID.node.name == NODE.name
+    assert "more" not in ANNOUNCED.measured
+    assert ANNOUNCED.node.name == NODE.name
 
 
 def test_reading_leaves_the_data_alone():
-    data = SAID.to_dict()
+    data = ANNOUNCED.to_dict()
     Announcement.from_dict(data)
     assert isinstance(data["node"], dict)
 
 
 def test_another_protocol_is_refused_by_name():
-    data = {**SAID.to_dict(), "protocol": PROTOCOL + 1, "unheard_of": 1}
+    data = {**ANNOUNCED.to_dict(), "protocol": PROTOCOL + 1, "unknown": 1}
     with pytest.raises(ValueError, match=r"worker w speaks protocol 2, this router 1"):
         Announcement.from_dict(data)
 
@@ -78,8 +78,12 @@ def without(data, name):
 @pytest.mark.parametrize(
     ("read", "data", "complaint"),
     [
-        (Announcement, {**SAID.to_dict(), "colour": 1}, r"announcement: unknown keys \['colour'\]"),
-        (Announcement, without(SAID.to_dict(), "node"), r"announcement: lacks \['node'\]"),
+        (
+            Announcement,
+            {**ANNOUNCED.to_dict(), "colour": 1},
+            r"announcement: unknown keys \['colour'\]",
+        ),
+        (Announcement, without(ANNOUNCED.to_dict(), "node"), r"announcement: lacks \['node'\]"),
         (Announcement, {}, r"announcement: lacks \['worker', 'model'"),
         (WorkerReport, {**REPORT.to_dict(), "colour": 1}, r"report: .*unknown field `colour`"),
         (WorkerReport, {"worker": "w"}, r"report: .*missing required field `time_s`"),
@@ -103,8 +107,12 @@ def without(data, name):
             {"worker": "w", "time_s": 1.0, "charges": [{"tenant": "a"}]},
             r"required field `vram_s` - at `\$\.charges",
         ),
-        (Announcement, {**SAID.to_dict(), "step": {"token_s": 1.0}}, "StepModel"),
-        (Announcement, {**SAID.to_dict(), "node": {"name": "n"}}, r"NodeProfile: lacks \['gpu'"),
+        (Announcement, {**ANNOUNCED.to_dict(), "step": {"token_s": 1.0}}, "StepModel"),
+        (
+            Announcement,
+            {**ANNOUNCED.to_dict(), "node": {"name": "n"}},
+            r"NodeProfile: lacks \['gpu'",
+        ),
     ],
 )
 def test_what_is_malformed_is_named(read, data, complaint):

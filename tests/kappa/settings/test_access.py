@@ -25,25 +25,12 @@ def fault(**sections):
 @pytest.mark.parametrize(
     ("sections", "key", "says"),
     [
-        ({"access": {"max_headers": 1}}, "access.max_headers", "greater than or equal to 16"),
-        ({"access": {"max_header_bytes": 10}}, "access.max_header_bytes", "4096"),
-        ({"access": {"body_timeout_s": 0}}, "access.body_timeout_s", "greater than 0"),
         ({"access": {"body_timeout_s": float("nan")}}, "access.body_timeout_s", "finite"),
         ({"access": {"open": True}}, "access.open", "not permitted"),
         ({"access": {"allow_open": "perhaps"}}, "access.allow_open", "boolean"),
-        ({"tenants": {"keys_check_s": 0}}, "tenants.keys_check_s", "greater than 0"),
-        ({"tenants": {"keys_check_s": 1e9}}, "tenants.keys_check_s", "less than or equal to 3600"),
-        (
-            {"tenants": {"default_limits": {"requests_per_minute": 0}}},
-            "tenants.default_limits.requests_per_minute", "greater than 0",
-        ),
         (
             {"tenants": {"default_limits": {"tokens_per_minute": float("inf")}}},
             "tenants.default_limits.tokens_per_minute", "finite",
-        ),
-        (
-            {"tenants": {"default_limits": {"concurrent": 0}}},
-            "tenants.default_limits.concurrent", "greater than or equal to 1",
         ),
         (
             {"tenants": {"default_limits": {"rps": 1}}},
@@ -71,7 +58,7 @@ def fault(**sections):
         ),
     ],
 )  # fmt: skip
-def test_each_fault_is_told_with_key_and_reason(sections, key, says):
+def test_each_fault_is_named_with_key_and_reason(sections, key, says):
     message = fault(**sections)
     line = next(line for line in message.splitlines() if line.startswith(f"  {key}: "))
     assert says in line and "hush" not in message
@@ -92,7 +79,7 @@ def test_what_only_this_machine_can_reach(host, loopback):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "my-host"])
 @pytest.mark.parametrize("tenants", [{}, ALICE])
-def test_beyond_loopback_nobody_is_served_without_a_key_unless_told_so(host, tenants):
+def test_beyond_loopback_nobody_is_served_without_a_key_unless_set_so(host, tenants):
     message = fault(http={"host": host}, tenants=tenants)
     assert f"http.host listens on {host}" in message and "access.allow_open: true" in message
     load_settings(None, http={"host": host}, tenants=tenants, access={"allow_open": True})

@@ -64,39 +64,17 @@ def test_an_empty_file_is_the_demo(written):
     ("text", "key", "says"),
     [
         ("dilatoin: 3", "dilatoin", "not permitted"),
-        ("dilation: 0.5", "dilation", "greater than or equal to 1"),
         ("dilation: fast", "dilation", "number"),
         ("log_level: LOUD", "log_level", "DEBUG"),
-        ("model: {id: ''}", "model.id", "at least 1"),
-        ("model: {seed: -1}", "model.seed", "greater than or equal to 0"),
         ("model: {emulate: gpt-9}", "model.emulate", "gpt-9"),
         ("model: {name: x}", "model.name", "not permitted"),
         ("nodes: []", "nodes", "at least one node"),
         ("nodes: [{name: a, profile: warp}]", "nodes.0.profile", "warp"),
         ("nodes: [{name: a, profile: missing.json}]", "nodes.0.profile", "missing.json"),
         ("nodes: [{profile: pcie}]", "nodes.0.name", "required"),
-        (
-            "nodes: [{name: a, profile: pcie}, {name: a, profile: c2c}]",
-            "nodes",
-            "names must differ",
-        ),
-        ("engine: {device_blocks: 4}", "engine.device_blocks", "greater than or equal to 8"),
-        (
-            "engine: {device_blocks: 8, max_context_tokens: 4096}",
-            "engine",
-            "device_blocks * block_tokens",
-        ),
-        ("engine: {host_bytes: -1}", "engine.host_bytes", "greater than or equal to 0"),
-        ("engine: {block_tokens: 8}", "engine.block_tokens", "greater than or equal to 16"),
+        ("nodes: [{name: a, profile: pcie}, {name: a, profile: c2c}]", "nodes", "must differ"),
         ("router: {policy: magic}", "router.policy", "threshold"),
-        ("router: {max_queue: 0}", "router.max_queue", "greater than or equal to 1"),
-        ("router: {stale_after_s: 0}", "router.stale_after_s", "greater than 0"),
-        ("router: {max_body_bytes: 10}", "router.max_body_bytes", "1024"),
-        ("http: {port: 70000}", "http.port", "65535"),
         ("scheduler: {name: lifo}", "scheduler.name", "fair"),
-        ("scheduler: {max_skips: -1}", "scheduler.max_skips", "greater than or equal to 0"),
-        ("scheduler: {due_after_s: -1}", "scheduler.due_after_s", "greater than or equal to 0"),
-        ("scheduler: {window: 0}", "scheduler.window", "greater than or equal to 1"),
         ("scheduler: {slack_s: .nan}", "scheduler.slack_s", "finite"),
         ("scheduler: {credit: .inf}", "scheduler.credit", "finite"),
         ("scheduler: {duplex: quarter}", "scheduler.duplex", "half"),
@@ -112,7 +90,7 @@ def test_an_empty_file_is_the_demo(written):
         ("tenants: {by_key: [sk-hush-01234567]}", "tenants.by_key", "dictionary"),
     ],
 )
-def test_each_fault_is_told_with_file_key_and_reason(written, text, key, says):
+def test_each_fault_is_named_with_file_key_and_reason(written, text, key, says):
     path = written(text)
     message = fault(path)
     assert str(path) in message
@@ -120,7 +98,7 @@ def test_each_fault_is_told_with_file_key_and_reason(written, text, key, says):
     assert says in line
 
 
-def test_all_faults_are_told_at_once(written):
+def test_all_faults_are_named_at_once(written):
     message = fault(written("dilation: 0\nhttp: {port: -1}\nextra: 1\n"))
     assert "3 fault(s)" in message
     assert all(f"  {key}:" in message for key in ("dilation", "http.port", "extra"))
@@ -213,7 +191,7 @@ def test_keys_come_from_the_settings_or_from_a_file_of_their_own(written, tmp_pa
         ("sk-hush-01234567: alice: bob", "is not YAML"),
     ],
 )
-def test_what_is_wrong_with_a_key_is_told_without_the_key(written, tmp_path, text, says):
+def test_what_is_wrong_with_a_key_is_named_without_the_key(written, tmp_path, text, says):
     more = tmp_path / "keys.yaml"
     more.write_text(text + "\n")
     message = fault(written(f"tenants: {{by_key: {{sk-hush-01234567: alice}}, keys_file: {more}}}"))
@@ -222,7 +200,7 @@ def test_what_is_wrong_with_a_key_is_told_without_the_key(written, tmp_path, tex
         assert secret not in message
 
 
-def test_a_broken_settings_file_is_told_without_its_keys(written):
+def test_a_broken_settings_file_is_named_without_its_keys(written):
     message = fault(written("tenants:\n  by_key:\n    sk-hush-01234567: alice: bob\n"))
     assert "is not YAML: mapping values are not allowed here, line 3 column" in message
     assert "hush" not in message
