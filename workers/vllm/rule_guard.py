@@ -18,7 +18,6 @@ from scheduler.work import Plan, Room, Rule, Work
 _MOST_IN_A_ROW = 3
 # A rule that admits nothing for so long, with all blocks free, has failed.
 _STALL_S = 2.0
-_NOTHING = Charge()
 
 
 class GuardedRule:
@@ -32,12 +31,10 @@ class GuardedRule:
     def __init__(
         self, make: Callable[[], Rule | None], report: Callable[[str, Exception], None]
     ) -> None:
-        self.errors_total = 0
+        self.errors_total, self._in_a_row = 0, 0
         self.given_up = False
-        self._make = make
-        self._report = report
+        self._make, self._report = make, report
         self._reported: set[tuple[str, type]] = set()
-        self._in_a_row = 0
         self._rule: Rule | None = None
         self._idle_since_s: float | None = None
         self._charged: dict[str, Charge] = {}
@@ -79,13 +76,19 @@ class GuardedRule:
             self._reported.add(kind)
             self._report(event, error)
 
-    # -- events -------------------------------------------------------------------------------
+    def agrees(self, waiting: int) -> bool:
+        """Whether so many wait as the rule knows of; anything else is an error."""
+        known = len(self._waiting)
+        if known != waiting:
+            self.failed("agrees", RuntimeError(f"{waiting} wait, and the rule knows of {known}"))
+        return self.works
+
+    # -- what the rule learns and answers -----------------------------------------------------
 
     def add(self, work: Work, now_s: float) -> None:
-        if work in self._waiting:
-            return
-        self._waiting[work] = None
-        self._call("add", work, now_s)
+        if work not in self._waiting:
+            self._waiting[work] = None
+            self._call("add", work, now_s)
 
     def plan(self, room: Room, now_s: float) -> Plan | None:
         """What is admitted now; None if the rule failed."""
@@ -100,30 +103,28 @@ class GuardedRule:
             self.failed("plan", ValueError(f"{len(strangers)} admitted that do not wait, or twice"))
             return None
         if admitted or not idle:
-            self._idle_since_s = None
-            self._in_a_row = 0
-        elif self._stalls(now_s):
-            self.failed(
-                "plan", RuntimeError(f"admitted nothing to an idle engine for {_STALL_S} s")
-            )
+            self._idle_since_s, self._in_a_row = None, 0
+        elif self._idle_since_s is None:
+            self._idle_since_s = now_s
+        elif now_s - self._idle_since_s > _STALL_S:
+            stalled = RuntimeError(f"admitted nothing to an idle engine for {_STALL_S} s")
+            self.failed("plan", stalled)
             return None
         for work in admitted:
             del self._waiting[work]
-            self._admitted.add(work)
+        self._admitted.update(admitted)
         return plan
 
-    def agrees(self, waiting: int) -> bool:
-        """Whether so many wait as the rule knows of; anything else is an error."""
-        if len(self._waiting) != waiting:
-            known = len(self._waiting)
-            self.failed("agrees", RuntimeError(f"{waiting} wait, and the rule knows of {known}"))
-        return self.works
-
-    def returned(self, work: Work, now_s: float) -> None:
-        self._again("returned", work, now_s)
+    def returned(self, work: Work, now_s: float, event: str = "returned") -> None:
+        """It waits again."""
+        if work not in self._admitted:
+            return self.add(work, now_s)
+        self._admitted.discard(work)
+        self._waiting[work] = None
+        self._call(event, work, now_s)
 
     def preempted(self, work: Work, now_s: float) -> None:
-        self._again("preempted", work, now_s)
+        self.returned(work, now_s, "preempted")
 
     def landed(self, work: Work, now_s: float) -> None:
         """Its load is there, or there was nothing to load."""
@@ -149,13 +150,11 @@ class GuardedRule:
         if hasattr(self._rule, "charged_elsewhere"):
             self._call("charged_elsewhere", charges, weights, now_s)
 
-    # -- questions ----------------------------------------------------------------------------
-
     def charges(self) -> Mapping[str, Charge]:
         """What this engine charged each tenant, by all its rules; empty if they do not count."""
         charges = self._call("charges") if hasattr(self._rule, "charges") else None
         for tenant, charge in (charges or {}).items():
-            before = self._charged_before.get(tenant, _NOTHING)
+            before = self._charged_before.get(tenant, Charge())
             self._charged[tenant] = Charge(*map(sum, zip(charge, before, strict=True)))
         return self._charged
 
@@ -163,21 +162,6 @@ class GuardedRule:
         """Who gives up its blocks; None leaves it to the engine."""
         known = [work for work in running if work in self._admitted]
         return self._call("victim", known) if known else None
-
-    # -- inside -------------------------------------------------------------------------------
-
-    def _stalls(self, now_s: float) -> bool:
-        if self._idle_since_s is None:
-            self._idle_since_s = now_s
-        return now_s - self._idle_since_s > _STALL_S
-
-    def _again(self, event: str, work: Work, now_s: float) -> None:
-        if work not in self._admitted:
-            self.add(work, now_s)
-            return
-        self._admitted.discard(work)
-        self._waiting[work] = None
-        self._call(event, work, now_s)
 
     def _call(self, event: str, *arguments: Any) -> Any:
         if self._rule is None:

@@ -10,7 +10,7 @@ tests/workers/vllm/test_scheduler_contract.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -18,12 +18,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
-from kappa.protocol import Charge
-from scheduler.work import Plan
+from scheduler.work import Plan, Room
 from workers.iteration_log import Iteration, IterationLog
 from workers.request_metadata import charges_of, tenant_of
 from workers.stats_channel import StatsSender
-from workers.vllm.engine_view import EngineMemory, EngineWork, by_tenant, headroom
+from workers.vllm.engine_view import EngineMemory, EngineWork
 from workers.vllm.options import SchedulerOptions
 from workers.vllm.rule_guard import GuardedRule
 
@@ -32,8 +31,10 @@ log = structlog.get_logger(__name__)
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
-class RecordedScheduler(AsyncScheduler):
-    """vLLM's own order, with a record of each iteration: what stock vLLM is measured with."""
+class FairScheduler(AsyncScheduler):
+    """Any rule of ours in vLLM, or (`STOCK`) vLLM's own order with the same records. Between
+    iterations `waiting` holds what the rule knows to wait, `skipped_waiting` what is blocked,
+    loading, or just loaded."""
 
     waiting: Any
     skipped_waiting: Any
@@ -41,9 +42,18 @@ class RecordedScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config, policy = self.vllm_config.additional_config, self.policy.value
-        self._options = SchedulerOptions.read(config, policy)
-        self._log = IterationLog(StatsSender(self._options.stats).send, self._options.log)
+        options = self._options = SchedulerOptions.read(config, policy)
+        self._log = IterationLog(StatsSender(options.stats).send, options.log)
         self._now = Iteration(0.0)
+        self._rule = GuardedRule(options.make_rule, self._rule_failed)
+        self._memory = EngineMemory(self.kv_cache_manager, self.block_size, bool(self.connector))
+        self._works: dict[str, EngineWork] = {}
+        self._rule.restart((), time.monotonic())
+
+    def _rule_failed(self, event: str, error: Exception) -> None:
+        log.error("scheduling_rule_failed", during=event, reason=repr(error), exc_info=error)
+
+    # -- requests come and go -----------------------------------------------------------------
 
     def add_request(self, request: Any) -> None:
         """As vLLM's; a request that no tenant pays for is ended with an error, where an ingress of
@@ -58,70 +68,6 @@ class RecordedScheduler(AsyncScheduler):
         if refused:
             log.warning("request_without_tenant_refused", request_id=request.request_id)
             self.grammar_compile_error_reqs.add(request.request_id)
-
-    def schedule(self, throttle_prefills: bool = False) -> Any:
-        now = self._now = Iteration(time.monotonic(), queued=bool(self.waiting))
-        output = self._schedule(throttle_prefills)
-        pool = self.kv_cache_manager.block_pool
-        now.capacity_blocks = pool.num_gpu_blocks - 1
-        now.blocks = now.capacity_blocks - pool.get_num_free_blocks()
-        now.tokens = output.total_num_scheduled_tokens
-        now.budget_tokens = self.max_num_scheduled_tokens
-        now.waiting, now.loading, now.running = self._counts()
-        self._log.scheduled(now)
-        return output
-
-    def _preempt_request(self, request: Any, timestamp: float, **options: Any) -> None:
-        super()._preempt_request(request, timestamp, **options)
-        self._now.preempted += 1
-
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        now_s = time.monotonic()
-        iteration = self._log.ended(now_s)
-        if iteration is not None:
-            self._ran(iteration.step_s, scheduler_output.num_scheduled_tokens, now_s)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self._log.due(now_s, idle=not self.requests):
-            self._log.publish(now_s, self._counts(), *self._rule_totals())
-        return outputs
-
-    def shutdown(self) -> None:
-        """As vLLM's; writes what is left of the log."""
-        self._log.close()
-        super().shutdown()
-
-    def _counts(self) -> tuple[int, int, int]:
-        """Requests that wait, load and run."""
-        loading = sum(request.status == LOADING for request in self.skipped_waiting)
-        return len(self.waiting) + len(self.skipped_waiting) - loading, loading, len(self.running)
-
-    # -- for those who do not leave the order to vLLM -----------------------------------------
-
-    def _schedule(self, throttle_prefills: bool) -> Any:
-        self._now.stock = True
-        return super().schedule(throttle_prefills)
-
-    def _ran(self, seconds: float, tokens: Mapping[str, int], now_s: float) -> None:
-        """An iteration took so long, with so many tokens of each request."""
-
-    def _rule_totals(self) -> tuple[int, Mapping[str, Charge]]:
-        """Errors of the rule, and what was charged to each tenant."""
-        return 0, {}
-
-
-class FairScheduler(RecordedScheduler):
-    """Any rule of ours in vLLM. Between iterations `waiting` holds what the rule knows to wait,
-    `skipped_waiting` what is blocked, loading, or just loaded."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._rule = GuardedRule(self._options.make_rule, self._rule_failed)
-        self._memory = EngineMemory(self.kv_cache_manager, self.block_size, bool(self.connector))
-        self._works: dict[str, EngineWork] = {}
-        self._rule.restart((), time.monotonic())
-
-    def _rule_failed(self, event: str, error: Exception) -> None:
-        log.error("scheduling_rule_failed", during=event, reason=repr(error), exc_info=error)
 
     def _enqueue_waiting_request(self, request: Request) -> None:
         now_s = time.monotonic()
@@ -143,41 +89,88 @@ class FairScheduler(RecordedScheduler):
 
     def _preempt_request(self, request: Request, timestamp: float, **options: Any) -> None:
         super()._preempt_request(request, timestamp, **options)
+        self._now.preempted += 1
         work = self._works[request.request_id]
         work.preempted()
         self._rule.preempted(work, time.monotonic())
 
-    def _schedule(self, throttle_prefills: bool) -> Any:
-        now_s, chosen = time.monotonic(), None
+    def shutdown(self) -> None:
+        """As vLLM's; writes what is left of the log."""
+        self._log.close()
+        super().shutdown()
+
+    # -- an iteration -------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        now_s = time.monotonic()
+        now = self._now = Iteration(now_s, queued=bool(self.waiting))
+        chosen = None
         if self.pause_state == PauseState.UNPAUSED and not self._rule.given_up:
             try:
                 chosen = self._choose(now_s)
             except Exception as error:
                 self._rule.failed("translate", error)
-        self._now.plan_s = time.monotonic() - now_s
-        if chosen is None:
-            return super()._schedule(throttle_prefills)
-        queues, (going, plan) = (self.waiting, self.skipped_waiting), chosen
-        self.waiting = type(self.waiting)(work.request for work, _ in plan.admitted)
-        self.skipped_waiting = type(self.skipped_waiting)(going)
-        output = super()._schedule(throttle_prefills)
-        self._put_back(queues, going, plan, now_s)
+        now.plan_s = time.monotonic() - now_s
+        now.stock = chosen is None
+        if chosen is None or not (self.waiting or self.skipped_waiting):
+            output = super().schedule(throttle_prefills)
+        else:
+            queues, (going, plan) = (self.waiting, self.skipped_waiting), chosen
+            self.waiting = type(self.waiting)(work.request for work, _ in plan.admitted)
+            self.skipped_waiting = type(self.skipped_waiting)(going)
+            output = super().schedule(throttle_prefills)
+            self._put_back(queues, going, plan, now_s)
+        now.capacity_blocks = self._memory.capacity_blocks
+        now.blocks = now.capacity_blocks - self._memory.free_blocks
+        now.tokens = output.total_num_scheduled_tokens
+        now.budget_tokens = self.max_num_scheduled_tokens
+        now.waiting, now.loading, now.running = self._counts()
+        self._log.scheduled(now)
         return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        now_s, sums = time.monotonic(), dict[str, int]()
+        iteration = self._log.ended(now_s)
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            work = self._works.get(request_id)
+            if work is not None:
+                work.ran(self.block_size)
+                sums[work.tenant] = sums.get(work.tenant, 0) + tokens
+        if iteration is not None and sums:
+            self._rule.ran(iteration.step_s, sums, now_s)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._log.due(now_s, idle=not self.requests):
+            rule = self._rule
+            self._log.publish(now_s, self._counts(), rule.errors_total, rule.charges())
+        return outputs
+
+    def _counts(self) -> tuple[int, int, int]:
+        """Requests that wait, load and run."""
+        loading = sum(request.status == LOADING for request in self.skipped_waiting)
+        return len(self.waiting) + len(self.skipped_waiting) - loading, loading, len(self.running)
+
+    # -- what the rule says -------------------------------------------------------------------
 
     def _choose(self, now_s: float) -> tuple[list[Request], Any] | None:
         """Loaded requests that fit, and the rule's plan for the others; None: vLLM's own order."""
-        loaded, rule = self._promote(now_s), self._rule
+        loaded, rule = self._promote(now_s) if self.skipped_waiting else [], self._rule
         if not rule.works:
             rule.restart([self._works[request.request_id] for request in self.waiting], now_s)
         if not rule.agrees(len(self.waiting)):
             return None
-        found = headroom(self, self._memory, self._works, loaded, self._counts()[1])
-        if found.room is None:
+        if not (self.waiting or loaded):
+            # Nobody wants in. Running requests take one block each besides the budget's at most.
+            most_blocks = len(self.running) + self.max_num_scheduled_tokens // self.block_size
+            if self._memory.free_blocks > most_blocks:
+                self._memory.changed = True
+                return [], Plan()
+        going, room = self._room(loaded)
+        if room is None:
             victim: Any = rule.victim([self._works[r.request_id] for r in self.running])
             if victim is not None:  # vLLM preempts the last
                 self.running.append(self.running.pop(self.running.index(victim.request)))
-        plan = rule.plan(found.room, now_s) if found.room and self.waiting else Plan()
-        return None if plan is None else (found.going, plan)
+        plan = rule.plan(room, now_s) if room and self.waiting else Plan()
+        return None if plan is None else (going, plan)
 
     def _promote(self, now_s: float) -> list[Request]:
         """Sort out what vLLM skipped: blocked requests stay, others wait; returns loaded ones."""
@@ -199,6 +192,42 @@ class FairScheduler(RecordedScheduler):
                 self.waiting.prepend_request(request)
                 self._rule.returned(work, now_s)
         return loaded[::-1]
+
+    def _room(self, loaded: Sequence[Request]) -> tuple[list[Request], Room | None]:
+        """(loaded requests that fit now, what the coming iteration has to give to others).
+
+        vLLM serves running requests first, in order, then everything else. What admitted requests
+        still need to complete their prompts is promised. No room: running ones need more blocks
+        than there are, so that vLLM will preempt and admit nobody.
+        """
+        budget, size = self.max_num_scheduled_tokens, self.block_size
+        free_blocks, decode_blocks = self._memory.free_blocks, 0
+        for request in self.running:
+            done = request.num_computed_tokens
+            wanted = request.num_tokens_with_spec + request.num_output_placeholders - done
+            tokens = min(wanted, budget)
+            blocks = -(-(done + tokens) // size) - -(-done // size)
+            budget -= tokens
+            free_blocks -= blocks
+            if request not in self._inflight_prefills:
+                decode_blocks += blocks
+        if free_blocks < 0:
+            return [], None
+        slots = self.max_num_running_reqs - len(self.running) - self.num_waiting_for_streaming_input
+        going: list[Request] = []
+        for request in loaded:
+            blocks = self._request_remaining_blocks(request)
+            if blocks <= free_blocks and budget > 0 and len(going) < slots:
+                going.append(request)
+                free_blocks -= blocks
+                budget -= min(request.num_tokens - request.num_computed_tokens, budget)
+        # As vLLM does when it admits a load: what was admitted before must still fit as a whole.
+        watermark = self.kv_cache_manager.watermark_blocks if self.running or going else 0
+        promised = decode_blocks + self._inflight_prefill_reserved_blocks() + watermark
+        loading = self._counts()[1]
+        self._memory.begin(promised, loading, bool(self._inflight_prefills))
+        holding = len(self.running) + len(loaded) + loading
+        return going, Room(self._memory, budget, slots - len(going), holding)
 
     def _put_back(self, queues: Any, going: list[Request], plan: Any, now_s: float) -> None:
         """Join what vLLM left in its queues with what was kept from it; report what became of it.
@@ -226,11 +255,4 @@ class FairScheduler(RecordedScheduler):
                 self.skipped_waiting.append(request)
             elif quote.host_tokens:
                 self._rule.landed(work, now_s)  # there was nothing to load after all
-        self._now.passed, self._now.stock = plan.passed, False
-
-    def _ran(self, seconds: float, tokens: Any, now_s: float) -> None:
-        if sums := by_tenant(tokens, self._works):
-            self._rule.ran(seconds, sums, now_s)
-
-    def _rule_totals(self) -> Any:
-        return self._rule.errors_total, self._rule.charges()
+        self._now.passed = plan.passed
