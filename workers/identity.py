@@ -17,6 +17,7 @@ from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.plans.clo import HeadProfile
 from kappa.plans.rates import rates_from_measured
 from kappa.protocol import Announcement
+from kappa.settings.engine import TransferSettings
 from kappa.settings.routing import ObservingSettings
 from scheduler.catalogue import packs
 from workers.vllm.arguments import (
@@ -24,7 +25,6 @@ from workers.vllm.arguments import (
     EngineScheduler,
     EngineTier,
     TierChoice,
-    TransferChoice,
     fingerprint,
 )
 from workers.vllm.tail_recompute import TAIL, tail_rates
@@ -80,7 +80,7 @@ class WorkerPlan:
     pool: str = ""
     role: str = "both"
     gpus: int = 0
-    transfer: TransferChoice | None = None
+    transfer: TransferSettings | None = None
     handover_dir: str = ""
     handover_wait_s: float = 0.0
     observing: ObservingSettings = field(default_factory=ObservingSettings)
@@ -208,7 +208,7 @@ def announce(
         engine=plan.kind,
         load_plan=load_plan,
         tier=plan.tier.kind,
-        shared_tier=plan.tier.server if plan.tier.shared else "",
+        shared_tier=(plan.tier.lmcache.server or "") if plan.tier.shared else "",
         measured=profile.measured,
         pool=plan.pool,
         role=plan.role,

@@ -134,7 +134,7 @@ class KappaServer(LLMServer):
         if plan.tier.kind == LMCACHE and plan.limits.host_bytes:
             self._lmcache = prepare_lmcache(
                 plan.cache_dir,
-                plan.tier.server,
+                plan.tier.lmcache.server or "",
                 plan.limits.block_tokens,
                 plan.limits.host_bytes,
                 Path(plan.cache_dir) / "logs" / f"lmcache-{self._worker}.log",

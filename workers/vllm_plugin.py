@@ -21,9 +21,7 @@ from typing import Any
 
 from workers.reaper import follow_owner
 
-SPIN_ENV = "KAPPA_QUEUE_SPIN_S"
-REAP_ENV = "KAPPA_DIE_WITH_PARENT"
-LOG_ENV = "KAPPA_LOG"
+SPIN_ENV, REAP_ENV, LOG_ENV = "KAPPA_QUEUE_SPIN_S", "KAPPA_DIE_WITH_PARENT", "KAPPA_LOG"
 _PR_SET_PDEATHSIG = 1
 _NAP_SHARE = 0.2
 _LONGEST_NAP_MS = 100
@@ -34,11 +32,9 @@ def register() -> None:
     if os.environ.get(REAP_ENV):
         die_with_parent()
         follow_owner()
-    setting = os.environ.get(LOG_ENV)
-    if setting:
+    if setting := os.environ.get(LOG_ENV):
         log_as(setting)
-    spin = os.environ.get(SPIN_ENV)
-    if spin:
+    if spin := os.environ.get(SPIN_ENV):
         shorten_queue_spin(float(spin))
 
 

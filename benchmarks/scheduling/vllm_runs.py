@@ -42,9 +42,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from workers.vllm.host_tier import HostTierWorker
-from workers.vllm.link_queue import LinkPace
 from workers.vllm.load_sources import LOAD_SOURCES
 from workers.vllm.metered_worker import MeteredCPUWorker
+from workers.vllm.options import LinkPace
 
 _HOST_BYTES = 1 << 28
 _VOCABULARY = (100, 4000)
@@ -60,13 +60,13 @@ class BenchWorker(MeteredCPUWorker):
     def kappa_paced(self, paced: bool) -> None:
         """Pace steps and transfers, or run them as fast as they go."""
         if not hasattr(self, "_kappa_paces"):
-            self._kappa_paces = self._kappa_step_model, _tier()._pace
+            self._kappa_paces = self._kappa_step_model, _tier().pace
         step, link = self._kappa_paces if paced else (None, LinkPace())
-        self._kappa_step_model, _tier()._pace = step, link
+        self._kappa_step_model, _tier().pace = step, link
 
     def kappa_idle(self) -> bool:
         """Whether no transfer is under way."""
-        return not any(link._unfinished for link in _tier()._each)
+        return not any(link.has_unfinished() for link in _tier().links)
 
 
 def _tier() -> HostTierWorker:

@@ -156,13 +156,10 @@ def worker_plan(
     stream_host: loopback in a cluster that we start, which is on one machine.
     """
     from workers.identity import WorkerPlan
-    from workers.vllm.arguments import EngineLimits, TierChoice, TransferChoice
+    from workers.vllm.arguments import EngineLimits, TierChoice
 
-    e, t = pool.engine_settings(settings.engine), settings.transfer
+    e = pool.engine_settings(settings.engine)
     is_split = any(each.role != "both" for each in settings.all_pools)
-    transfer = TransferChoice(
-        t.connector, t.folder, t.most_bytes, t.wait_s, t.net_bytes_per_s, t.fixed_s
-    )
     return WorkerPlan(
         nodes=pool_nodes(settings, pool),
         served=model.shape,
@@ -183,14 +180,11 @@ def worker_plan(
         cpu_room_share=e.cpu_room_share,
         approx=e.approx,
         sparse=_sparse(e, model),
-        tier=TierChoice(
-            e.host_tier, "kv" if e.planner == "kv" else "tail", e.lmcache.server or "",
-            e.lmcache.timeout_s, e.lmcache.heartbeat_s, e.lmcache.retry_s,
-        ),
+        tier=TierChoice(e.host_tier, "kv" if e.planner == "kv" else "tail", e.lmcache),
         pool=pool.name,
         role=pool.role,
         gpus=pool.placement.gpus,
-        transfer=transfer if is_split else None,
+        transfer=settings.transfer if is_split else None,
         handover_dir=str(Path(e.handover_dir).absolute()) if e.handover_dir else "",
         handover_wait_s=e.handover_wait_s,
         observing=settings.observing,

@@ -20,7 +20,7 @@ from kappa.plans.clo import FORMAT
 from kappa.settings.cluster import load_settings
 from kappa.shapes import model_shape
 from scheduler.config import FairConfig
-from workers.vllm.link_queue import LinkRules
+from workers.vllm.options import LinkRules
 
 MODEL = Model("nowhere", model_shape("llama-3.1-8b"), "")
 KEYED = {"by_key": {"sk-alice-0123456": "alice"}, "weights": {"alice": 2.0}}

@@ -20,14 +20,13 @@ import zmq
 from kappa.hardware import node_profile
 from kappa.model import kv_bytes_per_token
 from kappa.protocol import PLAN_KEY
+from kappa.settings.engine import LmcacheSettings, TransferSettings
 from kappa.shapes import model_shape
 from workers.tiny_model import make_tiny_model
 from workers.vllm.arguments import (
     CPU_ENV,
-    FILES,
     EngineTier,
     TierChoice,
-    TransferChoice,
     hand_over,
     transfer_config,
 )
@@ -82,8 +81,8 @@ class Listener:
 
 
 class TierEngine:
-    """The engine from outside. `tier`: fields of a `TierChoice`; `path`: more to import from;
-    `transfer`: folder where it gives prompts to other engines and takes them."""
+    """The engine from outside. `tier`: its kind, and fields of `LmcacheSettings`; `path`: more to
+    import from; `transfer`: folder where it gives prompts to other engines and takes them."""
 
     def __init__(self, folder, path="", transfer="", **tier):
         self.errors, self.logged = folder / "engine.txt", []
@@ -144,11 +143,12 @@ def main():
 
     with tempfile.TemporaryDirectory(prefix="kappa-lmcache-engine-") as folder:
         listener = Listener(folder)
-        choice = TierChoice(planner=TAIL, **tier)
+        kind = tier.pop("kind", "own")
+        choice = TierChoice(kind, TAIL, LmcacheSettings(**tier))
         own = EngineTier(choice, slow_rates())
         config = transfer_config(own, 1 << 26, listener.stats)
         if transfer:
-            files = TransferChoice(FILES, transfer, 1 << 28, 2.0, 1e9, 0.0)
+            files = TransferSettings(folder=transfer, most_bytes=1 << 28, wait_s=2.0)
             arguments = {"kv_transfer_config": config}
             hand_over(files, arguments, None)
         model = make_tiny_model(Path(tempfile.gettempdir()) / "kappa-lmcache-model", CORPUS)

@@ -274,17 +274,23 @@ def test_connectors_of_vllm_are_asked_what_our_lmcache_connector_answers():
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA
 
     from workers.vllm.lmcache.connector import LmcacheConnector
+    from workers.vllm.lmcache.scheduler import LmcacheScheduler
+    from workers.vllm.lmcache.worker import LmcacheWorker
 
     assert issubclass(LmcacheConnector, SupportsHMA)
-    assert not LmcacheConnector.__abstractmethods__
-    for name in (
-        "register_kv_caches", "handle_preemptions", "wait_for_save", "get_finished",
-        "get_block_ids_with_load_errors", "build_connector_worker_meta", "take_events",
-        "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
-        "update_connector_output", "request_finished", "shutdown", "reset_cache",
-    ):  # fmt: skip
-        theirs = parameters(getattr(KVConnectorBase_V1, name))
-        assert parameters(getattr(LmcacheConnector, name))[: len(theirs)] == theirs, name
+    of_workers = (
+        "register_kv_caches", "handle_preemptions", "start_load_kv", "wait_for_save",
+        "get_finished", "get_block_ids_with_load_errors", "build_connector_worker_meta", "shutdown",
+    )  # fmt: skip
+    of_schedulers = (
+        "on_new_request", "take_events", "get_num_new_matched_tokens", "update_state_after_alloc",
+        "build_connector_meta", "update_connector_output", "request_finished", "reset_cache",
+    )  # fmt: skip
+    for half, names in ((LmcacheWorker, of_workers), (LmcacheScheduler, of_schedulers)):
+        assert not half.__abstractmethods__
+        for name in names:
+            theirs = parameters(getattr(KVConnectorBase_V1, name))
+            assert parameters(getattr(half, name))[: len(theirs)] == theirs, name
 
 
 def test_a_failed_load_can_be_computed_instead():

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kappa.hardware import node_profile
+from kappa.settings.engine import LmcacheSettings
 from kappa.shapes import model_shape
 from workers import host_memory
 from workers.host_memory import HostBudget, HostBudgetError, host_budget, prepare_host_memory
@@ -235,7 +236,10 @@ def test_only_the_own_folder_counts_as_free_and_a_refused_worker_leaves_it(plan,
 
 def test_a_shared_server_needs_no_memory_of_the_worker(plan, monkeypatch):
     monkeypatch.setattr(host_memory, "host_budget", lambda _: HostBudget(machine_bytes=0))
-    own, shared = TierChoice("lmcache"), TierChoice("lmcache", server="tcp://elsewhere:5555")
+    own, shared = (
+        TierChoice("lmcache"),
+        TierChoice("lmcache", lmcache=LmcacheSettings(server="tcp://elsewhere:5555")),
+    )
     with pytest.raises(HostBudgetError, match="the machine has"):
         prepare_host_memory(replace(plan, tier=own))
     assert prepare_host_memory(replace(plan, tier=shared)) is None

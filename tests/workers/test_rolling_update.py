@@ -16,7 +16,7 @@ from router.index.kv_events import decode_batch
 from router.policies import policy_named
 from router.router import Router, RouterConfig
 from workers.vllm.host_tier_manager import PersistentTierManager
-from workers.vllm.link_queue import LinkPace
+from workers.vllm.options import LinkPace
 from workers.vllm.persistent_tier import PersistentTier, StoredBlock, announcement
 from workers.vllm.warm_restart import claim_folder
 
@@ -77,7 +77,7 @@ class Worker:
             self.manager.tier.storing(StoredBlock(bytes(key), parent, tuple(chunks[i])))
         output = self.manager.prepare_store(keys, CONTEXT)
         self.manager.complete_store(output.keys_to_store, CONTEXT)
-        self.announce(self.manager.tier._records.valid())
+        self.announce(self.manager.tier.valid())
 
     def holds(self, document):
         keys = [make_offload_key(h, 0) for h in hashes(document)]

@@ -1,4 +1,4 @@
-"""What a connector reports of each request that its scheduler has admitted: its tokens by source.
+"""A connector's answers about requests: how much of a hit to load, and what each one took at last.
 
 When the scheduler has allocated a request, the split of its prompt into device, host and new tokens
 is known for good; vLLM names the device hit only when it asks for the host's. Used by all our
@@ -12,8 +12,9 @@ from typing import Any
 
 import structlog
 
-from workers.request_metadata import request_id_of
+from workers.request_metadata import plan_of, request_id_of
 from workers.stats_channel import StatsSender
+from workers.vllm.tail_recompute import TailRecompute
 
 log = structlog.get_logger(__name__)
 
@@ -37,21 +38,32 @@ def ignore_malformed_params(request: Any) -> None:
 
 
 class AdmissionReports:
-    """Remembers device hits until their requests are admitted, then reports each once."""
+    """Remembers device hits until their requests are admitted, then reports each once.
 
-    def __init__(self, stats: StatsSender) -> None:
-        self._stats = stats
+    Args:
+        stats: gets a message for every admission.
+        tail: how much of a hit to load.
+    """
+
+    def __init__(self, stats: StatsSender, tail: TailRecompute) -> None:
+        self._stats, self._tail = stats, tail
         self._device_tokens: dict[str, int] = {}
 
-    def looked_up(self, request: Any, device_tokens: int) -> None:
-        """The scheduler asked what can be loaded behind so many device tokens."""
+    def loaded_tokens(self, request: Any, device_tokens: int, hit: int) -> int:
+        """The scheduler asked what can be loaded behind so many device tokens: of `hit` tokens,
+        how many to load."""
         self._device_tokens[request.request_id] = device_tokens
+        if not hit:
+            return 0
+        new = request.num_tokens - device_tokens - hit
+        return self._tail.loaded_tokens(device_tokens, hit, new, plan_of(request.sampling_params))
 
-    def admitted(self, request: Any, host_tokens: int) -> None:
-        """Blocks are allocated, `host_tokens` will be loaded; reported once for each look-up."""
+    def admitted(self, request: Any, host_tokens: int) -> int:
+        """Blocks are allocated, `host_tokens` will be loaded; reported once for each look-up, with
+        the tokens that were on the device, which it returns."""
         device_tokens = self._device_tokens.pop(request.request_id, None)
         if device_tokens is None:
-            return
+            return 0
         self._stats.send(
             {
                 "kind": "admit",
@@ -62,6 +74,7 @@ class AdmissionReports:
                 "t_s": time.time(),
             }
         )
+        return device_tokens
 
     def finished(self, request: Any) -> None:
         """A request ended, perhaps before it was admitted."""

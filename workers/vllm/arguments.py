@@ -19,7 +19,7 @@ import msgspec
 from kappa.cost import StepModel, step_model
 from kappa.hardware import NodeProfile
 from kappa.model import ModelShape, kv_bytes_per_token
-from workers.vllm.link_queue import LinkPace
+from kappa.settings.engine import LmcacheSettings, TransferSettings
 from workers.vllm.options import (
     LINK_KEY,
     LMCACHE_KEY,
@@ -29,6 +29,7 @@ from workers.vllm.options import (
     STOCK,
     TAIL_KEY,
     TRANSFER_KEY,
+    LinkPace,
     SchedulerOptions,
 )
 from workers.vllm.tail_recompute import LOAD_ALL
@@ -46,9 +47,8 @@ CPU_ENV = {
 }
 
 OWN, LMCACHE, NATIVE = "own", "lmcache", "native"
-FILES, NIXL = "files", "nixl"
 _CPU_WORKER = "workers.vllm.metered_worker.MeteredCPUWorker"
-_GPU_WORKER = "workers.vllm.metered_gpu_worker.MeteredGPUWorker"
+_GPU_WORKER = "workers.vllm.metered_worker.MeteredGPUWorker"
 # What is announced of a server is bounded by what it can hold, or, of a shared one, by this.
 _SHARED_BLOCKS = 1 << 20
 
@@ -103,21 +103,16 @@ class TierChoice:
     """What the settings say of the host tier.
 
     kind: ours, an LMCache server, or vLLM's own copies, which need a GPU. planner: "tail" or "kv".
-    server: of LMCache, tcp://host:port; empty: the worker starts its own. The seconds are as in
-    `kappa.settings.engine.LmcacheSettings`.
     """
 
     kind: str = OWN
     planner: str = LOAD_ALL
-    server: str = ""
-    timeout_s: float = 1.0
-    heartbeat_s: float = 1.0
-    retry_s: float = 5.0
+    lmcache: LmcacheSettings = field(default_factory=LmcacheSettings)
 
     @property
     def shared(self) -> bool:
         """Whether several workers load from one server."""
-        return self.kind == LMCACHE and bool(self.server)
+        return self.kind == LMCACHE and bool(self.lmcache.server)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,23 +127,11 @@ class EngineTier:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferChoice:
-    """How a worker hands KV over; fields as in `kappa.settings`."""
-
-    connector: str
-    folder: str
-    most_bytes: int
-    wait_s: float
-    net_bytes_per_s: float
-    fixed_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class EngineScheduler:
     """What an engine schedules by.
 
     rule: a name of `scheduler.catalogue`, or `STOCK`. config: fields of a `FairConfig`. link: how
-    the host tier orders its link, fields of a `workers.vllm.link_queue.LinkRules`. log: file for
+    the host tier orders its link, fields of a `workers.vllm.options.LinkRules`. log: file for
     JSON lines, one per iteration. tenant_required: every request comes from an ingress of ours, so
     one without a tenant is refused.
     """
@@ -168,14 +151,11 @@ class EngineScheduler:
 
     def options(self, stats_endpoint: str, pace: Pace | None) -> SchedulerOptions:
         """What `workers.vllm.scheduler` reads."""
-        link = pace.link if pace is not None else None
+        link = None
+        if pace is not None:
+            link = {"token_s": pace.link.token_s, "fixed_s": pace.link.fixed_s}
         return SchedulerOptions(
-            self.rule,
-            dict(self.config),
-            {"token_s": link.token_s, "fixed_s": link.fixed_s} if link is not None else None,
-            stats_endpoint,
-            self.log,
-            self.tenant_required,
+            self.rule, dict(self.config), link, stats_endpoint, self.log, self.tenant_required
         )
 
 
@@ -231,7 +211,7 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
     computed. A load that fails is computed anew: vLLM's default would fail the request.
 
     Raises:
-        ValueError: a kind that there is not, or no server to name.
+        ValueError: no LMCache server to name.
     """
     choice = tier.choice
     extra: dict[str, Any] = {STATS_KEY: stats_endpoint}
@@ -239,8 +219,23 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
         extra[TAIL_KEY] = {"planner": choice.planner, "rates": dict(tier.rates)}
     if choice.kind == LMCACHE:
         connector, module = "LmcacheConnector", "workers.vllm.lmcache.connector"
-        extra |= _lmcache_options(choice, tier)
-    elif choice.kind in (OWN, NATIVE):
+        lmcache = choice.lmcache
+        url = lmcache.server or tier.server
+        if not url:
+            raise ValueError("host tier lmcache: no server is named, and none was started")
+        host, port = url.rsplit(":", 1)
+        extra |= {
+            "lmcache.mp.host": host,
+            "lmcache.mp.port": int(port),
+            "lmcache.mp.mq_timeout": lmcache.timeout_s,
+            "lmcache.mp.heartbeat_interval": lmcache.heartbeat_s,
+            LMCACHE_KEY: {
+                "timeout_s": lmcache.timeout_s,
+                "retry_s": lmcache.retry_s,
+                "most_blocks": _SHARED_BLOCKS if choice.shared else tier.host_blocks,
+            },
+        }
+    else:
         connector, module = "HostTierConnector", "workers.vllm.connector"
         extra |= {
             "cpu_bytes_to_use": host_bytes,
@@ -249,8 +244,6 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
         }
         if choice.kind == OWN:
             extra |= {"spec_name": "HostTierSpec", "spec_module_path": "workers.vllm.host_tier"}
-    else:
-        raise ValueError(f"host tier {choice.kind!r}: choose {OWN}, {LMCACHE} or {NATIVE}")
     return {
         "kv_connector": connector,
         "kv_connector_module_path": module,
@@ -260,55 +253,33 @@ def transfer_config(tier: EngineTier, host_bytes: int, stats_endpoint: str) -> d
     }
 
 
-def _lmcache_options(choice: TierChoice, tier: EngineTier) -> dict[str, Any]:
-    url = choice.server or tier.server
-    if not url:
-        raise ValueError("host tier lmcache: no server is named, and none was started")
-    host, port = url.rsplit(":", 1)
-    return {
-        "lmcache.mp.host": host,
-        "lmcache.mp.port": int(port),
-        "lmcache.mp.mq_timeout": choice.timeout_s,
-        "lmcache.mp.heartbeat_interval": choice.heartbeat_s,
-        LMCACHE_KEY: {
-            "timeout_s": choice.timeout_s,
-            "retry_s": choice.retry_s,
-            "most_blocks": _SHARED_BLOCKS if choice.shared else tier.host_blocks,
-        },
-    }
-
-
-def hand_over(choice: TransferChoice, arguments: dict[str, Any], pace: Pace | None) -> None:
+def hand_over(transfer: TransferSettings, arguments: dict[str, Any], pace: Pace | None) -> None:
     """Have the engine send and receive whole prompts; `arguments` are vLLM's, changed in place.
 
     Raises:
-        ValueError: it has no connector to build on, or a kind that there is not.
+        ValueError: it has no connector to build on.
     """
     config = arguments.get("kv_transfer_config")
     if config is None:
         raise ValueError("a worker that hands KV over needs a host tier: give engine.host_bytes")
-    if choice.connector == FILES:
-        options: dict[str, Any] = {
-            "folder": choice.folder, "most_bytes": choice.most_bytes, "wait_s": choice.wait_s,
-        }  # fmt: skip
-        if pace is not None:
-            dilation, kv_bytes = pace.node.dilation, kv_bytes_per_token(pace.shape)
-            options["token_s"] = dilation * kv_bytes / choice.net_bytes_per_s
-            options["fixed_s"] = dilation * choice.fixed_s
-        config["kv_connector"] = "TransferConnector"
-        config["kv_connector_module_path"] = "workers.vllm.transfer"
-        config["kv_connector_extra_config"][TRANSFER_KEY] = options
+    if transfer.connector == "nixl":
+        # vLLM's own: the first that holds something loads, and both store.
+        nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": [nixl, config]},
+        }
         return
-    if choice.connector != NIXL:
-        raise ValueError(f"transfer connector {choice.connector!r}: choose {FILES} or {NIXL}")
-    # vLLM's own: the first that holds something loads, and both store.
-    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    arguments["kv_transfer_config"] = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [nixl, config]},
-    }
+    options = transfer.model_dump(include={"folder", "most_bytes", "wait_s"})
+    if pace is not None:
+        dilation, kv_bytes = pace.node.dilation, kv_bytes_per_token(pace.shape)
+        options["token_s"] = dilation * kv_bytes / transfer.net_bytes_per_s
+        options["fixed_s"] = dilation * transfer.fixed_s
+    config["kv_connector"] = "TransferConnector"
+    config["kv_connector_module_path"] = "workers.vllm.transfer"
+    config["kv_connector_extra_config"][TRANSFER_KEY] = options
 
 
 def fingerprint(

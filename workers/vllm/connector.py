@@ -25,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash
 
-from workers.request_metadata import plan_of
 from workers.stats_channel import StatsSender
 from workers.vllm.admission_reports import AdmissionReports, ignore_malformed_params
 from workers.vllm.host_tier import HostTierWorker
@@ -54,9 +53,8 @@ class HostTierWorkerMetadata(OffloadingWorkerMetadata):
         """Several workers' reports as one: the slowest copy, every drop."""
         merged = super().aggregate(other)
         assert isinstance(merged, OffloadingWorkerMetadata)
-        dropped, block_s = self.dropped_jobs, self.store_block_s
-        if isinstance(other, HostTierWorkerMetadata):
-            dropped, block_s = dropped | other.dropped_jobs, max(block_s, other.store_block_s)
+        dropped = self.dropped_jobs | getattr(other, "dropped_jobs", set())
+        block_s = max(self.store_block_s, getattr(other, "store_block_s", 0.0))
         return HostTierWorkerMetadata(
             merged.completed_jobs, merged.transfer_stats, dropped, block_s
         )
@@ -69,17 +67,16 @@ class HostTierConnector(OffloadingConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._kappa_block_tokens = int(vllm_config.cache_config.block_size)
-        self._kappa_tail = TailRecompute.from_config(extra, self._kappa_block_tokens)
-        schedules = role == KVConnectorRole.SCHEDULER
-        stats = StatsSender(extra.get(STATS_KEY, "") if schedules else "")
-        self._kappa_reports = AdmissionReports(stats)
-        if schedules:
-            self._kappa_warm_restart(StatsSender(extra.get(STATS_KEY, "")))
+        if role == KVConnectorRole.SCHEDULER:
+            stats = StatsSender(extra.get(STATS_KEY, ""))
+            tail = TailRecompute.from_config(extra, self._kappa_block_tokens)
+            self._kappa_admissions = AdmissionReports(stats, tail)
+            self._kappa_warm_restart(stats)
 
     def _kappa_warm_restart(self, stats: StatsSender) -> None:
         """Announce the blocks that a predecessor left; record those that a successor may find."""
         scheduler = self.connector_scheduler
-        manager = scheduler.manager if scheduler is not None else None
+        manager = getattr(scheduler, "manager", None)
         if scheduler is None or not isinstance(manager, PersistentTierManager):
             return
         record_stores(scheduler._events_tracker, manager.tier)
@@ -90,23 +87,16 @@ class HostTierConnector(OffloadingConnector):
         def parent_hash(block_hash: bytes) -> int | bytes:
             return maybe_convert_block_hash(BlockHash(block_hash))
 
-        for batch in announcement(
-            manager.tier.found, self._kappa_block_tokens, MEDIUM_CPU, key_hash, parent_hash
-        ):
+        size = self._kappa_block_tokens
+        for batch in announcement(manager.tier.found, size, MEDIUM_CPU, key_hash, parent_hash):
             stats.send({"kind": "kv", "batch": batch})
 
-    def _kappa_tier(self) -> HostTierWorker | None:
-        """The host tier of this process, if it is ours."""
-        tier = self.connector_worker.worker if self.connector_worker is not None else None
-        return tier if isinstance(tier, HostTierWorker) else None
+    # -- the scheduler's side -----------------------------------------------------------------
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """As vLLM's; names the request of each load."""
-        super().bind_connector_metadata(connector_metadata)
-        tier = self._kappa_tier()
-        if tier is not None:
-            for job_id, job in getattr(connector_metadata, "load_jobs", {}).items():
-                tier.loading(job_id, job.req_id)
+    def _kappa_status(self, request: Request) -> Any:
+        """vLLM's state of a request that is offloaded."""
+        assert self.connector_scheduler is not None
+        return self.connector_scheduler._req_status[request.request_id]
 
     def on_new_request(self, request: Request) -> None:
         """As vLLM's; while it waits, others' blocks are evicted from the host tier before its own.
@@ -115,28 +105,21 @@ class HostTierConnector(OffloadingConnector):
         """
         ignore_malformed_params(request)
         super().on_new_request(request)
-        scheduler = self.connector_scheduler
-        assert scheduler is not None
-        status = scheduler._req_status[request.request_id]
+        status = self._kappa_status(request)
         status.update_offload_keys()
-        scheduler._touch(status)
+        assert self.connector_scheduler is not None
+        self.connector_scheduler._touch(status)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """As vLLM's, less the tail that is computed faster than loaded; remembers the device hit,
-        which vLLM does not repeat later."""
-        self._kappa_reports.looked_up(request, num_computed_tokens)
+        """As vLLM's, less the tail that is computed faster than loaded."""
         hit, loads_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        loaded = self._kappa_admissions.loaded_tokens(request, num_computed_tokens, hit or 0)
         if not hit:
             return hit, loads_async
-        new = request.num_tokens - num_computed_tokens - hit
-        plan = plan_of(request.sampling_params)
-        loaded = self._kappa_tail.loaded_tokens(num_computed_tokens, hit, new, plan)
         if loaded < hit:
-            scheduler = self.connector_scheduler
-            assert scheduler is not None
-            status = scheduler._req_status[request.request_id]
+            status = self._kappa_status(request)
             status.partial_tail_boundary = None
             status.update_num_hit_chunks(num_computed_tokens + loaded)
         return loaded, loads_async and bool(loaded)
@@ -144,23 +127,14 @@ class HostTierConnector(OffloadingConnector):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """As vLLM's; the request is admitted: report device, host and new tokens once."""
+        """As vLLM's; the request is admitted."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._kappa_reports.admitted(request, num_external_tokens)
-
-    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """As vLLM's; names the stores among them that were dropped."""
-        meta, tier = super().build_connector_worker_meta(), self._kappa_tier()
-        if meta is None or tier is None:
-            return meta
-        return HostTierWorkerMetadata(
-            meta.completed_jobs, meta.transfer_stats, tier.take_dropped(), tier.store_block_s
-        )
+        self._kappa_admissions.admitted(request, num_external_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """As vLLM's; the manager first learns which of the stores that ended have failed."""
         meta, scheduler = connector_output.kv_connector_worker_meta, self.connector_scheduler
-        manager = scheduler.manager if scheduler is not None else None
+        manager = getattr(scheduler, "manager", None)
         if isinstance(meta, HostTierWorkerMetadata) and isinstance(manager, HostTierManager):
             assert scheduler is not None
             jobs = [scheduler._jobs[job] for job in meta.dropped_jobs if job in scheduler._jobs]
@@ -175,12 +149,35 @@ class HostTierConnector(OffloadingConnector):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As vLLM's; forgets a request that ended before it was admitted."""
-        self._kappa_reports.finished(request)
+        self._kappa_admissions.finished(request)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished`."""
-        self._kappa_reports.finished(request)
-        return super().request_finished_all_groups(request, block_ids)
+        return self.request_finished(request, block_ids[0])
+
+    # -- the worker's side --------------------------------------------------------------------
+
+    def _kappa_tier(self) -> HostTierWorker | None:
+        """The host tier of this process, if it is ours."""
+        tier = self.connector_worker.worker if self.connector_worker is not None else None
+        return tier if isinstance(tier, HostTierWorker) else None
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """As vLLM's; names the request of each load."""
+        super().bind_connector_metadata(connector_metadata)
+        tier = self._kappa_tier()
+        if tier is not None:
+            for job_id, job in getattr(connector_metadata, "load_jobs", {}).items():
+                tier.loading(job_id, job.req_id)
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        """As vLLM's; names the stores among them that were dropped."""
+        meta, tier = super().build_connector_worker_meta(), self._kappa_tier()
+        if meta is None or tier is None:
+            return meta
+        return HostTierWorkerMetadata(
+            meta.completed_jobs, meta.transfer_stats, tier.take_dropped(), tier.store_block_s
+        )

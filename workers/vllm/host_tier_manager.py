@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import OffloadKey, PrepareStoreOutput, ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import BlockStatus
 
-from workers.vllm.link_queue import LinkPace
+from workers.vllm.options import LinkPace
 from workers.vllm.persistent_tier import PersistentTier
 
 
@@ -37,6 +37,7 @@ class HostTierManager(CPUOffloadingManager):
         self._pace, self._block_tokens = pace, block_tokens
         self._backlog_s, self._report = backlog_s, report
         self._block_s = 0.0
+        # Keys of stores under way, with each one's share of its transfer's seconds.
         self._pending: dict[OffloadKey, float] = {}
         self._pending_s = 0.0
         self._lost: set[OffloadKey] = set()
@@ -51,20 +52,19 @@ class HostTierManager(CPUOffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         """As vLLM's, unless the link is too far behind: then nothing is to be stored."""
-        new = [key for key in keys if self._policy.get(key) is None]
-        seconds = self._store_s(len(new))
-        if new and self._pending and self._pending_s + seconds > self._backlog_s:
-            self._report({
-                "kind": "store_dropped", "blocks": len(new),
-                "tokens": len(new) * self._block_tokens, "why": "backlog",
-            })  # fmt: skip
+        new = sum(self._policy.get(key) is None for key in keys)
+        if new and self._pending and self._pending_s + self._store_s(new) > self._backlog_s:
+            tokens = new * self._block_tokens
+            self._report(
+                {"kind": "store_dropped", "blocks": new, "tokens": tokens, "why": "backlog"}
+            )
             return PrepareStoreOutput([], self._get_load_store_spec([], []), [])
         output = super().prepare_store(keys, req_context)
         if output is not None and output.keys_to_store:
             seconds = self._store_s(len(output.keys_to_store))
+            self._pending_s += seconds
             share_s = seconds / len(output.keys_to_store)
             self._pending.update(dict.fromkeys(output.keys_to_store, share_s))
-            self._pending_s += seconds
         return output
 
     def complete_store(

@@ -1,7 +1,8 @@
-"""The path between host memory and device: the thread that serves its queue of transfers.
+"""The path between host memory and device: a queue of transfers, and the thread that serves it.
 
 A real copy, and on a paced node as many seconds as the named node's link would take. A full-duplex
-link is two of them, one per direction; a half-duplex one serves loads and stores alike.
+link is two of them, one per direction; a half-duplex one serves loads and stores alike. The order
+is `scheduler.link_order`'s, in pieces, so that what is urgent waits for one at most.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +18,123 @@ import structlog
 import torch
 from vllm.v1.kv_offload.base import TransferResult
 
-from scheduler.link_order import LOADS_FIRST
-from workers.vllm.link_queue import STORE, LinkQueue, LinkRules, Piece, Transfer
+from scheduler.link_order import LOADS_FIRST, LinkOrder
+from workers.vllm.options import LinkRules
 
 log = structlog.get_logger(__name__)
 
+LOAD, STORE = "load", "store"
+# A transfer gives way only between pieces of about so many seconds (of one block at least).
+PIECE_S = 0.02
 _POLL_S = 0.2
 _RATE_WEIGHT = 0.2
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One job: blocks `src_ids` to `dst_ids`. done: blocks handed out so far; took_s: its share of
+    the link's time so far. dropped: give it up after the piece under way."""
+
+    job_id: int
+    direction: str
+    src_ids: np.ndarray
+    dst_ids: np.ndarray
+    submitted_s: float
+    done: int = 0
+    took_s: float = 0.0
+    copy_s: float = 0.0
+    queued_s: float = 0.0
+    dropped: bool = False
+
+    @property
+    def blocks(self) -> int:
+        return len(self.src_ids)
+
+
+class Piece(NamedTuple):
+    """Blocks `start` to `stop` of a transfer, and what the link should take for them."""
+
+    transfer: Transfer
+    start: int
+    stop: int
+    seconds: float
+
+    @property
+    def last(self) -> bool:
+        """Whether the transfer is complete with it."""
+        return self.stop == self.transfer.blocks
+
+
+class LinkQueue:
+    """Transfers that wait for one link, and which piece of which goes next. Pure.
+
+    Args:
+        order: "loads_first" or "fifo" (whole transfers).
+        seconds: what so many blocks take, by direction, from the start of a transfer.
+    """
+
+    def __init__(self, order: str, seconds: Callable[[str, int], float]) -> None:
+        self._in_pieces, self._seconds = order == LOADS_FIRST, seconds
+        self.order = LinkOrder[Transfer](order, lambda store: self._piece(store).seconds)
+
+    def add(self, transfer: Transfer) -> None:
+        """Queue a transfer behind those of its direction, or with "fifo" behind all."""
+        self.order.add(transfer, load=transfer.direction == LOAD)
+
+    def next(self) -> Piece | None:
+        """Hand out the next piece; None if nothing waits."""
+        queue = self.order.next_queue()
+        if queue is None:
+            return None
+        piece = self._piece(queue[0])
+        piece.transfer.done = piece.stop
+        if piece.last:
+            queue.popleft()
+        return piece
+
+    def served(self, piece: Piece, seconds: float) -> None:
+        """A piece took `seconds` of the link's time."""
+        self.order.served(seconds, load=piece.transfer.direction == LOAD)
+
+    def hurry(self, job_ids: set[int], budget_s: float, serving: Transfer | None) -> list[Transfer]:
+        """Put these stores before everything else, as many as take `budget_s` together.
+
+        Returns those that do not fit: they are forgotten, save `serving`, which is only marked.
+        """
+        dropped: list[Transfer] = []
+        for queue in (self.order.urgent, self.order.stores):
+            for transfer in [t for t in queue if t.job_id in job_ids]:
+                seconds = self._span_s(transfer, transfer.done, transfer.blocks)
+                fits = seconds <= budget_s
+                if fits:
+                    budget_s -= seconds
+                if fits and queue is self.order.urgent:
+                    continue
+                queue.remove(transfer)
+                if fits:
+                    self.order.urgent.append(transfer)
+                elif transfer is serving:
+                    transfer.dropped = True
+                else:
+                    dropped.append(transfer)
+        return dropped
+
+    def forget(self, transfer: Transfer) -> None:
+        """Hand out no more of this transfer."""
+        for queue in (self.order.urgent, self.order.loads, self.order.stores):
+            if transfer in queue:
+                queue.remove(transfer)
+
+    def _piece(self, transfer: Transfer) -> Piece:
+        start, stop = transfer.done, transfer.blocks
+        block_s = self._seconds(transfer.direction, 2) - self._seconds(transfer.direction, 1)
+        if self._in_pieces and block_s > 0:
+            stop = min(stop, start + max(int(PIECE_S / block_s + 1e-6), 1))
+        return Piece(transfer, start, stop, self._span_s(transfer, start, stop))
+
+    def _span_s(self, transfer: Transfer, start: int, stop: int) -> float:
+        before_s = self._seconds(transfer.direction, start) if start else 0.0
+        return self._seconds(transfer.direction, stop) - before_s
 
 
 class Route(NamedTuple):
@@ -92,10 +204,10 @@ class Link:
             dropped, self._dropped = self._dropped, set()
         return dropped
 
-    def has_unfinished(self, direction: str) -> bool:
-        """Whether a transfer in this direction is queued or running."""
+    def has_unfinished(self, direction: str = "") -> bool:
+        """Whether a transfer (in this direction) is queued or running."""
         with self._changed:
-            return direction in self._unfinished.values()
+            return direction in self._unfinished.values() if direction else bool(self._unfinished)
 
     def wait_change(self, timeout_s: float) -> None:
         """Wait until a transfer ends, at most `timeout_s`; returns at once if one has ended."""
@@ -131,7 +243,7 @@ class Link:
         while True:
             with self._changed:
                 while (piece := self._queue.next()) is None and not self._closed:
-                    self._changed.wait(_POLL_S)
+                    self._changed.wait()
                 if piece is None or self._closed:
                     return
                 self._serving = piece.transfer
@@ -150,17 +262,23 @@ class Link:
         if remaining_s > 0:
             self._sleep(remaining_s)
         end_s = time.monotonic()
-        self._free_at_s = start_s + pace_s if pace_s and remaining_s > 0 else end_s
+        self._free_at_s = start_s + pace_s if remaining_s > 0 else end_s
         transfer.took_s += end_s - start_s
         with self._changed:
             self._serving = None
             self._queue.served(piece, end_s - start_s)
             if not copied:
-                self._give_up(transfer)
-            elif transfer.dropped and not piece.last:
-                self._drop(transfer, "late")
+                self._queue.forget(transfer)
+                if transfer.direction == STORE and self._loads_first:
+                    self._drop(transfer, "failed")
+                else:
+                    # vLLM fails loudly on this. With its own order nothing may be dropped: nobody
+                    # listens.
+                    self._end(TransferResult(transfer.job_id, False))
             elif piece.last:
                 self._finish(transfer)
+            elif transfer.dropped:
+                self._drop(transfer, "late")
             self._changed.notify_all()
 
     def _copy(self, piece: Piece) -> bool:
@@ -182,14 +300,6 @@ class Link:
         self.block_s[transfer.direction] = known_s + _RATE_WEIGHT * (block_s - known_s)
         return True
 
-    def _give_up(self, transfer: Transfer) -> None:
-        self._queue.forget(transfer)
-        if transfer.direction == STORE and self._loads_first:
-            self._drop(transfer, "failed")
-        else:
-            # vLLM fails loudly on this. With its own order nothing may be dropped: nobody listens.
-            self._end(TransferResult(transfer.job_id, False))
-
     def _drop(self, transfer: Transfer, why: str) -> None:
         # For vLLM a dropped store has ended like any other; the connector informs its manager.
         self._dropped.add(transfer.job_id)
@@ -197,21 +307,14 @@ class Link:
         self._report({"kind": "store_dropped", "blocks": transfer.blocks, "why": why})
 
     def _finish(self, transfer: Transfer) -> None:
-        block_bytes = sum(int(t.shape[1]) for t in self._routes[transfer.direction].src)
-        moved_bytes = transfer.blocks * block_bytes
+        direction, blocks = transfer.direction, transfer.blocks
+        moved_bytes = blocks * sum(int(t.shape[1]) for t in self._routes[direction].src)
         self._end(TransferResult(transfer.job_id, True, moved_bytes, transfer.took_s))
-        self._report(
-            {
-                "kind": transfer.direction,
-                "job": transfer.job_id,
-                "blocks": transfer.blocks,
-                "bytes": moved_bytes,
-                "queued_s": transfer.queued_s,
-                "took_s": transfer.took_s,
-                "copy_s": transfer.copy_s,
-                "pace_s": self._pace_s(transfer.direction, transfer.blocks),
-            }
-        )
+        self._report({
+            "kind": direction, "job": transfer.job_id, "blocks": blocks, "bytes": moved_bytes,
+            "queued_s": transfer.queued_s, "took_s": transfer.took_s, "copy_s": transfer.copy_s,
+            "pace_s": self._pace_s(direction, blocks),
+        })  # fmt: skip
 
     def _end(self, result: TransferResult) -> None:
         self._unfinished.pop(result.job_id, None)

@@ -4,39 +4,40 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Protocol
 
 # Of so many requests it is remembered what their loads took; those that never run are forgotten.
 _REMEMBERED = 4096
 
 
-class LoadSource(Protocol):
-    """A host tier, or the transfer from other workers."""
+class LoadSource:
+    """A host tier, or the transfer from other workers. Thread-safe; known to its process."""
+
+    def __init__(self) -> None:
+        self._load_s: OrderedDict[str, float] = OrderedDict()
+        self._load_lock = threading.Lock()
+        LOAD_SOURCES.append(self)
 
     def wait_for_load(self, timeout_s: float) -> bool:
         """Sleep until a load may have ended, at most so long; False if none is in flight."""
+        raise NotImplementedError
+
+    def add_load_s(self, request: str, seconds: float) -> None:
+        """A load of a request's KV (vLLM's id) took so long."""
+        with self._load_lock:
+            self._load_s[request] = self._load_s.get(request, 0.0) + seconds
+            if len(self._load_s) > _REMEMBERED:
+                self._load_s.popitem(last=False)
 
     def take_load_s(self, request: str) -> float:
-        """Seconds that a request's KV (vLLM's id) took to come; forgets them."""
+        """Seconds that a request's loads took; forgets them."""
+        with self._load_lock:
+            return self._load_s.pop(request, 0.0)
+
+    def leave(self) -> None:
+        """Nothing comes from here any more."""
+        if self in LOAD_SOURCES:
+            LOAD_SOURCES.remove(self)
 
 
 LOAD_SOURCES: list[LoadSource] = []
 """Those of this process."""
-
-
-class LoadSeconds:
-    """Seconds that requests' loads took, of the latest few thousand requests. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._seconds: OrderedDict[str, float] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def add(self, request: str, seconds: float) -> None:
-        with self._lock:
-            self._seconds[request] = self._seconds.get(request, 0.0) + seconds
-            if len(self._seconds) > _REMEMBERED:
-                self._seconds.popitem(last=False)
-
-    def take(self, request: str) -> float:
-        with self._lock:
-            return self._seconds.pop(request, 0.0)

@@ -1,9 +1,9 @@
 """vLLM workers that measure every engine step, and on a paced node make it last.
 
-`MeteredCPUWorker` is vLLM's CPU worker plus a report per step on the stats channel: how long,
-how many tokens, which prompts were finished. With a pace in the engine's `additional_config` it
-also runs the real step and then sleeps until the step has lasted as long as it would on the
-named node, in dilated time; a step that cannot keep its pace is reported as an overrun.
+vLLM's worker plus a report per step on the stats channel: how long, how many tokens, which prompts
+were finished. With a pace in the engine's `additional_config` it also runs the real step and then
+sleeps until the step has lasted as long as it would on the named node, in dilated time; a step that
+cannot keep its pace is reported as an overrun.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
 
 from kappa.cost import StepModel
 from workers.request_metadata import request_id_of
@@ -57,8 +58,7 @@ class StepMeter:
             steps.append((new.req_id, new.num_computed_tokens))
         cached = scheduled.scheduled_cached_reqs
         steps += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        self._computing, self._finishing = [], []
-        work = []
+        self._computing, self._finishing, work = [], [], []
         for req_id, context in steps:
             new_tokens = scheduled.num_scheduled_tokens[req_id]
             work.append((new_tokens, context))
@@ -98,7 +98,7 @@ class Metered:
         self._kappa_stats = StatsSender(config.get(STATS_KEY, ""))
         self._kappa_meter = StepMeter()
         self._kappa_step: dict[str, Any] | None = None
-        self._kappa_last_end_s = 0.0
+        self._kappa_start_s = self._kappa_last_end_s = 0.0
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run the real step; the report and the pace follow once its tokens are sampled."""
@@ -126,17 +126,18 @@ class Metered:
 
     def _kappa_begin(self, scheduler_output: SchedulerOutput) -> None:
         work, prefilled = self._kappa_meter.work(scheduler_output)
-        if scheduler_output.total_num_scheduled_tokens == 0:
+        tokens, model = scheduler_output.total_num_scheduled_tokens, self._kappa_step_model
+        if tokens == 0:
             return
         start_s = time.monotonic()
-        if self._kappa_step_model and start_s - self._kappa_last_end_s < _BACK_TO_BACK_S:
+        if model is not None and start_s - self._kappa_last_end_s < _BACK_TO_BACK_S:
             start_s = self._kappa_last_end_s
-        parts = self._kappa_step_model.real_parts(work) if self._kappa_step_model else None
+        self._kappa_start_s = start_s
+        parts = model.real_parts(work) if model is not None else None
         self._kappa_step = {
             "kind": "step",
-            "tokens": scheduler_output.total_num_scheduled_tokens,
+            "tokens": tokens,
             "prefilled": [request_id for request_id in prefilled if request_id],
-            "start_s": start_s,
             "pace_s": parts.step_s if parts else 0.0,
             "announced": parts,
         }
@@ -145,17 +146,16 @@ class Metered:
         step, self._kappa_step = self._kappa_step, None
         if step is None:
             return
-        start_s, pace_s = step.pop("start_s"), step["pace_s"]
+        start_s, pace_s = self._kappa_start_s, step["pace_s"]
         real_s = time.monotonic() - start_s
-        remaining_s = pace_s - real_s
-        if remaining_s > 0:
-            time.sleep(remaining_s)
+        if real_s < pace_s:
+            time.sleep(pace_s - real_s)
         end_s = time.monotonic()
-        self._kappa_last_end_s = start_s + pace_s if remaining_s > 0 else end_s
+        self._kappa_last_end_s = start_s + pace_s if real_s < pace_s else end_s
         step.update(
             took_s=end_s - start_s,
             real_s=real_s,
-            overrun=bool(pace_s and remaining_s < 0),
+            overrun=bool(pace_s and real_s > pace_s),
             spent=[
                 (name, sum(source.take_load_s(req_id) for source in LOAD_SOURCES), compute_s)
                 for req_id, name, compute_s in self._kappa_meter.took(end_s - start_s)
@@ -205,3 +205,9 @@ class MeteredCPUWorker(Metered, CPUWorker):
         """As `Metered`, with generators that vLLM can take a step back."""
         mark_generators(self.model_runner)
         return super().sample_tokens(grammar_output)
+
+
+class MeteredGPUWorker(Metered, Worker):
+    """vLLM's GPU worker, metered. A step's seconds are those until its tokens are sampled; with
+    vLLM's asynchronous scheduling that is when they were asked for, not when the device had
+    computed them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ LMCACHE_KEY = "kappa_lmcache"
 STOCK = "stock"
 
 T = TypeVar("T")
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 def read_options(config: Mapping[str, Any] | None, key: str, kind: type[T]) -> T:
@@ -76,3 +77,44 @@ class SchedulerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except TypeError as error:
             raise ValueError(f"{SCHEDULER_KEY}: {error}") from None
         return rule_named(self.rule, config, link)
+
+
+class LinkPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long a paced link takes, in real (dilated) seconds per token; zero means unpaced.
+
+    dilation: real seconds per second of the node that it is paced as.
+    """
+
+    token_s: Seconds = 0.0
+    store_token_s: Seconds = 0.0
+    fixed_s: Seconds = 0.0
+    dilation: Seconds = 1.0
+
+    def load_s(self, tokens: int) -> float:
+        """Real seconds that a load of `tokens` lasts on this link."""
+        return self.fixed_s + tokens * self.token_s if self.token_s else 0.0
+
+    def store_s(self, tokens: int) -> float:
+        """Real seconds that a store of `tokens` lasts on this link."""
+        return self.fixed_s + tokens * self.store_token_s if self.store_token_s else 0.0
+
+
+class LinkRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the host tier shares its link.
+
+    duplex: "full", a server per direction, or "half", one for both. order: "loads_first" or
+    "fifo"; first come first served is vLLM's own order, and drops nothing. store_backlog_s: new
+    stores are dropped while so many seconds of them are queued. late_wait_s: by how much one call
+    may hold the engine up for stores whose blocks it wants to reuse; those beyond are dropped.
+    Seconds are the node's own: a paced node's are dilated.
+    """
+
+    duplex: Literal["full", "half"] = "full"
+    order: Literal["loads_first", "fifo"] = "loads_first"
+    store_backlog_s: Seconds = 10.0
+    late_wait_s: Seconds = 0.01
+
+    def dilated(self, dilation: float) -> LinkRules:
+        """The same in real seconds."""
+        backlog_s, late_s = self.store_backlog_s * dilation, self.late_wait_s * dilation
+        return LinkRules(self.duplex, self.order, backlog_s, late_s)

@@ -8,13 +8,14 @@ copy has ended; a checksum invalidates one that was cut short. The folder is cho
 
 from __future__ import annotations
 
+import mmap
+import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 import structlog
 import torch
 
@@ -23,7 +24,11 @@ from workers.vllm.warm_restart import RECORDS, engine_lock
 
 log = structlog.get_logger(__name__)
 
-_KEY_BYTES, _PARENT_BYTES, _SALT_BYTES = 64, 64, 192
+# A record: checksum of what follows, bytes of the block (0: none), order of writing; the block.
+_HEAD = struct.Struct("<IIQ")
+# Room for key, parent and salt, and for a token in MessagePack.
+_NAMES_BYTES, _TOKEN_BYTES = 320, 5
+_FILE_HEAD_BYTES = 8
 
 
 def persistent_tensor(path: Path, blocks: int, width: int) -> torch.Tensor:
@@ -45,8 +50,7 @@ def _make_file(path: Path, size: int) -> None:
         file.truncate(size)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
+class StoredBlock(msgspec.Struct, frozen=True, array_like=True):
     """One block: its key, its parent's block hash (None: it is a first block), its tokens, and the
     salt of its chain (known of first blocks only, empty without one)."""
 
@@ -69,92 +73,75 @@ class BlockRecords:
         """
         if slots < 1 or block_tokens < 1:
             raise ValueError(f"{slots} slots of {block_tokens} tokens: give at least one of each")
-        record = np.dtype(
-            [
-                ("crc", "<u4"), ("key_bytes", "<u2"), ("parent_bytes", "<i2"),
-                ("salt_bytes", "<u2"), ("tokens", "<u2"), ("order", "<u8"),
-                ("key", "u1", (_KEY_BYTES,)), ("parent", "u1", (_PARENT_BYTES,)),
-                ("salt", "u1", (_SALT_BYTES,)), ("token_ids", "<i4", (block_tokens,)),
-            ]
-        )  # fmt: skip
-        self._record, self._block_tokens = record, block_tokens
-        head = zlib.crc32(f"1 {slots} {block_tokens} {seed}".encode())
-        size = 8 + slots * record.itemsize
+        self._slots, self._block_tokens = slots, block_tokens
+        self._slot_bytes = _HEAD.size + _NAMES_BYTES + _TOKEN_BYTES * block_tokens
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(StoredBlock).decode
+        head = zlib.crc32(f"2 {slots} {block_tokens} {seed}".encode())
+        size = _FILE_HEAD_BYTES + slots * self._slot_bytes
         if not path.exists() or path.stat().st_size != size:
             _make_file(path, size)
-        mapped = np.memmap(path, dtype=np.uint8, mode="r+", shape=(size,))
-        self._slots = mapped[8:].view(record)
-        stored_head = mapped[:8].view("<u8")
-        if int(stored_head[0]) != head:
+        with path.open("r+b") as file:
+            self._file = mmap.mmap(file.fileno(), size)
+        if self._file[:_FILE_HEAD_BYTES] != head.to_bytes(_FILE_HEAD_BYTES, "little"):
             self.clear()
-            stored_head[0] = head
-        found = self.valid()
-        self._order = max((int(self._slots[slot]["order"]) for slot, _ in found), default=0)
+            self._file[:_FILE_HEAD_BYTES] = head.to_bytes(_FILE_HEAD_BYTES, "little")
+        self._order = max((order for order, _, _ in self._read()), default=0)
 
     def valid(self) -> list[tuple[int, StoredBlock]]:
         """Every slot with a whole record, the oldest first; of two with one key the newer."""
-        by_key: dict[bytes, tuple[int, int, StoredBlock]] = {}
-        for slot in np.flatnonzero(self._slots["key_bytes"]):
-            block = self._read(int(slot))
-            if block is None:
-                continue
-            order = int(self._slots[slot]["order"])
-            if block.key not in by_key or by_key[block.key][0] < order:
-                by_key[block.key] = (order, int(slot), block)
-        return [(slot, block) for _, slot, block in sorted(by_key.values(), key=lambda x: x[:2])]
+        by_key: dict[bytes, tuple[int, StoredBlock]] = {}
+        for _, slot, block in sorted(self._read(), key=lambda found: found[:2]):
+            by_key.pop(block.key, None)
+            by_key[block.key] = slot, block
+        return list(by_key.values())
 
     def invalidate(self, slot: int) -> None:
         """A slot is about to be overwritten."""
-        self._slots[slot]["key_bytes"] = 0
+        at = self._at(slot)
+        self._file[at : at + _HEAD.size] = bytes(_HEAD.size)
 
     def write(self, slot: int, block: StoredBlock) -> bool:
         """A slot holds this block from now on; False if the record has no room for it."""
-        salt, parent = block.salt.encode(), block.parent or b""
-        if (
-            not block.key or len(block.key) > _KEY_BYTES or len(parent) > _PARENT_BYTES
-            or len(salt) > _SALT_BYTES or len(block.token_ids) != self._block_tokens
-        ):  # fmt: skip
-            self.invalidate(slot)
+        self.invalidate(slot)
+        text = self._encode(block)
+        fits = len(text) <= self._slot_bytes - _HEAD.size
+        if not (fits and block.key and len(block.token_ids) == self._block_tokens):
             return False
         self._order += 1
-        made = np.zeros((), dtype=self._record)
-        for name, text in (("key", block.key), ("parent", parent), ("salt", salt)):
-            made[name][: len(text)] = np.frombuffer(text, dtype=np.uint8)
-        made["parent_bytes"] = -1 if block.parent is None else len(parent)
-        made["salt_bytes"], made["tokens"] = len(salt), len(block.token_ids)
-        made["token_ids"], made["order"] = block.token_ids, self._order
-        made["key_bytes"] = len(block.key)
-        made["crc"] = _crc(made)
-        # Invalid while it is written, and whole with the last field.
-        made["key_bytes"] = 0
-        self._slots[slot] = made
-        self._slots[slot]["key_bytes"] = len(block.key)
+        at, crc = self._at(slot), _crc(len(text), self._order, text)
+        self._file[at + _HEAD.size : at + _HEAD.size + len(text)] = text
+        # Whole with the head, which comes last.
+        self._file[at : at + _HEAD.size] = _HEAD.pack(crc, len(text), self._order)
         return True
 
     def clear(self) -> None:
         """Invalidate all."""
-        self._slots["key_bytes"] = 0
+        for slot in range(self._slots):
+            self.invalidate(slot)
 
-    def _read(self, slot: int) -> StoredBlock | None:
-        record = self._slots[slot]
-        if _crc(record) != int(record["crc"]):
-            return None
-        parent_bytes = int(record["parent_bytes"])
-        parent = record["parent"].tobytes()[:parent_bytes] if parent_bytes >= 0 else None
-        return StoredBlock(
-            record["key"].tobytes()[: int(record["key_bytes"])],
-            parent,
-            tuple(int(t) for t in record["token_ids"]),
-            record["salt"].tobytes()[: int(record["salt_bytes"])].decode(errors="replace"),
-        )
+    def _at(self, slot: int) -> int:
+        return _FILE_HEAD_BYTES + slot * self._slot_bytes
+
+    def _read(self) -> list[tuple[int, int, StoredBlock]]:
+        """(order of writing, slot, block) of every whole record."""
+        found = []
+        for slot in range(self._slots):
+            at = self._at(slot)
+            crc, size, order = _HEAD.unpack_from(self._file, at)
+            if not 0 < size <= self._slot_bytes - _HEAD.size:
+                continue
+            text = self._file[at + _HEAD.size : at + _HEAD.size + size]
+            if crc == _crc(size, order, text):
+                found.append((order, slot, self._decode(text)))
+        return found
 
 
-def _crc(record: np.ndarray | np.void) -> int:
-    """Of everything behind the checksum itself, which is a record's first field."""
-    return zlib.crc32(record.tobytes()[4:])
+def _crc(size: int, order: int, text: bytes) -> int:
+    return zlib.crc32(_HEAD.pack(0, size, order) + text)
 
 
-class PersistentTier:
+class PersistentTier(BlockRecords):
     """What the manager records, slot by slot, and reads at its start; locks the folder."""
 
     def __init__(self, folder: Path, slots: int, block_tokens: int, seed: str) -> None:
@@ -164,9 +151,9 @@ class PersistentTier:
             WarmRestartError: an older engine still writes there.
         """
         self._lock = engine_lock(folder)
-        self._records = BlockRecords(folder / RECORDS, slots, block_tokens, seed)
+        super().__init__(folder / RECORDS, slots, block_tokens, seed)
         self._storing: dict[bytes, StoredBlock] = {}
-        self.found = self._records.valid()
+        self.found = self.valid()
         """Slots with what lay in them at the start, the oldest first."""
         if self.found:
             log.info("host_tier_found", folder=str(folder), blocks=len(self.found))
@@ -175,15 +162,11 @@ class PersistentTier:
         """A block is about to be stored."""
         self._storing[block.key] = block
 
-    def invalidate(self, slot: int) -> None:
-        """A slot's block is about to be replaced."""
-        self._records.invalidate(slot)
-
     def stored(self, key: bytes, slot: int) -> None:
         """A block's copy has ended; one that was not announced by `storing` is not recorded."""
         block = self._storing.pop(key, None)
         if block is not None:
-            self._records.write(slot, block)
+            self.write(slot, block)
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Nothing of these is being stored any more."""
@@ -191,8 +174,8 @@ class PersistentTier:
             self._storing.pop(key, None)
 
     def clear(self) -> None:
-        self._storing.clear()
-        self._records.clear()
+        self._storing = {}
+        super().clear()
 
     def close(self) -> None:
         """Leave the folder to a successor."""
@@ -227,14 +210,13 @@ def record_stores(tracker: Any, tier: PersistentTier) -> None:
 
     def recording(request: Any, group: Any, chunk: int, key: bytes) -> None:
         record_store(request, group, chunk, key)
-        plain = not (request.lora_request or getattr(request, "mm_features", None))
-        if not plain or group.sliding_window_size_in_chunks is not None:
+        special = request.lora_request or getattr(request, "mm_features", None)
+        if special or group.sliding_window_size_in_chunks is not None:
             return
-        start = chunk * group.tokens_per_chunk
-        token_ids: Sequence[int] = request.all_token_ids[start : start + group.tokens_per_chunk]
-        first = chunk == 0
-        parent = None if first else bytes(request.block_hashes[chunk - 1])
-        salt = (request.cache_salt or "") if first else ""
-        tier.storing(StoredBlock(bytes(key), parent, tuple(token_ids), salt))
+        size = group.tokens_per_chunk
+        token_ids = tuple(request.all_token_ids[chunk * size : (chunk + 1) * size])
+        parent = bytes(request.block_hashes[chunk - 1]) if chunk else None
+        salt = "" if chunk else request.cache_salt or ""
+        tier.storing(StoredBlock(bytes(key), parent, token_ids, salt))
 
     tracker.record_store = recording

@@ -8,9 +8,10 @@ announced, so that both foresee the same. Pure; asked by the connectors for ever
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import re
 from collections.abc import Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,29 +22,28 @@ from kappa.plans.rates import as_measured, rates_from_law, rates_from_measured
 from workers.vllm.options import TAIL_KEY, read_options
 
 TAIL, LOAD_ALL = "tail", "kv"
-# Loading ahead: none of a request's own load hides behind its own prompt.
-OVERLAP = 0.0
 # A request that waits is asked about again and again, with the same numbers.
 _MAX_REMEMBERED = 4096
-_LOAD_AT_MOST = "load="
 # More digits than any count has: Python refuses to read thousands of them.
-_MAX_DIGITS = 18
+_LOAD_AT_MOST = re.compile(r"load=(\d{1,18})", re.ASCII)
 
 
 def tail_rates(shape: ModelShape, node: NodeProfile) -> dict[str, Any]:
     """The rates that worker and router plan by, as `rates_from_measured` reads them.
 
+    Loads go ahead of prompts: none of a request's own load hides behind its own prompt.
+
     Args:
         shape: the model that runs, or that a paced node acts as.
         node: its bandwidth and FLOP/s, measured or to be paced by. Seconds are the node's own.
     """
-    return as_measured(rates_from_law(shape, node, overlap=OVERLAP), shape.name, node.name)
+    return as_measured(rates_from_law(shape, node, overlap=0.0), shape.name, node.name)
 
 
 class TailOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """planner: "tail", or "kv" to load all; rates: as `tail_rates` gives them."""
+    """planner: "tail", or "kv" to load all; rates: as `tail_rates` gives them (none: load all)."""
 
-    planner: str = TAIL
+    planner: Literal["tail", "kv"] = "tail"
     rates: dict[str, Any] | None = None
 
 
@@ -51,30 +51,24 @@ class TailRecompute:
     """The planner of one engine.
 
     Args:
-        planner: "tail", or "kv" to load all, always.
-        rates: as `tail_rates` gives them; none: all is loaded.
+        options: none of them: all is loaded, always.
         block_tokens: of the host tier; every answer is a multiple, if the hits are.
 
     Raises:
-        ValueError: rates that cannot be read, or a planner that is neither; says why.
+        ValueError: rates that cannot be read; says why.
     """
 
-    def __init__(self, planner: str, rates: Mapping[str, Any] | None, block_tokens: int) -> None:
-        if planner not in (TAIL, LOAD_ALL):
-            raise ValueError(
-                f"{TAIL_KEY}: planner is {planner!r}; an engine of vLLM has {TAIL} and {LOAD_ALL}"
-            )
+    def __init__(self, options: TailOptions, block_tokens: int) -> None:
         self._plan, self._block_tokens = None, block_tokens
-        if planner == TAIL and rates is not None:
-            planning = Planning(block_tokens, rates_from_measured(rates), activations=False)
-            self._plan = planning.named(TAIL)
-        self._answers: OrderedDict[Cached, int] = OrderedDict()
+        if options.planner == TAIL and options.rates is not None:
+            rates = rates_from_measured(options.rates)
+            plan = Planning(block_tokens, rates, activations=False).named(TAIL)
+            self._plan = lru_cache(_MAX_REMEMBERED)(lambda cached: plan(cached).crossing_tokens)
 
     @classmethod
     def from_config(cls, extra: Mapping[str, Any], block_tokens: int) -> TailRecompute:
         """From a connector's extra configuration; without an entry there all is loaded."""
-        options = read_options(extra, TAIL_KEY, TailOptions)
-        return cls(options.planner, options.rates, block_tokens)
+        return cls(read_options(extra, TAIL_KEY, TailOptions), block_tokens)
 
     def loaded_tokens(self, device: int, hit: int, new: int, asked_for: str = "") -> int:
         """Of `hit` tokens that could be loaded behind `device` ones, how many to load.
@@ -84,16 +78,8 @@ class TailRecompute:
         """
         if hit <= 0 or asked_for == LOAD_ALL:
             return hit
-        if asked_for.startswith(_LOAD_AT_MOST):
-            tokens = asked_for.removeprefix(_LOAD_AT_MOST)
-            most = int(tokens) if tokens.isdecimal() and len(tokens) <= _MAX_DIGITS else hit
-            return min(hit, most // self._block_tokens * self._block_tokens)
-        if self._plan is None:
-            return hit
-        cached = Cached(hit, max(new, 1), device)
-        loaded = self._answers.get(cached)
-        if loaded is None:
-            loaded = self._answers[cached] = self._plan(cached).crossing_tokens
-            if len(self._answers) > _MAX_REMEMBERED:
-                self._answers.popitem(last=False)
-        return loaded
+        if asked_for.startswith("load="):
+            count = _LOAD_AT_MOST.fullmatch(asked_for)
+            most = int(count[1]) // self._block_tokens * self._block_tokens if count else hit
+            return min(hit, most)
+        return self._plan(Cached(hit, max(new, 1), device)) if self._plan is not None else hit

@@ -8,10 +8,10 @@ computed again. Blocks travel through `workers.vllm.transfer_files`.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 
 from workers.vllm.connector import HostTierConnector
-from workers.vllm.load_sources import LOAD_SOURCES, LoadSeconds
+from workers.vllm.load_sources import LoadSource
 from workers.vllm.options import TRANSFER_KEY, read_options
 from workers.vllm.transfer_files import TransferError, TransferFiles, TransferOptions
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = structlog.get_logger(__name__)
+
+Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,6 @@ class TransferConnector(HostTierConnector):
             options = read_options(extra, TRANSFER_KEY, TransferOptions)
             rank = int(vllm_config.parallel_config.rank)
             self._kappa_mover = Mover(TransferFiles(options, rank))
-            LOAD_SOURCES.append(self._kappa_mover)
 
     # -- the scheduler's side -----------------------------------------------------------------
 
@@ -93,10 +94,10 @@ class TransferConnector(HostTierConnector):
         params = params_of(request)
         if not params.get("do_remote_prefill") or request.request_id in self._kappa_received:
             return hit, loads_async
-        size = self._kappa_block_tokens
+        size, claimed = self._kappa_block_tokens, params.get("remote_tokens")
         # An engine computes at least the last token.
         usable = (request.num_prompt_tokens - 1) // size * size
-        handed = min(_count(params.get("remote_tokens")), usable) - num_computed_tokens
+        handed = (min(claimed, usable) if isinstance(claimed, int) else 0) - num_computed_tokens
         if handed <= (hit or 0):
             return hit, loads_async
         name = str(params.get("transfer_name", ""))
@@ -107,21 +108,18 @@ class TransferConnector(HostTierConnector):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """As the host tier's, which loads nothing for a request whose blocks are handed over."""
-        receiving = self._kappa_receiving.pop(request.request_id, None)
-        if receiving is None or not num_external_tokens:
-            super().update_state_after_alloc(request, blocks, num_external_tokens)
-            return
-        name, computed = receiving
-        size = self._kappa_block_tokens
-        start, count = computed // size, num_external_tokens // size
-        ids = list(blocks.get_block_ids()[0][start : start + count])
-        self._kappa_received.add(request.request_id)
-        self._kappa_receives.append(
-            Receive(request.request_id, name, ids, start, num_external_tokens)
-        )
-        # Reported as loaded before the host tier can report that it loads nothing.
-        self._kappa_reports.admitted(request, num_external_tokens)
-        super().update_state_after_alloc(request, blocks, 0)
+        request_id, tokens = request.request_id, num_external_tokens
+        name, computed = self._kappa_receiving.pop(request_id, ("", -1))
+        if computed >= 0 and tokens:
+            size = self._kappa_block_tokens
+            start = computed // size
+            ids = list(blocks.get_block_ids()[0][start : start + tokens // size])
+            self._kappa_received.add(request_id)
+            self._kappa_receives.append(Receive(request_id, name, ids, start, tokens))
+            # Reported as loaded before the host tier can report that it loads nothing.
+            self._kappa_admissions.admitted(request, tokens)
+            tokens = 0
+        super().update_state_after_alloc(request, blocks, tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The host tier's, with what is sent and received from this step on."""
@@ -135,28 +133,18 @@ class TransferConnector(HostTierConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         """As the host tier's; a prefill that is to be handed over is answered with its transfer."""
         later, _ = super().request_finished(request, block_ids)
-        return later, self._kappa_send(request, block_ids)
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`."""
-        later, _ = super().request_finished_all_groups(request, block_ids)
-        return later, self._kappa_send(request, block_ids[0])
-
-    def _kappa_send(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
         self._kappa_receiving.pop(request.request_id, None)
         self._kappa_received.discard(request.request_id)
         count = request.num_prompt_tokens // self._kappa_block_tokens
         computed = request.num_computed_tokens >= request.num_prompt_tokens
         if not (params_of(request).get("do_remote_decode") and count and computed):
-            return None
+            return later, None
         # The blocks are free now, but nothing writes to them before the next step's forward pass,
         # and they are copied before that.
         tokens = count * self._kappa_block_tokens
         send = Send(uuid.uuid4().hex, list(block_ids[:count]), tokens)
         self._kappa_sends.append(send)
-        return {
+        return later, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_name": send.name,
@@ -195,38 +183,30 @@ class TransferConnector(HostTierConnector):
         super().shutdown()
 
 
-class Mover:
+class Mover(LoadSource):
     """Sends and receives in threads of its own, one for each: the network both ways."""
 
     def __init__(self, files: TransferFiles) -> None:
+        super().__init__()
         self._files = files
         self._changed = threading.Condition()
         self._receiving = 0
         self._came_s = float("-inf")
-        self._load_seconds = LoadSeconds()
         self._ended: set[str] = set()
         self._lost: set[int] = set()
-        self._sends: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._receives: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, args=jobs, daemon=True, name=f"kappa-{jobs[1]}")
-            for jobs in ((self._sends, "send"), (self._receives, "receive"))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [ThreadPoolExecutor(1, f"kappa-{way}") for way in ("send", "receive")]
 
-    def send(self, send: Send, device: list[torch.Tensor]) -> None:
+    def send(self, send: Send, device: Tensors) -> None:
         """Copy the blocks now, write them later."""
         ids = torch.tensor(send.block_ids)
         copies = [tensor.index_select(0, ids.to(tensor.device)).cpu() for tensor in device]
-        self._sends.put(lambda: self._files.send(send.name, copies, send.tokens))
+        self._threads[0].submit(self._write, send, copies)
 
-    def receive(self, receive: Receive, device: list[torch.Tensor]) -> None:
+    def receive(self, receive: Receive, device: Tensors) -> None:
         """Fetch the blocks; `take_ended` will name the request."""
         with self._changed:
             self._receiving += 1
-        ordered_s = time.monotonic()
-        self._receives.put(lambda: self._fetch(receive, device, ordered_s))
+        self._threads[1].submit(self._fetch, receive, device, time.monotonic())
 
     def take_ended(self) -> set[str]:
         """Requests whose transfer ended since the last call, well or not."""
@@ -241,27 +221,25 @@ class Mover:
         return lost
 
     def wait_for_load(self, timeout_s: float) -> bool:
-        """As `LoadSource`."""
         with self._changed:
-            if self._receiving and not self._ended:
+            in_flight = self._receiving > 0
+            if in_flight and not self._ended:
                 self._changed.wait(timeout_s)
-                return True
-            return bool(self._receiving)
-
-    def take_load_s(self, request: str) -> float:
-        """Seconds from the order to the blocks' arrival; forgets them."""
-        return self._load_seconds.take(request)
+        return in_flight
 
     def shutdown(self) -> None:
         """Stop both threads once what they do now is done."""
-        if self in LOAD_SOURCES:
-            LOAD_SOURCES.remove(self)
-        for jobs in (self._sends, self._receives):
-            jobs.put(None)
+        self.leave()
         for thread in self._threads:
-            thread.join(timeout=5.0)
+            thread.shutdown(cancel_futures=True)
 
-    def _fetch(self, receive: Receive, device: list[torch.Tensor], ordered_s: float) -> None:
+    def _write(self, send: Send, copies: Tensors) -> None:
+        try:
+            self._files.send(send.name, copies, send.tokens)
+        except Exception:
+            log.exception("transfer_failed", direction="send")
+
+    def _fetch(self, receive: Receive, device: Tensors, ordered_s: float) -> None:
         lost: set[int] = set()
         try:
             # Those behind one that never came have waited with it: not as long again for each.
@@ -276,25 +254,15 @@ class Mover:
             # Whatever it was: the request must not wait for ever.
             lost = set(receive.block_ids)
             log.exception("transfer_failed", request_id=receive.request_id)
-        self._load_seconds.add(receive.request_id, time.monotonic() - ordered_s)
+        self.add_load_s(receive.request_id, time.monotonic() - ordered_s)
         with self._changed:
             self._receiving -= 1
             self._ended.add(receive.request_id)
             self._lost |= lost
             self._changed.notify_all()
 
-    def _run(self, jobs: queue.SimpleQueue[Any], name: str) -> None:
-        while (job := jobs.get()) is not None:
-            try:
-                job()
-            except Exception:
-                # A dead thread would leave requests waiting for ever.
-                log.exception("transfer_failed", direction=name)
 
-
-def fill(
-    device: list[torch.Tensor], received: list[torch.Tensor], block_ids: list[int], start: int
-) -> None:
+def fill(device: Tensors, received: Tensors, block_ids: list[int], start: int) -> None:
     """Write the transfer's blocks from the `start`-th on to these device blocks.
 
     Raises:
@@ -302,10 +270,9 @@ def fill(
     """
     ids = torch.tensor(block_ids)
     parts = [tensor[start : start + len(block_ids)] for tensor in received]
-    if len(parts) != len(device) or any(
-        part.shape != (len(block_ids), into.shape[1]) or part.dtype != into.dtype
-        for part, into in zip(parts, device, strict=True)
-    ):
+    if [(part.shape, part.dtype) for part in parts] != [
+        ((len(block_ids), into.shape[1]), into.dtype) for into in device
+    ]:
         raise TransferError("its blocks are not shaped like this worker's")
     for part, into in zip(parts, device, strict=True):
         into.index_copy_(0, ids.to(into.device), part.to(into.device))
@@ -315,7 +282,3 @@ def params_of(request: Request) -> dict[str, Any]:
     """A request's `kv_transfer_params`, empty without."""
     params = getattr(request, "kv_transfer_params", None)
     return params if isinstance(params, dict) else {}
-
-
-def _count(value: Any) -> int:
-    return value if isinstance(value, int) and value > 0 else 0

@@ -8,13 +8,12 @@ another model, size, version or boot is emptied. Claimed by the replica before i
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,19 +37,25 @@ class WarmRestartError(RuntimeError):
 
 
 class Lock:
-    """A lock on a file, held by this process until it ends or `release`s it."""
+    """A lock on a file or a folder, held by this process until it ends or `release`s it."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        mode = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+        self._fd = os.open(path, mode | os.O_CLOEXEC, 0o600)
 
-    def take(self) -> bool:
-        """Whether it is ours now."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        os.utime(self._fd)
-        return True
+    def take(self, wait_s: float = 0.0) -> bool:
+        """Whether it is ours, within so many seconds."""
+        until_s = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    return False
+                time.sleep(_POLL_S)
+                continue
+            os.utime(self._fd)
+            return True
 
     def release(self) -> None:
         """Let it go; safe to call twice."""
@@ -99,10 +104,13 @@ def claim_folder(
             )
         until_s = now_s() + wait_s
         while True:
-            with _alone(root):
+            turn = take_turn(root)
+            try:
                 found, busy = _search(root, wanted, settled_s)
                 if found is None and (not busy or now_s() >= until_s):
                     found = _new_folder(root, wanted)
+            finally:
+                turn.release()
             if found is not None:
                 return found
             sleep(_POLL_S)
@@ -119,37 +127,28 @@ def engine_lock(folder: Path, wait_s: float = _ENGINE_WAIT_S) -> Lock:
     Raises:
         WarmRestartError: it is still held after `wait_s`.
     """
-    lock, until_s = Lock(folder / ENGINE_LOCK), time.monotonic() + wait_s
-    while not lock.take():
-        if time.monotonic() >= until_s:
-            lock.release()
-            raise WarmRestartError(
-                f"{folder}: another engine still writes there after {wait_s:g} s"
-            )
-        time.sleep(_POLL_S)
+    lock = Lock(folder / ENGINE_LOCK)
+    if not lock.take(wait_s):
+        lock.release()
+        raise WarmRestartError(f"{folder}: another engine still writes there after {wait_s:g} s")
     return lock
 
 
-@contextlib.contextmanager
-def _alone(root: Path, wait_s: float = _ROOT_WAIT_S) -> Iterator[None]:
+def take_turn(root: Path, wait_s: float = _ROOT_WAIT_S) -> Lock:
     """One worker at a time looks through the folders: what one removes another may be opening, and
-    what one is making looks like nobody's."""
-    root_fd, until_s = os.open(root, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + wait_s
-    try:
-        while True:
-            try:
-                fcntl.flock(root_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= until_s:
-                    raise WarmRestartError(
-                        f"engine.handover_dir {root}: locked by another process for {wait_s:g} s; "
-                        "end that, or name another folder"
-                    ) from None
-            time.sleep(_POLL_S)
-        yield
-    finally:
-        os.close(root_fd)
+    what one is making looks like nobody's.
+
+    Raises:
+        WarmRestartError: another does so for longer than `wait_s`.
+    """
+    turn = Lock(root)
+    if not turn.take(wait_s):
+        turn.release()
+        raise WarmRestartError(
+            f"engine.handover_dir {root}: locked by another process for {wait_s:g} s; end that, "
+            "or name another folder"
+        )
+    return turn
 
 
 def _search(
@@ -159,28 +158,21 @@ def _search(
     that long."""
     busy = False
     for folder in sorted(root.glob("shelf-*")):
-        lock = Lock(folder / LOCK)
+        lock, found = Lock(folder / LOCK), _identity(folder)
         if not lock.take():
             lock.release()
             old = time.time() - (folder / LOCK).stat().st_mtime >= settled_s
-            busy = busy or (old and _identity(folder) == wanted)
+            busy = busy or (old and found == wanted)
             continue
-        found = _identity(folder)
         if found == wanted:
             log.info("host_tier_adopted", folder=str(folder))
             return TierFolder(folder, lock, warm=True), busy
-        if _is_stale(found, wanted):
+        # Nobody can want one of this pool as it was, or of an earlier run of the machine. Another
+        # pool's may be waiting for a worker that restarts.
+        if found.get("boot") != wanted["boot"] or found.get("pool") == wanted.get("pool"):
             shutil.rmtree(folder, ignore_errors=True)
         lock.release()
     return None, busy
-
-
-def _is_stale(found: Any, wanted: Mapping[str, Any]) -> bool:
-    """Whether nobody can want it: of this pool as it was, or of an earlier run of the machine.
-    Another pool's may be waiting for a worker that restarts."""
-    if not isinstance(found, dict):
-        return True
-    return found.get("boot") != wanted["boot"] or found.get("pool") == wanted.get("pool")
 
 
 def _new_folder(root: Path, wanted: Mapping[str, Any]) -> TierFolder:
@@ -199,11 +191,13 @@ def _new_folder(root: Path, wanted: Mapping[str, Any]) -> TierFolder:
     raise WarmRestartError(f"engine.handover_dir {root}: {_MAX_FOLDERS} workers use it already")
 
 
-def _identity(folder: Path) -> Any:
+def _identity(folder: Path) -> dict[str, Any]:
+    """Empty if it cannot be read."""
     try:
-        return json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
+        found = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _boot() -> str:

@@ -26,8 +26,8 @@ from workers.stats_channel import StatsSender
 from workers.vllm.connector import HostTierConnector
 from workers.vllm.host_tier import HostTierWorker, TierSize
 from workers.vllm.host_tier_manager import HostTierManager
-from workers.vllm.link_queue import LinkPace, LinkRules
 from workers.vllm.load_sources import LOAD_SOURCES
+from workers.vllm.options import LinkPace, LinkRules
 
 pytestmark = pytest.mark.vllm
 
@@ -76,7 +76,7 @@ def tier(stats):
     yield make
     for worker in made:
         worker.shutdown()
-        LOAD_SOURCES.remove(worker)
+        assert worker not in LOAD_SOURCES
 
 
 def test_blocks_come_back_byte_for_byte_wherever_they_are_put(tier):
@@ -226,7 +226,7 @@ def test_what_was_not_dropped_comes_back_as_it_was_stored(tier):
 @pytest.mark.parametrize(("duplex", "links"), [(FULL, 2), (HALF, 1)])
 def test_a_half_duplex_link_is_one_server(tier, duplex, links):
     worker, _ = tier(rules=LinkRules(duplex=duplex))
-    assert len(worker._each) == links
+    assert len(worker.links) == links
 
 
 def test_an_engine_that_only_stores_naps_but_is_told_that_no_load_is_there(tier):

@@ -29,8 +29,7 @@ from router.index.kv_events import BlocksStored, decode_batch
 from workers.stats_channel import StatsSender
 from workers.vllm.host_tier import HostTierWorker, TierSize
 from workers.vllm.host_tier_manager import PersistentTierManager
-from workers.vllm.link_queue import LinkPace
-from workers.vllm.load_sources import LOAD_SOURCES
+from workers.vllm.options import LinkPace
 from workers.vllm.persistent_tier import PersistentTier, StoredBlock, announcement, record_stores
 
 pytestmark = pytest.mark.vllm
@@ -100,7 +99,6 @@ class Life:
 
     def end(self):
         self.worker.shutdown()
-        LOAD_SOURCES.remove(self.worker)
         self.manager.shutdown()
 
 

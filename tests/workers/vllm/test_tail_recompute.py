@@ -9,7 +9,7 @@ from kappa.model import kv_bytes_per_token
 from kappa.plans.planners import Cached, Planning
 from kappa.plans.rates import rates_from_law, rates_from_measured
 from kappa.shapes import model_shape
-from workers.vllm.tail_recompute import TailRecompute, tail_rates
+from workers.vllm.tail_recompute import TailOptions, TailRecompute, tail_rates
 
 SHAPE = model_shape("llama-3.1-8b")
 BLOCK = 32
@@ -23,7 +23,7 @@ def node(critical):
 
 
 def tail(critical, planner="tail"):
-    return TailRecompute(planner, tail_rates(SHAPE, node(critical)), BLOCK)
+    return TailRecompute(TailOptions(planner, tail_rates(SHAPE, node(critical))), BLOCK)
 
 
 def test_a_fast_link_loads_a_long_prefix_whole_when_the_gpu_is_busy_anyway():
@@ -64,7 +64,7 @@ def test_answers_are_whole_blocks_of_the_hit_and_never_predicted_later(critical,
 
 
 def test_without_rates_and_for_those_who_ask_so_all_is_loaded():
-    assert TailRecompute("tail", None, BLOCK).loaded_tokens(0, 640, 5) == 640
+    assert TailRecompute(TailOptions("tail"), BLOCK).loaded_tokens(0, 640, 5) == 640
     assert tail(0.2, "kv").loaded_tokens(0, 640, 5) == 640
     assert tail(0.2).loaded_tokens(0, 640, 5, "kv") == 640
     assert tail(0.2).loaded_tokens(0, 640, 5, "tail") == 0
@@ -72,7 +72,7 @@ def test_without_rates_and_for_those_who_ask_so_all_is_loaded():
 
 
 def test_an_experiment_may_say_how_much_to_load():
-    asked = TailRecompute("kv", None, BLOCK)
+    asked = TailRecompute(TailOptions("kv"), BLOCK)
     assert asked.loaded_tokens(0, 640, 5, "load=320") == 320
     assert asked.loaded_tokens(0, 640, 5, "load=339") == 320  # at a block's end
     assert asked.loaded_tokens(0, 640, 5, "load=0") == 0
@@ -93,12 +93,13 @@ def test_the_router_reads_the_rates_as_the_engine_does():
 
 
 def test_what_no_engine_of_vllm_has_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"kvpr.*tail"):
-        TailRecompute("kvpr", None, BLOCK)
-    with pytest.raises(ValueError, match=r"kappa_plan: .*unknown field `speed`"):
-        TailRecompute.from_config({"kappa_plan": {"planner": "tail", "speed": 1}}, BLOCK)
-    with pytest.raises(ValueError, match="profile anew"):
-        TailRecompute("tail", {"format": "other"}, BLOCK)
+    for given, reason in (
+        ({"planner": "kvpr"}, r"kappa_plan: Invalid enum value 'kvpr' - at `\$.planner`"),
+        ({"speed": 1}, "kappa_plan: .*unknown field `speed`"),
+        ({"rates": {"format": "other"}}, "profile anew"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            TailRecompute.from_config({"kappa_plan": given}, BLOCK)
 
 
 def test_answers_that_are_forgotten_come_back_the_same():
@@ -126,7 +127,7 @@ def test_rates_alone_mean_the_planner_that_reads_them():
 
 
 def test_a_count_of_as_many_digits_as_any_has_is_read():
-    asked = TailRecompute("kv", None, BLOCK)
+    asked = TailRecompute(TailOptions("kv"), BLOCK)
     assert asked.loaded_tokens(0, 640, 5, "load=" + "64".zfill(18)) == 64
     assert asked.loaded_tokens(0, 640, 5, "load=" + "64".zfill(19)) == 640
     assert [asked.loaded_tokens(0, 640, 5, f"load={n}") for n in (31, 32, 63)] == [0, 32, 32]

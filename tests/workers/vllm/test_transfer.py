@@ -1,11 +1,13 @@
 """Blocks from one device cache to another, in threads: what arrives, what is lost, who waits."""
 
+import threading
 import time
 
 import pytest
 import torch
 
-from workers.vllm.arguments import FILES, NIXL, TransferChoice, hand_over
+from kappa.settings.engine import TransferSettings
+from workers.vllm.arguments import hand_over
 from workers.vllm.load_sources import LOAD_SOURCES
 from workers.vllm.options import TRANSFER_KEY
 from workers.vllm.transfer import Mover, Receive, Send, fill
@@ -14,7 +16,7 @@ from workers.vllm.transfer_files import TransferError, TransferFiles, TransferOp
 pytestmark = pytest.mark.vllm
 
 NAME = "ab" * 16
-CHOICE = TransferChoice(FILES, "/dev/shm/x", 1 << 20, 2.0, 1e9, 0.001)
+CHOICE = TransferSettings(folder="/dev/shm/x", most_bytes=1 << 20, wait_s=2.0)
 
 
 def cache(seed, blocks=12):
@@ -86,6 +88,10 @@ def test_transfers_that_will_not_come_wait_together(tmp_path):
     for request in "ab":
         made.receive(Receive(request, NAME, [0], 0, 16), cache(2))
     ordered_s = time.monotonic()
+    deadline_s = time.monotonic() + 30
+    while len(waited) < 2:
+        assert time.monotonic() < deadline_s
+        made.wait_for_load(0.01)
     made.shutdown()
     assert len(waited) == 2 and all(before_s <= since_s <= ordered_s for since_s in waited)
 
@@ -118,10 +124,10 @@ def test_blocks_of_another_shape_are_refused_before_anything_is_written(handed):
 
 def test_a_mover_that_has_stopped_is_asked_no_more(tmp_path):
     made = Mover(TransferFiles(TransferOptions(str(tmp_path), 1, 0.1)))
-    LOAD_SOURCES.append(made)
+    assert made in LOAD_SOURCES
     made.shutdown()
     assert made not in LOAD_SOURCES
-    assert not any(thread.is_alive() for thread in made._threads)
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("kappa-receive")]
 
 
 def test_an_engine_with_a_host_tier_sends_and_receives():
@@ -139,7 +145,7 @@ def test_an_engine_with_a_host_tier_sends_and_receives():
 def test_between_machines_vllms_own_stands_before_the_host_tier():
     config = {"kv_connector": "HostTierConnector"}
     arguments = {"kv_transfer_config": config}
-    hand_over(TransferChoice(NIXL, "", 1, 1.0, 1.0, 0.0), arguments, None)
+    hand_over(TransferSettings(connector="nixl"), arguments, None)
     made = arguments["kv_transfer_config"]
     connectors = made["kv_connector_extra_config"]["connectors"]
     assert [one["kv_connector"] for one in connectors] == ["NixlConnector", "HostTierConnector"]
@@ -149,8 +155,3 @@ def test_between_machines_vllms_own_stands_before_the_host_tier():
 def test_without_a_host_tier_there_is_nothing_to_build_on():
     with pytest.raises(ValueError, match=r"engine\.host_bytes"):
         hand_over(CHOICE, {}, None)
-
-
-def test_an_unknown_connector_is_refused():
-    with pytest.raises(ValueError, match="files or nixl"):
-        hand_over(TransferChoice("ucx", "", 1, 1.0, 1.0, 0.0), {"kv_transfer_config": {}}, None)

@@ -10,13 +10,12 @@ import pytest
 import torch
 import zmq
 
+from kappa.settings.engine import TransferSettings
 from workers.tiny_model import make_tiny_model
 from workers.vllm.arguments import (
     CPU_ENV,
-    FILES,
     EngineScheduler,
     EngineTier,
-    TransferChoice,
     hand_over,
     transfer_config,
 )
@@ -40,7 +39,7 @@ def config(tmp_path_factory):
     model = make_tiny_model(folder / "model", ["hello world"] * 20)
     stats = f"ipc://{folder}/stats"
     tier = transfer_config(EngineTier(), 1 << 24, stats)
-    files = TransferChoice(FILES, str(folder / "files"), 1 << 26, 1.0, 1e9, 0.0)
+    files = TransferSettings(folder=str(folder / "files"), most_bytes=1 << 26, wait_s=1.0)
     hand_over(files, {"kv_transfer_config": tier}, None)
     made = EngineArgs(
         model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=1024,

@@ -10,7 +10,7 @@ under every salt. Lives in the scheduler's process; the log is read by a thread,
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ class LmcacheContents:
         self._block_tokens, self._chunk_blocks = block_tokens, chunk_blocks
         self._chunk_hashes, self._name, self._most = chunk_hashes, name, most_blocks
         self._held: OrderedDict[bytes, bytes] = OrderedDict()  # vLLM's hash: its chunk's
-        self._chunks: dict[bytes, set[bytes]] = {}
+        self._chunks: defaultdict[bytes, set[bytes]] = defaultdict(set)
         self._events: list[KVCacheEvent] = []
         self._lock = threading.Lock()
 
@@ -61,28 +61,25 @@ class LmcacheContents:
 
     def hold(self, run: Run) -> None:
         """The server has these blocks: it stored them, or a look-up found them."""
+        count, hashes = self._chunk_blocks, run.block_hashes
         with self._lock:
-            start, stop = self._whole_chunks(run)
-            fresh = [i for i in range(start, stop) if run.block_hashes[i] not in self._held]
+            start, stop = run.start // count * count, min(run.stop, len(hashes)) // count * count
+            fresh = [i for i in range(start, stop) if hashes[i] not in self._held]
             if not fresh:
                 return
-            first = fresh[0] // self._chunk_blocks * self._chunk_blocks
-            for at, chunk in zip(
-                range(first, stop, self._chunk_blocks), self._hashes(run, first, stop), strict=True
-            ):
-                for block_hash in run.block_hashes[at : at + self._chunk_blocks]:
-                    if block_hash not in self._held:
-                        self._held[block_hash] = chunk
-                        self._chunks.setdefault(chunk, set()).add(block_hash)
-            self._announce(run, fresh)
+            first = fresh[0] // count * count
+            chunks = self._server_hashes(run, first, stop)
+            for i in fresh:
+                chunk = self._held[hashes[i]] = chunks[(i - first) // count]
+                self._chunks[chunk].add(hashes[i])
+                self._events.append(self._stored(run, i))
             while len(self._held) > self._most:
                 self._forget(self._chunks[next(iter(self._held.values()))].copy())
 
     def miss(self, block_hash: bytes) -> None:
         """A look-up did not find this block, which may have been announced."""
         with self._lock:
-            if block_hash in self._held:
-                self._forget([block_hash])
+            self._forget([block_hash])
 
     def evicted(self, chunks: Iterable[bytes]) -> None:
         """The server has dropped these chunks, by its own hashes."""
@@ -101,11 +98,7 @@ class LmcacheContents:
             events, self._events = self._events, []
         return events
 
-    def _whole_chunks(self, run: Run) -> tuple[int, int]:
-        n = self._chunk_blocks
-        return run.start // n * n, min(run.stop, len(run.block_hashes)) // n * n
-
-    def _hashes(self, run: Run, first: int, stop: int) -> list[bytes]:
+    def _server_hashes(self, run: Run, first: int, stop: int) -> list[bytes]:
         """The server's hashes of the chunks from block `first` on."""
         size = self._block_tokens
         before = self._held.get(run.block_hashes[first - 1]) if first else None
@@ -114,20 +107,17 @@ class LmcacheContents:
         every = self._chunk_hashes(list(run.token_ids[: stop * size]), None)
         return every[first // self._chunk_blocks :]
 
-    def _announce(self, run: Run, blocks: list[int]) -> None:
+    def _stored(self, run: Run, i: int) -> BlockStored:
         size = self._block_tokens
-        for i in blocks:
-            self._events.append(
-                BlockStored(
-                    block_hashes=[self._name(run.block_hashes[i])],
-                    parent_block_hash=self._name(run.block_hashes[i - 1]) if i else None,
-                    token_ids=list(run.token_ids[i * size : (i + 1) * size]),
-                    block_size=size,
-                    lora_id=None,
-                    medium=MEDIUM,
-                    lora_name=None,
-                )
-            )
+        return BlockStored(
+            block_hashes=[self._name(run.block_hashes[i])],
+            parent_block_hash=self._name(run.block_hashes[i - 1]) if i else None,
+            token_ids=list(run.token_ids[i * size : (i + 1) * size]),
+            block_size=size,
+            lora_id=None,
+            medium=MEDIUM,
+            lora_name=None,
+        )
 
     def _forget(self, block_hashes: Iterable[bytes]) -> None:
         gone = [block_hash for block_hash in block_hashes if block_hash in self._held]

@@ -57,29 +57,23 @@ class TierGuard:
         """Whether the server may be asked now."""
         return now_s >= self._closed_until_s
 
-    def noted(self, why: str) -> None:
-        """Something went wrong that somebody else saw to: it is only counted."""
+    def failed(self, why: str, now_s: float, *, pause: bool = True) -> dict[str, int]:
+        """Something went wrong: leave the server alone for a while, unless somebody else sees to it
+        (`pause`). Returns what to warn of now, once a minute at most: failures since then."""
         self.failures[why] += 1
         self._unwarned[why] += 1
-
-    def failed(self, why: str, now_s: float) -> None:
-        """Something went wrong: leave the server alone for a while."""
-        self.noted(why)
-        if now_s >= self._closed_until_s:
+        if pause and now_s >= self._closed_until_s:
             self._closed_until_s = now_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, max(_LONGEST_PAUSE_S, self._retry_s))
-
-    def answered(self) -> None:
-        """The server did what it was asked for: the next pause is a short one again."""
-        self._pause_s = self._retry_s
-
-    def warning(self, now_s: float) -> dict[str, int]:
-        """What to warn of now, once a minute at most: failures by kind since the last warning."""
-        if not self._unwarned or now_s - self._warned_s < _WARN_EVERY_S:
+        if now_s - self._warned_s < _WARN_EVERY_S:
             return {}
         unwarned, self._unwarned = dict(self._unwarned), Counter()
         self._warned_s = now_s
         return unwarned
+
+    def answered(self) -> None:
+        """The server did what it was asked for: the next pause is a short one again."""
+        self._pause_s = self._retry_s
 
 
 class LmcacheLink:
@@ -89,21 +83,19 @@ class LmcacheLink:
         make: makes it; raises while the server does not answer, after a bounded time.
         ready: is called once it is made, before anyone else sees it; may raise, then it is made
             anew.
-        guard: says when to ask; failures go there.
         stats: gets a message for every failure.
-        retry_s: between two attempts to make it.
     """
 
     def __init__(
         self,
         make: Callable[[], Any],
         ready: Callable[[Any], None],
-        guard: TierGuard,
+        options: LmcacheOptions,
         stats: StatsSender,
-        retry_s: float,
     ) -> None:
-        self._make, self._ready, self.guard, self._stats = make, ready, guard, stats
-        self._retry_s = retry_s
+        self._make, self._ready, self._stats = make, ready, stats
+        self._retry_s = options.retry_s
+        self.guard = TierGuard(options.retry_s, options.timeout_s)
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -126,28 +118,23 @@ class LmcacheLink:
     def failed(self, why: str, error: object = "", *, pause: bool = True) -> None:
         """The tier did not do what it was asked for: counted, and warned of once a minute."""
         with self._lock:
-            now_s = time.monotonic()
-            if pause:
-                self.guard.failed(why, now_s)
-            else:
-                self.guard.noted(why)
+            failures = self.guard.failed(why, time.monotonic(), pause=pause)
             self._stats.send({"kind": "tier_failed", "why": why})
-            failures = self.guard.warning(now_s)
         if failures:
             log.warning("lmcache_failed", failures=failures, last=repr(error)[:300])
 
-    def call(self, why: str, function: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
-        """(whether it went well and in time, what it returned)."""
+    def call(self, why: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """What it returned; None if it raised. One that took too long is counted as failed, too."""
         start_s = time.monotonic()
         try:
-            result = function(*args)
+            result = function(*args, **named)
         except Exception as error:
             self.failed(why, error)
-            return False, None
+            return None
         took_s = time.monotonic() - start_s
         if took_s > self.guard.slow_s:
             self.failed(why, f"took {took_s:.3f} s")
-        return True, result
+        return result
 
     def close(self) -> None:
         """Stop trying, and shut LMCache's connector down."""

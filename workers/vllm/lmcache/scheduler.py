@@ -12,19 +12,22 @@ import contextlib
 import threading
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 from vllm.distributed.kv_events import KVCacheEvent
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from workers.request_metadata import plan_of
-from workers.vllm.admission_reports import AdmissionReports
+from workers.vllm.admission_reports import AdmissionReports, ignore_malformed_params
+from workers.vllm.lmcache.connector import (
+    LmcacheConnector,
+    LmcacheMetadata,
+    LmcacheWorkerMeta,
+    Stored,
+)
 from workers.vllm.lmcache.contents import LmcacheContents, Run
-from workers.vllm.lmcache.link import ABSENT, LOOKUP, LmcacheLink
-from workers.vllm.lmcache.worker import LmcacheWorkerMeta, Stored
+from workers.vllm.lmcache.link import ABSENT, LOOKUP
 from workers.vllm.tail_recompute import TailRecompute
 
 log = structlog.get_logger(__name__)
@@ -34,51 +37,25 @@ _REMOVED = "removed"
 _RESUBSCRIBE_S = 1.0
 
 
-@dataclass
-class LmcacheMetadata(KVConnectorMetadata):
-    """What a step's workers get: LMCache's own metadata, if it has any; requests that ended and
-    keep their blocks until a worker names them; loads that LMCache does not know of, with their
-    blocks."""
+class LmcacheScheduler(LmcacheConnector):
+    """Requests of one engine."""
 
-    inner: Any = None
-    delayed: set[str] = field(default_factory=set)
-    lost: dict[str, list[int]] = field(default_factory=dict)
-
-
-class LmcacheScheduler:
-    """Requests of one engine.
-
-    Args:
-        link: to LMCache's connector.
-        reports: of every admission.
-        tail: how much of a hit to load.
-        block_tokens: of the device cache.
-        workers: how many workers store each run.
-        most_blocks: bound of what is announced.
-    """
-
-    def __init__(
-        self,
-        link: LmcacheLink,
-        reports: AdmissionReports,
-        tail: TailRecompute,
-        block_tokens: int,
-        workers: int,
-        most_blocks: int,
-    ) -> None:
-        self._link, self._reports, self._tail = link, reports, tail
-        self._block_tokens, self._workers, self._most = block_tokens, workers, most_blocks
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        tail = TailRecompute.from_config(self._extra, self._block_tokens)
+        self._admissions = AdmissionReports(self._stats, tail)
+        self._workers = vllm_config.parallel_config.world_size
         self._requests: dict[str, Any] = {}
         self._hits: dict[str, int] = {}
-        self._computed: dict[str, int] = {}
         self._loading: dict[str, list[int]] = {}
         self._delayed: set[str] = set()
         self._stores: dict[Stored, tuple[Run, int]] = {}
         self._contents: LmcacheContents | None = None
         self._feed: EvictionFeed | None = None
         self._well = True
+        self._link.connect()
 
-    def ready(self, inner: Any) -> None:
+    def _ready(self, inner: Any) -> None:
         """LMCache's connector is there: requests that run already stay unknown to it."""
         from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
@@ -89,135 +66,129 @@ class LmcacheScheduler:
             chunk_tokens // self._block_tokens,
             lambda tokens, before: hasher.compute_chunk_hashes(tokens, before),
             lambda block_hash: maybe_convert_block_hash(BlockHash(block_hash)),
-            self._most,
+            self._options.most_blocks,
         )
         self._follow(inner)
 
     # -- admission ----------------------------------------------------------------------------
 
-    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """How many tokens beyond `computed` to load, and whether that takes steps."""
-        self._reports.looked_up(request, computed)
+    def on_new_request(self, request: Any) -> None:
+        """What LMCache cannot read must not count as its failure."""
+        ignore_malformed_params(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens behind the device's to load, and whether that takes steps."""
         self._requests[request.request_id] = request
-        self._computed[request.request_id] = computed
-        inner = self._link.inner
-        if inner is None:
-            return 0, False
-        if self._link.open() is None:
-            self._mute(inner, request)
-            return 0, False
-        went_well, answer = self._link.call(
-            LOOKUP, inner.get_num_new_matched_tokens, request, computed
-        )
-        if not went_well:
-            self._mute(inner, request)
-            return 0, False
-        hit, loads_async = answer
+        hit = self._hit(request, num_computed_tokens)
+        loaded = self._admissions.loaded_tokens(request, num_computed_tokens, hit or 0)
         if hit is None:
-            return None, loads_async
-        found = inner.request_trackers[request.request_id].num_lmcache_hit_tokens
-        self._hits[request.request_id] = found
-        self._missed(request, found)
-        if not hit:
-            return 0, False
-        new = request.num_tokens - computed - hit
-        plan = plan_of(request.sampling_params)
-        loaded = self._tail.loaded_tokens(computed, hit, new, plan)
+            return None, True
         if loaded < hit:
-            loaded = self._shorten(inner, request, computed, loaded)
+            loaded = self._shorten(request, num_computed_tokens, loaded)
         return loaded, bool(loaded)
 
-    def allocated(self, request: Any, blocks: Any, external: int) -> None:
-        """Blocks are allocated, `external` tokens will be loaded."""
-        self._reports.admitted(request, external)
-        first = self._computed.pop(request.request_id, 0) // self._block_tokens
+    def _hit(self, request: Any, computed: int) -> int | None:
+        """Tokens behind `computed` that LMCache can load; None: it does not know yet."""
+        inner = self._link.inner
+        if inner is None:
+            return 0
+        answer = None
+        if self._link.open() is not None:
+            look_up = inner.get_num_new_matched_tokens
+            answer = self._link.call(LOOKUP, look_up, request, computed)
+        if answer is None:
+            self._mute(inner, request)
+            return 0
+        hit: int | None = answer[0]
+        if hit is not None:
+            found = inner.request_trackers[request.request_id].num_lmcache_hit_tokens
+            self._hits[request.request_id] = found
+            # What it did not find is not there, whatever was announced.
+            blocks = found // self._block_tokens
+            if self._contents is not None and blocks < len(request.block_hashes):
+                self._contents.miss(request.block_hashes[blocks])
+        return hit
+
+    def _shorten(self, request: Any, computed: int, loaded: int) -> int:
+        """Load less than was found; the rest is unlocked in the server. Returns what is loaded."""
+        inner = self._link.inner
+        adapter, tracker = inner.scheduler_adapter, inner.request_trackers[request.request_id]
+        chunk = adapter.lmcache_tokens_per_chunk
+        end, found = (computed + loaded) // chunk * chunk, tracker.num_lmcache_hit_tokens
+        if end <= computed:
+            end = tracker.num_vllm_hit_tokens // chunk * chunk
+        tracker.num_lmcache_hit_tokens = end
+        self._link.call(
+            LOOKUP, adapter.free_lookup_locks, token_ids=tracker.get_token_ids(), start=end,
+            end=found, request_id=request.request_id, cache_salt=tracker.cache_salt,
+            request_configs=tracker.request_configs,
+        )  # fmt: skip
+        return max(end - computed, 0)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks are allocated, so many tokens will be loaded."""
+        device_tokens = self._admissions.admitted(request, num_external_tokens)
         inner = self._link.inner
         if inner is None:
             return
         if request.request_id not in inner.request_trackers:
             self._mute(inner, request)
-        if external:
+        if num_external_tokens:
             # Those before are the device's, and may be others' too: they are not lost with a load.
-            stop = first + -(-external // self._block_tokens)
+            first = device_tokens // self._block_tokens
+            stop = first + -(-num_external_tokens // self._block_tokens)
             self._loading[request.request_id] = list(blocks.get_block_ids()[0][first:stop])
-        self._link.call(LOOKUP, inner.update_state_after_alloc, request, blocks, external)
+        allocated = inner.update_state_after_alloc
+        self._link.call(LOOKUP, allocated, request, blocks, num_external_tokens)
 
-    def metadata(self, output: Any) -> LmcacheMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> LmcacheMetadata:
         """What this step's workers get."""
-        metadata = LmcacheMetadata(delayed=self._delayed)
-        self._delayed = set()
-        inner, loading = self._link.inner, self._loading
-        self._loading = {}
-        if inner is not None:
-            self._know_all(inner, output)
-            _, metadata.inner = self._link.call(LOOKUP, inner.build_connector_meta, output)
-        transfers = metadata.inner.requests if metadata.inner is not None else ()
-        sent = {one.request_id for one in transfers if one.direction == "RETRIEVE"}
-        metadata.lost = {name: ids for name, ids in loading.items() if name not in sent}
-        for transfer in transfers:
-            if transfer.direction == "STORE":
-                self._note_store(transfer)
+        metadata = LmcacheMetadata(delayed=self._delayed, lost=self._loading)
+        self._delayed, self._loading = set(), {}
+        inner = self._link.inner
+        if inner is None:
+            return metadata
+        # Requests that were admitted before LMCache was there are followed, too, but muted.
+        ids = [new.req_id for new in scheduler_output.scheduled_new_reqs]
+        for request_id in (*ids, *scheduler_output.scheduled_cached_reqs.req_ids):
+            if request_id not in inner.request_trackers and request_id in self._requests:
+                self._mute(inner, self._requests[request_id])
+        metadata.inner = self._link.call(LOOKUP, inner.build_connector_meta, scheduler_output)
+        for transfer in metadata.inner.requests if metadata.inner is not None else ():
+            request = self._requests.get(transfer.request_id)
+            if transfer.direction == "RETRIEVE":
+                metadata.lost.pop(transfer.request_id, None)
+            elif request is not None:
+                size, op = self._block_tokens, transfer.op
+                stop = op.end // size
+                run = Run(op.token_ids, list(request.block_hashes[:stop]), op.start // size, stop)
+                self._stores[transfer.request_id, op.start, op.end] = run, self._workers
         return metadata
 
-    def finished(self, request: Any) -> bool:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; True: its blocks stay until the workers have stored them."""
-        self._reports.finished(request)
-        self._requests.pop(request.request_id, None)
-        self._computed.pop(request.request_id, None)
-        self._found(request, self._hits.pop(request.request_id, None))
+        request_id = request.request_id
+        self._admissions.finished(request)
+        self._requests.pop(request_id, None)
+        # What a look-up found is there; announced late, when the device's events have the salt.
+        blocks = self._hits.pop(request_id, 0) // self._block_tokens
+        if self._contents is not None and blocks:
+            ids = list(request.all_token_ids[: blocks * self._block_tokens])
+            self._contents.hold(Run(ids, list(request.block_hashes[:blocks]), 0, blocks))
         inner = self._link.inner
-        if inner is None or request.request_id not in inner.request_trackers:
-            return False
-        went_well, answer = self._link.call(LOOKUP, inner.request_finished, request, [])
-        if not went_well:
-            inner.request_trackers.pop(request.request_id, None)
-            return False
+        if inner is None or request_id not in inner.request_trackers:
+            return False, None
+        answer = self._link.call(LOOKUP, inner.request_finished, request, [])
+        if answer is None:
+            inner.request_trackers.pop(request_id, None)
+            return False, None
         if answer[0]:
-            self._delayed.add(request.request_id)
-        return bool(answer[0])
-
-    # -- what is announced --------------------------------------------------------------------
-
-    def stored(self, meta: Any) -> None:
-        """Workers reported what they have stored."""
-        if not isinstance(meta, LmcacheWorkerMeta):
-            return
-        for key in meta.lost:
-            self._stores.pop(key, None)
-        for key, count in meta.stored.items():
-            if key not in self._stores:
-                continue
-            run, missing = self._stores.pop(key)
-            if missing > count:
-                self._stores[key] = run, missing - count
-            elif self._contents is not None:
-                self._contents.hold(run)
-
-    def events(self) -> Iterable[KVCacheEvent]:
-        """What changed in the server, as far as it is known; nothing is claimed of a sick one."""
-        if self._contents is None:
-            return ()
-        well = self._link.open() is not None
-        if well and not self._well:
-            # The server may be another one, and the old one's log never ends.
-            self._follow(self._link.inner)
-        if self._well and not well:
-            self._contents.clear()
-            # LMCache's own heartbeat may have seen it first, and then nothing else has failed.
-            self._link.failed(ABSENT, "its server does not answer", pause=False)
-        self._well = well
-        return self._contents.take()
-
-    # -- inside -------------------------------------------------------------------------------
-
-    def _follow(self, inner: Any) -> None:
-        """Follow the server's log of evictions, from now on and from nothing."""
-        assert self._contents is not None
-        if self._feed is not None:
-            self._feed.stop()
-        self._contents.clear()
-        self._feed = EvictionFeed(inner.scheduler_adapter, self._contents)
-        self._feed.start()
+            self._delayed.add(request_id)
+        return bool(answer[0]), None
 
     def _mute(self, inner: Any, request: Any) -> None:
         """Have LMCache follow a request without loading or storing anything for it."""
@@ -232,57 +203,50 @@ class LmcacheScheduler:
         except Exception as error:
             self._link.failed(LOOKUP, error)
 
-    def _know_all(self, inner: Any, output: Any) -> None:
-        """Requests that were admitted before LMCache was there are followed, too, but muted."""
-        ids = [new.req_id for new in output.scheduled_new_reqs]
-        for request_id in (*ids, *output.scheduled_cached_reqs.req_ids):
-            if request_id not in inner.request_trackers and request_id in self._requests:
-                self._mute(inner, self._requests[request_id])
+    # -- what is announced --------------------------------------------------------------------
 
-    def _shorten(self, inner: Any, request: Any, computed: int, loaded: int) -> int:
-        """Load less than was found; the rest is unlocked in the server. Returns what is loaded."""
-        adapter = inner.scheduler_adapter
-        chunk = adapter.lmcache_tokens_per_chunk
-        tracker = inner.request_trackers[request.request_id]
-        end, found = (computed + loaded) // chunk * chunk, tracker.num_lmcache_hit_tokens
-        if end <= computed:
-            end = tracker.num_vllm_hit_tokens // chunk * chunk
-        tracker.num_lmcache_hit_tokens = end
-        went_well, _ = self._link.call(
-            LOOKUP,
-            lambda: adapter.free_lookup_locks(
-                token_ids=tracker.get_token_ids(), start=end, end=found,
-                request_id=request.request_id, cache_salt=tracker.cache_salt,
-                request_configs=tracker.request_configs,
-            ),
-        )  # fmt: skip
-        if not went_well:
-            log.debug("lmcache_locks_kept", request=request.request_id)
-        return max(end - computed, 0)
-
-    def _note_store(self, transfer: Any) -> None:
-        request = self._requests.get(transfer.request_id)
-        if request is None:
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Workers reported what they have stored."""
+        meta = connector_output.kv_connector_worker_meta
+        if not isinstance(meta, LmcacheWorkerMeta):
             return
-        size, op = self._block_tokens, transfer.op
-        stop = op.end // size
-        run = Run(op.token_ids, list(request.block_hashes[:stop]), op.start // size, stop)
-        self._stores[transfer.request_id, op.start, op.end] = run, self._workers
+        for key in meta.lost:
+            self._stores.pop(key, None)
+        for key, count in meta.stored.items():
+            run, missing = self._stores.pop(key, (None, 0))
+            if run is not None and missing > count:
+                self._stores[key] = run, missing - count
+            elif run is not None and self._contents is not None:
+                self._contents.hold(run)
 
-    def _found(self, request: Any, tokens: int | None) -> None:
-        """What a look-up found is there; announced late, when the device's events have the salt."""
-        if self._contents is None or tokens is None:
-            return
-        hashes, blocks = request.block_hashes, tokens // self._block_tokens
-        if blocks:
-            ids = list(request.all_token_ids[: blocks * self._block_tokens])
-            self._contents.hold(Run(ids, list(hashes[:blocks]), 0, blocks))
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What changed in the server, as far as it is known; nothing is claimed of a sick one."""
+        if self._contents is None:
+            return ()
+        well = self._link.open() is not None
+        if well and not self._well:
+            # The server may be another one, and the old one's log never ends.
+            self._follow(self._link.inner)
+        if self._well and not well:
+            self._contents.clear()
+            # LMCache's own heartbeat may have seen it first, and then nothing else has failed.
+            self._link.failed(ABSENT, "its server does not answer", pause=False)
+        self._well = well
+        return self._contents.take()
 
-    def _missed(self, request: Any, tokens: int) -> None:
-        """What a look-up did not find is not there, whatever was announced."""
-        blocks = tokens // self._block_tokens
-        if self._contents is not None and blocks < len(request.block_hashes):
-            self._contents.miss(request.block_hashes[blocks])
+    def reset_cache(self) -> bool | None:
+        """Clear the server, if it answers."""
+        inner = self._link.open()
+        return None if inner is None else bool(self._link.call(LOOKUP, inner.reset_cache))
+
+    def _follow(self, inner: Any) -> None:
+        """Follow the server's log of evictions, from now on and from nothing."""
+        assert self._contents is not None
+        if self._feed is not None:
+            self._feed.stop()
+        self._contents.clear()
+        self._feed = EvictionFeed(inner.scheduler_adapter, self._contents)
+        self._feed.start()
 
 
 class EvictionFeed(threading.Thread):
@@ -300,10 +264,9 @@ class EvictionFeed(threading.Thread):
 
     def stop(self) -> None:
         self._stopped.set()
-        stream = self._stream
-        if stream is not None:
+        if self._stream is not None:
             with contextlib.suppress(Exception):
-                stream.close()
+                self._stream.close()
 
     def run(self) -> None:
         """Follow the log. The server ends a subscription now and then: go on where it ended.

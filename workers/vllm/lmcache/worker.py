@@ -2,43 +2,31 @@
 
 Every transfer is asked for alone, so that one that fails costs only itself: a load that fails is
 reported to vLLM as lost blocks, which it computes anew; a store that fails is forgotten. On a paced
-node a load is reported as done when the named node's link would have brought it. Owned by
-`workers.vllm.lmcache.connector`.
+node a load is reported as done when the named node's link would have brought it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from workers.stats_channel import StatsSender
-from workers.vllm.link_queue import LinkPace
-from workers.vllm.lmcache.link import LOAD, STORE, LmcacheLink
-from workers.vllm.load_sources import LOAD_SOURCES, LoadSeconds
+from workers.vllm.lmcache.connector import (
+    LmcacheConnector,
+    LmcacheMetadata,
+    LmcacheWorkerMeta,
+    Stored,
+)
+from workers.vllm.lmcache.link import LOAD, STORE
+from workers.vllm.load_sources import LoadSource
+from workers.vllm.options import PACE_KEY, LinkPace, read_options
 
-# A stored run of a request: its id, and the tokens from and to.
-Stored = tuple[str, int, int]
 _STORE_POLL_S = 0.002
-
-
-@dataclass
-class LmcacheWorkerMeta(KVConnectorWorkerMetadata):
-    """What workers stored since the last step: run to how many of them did; lost: given up."""
-
-    stored: dict[Stored, int] = field(default_factory=dict)
-    lost: set[Stored] = field(default_factory=set)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> LmcacheWorkerMeta:
-        """Two workers' reports as one."""
-        assert isinstance(other, LmcacheWorkerMeta)
-        stored = dict(self.stored)
-        for run, count in other.stored.items():
-            stored[run] = stored.get(run, 0) + count
-        return LmcacheWorkerMeta(stored, self.lost | other.lost)
 
 
 @dataclass(slots=True)
@@ -51,27 +39,19 @@ class _Load:
     lost: bool = False
 
 
-class LmcacheWorker:
-    """Transfers of one worker process.
+class LmcacheWorker(LmcacheConnector, LoadSource):
+    """Transfers of one worker process."""
 
-    Args:
-        link: to LMCache's connector.
-        stats: gets a message for every transfer.
-        pace: of the link, on a paced node.
-        token_bytes: of the KV of one token, in this worker.
-        block_tokens: of the device cache.
-    """
-
-    def __init__(
-        self,
-        link: LmcacheLink,
-        stats: StatsSender,
-        pace: LinkPace,
-        token_bytes: int,
-        block_tokens: int,
-    ) -> None:
-        self._link, self._stats, self._pace = link, stats, pace
-        self._token_bytes, self._block_tokens = token_bytes, block_tokens
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        LoadSource.__init__(self)
+        self._pace = read_options(self._extra, PACE_KEY, LinkPace)
+        pages = sum(
+            group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+            for group in kv_cache_config.kv_cache_groups
+        )
+        self._token_bytes = int(pages // self._block_tokens)
+        self._caches: dict[str, torch.Tensor] = {}
         self._loads: dict[str, _Load] = {}
         self._landed: list[str] = []
         self._failed_blocks: set[int] = set()
@@ -79,86 +59,97 @@ class LmcacheWorker:
         self._meta = LmcacheWorkerMeta()
         self._waiting: set[str] = set()
         self._stored: set[str] = set()
-        self._load_seconds = LoadSeconds()
         self._free_s = 0.0
-        LOAD_SOURCES.append(self)
+
+    def _ready(self, inner: Any) -> None:
+        inner.register_kv_caches(self._caches)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The device cache is there: now LMCache's connector can be made."""
+        self._caches = kv_caches
+        self._link.connect()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, LmcacheMetadata)
+        inner = self._link.open()
+        if inner is not None and kv_connector_metadata.inner is not None:
+            self._link.call(STORE, inner.handle_preemptions, kv_connector_metadata.inner)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.leave()
 
     # -- transfers ----------------------------------------------------------------------------
 
-    def load(self, requests: Iterable[Any]) -> None:
-        """Submit loads; those that cannot be are lost at once."""
-        for transfer in requests:
-            now_s = time.monotonic()
-            op = transfer.op
-            tokens = op.end - op.start
-            start_s = max(now_s, self._free_s)
-            pace_s = self._pace.load_s(tokens)
-            load = _Load(now_s, tokens, list(op.flat_block_ids), start_s + pace_s)
-            self._loads[transfer.request_id] = load
-            inner = self._link.open()
-            went_well = False
-            if inner is not None:
-                adapter = inner.worker_adapter
-                went_well, _ = self._link.call(LOAD, self._submit, adapter, LOAD, transfer)
-            if not went_well:
-                self._lose(load)
-                self._landed.append(transfer.request_id)
-                continue
-            self._free_s = load.lands_s
-            load.took_s = time.monotonic() - now_s
+    def _of_step(self, direction: str) -> tuple[LmcacheMetadata, list[Any]]:
+        """This step's metadata, and LMCache's transfers in one direction."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, LmcacheMetadata)
+        every = metadata.inner.requests if metadata.inner is not None else ()
+        return metadata, [one for one in every if one.direction == direction]
 
-    def lose(self, requests: Iterable[tuple[str, list[int]]]) -> None:
-        """Loads that never got here: (request, its blocks); vLLM waits for them all the same."""
-        for request_id, block_ids in requests:
+    def _submit(self, why: str, transfer: Any) -> bool:
+        """Whether LMCache took a transfer on."""
+        inner = self._link.open()
+        if inner is None:
+            return False
+        adapter = inner.worker_adapter
+
+        def submit() -> bool:
+            load = why == LOAD
+            ask = adapter.submit_retrieve_request if load else adapter.submit_store_request
+            ask(
+                transfer.request_id, transfer.op, adapter.create_recorded_event(),
+                cache_salt=transfer.cache_salt, request_configs=transfer.request_configs,
+            )  # fmt: skip
+            return True
+
+        return bool(self._link.call(why, submit))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Submit this step's loads; those that cannot be are lost at once, as are those that never
+        got here: vLLM waits for them all the same."""
+        metadata, transfers = self._of_step("RETRIEVE")
+        for request_id, block_ids in metadata.lost.items():
             load = self._loads[request_id] = _Load(time.monotonic(), 0, block_ids, 0.0)
             self._lose(load)
             self._landed.append(request_id)
+        for transfer in transfers:
+            now_s, op = time.monotonic(), transfer.op
+            tokens = op.end - op.start
+            lands_s = max(now_s, self._free_s) + self._pace.load_s(tokens)
+            load = _Load(now_s, tokens, list(op.flat_block_ids), lands_s)
+            self._loads[transfer.request_id] = load
+            if self._submit(LOAD, transfer):
+                self._free_s = lands_s
+                load.took_s = time.monotonic() - now_s
+            else:
+                self._lose(load)
+                self._landed.append(transfer.request_id)
 
-    def store(self, requests: Iterable[Any]) -> None:
-        """Submit stores; those that cannot be are given up."""
-        for transfer in requests:
+    def wait_for_save(self) -> None:
+        """Submit this step's stores; those that cannot be are given up."""
+        for transfer in self._of_step("STORE")[1]:
             run = (transfer.request_id, transfer.op.start, transfer.op.end)
-            inner = self._link.open()
-            went_well, start_s = False, time.monotonic()
-            if inner is not None:
-                adapter = inner.worker_adapter
-                went_well, _ = self._link.call(STORE, self._submit, adapter, STORE, transfer)
-            if inner is None or not went_well:
+            start_s = time.monotonic()
+            if self._submit(STORE, transfer):
+                futures = self._link.inner.worker_adapter.store_futures
+                self._storing.append((run, futures.get(transfer.request_id), start_s))
+            else:
                 self._meta.lost.add(run)
-                continue
-            future = inner.worker_adapter.store_futures.get(transfer.request_id)
-            self._storing.append((run, future, start_s))
-
-    @staticmethod
-    def _submit(adapter: Any, direction: str, transfer: Any) -> None:
-        submit = adapter.submit_retrieve_request if direction == LOAD else None
-        submit = submit or adapter.submit_store_request
-        submit(
-            transfer.request_id,
-            transfer.op,
-            adapter.create_recorded_event(),
-            cache_salt=transfer.cache_salt,
-            request_configs=transfer.request_configs,
-        )
 
     # -- what ended ---------------------------------------------------------------------------
 
-    def finished(self, delayed: Iterable[str]) -> tuple[set[str], set[str]]:
-        """(requests whose blocks may go, requests whose load has ended, well or not).
-
-        `delayed`: requests that ended since the last call and whose blocks the scheduler keeps
-        until they are named here.
-        """
-        self._waiting.update(delayed)
-        inner = self._link.inner
-        if inner is None:
-            self._stored.update(self._waiting)
-        else:
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """(requests whose blocks may go, requests whose load has ended, well or not)."""
+        self._waiting.update(self._of_step("")[0].delayed)
+        inner, answer = self._link.inner, None
+        if inner is not None:
             ask = inner.worker_adapter.get_finished
-            went_well, answer = self._link.call(STORE, ask, set(self._waiting))
-            stored, received = answer if went_well else (self._waiting, ())
-            self._stored.update(stored or ())
-            self._landed += [name for name in received or () if name in self._loads]
+            answer = self._link.call(STORE, ask, set(self._waiting))
+        stored, received = answer or (self._waiting, ())
+        self._stored.update(stored or ())
+        self._landed += [name for name in received or () if name in self._loads]
         self._settle_stores()
         ended = self._take_landed(inner)
         # vLLM lets go of a request once, and not while it is being loaded.
@@ -167,31 +158,45 @@ class LmcacheWorker:
         self._stored &= self._waiting
         return sent, ended
 
-    def lost_blocks(self) -> set[int]:
+    def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that loads did not fill, since the last call."""
         blocks, self._failed_blocks = self._failed_blocks, set()
         return blocks
 
-    def take_meta(self) -> LmcacheWorkerMeta | None:
+    def build_connector_worker_meta(self) -> LmcacheWorkerMeta | None:
         """What was stored since the last call, for the scheduler."""
         meta, self._meta = self._meta, LmcacheWorkerMeta()
         return meta if meta.stored or meta.lost else None
 
+    def wait_for_load(self, timeout_s: float) -> bool:
+        """As `LoadSource`'s: sleeps until the next load lands."""
+        if self._loads:
+            lands_s = min(load.lands_s for load in self._loads.values())
+            time.sleep(min(max(lands_s - time.monotonic(), _STORE_POLL_S), timeout_s))
+            return True
+        if self._storing:
+            time.sleep(min(timeout_s, _STORE_POLL_S))
+        return False
+
     def _take_landed(self, inner: Any) -> set[str]:
         now_s, ended, later = time.monotonic(), set[str](), []
-        errors = set[int]()
+        errors: Iterable[int] = ()
         if inner is not None:
             errors = inner.worker_adapter.get_block_ids_with_load_errors()
         for request_id in self._landed:
             load = self._loads[request_id]
-            if errors.intersection(load.block_ids):
+            if not set(load.block_ids).isdisjoint(errors):
                 self._link.failed(LOAD, "blocks were not filled")
                 self._lose(load)
             if not load.lost and load.lands_s > now_s:
                 later.append(request_id)
                 continue
             if not load.lost:
-                self._report(request_id, load, now_s)
+                self._link.guard.answered()
+                paced_s = self._pace.load_s(load.tokens)
+                took_s = max(load.took_s, paced_s or now_s - load.start_s)
+                self.add_load_s(request_id, took_s)
+                self._report("load", load.tokens, took_s)
             del self._loads[request_id]
             ended.add(request_id)
         self._landed = later
@@ -205,13 +210,11 @@ class LmcacheWorker:
         now_s, still = time.monotonic(), []
         for run, future, start_s in self._storing:
             try:
-                if not future.query():
-                    if now_s - start_s > self._link.guard.slow_s:
-                        self._meta.lost.add(run)
-                        self._link.failed(STORE, "took too long")
-                    else:
-                        still.append((run, future, start_s))
+                if not future.query() and now_s - start_s <= self._link.guard.slow_s:
+                    still.append((run, future, start_s))
                     continue
+                if not future.query():
+                    raise TimeoutError("took too long")
                 stored = bool(future.result(timeout=0))
             except Exception as error:
                 self._link.failed(STORE, error)
@@ -221,38 +224,11 @@ class LmcacheWorker:
                 continue
             self._link.guard.answered()
             self._meta.stored[run] = 1
-            self._send_stats("store", run[2] - run[1], now_s - start_s)
+            self._report("store", run[2] - run[1], now_s - start_s)
         self._storing = still
 
-    def _report(self, request_id: str, load: _Load, now_s: float) -> None:
-        self._link.guard.answered()
-        paced = self._pace.load_s(load.tokens)
-        took_s = max(load.took_s, paced) if paced else max(load.took_s, now_s - load.start_s)
-        self._load_seconds.add(request_id, took_s)
-        self._send_stats("load", load.tokens, took_s)
-
-    def _send_stats(self, kind: str, tokens: int, took_s: float) -> None:
+    def _report(self, kind: str, tokens: int, took_s: float) -> None:
         self._stats.send({
             "kind": kind, "tokens": tokens, "blocks": tokens // self._block_tokens,
             "bytes": tokens * self._token_bytes, "took_s": took_s,
         })  # fmt: skip
-
-    # -- what the metered worker asks of a host tier ------------------------------------------
-
-    def take_load_s(self, request: str) -> float:
-        return self._load_seconds.take(request)
-
-    def wait_for_load(self, timeout_s: float) -> bool:
-        """As `LoadSource`: sleeps until the next load lands."""
-        if self._loads:
-            lands_s = min(load.lands_s for load in self._loads.values())
-            time.sleep(min(max(lands_s - time.monotonic(), _STORE_POLL_S), timeout_s))
-            return True
-        if self._storing:
-            time.sleep(min(timeout_s, _STORE_POLL_S))
-        return False
-
-    def close(self) -> None:
-        """Forget everything."""
-        if self in LOAD_SOURCES:
-            LOAD_SOURCES.remove(self)

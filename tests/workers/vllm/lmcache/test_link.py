@@ -31,24 +31,20 @@ def test_failures_while_it_is_closed_do_not_close_it_for_longer():
     assert guard.failures == {LOOKUP: 4}
 
 
-def test_what_is_only_noted_is_counted_and_closes_nothing():
+def test_what_somebody_else_sees_to_is_counted_and_closes_nothing():
     guard = TierGuard(retry_s=5.0, slow_s=1.0)
-    guard.noted("absent")
-    assert guard.allows(0.0)
-    assert guard.failures == {"absent": 1}
-    assert guard.warning(0.0) == {"absent": 1}
+    assert guard.failed("absent", 0.0, pause=False) == {"absent": 1}
+    assert guard.allows(0.0) and guard.failures == {"absent": 1}
 
 
 @given(st.lists(st.floats(0.0, 20.0), min_size=1, max_size=200))
 def test_there_is_one_warning_a_minute_at_most_and_it_names_every_failure(gaps):
-    guard, now_s, warned, told = TierGuard(1.0, 1.0), 0.0, [], 0
+    guard, now_s, warned, named = TierGuard(1.0, 1.0), 0.0, [], 0
     for gap in gaps:
         now_s += gap
-        guard.failed(LOAD, now_s)
-        due = guard.warning(now_s)
-        if due:
+        warning = guard.failed(LOAD, now_s)
+        if warning:
             warned.append(now_s)
-            told += due[LOAD]
+            named += warning[LOAD]
     assert all(later - sooner >= 60.0 for sooner, later in pairwise(warned))
-    assert told <= len(gaps)
-    assert told + guard.warning(now_s + 61.0).get(LOAD, 0) == len(gaps) == guard.failures[LOAD]
+    assert named + guard.failed(LOAD, now_s + 61.0)[LOAD] == len(gaps) + 1 == guard.failures[LOAD]

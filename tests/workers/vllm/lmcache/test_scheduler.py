@@ -3,12 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
-from workers.stats_channel import StatsSender
-from workers.vllm.admission_reports import AdmissionReports
-from workers.vllm.lmcache.link import LmcacheLink, TierGuard
+from workers.vllm.lmcache.connector import LmcacheConnector
 from workers.vllm.lmcache.scheduler import LmcacheScheduler
-from workers.vllm.tail_recompute import LOAD_ALL, TailRecompute
 
 pytestmark = pytest.mark.vllm
 
@@ -31,23 +29,30 @@ class Inner:
     def build_connector_meta(self, output):
         raise RuntimeError("the server is gone")
 
+    def shutdown(self):
+        pass
 
-def test_a_load_that_fails_costs_only_the_blocks_that_it_was_to_fill():
-    stats = StatsSender("")
-    link = LmcacheLink(Inner, lambda _: None, TierGuard(1.0, 1.0), stats, 1.0)
-    link.connect()
-    tail = TailRecompute(LOAD_ALL, None, BLOCK)
-    scheduler = LmcacheScheduler(link, AdmissionReports(stats), tail, BLOCK, 1, 100)
+
+def test_a_load_that_fails_costs_only_the_blocks_that_it_was_to_fill(monkeypatch):
+    monkeypatch.setattr("workers.vllm.lmcache.link.LmcacheLink.connect", lambda link: None)
+    lmcache = {"timeout_s": 1.0, "retry_s": 1.0, "most_blocks": 100}
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"kappa_lmcache": lmcache}),
+        cache_config=SimpleNamespace(block_size=BLOCK),
+        parallel_config=SimpleNamespace(world_size=1),
+    )
+    scheduler = LmcacheConnector(config, KVConnectorRole.SCHEDULER, None)
+    assert isinstance(scheduler, LmcacheScheduler)
+    scheduler._link.inner = Inner()
     request = SimpleNamespace(
-        request_id="r", num_tokens=100, num_prompt_tokens=100, sampling_params=None
+        request_id="r", num_tokens=100, num_prompt_tokens=100, sampling_params=None, block_hashes=[]
     )
     # The device holds two blocks of the prompt, which others may be using.
-    assert scheduler.matched(request, 2 * BLOCK) == (HIT, True)
+    assert scheduler.get_num_new_matched_tokens(request, 2 * BLOCK) == (HIT, True)
     blocks = SimpleNamespace(get_block_ids=lambda: ([7, 3, 11, 12, 13, 20, 21],))
-    scheduler.allocated(request, blocks, HIT)
-    nothing = SimpleNamespace(
-        scheduled_new_reqs=[], scheduled_cached_reqs=SimpleNamespace(req_ids=[])
-    )
-    assert scheduler.metadata(nothing).lost == {"r": [11, 12, 13]}
-    assert scheduler.metadata(nothing).lost == {}
-    link.close()
+    scheduler.update_state_after_alloc(request, blocks, HIT)
+    cached = SimpleNamespace(req_ids=[])
+    nothing = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached)
+    assert scheduler.build_connector_meta(nothing).lost == {"r": [11, 12, 13]}
+    assert scheduler.build_connector_meta(nothing).lost == {}
+    scheduler.shutdown()
