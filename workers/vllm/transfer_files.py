@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 
 _NAME = re.compile(r"[0-9a-f]{32}")
 _FILE = re.compile(r"[0-9a-f]{32}-\d+\.(kv|part|refused)")
-_SUFFIX, _REFUSED = ".kv", ".refused"
 _POLL_S = 0.005
 
 
@@ -79,18 +78,17 @@ class TransferFiles:
         """
         start_s = self._clock()
         path = self._path(name)
-        self.sweep()
-        size = sum(tensor.nbytes for tensor in blocks)
-        if self._held_bytes() + size > self._options.most_bytes:
-            path.with_suffix(_REFUSED).touch()
+        refused, part = path.with_suffix(".refused"), path.with_suffix(".part")
+        held_bytes = self.sweep()
+        if held_bytes + sum(tensor.nbytes for tensor in blocks) > self._options.most_bytes:
+            refused.touch()
             return
-        part = path.with_suffix(".part")
         try:
             save_file({str(i): t.contiguous() for i, t in enumerate(blocks)}, part)
         except (OSError, SafetensorError):
             # No memory: what is there in part takes some, and nobody must wait for it.
             part.unlink(missing_ok=True)
-            path.with_suffix(_REFUSED).touch()
+            refused.touch()
             raise
         remaining_s = start_s + self._options.pace_s(tokens) - self._clock()
         if remaining_s > 0:
@@ -107,11 +105,12 @@ class TransferFiles:
             TransferError: it did not come in time, was refused, or cannot be read.
         """
         path = self._path(name)
+        refused = path.with_suffix(".refused")
         began_s = self._clock() if since_s is None else since_s
         deadline_s = began_s + self._options.wait_s + self._options.pace_s(tokens)
         while not path.exists():
-            if path.with_suffix(_REFUSED).exists():
-                path.with_suffix(_REFUSED).unlink(missing_ok=True)
+            if refused.exists():
+                refused.unlink(missing_ok=True)
                 raise TransferError("refused: no room for it")
             if self._clock() >= deadline_s:
                 raise TransferError(f"not there after {self._options.wait_s:g} s")
@@ -125,16 +124,14 @@ class TransferFiles:
             path.unlink(missing_ok=True)
 
     def sweep(self) -> int:
-        """Remove what nobody received in time; returns how many files."""
-        swept = 0
+        """Remove what nobody received in time; returns the bytes of what is left."""
+        left_bytes = 0
         for path, found in self._files():
             if time.time() - found.st_mtime > 2 * self._options.wait_s + 60:
                 path.unlink(missing_ok=True)
-                swept += 1
-        return swept
-
-    def _held_bytes(self) -> int:
-        return sum(found.st_size for _, found in self._files())
+            else:
+                left_bytes += found.st_size
+        return left_bytes
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         """Files of transfers; whatever else lies in the folder is not ours to count or remove."""
@@ -152,4 +149,4 @@ class TransferFiles:
         # A name reaches us by way of the request: it must not lead out of the folder.
         if not _NAME.fullmatch(name):
             raise TransferError("its name is none of ours")
-        return self._folder / f"{name}-{self._rank}{_SUFFIX}"
+        return self._folder / f"{name}-{self._rank}.kv"

@@ -7,6 +7,7 @@ that holds nothing else. A server that a worker starts ends with that worker's p
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import socket
@@ -21,6 +22,7 @@ from workers.vllm_plugin import die_with_parent
 VERSION = "0.5.6"
 STAMP = "complete"
 _END_S = 5.0
+_QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
 
 
 class LmcacheMissingError(RuntimeError):
@@ -96,19 +98,14 @@ class LmcacheServer:
     ) -> None:
         """Start it on `ports` of this machine (its own, and of its metrics; none: free ones)."""
         port, http_port = ports or _free_ports(2)
-        self.url = f"tcp://127.0.0.1:{port}"
-        self.http_url = f"http://127.0.0.1:{http_port}"
-        environment = {
-            **os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1",
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": "",
-        }  # fmt: skip
+        self.url, self.http_url = f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{http_port}"
         with open(log or os.devnull, "ab") as output:
             self.process = subprocess.Popen(
                 server_command(install, port, http_port, chunk_tokens, size_bytes),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=environment,
+                env={**os.environ, **_QUIET, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
                 preexec_fn=die_with_parent if sys.platform == "linux" else None,
             )
 
@@ -133,33 +130,25 @@ def prepare_lmcache(
     """
     install = LmcacheInstall.find(cache_dir)
     if install.client is not None:
-        _find_modules_in(str(install.client))
-    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
-    os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
+        # For this process and those that it starts; behind everything else.
+        folder, known = str(install.client), os.environ.get("PYTHONPATH", "")
+        if folder not in sys.path:
+            sys.path.append(folder)
+        if folder not in known.split(os.pathsep):
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (known, folder)))
     # It warns of every attempt to reach its server; ours is one warning a minute.
-    os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
+    for name, value in {**_QUIET, "LMCACHE_LOG_LEVEL": "CRITICAL"}.items():
+        os.environ.setdefault(name, value)
     if server:
         return None
     log.parent.mkdir(parents=True, exist_ok=True)
     return LmcacheServer(install, chunk_tokens, size_bytes, log)
 
 
-def _find_modules_in(folder: str) -> None:
-    """For this process and those that it starts; behind everything else."""
-    if folder not in sys.path:
-        sys.path.append(folder)
-    known = os.environ.get("PYTHONPATH", "")
-    if folder not in known.split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (known, folder)))
-
-
 def _free_ports(count: int) -> list[int]:
     """TCP ports on loopback that nothing listens on now."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
+    with contextlib.ExitStack() as open_ones:
+        probes = [open_ones.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
