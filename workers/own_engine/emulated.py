@@ -27,7 +27,7 @@ from workers.own_engine.faults import FaultsFile, FaultyPublisher
 from workers.own_engine.reports import EngineReports
 from workers.own_engine.server import Built, OwnEngine
 from workers.vllm.arguments import Pace
-from workers.vllm.link_queue import LinkPace
+from workers.vllm.options import LinkPace
 
 WORD = " emulated"
 # As little as a model can be: a token's KV is its place in a block, and no more.

@@ -16,7 +16,7 @@ from workers.vllm.transfer_files import TransferError, TransferFiles, TransferOp
 pytestmark = pytest.mark.vllm
 
 NAME = "ab" * 16
-CHOICE = TransferSettings(folder="/dev/shm/x", most_bytes=1 << 20, wait_s=2.0)
+FILES = TransferSettings(folder="/dev/shm/x", most_bytes=1 << 20, wait_s=2.0)
 
 
 def cache(seed, blocks=12):
@@ -25,6 +25,10 @@ def cache(seed, blocks=12):
         torch.randint(-128, 127, (blocks, size), dtype=torch.int8, generator=generator)
         for size in (64, 32)
     ]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.fixture
@@ -44,38 +48,34 @@ def until_done(mover, request_id):
 
 def test_blocks_arrive_where_they_belong_and_nowhere_else(mover):
     source, target = cache(1), cache(2)
-    before = [tensor.clone() for tensor in target]
     mover.send(Send(NAME, [3, 1, 7], 48), source)
     # What is sent is copied at once: the cache may be used for others from then on.
-    kept = [tensor.clone() for tensor in source]
     for tensor in source:
         tensor.zero_()
     mover.receive(Receive("r", NAME, [5, 0], 1, 32), target)
     assert until_done(mover, "r") == {"r"}
-    for now, was, gave in zip(target, before, kept, strict=True):
-        assert torch.equal(now[[5, 0]], gave[[1, 7]])
-        others = [i for i in range(len(now)) if i not in (5, 0)]
-        assert torch.equal(now[others], was[others])
+    expected = cache(2)
+    for into, sent in zip(expected, cache(1), strict=True):
+        into[[5, 0]] = sent[[1, 7]]
+    assert same(target, expected)
     assert mover.take_lost() == set() and mover.take_load_s("r") > 0
     assert mover.take_load_s("r") == 0.0 and not mover.wait_for_load(0.0)
 
 
-def test_what_does_not_come_is_named_block_by_block_and_the_request_goes_on(mover):
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_does_not_come_is_named_block_by_block_and_the_request_goes_on(
+    mover, tmp_path, broken
+):
+    if broken:  # a failure that nobody foresaw
+        (tmp_path / f"{NAME}-0.kv").mkdir()
     target = cache(2)
     mover.receive(Receive("r", NAME, [5, 0], 0, 32), target)
     assert until_done(mover, "r") == {"r"}
     assert mover.take_lost() == {5, 0} and mover.take_lost() == set()
-    assert all(torch.equal(now, was) for now, was in zip(target, cache(2), strict=True))
+    assert same(target, cache(2)) and not mover.wait_for_load(0.0)
 
 
-def test_a_failure_of_any_kind_ends_the_requests_wait(mover, tmp_path):
-    (tmp_path / f"{NAME}-0.kv").mkdir()
-    mover.receive(Receive("r", NAME, [5, 0], 0, 32), cache(2))
-    assert until_done(mover, "r") == {"r"}
-    assert mover.take_lost() == {5, 0} and not mover.wait_for_load(0.0)
-
-
-def test_transfers_that_will_not_come_wait_together(tmp_path):
+def test_transfers_that_will_not_come_wait_together():
     waited = []
 
     class Files:
@@ -88,10 +88,10 @@ def test_transfers_that_will_not_come_wait_together(tmp_path):
     for request in "ab":
         made.receive(Receive(request, NAME, [0], 0, 16), cache(2))
     ordered_s = time.monotonic()
-    deadline_s = time.monotonic() + 30
-    while len(waited) < 2:
-        assert time.monotonic() < deadline_s
-        made.wait_for_load(0.01)
+    ended = set()
+    while ended != {"a", "b"}:
+        ended |= made.take_ended()
+        made.wait_for_load(1.0)
     made.shutdown()
     assert len(waited) == 2 and all(before_s <= since_s <= ordered_s for since_s in waited)
 
@@ -119,12 +119,13 @@ def test_blocks_of_another_shape_are_refused_before_anything_is_written(handed):
     target = cache(2)
     with pytest.raises(TransferError, match="not shaped"):
         fill(target, handed, [0, 1], 0)
-    assert all(torch.equal(now, was) for now, was in zip(target, cache(2), strict=True))
+    assert same(target, cache(2))
 
 
 def test_a_mover_that_has_stopped_is_asked_no_more(tmp_path):
     made = Mover(TransferFiles(TransferOptions(str(tmp_path), 1, 0.1)))
     assert made in LOAD_SOURCES
+    made.receive(Receive("r", NAME, [0], 0, 16), cache(2))
     made.shutdown()
     assert made not in LOAD_SOURCES
     assert not [t.name for t in threading.enumerate() if t.name.startswith("kappa-receive")]
@@ -132,19 +133,19 @@ def test_a_mover_that_has_stopped_is_asked_no_more(tmp_path):
 
 def test_an_engine_with_a_host_tier_sends_and_receives():
     config = {"kv_connector": "HostTierConnector", "kv_connector_extra_config": {"a": 1}}
-    arguments = {"kv_transfer_config": config}
-    hand_over(CHOICE, arguments, None)
-    made = arguments["kv_transfer_config"]
-    assert made["kv_connector_module_path"] == "workers.vllm.transfer"
-    assert made["kv_connector_extra_config"]["a"] == 1
-    assert made["kv_connector_extra_config"][TRANSFER_KEY] == {
-        "folder": "/dev/shm/x", "most_bytes": 1 << 20, "wait_s": 2.0,
-    }  # fmt: skip
+    hand_over(FILES, {"kv_transfer_config": config}, None)
+    assert config == {
+        "kv_connector": "TransferConnector",
+        "kv_connector_module_path": "workers.vllm.transfer",
+        "kv_connector_extra_config": {
+            "a": 1,
+            TRANSFER_KEY: {"folder": "/dev/shm/x", "most_bytes": 1 << 20, "wait_s": 2.0},
+        },
+    }
 
 
 def test_between_machines_vllms_own_stands_before_the_host_tier():
-    config = {"kv_connector": "HostTierConnector"}
-    arguments = {"kv_transfer_config": config}
+    arguments = {"kv_transfer_config": {"kv_connector": "HostTierConnector"}}
     hand_over(TransferSettings(connector="nixl"), arguments, None)
     made = arguments["kv_transfer_config"]
     connectors = made["kv_connector_extra_config"]["connectors"]
@@ -154,4 +155,4 @@ def test_between_machines_vllms_own_stands_before_the_host_tier():
 
 def test_without_a_host_tier_there_is_nothing_to_build_on():
     with pytest.raises(ValueError, match=r"engine\.host_bytes"):
-        hand_over(CHOICE, {}, None)
+        hand_over(FILES, {}, None)
