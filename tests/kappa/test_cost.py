@@ -311,10 +311,3 @@ def test_ratio_counts_neither_device_tokens_nor_less_than_one_new() -> None:
 def test_counts_refuse_negatives() -> None:
     with pytest.raises(ValueError, match=r"TokenCounts\.cached_tokens"):
         TokenCounts(0, -1, 1)
-
-
-def test_types_are_frozen_and_slotted() -> None:
-    counts = TokenCounts(0, 1, 1)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        counts.new_tokens = 2  # type: ignore[misc]  # the assignment is the test
-    assert not hasattr(counts, "__dict__")

@@ -56,19 +56,12 @@ def test_unknown_name_suggests_a_near_one() -> None:
         node_profile("h100-pcie")
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [("{", "not JSON"), ("[]", "JSON object"), ('{"name": "x"}', r"lacks \['gpu'")],
-)
-def test_bad_files_are_named(tmp_path: Path, text: str, complaint: str) -> None:
+def test_files_that_hold_no_profile_are_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=rf"bad\.json: .*{complaint}"):
+    path.write_text('{"name": "x"}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"bad\.json: .*lacks \['gpu'"):
         node_profile(path)
-
-
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"absent\.json: cannot read"):
+    with pytest.raises(ValueError, match=r"absent\.json: cannot read the node profile"):
         node_profile(tmp_path / "absent.json")
 
 
@@ -96,24 +89,17 @@ def test_profile_names_the_bad_field(field: str, value: object) -> None:
         NodeProfile(**{**NODE, field: value})
 
 
-def test_only_a_paced_node_dilates() -> None:
-    assert NodeProfile(**NODE, source="paced", dilation=20.0).dilation == 20.0
-
-
 def test_profile_survives_json() -> None:
     profile = NodeProfile(**NODE, link_group="numa0", source="paced", dilation=4.0)
     assert NodeProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
 
 
-def test_profile_takes_integers_from_json() -> None:
-    assert NodeProfile.from_dict({**NODE, "flops_per_s": 400}).flops_per_s == 400
-
-
 def test_profile_names_unknown_and_missing_keys() -> None:
-    with pytest.raises(ValueError, match="'pcie_gen'"):
+    with pytest.raises(ValueError, match=r"unknown keys \['pcie_gen'\]"):
         NodeProfile.from_dict({**NODE, "pcie_gen": 5})
     with pytest.raises(ValueError, match=r"lacks \['gpu'\]"):
         NodeProfile.from_dict({k: v for k, v in NODE.items() if k != "gpu"})
+    assert NodeProfile.from_dict({**NODE, "flops_per_s": 400}).flops_per_s == 400
 
 
 def test_store_rate_defaults_to_the_load_rate() -> None:

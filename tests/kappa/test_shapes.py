@@ -165,17 +165,14 @@ def test_errors_name_file_key_and_remedy(
         shape_from_config(path)
 
 
-@pytest.mark.parametrize(("text", "complaint"), [("{", "not JSON"), ("3", "JSON object")])
-def test_unreadable_files_are_named(tmp_path: Path, text: str, complaint: str) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=rf"config\.json: .*{complaint}"):
-        model_shape(path)
-    with pytest.raises(ValueError, match="cannot read"):
+def test_an_absent_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"absent\.json: cannot read the model config"):
         model_shape(tmp_path / "absent.json")
 
 
 def test_names_are_forgiving_and_unknown_ones_helped() -> None:
     assert model_shape("meta-llama/Llama-3.1-8B-Instruct") is SHAPES["llama-3.1-8b"]
-    with pytest.raises(ValueError, match=r"Did you mean 'qwen2\.5-7b'\?.*opt-13b"):
-        model_shape("qwen2.5-7")
+    with pytest.raises(
+        ValueError, match=r"'Qwen/Qwen2.5-7'\. Did you mean 'qwen2\.5-7b'\?.*opt-13b"
+    ):
+        model_shape("Qwen/Qwen2.5-7")

@@ -329,7 +329,7 @@ def test_who_floods_and_waits_long_does_not_take_the_turn_of_others():
     assert gained["modest"] >= 0.35 * sum(gained.values())
 
 
-def cluster(lag_s, seconds=200.0):
+def cluster(lag_s, seconds=100.0):
     """Tenant a spreads over two engines, b and c have one each: service of each."""
     rng = random.Random(5)
     engines = [

@@ -65,24 +65,24 @@ def random_decodes(count: int, seed: int) -> list[tuple[PlanRates, int, int, int
 
 def test_the_papers_split_is_the_best_of_every_split() -> None:
     inside = 0
-    for rates, batch, context, block in random_decodes(1_000, seed=31):
+    for rates, batch, context, block in random_decodes(400, seed=31):
         found = split_paper(rates, batch, context, block)
         assert found.tokens in cuts(context, block)
         least_s = min(paper_s(rates, batch, context, at) for at in cuts(context, block))
         assert found.step_s <= least_s * (1 + 1e-12)
         inside += 0 < found.tokens < context
-    assert inside > 200
+    assert inside > 80
 
 
 def test_the_split_that_loads_ahead_is_the_best_of_every_split() -> None:
     inside = 0
-    for rates, batch, context, block in random_decodes(1_000, seed=32):
+    for rates, batch, context, block in random_decodes(400, seed=32):
         context = min(context, 300)
         found = split_ahead(rates, batch, context, block)
         every = (max(rates.decode_s(batch, context, at)) for at in cuts(context, block))
         assert found.step_s <= min(every) * (1 + 1e-12)
         inside += 0 < found.tokens < context
-    assert inside > 50
+    assert inside > 20
 
 
 @pytest.mark.parametrize(
@@ -254,10 +254,10 @@ def attending(rng: Generator, *, plain: bool = False) -> PlanRates:
     return replace(changed, decode=ComputeGrid(batches, contexts, seconds))
 
 
-def test_the_context_is_split_as_well_as_by_trying_every_block_on_1000_nodes() -> None:
+def test_the_context_is_split_as_well_as_by_trying_every_block_on_300_nodes() -> None:
     rng = default_rng(5)
     inside = 0
-    for _ in range(1000):
+    for _ in range(300):
         rates = attending(rng)
         batch, block = int(rng.integers(1, 33)), int(rng.choice([1, 8, 16, 64]))
         context = int(rng.integers(1, 64 * block + 1))
@@ -267,7 +267,7 @@ def test_the_context_is_split_as_well_as_by_trying_every_block_on_1000_nodes() -
         assert found.step_s == pytest.approx(best, rel=1e-9)
         assert found.step_s <= min(found.load_all_s, found.load_none_s) * (1 + 1e-12)
         inside += 0 < found.tokens < context
-    assert inside > 150
+    assert inside > 45
 
 
 def test_without_anything_else_the_split_is_by_bandwidth() -> None:

@@ -77,7 +77,7 @@ def random_caches(count: int, seed: int) -> list[HostCache]:
 
 def test_the_papers_first_step_fills_what_is_idle() -> None:
     activations = 0
-    for cache in random_caches(1_000, seed=41):
+    for cache in random_caches(300, seed=41):
         act, kv = initial_blocks(cache)
         budget_s = cache.weights_load_s - cache.project.seconds(cache.device_blocks)
         fit, size = cache.project, cache.act_block_bytes
@@ -89,11 +89,11 @@ def test_the_papers_first_step_fills_what_is_idle() -> None:
         assert abs(blocks - best) <= 1
         assert act == 0 or kv == 0
         activations += act > 0
-    assert 100 < activations < 900
+    assert 30 < activations < 270
 
 
 def test_the_papers_second_step_balances_what_remains() -> None:
-    for cache in random_caches(1_000, seed=42):
+    for cache in random_caches(300, seed=42):
         act_init, kv_init = initial_blocks(cache)
         act, _ = remaining_blocks(cache, act_init, kv_init)
         s_act, s_kv = cache.act_block_bytes, cache.kv_block_bytes
@@ -111,7 +111,7 @@ def test_the_papers_second_step_balances_what_remains() -> None:
 
 @pytest.mark.parametrize("allocate", [allocate_paper, allocate_corrected])
 def test_allocations_fill_the_memory_and_no_more(allocate) -> None:  # type: ignore[no-untyped-def]
-    for cache in random_caches(1_000, seed=43):
+    for cache in random_caches(300, seed=43):
         found: Allocation = allocate(cache)
         assert min(found.act_blocks, found.kv_blocks) >= 0
         used = found.act_blocks * cache.act_block_bytes + found.kv_blocks * cache.kv_block_bytes
@@ -121,7 +121,7 @@ def test_allocations_fill_the_memory_and_no_more(allocate) -> None:  # type: ign
 
 def test_the_corrected_allocation_is_the_best_of_every_one() -> None:
     kinds = {"all KV": 0, "mixed": 0, "all activations": 0}
-    for cache in random_caches(1_000, seed=44):
+    for cache in random_caches(300, seed=44):
         found = allocate_corrected(cache)
         most = math.floor(cache.free_bytes / cache.act_block_bytes)
         best_per_s = max(priced(cache, act).blocks_per_s for act in range(most + 1))
@@ -132,12 +132,12 @@ def test_the_corrected_allocation_is_the_best_of_every_one() -> None:
         assert best_per_s <= max(reach, found.blocks_per_s * (1 + 1e-12))
         kind = "mixed" if 0 < found.act_blocks < most else "all KV"
         kinds["all activations" if found.act_blocks == most else kind] += 1
-    assert min(kinds.values()) > 20
+    assert min(kinds.values()) > 6
 
 
 def test_the_corrected_balance_is_that_of_both_resources() -> None:
     mixed = 0
-    for cache in random_caches(1_000, seed=45):
+    for cache in random_caches(300, seed=45):
         found = allocate_corrected(cache)
         most = math.floor(cache.free_bytes / cache.act_block_bytes)
         if not 0 < found.act_blocks < most:
@@ -145,7 +145,7 @@ def test_the_corrected_balance_is_that_of_both_resources() -> None:
         mixed += 1
         off_s = abs(found.link_s - found.gpu_s)
         assert off_s <= 2 * cache.project.per_token_s + cache.load.per_token_s
-    assert mixed > 100
+    assert mixed > 30
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Rates of a model on a node, from the cost model; lines and grids that they consist of."""
+"""Rates of a model on a node: by formula, and fitted to measurements or refused."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,16 @@ from kappa.cost import StepModel, compute_s
 from kappa.hardware import NodeProfile
 from kappa.model import activation_bytes_per_token, kv_bytes, projection_flops
 from kappa.plans.rates import (
+    FORMAT,
     LEAST_R2,
     ComputeGrid,
     LineFit,
     PlanRates,
+    as_measured,
+    fit_line,
+    fit_step,
     rates_from_law,
+    rates_from_measured,
 )
 from kappa.shapes import SHAPES, model_shape
 from tests.kappa.plans.profiles import opt_rates, random_rates
@@ -25,6 +32,10 @@ NODE = NodeProfile(
     name="h200", gpu="H200", link_name="PCIe 5", h2d_bytes_per_s=50e9, flops_per_s=600e12,
     hbm_bytes_per_s=4.8e12, load_fixed_s=1e-4, step_fixed_s=2e-4,
 )  # fmt: skip
+OPT = SHAPES["opt-6.7b"]
+
+
+# -- by formula --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -37,10 +48,11 @@ def test_activations_over_kv_by_model(model: str, ratio: float) -> None:
     assert rates_from_law(SHAPES[model], NODE).activation_ratio == pytest.approx(ratio, rel=0.01)
 
 
-def test_eight_bit_kv_doubles_the_ratio() -> None:
-    plain = rates_from_law(SHAPES["opt-6.7b"], NODE).activation_ratio
-    eight = rates_from_law(model_shape("opt-6.7b", kv_dtype="fp8"), NODE).activation_ratio
-    assert eight == 2 * plain
+def test_activations_have_the_dtype_of_the_kv_unless_that_is_smaller() -> None:
+    assert activation_bytes_per_token(OPT) == 32 * 4096 * 2
+    assert activation_bytes_per_token(replace(OPT, kv_dtype_bytes=4.0)) == 32 * 4096 * 4
+    eight_bits = rates_from_law(model_shape("opt-6.7b", kv_dtype="fp8"), NODE)
+    assert eight_bits.activation_ratio == 2 * rates_from_law(OPT, NODE).activation_ratio
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "opt-13b", "qwen3-30b-a3b"])
@@ -50,25 +62,18 @@ def test_the_law_gives_the_router_its_own_seconds(model: str) -> None:
     for new, context in ((1, 0), (7, 100), (64, 8_192), (4_096, 32_768)):
         expected = compute_s(shape, NODE, new, context)
         assert rates.prefill_s(new, context) == pytest.approx(expected)
-    assert rates.weights_load_s == 2 * shape.params_total / 50e9
     assert rates.prefill_s(0, 100) == rates.prefill_s(1, 100)
-
-
-def test_the_law_loads_at_the_nodes_bandwidth() -> None:
-    shape = SHAPES["llama-3.1-8b"]
-    rates = rates_from_law(shape, NODE)
+    assert rates.weights_load_s == 2 * shape.params_total / 50e9
     assert rates.load.seconds(1_000) == pytest.approx(1e-4 + kv_bytes(shape, 1_000) / 50e9)
     assert rates.h2d_bytes_per_s == pytest.approx(50e9)
-    assert rates.serial_share == 1 / 32
+    assert rates.serial_share == 1 / shape.layers
 
 
 def test_projection_is_kvprs_four_h_squared_for_one_kv_head_per_query_head() -> None:
-    shape = SHAPES["opt-6.7b"]
-    assert projection_flops(shape) == 32 * 4 * 4096**2
+    assert projection_flops(OPT) == 32 * 4 * 4096**2
     # Projecting costs a sixth of computing a token from its id, more or less.
-    assert 5.5 < 2 * shape.params_active / projection_flops(shape) < 6.5
-    latent = SHAPES["deepseek-v3"]
-    assert projection_flops(latent) == 61 * 2 * 7168 * (512 + 64)
+    assert 5.5 < 2 * OPT.params_active / projection_flops(OPT) < 6.5
+    assert projection_flops(SHAPES["deepseek-v3"]) == 61 * 2 * 7168 * (512 + 64)
 
 
 def test_every_rank_needs_all_activations_and_replicated_heads_are_projected_twice() -> None:
@@ -79,26 +84,15 @@ def test_every_rank_needs_all_activations_and_replicated_heads_are_projected_twi
     assert eight.project_token_s == 2 * one.project_token_s
 
 
-def test_activation_dtype_follows_the_kv_unless_that_is_smaller() -> None:
-    shape = SHAPES["opt-6.7b"]
-    assert activation_bytes_per_token(shape) == 32 * 4096 * 2
-    assert activation_bytes_per_token(replace(shape, kv_dtype_bytes=4.0)) == 32 * 4096 * 4
-
-
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"layers": 0},
-        {"overlap": 1.5},
-        {"h2d_cpu_busy": 0.0},
-        {"weights_load_s": -1.0},
-        {"experts_s": 1.0},
-    ],
-)
+    [{"layers": 0}, {"overlap": 1.5}, {"h2d_cpu_busy": 0.0}, {"h2d_cpu_busy": 1.01},
+     {"h2d_attending": 1.01}, {"attend_loading": 1.01}, {"weights_load_s": -1.0},
+     {"experts_s": 1.0}],
+)  # fmt: skip
 def test_rates_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
-    rates = rates_from_law(SHAPES["opt-6.7b"], NODE)
     with pytest.raises(ValueError, match=f"PlanRates.{next(iter(changes))}"):
-        replace(rates, **changes)
+        replace(rates_from_law(OPT, NODE), **changes)
 
 
 def test_a_busy_processor_takes_no_more_of_the_link_by_attending() -> None:
@@ -143,18 +137,15 @@ def test_a_step_lasts_the_longer_of_computing_and_reading_and_the_fixed_cost() -
     assert idle.modelled_prefill_s(2, 8) == 30.0 - 4.0 + 10 * 0.25 + 7.0
 
 
-@pytest.mark.parametrize("share", ["h2d_cpu_busy", "h2d_attending", "attend_loading"])
-def test_a_share_of_the_link_may_be_all_of_it_and_no_more(share: str) -> None:
-    rates = random_rates(default_rng(1))
-    assert getattr(replace(rates, **{share: 1.0}), share) == 1.0
-    with pytest.raises(ValueError, match=share):
-        replace(rates, **{share: 1.01})
+# -- lines and grids ---------------------------------------------------------------------------
 
 
-def test_nothing_costs_nothing_though_something_has_a_fixed_cost() -> None:
-    fit = LineFit("load", 2.0, 5.0)
-    assert [fit.seconds(n) for n in (0, 1, 10)] == [0.0, 7.0, 25.0]
-    assert fit.scaled(3.0).seconds(10) == 65.0
+def test_a_line_has_a_fixed_cost_for_anything_and_none_for_nothing() -> None:
+    line = LineFit("load", 2.0, 5.0, 0.995)
+    assert [line.seconds(n) for n in (0, 1, 10)] == [0.0, 7.0, 25.0]
+    assert line.scaled(4.0) == LineFit("load", 8.0, 5.0, 0.995)
+    # Unless more is known, a line is exact and starts at zero.
+    assert LineFit("load", 2.0) == LineFit("load", 2.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize(("slope", "fixed", "r2"), [(0, 0, 1), (1, -1, 1), (1, 0, 2)])
@@ -163,14 +154,16 @@ def test_lines_that_cannot_be_are_refused(slope: float, fixed: float, r2: float)
         LineFit("load", slope, fixed, r2)
 
 
+def test_a_fit_is_planned_with_from_the_least_quality_on() -> None:
+    LineFit("load", 1.0, r2=LEAST_R2).require()
+    with pytest.raises(ValueError, match=r"the load fit has R² 0\.980, below 0\.98: measure again"):
+        LineFit("load", 1.0, r2=LEAST_R2 - 1e-6).require()
+
+
 def test_a_grid_is_exact_at_its_points_linear_between_and_flat_beyond() -> None:
     grid = ComputeGrid((1.0, 3.0), (0.0, 10.0), ((1.0, 2.0), (3.0, 8.0)))
-    assert grid.seconds_at(1, 0) == 1.0
-    assert grid.seconds_at(3, 10) == 8.0
-    assert grid.seconds_at(2, 0) == 2.0
-    assert grid.seconds_at(2, 5) == 3.5
-    assert grid.seconds_at(9, 99) == 8.0
-    assert grid.seconds_at(0, 0) == 1.0
+    points = {(1, 0): 1.0, (3, 10): 8.0, (2, 0): 2.0, (2, 5): 3.5, (9, 99): 8.0, (0, 0): 1.0}
+    assert {point: grid.seconds_at(*point) for point in points} == points
 
 
 @pytest.mark.parametrize(
@@ -183,34 +176,20 @@ def test_a_grid_is_exact_at_its_points_linear_between_and_flat_beyond() -> None:
     ],
 )
 def test_grids_that_cannot_be_are_refused(
-    new: tuple[float, ...],
-    context: tuple[float, ...],
-    seconds: tuple[tuple[float, ...], ...],
-    problem: str,
+    new: Any, context: Any, seconds: Any, problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         ComputeGrid(new, context, seconds)
 
 
-def test_a_fit_is_planned_with_from_the_least_quality_on() -> None:
-    assert LineFit("load", 1.0, r2=LEAST_R2).require() is None
-    with pytest.raises(ValueError, match="measure again"):
-        LineFit("load", 1.0, r2=LEAST_R2 - 1e-6).require()
+# -- decoding steps ----------------------------------------------------------------------------
 
 
-def test_a_line_scales_with_its_tokens_and_keeps_its_fixed_cost() -> None:
-    line = LineFit("load", 2.0, 5.0, 0.995)
-    assert line.seconds(3) == 3 * 2.0 + 5.0
-    assert line.scaled(4.0) == LineFit("load", 8.0, 5.0, 0.995)
-    # Unless more is known, a line is exact and starts at zero.
-    assert LineFit("load", 2.0) == LineFit("load", 2.0, 0.0, 1.0)
-
-
-def test_decoding_loads_what_is_asked() -> None:
+def test_a_decoding_step_loads_what_does_not_come_from_activations() -> None:
     rates = opt_rates()
     link_s, gpu_s = rates.decode_s(4, 1_000, 400)
     assert link_s == pytest.approx(4 * (600 * 524_288 + 400 * 262_144) / 50e9)
-    assert gpu_s > rates.decode_s(4, 1_000)[1]
+    assert gpu_s == pytest.approx(rates.decode_s(4, 1_000)[1] + rates.project.seconds(4 * 400))
     assert rates.decode_s(4, 1_000)[1] == pytest.approx(rates.step.step_s([(1, 1_000)] * 4))
 
 
@@ -223,13 +202,163 @@ def test_decoding_steps_that_cannot_be_are_refused(batch: int, activations: int)
 def test_measured_decoding_steps_overrule_the_law_inside_their_grid_and_correct_it_beyond() -> None:
     rates = opt_rates()
     sequences, resident = (1.0, 8.0), (0.0, 4_000.0)
-    law = [[rates.decode_gpu_s(b, r / b) for r in resident] for b in sequences]
+    law = [[rates.decode_gpu_s(b, r / b) for r in resident] for b in (1, 8)]
     grid = ComputeGrid(sequences, resident, tuple(tuple(1.3 * s for s in row) for row in law))
     measured = replace(rates, decode=grid)
     for b, row in zip((1, 8), law, strict=True):
         for r, seconds in zip(resident, row, strict=True):
             assert measured.decode_gpu_s(b, r / b) == pytest.approx(1.3 * seconds)
-    assert measured.decode_s(8, 500)[1] == pytest.approx(1.3 * law[1][1])
     # Beyond: the law, and what the nearest point lasts longer.
     beyond = rates.decode_gpu_s(32, 1_000)
     assert measured.decode_gpu_s(32, 1_000) == pytest.approx(beyond + 0.3 * law[1][1])
+
+
+# -- fits --------------------------------------------------------------------------------------
+
+
+def test_a_line_is_recovered_from_noisy_samples() -> None:
+    sizes = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
+    noise = 1 + 0.02 * default_rng(0).standard_normal(len(sizes))
+    fit = fit_line(
+        "load", sizes, [(2e-6 * n + 1e-4) * e for n, e in zip(sizes, noise, strict=True)]
+    )
+    assert fit.per_token_s == pytest.approx(2e-6, rel=0.05) and fit.r2 > 0.99
+    assert fit_line("load", sizes, [1, 9, 2, 8, 3, 9, 4, 12]).r2 < LEAST_R2
+
+
+def test_least_squares_by_hand() -> None:
+    # Means 2 and 4; slope ((-1)(-1) + 0 + 1·2) / 2 = 1.5, start 4 - 3 = 1. It says 2.5, 4, 5.5;
+    # errors 0.25 + 1 + 0.25 = 1.5 of a spread of 1 + 1 + 4 = 6.
+    with_start = fit_line("load", [1.0, 2.0, 3.0], [3.0, 3.0, 6.0])
+    assert (with_start.per_token_s, with_start.fixed_s) == pytest.approx((1.5, 1.0))
+    assert with_start.r2 == pytest.approx(1 - 1.5 / 6)
+    # Below zero at zero tokens: through the origin instead, (1·1 + 2·4 + 3·7) / (1 + 4 + 9).
+    through = fit_line("load", [1.0, 2.0, 3.0], [1.0, 4.0, 7.0])
+    assert (through.per_token_s, through.fixed_s) == (pytest.approx(30 / 14), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "problem"),
+    [
+        ([1, 2, 3], [3.0, 2.0, 1.0], "time must grow"),
+        ([1, 1, 2], [1.0, 1.0, 2.0], "three different sizes"),
+        ([1, 2, 3], [1.0], "one time each"),
+    ],
+)
+def test_samples_without_a_line_are_refused(sizes: Any, seconds: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        fit_line("load", sizes, seconds)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        StepModel(token_s=2e-5, pair_s=1e-9, weights_s=3e-3, context_token_s=2e-8),
+        StepModel(2e-5, 1e-9, 3e-3, 2e-8, fixed_s=1e-3),
+        StepModel(2e-5, 0.0, 3e-3, 0.0),
+    ],
+)
+def test_the_law_is_recovered_from_its_own_grid(step: StepModel) -> None:
+    new, context = (1.0, 16.0, 64.0, 256.0, 1024.0, 4096.0), (0.0, 512.0, 2048.0, 8192.0, 32768.0)
+    seconds = tuple(tuple(step.step_s([(int(t), int(s))]) for s in context) for t in new)
+    fitted = fit_step(ComputeGrid(new, context, seconds)).to_dict()
+    assert fitted == pytest.approx(step.to_dict(), rel=0.02, abs=1e-10)
+    assert min(fitted.values()) >= 0.0
+
+
+def test_the_law_is_in_seconds_of_the_steps_that_compute_longer_than_they_read() -> None:
+    # The row of one token reads: 8 + 0.001·(context + 1). The others compute 0.25 s a token + 1 s.
+    new, context = (1.0, 100.0, 200.0, 400.0), (0.0, 1000.0)
+    reads = tuple(8.0 + 0.001 * (s + 1.0) for s in context)
+    computed = tuple(tuple(1.0 + 0.25 * t for _ in context) for t in new[1:])
+    step = fit_step(ComputeGrid(new, context, (reads, *computed)))
+    assert (step.token_s, step.fixed_s) == pytest.approx((0.25, 1.0))
+    # The reads' row has the fixed second inside.
+    assert (step.weights_s, step.context_token_s) == pytest.approx((8.0 - 1.0, 0.001))
+
+
+# -- measured ----------------------------------------------------------------------------------
+
+
+def measured(**changes: Any) -> dict[str, Any]:
+    new, context, sizes = [1, 64, 1024], [0, 1024, 8192], [128, 256, 512, 1024]
+    return {
+        "format": FORMAT,
+        "device": "test", "model": "opt-6.7b", "dtype": "float16", "layers": 32,
+        "kv_bytes_per_token": 524288, "activation_bytes_per_token": 262144,
+        "weight_bytes": 13e9,
+        "load": {"tokens": sizes, "seconds": [4e-7 * n + 1e-5 for n in sizes]},
+        "project": {"tokens": sizes, "seconds": [1e-7 * n + 5e-6 for n in sizes]},
+        "grid": {
+            "new_tokens": new,
+            "context_tokens": context,
+            "seconds": [[4e-3 + 3e-5 * t + 1e-9 * t * s for s in context] for t in new],
+        },
+        "h2d_bytes_per_s": 40e9,
+        "h2d_cpu_busy_bytes_per_s": 36e9,
+        **changes,
+    }  # fmt: skip
+
+
+def test_measured_rates_are_those_of_all_layers(tmp_path: Path) -> None:
+    rates = rates_from_measured(measured())
+    assert rates.name == "opt-6.7b on test"
+    assert rates.load_token_s == pytest.approx(32 * 4e-7)
+    assert rates.project.fixed_s == pytest.approx(32 * 5e-6)
+    assert rates.activation_ratio == 0.5
+    assert rates.weights_load_s == 13e9 / 40e9
+    assert rates.load.r2 == pytest.approx(1.0)
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(measured()), encoding="utf-8")
+    assert rates_from_measured(path) == rates
+
+
+def test_the_grid_overrides_the_law_inside_and_carries_on_outside() -> None:
+    rates = rates_from_measured(measured())
+    assert rates.prefill_s(64, 1024) == pytest.approx(4e-3 + 3e-5 * 64 + 1e-9 * 64 * 1024)
+    inside, edge = rates.prefill_s(1024, 8192), rates.prefill_s(2048, 8192)
+    more_pairs = 2048 * (8192 + 1024) - 1024 * (8192 + 512)
+    assert edge - inside == pytest.approx(1024 * 3e-5 + 1e-9 * more_pairs, rel=0.1)
+
+
+def test_a_link_that_shares_is_slower() -> None:
+    rates = rates_from_measured(measured())
+    busy = rates.while_cpu_busy()
+    assert busy.load_token_s == pytest.approx(rates.load_token_s * 40 / 36)
+    assert busy.weights_load_s == pytest.approx(rates.weights_load_s * 40 / 36)
+    assert busy.while_cpu_busy() == busy  # never charged twice
+
+
+NOISY = {"tokens": [1, 2, 3, 4, 5], "seconds": [1.0, 5.0, 2.0, 6.0, 3.0]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"load": NOISY}, "the load fit has R²"),
+        ({"project": NOISY}, "the KV projection fit has R²"),
+        ({"format": "other"}, "format is 'other'"),
+        ({"grid": {}}, "new_tokens"),
+        ({"layers": None}, "profile anew"),
+        ({"h2d_bytes_per_s": "fast"}, "could not convert"),
+        ({"h2d_bytes_per_s": 0.0}, "division by zero: profile anew"),
+    ],
+)
+def test_a_garbled_measurement_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        rates_from_measured(measured(**changes))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.json: cannot read the file of measured rates"):
+        rates_from_measured(tmp_path / "none.json")
+
+
+def test_a_law_in_the_form_of_a_measurement_is_read_back_as_the_law() -> None:
+    law = rates_from_law(model_shape("llama-3.1-8b"), NODE)
+    again = rates_from_measured(json.loads(json.dumps(as_measured(law, "m", "d"))))
+    assert again.load_token_s == pytest.approx(law.load_token_s)
+    assert again.project_token_s == pytest.approx(law.project_token_s)
+    assert again.activation_ratio == law.activation_ratio
+    for new, context in ((1, 0), (128, 8192), (512, 2048)):
+        assert again.prefill_s(new, context) == pytest.approx(law.prefill_s(new, context))

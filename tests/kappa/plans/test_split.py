@@ -36,7 +36,7 @@ def splits(case: Case, seed: int) -> list[Split]:
 
 def test_closed_form_is_the_simulated_pipeline() -> None:
     compared = 0
-    for seed, case in enumerate(random_cases(1_000, seed=11)):
+    for seed, case in enumerate(random_cases(400, seed=11)):
         if case.rates.overlap is not None:
             continue  # then the pipeline is not one of layers
         costs = case.costs
@@ -47,7 +47,7 @@ def test_closed_form_is_the_simulated_pipeline() -> None:
                 layers = [Layer((), ((compute_s / case.rates.layers, 0),))] * case.rates.layers
             assert costs.of(split) == pytest.approx(simulate(layers), rel=1e-9)
             compared += 1
-    assert compared > 1_000
+    assert compared > 400
 
 
 def test_two_buffers_are_enough() -> None:
@@ -156,19 +156,19 @@ def block_s(case: Case) -> float:
 
 def test_recomputing_the_front_is_the_best_of_every_front() -> None:
     inside = 0
-    for case in random_cases(1_000, seed=1):
+    for case in random_cases(400, seed=1):
         costs = case.costs
         found = best_prefix(costs, case.block)
         assert found.split.recompute in cuts(case)
         assert found.ttft_s == costs.of(found.split)
         assert found.ttft_s <= min(costs.of(Split(x)) for x in cuts(case)) * _ROUNDING
         inside += 0 < found.split.recompute < case.cached
-    assert inside > 200  # else the profiles try only the ends
+    assert inside > 80  # else the profiles try only the ends
 
 
 def test_recomputing_the_back_is_the_best_of_every_back() -> None:
     inside = 0
-    for case in random_cases(1_000, seed=2):
+    for case in random_cases(400, seed=2):
         costs = case.costs
         found = best_tail(costs, case.block)
         backs = [case.cached - x for x in cuts(case)]
@@ -176,12 +176,12 @@ def test_recomputing_the_back_is_the_best_of_every_back() -> None:
         least_s = min(costs.of(Split(x, tail=x > 0)) for x in backs)
         assert found.ttft_s <= least_s * _ROUNDING
         inside += 0 < found.split.recompute < case.cached
-    assert inside > 200
+    assert inside > 80
 
 
 @pytest.mark.parametrize("held_share", [None, 0.4])
 def test_activations_are_the_best_of_every_number(held_share: float | None) -> None:
-    for case in random_cases(1_000, seed=3):
+    for case in random_cases(400, seed=3):
         costs = case.costs
         held = None if held_share is None else int(held_share * case.cached)
         found = best_activations(costs, case.block, held)
@@ -195,7 +195,7 @@ def test_activations_are_the_best_of_every_number(held_share: float | None) -> N
 def test_the_mix_is_within_a_block_of_every_mix() -> None:
     """Where activations pay at all: elsewhere the planner never asks for them."""
     tried = exact = 0
-    for case in random_cases(3_000, seed=4, most_blocks=24):
+    for case in random_cases(1_000, seed=4, most_blocks=24):
         if activations_refused(case.rates):
             continue
         tried += 1
@@ -208,7 +208,7 @@ def test_the_mix_is_within_a_block_of_every_mix() -> None:
         )
         assert found.ttft_s <= least_s + block_s(case)
         exact += found.ttft_s <= least_s * _ROUNDING
-    assert tried >= 1_000
+    assert tried >= 300
     assert exact > 0.9 * tried
 
 
