@@ -40,14 +40,10 @@ class ArenaSize:
     block_tokens: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("kv_host", "act_device", "act_host"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"ArenaSize.{name} is {getattr(self, name)}: give a number of blocks, 0 or more"
-                )
-        for name in ("kv_device", "block_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"ArenaSize.{name} is {getattr(self, name)}: give 1 or more")
+        least = {"kv_device": 1, "kv_host": 0, "act_device": 0, "act_host": 0, "block_tokens": 1}
+        for name, count in least.items():
+            if getattr(self, name) < count:
+                raise ValueError(f"ArenaSize.{name} is {getattr(self, name)}: give {count} or more")
 
 
 class Arena:
@@ -78,26 +74,25 @@ class Arena:
         device: torch.device | str = "cpu",
         host_free_bytes: int | None = None,
     ) -> None:
-        self.shape = shape
-        self.size = size
-        self.dtype = dtype
-        self.device = torch.device(device)
-        self.block_tokens = size.block_tokens
+        self.shape, self.size, self.dtype = shape, size, dtype
+        self.device, self.block_tokens = torch.device(device), size.block_tokens
         self.kv_block_shape = (2, size.block_tokens, shape.kv_heads, shape.head_dim)
         self.act_block_shape = (size.block_tokens, shape.hidden)
         self._registered: list[Tensor] = []
         self._refuse_too_large(host_free_bytes)
-        self.pools: dict[tuple[BlockType, Place], BlockPool] = {
-            ("kv", "device"): BlockPool("kv", "device", size.kv_device, size.block_tokens),
-            ("kv", "host"): BlockPool("kv", "host", size.kv_host, size.block_tokens),
-            ("act", "device"): BlockPool("act", "device", size.act_device, size.block_tokens),
-            ("act", "host"): BlockPool("act", "host", size.act_host, size.block_tokens),
-        }
-        self.kv_device = self._on_device(size.kv_device, self.kv_block_shape)
-        self.act_device = self._on_device(size.act_device, self.act_block_shape)
-        layers = shape.layers
-        self.kv_host = self.host_zeros((layers, size.kv_host, *self.kv_block_shape), dtype)
-        self.act_host = self.host_zeros((layers, size.act_host, *self.act_block_shape), dtype)
+        counts: dict[tuple[BlockType, Place], int] = {
+            ("kv", "device"): size.kv_device, ("kv", "host"): size.kv_host,
+            ("act", "device"): size.act_device, ("act", "host"): size.act_host,
+        }  # fmt: skip
+        self.pools = {name: BlockPool(*name, n, size.block_tokens) for name, n in counts.items()}
+        self.kv_device, self.act_device = (
+            torch.zeros((shape.layers, blocks, *each), dtype=dtype, device=self.device)
+            for blocks, each in (
+                (size.kv_device, self.kv_block_shape), (size.act_device, self.act_block_shape),
+            )
+        )  # fmt: skip
+        self.kv_host = self._host_zeros((shape.layers, size.kv_host, *self.kv_block_shape))
+        self.act_host = self._host_zeros((shape.layers, size.act_host, *self.act_block_shape))
 
     def tensor(self, type: BlockType, place: Place) -> Tensor:
         """The tensor of that type and place, shape (layers, blocks, ...)."""
@@ -109,6 +104,20 @@ class Arena:
         elements = math.prod(self.kv_block_shape if type == "kv" else self.act_block_shape)
         return elements * self.shape.layers * self.dtype.itemsize
 
+    def copies(
+        self, type: BlockType, to: Place, targets: Sequence[int], sources: Sequence[int]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of views that copy whole blocks, layer by layer, runs of neighbours at once."""
+        target, source = self.tensor(type, to), self.tensor(type, "host")
+        if to == "host":
+            source = self.tensor(type, "device")
+        merged = runs(targets, sources)
+        return [
+            (target[layer, t : t + n], source[layer, s : s + n])
+            for layer in range(self.shape.layers)
+            for t, s, n in merged
+        ]
+
     def check(self) -> None:
         """Raise `BlockError` unless every pool's books are right."""
         for pool in self.pools.values():
@@ -117,81 +126,45 @@ class Arena:
     def close(self) -> None:
         """Unpin the host tensors. No copy may be under way, nor the arena be used afterwards."""
         while self._registered:
-            unpin(self._registered.pop())
+            # Before it is freed, or CUDA takes whatever comes there for pinned.
+            torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
 
-    def host_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _host_zeros(self, shape: tuple[int, ...]) -> Tensor:
         """Host memory, pinned where the device is a GPU, until `close`.
 
         Zeros written, not promised: pages that are there cannot be missing in the middle of a
         run, and memory that was never written may hold numbers that are none.
-
-        Raises:
-            ArenaTooLarge: it cannot be pinned; what was pinned before is unpinned.
         """
-        tensor = torch.empty(shape, dtype=dtype).fill_(0)
+        tensor = torch.empty(shape, dtype=self.dtype).fill_(0)
         if self.device.type == "cuda" and tensor.numel():
-            try:
-                pin(tensor, "fewer host blocks")
-            except ArenaTooLarge:
+            size_bytes = tensor.nbytes
+            code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size_bytes, 0))
+            if code:
                 self.close()
-                raise
+                raise ArenaTooLarge(
+                    f"cannot pin {_gib(size_bytes)} of host memory (CUDA error {code}): give fewer "
+                    "host blocks, or raise the limit of locked memory (ulimit -l)"
+                )
             self._registered.append(tensor)
         return tensor
-
-    # -- memory -------------------------------------------------------------------------------
-
-    def _on_device(self, blocks: int, block_shape: tuple[int, ...]) -> Tensor:
-        return torch.zeros(
-            (self.shape.layers, blocks, *block_shape), dtype=self.dtype, device=self.device
-        )
 
     def _refuse_too_large(self, host_free_bytes: int | None) -> None:
         size = self.size
         kv_bytes, act_bytes = self.block_bytes("kv"), self.block_bytes("act")
         host_bytes = size.kv_host * kv_bytes + size.act_host * act_bytes
         device_bytes = size.kv_device * kv_bytes + size.act_device * act_bytes
-        if host_free_bytes is None:
-            host_free_bytes = free_host_bytes()
+        host_free = free_host_bytes() if host_free_bytes is None else host_free_bytes
         if self.device.type == "cuda":
-            _refuse("device", device_bytes, torch.cuda.mem_get_info(self.device)[0])
+            device_free = torch.cuda.mem_get_info(self.device)[0]
+            wanted = {"device": (device_bytes, device_free), "host": (host_bytes, host_free)}
         else:
-            host_bytes += device_bytes
-        _refuse("host", host_bytes, host_free_bytes)
-
-
-def copies(
-    arena: Arena, type: BlockType, to: Place, targets: Sequence[int], sources: Sequence[int]
-) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of views that copy whole blocks, layer by layer, runs of consecutive ones at once."""
-    target: Tensor = arena.tensor(type, to)
-    source: Tensor = arena.tensor(type, "host" if to == "device" else "device")
-    merged = runs(targets, sources)
-    return [
-        (target[layer, t : t + n], source[layer, s : s + n])
-        for layer in range(target.shape[0])
-        for t, s, n in merged
-    ]
-
-
-def pin(tensor: Tensor, instead: str) -> None:
-    """Register a host tensor's pages with CUDA, so that copies of it are asynchronous.
-
-    instead: what to give where that cannot be done.
-
-    Raises:
-        ArenaTooLarge: CUDA refuses; names the size and the error.
-    """
-    code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-    if code:
-        raise ArenaTooLarge(
-            f"cannot pin {_gib(tensor.nbytes)} of host memory (CUDA error {code}): "
-            f"give {instead}, or raise the limit of locked memory (ulimit -l)"
-        )
-
-
-def unpin(tensor: Tensor) -> None:
-    """Undo `pin`; before the tensor is freed, or CUDA takes whatever comes there for pinned."""
-    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+            wanted = {"host": (host_bytes + device_bytes, host_free)}
+        for place, (wanted_bytes, free_bytes) in wanted.items():
+            if wanted_bytes > free_bytes:
+                raise ArenaTooLarge(
+                    f"{place} blocks need {_gib(wanted_bytes)} ({wanted_bytes} bytes), but only "
+                    f"{_gib(free_bytes)} ({free_bytes} bytes) are free: give fewer {place} blocks"
+                )
 
 
 def free_host_bytes() -> int:
@@ -199,7 +172,11 @@ def free_host_bytes() -> int:
 
     Less a little that is left to the rest of the process.
     """
-    free_bytes = _meminfo_bytes("MemAvailable")
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = [line for line in lines if line.startswith("MemAvailable:")]
+    if not available:
+        raise OSError("/proc/meminfo has no MemAvailable: give host_free_bytes")
+    free_bytes = int(available[0].split()[1]) << 10
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -212,21 +189,6 @@ def free_host_bytes() -> int:
         if most.isdigit() and int(most) < _NO_LIMIT:
             free_bytes = min(free_bytes, int(most) - int(now))
     return max(free_bytes - _SPARE_BYTES, 0)
-
-
-def _meminfo_bytes(key: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) << 10
-    raise OSError(f"/proc/meminfo has no {key}: give host_free_bytes")
-
-
-def _refuse(place: str, wanted_bytes: int, free_bytes: int) -> None:
-    if wanted_bytes > free_bytes:
-        raise ArenaTooLarge(
-            f"{place} blocks need {_gib(wanted_bytes)} ({wanted_bytes} bytes), but only "
-            f"{_gib(free_bytes)} ({free_bytes} bytes) are free: give fewer {place} blocks"
-        )
 
 
 def _gib(size_bytes: int) -> str:

@@ -1,15 +1,14 @@
 """Attention over keys and values from one place or several, exact either way.
 
 `dense` is torch's fused attention. Where a context lies in several places, `partial` attends to
-each and returns the log-sum-exp of its scores beside the output, and `merge` weighs the outputs by
-them: the same sum in another order. Shapes: q (batch, heads, queries, d); k, v (batch, kv_heads,
+each and returns the log-sum-exp of its scores beside the output, and `combine` weighs the outputs
+by them: the same sum in another order. Shapes: q (batch, heads, queries, d); k, v (batch, kv_heads,
 keys, d); the last queries are the last keys' where attention is causal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,15 +24,12 @@ _SCORES = 1 << 26
 
 # Output and the log-sum-exp of its scores.
 Partial = tuple[Tensor, Tensor]
+Elsewhere = Callable[[], Partial]
+"""Attention to part of the contexts that is computed elsewhere, under way; may wait.
 
-
-class Elsewhere(Protocol):
-    """Attention to part of the contexts that is computed elsewhere, under way."""
-
-    def result(self) -> Partial:
-        """Output (tokens, heads, d) and log-sum-exp (tokens, heads), on the device of the queries;
-        zero and -inf where a token has nothing there. May wait."""
-        ...
+Output (tokens, heads, d) and log-sum-exp (tokens, heads), on the device of the queries; zero and
+-inf where a token has nothing there.
+"""
 
 
 def attend(
@@ -52,25 +48,20 @@ def attend(
     whole = len(groups) == 1 and groups[0].in_order
     mine = [q if whole else q.index_select(0, group.rows) for group in groups]
     parts = [_partials(g, own, pool, rows, config) for g, own in zip(groups, mine, strict=True)]
-    there = elsewhere.result() if elsewhere is not None else None
+    there = elsewhere() if elsewhere is not None else None
     result = torch.empty((len(q), config.query_width), dtype=q.dtype, device=q.device)
     for group, found in zip(groups, parts, strict=True):
         if there is not None and group.on_cpu:
-            found.append(_of_group(group, there))
+            shape = (group.batch, group.queries, config.heads)
+            out, lse = (x.index_select(0, group.rows) for x in there)
+            found.append((out.view(*shape, -1).transpose(1, 2), lse.view(shape).transpose(1, 2)))
         # One part alone came without its log-sum-exp.
-        out = found[0][0] if len(found) == 1 else merge(found)
+        out = found[0][0] if len(found) == 1 else combine(found)[0].to(found[0][0].dtype)
         out = out.transpose(1, 2).reshape(-1, config.query_width)
         if whole:
             return out
         result.index_copy_(0, group.rows, out)
     return result
-
-
-def _of_group(group: Group, there: Partial) -> Partial:
-    """A group's share of what was computed elsewhere, in the shapes of its own parts."""
-    out, lse = (x.index_select(0, group.rows) for x in there)
-    shape = (group.batch, group.queries)
-    return out.view(*shape, *out.shape[1:]).transpose(1, 2), lse.view(*shape, -1).transpose(1, 2)
 
 
 def _partials(
@@ -123,17 +114,17 @@ def dense(
     causal: key j is visible to query i iff j - keys <= i - queries. visible (batch, keys): False
     where a key is padding; only without `causal`.
     """
-    if not causal:
-        # The heads of a group share their keys: as more queries of one head, no key is repeated.
-        folded = _fold(q, k.shape[1])
-        mask = visible
-        if mask is not None:
-            mask = mask[:, None, None, :].expand(-1, -1, folded.shape[2], -1)
-        return F.scaled_dot_product_attention(folded, k, v, mask, scale=scale).reshape(q.shape)
-    bias = causal_lower_right(q.shape[2], k.shape[2])
-    gqa = q.shape[1] != k.shape[1]
-    out: Tensor = F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=gqa)
-    return out
+    if causal:
+        bias = causal_lower_right(q.shape[2], k.shape[2])
+        gqa = q.shape[1] != k.shape[1]
+        out: Tensor = F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=gqa)
+        return out
+    # The heads of a group share their keys: as more queries of one head, no key is repeated.
+    folded = _fold(q, k.shape[1])
+    mask = visible
+    if mask is not None:
+        mask = mask[:, None, None, :].expand(-1, -1, folded.shape[2], -1)
+    return F.scaled_dot_product_attention(folded, k, v, mask, scale=scale).reshape(q.shape)
 
 
 def partial(
@@ -172,13 +163,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return bool(can_use_flash_attention(params))
 
 
-def merge(parts: list[Partial]) -> Tensor:
-    """One output from outputs with their log-sum-exp; parts that saw nothing weigh nothing."""
-    return combine(parts)[0].to(parts[0][0].dtype)
-
-
 def combine(parts: Sequence[Partial]) -> Partial:
-    """As `merge`, in the precision of the log-sum-exp, with that of all parts together."""
+    """One output from outputs with their log-sum-exp, and that of all together, in the precision of
+    the log-sum-exp; parts that saw nothing weigh nothing."""
     sums = torch.stack([lse for _, lse in parts])
     weights = torch.softmax(sums, dim=0)[..., None]
     merged = sum(w * out.to(w.dtype) for w, (out, _) in zip(weights, parts, strict=True))
@@ -195,9 +182,9 @@ def _scored(
     # Scores in half precision would overflow, or be rounded to more than softmax can bear.
     scores = torch.matmul(folded.to(wide), k.transpose(2, 3).to(wide)) * scale
     if mask is not None:
-        scores = scores.view(batch, k.shape[1], -1, queries, k.shape[2])
-        scores = scores.masked_fill(~(mask[:, None] if mask.dim() == 4 else mask), -torch.inf)
-        scores = scores.view(folded.shape[0], k.shape[1], folded.shape[2], k.shape[2])
+        apart = scores.view(batch, k.shape[1], -1, queries, k.shape[2])
+        apart = apart.masked_fill(~(mask[:, None] if mask.dim() == 4 else mask), -torch.inf)
+        scores = apart.view(scores.shape)
     lse = torch.logsumexp(scores, dim=-1)
     # A row of -inf alone would make weights of nan.
     chances = torch.exp(scores - lse.clamp_min(torch.finfo(wide).min)[..., None])

@@ -1,4 +1,4 @@
-"""One iteration's chunks through the model, the loads that belong to them, and the next tokens.
+"""One iteration's chunks through the model, with the loads that belong to them.
 
 Chunks and loads go through the model together. If a load fails, the chunks that wait for one go
 again, each for itself, so that only the prefix that does not arrive is computed from its tokens.
@@ -7,20 +7,16 @@ What stays in host memory and does not cross the link is attended to there, all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Run
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from engine.forward import ServedModel
 from engine.loads import Loads
-from engine.sampling import sample
-from engine.sequence import HostResident, Load, Sequence
+from engine.sequence import Sequence
 from engine.sparse.serving import SparseServing
 from engine.step import Pages, Source, StepRow, TokenSpan, joined, plan_spans
-from engine.store import Keeper
+from engine.store import HostStore
 from engine.transfer import TransferFailed
 
 # More queries of a sequence make attention on a CPU a matter of its FLOPs: what they need of host
@@ -34,10 +30,6 @@ class Chunk(NamedTuple):
     start: int
     stop: int
 
-    @property
-    def new_tokens(self) -> int:
-        return self.stop - self.start
-
 
 Chunks = dict[Sequence, Chunk]
 Logits = dict[Sequence, Tensor]
@@ -48,8 +40,8 @@ class Computer:
 
     Args:
         model: what computes.
-        loads: told which arrived, and which did not.
-        keeper: gives blocks to capture activations in.
+        loads: takes note of those that arrived, and of those that did not.
+        store: gives blocks to capture activations in.
         budget_tokens: of a call, where a prefix has to be computed that did not arrive.
 
     `sparse`: the slots of sparse decoding, if the engine has any. `lost`: requests whose slot
@@ -57,23 +49,20 @@ class Computer:
     """
 
     def __init__(
-        self, model: ServedModel, loads: Loads, keeper: Keeper, budget_tokens: int
+        self, model: ServedModel, loads: Loads, store: HostStore, budget_tokens: int
     ) -> None:
         self._model, self._mover = model, model.mover
-        self._loads, self._keeper = loads, keeper
-        self._budget_tokens = budget_tokens
+        self._loads, self._store, self._budget_tokens = loads, store, budget_tokens
         self.sparse: SparseServing | None = None
         self.lost: list[Sequence] = []
 
     def compute(self, chunks: Chunks) -> Logits:
         """Logits of each chunk's last token, with whatever loads belong to the chunks."""
         self.lost = []
-        sparse = self.sparse
-        slotted = {s: chunk for s, chunk in chunks.items() if sparse is not None and s in sparse}
-        here = {s: chunk for s, chunk in chunks.items() if s not in slotted}
+        here = {s: chunk for s, chunk in chunks.items() if s.slot is None}
         logits = self._compute(here) if here else {}
-        if sparse is not None and slotted:
-            done = sparse.compute({s: (c.start, c.new_tokens) for s, c in slotted.items()})
+        if self.sparse is not None and len(here) < len(chunks):
+            done = self.sparse.compute({s: c for s, c in chunks.items() if s.slot is not None})
             for sequence, (seconds, size_bytes) in done.begun.items():
                 self._loads.arrived(sequence, seconds, size_bytes)
             self.lost = done.lost
@@ -105,13 +94,13 @@ class Computer:
                 continue
             del chunks[sequence]
             try:
-                logits.update(self._run({sequence: chunk}))
+                logits |= self._run({sequence: chunk})
                 self._mover.mark().block()
                 if sequence.load is not None:
                     self._loads.arrived_together([sequence], 0.0)
             except TransferFailed:
-                logits.update(self._without_link(sequence, chunk))
-        return {**logits, **(self._run(chunks) if chunks else {})}
+                logits |= self._without_link(sequence, chunk)
+        return logits | (self._run(chunks) if chunks else {})
 
     def _without_link(self, sequence: Sequence, chunk: Chunk) -> Logits:
         """A chunk whose part of the link failed: compute from tokens what its load should have
@@ -123,60 +112,41 @@ class Computer:
         if load is not None:
             self._loads.failed(sequence)
             most = self._budget_tokens
-            for start in range(load.start * load.block_tokens, chunk.start, most):
+            for start in range(load.start * sequence.block_tokens, chunk.start, most):
                 self._run({sequence: Chunk(start, min(start + most, chunk.start))})
         return self._run({sequence: chunk})
 
     def _run(self, chunks: Chunks) -> Logits:
-        rows = [self._row(sequence, chunk) for sequence, chunk in chunks.items()]
+        rows = [self._row(sequence, *chunk) for sequence, chunk in chunks.items()]
         logits = self._model.compute(rows)
         return {sequence: logits[index] for index, sequence in enumerate(chunks)}
 
-    def _row(self, sequence: Sequence, chunk: Chunk) -> StepRow:
+    def _row(self, sequence: Sequence, start: int, stop: int) -> StepRow:
         """A chunk as part of a step, with what is loaded in front of it."""
-        start, stop = chunk
-        size, pages = sequence.table.block_tokens, Pages(sequence.table.device)
-        for index, block in self._keeper.capture(sequence, start, stop).items():
+        size, pages = sequence.block_tokens, Pages(sequence.blocks)
+        for index, block in self._store.capture(sequence, start, stop).items():
             pages.put(index, "act", "device", [block])
         spans, end = list[TokenSpan](), 0
         if (kept := sequence.kept) is not None:
+            # What the device has before what stays in host memory, and who attends to that.
             pages.put(kept.start, "kv", "host", kept.blocks)
-            spans += _resident_spans(kept, chunk.new_tokens, size)
-            end = spans[-1].stop
+            first, end = kept.start * size, (kept.start + len(kept.blocks)) * size
+            few = stop - start <= _FEW_QUERIES
+            cut = first + (kept.cpu_tokens if few else 0) if kept.crosses else end
+            spans = [
+                TokenSpan(Source.KV_DEVICE, 0, first),
+                TokenSpan(Source.KV_CPU, first, cut),
+                TokenSpan(Source.KV_HOST, cut, end),
+            ]
         if (load := sequence.load) is not None:
-            spans += _load_spans(load, end, pages)
+            pages.put(load.start, "kv", "host", load.kv)
+            pages.put(load.start, "act", "host", load.act)
+            first = load.start * size
+            spans += [TokenSpan(Source.KV_DEVICE, end, first)]
+            spans += plan_spans(load.plan.segments, first)
             end = spans[-1].stop
         spans += [TokenSpan(Source.KV_DEVICE, end, start), TokenSpan(Source.NEW, start, stop)]
         together = joined(spans)
         computed = [s for s in together if s.source is Source.NEW]
         tokens = [token for s in computed for token in sequence.tokens[s.start : s.stop]]
         return StepRow(tokens, together, pages)
-
-
-def _resident_spans(kept: HostResident, queries: int, size: int) -> list[TokenSpan]:
-    """What the device has before what stays in host memory, and who attends to that."""
-    first, end = kept.start * size, (kept.start + len(kept.blocks)) * size
-    cut = end
-    if kept.crosses:
-        cut = first + kept.cpu_tokens if queries <= _FEW_QUERIES else first
-    return [
-        TokenSpan(Source.KV_DEVICE, 0, first),
-        TokenSpan(Source.KV_CPU, first, cut),
-        TokenSpan(Source.KV_HOST, cut, end),
-    ]
-
-
-def _load_spans(load: Load, end: int, pages: Pages) -> list[TokenSpan]:
-    first = load.start * load.block_tokens
-    pages.put(load.start, "kv", "host", load.kv)
-    pages.put(load.start, "act", "host", load.act)
-    return [TokenSpan(Source.KV_DEVICE, end, first), *plan_spans(load.plan.segments, first)]
-
-
-def sample_each(logits: Mapping[Sequence, Tensor], sequences: Run[Sequence]) -> list[int]:
-    """The next token of each sequence, from its logits."""
-    if not sequences:
-        return []
-    rows = torch.stack([logits[s] for s in sequences])
-    samplings = [s.request.sampling for s in sequences]
-    return sample(rows, samplings, [s.rng for s in sequences])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from kappa.checks import read_json_object
 from kappa.model import ModelShape
@@ -18,7 +18,6 @@ from kappa.plans.architecture import architecture_from_config, rope_type
 from kappa.shapes import shape_from_config
 
 FAMILIES = ("opt", "llama", "qwen2", "qwen3")
-Activation = Literal["relu", "gelu", "gelu_new", "silu"]
 _ACTIVATIONS = {
     "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_new", "silu": "silu", "swish": "silu",
 }  # fmt: skip
@@ -102,89 +101,59 @@ def read_config(source: Mapping[str, Any] | str | Path, name: str = "") -> Model
         path = path / "config.json" if path.is_dir() else path
         origin, data = str(path), read_json_object(path, "model config")
     family = str(data.get("model_type"))
-    _refuse(data, family, origin)
+    opt = family == "opt"
+    _refuse_unknown(data, family, origin)
     shape = _shape(data, name or origin)
-    for key in ("vocab_size", "ffn_dim" if family == "opt" else "intermediate_size"):
+    inner = "ffn_dim" if opt else "intermediate_size"
+    for key in ("vocab_size", inner):
         if not isinstance(data.get(key), int) or data[key] < 1:
             raise ValueError(f"{origin}: key {key!r} is {data.get(key)!r}: give a whole number")
-    common = _common(data, shape, origin)
-    return _opt(data, common) if family == "opt" else _rotary(data, family, common, origin)
-
-
-def _shape(data: Mapping[str, Any], name: str) -> ModelShape:
-    """As planners see it; checkpoints in float64, which exactness is tested with, included."""
-    wide = {key: data[key] for key in ("dtype", "torch_dtype") if "64" in str(data.get(key))}
-    if not wide:
-        return shape_from_config(data, name)
-    narrow = {key: value for key, value in data.items() if key not in wide}
-    return replace(shape_from_config(narrow, name), kv_dtype_bytes=8.0, weight_dtype_bytes=8.0)
-
-
-def _common(data: Mapping[str, Any], shape: ModelShape, origin: str) -> dict[str, Any]:
     if shape.heads % shape.kv_heads:
         raise ValueError(
             f"{origin}: {shape.heads} query heads do not divide among {shape.kv_heads} KV heads"
         )
     activation = data.get("activation_function") or data.get("hidden_act")
-    activation = activation or ("relu" if data["model_type"] == "opt" else "silu")
+    activation = activation or ("relu" if opt else "silu")
     if activation not in _ACTIVATIONS:
         raise UnsupportedModel(
             f"{origin}: activation {activation!r} is not computed here: "
             f"use one of {', '.join(_ACTIVATIONS)}"
         )
-    return {
-        "layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads,
-        "kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "vocab": data["vocab_size"],
-        "max_tokens": data.get("max_position_embeddings") or 2048,
-        "activation": _ACTIVATIONS[activation], "shape": shape,
-    }  # fmt: skip
 
+    def flag(key: str, default: bool = False) -> bool:
+        return bool(default if data.get(key) is None else data[key])
 
-def _opt(data: Mapping[str, Any], common: dict[str, Any]) -> ModelConfig:
-    pre_norm = _flag(data, "do_layer_norm_before", True)
-    bias = _flag(data, "enable_bias", True)
+    pre_norm = not opt or flag("do_layer_norm_before", True)
+    bias = flag("enable_bias", True) if opt else flag("attention_bias")
+    max_tokens = data.get("max_position_embeddings") or 2048
     return ModelConfig(
-        family="opt",
-        inner=data["ffn_dim"],
-        embed=data.get("word_embed_proj_dim") or common["hidden"],
-        norm_eps=1e-5,
+        family=family, layers=shape.layers, hidden=shape.hidden, heads=shape.heads,
+        kv_heads=shape.kv_heads, head_dim=shape.head_dim, inner=data[inner],
+        vocab=data["vocab_size"],
+        embed=(data.get("word_embed_proj_dim") if opt else None) or shape.hidden,
+        max_tokens=max_tokens,
+        norm_eps=1e-5 if opt else float(data.get("rms_norm_eps") or 1e-6),
+        activation=_ACTIVATIONS[activation],
         pre_norm=pre_norm,
-        norm_affine=_flag(data, "layer_norm_elementwise_affine", True),
-        final_norm=pre_norm and not _flag(data, "_remove_final_layer_norm", False),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
-        tied=_flag(data, "tie_word_embeddings", True),
-        **common,
-    )
-
-
-def _rotary(
-    data: Mapping[str, Any], family: str, common: dict[str, Any], origin: str
-) -> ModelConfig:
-    bias = _flag(data, "attention_bias", False)
-    return ModelConfig(
-        family=family,
-        inner=data["intermediate_size"],
-        embed=common["hidden"],
-        norm_eps=float(data.get("rms_norm_eps") or 1e-6),
-        pre_norm=True,
-        norm_affine=True,
-        final_norm=True,
+        norm_affine=not opt or flag("layer_norm_elementwise_affine", True),
+        final_norm=pre_norm and not (opt and flag("_remove_final_layer_norm")),
         qkv_bias=bias or family == "qwen2",
         out_bias=bias and family != "qwen2",
-        mlp_bias=family == "llama" and _flag(data, "mlp_bias", False),
-        tied=_flag(data, "tie_word_embeddings", False),
-        rope=_rope(data, common["max_tokens"], origin),
-        **common,
-    )
+        mlp_bias=bias if opt else family == "llama" and flag("mlp_bias"),
+        tied=flag("tie_word_embeddings", opt),
+        shape=shape,
+        rope={} if opt else _rope(data, max_tokens, origin),
+    )  # fmt: skip
 
 
-def _flag(data: Mapping[str, Any], key: str, default: bool) -> bool:
-    return bool(default if data.get(key) is None else data[key])
+def _shape(data: Mapping[str, Any], name: str) -> ModelShape:
+    """As planners see it; checkpoints in float64, which exactness is tested with, included."""
+    wide = {key for key in ("dtype", "torch_dtype") if "64" in str(data.get(key))}
+    shape = shape_from_config({key: data[key] for key in data if key not in wide}, name)
+    return replace(shape, kv_dtype_bytes=8.0, weight_dtype_bytes=8.0) if wide else shape
 
 
-def _refuse(data: Mapping[str, Any], family: str, origin: str) -> None:
+def _refuse_unknown(data: Mapping[str, Any], family: str, origin: str) -> None:
     known = family in FAMILIES
     why = architecture_from_config(data).peculiar()
     if not (known or why):
@@ -202,10 +171,8 @@ def _rope(data: Mapping[str, Any], max_tokens: int, origin: str) -> dict[str, An
     rope.pop("type", None)
     rope["rope_type"] = rope_type(data)
     rope.setdefault("rope_theta", data.get("rope_theta") or 10000.0)
-    rope.setdefault(
-        "original_max_position_embeddings",
-        data.get("original_max_position_embeddings") or max_tokens,
-    )
+    trained = data.get("original_max_position_embeddings") or max_tokens
+    rope.setdefault("original_max_position_embeddings", trained)
     if rope["rope_type"] not in _STATIC_ROPE:
         raise UnsupportedModel(
             f"{origin}: rope type {rope['rope_type']!r} is not computed here: "

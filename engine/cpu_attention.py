@@ -9,19 +9,21 @@ merged as `engine.attention` merges places.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotInTime
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.arena import Arena
-from engine.attention import Partial, combine
+from engine.attention import Elsewhere, Partial, combine
 from engine.blocks import Ids, runs
 from engine.config import ModelConfig
-from engine.cpu_worker import CpuWorker, result
-from engine.step import HostContext, OnCpu
-from engine.transfer import LinkMover
+from engine.step import OnCpu
+from engine.transfer import WAIT_S, LinkMover, TransferFailed
 
 # Of a run read in place, blocks per call: their results are merged while a cache has them.
 _RUN_BLOCKS = 64
@@ -29,116 +31,135 @@ _RUN_BLOCKS = 64
 _PIECE_BLOCKS = 16
 # Shorter runs are gathered: a call costs more than to copy so little.
 _LEAST_RUN = 4
+# Two workers that start at once would put back each other's number of threads.
+_setting = threading.Lock()
 
-Runs = list[tuple[int, int]]  # first block, how many
+T = TypeVar("T")
 
 
-class CpuResult:
-    """What the CPU computes of a layer, under way."""
+class CpuWorker:
+    """Computes jobs in order on one thread, with `threads` of torch's beneath it.
 
-    def __init__(
-        self,
-        on_cpu: OnCpu,
-        future: Future[tuple[Tensor, Tensor]],
-        tokens: int,
-        device: torch.device,
-    ) -> None:
-        self._on_cpu, self._future = on_cpu, future
-        self._tokens, self._device = tokens, device
+    torch keeps its number of threads per thread that asks, so a bound set here is no bound
+    elsewhere. Waits are bounded; a job that fails fails whoever waits for it.
+    """
 
-    def result(self) -> Partial:
-        """Output (tokens, heads, d) and log-sum-exp (tokens, heads) of all of the step's tokens.
+    def __init__(self, threads: int) -> None:
+        if threads < 1:
+            raise ValueError(f"{threads} threads for the CPU's share: give 1 or more")
+        self.threads = threads
+        self._newest: Future[object] | None = None
+        self._pool = ThreadPoolExecutor(1, "kappa-cpu")
 
-        Zero and -inf for those with nothing on the CPU. Waits for the CPU.
+        def bound() -> None:
+            # A thread takes everybody's number when it first asks: that must not come later.
+            torch.get_num_threads()
+            torch.set_num_threads(threads)
 
-        Raises:
-            TransferFailed: it failed, or did not end in time.
-        """
-        out, lse = (x.to(self._device, non_blocking=True) for x in result(self._future))
-        rows = self._on_cpu.rows
-        if len(rows) == self._tokens:
-            # Each once: all of them, in some order.
-            all_out, all_lse = torch.empty_like(out), torch.empty_like(lse)
-        else:
-            all_out = out.new_zeros((self._tokens, *out.shape[1:]))
-            all_lse = lse.new_full((self._tokens, lse.shape[1]), -torch.inf)
-        return all_out.index_copy_(0, rows, out), all_lse.index_copy_(0, rows, lse)
+        with _setting:
+            before = torch.get_num_threads()
+            self._pool.submit(bound).result(WAIT_S)
+            # The number that threads begin with is everybody's: put it back.
+            torch.set_num_threads(before)
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Compute `job` when those before it are done, without gradients; `RuntimeError` if the
+        worker is stopped."""
+        future = self._pool.submit(torch.no_grad()(job))
+        self._newest = future  # type: ignore[assignment]
+        return future
+
+    def settle(self, timeout_s: float = WAIT_S) -> None:
+        """Wait until nothing is under way, well or not; `TransferFailed` if that takes longer."""
+        newest, self._newest = self._newest, None
+        if newest is not None and not newest.cancelled():
+            try:
+                newest.exception(timeout_s)
+            except NotInTime:
+                raise TransferFailed(f"the CPU still computes after {timeout_s:g} s") from None
+
+    def stop(self) -> None:
+        """What has not begun is dropped; the thread ends."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.settle()
+
+
+def result(future: Future[T], timeout_s: float = WAIT_S) -> T:
+    """What a job gave; `TransferFailed` if it failed, or did not end in time."""
+    try:
+        return future.result(timeout_s)
+    except NotInTime:
+        raise TransferFailed(f"the CPU's share did not end within {timeout_s:g} s") from None
+    except Exception as error:
+        raise TransferFailed(f"the CPU's share failed: {error}") from error
 
 
 class CpuAttention:
-    """Attends over the KV blocks of one arena's host memory.
+    """Attends over the KV blocks of one arena's host memory, with so many threads at most.
 
-    Args:
-        arena: whose host blocks.
-        config: of the model.
-        threads: that attend at most.
-
-    `stop` ends its thread.
+    `worker.stop` ends its thread.
     """
 
     def __init__(self, arena: Arena, config: ModelConfig, threads: int) -> None:
         self.worker = CpuWorker(threads)
-        self._host, self._config = arena.kv_host, config
-        self._bt, self._device = arena.block_tokens, arena.device
+        self._host, self._config, self._device = arena.kv_host, config, arena.device
         self._wide = torch.promote_types(arena.dtype, torch.float32)
         self._scratch = torch.empty(
             (_PIECE_BLOCKS, *arena.kv_block_shape), dtype=self._wide, device="cpu"
         )
-        # Where queries arrive and results leave, of every other layer; pinned for a GPU.
+        # Where queries arrive, of every other layer; pinned for a GPU.
+        self._pinned = arena.device.type == "cuda"
         self._queries: list[Tensor] = [torch.empty(0), torch.empty(0)]
         self._turn = 0
 
-    def begin(self, layer: int, on_cpu: OnCpu, q: Tensor, mover: LinkMover) -> CpuResult:
-        """Start to attend. q (tokens, heads, d): of the whole step, on the device."""
+    def begin(self, layer: int, on_cpu: OnCpu, q: Tensor, mover: LinkMover) -> Elsewhere:
+        """Start to attend. q (tokens, heads, d): of the whole step, on the device.
+
+        What it returns waits for the CPU, and raises `TransferFailed` if that failed, or did not
+        end in time.
+        """
         mine = q.index_select(0, on_cpu.rows)
         self._turn = 1 - self._turn
-        staged = self._staging(mine)
-        staged.copy_(mine, non_blocking=True)
-        ready = mover.mark()
-        contexts = on_cpu.contexts
-
-        def job() -> tuple[Tensor, Tensor]:
-            ready.block()
-            return self._attend(layer, contexts, staged)
-
-        return CpuResult(on_cpu, self.worker.submit(job), len(q), self._device)
-
-    def stop(self) -> None:
-        """End the thread."""
-        self.worker.stop()
-
-    def _staging(self, like: Tensor) -> Tensor:
         buffer = self._queries[self._turn]
-        if buffer.shape[1:] != like.shape[1:] or len(buffer) < len(like):
-            buffer = torch.empty(
-                like.shape, dtype=like.dtype, pin_memory=self._device.type == "cuda"
-            )
+        if buffer.shape[1:] != mine.shape[1:] or len(buffer) < len(mine):
+            buffer = torch.empty(mine.shape, dtype=mine.dtype, pin_memory=self._pinned)
             self._queries[self._turn] = buffer
-        return buffer[: len(like)]
+        staged = buffer[: len(mine)]
+        staged.copy_(mine, non_blocking=True)
+        ready, contexts, tokens = mover.mark(), on_cpu.contexts, len(q)
+
+        def job() -> Partial:
+            """Output (queries, heads, d), log-sum-exp (queries, heads), both wide."""
+            ready.block()
+            heads, width = self._config.heads, self._config.head_dim
+            shape = (len(staged), heads)
+            out = torch.empty((*shape, width), dtype=self._wide, pin_memory=self._pinned)
+            lse = torch.empty(shape, dtype=self._wide, pin_memory=self._pinned)
+            for context in contexts:
+                part = slice(context.first, context.first + context.queries)
+                out[part], lse[part] = self.attend(layer, context.blocks, staged[part])
+            return out, lse
+
+        future = self.worker.submit(job)
+
+        def arrived() -> Partial:
+            out, lse = (x.to(self._device, non_blocking=True) for x in result(future))
+            all_out = out.new_zeros((tokens, *out.shape[1:]))
+            all_lse = lse.new_full((tokens, lse.shape[1]), -torch.inf)
+            rows = on_cpu.rows
+            return all_out.index_copy_(0, rows, out), all_lse.index_copy_(0, rows, lse)
+
+        return arrived
 
     # -- on the worker's thread -----------------------------------------------------------------
 
-    def _attend(self, layer: int, contexts: list[HostContext], q: Tensor) -> tuple[Tensor, Tensor]:
-        """Output (queries, heads, d), log-sum-exp (queries, heads), both wide."""
-        heads, width = self._config.heads, self._config.head_dim
-        pinned = self._device.type == "cuda"
-        out = torch.empty((len(q), heads, width), dtype=self._wide, pin_memory=pinned)
-        lse = torch.empty((len(q), heads), dtype=self._wide, pin_memory=pinned)
-        for context in contexts:
-            mine = slice(context.first, context.first + context.queries)
-            found = self.attend(layer, context, q[mine])
-            out[mine], lse[mine] = found
-        return out, lse
-
-    def attend(self, layer: int, context: HostContext, q: Tensor) -> tuple[Tensor, Tensor]:
-        """One sequence's queries (n, heads, d), which all see all of the context: as `_attend`."""
-        kv_heads, width = self._config.kv_heads, self._config.head_dim
-        queries = len(q)
+    def attend(self, layer: int, blocks: Ids, q: Tensor) -> Partial:
+        """One sequence's queries (n, heads, d), which all see all of these blocks."""
+        kv_heads, width, queries = self._config.kv_heads, self._config.head_dim, len(q)
         # The heads of a group share their keys: as more queries of one head, no key is repeated.
         folded = q.to(self._wide).view(queries, kv_heads, -1, width).transpose(0, 1)
         folded = folded.reshape(1, kv_heads, -1, width)
-        host = self._host[layer]
-        parts = [self._piece(folded, blocks) for blocks in self._pieces(host, context.blocks)]
+        parts = [self._piece(folded, part) for part in self._pieces(self._host[layer], blocks)]
         merged, lse = combine(parts) if len(parts) > 1 else parts[0]
         shape = (kv_heads, queries, -1)
         merged = merged.view(*shape, width).transpose(0, 1).reshape(queries, -1, width)
@@ -146,10 +167,9 @@ class CpuAttention:
 
     def _pieces(self, host: Tensor, blocks: Ids) -> Iterator[Tensor]:
         """Blocks (n, 2, block_tokens, kv_heads, d), wide: long runs in place, the rest gathered."""
-        found = [(source, n) for _, source, n in runs(range(len(blocks)), blocks.tolist())]
         direct = host.dtype == self._wide
-        gathered: Runs = []
-        for first, count in found:
+        gathered: list[tuple[int, int]] = []
+        for _, first, count in runs(range(len(blocks)), blocks):
             if direct and count >= _LEAST_RUN:
                 for at in range(first, first + count, _RUN_BLOCKS):
                     yield host[at : min(at + _RUN_BLOCKS, first + count)]
@@ -167,7 +187,7 @@ class CpuAttention:
         if held:
             yield self._scratch[:held]
 
-    def _piece(self, q: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def _piece(self, q: Tensor, blocks: Tensor) -> Partial:
         """Output (kv_heads, queries, d) and log-sum-exp (kv_heads, queries) over some blocks."""
         # (n, 2, block_tokens, kv_heads, d): heads before tokens, by strides alone.
         k, v = blocks.permute(1, 0, 3, 2, 4)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from engine import attention, layers
 from engine.arena import Arena
-from engine.cpu_attention import CpuAttention, CpuResult
-from engine.layers import angles, frequencies
+from engine.cpu_attention import CpuAttention
 from engine.step import DeviceStep, StepRow
 from engine.step_builder import build_step
 from engine.transfer import Event, LinkMover, TransferFailed
@@ -29,8 +28,8 @@ class RunningStep:
 
     step: DeviceStep
     hidden: Tensor
-    angles: layers.Angles = None
-    act_angles: layers.Angles = None
+    angles: layers.Angles
+    act_angles: layers.Angles
 
 
 @dataclass(slots=True)
@@ -63,12 +62,8 @@ class ServedModel(Protocol):
 
     arena: Arena
     mover: LinkMover
-
-    @property
-    def max_tokens(self) -> int: ...
-
-    @property
-    def vocab(self) -> int: ...
+    max_tokens: int
+    vocab: int
 
     def compute(self, rows: Sequence[StepRow]) -> Tensor:
         """As `Forward.compute`."""
@@ -91,33 +86,25 @@ class Forward:
     def __init__(
         self, weights: Weights, arena: Arena, mover: LinkMover, cpu_threads: int = 0
     ) -> None:
-        config = weights.config
+        config, shape = weights.config, arena.shape
         if (weights.dtype, weights.device) != (arena.dtype, arena.device):
             raise ValueError(
                 f"weights are {weights.dtype} on {weights.device}, the arena {arena.dtype} on "
                 f"{arena.device}: make both alike"
             )
         made_for = (config.layers, config.hidden, config.kv_heads, config.head_dim)
-        shape = arena.shape
         if made_for != (shape.layers, shape.hidden, shape.kv_heads, shape.head_dim):
             raise ValueError(f"the arena is for {shape.name}, not for the model of the weights")
         self.weights, self.arena, self.mover, self.config = weights, arena, mover, config
+        self.max_tokens, self.vocab = config.max_tokens, config.vocab
         self.cpu = CpuAttention(arena, config, cpu_threads) if cpu_threads else None
-        self.rope: tuple[Tensor, float] | None = None
+        self._rope: tuple[Tensor, float] | None = None
         if config.rope:
-            inverse, factor = frequencies(config.rope, config.head_dim)
-            self.rope = inverse.to(weights.device), factor
+            inverse, factor = layers.frequencies(config.rope, config.head_dim)
+            self._rope = inverse.to(weights.device), factor
         self._buffers: list[Buffer] = []
-        # Of passes whose copies did not end in time.
+        # What passes used whose copies did not end in time.
         self._stuck: list[object] = []
-
-    @property
-    def max_tokens(self) -> int:
-        return self.config.max_tokens
-
-    @property
-    def vocab(self) -> int:
-        return self.config.vocab
 
     def compute(self, rows: Sequence[StepRow]) -> Tensor:
         """Compute rows together and write their KV; logits (wanted, vocabulary), in their order.
@@ -133,9 +120,9 @@ class Forward:
         """The step of these rows, on the device."""
         # Learned positions end; rotary ones do not.
         longest = max(row.length for row in rows)
-        if not self.config.rope and longest > self.config.max_tokens:
+        if not self.config.rope and longest > self.max_tokens:
             raise ValueError(
-                f"a sequence of {longest} tokens: this model has {self.config.max_tokens} positions"
+                f"a sequence of {longest} tokens: this model has {self.max_tokens} positions"
             )
         return build_step(rows, self.arena.block_tokens, self.weights.device)
 
@@ -155,21 +142,21 @@ class Forward:
             raise
         return self._logits(running)
 
+    def angles(self, positions: Tensor) -> layers.Angles:
+        """Of tokens at these positions; None where positions are learned."""
+        return layers.angles(positions, *self._rope, self.weights.dtype) if self._rope else None
+
     def close(self) -> None:
         """End the CPU's thread, if it has one. Nothing may be under way."""
         if self.cpu is not None:
-            self.cpu.stop()
+            self.cpu.worker.stop()
 
     # -- begin and end ------------------------------------------------------------------------
 
     def _begin(self, step: DeviceStep) -> RunningStep:
-        running = RunningStep(step, layers.embed(self.weights, step.tokens, step.positions))
-        if self.rope is not None:
-            inverse, factor = self.rope
-            dtype = self.weights.dtype
-            running.angles = angles(step.positions, inverse, factor, dtype)
-            running.act_angles = angles(step.act_positions, inverse, factor, dtype)
-        return running
+        hidden = layers.embed(self.weights, step.tokens, step.positions)
+        angles = self.angles(step.positions), self.angles(step.act_positions)
+        return RunningStep(step, hidden, *angles)
 
     def _logits(self, running: RunningStep) -> Tensor:
         return layers.logits(running.hidden[running.step.logit_rows], self.weights)
@@ -221,17 +208,14 @@ class Forward:
         """Begin to copy what the step needs from host memory, behind the buffer's last use."""
         arena = self.arena
         buffer.act = buffer.kv = None
-        for runs, target, host in (
-            (step.act_runs, buffer.acts, arena.act_host),
-            (step.kv_runs, buffer.landing, arena.kv_host),
-        ):
-            if runs:
-                copies = [(target[t : t + n], host[layer, s : s + n]) for t, s, n in runs]
-                event = self.mover.h2d(copies, buffer.free)
-                if target is buffer.acts:
-                    buffer.act = event
-                else:
-                    buffer.kv = event
+        if step.act_runs:
+            acts = [(buffer.acts[t : t + n], arena.act_host[layer, s : s + n])
+                    for t, s, n in step.act_runs]  # fmt: skip
+            buffer.act = self.mover.h2d(acts, buffer.free)
+        if step.kv_runs:
+            rows = [(buffer.landing[t : t + n], arena.kv_host[layer, s : s + n])
+                    for t, s, n in step.kv_runs]  # fmt: skip
+            buffer.kv = self.mover.h2d(rows, buffer.free)
 
     def _compute(self, layer: int, running: RunningStep, buffer: Buffer) -> Tensor:
         """One layer; the input of its projections, of which activation blocks are made."""
@@ -244,26 +228,33 @@ class Forward:
         first = step.first_new_row
         new = buffer.rows[first : first + 2 * step.new_tokens].view(step.new_tokens, -1)
         layers.project_kv(a, tensors, config, running.angles, new)
-        there = self._attend_on_cpu(layer, step, q)
+        there = None
+        if step.on_cpu is not None:
+            # Let the CPU begin with what it attends to where it lies.
+            if self.cpu is None:
+                raise NoCpuAttention(
+                    "a step has context that the CPU is to attend to, but this model has no "
+                    "threads for it: give cpu_threads"
+                )
+            there = self.cpu.begin(layer, step.on_cpu, q, self.mover)
         if buffer.kv is not None:
             self.mover.wait(buffer.kv)
-        self._write(layer, step, buffer.rows, a)
         pool = self.arena.kv_device[layer].view(-1, config.kv_width)
+        # New and loaded tokens to the device blocks that their sequences have for them; and those
+        # few of a context that lie in device blocks to the many that do not.
+        if step.to_pool is not None:
+            moved = buffer.rows.index_select(0, step.to_pool.source)
+            pool.index_copy_(0, step.to_pool.target, moved)
+        if step.from_pool is not None:
+            moved = pool.index_select(0, step.from_pool.source)
+            buffer.rows.index_copy_(0, step.from_pool.target, moved)
+        if step.to_act is not None:
+            acts = self.arena.act_device[layer].view(-1, config.hidden)
+            acts.index_copy_(0, step.to_act.target, a.index_select(0, step.to_act.source))
         attended = attention.attend(step.groups, q, pool, buffer.rows, config, there)
         running.hidden = layers.finish(running.hidden, attended, tensors, config)
         buffer.free = self.mover.mark()
         return a
-
-    def _attend_on_cpu(self, layer: int, step: DeviceStep, q: Tensor) -> CpuResult | None:
-        """Let the CPU begin with what it attends to where it lies."""
-        if step.on_cpu is None:
-            return None
-        if self.cpu is None:
-            raise NoCpuAttention(
-                "a step has context that the CPU is to attend to, but this model has no threads "
-                "for it: give cpu_threads"
-            )
-        return self.cpu.begin(layer, step.on_cpu, q, self.mover)
 
     def _project_acts(self, layer: int, running: RunningStep, buffer: Buffer) -> None:
         """Keys and values of the step's activations, into the buffer."""
@@ -278,17 +269,3 @@ class Forward:
             a = held if not len(a) else torch.cat((a, held))
         rows = buffer.rows[step.loaded_rows : step.first_new_row].view(step.act_tokens, -1)
         layers.project_kv(a, self._kv_weights(layer), self.config, running.act_angles, rows)
-
-    def _write(self, layer: int, step: DeviceStep, rows: Tensor, a: Tensor) -> None:
-        """New and loaded tokens to the device blocks that their sequences have for them.
-
-        And those few of a context that lie in device blocks to the many that do not.
-        """
-        pool = self.arena.kv_device[layer].view(-1, self.config.kv_width)
-        if step.to_pool is not None:
-            pool.index_copy_(0, step.to_pool.target, rows.index_select(0, step.to_pool.source))
-        if step.from_pool is not None:
-            rows.index_copy_(0, step.from_pool.target, pool.index_select(0, step.from_pool.source))
-        if step.to_act is not None:
-            acts = self.arena.act_device[layer].view(-1, self.config.hidden)
-            acts.index_copy_(0, step.to_act.target, a.index_select(0, step.to_act.source))

@@ -8,7 +8,8 @@ stored activation is its input, so keys from it equal those that were stored bes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ from torch import Tensor
 
 from engine.config import OPT_POSITION_OFFSET, ModelConfig
 from engine.weights import Layer, Weights
+
+Angles = tuple[Tensor, Tensor] | None
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu, "silu": F.silu, "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+}  # fmt: skip
 
 
 def frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
@@ -70,6 +77,9 @@ def _yarn(rope: Mapping[str, Any], steps: Tensor, head_dim: int) -> tuple[Tensor
         """Which dimension turns so often over the trained length."""
         return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
 
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
     low = dimension(rope.get("beta_fast") or 32)
     high = dimension(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
@@ -78,24 +88,13 @@ def _yarn(rope: Mapping[str, Any], steps: Tensor, head_dim: int) -> tuple[Tensor
     if low == high:
         high += 0.001
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    waves = base**steps
-    kept = 1 - ramp
+    waves, kept = base**steps, 1 - ramp
     inverse = (1.0 / (factor * waves)) * (1 - kept) + (1.0 / waves) * kept
-    return inverse, _yarn_factor(rope, factor)
-
-
-def _yarn_factor(rope: Mapping[str, Any], factor: float) -> float:
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     one, all_ = rope.get("mscale"), rope.get("mscale_all_dim")
-    return scale(one) / scale(all_) if one and all_ else scale(1.0)
-
-
-Angles = tuple[Tensor, Tensor] | None
+    given = rope.get("attention_factor")
+    if given is None:
+        given = scale(one) / scale(all_) if one and all_ else scale(1.0)
+    return inverse, float(given)
 
 
 def embed(weights: Weights, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -153,36 +152,18 @@ def project_kv(a: Tensor, layer: Layer, config: ModelConfig, angles: Angles, out
 
 def finish(x: Tensor, attended: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
     """The rest of the layer: output projection of attended (n, heads·head_dim), MLP, residuals."""
-    x = add_attention(x, attended, layer, config)
-    up = F.linear(mlp_input(x, layer, config), layer.up, layer.up_bias)
-    return add_mlp(x, up, layer, config)
-
-
-def add_attention(x: Tensor, attended: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
-    """Hidden states with the attention's output projected and added."""
     x = x + F.linear(attended, layer.out, layer.out_bias)
-    return x if config.pre_norm else normalise(x, layer.norm, layer.norm_bias, config)
-
-
-def mlp_input(x: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
-    """What the MLP's first projection takes."""
-    return normalise(x, layer.norm2, layer.norm2_bias, config) if config.pre_norm else x
-
-
-def add_mlp(x: Tensor, up: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
-    """Hidden states with the rest of the MLP, from its first projection `up`, added."""
-    x = x + _down(up, layer, config)
-    if config.pre_norm:
-        return x
-    return normalise(x, layer.norm2, layer.norm2_bias, config)
-
-
-def _down(up: Tensor, layer: Layer, config: ModelConfig) -> Tensor:
-    """The second projection of what is activated, gated where the family gates."""
+    if not config.pre_norm:
+        x = normalise(x, layer.norm, layer.norm_bias, config)
+    a = normalise(x, layer.norm2, layer.norm2_bias, config) if config.pre_norm else x
+    up, activate = F.linear(a, layer.up, layer.up_bias), ACTIVATIONS[config.activation]
     if config.gated:
         gate, value = up.chunk(2, dim=-1)
-        return F.linear(_activate(gate, config) * value, layer.down, layer.down_bias)
-    return F.linear(_activate(up, config), layer.down, layer.down_bias)
+        up = activate(gate) * value
+    else:
+        up = activate(up)
+    x = x + F.linear(up, layer.down, layer.down_bias)
+    return x if config.pre_norm else normalise(x, layer.norm2, layer.norm2_bias, config)
 
 
 def logits(x: Tensor, weights: Weights) -> Tensor:
@@ -193,15 +174,3 @@ def logits(x: Tensor, weights: Weights) -> Tensor:
     if "project_out" in outer:
         x = F.linear(x, outer["project_out"])
     return F.linear(x, outer["head"])
-
-
-def _activate(x: Tensor, config: ModelConfig) -> Tensor:
-    match config.activation:
-        case "relu":
-            return F.relu(x)
-        case "silu":
-            return F.silu(x)
-        case "gelu_new":
-            return F.gelu(x, approximate="tanh")
-        case _:
-            return F.gelu(x)

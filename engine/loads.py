@@ -9,36 +9,21 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine.arena import Arena, copies
+from engine.arena import Arena
 from engine.memory import TieredMemory
-from engine.sequence import Load, Sequence
-from engine.settings import EngineOptions
+from engine.sequence import Sequence
 from engine.stats import EngineStats
 from engine.transfer import WAIT_S, Event, LinkMover, TransferFailed
+from kappa.plans.load_plan import LoadPlan
 
 
 class Loads:
-    """Loads of one engine.
-
-    Args:
-        arena, mover, memory: of the engine.
-        stats: counts loads, and those that failed.
-        settings: of the engine.
-    """
+    """Loads of one engine: started, arrived and failed ones are counted in `stats`."""
 
     def __init__(
-        self,
-        arena: Arena,
-        mover: LinkMover,
-        memory: TieredMemory,
-        stats: EngineStats,
-        settings: EngineOptions,
+        self, arena: Arena, mover: LinkMover, memory: TieredMemory, stats: EngineStats
     ) -> None:
-        self._arena = arena
-        self._mover = mover
-        self._memory = memory
-        self._stats = stats
-        self._settings = settings
+        self._arena, self._mover, self._memory, self._stats = arena, mover, memory, stats
         # Those beside the iterations, in the order in which they end.
         self._events: dict[Sequence, Event] = {}
         # When the last one ended, or the first of these began.
@@ -63,37 +48,35 @@ class Loads:
         assert load is not None
         self._stats.loads += 1
         load.started_s = now_s
-        plain = all(segment.kind == "K" for segment in load.plan.segments)
-        if not (self._settings.load_ahead and plain and others):
+        if not others or any(segment.kind != "K" for segment in load.plan.segments):
             self._within.append(sequence)
             return
-        targets = sequence.table.blocks(load.start, load.stop)
-        moved = copies(self._arena, "kv", "device", targets, load.kv)
+        targets = sequence.device_blocks(load.start, load.stop)
         if not self._events:
             self._progress_s = now_s
         # Behind what is being computed: its targets may have been another's blocks.
-        self._events[sequence] = self._mover.h2d(moved, self._mover.mark())
+        copies = self._arena.copies("kv", "device", targets, load.kv)
+        self._events[sequence] = self._mover.h2d(copies, self._mover.mark())
 
-    def due(self) -> list[Sequence]:
+    def due(self, budget_tokens: int) -> list[Sequence]:
         """Requests whose prefix comes within the next iteration, with their first chunk.
 
         As many as recompute no more than an iteration's budget; the first one in any case.
         """
         turn: list[Sequence] = []
-        room = self._settings.budget_tokens
         while self._within:
             load = self._within[0].load
             # Who left meanwhile has no load any more.
             if load is not None:
-                room -= load.plan.tokens("R")
-                if turn and room < 0:
+                budget_tokens -= load.plan.tokens("R")
+                if turn and budget_tokens < 0:
                     break
                 turn.append(self._within[0])
             self._within.popleft()
         return turn
 
     def landed(self, now_s: float) -> list[Sequence]:
-        """Requests whose loads beside the iterations have ended since last asked, well or not.
+        """Requests whose loads beside the iterations have ended since the last call, well or not.
 
         Those that failed have their tokens to compute, and no load any more.
 
@@ -111,7 +94,7 @@ class Loads:
             load = sequence.load
             assert load is not None
             if event.error() is None:
-                self.arrived(sequence, now_s - load.started_s, self._size_bytes(sequence))
+                self.arrived(sequence, now_s - load.started_s, self._size_bytes(load.plan))
                 self._memory.computed(sequence, load.stop * self._arena.block_tokens)
             else:
                 self.failed(sequence)
@@ -121,13 +104,13 @@ class Loads:
 
     def arrived_together(self, sequences: list[Sequence], seconds: float) -> None:
         """Their prefixes came layer by layer in one iteration, in so many seconds of link."""
-        sizes = [self._size_bytes(sequence) for sequence in sequences]
+        sizes = [self._size_bytes(s.load.plan) for s in sequences if s.load is not None]
         for sequence, size_bytes in zip(sequences, sizes, strict=True):
             self.arrived(sequence, seconds * size_bytes / max(sum(sizes), 1), size_bytes)
 
     def arrived(self, sequence: Sequence, seconds: float, size_bytes: int) -> None:
         """Its prefix came, in so many seconds of link and so many bytes."""
-        account, plan = sequence.account, self._end(sequence).plan
+        account, plan = sequence.account, self._memory.end_load(sequence).plan
         account.load_s += seconds
         account.load_bytes += size_bytes
         if account.preemptions:
@@ -138,16 +121,9 @@ class Loads:
         account.sparse_tokens += plan.tokens("S")
         account.new_tokens -= plan.cached_tokens
 
-    def _size_bytes(self, sequence: Sequence) -> int:
-        assert sequence.load is not None
-        plan, arena = sequence.load.plan, self._arena
-        tokens_bytes = plan.tokens("K") * arena.block_bytes("kv")
-        tokens_bytes += plan.tokens("A") * arena.block_bytes("act")
-        return tokens_bytes // arena.block_tokens
-
     def failed(self, sequence: Sequence) -> None:
         """Its prefix did not come, and will be computed."""
-        tokens = self._end(sequence).plan.cached_tokens
+        tokens = self._memory.end_load(sequence).plan.cached_tokens
         self._stats.failed_loads += 1
         self._stats.failed_load_tokens += tokens
         if not sequence.account.preemptions:
@@ -167,8 +143,7 @@ class Loads:
             return True
         return False
 
-    def _end(self, sequence: Sequence) -> Load:
-        load = sequence.load
-        assert load is not None
-        self._memory.end_load(sequence)
-        return load
+    def _size_bytes(self, plan: LoadPlan) -> int:
+        kv_bytes, act_bytes = self._arena.block_bytes("kv"), self._arena.block_bytes("act")
+        size_bytes = plan.tokens("K") * kv_bytes + plan.tokens("A") * act_bytes
+        return size_bytes // self._arena.block_tokens

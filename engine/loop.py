@@ -12,25 +12,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Run
+from dataclasses import asdict
 from typing import Protocol
 
-from engine.computing import Chunk, Computer, sample_each
+import torch
+
+from engine.computing import Chunk, Computer
 from engine.forward import ServedModel
 from engine.loads import Loads
 from engine.memory import TieredMemory
 from engine.prefix import CacheEvent
+from engine.sampling import sample
 from engine.sequence import EngineRequest, FinishReason, Output, Sequence
-from engine.settings import EngineOptions, link_rates
+from engine.settings import EngineOptions
 from engine.sparse.forward import SparseForward
-from engine.sparse.serving import SparseServing, check_planner
+from engine.sparse.serving import SPARSE, SparseServing
 from engine.stats import EngineStats
-from engine.store import HostStore, Keeper
+from engine.store import HostStore
 from kappa.plans.planners import Planning
 from kappa.protocol import Charge
 from scheduler.batching import Batcher, Step
 from scheduler.catalogue import rule_named
+from scheduler.config import LinkRates
 from scheduler.fair import Fair
 from scheduler.work import Work
+
+# How long a step without work waits for a copy to end.
+REST_S = 0.002
 
 
 class Observer(Protocol):
@@ -71,38 +79,31 @@ class Engine:
         observer: Observer | None = None,
         sparse: SparseForward | None = None,
     ) -> None:
-        self.settings = settings = settings or EngineOptions()
+        settings = settings or EngineOptions()
         self.arena, self.mover = model.arena, model.mover
         settings.check_arena(self.arena.size)
         self.planning = planning or Planning(self.arena.block_tokens)
         self.planning.check(settings.planner)
-        self.memory = TieredMemory(self.arena, self.planning, settings, self._load_over)
-        self.store = HostStore(
-            self.arena, self.mover, self.memory.host, settings.max_pending_stores
-        )
-        self.keeper = Keeper(self.memory, self.store, self.arena.pools["act", "device"], settings)
-        link = settings.link or link_rates(self.planning)
+        self.memory = memory = TieredMemory(self.arena, self.planning, settings, self._load_over)
+        self.store = store = HostStore(self.arena, self.mover, memory, settings)
+        rates = self.planning.rates
+        link = None if rates is None else LinkRates(rates.load_token_s, rates.load.fixed_s)
         rule = rule_named(settings.scheduler, settings.fair, link)
-        self.batcher = Batcher(self.memory, rule, settings.budget_tokens, settings.max_running)
-        self.sparse: SparseServing | None = None
+        self.batcher = Batcher(memory, rule, settings.budget_tokens, settings.max_running)
         self._stats = EngineStats()
-        self._loads = Loads(self.arena, self.mover, self.memory, self._stats, settings)
+        self._loads = Loads(self.arena, self.mover, memory, self._stats)
         self._model = model
-        self._computer = Computer(model, self._loads, self.keeper, settings.budget_tokens)
+        self._computer = Computer(model, self._loads, store, settings.budget_tokens)
         self._clock, self._observer = clock, observer
         self._live: dict[int, Sequence] = {}
         self._decoding: dict[Sequence, None] = {}
         self._outputs: list[Output] = []
+        self.sparse: SparseServing | None = None
         if sparse is not None:
-            self._add_sparse(sparse)
-
-    def _add_sparse(self, sparse: SparseForward) -> None:
-        memory, store = self.memory, self.store
-        made = SparseServing(
-            sparse, memory.device, memory.host["kv"], lambda key: not store.wants("kv", key)
-        )
-        self.sparse = memory.sparse = self._computer.sparse = made
-        store.copied = made.store
+            caches = memory.device, memory.host["kv"]
+            made = SparseServing(sparse, *caches, lambda key: not store.wants("kv", key))
+            self.sparse = memory.sparse = self._computer.sparse = made
+            store.copied = made.store
 
     # -- from outside -------------------------------------------------------------------------
 
@@ -113,7 +114,13 @@ class Engine:
             RequestRefused: no token, one outside the vocabulary, or more than can ever fit.
             ValueError: there is no such planner, or no slot for approximate answers.
         """
-        check_planner(request, self.sparse is not None, self.planning)
+        if request.approx and self.sparse is None:
+            raise ValueError(
+                "approximate answers were asked of an engine without slots for them: set "
+                "engine.approx"
+            )
+        if not (request.approx and request.planner == SPARSE):
+            self.planning.check(request.planner)
         size = self.arena.block_tokens
         most = min(self._model.max_tokens, self.memory.capacity_blocks * size)
         request.check(most, self._model.vocab)
@@ -153,28 +160,41 @@ class Engine:
     def step(self) -> list[Output]:
         """One iteration; what requests got by it. Waits a moment if all wait for copies."""
         now_s = self._clock()
-        self._poll(now_s)
+        self.store.poll()
+        for sequence in self._loads.landed(now_s):
+            self.batcher.landed(sequence, now_s)
+            if sequence.finish_reason is not None:
+                self._leave(sequence, now_s)
         admit = self._grow(now_s)
         step = self.batcher.step(now_s, len(self._decoding), admit)
         self._admitted(step, now_s)
         if step.chunks or self._decoding:
             self._iterate(step)
         elif self._live and not self.batcher.ready:
-            wait_s = self.settings.rest_s
-            if not (self._loads.rest(wait_s) or self.store.rest(wait_s)):
-                time.sleep(wait_s)
+            waited = self._loads.rest(REST_S) or self.store.rest(REST_S)
+            if not waited:
+                time.sleep(REST_S)
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def stats(self) -> EngineStats:
         """What was done so far. The same object each time."""
         self.mover.settle()
-        self._stats.crossed(self.mover.counters)
-        self._stats.kept(self.store, self.keeper, self.memory, self.arena)
-        self._stats.preemptions = self.batcher.preemptions
+        stats, memory = self._stats, self.memory
+        for way, link in self.mover.counters.items():
+            stats.link[f"{way}_bytes"] = link.copied_bytes
+            stats.link[f"{way}_s"] = link.busy_s
+            stats.link[f"{way}_failed"] = link.failed
+        stats.blocks = {
+            **asdict(self.store.counters),
+            "evicted_device": memory.device.evicted,
+            "evicted_host": sum(cache.evicted for cache in memory.host.values()),
+            "misused": sum(pool.misused for pool in self.arena.pools.values()),
+        }
+        stats.preemptions = self.batcher.preemptions
         if self.sparse is not None:
-            self._stats.sparse = self.sparse.to_dict()
-        return self._stats
+            stats.sparse = self.sparse.to_dict()
+        return stats
 
     def events(self) -> list[CacheEvent]:
         """What became findable where, and what left, since the last call."""
@@ -190,31 +210,16 @@ class Engine:
 
     # -- an iteration -------------------------------------------------------------------------
 
-    def _poll(self, now_s: float) -> None:
-        """What was copied beside the last iterations."""
-        self.store.poll()
-        for sequence in self._loads.landed(now_s):
-            self.batcher.landed(sequence, now_s)
-            if sequence.finish_reason is not None:
-                self._leave(sequence, now_s)
-
     def _grow(self, now_s: float) -> bool:
         """A block for each that needs one to decode; False if others had to give up theirs."""
         calm = True
         for sequence in list(self._decoding):
-            while sequence in self._decoding and self._lacks_block(sequence):
-                if self.memory.grow(sequence):
-                    continue
+            # On the device, for its latest token, unless it has a slot.
+            lacks = sequence.slot is None and sequence.room_tokens < len(sequence.tokens)
+            while lacks and sequence in self._decoding and not self.memory.grow(sequence):
                 calm = False
                 self._preempted(_sequence(self.batcher.preempt(now_s)))
         return calm
-
-    def _lacks_block(self, sequence: Sequence) -> bool:
-        """For its latest token, on the device."""
-        return sequence.table.room_tokens < len(sequence.tokens) and not self._slotted(sequence)
-
-    def _slotted(self, sequence: Sequence) -> bool:
-        return self.sparse is not None and sequence in self.sparse
 
     def _preempted(self, victim: Sequence) -> None:
         """It is to be computed again up to its latest token, which then gives the next."""
@@ -227,21 +232,26 @@ class Engine:
         others = bool(step.chunks or self._decoding)
         for work, quote in step.admitted:
             sequence = _sequence(work)
-            if others and self.settings.load_ahead:
+            if others:
                 self.memory.spare_others(sequence)
-            account, load = sequence.account, sequence.load
-            planned, there = sequence.kept or load, quote.device_tokens
+            account, load, kept = sequence.account, sequence.load, sequence.kept
+            there = quote.device_tokens
             if not account.preemptions:
-                account.found(sequence, there, now_s - sequence.submitted_s)
+                account.queue_s = now_s - sequence.submitted_s
+                account.kept_tokens = len(kept.blocks) * sequence.block_tokens if kept else 0
+                account.device_tokens = there - account.kept_tokens
+                account.new_tokens = sequence.total_tokens - there
+            planned = kept or load
             nothing = self.planning.without_load(sequence.total_tokens - there, there)
-            account.predicted(planned.plan if planned is not None else nothing)
+            account.predicted(nothing if planned is None else planned.plan)
             if self._observer is not None:
                 self._observer.admitted(sequence)
             if load is not None:
                 self._loads.start(sequence, now_s, others)
         # One iteration's, and no more before it has begun.
-        for sequence in [] if self.batcher.ready else self._loads.due():
-            self.batcher.landed(sequence, now_s)
+        if not self.batcher.ready:
+            for sequence in self._loads.due(self.batcher.budget_tokens):
+                self.batcher.landed(sequence, now_s)
 
     def _iterate(self, step: Step) -> None:
         begin_s = self._clock()
@@ -249,24 +259,34 @@ class Engine:
         chunks = {s: Chunk(len(s.tokens) - 1, len(s.tokens)) for s in decoding}
         chunks |= {_sequence(work): Chunk(start, start + n) for work, n, start in step.chunks}
         logits = self._computer.compute(chunks)
-        prefilled = [_sequence(work) for work in step.prefilled]
-        sampled = [s for s in (*decoding, *prefilled) if s in logits]
-        tokens = sample_each(logits, sampled)
+        prefilled = [s for work in step.prefilled if (s := _sequence(work)) in logits]
+        sampled = [*(s for s in decoding if s in logits), *prefilled]
+        tokens: list[int] = []
+        if sampled:
+            together = torch.stack([logits[s] for s in sampled])
+            tokens = sample(
+                together, [s.request.sampling for s in sampled], [s.rng for s in sampled]
+            )
         self.mover.mark().block()
         end_s = self._clock()
-        self._stats.iterated(step, len(decoding), end_s - begin_s)
-        self.batcher.ran(end_s - begin_s, 1, end_s)
+        seconds, stats = end_s - begin_s, self._stats
+        stats.iterations += 1
+        stats.gpu_s += seconds
+        stats.decode_tokens += len(decoding)
+        for work, new, _ in step.chunks:
+            stats.prefill_tokens += new
+            _sequence(work).account.compute_s += seconds
+        self.batcher.ran(seconds, 1, end_s)
         for sequence, chunk in chunks.items():
-            if not self._slotted(sequence):
-                self.keeper.computed(sequence, chunk.stop)
+            if sequence.slot is None:
+                self.store.computed(sequence, chunk.stop)
         for sequence, token in zip(sampled, tokens, strict=True):
             self._append(sequence, token, end_s)
         if self.sparse is not None:
             self._change_slots(self.sparse, end_s)
         if self._observer is not None:
-            count = sum(chunk.new_tokens for chunk in chunks.values())
-            done = [s for s in prefilled if s in logits]
-            self._observer.iterated(self, end_s - begin_s, count, done)
+            count = sum(chunk.stop - chunk.start for chunk in chunks.values())
+            self._observer.iterated(self, seconds, count, prefilled)
 
     def _change_slots(self, sparse: SparseServing, now_s: float) -> None:
         """Who lost a slot is computed again, exactly; who may be computed sparsely gets one."""
@@ -276,23 +296,26 @@ class Engine:
             sparse.expel(sequence)
             self._preempted(_sequence(self.batcher.preempt(now_s, sequence)))
         for sequence in [one for one in list(self._decoding) if sparse.promote(one)]:
-            self.keeper.drop(sequence)
+            self.store.drop(sequence)
 
     # -- what happened to a request -----------------------------------------------------------
 
     def _append(self, sequence: Sequence, token: int, now_s: float) -> None:
         """Its next token; it may be its last."""
-        sequence.account.approximate_tokens += self._slotted(sequence)
+        account = sequence.account
+        account.approximate_tokens += sequence.slot is not None
         if not sequence.output_tokens:
-            sequence.account.ttft_s = now_s - sequence.submitted_s
-        sequence.tokens.append(token)
-        sequence.extend_keys()
+            account.ttft_s = now_s - sequence.submitted_s
+        sequence.append(token)
         self._decoding[sequence] = None
-        cut = sequence.output_tokens >= sequence.max_tokens
-        stops = sequence.request.sampling.stop_tokens
-        reason: FinishReason | None = "stop" if token in stops else "length" if cut else None
-        account = sequence.account if reason else None
-        self._outputs.append(Output(sequence.request_id, [token], reason, account))
+        reason: FinishReason | None = None
+        if token in sequence.request.sampling.stop_tokens:
+            reason = "stop"
+        elif sequence.output_tokens >= sequence.max_tokens:
+            reason = "length"
+        self._outputs.append(
+            Output(sequence.request_id, [token], reason, account if reason else None)
+        )
         if reason is not None:
             sequence.finish_reason = reason
             del self._live[sequence.request_id]
@@ -302,10 +325,8 @@ class Engine:
     def _leave(self, sequence: Sequence, now_s: float) -> None:
         """It is over: whatever holds it lets go."""
         self._decoding.pop(sequence, None)
-        if sequence.finish_reason == "abort":
-            self.batcher.abort(sequence, sequence.output_tokens, now_s)
-        else:
-            self.batcher.finish(sequence, sequence.output_tokens, now_s)
+        end = self.batcher.abort if sequence.finish_reason == "abort" else self.batcher.finish
+        end(sequence, sequence.output_tokens, now_s)
         self._free(sequence)
         sequence.account.total_s = now_s - sequence.submitted_s
         sequence.account.output_tokens = sequence.output_tokens
@@ -317,7 +338,7 @@ class Engine:
 
     def _free(self, sequence: Sequence) -> None:
         self.memory.release(sequence)
-        self.keeper.drop(sequence)
+        self.store.drop(sequence)
         if self.sparse is not None:
             self.sparse.release(sequence)
 

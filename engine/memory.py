@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from engine.arena import Arena
 from engine.blocks import BlockType, OutOfBlocks
 from engine.prefix import EventLog, PrefixPool
@@ -43,7 +45,6 @@ class TieredMemory:
         load_over: Callable[[Sequence], None],
     ) -> None:
         self.version = 0
-        self._arena = arena
         self.block_tokens = arena.block_tokens
         self.log = EventLog(arena.block_tokens)
         self.device = PrefixPool(arena.pools["kv", "device"], self.log, self._changed)
@@ -51,11 +52,9 @@ class TieredMemory:
             "kv": PrefixPool(arena.pools["kv", "host"], self.log, self._changed),
             "act": PrefixPool(arena.pools["act", "host"], self.log, self._changed),
         }
-        self._planning = planning
-        self._planner = settings.planner
-        self._budget_tokens = settings.budget_tokens
-        self._most_recompute = self._budget_tokens // arena.block_tokens * arena.block_tokens
+        self._arena, self._planning, self._settings = arena, planning, settings
         self._load_over = load_over
+        self._most_recompute = settings.budget_tokens // arena.block_tokens * arena.block_tokens
         self._room_tokens = int(settings.cpu_room_share * arena.size.kv_device) * arena.block_tokens
         # Slots of requests that may be computed sparsely, if the engine has any.
         self.sparse: SparseServing | None = None
@@ -92,9 +91,10 @@ class TieredMemory:
         """Reserve its blocks and pin what it found; None if they are not there after all."""
         assert isinstance(work, Sequence)
         work.host_stop, work.quoted = 0, None
-        sparse = self._sparse_plan(work)
-        if sparse is not None:
-            return self._take_sparse(work, sparse)
+        if self.sparse is not None and (slotted := self._sparse_plan(work)) is not None:
+            work.blocks, work.published, work.keeps = np.empty(0, np.int64), 0, None
+            work.load = self.sparse.reserve(work, slotted)
+            return self._sparse_quote(work, slotted)
         fresh = self.quote(work)
         if fresh is None:
             return None
@@ -108,30 +108,29 @@ class TieredMemory:
         except OutOfBlocks:
             self.device.release(held)
             return None
-        work.table.clear()
-        work.table.append(held)
         if plan is not None:
-            self._keep(work, found, kept, plan)
-        work.table.append(private)
+            stays = self.host["kv"].hold(work.keys[found:there])
+            work.kept = HostResident(found, stays, plan, self._planning.on_cpu(kept * size))
+        work.blocks = np.array([*held, *[-1] * kept, *private], np.int64)
         work.published = there
         if fresh.host_tokens:
             self._hold_load(work, there, there + fresh.host_tokens // size)
         else:
-            self._touch_host(work)
+            self.arrived(work)
         return fresh
 
     # -- what happens to a request ------------------------------------------------------------
 
     def arrived(self, sequence: Sequence) -> None:
         """It waits: what the host tier holds of it is wanted, others are evicted first."""
-        self._touch_host(sequence)
+        for cache in self.host.values():
+            cache.touch(sequence.keys)
 
     def computed(self, sequence: Sequence, tokens: int) -> None:
         """Its first `tokens` tokens are on the device: others can find their full blocks."""
-        table, size = sequence.table, self.block_tokens
-        start, stop = sequence.published, min(tokens // size, len(sequence.keys))
+        start, stop = sequence.published, min(tokens // self.block_tokens, len(sequence.keys))
         if stop > start:
-            self.device.publish(sequence.keys[start:stop], table.blocks(start, stop))
+            self.device.publish(sequence.keys[start:stop], sequence.device_blocks(start, stop))
             sequence.published = stop
 
     def spare_others(self, sequence: Sequence) -> None:
@@ -139,47 +138,46 @@ class TieredMemory:
         were to hold them up for longer than a full iteration does. Then they need not wait at all.
         """
         load, rates = sequence.load, self._planning.rates
-        if load is None or rates is None or -1 in load.kv or self._slotted(sequence):
+        if load is None or rates is None or -1 in load.kv or sequence.slot is not None:
             return
-        if (sequence.request.planner or self._planner) != "auto" or load.plan.kind == "load":
+        if (sequence.request.planner or self._settings.planner) != "auto":
             return
-        most_s = rates.prefill_s(self._budget_tokens, 0)
-        if load.plan.ttft_s > most_s:
-            asked = self._ask(sequence, load.start, load.stop)
-            segments = layout(asked.cached)
+        most_s = rates.prefill_s(self._settings.budget_tokens, 0)
+        if load.plan.kind != "load" and load.plan.ttft_s > most_s:
+            cached = self._cached(sequence, load.start, load.stop)
             why = f"{load.plan.kind} would hold up others for more than {most_s:.3g} s"
-            load.plan = self._planning.priced(asked, segments, why)
+            load.plan = self._planning.priced(cached, layout(cached.cached), why)
 
     def grow(self, sequence: Sequence) -> bool:
         """One more block for a request that decodes; False if there is none."""
         if self.available() < 1:
             return False
-        sequence.table.append(self.device.take(1))
+        sequence.blocks = np.append(sequence.blocks, self.device.take(1))
         sequence.grown_blocks += 1
         return True
 
-    def end_load(self, sequence: Sequence) -> None:
+    def end_load(self, sequence: Sequence) -> Load:
         """Its load is over, well or not: the host blocks may be evicted, others may try."""
         load, sequence.load = sequence.load, None
         assert load is not None
-        for type, blocks in (("kv", load.kv), ("act", load.act)):
-            self._host(type).release([block for block in blocks if block >= 0])
-        if not self._slotted(sequence):
+        self.host["kv"].release([block for block in load.kv if block >= 0])
+        self.host["act"].release([block for block in load.act if block >= 0])
+        if sequence.slot is None:
             loaded = sequence.keys[load.start : load.stop]
             self._loading.difference_update(key.digest for key in loaded)
         self._changed()
         self._load_over(sequence)
+        return load
 
     def release(self, sequence: Sequence) -> None:
         """It is done, or preempted: its private blocks are unused, the findable ones stay."""
         if sequence.load is not None:
             self.end_load(sequence)
-        self.device.release(sequence.table.on_device())
+        self.device.release(sequence.blocks[sequence.blocks >= 0].tolist())
         if sequence.kept is not None:
             self.host["kv"].release(sequence.kept.blocks)
             sequence.kept = None
-        sequence.table.clear()
-        sequence.published = 0
+        sequence.blocks, sequence.published = np.empty(0, np.int64), 0
 
     def check(self) -> None:
         """Raise unless the books of all tiers are right."""
@@ -190,47 +188,34 @@ class TieredMemory:
     # -- looking ------------------------------------------------------------------------------
 
     def _look(self, sequence: Sequence) -> Quote | None:
-        sparse = self._sparse_plan(sequence)
-        if sparse is not None:
-            return self._sparse_quote(sequence, sparse)
-        size, keys, total = self.block_tokens, sequence.keys, sequence.total_tokens
-        usable = min((total - 1) // size, len(keys))
+        slotted = self._sparse_plan(sequence)
+        if slotted is not None:
+            return self._sparse_quote(sequence, slotted)
+        size, keys, usable = self.block_tokens, sequence.keys, self._usable(sequence)
         found, idle = self.device.prefix(keys, usable)
-        blocks = -(-total // size) - found + idle
-        first = int.from_bytes(keys[0].digest[:7]) + 1 if keys else 0
+        blocks = -(-sequence.total_tokens // size) - found + idle
         stop = self._host_stop(sequence, found, usable)
-        sequence.keeps, there = None, found
+        sequence.keeps, kept = None, 0
         if stop > found:
-            plan = self._plan(sequence, self._ask(sequence, found, stop, bounded_room=True))
+            room = room_left(self._room_tokens, found * size, sequence.total_tokens - stop * size)
+            plan = self._plan(sequence, self._cached(sequence, found, stop)._replace(room=room))
             stop = found + loaded_tokens(plan) // size
-            kept = self._kept_blocks(sequence, found, plan)
+            first = plan.segments[0] if plan.segments else None
+            if first is not None and first.kind == "C":
+                # Blocks that stay in host memory: those of C that it has as KV.
+                wanted = keys[found : found + first.tokens // size]
+                kept = self.host["kv"].prefix(wanted, len(wanted))[0]
             if kept:
-                sequence.keeps = plan, kept
-                there, blocks = found + kept, blocks - kept
-        if stop <= there:
-            return Quote(blocks, there * size, 0, found - idle, first, there - found)
-        if keys[there].digest in self._loading:
+                sequence.keeps, blocks = (plan, kept), blocks - kept
+        there = found + kept
+        if stop > there and keys[there].digest in self._loading:
             return None
-        loaded = (stop - there) * size
-        return Quote(blocks, there * size, loaded, found - idle, first, there - found)
+        loaded = max(stop - there, 0) * size
+        return Quote(blocks, there * size, loaded, found - idle, _first_key(sequence), kept)
 
-    def _kept_blocks(self, sequence: Sequence, start: int, plan: LoadPlan) -> int:
-        """How many blocks from `start` on stay in host memory: those of C that it has as KV."""
-        first = plan.segments[0] if plan.segments else None
-        if first is None or first.kind != "C":
-            return 0
-        stop = start + first.tokens // self.block_tokens
-        index, cache = start, self.host["kv"]
-        while index < stop and cache.find(sequence.keys[index]) is not None:
-            index += 1
-        return index - start
-
-    def _keep(self, work: Sequence, start: int, count: int, plan: LoadPlan) -> None:
-        """Hold host blocks where they are, instead of device blocks."""
-        blocks = self.host["kv"].hold(work.keys[start : start + count])
-        on_cpu = self._planning.on_cpu(count * self.block_tokens)
-        work.kept = HostResident(start, blocks, plan, on_cpu)
-        work.table.append([-1] * count)
+    def _usable(self, sequence: Sequence) -> int:
+        """Full blocks behind which at least one token is computed."""
+        return min((sequence.total_tokens - 1) // self.block_tokens, len(sequence.keys))
 
     def _host_stop(self, sequence: Sequence, start: int, usable: int) -> int:
         """Where the run of blocks ends that host memory has in some form, from `start` on.
@@ -247,30 +232,22 @@ class TieredMemory:
         sequence.host_stop = index
         return index
 
-    def _ask(
-        self, sequence: Sequence, start: int, stop: int, *, bounded_room: bool = False
-    ) -> Cached:
-        """What a planner must know of loading blocks [start, stop).
-
-        bounded_room: it may leave some of them in host memory.
-        """
-        size, act = self.block_tokens, self.host["act"]
-        held = start
-        while held < stop and act.find(sequence.keys[held]) is not None:
-            held += 1
+    def _cached(self, sequence: Sequence, start: int, stop: int) -> Cached:
+        """What a planner must know of loading blocks [start, stop); all have room on the device."""
+        size, wanted = self.block_tokens, sequence.keys[start:stop]
+        held = self.host["act"].prefix(wanted, len(wanted))[0]
         new = sequence.total_tokens - stop * size
-        room = room_left(self._room_tokens, start * size, new) if bounded_room else None
-        return Cached((stop - start) * size, new, start * size, (held - start) * size, room)
+        return Cached((stop - start) * size, new, start * size, held * size)
 
-    def _plan(self, sequence: Sequence, asked: Cached) -> LoadPlan:
-        planner = sequence.request.planner or self._planner
+    def _plan(self, sequence: Sequence, cached: Cached) -> LoadPlan:
+        planner = sequence.request.planner or self._settings.planner
         if planner == SPARSE:
             # It has to be loaded after all.
-            planner = self._planner
-        plan = (self._planning.named(planner) if isinstance(planner, str) else planner)(asked)
-        if plan.cached_tokens != asked.cached:
+            planner = self._settings.planner
+        plan = (self._planning.named(planner) if isinstance(planner, str) else planner)(cached)
+        if plan.cached_tokens != cached.cached:
             raise ValueError(
-                f"the planner covers {plan.cached_tokens} of {asked.cached} cached tokens: "
+                f"the planner covers {plan.cached_tokens} of {cached.cached} cached tokens: "
                 "a plan must cover them all"
             )
         return bounded(plan, self._most_recompute)
@@ -278,17 +255,16 @@ class TieredMemory:
     def _hold_load(self, sequence: Sequence, start: int, stop: int) -> None:
         keys = sequence.keys[start:stop]
         # Planned for all that host memory has; what is beyond `stop` is computed like new tokens.
-        usable = min((sequence.total_tokens - 1) // self.block_tokens, len(sequence.keys))
-        asked = self._ask(sequence, start, self._host_stop(sequence, start, usable))
-        plan = self._plan(sequence, asked)
+        end = self._host_stop(sequence, start, self._usable(sequence))
+        plan = self._plan(sequence, self._cached(sequence, start, end))
         held: dict[BlockType, list[int]] = {}
         for type, cache in self.host.items():
             found = [key for key in keys if cache.find(key) is not None]
             blocks = dict(zip((k.digest for k in found), cache.hold(found), strict=True))
             held[type] = [blocks.get(key.digest, -1) for key in keys]
         segments = fit(plan, self.block_tokens, held["kv"], held["act"])
-        fitted = self._planning.priced(self._ask(sequence, start, stop), segments, plan.why)
-        sequence.load = Load(start, stop, fitted, held["kv"], held["act"], self.block_tokens)
+        fitted = self._planning.priced(self._cached(sequence, start, stop), segments, plan.why)
+        sequence.load = Load(start, stop, fitted, held["kv"], held["act"])
         self._loading.update(key.digest for key in keys)
         self._changed()
 
@@ -296,40 +272,25 @@ class TieredMemory:
         """The plan that leaves a request's prefix in host memory, if that may be and should be."""
         if self.sparse is None or not sequence.approx:
             return None
-        size, keys = self.block_tokens, sequence.keys
-        usable = min((sequence.total_tokens - 1) // size, len(keys))
+        size, usable = self.block_tokens, self._usable(sequence)
         stop = self._host_stop(sequence, 0, usable)
-        found, _ = self.device.prefix(keys, usable)
+        found, _ = self.device.prefix(sequence.keys, usable)
         if stop <= found:
             return None
-        ask = self._ask(sequence, found, stop)
+        loading = self._cached(sequence, found, stop)
         # As it would be executed: what is cut at a budget comes without its seconds.
-        exact = self._planning.priced(ask, self._plan(sequence, ask).segments, "")
-        asked = Cached(stop * size, sequence.total_tokens - stop * size)
-        return self.sparse.plan(sequence, asked, exact, self._planning.rates)
-
-    def _slotted(self, sequence: Sequence) -> bool:
-        return self.sparse is not None and sequence in self.sparse
+        exact = self._planning.priced(loading, self._plan(sequence, loading).segments, "")
+        cached = Cached(stop * size, sequence.total_tokens - stop * size)
+        return self.sparse.plan(sequence, cached, exact, self._planning.rates)
 
     def _sparse_quote(self, sequence: Sequence, plan: LoadPlan) -> Quote:
-        first = int.from_bytes(sequence.keys[0].digest[:7]) + 1
-        blocks = -(-sequence.total_tokens // self.block_tokens)
-        return Quote(0, 0, plan.cached_tokens, 0, first, blocks)
-
-    def _take_sparse(self, work: Sequence, plan: LoadPlan) -> Quote:
         """A slot instead of device blocks."""
-        assert self.sparse is not None
-        work.table.clear()
-        work.published, work.keeps = 0, None
-        work.load = self.sparse.reserve(work, plan)
-        return self._sparse_quote(work, plan)
+        blocks = -(-sequence.total_tokens // self.block_tokens)
+        return Quote(0, 0, plan.cached_tokens, 0, _first_key(sequence), blocks)
 
-    def _touch_host(self, sequence: Sequence) -> None:
-        for cache in self.host.values():
-            cache.touch(sequence.keys)
 
-    def _host(self, type: str) -> PrefixPool:
-        return self.host["kv" if type == "kv" else "act"]
+def _first_key(sequence: Sequence) -> int:
+    return int.from_bytes(sequence.keys[0].digest[:7]) + 1 if sequence.keys else 0
 
 
 def loaded_tokens(plan: LoadPlan) -> int:
@@ -357,8 +318,9 @@ def fit(plan: LoadPlan, block_tokens: int, kv: list[int], act: list[int]) -> tup
         while segment.end_tokens <= index * block_tokens:
             segment = next(segments)
         kind: Kind = segment.kind if segment.kind in ("A", "R") else "K"
-        if kind != "R":
-            wanted = act[index] if kind == "A" else kv[index]
-            kind = kind if wanted >= 0 else ("K" if kind == "A" else "A")
+        if kind == "A" and act[index] < 0:
+            kind = "K"
+        elif kind == "K" and kv[index] < 0:
+            kind = "A"
         runs.append((kind, block_tokens))
     return from_runs(runs)

@@ -13,26 +13,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from engine.blocks import BlockPool, Place
 
 _KEY_BYTES = 16
-# Changes kept for a publisher that does not come; it is told that some are missing.
+# Changes kept for a publisher that does not come; what is beyond is counted as lost.
 _MOST_EVENTS = 100_000
 
 
-class BlockKey:
+class BlockKey(NamedTuple):
     """Names a full block by all tokens up to its end.
 
     digest: the name; parent: of the block before it, None at the start; tokens: of this block.
     """
 
-    __slots__ = ("digest", "parent", "tokens")
-
-    def __init__(self, digest: bytes, parent: bytes | None, tokens: tuple[int, ...]) -> None:
-        self.digest = digest
-        self.parent = parent
-        self.tokens = tokens
+    digest: bytes
+    parent: bytes | None
+    tokens: tuple[int, ...]
 
 
 def extend_keys(
@@ -91,21 +89,20 @@ class EventLog:
         return events
 
     def stored(self, place: Place, keys: Sequence[BlockKey]) -> None:
-        """Blocks were published."""
-        new = []
+        """Blocks were published: an event for each run of them in which each follows the last."""
+        new: list[list[BlockKey]] = []
         for key in keys:
-            copies = self._copies.get((place, key.digest), 0)
-            self._copies[place, key.digest] = copies + 1
-            if not copies:
-                new.append(key)
-        start = 0
-        for stop in range(1, len(new) + 1):
-            if stop == len(new) or new[stop].parent != new[stop - 1].digest:
-                run = new[start:stop]
-                tokens = tuple(token for key in run for token in key.tokens)
-                digests = tuple(key.digest for key in run)
-                self._note(StoredBlocks(place, digests, run[0].parent, tokens, self._block_tokens))
-                start = stop
+            copies = self._copies[place, key.digest] = self._copies.get((place, key.digest), 0) + 1
+            if copies > 1:
+                continue
+            if new and key.parent == new[-1][-1].digest:
+                new[-1].append(key)
+            else:
+                new.append([key])
+        for run in new:
+            tokens = tuple(token for key in run for token in key.tokens)
+            digests = tuple(key.digest for key in run)
+            self._note(StoredBlocks(place, digests, run[0].parent, tokens, self._block_tokens))
 
     def removed(self, place: Place, digests: Iterable[bytes]) -> None:
         """Blocks were evicted."""
@@ -128,32 +125,26 @@ class EventLog:
 class PrefixPool:
     """The blocks of one pool: private to who took them, until published under a key.
 
-    The cache is one user of each block that is published; a published block without other users is
-    idle, and idle blocks are evicted, least recently used first, when blocks are taken.
-
     Args:
-        pool: the blocks; nobody else may allocate from it.
-        log: told of what is published and evicted.
-        changed: told of every change of what can be found or evicted.
+        pool: whose blocks these are; used by nobody else.
+        log: takes the changes.
+        changed: called whenever something may fit, or be found, that was not before.
 
-    `evicted` counts blocks.
+    `len()`: blocks that can be found; `evicted` counts blocks whose room was needed.
     """
 
     def __init__(self, pool: BlockPool, log: EventLog, changed: Callable[[], None]) -> None:
-        self.pool = pool
-        self.evicted = 0
-        self._log = log
-        self._changed = changed
+        self.pool, self.evicted = pool, 0
+        self._log, self._changed = log, changed
         self._blocks: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
+        # Findable blocks that nobody uses, least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Blocks that can be found."""
         return len(self._blocks)
 
-    def __contains__(self, digest: bytes | None) -> bool:
-        """Whether a block of that digest can be found."""
+    def __contains__(self, digest: object) -> bool:
         return digest in self._blocks
 
     @property
@@ -165,28 +156,22 @@ class PrefixPool:
         """Blocks unused or idle."""
         return self.pool.unused + len(self._idle)
 
-    # -- finding ------------------------------------------------------------------------------
-
     def find(self, key: BlockKey) -> int | None:
         """The block published under `key`, if there is one. Not a use of it."""
         return self._blocks.get(key.digest)
 
     def prefix(self, keys: Sequence[BlockKey], stop: int) -> tuple[int, int]:
         """How many of the first `stop` keys are there without a gap; and how many of them idle."""
-        idle = 0
-        for index in range(min(stop, len(keys))):
+        idle, stop = 0, min(stop, len(keys))
+        for index in range(stop):
             block = self._blocks.get(keys[index].digest)
             if block is None:
                 return index, idle
             idle += block in self._idle
-        return min(stop, len(keys)), idle
+        return stop, idle
 
     def hold(self, keys: Iterable[BlockKey]) -> list[int]:
-        """One more user of each of these blocks.
-
-        Raises:
-            KeyError: one is not there; none is held.
-        """
+        """One more user of each of these blocks; `KeyError`, and none held, if one is not there."""
         blocks = [self._blocks[key.digest] for key in keys]
         self.pool.share(blocks)
         self._changed()
@@ -201,8 +186,6 @@ class PrefixPool:
             if block is not None and block in self._idle:
                 self._idle.move_to_end(block)
 
-    # -- taking and giving back ---------------------------------------------------------------
-
     def take(self, n: int) -> list[int]:
         """`n` private blocks with one user each; evicts idle ones if need be.
 
@@ -211,7 +194,14 @@ class PrefixPool:
         """
         short = n - self.pool.unused
         if 0 < short <= len(self._idle):
-            self._evict(short)
+            blocks = [self._idle.popitem(last=False)[0] for _ in range(short)]
+            digests = [self._digests.pop(block) for block in blocks]
+            for digest in digests:
+                del self._blocks[digest]
+            self.pool.free(blocks)
+            self._changed()
+            self.evicted += short
+            self._log.removed(self.pool.place, digests)
         return self.pool.allocate(n)
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -233,12 +223,10 @@ class PrefixPool:
         """
         new = []
         for key, block in zip(keys, blocks, strict=True):
-            if key.digest in self._blocks or block in self._digests:
-                continue
-            self.pool.share([block])
-            self._blocks[key.digest] = block
-            self._digests[block] = key.digest
-            new.append(key)
+            if key.digest not in self._blocks and block not in self._digests:
+                self.pool.share([block])
+                self._blocks[key.digest], self._digests[block] = block, key.digest
+                new.append(key)
         if new:
             self._changed()
             self._log.stored(self.pool.place, new)
@@ -250,13 +238,3 @@ class PrefixPool:
         assert self._digests == {block: digest for digest, block in self._blocks.items()}
         only_here = {block for block in self._digests if self.pool.refs(block) == 1}
         assert only_here == set(self._idle), (only_here, set(self._idle))
-
-    def _evict(self, n: int) -> None:
-        blocks = [self._idle.popitem(last=False)[0] for _ in range(n)]
-        digests = [self._digests.pop(block) for block in blocks]
-        for digest in digests:
-            del self._blocks[digest]
-        self.pool.free(blocks)
-        self._changed()
-        self.evicted += n
-        self._log.removed(self.pool.place, digests)

@@ -2,11 +2,10 @@
 
 Seconds to load n tokens' KV of a layer and to project n tokens' activations, each copy or product
 behind the one before as in a pass; grids of prefill steps, t_gpu(T, S), and of decoding steps over
-sequences and the context tokens of all of them; the link's bandwidth alone,
-while the device stores, and while the CPU computes; and attention on the CPU, through the path that
-serves. The result is JSON that `kappa.plan.rates.rates_from_measured` fits, or refuses. Runs before
-the engine serves: it needs the arena to itself, and writes over its blocks. CUDA and CPU take the
-same path.
+sequences and the context tokens of all of them; the link's bandwidth alone, while the device
+stores, and while the CPU computes; and attention on the CPU, through the path that serves. The
+result is JSON that `kappa.plans.measured.rates_from_measured` fits, or refuses. Runs before the
+engine serves: it needs the arena to itself, and writes over its blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from torch import Tensor
 
 from engine import layers
 from engine.forward import Forward
-from engine.layers import angles, frequencies
 from engine.step import HostContext, OnCpu, Pages, prompt_row
 from kappa.model import kv_bytes_per_token
 from kappa.plans.rates import FORMAT
@@ -59,23 +57,13 @@ class ProfileSettings:
     repeats: int = 9
 
     def __post_init__(self) -> None:
-        axes = ("tokens", "new_tokens", "context_tokens", "decode_sequences", "decode_tokens")
-        for name in axes:
-            values = getattr(self, name)
-            if list(values) != sorted(set(values)) or (values and values[0] < 0):
+        for name, values in asdict(self).items():
+            if name != "repeats" and (
+                list(values) != sorted(set(values)) or (values and values[0] < 0)
+            ):
                 raise ValueError(f"ProfileSettings.{name} is {values}: give ascending counts")
         if self.repeats < 1:
             raise ValueError(f"ProfileSettings.repeats is {self.repeats}: give one or more")
-
-
-def profile(forward: Forward, settings: ProfileSettings | None = None) -> dict[str, Any]:
-    """Measure; blocks of the arena's pools hold anything afterwards.
-
-    Raises:
-        ValueError: blocks are in use, or the arena holds too few tokens for a line or a grid.
-        TransferFailed: a copy failed or did not end.
-    """
-    return _Profiler(forward, settings or ProfileSettings()).run()
 
 
 def cached_profile(
@@ -86,21 +74,51 @@ def cached_profile(
     A file that cannot be read counts as none, and is written over.
     """
     settings = settings or ProfileSettings()
-    subject = {**_subject(forward), "settings": _plain(asdict(settings))}
+    asked = json.loads(json.dumps(asdict(settings)))  # as it looks once read back
+    subject = {**_subject(forward), "settings": asked}
     digest = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:16]
     path = Path(folder) / f"load-rates-{digest}.json"
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
+        known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if {key: known.get(key) for key in subject} == subject:
             return known
     except (OSError, ValueError, AttributeError):
         pass
-    measured = {**profile(forward, settings), "settings": subject["settings"]}
+    measured = {**profile(forward, settings), "settings": asked}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(measured, indent=1), encoding="utf-8")
     part.replace(path)
     return measured
+
+
+def profile(forward: Forward, settings: ProfileSettings | None = None) -> dict[str, Any]:
+    """Measure; blocks of the arena's pools hold anything afterwards.
+
+    Raises:
+        ValueError: blocks are in use, or the arena holds too few tokens for a line or a grid.
+        TransferFailed: a copy failed or did not end.
+    """
+    profiler = _Profiler(forward, settings or ProfileSettings())
+    shape, weights = forward.config.shape, forward.weights
+    kv_elements = kv_bytes_per_token(shape) / shape.kv_dtype_bytes
+    alone = profiler.link_bytes_per_s()
+    return {
+        **_subject(forward),
+        "layers": shape.layers,
+        "kv_bytes_per_token": kv_elements * weights.dtype.itemsize,
+        "activation_bytes_per_token": shape.layers * shape.hidden * weights.dtype.itemsize,
+        "weight_bytes": sum(layer.nbytes for layer in weights.layers),
+        "repeats": profiler.settings.repeats,
+        "load": profiler.line(profiler.load_layers),
+        "project": profiler.line(profiler.project_layers),
+        "grid": profiler.grid(),
+        **profiler.decode_grid(),
+        "h2d_bytes_per_s": alone,
+        "h2d_while_storing_bytes_per_s": profiler.link_while_storing(),
+        "h2d_cpu_busy_bytes_per_s": profiler.link_while_cpu_busy(),
+        **profiler.attention(),
+    }
 
 
 def device_name(device: torch.device) -> str:
@@ -126,12 +144,6 @@ def _subject(forward: Forward) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _plain(data: dict[str, Any]) -> dict[str, Any]:
-    """As it looks once read back from JSON."""
-    plain: dict[str, Any] = json.loads(json.dumps(data))
-    return plain
-
-
 class _Profiler:
     def __init__(self, forward: Forward, settings: ProfileSettings) -> None:
         arena = forward.arena
@@ -149,30 +161,9 @@ class _Profiler:
                 f"sizes {settings.tokens} too few for a line: give more blocks, or smaller sizes"
             )
 
-    def run(self) -> dict[str, Any]:
-        shape, dtype = self.config.shape, self.weights.dtype
-        kv_elements = kv_bytes_per_token(shape) / shape.kv_dtype_bytes
-        alone = self._link_bytes_per_s()
-        return {
-            **_subject(self.forward),
-            "layers": self.config.layers,
-            "kv_bytes_per_token": kv_elements * dtype.itemsize,
-            "activation_bytes_per_token": shape.layers * shape.hidden * dtype.itemsize,
-            "weight_bytes": sum(layer.nbytes for layer in self.weights.layers),
-            "repeats": self.settings.repeats,
-            "load": self._line(self._load_layers),
-            "project": self._line(self._projection()),
-            "grid": self._grid(),
-            **self._decode_grid(),
-            "h2d_bytes_per_s": alone,
-            "h2d_while_storing_bytes_per_s": self._while_storing(),
-            "h2d_cpu_busy_bytes_per_s": self._while_cpu_busy(),
-            **self._attention(),
-        }
-
     # -- lines ----------------------------------------------------------------------------------
 
-    def _line(self, action: Callable[[int], Action]) -> dict[str, list[float]]:
+    def line(self, action: Callable[[int], Action]) -> dict[str, list[float]]:
         """{"tokens", "seconds"}: seconds of a layer.
 
         Sizes take turns, so that a machine that slows down slows all of them.
@@ -184,7 +175,7 @@ class _Profiler:
         least = [min(taken) / self.config.layers for taken in zip(*rounds, strict=True)]
         return {"tokens": [float(n) for n in self.sizes], "seconds": least}
 
-    def _load_layers(self, tokens: int) -> Action:
+    def load_layers(self, tokens: int) -> Action:
         """Bring n tokens' KV of every layer, one after the other.
 
         Each time other blocks, as many as there are: what a processor's cache has still got from
@@ -192,50 +183,54 @@ class _Profiler:
         """
         blocks = -(-tokens // self.arena.block_tokens)
         device, host = self.arena.kv_device, self.arena.kv_host
-        places = min(device.shape[1], host.shape[1]) // blocks
-        turns = itertools.cycle(range(places))
+        turns = itertools.cycle(range(min(device.shape[1], host.shape[1]) // blocks))
 
         def load() -> None:
             at = next(turns) * blocks
             here = slice(at, at + blocks)
-            events = [
-                self.mover.h2d([(device[i, here], host[i, here])])
-                for i in range(self.config.layers)
-            ]
-            events[-1].block()
+            for layer in range(self.config.layers):
+                event = self.mover.h2d([(device[layer, here], host[layer, here])])
+            event.block()
 
         return load
 
-    def _projection(self) -> Callable[[int], Action]:
+    def project_layers(self, tokens: int) -> Action:
         """Project n tokens of every layer."""
         weights, config = self.weights, self.config
+        acts = torch.randn(tokens, config.hidden, device=self.device).to(weights.dtype)
+        out = torch.empty(tokens, 2 * config.kv_width, dtype=acts.dtype, device=self.device)
+        turned = self.forward.angles(torch.arange(tokens, device=self.device))
 
-        def of(tokens: int) -> Action:
-            acts = torch.randn(tokens, config.hidden, device=self.device).to(weights.dtype)
-            out = torch.empty(tokens, 2 * config.kv_width, dtype=acts.dtype, device=self.device)
-            turned = self._angles(tokens)
+        @torch.no_grad()
+        def project() -> None:
+            for layer in weights.layers:
+                layers.project_kv(acts, layer, config, turned, out)
 
-            @torch.no_grad()
-            def project() -> None:
-                for layer in weights.layers:
-                    layers.project_kv(acts, layer, config, turned, out)
+        return project
 
-            return project
+    def attend_layers(self, tokens: int) -> Action:
+        """One query's attention to n tokens in every layer; each time to other blocks, as loads."""
+        forward, cpu, config = self.forward, self.forward.cpu, self.config
+        assert cpu is not None
+        q = torch.randn(1, config.heads, config.head_dim).to(self.device, self.weights.dtype)
+        rows = torch.zeros(1, dtype=torch.int64, device=self.device)
+        blocks = -(-tokens // self.arena.block_tokens)
+        turns = itertools.cycle(range(max(1, self.arena.size.kv_host // blocks)))
 
-        return of
+        def attend() -> None:
+            at = next(turns) * blocks
+            on_cpu = OnCpu(rows, [HostContext(0, 1, np.arange(at, at + blocks))])
+            for layer in range(config.layers):
+                cpu.begin(layer, on_cpu, q, forward.mover)()
 
-    def _angles(self, tokens: int) -> layers.Angles:
-        if not self.config.rope:
-            return None
-        inverse, factor = frequencies(self.config.rope, self.config.head_dim)
-        positions = torch.arange(tokens, device=self.device)
-        return angles(positions, inverse.to(self.device), factor, self.weights.dtype)
+        return attend
 
-    # -- grid -----------------------------------------------------------------------------------
+    # -- grids ----------------------------------------------------------------------------------
 
-    def _grid(self) -> dict[str, list[Any]]:
+    def grid(self) -> dict[str, list[Any]]:
         """t_gpu(T, S): a prefill of T tokens behind S that are on the device."""
-        room = min(self.arena.size.kv_device * self.arena.block_tokens, self.config.max_tokens)
+        size = self.arena.block_tokens
+        room = min(self.arena.size.kv_device * size, self.config.max_tokens)
         context = [s for s in self.settings.context_tokens if s + 1 < room]
         most = room - max(context, default=0)
         new = [t for t in self.settings.new_tokens if 1 <= t <= most]
@@ -244,32 +239,28 @@ class _Profiler:
                 f"the arena and the model hold {room} tokens: too few for a grid of "
                 f"{self.settings.new_tokens} by {self.settings.context_tokens}; give more blocks"
             )
-        self._clean()
-        return {
-            "new_tokens": new,
-            "context_tokens": context,
-            "seconds": [[self._step_s(t, s) for s in context] for t in new],
-        }
-
-    def _clean(self) -> None:
-        """Keys and values of ordinary size: nothing that makes arithmetic slow."""
+        # Keys and values of ordinary size: nothing that makes arithmetic slow.
         self.arena.kv_device.normal_()
 
-    def _step_s(self, new: int, context: int) -> float:
-        blocks = -(-(new + context) // self.arena.block_tokens)
-        tokens = np.arange(new + context) % self.config.vocab
-        row = prompt_row(tokens, Pages(np.arange(blocks)), start=context)
-        return self._least_s(lambda: self.forward.compute([row]))
+        def step_s(count: int, behind: int) -> float:
+            tokens = np.arange(count + behind) % self.config.vocab
+            pages = Pages(np.arange(-(-len(tokens) // size)))
+            row = prompt_row(tokens, pages, start=behind)
+            return self._least_s(lambda: self.forward.compute([row]))
 
-    def _decode_grid(self) -> dict[str, Any]:
+        seconds = [[step_s(t, s) for s in context] for t in new]
+        return {"new_tokens": new, "context_tokens": context, "seconds": seconds}
+
+    def decode_grid(self) -> dict[str, Any]:
         """{"decode": {"sequences", "resident_tokens", "seconds"}}; nothing, if there is no grid.
 
         More context than the arena holds is read from the same blocks again. Where the model has no
         positions for so long a context, the row is continued by its last step; `measured` has how
         many cells of each row are no continuation.
         """
-        room = self.arena.size.kv_device
-        sequences = [n for n in self.settings.decode_sequences if 1 <= n <= room]
+        sequences = [
+            n for n in self.settings.decode_sequences if 1 <= n <= self.arena.size.kv_device
+        ]
         resident = list(self.settings.decode_tokens)
         most = self.config.max_tokens - 1
         if len(sequences) < 2 or len([r for r in resident if r <= sequences[0] * most]) < 2:
@@ -283,12 +274,8 @@ class _Profiler:
                 slope = (row[-1] - row[-2]) / (resident[done - 1] - resident[done - 2])
                 row.append(row[-1] + max(0.0, slope) * (resident[done] - resident[done - 1]))
             rows.append(row)
-        return {
-            "decode": {
-                "sequences": sequences, "resident_tokens": resident, "seconds": rows,
-                "measured": measured,
-            }
-        }  # fmt: skip
+        grid = {"sequences": sequences, "resident_tokens": resident, "seconds": rows}
+        return {"decode": {**grid, "measured": measured}}
 
     def _decode_s(self, sequences: int, context: int) -> float:
         """One new token of each sequence behind so many; blocks in turn, all of the arena."""
@@ -300,9 +287,9 @@ class _Profiler:
             rows.append(prompt_row(tokens, pages, start=context))
         return self._least_s(lambda: self.forward.compute(rows))
 
-    # -- link -----------------------------------------------------------------------------------
+    # -- link and CPU ---------------------------------------------------------------------------
 
-    def _link_bytes_per_s(self) -> float:
+    def link_bytes_per_s(self) -> float:
         """Bytes/s of the largest size, all layers."""
         pairs = self._largest_load()
         size_bytes = sum(source.nbytes for _, source in pairs)
@@ -321,63 +308,41 @@ class _Profiler:
         target, source = self.arena.kv_device, self.arena.kv_host
         return [(target[i, :blocks], source[i, :blocks]) for i in range(self.config.layers)]
 
-    def _while_storing(self) -> float:
+    def link_while_storing(self) -> float:
         """As alone, while the other direction copies, over and over."""
-        blocks = self.sizes[-1] // self.arena.block_tokens
-        source = self.arena.kv_device[0, :blocks].clone()
-        target = torch.empty(
-            source.shape, dtype=source.dtype, pin_memory=self.device.type == "cuda"
-        )
+        source = self._largest_load()[0][0].clone()
+        pinned = self.device.type == "cuda"
+        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
         with repeating(lambda: self.mover.d2h([(target, source)]).block()):
-            return self._link_bytes_per_s()
+            return self.link_bytes_per_s()
 
-    def _while_cpu_busy(self) -> float:
+    def link_while_cpu_busy(self) -> float:
         """As alone, while threads multiply matrices on the CPU."""
         square = torch.randn(_BUSY_SIDE, _BUSY_SIDE)
         with repeating(lambda: torch.mm(square, square), torch.get_num_threads()):
-            return self._link_bytes_per_s()
+            return self.link_bytes_per_s()
 
-    # -- attention on the CPU ---------------------------------------------------------------
-
-    def _attention(self) -> dict[str, Any]:
+    def attention(self) -> dict[str, Any]:
         """{"attend": ...}: seconds of a layer by tokens, and what it and the link leave each other.
 
         Nothing, where there are no threads for it.
         """
-        cpu = self.forward.cpu
-        if cpu is None:
+        if self.forward.cpu is None:
             return {}
-        samples = self._line(self._attend_layers)
-        most = self._attend_layers(self.sizes[-1])
+        samples = self.line(self.attend_layers)
+        most = self.attend_layers(self.sizes[-1])
         alone_s = self._least_s(most)
         pairs = self._largest_load()
         with repeating(lambda: self.mover.h2d(pairs).block()):
             beside_s = self._least_s(most)
         with repeating(most):
-            link = self._link_bytes_per_s()
+            link = self.link_bytes_per_s()
         return {
             "attend": {
-                **samples, "threads": cpu.worker.threads, "h2d_bytes_per_s": link,
+                **samples, "threads": self.forward.cpu.worker.threads, "h2d_bytes_per_s": link,
                 "share_while_loading": alone_s / beside_s,
             }
         }  # fmt: skip
-
-    def _attend_layers(self, tokens: int) -> Action:
-        """One query's attention to n tokens in every layer; each time to other blocks, as loads."""
-        forward, cpu, config = self.forward, self.forward.cpu, self.config
-        assert cpu is not None
-        q = torch.randn(1, config.heads, config.head_dim).to(self.device, self.weights.dtype)
-        rows = torch.zeros(1, dtype=torch.int64, device=self.device)
-        blocks = -(-tokens // self.arena.block_tokens)
-        turns = itertools.cycle(range(max(1, self.arena.size.kv_host // blocks)))
-
-        def attend() -> None:
-            at = next(turns) * blocks
-            on_cpu = OnCpu(rows, [HostContext(0, 1, np.arange(at, at + blocks))])
-            for layer in range(config.layers):
-                cpu.begin(layer, on_cpu, q, forward.mover).result()
-
-        return attend
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -398,14 +363,13 @@ class _Profiler:
 
 
 @contextmanager
-def repeating(action: Callable[[], object], threads: int = 1) -> Iterator[None]:
+def repeating(action: Action, threads: int = 1) -> Iterator[None]:
     """Repeat `action` on that many threads until the block is left; each has done it once before.
 
     Raises:
         RuntimeError: the action failed or got stuck, so what was measured is not what it says.
     """
-    stop = threading.Event()
-    ready = threading.Semaphore(0)
+    stop, ready = threading.Event(), threading.Semaphore(0)
     errors: list[BaseException] = []
 
     def work() -> None:

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from engine.loop import Engine
+from engine.loop import REST_S, Engine
 from engine.prefix import CacheEvent
 from engine.sequence import EngineRequest, FinishReason, Output
 
@@ -44,8 +44,7 @@ class EngineRunner:
         self, engine: Engine, publish: Callable[[list[CacheEvent]], None] | None = None
     ) -> None:
         self.error: BaseException | None = None
-        self._engine = engine
-        self._publish = publish
+        self._engine, self._publish = engine, publish
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._deliver: dict[int, Deliver] = {}
         self._stopping = threading.Event()
@@ -54,8 +53,6 @@ class EngineRunner:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kappa-engine", daemon=True)
         self._thread.start()
-
-    # -- from other threads -------------------------------------------------------------------
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Do something with the engine between iterations; its result, or what it raised.
@@ -152,52 +149,46 @@ class EngineRunner:
             while not self._stopping.is_set():
                 self._do_calls(idle=not (engine.busy or len(engine.store)))
                 if engine.busy or len(engine.store):
-                    self._deliver_all(engine.step())
+                    for output in engine.step():
+                        self._give(output)
                 if not engine.busy:
-                    engine.store.rest(engine.settings.rest_s)
+                    engine.store.rest(REST_S)
                 # Taken in any case, or they would pile up where nobody publishes them.
                 if (events := engine.events()) and self._publish is not None:
                     self._publish(events)
         except BaseException as error:
             self.error = error
-        self._end()
+        # Nobody is left waiting.
+        with self._gate:
+            self._closed = True
+        reason: FinishReason = "error" if self.error is not None else "abort"
+        for request_id in list(self._deliver):
+            if self.error is None:
+                engine.abort(request_id)
+            self._give(Output(request_id, [], reason))
+        self._stopping.set()
+        self._do_calls(idle=False)
 
     def _do_calls(self, idle: bool) -> None:
         """Do what was called for; with nothing else to do, wait for a call."""
-        try:
+        with suppress(queue.Empty):
             if idle:
                 self._calls.get(timeout=_IDLE_S)()
             while True:
                 self._calls.get_nowait()()
-        except queue.Empty:
-            return
 
-    def _deliver_all(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            over = output.finish_reason is not None
-            get = self._deliver.pop if over else self._deliver.get
-            deliver = get(output.request_id, None)
-            if deliver is not None:
-                _guarded(deliver, output)
-
-    def _end(self) -> None:
-        """Nobody is left waiting."""
-        with self._gate:
-            self._closed = True
-        reason: FinishReason = "error" if self.error is not None else "abort"
-        for request_id, deliver in list(self._deliver.items()):
-            if self.error is None:
-                self._engine.abort(request_id)
-            _guarded(deliver, Output(request_id, [], reason))
-        self._deliver.clear()
-        self._stopping.set()
-        self._do_calls(idle=False)
+    def _give(self, output: Output) -> None:
+        """One caller that went away (its event loop closed), or fails, must not end the others."""
+        over = output.finish_reason is not None
+        deliver = (self._deliver.pop if over else self._deliver.get)(output.request_id, None)
+        if deliver is not None:
+            with suppress(Exception):
+                deliver(output)
 
     def _abort_submitted(self, submitted: Future[int]) -> None:
-        if submitted.cancelled() or submitted.exception() is not None:
-            return
-        self._deliver.pop(submitted.result(), None)
-        self.abort(submitted.result())
+        if not submitted.cancelled() and submitted.exception() is None:
+            self._deliver.pop(submitted.result(), None)
+            self.abort(submitted.result())
 
     def _refusal(self) -> EngineStopped:
         if self.error is None:
@@ -205,9 +196,3 @@ class EngineRunner:
         refusal = EngineStopped(f"the engine failed: {type(self.error).__name__}: {self.error}")
         refusal.__cause__ = self.error
         return refusal
-
-
-def _guarded(deliver: Deliver, output: Output) -> None:
-    """One caller that went away (its event loop closed), or fails, must not end the others."""
-    with suppress(Exception):
-        deliver(output)

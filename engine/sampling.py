@@ -45,29 +45,27 @@ GREEDY = Sampling()
 def sample(
     logits: Tensor, samplings: Sequence[Sampling], rngs: Sequence[np.random.Generator]
 ) -> list[int]:
-    """One token for each row of `logits` (rows, vocabulary).
+    """One token for each row of finite logits (rows, vocabulary).
 
-    Args:
-        logits: of the last token of each request; finite.
-        samplings, rngs: one per row; a greedy row leaves its generator as it is.
+    samplings, rngs: one per row; a greedy row leaves its generator as it is.
     """
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature >= _COLDEST]
     if not drawn:
         return tokens
-    where = logits.device
-    temperature = torch.tensor([samplings[r].temperature for r in drawn], device=where)
-    top_p = torch.tensor([samplings[r].top_p for r in drawn], device=where)
-    uniform = torch.tensor([rngs[r].random() for r in drawn], device=where)
+    temperature, top_p, uniform = (
+        torch.tensor(values, device=logits.device)[:, None]
+        for values in (
+            [samplings[r].temperature for r in drawn], [samplings[r].top_p for r in drawn],
+            [rngs[r].random() for r in drawn],
+        )
+    )  # fmt: skip
     # In single precision at least: half has not the digits to add up a vocabulary.
     rows = logits[drawn].to(torch.promote_types(logits.dtype, torch.float32))
-    probabilities, order = torch.softmax(rows / temperature[:, None], dim=-1).sort(
-        dim=-1, descending=True
-    )
-    below = probabilities.cumsum(dim=-1) - probabilities
-    kept = torch.where(below < top_p[:, None], probabilities, 0.0)
+    likely, order = torch.softmax(rows / temperature, dim=-1).sort(dim=-1, descending=True)
+    kept = torch.where(likely.cumsum(dim=-1) - likely < top_p, likely, 0.0)
     mass = kept.cumsum(dim=-1)
-    place = torch.searchsorted(mass, (uniform * mass[:, -1])[:, None].to(mass.dtype), right=True)
+    place = torch.searchsorted(mass, (uniform * mass[:, -1:]).to(mass.dtype), right=True)
     # Rounding may point behind the last that was kept; of logits that are no numbers, none is.
     place = torch.minimum(place, (kept > 0).sum(dim=-1, keepdim=True) - 1).clamp_min(0)
     for row, token in zip(drawn, order.gather(1, place)[:, 0].tolist(), strict=True):

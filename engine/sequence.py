@@ -1,19 +1,20 @@
-"""A request and what it is inside the engine: its tokens, its blocks, how it is to be loaded, what
-it cost. The scheduler sees a `Work`; the memory owns `table` and what lies behind it, the loop the
-rest.
+"""A request and what it is inside the engine: its tokens, its blocks, how it is to be loaded.
+
+The scheduler sees a `Work`; the memory owns `blocks` and what lies behind it, the loop the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Run
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from engine.blocks import SequenceTable
+from engine.blocks import BlockError, Ids
 from engine.prefix import BlockKey, extend_keys
 from engine.sampling import GREEDY, Sampling
+from engine.stats import Account
 from kappa.plans.load_plan import LoadPlan
 from kappa.plans.planners import Planner
 from scheduler.work import Work
@@ -46,9 +47,7 @@ class EngineRequest:
     approx: bool = False
 
     def check(self, most: int, vocab: int) -> None:
-        """Do nothing for a request that an engine can serve.
-
-        most: tokens that it holds of a request. vocab: token ids are below.
+        """Refuse what an engine can never serve that holds `most` tokens of a request.
 
         Raises:
             RequestRefused: no token, one outside the vocabulary, or more than can ever fit.
@@ -71,67 +70,6 @@ class EngineRequest:
 
 
 @dataclass(slots=True)
-class Account:
-    """What a request was predicted to take and what it took: seconds, and prompt tokens by source.
-
-    Seconds are of the engine's clock. queue_s: until its first admission; load_s: from the start of
-    its load to its end; compute_s: iterations that computed its prompt; ttft_s: all until its first
-    token. predicted_*: of its load plan. Tokens: device (found there), loaded (as KV), activations
-    (KV projected from them), recomputed (were cached, computed all the same), sparse (stayed in
-    host memory, attended to in part), kept (stayed there, attended to whole), new; approximate: of
-    the answer, computed sparsely.
-    plan, why: the kinds of its load plan, and what the planner saw.
-    """
-
-    queue_s: float = 0.0
-    load_s: float = 0.0
-    compute_s: float = 0.0
-    ttft_s: float = 0.0
-    total_s: float = 0.0
-    predicted_load_s: float = 0.0
-    predicted_compute_s: float = 0.0
-    predicted_ttft_s: float = 0.0
-    load_bytes: int = 0
-    device_tokens: int = 0
-    loaded_tokens: int = 0
-    activation_tokens: int = 0
-    recomputed_tokens: int = 0
-    sparse_tokens: int = 0
-    kept_tokens: int = 0
-    approximate_tokens: int = 0
-    new_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    plan: str = ""
-    why: str = ""
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed."""
-        return (
-            self.device_tokens + self.loaded_tokens + self.activation_tokens
-            + self.sparse_tokens + self.kept_tokens
-        )  # fmt: skip
-
-    def found(self, sequence: Sequence, there_tokens: int, queue_s: float) -> None:
-        """It was admitted for the first time; so many of its tokens need no load."""
-        kept = sequence.kept
-        self.kept_tokens = len(kept.blocks) * sequence.table.block_tokens if kept else 0
-        self.device_tokens = there_tokens - self.kept_tokens
-        self.queue_s, self.new_tokens = queue_s, sequence.total_tokens - there_tokens
-
-    def predicted(self, plan: LoadPlan) -> None:
-        """It was admitted, and this is how it is to get its prefix."""
-        self.plan, self.why = (plan.kind if plan.segments else ""), plan.why
-        self.predicted_load_s += plan.load_s
-        self.predicted_compute_s += plan.compute_s
-        self.predicted_ttft_s += plan.ttft_s
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(slots=True)
 class Load:
     """A cached prefix that is to be brought back.
 
@@ -144,7 +82,6 @@ class Load:
     plan: LoadPlan
     kv: list[int]
     act: list[int]
-    block_tokens: int
     started_s: float = 0.0
 
 
@@ -167,18 +104,20 @@ class HostResident:
 class Sequence(Work):
     """A request in the engine.
 
-    tokens: prompt and answer. load: set by the memory when it is admitted with something to load.
-    kept: what stays in host memory; keeps: what is to, as it was quoted: its plan, and blocks.
-    published, stored: how many of its full blocks others can find on the device, and how many were
-    given to the host store. host_stop: where its run of blocks ended in host memory at the last
-    look. quoted: what admitting it takes, and the state of the caches for which that holds. approx:
-    may still be computed sparsely.
+    tokens: prompt and answer. keys: of its full blocks. blocks: its device blocks, each with
+    `block_tokens` tokens, -1 where one stays in host memory; some may stand ready behind its
+    tokens. load: set by the memory when it is admitted with something to load. kept: what stays in
+    host memory; keeps: what is to, as it was quoted: its plan, and blocks. published, stored: how
+    many of its full blocks others can find on the device, and how many were given to the host
+    store. host_stop: where its run of blocks ended in host memory at the last look. quoted: what
+    admitting it takes, and the state of the caches for which that holds. slot: in which it is
+    computed sparsely; approx: it may still get one.
     """
 
     __slots__ = (
-        "account", "approx", "finish_reason", "host_stop", "keeps", "kept", "keys", "load",
-        "prompt_tokens", "published", "quoted", "request", "request_id", "rng", "stored",
-        "submitted_s", "table", "tokens",
+        "account", "approx", "block_tokens", "blocks", "finish_reason", "host_stop", "keeps",
+        "kept", "keys", "load", "prompt_tokens", "published", "quoted", "request", "request_id",
+        "rng", "slot", "stored", "submitted_s", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -188,7 +127,7 @@ class Sequence(Work):
         super().__init__(
             len(request.tokens), arrival_s, max_tokens, request.tenant, request.priority
         )
-        self.request_id, self.request = request_id, request
+        self.request_id, self.request, self.block_tokens = request_id, request, block_tokens
         self.tokens = list(request.tokens)
         self.prompt_tokens = len(self.tokens)
         # Some rules count a preempted request's waiting anew.
@@ -196,29 +135,41 @@ class Sequence(Work):
         self.rng = np.random.default_rng(request.sampling.seed)
         self.approx = request.approx
         self.keys: list[BlockKey] = []
-        self.table = SequenceTable(block_tokens)
+        self.blocks: Ids = np.empty(0, np.int64)
         self.load: Load | None = None
         self.kept: HostResident | None = None
         self.keeps: tuple[LoadPlan, int] | None = None
+        self.slot: int | None = None
         self.published = self.stored = self.host_stop = 0
         self.quoted: tuple[tuple[int, int], Any] | None = None
         self.account = Account()
         self.finish_reason: FinishReason | None = None
-        self.extend_keys()
-
-    @property
-    def name(self) -> str:
-        """The caller's."""
-        return self.request.name
+        extend_keys(self.keys, self.tokens, block_tokens, request.salt)
 
     @property
     def output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_tokens
 
-    def extend_keys(self) -> None:
-        """Name the blocks that its latest tokens completed."""
-        extend_keys(self.keys, self.tokens, self.table.block_tokens, self.request.salt)
+    @property
+    def room_tokens(self) -> int:
+        """Tokens that its blocks can hold."""
+        return len(self.blocks) * self.block_tokens
+
+    def append(self, token: int) -> None:
+        """Its next token, and the name of the block that is full with it."""
+        self.tokens.append(token)
+        extend_keys(self.keys, self.tokens, self.block_tokens, self.request.salt)
+
+    def device_blocks(self, start: int = 0, stop: int | None = None) -> list[int]:
+        """Ids of its blocks [start, stop), all of which must be on the device."""
+        ids: list[int] = self.blocks[start:stop].tolist()
+        if -1 in ids:
+            raise BlockError(
+                f"block {start + ids.index(-1)} of a sequence is in host memory, wanted on the "
+                "device"
+            )
+        return ids
 
 
 class Output(NamedTuple):

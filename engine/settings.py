@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.arena import ArenaSize
-from kappa.plans.planners import Planning
 from scheduler.catalogue import FAIR, SCHEDULERS
-from scheduler.config import FairConfig, LinkRates
+from scheduler.config import FairConfig
 
 # Iterations whose activations may still be on their way to host memory.
 _AHEAD_ITERATIONS = 4
@@ -18,46 +17,35 @@ class EngineOptions:
     """Settings of one engine.
 
     budget_tokens: of an iteration, decoding requests included; longer prompts are computed in
-    chunks. max_running: requests that compute. scheduler, fair, link: the rule by name, its
-    numbers, and what it knows of the link. planner: how cached prefixes come back, by name.
-    act_share: of the blocks stored in host memory, those whose activations are stored, spread
-    evenly; keep_kv: their KV too. max_pending_stores: blocks on their way to host memory at most.
-    load_ahead: load plain KV beside others' iterations rather than layer by layer within one.
-    rest_s: how long a step without work waits for a copy to end. cpu_room_share: of the device's
-    blocks, what a request may take before "auto" leaves the front of its cached prefix in host
-    memory, where the CPU attends to it; only where the engine has threads for that.
+    chunks. max_running: requests that compute. scheduler, fair: the rule by name, and its numbers.
+    planner: how cached prefixes come back, by name. act_share: of the blocks stored in host memory,
+    those whose activations are stored, spread evenly; keep_kv: their KV too. cpu_room_share: of the
+    device's blocks, what a request may take before "auto" leaves the front of its cached prefix in
+    host memory, where the CPU attends to it; only where the engine has threads for that.
     """
 
     budget_tokens: int = 2048
     max_running: int = 64
     scheduler: str = FAIR
     fair: FairConfig | None = None
-    link: LinkRates | None = None
     planner: str = "auto"
     act_share: float = 0.0
     keep_kv: bool = True
-    max_pending_stores: int = 4096
-    load_ahead: bool = True
-    rest_s: float = 0.002
     cpu_room_share: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("budget_tokens", "max_running", "max_pending_stores"):
+        for name in ("budget_tokens", "max_running"):
             if getattr(self, name) < 1:
                 raise ValueError(f"EngineOptions.{name} is {getattr(self, name)}: give 1 or more")
+        for name in ("act_share", "cpu_room_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                given = getattr(self, name)
+                raise ValueError(f"EngineOptions.{name} is {given}: give a share in 0..1")
         if self.scheduler not in SCHEDULERS:
             raise ValueError(
                 f"EngineOptions.scheduler is {self.scheduler!r}: "
                 f"choose one of {', '.join(SCHEDULERS)}"
             )
-        if not 0 <= self.act_share <= 1:
-            raise ValueError(f"EngineOptions.act_share is {self.act_share}: give a share in 0..1")
-        if not 0 <= self.cpu_room_share <= 1:
-            raise ValueError(
-                f"EngineOptions.cpu_room_share is {self.cpu_room_share}: give a share in 0..1"
-            )
-        if not 0 < self.rest_s <= 1:
-            raise ValueError(f"EngineOptions.rest_s is {self.rest_s}: give seconds, at most 1")
 
     def check_arena(self, size: ArenaSize) -> None:
         """Raise `ValueError` if activations are to be stored and there are no blocks for them."""
@@ -81,9 +69,3 @@ class EngineOptions:
         """
         act = int((index + 1) * self.act_share + 1e-9) > int(index * self.act_share + 1e-9)
         return act if type == "act" else self.keep_kv or not act
-
-
-def link_rates(planning: Planning) -> LinkRates | None:
-    """What a load of KV takes, for scheduling rules that care; None where no rates are known."""
-    rates = planning.rates
-    return None if rates is None else LinkRates(rates.load_token_s, rates.load.fixed_s)

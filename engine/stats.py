@@ -1,17 +1,70 @@
-"""What an engine has done so far: counts, seconds and bytes, as plain data."""
+"""What a request took, and what an engine has done so far: counts, seconds and bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine.arena import Arena
-from engine.memory import TieredMemory
-from engine.sequence import Account, Sequence
-from engine.store import HostStore, Keeper
-from engine.transfer import Direction, LinkCounters
-from scheduler.batching import Step
+from kappa.plans.load_plan import LoadPlan
+
+_SOURCES = (
+    "device", "loaded", "activation", "recomputed", "sparse", "kept", "new", "output",
+    "approximate",
+)  # fmt: skip
+_SECONDS = ("queue", "load", "compute", "predicted_load", "predicted_compute")
+
+
+@dataclass(slots=True)
+class Account:
+    """What a request was predicted to take and what it took: seconds, and prompt tokens by source.
+
+    Seconds are of the engine's clock. queue_s: until its first admission; load_s: from the start of
+    its load to its end; compute_s: iterations that computed its prompt; ttft_s: all until its first
+    token. predicted_*: of its load plan. Tokens: device (found there), loaded (as KV), activations
+    (KV projected from them), recomputed (were cached, computed all the same), sparse (stayed in
+    host memory, attended to in part), kept (stayed there, attended to whole), new; approximate: of
+    the answer, computed sparsely. plan, why: the kinds of its load plan, and what the planner saw.
+    """
+
+    queue_s: float = 0.0
+    load_s: float = 0.0
+    compute_s: float = 0.0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    predicted_load_s: float = 0.0
+    predicted_compute_s: float = 0.0
+    predicted_ttft_s: float = 0.0
+    load_bytes: int = 0
+    device_tokens: int = 0
+    loaded_tokens: int = 0
+    activation_tokens: int = 0
+    recomputed_tokens: int = 0
+    sparse_tokens: int = 0
+    kept_tokens: int = 0
+    approximate_tokens: int = 0
+    new_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    plan: str = ""
+    why: str = ""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed."""
+        return (
+            self.device_tokens + self.loaded_tokens + self.activation_tokens
+            + self.sparse_tokens + self.kept_tokens
+        )  # fmt: skip
+
+    def predicted(self, plan: LoadPlan) -> None:
+        """It was admitted, and this is how it is to get its prefix."""
+        self.plan, self.why = (plan.kind if plan.segments else ""), plan.why
+        self.predicted_load_s += plan.load_s
+        self.predicted_compute_s += plan.compute_s
+        self.predicted_ttft_s += plan.ttft_s
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(slots=True)
@@ -44,44 +97,10 @@ class EngineStats:
 
     def ended(self, account: Account) -> None:
         """Add what a request took."""
-        for name in (
-            "device", "loaded", "activation", "recomputed", "sparse", "kept", "new", "output",
-            "approximate",
-        ):  # fmt: skip
-            tokens = getattr(account, f"{name}_tokens")
-            self.tokens[name] = self.tokens.get(name, 0) + tokens
-        for name in ("queue", "load", "compute", "predicted_load", "predicted_compute"):
-            seconds = getattr(account, f"{name}_s")
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-
-    def iterated(self, step: Step, decoding: int, seconds: float) -> None:
-        """Add an iteration, and its seconds to what its prompts took."""
-        self.iterations += 1
-        self.gpu_s += seconds
-        self.decode_tokens += decoding
-        for work, new, _ in step.chunks:
-            self.prefill_tokens += new
-            if isinstance(work, Sequence):
-                work.account.compute_s += seconds
-
-    def crossed(self, counters: Mapping[Direction, LinkCounters]) -> None:
-        """What the link did so far."""
-        for direction, link in counters.items():
-            self.link[f"{direction}_bytes"] = link.copied_bytes
-            self.link[f"{direction}_s"] = link.busy_s
-            self.link[f"{direction}_failed"] = link.failed
-
-    def kept(self, store: HostStore, keeper: Keeper, memory: TieredMemory, arena: Arena) -> None:
-        """What became of blocks so far."""
-        counters = store.counters
-        self.blocks = {
-            "stored": counters.stored, "dropped_full": counters.dropped_full,
-            "dropped_late": counters.dropped_late, "dropped_orphan": counters.dropped_orphan,
-            "failed_stores": counters.failed, "not_captured": keeper.skipped,
-            "evicted_device": memory.device.evicted,
-            "evicted_host": sum(cache.evicted for cache in memory.host.values()),
-            "misused": sum(pool.misused for pool in arena.pools.values()),
-        }  # fmt: skip
+        for name in _SOURCES:
+            self.tokens[name] = self.tokens.get(name, 0) + getattr(account, f"{name}_tokens")
+        for name in _SECONDS:
+            self.seconds[name] = self.seconds.get(name, 0.0) + getattr(account, f"{name}_s")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON."""

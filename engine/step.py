@@ -10,7 +10,7 @@ rows loaded from host, rows projected from activations, and the new tokens' rows
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NamedTuple
 
@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.blocks import BlockType, Ids, Place
+from engine.blocks import BlockType, CopyRun, Ids, Place
 from kappa.plans.load_plan import Segment
 
-CopyRun = tuple[int, int, int]  # first target, first source, how many
 Wanted = Literal["last", "all"]
 
 
@@ -44,15 +43,13 @@ class Source(IntEnum):
     KV_CPU = 5  # in host memory, where the CPU attends to it: only queries and results cross
 
 
-COLUMNS: tuple[tuple[BlockType, Place], ...] = (
-    ("kv", "device"), ("act", "device"), ("kv", "host"), ("act", "host"),
-)  # fmt: skip
-COLUMN_OF = {
-    Source.KV_DEVICE: 0, Source.ACT_DEVICE: 1, Source.KV_HOST: 2, Source.ACT_HOST: 3,
-    Source.KV_CPU: 2,
+COLUMN_OF: dict[Source, tuple[BlockType, Place]] = {
+    Source.KV_DEVICE: ("kv", "device"), Source.ACT_DEVICE: ("act", "device"),
+    Source.KV_HOST: ("kv", "host"), Source.ACT_HOST: ("act", "host"), Source.KV_CPU: ("kv", "host"),
 }  # fmt: skip
-"""Which of `COLUMNS` has the blocks of a source."""
+"""Which column of `Pages` has the blocks of a source."""
 _OF_SEGMENT = {"K": Source.KV_HOST, "A": Source.ACT_HOST, "R": Source.NEW}
+_NO_BLOCKS: Ids = np.empty(0, np.int64)
 
 
 class Pages:
@@ -64,31 +61,29 @@ class Pages:
 
     __slots__ = ("_columns",)
 
-    def __init__(self, kv_device: Ids | None = None) -> None:
-        nothing = np.empty(0, np.int64)
-        first = nothing if kv_device is None else kv_device
-        self._columns: list[Ids] = [first, nothing, nothing, nothing]
+    def __init__(self, kv_device: Ids = _NO_BLOCKS) -> None:
+        self._columns: dict[tuple[BlockType, Place], Ids] = {("kv", "device"): kv_device}
 
     def __len__(self) -> int:
         """Blocks."""
-        return max(map(len, self._columns))
+        return max(map(len, self._columns.values()))
 
     def column(self, type: BlockType, place: Place) -> Ids:
         """Ids of that type and place, to read and to write."""
-        return self._columns[COLUMNS.index((type, place))]
+        return self._columns.get((type, place), _NO_BLOCKS)
 
     def put(self, start: int, type: BlockType, place: Place, ids: Ids | list[int]) -> None:
         """Blocks from index `start` on lie there too; the column grows to hold them."""
-        index = COLUMNS.index((type, place))
-        missing = start + len(ids) - len(self._columns[index])
+        column = self.column(type, place)
+        missing = start + len(ids) - len(column)
         if missing > 0:
-            more = np.full(missing, -1, np.int64)
-            self._columns[index] = np.concatenate((self._columns[index], more))
-        self._columns[index][start : start + len(ids)] = ids
+            column = np.concatenate((column, np.full(missing, -1, np.int64)))
+            self._columns[type, place] = column
+        column[start : start + len(ids)] = ids
 
     def of(self, source: Source, blocks: Ids) -> Ids:
         """Ids of these blocks of the sequence in the place of `source`; -1 where there is none."""
-        column = self._columns[COLUMN_OF[source]]
+        column = self.column(*COLUMN_OF[source])
         if len(blocks) and blocks.max() < len(column):
             return column[blocks]
         ids = np.full(len(blocks), -1, np.int64)
@@ -127,11 +122,8 @@ class StepRow:
     @property
     def decodes(self) -> bool:
         """Whether it is one token behind a context that is all in device blocks."""
-        return (
-            len(self.tokens) == 1
-            and len(self.spans) == 2
-            and self.spans[0].source is Source.KV_DEVICE
-        )
+        alone = len(self.tokens) == 1 and len(self.spans) == 2
+        return alone and self.spans[0].source is Source.KV_DEVICE
 
 
 def joined(spans: Iterable[TokenSpan]) -> tuple[TokenSpan, ...]:
@@ -289,18 +281,18 @@ class DeviceStep:
     logit_rows: Tensor
     groups: list[Group]
     act_positions: Tensor
-    act_rows: Tensor | None = None
-    act_device: Tensor | None = None
-    to_pool: Scatter | None = None
-    to_act: Scatter | None = None
-    from_pool: Scatter | None = None
-    kv_runs: list[CopyRun] = field(default_factory=list)
-    act_runs: list[CopyRun] = field(default_factory=list)
-    loaded_rows: int = 0
-    loaded_act_blocks: int = 0
-    act_tokens: int = 0
-    copied_tokens: int = 0
-    on_cpu: OnCpu | None = None
+    act_rows: Tensor | None
+    act_device: Tensor | None
+    to_pool: Scatter | None
+    to_act: Scatter | None
+    from_pool: Scatter | None
+    kv_runs: list[CopyRun]
+    act_runs: list[CopyRun]
+    loaded_rows: int
+    loaded_act_blocks: int
+    act_tokens: int
+    copied_tokens: int
+    on_cpu: OnCpu | None
 
     @property
     def new_tokens(self) -> int:

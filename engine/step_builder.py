@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.blocks import Ids
+from engine.blocks import Ids, runs
 from engine.step import (
     COLUMN_OF,
-    COLUMNS,
     BufferPart,
-    CopyRun,
     DeviceStep,
     Group,
     HostContext,
@@ -47,8 +45,32 @@ def build_step(rows: Sequence[StepRow], block_tokens: int, device: torch.device)
             row is to be computed.
     """
     step = _Builder(rows, block_tokens).step()
-    _send(step, device)
+    # All of its tensors in a single copy; then say which keys are padding.
+    if device.type == "cuda":
+        places = list(_tensors(step))
+        tensors = [getattr(one, name) for one, name in places]
+        flat = torch.cat(tensors).pin_memory().to(device, non_blocking=True)
+        for (one, name), tensor in zip(places, flat.split([len(t) for t in tensors]), strict=True):
+            setattr(one, name, tensor)
+    for part in (part for group in step.groups for part in group.parts):
+        if part.lengths is not None:
+            ends = part.lengths[:, None]
+            part.visible = torch.arange(part.keys, device=device) < ends
+            if isinstance(part, PoolPart):
+                size = part.block_tokens
+                part.inside = torch.arange(size, device=device) <= (ends - 1) % size
     return step
+
+
+def _tensors(one: Any) -> Iterator[tuple[Any, str]]:
+    """Everything in a step that holds a tensor, with the name of that."""
+    for each in fields(one):
+        value = getattr(one, each.name)
+        if isinstance(value, Tensor):
+            yield one, each.name
+        for inner in value if isinstance(value, list) else [value]:
+            if is_dataclass(inner):
+                yield from _tensors(inner)
 
 
 @dataclass(slots=True)
@@ -63,9 +85,9 @@ class _Queries:
     count: int
     blocks: Ids
     keys: int
-    k: Ids = field(default_factory=lambda: _NONE)
-    v: Ids = field(default_factory=lambda: _NONE)
-    on_cpu: bool = False
+    k: Ids
+    v: Ids
+    on_cpu: bool
 
     @property
     def alike(self) -> tuple[int, ...]:
@@ -79,41 +101,29 @@ class _Queries:
         return self.count, self.keys, len(self.k), self.on_cpu
 
 
-@dataclass(slots=True)
-class _PoolRun:
-    """What attention reads of a sequence from the device pool, as it grows with its spans."""
-
-    blocks: Ids
-    keys: int = 0
-    stop: int = 0
-
-    def takes(self, span: TokenSpan, block_tokens: int) -> bool:
-        """Whether whole blocks still say where the tokens are, with those of `span` added."""
-        begins = span.start % block_tokens == 0 and self.keys % block_tokens == 0
-        return begins or span.start == self.stop
-
-    def add(self, span: TokenSpan, table: Ids, block_tokens: int) -> None:
-        more = table[-(-span.start // block_tokens) : -(-span.stop // block_tokens)]
-        self.blocks = np.concatenate((self.blocks, more))
-        self.keys, self.stop = self.keys + span.stop - span.start, span.stop
-
-
 class _Builder:
     """A step in the making. `first`: index in the step of each row's first new token."""
 
     def __init__(self, rows: Sequence[StepRow], block_tokens: int) -> None:
+        for index, row in enumerate(rows):
+            if not len(row.tokens):
+                raise NoSuchBlock(f"sequence {index} of the step has no token to compute")
         self.rows, self.bt = rows, block_tokens
         self.first = np.cumsum([0, *(len(row.tokens) for row in rows)]).tolist()
-        self.decodes = [index for index, row in enumerate(rows) if row.decodes]
-        self.others = [index for index, row in enumerate(rows) if not row.decodes]
-        self._check()
+        self.decodes: list[int] = []
+        self.others: list[int] = []
+        for index, row in enumerate(rows):
+            (self.decodes if row.decodes else self.others).append(index)
         spans = [(index, span) for index in self.others for span in rows[index].spans]
         count: Counter[Source] = Counter()
         for _, span in spans:
             count[span.source] += span.stop - span.start
-        self.kv_host = self._wanted(spans, Source.KV_HOST)
-        self.act_host = self._wanted(spans, Source.ACT_HOST)
-        self.loaded_rows = len(self.kv_host) * 2 * block_tokens
+        # Ids of all blocks that are loaded, ascending: neighbours are copied at once.
+        self.loaded: dict[Source, Ids] = {}
+        for source in (Source.KV_HOST, Source.ACT_HOST):
+            wanted = [self._ids_of(i, span, source) for i, span in spans if span.source is source]
+            self.loaded[source] = np.unique(np.concatenate(wanted)) if wanted else _NONE
+        self.loaded_rows = len(self.loaded[Source.KV_HOST]) * 2 * block_tokens
         self.act_tokens = count[Source.ACT_HOST] + count[Source.ACT_DEVICE]
         # Where each source's pairs of K and V begin: in tokens, behind the loaded rows.
         self._next = {
@@ -122,7 +132,6 @@ class _Builder:
             Source.NEW: self.act_tokens,
             Source.KV_DEVICE: self.act_tokens + self.first[-1],
         }
-        self.copied_tokens = 0
         self.queries: list[_Queries] = []
         self.contexts: list[HostContext] = []
         # Pieces of index arrays, by what they are of.
@@ -133,37 +142,41 @@ class _Builder:
             self._add(index)
         if self.decodes:
             self._add_decodes()
-        groups = _groups(self.queries, self.bt)
+        alike: dict[tuple[int, ...], list[_Queries]] = defaultdict(list)
+        for one in self.queries:
+            alike[one.alike].append(one)
+        groups = [_group(alike[key], self.bt) for key in sorted(alike)]
         if len(groups) == 1:
             alone = groups[0].rows.numpy()
             groups[0].in_order = len(alone) == self.first[-1] and _is_range(alone)
-        positions = [
-            np.arange(span.start, span.stop)
-            for row in self.rows for span in row.spans if span.source is Source.NEW
-        ]  # fmt: skip
-        act_host, act_device = self._joined("act_host"), self._joined("act_device")
-        in_order = len(act_host) == len(self.act_host) * self.bt and _is_range(act_host)
-        on_cpu = OnCpu(ids(self._joined("on_cpu")), self.contexts) if self.contexts else None
+        positions, logit_rows = list[Ids](), list[int]()
+        for row, first, end in zip(self.rows, self.first, self.first[1:], strict=False):
+            for source, start, stop in row.spans:
+                if source is Source.NEW:
+                    positions.append(np.arange(start, stop))
+            logit_rows += range(first if row.wanted == "all" else end - 1, end)
+        kv_host, act_host = self.loaded[Source.KV_HOST], self.loaded[Source.ACT_HOST]
+        act_rows, act_device = self._joined("act_host"), self._joined("act_device")
+        in_order = len(act_rows) == len(act_host) * self.bt and _is_range(act_rows)
+        act_positions = self._joined("host_positions"), self._joined("device_positions")
         return DeviceStep(
             tokens=ids(np.concatenate([row.tokens for row in self.rows])),
             positions=ids(np.concatenate(positions)),
-            logit_rows=ids(self._logit_rows()),
+            logit_rows=ids(logit_rows),
             groups=groups,
-            act_positions=ids(
-                np.concatenate((self._joined("host_positions"), self._joined("device_positions")))
-            ),
-            act_rows=None if in_order else ids(act_host),
+            act_positions=ids(np.concatenate(act_positions)),
+            act_rows=None if in_order else ids(act_rows),
             act_device=ids(act_device) if len(act_device) else None,
             to_pool=self._scatter("pool", "from_buffer"),
             to_act=self._scatter("act", "captured"),
             from_pool=self._scatter("copied", "from_pool"),
-            kv_runs=_runs(self.kv_host),
-            act_runs=_runs(self.act_host),
+            kv_runs=runs(range(len(kv_host)), kv_host),
+            act_runs=runs(range(len(act_host)), act_host),
             loaded_rows=self.loaded_rows,
-            loaded_act_blocks=len(self.act_host),
+            loaded_act_blocks=len(act_host),
             act_tokens=self.act_tokens,
-            copied_tokens=self.copied_tokens,
-            on_cpu=on_cpu,
+            copied_tokens=len(self._joined("copied")) // 2,
+            on_cpu=OnCpu(ids(self._joined("on_cpu")), self.contexts) if self.contexts else None,
         )
 
     def _joined(self, name: str) -> Ids:
@@ -173,18 +186,6 @@ class _Builder:
         rows = self._joined(target)
         return Scatter(ids(rows), ids(self._joined(source))) if len(rows) else None
 
-    def _logit_rows(self) -> list[int]:
-        wanted: list[int] = []
-        for row, first in zip(self.rows, self.first, strict=False):
-            end = first + len(row.tokens)
-            wanted += range(first if row.wanted == "all" else end - 1, end)
-        return wanted
-
-    def _check(self) -> None:
-        for index, row in enumerate(self.rows):
-            if not len(row.tokens):
-                raise NoSuchBlock(f"sequence {index} of the step has no token to compute")
-
     # -- blocks -------------------------------------------------------------------------------
 
     def _ids_of(self, index: int, span: TokenSpan, source: Source) -> Ids:
@@ -193,68 +194,64 @@ class _Builder:
         found = self.rows[index].pages.of(source, blocks)
         if len(found) and found.min() < 0:
             first = int(blocks[int(found.argmin())])
-            name = " ".join(reversed(COLUMNS[COLUMN_OF[source]]))
+            name = " ".join(reversed(COLUMN_OF[source]))
             raise NoSuchBlock(
                 f"token {max(first * self.bt, span.start)} of sequence {index} of the step is to "
                 f"come from {name}, but its sequence has no such block there"
             )
         return found
 
-    def _wanted(self, spans: list[tuple[int, TokenSpan]], source: Source) -> Ids:
-        """Ids of all blocks that come from there, ascending: neighbours are copied at once."""
-        mine = [self._ids_of(i, span, source) for i, span in spans if span.source is source]
-        return np.unique(np.concatenate(mine)) if mine else _NONE
-
     def _rows_of(self, blocks: Ids, span: TokenSpan, block_rows: int) -> Ids:
         """The row of each token of a span, from the ids of its blocks."""
-        positions = np.arange(span.start, span.stop)
-        return blocks[positions // self.bt - span.start // self.bt] * block_rows + (
-            positions % self.bt
-        )
+        at = np.arange(span.start, span.stop)
+        return blocks[at // self.bt - span.start // self.bt] * block_rows + at % self.bt
 
     # -- rows in general ----------------------------------------------------------------------
 
     def _add(self, index: int) -> None:
         """One row's queries, span by span: where each finds what comes before it."""
-        row, bt = self.rows[index], self.bt
-        pool = _PoolRun(_NONE)
-        k, v, done, on_cpu = list[Ids](), list[Ids](), self.first[index], list[Ids]()
-        pooled = _mostly_in_pool(row)
+        row, bt, done = self.rows[index], self.bt, self.first[index]
         table = row.pages.column("kv", "device")
+        # Attention in two places costs more than to copy the few of the pool to the many beside.
+        tokens: Counter[Source] = Counter()
+        for source, start, stop in row.spans:
+            tokens[source] += stop - start
+        pooled = 2 * tokens[Source.KV_DEVICE] >= row.length - tokens[Source.KV_CPU]
+        # What attention reads of it from the device pool, as it grows with its spans.
+        blocks, keys, end = _NONE, 0, 0
+        k, v, on_cpu = list[Ids](), list[Ids](), list[Ids]()
         self._next[Source.NEW] = self.act_tokens + done
         for span in row.spans:
-            if span.source is Source.KV_CPU:
+            source, start, stop = span
+            if source is Source.KV_CPU:
                 on_cpu.append(self._on_cpu(index, span, done > self.first[index]))
                 continue
-            placed = None
-            if span.source is Source.KV_DEVICE:
-                self._ids_of(index, span, span.source)
+            placed, held = None, source is Source.KV_DEVICE
+            if held:
+                self._ids_of(index, span, source)
             else:
                 placed = self._place(index, span)
-            if pooled and self._held(row, span) and pool.takes(span, bt):
-                pool.add(span, table, bt)
+            if source is Source.NEW and len(row.tokens) == 1:
+                # A single new token is in its block, too, as it is written first.
+                held = bool(row.pages.of(Source.KV_DEVICE, np.array([start // bt]))[0] >= 0)
+            # Whole blocks must still say where the tokens are, with these added.
+            follows = start == end or (start % bt == 0 and keys % bt == 0)
+            if pooled and held and follows:
+                blocks = np.concatenate((blocks, table[-(-start // bt) : -(-stop // bt)]))
+                keys, end = keys + stop - start, stop
             else:
                 rows = placed or self._copy(index, span)
                 k.append(rows[0])
                 v.append(rows[1])
-            if span.source is Source.NEW:
-                count = span.stop - span.start
-                held_k, held_v = (np.concatenate(x) if x else _NONE for x in (k, v))
-                self.queries.append(
-                    _Queries(done, count, pool.blocks, pool.keys, held_k, held_v, bool(on_cpu))
-                )
-                done += count
+            if source is Source.NEW:
+                in_k, in_v = (np.concatenate(x) if x else _NONE for x in (k, v))
+                mine = _Queries(done, stop - start, blocks, keys, in_k, in_v, bool(on_cpu))
+                self.queries.append(mine)
+                done += mine.count
         if on_cpu:
             taken = sum(context.queries for context in self.contexts)
             self.contexts.append(HostContext(taken, len(row.tokens), np.concatenate(on_cpu)))
             self.pieces["on_cpu"].append(np.arange(self.first[index], done))
-
-    def _held(self, row: StepRow, span: TokenSpan) -> bool:
-        """Whether its tokens are in device blocks; a single new one is, as it is written first."""
-        if span.source is not Source.NEW or len(row.tokens) > 1:
-            return span.source is Source.KV_DEVICE
-        block = row.pages.of(Source.KV_DEVICE, np.array([span.start // self.bt]))
-        return bool(block[0] >= 0)
 
     def _on_cpu(self, index: int, span: TokenSpan, late: bool) -> Ids:
         if late:
@@ -278,23 +275,22 @@ class _Builder:
     def _place(self, index: int, span: TokenSpan) -> tuple[Ids, Ids]:
         """Rows of K and V in the buffer of tokens that are loaded, projected or computed, which are
         written to the device blocks that there are for them."""
-        source, bt = span.source, self.bt
+        source, bt, pages = span.source, self.bt, self.rows[index].pages
         positions = np.arange(span.start, span.stop)
+        if source in self.loaded:
+            slots = np.searchsorted(self.loaded[source], self._ids_of(index, span, source))
         if source is Source.KV_HOST:
-            slots = np.searchsorted(self.kv_host, self._ids_of(index, span, source))
             k = self._rows_of(slots, span, 2 * bt)
             v = k + bt
         else:
             k, v = self._pairs(source, len(positions))
         if source is Source.ACT_HOST:
-            slots = np.searchsorted(self.act_host, self._ids_of(index, span, source))
             self.pieces["act_host"].append(self._rows_of(slots, span, bt))
             self.pieces["host_positions"].append(positions)
         elif source is Source.ACT_DEVICE:
             held = self._ids_of(index, span, source)
             self.pieces["act_device"].append(self._rows_of(held, span, bt))
             self.pieces["device_positions"].append(positions)
-        pages = self.rows[index].pages
         block = pages.of(Source.KV_DEVICE, positions // bt)
         there = block >= 0
         target = block[there] * (2 * bt) + positions[there] % bt
@@ -314,7 +310,6 @@ class _Builder:
         held = self._rows_of(self._ids_of(index, span, Source.KV_DEVICE), span, 2 * self.bt)
         self.pieces["copied"] += [k, v]
         self.pieces["from_pool"] += [held, held + self.bt]
-        self.copied_tokens += len(k)
         return k, v
 
     # -- rows that decode from device blocks --------------------------------------------------
@@ -333,7 +328,7 @@ class _Builder:
                     "it has no such block for each of them and the next"
                 )
             last[line] = held[-1]
-            self.queries.append(_Queries(first, 1, held, row.length))
+            self.queries.append(_Queries(first, 1, held, row.length, _NONE, _NONE, False))
             act = row.pages.column("act", "device")
             if len(act) >= count and act[count - 1] >= 0:
                 self.pieces["act"].append(act[count - 1 : count] * bt + (row.length - 1) % bt)
@@ -344,106 +339,40 @@ class _Builder:
         self.pieces["from_buffer"] += [k, k + 1]
 
 
-def _mostly_in_pool(row: StepRow) -> bool:
-    """Attention in two places costs more than to copy the few of the pool to the many beside."""
-    held = sum(s.stop - s.start for s in row.spans if s.source is Source.KV_DEVICE)
-    elsewhere = sum(s.stop - s.start for s in row.spans if s.source is Source.KV_CPU)
-    return 2 * held >= row.length - elsewhere
-
-
-def _runs(blocks: Ids) -> list[CopyRun]:
-    """Ascending ids as (index of the first, the first, how many) per run of neighbours."""
-    if not len(blocks):
-        return []
-    cut = np.flatnonzero(np.diff(blocks) != 1) + 1
-    firsts = np.concatenate(([0], cut))
-    ends = np.concatenate((cut, [len(blocks)]))
-    return [(int(a), int(blocks[a]), int(b - a)) for a, b in zip(firsts, ends, strict=True)]
-
-
 def _is_range(rows: Ids) -> bool:
     return bool((rows == np.arange(len(rows))).all())
 
 
-# -- groups ---------------------------------------------------------------------------------------
-
-
-def _groups(queries: list[_Queries], block_tokens: int) -> list[Group]:
-    alike: dict[tuple[int, ...], list[_Queries]] = defaultdict(list)
-    for one in queries:
-        alike[one.alike].append(one)
-    return [_group(alike[key], block_tokens) for key in sorted(alike)]
-
-
 def _group(members: list[_Queries], block_tokens: int) -> Group:
-    count = members[0].count
+    batch, count = len(members), members[0].count
     tokens = (np.array([one.first for one in members])[:, None] + np.arange(count)).ravel()
     parts: list[PoolPart | BufferPart] = []
     if members[0].keys:
-        parts.append(_pool_part(members, block_tokens))
-    if len(members[0].k):
-        parts.append(_buffer_part(members))
-    return Group(len(members), count, ids(tokens), parts, members[0].on_cpu)
-
-
-def _pool_part(members: list[_Queries], block_tokens: int) -> PoolPart:
-    counts = np.array([len(one.blocks) for one in members])
-    most = int(counts.max())
-    table = np.empty((len(members), most), np.int64)
-    for line, one, count in zip(table, members, counts, strict=True):
-        line[:count] = one.blocks
         # Whoever has fewer blocks than others here has several, and the first of them is full.
-        line[count:] = one.blocks[0]
-    lengths = np.array([one.keys for one in members])
-    keys = int(lengths.max())
-    last = np.arange(len(members)) * most + counts - 1
-    halves = 2 * ids(table.ravel())
-    return PoolPart(block_tokens, halves, halves + 1, keys, ids(last), _unlike(lengths, keys))
-
-
-def _buffer_part(members: list[_Queries]) -> BufferPart:
-    lengths = np.array([len(one.k) for one in members])
-    keys = int(lengths.max())
-    padded = []
-    for lists in ([one.k for one in members], [one.v for one in members]):
+        table = ids(_padded([one.blocks for one in members], [one.blocks[0] for one in members]))
+        counts = np.array([len(one.blocks) for one in members])
+        last = np.arange(batch) * (len(table) // batch) + counts - 1
+        keys, lengths = _lengths([one.keys for one in members])
+        parts.append(PoolPart(block_tokens, 2 * table, 2 * table + 1, keys, ids(last), lengths))
+    if len(members[0].k):
         # Padding names a row that is there: what nobody wrote may hold no number.
-        full = np.full((len(members), keys), lists[0][0])
-        for line, mine in zip(full, lists, strict=True):
-            line[: len(mine)] = mine
-        padded.append(ids(full.ravel()))
-    return BufferPart(padded[0], padded[1], keys, _unlike(lengths, keys))
+        k, v = ([one.k for one in members], [one.v for one in members])
+        keys, lengths = _lengths([len(one.k) for one in members])
+        k_rows, v_rows = (ids(_padded(rows, [rows[0][0]] * batch)) for rows in (k, v))
+        parts.append(BufferPart(k_rows, v_rows, keys, lengths))
+    return Group(batch, count, ids(tokens), parts, members[0].on_cpu)
 
 
-def _unlike(lengths: Ids, keys: int) -> Tensor | None:
-    return ids(lengths) if (lengths != keys).any() else None
+def _padded(rows: list[Ids], padding: list[int]) -> Ids:
+    """The rows one after the other, each filled up to the longest with its own padding."""
+    full = np.empty((len(rows), max(map(len, rows))), np.int64)
+    for line, mine, fill in zip(full, rows, padding, strict=True):
+        line[: len(mine)] = mine
+        line[len(mine) :] = fill
+    return full.ravel()
 
 
-# -- to the device --------------------------------------------------------------------------------
-
-
-def _send(step: DeviceStep, device: torch.device) -> None:
-    """Move all of a step's tensors in a single copy; then say which keys are padding."""
-    if device.type == "cuda":
-        places = list(_tensors(step))
-        tensors = [getattr(one, name) for one, name in places]
-        flat = torch.cat(tensors).pin_memory().to(device, non_blocking=True)
-        for (one, name), tensor in zip(places, flat.split([len(t) for t in tensors]), strict=True):
-            setattr(one, name, tensor)
-    for part in (part for group in step.groups for part in group.parts):
-        if part.lengths is not None:
-            ends = part.lengths[:, None]
-            part.visible = torch.arange(part.keys, device=device) < ends
-            if isinstance(part, PoolPart):
-                size = part.block_tokens
-                part.inside = torch.arange(size, device=device) <= (ends - 1) % size
-
-
-def _tensors(one: Any) -> Iterator[tuple[Any, str]]:
-    """Everything in a step that holds a tensor, with the name of that."""
-    for each in fields(one):
-        value = getattr(one, each.name)
-        if isinstance(value, Tensor):
-            yield one, each.name
-        for inner in value if isinstance(value, list) else [value]:
-            if is_dataclass(inner):
-                yield from _tensors(inner)
+def _lengths(keys: list[int]) -> tuple[int, Tensor | None]:
+    """The longest, and all of them if they are unlike."""
+    most = max(keys)
+    return most, ids(keys) if min(keys) != most else None

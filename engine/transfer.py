@@ -26,6 +26,8 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 
 # A copy that takes longer than this has failed.
 WAIT_S = 60.0
+# Ended copies are timed when somebody asks, and at the latest when so many are not.
+_UNTIMED_EVENTS = 256
 
 
 class TransferFailed(RuntimeError):
@@ -78,9 +80,8 @@ class LinkMover(ABC):
     """
 
     def __init__(self) -> None:
-        self.counters: dict[Direction, LinkCounters] = {
-            "h2d": LinkCounters(), "d2h": LinkCounters(),
-        }  # fmt: skip
+        ways: tuple[Direction, Direction] = ("h2d", "d2h")
+        self.counters: dict[Direction, LinkCounters] = {way: LinkCounters() for way in ways}
 
     def h2d(self, copies: Copies, after: Event | None = None) -> Event:
         """Copy to the device: (target, source) pairs of equal shape and dtype.
@@ -99,15 +100,11 @@ class LinkMover(ABC):
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """What this thread computes next comes after `event`.
-
-        Raises:
-            TransferFailed: it failed, or did not end in time.
-        """
+        """What this thread computes next comes after `event`; `TransferFailed` as `block`."""
 
     @abstractmethod
     def drain(self, timeout_s: float = WAIT_S) -> None:
-        """Wait until nothing is on its way.
+        """Wait until nothing is on its way; failures are not raised again.
 
         Raises:
             TransferFailed: something still is, after that time.
@@ -128,28 +125,31 @@ class LinkMover(ABC):
         for target, source in copies:
             target.copy_(source, non_blocking=True)
 
+    def _count(self, direction: Direction, copies: Copies, size_bytes: int) -> None:
+        self.counters[direction].copied_bytes += size_bytes
+        self.counters[direction].copies += len(copies)
 
-def total_bytes(copies: Copies) -> int:
+
+def mover_for(device: torch.device | str) -> LinkMover:
+    """The mover that fits a device."""
+    place = torch.device(device)
+    return CudaMover(place) if place.type == "cuda" else CpuMover()
+
+
+def _total_bytes(copies: Copies) -> int:
     """Bytes of the copies; `ValueError` if a pair does not match."""
-    total = 0
     for target, source in copies:
         if target.shape != source.shape or target.dtype != source.dtype:
             raise ValueError(
                 f"cannot copy {tuple(source.shape)} of {source.dtype} "
                 f"to {tuple(target.shape)} of {target.dtype}"
             )
-        total += target.nbytes
-    return total
-
-
-# Ended copies are counted when somebody asks, and at the latest when so many are not.
-_UNTIMED_EVENTS = 256
+    return sum(target.nbytes for target, _ in copies)
 
 
 class _CudaEvent(Event):
     def __init__(self, event: torch.cuda.Event, error: BaseException | None = None) -> None:
-        self.event = event
-        self._error = error
+        self.event, self._error = event, error
 
     def done(self) -> bool:
         # Also after an error: what was begun before it may still be writing.
@@ -173,17 +173,14 @@ class CudaMover(LinkMover):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._streams: dict[Direction, torch.cuda.Stream] = {
-            "h2d": torch.cuda.Stream(device), "d2h": torch.cuda.Stream(device),
-        }  # fmt: skip
+        self._streams = {way: torch.cuda.Stream(device) for way in self.counters}
         self._untimed: dict[Direction, deque[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
-            "h2d": deque(), "d2h": deque(),
-        }  # fmt: skip
+            way: deque() for way in self.counters
+        }
         # Whoever copies in one direction counts what has ended in both.
         self._counting = threading.Lock()
 
     def mark(self) -> Event:
-        """An event on the current stream."""
         return _CudaEvent(torch.cuda.current_stream(self._device).record_event())
 
     def wait(self, event: Event) -> None:
@@ -194,7 +191,6 @@ class CudaMover(LinkMover):
         torch.cuda.current_stream(self._device).wait_event(event.event)
 
     def drain(self, timeout_s: float = WAIT_S) -> None:
-        """Wait until both streams are empty."""
         for stream in self._streams.values():
             _CudaEvent(stream.record_event()).block(timeout_s)
         self.settle()
@@ -204,17 +200,15 @@ class CudaMover(LinkMover):
         self.drain(timeout_s)
 
     def settle(self) -> None:
-        """Count the seconds of the copies that have ended."""
         with self._counting:
             for direction, pairs in self._untimed.items():
-                counters = self.counters[direction]
                 while pairs and pairs[0][1].query():
                     begin, end = pairs.popleft()
-                    counters.busy_s += begin.elapsed_time(end) / 1e3
+                    self.counters[direction].busy_s += begin.elapsed_time(end) / 1e3
 
     def _start(self, direction: Direction, copies: Copies, after: Event | None) -> Event:
-        size_bytes = total_bytes(copies)
-        stream, counters = self._streams[direction], self.counters[direction]
+        size_bytes = _total_bytes(copies)
+        stream = self._streams[direction]
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         error: BaseException | None = None
@@ -226,22 +220,15 @@ class CudaMover(LinkMover):
                 if after is not None and after.error() is not None:
                     raise TransferFailed("what it was to come after failed") from after.error()
                 self._copy(direction, copies)
-                counters.copied_bytes += size_bytes
-                counters.copies += len(copies)
+                self._count(direction, copies, size_bytes)
             except Exception as caught:
-                counters.failed += 1
+                self.counters[direction].failed += 1
                 error = caught
             end.record(stream)
         self._untimed[direction].append((begin, end))
         if len(self._untimed[direction]) >= _UNTIMED_EVENTS:
             self.settle()
         return _CudaEvent(end, error)
-
-
-def mover_for(device: torch.device | str) -> LinkMover:
-    """The mover that fits a device."""
-    place = torch.device(device)
-    return CudaMover(place) if place.type == "cuda" else CpuMover()
 
 
 class _CpuEvent(Event):
@@ -279,29 +266,23 @@ class CpuMover(LinkMover):
         return _CpuEvent(_NOTHING)
 
     def wait(self, event: Event) -> None:
-        """Blocks the caller until it is done."""
         event.block()
 
     def drain(self, timeout_s: float = WAIT_S) -> None:
-        """Wait until both queues are empty; failures are not raised again."""
-        self._ended(timeout_s)
-
-    def _ended(self, timeout_s: float) -> None:
         end_s = time.monotonic() + timeout_s
         for event in list(self._newest.values()):
             if not event.ended(max(end_s - time.monotonic(), 0.0)):
                 raise TransferFailed(f"copies still under way after {timeout_s:g} s")
 
     def stop(self, timeout_s: float = WAIT_S) -> None:
-        """End both threads; what has not begun fails."""
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
-        self._ended(timeout_s)
+        CpuMover.drain(self, timeout_s)
         for thread in self._threads.values():
             thread.shutdown()
 
     def _start(self, direction: Direction, copies: Copies, after: Event | None) -> Event:
-        size_bytes = total_bytes(copies)
+        size_bytes = _total_bytes(copies)
 
         def run() -> None:
             counters = self.counters[direction]
@@ -311,8 +292,7 @@ class CpuMover(LinkMover):
                 begin_s = time.perf_counter()
                 self._copy(direction, copies)
                 counters.busy_s += time.perf_counter() - begin_s
-                counters.copied_bytes += size_bytes
-                counters.copies += len(copies)
+                self._count(direction, copies, size_bytes)
             except Exception:
                 counters.failed += 1
                 raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,17 @@ from torch import Tensor
 from engine.arena import ArenaTooLarge, free_host_bytes
 from engine.config import OPT_POSITION_OFFSET, ModelConfig
 
+DTYPES = {
+    "float64": torch.float64, "float32": torch.float32,
+    "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
+# By the names that files have for them.
 _STORED = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
 }  # fmt: skip
+
+Spec = list[tuple[str, tuple[int, ...]]]
+"""What one tensor of ours stacks row by row: names in the checkpoint, and their shapes."""
 
 
 class WeightError(ValueError):
@@ -39,15 +47,20 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, Any] = {}
-        self._files = self._index()
+        listing = folder / "model.safetensors.index.json"
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+        self._files: dict[str, str] = {}
+        if listing.is_file():
+            try:
+                self._files = dict(json.loads(listing.read_text(encoding="utf-8"))["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise WeightError(f"{listing}: no weight_map in it ({error})") from None
+        elif files:
+            self._files = {name: file for file in files for name in list(self._file(file).keys())}
+        else:
+            raise WeightError(f"{folder}: holds no .safetensors file")
         # Some checkpoints hold the bare decoder, without the "model." of its head.
         self._prefix = "model." if any(n.startswith("model.") for n in self._files) else ""
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._open.clear()
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor of ours in the checkpoint."""
@@ -73,23 +86,6 @@ class Checkpoint:
         tensor: Tensor = self._file(file).get_tensor(full)
         return tensor
 
-    def _index(self) -> dict[str, str]:
-        listing = self.folder / "model.safetensors.index.json"
-        if listing.is_file():
-            try:
-                names = dict(json.loads(listing.read_text(encoding="utf-8"))["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise WeightError(f"{listing}: no weight_map in it ({error})") from None
-            return names
-        files = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        if not files:
-            raise WeightError(f"{self.folder}: holds no .safetensors file")
-        return {name: file for file in files for name in self._keys(file)}
-
-    def _keys(self, file: str) -> Iterable[str]:
-        keys: Iterable[str] = self._file(file).keys()
-        return keys
-
     def _file(self, file: str) -> Any:
         if file not in self._open:
             try:
@@ -106,24 +102,9 @@ class Checkpoint:
                 "incomplete, or config.json is of another model"
             )
         file = self._files[full]
-        if full not in self._keys(file):
+        if full not in set(self._file(file).keys()):
             raise WeightError(f"{self.folder / file}: tensor {full!r} is missing")
         return file, full
-
-
-DTYPES = {
-    "float64": torch.float64, "float32": torch.float32,
-    "bfloat16": torch.bfloat16, "float16": torch.float16,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """One tensor of ours: its shape, and the checkpoint's tensors whose rows it stacks."""
-
-    shape: tuple[int, ...]
-    names: tuple[str, ...]
-    rows: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -161,72 +142,6 @@ class Layer:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
-def layer_specs(config: ModelConfig) -> dict[str, Spec]:
-    """Tensors of one layer, by their names in `Layer`."""
-    hidden, queries, keys, inner = (
-        config.hidden, config.query_width, config.kv_width, config.inner,
-    )  # fmt: skip
-    opt = config.family == "opt"
-    out = "self_attn.out_proj" if opt else "self_attn.o_proj"
-    ups = ("fc1",) if opt else ("mlp.gate_proj", "mlp.up_proj")
-    down = "fc2" if opt else "mlp.down_proj"
-    first = "self_attn_layer_norm" if opt else "input_layernorm"
-    second = "final_layer_norm" if opt else "post_attention_layernorm"
-    specs: dict[str, Spec] = {}
-
-    def linear(name: str, sources: tuple[str, ...], rows: int, width: int, bias: bool) -> None:
-        each = (rows,) * len(sources)
-        specs[name] = Spec((sum(each), width), tuple(f"{s}.weight" for s in sources), each)
-        if bias:
-            specs[f"{name}_bias"] = Spec((sum(each),), tuple(f"{s}.bias" for s in sources), each)
-
-    def norm(name: str, source: str, width: int, bias: bool) -> None:
-        specs[name] = Spec((width,), (f"{source}.weight",), (width,))
-        if bias:
-            specs[f"{name}_bias"] = Spec((width,), (f"{source}.bias",), (width,))
-
-    linear("kv", ("self_attn.k_proj", "self_attn.v_proj"), keys, hidden, config.qkv_bias)
-    if config.head_norms:
-        norm("k_norm", "self_attn.k_norm", config.head_dim, False)
-    if config.norm_affine:
-        norm("norm", first, hidden, config.layer_norm)
-    linear("q", ("self_attn.q_proj",), queries, hidden, config.qkv_bias)
-    if config.head_norms:
-        norm("q_norm", "self_attn.q_norm", config.head_dim, False)
-    linear("out", (out,), hidden, queries, config.out_bias)
-    if config.norm_affine:
-        norm("norm2", second, hidden, config.layer_norm)
-    linear("up", ups, inner, hidden, config.mlp_bias)
-    linear("down", (down,), hidden, inner, config.mlp_bias)
-    return specs
-
-
-def outer_specs(config: ModelConfig) -> dict[str, Spec]:
-    """Tensors outside the layers, by the checkpoint's names without "model."."""
-    opt = config.family == "opt"
-    base = "decoder." if opt else ""
-    specs: dict[str, Spec] = {}
-
-    def one(name: str, source: str, *shape: int) -> None:
-        specs[name] = Spec(shape, (source,), (shape[0],))
-
-    one("embed", f"{base}embed_tokens.weight", config.vocab, config.embed)
-    if opt:
-        positions = config.max_tokens + OPT_POSITION_OFFSET
-        one("positions", f"{base}embed_positions.weight", positions, config.hidden)
-    if config.embed != config.hidden:
-        one("project_in", f"{base}project_in.weight", config.hidden, config.embed)
-        one("project_out", f"{base}project_out.weight", config.embed, config.hidden)
-    if config.final_norm and config.norm_affine:
-        source = "decoder.final_layer_norm" if opt else "norm"
-        one("final_norm", f"{source}.weight", config.hidden)
-        if config.layer_norm:
-            one("final_norm_bias", f"{source}.bias", config.hidden)
-    if not config.tied:
-        one("head", "lm_head.weight", config.vocab, config.embed)
-    return specs
-
-
 @dataclass(frozen=True, slots=True)
 class Weights:
     """All weights of one model. device: where it computes; outer: those outside the layers."""
@@ -238,6 +153,60 @@ class Weights:
     outer: dict[str, Tensor]
 
 
+def layer_specs(config: ModelConfig) -> dict[str, Spec]:
+    """Tensors of one layer, by their names in `Layer`."""
+    c, opt = config, config.family == "opt"
+    linears = {
+        "kv": (("self_attn.k_proj", "self_attn.v_proj"), (c.kv_width, c.hidden), c.qkv_bias),
+        "q": (("self_attn.q_proj",), (c.query_width, c.hidden), c.qkv_bias),
+        "out": (
+            ("self_attn.out_proj" if opt else "self_attn.o_proj",), (c.hidden, c.query_width),
+            c.out_bias,
+        ),
+        "up": (
+            ("fc1",) if opt else ("mlp.gate_proj", "mlp.up_proj"), (c.inner, c.hidden), c.mlp_bias,
+        ),
+        "down": (("fc2" if opt else "mlp.down_proj",), (c.hidden, c.inner), c.mlp_bias),
+    }  # fmt: skip
+    specs: dict[str, Spec] = {}
+    for name, (sources, shape, bias) in linears.items():
+        specs[name] = [(f"{source}.weight", shape) for source in sources]
+        if bias:
+            specs[f"{name}_bias"] = [(f"{source}.bias", shape[:1]) for source in sources]
+    if c.norm_affine:
+        first = "self_attn_layer_norm" if opt else "input_layernorm"
+        second = "final_layer_norm" if opt else "post_attention_layernorm"
+        for name, source in {"norm": first, "norm2": second}.items():
+            specs[name] = [(f"{source}.weight", (c.hidden,))]
+            if c.layer_norm:
+                specs[f"{name}_bias"] = [(f"{source}.bias", (c.hidden,))]
+    if c.head_norms:
+        for name in ("q_norm", "k_norm"):
+            specs[name] = [(f"self_attn.{name}.weight", (c.head_dim,))]
+    return specs
+
+
+def outer_specs(config: ModelConfig) -> dict[str, Spec]:
+    """Tensors outside the layers, by the checkpoint's names without "model."."""
+    c, opt = config, config.family == "opt"
+    base = "decoder." if opt else ""
+    specs: dict[str, Spec] = {"embed": [(f"{base}embed_tokens.weight", (c.vocab, c.embed))]}
+    if opt:
+        positions = c.max_tokens + OPT_POSITION_OFFSET
+        specs["positions"] = [(f"{base}embed_positions.weight", (positions, c.hidden))]
+    if c.embed != c.hidden:
+        specs["project_in"] = [(f"{base}project_in.weight", (c.hidden, c.embed))]
+        specs["project_out"] = [(f"{base}project_out.weight", (c.embed, c.hidden))]
+    if c.final_norm and c.norm_affine:
+        source = "decoder.final_layer_norm" if opt else "norm"
+        specs["final_norm"] = [(f"{source}.weight", (c.hidden,))]
+        if c.layer_norm:
+            specs["final_norm_bias"] = [(f"{source}.bias", (c.hidden,))]
+    if not c.tied:
+        specs["head"] = [("lm_head.weight", (c.vocab, c.embed))]
+    return specs
+
+
 def random_weights(
     config: ModelConfig, *, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Weights:
@@ -246,39 +215,18 @@ def random_weights(
     The same on every run on one kind of device.
     """
     place = torch.device(device)
-    _refuse_too_large(config, dtype, place)
-    layers = [random_layer(config, index, seed, dtype, place) for index in range(config.layers)]
-    return Weights(config, dtype, place, layers, random_outer(config, seed, dtype, place))
 
+    def make(layer: int, name: str, spec: Spec) -> Tensor:
+        key = sum(ord(c) * 31**i for i, c in enumerate(name))
+        rng = torch.Generator(device=place)
+        rng.manual_seed((seed * 1_000_003 + layer * 7_919 + key) % (1 << 63))
+        values = torch.empty(_shape(spec), dtype=dtype, device=place)
+        if "norm" in name and not name.endswith("_bias"):
+            return values.fill_(1.0)
+        scale = 0.02 if values.dim() == 1 else values.shape[-1] ** -0.5
+        return values.normal_(0.0, scale, generator=rng)
 
-def random_layer(
-    config: ModelConfig, index: int, seed: int, dtype: torch.dtype, device: torch.device
-) -> Layer:
-    """One layer of `random_weights`."""
-    specs = layer_specs(config)
-    return Layer(**{n: _random(n, s, index, seed, dtype, device) for n, s in specs.items()})
-
-
-def random_outer(
-    config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """What `random_weights` has outside the layers."""
-    specs = outer_specs(config)
-    made = {n: _random(n, s, -1, seed, dtype, device) for n, s in specs.items()}
-    return {"head": made["embed"], **made}
-
-
-def _random(
-    name: str, spec: Spec, layer: int, seed: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    key = sum(ord(c) * 31**i for i, c in enumerate(name))
-    rng = torch.Generator(device=device)
-    rng.manual_seed((seed * 1_000_003 + layer * 7_919 + key) % (1 << 63))
-    values = torch.empty(spec.shape, dtype=dtype, device=device)
-    if "norm" in name and not name.endswith("_bias"):
-        return values.fill_(1.0)
-    scale = 0.02 if len(spec.shape) == 1 else spec.shape[-1] ** -0.5
-    return values.normal_(0.0, scale, generator=rng)
+    return _assembled(config, dtype, place, make)
 
 
 def load_weights(
@@ -296,37 +244,44 @@ def load_weights(
     Raises:
         WeightError: names the file and the tensor that is missing, of another shape or no float.
     """
-    place = torch.device(device)
-    prefix = "decoder." if config.family == "opt" else ""
-    with Checkpoint(Path(folder)) as files:
-        wanted = dtype or files.dtype(outer_specs(config)["embed"].names[0])
-        _refuse_too_large(config, wanted, place)
+    files, place = Checkpoint(Path(folder)), torch.device(device)
+    wanted = dtype or files.dtype(outer_specs(config)["embed"][0][0])
+    base = "decoder." if config.family == "opt" else ""
 
-        def read(spec: Spec, where: str) -> Tensor:
-            tensor = torch.empty(spec.shape, dtype=wanted, device=place)
-            start = 0
-            for source, rows in zip(spec.names, spec.rows, strict=True):
-                part = files.read(where + source, (rows, *spec.shape[1:]))
-                tensor[start : start + rows].copy_(part)
-                start += rows
-            return tensor
+    def read(layer: int, name: str, spec: Spec) -> Tensor:
+        tensor, start = torch.empty(_shape(spec), dtype=wanted, device=place), 0
+        for source, shape in spec:
+            full = source if layer < 0 else f"{base}layers.{layer}.{source}"
+            tensor[start : start + shape[0]].copy_(files.read(full, shape))
+            start += shape[0]
+        return tensor
 
-        specs = layer_specs(config)
-        layers = [
-            Layer(**{name: read(spec, f"{prefix}layers.{i}.") for name, spec in specs.items()})
-            for i in range(config.layers)
-        ]
-        outer = {name: read(spec, "") for name, spec in outer_specs(config).items()}
-    return Weights(config, wanted, place, layers, {"head": outer["embed"], **outer})
+    return _assembled(config, wanted, place, read)
 
 
-def _refuse_too_large(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    if device.type != "cpu":
-        return
-    elements = sum(math.prod(spec.shape) for spec in layer_specs(config).values())
-    wanted, free = config.layers * elements * dtype.itemsize, free_host_bytes()
-    if wanted > free:
-        raise ArenaTooLarge(
-            f"weights need {wanted} bytes of host memory, but only {free} are free: "
-            "use a smaller model or dtype"
-        )
+def _assembled(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    make: Callable[[int, str, Spec], Tensor],
+) -> Weights:
+    """Weights of tensors that `make` makes, of a layer (-1: outside), a name and a spec."""
+    specs, outside = layer_specs(config), outer_specs(config)
+    if device.type == "cpu":
+        elements = sum(math.prod(_shape(spec)) for spec in specs.values())
+        wanted, free = config.layers * elements * dtype.itemsize, free_host_bytes()
+        if wanted > free:
+            raise ArenaTooLarge(
+                f"weights need {wanted} bytes of host memory, but only {free} are free: "
+                "use a smaller model or dtype"
+            )
+    layers = [
+        Layer(**{name: make(index, name, spec) for name, spec in specs.items()})
+        for index in range(config.layers)
+    ]
+    outer = {name: make(-1, name, spec) for name, spec in outside.items()}
+    return Weights(config, dtype, device, layers, {"head": outer["embed"], **outer})
+
+
+def _shape(spec: Spec) -> tuple[int, ...]:
+    return sum(shape[0] for _, shape in spec), *spec[0][1][1:]

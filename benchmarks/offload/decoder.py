@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.offload.streaming import Order, ScheduledForward, Store
 from engine.blocks import BlockType, Ids, Place
-from engine.step import COLUMNS, DeviceStep, Pages, Source, StepRow, TokenSpan, joined, prompt_row
+from engine.step import DeviceStep, Pages, Source, StepRow, TokenSpan, joined, prompt_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Decoder:
     def close(self) -> None:
         """Give all blocks back."""
         for decoding in (d for batch in self.batches for d in batch):
-            for type, place in COLUMNS:
+            for type, place in self.forward.arena.pools:
                 ids = decoding.pages.column(type, place)
                 self._free(type, place, ids[ids >= 0])
         self.batches, self._last, self._generated = [], [], []

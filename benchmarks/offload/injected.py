@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.sparse.cache import SimilarityCache
-from engine.sparse.slots import Slots
-from engine.sparse.view import View
+from engine.sparse.slots import Slots, View
 from kappa.plans.clo import HeadProfile
 
 

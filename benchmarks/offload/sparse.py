@@ -22,13 +22,11 @@ from benchmarks.offload.injected import InjectedCache
 from benchmarks.offload.rig import Arm, Loaded, Sample, loaded, ratios
 from engine.arena import ArenaSize
 from engine.blocks import Ids
-from engine.sparse.cache import PendingGather
+from engine.sparse.cache import HeadQueries, PendingGather
 from engine.sparse.forward import SparseForward
 from engine.sparse.gather import Gather, pairs
-from engine.sparse.retrieval import HeadQueries
 from engine.sparse.settings import SparseSettings
-from engine.sparse.slots import Slots
-from engine.sparse.view import View
+from engine.sparse.slots import Slots, View
 from kappa.plans.clo import Persistent, equal_heads, sparse_step_s
 
 PREFETCH_ALL, NO_LOADS, NO_COPIES = "prefetch-all", "clo-100", "choose-only"
@@ -69,7 +67,7 @@ class SparseRig(Loaded):
         for slot, blocks in enumerate(self.host_blocks.tolist()):
             self.slots.prepare(slot, self.cell.context, blocks)
 
-    def take_block(self, slot: int) -> int:
+    def take_block(self) -> int:
         """A host block for what gets old."""
         return self.arena.pools["kv", "host"].allocate(1)[0]
 

@@ -13,33 +13,21 @@ import torch
 from torch import Tensor
 
 WORD_BITS = 64
-
-# Constants of the bit count, as signed 64-bit numbers.
-_PAIRS = 0x5555555555555555
-_FOURS = 0x3333333333333333
-_BYTES = 0x0F0F0F0F0F0F0F0F
-_SUM = 0x0101010101010101
+_SEED = 0
+# Above so many queries per key, codes are multiplied as +1 and -1 rather than counted bit by bit.
+_COUNTED_QUERIES = 16
 
 
 class Hasher:
-    """Codes of vectors of `head_dim` elements.
-
-    Args:
-        head_dim: elements of a key.
-        bits: of a code, a multiple of 64.
-        seed: of the projections.
-        dtype, device: of the vectors.
-    """
+    """Codes of vectors of `head_dim` elements, of `bits` (a multiple of 64) each."""
 
     def __init__(
-        self, head_dim: int, bits: int, seed: int, dtype: torch.dtype, device: torch.device
+        self, head_dim: int, bits: int, dtype: torch.dtype, device: torch.device, seed: int = _SEED
     ) -> None:
         if bits < WORD_BITS or bits % WORD_BITS:
             raise ValueError(f"codes of {bits} bits: give a multiple of {WORD_BITS}, at least one")
-        self.bits = bits
-        self.words = bits // WORD_BITS
-        rng = np.random.default_rng(seed)
-        planes = rng.standard_normal((head_dim, bits)).astype(np.float32)
+        self.bits, self.words = bits, bits // WORD_BITS
+        planes = np.random.default_rng(seed).standard_normal((head_dim, bits)).astype(np.float32)
         self._planes = torch.from_numpy(planes).to(dtype).to(device)
         # Bit 63 is the sign of a word.
         weights = [1 << bit for bit in range(WORD_BITS - 1)] + [-(1 << (WORD_BITS - 1))]
@@ -53,36 +41,30 @@ class Hasher:
 
     def unpack(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Codes as +1 and -1 (..., bits)."""
-        shifts = torch.arange(WORD_BITS, device=codes.device)
-        bits = (codes[..., None] >> shifts) & 1
+        bits = (codes[..., None] >> torch.arange(WORD_BITS, device=codes.device)) & 1
         return (2 * bits - 1).flatten(-2).to(dtype)
+
+    def agreement(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Bits in common, summed over all queries of a head: (heads, keys) float32.
+
+        Args:
+            queries: codes (heads, queries, words).
+            keys: codes (heads, keys, words).
+        """
+        count = queries.shape[1]
+        if count <= _COUNTED_QUERIES:
+            total = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
+            for index in range(count):
+                total += popcount(keys ^ queries[:, index, None, :]).sum(dim=-1)
+            return (count * self.bits - total).to(torch.float32)
+        signs = self.unpack(queries, torch.float32).sum(dim=1)
+        dots = torch.matmul(self.unpack(keys, torch.float32), signs[..., None])[..., 0]
+        return (count * self.bits + dots) / 2
 
 
 def popcount(words: Tensor) -> Tensor:
     """How many bits are set in each int64 word."""
-    x = words - ((words >> 1) & _PAIRS)
-    x = (x & _FOURS) + ((x >> 2) & _FOURS)
-    x = (x + (x >> 4)) & _BYTES
-    return (x * _SUM) >> 56
-
-
-# Above so many queries per key, codes are multiplied as +1 and -1 rather than counted bit by bit.
-_COUNTED_QUERIES = 16
-
-
-def agreement(queries: Tensor, keys: Tensor, hasher: Hasher) -> Tensor:
-    """Bits in common, summed over all queries of a head: (heads, keys) float32.
-
-    Args:
-        queries: codes (heads, queries, words).
-        keys: codes (heads, keys, words).
-    """
-    count = queries.shape[1]
-    if count <= _COUNTED_QUERIES:
-        total = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
-        for index in range(count):
-            total += popcount(keys ^ queries[:, index, None, :]).sum(dim=-1)
-        return (count * hasher.bits - total).to(torch.float32)
-    signs = hasher.unpack(queries, torch.float32).sum(dim=1)
-    dots = torch.matmul(hasher.unpack(keys, torch.float32), signs[..., None])[..., 0]
-    return (count * hasher.bits + dots) / 2
+    x = words - ((words >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return (x * 0x0101010101010101) >> 56

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from engine import layers
 from engine.forward import Forward
-from engine.layers import angles, frequencies
 from engine.sparse.cache import PendingGather, SimilarityCache
 from engine.sparse.settings import SparseSettings
-from engine.sparse.slots import Slots
-from engine.sparse.view import View
+from engine.sparse.slots import Slots, View
 from kappa.plans.clo import HeadProfile, Persistent, equal_heads
 
 
@@ -34,21 +32,17 @@ class SparseForward:
     """
 
     def __init__(self, forward: Forward, cache: SimilarityCache, ahead: bool | None = None) -> None:
-        self.weights, self.config = forward.weights, forward.config
+        self._forward, self.weights, self.config = forward, forward.weights, forward.config
         self.cache, self.slots = cache, cache.slots
-        self._rope = None
-        if self.config.rope:
-            inverse, factor = frequencies(self.config.rope, self.config.head_dim)
-            self._rope = inverse.to(self.weights.device), factor
         self._ahead = self.slots.settings.prefetch if ahead is None else ahead
 
     @torch.no_grad()
     def run(
-        self, slots: Sequence[int], tokens: Tensor, take_block: Callable[[int], int | None]
+        self, slots: Sequence[int], tokens: Tensor, take_block: Callable[[], int | None]
     ) -> Tensor:
         """Compute `tokens` (batch, new) of the slots; logits (batch, vocabulary) of the last ones.
 
-        take_block: a host block for a slot, when its next one is full and no longer recent.
+        take_block: a host block, for when a slot's next one is full and no longer recent.
 
         Raises:
             TransferFailed: a gather, or the copy of a block, failed: the slots are to be closed.
@@ -57,46 +51,30 @@ class SparseForward:
         view = self.slots.begin(slots, tokens.shape[1])
         flat = view.positions.flatten()
         hidden = layers.embed(self.weights, tokens.flatten(), flat)
-        turn: layers.Angles = None
-        if self._rope is not None:
-            turn = angles(flat, *self._rope, self.weights.dtype)
+        turn = self._forward.angles(flat)
         waiting: PendingGather | None = None
-        for index in range(self.config.layers):
-            hidden, waiting = self._layer(index, hidden, turn, view, waiting)
+        for index, layer in enumerate(self.weights.layers):
+            following: PendingGather | None = None
+            if self._ahead and index + 1 < self.config.layers:
+                # The next layer's queries, as the hidden states before this one predict them.
+                coming = self.weights.layers[index + 1]
+                a = layers.attention_input(hidden, coming, self.config)
+                predicted = layers.project_q(a, coming, self.config, turn)
+                following = self.cache.look_up(index + 1, predicted, view)
+            a = layers.attention_input(hidden, layer, self.config)
+            queries = layers.project_q(a, layer, self.config, turn)
+            kv = a.new_empty((len(hidden), 2 * self.config.kv_width))
+            layers.project_kv(a, layer, self.config, turn, kv)
+            self.slots.write(index, view, kv)
+            if not self._ahead or index == 0:
+                # Nobody came before the first layer to predict its queries.
+                waiting = self.cache.look_up(index, queries, view)
+            self.cache.arrived(waiting)
+            attended = attend(self.slots, index, queries, view)
+            hidden, waiting = layers.finish(hidden, attended, layer, self.config), following
         self.slots.end(view, take_block)
         last = hidden.view(len(view.slots), view.new, -1)[:, -1]
         return layers.logits(last, self.weights)
-
-    def _layer(
-        self,
-        index: int,
-        hidden: Tensor,
-        turn: layers.Angles,
-        view: View,
-        waiting: PendingGather | None,
-    ) -> tuple[Tensor, PendingGather | None]:
-        """The hidden states behind a layer, and the gather for the next one."""
-        config, layer = self.config, self.weights.layers[index]
-        following: PendingGather | None = None
-        if self._ahead and index + 1 < config.layers:
-            following = self.cache.look_up(index + 1, self._query(index + 1, hidden, turn), view)
-        a = layers.attention_input(hidden, layer, config)
-        queries = layers.project_q(a, layer, config, turn)
-        kv = torch.empty((len(hidden), 2 * config.kv_width), dtype=a.dtype, device=a.device)
-        layers.project_kv(a, layer, config, turn, kv)
-        self.slots.write(index, view, kv)
-        if not self._ahead or index == 0:
-            # Nobody came before the first layer to predict its queries.
-            waiting = self.cache.look_up(index, queries, view)
-        self.cache.arrived(waiting)
-        attended = attend(self.slots, index, queries, view)
-        return layers.finish(hidden, attended, layer, config), following
-
-    def _query(self, index: int, hidden: Tensor, turn: layers.Angles) -> Tensor:
-        """A layer's queries, as the hidden states before the layer ahead of it predict them."""
-        layer = self.weights.layers[index]
-        a = layers.attention_input(hidden, layer, self.config)
-        return layers.project_q(a, layer, self.config, turn)
 
 
 def sparse_forward(
@@ -122,37 +100,29 @@ def sparse_forward(
     if persistent is None:
         persistent = (tuple(range(config.kv_heads)), *[()] * (config.layers - 1))
     slots = Slots(config, forward.arena, forward.mover, settings, persistent)
-    cache = SimilarityCache(slots, heads or equal_heads(config.shape), tau)
-    return SparseForward(forward, cache)
+    return SparseForward(forward, SimilarityCache(slots, heads or equal_heads(config.shape), tau))
 
 
 def attend(slots: Slots, index: int, queries: Tensor, view: View) -> Tensor:
     """Output (batch·new, heads·head_dim) of a layer's queries (batch·new, heads, head_dim)."""
-    config, group = slots.config, slots.layout.group
-    batch = len(view.slots)
+    config, group, batch = slots.config, slots.layout.group, len(view.slots)
     # Heads that share keys become queries of one head: (batch, kv_heads, new·group, d).
     q = queries.view(batch, view.new, config.kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
     out = torch.empty_like(q)
-    offloaded, persistent = slots.offloaded[index], slots.persistent[index]
-    if len(offloaded):
-        store = slots.slot_slice(slots.store[index], view)[:, :, :, : view.seen.shape[-1]]
-        _attend(out, q, store, view.seen, offloaded, config.kv_heads)
-    if len(persistent):
-        full = slots.slot_slice(slots.full[index], view)[:, :, :, : view.all_seen.shape[-1]]
-        _attend(out, q, full, view.all_seen, persistent, config.kv_heads)
+    for heads, held, seen in (
+        (slots.offloaded[index], slots.store[index], view.seen),
+        (slots.persistent[index], slots.full[index], view.all_seen),
+    ):
+        if not len(heads):
+            continue
+        kv = view.of(held)[:, :, :, : seen.shape[-1]]
+        whole = len(heads) == config.kv_heads
+        mine = q if whole else q[:, heads]
+        scale = config.head_dim**-0.5
+        got = F.scaled_dot_product_attention(mine, kv[:, 0], kv[:, 1], seen, scale=scale)
+        if whole:
+            out = got
+        else:
+            out[:, heads] = got
     apart = out.view(batch, config.kv_heads, view.new, group, -1)
     return apart.transpose(1, 2).reshape(batch * view.new, config.query_width)
-
-
-def _attend(
-    out: Tensor, q: Tensor, kv: Tensor, seen: Tensor, heads: Tensor, all_heads: int
-) -> None:
-    """Some KV heads' attention to kv (batch, 2, heads, keys, d) into their part of `out`."""
-    scale = q.shape[-1] ** -0.5
-    whole = len(heads) == all_heads
-    mine = q if whole else q[:, heads]
-    got = F.scaled_dot_product_attention(mine, kv[:, 0], kv[:, 1], seen, scale=scale)
-    if whole:
-        out.copy_(got)
-    else:
-        out[:, heads] = got

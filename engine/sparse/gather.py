@@ -49,6 +49,13 @@ class Gather:
     # Of the heads that are wanted, on the CPU: (batch index, head index).
     _picked: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
+    @classmethod
+    def whole(cls, source: Tensor, rows: Tensor) -> Gather:
+        """All of these rows, into memory of their own."""
+        target = source.new_empty((*rows.shape, source.shape[1]), device=rows.device)
+        wanted = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
+        return cls(target, source, rows, wanted)
+
     def __post_init__(self) -> None:
         shape = self.target.shape[:3]
         if self.rows.shape != shape or self.wanted.shape != shape[:2]:
@@ -62,8 +69,7 @@ class Gather:
                 f"{tuple(self.target.shape)} with strides {self.target.stride()}"
             )
         if self.target.device.type == "cpu":
-            batch, head = self.wanted.nonzero(as_tuple=True)
-            self._picked = batch, head
+            self._picked = self.wanted.nonzero(as_tuple=True)
 
     @property
     def shape(self) -> torch.Size:
@@ -104,18 +110,12 @@ def pairs(gathers: Sequence[Gather]) -> list[tuple[Tensor, Tensor]]:
 def gather_rows(
     target: Tensor, source: Tensor, rows: Tensor, wanted: Tensor, counted: Tensor | None
 ) -> None:
-    """Copy `source[rows[b, h, j]]` to `target[b, h, j]` for the heads with `wanted[b, h]`.
-
-    Args:
-        target: (batch, heads, n, d) on the device, last axis dense.
-        source: (rows, d) in pinned host memory (or on the device), contiguous.
-        rows: (batch, heads, n) int64 on the device, last axis dense.
-        wanted: (batch, heads) bool on the device.
-        counted: one int64 on the device, to which the rows that were copied are added; or None.
+    """Copy as a `Gather` of these says, by the kernel; source may lie on the device as well.
 
     Raises:
         RuntimeError: there is no Triton here.
     """
+    global _KERNEL
     if triton is None:
         raise RuntimeError(
             "sparse decoding on a GPU gathers with a Triton kernel, and triton is not installed: "
@@ -124,9 +124,10 @@ def gather_rows(
     batch, heads, count, width = target.shape
     if not count or not batch or not heads:
         return
+    # At first use, as its decorator needs Triton.
+    _KERNEL = _KERNEL or triton.jit(_gather)
     flags = wanted.contiguous().view(-1)
-    grid = (batch * heads, triton.cdiv(count, _ROWS))
-    _kernel()[grid](
+    _KERNEL[batch * heads, triton.cdiv(count, _ROWS)](
         target, source, rows, flags, counted if counted is not None else flags,
         heads, count,
         target.stride(0), target.stride(1), target.stride(2),
@@ -134,14 +135,6 @@ def gather_rows(
         WIDTH=width, PADDED=triton.next_power_of_2(width), ROWS=_ROWS,
         COUNT=counted is not None,
     )  # fmt: skip
-
-
-def _kernel() -> Any:
-    """The kernel; made at first use, as its decorator needs Triton."""
-    global _KERNEL
-    if _KERNEL is None:
-        _KERNEL = triton.jit(_gather)
-    return _KERNEL
 
 
 def _gather(

@@ -12,12 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from engine.arena import copies
 from engine.sparse.gather import Gather, pairs
-from engine.sparse.slots import Slots
-from engine.sparse.view import to_device
+from engine.sparse.slots import Slots, to_device
 from engine.transfer import Event
 
 
@@ -41,28 +38,22 @@ def promote_from_device(
         the slot not be used; None where there is nothing to copy.
     """
     state = slots.prepare(slot, tokens, host_blocks)
-    arena, device = slots.arena, slots.arena.device
-    block = arena.block_tokens
+    arena, device, block = slots.arena, slots.arena.device, slots.arena.block_tokens
     mine = to_device(np.array(device_blocks), device)
-    resident = slots.resident(state)
-    every = torch.arange(tokens, device=device)
     named = to_device(np.array(host_blocks, np.int64), device)
+    resident, every = slots.resident(state), torch.arange(tokens, device=device)
     for layer in range(slots.config.layers):
-        pool = arena.kv_device[layer]
-
-        def rows(positions: Tensor, which: int, pool: Tensor = pool) -> Tensor:
-            return pool[mine[positions // block], which, positions % block]
-
+        pool = arena.kv_device[layer].transpose(0, 1)
         if len(slots.offloaded[layer]):
-            slots.fill(slot, layer, resident, rows(resident, 0), rows(resident, 1))
-            slots.hash_blocks(layer, named, pool[mine[: len(named)], 0])
+            slots.fill(slot, layer, resident, pool[:, mine[resident // block], resident % block])
+            slots.hash_blocks(layer, named, pool[0, mine[: len(named)]])
         if len(slots.persistent[layer]):
-            slots.fill_persistent(slot, layer, rows(every, 0), rows(every, 1))
+            slots.fill_persistent(slot, layer, pool[:, mine[every // block], every % block])
     if not missing:
         return None
     targets = [host_blocks[index] for index in missing]
     sources = [device_blocks[index] for index in missing]
-    return slots.mover.d2h(copies(arena, "kv", "host", targets, sources))
+    return slots.mover.d2h(arena.copies("kv", "host", targets, sources))
 
 
 def begin_from_host(slots: Slots, slot: int, blocks: Sequence[int]) -> None:
@@ -71,35 +62,24 @@ def begin_from_host(slots: Slots, slot: int, blocks: Sequence[int]) -> None:
     Raises:
         TransferFailed: what has to be on the device did not arrive; the slot is to be closed.
     """
-    size = slots.arena.block_tokens
+    size, device = slots.arena.block_tokens, slots.arena.device
     tokens = len(blocks) * size
     state = slots.prepare(slot, tokens, blocks[: slots.host_part(tokens) // size])
-    device = slots.arena.device
     named = to_device(np.array(blocks), device)
     resident, every = slots.resident(state), torch.arange(tokens, device=device)
-    gathers = []
+    places = slots.layout.place(resident)
+    gathers, landed = [], []
     for layer in range(slots.config.layers):
-        for heads, positions in (
-            (slots.offloaded[layer], resident), (slots.persistent[layer], every),
-        ):  # fmt: skip
-            gathers.append(_gather(slots, layer, named, heads, positions))
-    wanted = pairs([one for one in gathers if one.rows.numel()])
+        for heads, positions, target, where in (
+            (slots.offloaded[layer], resident, slots.store[layer][slot], places),
+            (slots.persistent[layer], every, slots.full[layer][slot], every),
+        ):
+            if len(heads) and len(positions):
+                rows = slots.key_rows(named[positions // size], positions, heads[:, None])
+                both = torch.stack((rows, rows + slots.value_step))
+                gathers.append(Gather.whole(slots.rows(layer), both))
+                landed.append((target, where))
     # Behind the computation of which rows, and the last use of the memory that they land in.
-    slots.mover.wait(slots.mover.h2d(wanted, slots.mover.mark()))
-    for layer in range(slots.config.layers):
-        near, whole = gathers[2 * layer].target, gathers[2 * layer + 1].target
-        if near.numel():
-            slots.store[layer][slot][:, :, slots.layout.place(resident)] = near
-        if whole.numel():
-            slots.full[layer][slot][:, :, :tokens] = whole
-
-
-def _gather(slots: Slots, layer: int, blocks: Tensor, heads: Tensor, positions: Tensor) -> Gather:
-    """Keys and values (2, heads, n, d) of some heads' tokens."""
-    size = slots.arena.block_tokens
-    keys = slots.key_rows(blocks[positions // size], positions, heads[:, None])
-    rows = torch.stack((keys, keys + slots.value_step))
-    source = slots.rows(layer)
-    target = source.new_empty((*rows.shape, source.shape[1]), device=rows.device)
-    wanted = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
-    return Gather(target, source, rows, wanted)
+    slots.mover.wait(slots.mover.h2d(pairs(gathers), slots.mover.mark()))
+    for gather, (target, where) in zip(gathers, landed, strict=True):
+        target[:, :, where] = gather.target

@@ -20,18 +20,20 @@ from torch import Tensor
 
 from engine.blocks import OutOfBlocks
 from engine.prefix import BlockKey, PrefixPool
-from engine.sequence import EngineRequest, Load, Sequence
+from engine.sequence import Load, Sequence
 from engine.sparse.forward import SparseForward
 from engine.sparse.promotion import begin_from_host, promote_from_device
-from engine.sparse.view import to_device
+from engine.sparse.slots import Slot, to_device
 from engine.transfer import TransferFailed
 from kappa.plans.clo import persistent_share, sparse_plan
 from kappa.plans.load_plan import LoadPlan, Segment
-from kappa.plans.planners import Cached, Planning
+from kappa.plans.planners import Cached
 from kappa.plans.rates import PlanRates
 
 SPARSE = "sparse"
 """The name of the plan that leaves a prefix in host memory."""
+# A prefix stays in host memory unasked only if that is predicted to be so much faster.
+_LEAST_GAIN = 0.1
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class SparseCounts:
 
 
 @dataclass(slots=True)
-class Done:
+class SparsePass:
     """What a round of sparse passes gave: logits of each request's last token; those that cannot go
     on in their slot; and of those that began, seconds of link and bytes."""
 
@@ -56,26 +58,8 @@ class Done:
     begun: dict[Sequence, tuple[float, int]] = field(default_factory=dict)
 
 
-def check_planner(request: EngineRequest, places: bool, planning: Planning) -> None:
-    """Do nothing for a request whose planner there is, and a place if it may be approximate.
-
-    Raises:
-        ValueError: there is none; says which planners there are, or what a place needs.
-    """
-    if request.approx and not places:
-        raise ValueError(
-            "approximate answers were asked of an engine without slots for them: set engine.approx"
-        )
-    if not (request.approx and request.planner == SPARSE):
-        planning.check(request.planner)
-
-
-# A prefix stays in host memory unasked only if that is predicted to be so much faster.
-_LEAST_GAIN = 0.1
-
-
 class SparseServing:
-    """The slots of one engine and who has them.
+    """The slots of one engine; who has which is `Sequence.slot`.
 
     Args:
         sparse: the model over the slots.
@@ -91,46 +75,38 @@ class SparseServing:
         stored: Callable[[BlockKey], bool],
     ) -> None:
         self.counts = SparseCounts()
-        self.slots = sparse.slots
-        self._sparse = sparse
-        self._device, self._host = device, host
-        self._stored = stored
-        self._free = list(range(self.slots.settings.slots))
-        self._slot: dict[Sequence, int] = {}
+        self.slots = slots = sparse.slots
+        self._sparse, self._device, self._host, self._stored = sparse, device, host, stored
+        self._block = slots.arena.block_tokens
+        self._free = list(range(slots.settings.slots))
         # Of those that begin in a slot: host blocks of their prefix, until it is opened.
         self._unopened: dict[Sequence, list[int]] = {}
         # Whose codes were made for which host block.
         self._coded: dict[int, bytes] = {}
-        persistent = tuple(tuple(heads.tolist()) for heads in self.slots.persistent)
-        self._persistent = persistent_share(self.slots.config.shape, persistent)
-
-    def __contains__(self, sequence: object) -> bool:
-        """Whether a request has a slot."""
-        return sequence in self._slot
+        persistent = tuple(tuple(heads.tolist()) for heads in slots.persistent)
+        self._persistent = persistent_share(slots.config.shape, persistent)
 
     def __len__(self) -> int:
         """Slots in use."""
-        return len(self._slot)
+        return len(self.slots.states) - len(self._free)
 
     def to_dict(self) -> dict[str, Any]:
         """Counts so far, ready for JSON."""
         cache = asdict(self._sparse.cache.counts())
         return {**asdict(self.counts), **cache, "slots": len(self)}
 
-    # -- codes --------------------------------------------------------------------------------
-
     def store(self, keys: Iterable[BlockKey], device: list[int], host: list[int]) -> None:
         """Full blocks are being copied to host memory: make their codes, while they are here."""
-        place = self.slots.arena.device
-        mine, named = (to_device(np.array(blocks), place) for blocks in (device, host))
+        arena = self.slots.arena
+        mine, named = (to_device(np.array(blocks), arena.device) for blocks in (device, host))
         for layer in range(self.slots.config.layers):
-            self.slots.hash_blocks(layer, named, self.slots.arena.kv_device[layer][mine, 0])
+            self.slots.hash_blocks(layer, named, arena.kv_device[layer][mine, 0])
         self._coded.update(zip(host, (key.digest for key in keys), strict=True))
 
     # -- a prefix that stays in host memory ---------------------------------------------------
 
     def plan(
-        self, sequence: Sequence, asked: Cached, exact: LoadPlan | None, rates: PlanRates | None
+        self, sequence: Sequence, cached: Cached, exact: LoadPlan, rates: PlanRates | None
     ) -> LoadPlan | None:
         """The plan that leaves all of a prefix in host memory; None to load it, as `exact` says.
 
@@ -138,37 +114,38 @@ class SparseServing:
         with its code; and only if it was asked for by name, or is predicted to be faster.
 
         Args:
-            asked: the prefix from the sequence's start on, wherever it is found.
+            cached: the prefix from the sequence's start on, wherever it is found.
             exact: what would be done otherwise.
             rates: to predict with; None: by name only.
         """
-        named = sequence.request.planner == SPARSE
-        blocks = asked.cached // self._block
-        if not sequence.approx or not self._free or not self._fits(sequence, asked.cached):
+        slots, planner = self.slots, sequence.request.planner
+        named = planner == SPARSE
+        if not sequence.approx or not self._free or not self._fits(sequence, cached.cached):
             return None
-        if sequence.request.planner not in (None, "auto", SPARSE) or not (named or rates):
+        if not named and (rates is None or planner not in (None, "auto")):
             return None
-        if not all(self._usable(key) for key in sequence.keys[:blocks]):
-            return None
+        for key in sequence.keys[: cached.cached // self._block]:
+            block = self._host.find(key)
+            if block is None or (slots.hasher and self._coded.get(block) != key.digest):
+                return None
         if rates is None:
-            segments = (Segment("S", 0, asked.cached),)
+            segments = (Segment("S", 0, cached.cached),)
             return LoadPlan(segments, exact=False, why="as the request asked")
         plan = sparse_plan(
-            rates, self.slots.settings.clo, self._persistent, asked.cached, asked.new,
-            self.slots.settings.chunk_tokens,
+            rates, slots.settings.clo, self._persistent, cached.cached, cached.new,
+            slots.settings.chunk_tokens,
         )  # fmt: skip
-        slow = exact is not None and plan.ttft_s > (1.0 - _LEAST_GAIN) * exact.ttft_s
+        slow = plan.ttft_s > (1.0 - _LEAST_GAIN) * exact.ttft_s
         # What is new, and long, would be attended to in part as well.
-        short = asked.cached < asked.new
+        short = cached.cached < cached.new
         return None if (slow or short) and not named else plan
 
     def reserve(self, sequence: Sequence, plan: LoadPlan) -> Load:
         """Take a slot for a request that begins in it; its load, with the host blocks held."""
         keys = sequence.keys[: plan.cached_tokens // self._block]
-        self._slot[sequence] = heapq.heappop(self._free)
+        sequence.slot = heapq.heappop(self._free)
         self._unopened[sequence] = self._host.hold(keys)
-        held = self._host.hold(keys)
-        return Load(0, len(keys), plan, held, [-1] * len(keys), self._block)
+        return Load(0, len(keys), plan, self._host.hold(keys), [-1] * len(keys))
 
     # -- after its first token ----------------------------------------------------------------
 
@@ -177,25 +154,31 @@ class SparseServing:
 
         Waits, by saying no, until the blocks that are on their way to host memory have arrived.
         """
+        # Of what stays in host memory, the CPU attends to its part.
+        if not sequence.approx or sequence.slot is not None or sequence.kept is not None:
+            return False
         # Its latest token is not computed yet.
         tokens = len(sequence.tokens) - 1
         host_tokens = self.slots.host_part(tokens)
-        if not sequence.approx or sequence in self._slot or not self._free:
-            return False
-        if sequence.kept is not None:
-            # The CPU attends to what it left in host memory.
-            return False
-        if host_tokens <= self.slots.layout.sinks or not self._fits(sequence, 0):
+        short = host_tokens <= self.slots.layout.sinks
+        if not self._free or short or not self._fits(sequence, 0):
             return False
         keys = sequence.keys[: host_tokens // self._block]
-        if any(self._host.find(key) is None and self._stored(key) for key in keys):
+        found = [index for index, key in enumerate(keys) if self._host.find(key) is not None]
+        missing = sorted(set(range(len(keys))) - set(found))
+        if any(self._stored(keys[index]) for index in missing):
             return False
-        blocks, missing = self._host_blocks(keys)
-        if blocks is None:
+        # A host block for each key, held or taken.
+        held = self._host.hold([keys[index] for index in found])
+        taken = self._take_blocks(len(missing))
+        if taken is None:
+            self._host.release(held)
             return False
-        mine = sequence.table.blocks()
-        slot = self._slot[sequence] = heapq.heappop(self._free)
-        copied = promote_from_device(self.slots, slot, tokens, mine, blocks, missing)
+        blocks = dict(zip((*found, *missing), (*held, *taken), strict=True))
+        host = [blocks[index] for index in range(len(keys))]
+        mine = sequence.device_blocks()
+        sequence.slot = heapq.heappop(self._free)
+        copied = promote_from_device(self.slots, sequence.slot, tokens, mine, host, missing)
         if copied is not None:
             try:
                 self.slots.mover.wait(copied)
@@ -205,24 +188,23 @@ class SparseServing:
                 return False
         self.counts.moved += 1
         self._device.release(mine)
-        sequence.table.clear()
+        sequence.blocks = np.empty(0, np.int64)
         return True
 
     # -- an iteration -------------------------------------------------------------------------
 
-    def compute(self, rows: Mapping[Sequence, tuple[int, int]]) -> Done:
-        """Compute (first, how many) tokens of each; those that decode, one each, together."""
-        done = Done()
+    def compute(self, chunks: Mapping[Sequence, tuple[int, int]]) -> SparsePass:
+        """Compute positions [start, stop) of each; those that decode, one each, together."""
+        done = SparsePass()
         single: dict[Sequence, int] = {}
-        for sequence, (start, new) in rows.items():
-            if new == 1 and sequence not in self._unopened:
+        for sequence, (start, stop) in chunks.items():
+            if stop - start == 1 and sequence not in self._unopened:
                 single[sequence] = start
-                continue
-            self._attempt(done, [sequence], partial(self._chunk, sequence, new, start))
+            else:
+                self._attempt(done, [sequence], partial(self._chunk, sequence, start, stop))
         if single:
             self._attempt(done, list(single), partial(self._single, single))
-        stuck = [s for s in rows if self.slots.states[self._slot[s]].stuck and s not in done.lost]
-        done.lost += stuck
+        done.lost += [s for s in chunks if self._state(s).stuck and s not in done.lost]
         return done
 
     def expel(self, sequence: Sequence) -> None:
@@ -233,7 +215,7 @@ class SparseServing:
 
     def release(self, sequence: Sequence) -> None:
         """It is over, or begins again: its slot is free."""
-        slot = self._slot.pop(sequence, None)
+        slot, sequence.slot = sequence.slot, None
         if slot is None:
             return
         held = self._unopened.pop(sequence, None)
@@ -243,49 +225,28 @@ class SparseServing:
 
     # -- inside -------------------------------------------------------------------------------
 
-    @property
-    def _block(self) -> int:
-        return self.slots.arena.block_tokens
+    def _state(self, sequence: Sequence) -> Slot:
+        assert sequence.slot is not None
+        return self.slots.states[sequence.slot]
 
     def _fits(self, sequence: Sequence, cached_tokens: int) -> bool:
         """Whether a slot holds it to its end, and its prefix leaves something to choose from."""
-        longest = sequence.prompt_tokens + sequence.max_tokens
-        within = longest <= self.slots.settings.max_tokens
-        return within and (
-            not cached_tokens or self.slots.host_part(cached_tokens) > self.slots.layout.sinks
-        )
+        slots, longest = self.slots, sequence.prompt_tokens + sequence.max_tokens
+        leaves = not cached_tokens or slots.host_part(cached_tokens) > slots.layout.sinks
+        return leaves and longest <= slots.settings.max_tokens
 
-    def _usable(self, key: BlockKey) -> bool:
-        block = self._host.find(key)
-        if block is None:
-            return False
-        return self.slots.hasher is None or self._coded.get(block) == key.digest
-
-    def _host_blocks(self, keys: list[BlockKey]) -> tuple[list[int] | None, list[int]]:
-        """A host block for each key, held or taken, and the indices of those without its KV."""
-        found = [index for index, key in enumerate(keys) if self._host.find(key) is not None]
-        held = dict(zip(found, self._host.hold([keys[i] for i in found]), strict=True))
-        missing = [index for index in range(len(keys)) if index not in held]
+    def _take_blocks(self, count: int) -> list[int] | None:
+        """Host blocks for what is no longer recent, whose codes are nobody's; None: too few."""
         try:
-            taken = self._host.take(len(missing))
-        except OutOfBlocks:
-            self._host.release(list(held.values()))
-            return None, []
-        for block in taken:
-            self._coded.pop(block, None)
-        blocks = {**held, **dict(zip(missing, taken, strict=True))}
-        return [blocks[index] for index in range(len(keys))], missing
-
-    def _take_block(self, slot: int) -> int | None:
-        try:
-            (block,) = self._host.take(1)
+            taken = self._host.take(count)
         except OutOfBlocks:
             return None
-        self._coded.pop(block, None)
-        return block
+        for block in taken:
+            self._coded.pop(block, None)
+        return taken
 
     def _attempt(
-        self, done: Done, sequences: list[Sequence], run: Callable[[], dict[Sequence, Tensor]]
+        self, done: SparsePass, sequences: list[Sequence], run: Callable[[], dict[Sequence, Tensor]]
     ) -> None:
         mover = self.slots.mover
         opening = [one for one in sequences if one in self._unopened]
@@ -307,25 +268,24 @@ class SparseServing:
 
     def _single(self, at: Mapping[Sequence, int]) -> dict[Sequence, Tensor]:
         """One token of each, together."""
-        order = sorted(at, key=lambda one: self._slot[one])
+        slots = {one: one.slot for one in at if one.slot is not None}
+        order = sorted(slots, key=slots.__getitem__)
         tokens = [[one.tokens[at[one]]] for one in order]
-        logits = self._run([self._slot[one] for one in order], tokens)
+        logits = self._run([slots[one] for one in order], tokens)
         return {one: logits[index] for index, one in enumerate(order)}
 
-    def _chunk(self, sequence: Sequence, new: int, context: int) -> dict[Sequence, Tensor]:
-        slot = self._slot[sequence]
-        blocks = self._unopened.get(sequence)
+    def _chunk(self, sequence: Sequence, start: int, stop: int) -> dict[Sequence, Tensor]:
+        slot, blocks = sequence.slot, self._unopened.get(sequence)
+        assert slot is not None
         if blocks is not None:
             begin_from_host(self.slots, slot, blocks)
-            named = self.slots.states[slot].blocks
             # The others are in the slot's own places.
-            self._host.release(blocks[len(named) :])
+            self._host.release(blocks[len(self.slots.states[slot].blocks) :])
             del self._unopened[sequence]
             self.counts.begun += 1
         most = self.slots.settings.chunk_tokens
-        for start in range(context, context + new, most):
-            part = sequence.tokens[start : min(start + most, context + new)]
-            logits = self._run([slot], [part])
+        for first in range(start, stop, most):
+            logits = self._run([slot], [sequence.tokens[first : min(first + most, stop)]])
         return {sequence: logits[0]}
 
     def _run(self, slots: list[int], tokens: list[list[int]]) -> Tensor:
@@ -334,3 +294,7 @@ class SparseServing:
         self.counts.tokens += sum(map(len, tokens))
         sent = to_device(np.array(tokens, np.int64), self.slots.arena.device)
         return self._sparse.run(slots, sent, self._take_block)
+
+    def _take_block(self) -> int | None:
+        taken = self._take_blocks(1)
+        return taken[0] if taken else None

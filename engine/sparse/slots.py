@@ -10,18 +10,114 @@ the places by which the choice has grown, so that at a share of 1 nothing is eve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.arena import Arena, ArenaTooLarge, free_host_bytes
+from engine.blocks import Ids
 from engine.config import ModelConfig
 from engine.sparse.codes import Hasher
 from engine.sparse.settings import SparseSettings
-from engine.sparse.view import Layout, Slot, View, make_view, to_device
 from engine.transfer import Event, LinkMover, TransferFailed
 from kappa.plans.clo import Persistent
+
+
+@dataclass(slots=True)
+class Slot:
+    """One sequence: tokens in it, how many of them are in host blocks, and how many are chosen.
+
+    blocks: host blocks of the first `host_tokens`. fresh: nothing was looked up yet. stuck: what is
+    no longer recent had no host block, or did not arrive there; it can take no more tokens.
+    """
+
+    tokens: int = 0
+    host_tokens: int = 0
+    chosen: int = 0
+    blocks: list[int] = field(default_factory=list)
+    fresh: bool = True
+    stuck: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a slot keeps which token: `sinks`, a `ring` of recent ones, behind them the chosen.
+
+    group: query heads per KV head.
+    """
+
+    sinks: int
+    ring: int
+    group: int
+
+    @property
+    def choice_start(self) -> int:
+        """The first place of the chosen tokens."""
+        return self.sinks + self.ring
+
+    def place(self, positions: Tensor) -> Tensor:
+        """Places of tokens that are sinks or recent."""
+        ring = self.sinks + positions % self.ring
+        return torch.where(positions < self.sinks, positions, ring)
+
+    def seen(self, positions: Ids, host: Ids, chosen: Ids) -> NDArray[np.bool_]:
+        """(batch, new, places used): what queries at positions (batch, new) may attend to.
+
+        Args:
+            host: tokens of each slot that have left its ring.
+            chosen: tokens of its choice.
+        """
+        places = np.arange(self.choice_start + int(chosen.max()))
+        last = positions[..., None]
+        # The latest token at or before each query that a place of the ring can hold.
+        held = last - (last - (places - self.sinks)) % self.ring
+        ring = (places >= self.sinks) & (places < self.choice_start)
+        ring = ring & (held >= np.maximum(host, self.sinks)[:, None, None])
+        sink = (places < self.sinks) & (places <= last)
+        end = self.choice_start + chosen[:, None, None]
+        visible: NDArray[np.bool_] = sink | ring | ((places >= self.choice_start) & (places < end))
+        return visible
+
+
+@dataclass(slots=True)
+class View:
+    """A pass over some slots, `new` tokens each: what all of its layers share.
+
+    index (batch,): slots. positions (batch, new). places (batch, new): where new tokens go. seen
+    (batch, 1, new·group, places used), all_seen (…, tokens): what each query may attend to, of
+    places and of persistent heads. candidates (batch, host tokens): what may be chosen. chosen:
+    places of the longest choice. forced (batch,): slots that have looked nothing up.
+    """
+
+    slots: list[int]
+    new: int
+    index: Tensor
+    positions: Tensor
+    places: Tensor
+    seen: Tensor
+    all_seen: Tensor
+    candidates: Tensor
+    table: Tensor
+    chosen: int
+    forced: Tensor | None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These slots of a tensor (slots, ...): as it stands where they are neighbours."""
+        first, last = self.slots[0], self.slots[-1]
+        if self.slots == list(range(first, last + 1)):
+            return tensor[first : last + 1]
+        return tensor.index_select(0, self.index)
+
+
+def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """The array there; the host does not wait for it, nor for what is computed before it."""
+    flat = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    return flat.to(device, non_blocking=True)
 
 
 class Slots:
@@ -47,36 +143,49 @@ class Slots:
         settings: SparseSettings,
         persistent: Persistent,
     ) -> None:
-        _check(config, persistent)
+        if len(persistent) != config.layers:
+            raise ValueError(
+                f"persistent heads of {len(persistent)} layers: the model has {config.layers}"
+            )
+        every = set(range(config.kv_heads))
+        for layer, heads in enumerate(persistent):
+            if not every.issuperset(heads) or len(set(heads)) != len(heads):
+                raise ValueError(
+                    f"persistent heads {list(heads)} of layer {layer}: name each of 0 to "
+                    f"{config.kv_heads - 1} at most once"
+                )
         self.config, self.arena, self.mover, self.settings = config, arena, mover, settings
-        clo, block = settings.clo, arena.block_tokens
-        self.layout = Layout(
-            clo.sink_tokens,
-            clo.recent_tokens + block - 1 + settings.chunk_tokens,
-            config.heads // config.kv_heads,
-        )
+        clo, block, device = settings.clo, arena.block_tokens, arena.device
+        ring = clo.recent_tokens + block - 1 + settings.chunk_tokens
+        self.layout = Layout(clo.sink_tokens, ring, config.heads // config.kv_heads)
         self.most_chosen = clo.chosen_tokens(settings.max_tokens)
         self.states = [Slot() for _ in range(settings.slots)]
-        device = arena.device
         self.hasher = None
         if settings.retriever == "hash":
-            bits = clo.code_bits
-            self.hasher = Hasher(config.head_dim, bits, settings.seed, arena.dtype, device)
-        self.persistent = [_ids(heads, device) for heads in persistent]
-        every = range(config.kv_heads)
-        self.offloaded = [
-            _ids([head for head in every if head not in heads], device) for heads in persistent
-        ]
-        self._refuse_too_large()
-        self.store, self.full, self.labels, self.ages, self.codes = self._tensors(device)
-        self.table = torch.zeros(
-            (settings.slots, -(-settings.max_tokens // block)), dtype=torch.int64, device=device
+            self.hasher = Hasher(config.head_dim, clo.code_bits, arena.dtype, device)
+        # From a key's row of host KV (`rows`) to its value's.
+        self.value_step = block * config.kv_heads
+        self.persistent, self.offloaded = (
+            [torch.tensor(sorted(heads), dtype=torch.int64, device=device) for heads in layers]
+            for layers in (persistent, [every.difference(heads) for heads in persistent])
         )
+        # Of each layer: places, all tokens of persistent heads, labels, ages, and codes.
+        wanted = sum(tensor.nbytes for each in self._tensors("meta") for tensor in each)
+        cuda = device.type == "cuda"
+        free = torch.cuda.mem_get_info(device)[0] if cuda else free_host_bytes()
+        if wanted > free:
+            raise ArenaTooLarge(
+                f"{settings.slots} sparse slots of {settings.max_tokens} tokens and the codes of "
+                f"{arena.size.kv_host} host blocks need {wanted} bytes of device memory, but only "
+                f"{free} are free: give fewer slots, a smaller share, or less host memory"
+            )
+        self.store, self.full, self.labels, self.ages, self.codes = self._tensors(device)
+        most_blocks = -(-settings.max_tokens // block)
+        self.table = torch.zeros((settings.slots, most_blocks), dtype=torch.int64, device=device)
         # Blocks on their way to host memory, with what they are copied from, and whose they are.
         self._leaving: list[tuple[Event, list[Tensor], Slot]] = []
 
-    def _tensors(self, device: torch.device) -> list[list[Tensor]]:
-        """Of each layer: places, all tokens of persistent heads, labels, ages, and codes."""
+    def _tensors(self, device: torch.device | str) -> list[list[Tensor]]:
         arena, settings, layout = self.arena, self.settings, self.layout
         slots, width, dtype = settings.slots, self.config.head_dim, arena.dtype
         places = layout.choice_start + self.most_chosen
@@ -86,29 +195,14 @@ class Slots:
             return torch.zeros(shape, dtype=kind, device=device)
 
         counts = [len(heads) for heads in self.offloaded]
-        whole = [len(heads) for heads in self.persistent]
         host, block = arena.size.kv_host, arena.block_tokens
         return [
             [zeros(dtype, slots, 2, n, places, width) for n in counts],
-            [zeros(dtype, slots, 2, n, settings.max_tokens, width) for n in whole],
+            [zeros(dtype, slots, 2, len(n), settings.max_tokens, width) for n in self.persistent],
             [zeros(dtype, slots, n, layout.group, width) for n in counts],
             [zeros(torch.int32, slots, n) for n in counts],
             [zeros(torch.int64, host, n, block, words) for n in counts],
         ]
-
-    def _refuse_too_large(self) -> None:
-        """Before any of it is taken."""
-        arena, settings = self.arena, self.settings
-        shapes = self._tensors(torch.device("meta"))
-        wanted = sum(tensor.nbytes for tensors in shapes for tensor in tensors)
-        cuda = arena.device.type == "cuda"
-        free = torch.cuda.mem_get_info(arena.device)[0] if cuda else free_host_bytes()
-        if wanted > free:
-            raise ArenaTooLarge(
-                f"{settings.slots} sparse slots of {settings.max_tokens} tokens and the codes of "
-                f"{arena.size.kv_host} host blocks need {wanted} bytes of device memory, but only "
-                f"{free} are free: give fewer slots, a smaller share, or less host memory"
-            )
 
     # -- sizes --------------------------------------------------------------------------------
 
@@ -129,16 +223,12 @@ class Slots:
         block = self.arena.block_tokens
         return (blocks * (2 * block) + positions % block) * self.config.kv_heads + heads
 
-    @property
-    def value_step(self) -> int:
-        """From a key's row to its value's."""
-        return self.arena.block_tokens * self.config.kv_heads
-
     def resident(self, state: Slot) -> Tensor:
         """Positions of a slot's sinks and recent tokens."""
-        first = max(min(self.layout.sinks, state.tokens), state.host_tokens)
-        sinks = torch.arange(min(self.layout.sinks, state.tokens, first))
-        return torch.cat((sinks, torch.arange(first, state.tokens))).to(self.arena.device)
+        sinks = min(self.layout.sinks, state.tokens)
+        first = max(sinks, state.host_tokens)
+        recent = torch.arange(first, state.tokens)
+        return torch.cat((torch.arange(sinks), recent)).to(self.arena.device)
 
     # -- a sequence comes and goes --------------------------------------------------------------
 
@@ -167,17 +257,15 @@ class Slots:
             ages[slot] = 0
         return state
 
-    def fill(self, slot: int, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Keys and values (n, kv_heads, head_dim) of resident tokens, into their places."""
-        heads, places = self.offloaded[layer], self.layout.place(positions)
-        for which, rows in enumerate((keys, values)):
-            self.store[layer][slot, which][:, places] = rows[:, heads].transpose(0, 1)
+    def fill(self, slot: int, layer: int, positions: Tensor, kv: Tensor) -> None:
+        """Keys and values (2, n, kv_heads, head_dim) of resident tokens, into their places."""
+        places = self.layout.place(positions)
+        self.store[layer][slot][:, :, places] = kv[:, :, self.offloaded[layer]].transpose(1, 2)
 
-    def fill_persistent(self, slot: int, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keys and values (n, kv_heads, head_dim) of the first n tokens, of persistent heads."""
-        heads = self.persistent[layer]
-        for which, rows in enumerate((keys, values)):
-            self.full[layer][slot, which, :, : len(rows)] = rows[:, heads].transpose(0, 1)
+    def fill_persistent(self, slot: int, layer: int, kv: Tensor) -> None:
+        """Keys and values (2, n, kv_heads, head_dim) of the first n tokens, of persistent heads."""
+        rows = kv[:, :, self.persistent[layer]].transpose(1, 2)
+        self.full[layer][slot][:, :, : kv.shape[1]] = rows
 
     def hash_blocks(self, layer: int, blocks: Tensor, keys: Tensor) -> None:
         """Codes of host blocks from their keys (blocks, block_tokens, kv_heads, head_dim)."""
@@ -196,33 +284,66 @@ class Slots:
     def begin(self, slots: Sequence[int], new: int) -> View:
         """A pass over `slots` with `new` tokens each.
 
+        Host arithmetic in numpy, once for all layers, sent to the device without waiting.
+
         Raises:
             ValueError: a slot has no room for them, or they are more than a chunk.
             TransferFailed: a block of one of them did not arrive in host memory.
         """
-        self._room(slots, new)
-        self._arrived()
+        self._refuse_without_room(slots, new)
+        # What is gathered from now on may be in blocks that have left: after those. One that did
+        # not arrive costs its own slot, whichever slots go on first.
+        leaving, self._leaving = self._leaving, []
+        for event, _, state in leaving:
+            try:
+                self.mover.wait(event)
+            except TransferFailed:
+                state.stuck = True
         states = [self.states[slot] for slot in slots]
         if any(state.stuck for state in states):
             raise TransferFailed("tokens that are no longer recent did not reach host memory")
-        block = self.arena.block_tokens
-        return make_view(list(slots), states, new, self.layout, block, self.table)
+        layout, device = self.layout, self.table.device
+
+        def send(array: NDArray[np.generic]) -> Tensor:
+            return to_device(array, device)
+
+        def for_queries(seen: NDArray[np.bool_]) -> Tensor:
+            """(batch, new, keys) for the queries of a group: (batch, 1, new·group, keys)."""
+            return send(seen).repeat_interleave(layout.group, dim=1)[:, None]
+
+        tokens, host, chosen = np.array([(s.tokens, s.host_tokens, s.chosen) for s in states]).T
+        positions = tokens[:, None] + np.arange(new)
+        there = np.arange(int(host.max()))
+        fresh = np.array([state.fresh for state in states]) & (chosen > 0)
+        index, where = send(np.array(slots)), send(positions)
+        return View(
+            slots=list(slots),
+            new=new,
+            index=index,
+            positions=where,
+            places=layout.place(where),
+            seen=for_queries(layout.seen(positions, host, chosen)),
+            all_seen=for_queries(np.arange(positions.max() + 1) <= positions[..., None]),
+            candidates=send((there >= layout.sinks) & (there < host[:, None])),
+            table=self.table[index, : len(there) // self.arena.block_tokens],
+            chosen=int(chosen.max()),
+            forced=send(fresh) if fresh.any() else None,
+        )
 
     def write(self, layer: int, view: View, kv: Tensor) -> None:
         """Keys and values (batch·new, 2·kv_width) of new tokens, into places and full caches."""
-        config = self.config
-        shape = (len(view.slots), view.new, 2, config.kv_heads, config.head_dim)
-        rows = kv.view(shape)
-        at = view.index[:, None]
-        if len(self.offloaded[layer]):
-            self.store[layer][at, :, :, view.places] = rows[:, :, :, self.offloaded[layer]]
-        if len(self.persistent[layer]):
-            self.full[layer][at, :, :, view.positions] = rows[:, :, :, self.persistent[layer]]
+        shape = (len(view.slots), view.new, 2, self.config.kv_heads, self.config.head_dim)
+        rows, at = kv.view(shape), view.index[:, None]
+        offloaded, persistent = self.offloaded[layer], self.persistent[layer]
+        if len(offloaded):
+            self.store[layer][at, :, :, view.places] = rows[:, :, :, offloaded]
+        if len(persistent):
+            self.full[layer][at, :, :, view.positions] = rows[:, :, :, persistent]
 
-    def end(self, view: View, take_block: Callable[[int], int | None]) -> None:
+    def end(self, view: View, take_block: Callable[[], int | None]) -> None:
         """The pass is over: slots are longer, and blocks that are no longer recent leave.
 
-        take_block: a host block for a slot; None where there is none: the slot is stuck.
+        take_block: a host block; None where there is none: the slot is stuck.
         """
         for slot in view.slots:
             state = self.states[slot]
@@ -233,38 +354,17 @@ class Slots:
             state = self.states[slot]
             wanted = self.host_part(state.tokens)
             while state.host_tokens < wanted:
-                block = take_block(slot)
+                block = take_block()
                 if block is None:
                     state.stuck = True
                     break
                 self._leave(slot, state, block)
 
-    def slot_slice(self, tensor: Tensor, view: View) -> Tensor:
-        """The view's slots of a tensor (slots, ...): as it stands where they are neighbours."""
-        first, last = view.slots[0], view.slots[-1]
-        if view.slots == list(range(first, last + 1)):
-            return tensor[first : last + 1]
-        return tensor.index_select(0, view.index)
-
-    # -- inside -------------------------------------------------------------------------------
-
-    def _arrived(self) -> None:
-        """What is gathered from now on may be in blocks that have left: after those.
-
-        One that did not arrive costs its own slot, whichever slots go on first.
-        """
-        leaving, self._leaving = self._leaving, []
-        for event, _, state in leaving:
-            try:
-                self.mover.wait(event)
-            except TransferFailed:
-                state.stuck = True
-
     def _chosen(self, tokens: int, host_tokens: int) -> int:
         most = max(0, host_tokens - self.layout.sinks)
         return min(self.settings.clo.chosen_tokens(tokens), most, self.most_chosen)
 
-    def _room(self, slots: Sequence[int], new: int) -> None:
+    def _refuse_without_room(self, slots: Sequence[int], new: int) -> None:
         if not 1 <= new <= self.settings.chunk_tokens:
             raise ValueError(
                 f"a pass of {new} tokens: a slot takes 1 to {self.settings.chunk_tokens} at a time"
@@ -286,9 +386,8 @@ class Slots:
         # Where a chunk of many tokens made it grow by more, later blocks bring the rest.
         chosen = min(self._chosen(state.tokens, stop), state.chosen + size)
         kept = chosen - state.chosen
-        targets, sources = [], []
-        positions = torch.arange(start, stop, device=arena.device)
-        places = self.layout.place(positions)
+        pairs, sources = [], []
+        places = self.layout.place(torch.arange(start, stop, device=arena.device))
         named = to_device(np.array([block]), arena.device)
         for layer in range(self.config.layers):
             rows = torch.empty(arena.kv_block_shape, dtype=arena.dtype, device=arena.device)
@@ -302,28 +401,9 @@ class Slots:
             if len(always):
                 rows[:, :, always] = self.full[layer][slot][:, :, start:stop].transpose(1, 2)
             self.hash_blocks(layer, named, rows[None, 0])
-            targets.append(arena.kv_host[layer, block])
+            pairs.append((arena.kv_host[layer, block], rows))
             sources.append(rows)
-        event = self.mover.d2h(list(zip(targets, sources, strict=True)))
-        self._leaving.append((event, sources, state))
+        self._leaving.append((self.mover.d2h(pairs), sources, state))
         self.table[slot, len(state.blocks)] = block
         state.blocks.append(block)
         state.host_tokens, state.chosen = stop, chosen
-
-
-def _ids(heads: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(list(heads), dtype=torch.int64, device=device)
-
-
-def _check(config: ModelConfig, persistent: Persistent) -> None:
-    if len(persistent) != config.layers:
-        raise ValueError(
-            f"persistent heads of {len(persistent)} layers: the model has {config.layers}"
-        )
-    for layer, heads in enumerate(persistent):
-        wrong = [head for head in heads if not 0 <= head < config.kv_heads]
-        if wrong or len(set(heads)) != len(heads):
-            raise ValueError(
-                f"persistent heads {list(heads)} of layer {layer}: name each of 0 to "
-                f"{config.kv_heads - 1} at most once"
-            )

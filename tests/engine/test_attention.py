@@ -56,7 +56,7 @@ def test_parts_merge_to_the_whole(cut, dtype, monkeypatch):
         attention.partial(q, k[:, :, a:b], v[:, :, a:b], SCALE, causal=False)
         for a, b in ((0, cut), (cut, 12))
     ]
-    torch.testing.assert_close(attention.merge(parts), whole)
+    torch.testing.assert_close(attention.combine(parts)[0], whole)
 
 
 def test_a_part_without_keys_for_a_query_weighs_nothing():
@@ -65,7 +65,7 @@ def test_a_part_without_keys_for_a_query_weighs_nothing():
     empty = attention.partial(q, k, v, SCALE, causal=False, visible=nothing)
     assert empty[1][0].eq(-torch.inf).all() and empty[0][0].eq(0).all()
     whole = attention.partial(q, k, v, SCALE, causal=False)
-    merged = attention.merge([empty, whole])
+    merged = attention.combine([empty, whole])[0]
     torch.testing.assert_close(merged[0], whole[0][0])
 
 

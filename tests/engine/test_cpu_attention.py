@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.offload.decoder import KV_HOST, Decoder, always
 from benchmarks.offload.streaming import ScheduledForward
-from engine.cpu_worker import CpuWorker, result
+from engine.cpu_attention import CpuWorker, result
 from engine.forward import NoCpuAttention
-from engine.step import HostContext, NoSuchBlock, Source, StepRow, TokenSpan, joined, prompt_row
+from engine.step import NoSuchBlock, Source, StepRow, TokenSpan, joined, prompt_row
 from engine.transfer import TransferFailed
 from tests.engine import hf
 from tests.engine.rig import BLOCK, DEVICES, prompt, rig
@@ -91,7 +91,7 @@ def test_half_precision_is_widened_before_it_is_summed(dtype) -> None:
         made.cpu._host = made.arena.kv_host.to(dtype)
         q = torch.randn(2, made.config.heads, made.config.head_dim)
         blocks = np.array([3, 4, 5, 9, 70, 71, 72, 73, 74, 75, 76, 77])
-        out, lse = made.cpu.attend(1, HostContext(0, 2, blocks), q)
+        out, lse = made.cpu.attend(1, blocks, q)
         keys, values = exact[blocks].permute(1, 3, 0, 2, 4).flatten(2, 3)
         group = made.config.heads // made.config.kv_heads
         keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))

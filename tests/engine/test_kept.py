@@ -67,7 +67,7 @@ def test_it_takes_no_device_blocks_and_its_host_blocks_are_held() -> None:
         asked = follow_up(made, planner="cpu")
         made.step()
         assert asked.kept is not None and asked.kept.start == 0 and len(asked.kept.blocks) == 8
-        line = asked.table.device.tolist()
+        line = asked.blocks.tolist()
         assert line[:8] == [-1] * 8 and min(line[8:]) >= 0
         pool = made.arena.pools["kv", "host"]
         assert all(pool.refs(block) >= 2 for block in asked.kept.blocks)

@@ -159,7 +159,7 @@ def test_chunks_and_loads_and_decoding_in_one_iteration() -> None:
 
 
 def test_one_loads_for_all_that_need_it() -> None:
-    with engine(load_ahead=False) as made:
+    with engine() as made:
         generate(made, LONG)
         evict_device(made)
         answers = generate(made, [*LONG, 3], [*LONG, 4], [*LONG, 5])
@@ -169,10 +169,9 @@ def test_one_loads_for_all_that_need_it() -> None:
     assert stats.tokens["loaded"] == 40 and stats.loads == 1
 
 
-@pytest.mark.parametrize("load_ahead", [True, False])
 @pytest.mark.parametrize("planner", ["kv", fixed(8, 12), fixed(0, 40)])
-def test_a_load_that_fails_is_computed_and_counted(planner, load_ahead: bool) -> None:
-    with engine(act_share=1.0, load_ahead=load_ahead, budget_tokens=16) as made:
+def test_a_load_that_fails_is_computed_and_counted(planner) -> None:
+    with engine(act_share=1.0, budget_tokens=16) as made:
         generate(made, LONG)
         evict_device(made)
         link_of(made).breaks = lambda direction, copies: direction == "h2d"
@@ -193,7 +192,7 @@ def test_a_load_that_fails_is_computed_and_counted(planner, load_ahead: bool) ->
 
 def test_of_two_loads_in_an_iteration_only_the_one_that_fails_is_computed() -> None:
     other = prompt(40, seed=6)
-    with engine(load_ahead=False, scheduler="fcfs") as made:
+    with engine(scheduler="fcfs") as made:
         generate(made, LONG)
         generate(made, other)
         evict_device(made)

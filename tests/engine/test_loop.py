@@ -65,7 +65,7 @@ def test_a_prefix_on_the_device_is_reused() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("load_ahead", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize(
     ("planner", "share", "both", "loaded", "activations", "recomputed"),
     [
@@ -82,14 +82,16 @@ def test_a_prefix_on_the_device_is_reused() -> None:
     ],
 )
 def test_a_prefix_in_host_memory_comes_back_by_its_plan(
-    planner, share, both, loaded, activations, recomputed, load_ahead, device
+    planner, share, both, loaded, activations, recomputed, alone, device
 ) -> None:
-    settings = {"act_share": share, "keep_kv": both, "load_ahead": load_ahead}
+    settings = {"act_share": share, "keep_kv": both}
     with engine(**settings, budget_tokens=64, device=device) as made:
         generate(made, LONG)
         evict_device(made)
         handle = submit(made, [*LONG, 5], 6, planner=planner)
-        # Somebody else decodes meanwhile.
+        # Somebody else computes meanwhile, or comes when the load is under way.
+        if alone:
+            made.step()
         beside = submit(made, prompt(3, 77), 8, planner=planner)
         finish(made)
         account = handle.account
@@ -293,11 +295,11 @@ class Watcher:
 
     def admitted(self, sequence) -> None:
         cached = sequence.load.plan.cached_tokens if sequence.load else 0
-        self.admissions.append((sequence.name, sequence.account.device_tokens, cached))
+        self.admissions.append((sequence.request.name, sequence.account.device_tokens, cached))
 
     def iterated(self, made, seconds, tokens, prefilled) -> None:
         assert seconds > 0
-        self.iterations.append((tokens, [sequence.name for sequence in prefilled]))
+        self.iterations.append((tokens, [sequence.request.name for sequence in prefilled]))
 
 
 def test_an_observer_is_told_of_admissions_and_iterations() -> None:

@@ -69,7 +69,7 @@ def test_what_does_not_fit_after_all_is_not_taken() -> None:
         quote = memory.quote(late)
         taken = memory.device.take(SIZE.kv_device - 5)
         assert memory.take(late, quote) is None
-        assert memory.available() == 5 and late.load is None and not len(late.table)
+        assert memory.available() == 5 and late.load is None and not len(late.blocks)
         assert memory.host["kv"].idle == len(memory.host["kv"])
         memory.device.release(taken)
         memory.check()
@@ -123,7 +123,7 @@ def test_a_running_request_grows_until_there_is_nothing_left() -> None:
         memory.take(growing, memory.quote(growing))
         rest = memory.device.take(SIZE.kv_device - 2)
         assert memory.grow(growing) and growing.grown_blocks == 1
-        assert growing.table.room_tokens == 8
+        assert growing.room_tokens == 8
         assert not memory.grow(growing)
         memory.device.release(rest)
         memory.release(growing)

@@ -2,10 +2,14 @@
 
 import torch
 
+from engine import store as module
 from engine.arena import Arena, ArenaSize
-from engine.prefix import EventLog, PrefixPool, extend_keys
+from engine.memory import TieredMemory
+from engine.prefix import extend_keys
+from engine.settings import EngineOptions
 from engine.store import HostStore
 from kappa.model import ModelShape
+from kappa.plans.planners import Planning
 from tests.engine.engines import Link
 
 SHAPE = ModelShape("tiny", 2, 8, 2, 1, 4, 1e3, 1e3, "gqa")
@@ -13,41 +17,32 @@ BLOCK = 2
 
 
 class Rig:
-    def __init__(self, host: int = 8, max_pending: int = 100) -> None:
+    def __init__(self, host: int = 8) -> None:
         size = ArenaSize(8, host, 8, host, block_tokens=BLOCK)
         self.arena = Arena(SHAPE, size, dtype=torch.float32)
         self.arena.kv_device.copy_(torch.rand(self.arena.kv_device.shape))
         self.link = Link()
-        log = EventLog(BLOCK)
-        pools = self.arena.pools
-        self.device = PrefixPool(pools["kv", "device"], log, lambda: None)
-        self.host = {
-            type: PrefixPool(pools[type, "host"], log, lambda: None) for type in ("kv", "act")
-        }
-        self.store = HostStore(self.arena, self.link, self.host, max_pending)
+        settings = EngineOptions()
+        self.memory = TieredMemory(self.arena, Planning(BLOCK), settings, lambda sequence: None)
+        self.device, self.host = self.memory.device, self.memory.host["kv"]
+        self.store = HostStore(self.arena, self.link, self.memory, settings)
         self.keys = []
         extend_keys(self.keys, list(range(2 * 6)), BLOCK)
-        self.given_back: list[int] = []
 
     def put(self, first: int, end: int) -> list[int]:
         """Store blocks [first, end) of the sequence; the device blocks they were in."""
         blocks = self.device.take(end - first)
-        self.store.store("kv", self.keys[first:end], blocks, self.over, before=self.keys[:first])
+        self.store.store("kv", self.keys[first:end], blocks, self.keys[:first])
         return blocks
 
-    def over(self, blocks: list[int]) -> None:
-        self.device.release(blocks)
-        self.given_back += blocks
-
     def found(self) -> int:
-        return self.host["kv"].prefix(self.keys, 6)[0]
+        return self.host.prefix(self.keys, 6)[0]
 
     def end(self) -> None:
         self.link.open.set()
         self.store.drain(10)
         assert len(self.store) == 0 and self.device.pool.used == 0
-        for cache in (self.device, *self.host.values()):
-            cache.check()
+        self.memory.check()
         self.link.stop(10)
 
 
@@ -57,13 +52,12 @@ def test_a_store_is_found_when_its_copy_has_ended_and_not_before() -> None:
     blocks = rig.put(0, 3)
     content = rig.arena.kv_device[:, blocks].clone()
     assert rig.store.poll() == 0 and rig.found() == 0 and len(rig.store) == 3
-    assert rig.device.pool.used == 3 and not rig.store.wants("kv", rig.keys[0])
-    assert rig.store.holds(rig.keys[2]) and not rig.store.holds(rig.keys[3])
+    assert rig.device.pool.used == 3 and not rig.store.wants("kv", rig.keys[2])
+    assert rig.store.wants("act", rig.keys[2]) and rig.store.wants("kv", rig.keys[3])
     rig.link.open.set()
     rig.store.drain(10)
-    assert rig.found() == 3 and sorted(rig.given_back) == sorted(blocks)
-    host = [rig.host["kv"].find(key) for key in rig.keys[:3]]
-    assert torch.equal(rig.arena.kv_host[:, host], content)
+    host = [rig.host.find(key) for key in rig.keys[:3]]
+    assert rig.found() == 3 and torch.equal(rig.arena.kv_host[:, host], content)
     assert rig.store.counters.stored == 3
     rig.end()
 
@@ -72,8 +66,9 @@ def test_what_is_there_or_on_its_way_is_not_stored_twice() -> None:
     rig = Rig()
     rig.link.open.clear()
     rig.put(0, 3)
-    again = rig.put(1, 4)
-    assert rig.given_back == again[:2]
+    rig.put(1, 4)
+    # The device blocks of the two that are on their way already are free at once.
+    assert rig.device.pool.used == 4
     rig.end()
     assert rig.store.counters.stored == 4 and rig.found() == 4
     assert rig.link.counters["d2h"].copied_bytes == 4 * rig.arena.block_bytes("kv")
@@ -81,23 +76,24 @@ def test_what_is_there_or_on_its_way_is_not_stored_twice() -> None:
 
 def test_a_full_host_drops_and_counts_and_what_lies_behind_is_not_stored_either() -> None:
     rig = Rig(host=3)
-    held = rig.host["kv"].take(1)
+    held = rig.host.take(1)
     rig.put(0, 4)
     assert rig.store.counters.dropped_full == 2
     rig.put(4, 6)
     assert rig.store.counters.dropped_orphan == 2
     rig.store.drain(10)
     assert rig.found() == 2
-    rig.host["kv"].release(held)
+    rig.host.release(held)
     # Its own front does not give way to it.
     rig.put(2, 5)
     rig.end()
-    assert rig.found() == rig.store.counters.stored == 3 and rig.host["kv"].evicted == 0
+    assert rig.found() == rig.store.counters.stored == 3 and rig.host.evicted == 0
     assert rig.store.counters.dropped_full == 4
 
 
-def test_a_link_too_far_behind_drops_and_counts() -> None:
-    rig = Rig(max_pending=2)
+def test_a_link_too_far_behind_drops_and_counts(monkeypatch) -> None:
+    monkeypatch.setattr(module, "MOST_PENDING_BLOCKS", 2)
+    rig = Rig()
     rig.link.open.clear()
     rig.put(0, 1)
     rig.put(1, 4)
@@ -111,8 +107,8 @@ def test_a_store_that_fails_is_counted_and_leaves_nothing() -> None:
     rig.link.breaks = lambda direction, copies: True
     rig.put(0, 3)
     rig.store.drain(10)
-    assert rig.found() == 0 and rig.host["kv"].pool.used == 0
-    assert (rig.store.counters.failed, rig.store.counters.stored) == (3, 0)
+    assert rig.found() == 0 and rig.host.pool.used == 0
+    assert (rig.store.counters.failed_stores, rig.store.counters.stored) == (3, 0)
     rig.link.breaks = lambda direction, copies: False
     rig.put(0, 3)
     rig.end()

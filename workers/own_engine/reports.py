@@ -110,7 +110,7 @@ class EngineReports:
         self._stats.send(
             {
                 "kind": "admit",
-                "request_id": sequence.name,
+                "request_id": sequence.request.name,
                 "device_tokens": account.device_tokens,
                 "host_tokens": loaded + account.kept_tokens,
                 "new_tokens": max(account.new_tokens - loaded, 1),
@@ -121,12 +121,12 @@ class EngineReports:
         self, engine: Engine, seconds: float, tokens: int, prefilled: Run[Sequence]
     ) -> None:
         """An iteration ended that computed so many tokens, and the last ones of these prompts."""
-        named = [sequence for sequence in prefilled if sequence.name]
+        named = [sequence for sequence in prefilled if sequence.request.name]
         step = {
             "kind": "step",
             "tokens": tokens,
-            "prefilled": [sequence.name for sequence in named],
-            "spent": [(s.name, s.account.load_s, s.account.compute_s) for s in named],
+            "prefilled": [sequence.request.name for sequence in named],
+            "spent": [(s.request.name, s.account.load_s, s.account.compute_s) for s in named],
             "took_s": seconds,
             "overrun": False,
         }

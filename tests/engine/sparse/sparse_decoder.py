@@ -80,7 +80,7 @@ class SparseDecoder:
         """What has been generated, (sequences, tokens); waits for the device."""
         return np.asarray(torch.stack(self._generated, dim=1).cpu())
 
-    def take_block(self, slot: int) -> int:
+    def take_block(self) -> int:
         """A host block."""
         return self.forward.arena.pools["kv", "host"].allocate(1)[0]
 
