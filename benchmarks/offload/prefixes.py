@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 from torch import Tensor
 
 from benchmarks.offload.cells import PrefixCell
 from benchmarks.offload.rig import LINK, Arm, Rig, Sample
-from benchmarks.offload.streaming import Store
+from benchmarks.offload.streaming import Copies, Store
 from engine.blocks import BlockType, Ids, Place
 from engine.step import Pages, prompt_row
 from kappa.plans.load_plan import LoadPlan
@@ -62,12 +62,10 @@ def stored(rig: Rig, cell: PrefixCell) -> Iterator[Stored]:
                 ids = pool.allocate(blocks)
                 taken.append((pool, ids))
                 pages.put(0, type, place, ids)
-        done = 0
-        while done < cell.cached:
-            end = min(done + _CHUNK_TOKENS, cell.cached)
-            chunk = prompt_row(tokens[:end], pages, start=done)
-            rig.forward.store([Store(chunk, from_token=done)])
-            done = end
+        for start in range(0, cell.cached, _CHUNK_TOKENS):
+            end = min(start + _CHUNK_TOKENS, cell.cached)
+            chunk = prompt_row(tokens[:end], pages, start=start)
+            rig.forward.store([Store(chunk, from_token=start)])
         rig.mover.drain()
         yield Stored(tokens, pages, cell.cached)
     finally:
@@ -78,60 +76,56 @@ def stored(rig: Rig, cell: PrefixCell) -> Iterator[Stored]:
 def prefix_arms(rig: Rig, cell: PrefixCell, prompt: Stored) -> tuple[list[Arm], dict[str, str]]:
     """The cell's arms, and those left out by name, with the reason."""
     costs = Costs(rig.rates, cell.cached, cell.new)
-    plans, left_out = _plans(rig, cell, costs)
-    auto = choose(costs, block_tokens=rig.block_tokens)
-    plans["auto"] = auto
-    arms = [_sequential(rig, prompt, costs)]
+    splits, left_out = _splits(rig, cell, costs)
+    plans = {name: plan_of(costs, split) for name, split in splits.items()}
+    plans["auto"] = choose(costs, block_tokens=rig.block_tokens)
+    copies = _copies(rig, prompt)
+    alone_s = rig.rates_alone.load.seconds(prompt.cached)
+    behind = prompt_row(prompt.tokens, prompt.pages, start=prompt.cached)
+
+    def sequential() -> Tensor:
+        """All KV to the device's blocks, then the new tokens (Eq. 3 of paper 001)."""
+        rig.mover.wait(rig.mover.h2d(copies))
+        return rig.forward.compute([behind])
+
+    predicted_s = alone_s + costs.compute_s(Split())
+    arms = [Arm("load-sequential", _first_token(rig, sequential), predicted_s)]
     for name, plan in plans.items():
-        note = "" if name == BASELINE else _said(plan)
-        if name == "auto":
-            note = f"{note}: {plan.why}"
-        arms.append(
-            Arm(name, _run(rig, prompt, plan), plan.ttft_s, note, name == "auto", plan.segments)
-        )
-    arms.append(_link_arm(rig, prompt))
+        kinds = [f"{kind} {plan.tokens(kind)}" for kind in ("R", "A", "K") if plan.tokens(kind)]
+        note = ", ".join(kinds) if name != BASELINE else ""
+        note = f"{note}: {plan.why}" if name == "auto" else note
+        run = _first_token(rig, _planned(rig, prompt, plan))
+        arms.append(Arm(name, run, plan.ttft_s, note, name == "auto", plan.segments))
+    arms.append(Arm(LINK, lambda: rig.timed(lambda: rig.mover.h2d(copies)), alone_s))
     return arms, left_out
 
 
-def _plans(rig: Rig, cell: PrefixCell, costs: Costs) -> tuple[dict[str, LoadPlan], dict[str, str]]:
+def _splits(rig: Rig, cell: PrefixCell, costs: Costs) -> tuple[dict[str, Split], dict[str, str]]:
+    """What comes back how, by the arms' names; and what is left out."""
     bt, cached = rig.block_tokens, cell.cached
+    shares = {f"{share:.1%}": round(share * cached / bt) * bt for share in cell.sweep}
     splits = {
-        BASELINE: Split(),
-        "recompute-front": best_prefix(costs, bt).split,
-        "recompute-back": best_tail(costs, bt).split,
-        "recompute-all": Split(cached),
+        BASELINE: Split(), "recompute-front": best_prefix(costs, bt).split,
+        "recompute-back": best_tail(costs, bt).split, "recompute-all": Split(cached),
+        **{f"share-R{share}": Split(tokens) for share, tokens in shares.items()},
+    }  # fmt: skip
+    refused = activations_refused(rig.rates)
+    if not rig.arena.size.act_host:
+        return splits, {"activations, activations+recompute": refused}
+    splits |= {
+        "activations": Split(activations=cached),
+        **{f"share-A{share}": Split(activations=tokens) for share, tokens in shares.items()},
+        # The bench measures what serving would refuse as well.
+        "activations-best": best_activations(costs, bt).split,
+        "activations+recompute": best_mixed(costs, bt).split,
     }
-    for share in cell.sweep:
-        splits[f"share-R{share:.1%}"] = Split(_blocks(share * cached, bt))
-    left_out = {}
-    if rig.arena.size.act_host:
-        splits["activations"] = Split(activations=cached)
-        for share in cell.sweep:
-            splits[f"share-A{share:.1%}"] = Split(activations=_blocks(share * cached, bt))
-        refused = activations_refused(rig.rates)
-        best = {"activations-best": best_activations, "activations+recompute": best_mixed}
-        for name, solve in best.items():
-            # The bench measures what serving would refuse as well.
-            splits[name] = solve(costs, bt).split
-            if refused:
-                left_out[f"{name} in serving"] = refused
-    else:
-        left_out["activations, activations+recompute"] = activations_refused(rig.rates)
-    return {name: plan_of(costs, split) for name, split in splits.items()}, left_out
+    best = ("activations-best", "activations+recompute") if refused else ()
+    return splits, {f"{name} in serving": refused for name in best}
 
 
-def _blocks(tokens: float, block_tokens: int) -> int:
-    return round(tokens / block_tokens) * block_tokens
-
-
-def _said(plan: LoadPlan) -> str:
-    parts = [f"{kind} {plan.tokens(kind)}" for kind in ("R", "A", "K") if plan.tokens(kind)]
-    return ", ".join(parts)
-
-
-def _run(rig: Rig, prompt: Stored, plan: LoadPlan) -> Callable[[], Sample]:
+def _planned(rig: Rig, prompt: Stored, plan: LoadPlan) -> Callable[[], Tensor]:
     row = prompt_row(prompt.tokens, prompt.pages, plan.segments)
-    return _first_token(rig, lambda: rig.forward.compute([row]))
+    return lambda: rig.forward.compute([row])
 
 
 def _first_token(rig: Rig, compute: Callable[[], Tensor]) -> Callable[[], Sample]:
@@ -143,37 +137,14 @@ def _first_token(rig: Rig, compute: Callable[[], Tensor]) -> Callable[[], Sample
     return run
 
 
-def _sequential(rig: Rig, prompt: Stored, costs: Costs) -> Arm:
-    """All KV to the device's blocks, then the new tokens (Eq. 3 of paper 001)."""
-    copies = _copies(rig, prompt)
-    there = prompt_row(prompt.tokens, prompt.pages, start=prompt.cached)
-
-    def compute() -> Tensor:
-        event = rig.mover.h2d(copies)
-        rig.mover.wait(event)
-        return rig.forward.compute([there])
-
-    predicted_s = rig.rates_alone.load.seconds(prompt.cached) + costs.compute_s(Split())
-    return Arm("load-sequential", _first_token(rig, compute), predicted_s)
-
-
-def _link_arm(rig: Rig, prompt: Stored) -> Arm:
-    copies = _copies(rig, prompt)
-
-    def copy() -> None:
-        rig.mover.h2d(copies)
-
-    return Arm(LINK, lambda: rig.timed(copy), rig.rates_alone.load.seconds(prompt.cached))
-
-
-def _copies(rig: Rig, prompt: Stored) -> list[tuple[Any, Any]]:
+def _copies(rig: Rig, prompt: Stored) -> Copies:
     """Of every layer, the prefix's blocks in runs of neighbours in both places."""
     blocks = prompt.cached // rig.block_tokens
     host = prompt.pages.column("kv", "host")[:blocks]
     device = prompt.pages.column("kv", "device")[:blocks]
     cut = np.flatnonzero((np.diff(host) != 1) | (np.diff(device) != 1)) + 1
-    runs = zip([0, *cut.tolist()], [*cut.tolist(), blocks], strict=True)
-    pairs = [(int(device[a]), int(host[a]), b - a) for a, b in runs]
+    ends = [0, *cut.tolist(), blocks]
+    pairs = [(int(device[a]), int(host[a]), b - a) for a, b in pairwise(ends)]
     return [
         (rig.arena.kv_device[i, t : t + n], rig.arena.kv_host[i, s : s + n])
         for i in range(rig.config.layers)

@@ -34,10 +34,9 @@ LINK = "link-alone"
 
 LEAST_REPEATS = 5
 _PROFILES = 4
-# A run is asked for in advance and waited for at its end.
+# Copies of a whole run are queued in advance and waited for at its end.
 _LONGEST_S = 900.0
 _SEED = 7
-_CPU = torch.device("cpu")
 
 
 class Unsteady(ValueError):
@@ -94,9 +93,8 @@ def alternate(arms: Sequence[Arm], repeats: int) -> dict[str, list[Sample]]:
     if repeats < LEAST_REPEATS:
         raise ValueError(f"{repeats} repeats say too little: give {LEAST_REPEATS} or more")
     lead = leaders(arms)
-    samples = harness.alternate(
-        {arm.name: arm.run for arm in arms if lead[arm.name] == arm.name}, repeats
-    )
+    run_ones = {arm.name: arm.run for arm in arms if lead[arm.name] == arm.name}
+    samples = harness.alternate(run_ones, repeats)
     return {arm.name: samples[lead[arm.name]] for arm in arms}
 
 
@@ -148,24 +146,20 @@ class Loaded:
 
     def timed(self, action: Callable[[], Any]) -> Sample:
         """Run it and wait for its end."""
-        self.mover.drain(_LONGEST_S)
-        copied, link_s = self._to_device()
-        stalled_s = self.mover.stalled_s
+        mover, counters = self.mover, self.mover.counters["h2d"]
+        mover.drain(_LONGEST_S)
+        mover.settle()
+        before = counters.copied_bytes, counters.busy_s, mover.stalled_s
         start_s = time.perf_counter()
         action()
-        self.mover.drain(_LONGEST_S)
+        mover.drain(_LONGEST_S)
         latency_s = time.perf_counter() - start_s
-        more, more_s = self._to_device()
+        mover.settle()
+        counters = mover.counters["h2d"]
         return Sample(
-            latency_s, h2d_bytes=more - copied, link_s=more_s - link_s,
-            stalled_s=self.mover.stalled_s - stalled_s,
+            latency_s, h2d_bytes=counters.copied_bytes - before[0],
+            link_s=counters.busy_s - before[1], stalled_s=mover.stalled_s - before[2],
         )  # fmt: skip
-
-    def _to_device(self) -> tuple[int, float]:
-        """Bytes to the device so far, and seconds in which they were copied."""
-        self.mover.settle()
-        counters = self.mover.counters["h2d"]
-        return counters.copied_bytes, counters.busy_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -216,15 +210,14 @@ def rig(setting: Setting, group: Group) -> Iterator[Rig]:
 @contextmanager
 def loaded(setting: Setting, group: Group, size: ArenaSize) -> Iterator[ScheduledForward]:
     """A forward pass with random weights and one computing thread; all is closed behind it."""
-    config = model(group.model)
-    threads = torch.get_num_threads()
+    config, threads = model(group.model), torch.get_num_threads()
     torch.set_num_threads(1)
     with ExitStack() as closing:
         closing.callback(torch.set_num_threads, threads)
         weights: Weights = random_weights(config, seed=_SEED, dtype=torch.float32)
         if group.streamed:
             weights = streamed(weights)
-        arena = Arena(config.shape, size, dtype=torch.float32, device=_CPU)
+        arena = Arena(config.shape, size, dtype=torch.float32, device=torch.device("cpu"))
         closing.callback(arena.close)
         mover = MeteredMover(setting.link_bytes_per_s)
         closing.callback(mover.stop)
@@ -236,19 +229,18 @@ def loaded(setting: Setting, group: Group, size: ArenaSize) -> Iterator[Schedule
 def _rates(
     forward: ScheduledForward, settings: ProfileSettings
 ) -> tuple[PlanRates, dict[str, Any]]:
+    """Of the profiles the first that fits; at worst one that is too poor for the CPU's part."""
     problem: ValueError | None = None
-    without_attention: tuple[PlanRates, dict[str, Any]] | None = None
+    found: tuple[PlanRates, dict[str, Any]] | None = None
     for _ in range(_PROFILES):
         measured = profile(forward, settings)
         try:
-            rates = rates_from_measured(measured)
+            found = rates_from_measured(measured), measured
         except ValueError as error:
             problem = error
             continue
-        if rates.attend is not None or forward.cpu is None:
-            return rates, measured
-        # Only the CPU's own line is too poor: what the CPU does not do can be measured.
-        without_attention = rates, measured
-    if without_attention is not None:
-        return without_attention
-    raise Unsteady(f"{_PROFILES} profiles, none of them fit to plan with; the last: {problem}")
+        if found[0].attend is not None or forward.cpu is None:
+            break
+    if found is None:
+        raise Unsteady(f"{_PROFILES} profiles, none of them fit to plan with; the last: {problem}")
+    return found

@@ -21,9 +21,9 @@ import torch
 from rich.console import Console
 
 from benchmarks.harness import note, quartiles, result, save_json, table
-from benchmarks.offload import decoding, policies, prefixes
+from benchmarks.offload import policies, prefixes
 from benchmarks.offload.cells import Cell, DecodeCell, Group, PrefixCell, Setting, SparseCell
-from benchmarks.offload.rig import LINK, Arm, Rig, Sample, Unsteady, alternate, leaders, ratios, rig
+from benchmarks.offload.rig import LINK, Arm, Sample, Unsteady, alternate, leaders, ratios, rig
 from benchmarks.offload.sparse import sparse_arms, sparse_rig, sparse_rows
 from engine.arena import ArenaTooLarge
 from engine.blocks import OutOfBlocks
@@ -63,45 +63,45 @@ class Run:
     def _group(self, setting: Setting, group: Group) -> None:
         for cell in group.cells:
             if isinstance(cell, SparseCell):
-                self._sparse(setting, group, cell)
-        if any(not isinstance(cell, SparseCell) for cell in group.cells):
-            note(f"{setting.name}: {group.model}, measuring rates")
-            with rig(setting, group) as made:
-                self.profiles.append({"setting": setting.name, **made.measured})
-                for cell in group.cells:
-                    self._cell(setting, made, cell)
-
-    def _cell(self, setting: Setting, made: Rig, cell: Cell) -> None:
-        where = f"{setting.name} {made.config.shape.name} {cell.name}"
-        if isinstance(cell, DecodeCell):
-            arms, left_out = decoding.decode_arms(made, cell)
-            self._measure(setting, made, cell, arms)
-        elif isinstance(cell, PrefixCell):
-            with prefixes.stored(made, cell) as prompt:
-                arms, left_out = prefixes.prefix_arms(made, cell, prompt)
-                self._measure(setting, made, cell, arms)
-        for name, why in left_out.items():
-            self._leave_out(f"{where}: {name}", why)
+                with sparse_rig(setting, group, cell) as made:
+                    arms = sparse_arms(made)
+                    samples = self._samples(setting, group, cell, arms)
+                    self._add(setting, group, cell, sparse_rows(made, arms, samples))
+        dense = [cell for cell in group.cells if not isinstance(cell, SparseCell)]
+        if not dense:
+            return
+        note(f"{setting.name}: {group.model}, measuring rates")
+        with rig(setting, group) as made:
+            self.profiles.append({"setting": setting.name, **made.measured})
+            for cell in dense:
+                if isinstance(cell, DecodeCell):
+                    arms, left_out = policies.decode_arms(made, cell)
+                    self._measure(setting, group, cell, arms)
+                else:
+                    with prefixes.stored(made, cell) as prompt:
+                        arms, left_out = prefixes.prefix_arms(made, cell, prompt)
+                        self._measure(setting, group, cell, arms)
+                for name, why in left_out.items():
+                    self._leave_out(f"{setting.name} {group.model} {cell.name}: {name}", why)
 
     def _measure(
-        self, setting: Setting, made: Rig, cell: DecodeCell | PrefixCell, arms: Sequence[Arm]
+        self, setting: Setting, group: Group, cell: DecodeCell | PrefixCell, arms: Sequence[Arm]
     ) -> None:
-        note(f"{setting.name} {made.config.shape.name} {cell.name}: {len(arms)} ways")
-        weights = {"weights": "streamed" if made.streamed else "device"}
-        samples = alternate(arms, self.repeats)
-        self._add(
-            _where(setting, made.config.shape.name, cell) | weights,
-            rows_of(cell, arms, samples),
-        )
+        rows = rows_of(cell, arms, self._samples(setting, group, cell, arms))
+        weights = "streamed" if group.streamed else "device"
+        self._add(setting, group, cell, [{"weights": weights, **row} for row in rows])
 
-    def _sparse(self, setting: Setting, group: Group, cell: SparseCell) -> None:
-        note(f"{setting.name} {group.model} {cell.name}")
-        with sparse_rig(setting, group, cell) as made:
-            arms = sparse_arms(made)
-            rows = sparse_rows(made, arms, alternate(arms, self.repeats))
-            self._add(_where(setting, made.config.shape.name, cell), rows)
+    def _samples(
+        self, setting: Setting, group: Group, cell: Cell, arms: Sequence[Arm]
+    ) -> dict[str, list[Sample]]:
+        note(f"{setting.name} {group.model} {cell.name}: {len(arms)} ways")
+        return alternate(arms, self.repeats)
 
-    def _add(self, where: Row, rows: Sequence[Row]) -> None:
+    def _add(self, setting: Setting, group: Group, cell: Cell, rows: Sequence[Row]) -> None:
+        where = {
+            "setting": setting.name, "system": cell.system, "cell": cell.name, "model": group.model,
+            "dtype": "float32", "link": setting.link,
+        }  # fmt: skip
         self.rows += [where | row for row in rows]
         if self._out is not None:
             save_json(self.result(), self._out)
@@ -111,84 +111,68 @@ class Run:
         self.left_out.append({"what": what, "why": why})
 
 
-def _where(setting: Setting, model: str, cell: Cell) -> Row:
-    return {
-        "setting": setting.name, "system": cell.system, "cell": cell.name, "model": model,
-        "dtype": "float32", "link": setting.link,
-    }  # fmt: skip
-
-
 def rows_of(
     cell: DecodeCell | PrefixCell, arms: Sequence[Arm], samples: dict[str, list[Sample]]
 ) -> list[Row]:
     """One row per arm, in their order."""
     decodes = isinstance(cell, DecodeCell)
     baseline = policies.BASELINE if decodes else prefixes.BASELINE
+    base = samples[baseline]
     alone = statistics.median(one.h2d_bytes / one.link_s / 1e9 for one in samples[LINK])
     lead = leaders(arms)
+    if isinstance(cell, DecodeCell):
+        sizes = {
+            "batch": cell.sequences, "batches": cell.batches, "prompt": cell.prompt,
+            "gen": cell.gen,
+        }  # fmt: skip
+    else:
+        prompt = cell.cached + cell.new
+        sizes = {"batch": 1, "batches": 1, "prompt": prompt, "cached": cell.cached, "gen": 1}
     rows = []
     for arm in arms:
         mine = samples[arm.name]
         low, latency_s, high = quartiles([one.latency_s for one in mine])
         least_s = min(one.latency_s for one in mine)
+        predicted_s = arm.predicted_s
         row: Row = {
-            **_sizes(cell), "policy": arm.name, "latency_s": latency_s, "latency_iqr_s": high - low,
-            "latency_least_s": least_s, "repeats": len(mine),
-            "bytes_h2d": mine[-1].h2d_bytes,
+            **sizes, "policy": arm.name, "latency_s": latency_s, "latency_iqr_s": high - low,
+            "latency_least_s": least_s, "repeats": len(mine), "bytes_h2d": mine[-1].h2d_bytes,
             "gbps": statistics.median(one.h2d_bytes / one.latency_s / 1e9 for one in mine),
             "link_gbps": statistics.median(
                 one.h2d_bytes / one.link_s / 1e9 if one.link_s else 0.0 for one in mine
             ),
-            "alone_gbps": alone, "predicted_s": arm.predicted_s,
-            "predicted_error": _error(arm.predicted_s, latency_s),
-            "predicted_error_of_least": _error(arm.predicted_s, least_s),
+            "alone_gbps": alone, "predicted_s": predicted_s,
+            "predicted_error": predicted_s and predicted_s / latency_s - 1.0,
+            "predicted_error_of_least": predicted_s and predicted_s / least_s - 1.0,
             "baseline": baseline, "chosen": arm.chosen, "note": arm.note,
             "same_as": None if lead[arm.name] == arm.name else lead[arm.name],
             **dict.fromkeys(("tokens_per_s", "gpu_busy", "speedup", "speedup_iqr", "tokens_equal")),
         }  # fmt: skip
         if arm.name != LINK:
             gain_low, gain, gain_high = quartiles(ratios(samples, baseline, arm.name))
+            # Of decoding, tokens behind the first one (paper 000).
             tokens = cell.sequences * (cell.gen - 1) if isinstance(cell, DecodeCell) else 1
+            stalled = [min(1.0, one.stalled_s / one.latency_s) for one in mine]
             row |= {
-                # Of decoding, tokens behind the first one (paper 000).
-                "tokens_per_s": tokens / latency_s,
-                "gpu_busy": statistics.median(
-                    1.0 - min(1.0, one.stalled_s / one.latency_s) for one in mine
-                ),
+                "tokens_per_s": tokens / latency_s, "gpu_busy": 1.0 - statistics.median(stalled),
                 "speedup": gain, "speedup_iqr": gain_high - gain_low,
-                "tokens_equal": _equal(samples[baseline][-1].tokens, mine[-1].tokens),
+                "tokens_equal": _equal(base[-1].tokens, mine[-1].tokens),
             }  # fmt: skip
             if isinstance(cell, DecodeCell):
-                row |= _end_to_end(cell, samples[baseline], mine)
+                row |= _end_to_end(cell, base, mine)
         rows.append(row)
     return rows
-
-
-def _sizes(cell: DecodeCell | PrefixCell) -> Row:
-    if isinstance(cell, DecodeCell):
-        return {
-            "batch": cell.sequences, "batches": cell.batches, "prompt": cell.prompt,
-            "gen": cell.gen,
-        }  # fmt: skip
-    return {
-        "batch": 1, "batches": 1, "prompt": cell.cached + cell.new, "cached": cell.cached, "gen": 1,
-    }  # fmt: skip
-
-
-def _error(predicted_s: float | None, measured_s: float) -> float | None:
-    return None if predicted_s is None else predicted_s / measured_s - 1.0
 
 
 def _end_to_end(cell: DecodeCell, base: Sequence[Sample], mine: Sequence[Sample]) -> Row:
     """With the prompts' computation (paper 003 counts it): tokens per second, and the speed-up."""
     totals_s = [one.before_s + one.latency_s for one in mine]
-    pairs = zip(base, totals_s, strict=True)
+    base_s = [one.before_s + one.latency_s for one in base]
+    speedups = [theirs / ours for theirs, ours in zip(base_s, totals_s, strict=True)]
     return {
         "prefill_s": statistics.median(one.before_s for one in mine),
         "end_to_end_tokens_per_s": cell.sequences * cell.gen / statistics.median(totals_s),
-        "end_to_end_speedup": statistics.median(
-            (one.before_s + one.latency_s) / total_s for one, total_s in pairs
-        ),
+        "end_to_end_speedup": statistics.median(speedups),
     }
 
 
@@ -201,7 +185,7 @@ def _equal(want: tuple[int, ...], got: tuple[int, ...]) -> float:
 
 # Printing -----------------------------------------------------------------------------------------
 
-_COLUMNS = (
+_COLUMNS: tuple[tuple[str, str, float | str], ...] = (
     ("hits", "hits", 1.0), ("ms", "latency_s", 1e3), ("IQR", "latency_iqr_s", 1e3),
     ("least", "latency_least_s", 1e3), ("predicted", "predicted_s", 1e3),
     ("error", "predicted_error", "+.0%"), ("tokens/s", "tokens_per_s", 1.0),
@@ -209,10 +193,17 @@ _COLUMNS = (
     ("GB/s, copying", "link_gbps", 1.0), ("speed-up", "speedup", 1.0),
     ("IQR", "speedup_iqr", 1.0), ("same tokens", "tokens_equal", ".0%"),
 )  # fmt: skip
+"""Heading, key, and a format or a factor."""
 
 
 def show(facts: dict[str, Any], console: Console) -> None:
     """A table for each cell, and what was left out."""
+
+    def text(value: float | None, form: float | str) -> str:
+        if value is None:
+            return ""
+        return format(value, form) if isinstance(form, str) else f"{value * form:.3g}"
+
     cells: dict[tuple[str, ...], list[Row]] = {}
     for row in facts["rows"]:
         key = tuple(row[name] for name in ("setting", "system", "model", "cell", "link"))
@@ -221,7 +212,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
         columns = [column for column in _COLUMNS if any(column[1] in row for row in rows)]
         lines = [
             (row["policy"] + (" *" if row.get("chosen") else ""),
-             *(_text(row[key], form) for _, key, form in columns))
+             *(text(row[key], form) for _, key, form in columns))
             for row in rows
         ]  # fmt: skip
         injected = "; hit rates injected" if "hits" in rows[0] else ""
@@ -231,13 +222,6 @@ def show(facts: dict[str, Any], console: Console) -> None:
         console.print(f"left out: {one['what']}: {one['why']}", highlight=False)
 
 
-def _text(value: float | None, form: float | str) -> str:
-    """A value by a format, or times a factor."""
-    if value is None:
-        return ""
-    return format(value, form) if isinstance(form, str) else f"{value * form:.3g}"
-
-
 def selected(settings: Sequence[Setting], only: Sequence[str]) -> list[Setting]:
     """The settings with those cells alone that have one of `only` in their name.
 
@@ -245,17 +229,13 @@ def selected(settings: Sequence[Setting], only: Sequence[str]) -> list[Setting]:
         ValueError: no cell has.
     """
 
-    def wanted(group: Group, cell: Cell) -> bool:
-        name = f"{group.model} {cell.system} {cell.name}"
-        return not only or any(part in name for part in only)
+    def part(group: Group) -> Group:
+        names = {cell: f"{group.model} {cell.system} {cell.name}" for cell in group.cells}
+        wanted = (c for c, name in names.items() if not only or any(o in name for o in only))
+        return replace(group, cells=tuple(wanted))
 
-    found = []
-    for setting in settings:
-        groups = [
-            replace(group, cells=tuple(cell for cell in group.cells if wanted(group, cell)))
-            for group in setting.groups
-        ]
-        found.append(replace(setting, groups=tuple(group for group in groups if group.cells)))
+    found = [replace(one, groups=tuple(map(part, one.groups))) for one in settings]
+    found = [replace(one, groups=tuple(g for g in one.groups if g.cells)) for one in found]
     if not any(setting.groups for setting in found):
         raise ValueError(f"no cell has any of {', '.join(only)} in its name")
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from kappa.plans.clo import Persistent, equal_heads, sparse_step_s
 
 PREFETCH_ALL, NO_LOADS, NO_COPIES = "prefetch-all", "clo-100", "choose-only"
 GATHER, COPY = "gather-alone", "copy-alone"
+WAITED = "clo-79-waited"
 
 
 class _NoCopies(InjectedCache):
@@ -54,7 +56,7 @@ class SparseRig(Loaded):
     persistent: Persistent
     hit_ratios: dict[str, float] = field(default_factory=dict)
 
-    def open(self) -> None:
+    def reopen(self) -> None:
         """Every slot as at the start: `context` tokens each, nothing chosen."""
         needed = self.slots.host_part(self.cell.context) // self.arena.block_tokens
         for slot in range(self.cell.batch):
@@ -80,9 +82,9 @@ def sparse_rig(setting: Setting, group: Group, cell: SparseCell) -> Iterator[Spa
         ArenaTooLarge: it does not fit.
     """
     # The step before a round included.
-    longest = cell.context + setting.steps + 2
-    blocks = cell.batch * -(-longest // setting.block_tokens)
-    with loaded(setting, group, ArenaSize(1, blocks, block_tokens=setting.block_tokens)) as forward:
+    longest, size = cell.context + setting.steps + 2, setting.block_tokens
+    blocks = cell.batch * -(-longest // size)
+    with loaded(setting, group, ArenaSize(1, blocks, block_tokens=size)) as forward:
         config, arena = forward.config, forward.arena
         # All heads of the first layer: no similarities are known of random weights.
         persistent = (tuple(range(config.kv_heads)), *[()] * (config.layers - 1))
@@ -90,7 +92,7 @@ def sparse_rig(setting: Setting, group: Group, cell: SparseCell) -> Iterator[Spa
         slots = Slots(config, arena, forward.mover, settings, persistent)
         for codes in slots.codes:
             codes.random_()
-        needed = slots.host_part(cell.context) // setting.block_tokens
+        needed = slots.host_part(cell.context) // size
         taken = arena.pools["kv", "host"].allocate(cell.batch * needed)
         made = SparseRig(
             forward=forward, setting=setting, cell=cell, slots=slots, persistent=persistent,
@@ -102,68 +104,51 @@ def sparse_rig(setting: Setting, group: Group, cell: SparseCell) -> Iterator[Spa
 
 def sparse_arms(rig: SparseRig) -> list[Arm]:
     """All ways of decoding, and the two copies."""
-    clo = {f"clo-{round(100 * hits)}": hits for hits in rig.cell.hits}
-    return [
-        Arm(PREFETCH_ALL, _decoding(rig, PREFETCH_ALL, 0.0)),
-        *(Arm(name, _decoding(rig, name, hits)) for name, hits in clo.items()),
-        Arm("clo-79-waited", _decoding(rig, "clo-79-waited", PAPER_HITS, ahead=False)),
-        Arm(NO_LOADS, _decoding(rig, NO_LOADS, 1.0)),
-        Arm(NO_COPIES, _decoding(rig, NO_COPIES, 0.0, kind=_NoCopies)),
-        Arm(GATHER, lambda: _gathered(rig)),
-        Arm(COPY, lambda: _copied(rig)),
-    ]
+    hits = {PREFETCH_ALL: 0.0, **{f"clo-{round(100 * share)}": share for share in rig.cell.hits}}
+    hits |= {WAITED: PAPER_HITS, NO_LOADS: 1.0, NO_COPIES: 0.0}
+    decoding = [Arm(name, partial(_decoded, rig, name, share)) for name, share in hits.items()]
+    return [*decoding, Arm(GATHER, lambda: _gathered(rig)), Arm(COPY, lambda: _copied(rig))]
 
 
-def _decoding(
-    rig: SparseRig, name: str, hits: float, ahead: bool = True,
-    kind: type[InjectedCache] = InjectedCache,
-) -> Callable[[], Sample]:  # fmt: skip
-    def run() -> Sample:
-        rig.open()
-        cache = kind(rig.slots, equal_heads(rig.config.shape), hits)
-        sparse = SparseForward(rig.forward, cache, ahead)
-        slots = range(rig.cell.batch)
-        first = torch.zeros((rig.cell.batch, 1), dtype=torch.int64)
-        # The first step has nothing to hit.
-        sparse.run(slots, first, rig.take_block)
-        before = cache.counts()
+def _decoded(rig: SparseRig, name: str, hits: float) -> Sample:
+    """All steps from a fresh start."""
+    rig.reopen()
+    kind = _NoCopies if name == NO_COPIES else InjectedCache
+    cache = kind(rig.slots, equal_heads(rig.config.shape), hits)
+    sparse = SparseForward(rig.forward, cache, name != WAITED)
+    slots = range(rig.cell.batch)
+    first = torch.zeros((rig.cell.batch, 1), dtype=torch.int64)
+    # The first step has nothing to hit.
+    sparse.run(slots, first, rig.take_block)
+    before = cache.counts()
 
-        def steps() -> None:
-            last = first
-            for _ in range(rig.setting.steps):
-                last = sparse.run(slots, last, rig.take_block).argmax(dim=-1)[:, None]
+    def steps() -> None:
+        last = first
+        for _ in range(rig.setting.steps):
+            last = sparse.run(slots, last, rig.take_block).argmax(dim=-1)[:, None]
 
-        sample = rig.timed(steps)
-        counts = cache.counts()
-        rig.hit_ratios[name] = (counts.hits - before.hits) / (counts.lookups - before.lookups)
-        return replace(sample, h2d_bytes=counts.gathered_bytes - before.gathered_bytes)
-
-    return run
+    sample, counts = rig.timed(steps), cache.counts()
+    rig.hit_ratios[name] = (counts.hits - before.hits) / (counts.lookups - before.lookups)
+    return replace(sample, h2d_bytes=counts.gathered_bytes - before.gathered_bytes)
 
 
 def _gathered(rig: SparseRig) -> Sample:
     """The choice of every head of a layer, at random places, a few times."""
     rows, target, source = _choice(rig)
     wanted = torch.ones(rows.shape[:2], dtype=torch.bool)
-    gather = Gather(target, source, rows, wanted, None)
-
-    def copies() -> None:
-        for _ in range(rig.setting.steps):
-            rig.slots.mover.h2d(pairs([gather]))
-
-    return replace(rig.timed(copies), h2d_bytes=rig.setting.steps * target.nbytes)
+    sample = _repeated(rig, lambda: pairs([Gather(target, source, rows, wanted, None)]))
+    return replace(sample, h2d_bytes=rig.setting.steps * target.nbytes)
 
 
 def _copied(rig: SparseRig) -> Sample:
     """As many bytes in one piece."""
     _, target, source = _choice(rig)
     flat = source.flatten()[: target.numel()].view(target.shape)
+    return _repeated(rig, lambda: [(target, flat)])
 
-    def copies() -> None:
-        for _ in range(rig.setting.steps):
-            rig.mover.h2d([(target, flat)])
 
-    return rig.timed(copies)
+def _repeated(rig: SparseRig, copies: Callable[[], Any]) -> Sample:
+    return rig.timed(lambda: [rig.mover.h2d(copies()) for _ in range(rig.setting.steps)])
 
 
 def _choice(rig: SparseRig) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,23 +167,33 @@ def sparse_rows(
     steps = rig.setting.steps
     _, link, _ = quartiles([s.h2d_bytes / s.link_s for s in samples[GATHER]])
     # Other work on the machine only adds: of what plans are made of, the least counts.
-    idle, choosing = (min(s.latency_s for s in samples[n]) / steps for n in (NO_LOADS, NO_COPIES))
+    idle_s, choosing_s = (
+        min(s.latency_s for s in samples[n]) / steps for n in (NO_LOADS, NO_COPIES)
+    )
     found = []
     for arm in arms:
-        low, latency_s, high = quartiles([s.latency_s / steps for s in samples[arm.name]])
+        mine, hits = samples[arm.name], rig.hit_ratios.get(arm.name)
+        low, latency_s, high = quartiles([s.latency_s / steps for s in mine])
         gain_low, gain, gain_high = quartiles(ratios(samples, PREFETCH_ALL, arm.name))
-        predicted_s = _predicted_s(rig, arm.name, link, (idle, choosing))
-        moved = [s.h2d_bytes for s in samples[arm.name]]
-        rates = [s.h2d_bytes / s.link_s / 1e9 for s in samples[arm.name] if s.link_s]
+        rates = [s.h2d_bytes / s.link_s / 1e9 for s in mine if s.link_s]
+        predicted_s = None
+        if hits is not None and arm.name not in (NO_LOADS, NO_COPIES):
+            # What a step takes that loads nothing, and where choices are only made for what misses
+            # (a CPU knows), their part of what choosing takes.
+            layer_s = idle_s + (1.0 - hits) * max(0.0, choosing_s - idle_s)
+            predicted_s = sparse_step_s(
+                rig.config.shape, rig.setting.clo, rig.persistent, rig.cell.context,
+                miss=1.0 - hits, link=link, layer_s=layer_s / rig.config.layers,
+                batch=rig.cell.batch, ahead=arm.name != WAITED,
+            )  # fmt: skip
         decodes = arm.name not in (GATHER, COPY)
         found.append({
             "batch": rig.cell.batch, "context": rig.cell.context, "share": rig.setting.clo.share,
-            "policy": arm.name, "hits": rig.hit_ratios.get(arm.name),
-            "hits_are": "injected" if decodes else None,
+            "policy": arm.name, "hits": hits, "hits_are": "injected" if decodes else None,
             "latency_s": latency_s, "latency_iqr_s": high - low,
-            "latency_least_s": min(s.latency_s for s in samples[arm.name]) / steps,
-            "repeats": len(moved), "tokens_per_s": rig.cell.batch / latency_s if decodes else None,
-            "bytes_h2d": quartiles(moved)[1] / steps,
+            "latency_least_s": min(s.latency_s for s in mine) / steps, "repeats": len(mine),
+            "tokens_per_s": rig.cell.batch / latency_s if decodes else None,
+            "bytes_h2d": quartiles([s.h2d_bytes for s in mine])[1] / steps,
             "link_gbps": quartiles(rates)[1] if rates else None,
             "predicted_s": predicted_s,
             "predicted_error": None if predicted_s is None else predicted_s / latency_s - 1.0,
@@ -206,21 +201,3 @@ def sparse_rows(
             "speedup_iqr": gain_high - gain_low if decodes else None,
         })  # fmt: skip
     return found
-
-
-def _predicted_s(
-    rig: SparseRig, name: str, link: float, compute: tuple[float, float]
-) -> float | None:
-    """Seconds of a step by the planner, from the gather's rate and T_comp.
-
-    T_comp is what a step takes that loads nothing, and where choices are only made for what misses
-    (a CPU knows), their part of what choosing takes.
-    """
-    if name not in rig.hit_ratios or name in (NO_LOADS, NO_COPIES):
-        return None
-    miss, (idle_s, choosing_s) = 1.0 - rig.hit_ratios[name], compute
-    layer_s = (idle_s + miss * max(0.0, choosing_s - idle_s)) / rig.config.layers
-    return sparse_step_s(
-        rig.config.shape, rig.setting.clo, rig.persistent, rig.cell.context, miss=miss, link=link,
-        layer_s=layer_s, batch=rig.cell.batch, ahead=not name.endswith("waited"),
-    )  # fmt: skip

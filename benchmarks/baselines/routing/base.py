@@ -32,7 +32,7 @@ class Baseline:
         self.rng = Random(self.seed)
         for parameter in parameters(type(self)):
             value, low = getattr(self, parameter), self.least.get(parameter, 0.0)
-            if not isinstance(value, str) and not value >= low:
+            if not value >= low:
                 raise ValueError(f"{parameter} must be at least {low:g}, got {value:g}")
 
     def choose(self, estimates: Estimates) -> Choice:
@@ -46,17 +46,12 @@ class Baseline:
         """A worker is gone; nothing to forget unless a subclass says so."""
 
 
-def two_random(rng: Random, count: int) -> tuple[int, int]:
-    """Two different rows in random order, or the only one twice."""
-    if count == 1:
-        return 0, 0
-    first, second = rng.randrange(count), rng.randrange(count - 1)
-    return first, second + (second >= first)
-
-
 def power_of_two(rng: Random, queue: Floats) -> int:
     """The less loaded of two random rows; the one drawn first if they are level."""
-    first, second = two_random(rng, len(queue))
+    if len(queue) == 1:
+        return 0
+    first, second = rng.randrange(len(queue)), rng.randrange(len(queue) - 1)
+    second += second >= first
     return second if queue[second] < queue[first] else first
 
 
@@ -71,6 +66,6 @@ def random_least(rng: Random, cost: Floats) -> int:
     return int(rows[0] if len(rows) == 1 else rows[rng.randrange(len(rows))])
 
 
-def parameters(cls: type[Baseline]) -> dict[str, float | int | str]:
+def parameters(cls: type[Baseline]) -> dict[str, float | int]:
     """Parameters of a baseline with their defaults."""
     return {field.name: getattr(cls, field.name) for field in fields(cls) if field.name != "seed"}

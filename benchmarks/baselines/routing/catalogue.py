@@ -10,12 +10,11 @@ from benchmarks.baselines.routing.dynamo import Dynamo
 from benchmarks.baselines.routing.llm_d import LlmD
 from benchmarks.baselines.routing.production_stack import ProductionStack
 from benchmarks.baselines.routing.ray_prefix import RayPrefix
-from benchmarks.baselines.routing.ring import ConsistentHash
 from benchmarks.baselines.routing.sglang import SglangCacheAware
-from benchmarks.baselines.routing.simple import PowerOfTwo, RoundRobin, Sticky
+from benchmarks.baselines.routing.simple import ConsistentHash, PowerOfTwo, RoundRobin, Sticky
 from router.policy import Policy
 
-Value = float | int | str
+Value = float | int
 
 _CLASSES: tuple[type[base.Baseline], ...] = (
     RoundRobin, PowerOfTwo, Sticky, ConsistentHash, RayPrefix, SglangCacheAware, Dynamo, LlmD,
@@ -56,30 +55,21 @@ def parameters(name: str) -> dict[str, Value]:
 def _parsed(spec: str, text: str, known: dict[str, Value]) -> dict[str, Value]:
     given: dict[str, Value] = {}
     takes = ", ".join(f"{key}={value}" for key, value in known.items()) or "none"
+    takes = f"parameters and defaults: {takes}"
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
-            raise ValueError(
-                f"policy {spec!r}: {part!r} is not key=value; parameters and defaults: {takes}"
-            )
+            raise ValueError(f"policy {spec!r}: {part!r} is not key=value; {takes}")
         if key not in known:
-            raise ValueError(
-                f"policy {spec!r}: no parameter {key!r}; parameters and defaults: {takes}"
-            )
+            raise ValueError(f"policy {spec!r}: no parameter {key!r}; {takes}")
         if key in given:
             raise ValueError(f"policy {spec!r}: {key!r} is given twice")
-        given[key] = _value(spec, key, value, known[key])
+        whole = isinstance(known[key], int)
+        try:
+            given[key] = int(value) if whole else float(value)
+        except ValueError:
+            given[key] = math.nan
+        if math.isnan(given[key]):
+            kind = "a whole number" if whole else "a number"
+            raise ValueError(f"policy {spec!r}: {key} must be {kind}, got {value!r}")
     return given
-
-
-def _value(spec: str, key: str, text: str, default: Value) -> Value:
-    if isinstance(default, str):
-        return text
-    try:
-        number = int(text) if isinstance(default, int) else float(text)
-    except ValueError:
-        number = math.nan
-    if math.isnan(number):
-        kind = "a whole number" if isinstance(default, int) else "a number"
-        raise ValueError(f"policy {spec!r}: {key} must be {kind}, got {text!r}")
-    return number

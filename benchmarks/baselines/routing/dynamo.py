@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
@@ -18,20 +17,17 @@ from router.index.prefix_hash import UInt64s
 class Dynamo(Baseline):
     """Dynamo's cost with a constant credit for the host tier. Reimplemented.
 
-        credit = device_credit · decay · device blocks + host_credit · host blocks
-        decay  = 1 / (1 + credit_decay · excess prefill blocks / request blocks)
+        credit = device_credit · device blocks + host_credit · host blocks
         cost   = overlap_weight · max(0, raw prefill blocks − credit) + decode blocks
-                 + request_weight · active requests
 
     Raw prefill blocks: the whole prompt of this request and, of those not yet prefilled there, what
-    device and host_credit · host tokens left over. Excess: above the least such queue. Decode
-    blocks: different full blocks of the prompts active there, plus those of this one that they do
-    not have. Temperature 0: the least cost, ties at random; above it a softmax over costs divided
-    by their range and the temperature.
+    device and host_credit · host tokens left over. Decode blocks: different full blocks of the
+    prompts active there, plus those of this one that they do not have. The least cost wins, ties at
+    random.
 
-    The names in the original: overlap_score_credit, overlap_score_credit_decay,
-    host_cache_hit_weight, prefill_load_scale (formerly kv_overlap_score_weight),
-    decode_active_request_weight, router_temperature.
+    The names in the original: overlap_score_credit, host_cache_hit_weight, prefill_load_scale
+    (formerly kv_overlap_score_weight). Left out, as they are off by default: the credit's decay, a
+    weight of active requests, a temperature.
 
     A policy knows where requests go, not what becomes of them, so which of a worker's requests
     are active and which wait for their prefill is a guess: the latest routed, as many as there are
@@ -47,10 +43,7 @@ class Dynamo(Baseline):
 
     host_credit: float = 0.75
     device_credit: float = 1.0
-    credit_decay: float = 0.0
     overlap_weight: float = 1.0
-    request_weight: float = 0.0
-    temperature: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,28 +51,16 @@ class Dynamo(Baseline):
         self._prefills = PrefillQueues()
 
     def choose(self, estimates: Estimates) -> Choice:
-        """The least cost, or a draw by temperature."""
-        cost = self.cost(estimates)
-        if self.temperature == 0:
-            return Choice(random_least(self.rng, cost), "least_cost")
-        return Choice(self._drawn(cost), "drawn_by_cost")
+        return Choice(random_least(self.rng, self.cost(estimates)), "least_cost")
 
     def cost(self, estimates: Estimates) -> Floats:
         """Cost of each worker, in blocks."""
         block = estimates.block_tokens
         credit = self.device_credit * estimates.device_tokens
-        queued = self._prefills.tokens(estimates)
-        if self.credit_decay:
-            request_blocks = max(math.ceil(estimates.prompt_tokens / block), 1)
-            excess = (queued - queued.min()) / (block * request_blocks)
-            credit = credit / (1.0 + self.credit_decay * excess)
         credit = credit + self.host_credit * estimates.cached_tokens
-        raw = queued + estimates.prompt_tokens
-        cost = self.overlap_weight * np.maximum(raw - credit, 0.0) / block
-        cost += self._active.decode_blocks(estimates)
-        if self.request_weight:
-            cost += self.request_weight * estimates.in_flight
-        return cost
+        raw = self._prefills.tokens(estimates) + estimates.prompt_tokens
+        cost: Floats = self.overlap_weight * np.maximum(raw - credit, 0.0) / block
+        return cost + self._active.decode_blocks(estimates)
 
     def routed(self, estimates: Estimates, index: int) -> None:
         self._active.add(estimates, index)
@@ -89,13 +70,6 @@ class Dynamo(Baseline):
     def left(self, worker: str) -> None:
         self._active.left(worker)
         self._prefills.left(worker)
-
-    def _drawn(self, cost: Floats) -> int:
-        span = float(cost.max() - cost.min())
-        if span == 0:
-            return self.rng.randrange(len(cost))
-        weights = np.exp((cost.min() - cost) / (span * self.temperature))
-        return self.rng.choices(range(len(cost)), weights.tolist())[0]
 
 
 class PrefillQueues:
