@@ -39,9 +39,7 @@ _PARTS = {
     "late": "sent late", "queue": "queue", "load": "load", "compute": "compute",
     "way": "between client and router", "unknown": "not split",
 }  # fmt: skip
-_RUN_KEYS = (
-    "command", "workload", "url", "model", "machine", "start", "end", "seed", "max_streams",
-)  # fmt: skip
+_PICTURES = ("cdf", "time", "rates", "nodes", "tenants", "ratio")
 
 
 def write_report(folder: Path) -> dict[str, Any]:
@@ -114,9 +112,6 @@ def slowest_lines(summary: Facts, most: int = 5) -> Iterator[str]:
         yield f"{row['ttft_s']:.2f} s  {row['session']}, turn {row['turn']}: {row['why']}"
 
 
-# -- the page -------------------------------------------------------------------------------------
-
-
 def _page(summary: Facts, svg: Mapping[str, str]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
@@ -127,101 +122,12 @@ def _page(summary: Facts, svg: Mapping[str, str]) -> str:
         "split": lambda row: " / ".join(_seconds(row[name]) for name in PARTS),
     }  # fmt: skip
     environment.filters.update(texts)
-    headline, kind = _headline(summary)
-    names = ("cdf", "time", "rates", "nodes", "tenants", "ratio")
     return environment.get_template("page.html").render(
-        run={"workload": summary["run"].get("workload"), "url": summary["run"].get("url")},
+        run=summary["run"],
         summary=summary,
-        pictures={name: svg.get(name) for name in names},
-        note=summary["note"],
-        headline=headline,
-        kind=kind,
-        cards=_cards(summary),
-        facts=list(_facts(summary)),
-        findings=list(_findings(summary)),
+        pictures={name: svg.get(name) for name in _PICTURES},
         parts=_PARTS,
     )
-
-
-def _headline(summary: Facts) -> tuple[str, str]:
-    """What came of it, and whether that is good or bad (or nothing)."""
-    slo, requests = summary["slo"], summary["requests"]
-    if not requests:
-        return "No request was made", "bad"
-    if slo["met"] is None:
-        return f"{requests:,} requests, no objective", ""
-    if slo["passed"] is None:
-        return f"{requests:,} requests; {own_objective(slo)}", ""
-    word, kind = ("met", "good") if slo["passed"] else ("missed", "bad")
-    of = f"{_percent(slo['met'])} of {requests:,} requests within it"
-    return f"SLO {word}: {of}, {_percent(slo['share'])} required", kind
-
-
-def own_objective(slo: Facts) -> str:
-    """How far an objective was met that nobody requested: the endpoint's own."""
-    return f"{slo['basis']} objective: {_percent(slo['met'])} met"
-
-
-def _cards(summary: Facts) -> tuple[tuple[str, str], ...]:
-    def median_and_p99(key: str) -> str:
-        p50, p99 = (_seconds(summary[key][q]) for q in ("p50", "p99"))
-        return f"{p50.removesuffix(' s')} / {p99}"
-
-    def rate(key: str) -> str:
-        return "–" if summary[key] is None else f"{_number(summary[key])} req/s"
-
-    return (
-        ("requests", _count(summary["requests"])),
-        ("failed", _count(summary["failed"])),
-        ("offered", rate("rate_rps")),
-        ("goodput", rate("goodput_rps")),
-        ("TTFT p50 / p99", median_and_p99("ttft_s")),
-        ("inter-token p50 / p99", median_and_p99("itl_s")),
-        ("end-to-end p50 / p99", median_and_p99("e2e_s")),
-        ("output tokens/s", _number(summary["output_tokens_per_s"])),
-    )
-
-
-def _facts(summary: Facts) -> Iterator[tuple[str, str]]:
-    """What was run, by name."""
-    run = summary["run"]
-    for key in _RUN_KEYS:
-        value = run.get(key)
-        if value is not None:
-            text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-            yield key.replace("_", " "), text
-    if summary["paced_requests"]:
-        paced = [str(row.get("node")) for row in run.get("nodes") or () if row.get("paced")]
-        names = ", ".join(paced) or "nodes"
-        yield "paced", f"emulated: {names} spend time as the hardware they are paced as"
-
-
-def _findings(summary: Facts) -> Iterator[str]:
-    """Reuse, prediction and fairness, a sentence each."""
-    cached, prediction = summary["cached_tokens"], summary["prediction"]
-    expected = cached["expected_where_told"]
-    if cached["told_requests"] and expected:
-        yield (
-            f"Cached tokens: {expected:,} expected with an unlimited cache, {cached['actual']:,} "
-            f"found ({_percent(cached['actual'] / expected)}): {cached['device']:,} on the device, "
-            f"{cached['host']:,} loaded; reported of {cached['told_requests']:,} requests."
-        )
-    elif cached["expected"]:
-        yield (
-            f"Cached tokens: {cached['expected']:,} expected with an unlimited cache; the endpoint "
-            "does not report what was found."
-        )
-    if prediction["requests"]:
-        error = prediction["client_error"]
-        router = ""
-        if prediction["router_requests"]:
-            router = f"; by {_percent(prediction['router_error']['p50'])} of what the router saw"
-        yield (
-            f"Predicted TTFT: off by {_percent(error['p50'])} (median), {_percent(error['p90'])} "
-            f"(p90) of what the client saw, over {prediction['requests']:,} requests{router}."
-        )
-    if summary["jain"] is not None:
-        yield f"Jain's index: {summary['jain']:.3f} ({summary['jain_of']})."
 
 
 # Text for people; a dash stands for what is not known.
@@ -235,11 +141,11 @@ def _seconds(value: float | None) -> str:
     return "–" if value is None else seconds(value)
 
 
-def _number(value: float | None) -> str:
+def _number(value: float | None, unit: str = "") -> str:
     """Three digits that mean something."""
     if value is None:
         return "–"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}") + unit
 
 
 def _count(value: int | None) -> str:

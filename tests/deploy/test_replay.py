@@ -121,7 +121,7 @@ async def test_an_objective_that_was_not_asked_for_cannot_be_missed(tmp_path: Pa
     async with rude({"/v1/models": cards, "/v1/nodes": nodes}) as server:
         words = (*common, "--url", server.url)
         code, out, _ = await ran(*words, "--out", tmp_path / "own")
-        assert (code, "idle objective: 50.0 % met" in out) == (0, True)
+        assert (code, "idle objective: 50.0% met" in out) == (0, True)
         assert "missed" not in out
         code, out, _ = await ran(*words, "--slo-share", "0.9", "--out", tmp_path / "asked")
         assert (code, "SLO missed: 50.0%, 90.0% required" in out) == (1, True)
