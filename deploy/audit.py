@@ -34,7 +34,7 @@ PIP_AUDIT = "pip-audit==2.10.1"
 _TIMEOUT_S = 240.0
 # Local builds are in no service; with fewer of the packages known, it was no audit.
 _LEAST_KNOWN = 0.8
-_PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)")
+_PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 
 
 class AuditError(RuntimeError):
@@ -78,7 +78,7 @@ class Rules(BaseModel, extra="forbid"):
     accepted: list[Accepted]
 
 
-def read_rules(path: Path = RULES) -> Rules:
+def read_rules(path: Path) -> Rules:
     """The local rules.
 
     Raises:
@@ -89,8 +89,7 @@ def read_rules(path: Path = RULES) -> Rules:
 
 def pins(lock: str) -> dict[str, str]:
     """Package -> version of each line of a lock that pins one; names as PyPI normalises them."""
-    found = (_PIN.match(line) for line in lock.splitlines())
-    return {canonicalize_name(m[1]): m[2] for m in found if m}
+    return {canonicalize_name(found[1]): found[2] for found in _PIN.finditer(lock)}
 
 
 def below_floors(pinned: Mapping[str, str], rules: Rules) -> list[Finding]:
@@ -108,6 +107,7 @@ def findings(report: Any) -> list[Finding]:
     Raises:
         AuditError: it is not such a report, or its service knew too few of the packages.
     """
+    found = []
     try:
         packages = report["dependencies"]
         known = [package for package in packages if "skip_reason" not in package]
@@ -116,15 +116,14 @@ def findings(report: Any) -> list[Finding]:
                 f"its advisory service knew {len(known)} of {len(packages)} packages: it cannot "
                 "be reached from here, or is a mirror without advisories"
             )
-        found = []
         for package in known:
             for advisory in package["vulns"]:
                 names = frozenset({advisory["id"], *advisory.get("aliases", ())})
                 fixed = tuple(advisory.get("fix_versions", ()))
                 found.append(Finding(package["name"], package["version"], names, fixed))
-        return found
     except (KeyError, TypeError) as error:
         raise AuditError(f"pip-audit's report has another shape than expected: {error!r}") from None
+    return found
 
 
 def faults(found: list[Finding], rules: Rules, today: datetime.date) -> list[str]:
@@ -141,12 +140,10 @@ def faults(found: list[Finding], rules: Rules, today: datetime.date) -> list[str
 
 def unused(found: list[Finding], rules: Rules) -> list[str]:
     """Accepted advisories that are in no package of the lock."""
-    names = {entry.advisory for entry in rules.accepted}
-    names = names.difference(*(finding.advisories for finding in found))
-    return [
-        f"{RULES.name}: {name} is in no package of the lock any more: drop the entry"
-        for name in sorted(names)
-    ]
+    accepted = {entry.advisory for entry in rules.accepted}
+    names = accepted.difference(*(finding.advisories for finding in found))
+    why = "is in no package of the lock any more: drop the entry"
+    return [f"{RULES.name}: {name} {why}" for name in sorted(names)]
 
 
 def report_of(lock: Path) -> Any:
@@ -164,10 +161,9 @@ def report_of(lock: Path) -> Any:
     ]  # fmt: skip
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        return json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         raise AuditError(f"pip-audit took over {_TIMEOUT_S:g} s") from None
-    try:
-        return json.loads(done.stdout)
     except ValueError:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise AuditError(f"pip-audit gave no report: {last[:300]}") from None
@@ -177,28 +173,24 @@ def main(arguments: list[str] | None = None) -> int:
     """Audit a lock; 1 if something in it is known to be vulnerable and not accepted."""
     parser = argparse.ArgumentParser(prog="python -m deploy.audit", description=__doc__)
     parser.add_argument("lock", nargs="?", type=Path, default=ROOT / "requirements.lock")
-    options = parser.parse_args(arguments)
-    today = datetime.datetime.now(datetime.UTC).date()
+    lock = parser.parse_args(arguments).lock
     try:
-        rules = read_rules()
-        pinned = pins(options.lock.read_text(encoding="utf-8"))
+        rules, pinned = read_rules(RULES), pins(lock.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         print(f"audit: {error}", file=sys.stderr)
         return 1
-    found = below_floors(pinned, rules)
-    wrong = []
+    found, wrong = below_floors(pinned, rules), []
     try:
-        found += findings(report_of(options.lock))
+        found += findings(report_of(lock))
         wrong = unused(found, rules)
         by = "pip-audit and the floors"
     except AuditError as error:
         print(f"audit: pip-audit NOT done: {error}", file=sys.stderr)
         by = f"the {len(rules.floors)} floors of {RULES.name} alone"
-    wrong += faults(found, rules, today)
-    for fault in wrong:
-        print(f"audit: {fault}", file=sys.stderr)
-    name = f"{len(pinned)} packages of {options.lock.name}"
-    print(f"audit: {name} by {by}: {len(wrong)} fault(s)", file=sys.stderr)
+    wrong += faults(found, rules, datetime.datetime.now(datetime.UTC).date())
+    summary = f"{len(pinned)} packages of {lock.name} by {by}: {len(wrong)} fault(s)"
+    for line in (*wrong, summary):
+        print(f"audit: {line}", file=sys.stderr)
     return 1 if wrong else 0
 
 

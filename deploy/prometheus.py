@@ -14,7 +14,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -106,79 +107,57 @@ def configuration(
     return yaml.safe_dump(data, sort_keys=False)
 
 
-class Prometheus:
-    """A running server; use as a context manager. `url` is where it answers.
+@contextmanager
+def prometheus(
+    jobs: Mapping[str, Sequence[str]],
+    rules: Sequence[Path] = (),
+    interval_s: float = 1.0,
+    port: int = 0,
+) -> Iterator[str]:
+    """A server that runs as long as the block; gives its URL. It ends with the calling thread.
 
-    To be started by a thread that lives as long as it: the server ends with that thread.
+    Raises:
+        PrometheusError: it is not here, or did not start.
     """
-
-    def __init__(
-        self,
-        jobs: Mapping[str, Sequence[str]],
-        rules: Sequence[Path] = (),
-        interval_s: float = 1.0,
-        port: int = 0,
-    ) -> None:
-        self._configuration = configuration(jobs, rules, interval_s)
-        self._port = port
-        self._process: subprocess.Popen[bytes] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self.url = ""
-
-    def __enter__(self) -> Prometheus:
-        program = tool("prometheus")
-        self._folder = tempfile.TemporaryDirectory(prefix="kappa-prometheus-")
-        try:
-            self._start(program, Path(self._folder.name))
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _start(self, program: Path, folder: Path) -> None:
-        file, log = folder / "prometheus.yml", folder / "log.txt"
-        file.write_text(self._configuration, encoding="utf-8")
-        address = f"127.0.0.1:{self._port or free_port('127.0.0.1')}"
-        self.url = f"http://{address}"
+    program, address = tool("prometheus"), f"127.0.0.1:{port or free_port('127.0.0.1')}"
+    url = f"http://{address}"
+    with tempfile.TemporaryDirectory(prefix="kappa-prometheus-") as folder:
+        file, log = Path(folder) / "prometheus.yml", Path(folder) / "log.txt"
+        file.write_text(configuration(jobs, rules, interval_s), encoding="utf-8")
         command = [
             str(program),
             f"--config.file={file}",
-            f"--storage.tsdb.path={folder / 'data'}",
+            f"--storage.tsdb.path={folder}/data",
             f"--web.listen-address={address}",
         ]
         with log.open("wb") as output:
             # It would outlive whoever is killed: the kernel ends it.
-            process = self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True, preexec_fn=partial(_die_with, os.getpid()),
             )  # fmt: skip
-        until_s = time.monotonic() + _START_TIMEOUT_S
-        while process.poll() is None and time.monotonic() < until_s:
+        try:
+            until_s = time.monotonic() + _START_TIMEOUT_S
+            while not _answers(f"{url}/-/ready"):
+                if process.poll() is not None or time.monotonic() > until_s:
+                    last = log.read_text(encoding="utf-8").strip().splitlines()[-5:]
+                    raise PrometheusError("Prometheus did not start:\n" + "\n".join(last))
+                time.sleep(0.1)
+            yield url
+        finally:
+            process.terminate()
             try:
-                if httpx.get(f"{self.url}/-/ready", timeout=2.0).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.1)
-        last = log.read_text(encoding="utf-8").strip().splitlines()[-5:]
-        raise PrometheusError("Prometheus did not start:\n" + "\n".join(last))
-
-    def stop(self) -> None:
-        """End the server and drop its data; safe to call twice."""
-        if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(_STOP_TIMEOUT_S)
+                process.wait(_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+                process.kill()
+                process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2.0).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def _die_with(parent: int) -> None:

@@ -22,7 +22,7 @@ import typer
 
 from deploy.commands.console import fail, warn
 from deploy.commands.serve import Config, Policy, Port, interrupt, running, settings_or_exit
-from deploy.prometheus import Prometheus, PrometheusError, ray_targets, tool
+from deploy.prometheus import PrometheusError, prometheus, ray_targets, tool
 from loadtest.client import EndpointError
 from loadtest.sessions import chat_sessions, replay
 from workload.sessions import demo_sessions_path, read_sessions
@@ -72,18 +72,18 @@ def dashboards(
                 "kappa": [cluster.url.removeprefix("http://")],
                 "ray": ray_targets(os.getpid()),
             }
-            with Prometheus(jobs, rules, _INTERVAL_S, prometheus_port) as server:
+            with prometheus(jobs, rules, _INTERVAL_S, prometheus_port) as prometheus_url:
                 print(
                     f"endpoint    {cluster.url}/v1 (metrics: {cluster.url}/metrics)\n"
-                    f"Prometheus  {server.url} (rules: {server.url}/rules)\n"
+                    f"Prometheus  {prometheus_url} (rules: {prometheus_url}/rules)\n"
                     f"Dashboards, for your Grafana with that Prometheus as data source:\n{files}\n"
                     "Which panels have data: .venv/bin/python -m dashboards.check --prometheus "
-                    f"{server.url}\nCtrl-C stops all of it.",
+                    f"{prometheus_url}\nCtrl-C stops all of it.",
                     flush=True,
                 )
                 asyncio.run(_traffic(cluster.url, sessions, seconds))
                 if seconds is not None:
-                    raise typer.Exit(_evaluate(server.url, seconds, picture))
+                    raise typer.Exit(_evaluate(prometheus_url, seconds, picture))
     except (PrometheusError, EndpointError) as error:
         fail(str(error))
     except KeyboardInterrupt:
@@ -111,12 +111,12 @@ async def _traffic(url: str, count: int, seconds: float | None) -> None:
             warn(f"requests that failed: {dict(errors)}")
 
 
-def _evaluate(prometheus: str, seconds: float, picture: Path | None) -> int:
+def _evaluate(prometheus_url: str, seconds: float, picture: Path | None) -> int:
     """Print which panels had data, draw them; 1 if one that must have some had none."""
     from dashboards.check import ask, report
     from dashboards.sheet import draw
 
-    answers = ask(prometheus, seconds, _RATE_WINDOW_S, time.time())
+    answers = ask(prometheus_url, seconds, _RATE_WINDOW_S, time.time())
     print(report(answers))
     if picture is not None:
         draw(answers, picture)

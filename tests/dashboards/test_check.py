@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from dashboards import build, check, sheet
-from deploy.prometheus import Prometheus, PrometheusError, ray_targets
+from deploy.prometheus import PrometheusError, prometheus, ray_targets
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def server():
     try:
-        with Prometheus({"nobody": ["127.0.0.1:1"]}, interval_s=0.2) as running:
+        with prometheus({"nobody": ["127.0.0.1:1"]}, interval_s=0.2) as running:
             yield running
     except PrometheusError as error:
         pytest.skip(str(error))
@@ -36,7 +36,7 @@ def with_expression(tmp_path, expr):
 
 
 def test_a_prometheus_without_our_metrics_fails_the_check(server, capsys):
-    assert check.main(["--prometheus", server.url, "--window", "10"]) == 1
+    assert check.main(["--prometheus", server, "--window", "10"]) == 1
     said = capsys.readouterr().out
     assert "Goodput: MISSING" in said
     assert "GPU power: may be empty: NVML" in said
@@ -44,22 +44,20 @@ def test_a_prometheus_without_our_metrics_fails_the_check(server, capsys):
 
 def test_a_query_with_data_is_not_missing(server, tmp_path):
     folder = with_expression(tmp_path, "vector($slo_target) + 0 * time()")
-    answers = check.ask(server.url, 10.0, 5.0, time.time(), folder)
+    answers = check.ask(server, 10.0, 5.0, time.time(), folder)
     assert not answers[0].is_missing
     assert answers[0].series[0].points[-1][1] == 0.95
     assert answers[1].is_missing
 
 
 def test_a_query_of_nothing_but_nan_is_missing(server, tmp_path):
-    answers = check.ask(
-        server.url, 10.0, 5.0, time.time(), with_expression(tmp_path, "vector(0/0)")
-    )
+    answers = check.ask(server, 10.0, 5.0, time.time(), with_expression(tmp_path, "vector(0/0)"))
     assert answers[0].is_missing
 
 
 def test_a_refused_query_is_an_error(server, tmp_path):
     with pytest.raises(check.CheckError, match="sum by"):
-        check.ask(server.url, 10.0, 5.0, time.time(), with_expression(tmp_path, "sum by (a"))
+        check.ask(server, 10.0, 5.0, time.time(), with_expression(tmp_path, "sum by (a"))
 
 
 def test_nobody_there_is_an_error(capsys):
@@ -97,8 +95,8 @@ def test_the_sheet_is_drawn_for_every_kind_of_panel(tmp_path):
 
 def test_the_server_ends_with_whoever_started_it(server, tmp_path):
     program = (
-        "import time\nfrom deploy.prometheus import Prometheus\n"
-        "with Prometheus({}) as p:\n    print(p.url, flush=True)\n    time.sleep(60)\n"
+        "import time\nfrom deploy.prometheus import prometheus\n"
+        "with prometheus({}) as url:\n    print(url, flush=True)\n    time.sleep(60)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program],

@@ -5,7 +5,7 @@ import typer
 from typer.testing import CliRunner
 
 from deploy.commands.dashboards import dashboards
-from deploy.prometheus import Prometheus, PrometheusError, tool
+from deploy.prometheus import PrometheusError, prometheus, tool
 
 
 @pytest.fixture
@@ -70,5 +70,5 @@ def test_a_program_on_the_path_is_taken(bare):
 
 def test_a_server_that_ends_at_once_says_what_it_said(bare, monkeypatch):
     program(bare, "prometheus", "echo 'no room left' >&2; exit 3")
-    with pytest.raises(PrometheusError, match="no room left"), Prometheus({}):
+    with pytest.raises(PrometheusError, match="no room left"), prometheus({}):
         pass

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from dashboards import build, check
-from deploy.prometheus import Prometheus, PrometheusError, ray_targets
+from deploy.prometheus import PrometheusError, ray_targets
+from deploy.prometheus import prometheus as running_prometheus
 
 # Ray's agents report every ten seconds: two reports with traffic before them make a rate.
 TRAFFIC_S = 32.0
@@ -23,7 +24,7 @@ def prometheus(live):
     jobs = {"kappa": [live.url.removeprefix("http://")], "ray": ray_targets(live.pid)}
     assert jobs["ray"], "Ray's metrics agent has told no port"
     try:
-        with Prometheus(jobs, rules) as server:
+        with running_prometheus(jobs, rules) as server:
             yield server
     except PrometheusError as error:
         pytest.skip(str(error))
@@ -56,14 +57,14 @@ def test_every_panel_has_data_on_a_running_cluster(idle, prometheus, tmp_path):
     down = {}
 
     def answering():
-        targets = httpx.get(f"{prometheus.url}/api/v1/targets").json()["data"]["activeTargets"]
+        targets = httpx.get(f"{prometheus}/api/v1/targets").json()["data"]["activeTargets"]
         down.clear()
         down.update({t["scrapeUrl"]: t["lastError"] for t in targets if t["health"] != "up"})
         return targets and not down
 
     idle.until(answering, down)
 
-    answers = check.ask(prometheus.url, TRAFFIC_S, RATE_WINDOW_S, time.time())
+    answers = check.ask(prometheus, TRAFFIC_S, RATE_WINDOW_S, time.time())
     missing = [answer for answer in answers if answer.empty and not answer.absent]
     assert not missing, check.report(missing)
 
@@ -71,9 +72,9 @@ def test_every_panel_has_data_on_a_running_cluster(idle, prometheus, tmp_path):
     for uid in (board.uid for board in build.DASHBOARDS):
         text = (build.FOLDER / f"{uid}.json").read_text()
         (tmp_path / f"{uid}.json").write_text(text.replace("kappa_ttft_seconds", "kappa_tffts"))
-    broken = check.ask(prometheus.url, TRAFFIC_S, RATE_WINDOW_S, time.time(), tmp_path)
+    broken = check.ask(prometheus, TRAFFIC_S, RATE_WINDOW_S, time.time(), tmp_path)
     assert {"Goodput", "Time to first token"} <= {a.title for a in broken if a.is_missing}
 
-    rules = httpx.get(f"{prometheus.url}/api/v1/rules").json()["data"]["groups"]
+    rules = httpx.get(f"{prometheus}/api/v1/rules").json()["data"]["groups"]
     faulty = {r["name"]: r["lastError"] for g in rules for r in g["rules"] if r.get("lastError")}
     assert not faulty, json.dumps(faulty)

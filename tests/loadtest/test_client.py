@@ -23,7 +23,7 @@ from loadtest.client import (
     StreamFault,
     base_url,
 )
-from loadtest.cluster import survey
+from loadtest.cluster import Surveyed, survey
 from loadtest.journal import RequestRecord
 from tests.loadtest.rude_endpoint import Rude, rude
 
@@ -101,19 +101,24 @@ async def test_an_answer_that_never_ends_is_a_timeout_that_keeps_its_tokens() ->
     assert (record.error, record.generated_tokens) == ("timeout", 1)
 
 
-async def test_an_answer_that_is_not_http() -> None:
-    async def garble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def sent_to(answer: bytes) -> RequestRecord:
+    """One request to a server that answers with these bytes."""
+
+    async def write(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"SSH-2.0-what\r\n\r\n")
+        writer.write(answer)
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(garble, "127.0.0.1", 0)
+    server = await asyncio.start_server(write, "127.0.0.1", 0)
     async with server:
         fake = Rude()
         fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        record, _ = await sent(fake, "well x")
-    assert record.error == "protocol"
+        return (await sent(fake, "well x"))[0]
+
+
+async def test_an_answer_that_is_not_http() -> None:
+    assert (await sent_to(b"SSH-2.0-what\r\n\r\n")).error == "protocol"
 
 
 async def test_a_cancelled_request_says_so_and_keeps_what_came() -> None:
@@ -169,53 +174,78 @@ def test_a_bad_url_is_refused(url: str) -> None:
         base_url(url)
 
 
-@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
-def test_the_base_of_a_url(url: str) -> None:
-    assert base_url(url) == "http://h:1"
+def test_the_base_of_a_url_and_one_with_a_password_which_is_not_repeated() -> None:
+    for url in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"):
+        assert base_url(url) == "http://h:1"
+    with pytest.raises(EndpointError, match="give --key") as refused:
+        base_url("http://me:sesame@h:1/v1")
+    assert "sesame" not in str(refused.value)
 
 
-def models(*cards: dict[str, object]) -> object:
-    async def handler(_: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": list(cards)})
-
-    return handler
+Answers = dict[str, tuple[int, object]]
 
 
-async def nodes(_: web.Request) -> web.Response:
-    return web.json_response({"nodes": [{"node": "pcie"}]})
+async def surveyed(answers: Answers) -> Surveyed:
+    """What a survey finds at an endpoint with these answers by path."""
+
+    def handler(status: int, body: object) -> object:
+        async def answer(_: web.Request) -> web.Response:
+            return web.json_response(body, status=status)
+
+        return answer
+
+    routes = {path: handler(*answer) for path, answer in answers.items()}
+    async with rude(routes) as server:  # type: ignore[arg-type]
+        return await survey(server.url)
 
 
-async def test_a_survey_recognises_a_cluster_of_ours_and_vllm() -> None:
-    card = {"id": "m", "owned_by": "someone"}
-    async with rude({"/v1/models": models(card)}) as plain:  # type: ignore[dict-item]
-        found = await survey(plain.url)
-    assert (found.models, found.nodes, found.takes_ignore_eos) == (("m",), (), False)
-    routes = {"/v1/models": models(card), "/v1/nodes": nodes}
-    async with rude(routes) as ours:  # type: ignore[arg-type]
-        found = await survey(ours.url)
-    assert (found.nodes, found.takes_ignore_eos) == (({"node": "pcie"},), True)
-    card = {"id": "m", "owned_by": "vllm", "max_model_len": 4096}
-    async with rude({"/v1/models": models(card)}) as vllm:  # type: ignore[dict-item]
-        found = await survey(vllm.url)
-    assert (found.contexts, found.takes_ignore_eos) == ({"m": 4096}, True)
+def cards(*found: dict[str, object]) -> tuple[int, object]:
+    return 200, {"object": "list", "data": found}
 
 
-async def refuses(_: web.Request) -> web.Response:
-    return web.json_response({"error": {"message": "no"}}, status=401)
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({"/v1/models": cards({"id": "m", "owned_by": "someone"})}, ({}, (), False)),
+        (
+            {"/v1/models": cards({"id": "m"}), "/v1/nodes": (200, {"nodes": [{"node": "pcie"}]})},
+            ({}, ({"node": "pcie"},), True),
+        ),
+        (
+            {"/v1/models": cards({"id": "m", "owned_by": "vllm", "max_model_len": 4096})},
+            ({"m": 4096}, (), True),
+        ),
+        # Nodes of somebody else's.
+        (
+            {"/v1/models": cards({"id": "m"}), "/v1/nodes": (200, {"nodes": ["a", "b"]})},
+            ({}, (), False),
+        ),
+        ({"/v1/models": cards({"id": "m"}), "/version": (200, {"version": "1"})}, ({}, (), True)),
+    ],
+)
+async def test_a_survey_recognises_a_cluster_of_ours_and_vllm(
+    answers: Answers, expected: object
+) -> None:
+    found = await surveyed(answers)
+    assert found.models == ("m",)
+    assert (found.contexts, found.nodes, found.takes_ignore_eos) == expected
 
 
-async def test_a_survey_says_what_is_wrong_and_what_helps() -> None:
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ((401, {"error": {"message": "no"}}), "answers 401; give its key with --key"),
+        (cards(), "serves no model"),
+        ((200, {"nodes": []}), "not OpenAI's list of models"),
+    ],
+)
+async def test_a_survey_says_what_is_wrong_and_what_helps(
+    answer: tuple[int, object], why: str
+) -> None:
+    with pytest.raises(EndpointError, match=why):
+        await surveyed({"/v1/models": answer})
     with pytest.raises(EndpointError, match="nobody answers at http://127"):
         await survey(f"http://127.0.0.1:{free_port()}")
-    async with rude({"/v1/models": refuses}) as server:
-        with pytest.raises(EndpointError, match="answers 401; give its key with --key"):
-            await survey(server.url)
-    async with rude({"/v1/models": models()}) as server:  # type: ignore[dict-item]
-        with pytest.raises(EndpointError, match="serves no model"):
-            await survey(server.url)
-    async with rude({"/v1/models": nodes}) as server:
-        with pytest.raises(EndpointError, match="not OpenAI's list of models"):
-            await survey(server.url)
 
 
 async def test_a_retry_keeps_nothing_of_the_attempt_before() -> None:
@@ -242,41 +272,17 @@ async def test_a_key_that_the_endpoint_repeats_is_not_kept() -> None:
 
 
 async def test_headers_that_no_journal_can_hold_are_made_printable() -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 503 No\r\nx-request-id: \xff\r\nx-kappa-node: n\xfe\r\n")
-        writer.write(b"content-length: 6\r\n\r\n\x1b[31m!")
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        fake = Rude()
-        fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        record, _ = await sent(fake, "well x")
+    record = await sent_to(
+        b"HTTP/1.1 503 No\r\nx-request-id: \xff\r\nx-kappa-node: n\xfe\r\n"
+        b"content-length: 6\r\n\r\n\x1b[31m!"
+    )
     assert record.error == "503"
     for text in (record.request_id, record.node, record.error_detail):
         assert text and text.isprintable()
     assert msgspec.json.decode(msgspec.json.encode(record), type=RequestRecord) == record
 
 
-def test_a_url_with_a_password_is_refused_and_not_repeated() -> None:
-    with pytest.raises(EndpointError, match="give --key") as refused:
-        base_url("http://me:sesame@h:1/v1")
-    assert "sesame" not in str(refused.value)
-
-
-async def test_nodes_that_are_not_ours_are_none() -> None:
-    async def strange(_: web.Request) -> web.Response:
-        return web.json_response({"nodes": ["a", "b"]})
-
-    routes = {"/v1/models": models({"id": "m"}), "/v1/nodes": strange}
-    async with rude(routes) as server:  # type: ignore[arg-type]
-        found = await survey(server.url)
-    assert (found.nodes, found.takes_ignore_eos) == ((), False)
-
-
-# -- what is read from a stream, however it is cut into pieces
+# -- what is read from a stream, however it is cut into chunks
 
 
 def event(data: object) -> bytes:
@@ -294,9 +300,9 @@ def delta(reason: str | None = None, **said: object) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-def read(*pieces: bytes) -> tuple[Stream, list[int]]:
+def read(*chunks: bytes) -> tuple[Stream, list[int]]:
     stream = Stream()
-    counts = [stream.feed(piece) for piece in pieces]
+    counts = [stream.feed(chunk) for chunk in chunks]
     return stream, [*counts, stream.end()]
 
 
@@ -308,7 +314,7 @@ VLLM_CHAT = (
 
 
 @given(st.lists(st.integers(0, len(VLLM_CHAT)), max_size=12))
-def test_pieces_may_be_cut_anywhere(cuts: list[int]) -> None:
+def test_chunks_may_be_cut_anywhere(cuts: list[int]) -> None:
     ends = [0, *sorted(cuts), len(VLLM_CHAT)]
     stream, _ = read(*(VLLM_CHAT[a:b] for a, b in pairwise(ends)))
     assert (stream.outputs, stream.done, stream.finished) == (3, True, True)
@@ -316,7 +322,7 @@ def test_pieces_may_be_cut_anywhere(cuts: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "outputs"),
+    ("chunks", "outputs"),
     [
         ([text("a"), text("b", "length")], 2),
         ([text("a"), text("", "stop")], 1),  # the end alone is no token
@@ -329,19 +335,19 @@ def test_pieces_may_be_cut_anywhere(cuts: list[int]) -> None:
         ([delta(role="assistant", content="")], 0),
     ],
 )
-def test_what_counts_as_output(pieces: list[bytes], outputs: int) -> None:
-    assert read(*pieces)[0].outputs == outputs
+def test_what_counts_as_output(chunks: list[bytes], outputs: int) -> None:
+    assert read(*chunks)[0].outputs == outputs
 
 
-def test_a_piece_tells_how_many_outputs_ended_in_it() -> None:
+def test_a_chunk_tells_how_many_outputs_ended_in_it() -> None:
     stream, counts = read(text("a") + text("b"), text("c")[:10], text("c")[10:], DONE)
     assert counts == [2, 0, 1, 0, 0]
     assert stream.done
 
 
 def test_comments_line_ends_and_a_last_line_without_end() -> None:
-    pieces = b": ping\r\n\r\nevent: x\r\nid: 1\r\nretry: 5\r\n" + text("a").replace(b"\n", b"\r\n")
-    stream, counts = read(pieces, b"data: [DONE]")
+    chunks = b": ping\r\n\r\nevent: x\r\nid: 1\r\nretry: 5\r\n" + text("a").replace(b"\n", b"\r\n")
+    stream, counts = read(chunks, b"data: [DONE]")
     assert (stream.outputs, stream.done, counts) == (1, True, [1, 0, 0])
 
 
@@ -351,7 +357,7 @@ def test_a_stream_cut_within_an_event_is_just_not_finished() -> None:
 
 
 @pytest.mark.parametrize(
-    ("piece", "kind", "detail"),
+    ("chunk", "kind", "detail"),
     [
         (b"data: {oops\n", "bad_json", "oops"),
         (b'data: {"choices": 5}\n', "bad_json", "choices"),
@@ -362,10 +368,10 @@ def test_a_stream_cut_within_an_event_is_just_not_finished() -> None:
     ],
 )
 def test_a_stream_that_is_not_openais_is_refused_by_kind(
-    piece: bytes, kind: str, detail: str
+    chunk: bytes, kind: str, detail: str
 ) -> None:
     with pytest.raises(StreamFault, match=detail) as raised:
-        read(piece)
+        read(chunk)
     assert raised.value.kind == kind
 
 
