@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from loadtest.explain import why_slow, why_slow_tokens
 from loadtest.journal import ERROR_KINDS
-from loadtest.results import BASES, PARTS, TOKENS, Floats, Results
+from loadtest.results import BASES, PARTS, TOKENS, Floats, Objective
 
 _EXAMPLES = 3
 _BINS, _FIRST_BIN_S = 240, 0.25
@@ -26,16 +26,19 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _SLOWEST, _SLOWEST_TOKENS = 25, 10
 
 
-def figures(found: Results) -> dict[str, Any]:
-    """The figures of a run, ready for JSON; None where there is nothing to measure."""
-    table, c = found.table, pl.col
+def figures(table: pl.DataFrame, objective: Objective, is_closed: bool = False) -> dict[str, Any]:
+    """The figures of a run, ready for JSON; None where there is nothing to measure.
+
+    is_closed: sessions came when others had ended; rates are then over the whole run.
+    """
+    c = pl.col
     done, sent = table.filter(c.error == ""), table.filter(c.error != "prompt")
     duration_s = _span_s(sent["sent_s"], sent["ended_s"])
-    due_s = 0.0 if found.is_closed else _span_s(table["scheduled_s"], table["scheduled_s"])
+    due_s = 0.0 if is_closed else _span_s(table["scheduled_s"], table["scheduled_s"])
     window_s = due_s or duration_s
     output_tokens = int(done["generated_tokens"].sum())
     prompt = pl.when(c.prompt_tokens > 0).then("prompt_tokens").otherwise("input_tokens")
-    slo = _slo(found)
+    slo = _slo(table, objective)
     by_class = table.with_columns(c.bound.fill_null(""))
     return {
         "requests": table.height,
@@ -111,8 +114,7 @@ def _counts(values: pl.Series) -> dict[str, int]:
     return dict(counts.sort("len", descending=True, maintain_order=True).iter_rows())
 
 
-def _slo(found: Results) -> dict[str, Any]:
-    table, objective = found.table, found.objective
+def _slo(table: pl.DataFrame, objective: Objective) -> dict[str, Any]:
     basis = set(table["basis"])
     no_limit = int(table["met"].null_count())
     limited = max(table.height - no_limit, 1)

@@ -14,20 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import polars as pl
 
+from loadtest import journal
 from loadtest.explain import seconds
 from loadtest.figures import figures
-from loadtest.journal import (
-    OPTIONS,
-    RUN,
-    JournalError,
-    file_errors,
-    read_records,
-    read_run,
-    was_cut,
-    write_whole,
-)
-from loadtest.results import PARTS, Results, objective_of, results_of
+from loadtest.results import PARTS, objective_of, table_of
 
 SUMMARY, PARQUET, REPORT = "summary.json", "records.parquet", "report.html"
 
@@ -46,38 +38,38 @@ def write_report(folder: Path) -> dict[str, Any]:
     """Write the three files into `folder`; returns the summary.
 
     Raises:
-        JournalError: a file that cannot be read or written; names it, and the line.
+        journal.JournalError: a file that cannot be read or written; names it, and the line.
     """
-    run = read_run(folder)
+    run = journal.read_run(folder)
     try:
         objective = objective_of(run)
     except (ValueError, TypeError) as error:
-        raise JournalError(f"{folder / RUN}: {error}") from None
-    is_cut, options = was_cut(folder), run.get(OPTIONS) or {}
+        raise journal.JournalError(f"{folder / journal.RUN}: {error}") from None
+    is_cut, options = journal.was_cut(folder), run.get(journal.OPTIONS) or {}
     # Sessions that came when others had ended have no rate of their own.
     is_closed = options.get("closed") is not None
     is_closed = is_closed or str(options.get("arrivals")).startswith("closed")
-    found = results_of(read_records(folder), objective, is_closed=is_closed)
-    summary = figures(found)
+    table = table_of(journal.read_records(folder), objective)
+    summary = figures(table, objective, is_closed)
     summary |= {"note": " ".join(_notes(run, summary, is_cut)), "run": run}
-    with file_errors(folder, "the report cannot be written: "):
+    with journal.file_errors(folder, "the report cannot be written: "):
         part = folder / f".{PARQUET}.part"
-        found.table.write_parquet(part)
+        table.write_parquet(part)
         part.replace(folder / PARQUET)
         text = json.dumps(summary, indent=1, allow_nan=False)
-        write_whole(folder / SUMMARY, f"{text}\n".encode())
-        write_whole(folder / REPORT, _page(summary, drawn(found, summary)).encode())
+        journal.write_whole(folder / SUMMARY, f"{text}\n".encode())
+        journal.write_whole(folder / REPORT, _page(summary, drawn(table, summary)).encode())
     return summary
 
 
-def drawn(found: Results, summary: Facts) -> dict[str, str]:
+def drawn(table: pl.DataFrame, summary: Facts) -> dict[str, str]:
     """The pictures of the report as SVG, by name."""
     if not summary["requests"]:
         return {}
     # Costs a second to load: only for those who draw.
     from loadtest.plots import pictures
 
-    return pictures(found.table, summary)
+    return pictures(table, summary)
 
 
 def _notes(run: Facts, summary: Facts, is_cut: bool) -> Iterator[str]:

@@ -19,20 +19,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from kappa import slo
 from kappa.cost import step_model
 from kappa.hardware import NodeProfile
 from kappa.model import kv_bytes_per_token
 from kappa.shapes import model_shape
-from kappa.slo import (
-    TTFT_FLOOR_S,
-    TTFT_IDLE_FACTOR,
-    IdleSpeed,
-    Limits,
-    idle_tpot_s,
-    idle_ttft_s,
-    limits,
-    median_node,
-)
 from loadtest.journal import RequestRecord
 
 Floats = NDArray[np.float64]
@@ -88,29 +79,15 @@ null where there was no objective for it.
 """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Results:
-    """A run's requests as a table.
-
-    is_closed: whether sessions came when others had ended; rates are then over the whole run.
-    """
-
-    table: pl.DataFrame
-    objective: Objective
-    is_closed: bool = False
-
-
-def results_of(
-    records: Iterable[RequestRecord], objective: Objective, *, is_closed: bool = False
-) -> Results:
-    """Read records, once, into a table."""
+def table_of(records: Iterable[RequestRecord], objective: Objective) -> pl.DataFrame:
+    """The requests of a run, read once."""
     rest = iter(records)
     pieces = [pl.DataFrame(schema=SCHEMA)]
     while batch := list(islice(rest, _BATCH)):
         # A journal is JSON, where 2.0 may be written as 2 and the other way round.
         rows = pl.DataFrame(map(_row, batch), schema={**_RECORDED, **_REPORTED}, strict=False)
         pieces.append(objective.evaluated(_split(_timed(rows))).select(list(SCHEMA)))
-    return Results(pl.concat(pieces), objective, is_closed)
+    return pl.concat(pieces)
 
 
 def _row(record: RequestRecord) -> dict[str, Any]:
@@ -196,7 +173,7 @@ class Objective:
     ttft_s: float | None = None
     tpot_s: float | None = None
     share: float = SHARE
-    speeds: tuple[IdleSpeed, ...] = ()
+    speeds: tuple[slo.IdleSpeed, ...] = ()
     dilation: float = 1.0
     has_share: bool = False
 
@@ -245,20 +222,20 @@ class Objective:
             pl.Series(name, values, dtype=SCHEMA[name]) for name, values in columns.items()
         )
 
-    def _limits(self, table: pl.DataFrame) -> tuple[Limits, Floats, str]:
+    def _limits(self, table: pl.DataFrame) -> tuple[slo.Limits, Floats, str]:
         """Limits of each request, NaN or inf for none; its seconds idle, NaN if unknown; basis."""
         idle_ttft, idle_tpot = self._idle(table)
         unlimited = np.full(table.height, np.inf)
         if self.has_limits:
             ttft, tpot = (unlimited if limit is None else np.full(table.height, limit)
                           for limit in (self.ttft_s, self.tpot_s))  # fmt: skip
-            return Limits(ttft, tpot), idle_ttft, "given"
+            return slo.Limits(ttft, tpot), idle_ttft, "given"
         if self.speeds:
-            return limits(idle_ttft, idle_tpot, self.dilation), idle_ttft, "idle"
+            return slo.limits(idle_ttft, idle_tpot, self.dilation), idle_ttft, "idle"
         predicted = table["predicted_load_s"] + table["predicted_compute_s"]
         idle = predicted.to_numpy().astype(np.float64)
-        ttft = np.maximum(TTFT_FLOOR_S * self.dilation, TTFT_IDLE_FACTOR * idle)
-        return Limits(ttft, unlimited), idle, "predicted"
+        ttft = np.maximum(slo.TTFT_FLOOR_S * self.dilation, slo.TTFT_IDLE_FACTOR * idle)
+        return slo.Limits(ttft, unlimited), idle, "predicted"
 
     def _idle(self, table: pl.DataFrame) -> tuple[Floats, Floats]:
         """Idle TTFT and TPOT on the median node, the reusable prefix in its host tier."""
@@ -273,9 +250,9 @@ class Objective:
         cached = np.minimum(table["cached_tokens"].to_numpy(), np.maximum(prompt - 1, 0))
         kinds = list(dict.fromkeys(self.speeds))
         counts = [self.speeds.count(kind) for kind in kinds]
-        ttft = [idle_ttft_s(kind, cached, prompt - cached) for kind in kinds]
-        tpot = [idle_tpot_s(kind, prompt, output) for kind in kinds]
-        return median_node(ttft, counts), median_node(tpot, counts)
+        ttft = [slo.idle_ttft_s(kind, cached, prompt - cached) for kind in kinds]
+        tpot = [slo.idle_tpot_s(kind, prompt, output) for kind in kinds]
+        return slo.median_node(ttft, counts), slo.median_node(tpot, counts)
 
 
 def _positive_or(column: str, other: str) -> pl.Expr:
@@ -310,7 +287,7 @@ def objective_of(run: Mapping[str, Any]) -> Objective:
     )
 
 
-def _node_speeds(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[IdleSpeed, ...]:
+def _node_speeds(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[slo.IdleSpeed, ...]:
     """How fast each node of `GET /v1/nodes` is when idle; empty if one of them cannot be priced.
 
     A paced node is priced as the model that it emulates, any other as the model served: that one's
@@ -324,5 +301,5 @@ def _node_speeds(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[IdleSpe
         except (KeyError, TypeError, ValueError):
             return ()
         load_token_s = kv_bytes_per_token(shape) / profile.h2d_bytes_per_s
-        speeds.append(IdleSpeed(step_model(shape, profile), load_token_s, profile.load_fixed_s))
+        speeds.append(slo.IdleSpeed(step_model(shape, profile), load_token_s, profile.load_fixed_s))
     return tuple(speeds)

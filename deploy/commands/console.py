@@ -23,6 +23,10 @@ from rich.table import Table
 KEY_VARIABLES = ("KAPPA_API_KEY", "OPENAI_API_KEY")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+ClusterName = Annotated[
+    str, typer.Option(help="mixed, small, uniform, or a YAML or JSON file of nodes.")
+]
+ModelName = Annotated[str, typer.Option(help="Built-in name or config.json.")]
 ApiKey = Annotated[
     str | None, typer.Option(help="API key; default: $KAPPA_API_KEY or $OPENAI_API_KEY.")
 ]

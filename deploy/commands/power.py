@@ -18,17 +18,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from deploy.commands.console import (
-    Json,
-    api_key,
-    command,
-    fail,
-    machine,
-    percent,
-    print_json,
-    print_table,
-    print_text,
-)
+from deploy.commands import console
 from kappa.power import GpuPower, Waited, advise, gpu_power
 from loadtest.client import bearer
 from workers.power import INTERVAL_S, NoNvmlError, PowerMeter, PowerRow, sample_power, summary
@@ -68,25 +58,25 @@ def power(
     key: Annotated[
         str | None, typer.Option(help="API key of an operator; default: $KAPPA_API_KEY.")
     ] = None,
-    json_output: Json = False,
+    json_output: console.Json = False,
 ) -> None:
     """Watts against caps, and which cap the requests would not notice. Ctrl-C ends it early."""
     try:
         if url is None:
             result = _of_machine(seconds or _GPU_SECONDS, interval)
         else:
-            base, headers = url.rstrip("/"), bearer(api_key(key, ("KAPPA_API_KEY",)))
+            base, headers = url.rstrip("/"), bearer(console.api_key(key, ("KAPPA_API_KEY",)))
             interval_s = max(interval, _LEAST_CLUSTER_INTERVAL_S)
             with httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT_S) as client:
                 samples, decisions = watch(client, seconds or _CLUSTER_SECONDS, interval_s)
             result = cluster_power(base, samples, decisions, tolerance)
     except NoNvmlError as error:
-        fail(f"error: {error}; for a running cluster's nodes, give --url", 2)
+        console.fail(f"error: {error}; for a running cluster's nodes, give --url", 2)
     except PowerError as error:
-        fail(f"error: {error}", 2)
-    result |= {"machine": machine(), "command": command()}
+        console.fail(f"error: {error}", 2)
+    result |= {"machine": console.machine(), "command": console.command()}
     if json_output:
-        print_json(result)
+        console.print_json(result)
     elif url is None:
         _print_gpus(result)
     else:
@@ -130,7 +120,7 @@ def watch(
         return samples, answer.json()["decisions"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         raise PowerError(
-            f"{client.base_url} cannot be asked for its nodes: {error}. Start a cluster with "
+            f"{client.base_url} does not answer with its nodes: {error}. Start a cluster with "
             "`kappa serve`, or give --url (and --key where nodes are an operator's to see)"
         ) from None
 
@@ -224,16 +214,16 @@ def _print_nodes(result: dict[str, Any]) -> None:
         rows.append((
             row["node"], row["gpu"], *(_watts(row[key]) for key in ("mean_w", "max_w", "cap_w")),
             "-" if joules is None else f"{joules:.3g}", _watts(advice.get("cap_w")),
-            percent(advice.get("ttft_growth")), _watts(row["freed_w"]),
+            console.percent(advice.get("ttft_growth")), _watts(row["freed_w"]),
         ))  # fmt: skip
         names[row["source"]].append(row["node"])
-    print_table(None, columns, rows, left=2)
+    console.print_table(None, columns, rows, left=2)
     sources = [f"{', '.join(names[s])}: {_SOURCES[s]}" for s in sorted(names) if s]
     advice = (
         f"{result['freed_w']:.0f} W could be freed at a mean TTFT within "
         f"{result['tolerance']:.1%}; advice only, nothing was changed"
     )
-    print_text("\n".join([*sources, advice]))
+    console.print_text("\n".join([*sources, advice]))
 
 
 def _print_gpus(result: dict[str, Any]) -> None:
@@ -242,12 +232,12 @@ def _print_gpus(result: dict[str, Any]) -> None:
         (
             f"{gpu['index']} {gpu['name']}", str(gpu["samples"]),
             *(_watts(gpu[key]) for key in ("mean_w", "max_w", "limit_w")),
-            percent(gpu["share_of_limit"], 0),
+            console.percent(gpu["share_of_limit"], 0),
         )
         for gpu in result["gpus"]
     ]  # fmt: skip
-    print_table(None, columns, rows)
-    print_text(f"{result['command']}  on {result['machine']}")
+    console.print_table(None, columns, rows)
+    console.print_text(f"{result['command']}  on {result['machine']}")
 
 
 def _watts(value: float | None) -> str:

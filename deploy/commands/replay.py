@@ -21,18 +21,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from deploy.commands.console import (
-    ApiKey,
-    Json,
-    api_key,
-    bad_parameter,
-    print_json,
-    print_table,
-    print_text,
-    seconds,
-    warn,
-    with_options,
-)
+from deploy.commands import console
 from loadtest.client import EndpointError, EndpointSettings
 from loadtest.cluster import Surveyed, survey
 from loadtest.journal import OPTIONS, Journal, JournalError, locked, read_run
@@ -44,14 +33,14 @@ from workload.replay import ReplaySession
 _SECRET = ("--key", "--tenant-key")
 
 
-@with_options(LoadOptions)
+@console.with_options(LoadOptions)
 def replay(
     options: LoadOptions,
     ctx: typer.Context,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that Ctrl-C leaves to streams.")
     ] = 10.0,
-    key: ApiKey = None,
+    key: console.ApiKey = None,
     tenant_key: Annotated[
         list[str] | None, typer.Option(help="TENANT=KEY, for requests of a workload's tenant.")
     ] = None,
@@ -64,10 +53,10 @@ def replay(
     out: Annotated[Path | None, typer.Option(help="Folder of the results.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     report: Annotated[Path | None, typer.Option(help="Only report anew on this folder.")] = None,
-    json_output: Json = False,
+    json_output: console.Json = False,
 ) -> None:
     """Replay a workload against an OpenAI endpoint: latencies, goodput, errors, and why."""
-    with bad_parameter():
+    with console.bad_parameter():
         if report is not None:
             _report(report, json_output)
             return
@@ -99,7 +88,7 @@ def replay(
             played = _play(journal, endpoint, settings, traffic, options.requests)
             figures = _report(folder, json_output)
         except (OSError, JournalError) as error:
-            warn(f"no report: {error}")
+            console.warn(f"no report: {error}")
             raise typer.Exit(1) from None
     if played is None:
         raise typer.Exit(1)
@@ -137,11 +126,11 @@ def _ready(
             raise ValueError(f"{error}. Nothing was sent; {remedy}") from None
         if not is_new:
             raise
-        warn(str(error))
+        console.warn(str(error))
     if surveyed is not None and not options.model:
         options = replace(options, model=surveyed.models[0])
     elif surveyed is not None and options.model not in surveyed.models:
-        warn(f"{options.url} lists {', '.join(surveyed.models)}, not {options.model!r}")
+        console.warn(f"{options.url} lists {', '.join(surveyed.models)}, not {options.model!r}")
     return options, surveyed, options.replay(workload, surveyed)
 
 
@@ -159,7 +148,7 @@ def _play(
         with showing(counts, total, Console(stderr=True)):
             played = asyncio.run(play(endpoint, settings, traffic, journal, counts))
     except (OSError, ValueError) as error:
-        warn(f"the run could not go on: {error}")
+        console.warn(f"the run could not go on: {error}")
     finally:
         journal.close()
     client = counts.to_dict()
@@ -193,7 +182,7 @@ def _objective(
 
 
 def _keys(key: str | None, tenant_keys: list[str] | None) -> dict[str, str]:
-    default = api_key(key)
+    default = console.api_key(key)
     keys = {"": default} if default else {}
     for given in tenant_keys or []:
         tenant, _, value = given.partition("=")
@@ -234,19 +223,19 @@ def _report(folder: Path, json_output: bool) -> dict[str, Any]:
 
     figures = write_report(folder)
     if json_output:
-        print_json({**figures, "folder": str(folder)})
+        console.print_json({**figures, "folder": str(folder)})
         return figures
     note = f". {figures['note']}" if figures["note"] else ""
-    print_text(
+    console.print_text(
         f"{figures['requests']:,} requests, {figures['completed']:,} completed, "
         f"{figures['failed']:,} failed, in {figures['duration_s']:,.1f} s{note}"
     )
     quantiles = ("mean", "p50", "p90", "p99", "max")
     times = [
-        (name.removesuffix("_s").upper(), *(seconds(figures[name][q]) for q in quantiles))
+        (name.removesuffix("_s").upper(), *(console.seconds(figures[name][q]) for q in quantiles))
         for name in ("ttft_s", "itl_s", "tpot_s", "e2e_s", "late_s")
     ]
-    print_table(None, ("", *quantiles), times)
+    console.print_table(None, ("", *quantiles), times)
     lines, slo = [], figures["slo"]
     if slo["met"] is not None:
         result = f"{slo['basis']} objective: {slo['met']:.1%} met"
@@ -257,5 +246,5 @@ def _report(folder: Path, json_output: bool) -> dict[str, Any]:
         lines.append(f"{result} ({slo['meaning']}), {goodput}")
     lines += [f"{k}: {e['count']:,} ({e['meaning']})" for k, e in figures["errors"].items()]
     lines += [*slowest_lines(figures), f"report: {folder / REPORT}"]
-    print_text("\n".join(lines))
+    console.print_text("\n".join(lines))
     return figures

@@ -15,16 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from deploy.commands.console import (
-    Json,
-    bad_parameter,
-    number,
-    percent,
-    print_json,
-    print_table,
-    print_text,
-    seconds,
-)
+from deploy.commands import console
 from kappa.shapes import model_shape
 from router.admission import AdmissionRule
 from router.policies import policy_named
@@ -51,13 +42,11 @@ _DOWN_S = 60.0
 
 
 def simulate(
-    cluster: Annotated[
-        str, typer.Option(help="mixed, small, uniform, or a YAML or JSON file of nodes.")
-    ] = "mixed",
+    cluster: console.ClusterName = "mixed",
     trace: Annotated[str, typer.Option(help="A built-in workload or a trace file.")] = (
         "narrativeqa"
     ),
-    model: Annotated[str, typer.Option(help="Built-in name or config.json.")] = "llama-3.1-8b",
+    model: console.ModelName = "llama-3.1-8b",
     policy: Annotated[str, typer.Option(help="Who decides; name:key=value,… for some.")] = "priced",
     scheduler: Annotated[
         str, typer.Option(help=f"In every node: {', '.join(SCHEDULERS)}.")
@@ -90,10 +79,10 @@ def simulate(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="As many nodes of the cluster's mix.")
     ] = None,
-    json_output: Json = False,
+    json_output: console.Json = False,
 ) -> None:
     """Play a workload on a simulated cluster and measure it."""
-    with bad_parameter():
+    with console.bad_parameter():
         known("scheduler", scheduler, SCHEDULERS)
         known("misprofile", misprofile, MISPROFILES)
         policy_named(policy, seed=seed)
@@ -122,8 +111,8 @@ def simulate(
             failures=drawn_failures(count, failures, horizon_s, _DOWN_S, seed),
             stragglers=drawn_stragglers(count, stragglers, horizon_s, _WRONG_FACTOR, seed),
         )  # fmt: skip
-        console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        terminal = Console(stderr=True)
+        with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
             task = bar.add_task("requests", total=traffic.requests)
             outcome = run(
                 config.replaced(faults=faults), traffic=traffic, timer=time.perf_counter,
@@ -131,7 +120,7 @@ def simulate(
             )  # fmt: skip
         summary = outcome.summary()
     if json_output:
-        print_json(summary)
+        console.print_json(summary)
     else:
         _print(summary)
 
@@ -150,7 +139,7 @@ def known(what: str, name: str, names: Any) -> None:
 
 def _print(summary: dict[str, Any]) -> None:
     load = "" if summary["load"] is None else f", load {summary['load']:g}"
-    print_text(
+    console.print_text(
         f"{summary['trace']} on {summary['cluster']}: {summary['policy']}, "
         f"{summary['scheduler']}, {summary['rate_rps']:.4g} requests/s{load}, "
         f"seed {summary['seed']}\n"
@@ -159,26 +148,26 @@ def _print(summary: dict[str, Any]) -> None:
         f"goodput {summary['goodput_rps']:.4g} requests/s"
     )
     times = [
-        (key.removesuffix("_s").upper(), *map(seconds, summary[key].values()))
+        (key.removesuffix("_s").upper(), *map(console.seconds, summary[key].values()))
         for key in ("ttft_s", "tpot_s", "e2e_s")
     ]
-    print_table(None, ("", "mean", "p50", "p90", "p99"), times)
+    console.print_table(None, ("", "mean", "p50", "p90", "p99"), times)
     keys = (
         "cost_per_mtok", "energy_j_per_tok", "budget_fill", "scheduled_tokens", "vram_fill",
         "max_wait_s", "max_skips", "jain",
     )  # fmt: skip
-    p50, p99 = (number(summary["decision_us"][q]) for q in ("p50", "p99"))
+    p50, p99 = (console.number(summary["decision_us"][q]) for q in ("p50", "p99"))
     decision = ("decision_us p50, p99", f"{p50}, {p99} (on this machine)")
-    figures = [*((key, number(summary[key])) for key in keys), decision]
-    print_table(None, ("figure", "value"), figures)
+    figures = [*((key, console.number(summary[key])) for key in keys), decision]
+    console.print_table(None, ("figure", "value"), figures)
     columns = ("node", "requests", "gpu busy", "link busy", "device", "cached", "new tokens", "κ")
     counts = ("device_tokens", "cached_tokens", "new_tokens")
     shares = [
         (
-            node["name"], f"{node['requests']:,}", percent(node["gpu_busy"], 0),
-            percent(node["link_busy"], 0), *(f"{node[key]:,}" for key in counts),
-            number(node["kappa_p50"]),
+            node["name"], f"{node['requests']:,}", console.percent(node["gpu_busy"], 0),
+            console.percent(node["link_busy"], 0), *(f"{node[key]:,}" for key in counts),
+            console.number(node["kappa_p50"]),
         )
         for node in summary["nodes"]
     ]  # fmt: skip
-    print_table(None, columns, shares)
+    console.print_table(None, columns, shares)

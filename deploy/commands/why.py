@@ -41,7 +41,7 @@ def why(
     key: ApiKey = None,
     json_output: Json = False,
 ) -> None:
-    """Tell where a request's time went."""
+    """Show where a request's time went."""
     url = url.rstrip("/")
     path = f"{url}/v1/decisions/{quote(request_id, safe='')}"
     try:

@@ -12,14 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from deploy.commands.console import (
-    Json,
-    bad_parameter,
-    percent,
-    print_json,
-    print_table,
-    print_text,
-)
+from deploy.commands import console
 from kappa.cost import kappa_crit
 from kappa.shapes import model_shape
 from loadtest.datasets import open_workload
@@ -36,10 +29,8 @@ def workload(
         str,
         typer.Argument(help="A built-in workload, a file, or hf:OWNER/NAME for a hub data set."),
     ],
-    cluster: Annotated[
-        str, typer.Option(help="mixed, small, uniform, or a YAML or JSON file of nodes.")
-    ] = "mixed",
-    model: Annotated[str, typer.Option(help="Built-in name or config.json.")] = "llama-3.1-8b",
+    cluster: console.ClusterName = "mixed",
+    model: console.ModelName = "llama-3.1-8b",
     tokenizer: Annotated[
         str | None, typer.Option(help="A tokenizer.json or a model's folder, to measure texts.")
     ] = None,
@@ -49,11 +40,11 @@ def workload(
     as_cut: Annotated[
         bool, typer.Option("--as-cut", help="ShareGPT lengths without the estimated history.")
     ] = False,
-    json_output: Json = False,
+    json_output: console.Json = False,
     plot: Annotated[Path | None, typer.Option(help="Write the picture there, as PNG.")] = None,
 ) -> None:
     """Cached and new tokens of a workload, their ratio, and each node's critical ratio."""
-    with bad_parameter():
+    with console.bad_parameter():
         where = cluster_named(cluster)
         shape = model_shape(model)
         read = open_workload(
@@ -70,7 +61,7 @@ def workload(
         if plot is not None:
             _draw(read, where, critical, plot)
     if json_output:
-        print_json(figures)
+        console.print_json(figures)
     else:
         _print(figures, where)
 
@@ -126,7 +117,7 @@ def _kinds(where: SimulatedCluster, critical: dict[str, float]) -> dict[str, flo
 
 def _print(figures: dict[str, Any], where: SimulatedCluster) -> None:
     notes = "".join(f"\n  {note}" for note in figures["notes"])
-    print_text(
+    console.print_text(
         f"{figures['workload']}: {figures['requests']:,} requests of {figures['sessions']:,} "
         f"sessions ({figures['source']}){notes}"
     )
@@ -139,14 +130,14 @@ def _print(figures: dict[str, Any], where: SimulatedCluster) -> None:
             (symbol, *map(_number, view[key].values()))
             for key, symbol in (("new", "new"), ("cached", "cached"), ("kappa", "κ"))
         ]
-        print_table(title, ("", "p10", "p50", "p90", "p99"), rows)
+        console.print_table(title, ("", "p10", "p50", "p90", "p99"), rows)
     critical, shares = figures["kappa_crit"], []
     for kind, limit in _kinds(where, critical).items():
         names = [name for name in critical if critical[name] == limit]
         above = (view["share_above"][names[0]] for view in views.values())
-        shares.append((kind, str(len(names)), f"{limit:.4g}", *map(percent, above)))
+        shares.append((kind, str(len(names)), f"{limit:.4g}", *map(console.percent, above)))
     columns = ("node", "count", "κ_crit", "memory-bound", "in an engine")
-    print_table(f"{figures['model']} on {figures['cluster']}", columns, shares)
+    console.print_table(f"{figures['model']} on {figures['cluster']}", columns, shares)
     if figures["paper"]:
         beside = [
             (
@@ -156,10 +147,10 @@ def _print(figures: dict[str, Any], where: SimulatedCluster) -> None:
             )
             for r in figures["paper"]
         ]
-        print_table(
+        console.print_table(
             "beside the paper's figures", ("paper 001", "", "paper", "ours"), beside, left=2
         )
-        print_text(figures["why_ours_differ"])
+        console.print_text(figures["why_ours_differ"])
 
 
 def _number(value: float) -> str:

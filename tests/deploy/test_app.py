@@ -77,7 +77,7 @@ def test_engines_schedule_by_the_rule_weights_and_link_of_the_settings(tmp_path,
     assert scheduler.log == str(tmp_path / "it.jsonl")
 
 
-def test_a_worker_runs_where_the_pool_says_and_nowhere_else():
+def test_a_worker_runs_in_its_pools_place_and_nowhere_else():
     config = config_of({"placement": {"gpus": 2, "cpus": 4, "resources": {"pool-a": 1}}})
     assert config.placement_group_config == {"bundles": [{"CPU": 1, "GPU": 1}] * 2}
     assert config.accelerator_config.kind == "gpu"

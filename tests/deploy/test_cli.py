@@ -44,7 +44,7 @@ def test_a_wrong_policy_on_the_command_line_exits_with_two():
     assert done.exit_code == 2 and "router.policy" in done.stderr
 
 
-def test_a_taken_port_is_told_with_what_to_do():
+def test_a_taken_port_is_refused_with_a_remedy():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -29,7 +29,7 @@ class StandIn:
     def __init__(self):
         self.nodes, self.host_tokens, self.refuse, self.silent = ["pcie", "c2c"], 640, "", False
         self.rows = True
-        self.asked, self.running, self.most_running, self.records = [], {}, 0, []
+        self.received, self.running, self.most_running, self.records = [], {}, 0, []
         self.app = FastAPI()
         self.app.get("/v1/models")(self.models)
         self.app.get("/v1/nodes")(self.node_rows)
@@ -41,11 +41,11 @@ class StandIn:
                                             "owned_by": "us"}]}  # fmt: skip
 
     async def node_rows(self):
-        steps = 10 * len(self.asked)
+        steps = 10 * len(self.received)
         rows = [
             {"node": name, "paced": True, "emulated_model": "llama-3.1-8b",
              "profile": {"link_name": "a link", "dilation": 30.0},
-             "totals": {"steps_total": steps, "overruns_total": len(self.asked)}}
+             "totals": {"steps_total": steps, "overruns_total": len(self.received)}}
             for name in ("pcie", "c2c")
         ]  # fmt: skip
         return {"nodes": rows} if self.rows else {}
@@ -55,8 +55,8 @@ class StandIn:
 
     async def chat(self, request: Request):
         body = await request.json()
-        number = len(self.asked)
-        self.asked.append(body)
+        number = len(self.received)
+        self.received.append(body)
         session = body["messages"][0]["content"]
         assert session not in self.running, "a session's turns overlap"
         if self.refuse and any(self.refuse in m["content"] for m in body["messages"]):
@@ -118,7 +118,7 @@ def demo(cluster, *options):
     return CliRunner().invoke(cli, ["demo", "--url", cluster.url, *options])
 
 
-def test_a_good_run_exits_with_zero_and_says_paced(cluster, short):
+def test_a_good_run_exits_with_zero_and_is_called_paced(cluster, short):
     done = demo(cluster, "--sessions", "3")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
@@ -138,42 +138,34 @@ def test_json_is_one_object_with_totals_and_requests(cluster, short):
     assert totals["memory_bound_share"] == totals["split_as_predicted_share"] == 1.0
     assert totals["overrun_share"] == pytest.approx(0.1)
     assert totals["paced"] is True and shown["faults"] == []
-    assert {body["max_tokens"] for body in cluster.asked} == {5}
+    assert {body["max_tokens"] for body in cluster.received} == {5}
     assert all(row["ttft_s"] > 0 for row in shown["requests"])
 
 
-def test_an_idle_node_fails_the_demo(cluster, short):
-    cluster.nodes = ["c2c"]
-    done = demo(cluster, "--sessions", "1")
-    assert done.exit_code == 1
-    assert "no request went to pcie" in done.stderr
+FAULTS = {
+    "an idle node": ({"nodes": ["c2c"]}, "no request went to pcie"),
+    "an unused host tier": ({"host_tokens": 0}, "engine.device_blocks"),
+    "a stream without tokens": ({"silent": True}, "without a token"),
+    # What the first session's model answers to its second turn is in chats from the third on.
+    "a refused request": (
+        {"refuse": read_sessions(demo_sessions_path())[0].turns[1].output_text[:60]},
+        "turn 3 failed: HTTP 503",
+    ),
+}
 
 
-def test_an_unused_host_tier_fails_the_demo(cluster, short):
-    cluster.host_tokens = 0
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_demo_that_shows_nothing_fails_with_the_reason(name, cluster, short):
+    behaviour, reason = FAULTS[name]
+    vars(cluster).update(behaviour)
     done = demo(cluster, "--sessions", "2", "--json")
     assert done.exit_code == 1
-    assert "engine.device_blocks" in done.stderr
-    assert len(json.loads(done.stdout)["faults"]) == 1
+    assert reason in done.stderr
+    assert "turn 4" not in done.stderr, "a session ends at its first failure"
+    assert any(reason in fault for fault in json.loads(done.stdout)["faults"])
 
 
-def test_a_refused_request_fails_the_demo_and_ends_its_session(cluster, short):
-    first = read_sessions(demo_sessions_path())[0]
-    cluster.refuse = first.turns[1].output_text[:60]  # said from its third turn on
-    done = demo(cluster, "--sessions", "2")
-    assert done.exit_code == 1
-    assert "turn 3 failed: HTTP 503" in done.stderr
-    assert "turn 4" not in done.stderr
-
-
-def test_a_stream_without_tokens_is_a_failure(cluster, short):
-    cluster.silent = True
-    done = demo(cluster, "--sessions", "1")
-    assert done.exit_code == 1
-    assert "without a token" in done.stderr
-
-
-def test_nobody_at_the_url_is_told(short):
+def test_an_endpoint_that_does_not_answer_fails_the_demo(short):
     done = CliRunner().invoke(cli, ["demo", "--url", "http://127.0.0.1:9"])
     assert done.exit_code == 1
     assert "http://127.0.0.1:9" in done.stderr
@@ -219,7 +211,7 @@ def test_totals_of_nothing_are_empty_not_an_error():
     assert len(faults) == 3 and "failed: connect: gone" in faults[0]
 
 
-def test_real_speed_is_said_too():
+def test_the_title_calls_only_paced_nodes_paced():
     row = {"node": "a", "paced": False, "profile": {"link_name": "memcpy"}}
     assert "PACED" not in title([row]) and "speed of this machine" in title([row])
 
@@ -230,8 +222,6 @@ async def test_an_endpoint_without_nodes_is_no_cluster_of_ours(cluster):
         await node_rows(cluster.url)
 
 
-async def test_a_cluster_that_does_not_answer_is_one_clear_error():
-    with pytest.raises(EndpointError, match=r"127\.0\.0\.1:9"):
-        await node_rows("http://127.0.0.1:9")
+async def test_a_replay_of_a_cluster_that_does_not_answer_is_one_clear_error():
     with pytest.raises(EndpointError, match=r"127\.0\.0\.1:9"):
         await replay("http://127.0.0.1:9", [], 1)

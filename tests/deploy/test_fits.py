@@ -35,7 +35,7 @@ def test_every_contradiction_is_reported_at_once():
 
 
 @pytest.mark.parametrize(
-    ("pools", "more", "says"),
+    ("pools", "more", "message"),
     [
         ([{"name": "a", "paced": True}], {"engine": "torch"}, "cannot be paced, but nodes a are"),
         ([{"name": "a"}], {"engine": "emulated"}, "no speed but its pace, and nodes a are"),
@@ -62,8 +62,8 @@ def test_every_contradiction_is_reported_at_once():
         ),
     ],
 )
-def test_what_does_not_go_together_is_reported_with_what_to_change(pools, more, says):
-    assert any(says in fault for fault in contradictions(cluster(*pools, **more)))
+def test_what_does_not_go_together_is_reported_with_what_to_change(pools, more, message):
+    assert any(message in fault for fault in contradictions(cluster(*pools, **more)))
 
 
 def test_a_sound_cluster_has_no_contradiction():

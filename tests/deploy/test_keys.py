@@ -62,7 +62,7 @@ def test_a_key_is_hashed_from_standard_input():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text", "says"),
+    ("arguments", "text", "message"),
     [
         (("hash",), "", "is empty"),
         (("hash",), "sk hush\n", "without spaces"),
@@ -74,9 +74,9 @@ def test_a_key_is_hashed_from_standard_input():
         (("list", "/nowhere/keys.yaml"), "", "cannot be read"),
     ],
 )
-def test_what_cannot_be_is_told_without_the_key(arguments, text, says):
+def test_bad_input_is_refused_without_repeating_the_key(arguments, text, message):
     done = keys(*arguments, input=text)
-    assert done.exit_code == 2 and says in done.output and "hush" not in done.output
+    assert done.exit_code == 2 and message in done.output and "hush" not in done.output
 
 
 def test_a_list_counts_keys_by_tenant_and_warns_of_those_in_the_clear(tmp_path):

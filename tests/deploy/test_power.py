@@ -1,4 +1,4 @@
-"""`kappa power --url`: rows from nodes and decisions, and what it says where there are none."""
+"""`kappa power --url`: rows from nodes and decisions, and errors where there are none."""
 
 import json
 
@@ -68,8 +68,8 @@ def test_without_requests_or_figures_there_is_no_advice():
 
 
 def test_energy_per_token():
-    told = node("n", 1.0, energy_j_total=50.0, step_tokens_total=200)
-    assert node_rows([[told]], [], 0.01)[0]["j_per_token"] == 0.25
+    metered = node("n", 1.0, energy_j_total=50.0, step_tokens_total=200)
+    assert node_rows([[metered]], [], 0.01)[0]["j_per_token"] == 0.25
 
 
 def client(answers):
@@ -105,7 +105,7 @@ def test_a_cluster_is_watched_for_the_time_given():
     ("answer", "message"),
     [
         (httpx.Response(403, json={}), "an operator's to see"),
-        (httpx.Response(200, text="<html>"), "cannot be asked"),
+        (httpx.Response(200, text="<html>"), "does not answer"),
         (httpx.Response(200, json={"nodes": [node("n", 0, "")], "decisions": []}), "no NVML"),
     ],
 )

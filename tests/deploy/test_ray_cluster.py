@@ -12,7 +12,7 @@ from kappa.settings.cluster import load_settings
 pytestmark = pytest.mark.ray
 
 
-def test_a_ray_that_does_not_come_up_is_told_with_its_logs(monkeypatch):
+def test_a_ray_that_does_not_come_up_is_reported_with_its_logs(monkeypatch):
     import ray
 
     stopped = []
@@ -144,7 +144,7 @@ def test_an_endpoint_on_every_address_is_reached_by_loopback(host, in_url):
     assert reachable(host) == in_url
 
 
-def test_when_rays_head_dies_kappa_serve_says_so_and_ends_with_1(monkeypatch, capsys):
+def test_when_rays_head_dies_kappa_serve_reports_it_and_exits_with_1(monkeypatch, capsys):
     from deploy.commands import serve as command
 
     stopped, ended = [], []
@@ -173,7 +173,7 @@ def test_when_rays_head_dies_kappa_serve_says_so_and_ends_with_1(monkeypatch, ca
     assert "gcs_server has ended" in capsys.readouterr().err
 
 
-def test_a_ray_whose_head_is_dead_is_killed_and_asked_nothing(monkeypatch):
+def test_a_ray_whose_head_is_dead_is_killed_without_a_call(monkeypatch):
     import subprocess
     import sys
 

@@ -93,9 +93,9 @@ async def test_a_run_reports_and_its_exit_code_is_the_objective(tmp_path: Path) 
         words = ("--url", server.url, "--slo-share", "0.6", "--key", "sesame")
         code, out, err = await ran(*common, *words, "--out", tmp_path / "met")
         assert (code, err) == (0, "")  # quiet when piped
-        told: dict[str, Any] = json.loads(out)
-        assert (told["requests"], told["completed"]) == (3, 2)
-        assert told["errors"]["http_500"]["count"] == 1
+        figures: dict[str, Any] = json.loads(out)
+        assert (figures["requests"], figures["completed"]) == (3, 2)
+        assert figures["errors"]["http_500"]["count"] == 1
         assert server.bodies[0]["model"] == "tiny"
         assert server.headers[0]["Authorization"] == "Bearer sesame"
         code, _, _ = await ran(
@@ -109,7 +109,7 @@ async def test_a_run_reports_and_its_exit_code_is_the_objective(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("no_pictures")
-async def test_an_objective_that_was_not_asked_for_cannot_be_missed(tmp_path: Path) -> None:
+async def test_an_objective_that_was_not_required_cannot_be_missed(tmp_path: Path) -> None:
     profile = CATALOGUE["h100-pcie5"].to_dict()
     row = {"node": "n", "paced": False, "emulated_model": "llama-3.1-8b", "profile": profile}
 
@@ -221,7 +221,7 @@ async def test_an_endpoint_that_is_down_is_bad_input_or_counted_if_its_model_is_
     assert "nobody answers" in err and "with --model NAME requests are sent all the same" in err
     code, text, _ = await ran(*words, "--model", "tiny", "--json")
     assert code == 1
-    assert {kind: told["count"] for kind, told in json.loads(text)["errors"].items()} == {
+    assert {kind: figures["count"] for kind, figures in json.loads(text)["errors"].items()} == {
         "connect": 1
     }
 

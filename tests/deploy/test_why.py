@@ -38,11 +38,11 @@ def account(**changes):
         span("prefill", 1.7021, 0.3, "first_token", True, tokens=64),
         span("stream", 2.0021, 1.9979),
     ]
-    told = {"queue_s": 0.1, "load_s": 1.4, "compute_s": 0.3, "ttft_s": 1.8}
+    parts = {"queue_s": 0.1, "load_s": 1.4, "compute_s": 0.3, "ttft_s": 1.8}
     return {
         "request_id": "r-1", "tenant": "alice", "node": "pcie", "paced": True, "end": "done",
         "policy": "priced", "reason": "load", "ratio": 64.0, "kappa_crit": 20.0, "bound": "memory",
-        "predicted": told, "actual": {**told, "queue_s": 0.2, "load_s": 1.5, "ttft_s": 2.0},
+        "predicted": parts, "actual": {**parts, "queue_s": 0.2, "load_s": 1.5, "ttft_s": 2.0},
         "shadow": None, "timeline": {"spans": spans, "status": 200, "end": "done"}, **changes,
     }  # fmt: skip
 
@@ -119,10 +119,10 @@ def run(*arguments):
 def test_the_command_asks_for_that_request_with_the_key():
     with endpoint(200, json.dumps(account()).encode()) as (url, seen):
         shown = run("a/b c", "--url", url + "/", "--key", "k")
-        told = run("r-1", "--url", url, "--json")
+        as_json = run("r-1", "--url", url, "--json")
     assert shown.exit_code == 0 and "loading its cached prefix" in shown.output
     assert seen[0] == ("/v1/decisions/a%2Fb%20c", "Bearer k")
-    assert json.loads(told.stdout) == account()
+    assert json.loads(as_json.stdout) == account()
 
 
 @pytest.mark.parametrize(

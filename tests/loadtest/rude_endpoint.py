@@ -1,4 +1,4 @@
-"""An OpenAI endpoint that answers as its prompts tell it to: well, late, half, or not at all.
+"""An OpenAI endpoint that answers as its prompts say: well, late, half, or not at all.
 
 A prompt's first word is what to do; the rest names the request. A real HTTP server in the test's
 own event loop, for tests of the load-test client.
@@ -87,7 +87,7 @@ class Rude:
         if what.startswith("later-"):
             await self.gate.wait()
             return refusal(int(what.removeprefix("later-")))
-        if what == "tells-key":
+        if what == "repeats-key":
             return refusal(401, f"no such key:\n{request.headers['Authorization']}")
         if what == "json":
             return web.json_response({"choices": [{"text": "all at once"}]})

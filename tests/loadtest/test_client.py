@@ -266,7 +266,7 @@ async def test_a_retry_keeps_nothing_of_the_attempt_before() -> None:
 
 async def test_a_key_that_the_endpoint_repeats_is_not_kept() -> None:
     async with rude() as server:
-        record, _ = await sent(server, "tells-key x", keys={"": "sesame"})
+        record, _ = await sent(server, "repeats-key x", keys={"": "sesame"})
     assert record.error == "401"
     assert record.error_detail == "no such key: Bearer …"
 
@@ -289,12 +289,12 @@ def event(data: object) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
-def text(said: str | None, reason: str | None = None) -> bytes:
-    return event({"choices": [{"index": 0, "text": said, "finish_reason": reason}]})
+def text(words: str | None, reason: str | None = None) -> bytes:
+    return event({"choices": [{"index": 0, "text": words, "finish_reason": reason}]})
 
 
-def delta(reason: str | None = None, **said: object) -> bytes:
-    return event({"choices": [{"index": 0, "delta": said, "finish_reason": reason}]})
+def delta(reason: str | None = None, **words: object) -> bytes:
+    return event({"choices": [{"index": 0, "delta": words, "finish_reason": reason}]})
 
 
 DONE = b"data: [DONE]\n\n"

@@ -3,19 +3,18 @@ import json
 import numpy as np
 import polars as pl
 import pytest
-from msgspec.structs import replace
 
 from loadtest.figures import figures as figures_of
 from loadtest.figures import jain, spread, timeline
 from loadtest.plots import cdf, sampled
-from loadtest.results import Objective, objective_of, results_of
+from loadtest.results import Objective, objective_of, table_of
 from tests.loadtest.replay_records import failed, foreign, many, reported
 
 QUICK = Objective(ttft_s=0.95, tpot_s=0.2)
 
 
 def summarize(records, objective, **options):
-    return figures_of(results_of(records, objective, **options))
+    return figures_of(table_of(records, objective), objective, **options)
 
 
 @pytest.mark.parametrize("count", [1, 10, 5000])
@@ -28,16 +27,17 @@ def test_quantiles_are_values_that_occurred(count):
     assert found["max"] == values.max()
 
 
-def test_spread_of_nothing_is_nothing():
-    assert set(spread(pl.Series([None], dtype=pl.Float64)).values()) == {None}
-
-
 def test_a_cumulative_share_ends_at_one_and_keeps_few_points():
     values, shares = cdf(pl.Series(np.arange(1000.0)), points=10)
     assert len(values) == 10
     assert (values[-1], shares[-1]) == (999.0, 1.0)
     assert shares[0] == 1 / 1000
-    assert len(cdf(pl.Series([], dtype=pl.Float64))[0]) == 0
+
+
+def test_nothing_has_no_spread_and_no_shares():
+    nothing = pl.Series([None], dtype=pl.Float64)
+    assert set(spread(nothing).values()) == {None}
+    assert len(cdf(nothing)[0]) == 0
 
 
 def test_jain_is_one_when_alike_and_one_over_n_when_one_has_all():
@@ -146,14 +146,14 @@ def test_a_timeline_counts_what_was_in_flight_and_joins_bins_of_long_runs():
     records = [
         reported(scheduled_s=k, sent_s=k + 0.5, ended_s=k + 3.0, session=str(k)) for k in range(20)
     ]
-    short = timeline(results_of(records, QUICK).table)
+    short = timeline(table_of(records, QUICK))
     assert short["bin_s"] == 0.25
     assert sum(short["sent"]) == 20
     # At the end of the bin from 5.5 to 5.75 s six were sent and three (due at 0, 1 and 2) ended.
     assert short["in_flight"][22] == 6 - 3
     assert short["in_flight"][-1] == 0
     assert (short["waiting"][:3], max(short["waiting"])) == ([1, 1, 0], 1)
-    long = timeline(results_of([*records, reported(ended_s=100.0)], QUICK).table)
+    long = timeline(table_of([*records, reported(ended_s=100.0)], QUICK))
     assert (long["bin_s"], len(long["due"])) == (0.5, 201)
     assert sum(long["ended"]) == 21
 
@@ -178,15 +178,12 @@ def test_an_empty_run_has_figures_too():
     json.dumps(figures, allow_nan=False)
 
 
-def test_paced_requests_and_retries_are_marked():
-    figures = summarize([reported(attempt=1), replace(reported(), paced=False)], QUICK)
-    assert (figures["paced_requests"], figures["retried"]) == (1, 1)
-
-
-def test_waiting_before_a_retry_is_not_the_clients_arrival_error():
+def test_paced_requests_and_retries_are_counted_and_no_error_of_the_clients():
     retried = reported(attempt=1, retried=["503"], sent_s=9.0, first_token_s=9.9, last_token_s=10.3)
-    late = summarize([reported(), retried], QUICK)["late_s"]
-    assert late["max"] == pytest.approx(0.01)
+    figures = summarize([reported(paced=False), retried], QUICK)
+    assert (figures["paced_requests"], figures["retried"]) == (1, 1)
+    # Waiting before a retry is not the client's arrival error.
+    assert figures["late_s"]["max"] == pytest.approx(0.01)
 
 
 def test_a_closed_loop_has_rates_over_the_whole_run():
@@ -200,11 +197,11 @@ def test_a_closed_loop_has_rates_over_the_whole_run():
 
 
 def test_the_endpoints_own_objective_is_neither_passed_nor_missed():
-    own = summarize([reported(first_token_s=90.0, last_token_s=91.0)], objective_of({}))["slo"]
+    late = reported(first_token_s=90.0, last_token_s=91.0)
+    own = summarize([late], objective_of({}))["slo"]
     assert (own["met"], own["basis"]) == (0.0, "predicted")
     assert (own["asked"], own["passed"]) == (False, None)
-    share = objective_of({"objective": {"share": 0.5}})
-    required = summarize([reported(first_token_s=90.0, last_token_s=91.0)], share)["slo"]
+    required = summarize([late], objective_of({"objective": {"share": 0.5}}))["slo"]
     assert (required["asked"], required["passed"]) == (True, False)
 
 

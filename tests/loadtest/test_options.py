@@ -62,7 +62,7 @@ def show(options: LoadOptions) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_by_name(words: str, why: str) -> None:
-    run = CliRunner(env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    run = CliRunner(env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
     done = run.invoke(app, ["sharegpt", "--url", "http://h", *words.split()])
     assert (done.exit_code != 0, why in done.stderr + str(done.exception)) == (True, True)
 

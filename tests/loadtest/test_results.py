@@ -6,13 +6,14 @@ from msgspec.structs import replace
 
 from kappa import slo
 from kappa.hardware import CATALOGUE
+from loadtest import results
 from loadtest.explain import NO_SPLIT, why_slow, why_slow_tokens
-from loadtest.results import Objective, objective_of, results_of
+from loadtest.results import Objective, objective_of
 from tests.loadtest.replay_records import failed, foreign, reported
 
 
 def table_of(*records, objective=None):
-    return results_of(records, objective or Objective()).table
+    return results.table_of(records, objective or Objective())
 
 
 def row_of(record):

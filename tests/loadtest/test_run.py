@@ -31,10 +31,10 @@ async def played(
 
 
 async def test_decisions_of_a_cluster_of_ours_reach_their_records(tmp_path: Path) -> None:
-    asked = []
+    fetched = []
 
     async def decisions(request: web.Request) -> web.Response:
-        asked.append(int(request.query["limit"]))
+        fetched.append(int(request.query["limit"]))
         decision = {
             "request_id": "id-2",
             "predicted": {"load_s": 0.5, "compute_s": 0.1},
@@ -43,16 +43,16 @@ async def test_decisions_of_a_cluster_of_ours_reach_their_records(tmp_path: Path
         return web.json_response({"decisions": [decision]})
 
     async with rude({"/v1/decisions": decisions}) as server:
-        # The first answer has none of our headers, so nothing is asked about it.
+        # The first answer has none of our headers, so nothing is fetched of it.
         records = await played(server, Journal.create(tmp_path, {}), "well a", "ours b")
     assert records["s0", 0].predicted is None
     assert records["s1", 0].predicted == {"load_s": 0.5, "compute_s": 0.1}
     assert records["s1", 0].actual == {"new_tokens": 6, "queue_s": 0.2, "compute_s": 0.3}
-    assert asked
+    assert fetched
     async with rude({"/v1/decisions": decisions}) as server:
-        asked.clear()
+        fetched.clear()
         await played(server, Journal.create(tmp_path / "foreign", {}), "well a")
-    assert asked == []
+    assert fetched == []
 
 
 async def test_a_run_that_goes_on_keeps_its_clock(tmp_path: Path) -> None:
@@ -84,11 +84,11 @@ def test_the_interpreter_is_left_as_it_was() -> None:
 
 
 async def test_ctrl_c_ends_the_wait_for_decisions_but_not_the_run(tmp_path: Path) -> None:
-    asked = []
+    fetched = []
 
     async def decisions(_: web.Request) -> web.Response:
         # Everything has been answered: only the decisions are still missing.
-        asked.append(os.kill(os.getpid(), signal.SIGINT))
+        fetched.append(os.kill(os.getpid(), signal.SIGINT))
         return web.json_response({"decisions": []})
 
     journal = Journal.create(tmp_path, {})
@@ -98,7 +98,7 @@ async def test_ctrl_c_ends_the_wait_for_decisions_but_not_the_run(tmp_path: Path
             journal, Counts(),
         )  # fmt: skip
     journal.close()
-    assert len(asked) == 1
+    assert len(fetched) == 1
     assert (outcome.was_stopped, outcome.decisions_missing) == (False, 1)
     assert [record.error for record in read_records(tmp_path)] == [""]
 

@@ -18,7 +18,7 @@ def test_the_dockerfiles_have_no_faults(kind):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("FROM python:3.11-slim-bookworm\n", "FROM python\n", "name a version"),
         ("USER 1000:1000", "USER root", "ends as root"),
@@ -35,10 +35,10 @@ def test_the_dockerfiles_have_no_faults(kind):
         ("WORKDIR /src", "RUN curl https://example.com | sh", "curl"),
     ],
 )
-def test_a_fault_is_found(old, new, said):
+def test_a_fault_is_found(old, new, message):
     assert old in GOOD
     found = check.lint(GOOD.replace(old, new))
-    assert any(said in fault for fault in found), found
+    assert any(message in fault for fault in found), found
 
 
 def test_continued_lines_are_one_step():

@@ -159,9 +159,9 @@ GPU_WRONG = {
 
 @pytest.mark.parametrize("name", GPU_WRONG)
 def test_what_is_wrong_between_pools_and_pods_is_found(name, ray_service):
-    change, said = GPU_WRONG[name]
+    change, message = GPU_WRONG[name]
     found = ray_service("gpu-mixed", change)
-    assert any(said in fault for fault in found), found
+    assert any(message in fault for fault in found), found
 
 
 def test_only_the_head_that_scales_may_ask_kubernetes(rendered):
@@ -176,13 +176,13 @@ def test_only_the_head_that_scales_may_ask_kubernetes(rendered):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_found(name, ray_service):
-    change, said = WRONG[name]
+    change, message = WRONG[name]
     found = ray_service("cpu-demo", change)
-    assert any(said in fault for fault in found), found
+    assert any(message in fault for fault in found), found
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "said"),
+    ("kind", "change", "message"),
     [
         ("NetworkPolicy", lambda s: s.update(podSelectors={}), "podSelectors"),
         ("PodDisruptionBudget", lambda s: s.update(minUnavailable=1), "minUnavailable"),
@@ -191,10 +191,10 @@ def test_what_is_wrong_is_found(name, ray_service):
         ("NetworkPolicy", lambda s: s["podSelector"]["matchLabels"].update(a="b"), "selects"),
     ],
 )
-def test_what_is_wrong_beside_the_rayservice_is_found(kind, change, said, rendered):
+def test_what_is_wrong_beside_the_rayservice_is_found(kind, change, message, rendered):
     found = copy.deepcopy(rendered["gpu-mixed"])
     change(one(found, kind)["spec"])
-    assert any(said in fault for fault in checks.faults(found)), kind
+    assert any(message in fault for fault in checks.faults(found)), kind
 
 
 def pods(spec):
