@@ -185,7 +185,6 @@ class Gate:
         with structlog.contextvars.bound_contextvars(request_id=inbound.request_id):
             reply = _Reply(send)
             try:
-                self._check_headers(scope["headers"])
                 await self._admit(scope, headers, inbound, reply)
                 body = await self._body(scope, receive, headers, inbound.tenant)
                 if body is not None:  # else the client left
@@ -197,19 +196,17 @@ class Gate:
                 if inbound.lease is not None:
                     inbound.lease.close(time.monotonic(), served=0 < reply.status < 400)
 
-    def _check_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """More or longer headers than any client of ours has reason to send are refused."""
-        most, most_bytes = self._access.max_headers, self._access.max_header_bytes
-        if len(headers) > most:
-            raise errors.HEADERS_TOO_LARGE(what=f"{len(headers)} headers", limit=most)
-        size_bytes = sum(len(name) + len(value) for name, value in headers)
-        if size_bytes > most_bytes:
-            raise errors.HEADERS_TOO_LARGE(what=f"{size_bytes} bytes of headers", limit=most_bytes)
-
     async def _admit(
         self, scope: Scope, headers: dict[bytes, bytes], inbound: Inbound, reply: _Reply
     ) -> None:
-        """Find out whose the request is and enter it; raises ApiError 401, 403 or 429."""
+        """Find out whose the request is and enter it; raises ApiError 401, 403, 429 or 431."""
+        count, most = len(scope["headers"]), self._access.max_headers
+        if count > most:
+            raise errors.HEADERS_TOO_LARGE(what=f"{count} headers", limit=most)
+        size_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+        most = self._access.max_header_bytes
+        if size_bytes > most:
+            raise errors.HEADERS_TOO_LARGE(what=f"{size_bytes} bytes of headers", limit=most)
         path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
         path = path if len(path) == 1 else path.rstrip("/")
         await self._keyring.refresh(time.monotonic())

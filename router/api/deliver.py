@@ -56,14 +56,16 @@ _CONSTRAINTS = ("structured_outputs", "response_format", "tools")
 
 Call = Callable[[Any, str, dict[str, str]], AsyncGenerator[Any, None]]
 """Hands a body, Ray's name of its kind and a worker's headers to Ray; what comes back."""
+_Decided = Decision | Unsteered
 
 
+@dataclass(frozen=True, slots=True)
 class Delivery:
-    """Has requests served by workers."""
+    """Has requests served by workers; `timeout_s`: to the first item."""
 
-    def __init__(self, call: Call, rollout: Rollout, timeout_s: float) -> None:
-        """`timeout_s`: to the first item."""
-        self._call, self._rollout, self._timeout_s = call, rollout, timeout_s
+    call: Call
+    rollout: Rollout
+    timeout_s: float
 
     async def serve(self, live: LiveRouter, routed: RouteRequest, request: ApiRequest) -> Response:
         """Decide and send; once more elsewhere if the worker fails before its first token.
@@ -120,12 +122,8 @@ class Delivery:
 
     def _decide(self, live: LiveRouter, routed: RouteRequest, request: ApiRequest) -> Decision:
         """Choose and reserve, by our rule or, as the rollout has it, by Ray's; kept from workers
-        that are predicted to answer after the deadline.
-
-        Raises:
-            ApiError: that is all of them, or it has passed.
-            NoWorkerError: there is none to ask.
-        """
+        that are predicted to answer after the deadline. Raises ApiError if that is all of them or
+        it has passed, NoWorkerError."""
         tenant, deadline = request.tenant.name, request.deadline
         if deadline is not None:
             now_s = time.monotonic()
@@ -135,23 +133,17 @@ class Delivery:
                 streamed = bool(request.body.stream)
                 late = late_workers(deadline, estimates, now_s, streamed=streamed)
                 routed = replace(routed, exclude=routed.exclude | late) if late else routed
-        if self._rollout.arm(f"{tenant} {request.conversation}") == "ray":
+        if self.rollout.arm(f"{tenant} {request.conversation}") == "ray":
             return live.route_as_ray(routed, tenant)
         return live.route(routed, tenant)
 
-    async def _send(
-        self, live: LiveRouter, decision: Decision | Unsteered, request: ApiRequest
-    ) -> Response:
-        """One attempt: the response, begun.
-
-        Raises:
-            ApiError: the engine refused the request, or was too late.
-            WorkerFailed: the worker did not serve it; nothing was sent to the client.
-        """
+    async def _send(self, live: LiveRouter, decision: _Decided, request: ApiRequest) -> Response:
+        """One attempt: the response, begun. Raises ApiError if the engine refused the request or
+        was too late; WorkerFailed, when nothing was sent to the client."""
         request.timeline.sent(time.time())
-        attempt = Attempt.begin(self._call, live, decision, request)
+        attempt = Attempt.begin(self.call, live, decision, request, request.body)
         try:
-            first, item = await attempt.first(self._timeout_s)
+            first, item = await attempt.first(self.timeout_s)
             raise_error_item(item, request.body)
             live.first_token(decision.request_id)
             request.timeline.first_item(time.time())
@@ -163,7 +155,7 @@ class Delivery:
             content = item.model_dump_json()
             attempt.generated(getattr(item.usage, "completion_tokens", 0) or 0)
         except BaseException as error:
-            raise await attempt.failed(error, self._timeout_s) from None
+            raise await attempt.failed(error, self.timeout_s) from None
         await attempt.over("done")
         attempt.finish()
         return Response(content, headers=shown, media_type="application/json")
@@ -187,8 +179,8 @@ def _metadata(
 
 def _nobody_left(live: LiveRouter, last: WorkerFailed | None, why: str) -> ApiError:
     """The error of a request that cannot be tried again."""
-    if last is not None and last.error is not None:
-        return last.error
+    if last is not None and last.end == "error":
+        return errors.ENGINE_FAILED()
     return errors.NO_WORKER(why=why, retry_after_s=live.retry_after_s())
 
 
@@ -198,24 +190,19 @@ class Attempt:
 
     live: LiveRouter
     request: ApiRequest
-    decision: Decision | Unsteered
+    decision: _Decided
     stream: AsyncGenerator[Any, None]
     wait: Wait
     end: str = ""
 
     @classmethod
     def begin(
-        cls,
-        call: Call,
-        live: LiveRouter,
-        decision: Decision | Unsteered,
-        request: ApiRequest,
-        body: Any = None,
+        cls, call: Call, live: LiveRouter, decision: _Decided, request: ApiRequest, body: Any
     ) -> Attempt:
-        """Send a request to the worker of a decision; `body`: another one than its own."""
+        """Send a body of a request to the worker of a decision."""
         pool = decision.pool if isinstance(decision, Unsteered) else None
         headers = worker_headers(request.headers, decision.worker, pool)
-        stream = call(request.body if body is None else body, request.method, headers)
+        stream = call(body, request.method, headers)
         return cls(live, request, decision, stream, live.members.waits.begin(decision.worker))
 
     async def first(self, timeout_s: float) -> tuple[Any, Any]:
@@ -310,9 +297,9 @@ async def _relayed(attempt: Attempt, first: Any) -> AsyncGenerator[str, None]:
     item, packet = first, ""
     try:
         while True:
-            items = item if isinstance(item, list) else [item]
             packet = "".join(
-                i if isinstance(i, str) else f"data: {i.model_dump_json()}\n\n" for i in items
+                one if isinstance(one, str) else f"data: {one.model_dump_json()}\n\n"
+                for one in (item if isinstance(item, list) else [item])
             )
             error = error_in(packet)
             if error is not None:
@@ -358,12 +345,12 @@ def _error_event(error: ApiError) -> str:
 
 
 class WorkerFailed(Exception):
-    """A worker did not serve a request. end: how it ended there (`LiveRouter.release`); why: one
-    word; error: what the client gets if nobody else can serve it, None: that nobody can."""
+    """A worker did not serve a request. end: how it ended there (`LiveRouter.release`), `error`
+    where its engine is to blame; why: one word."""
 
-    def __init__(self, end: str, why: str, error: ApiError | None = None) -> None:
+    def __init__(self, end: str, why: str) -> None:
         super().__init__(why)
-        self.end, self.why, self.error = end, why, error
+        self.end, self.why = end, why
 
 
 def worker_failed(error: Exception) -> WorkerFailed:
@@ -380,7 +367,7 @@ def worker_failed(error: Exception) -> WorkerFailed:
         return WorkerFailed("worker_full", "left")
     if isinstance(error, BackPressureError):
         return WorkerFailed("worker_full", "full")
-    return WorkerFailed("error", "error", errors.ENGINE_FAILED())
+    return WorkerFailed("error", "error")
 
 
 def _names(error: BaseException) -> set[str]:
@@ -390,11 +377,8 @@ def _names(error: BaseException) -> set[str]:
 
 
 def may_pass_on(live: LiveRouter, request: ApiRequest, worker: str) -> None:
-    """A request was lost with a worker before its first token: may another have it?
-
-    Raises:
-        ApiError: 503, it was alone in an engine that died; 422, it was in two.
-    """
+    """Raises ApiError unless another worker may have a request that was lost with one before its
+    first token: 503, it was alone in an engine that died; 422, it was in two."""
     blame = live.suspects.blame(worker, request.digest, live.now_s())
     if blame == "retry":
         return
@@ -410,12 +394,8 @@ def may_pass_on(live: LiveRouter, request: ApiRequest, worker: str) -> None:
 
 
 def raise_error_item(item: Any, body: Any = None) -> None:
-    """Raise if what came first is an error instead of the answer to a request with that body.
-
-    Raises:
-        ApiError: the engine refused the request, or could not compile its grammar: so would others.
-        WorkerFailed: the engine failed.
-    """
+    """Raise if what came first is an error: an ApiError where the engine refused the request or
+    could not compile its grammar, as others would; WorkerFailed where it failed."""
     error = error_in(item) if isinstance(item, str) else None
     if error is None and hasattr(item, "error"):
         error = errors.from_engine(item)
@@ -425,7 +405,7 @@ def raise_error_item(item: Any, body: Any = None) -> None:
         raise error
     if _ENDED_BY_SCHEDULER in (item if isinstance(item, str) else error.message):
         _raise_if_constrained(body)
-    raise WorkerFailed("error", "error", errors.ENGINE_FAILED())
+    raise WorkerFailed("error", "error")
 
 
 def _raise_if_constrained(body: Any) -> None:

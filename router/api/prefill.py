@@ -10,7 +10,7 @@ that worker computes the prompt itself.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -21,13 +21,7 @@ from kappa.settings.engine import TransferSettings
 from router.api.deliver import Attempt, Call, WorkerFailed, may_pass_on
 from router.api.metadata import routed_metadata, tenant_metadata
 from router.api.request import ApiRequest
-from router.decision import (
-    COMPUTE,
-    NoWorkerError,
-    OverloadedError,
-    PricedWorker,
-    RouteRequest,
-)
+from router.decision import COMPUTE, NoWorkerError, PricedWorker, RouteRequest
 from router.live.live_router import LiveRouter
 
 log = structlog.get_logger(__name__)
@@ -67,12 +61,14 @@ def hands_over(
     return there.ttft_s + to.node.dilation * (network.fixed_s + bytes_s) < here.ttft_s
 
 
+@dataclass(frozen=True, slots=True)
 class PrefillElsewhere:
-    """Hands compute-bound prompts over, where there are prefill workers."""
+    """Hands compute-bound prompts over, where there are prefill workers; `timeout_s`: to the end of
+    a prefill."""
 
-    def __init__(self, call: Call, network: TransferSettings, timeout_s: float) -> None:
-        """`timeout_s`: to the end of a prefill."""
-        self._call, self._network, self._timeout_s = call, network, timeout_s
+    call: Call
+    network: TransferSettings
+    timeout_s: float
 
     async def __call__(
         self, live: LiveRouter, routed: RouteRequest, request: ApiRequest
@@ -98,7 +94,7 @@ class PrefillElsewhere:
             here, there = live.explain(decodes).chosen, live.explain(prefills).chosen
         except NoWorkerError:
             return decodes
-        if not hands_over(self._network, here, there, workers[here.worker], routed.tokens):
+        if not hands_over(self.network, here, there, workers[here.worker], routed.tokens):
             live.metrics.inc(m.PREFILLS, "kept" if here.bound == COMPUTE else "memory_bound")
             return decodes
         params = await self._prefill(live, prefills, request)
@@ -114,7 +110,7 @@ class PrefillElsewhere:
         """Have the prompt computed; where its KV can be taken, None if that failed."""
         try:
             decision = live.route(prefills, request.tenant.name)
-        except (NoWorkerError, OverloadedError):
+        except NoWorkerError:
             return None
         sent = tenant_metadata(live.records[decision.request_id].sent_as, request.tenant)
         sent |= routed_metadata(decision, live.charges.elsewhere(decision.worker))
@@ -122,11 +118,11 @@ class PrefillElsewhere:
         body = request.body.model_copy(
             update={**changes, "kv_transfer_params": dict(_TRANSFER), "vllm_xargs": sent}
         )
-        attempt = Attempt.begin(self._call, live, decision, request, body)
+        attempt = Attempt.begin(self.call, live, decision, request, body)
         try:
-            _, item = await attempt.first(self._timeout_s)
+            _, item = await attempt.first(self.timeout_s)
         except BaseException as error:
-            raised = await attempt.failed(error, self._timeout_s)
+            raised = await attempt.failed(error, self.timeout_s)
             if not isinstance(error, Exception):
                 raise
             log.warning(

@@ -256,9 +256,8 @@ class TokenizingLane:
         self._busy = False
 
     async def run(self, tenant: Tenant, cost: int, work: Callable[[], T]) -> T:
-        """The result of `work`, or what it raises. Cancelled while it waits, it is taken out of the
-        queue; cancelled later, the work goes on to its end, since a thread cannot be stopped, and
-        only then comes the next."""
+        """The result of `work`, or what it raises. Cancelled while it waits, it leaves the queue;
+        cancelled later, the work goes on to its end, and only then comes the next."""
         loop = asyncio.get_running_loop()
         admission: asyncio.Future[None] = loop.create_future()
         self._queue.put(admission, tenant.name, tenant.weight, max(cost, 1))
@@ -349,11 +348,10 @@ def longest_s(prompt_bytes: int) -> float:
 
 
 class TokenizerProcess:
-    """A process of its own that tokenizes one prompt at a time, and can be ended.
+    """A process of its own that tokenizes one prompt at a time, from the first one on.
 
-    It is started for the first prompt, not forked. A prompt that takes longer than its bytes allow
-    costs the process, and the next prompt starts another. Blocking: call it from a thread, and not
-    from two at once; `close` is for any.
+    A prompt that takes longer than its bytes allow costs the process, and the next one starts
+    another. Blocking: call it from a thread, and not from two at once; `close` is for any.
     """
 
     def __init__(self, source: str, module: str = "router.api.tokenizer") -> None:
@@ -362,11 +360,6 @@ class TokenizerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._lock, self._closed = threading.Lock(), False
-
-    @property
-    def pid(self) -> int | None:
-        """The running process' id; None while there is none."""
-        return None if self._process is None else self._process.pid
 
     def tokens(self, plain: Mapping[str, Any], most_tokens: int | None = None) -> np.ndarray:
         """As `PromptTokenizer.tokens`, there.

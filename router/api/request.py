@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,9 @@ class ApiRequest:
     """A request from its accepted body to the end of its answer.
 
     request_id: its id here, unlike that of any other that is open; method: Ray's name of its kind,
-    `chat` or `completions`; body: Ray's schema of it; on_end: called once with the end and the
-    status, when the request is over; deadline: by when its answer must have begun.
+    `chat` or `completions`; body: Ray's schema of it; timeline: where its time goes; on_end: called
+    once with the end and the status, when the request is over; deadline: by when its answer must
+    have begun.
     """
 
     request_id: str
@@ -52,7 +53,7 @@ class ApiRequest:
     body: Any
     headers: Headers
     inbound: Inbound
-    timeline: RequestTimeline
+    timeline: RequestTimeline = field(init=False)
     on_end: Callable[[ApiRequest, str, int], None] | None = None
     deadline: Deadline | None = None
 
@@ -60,8 +61,7 @@ class ApiRequest:
     def of(cls, http: Request, body: Any, method: str) -> ApiRequest:
         """An HTTP request as it arrived; `prepare` it before anything is decided."""
         inbound = inbound_of(http)
-        timeline = RequestTimeline(inbound.request_id, inbound.tenant.name, time.time())
-        return cls(inbound.request_id, method, body, http.headers, inbound, timeline)
+        return cls(inbound.request_id, method, body, http.headers, inbound)
 
     def prepare(self) -> None:
         """Read its deadline, and make its body's `cache_salt` its tenant's own, for engine and
@@ -91,10 +91,8 @@ class ApiRequest:
 
     @property
     def salt(self) -> int:
-        """What sets its cached prefixes apart: its tenant, or that it finds none at all.
-
-        vLLM computes all of a prompt whose logprobs it is asked for.
-        """
+        """What sets its cached prefixes apart: its tenant, or that it finds none at all, since vLLM
+        computes all of a prompt whose logprobs are wanted."""
         body = self.body
         reads_no_cache = body.prompt_logprobs is not None
         if body.echo and not reads_no_cache:
@@ -103,10 +101,8 @@ class ApiRequest:
 
     @property
     def conversation(self) -> str:
-        """What the client calls the conversation that it belongs to; else its id.
-
-        A header `x-session-id`, else OpenAI's `prompt_cache_key` or `user`.
-        """
+        """What its client calls its conversation: a header `x-session-id`, else OpenAI's
+        `prompt_cache_key` or `user`; else its id."""
         named = [self.headers.get(SESSION_HEADER)]
         named += [getattr(self.body, key, None) for key in _CONVERSATION_KEYS]
         return str(next(filter(None, named), self.request_id))
@@ -130,12 +126,8 @@ class ApiRequest:
     # -- what it is held to -------------------------------------------------------------------
 
     def tokenized(self, prompt: TokenizedPrompt) -> None:
-        """Take the length of its prompts, known or bounded, and that of all its answers from its
-        tenant's tokens.
-
-        Raises:
-            ApiError: its tenant has no tokens left, or its deadline has passed.
-        """
+        """Take its prompts, known or bounded, and all its answers from its tenant's tokens; raises
+        ApiError if there are none left, or its deadline has passed."""
         now_s = time.monotonic()
         if self.deadline is not None:
             self.deadline.check(now_s)
@@ -154,14 +146,12 @@ class ApiRequest:
 
     @property
     def expired(self) -> bool:
-        """Whether its deadline has passed."""
         # A timer may fire a moment before the clock that it was set by says so.
         now_s = time.monotonic() + _CLOCK_SLACK_S
         return self.deadline is not None and now_s >= self.deadline.at_s
 
     def attempt_over(self, end: str) -> None:
-        """An attempt to serve it ended so; what was computed for a client that would not wait, it
-        pays for."""
+        """An attempt ended so; what was computed for a client that would not wait, it pays for."""
         if self.inbound.lease is not None and end in _GIVEN_UP:
             self.inbound.lease.worked = True
 
@@ -174,12 +164,11 @@ class ApiRequest:
 def cache_salt(tenant: Tenant, own: str | None) -> str | None:
     """The salt of a request of `tenant` that asked for the salt `own`; None: there is none.
 
-    An engine that reuses another tenant's prefix answers sooner, and by that tells what the other
-    asked. So the tenant's name goes into the salt of every prefix hash, the engine's and the
-    router's alike; a client's own salt divides its tenant's cache further and can never leave it.
-    The salt is the same at every start and every ingress, so that caches which outlive them stay of
-    use. Whoever knows it gains nothing: what a client sends is hashed in, never taken for the
-    result.
+    An engine that reuses another tenant's prefix answers sooner, which betrays what the other sent.
+    So the tenant's name goes into the salt of every prefix hash, the engine's and the router's
+    alike; a client's own salt divides its tenant's cache further and can never leave it. The salt
+    is the same at every start, for caches that outlive one; whoever knows it gains nothing, since
+    what a client sends is hashed in.
     """
     if not tenant.own_cache:
         return own or None
@@ -196,8 +185,8 @@ def cache_salt(tenant: Tenant, own: str | None) -> str | None:
 class Deadline:
     """By when an answer must have begun: the first token of a streamed one, all of another.
 
-    In seconds of the clock that `arrived_s` was read from. What is predicted to miss it is refused
-    at once; what has missed it while it waited, here or in an engine's queue, is dropped.
+    What is predicted to miss it is refused at once; what has missed it while it waited, here or in
+    an engine's queue, is dropped.
     """
 
     arrived_s: float
@@ -230,13 +219,10 @@ def deadline_of(header: str, arrived_s: float) -> Deadline | None:
 def late_workers(
     deadline: Deadline, estimates: Estimates, now_s: float, *, streamed: bool
 ) -> frozenset[str]:
-    """The workers that would answer too late, none if all make it.
+    """The workers that would answer too late; raises ApiError 429 if that is all of them.
 
     An answer that is not streamed is there with its last token: as many as are expected, at the
-    worker's predicted pace.
-
-    Raises:
-        ApiError: 429 with the seconds that the soonest one lacks, if that is all of them.
+    worker's predicted TPOT.
     """
     needed_s = estimates.ttft_s
     if not streamed:
@@ -257,11 +243,8 @@ def late_workers(
 def unfit_workers(
     workers: Collection[Announcement], prompt_tokens: int, max_tokens: int
 ) -> frozenset[str]:
-    """Workers that could never hold the prompt and `max_tokens` more (at least one).
-
-    Raises:
-        ApiError: 400 with what it needs and what there is, if that is all of them.
-    """
+    """Workers that could never hold the prompt and `max_tokens` more (at least one); raises
+    ApiError 400 if that is all of them."""
     generated = max(max_tokens, 1)
     needed = prompt_tokens + generated
 
@@ -293,15 +276,8 @@ def unfit_workers(
 
 
 def approx_allowed(header: str | None, field: object) -> bool | None:
-    """Whether a client takes an approximate answer; None: it does not say.
-
-    Args:
-        header: of `x-kappa-approx`, which wins; None without one.
-        field: "approx" of the body; None without one.
-
-    Raises:
-        ApiError: 400, it is neither ok nor no.
-    """
+    """Whether a client takes an approximate answer, by the header `x-kappa-approx`, else the body's
+    "approx"; None: it does not say. Raises ApiError 400 for anything but ok and no."""
     given = field if header is None else header
     value = "" if given is None else str(given).strip().lower()
     if value not in _APPROX_VALUES:
@@ -318,12 +294,8 @@ def is_approximate(worker: Announcement, allowed: bool | None) -> bool:
 
 
 def exact_workers(workers: Collection[Announcement], allowed: bool | None) -> frozenset[str]:
-    """Workers that a request which asks for an approximate answer is kept from.
-
-    Raises:
-        ApiError: 400, it asks and no worker may: rather than be answered exactly, at a cost that it
-            did not ask for.
-    """
+    """Workers that a request which asks for an approximate answer is kept from; raises ApiError 400
+    if that is all: rather than be answered exactly, at a cost that it did not ask for."""
     if not allowed:
         return frozenset()
     exact = frozenset(one.worker for one in workers if not is_approximate(one, allowed))

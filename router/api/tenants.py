@@ -159,11 +159,8 @@ class Lease:
     _open: bool = True
 
     def reserve(self, prompt_tokens: int, max_tokens: int, now_s: float) -> None:
-        """Take what the request may come to; a second time instead of the first.
-
-        Raises:
-            ApiError: 429, the tenant has used its tokens; or 400, no minute allows so many.
-        """
+        """Take what the request may come to; a second time instead of the first. Raises ApiError
+        429, the tenant has used its tokens, or 400, no minute allows so many."""
         bucket = self._meter.tokens
         self._used = float(prompt_tokens)
         if bucket is None or not self._open:
@@ -208,11 +205,8 @@ class TenantLimiter:
     _meters: dict[str, _Meter] = field(default_factory=dict)
 
     def enter(self, tenant: str, now_s: float) -> Lease:
-        """A request of `tenant` came.
-
-        Raises:
-            ApiError: 429, it has used its requests, or has as many open as it may.
-        """
+        """A request of `tenant` came; raises ApiError 429 if it has used its requests, or has as
+        many open as it may."""
         meter = self._meter(tenant, now_s)
         if meter.concurrent is not None and meter.open >= meter.concurrent:
             raise errors.TOO_MANY_AT_ONCE(tenant=tenant, limit=meter.concurrent)
@@ -309,10 +303,8 @@ class Places:
 
     def _has_its_share(self, tenant: Tenant, elsewhere: int) -> bool:
         """Whether one more place would be above the part of all places that a tenant's weight is
-        of the weights of all that hold one; at least one is everybody's.
-
-        Whose the places elsewhere are is not known: they are taken to be spread as those here.
-        """
+        of the weights of all that hold one; at least one is everybody's. Places elsewhere are taken
+        to be spread as those here."""
         here, tenants = len(self._held), [*self._held.values(), tenant]
         weights = {one.name: one.weight for one in tenants}
         own = Counter(one.name for one in tenants)[tenant.name] - 1

@@ -46,13 +46,12 @@ def by_ray(error):
 )
 def test_a_worker_that_is_gone_or_full_is_no_fault_of_the_engine(error, end, why):
     failure = worker_failed(error)
-    assert (failure.end, failure.why, failure.error) == (end, why, None)
+    assert (failure.end, failure.why) == (end, why)
 
 
 def test_anything_else_is_the_engines_failure_and_shows_no_details():
     failure = worker_failed(RuntimeError("secret"))
-    assert (failure.end, failure.error.status, failure.error.code) == ("error", 500, "engine")
-    assert "secret" not in json.dumps(failure.error.body())
+    assert (failure.end, failure.why, str(failure)) == ("error", "error", "error")
     assert worker_failed(failure) is failure
 
 
@@ -70,9 +69,8 @@ def test_an_engines_refusal_is_the_clients_and_its_failure_is_not(item):
     with pytest.raises(ApiError, match="secret") as refused:
         raise_error_item(item(400, "secret"))
     assert refused.value.status == 400
-    with pytest.raises(WorkerFailed) as failed:
+    with pytest.raises(WorkerFailed, match=r"^error$"):
         raise_error_item(item(500, "secret"))
-    assert "secret" not in json.dumps(failed.value.error.body())
     body = SimpleNamespace(response_format={"type": "json_schema"})
     with pytest.raises(ApiError) as refused:
         raise_error_item(item(500, "Internal server error"), body)

@@ -153,6 +153,9 @@ def test_what_cannot_be_rendered_is_bounded_by_its_bytes_and_by_its_media():
     assert bounded(completion(["abc", "é"])).tokens == 5
     assert bounded(completion([[70_000, 3], [5]])).tokens == 3
     assert bounded(chat(user("x"))).longest_tokens == 0
+    # Of a tool's numbers each digit may be a token; "n" is the key.
+    tool = SimpleNamespace(model_dump=lambda: {"n": [70_000, 123]})
+    assert bounded(chat(user("x"), tools=[tool])).tokens == 8 + 8 + 1 + 1 + 5 + 3
 
 
 def test_templates_that_look_into_parts_get_no_guess_for_several(source):

@@ -325,7 +325,7 @@ def test_the_process_gives_the_same_tokens_and_imports_no_torch(renderer):
         # 2,000 times 20 bytes, and 31 of <s>, <|user|>, <|end|> and <|assistant|>
         with pytest.raises(PromptTooLong, match="40031"):
             process.tokens(plain, 1)
-        with open(f"/proc/{process.pid}/maps") as maps:
+        with open(f"/proc/{process._process.pid}/maps") as maps:
             assert "torch" not in maps.read()
     finally:
         process.close()
@@ -336,7 +336,7 @@ def test_a_prompt_that_hangs_dies_or_takes_all_memory_is_refused_and_the_next_on
     scripted, monkeypatch, what
 ):
     assert scripted.tokens(text("ab")).tolist() == [97, 98]
-    pid = scripted.pid
+    pid = scripted._process.pid
     if what == "hang":
         monkeypatch.setattr(router.api.render, "longest_s", lambda _bytes: 0.05)
     with pytest.raises(ApiError) as error:
@@ -363,7 +363,7 @@ def test_a_process_that_does_not_start_is_an_error_of_ours():
 def test_a_closed_process_is_gone_and_starts_no_more():
     process = TokenizerProcess("", "tests.router.scripted_tokenizer")
     process.tokens(text("ab"))
-    pid = process.pid
+    pid = process._process.pid
     process.close()
     assert gone(pid)
     with pytest.raises(ApiError, match="did not start"):
@@ -374,7 +374,7 @@ def test_the_process_dies_with_its_parent():
     program = (
         "import os; from router.api.render import TokenizerProcess as P;"
         "p = P('', 'tests.router.scripted_tokenizer');"
-        "p.tokens({'text': 'a'}); print(p.pid, flush=True); os._exit(0)"
+        "p.tokens({'text': 'a'}); print(p._process.pid, flush=True); os._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     pid = int(done.stdout.split()[-1])
