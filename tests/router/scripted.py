@@ -31,12 +31,31 @@ from tests.router.stream_worker import until as until
 from workers.tiny_model import make_tiny_model
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+TEXT = {"model": "m", "prompt": "hello", "max_tokens": 4}
 PATH, TEXTS, ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/route"
 KEYS = {"alice": "sk-alice", "bob": "sk-bob", "ops": "sk-ops"}
 OWN = Tenants(own_caches=True, operators=frozenset({"ops"})).with_digests(
     {digest_of(key): name for name, key in KEYS.items()}
 )
 """Tenants with caches of their own, of which `ops` is an operator."""
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+BOMB = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}"
+)
+"""Three loops of 99,999 never end."""
+
+
+def said(content=None, **more):
+    return {**BODY, "messages": [{"role": "user", "content": content, **more}]}
+
+
+def nested(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return schema
 
 
 def event(text):
