@@ -104,14 +104,9 @@ class ReportStream:
                     os.read(self._woken, 4096)
                 for _, number, payload in _received(self._kv) if self._kv in ready else ():
                     self._add_events(int.from_bytes(number, "big"), payload)
-                for (encoded,) in _received(self._stats) if self._stats in ready else ():
-                    message = msgspec.msgpack.decode(encoded)
-                    if message.get("kind") == "kv":
-                        # Blocks that a predecessor left: the engine publishes only its own events.
-                        self._mirror.apply(message["batch"])
-                        self._publish(KV, message["batch"])
-                    else:
-                        self.totals.add(message)
+                for frames in _received(self._stats) if self._stats in ready else ():
+                    for frame in frames:
+                        self._add_measurement(frame)
                 if self._snapshots in ready:
                     self._answer_snapshot()
                 self._publish_report()
@@ -123,6 +118,18 @@ class ReportStream:
     def _publish(self, kind: bytes, payload: bytes) -> None:
         self._seq += 1
         self._out.send_multipart([kind, self._seq.to_bytes(8, "big"), payload])
+
+    def _add_measurement(self, encoded: bytes) -> None:
+        try:
+            message = msgspec.msgpack.decode(encoded)
+            if message.get("kind") != "kv":
+                self.totals.add(message)
+                return
+            # Blocks that a predecessor left: the engine publishes only its own events.
+            self._mirror.apply(message["batch"])
+            self._publish(KV, message["batch"])
+        except Exception:
+            log.exception("measurement_unreadable", worker=self._worker)
 
     def _add_events(self, seq: int, payload: bytes) -> None:
         # The engine counts from 0: a later first number means that we listened too late.

@@ -48,13 +48,12 @@ class StatsSender:
             self.flush()
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send what waits, as the frames of one message."""
         if self._socket is None or not self._held:
             return
         self._flushed_s = time.monotonic()
         held, self._held = self._held, []
-        for message in held:
-            try:
-                self._socket.send(message, zmq.NOBLOCK)
-            except zmq.ZMQError:
-                self.dropped += 1
+        try:
+            self._socket.send_multipart(held, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.dropped += len(held)

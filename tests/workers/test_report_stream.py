@@ -263,7 +263,8 @@ def test_measurements_come_out_as_reports(engine):
 
 
 def test_nonsense_from_the_engine_does_not_stop_the_stream(engine):
-    engine.stats.send({"kind": "wait", "took_s": "long"})
+    engine.stats.send(step())
+    engine.stats.send({"kind": "wait", "took_s": "long"}, urgent=False)
     engine.kv.send_multipart([b"kv", (0).to_bytes(8, "big"), b"\xc1"])
     engine.stats.send(step(prefilled=["after"]))
     engine.next(b"report", lambda p: msgspec.msgpack.decode(p)["prefilled"] == ["after"])
