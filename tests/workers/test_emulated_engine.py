@@ -130,6 +130,14 @@ async def test_what_never_fits_is_refused(bench):
     assert answer.error.code == 400 and "a prompt of 200 tokens" in answer.error.message
 
 
+async def test_a_node_that_is_not_paced_is_refused(tmp_path):
+    limits = EngineLimits(60, BLOCK, 17, 0, 16, 4, "float32")
+    own = emulated_plan("one", limits, Endpoints("", ""), source="catalogue")
+    config = SimpleNamespace(engine_kwargs={"kappa_own": own}, model_id="m")
+    with pytest.raises(ValueError, match="pcie is not paced"):
+        await EmulatedEngine(config).start()
+
+
 async def test_a_client_that_leaves_frees_its_room(bench):
     stream = bench.engine.completions(completion(range(8), max_tokens=50, stream=True))
     await anext(stream)

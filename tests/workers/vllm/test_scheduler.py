@@ -228,6 +228,21 @@ def test_every_rule_gives_vllms_own_tokens(engine, reference, rule):
     assert engine.scheduler._rule.errors_total == 0
 
 
+def test_the_engine_gives_the_tokens_of_transformers(engine):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    llama = AutoModelForCausalLM.from_pretrained(engine.scheduler.vllm_config.model_config.model)
+    engine.use("fair")
+    ids = prompt(7, 40)
+    engine.add("r", list(ids), max_tokens=24)
+    (tokens,) = tokens_of(engine.run()).values()
+    with torch.no_grad():
+        for _ in range(24):
+            ids.append(int(llama(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert tokens == ids[40:]
+
+
 def test_vllm_itself_stops_at_the_head_and_a_rule_goes_past_it(engine):
     def order():
         """A long decoder holds most blocks; a big prompt waits, a small one behind it."""
