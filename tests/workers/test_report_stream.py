@@ -77,44 +77,31 @@ def test_the_schedulers_totals_are_taken_over_as_they_are():
     )  # fmt: skip
 
 
-def test_a_tenants_latest_charge_is_reported_once():
+def test_a_tenants_latest_charge_is_reported_once_and_all_again_every_ten_seconds():
     totals = totals_of()
     totals.add(iterations(charges={"a": [1.0, 0.0, 0.0], "b": [1.0, 2.0, 3.0]}))
     totals.add(iterations(charges={"a": [2.0, 0.0, 0.5]}))
-    assert totals.take(0.0).charges == (
-        TenantCharge("a", 2.0, 0.0, 0.5), TenantCharge("b", 1.0, 2.0, 3.0),
-    )  # fmt: skip
-    assert totals.take(1.0).charges == ()
+    both = (TenantCharge("a", 2.0, 0.0, 0.5), TenantCharge("b", 1.0, 2.0, 3.0))
+    assert totals.take(100.0).charges == both
+    assert totals.take(101.0).charges == ()
+    totals.add(iterations(charges={"a": [3.0, 0.0, 0.5]}))
+    assert [c.tenant for c in totals.take(102.0).charges] == ["a"]
+    assert {c.tenant: c.vram_s for c in totals.take(110.0).charges} == {"a": 3.0, "b": 1.0}
 
 
-def test_all_charges_are_reported_again_every_ten_seconds():
-    totals = totals_of()
-    totals.add(iterations(charges={"a": [1.0, 0.0, 0.0], "b": [1.0, 2.0, 3.0]}))
-    assert len(totals.take(100.0).charges) == 2
-    totals.add(iterations(charges={"a": [2.0, 0.0, 0.0]}))
-    assert [c.tenant for c in totals.take(101.0).charges] == ["a"]
-    assert {c.tenant: c.vram_s for c in totals.take(111.0).charges} == {"a": 2.0, "b": 1.0}
-
-
-def test_only_steps_of_many_tokens_show_the_flop_rate():
+def test_only_steps_of_many_tokens_that_waited_for_nothing_show_the_flop_rate():
     totals = totals_of()
     announced = [0.2, 0.1, 0.05]
     totals.add(step(tokens=COMPUTE_STEP_TOKENS - 1, announced=announced))
     totals.add(step(tokens=COMPUTE_STEP_TOKENS, announced=announced))
-    # An engine without a step model, and a step that waited for loads, say nothing.
+    # An engine without a step model, and steps that waited for loads or for memory, show nothing.
     totals.add(step(tokens=COMPUTE_STEP_TOKENS, announced=None))
     totals.add(step(tokens=COMPUTE_STEP_TOKENS))
-    report = totals.take(0.0)
-    assert report.step_seconds_total == 1.0
-    assert report.computed_seconds_total == pytest.approx(0.2)
-    assert report.computed_announced_seconds_total == 0.2
-
-
-def test_a_step_that_waited_for_memory_shows_no_flop_rate():
-    totals = totals_of()
     totals.add(step(tokens=COMPUTE_STEP_TOKENS, announced=[0.1, 0.2, 0.05]))
     report = totals.take(0.0)
-    assert (report.computed_seconds_total, report.computed_announced_seconds_total) == (0.0, 0.0)
+    assert report.step_seconds_total == 1.25
+    assert report.computed_seconds_total == pytest.approx(0.2)
+    assert report.computed_announced_seconds_total == 0.2
 
 
 def test_bandwidth_is_smoothed_over_loads():
