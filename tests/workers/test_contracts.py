@@ -202,6 +202,9 @@ SOURCES = {
     "ray.serve._private.replica": ('"record_autoscaling_stats"',),
     # One more step follows a request's end: that is when its blocks are copied, and reports leave.
     "vllm.v1.core.sched.scheduler:Scheduler.has_finished_requests": ("self.finished_req_ids",),
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
+        "self.kv_event_publisher.publish(batch)",
+    ),
 }  # fmt: skip
 
 

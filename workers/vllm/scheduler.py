@@ -23,6 +23,7 @@ from workers.iteration_log import Iteration, IterationLog
 from workers.request_metadata import charges_of, tenant_of
 from workers.stats_channel import StatsSender
 from workers.vllm.engine_view import EngineMemory, EngineWork
+from workers.vllm.held_events import HeldEvents
 from workers.vllm.options import SchedulerOptions
 from workers.vllm.rule_guard import GuardedRule
 
@@ -45,6 +46,7 @@ class FairScheduler(AsyncScheduler):
         options = self._options = SchedulerOptions.read(config, policy)
         self._log = IterationLog(StatsSender(options.stats).send, options.log)
         self._now = Iteration(0.0)
+        self.kv_event_publisher: Any = HeldEvents(self.kv_event_publisher)
         self._rule = GuardedRule(options.make_rule, self._rule_failed)
         self._memory = EngineMemory(self.kv_cache_manager, self.block_size, bool(self.connector))
         self._works: dict[str, EngineWork] = {}
@@ -139,7 +141,9 @@ class FairScheduler(AsyncScheduler):
         if iteration is not None and sums:
             self._rule.ran(iteration.step_s, sums, now_s)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self._log.due(now_s, idle=not self.requests):
+        idle = not self.requests
+        self.kv_event_publisher.flush(now_s, idle=idle)
+        if self._log.due(now_s, idle):
             rule = self._rule
             self._log.publish(now_s, self._counts(), rule.errors_total, rule.charges())
         return outputs
