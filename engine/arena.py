@@ -59,7 +59,6 @@ class Arena:
         size: how many blocks.
         dtype: of all elements.
         device: where the device blocks lie; "cpu" is as good as any.
-        host_free_bytes: host memory that may be used; what is available now, if not given.
 
     Raises:
         ArenaTooLarge: names the place, what is wanted and what is free, and what to give instead.
@@ -72,14 +71,13 @@ class Arena:
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        host_free_bytes: int | None = None,
     ) -> None:
         self.shape, self.size, self.dtype = shape, size, dtype
         self.device, self.block_tokens = torch.device(device), size.block_tokens
         self.kv_block_shape = (2, size.block_tokens, shape.kv_heads, shape.head_dim)
         self.act_block_shape = (size.block_tokens, shape.hidden)
         self._registered: list[Tensor] = []
-        self._refuse_too_large(host_free_bytes)
+        self._refuse_too_large()
         counts: dict[tuple[BlockType, Place], int] = {
             ("kv", "device"): size.kv_device, ("kv", "host"): size.kv_host,
             ("act", "device"): size.act_device, ("act", "host"): size.act_host,
@@ -148,12 +146,12 @@ class Arena:
             self._registered.append(tensor)
         return tensor
 
-    def _refuse_too_large(self, host_free_bytes: int | None) -> None:
+    def _refuse_too_large(self) -> None:
         size = self.size
         kv_bytes, act_bytes = self.block_bytes("kv"), self.block_bytes("act")
         host_bytes = size.kv_host * kv_bytes + size.act_host * act_bytes
         device_bytes = size.kv_device * kv_bytes + size.act_device * act_bytes
-        host_free = free_host_bytes() if host_free_bytes is None else host_free_bytes
+        host_free = free_host_bytes()
         if self.device.type == "cuda":
             device_free = torch.cuda.mem_get_info(self.device)[0]
             wanted = {"device": (device_bytes, device_free), "host": (host_bytes, host_free)}
@@ -175,7 +173,7 @@ def free_host_bytes() -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = [line for line in lines if line.startswith("MemAvailable:")]
     if not available:
-        raise OSError("/proc/meminfo has no MemAvailable: give host_free_bytes")
+        raise OSError("/proc/meminfo has no MemAvailable")
     free_bytes = int(available[0].split()[1]) << 10
     for limit, used in (
         ("memory.max", "memory.current"),

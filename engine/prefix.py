@@ -18,7 +18,7 @@ from typing import NamedTuple
 from engine.blocks import BlockPool, Place
 
 _KEY_BYTES = 16
-# Changes kept for a publisher that does not come; what is beyond is counted as lost.
+# Changes kept for a publisher that does not come; what is beyond is lost.
 _MOST_EVENTS = 100_000
 
 
@@ -74,11 +74,9 @@ class EventLog:
     """What can be found where, as changes since they were last taken.
 
     A block of host memory may be held as KV and as activations: it is there as long as either is.
-    `lost` counts changes that were dropped because nobody took them.
     """
 
     def __init__(self, block_tokens: int) -> None:
-        self.lost = 0
         self._block_tokens = block_tokens
         self._copies: dict[tuple[Place, bytes], int] = {}
         self._events: list[CacheEvent] = []
@@ -116,10 +114,8 @@ class EventLog:
             self._note(RemovedBlocks(place, tuple(gone)))
 
     def _note(self, event: CacheEvent) -> None:
-        if len(self._events) >= _MOST_EVENTS:
-            self.lost += 1
-            return
-        self._events.append(event)
+        if len(self._events) < _MOST_EVENTS:
+            self._events.append(event)
 
 
 class PrefixPool:

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from engine.loop import REST_S, Engine
 from engine.prefix import CacheEvent
@@ -94,10 +94,6 @@ class EngineRunner:
     def abort(self, request_id: int) -> Future[bool]:
         """End a request; False if it was over."""
         return self.call(lambda engine: engine.abort(request_id))
-
-    def stats(self) -> Future[dict[str, Any]]:
-        """What the engine did so far, as a copy."""
-        return self.call(lambda engine: engine.stats().to_dict())
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[Output, None]:
         """A request's outputs as they come; leaving the iteration early ends the request.

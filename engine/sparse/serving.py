@@ -289,11 +289,10 @@ class SparseServing:
         return {sequence: logits[0]}
 
     def _run(self, slots: list[int], tokens: list[list[int]]) -> Tensor:
-        if any(self.slots.states[slot].stuck for slot in slots):
-            raise TransferFailed("there was no host block for tokens that are no longer recent")
-        self.counts.tokens += sum(map(len, tokens))
         sent = to_device(np.array(tokens, np.int64), self.slots.arena.device)
-        return self._sparse.run(slots, sent, self._take_block)
+        logits = self._sparse.run(slots, sent, self._take_block)
+        self.counts.tokens += sent.numel()
+        return logits
 
     def _take_block(self) -> int | None:
         taken = self._take_blocks(1)

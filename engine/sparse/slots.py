@@ -288,9 +288,15 @@ class Slots:
 
         Raises:
             ValueError: a slot has no room for them, or they are more than a chunk.
-            TransferFailed: a block of one of them did not arrive in host memory.
+            TransferFailed: one of them is stuck: a block of it is not in host memory.
         """
-        self._refuse_without_room(slots, new)
+        most, chunk = self.settings.max_tokens, self.settings.chunk_tokens
+        tokens = max(self.states[slot].tokens for slot in slots) + new
+        if not 1 <= new <= chunk or tokens > most:
+            raise ValueError(
+                f"a pass of {new} tokens, {tokens} with those before: a slot takes 1 to {chunk} at "
+                f"a time, and {most} in all"
+            )
         # What is gathered from now on may be in blocks that have left: after those. One that did
         # not arrive costs its own slot, whichever slots go on first.
         leaving, self._leaving = self._leaving, []
@@ -301,7 +307,7 @@ class Slots:
                 state.stuck = True
         states = [self.states[slot] for slot in slots]
         if any(state.stuck for state in states):
-            raise TransferFailed("tokens that are no longer recent did not reach host memory")
+            raise TransferFailed("tokens that are no longer recent are not in host memory")
         layout, device = self.layout, self.table.device
 
         def send(array: NDArray[np.generic]) -> Tensor:
@@ -311,8 +317,8 @@ class Slots:
             """(batch, new, keys) for the queries of a group: (batch, 1, new·group, keys)."""
             return send(seen).repeat_interleave(layout.group, dim=1)[:, None]
 
-        tokens, host, chosen = np.array([(s.tokens, s.host_tokens, s.chosen) for s in states]).T
-        positions = tokens[:, None] + np.arange(new)
+        before, host, chosen = np.array([(s.tokens, s.host_tokens, s.chosen) for s in states]).T
+        positions = before[:, None] + np.arange(new)
         there = np.arange(int(host.max()))
         fresh = np.array([state.fresh for state in states]) & (chosen > 0)
         index, where = send(np.array(slots)), send(positions)
@@ -363,21 +369,6 @@ class Slots:
     def _chosen(self, tokens: int, host_tokens: int) -> int:
         most = max(0, host_tokens - self.layout.sinks)
         return min(self.settings.clo.chosen_tokens(tokens), most, self.most_chosen)
-
-    def _refuse_without_room(self, slots: Sequence[int], new: int) -> None:
-        if not 1 <= new <= self.settings.chunk_tokens:
-            raise ValueError(
-                f"a pass of {new} tokens: a slot takes 1 to {self.settings.chunk_tokens} at a time"
-            )
-        for slot in slots:
-            tokens = self.states[slot].tokens
-            if self.states[slot].stuck:
-                raise ValueError(f"slot {slot} is stuck: its older tokens are not in host memory")
-            if tokens + new > self.settings.max_tokens:
-                raise ValueError(
-                    f"slot {slot} has {tokens} tokens and room for {self.settings.max_tokens}: "
-                    f"{new} more do not fit"
-                )
 
     def _leave(self, slot: int, state: Slot, block: int) -> None:
         """The oldest block of the ring goes to host memory."""

@@ -25,10 +25,11 @@ def test_shapes_are_layer_major() -> None:
     arena.close()
 
 
-def test_too_large_for_the_host_is_refused_with_both_numbers() -> None:
+def test_too_large_for_the_host_is_refused_with_both_numbers(monkeypatch) -> None:
     block_bytes = 3 * 2 * 16 * 2 * 16 * 4
+    monkeypatch.setattr("engine.arena.free_host_bytes", lambda: 10_000)
     with pytest.raises(ArenaTooLarge) as refused:
-        Arena(SHAPE, ArenaSize(1, 1000), dtype=torch.float32, host_free_bytes=10_000)
+        Arena(SHAPE, ArenaSize(1, 1000), dtype=torch.float32)
     message = str(refused.value)
     assert f"({1001 * block_bytes} bytes)" in message and "(10000 bytes)" in message
     assert "fewer host blocks" in message

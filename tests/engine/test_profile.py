@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,25 @@ def forward(
         arena.close()
 
 
+@cache
+def _profiled(family: str) -> str:
+    with forward(family) as made:
+        return json.dumps(profile(made, SETTINGS))
+
+
+def profiled(family: str = "opt", straight: bool = False) -> dict[str, Any]:
+    """A profile, as it is kept; its two lines made straight."""
+    measured: dict[str, Any] = json.loads(_profiled(family))
+    for key, slope in (("load", 2e-6), ("project", 1e-6)) if straight else ():
+        measured[key]["seconds"] = [slope * n + 1e-5 for n in measured[key]["tokens"]]
+    return measured
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_profile_is_what_planners_read(family: str) -> None:
     threads = threading.active_count()
-    with forward(family) as made:
-        measured = profile(made, SETTINGS)
+    measured = profiled(family)
     assert threading.active_count() == threads
-    json.dumps(measured)
     assert measured["device"] == device_name(torch.device("cpu"))
     assert measured["load"]["tokens"] == [16, 32, 64, 128]
     assert min(measured["load"]["seconds"] + measured["project"]["seconds"]) > 0
@@ -74,48 +87,35 @@ def test_a_profile_is_what_planners_read(family: str) -> None:
     assert measured["grid"]["context_tokens"] == [0, 32]
     for figure in ("h2d", "h2d_while_storing", "h2d_cpu_busy"):
         assert measured[f"{figure}_bytes_per_s"] > 0
-    heads = {"opt": 4, "llama": 2}[family]
-    width = 64 // {"opt": 4, "llama": 8}[family]
+    heads, width = {"opt": (4, 16), "llama": (2, 8)}[family]
     assert measured["kv_bytes_per_token"] == 3 * 2 * heads * width * 4
     assert measured["activation_bytes_per_token"] == 3 * 64 * 4
-    _planned_or_refused(measured)
-
-
-def _planned_or_refused(measured: dict[str, Any]) -> None:
-    """At such sizes, on a busy machine, a line may be poor: then, and only then, it is refused."""
+    # At such sizes, on a busy machine, a line may be poor: then, and only then, it is refused.
     poor = []
     for key in ("load", "project"):
         try:
             fit = fit_line(key, measured[key]["tokens"], measured[key]["seconds"])
+            poor += [key] if fit.r2 < LEAST_R2 else []
         except ValueError:
             poor.append(key)
-        else:
-            poor += [key] if fit.r2 < LEAST_R2 else []
     if poor:
         with pytest.raises(ValueError, match="fit has"):
             rates_from_measured(measured)
         return
-    rates = rates_from_measured(measured)
-    plan = choose(Costs(rates, 64, 8), block_tokens=8)
-    assert plan.cached_tokens == 64
-    assert plan.ttft_s > 0
+    plan = choose(Costs(rates_from_measured(measured), 64, 8), block_tokens=8)
+    assert plan.cached_tokens == 64 and plan.ttft_s > 0
 
 
 def test_a_profile_of_straight_lines_is_planned_with() -> None:
-    with forward() as made:
-        measured = profile(made, SETTINGS)
-    for key, slope in (("load", 2e-6), ("project", 1e-6)):
-        measured[key]["seconds"] = [slope * n + 1e-5 for n in measured[key]["tokens"]]
+    measured = profiled(straight=True)
     rates = rates_from_measured(measured)
     assert rates.activation_ratio == 0.5
     assert rates.load_token_s == pytest.approx(3 * 2e-6)
-    grid = measured["grid"]
-    assert rates.prefill_s(16, 32) == pytest.approx(grid["seconds"][1][1])
+    assert rates.prefill_s(16, 32) == pytest.approx(measured["grid"]["seconds"][1][1])
 
 
 def test_decoding_steps_are_measured_as_far_as_positions_go_and_continued_beyond() -> None:
-    with forward() as made:
-        measured = profile(made, SETTINGS)
+    measured = profiled(straight=True)
     grid = measured["decode"]
     assert (grid["sequences"], grid["resident_tokens"]) == ([1, 4], [0, 64, 1024])
     # One sequence has no 1,024 positions; four of 256 have.
@@ -123,8 +123,6 @@ def test_decoding_steps_are_measured_as_far_as_positions_go_and_continued_beyond
     first = grid["seconds"][0]
     slope = max(0.0, (first[1] - first[0]) / 64)
     assert first[2] == pytest.approx(first[1] + slope * 960)
-    for key in ("load", "project"):
-        measured[key]["seconds"] = [2e-6 * n + 1e-5 for n in measured[key]["tokens"]]
     rates = rates_from_measured(measured)
     for index, count in enumerate((1, 4)):
         predicted = rates.decode_gpu_s(count, 64 / count)
@@ -155,8 +153,7 @@ def test_cpu_attention_is_measured_where_there_are_threads_for_it() -> None:
     # A line that says nothing counts as none; the rest is as good as it was.
     found["seconds"] = [1e-5, 1e-6, 1e-5, 1e-6]
     assert rates_from_measured(measured).attend is None
-    with forward() as made:
-        assert "attend" not in profile(made, SETTINGS)
+    assert "attend" not in profiled()
 
 
 def test_sizes_that_the_arena_cannot_hold_are_left_out() -> None:
@@ -166,66 +163,61 @@ def test_sizes_that_the_arena_cannot_hold_are_left_out() -> None:
     assert measured["grid"]["new_tokens"] == [1, 16]
 
 
-def test_an_arena_too_small_for_a_line_is_refused() -> None:
+def test_an_arena_too_small_or_in_use_is_refused() -> None:
     with forward(blocks=4) as made, pytest.raises(ValueError, match="the arena holds 32 tokens"):
         profile(made, SETTINGS)
-
-
-def test_an_arena_in_use_is_refused() -> None:
     with forward() as made:
         made.arena.pools["kv", "host"].allocate(1)
         with pytest.raises(ValueError, match=r"in use \(host kv\): profile before serving"):
             profile(made, SETTINGS)
 
 
-class _Failing(CpuMover):
-    """A link that loads and does not store."""
+class _Broken(CpuMover):
+    """A link whose copies fail in some directions."""
+
+    def __init__(self, *directions: Direction) -> None:
+        super().__init__()
+        self.directions = directions
 
     def _copy(self, direction: Direction, copies: Copies) -> None:
-        if direction == "d2h":
+        if direction in self.directions:
             raise OSError("no such link")
         super()._copy(direction, copies)
 
 
-class _Broken(CpuMover):
-    def _copy(self, direction: Direction, copies: Copies) -> None:
-        raise OSError("no such link")
-
-
-def test_stores_that_fail_beside_the_measurement_fail_it() -> None:
+def test_a_link_that_fails_fails_the_measurement() -> None:
     threads = threading.active_count()
-    with forward(mover=_Failing()) as made, pytest.raises(RuntimeError, match="beside"):
+    with forward(mover=_Broken("d2h")) as made, pytest.raises(RuntimeError, match="beside"):
+        profile(made, SETTINGS)
+    both = _Broken("h2d", "d2h")
+    with forward(mover=both) as made, pytest.raises(TransferFailed, match="no such link"):
         profile(made, SETTINGS)
     assert threading.active_count() == threads
 
 
-def test_loads_that_fail_are_raised() -> None:
-    with forward(mover=_Broken()) as made, pytest.raises(TransferFailed, match="no such link"):
-        profile(made, SETTINGS)
+SMALL = ProfileSettings((16, 32, 64), (1, 16), (0, 32), (), (), 1)
 
 
 def test_a_profile_is_measured_once_per_device_model_dtype_and_settings(tmp_path: Path) -> None:
     with forward("opt") as made:
-        first = cached_profile(made, tmp_path, SETTINGS)
-        assert cached_profile(made, tmp_path, SETTINGS) == first
-        other = ProfileSettings((16, 32, 64), (1, 16), (0, 32), (), (), 1)
-        assert cached_profile(made, tmp_path, other)["load"]["tokens"] == [16, 32, 64]
+        first = cached_profile(made, tmp_path, SMALL)
+        assert cached_profile(made, tmp_path, SMALL) == first
+        other = ProfileSettings((16, 32, 128), (1, 16), (0, 32), (), (), 1)
+        assert cached_profile(made, tmp_path, other)["load"]["tokens"] == [16, 32, 128]
     with forward("llama") as made:
-        assert cached_profile(made, tmp_path, SETTINGS)["model"] == "tiny-llama"
-    files = sorted(tmp_path.iterdir())
-    assert len(files) == 3
-    assert all(path.suffix == ".json" for path in files)
+        assert cached_profile(made, tmp_path, SMALL)["model"] == "tiny-llama"
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"] * 3
 
 
-@pytest.mark.parametrize("content", ["[1", "[1]", '{"format": "other"}'])
-def test_a_garbled_file_is_measured_anew(tmp_path: Path, content: str) -> None:
+def test_a_garbled_file_is_measured_anew(tmp_path: Path) -> None:
     with forward() as made:
-        first = cached_profile(made, tmp_path, SETTINGS)
+        first = cached_profile(made, tmp_path, SMALL)
         (path,) = tmp_path.iterdir()
-        path.write_text(content, encoding="utf-8")
-        again = cached_profile(made, tmp_path, SETTINGS)
-        assert again["load"]["tokens"] == first["load"]["tokens"]
-        assert json.loads(path.read_text(encoding="utf-8")) == again
+        for content in ("[1", "[1]", '{"format": "other"}'):
+            path.write_text(content, encoding="utf-8")
+            again = cached_profile(made, tmp_path, SMALL)
+            assert again["load"]["tokens"] == first["load"]["tokens"]
+            assert json.loads(path.read_text(encoding="utf-8")) == again
 
 
 @pytest.mark.parametrize(
@@ -242,25 +234,26 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], problem: s
         ProfileSettings(**changes)
 
 
+def _fail() -> None:
+    raise OSError("no")
+
+
 def test_what_repeats_runs_in_the_block_and_is_over_after_it() -> None:
     threads, done = threading.active_count(), []
     with repeating(lambda: done.append(threading.get_ident()), threads=3):
         assert len(set(done)) >= 1
         assert len(done) >= 3
     count = len(done)
-    assert threading.active_count() == threads
-    assert len(done) == count
+    with pytest.raises(KeyError), repeating(lambda: None):
+        raise KeyError  # of the measured block: its own
+    assert threading.active_count() == threads and len(done) == count
 
 
-def test_a_repeated_failure_before_the_block_is_raised_instead_of_it() -> None:
-    entered = []
+def test_a_repeated_failure_is_raised_instead_of_the_block_or_after_it() -> None:
+    entered, first, second = [], threading.Event(), threading.Event()
     with pytest.raises(RuntimeError, match="beside the measurement failed: no"), repeating(_fail):
         entered.append(1)
     assert entered == []
-
-
-def test_a_repeated_failure_in_the_block_is_raised_after_it() -> None:
-    first, second = threading.Event(), threading.Event()
 
     def action() -> None:
         if first.is_set():
@@ -270,14 +263,3 @@ def test_a_repeated_failure_in_the_block_is_raised_after_it() -> None:
     with pytest.raises(RuntimeError, match="beside the measurement failed: no"), repeating(action):
         first.set()
         assert second.wait(10)
-
-
-def test_an_exception_of_the_measured_block_is_its_own() -> None:
-    threads = threading.active_count()
-    with pytest.raises(KeyError), repeating(lambda: None):
-        raise KeyError
-    assert threading.active_count() == threads
-
-
-def _fail() -> None:
-    raise OSError("no")

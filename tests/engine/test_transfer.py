@@ -111,7 +111,7 @@ def test_stop_ends_the_threads_and_fails_what_had_not_begun(gated: Gated) -> Non
 
 
 def test_whatever_is_asked_for_while_it_stops_ends() -> None:
-    for _ in range(20):
+    for _ in range(4):
         mover = CpuMover()
         events: list[Event] = []
 
