@@ -6,10 +6,11 @@ from typing import Any
 
 from kappa.plugins import SCHEDULING_RULES, installed
 from scheduler.config import FairConfig, LinkRates
+from scheduler.fair import Fair
 from scheduler.fcfs import Fcfs
 from scheduler.work import Rule
 
-FAIR = "fair"
+FAIR = Fair.name
 SCHEDULERS = (FAIR, Fcfs.name, *installed(SCHEDULING_RULES))
 
 
@@ -19,11 +20,10 @@ def rule_named(name: str, config: FairConfig | None = None, link: LinkRates | No
     Raises:
         ValueError: there is no such rule; lists those there are.
     """
+    config = config or FairConfig()
     if name == FAIR:
-        from scheduler.fair import Fair
-
-        return Fair(config or FairConfig(), link)
-    rule: Rule = _other(name)(config or FairConfig())
+        return Fair(config, link)
+    rule: Rule = _other(name)(config)
     return rule
 
 
@@ -36,7 +36,6 @@ def _other(name: str) -> Any:
     """The class of a rule that is not ours."""
     if name == Fcfs.name:
         return Fcfs
-    entry = installed(SCHEDULING_RULES).get(name)
-    if entry is None:
+    if name not in SCHEDULERS:
         raise ValueError(f"unknown scheduler {name!r}: choose one of {', '.join(SCHEDULERS)}")
-    return entry.load()
+    return installed(SCHEDULING_RULES)[name].load()

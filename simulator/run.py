@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kappa.cost import step_model
+from kappa.cost import load_token_s, step_model
 from kappa.model import ModelShape, kv_bytes_per_token
 from kappa.protocol import Announcement
 from kappa.slo import IdleSpeed, idle_tpot_s, idle_ttft_s, limits, median_node
@@ -160,8 +160,8 @@ def capacity_of(config: SimulationConfig) -> float:
 def idle_speed(node: NodeSpec, shape: ModelShape) -> IdleSpeed:
     """A node's true speed for a request that it serves alone."""
     profile = node.profile
-    load_token_s = kv_bytes_per_token(shape) / profile.h2d_bytes_per_s
-    return IdleSpeed(step_model(shape, profile), load_token_s, profile.load_fixed_s)
+    token_s = load_token_s(shape, profile)
+    return IdleSpeed(step_model(shape, profile), token_s, profile.load_fixed_s)
 
 
 def node_models(config: SimulationConfig) -> list[NodeModel]:

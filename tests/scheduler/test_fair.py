@@ -6,7 +6,7 @@ from kappa.protocol import Charge
 from scheduler.batching import Batcher
 from scheduler.config import FairConfig, LinkRates
 from scheduler.fair import Fair
-from scheduler.work import BUDGET, CAP, LINK, PENDING, RESERVED, VRAM, Quote, Room, Work
+from scheduler.work import CAP, LINK, PENDING, RESERVED, VRAM, Quote, Room, Work
 from tests.scheduler.counted_blocks import Blocks as CountedBlocks
 from tests.scheduler.engine import Blocks, Engine, Request
 
@@ -335,13 +335,6 @@ def test_the_same_events_give_the_same_plans():
 def test_numbers_that_make_no_sense_are_refused(wrong, names):
     with pytest.raises(ValueError, match=names):
         FairConfig(**wrong)
-
-
-def test_nothing_is_computed_without_budget():
-    rule = Fair(FairConfig())
-    rule.add(Request(10), 0.0)
-    plan = rule.plan(Room(Blocks(100), 0, 8, 1), 0.0)
-    assert not plan.admitted and plan.passed == {BUDGET: 1}
 
 
 def test_requests_of_high_ratio_hold_no_more_than_their_part_while_others_wait():

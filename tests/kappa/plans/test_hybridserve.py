@@ -135,19 +135,6 @@ def test_the_corrected_allocation_is_the_best_of_every_one() -> None:
     assert min(kinds.values()) > 6
 
 
-def test_the_corrected_balance_is_that_of_both_resources() -> None:
-    mixed = 0
-    for cache in random_caches(300, seed=45):
-        found = allocate_corrected(cache)
-        most = math.floor(cache.free_bytes / cache.act_block_bytes)
-        if not 0 < found.act_blocks < most:
-            continue
-        mixed += 1
-        off_s = abs(found.link_s - found.gpu_s)
-        assert off_s <= 2 * cache.project.per_token_s + cache.load.per_token_s
-    assert mixed > 30
-
-
 @pytest.mark.parametrize(
     ("hidden", "layers", "kv_per_act"), [(4096, 32, 1.0), (7168, 48, 2.0), (9216, 64, 1.78)]
 )
@@ -235,6 +222,9 @@ def test_imbalance_is_one_where_both_take_equally_long() -> None:
     assert imbalance(Blocks(1, 4), PROJECT, LOAD) == imbalance(Blocks(2, 2), PROJECT, LOAD) == 2.0
     assert imbalance(Blocks(0, 2), PROJECT, LOAD) == math.inf
     assert imbalance(Blocks(2, 0), PROJECT, LOAD) == math.inf
+    # 3 blocks project in 3 ms, 1 loads in 1 ms: three times as long, as it is with 3 s and 1 s.
+    fast = LineFit("KV projection", 1e-3), LineFit("load", 1e-3)
+    assert imbalance(Blocks(3, 1), *fast) == imbalance(Blocks(1, 3), *fast) == pytest.approx(3.0)
 
 
 def test_each_request_is_in_one_batch_that_fits() -> None:
@@ -289,9 +279,3 @@ def test_requests_without_activations_fill_the_buffers() -> None:
 def test_a_request_too_large_for_the_buffers_is_named() -> None:
     with pytest.raises(ValueError, match="request 1 has 2 activation and 11 KV blocks"):
         pack([Blocks(1, 1), Blocks(2, 11)], Blocks(10, 10), PROJECT, LOAD)
-
-
-def test_imbalance_is_a_ratio_whatever_the_seconds() -> None:
-    # 3 blocks project in 3 ms, 1 loads in 1 ms: three times as long, as it is with 3 s and 1 s.
-    fast = LineFit("KV projection", 1e-3), LineFit("load", 1e-3)
-    assert imbalance(Blocks(3, 1), *fast) == imbalance(Blocks(1, 3), *fast) == pytest.approx(3.0)

@@ -25,7 +25,7 @@ from kappa.plans.planners import (
     policy_ttft_s,
 )
 from kappa.plans.rates import LineFit, PlanRates, rates_from_law
-from kappa.plans.split import Costs, Split
+from kappa.plans.split import Costs
 from kappa.shapes import SHAPES, model_shape
 from tests.kappa.plans.profiles import random_cases, random_rates
 
@@ -158,18 +158,6 @@ def test_choice_is_the_best_of_all_policies() -> None:
         best_s = min(policy_ttft_s(case.costs, policy, case.block) for policy in policies)
         assert plan.ttft_s == pytest.approx(best_s, rel=1e-12)
         assert plan.cached_tokens == case.cached
-
-
-def test_choice_is_never_worse_than_loading_or_computing_everything() -> None:
-    for case in random_cases(400, seed=22):
-        costs = case.costs
-        plan = choose(costs, block_tokens=case.block, least_gain=0.0)
-        assert plan.ttft_s <= min(costs.of(Split()), costs.of(Split(case.cached))) * (1 + 1e-12)
-        # Against loading under perfect overlap, which no layers reach: one layer's fill more.
-        load_s, compute_s = costs.load_s(Split()), costs.compute_s(Split(case.cached))
-        fill_s = min(load_s, costs.plain_s) * case.rates.serial_share
-        perfect_s = min(max(load_s, costs.plain_s), compute_s)
-        assert plan.ttft_s <= (perfect_s + fill_s) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("policy", ["load", "recompute", "tail", "activations", "mixed", "auto"])
